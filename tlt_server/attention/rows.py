@@ -1,0 +1,55 @@
+"""The one operation's input: "extend each request by these rows".
+
+Prefill, decode and verify all build a `Rows` and hand it to the model. A *certain* row (prompt token, or the last
+token known) writes its KV straight into the request's pages; a *draft* row writes into a scratch slot, and later rows
+find it through `path_RD`. Certain rows of a request come first and fill positions up to `base`.
+
+Legend: R rows, B requests, P pages per request, D longest draft path, H hidden, F feature width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Key position p of row r lives at
+    `page_table_BP[b, p // page_size] * page_size + p % page_size` for p < min(position_R[r] + 1, base_B[b]),
+    and at `path_RD[r, p - base_B[b]]` for base_B[b] <= p <= position_R[r], where b = request_R[r].
+    """
+
+    token_R: Tensor  # int64
+    position_R: Tensor  # int64, 0-based in prompt + output
+    slot_R: Tensor  # int64, where the row's own KV goes
+    request_R: Tensor  # int32, index into B
+    base_B: Tensor  # int32, positions held in pages once this step's certain rows are written
+    page_table_BP: Tensor  # int32
+    path_RD: Tensor  # int32 scratch slots of the in-flight ancestors and the row itself, root side first, -1 padded; D may be 0
+
+    def __len__(self) -> int:
+        return self.token_R.shape[0]
+
+
+class KVCache:
+    """Flat paged KV of all layers: slot s of layer l is `k[l, s]`; page i owns slots [i * page_size, (i + 1) * page_size).
+
+    The last `scratch` slots belong to no page; draft rows live there for one step.
+    """
+
+    def __init__(self, *, layers: int, pages: int, page_size: int, scratch: int, kv_heads: int, head_dim: int,
+                 dtype: torch.dtype = torch.float32, device: str = "cpu", features: int = 0) -> None:
+        self.pages, self.page_size, self.scratch = pages, page_size, scratch
+        self.scratch_start = pages * page_size
+        slots = self.scratch_start + scratch
+        self.k = torch.zeros(layers, slots, kv_heads, head_dim, dtype=dtype, device=device)
+        self.v = torch.zeros(layers, slots, kv_heads, head_dim, dtype=dtype, device=device)
+        self.features_SF = torch.zeros(slots, features, dtype=dtype, device=device)  # the target's hidden states that a drafter reads
+
+    @property
+    def bytes_per_slot(self) -> int:
+        per_layer = 2 * self.k.shape[2] * self.k.shape[3]
+        return (self.k.shape[0] * per_layer + self.features_SF.shape[1]) * self.k.element_size()

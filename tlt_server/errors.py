@@ -1,0 +1,97 @@
+"""The error tree. Every class knows its HTTP status and gRPC code; every message names value, limit and remedy.
+
+User errors derive from `TltError` and cross process seams as `(code, message)`; anything else is our own bug.
+`retryable` tells a client whether the same request may succeed later.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class TltError(Exception):
+    """Base of all errors that a user of the server can see."""
+
+    code: ClassVar[str] = "internal"
+    http_status: ClassVar[int] = 500
+    grpc_code: ClassVar[str] = "INTERNAL"
+    retryable: ClassVar[bool] = False
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.retry_after_s = retry_after_s
+
+
+class InvalidRequest(TltError):
+    """The request's content is wrong; sending it again will not help."""
+
+    code, http_status, grpc_code = "invalid_request", 400, "INVALID_ARGUMENT"
+
+
+class TooLarge(InvalidRequest):
+    """The body or the work asked for is over a limit."""
+
+    code, http_status, grpc_code = "too_large", 413, "INVALID_ARGUMENT"
+
+
+class Unauthenticated(TltError):
+    code, http_status, grpc_code = "unauthenticated", 401, "UNAUTHENTICATED"
+
+
+class Forbidden(TltError):
+    code, http_status, grpc_code = "forbidden", 403, "PERMISSION_DENIED"
+
+
+class NotFound(TltError):
+    code, http_status, grpc_code = "not_found", 404, "NOT_FOUND"
+
+
+class QueueFull(TltError):
+    """The bounded queue has no room; the reply carries Retry-After."""
+
+    code, http_status, grpc_code, retryable = "queue_full", 429, "RESOURCE_EXHAUSTED", True
+
+
+class Cancelled(TltError):
+    """The client went away or asked for an abort."""
+
+    code, http_status, grpc_code = "cancelled", 499, "CANCELLED"
+
+
+class DeadlineExceeded(TltError):
+    code, http_status, grpc_code, retryable = "deadline_exceeded", 504, "DEADLINE_EXCEEDED", True
+
+
+class Unavailable(TltError):
+    """Not ready, draining, or the engine is gone."""
+
+    code, http_status, grpc_code, retryable = "unavailable", 503, "UNAVAILABLE", True
+
+
+class EngineFailed(TltError):
+    """The engine failed while this request was open; its pages are free and it may be sent again."""
+
+    code, http_status, grpc_code, retryable = "engine_failed", 500, "INTERNAL", True
+
+
+class StartupError(TltError):
+    """The configuration or a model directory cannot be used; the process exits with status 2."""
+
+    code, http_status, grpc_code = "startup", 500, "FAILED_PRECONDITION"
+
+
+class ModelError(StartupError):
+    """A model directory has a missing, mis-shaped or truncated part."""
+
+    code = "model"
+
+
+def _tree(cls: type[TltError]) -> list[type[TltError]]:
+    return [cls, *(leaf for sub in cls.__subclasses__() for leaf in _tree(sub))]
+
+
+def from_code(code: str, message: str) -> TltError:
+    """Rebuild an error that crossed a process seam as its code and message."""
+    by_code = {cls.code: cls for cls in reversed(_tree(TltError))}
+    return by_code.get(code, TltError)(message)

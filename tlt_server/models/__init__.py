@@ -1,0 +1,24 @@
+"""Model families: one file each, one table line each, keyed by `architectures[0]` of an ordinary HF config.
+
+A target is built by `loader.load_target(directory, ...)` and has:
+`config` (`ModelConfig`), `forward(rows, cache) -> Forward`, `logits(hidden_RH) -> logits_RV` (fp32).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from tlt_server.registry import Registry
+
+FAMILIES = Registry("model family", {
+    "LlamaForCausalLM": "tlt_server.models.llama:Llama",
+    "Qwen2ForCausalLM": "tlt_server.models.qwen2:Qwen2",
+    "Qwen3ForCausalLM": "tlt_server.models.qwen3:Qwen3",
+})
+
+
+class Forward(NamedTuple):
+    hidden_RH: Tensor  # after the final norm
+    features_RF: Tensor  # the inputs of the layers a drafter reads, concatenated; F = 0 when none are asked for

@@ -1,0 +1,230 @@
+"""What crosses seams: small frozen records, no torch.
+
+Requests and outputs travel between frontend and engine as msgpack (msgspec), so every record here is a `Struct`.
+Positions count from 0 over prompt + output; a *row* is one (request, position, token) that the target processes.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+MAX_SEED = 2**64 - 1
+
+
+class Sampling(Struct, frozen=True, kw_only=True):
+    """How one sequence is sampled. Applied in this order: bias, penalties, min_tokens, temperature, min_p, top_k, top_p, noise.
+
+    The frontend validates against the server's limits; the engine trusts it.
+    """
+
+    temperature: float = 1.0  # 0 = greedy
+    top_k: int = 0  # 0 = all
+    top_p: float = 1.0
+    min_p: float = 0.0
+    max_tokens: int = 256
+    min_tokens: int = 0  # stop tokens are masked before this many output tokens
+    stop: tuple[str, ...] = ()  # matched by the frontend on the text
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    repetition_penalty: float = 1.0  # over prompt and output
+    presence_penalty: float = 0.0  # over output
+    frequency_penalty: float = 0.0  # over output
+    logit_bias: dict[int, float] = {}
+    logprobs: int = 0  # alternatives reported per token; the sampled token's own is always reported
+    raw_logprobs: bool = False  # also report log-probs under the unprocessed distribution
+    prompt_logprobs: int | None = None  # alternatives per prompt token; None = not reported
+
+
+class GenerateRequest(Struct, frozen=True, kw_only=True):
+    """One sequence to generate. `n` choices are n of these with one `group_id`."""
+
+    id: str
+    token_ids: list[int]
+    sampling: Sampling
+    seed: Annotated[int, Meta(ge=0)]  # unsigned 64 bit; keys the noise
+    group_id: str = ""
+    salt: str = ""  # separates prefix-cache tenants
+    sd: bool = True  # False: this request is never speculated on
+    deadline_s: float | None = None  # time.monotonic() of this host
+
+
+class Strategy(Struct, frozen=True, order=True):
+    """One arm. `rows` is verify rows per request, the root row included: OFF is one row and no drafter."""
+
+    drafter: str = ""
+    depth: int = 0
+    width: int = 0
+    rows: int = 1
+
+    @property
+    def name(self) -> str:
+        return f"{self.drafter}-d{self.depth}-w{self.width}-r{self.rows}" if self.drafter else "off"
+
+
+OFF = Strategy()
+
+
+class StepContext(Struct, frozen=True):
+    """What a policy sees before a step."""
+
+    decoding: int  # requests that sample in this step
+    prefill_rows: int  # prompt rows that share the step
+    mean_context: float
+    speculable: int  # requests that allow speculation
+
+
+class Cycle(Struct, frozen=True, kw_only=True):
+    """What a policy sees after a step."""
+
+    context: StepContext
+    strategy: Strategy
+    rows: int  # rows the target processed
+    emitted: int  # tokens given to requests, bonus tokens included
+    accepted: tuple[int, ...]  # draft tokens accepted, per decoding request
+    drafted: int  # draft rows verified
+    draft_s: float
+    step_s: float  # wall time of the whole step
+
+
+class TokenLogprobs(Struct, frozen=True, array_like=True):
+    """Alternatives of one position: token ids and their log-probs, best first."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+
+
+class VersionSpan(Struct, frozen=True):
+    """Output tokens [start, end) were computed by weight version `version`."""
+
+    version: str
+    start: int
+    end: int
+
+
+class SdFigures(Struct, frozen=True, kw_only=True):
+    """Speculation figures of one finished sequence."""
+
+    steps: int = 0  # cycles that emitted tokens
+    draft_steps: int = 0  # of those, cycles with at least one draft row
+    drafted: int = 0
+    accepted: int = 0
+    emitted: int = 0  # tokens emitted by draft_steps
+    histogram: list[int] = []  # histogram[k] = draft steps with k accepted
+
+
+class StepOutput(Struct, frozen=True, kw_only=True):
+    """New tokens of one request; the last one carries `finish_reason`."""
+
+    id: str
+    token_ids: list[int]
+    logprobs: list[float]
+    raw_logprobs: list[float] | None = None
+    top_logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # once, with the first output
+    cached_tokens: int = 0  # prompt tokens served by the prefix index; with the first output
+    finish_reason: str | None = None  # stop | length | abort | error
+    stop_reason: int | str | None = None  # the token id or string that stopped it
+    error: tuple[str, str] | None = None  # (code, message) when finish_reason is "error"
+    weight_versions: list[VersionSpan] | None = None  # with the last output
+    sd: SdFigures | None = None  # with the last output
+
+
+class EngineInfo(Struct, frozen=True, kw_only=True):
+    """What the engine says of itself once it is ready."""
+
+    model: str
+    weight_version: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: list[int]
+    pages: int
+    page_size: int
+    max_running: int
+    drafter: str
+    policy: str
+    numerics: str
+    attention: str
+    dtype: str
+    device: str
+    threads: int
+    phases: dict[str, float]  # start-up phase -> seconds
+
+
+class Submit(Struct, frozen=True, tag="submit"):
+    """A batch; all its requests are admitted or none."""
+
+    requests: list[GenerateRequest]
+
+
+class Abort(Struct, frozen=True, tag="abort"):
+    ids: list[str]  # empty = all
+    finish_reason: str = "abort"
+
+
+class Pause(Struct, frozen=True, tag="pause"):
+    paused: bool
+
+
+class SetPolicy(Struct, frozen=True, tag="set_policy"):
+    """Replace the policy in force, between steps; `strategy` is for `fixed`. Takes effect without flushing KV."""
+
+    policy: str
+    strategy: Strategy | None = None
+
+
+class Stop(Struct, frozen=True, tag="stop"):
+    """Finish what runs (drain) or abort it, then exit."""
+
+    drain: bool = True
+
+
+Command = Submit | Abort | Pause | SetPolicy | Stop
+
+
+class Ready(Struct, frozen=True, tag="ready"):
+    info: EngineInfo
+
+
+class Phase(Struct, frozen=True, tag="phase"):
+    """A start-up phase has ended."""
+
+    name: str
+    seconds: float
+    detail: str = ""
+
+
+class Outputs(Struct, frozen=True, tag="outputs"):
+    """Everything one step produced, and the gauges after it."""
+
+    outputs: list[StepOutput]
+    gauges: dict[str, float]
+    cycle: Cycle | None = None
+
+
+class Failed(Struct, frozen=True, tag="failed"):
+    """The engine cannot start or go on."""
+
+    code: str
+    message: str
+
+
+Event = Ready | Phase | Outputs | Failed
+
+
+def encode(message: Any) -> bytes:
+    return msgspec.msgpack.encode(message)
+
+
+_COMMANDS = msgspec.msgpack.Decoder(Command)
+_EVENTS = msgspec.msgpack.Decoder(Event)
+
+
+def decode_command(data: bytes) -> Command:
+    return _COMMANDS.decode(data)
+
+
+def decode_event(data: bytes) -> Event:
+    return _EVENTS.decode(data)

@@ -1,0 +1,49 @@
+"""What a drafter sees and what it answers: numpy only, so drafters that need no network need no torch.
+
+Legend: B requests that may be speculated on, P pages, N candidate nodes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class DraftBatch:
+    """Requests about to be verified. The *root* of request b is its last token, at position len(tokens[b]) - 1;
+    its KV (and feature) is not computed yet, those of all earlier positions are."""
+
+    ids: list[str]
+    group_ids: list[str]
+    tokens: list[NDArray[np.int32]]  # prompt + output, root last; views, do not write
+    prompt_len_B: NDArray[np.int32]
+    page_table_BP: NDArray[np.int32]
+    seed_B: NDArray[np.uint64]
+    temperature_B: NDArray[np.float32]
+    max_depth_B: NDArray[np.int32]  # draft tokens that can still be used before max_tokens
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Draft trees of a batch as flat arrays; a parent comes before its children."""
+
+    request_N: NDArray[np.int32]
+    parent_N: NDArray[np.int32]  # index into N, -1 = the request's root
+    token_N: NDArray[np.int32]
+    depth_N: NDArray[np.int32]  # 1 = child of the root
+    rank_N: NDArray[np.int32]  # 0 = the parent's best child
+    survival_N: NDArray[np.float32]  # calibrated probability that the node is on the path; never above its parent's
+
+    def __len__(self) -> int:
+        return len(self.request_N)
+
+    @staticmethod
+    def empty() -> Candidates:
+        i, f = np.zeros(0, np.int32), np.zeros(0, np.float32)
+        return Candidates(i, i, i, i, i, f)
