@@ -154,7 +154,9 @@ def export_drafter(model: DrafterModel, directory: Path) -> None:
         "attention_bias": False,
         "mlp_bias": False,
         "tie_word_embeddings": False,
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(target.aux_layers), "use_aux_hidden_state": True},
+        # Published checkpoints count layer inputs at the top level, but layer outputs (one less) inside `eagle_config`.
+        "eagle_aux_hidden_state_layer_ids": list(target.aux_layers),
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [i - 1 for i in target.aux_layers], "use_aux_hidden_state": True},
         "torch_dtype": "bfloat16",
     }
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")

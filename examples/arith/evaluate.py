@@ -1,6 +1,7 @@
 """Step 5: measure the pair on held-out problems, fit the calibration table, and write `figures.json` and the model card.
 
-Accept lengths replay draft-and-verify cycles on recorded samples (see `tree.py`); one half of the samples fits the table, the other is measured.
+Accept lengths replay draft-and-verify cycles on recorded samples (see `tree.py`); the last of the samples fit the table, the first are
+measured.
 """
 
 from __future__ import annotations
@@ -96,8 +97,9 @@ def card(figures: dict) -> str:
         "was measured by `evaluate.py` and stands in `figures.json`. The target imitates careful and hasty writers on purpose, so that it solves only",
         "a part of the problems and reinforcement learning has room.",
         "",
-        f"Measured on {e['machine']}, {e['versions']}; {hot['samples']} eval problems at T=1, {cold['samples']} at T=0. Target bf16 weights and",
-        "bf16 matrix products; drafter and trees in float32 from the bf16 checkpoint.",
+        f"Measured on {e['machine']}, {e['versions']};",
+        f"{hot['samples']} eval problems at T=1, {cold['samples']} at T=0. Target with bf16 matrix products; drafter and trees in float32 from the",
+        "bf16 checkpoint.",
         "",
         "| goal | measured | wanted | reached |",
         "|---|---|---|---|",
@@ -127,12 +129,14 @@ def card(figures: dict) -> str:
         "|---" * (e["depth"] + 1) + "|",
         *(f"| k = {k} | " + " | ".join(f"{e['among_children'][f'step_{i + 1}'][k]:.3f}" for i in range(e["depth"])) + " |" for k in ("1", "2", "4", "8")),
         "",
+        f"At T=0 the countdown search can repeat one try for ever: {cold['share_at_cap']:.1%} of greedy responses end by the cap. Sample at T=1.",
+        "",
         "| kind | share | solved, T=1 | solved, T=0 |",
         "|---|---|---|---|",
         *(f"| {k} | {v['share']} | {v['solved']} | {cold['solved_by_kind'][k]['solved']} |" for k, v in hot["solved_by_kind"].items()),
         "",
         "| length decile, T=1: up to tokens | " + " | ".join(str(x["tokens_up_to"]) for x in hot["solved_by_length_decile"]) + " |",
-        "|---" * 11 + "|",
+        "|---" * (len(hot["solved_by_length_decile"]) + 1) + "|",
         "| solved | " + " | ".join(f"{x['solved']:.3f}" for x in hot["solved_by_length_decile"]) + " |",
         "",
         f"Target: {e['target_parameters']} parameters, {e['target_layers']} layers; {t['step']} steps over {t['tokens'] / 1e6:.0f}M tokens (padding",
@@ -160,9 +164,13 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=8, help="nodes expanded per level")
     parser.add_argument("--replay-tokens", type=int, default=400_000)
     parser.add_argument("--cap", type=int, default=task.RESPONSE_TOKEN_CAP)
+    parser.add_argument("--card-only", action="store_true", help="write the model card from figures.json and measure nothing")
     parser.add_argument("--machine", default="one NVIDIA H200" if torch.cuda.is_available() else "a CPU")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
+    if options.card_only:
+        (options.pair / "README.md").write_text(card(json.loads((options.pair / "figures.json").read_text())))
+        return
     torch.set_float32_matmul_precision("high")
     started = time.monotonic()
     target = load_target(options.pair / "target", options.device)

@@ -18,7 +18,8 @@ from train_drafter import response_tokens
 from tlt_server.trainer import losses
 
 CHILDREN = 8
-GAP_BUCKETS = 16
+GAP_EDGES = (0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.5, 8.0, 10.0, 13.0)
+GAP_BUCKETS = len(GAP_EDGES) + 1
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def gaps_of(top_values: torch.Tensor) -> torch.Tensor:
 def fit_calibration(drafter: DrafterModel, target: TargetModel, batches: list[Batch], depth: int) -> tuple[Calibration, dict]:
     """Count hits by (phase, rank, gap bucket) along true paths at T=1; also P(token among the first k children) of each step."""
     device = drafter.d2t.device
-    edges, vocab = None, target.config.vocab_size
+    edges, vocab = torch.tensor(GAP_EDGES, device=device), target.config.vocab_size
     hits, counts = (torch.zeros(2 * CHILDREN * GAP_BUCKETS, dtype=torch.float64, device=device) for _ in range(2))
     found, seen = torch.zeros((depth, CHILDREN), dtype=torch.float64, device=device), torch.zeros(depth, dtype=torch.float64, device=device)
     for batch in batches:
@@ -61,9 +62,6 @@ def fit_calibration(drafter: DrafterModel, target: TargetModel, batches: list[Ba
             z = logits[keep].log_softmax(-1) + noise[:, 2 + step :][keep]
             values, children = z.topk(CHILDREN, -1)
             gaps = gaps_of(values)
-            if edges is None:
-                pool = gaps[:, 1:4].flatten()[:1_000_000]
-                edges = torch.quantile(pool, torch.arange(1, GAP_BUCKETS, device=device) / GAP_BUCKETS)
             hit = (drafter.kept_ids[children] == labels[keep][:, None]).double()
             bucket = torch.bucketize(gaps.contiguous(), edges, right=True)
             index = ((min(step, 1) * CHILDREN + torch.arange(CHILDREN, device=device)) * GAP_BUCKETS + bucket).flatten()
@@ -73,6 +71,7 @@ def fit_calibration(drafter: DrafterModel, target: TargetModel, batches: list[Ba
             seen[step] += len(hit)
     prior = torch.tensor([0.9, 0.1, 0.05, 0.03, 0.02, 0.01, 0.01, 0.01], dtype=torch.float64, device=device).repeat(2)
     survival = (hits.view(-1, GAP_BUCKETS) + 2 * prior[:, None]) / (counts.view(-1, GAP_BUCKETS) + 2)
+    survival = survival.clamp(1e-6, 1 - 1e-6)  # strictly inside (0, 1) in float32 too: a child never ties with its parent
     table = Calibration(survival.view(2, CHILDREN, GAP_BUCKETS).float(), edges)
     among = (found / seen[:, None]).tolist()
     return table, {f"step_{step + 1}": {str(k): round(among[step][k - 1], 4) for k in (1, 2, 4, 8)} for step in range(depth)}
@@ -117,8 +116,10 @@ def replay(
         if not len(sequence):
             return
         batch = Batch(batch.tokens_BT[live], batch.lengths_B[live], batch.prompt_lengths_B[live], batch.seeds_B[live])
-        accepted = _cycle(drafter, table, batch, embeds_of=target, fused=fused, keys=keys, values=values, sequence=sequence, root=root,
-                          kept=kept, rows=rows, depth=depth, width=width, temperature=temperature)
+        accepted = _cycle(
+            drafter, table, batch, embeds_of=target, fused=fused, keys=keys, values=values, sequence=sequence, root=root,
+            kept=kept, rows=rows, depth=depth, width=width, temperature=temperature,
+        )
         emitted = torch.minimum(accepted + 1, batch.lengths_B - 1 - root)
         walk.cycles += len(root)
         walk.tokens += int(emitted.sum())

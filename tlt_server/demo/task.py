@@ -128,9 +128,6 @@ def _say(rng: Random, *choices: str) -> str:
     return rng.choices(choices, [1 / (i + 1) for i in range(len(choices))])[0]
 
 
-# --- expressions -----------------------------------------------------------------------------------------------------------------------------
-
-
 def _expression_problem(rng: Random) -> Problem:
     operators = min(2 + int(rng.paretovariate(1.5)), 9)
     while True:
@@ -200,7 +197,7 @@ def _left_to_right(body: str, rng: Random) -> str | None:
     pieces = re.findall(r"\d+|[+\-*]", body)
     value = int(pieces[0])
     lines = [_say(rng, "Quick: left to right.", "Just go left to right.", "In one go.")]
-    for operator, operand in zip(pieces[1::2], pieces[2::2]):
+    for operator, operand in zip(pieces[1::2], pieces[2::2], strict=True):
         result = _apply(operator, value, int(operand))
         if not 0 <= result <= 2000:
             return None
@@ -211,9 +208,6 @@ def _left_to_right(body: str, rng: Random) -> str | None:
 
 def _closing(rng: Random) -> str:
     return _say(rng, "", "", "So the ", "That gives the ", "The final ") + "answer: "
-
-
-# --- columns ---------------------------------------------------------------------------------------------------------------------------------
 
 
 def _column_problem(rng: Random) -> Problem:
@@ -302,9 +296,6 @@ def _solve_column(task: Problem, rng: Random) -> str:
         value = _add(value, row, hand, lines)
         lines.append(f"{_say(rng, 'so far', 'total')} {value}.")
     return "\n".join([*lines, f"{_closing(rng)}{value}"])
-
-
-# --- countdown -------------------------------------------------------------------------------------------------------------------------------
 
 
 def _options(value: int, operand: int) -> list[str]:

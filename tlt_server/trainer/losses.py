@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 
 class Pairs(NamedTuple):
-    """Aligned tensors of branch roots r = 1 .. T-2-step, drafted `step` tokens ahead along the true path; all [B, N, ...] with N = T-2-step."""
+    """Aligned tensors of branch roots r = 1 .. N, drafted `step` tokens ahead along the true path; N = T-2-step."""
 
     inputs_BN: torch.Tensor
     """x_{r+step}: the token whose embedding enters the slot."""
@@ -83,7 +83,7 @@ def feature_regression(predicted: torch.Tensor, target: torch.Tensor, weights: t
 def over_steps(losses: Sequence[torch.Tensor], decay: float = 0.8) -> torch.Tensor:
     """Training-time test: step j counts decay^j, normalised to weights that sum to 1."""
     factors = [decay**step for step in range(len(losses))]
-    return sum(factor * loss for factor, loss in zip(factors, losses)) / sum(factors)
+    return sum(factor * loss for factor, loss in zip(factors, losses, strict=True)) / sum(factors)
 
 
 def _mean(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
