@@ -49,6 +49,13 @@ class FakeKV:
         for position in range(start, end):
             self.slot[self.at(sequence, position)] = tuple(tokens[: position + 1])
 
+    def check_published(self, pool: PagePool) -> None:
+        """Every indexed page holds one unbroken, fully computed prefix."""
+        for page in pool._key:
+            held = [self.slot.get(page * PAGE + i) for i in range(PAGE)]
+            assert all(prefix is not None for prefix in held), f"page {page} is published before it is computed"
+            assert all(b[:-1] == a for a, b in zip(held, held[1:], strict=False)), f"page {page} mixes prefixes"  # type: ignore[index]
+
     @staticmethod
     def at(sequence: Sequence, position: int) -> int:
         return sequence.pages[position // PAGE] * PAGE + position % PAGE
@@ -116,6 +123,7 @@ def test_every_sequence_ends_as_if_alone(pages: int, max_running: int, max_rows:
             assert sum(w.end - w.start for w in batch.works) <= max(max_rows, sum(w.decodes for w in batch.works))
             collect(scheduler.commit(batch, run(batch, kv, draw)), seen)
         scheduler.check()
+        kv.check_published(scheduler.pool)
         if step > 12 and scheduler.idle:
             break
     assert scheduler.idle, "sequences are stuck"
