@@ -1,0 +1,1 @@
+"""The engine: one process that turns requests into tokens."""
