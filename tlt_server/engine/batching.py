@@ -41,7 +41,7 @@ class Step:
 
 
 def lay_out(batch: Batch, page_table_SP: NDArray[np.int32], cache: KVCache, work_N: NDArray[np.int32], parent_N: NDArray[np.int32],
-            candidates: Candidates, chosen_N: NDArray[np.int64]) -> Step:
+            candidates: Candidates, chosen_N: NDArray[np.int32]) -> Step:
     """Rows of `batch`; node n of the chosen draft nodes hangs off work `work_N[n]`, below chosen node `parent_N[n]` (-1 = root)."""
     works = batch.works
     pages = max(len(work.sequence.pages) for work in works)

@@ -34,7 +34,7 @@ class Finished(NamedTuple):
 
 class CpuRunner:
     def __init__(self, model: Target, cache: KVCache, drafters: dict[str, Drafter], page_table_SP: NDArray[np.int32]) -> None:
-        self._model, self._cache, self._drafters, self._page_table_SP = model, cache, drafters, page_table_SP
+        self.model, self._cache, self._drafters, self._page_table_SP = model, cache, drafters, page_table_SP
         self._finished: Finished | None = None
 
     def collect(self, *, busy: bool) -> Finished | None:
@@ -50,7 +50,7 @@ class CpuRunner:
         drafted_at = time.perf_counter()
 
         step = lay_out(batch, self._page_table_SP, self._cache, drafts.work_N, drafts.parent_N, drafts.candidates, drafts.chosen_N)
-        forward = self._model.forward(step.rows, self._cache)
+        forward = self.model.forward(step.rows, self._cache)
         if self._cache.features_SF.shape[1]:
             self._cache.features_SF[step.rows.slot_R] = forward.features_RF
         sampled, walk = self._sample(batch, step, forward)
@@ -58,7 +58,9 @@ class CpuRunner:
 
         emissions = _emissions(batch, step, sampled, walk)
         self._add_prompt_logprobs(batch, step, forward, emissions)
-        drafts.observe(walk.accepted_R[step.layout.parent_R >= 0])
+        accepted_R = np.zeros(len(step.rows), np.int8)
+        accepted_R[walk.row_A] = 1
+        drafts.observe(accepted_R[step.layout.parent_R >= 0])
         decoding = [(work, emission) for work, emission in zip(batch.works, emissions, strict=True) if work.samples]
         cycle = Cycle(
             context=context, strategy=strategy, rows=len(step.rows),
@@ -71,17 +73,17 @@ class CpuRunner:
     def _sample(self, batch: Batch, step: Step, forward: Forward) -> tuple[Sampled, Walk]:
         layout = step.layout
         states = [work.sequence.state for work in batch.works]
-        logits_SV = self._model.logits(forward.hidden_RH[torch.from_numpy(step.sampled_R)])
+        logits_SV = self.model.logits(forward.hidden_RH[torch.from_numpy(step.sampled_R)])
         sampled = sample(logits_SV, states, layout.request_R[step.sampled_R], layout.position_R[step.sampled_R] + 1,
                          layout.path_token_RD[step.sampled_R])
-        target_R = np.full(len(step.rows), -1, np.int64)
+        target_R = np.full(len(step.rows), -1, np.int32)
         target_R[step.sampled_R] = sampled.token_S
         return sampled, accept(layout.root_W, layout.drafts_W + 1, layout.parent_R, layout.token_R, target_R)
 
     def _commit_kv(self, step: Step, walk: Walk) -> None:
         """Copy accepted draft rows from scratch to the pages of their positions."""
         layout, size = step.layout, self._cache.page_size
-        kept = np.flatnonzero(walk.accepted_R & (layout.parent_R >= 0))
+        kept = walk.row_A
         if not len(kept):
             return
         position = layout.position_R[kept]
@@ -98,7 +100,7 @@ class CpuRunner:
             if count is not None and sequence.output_len == 0:
                 found: list[TokenLogprobs | None] = [None] if work.start == 0 else []
                 if rows > 0:
-                    logits = self._model.logits(forward.hidden_RH[first_row : first_row + rows])
+                    logits = self.model.logits(forward.hidden_RH[first_row : first_row + rows])
                     found += prompt_logprobs(logits, sequence.tokens[work.start + 1 : work.start + 1 + rows], count)
                 emission.prompt_logprobs = found
             first_row = int(step.layout.root_W[w] + step.layout.drafts_W[w]) + 1
@@ -109,8 +111,7 @@ class _Drafts:
 
     def __init__(self, batch: Batch, strategy: Strategy, drafters: dict[str, Drafter], page_table_SP: NDArray[np.int32], scratch: int) -> None:
         self.candidates = Candidates.empty()
-        self.chosen_N: NDArray[np.int64] = np.zeros(0, np.int64)
-        self.parent_N = self.work_N = np.zeros(0, np.int32)
+        self.chosen_N = self.parent_N = self.work_N = np.zeros(0, np.int32)
         self._drafter: Drafter | None = None
         works = [w for w, work in enumerate(batch.works) if work.decodes and work.sequence.request.sd]
         if not strategy.drafter or not works:
@@ -119,10 +120,10 @@ class _Drafts:
         self._seen: DraftBatch = draft_batch([batch.works[w] for w in works], page_table_SP)
         self.candidates = self._drafter.propose(self._seen, strategy)
         budget = min((strategy.rows - 1) * len(works), scratch)
-        self.chosen_N, self.parent_N = select(self.candidates, len(works), budget)
+        self.chosen_N, self.parent_N, _ = select(self.candidates, len(works), budget)
         self.work_N = np.array(works, np.int32)[self.candidates.request_N[self.chosen_N]]
 
-    def observe(self, accepted_N: NDArray[np.bool_]) -> None:
+    def observe(self, accepted_N: NDArray[np.int8]) -> None:
         """`accepted_N` says of every chosen node, in order, whether it is on its request's path."""
         if self._drafter is None:
             return
@@ -135,19 +136,20 @@ def _emissions(batch: Batch, step: Step, sampled: Sampled, walk: Walk) -> list[E
     """Per work the target's tokens along the accepted path, with their log-probs."""
     sampled_at = np.full(len(step.rows), -1, np.int64)
     sampled_at[step.sampled_R] = np.arange(len(step.sampled_R))
-    emissions = []
+    emissions, first = [], 0
     for w, work in enumerate(batch.works):
+        accepted = int(walk.length_B[w])
+        path = sampled_at[[step.layout.root_W[w], *walk.row_A[first : first + accepted]]]
+        first += accepted
         if not work.samples:
             emissions.append(Emission())
             continue
-        root, drafts = int(step.layout.root_W[w]), int(step.layout.drafts_W[w])
-        path = sampled_at[root + np.flatnonzero(walk.accepted_R[root : root + drafts + 1])]
         sampling = work.sequence.request.sampling
         emissions.append(Emission(
             tokens=sampled.token_S[path].tolist(),
             logprobs=sampled.logprob_S[path].tolist(),
             raw_logprobs=sampled.raw_logprob_S[path].tolist() if sampling.raw_logprobs and sampled.raw_logprob_S is not None else None,
             top_logprobs=[sampled.top[i] for i in path] if sampling.logprobs else None,  # type: ignore[misc]
-            drafted=drafts,
+            drafted=int(step.layout.drafts_W[w]),
         ))
     return emissions
