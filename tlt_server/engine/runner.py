@@ -18,7 +18,8 @@ from tlt_server.attention.rows import KVCache
 from tlt_server.engine.batching import Step, draft_batch, lay_out
 from tlt_server.engine.sampling import Sampled, prompt_logprobs, sample
 from tlt_server.engine.scheduler import Batch, Emission
-from tlt_server.models import Forward, Target
+from tlt_server.models import Forward
+from tlt_server.models.decoder import Decoder
 from tlt_server.records import Cycle, Strategy, TokenLogprobs
 from tlt_server.speculation.accept import Walk, accept
 from tlt_server.speculation.batch import Candidates, DraftBatch
@@ -33,7 +34,7 @@ class Finished(NamedTuple):
 
 
 class CpuRunner:
-    def __init__(self, model: Target, cache: KVCache, drafters: dict[str, Drafter], page_table_SP: NDArray[np.int32]) -> None:
+    def __init__(self, model: Decoder, cache: KVCache, drafters: dict[str, Drafter], page_table_SP: NDArray[np.int32]) -> None:
         self.model, self._cache, self._drafters, self._page_table_SP = model, cache, drafters, page_table_SP
         self._finished: Finished | None = None
 
@@ -88,8 +89,9 @@ class CpuRunner:
             return
         position = layout.position_R[kept]
         target = step.table_WP[layout.request_R[kept], position // size].astype(np.int64) * size + position % size
-        for array in (*self._cache.k, *self._cache.v, self._cache.features_SF):
-            copy_slots(array, layout.slot_R[kept], target)
+        source_A, target_A = torch.from_numpy(layout.slot_R[kept]), torch.from_numpy(target)
+        for array in (self._cache.k, self._cache.v, self._cache.features_SF[None]):
+            copy_slots(array, source_A, target_A)
 
     def _add_prompt_logprobs(self, batch: Batch, step: Step, forward: Forward, emissions: list[Emission]) -> None:
         """Log-probs of prompt tokens, for the rare request that asks: row p gives those of position p + 1."""

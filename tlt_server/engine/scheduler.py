@@ -66,13 +66,14 @@ class Emission:
 
 class Scheduler:
     def __init__(self, pool: PagePool, *, max_running: int, max_rows: int, max_pages_per_sequence: int, lookahead: int,
-                 weight_version: str, clock: Callable[[], float] = time.monotonic) -> None:
+                 weight_version: str, on_end: Callable[[Sequence], None] = lambda sequence: None,
+                 clock: Callable[[], float] = time.monotonic) -> None:
         self.pool, self.max_running, self.max_rows, self.lookahead = pool, max_running, max_rows, lookahead
         self.weight_version = weight_version
         self.paused = False
         self.preemptions = 0
         self.page_table_SP: NDArray[np.int32] = np.zeros((max_running, max_pages_per_sequence), np.int32)
-        self._clock = clock
+        self._on_end, self._clock = on_end, clock
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []  # in order of admission
         self._slots = list(range(max_running - 1, -1, -1))
@@ -115,6 +116,7 @@ class Scheduler:
         else:
             self._waiting.remove(sequence)
         del self._by_id[sequence.id]
+        self._on_end(sequence)
         return self._output(sequence, emission or Emission(), finish_reason, stop_reason, error)
 
     # -- the next step -------------------------------------------------------------------------------------------
