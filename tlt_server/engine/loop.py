@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol
+
+import msgspec
 
 from tlt_server.engine.runner import Finished
 from tlt_server.engine.scheduler import Batch, Scheduler
@@ -27,6 +30,7 @@ class Engine:
                  make_sequence: Callable[[GenerateRequest], Sequence]) -> None:
         self.scheduler, self.runner, self.policy = scheduler, runner, policy
         self.last_cycle: Cycle | None = None
+        self._last_end = 0.0
         self._stopping = False
         self._make_policy, self._make_sequence = make_policy, make_sequence
         self._commands: deque[Command] = deque()
@@ -49,6 +53,7 @@ class Engine:
         return {**self.scheduler.gauges(), **self.policy.gauges()}
 
     def step(self) -> list[StepOutput]:
+        started = self._last_end if self.last_cycle else time.perf_counter()
         self._apply_commands()  # only between steps
         batch = self.scheduler.next_batch()  # None when nothing can run
         if batch:
@@ -56,11 +61,13 @@ class Engine:
             self.runner.launch(batch, strategy)  # draft -> verify -> sample -> accept -> commit KV
         finished = self.runner.collect(busy=batch is not None)  # on a CPU at once
         outputs, self._ended = self._ended, []
-        self.last_cycle = finished.cycle if finished else None
         if finished is None:
+            self.last_cycle = None
             return outputs
         outputs += self.scheduler.commit(finished.batch, finished.emissions)
-        self.policy.observe(finished.cycle)
+        self._last_end = time.perf_counter()
+        self.last_cycle = msgspec.structs.replace(finished.cycle, step_s=self._last_end - started)
+        self.policy.observe(self.last_cycle)
         return outputs
 
     def _apply_commands(self) -> None:

@@ -67,7 +67,7 @@ class CpuRunner:
             context=context, strategy=strategy, rows=len(step.rows),
             emitted=sum(len(emission.tokens) for _, emission in decoding),
             accepted=tuple(len(emission.tokens) - 1 for work, emission in decoding if work.decodes),
-            drafted=len(drafts.chosen_N), draft_s=drafted_at - started, step_s=time.perf_counter() - started,
+            drafted=len(drafts.chosen_N), draft_s=drafted_at - started,
         )
         self._finished = Finished(batch, emissions, cycle)
 
