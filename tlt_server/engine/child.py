@@ -29,8 +29,8 @@ def start_engine(settings: EngineSettings, directory: Path) -> subprocess.Popen[
     environment = {**os.environ, **(strict_environment() if settings.numerics == "strict" else {})}
     process = subprocess.Popen([sys.executable, "-m", "tlt_server.engine.process", str(directory)], stdin=subprocess.PIPE, env=environment)
     assert process.stdin is not None
-    process.stdin.write(msgspec.json.encode(settings))
-    process.stdin.close()
+    process.stdin.write(msgspec.json.encode(settings) + b"\n")
+    process.stdin.flush()
     return process
 
 

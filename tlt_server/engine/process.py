@@ -1,4 +1,4 @@
-"""The engine process: settings on stdin, commands and events over two ZeroMQ sockets, one loop.
+"""The engine process: settings as one line on stdin, commands and events over two ZeroMQ sockets, one loop.
 
 Started by `build.py` as `python -m tlt_server.engine.process DIR`; the environment that strict numerics needs was set by
 the parent, before torch is imported here. Leaves when told to, when its parent is gone, or with one `Failed` event.
@@ -52,7 +52,7 @@ def main() -> int:
     events.connect(f"ipc://{directory}/events")
     events.setsockopt(zmq.LINGER, 2000)
     try:
-        serve(msgspec.json.decode(sys.stdin.buffer.read(), type=EngineSettings), commands, lambda event: events.send(encode(event)))
+        serve(msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineSettings), commands, lambda event: events.send(encode(event)))
         return 0
     except TltError as error:
         events.send(encode(Failed(error.code, error.message)))
