@@ -41,14 +41,14 @@ lint: $(STAMP) ## ruff, mypy, import-linter
 	"$(BIN)/lint-imports"
 
 test: $(STAMP) lint ## lint, then all tests that need no GPU
-	"$(BIN)/python" -m pytest -m "not gpu" $(PYTEST_ARGS) $(ARGS)
+	"$(BIN)/python" -m pytest -m "not gpu and not soak" $(PYTEST_ARGS) $(ARGS)
 
 bench: $(STAMP) ## exactness and rollout benchmarks, quick
 	"$(BIN)/tlt" bench exact --quick $(ARGS)
 	"$(BIN)/tlt" bench rollout --quick $(ARGS)
 
 soak: $(STAMP) ## the long tests
-	"$(BIN)/python" -m pytest -m slow $(ARGS)
+	"$(BIN)/python" -m pytest -m soak $(ARGS)
 
 clean: ## remove the environment and what tools left behind
 	rm -rf "$(VENV)" build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
