@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from tlt_kernels import reference_sampling
 from tlt_kernels.cpu.noise import gumbel, gumbel_of_word, philox4x32
 

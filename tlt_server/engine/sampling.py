@@ -16,8 +16,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tlt_kernels.cpu.sampling import PARAMETERS, edit_row, sample_rows, score_targets
 
+from tlt_kernels.cpu.sampling import PARAMETERS, edit_row, sample_rows, score_targets
 from tlt_server.records import GenerateRequest, Sampling, TokenLogprobs
 
 NO_COUNTS_V = np.zeros(0, np.int32)
@@ -105,6 +105,7 @@ def sample(
     sampled, the row's own position + 1. path_SD: draft tokens between the committed output and that position, the row's own
     token included, padded with -1; read for penalised sequences only, so D may be 0 where there are none.
     """
+    assert logits_SV.dtype == torch.float32, logits_SV.dtype
     rows_SV = np.ascontiguousarray(logits_SV.detach().numpy())
     state_S = np.ascontiguousarray(state_S, np.int64)
     position_S = np.ascontiguousarray(position_S, np.int64)

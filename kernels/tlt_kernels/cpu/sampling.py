@@ -71,7 +71,7 @@ def scale(logits_V, temperature, z_V, lanes):
     for v in range(size):
         z_V[v] = logits_V[v] / temperature
     for v in range(size):
-        nans += np.int32(z_V[v] != z_V[v])
+        nans += z_V[v] != z_V[v]
     full = size // LANES * LANES
     for start in range(0, full, LANES):
         for lane in range(LANES):
@@ -211,26 +211,24 @@ def argmax_with_noise(z_V, w_V, top, seed, position, words):
         width = min(NOISE_BLOCK, size - start)
         alive = 0
         for i in range(width):
-            alive += np.int32(w_V[start + i] >= bound * F32_HALF)
+            alive += w_V[start + i] >= bound * F32_HALF
         if alive == 0:
             continue
         for quad in range((width + 3) // 4):
             a, b, c, d = philox4x32(k0, k1, (start >> 2) + quad, position)
             words[4 * quad], words[4 * quad + 1], words[4 * quad + 2], words[4 * quad + 3] = a, b, c, d
-        for group in range(0, width, LANES):
-            stop = min(group + LANES, width)
-            hits = 0
-            for i in range(group, stop):
-                hits += np.int32(w_V[start + i] >= bound * (np.float32(words[i]) + F32_HALF))
-            if hits == 0:
-                continue
-            for i in range(group, stop):
-                v = start + i
-                if w_V[v] >= bound * (np.float32(words[i]) + F32_HALF):
-                    score = z_V[v] + gumbel_of_word(words[i])
-                    if score > best:
-                        best, token = score, v
-                        bound = max(bound, np.float32(math.exp(np.float64(best) - np.float64(top) - margin)) * STEP_F32)
+        hits = 0
+        for i in range(width):
+            hits += w_V[start + i] >= bound * (np.float32(words[i]) + F32_HALF)
+        if hits == 0:
+            continue
+        for i in range(width):
+            v = start + i
+            if w_V[v] >= bound * (np.float32(words[i]) + F32_HALF):
+                score = z_V[v] + gumbel_of_word(words[i])
+                if score > best:
+                    best, token = score, v
+                    bound = max(bound, np.float32(math.exp(np.float64(best) - np.float64(top) - margin)) * STEP_F32)
     return token
 
 
@@ -258,7 +256,7 @@ def sample_rows(logits_SV, edited_EV, edited_S, parameters, state_S, position_S,
     """Sample every row; row s of sequence state_S[s] reads edited_EV[edited_S[s]] if that is >= 0, else its own logits."""
     size = logits_SV.shape[1]
     z_V, w_V = np.empty(size, np.float32), np.empty(size, np.float32)
-    lanes, words = np.empty(LANES, np.float32), np.empty(NOISE_BLOCK + 4, np.uint32)
+    lanes, words = np.empty(LANES, np.float32), np.empty(NOISE_BLOCK, np.uint32)
     for s in range(logits_SV.shape[0]):
         p = parameters[state_S[s]]
         row_V = edited_EV[edited_S[s]] if edited_S[s] >= 0 else logits_SV[s]
