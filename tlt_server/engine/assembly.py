@@ -23,12 +23,13 @@ from tlt_server.models.decoder import Decoder
 from tlt_server.models.eagle import Eagle3, feature_layers
 from tlt_server.models.loader import load_target
 from tlt_server.models.numerics import Numerics
-from tlt_server.records import OFF, EngineInfo, GenerateRequest, Sampling, SetPolicy, Submit
+from tlt_server.records import EngineInfo, GenerateRequest, Sampling, SetPolicy, Submit
 from tlt_server.speculation.drafters import Drafter
 from tlt_server.speculation.drafters.eagle import Eagle
 from tlt_server.speculation.drafters.history import History
 from tlt_server.speculation.policies import POLICIES, Policy
 from tlt_server.speculation.policies.arms import ladder
+from tlt_server.speculation.policies.capped import Capped
 from tlt_server.speculation.survival import Calibration
 
 OnPhase = Callable[[str, float, str], None]
@@ -74,7 +75,8 @@ def assemble(settings: EngineSettings, on_phase: OnPhase = lambda name, seconds,
             if strategy.drafter and strategy.drafter not in drafters:
                 raise InvalidRequest(f"strategy {strategy.name!r} needs the drafter {strategy.drafter!r}; loaded: {', '.join(drafters) or 'none'}")
             chosen = (strategy,)
-        return POLICIES.resolve(command.policy)(chosen)
+        policy: Policy = POLICIES.resolve(command.policy)(chosen)
+        return Capped(policy, settings.sd_max_batch) if settings.sd_max_batch else policy
 
     def make_sequence(request: GenerateRequest) -> Sequence:
         state = SamplingState(request, model.vocab_size, model.eos_token_ids)
