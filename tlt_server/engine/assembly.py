@@ -41,7 +41,8 @@ def assemble(settings: EngineSettings, on_phase: OnPhase = lambda name, seconds,
 
     @contextmanager
     def phase(name: str) -> Iterator[list[str]]:
-        started, detail = time.perf_counter(), []
+        started = time.perf_counter()
+        detail: list[str] = []
         yield detail
         phases[name] = time.perf_counter() - started
         on_phase(name, phases[name], "".join(detail))

@@ -18,6 +18,7 @@ from tlt_server.attention.rows import KVCache
 from tlt_server.engine.batching import Step, draft_batch, lay_out
 from tlt_server.engine.sampling import Sampled, prompt_logprobs, sample
 from tlt_server.engine.scheduler import Batch, Emission
+from tlt_server.errors import EngineFailed
 from tlt_server.models import Forward
 from tlt_server.models.decoder import Decoder
 from tlt_server.records import Cycle, Strategy, TokenLogprobs
@@ -75,7 +76,7 @@ class CpuRunner:
         layout = step.layout
         states = [work.sequence.state for work in batch.works]
         logits_SV = self.model.logits(forward.hidden_RH[torch.from_numpy(step.sampled_R)])
-        sampled = sample(logits_SV, states, layout.request_R[step.sampled_R], layout.position_R[step.sampled_R] + 1,
+        sampled = sample(logits_SV, states, layout.request_R[step.sampled_R].astype(np.int64), layout.position_R[step.sampled_R] + 1,
                          layout.path_token_RD[step.sampled_R])
         target_R = np.full(len(step.rows), -1, np.int32)
         target_R[step.sampled_R] = sampled.token_S
@@ -103,7 +104,7 @@ class CpuRunner:
                 found: list[TokenLogprobs | None] = [None] if work.start == 0 else []
                 if rows > 0:
                     logits = self.model.logits(forward.hidden_RH[first_row : first_row + rows])
-                    found += prompt_logprobs(logits, sequence.tokens[work.start + 1 : work.start + 1 + rows], count)
+                    found += prompt_logprobs(logits, sequence.tokens[work.start + 1 : work.start + 1 + rows].tolist(), count)
                 emission.prompt_logprobs = found
             first_row = int(step.layout.root_W[w] + step.layout.drafts_W[w]) + 1
 
@@ -145,6 +146,10 @@ def _emissions(batch: Batch, step: Step, sampled: Sampled, walk: Walk) -> list[E
         first += accepted
         if not work.samples:
             emissions.append(Emission())
+            continue
+        if np.isnan(sampled.logprob_S[path]).any():
+            emissions.append(Emission(error=EngineFailed("the model gave logits without a finite maximum for this request (NaN or overflow); "
+                                                         "check the weights that were loaded")))
             continue
         sampling = work.sequence.request.sampling
         emissions.append(Emission(

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from tlt_server.engine.pages import PageKey, PagePool
 from tlt_server.engine.sequence import Sequence
-from tlt_server.errors import DeadlineExceeded, InvalidRequest
+from tlt_server.errors import DeadlineExceeded, InvalidRequest, TltError
 from tlt_server.records import StepContext, StepOutput, TokenLogprobs
 
 
@@ -62,6 +62,7 @@ class Emission:
     top_logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     drafted: int = 0
+    error: TltError | None = None  # the sequence cannot go on
 
 
 class Scheduler:
@@ -221,6 +222,9 @@ class Scheduler:
             if not work.samples:
                 sequence.computed = work.end
                 self._publish(sequence)
+                continue
+            if emission.error is not None:
+                outputs.append(self._end(sequence, "error", error=(emission.error.code, emission.error.message)))
                 continue
             accepted = len(emission.tokens) - 1
             finish_reason, stop_reason = self._truncate(sequence, emission)
