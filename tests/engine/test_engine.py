@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import msgspec
 import numpy as np
 import pytest
-from tests.engine.tiny import VOCAB, write_eagle, write_target
 
+from tests.engine.tiny import VOCAB, write_eagle, write_target
 from tlt_server.engine.assembly import assemble
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.records import Abort, GenerateRequest, Pause, Sampling, SetPolicy, StepOutput, Strategy, Submit

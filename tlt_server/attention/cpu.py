@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 
 import torch
-from tlt_kernels.cpu import attention as kernel
 from torch import Tensor
 
+from tlt_kernels.cpu import attention as kernel
 from tlt_server.attention import CHUNK
 from tlt_server.attention.rows import Rows
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tlt_kernels.cpu.rows import RowLayout, layout_rows
 
+from tlt_kernels.cpu.rows import RowLayout, layout_rows
 from tlt_server.attention.rows import KVCache, Rows
 from tlt_server.engine.scheduler import Batch, Work
 from tlt_server.speculation.batch import Candidates, DraftBatch

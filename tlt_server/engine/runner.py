@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tlt_kernels.cpu.elementwise import copy_slots
 
+from tlt_kernels.cpu.elementwise import copy_slots
 from tlt_server.attention.rows import KVCache
 from tlt_server.engine.batching import Step, draft_batch, lay_out
 from tlt_server.engine.sampling import Sampled, prompt_logprobs, sample
