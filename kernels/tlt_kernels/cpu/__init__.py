@@ -1,1 +1,1 @@
-"""CPU kernels, compiled by numba."""
+"""Kernels for the host, compiled by numba; they take float32 CPU tensors and read them in place."""

@@ -81,6 +81,7 @@ class Eagle:
         self.hidden_RH: Tensor | None = None  # of every row of the proposal that drew logits
         self.node_BCI = np.zeros((0, 0, FIELDS), np.int32)
         self.survival_BC = np.zeros((0, 0), np.float32)
+        target_cache.on_reuse.append(self.pages_freed)
         self._open: deque[tuple[Candidates, np.ndarray]] = deque(maxlen=REMEMBERED)
         self._caught_up = self._forwards = self._proposed = 0
 
