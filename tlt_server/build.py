@@ -1,8 +1,7 @@
 """Composition root: puts frontend and engine together and runs them until a signal or a failure.
 
 The engine is a process of its own, `python -m tlt_server.engine.process DIR`: `DIR` holds the sockets `commands` and `events`, both
-bound here. Its standard input carries one line, the resolved `Config` as JSON, and stays open as long as this process lives: end of
-file means that the frontend is gone. The environment for strict numerics is set here, before the engine imports torch.
+bound here. Its standard input carries one line, its `EngineSettings` as JSON. The environment for strict numerics is set here, before the engine imports torch.
 """
 
 from __future__ import annotations
@@ -19,11 +18,13 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
+import msgspec
 import structlog
 import uvicorn
 import uvloop
 
 from tlt_server.config import Config
+from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import StartupError
 from tlt_server.frontend.app import build_app
 from tlt_server.frontend.auth import Keys
@@ -35,6 +36,8 @@ from tlt_server.frontend.protocol import bounded_protocol
 from tlt_server.frontend.text import Text
 from tlt_server.frontend.validation import Validator
 from tlt_server.metrics import Metrics
+from tlt_server.models.strict_environment import strict_environment
+from tlt_server.seeds import SeedSource, choice_seed
 
 ENGINE = (sys.executable, "-m", "tlt_server.engine.process")
 STOP_S = 5.0  # time the engine has to exit before it is killed
@@ -88,8 +91,6 @@ async def _run(config: Config, client: EngineClient, progress: Progress, url: st
 
 
 def _validator(config: Config, text: Text) -> Validator:
-    from tlt_server.seeds import SeedSource, choice_seed
-
     return Validator(config, text, SeedSource().next, choice_seed)
 
 
@@ -120,12 +121,12 @@ async def _engine(config: Config, command: Sequence[str], directory: Path) -> As
     """The engine process, in a session of its own so that Ctrl-C reaches only the frontend, which drains."""
     environment = dict(os.environ)
     if config.numerics == "strict":
-        environment |= _strict_environment()
+        environment |= strict_environment()
     process = await asyncio.create_subprocess_exec(*command, str(directory), stdin=PIPE, env=environment, start_new_session=True)
     assert process.stdin is not None
     try:
         with contextlib.suppress(ConnectionError):  # it has exited already; the caller learns that from `wait`
-            process.stdin.write(config.model_dump_json().encode() + b"\n")
+            process.stdin.write(msgspec.json.encode(engine_settings(config)) + b"\n")
             await process.stdin.drain()
         yield process
     finally:
@@ -137,10 +138,10 @@ async def _engine(config: Config, command: Sequence[str], directory: Path) -> As
             await process.wait()
 
 
-def _strict_environment() -> dict[str, str]:
-    from tlt_server.models.strict_environment import strict_environment
-
-    return strict_environment()
+def engine_settings(config: Config) -> EngineSettings:
+    """The engine's part of a resolved configuration."""
+    given = {name: getattr(config, name) for name in EngineSettings.__struct_fields__ if getattr(config, name, "auto") not in ("auto", None)}
+    return EngineSettings(**{**given, "model": str(config.model), "strategy": config.strategy})
 
 
 @contextlib.contextmanager

@@ -50,7 +50,7 @@ def is_loopback(host: str) -> bool:
 
 
 class Config(Settings, BaseModel):
-    """The whole configuration. Crosses to the engine process as JSON (`model_dump_json`, `Config.model_validate_json`)."""
+    """The whole configuration."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
@@ -86,7 +86,7 @@ class Config(Settings, BaseModel):
         if (self.policy == "fixed") != bool(self.sd_strategy):
             raise StartupError(f"policy is {self.policy} and sd_strategy is {self.sd_strategy!r}; sd_strategy is for policy fixed, "
                                "which needs one, for example eagle:7x4x32")
-        if self.strategy is not None and self.strategy.drafter != ("history" if self.drafter == "history" else "eagle"):
+        if self.strategy is not None and self.strategy.drafter == "eagle" and self.drafter == "history":
             raise StartupError(f"sd_strategy names the drafter {self.strategy.drafter!r} but drafter is {self.drafter!r}; make them agree")
         if self.default_timeout_s > self.max_timeout_s:
             raise StartupError(f"default_timeout_s is {self.default_timeout_s:g} s, above max_timeout_s ({self.max_timeout_s:g})")

@@ -9,6 +9,7 @@ Legend: R rows, B requests, P pages per request, D longest draft path, H hidden,
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -48,6 +49,12 @@ class KVCache:
         self.k = torch.zeros(layers, slots, kv_heads, head_dim, dtype=dtype, device=device)
         self.v = torch.zeros(layers, slots, kv_heads, head_dim, dtype=dtype, device=device)
         self.features_SF = torch.zeros(slots, features, dtype=dtype, device=device)  # the target's hidden states that a drafter reads
+        self.on_reuse: list[Callable[[Iterable[int]], None]] = []  # who keeps something of its own under our page ids
+
+    def reuse(self, pages: Iterable[int]) -> None:
+        """These pages are about to hold other tokens."""
+        for forget in self.on_reuse:
+            forget(pages)
 
     @property
     def bytes_per_slot(self) -> int:
