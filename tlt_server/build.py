@@ -43,10 +43,10 @@ ENGINE = (sys.executable, "-m", "tlt_server.engine.process")
 STOP_S = 5.0  # time the engine has to exit before it is killed
 
 
-def serve(config: Config, *, engine_command: Sequence[str] = ENGINE) -> int:
+def serve(config: Config, *, engine_command: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT (drains, returns 0) or until the engine fails (returns 1). `StartupError` before it is ready."""
     _log_to_stderr(config.log_level)
-    return uvloop.run(_serve(config, engine_command))
+    return uvloop.run(_serve(config, engine_command or ENGINE))
 
 
 async def _serve(config: Config, engine_command: Sequence[str]) -> int:
