@@ -105,7 +105,7 @@ def _frame(name: str, data: dict[str, Any]) -> bytes:
 
 
 def _footer(service: Service, usage: Usage) -> dict[str, Any]:
-    return {"usage": usage, "numerics": service.engine.info.numerics if service.engine.info else service.config.numerics}
+    return {"usage": usage, "numerics": service.numerics}
 
 
 async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
