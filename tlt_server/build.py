@@ -37,7 +37,7 @@ from tlt_server.frontend.protocol import bounded_protocol
 from tlt_server.frontend.text import Text
 from tlt_server.frontend.validation import Validator
 from tlt_server.metrics import Metrics
-from tlt_server.models.strict_environment import strict_environment
+from tlt_server.models.environment import library_environment
 from tlt_server.seeds import SeedSource, choice_seed
 
 ENGINE = (sys.executable, "-m", "tlt_server.engine.process")
@@ -120,9 +120,7 @@ async def _finish(server: uvicorn.Server, serving: asyncio.Task[None]) -> None:
 @contextlib.asynccontextmanager
 async def _engine(config: Config, command: Sequence[str], directory: Path) -> AsyncIterator[Process]:
     """The engine process, in a session of its own so that Ctrl-C reaches only the frontend, which drains."""
-    environment = dict(os.environ)
-    if config.numerics == "strict":
-        environment |= strict_environment()
+    environment = {**os.environ, **library_environment(config.numerics)}
     process = await asyncio.create_subprocess_exec(*command, str(directory), stdin=PIPE, env=environment, start_new_session=True)
     assert process.stdin is not None
     try:
