@@ -20,7 +20,8 @@ from starlette.types import Receive, Scope, Send
 from tlt_server.errors import Cancelled, TltError
 from tlt_server.frontend.generation import Event, Generation, ItemError, ItemResult, Service, TokenEvent
 from tlt_server.frontend.replies import error_body, json_response, unexpected
-from tlt_server.frontend.validation import Batch, parse
+from tlt_server.frontend.requests import parse
+from tlt_server.frontend.validation import Batch
 
 
 class Usage(msgspec.Struct):
