@@ -44,7 +44,7 @@ def build_app(service: Service, keys: Keys | None, dialects: Iterable[str] = DIA
         routes=[*routes],
         openapi_url=None,
         middleware=[
-            Middleware(Authentication, keys=keys),
+            Middleware(Authentication, keys=keys, rejected=service.rejected),
             Middleware(BodyLimits, max_body_bytes=config.max_body_mb * 2**20, body_timeout_s=config.body_timeout_s,
                        rejected=service.rejected),
         ],
