@@ -1,7 +1,8 @@
 """Composition root: puts frontend and engine together and runs them until a signal or a failure.
 
 The engine is a process of its own, `python -m tlt_server.engine.process DIR`: `DIR` holds the sockets `commands` and `events`, both
-bound here. Its standard input carries one line, its `EngineSettings` as JSON. The environment for strict numerics is set here, before the engine imports torch.
+bound here. Its standard input carries one line, its `EngineSettings` as JSON. The environment for
+strict numerics is set here, before the engine imports torch.
 """
 
 from __future__ import annotations
@@ -36,17 +37,17 @@ from tlt_server.frontend.protocol import bounded_protocol
 from tlt_server.frontend.text import Text
 from tlt_server.frontend.validation import Validator
 from tlt_server.metrics import Metrics
-from tlt_server.models.strict_environment import strict_environment
+from tlt_server.models.environment import library_environment
 from tlt_server.seeds import SeedSource, choice_seed
 
 ENGINE = (sys.executable, "-m", "tlt_server.engine.process")
 STOP_S = 5.0  # time the engine has to exit before it is killed
 
 
-def serve(config: Config, *, engine_command: Sequence[str] = ENGINE) -> int:
+def serve(config: Config, *, engine_command: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT (drains, returns 0) or until the engine fails (returns 1). `StartupError` before it is ready."""
     _log_to_stderr(config.log_level)
-    return uvloop.run(_serve(config, engine_command))
+    return uvloop.run(_serve(config, engine_command or ENGINE))
 
 
 async def _serve(config: Config, engine_command: Sequence[str]) -> int:
@@ -119,9 +120,7 @@ async def _finish(server: uvicorn.Server, serving: asyncio.Task[None]) -> None:
 @contextlib.asynccontextmanager
 async def _engine(config: Config, command: Sequence[str], directory: Path) -> AsyncIterator[Process]:
     """The engine process, in a session of its own so that Ctrl-C reaches only the frontend, which drains."""
-    environment = dict(os.environ)
-    if config.numerics == "strict":
-        environment |= strict_environment()
+    environment = {**os.environ, **library_environment(config.numerics)}
     process = await asyncio.create_subprocess_exec(*command, str(directory), stdin=PIPE, env=environment, start_new_session=True)
     assert process.stdin is not None
     try:
@@ -140,7 +139,8 @@ async def _engine(config: Config, command: Sequence[str], directory: Path) -> As
 
 def engine_settings(config: Config) -> EngineSettings:
     """The engine's part of a resolved configuration."""
-    given = {name: getattr(config, name) for name in EngineSettings.__struct_fields__ if getattr(config, name, "auto") not in ("auto", None)}
+    chosen = {name: getattr(config, name, None) for name in EngineSettings.__struct_fields__}
+    given = {name: value for name, value in chosen.items() if value not in ("auto", None)}
     return EngineSettings(**{**given, "model": str(config.model), "strategy": config.strategy})
 
 

@@ -6,9 +6,9 @@ Right by inspection and slow; its bits depend on nothing but the row, because it
 from __future__ import annotations
 
 import torch
-from tlt_kernels import reference
 from torch import Tensor
 
+from tlt_kernels import reference
 from tlt_server.attention.rows import Rows
 
 

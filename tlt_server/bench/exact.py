@@ -1,7 +1,7 @@
 """`tlt bench exact`: the same seeded requests under every kind of strategy, batch, memory and chunking; all bits must agree.
 
 One reference run without speculation, then a pairwise covering array of the other settings. Compared are the tokens and
-the bits of every log-prob. `--plant-fault` moves one logit by one ulp in one run, to show that the check can fail.
+the bits of every log-prob. `--plant-fault` moves one logit by one ulp in thirty steps of one run, to show that the check can fail.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rich.table import Table
 
 from tlt_server.bench.covering import Configuration, covering_array
 from tlt_server.engine.settings import EngineSettings
-from tlt_server.models.strict_environment import strict_environment
+from tlt_server.models.environment import library_environment
 from tlt_server.records import GenerateRequest, Strategy, Submit
 
 ARMS: dict[str, tuple[str, Strategy | None]] = {
@@ -67,17 +67,20 @@ class Result(NamedTuple):
 
 def run(args: argparse.Namespace) -> int:
     """0 if nothing differs, 1 otherwise; prints a table and one line of JSON."""
-    os.environ.update(strict_environment())  # before torch is imported
+    os.environ.update(library_environment())  # before torch is imported
     from tlt_server.demo.workload import problems_as_requests
 
     size = QUICK if args.quick else FULL
     base = settings_of(args)
-    requests = [lengthened(request, size.max_tokens if i >= size.long else size.long_tokens)
-                for i, request in enumerate(problems_as_requests(base.model, size.requests, group=8, seed=args.seed))]
+    requests = [
+        lengthened(request, size.max_tokens if i >= size.long else size.long_tokens)
+        for i, request in enumerate(problems_as_requests(base.model, size.requests, group=8, seed=args.seed))
+    ]
     configurations = covering_array(FACTORS, args.seed)
     console = Console()
-    with Progress(TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn(),
-                  console=console) as progress:
+    with Progress(
+        TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn(), console=console
+    ) as progress:
         task = progress.add_task("reference", total=len(configurations) + 1)
         reference, _ = rollout(base, REFERENCE, requests, size)
         progress.advance(task)
@@ -113,17 +116,25 @@ def pages_for(configuration: Configuration, requests: list[GenerateRequest], siz
     return max(longest, usual * int(str(configuration["batch"])) // 2)
 
 
-def rollout(base: EngineSettings, configuration: Configuration, requests: list[GenerateRequest], size: Size,
-            *, fault: bool = False) -> tuple[dict[str, Bits], dict[str, float]]:
+def rollout(
+    base: EngineSettings, configuration: Configuration, requests: list[GenerateRequest], size: Size, *, fault: bool = False
+) -> tuple[dict[str, Bits], dict[str, float]]:
     """Run all requests on a fresh engine of this process; what each said, and the run's counts."""
     from tlt_server.engine.assembly import assemble
 
     policy, strategy = ARMS[str(configuration["arm"])]
-    engine, _ = assemble(msgspec.structs.replace(
-        base, policy=policy, strategy=strategy, max_running=int(str(configuration["batch"])), max_rows=int(str(configuration["chunk"])),
-        pages=pages_for(configuration, requests, size, base.page_size)))
+    engine, _ = assemble(
+        msgspec.structs.replace(
+            base,
+            policy=policy,
+            strategy=strategy,
+            max_running=int(str(configuration["batch"])),
+            max_rows=int(str(configuration["chunk"])),
+            pages=pages_for(configuration, requests, size, base.page_size),
+        )
+    )
     if fault:
-        engine.runner.model.logits = one_ulp_off(engine.runner.model.logits)  # type: ignore[attr-defined]
+        engine.runner.sample = one_ulp_off(engine.runner.sample)  # type: ignore[attr-defined]
     engine.send(Submit(requests))
     tokens: dict[str, list[int]] = {r.id: [] for r in requests}
     logprobs: dict[str, list[float]] = {r.id: [] for r in requests}
@@ -139,48 +150,88 @@ def rollout(base: EngineSettings, configuration: Configuration, requests: list[G
     return found, {"passes": passes, "preemptions": engine.scheduler.preemptions}
 
 
-def one_ulp_off(logits: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """The target's `logits` with the highest logit of row 0 one ulp higher, once, in the tenth call."""
+def one_ulp_off(sample: Callable[..., Any]) -> Callable[..., Any]:
+    """The sampler behind a fault: in thirty calls the logit of row 0's token is one ulp higher than the model said.
+
+    Row 0 is a root, so its token is always emitted. Thirty, because a single ulp may vanish when the log-prob is rounded.
+    """
     calls = 0
 
-    def faulty(hidden_RH: Any) -> Any:
+    def faulty(logits_SV: Any, *rest: Any) -> Any:
         nonlocal calls
         calls += 1
-        logits_RV = logits(hidden_RH)
-        if calls == 10:
-            top = int(logits_RV[0].argmax())
-            logits_RV[0, top] = float(np.nextafter(np.float32(logits_RV[0, top]), np.float32(np.inf)))
-        return logits_RV
+        if 10 <= calls < 40 and len(logits_SV):
+            token = int(sample(logits_SV, *rest).token_S[0])
+            logits_SV[0, token] = float(np.nextafter(np.float32(logits_SV[0, token]), np.float32(np.inf)))
+        return sample(logits_SV, *rest)
 
     return faulty
 
 
-def compare(configuration: Configuration, reference: dict[str, Bits], found: dict[str, Bits], counts: dict[str, float], seconds: float) -> Result:
+def compare(
+    configuration: Configuration, reference: dict[str, Bits], found: dict[str, Bits], counts: dict[str, float], seconds: float
+) -> Result:
     differing_tokens = differing_logprobs = 0
     for i, bits in found.items():
         expected = reference[i]
-        differing_tokens += sum(a != b for a, b in zip(bits.tokens, expected.tokens, strict=False)) + abs(len(bits.tokens) - len(expected.tokens))
+        differing_tokens += sum(a != b for a, b in zip(bits.tokens, expected.tokens, strict=False)) + abs(
+            len(bits.tokens) - len(expected.tokens)
+        )
         mine, theirs = (np.frombuffer(b.logprobs, np.uint32) for b in (bits, expected))
         common = min(len(mine), len(theirs))
         differing_logprobs += int((mine[:common] != theirs[:common]).sum()) + abs(len(mine) - len(theirs))
-    return Result(configuration, len(found), sum(len(b.tokens) for b in found.values()), int(counts["passes"]), int(counts["preemptions"]),
-                  seconds, differing_tokens, differing_logprobs)
+    return Result(
+        configuration,
+        len(found),
+        sum(len(b.tokens) for b in found.values()),
+        int(counts["passes"]),
+        int(counts["preemptions"]),
+        seconds,
+        differing_tokens,
+        differing_logprobs,
+    )
 
 
 def report(console: Console, results: list[Result], args: argparse.Namespace) -> int:
     table = Table(title="tlt bench exact: against one run without speculation")
-    for heading in ("strategy", "batch", "pages", "chunk", "requests", "tokens", "passes", "preempted", "seconds", "tokens differ", "log-prob bits differ"):
+    for heading in (
+        "strategy",
+        "batch",
+        "pages",
+        "chunk",
+        "requests",
+        "tokens",
+        "passes",
+        "preempted",
+        "seconds",
+        "tokens differ",
+        "log-prob bits differ",
+    ):
         table.add_column(heading, justify="left" if heading in ("strategy", "pages") else "right")
     for r in results:
         red = "bold red" if r.differing_tokens or r.differing_logprobs else ""
-        table.add_row(*(str(level) for level in r.configuration.values()), str(r.requests), str(r.tokens), str(r.passes), str(r.preemptions),
-                      f"{r.seconds:.1f}", str(r.differing_tokens), str(r.differing_logprobs), style=red)
+        table.add_row(
+            *(str(level) for level in r.configuration.values()),
+            str(r.requests),
+            str(r.tokens),
+            str(r.passes),
+            str(r.preemptions),
+            f"{r.seconds:.1f}",
+            str(r.differing_tokens),
+            str(r.differing_logprobs),
+            style=red,
+        )
     console.print(table)
     summary = {
-        "bench": "exact", "quick": bool(args.quick), "configurations": len(results), "requests": sum(r.requests for r in results),
-        "tokens": sum(r.tokens for r in results), "preemptions": sum(r.preemptions for r in results),
+        "bench": "exact",
+        "quick": bool(args.quick),
+        "configurations": len(results),
+        "requests": sum(r.requests for r in results),
+        "tokens": sum(r.tokens for r in results),
+        "preemptions": sum(r.preemptions for r in results),
         "seconds": round(sum(r.seconds for r in results), 1),
-        "differing_tokens": sum(r.differing_tokens for r in results), "differing_logprob_bits": sum(r.differing_logprobs for r in results),
+        "differing_tokens": sum(r.differing_tokens for r in results),
+        "differing_logprob_bits": sum(r.differing_logprobs for r in results),
     }
     line = msgspec.json.encode(summary).decode()
     if args.json:

@@ -12,12 +12,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tlt_kernels.cpu.elementwise import copy_slots
 
+from tlt_kernels.cpu.elementwise import copy_slots
 from tlt_server.attention.rows import KVCache
 from tlt_server.engine.batching import Step, draft_batch, lay_out
 from tlt_server.engine.sampling import Sampled, prompt_logprobs, sample
 from tlt_server.engine.scheduler import Batch, Emission
+from tlt_server.errors import EngineFailed
 from tlt_server.models import Forward
 from tlt_server.models.decoder import Decoder
 from tlt_server.records import Cycle, Strategy, TokenLogprobs
@@ -36,6 +37,7 @@ class Finished(NamedTuple):
 class CpuRunner:
     def __init__(self, model: Decoder, cache: KVCache, drafters: dict[str, Drafter], page_table_SP: NDArray[np.int32]) -> None:
         self.model, self._cache, self._drafters, self._page_table_SP = model, cache, drafters, page_table_SP
+        self.sample = sample
         self._finished: Finished | None = None
 
     def collect(self, *, busy: bool) -> Finished | None:
@@ -64,10 +66,13 @@ class CpuRunner:
         drafts.observe(accepted_R[step.layout.parent_R >= 0])
         decoding = [(work, emission) for work, emission in zip(batch.works, emissions, strict=True) if work.samples]
         cycle = Cycle(
-            context=context, strategy=strategy, rows=len(step.rows),
+            context=context,
+            strategy=strategy,
+            rows=len(step.rows),
             emitted=sum(len(emission.tokens) for _, emission in decoding),
             accepted=tuple(len(emission.tokens) - 1 for work, emission in decoding if work.decodes),
-            drafted=len(drafts.chosen_N), draft_s=drafted_at - started,
+            drafted=len(drafts.chosen_N),
+            draft_s=drafted_at - started,
         )
         self._finished = Finished(batch, emissions, cycle)
 
@@ -75,8 +80,13 @@ class CpuRunner:
         layout = step.layout
         states = [work.sequence.state for work in batch.works]
         logits_SV = self.model.logits(forward.hidden_RH[torch.from_numpy(step.sampled_R)])
-        sampled = sample(logits_SV, states, layout.request_R[step.sampled_R], layout.position_R[step.sampled_R] + 1,
-                         layout.path_token_RD[step.sampled_R])
+        sampled = self.sample(
+            logits_SV,
+            states,
+            layout.request_R[step.sampled_R].astype(np.int64),
+            layout.position_R[step.sampled_R] + 1,
+            layout.path_token_RD[step.sampled_R],
+        )
         target_R = np.full(len(step.rows), -1, np.int32)
         target_R[step.sampled_R] = sampled.token_S
         return sampled, accept(layout.root_W, layout.drafts_W + 1, layout.parent_R, layout.token_R, target_R)
@@ -103,7 +113,7 @@ class CpuRunner:
                 found: list[TokenLogprobs | None] = [None] if work.start == 0 else []
                 if rows > 0:
                     logits = self.model.logits(forward.hidden_RH[first_row : first_row + rows])
-                    found += prompt_logprobs(logits, sequence.tokens[work.start + 1 : work.start + 1 + rows], count)
+                    found += prompt_logprobs(logits, sequence.tokens[work.start + 1 : work.start + 1 + rows].tolist(), count)
                 emission.prompt_logprobs = found
             first_row = int(step.layout.root_W[w] + step.layout.drafts_W[w]) + 1
 
@@ -111,7 +121,9 @@ class CpuRunner:
 class _Drafts:
     """The draft rows of one step, and where their outcome is reported. Without a drafter there are none."""
 
-    def __init__(self, batch: Batch, strategy: Strategy, drafters: dict[str, Drafter], page_table_SP: NDArray[np.int32], scratch: int) -> None:
+    def __init__(
+        self, batch: Batch, strategy: Strategy, drafters: dict[str, Drafter], page_table_SP: NDArray[np.int32], scratch: int
+    ) -> None:
         self.candidates = Candidates.empty()
         self.chosen_N = self.parent_N = self.work_N = np.zeros(0, np.int32)
         self._drafter: Drafter | None = None
@@ -146,12 +158,24 @@ def _emissions(batch: Batch, step: Step, sampled: Sampled, walk: Walk) -> list[E
         if not work.samples:
             emissions.append(Emission())
             continue
+        if np.isnan(sampled.logprob_S[path]).any():
+            emissions.append(
+                Emission(
+                    error=EngineFailed(
+                        "the model gave logits without a finite maximum for this request (NaN or overflow); "
+                        "check the weights that were loaded"
+                    )
+                )
+            )
+            continue
         sampling = work.sequence.request.sampling
-        emissions.append(Emission(
-            tokens=sampled.token_S[path].tolist(),
-            logprobs=sampled.logprob_S[path].tolist(),
-            raw_logprobs=sampled.raw_logprob_S[path].tolist() if sampling.raw_logprobs and sampled.raw_logprob_S is not None else None,
-            top_logprobs=[sampled.top[i] for i in path] if sampling.logprobs else None,  # type: ignore[misc]
-            drafted=int(step.layout.drafts_W[w]),
-        ))
+        emissions.append(
+            Emission(
+                tokens=sampled.token_S[path].tolist(),
+                logprobs=sampled.logprob_S[path].tolist(),
+                raw_logprobs=sampled.raw_logprob_S[path].tolist() if sampling.raw_logprobs and sampled.raw_logprob_S is not None else None,
+                top_logprobs=[sampled.top[i] for i in path] if sampling.logprobs else None,  # type: ignore[misc]
+                drafted=int(step.layout.drafts_W[w]),
+            )
+        )
     return emissions

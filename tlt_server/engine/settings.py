@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from msgspec import Struct
 
 from tlt_server.records import Strategy
@@ -14,7 +16,7 @@ class EngineSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     policy: str = "beg"
     strategy: Strategy | None = None  # for the policy `fixed`
     dtype: str = "float32"
-    numerics: str = "strict"
+    numerics: Literal["strict", "fast"] = "strict"
     attention: str = "cpu"
     threads: int = 2
     page_size: int = 16  # tokens

@@ -29,8 +29,8 @@ def accept(
     row_start_B: NDArray[np.int32],
     row_count_B: NDArray[np.int32],
     parent_row_R: NDArray[np.int32],
-    token_R: NDArray[np.int32],
-    sampled_R: NDArray[np.int32],
+    token_R: NDArray[np.integer],
+    sampled_R: NDArray[np.integer],
 ) -> Walk:
     """Walk each request's tree from its root row.
 
