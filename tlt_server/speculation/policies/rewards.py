@@ -57,7 +57,7 @@ class Rewards:
         count = len(self._samples)
         if not count:
             return math.inf
-        mean = self._tokens / count
+        mean = max(self._tokens / count, 1e-9)
         assumed = ASSUMED_SAMPLES * ASSUMED_SPREAD**2
         known = count - 1 + ASSUMED_SAMPLES
         tokens = (max(0.0, self._squares / mean**2 - count) + assumed) / known
