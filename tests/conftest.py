@@ -1,12 +1,12 @@
-"""Before anything imports torch: the strict environment; then two torch threads, as on the smallest machine we serve."""
+"""Before anything imports torch: its libraries' environment; then two torch threads, as on the smallest machine we serve."""
 
 from __future__ import annotations
 
 import os
 
-from tlt_server.models.strict_environment import strict_environment
+from tlt_server.models.environment import library_environment
 
-os.environ.update(strict_environment())
+os.environ.update(library_environment())
 
 import torch  # noqa: E402
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tlt_server.registry import Registry
 
-if TYPE_CHECKING:  # `strict_environment` in this package must be importable before torch is
+if TYPE_CHECKING:  # `environment` in this package must be importable before torch is
     from torch import Tensor
 
 FAMILIES = Registry("model family", {

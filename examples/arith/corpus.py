@@ -1,0 +1,144 @@
+"""Token data of the pair: flat arrays of sequences, written in parallel, read back and served as batches of similar length.
+
+A sequence is ChatML prompt + response + `<|im_end|>`. Batches are right-padded to a length bucket and hold about the same number of tokens.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from random import Random
+
+import numpy
+import torch
+from safetensors.numpy import load_file, save_file
+from tokenizers import Tokenizer
+
+from tlt_server.demo import chat, task
+
+BUCKETS = (64, 80, 96, 112, 128, 160, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 2816)
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """`tokens` int16 flat; sequence i is tokens[offsets[i]:offsets[i+1]], its first prompt_lengths[i] tokens the prompt, from problem seeds[i]."""
+
+    tokens: torch.Tensor
+    offsets: torch.Tensor
+    prompt_lengths: torch.Tensor
+    seeds: torch.Tensor
+
+    @staticmethod
+    def from_lists(sequences: list[list[int]], prompt_lengths: list[int], seeds: list[int]) -> Sequences:
+        lengths = torch.tensor([0, *map(len, sequences)])
+        flat = numpy.fromiter((t for s in sequences for t in s), dtype=numpy.int16)
+        return Sequences(torch.from_numpy(flat), lengths.cumsum(0), torch.tensor(prompt_lengths), torch.tensor(seeds))
+
+    @staticmethod
+    def concatenate(parts: list[Sequences]) -> Sequences:
+        starts = torch.tensor([0, *(len(p.tokens) for p in parts)]).cumsum(0)
+        offsets = torch.cat([p.offsets[:-1] + start for p, start in zip(parts, starts)] + [starts[-1:]])
+        return Sequences(
+            torch.cat([p.tokens for p in parts]),
+            offsets,
+            torch.cat([p.prompt_lengths for p in parts]),
+            torch.cat([p.seeds for p in parts]),
+        )
+
+    def __len__(self) -> int:
+        return len(self.prompt_lengths)
+
+    def list(self, index: int) -> list[int]:
+        return self.tokens[self.offsets[index] : self.offsets[index + 1]].tolist()
+
+    def select(self, indices: torch.Tensor) -> Sequences:
+        rows = [self.list(int(i)) for i in indices]
+        return Sequences.from_lists(rows, self.prompt_lengths[indices].tolist(), self.seeds[indices].tolist())
+
+    def save(self, path: Path) -> None:
+        temporary = path.with_suffix(".part")
+        save_file({name: getattr(self, name).cpu().numpy() for name in ("tokens", "offsets", "prompt_lengths", "seeds")}, temporary)
+        os.replace(temporary, path)
+
+    @staticmethod
+    def load(path: Path) -> Sequences:
+        return Sequences(**{name: torch.from_numpy(value) for name, value in load_file(path).items()})
+
+
+@dataclass(frozen=True)
+class Batch:
+    """`tokens_BT` padded with 0; `lengths_B` and `prompt_lengths_B` count tokens."""
+
+    tokens_BT: torch.Tensor
+    lengths_B: torch.Tensor
+    prompt_lengths_B: torch.Tensor
+    seeds_B: torch.Tensor
+
+    def response_mask(self) -> torch.Tensor:
+        """[B, T-1]: position t is True where token t+1 belongs to the response."""
+        position = torch.arange(1, self.tokens_BT.shape[1], device=self.tokens_BT.device)[None]
+        return (position >= self.prompt_lengths_B[:, None]) & (position < self.lengths_B[:, None])
+
+
+class Batcher:
+    """Serves a data set on a device in random batches of one length bucket; `epoch(n)` is the same for the same seed."""
+
+    def __init__(self, data: Sequences, tokens_per_batch: int, device: str, seed: int = 0) -> None:
+        self.data, self.tokens_per_batch, self.seed = data, tokens_per_batch, seed
+        self.flat = data.tokens.to(device)
+        self.offsets, self.prompt_lengths, self.seeds = (x.to(device) for x in (data.offsets, data.prompt_lengths, data.seeds))
+        self.lengths = data.offsets.diff()
+
+    def gather(self, rows: torch.Tensor, width: int) -> Batch:
+        rows = rows.to(self.flat.device)
+        start, length = self.offsets[rows], self.offsets[rows + 1] - self.offsets[rows]
+        column = torch.arange(width, device=self.flat.device)[None]
+        index = (start[:, None] + column).clamp(max=len(self.flat) - 1)
+        tokens = torch.where(column < length[:, None], self.flat[index].long(), 0)
+        return Batch(tokens, length, self.prompt_lengths[rows], self.seeds[rows])
+
+    def epoch(self, number: int):
+        """Every sequence once (those past the last bucket are left out), batches in random order."""
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
+        bucket_of = torch.bucketize(self.lengths, torch.tensor(BUCKETS))
+        plans = []
+        for bucket, width in enumerate(BUCKETS):
+            rows = (bucket_of == bucket).nonzero()[:, 0]
+            rows = rows[torch.randperm(len(rows), generator=generator)]
+            plans += [(chunk, width) for chunk in rows.split(max(1, self.tokens_per_batch // width))]
+        for index in torch.randperm(len(plans), generator=generator).tolist():
+            yield self.gather(*plans[index])
+
+
+def encode_prompt(tokenizer: Tokenizer, prompt_text: str) -> list[int]:
+    return tokenizer.encode(chat.render_prompt(prompt_text)).ids
+
+
+def _write_shard(job: tuple[Path, Path, range]) -> Path:
+    directory, tokenizer_file, seeds = job
+    path = directory / f"shard-{seeds.start}.safetensors"
+    if path.exists():
+        return path
+    tokenizer = Tokenizer.from_file(str(tokenizer_file))
+    end = tokenizer.token_to_id(chat.END)
+    sequences, prompt_lengths = [], []
+    for seed in seeds:
+        problem = task.problem(seed)
+        prompt = encode_prompt(tokenizer, problem.prompt_text)
+        response = tokenizer.encode(task.solution(problem, Random(f"solution-{seed}"))).ids
+        sequences.append(prompt + response[: task.RESPONSE_TOKEN_CAP] + [end] * (len(response) < task.RESPONSE_TOKEN_CAP))
+        prompt_lengths.append(len(prompt))
+    Sequences.from_lists(sequences, prompt_lengths, list(seeds)).save(path)
+    return path
+
+
+def write_shards(directory: Path, tokenizer_file: Path, documents: int, per_shard: int, workers: int):
+    """Write `documents` train documents in shards, in parallel; yields each shard's path as it is done."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    directory.mkdir(parents=True, exist_ok=True)
+    first = task.TRAIN_SEEDS.start
+    jobs = [(directory, tokenizer_file, range(s, min(s + per_shard, first + documents))) for s in range(first, first + documents, per_shard)]
+    with get_context("spawn").Pool(workers, initializer=os.nice, initargs=(5,)) as pool:
+        yield from pool.imap_unordered(_write_shard, jobs)

@@ -1,0 +1,135 @@
+"""Step 2: train the target on the written solutions (data is written in parallel while training runs) and export it."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import threading
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from checkpoint import load_state, save_state
+from corpus import Batch, Batcher, Sequences, write_shards
+from target_model import TargetConfig, TargetModel, export_target
+from tokenizers import Tokenizer
+
+from tlt_server.demo import chat
+
+
+def learning_rate(progress: float, peak: float) -> float:
+    """Warm up over 2 %, then cosine to 1 % of the peak."""
+    return peak * min(progress / 0.02, 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def response_loss(model: TargetModel, batch: Batch) -> torch.Tensor:
+    logits = model(batch.tokens_BT)[:, :-1]
+    loss = F.cross_entropy(logits.flatten(0, 1), batch.tokens_BT[:, 1:].flatten(), reduction="none")
+    mask = batch.response_mask().flatten()
+    return (loss * mask).sum() / mask.sum()
+
+
+def optimizer_of(model: torch.nn.Module, peak: float, fused: bool) -> torch.optim.AdamW:
+    matrices = [p for n, p in model.named_parameters() if p.dim() == 2 and "embed" not in n]
+    others = [p for n, p in model.named_parameters() if p.dim() != 2 or "embed" in n]
+    groups = [{"params": matrices, "weight_decay": 0.05}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.98), eps=1e-9, fused=fused)
+
+
+class GrowingData:
+    """Shards as a background thread's worker processes finish them."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.paths: list[Path] = []
+        self.done = False
+        tokenizer_file = options.out / "tokenizer.json"
+
+        def write() -> None:
+            for path in write_shards(options.data, tokenizer_file, options.documents, options.per_shard, options.workers):
+                self.paths.append(path)
+            self.done = True
+
+        threading.Thread(target=write, daemon=True).start()
+
+    def wait(self, shards: int) -> list[Path]:
+        while len(self.paths) < shards and not self.done:
+            time.sleep(0.2)
+        return list(self.paths)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("tlt_server/demo/pair/target"), help="directory with the tokenizer; the model goes there")
+    parser.add_argument("--data", type=Path, default=Path("build/arith/data"))
+    parser.add_argument("--checkpoint", type=Path, default=Path("build/arith/target"))
+    parser.add_argument("--documents", type=int, default=1_600_000)
+    parser.add_argument("--per-shard", type=int, default=20_000)
+    parser.add_argument("--start-shards", type=int, default=12, help="shards to have before the first step")
+    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
+    parser.add_argument("--steps", type=int, default=12_000)
+    parser.add_argument("--time-limit-s", type=float, default=360.0, help="the schedule is stretched to end by then")
+    parser.add_argument("--tokens-per-batch", type=int, default=65_536)
+    parser.add_argument("--lr", type=float, default=2.5e-3)
+    parser.add_argument("--layers", type=int, default=TargetConfig.num_hidden_layers)
+    parser.add_argument("--intermediate", type=int, default=TargetConfig.intermediate_size)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--compile", action="store_true")
+    options = parser.parse_args()
+    torch.manual_seed(options.seed)
+    torch.set_float32_matmul_precision("high")
+    data = GrowingData(options)
+    config = TargetConfig(num_hidden_layers=options.layers, intermediate_size=options.intermediate)
+    model = TargetModel(config).to(options.device)
+    optimizer = optimizer_of(model, options.lr, fused=options.device == "cuda")
+    record = load_state(options.checkpoint, model, optimizer) or {"step": 0, "seconds": 0.0, "epoch": 0, "tokens": 0}
+    if options.compile:
+        torch._dynamo.config.suppress_errors = True
+        for layer in model.model.layers:
+            layer.compile(dynamic=True)
+    print(f"{sum(p.numel() for p in model.parameters())} parameters, {record}", flush=True)
+    shards, parts = data.wait(options.start_shards), []
+    before, started, last_print, last_save = record["seconds"], time.monotonic(), 0.0, time.monotonic()
+    finished = False
+    while not finished:
+        shards = data.wait(1)
+        if len(parts) < len(shards):
+            parts += [Sequences.load(path) for path in shards[len(parts) :]]
+            batcher = Batcher(Sequences.concatenate(parts), options.tokens_per_batch, options.device, options.seed)
+        record["epoch"] += 1
+        for batch in batcher.epoch(record["epoch"]):
+            record["seconds"] = before + time.monotonic() - started
+            progress = max(record["step"] / options.steps, record["seconds"] / options.time_limit_s)
+            if progress >= 1:
+                finished = True
+                break
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(progress, options.lr)
+            with torch.autocast(options.device, torch.bfloat16):
+                loss = response_loss(model, batch)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            record["step"] += 1
+            record["tokens"] += batch.tokens_BT.numel()
+            if time.monotonic() - last_print > 10 or record["step"] == 3:
+                last_print = time.monotonic()
+                print(
+                    f"{record['seconds']:6.1f}s step {record['step']} epoch {record['epoch']} ({len(parts)} shards) "
+                    f"tokens {record['tokens'] / 1e6:.0f}M loss {loss.item():.4f} width {batch.tokens_BT.shape[1]}",
+                    flush=True,
+                )
+            if time.monotonic() - last_save > 60:
+                last_save = time.monotonic()
+                save_state(options.checkpoint, model, optimizer, record)
+    save_state(options.checkpoint, model, optimizer, record)
+    tokenizer = Tokenizer.from_file(str(options.out / "tokenizer.json"))
+    export_target(model, options.out, tokenizer.token_to_id(chat.END), tokenizer.token_to_id(chat.PAD))
+    print(f"exported to {options.out} after {record}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
