@@ -4,9 +4,10 @@ Called by the `cpu` attention backend. A row's bits depend on its own query, pos
 compiled function handles every row, and what it does next depends on nothing but the row's position. A key is found
 through the row's own slots, so a draft ancestor stands where it will stand once it is committed.
 
-Threads: the kernel is single-threaded and releases the GIL; large calls are cut by rows over a small pool of Python threads.
-numba's own parallel loops are not used: their worker threads and torch's OpenMP workers, which spin for a while after
-each matrix product, evict each other when there are as many of both as cores.
+Threads: the kernel is single-threaded and releases the GIL; the backend cuts large calls by rows over a small pool of
+Python threads. numba's parallel loops are not used: they would compile the row a second time, with bits of its own, and
+bring a third pool of workers beside torch's OpenMP. Measured between torch products on two busy cores, 64 rows of 640
+keys, median of the whole: 1.7 to 2.0 ms by this pool, 1.7 to 3.4 by numba's omp and workqueue layers, 1.6 to 2.3 single-threaded.
 
 Legend: R rows, N query heads, K KV heads, G = N / K heads of one KV head, D head width, S slots, B requests, P pages.
 """
