@@ -57,7 +57,7 @@ class FakeNetwork:
         return h_RH @ self.head
 
     def hidden_of(self, tokens, features, path):
-        """h of the last token of tokens + path, from nothing: features[p] is the target's at position p, path tokens use their parent's h."""
+        """h of the last token of tokens + path, from nothing; features[p] is the target's, tokens of the path use their parent's h."""
         known = len(tokens)
         inputs = [torch.cat([self.embed[tokens[p]], features[p - 1] @ self.fc]) for p in range(1, known)]
         for at in range(known, known + len(path) + 1):

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from tests.unit.fake_eagle import PAGE_SIZE, VOCABULARY, FakeEngine, FakeNetwork
 
+from tests.unit.fake_eagle import PAGE_SIZE, VOCABULARY, FakeEngine, FakeNetwork
 from tlt_kernels.cpu.drafting import children
 from tlt_kernels.cpu.noise import gumbel
 from tlt_server.records import Strategy

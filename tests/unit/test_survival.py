@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from tlt_kernels.cpu.drafting import calibration_cell
 from tlt_server.errors import ModelError
 from tlt_server.speculation.survival import BUCKETS, DEFAULT_EDGES, RANKS, Calibration, CalibrationSettings, default_survival
-from tlt_kernels.cpu.drafting import calibration_cell
 
 
 def test_default_table_is_a_probability_that_falls_with_rank_and_follows_the_gap():

@@ -46,7 +46,30 @@ def default_survival() -> NDArray[np.float32]:
     return np.broadcast_to(np.clip(table, 0.001, 0.995), (PHASES, RANKS, BUCKETS)).astype(np.float32)
 
 
-class Calibration:
+class OnlineTable:
+    """Probabilities of K cells: a prior, corrected by what verification accepts; bounded memory, so it follows changes."""
+
+    def __init__(self, prior_K: NDArray[np.float32], settings: CalibrationSettings = CalibrationSettings()) -> None:
+        self.settings = settings
+        self.prior_K = np.array(prior_K, np.float32)
+        self.survival_K = self.prior_K.copy()  # in force; updated in place
+        self.hits_K = np.zeros(len(self.prior_K))
+        self.trials_K = np.zeros(len(self.prior_K))
+        self.observed = 0
+
+    def observe(self, cell_N: NDArray[np.int32], parent_N: NDArray[np.int32], accepted_N: NDArray[np.int8]) -> None:
+        """Learn from a verified tree; only nodes whose parent was accepted (or is the root) say anything."""
+        self.observed += tally(cell_N, parent_N, accepted_N, self.prior_K, self.settings.prior_weight, self.settings.limit,
+                               self.hits_K, self.trials_K, self.survival_K)
+
+    @property
+    def drift(self) -> float:
+        """Mean distance of the table from its prior, over the nodes seen."""
+        seen = self.trials_K.sum()
+        return float(np.abs(self.survival_K - self.prior_K) @ self.trials_K / seen) if seen else 0.0
+
+
+class Calibration(OnlineTable):
     """`survival` [phases, ranks, buckets] in [0, 1] and ascending `gap_edges` [buckets - 1]; bucket = edges below the gap."""
 
     def __init__(self, survival: NDArray[np.float32] | None = None, gap_edges: NDArray[np.float32] | None = None,
@@ -58,13 +81,8 @@ class Calibration:
                              f"found {list(table.shape)} and {list(edges.shape)}; export the drafter again")
         if not ((table >= 0) & (table <= 1)).all() or not (np.diff(edges) > 0).all():
             raise ModelError(f"calibration ({source}): survival must lie in [0, 1] and gap_edges must ascend; export the drafter again")
-        self.settings, self.source = settings, source
-        self.gap_edges = np.ascontiguousarray(edges)
-        self.prior_K = np.ascontiguousarray(table, np.float32).reshape(-1).copy()
-        self.survival_K = self.prior_K.copy()  # in force; updated in place
-        self.hits_K = np.zeros(len(self.prior_K))
-        self.trials_K = np.zeros(len(self.prior_K))
-        self.observed = 0
+        super().__init__(table.reshape(-1), settings)
+        self.gap_edges, self.source = np.ascontiguousarray(edges), source
 
     @property
     def survival(self) -> NDArray[np.float32]:
@@ -91,12 +109,5 @@ class Calibration:
         """Index of a child's cell in the flattened table."""
         return (phase * RANKS + min(rank, RANKS - 1)) * BUCKETS + int(np.searchsorted(self.gap_edges, np.float32(gap), "left"))
 
-    def observe(self, cell_N: NDArray[np.int32], parent_N: NDArray[np.int32], accepted_N: NDArray[np.int8]) -> None:
-        """Learn from a verified tree; only nodes whose parent was accepted (or is the root) say anything."""
-        self.observed += tally(cell_N, parent_N, accepted_N, self.prior_K, self.settings.prior_weight, self.settings.limit,
-                               self.hits_K, self.trials_K, self.survival_K)
-
     def gauges(self) -> Mapping[str, float]:
-        seen = self.trials_K.sum()
-        drift = float(np.abs(self.survival_K - self.prior_K) @ self.trials_K / seen) if seen else 0.0
-        return {"calibration_observed_nodes": float(self.observed), "calibration_drift": drift}
+        return {"calibration_observed_nodes": float(self.observed), "calibration_drift": self.drift}

@@ -3,9 +3,10 @@
 As in the paper: arms are grouped by verify rows and mapped to batch buckets; reward = accepted length x batch / step time,
 kept per bucket and arm in a sliding window; with probability epsilon another arm is tried, else the best one is used.
 Different here, because on a CPU one cycle of a bad arm can cost several plain steps: (1) every bucket has several arms, OFF
-among them; (2) exploration spends from an account that earns `regret_share` of the bucket's decode time, so the time it loses
-is bounded whatever the arms are (plus one overdraft, and `credit_steps` again whenever the leader's rewards change), and an arm is retried the more rarely the worse it was; (3) an arm is tried for a few cycles
-in a row and takes the lead only when better by a margin and by the noise of both estimates, so the choice does not flap.
+among them; (2) exploration spends from an account that earns `regret_share` of the bucket's decode time, so what it loses is
+bounded whatever the arms are (plus one overdraft, and `credit_steps` again when the leader's rewards change), and an arm is
+retried the more rarely the worse it was; (3) an arm is tried for a few cycles in a row and takes the lead only when better by
+a margin and by the noise of both estimates, so the choice does not flap.
 Only pure decode cycles are rewarded. Nothing latches: OFF and the others replace each other by the same rule.
 """
 
