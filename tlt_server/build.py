@@ -36,17 +36,17 @@ from tlt_server.frontend.protocol import bounded_protocol
 from tlt_server.frontend.text import Text
 from tlt_server.frontend.validation import Validator
 from tlt_server.metrics import Metrics
-from tlt_server.models.strict_environment import strict_environment
+from tlt_server.models.environment import library_environment
 from tlt_server.seeds import SeedSource, choice_seed
 
 ENGINE = (sys.executable, "-m", "tlt_server.engine.process")
 STOP_S = 5.0  # time the engine has to exit before it is killed
 
 
-def serve(config: Config, *, engine_command: Sequence[str] = ENGINE) -> int:
+def serve(config: Config, *, engine_command: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT (drains, returns 0) or until the engine fails (returns 1). `StartupError` before it is ready."""
     _log_to_stderr(config.log_level)
-    return uvloop.run(_serve(config, engine_command))
+    return uvloop.run(_serve(config, engine_command or ENGINE))
 
 
 async def _serve(config: Config, engine_command: Sequence[str]) -> int:
@@ -119,9 +119,7 @@ async def _finish(server: uvicorn.Server, serving: asyncio.Task[None]) -> None:
 @contextlib.asynccontextmanager
 async def _engine(config: Config, command: Sequence[str], directory: Path) -> AsyncIterator[Process]:
     """The engine process, in a session of its own so that Ctrl-C reaches only the frontend, which drains."""
-    environment = dict(os.environ)
-    if config.numerics == "strict":
-        environment |= strict_environment()
+    environment = {**os.environ, **library_environment(config.numerics)}
     process = await asyncio.create_subprocess_exec(*command, str(directory), stdin=PIPE, env=environment, start_new_session=True)
     assert process.stdin is not None
     try:

@@ -26,7 +26,7 @@ class _Refusal(msgspec.Struct):
 
 
 def _options(url: str, api_key: str | None, timeout_s: float | None) -> dict[str, Any]:
-    headers = {"authorization": f"Bearer {api_key}"} if api_key is not None else {}
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     return {"base_url": url, "headers": headers, "timeout": httpx.Timeout(timeout_s, connect=10.0)}
 
 

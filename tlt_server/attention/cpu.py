@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from tlt_server.attention.rows import Rows
 WORTH_A_THREAD = 1 << 22  # multiply-adds of one piece (about 80 us); waking a thread costs about 30 us
 
 assert CHUNK == kernel.CHUNK
+_attend_rows: Any = kernel.attend_rows
 
 
 @lru_cache(maxsize=1)
@@ -43,11 +45,11 @@ class CpuPaged:
         out_RND = torch.empty_like(q_RND)
         arguments = (q_RND.numpy(), k_SKD.numpy(), v_SKD.numpy(), *self._arrays, self.page_size, first, self.scale, out_RND.numpy())
         if len(self._pieces) == 1:
-            kernel.attend_rows(*arguments, 0, len(rows))
+            _attend_rows(*arguments, 0, len(rows))
             return out_RND
         own, *others = self._pieces
-        pending = [_pool(len(others)).submit(kernel.attend_rows, *arguments, *piece) for piece in others]
-        kernel.attend_rows(*arguments, *own)
+        pending = [_pool(len(others)).submit(_attend_rows, *arguments, *piece) for piece in others]
+        _attend_rows(*arguments, *own)
         for piece in pending:
             piece.result()
         return out_RND
@@ -56,7 +58,7 @@ class CpuPaged:
         """Views of the row tables, and pieces of near-equal work; kept while the same `rows` pass through the layers."""
         self._rows = rows
         self._arrays = tuple(
-            tensor.numpy() for tensor in (rows.position_R, rows.request_R, rows.base_B, rows.page_table_BP, rows.path_RD)
+            tensor.contiguous().numpy() for tensor in (rows.position_R, rows.request_R, rows.base_B, rows.page_table_BP, rows.path_RD)
         )
         threads = self.threads or torch.get_num_threads()
         work = rows.position_R.add(1).mul(2 * self.heads * self.head_dim)

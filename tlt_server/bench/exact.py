@@ -20,7 +20,7 @@ from rich.table import Table
 
 from tlt_server.bench.covering import Configuration, covering_array
 from tlt_server.engine.settings import EngineSettings
-from tlt_server.models.strict_environment import strict_environment
+from tlt_server.models.environment import library_environment
 from tlt_server.records import GenerateRequest, Strategy, Submit
 
 ARMS: dict[str, tuple[str, Strategy | None]] = {
@@ -67,7 +67,7 @@ class Result(NamedTuple):
 
 def run(args: argparse.Namespace) -> int:
     """0 if nothing differs, 1 otherwise; prints a table and one line of JSON."""
-    os.environ.update(strict_environment())  # before torch is imported
+    os.environ.update(library_environment())  # before torch is imported
     from tlt_server.demo.workload import problems_as_requests
 
     size = QUICK if args.quick else FULL

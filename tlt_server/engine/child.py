@@ -18,7 +18,7 @@ import zmq
 
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import EngineFailed, from_code
-from tlt_server.models.strict_environment import strict_environment
+from tlt_server.models.environment import library_environment
 from tlt_server.records import Command, EngineInfo, Event, Failed, Phase, Ready, Stop, decode_event, encode
 
 POLL_MS = 200
@@ -26,7 +26,7 @@ POLL_MS = 200
 
 def start_engine(settings: EngineSettings, directory: Path) -> subprocess.Popen[bytes]:
     """An engine that connects to the sockets `commands` and `events` in `directory` (bound by the caller, mode 0700)."""
-    environment = {**os.environ, **(strict_environment() if settings.numerics == "strict" else {})}
+    environment = {**os.environ, **library_environment(settings.numerics)}
     process = subprocess.Popen([sys.executable, "-m", "tlt_server.engine.process", str(directory)], stdin=subprocess.PIPE, env=environment)
     assert process.stdin is not None
     process.stdin.write(msgspec.json.encode(settings) + b"\n")

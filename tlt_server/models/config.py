@@ -60,7 +60,7 @@ class ModelConfig:
         fields = _Fields(raw, source)
         architectures = raw.get("architectures")
         if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
-            raise ModelError(f"{source}: 'architectures' is {architectures!r}; expected a list with one class name, such as ['LlamaForCausalLM']")
+            raise ModelError(f"{source}: 'architectures' is {architectures!r}; expected a list such as ['LlamaForCausalLM']")
         _refuse_windows(raw, source)
         activation = raw.get("hidden_act", "silu")
         if activation not in ("silu", "swish"):
@@ -86,7 +86,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ModelError(f"{path}: the file is missing; point to a Hugging Face model directory with config.json and *.safetensors") from None
+        raise ModelError(f"{path}: the file is missing; point to a complete Hugging Face model directory") from None
     except (OSError, UnicodeDecodeError, ValueError) as error:
         raise ModelError(f"{path}: not readable as JSON ({error}); download the file again") from None
     if not isinstance(raw, dict):
@@ -119,7 +119,7 @@ class _Fields:
     def number(self, key: str, default: float | None = None) -> float:
         value = self.raw.get(key)
         value = default if value is None else value
-        if type(value) not in (int, float) or not 0 < value < float("inf"):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
             raise ModelError(f"{self.source}: {key!r} is {value!r}; expected a positive number")
         return float(value)
 
@@ -158,15 +158,17 @@ def _rope(raw: dict[str, Any], max_position: int, source: str) -> Rope:
     theta = fields.number("rope_theta", default=10_000.0)
     if kind == "default":
         return Rope(theta=theta)
-    original = fields.count("original_max_position_embeddings", default=raw.get("original_max_position_embeddings") or max_position)
+    if kind == "linear":
+        return Rope(kind=kind, theta=theta, factor=fields.number("factor"))
+    original = fields.count("original_max_position_embeddings", default=raw.get("original_max_position_embeddings"))
     if kind == "llama3":
         return Rope(
-            kind=kind, theta=theta, factor=fields.number("factor"), original_max_position=fields.count("original_max_position_embeddings"),
+            kind=kind, theta=theta, factor=fields.number("factor"), original_max_position=original,
             low_freq_factor=fields.number("low_freq_factor"), high_freq_factor=fields.number("high_freq_factor"),
         )
     return Rope(
-        kind=kind, theta=theta, factor=fields.number("factor", default=max_position / original if kind == "yarn" else None),
-        original_max_position=original, beta_fast=fields.number("beta_fast", default=32.0), beta_slow=fields.number("beta_slow", default=1.0),
+        kind=kind, theta=theta, factor=fields.number("factor", default=max_position / original), original_max_position=original,
+        beta_fast=fields.number("beta_fast", default=32.0), beta_slow=fields.number("beta_slow", default=1.0),
         truncate=fields.flag("truncate", default=True), attention_factor=fields.optional("attention_factor"),
         mscale=fields.optional("mscale"), mscale_all_dim=fields.optional("mscale_all_dim"),
     )

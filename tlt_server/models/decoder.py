@@ -9,9 +9,9 @@ Legend: R rows, H hidden, F feature width, V vocabulary, S slots, K KV heads, D 
 from __future__ import annotations
 
 import torch
-from tlt_kernels.cpu.elementwise import add_rms_norm, rms_norm
 from torch import Tensor
 
+from tlt_kernels.cpu.elementwise import add_rms_norm, rms_norm
 from tlt_server.attention import BACKENDS, Attention
 from tlt_server.attention.rows import KVCache, Rows
 from tlt_server.errors import ModelError
@@ -47,7 +47,7 @@ class Decoder:
         """`feature_layers`: layers whose inputs `forward` returns (Hugging Face `hidden_states[i]`), 0 <= i < layers."""
         wrong = [layer for layer in feature_layers if not 0 <= layer < config.layers]
         if wrong:
-            raise ModelError(f"feature layers {wrong} do not exist: the target has layers 0 to {config.layers - 1}; use a drafter made for it")
+            raise ModelError(f"feature layers {wrong} do not exist: the target has 0 to {config.layers - 1}; use a drafter made for it")
         self.config, self.numerics, self.page_size, self.feature_layers = config, numerics, page_size, feature_layers
         self.attention_name = attention
         self.kv_layers, self.kv_heads, self.head_dim = config.layers, config.kv_heads, config.head_dim

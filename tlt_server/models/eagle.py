@@ -12,9 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from tlt_kernels.cpu.elementwise import add_rms_norm, rms_norm
 from torch import Tensor
 
+from tlt_kernels.cpu.elementwise import add_rms_norm, rms_norm
 from tlt_server.attention import BACKENDS
 from tlt_server.attention.rows import KVCache, Rows
 from tlt_server.errors import ModelError
@@ -43,7 +43,7 @@ def feature_layers(directory: str | Path, target: ModelConfig) -> tuple[int, ...
     if ids is None:
         ids, shift = [2, target.layers // 2, target.layers - 3], 0
     if not isinstance(ids, list) or len(ids) != 3 or not all(type(i) is int and 0 <= i + shift < target.layers for i in ids):
-        raise ModelError(f"{source}: feature layers {ids!r} do not fit a target of {target.layers} layers; expected three of its layer indices")
+        raise ModelError(f"{source}: feature layers {ids!r} do not fit a target of {target.layers} layers; expected three of its layers")
     return tuple(i + shift for i in ids)
 
 
@@ -82,12 +82,13 @@ class Eagle3:
         raw = read_json(source)
         config = ModelConfig.parse(raw, str(source))
         if config.architecture != ARCHITECTURE:
-            raise ModelError(f"{source}: architecture {config.architecture!r} is not a drafter this server reads; expected {ARCHITECTURE!r}")
+            raise ModelError(f"{source}: architecture {config.architecture!r} is not a drafter; expected {ARCHITECTURE!r}")
         wanted = feature_layers(directory, target.config)
         if target.feature_layers != wanted:
             raise ModelError(f"{source}: the drafter reads target layers {wanted}, the target gives {target.feature_layers}; "
                              "load the target with the drafter's feature layers")
-        for field, found, expected in (("hidden_size", config.hidden_size, target.hidden_size), ("vocab_size", config.vocab_size, target.vocab_size)):
+        for field in ("hidden_size", "vocab_size"):
+            found, expected = getattr(config, field), getattr(target, field)
             if found != expected:
                 raise ModelError(f"{source}: {field!r} is {found}, the target's is {expected}; use a drafter trained for this target")
         draft_vocab = raw.get("draft_vocab_size") or config.vocab_size
@@ -107,8 +108,8 @@ class Eagle3:
         if absent:
             if len(absent) == 2 and self.draft_vocab_size == vocab:
                 return  # the whole vocabulary: identity
-            raise ModelError(f"{next(iter(files.values())).parent}: tensor {absent[0]!r} is missing, expected shape {list(expected[absent[0]].shape)}; "
-                             "export the drafter again with its vocabulary map")
+            raise ModelError(f"{files['lm_head.weight'].parent}: tensor {absent[0]!r} is missing, expected shape "
+                             f"{list(expected[absent[0]].shape)}; export the drafter again with its vocabulary map")
         found = {}
         for name in expected:
             ((_, found[name]),) = read_tensors(files[name], [name])
@@ -116,7 +117,8 @@ class Eagle3:
         ids = self.target_ids + found["d2t"]
         within = bool(((ids >= 0) & (ids < vocab)).all())
         if not within or not found["t2d"][ids].all() or int(found["t2d"].sum()) != self.draft_vocab_size:
-            raise ModelError(f"{files['d2t']}: tensors 'd2t' and 't2d' contradict each other or leave the vocabulary of {vocab}; export the drafter again")
+            raise ModelError(f"{files['d2t']}: tensors 'd2t' and 't2d' contradict each other or leave the vocabulary of {vocab}; "
+                             "export the drafter again")
         self.target_ids = ids
 
     def _load_calibration(self, path: Path) -> None:

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from tlt_kernels.cpu import elementwise
 from torch import Tensor
 
+from tlt_kernels.cpu import elementwise
 from tlt_server.attention import Attention
 from tlt_server.attention.rows import Rows
 from tlt_server.models.numerics import Numerics

@@ -45,11 +45,13 @@ def load_target(directory: str | Path, *, dtype: torch.dtype = torch.float32, de
 def fill(parameters: dict[str, Tensor], directory: Path, *, ignored: Collection[str] = ()) -> None:
     """Copy every tensor of the directory into the view of that name; all must be there, and no other but `ignored`."""
     files = tensor_files(directory)
-    unexpected = [name for name in files if name not in parameters and name not in ignored and not name.endswith("rotary_emb.inv_freq")]
+    known = {*parameters, *ignored}
+    unexpected = [name for name in files if name not in known and not name.endswith("rotary_emb.inv_freq")]
     missing = [name for name in parameters if name not in files]
     if missing:
-        raise ModelError(f"{directory}: tensor {missing[0]!r} is missing{_more(missing)}, expected shape {list(parameters[missing[0]].shape)}; "
-                         "the checkpoint is incomplete or of another architecture: download it again or correct config.json")
+        raise ModelError(f"{directory}: tensor {missing[0]!r} is missing{_more(missing)}, expected shape "
+                         f"{list(parameters[missing[0]].shape)}; the checkpoint is incomplete or of another architecture: "
+                         "download it again or correct config.json")
     if unexpected:
         name = unexpected[0]
         raise ModelError(f"{files[name]}: tensor {name!r} has no place in this architecture{_more(unexpected)}; "
@@ -66,15 +68,17 @@ def tensor_files(directory: Path) -> dict[str, Path]:
     index = directory / "model.safetensors.index.json"
     if index.exists():
         weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(shard, str) and Path(shard).name == shard for shard in weight_map.values()):
-            raise ModelError(f"{index}: 'weight_map' is not an object of tensor name -> file name in this directory; download the index again")
+        shards = weight_map.values() if isinstance(weight_map, dict) else [None]
+        if not isinstance(weight_map, dict) or not all(isinstance(shard, str) and Path(shard).name == shard for shard in shards):
+            raise ModelError(f"{index}: 'weight_map' must give each tensor a file name in this directory; download the index again")
         listed: dict[Path, list[str]] = {}
         for name, shard in weight_map.items():
             listed.setdefault(directory / shard, []).append(name)
         for path, names in listed.items():
             lost = sorted(set(names) - set(tensor_names(path)))
             if lost:
-                raise ModelError(f"{path}: tensor {lost[0]!r} is missing{_more(lost)}, though the index places it there; download the shard again")
+                raise ModelError(f"{path}: tensor {lost[0]!r} is missing{_more(lost)}, but the index places it there; "
+                                 "download the shard again")
         return {name: directory / shard for name, shard in weight_map.items()}
     single = directory / "model.safetensors"
     if not single.exists():
@@ -104,7 +108,8 @@ def check_tensor(name: str, tensor: Tensor, expected: Tensor, path: Path) -> Non
                          "config.json and checkpoint do not belong together")
     known = STORAGE_DTYPES if expected.is_floating_point() else (expected.dtype,)
     if tensor.dtype not in known:
-        raise ModelError(f"{path}: tensor {name!r} has dtype {tensor.dtype}, expected one of {[str(dtype) for dtype in known]}; convert the checkpoint")
+        raise ModelError(f"{path}: tensor {name!r} has dtype {tensor.dtype}, expected {' or '.join(map(str, known))}; "
+                         "convert the checkpoint")
     if tensor.is_floating_point() and not torch.isfinite(tensor).all():
         bad = int((~torch.isfinite(tensor)).sum())
         raise ModelError(f"{path}: tensor {name!r} holds {bad} NaN or infinite values of {tensor.numel()}, expected none; "

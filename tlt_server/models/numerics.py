@@ -55,15 +55,15 @@ class Numerics:
         """Check row invariance on the model's own (weight_KN, bias_N); fall back to padded blocks, or raise `StartupError`."""
         if self.mode == "fast":
             return
-        distinct = {(tuple(w.shape), w.stride(), b is None): (w, b) for w, b in products}
+        distinct = {(w.shape, w.stride(), b is None): (w, b) for w, b in products}
         self.tested = len(distinct)
         for padded in (False, True):
             self.padded = padded
-            broken = next((shape for (shape, *_), product in distinct.items() if not self._row_invariant(*product)), None)
-            if broken is None:
+            broken = [weight_KN.shape for weight_KN, bias_N in distinct.values() if not self._row_invariant(weight_KN, bias_N)]
+            if not broken:
                 return
         raise StartupError(
-            f"strict numerics: the product {broken[0]} x {broken[1]} depends on the rows around it, also in blocks of {BLOCK} rows; "
+            f"strict numerics: the product by a weight of {list(broken[0])} depends on the rows around it, also in blocks of {BLOCK} rows; "
             "set MKL_CBWR=AVX2,STRICT before the process starts, or choose numerics: fast (exact in distribution only)"
         )
 
@@ -83,5 +83,5 @@ class Numerics:
         if self.mode == "fast":
             return "fast: library products as they come; exact in distribution, not bit for bit"
         library = f"MKL_CBWR={os.environ.get('MKL_CBWR', 'unset')}"
-        how = f"padded blocks of {BLOCK} rows, {self.threads} threads pinned ({library})" if self.padded else f"library products ({library})"
-        return f"strict: {how}, self-test passed on {self.tested} shapes"
+        how = f"padded blocks of {BLOCK} rows, {self.threads} threads pinned" if self.padded else "library products"
+        return f"strict: {how} ({library}), self-test passed on {self.tested} shapes"

@@ -74,7 +74,8 @@ def _accumulate(score_GC, group, v_SKD, kv_head, slot_C, acc_GD):
 
 
 @njit(
-    "void(f4[:, :, ::1], f4[:, :, ::1], f4[:, :, ::1], i8[::1], i4[::1], i4[::1], i4[:, ::1], i4[:, ::1], i8, i8, f4, f4[:, :, ::1], i8, i8)",
+    "void(f4[:, :, ::1], f4[:, :, ::1], f4[:, :, ::1], i8[::1], i4[::1], i4[::1], i4[:, ::1], i4[:, ::1],"
+    " i8, i8, f4, f4[:, :, ::1], i8, i8)",
     cache=True, fastmath={"contract"}, error_model="numpy", nogil=True,
 )
 def attend_rows(q_RND, k_SKD, v_SKD, position_R, request_R, base_B, page_table_BP, path_RD, page_size, first, scale, out_RND, start, stop):

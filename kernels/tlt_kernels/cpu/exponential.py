@@ -21,8 +21,8 @@ _HALF, _ONE = np.float32(0.5), np.float32(1.0)
 
 
 @intrinsic
-def _float_from_bits(typing_context, bits):  # noqa: ANN001 - numba's protocol
-    def generate(context, builder, signature, arguments):  # noqa: ANN001
+def _float_from_bits(typing_context, bits):
+    def generate(context, builder, signature, arguments):
         return builder.bitcast(arguments[0], ir.FloatType())
 
     return float32(int32), generate
@@ -36,4 +36,4 @@ def exp(x):
     n = np.floor(x * _LOG2_E + _HALF)
     r = (x - n * _LN2_HIGH) - n * _LN2_LOW
     polynomial = _ONE + r * (_ONE + r * (_C2 + r * (_C3 + r * (_C4 + r * (_C5 + r * _C6)))))
-    return polynomial * _float_from_bits(int32((int32(n) + int32(127)) << int32(23)))
+    return polynomial * _float_from_bits(int32((int32(n) + int32(127)) << int32(23)))  # type: ignore[call-arg]

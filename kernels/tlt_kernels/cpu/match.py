@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-BLOCK = 64  # tokens compared at once
+BLOCK = 128  # tokens compared at once
 
 
 @njit(cache=True)
@@ -31,9 +31,10 @@ def longest_matches(pool_T, start_G, length_G, suffix, shortest, end_K, stop_K, 
         first, stop = start_G[g], start_G[g] + length_G[g]
         for block in range(first, stop - 1, BLOCK):
             block_stop = min(block + BLOCK, stop - 1)
-            hits = 0
-            for i in range(block, block_stop):
-                hits += pool_T[i] == last
+            part = pool_T[block:block_stop]
+            hits = np.int32(0)
+            for i in range(len(part)):  # no index can be negative here, which lets the compiler vectorise
+                hits += np.int32(part[i] == last)
             if hits == 0:
                 continue
             for i in range(block, block_stop):

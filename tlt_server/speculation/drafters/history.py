@@ -93,10 +93,12 @@ class History:
                 pool.tokens, pool.start_G, pool.length_G, np.array(segments, np.int32), request_M, depth_B[request_M],
                 self.settings.longest, self.settings.shortest, self.settings.matches, strategy.width, self.table.survival_K, SHARES, DEPTHS,
                 count, request_N, parent_N, token_N, depth_N, rank_N, survival_N, cell_N)
-        candidates = Candidates(*(a[:count].copy() for a in (request_N, parent_N, token_N, depth_N, rank_N)), survival_N[:count].copy())
-        self._open.append((candidates, cell_N[:count].copy()))
+        request_N, parent_N, token_N, depth_N, rank_N, cell_N = (
+            a[:count].copy() for a in (request_N, parent_N, token_N, depth_N, rank_N, cell_N))
+        candidates = Candidates(request_N, parent_N, token_N, depth_N, rank_N, survival_N[:count].copy())
+        self._open.append((candidates, cell_N))
         self._asked += len(batch)
-        self._answered += len(np.unique(candidates.request_N))
+        self._answered += int(np.count_nonzero(np.diff(request_N, prepend=-1)))  # a request's nodes lie together
         return candidates
 
     def observe(self, batch: DraftBatch, candidates: Candidates, accepted_N: object) -> None:
