@@ -15,7 +15,9 @@ from tlt_server.records import Abort, GenerateRequest, Pause, Sampling, SetPolic
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> EngineSettings:
     root = tmp_path_factory.mktemp("tiny")
-    return EngineSettings(model=str(write_target(root / "target")), drafter=str(write_eagle(root / "drafter")), policy="off", kv_memory_mb=64)
+    return EngineSettings(
+        model=str(write_target(root / "target")), drafter=str(write_eagle(root / "drafter")), policy="off", kv_memory_mb=64
+    )
 
 
 def prompt(i: int) -> list[int]:
@@ -28,16 +30,27 @@ SAMPLINGS = {
     "cold": Sampling(max_tokens=40, temperature=0.4),
     "greedy": Sampling(max_tokens=40, temperature=0.0),
     "filtered": Sampling(max_tokens=40, temperature=0.7, top_k=20, top_p=0.9, min_p=0.01),
-    "penalised": Sampling(max_tokens=40, temperature=0.5, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2, min_tokens=12,
-                          logit_bias={3: 2.0, 7: -50.0}),
+    "penalised": Sampling(
+        max_tokens=40,
+        temperature=0.5,
+        repetition_penalty=1.3,
+        presence_penalty=0.4,
+        frequency_penalty=0.2,
+        min_tokens=12,
+        logit_bias={3: 2.0, 7: -50.0},
+    ),
     "reported": Sampling(max_tokens=24, temperature=0.5, logprobs=4, raw_logprobs=True, prompt_logprobs=2, ignore_eos=True),
 }
 
 
 def requests(count: int = 12, sampling: str = "") -> list[GenerateRequest]:
     kinds = list(SAMPLINGS)
-    return [GenerateRequest(id=f"r{i}", token_ids=prompt(i), sampling=SAMPLINGS[sampling or kinds[i % len(kinds)]], seed=1000 + i,
-                            group_id=f"g{i // 3}") for i in range(count)]
+    return [
+        GenerateRequest(
+            id=f"r{i}", token_ids=prompt(i), sampling=SAMPLINGS[sampling or kinds[i % len(kinds)]], seed=1000 + i, group_id=f"g{i // 3}"
+        )
+        for i in range(count)
+    ]
 
 
 Said = dict[str, list[StepOutput]]
@@ -108,7 +121,7 @@ def test_bits_do_not_depend_on_the_way(name: str, base: EngineSettings, referenc
 
 
 def test_history_is_accepted_where_text_repeats(base: EngineSettings) -> None:
-    greedy = [r for r in requests(6, "greedy")]
+    greedy = requests(6, "greedy")
     plain, plain_counts = run(base, greedy)
     drafted, counts = run(msgspec.structs.replace(base, policy="fixed", strategy=Strategy("history", 6, 3, 12)), greedy)
     assert bits(drafted) == bits(plain)
@@ -121,8 +134,11 @@ def test_resubmitting_a_partial_output_continues_the_same_stream(base: EngineSet
     request = requests(1, "sampled")[0]
     whole = bits(run(base, [request])[0])[request.id][0]
     assert isinstance(whole, list) and len(whole) > 10
-    rest = msgspec.structs.replace(request, token_ids=request.token_ids + whole[:7],
-                                   sampling=msgspec.structs.replace(request.sampling, max_tokens=request.sampling.max_tokens - 7))
+    rest = msgspec.structs.replace(
+        request,
+        token_ids=request.token_ids + whole[:7],
+        sampling=msgspec.structs.replace(request.sampling, max_tokens=request.sampling.max_tokens - 7),
+    )
     assert bits(run(base, [rest])[0])[request.id][0] == whole[7:]
 
 
@@ -132,7 +148,12 @@ def test_policies_change_between_steps_without_changing_tokens(base: EngineSetti
     engine, _ = assemble(base)
     engine.send(Submit(batch))
     said: Said = {r.id: [] for r in batch}
-    turns = [SetPolicy("fixed", Strategy("eagle", 4, 3, 9)), SetPolicy("off"), SetPolicy("fixed", Strategy("history", 4, 2, 6)), SetPolicy("beg")]
+    turns = [
+        SetPolicy("fixed", Strategy("eagle", 4, 3, 9)),
+        SetPolicy("off"),
+        SetPolicy("fixed", Strategy("history", 4, 2, 6)),
+        SetPolicy("beg"),
+    ]
     for step in range(500):
         if step % 5 == 4:
             engine.send(turns[step // 5 % len(turns)])
@@ -182,5 +203,6 @@ def test_a_batch_that_cannot_run_ends_with_one_typed_error_each(base: EngineSett
     engine.send(Submit([*requests(2), big]))
     outputs = engine.step()
     assert [(o.id, o.finish_reason, o.error and o.error[0]) for o in outputs] == [
-        (i, "error", "invalid_request") for i in ("r0", "r1", "big")]
+        (i, "error", "invalid_request") for i in ("r0", "r1", "big")
+    ]
     assert engine.idle

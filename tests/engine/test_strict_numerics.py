@@ -12,10 +12,10 @@ import torch
 from tests.rows_of_one import Sequence, batch, certain_rows
 from tlt_server.errors import StartupError
 from tlt_server.models.config import ModelConfig, Rope
+from tlt_server.models.environment import strict_environment
 from tlt_server.models.numerics import Numerics
 from tlt_server.models.qwen2 import Qwen2
 from tlt_server.models.qwen3 import Qwen3
-from tlt_server.models.environment import strict_environment
 
 CONFIG = ModelConfig(
     architecture="", vocab_size=259, hidden_size=256, intermediate_size=512, layers=3, heads=2, kv_heads=1, head_dim=128, max_position=512,

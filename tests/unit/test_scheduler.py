@@ -31,9 +31,9 @@ def alone(request: GenerateRequest) -> tuple[list[int], str]:
     while True:
         tokens.append(target(tokens, request.seed))
         if tokens[-1] == EOS:
-            return tokens[len(request.token_ids):], "stop"
+            return tokens[len(request.token_ids) :], "stop"
         if len(tokens) - len(request.token_ids) == request.sampling.max_tokens:
-            return tokens[len(request.token_ids):], "length"
+            return tokens[len(request.token_ids) :], "length"
 
 
 class FakeKV:
@@ -73,7 +73,7 @@ def run(batch: Batch, kv: FakeKV, draw: random.Random) -> list[Emission]:
         tokens = sequence.tokens.tolist()
         for _ in range(depth + 1):
             tokens.append(target(tokens, sequence.request.seed))
-        new = tokens[sequence.length:]
+        new = tokens[sequence.length :]
         for i in range(depth):
             kv.slot[kv.at(sequence, sequence.length + i)] = tuple(tokens[: sequence.length + i + 1])
         emissions.append(Emission(tokens=new, logprobs=[0.0] * len(new), drafted=depth))
@@ -82,13 +82,15 @@ def run(batch: Batch, kv: FakeKV, draw: random.Random) -> list[Emission]:
 
 def make(scheduler_pages: int, *, max_running: int = 4, max_rows: int = 8) -> tuple[Scheduler, FakeKV]:
     pool = PagePool(scheduler_pages, PAGE)
-    return Scheduler(pool, max_running=max_running, max_rows=max_rows, max_pages_per_sequence=scheduler_pages, lookahead=4,
-                     weight_version="v1"), FakeKV()
+    return Scheduler(
+        pool, max_running=max_running, max_rows=max_rows, max_pages_per_sequence=scheduler_pages, lookahead=4, weight_version="v1"
+    ), FakeKV()
 
 
 def sequence(i: int, prompt: list[int], max_tokens: int, seed: int, *, salt: str = "", deadline_s: float | None = None) -> Sequence:
-    request = GenerateRequest(id=f"r{i}", token_ids=prompt, sampling=Sampling(max_tokens=max_tokens), seed=seed, salt=salt,
-                              deadline_s=deadline_s)
+    request = GenerateRequest(
+        id=f"r{i}", token_ids=prompt, sampling=Sampling(max_tokens=max_tokens), seed=seed, salt=salt, deadline_s=deadline_s
+    )
     return Sequence(request, SamplingState(request, VOCAB, [EOS]), "v1", PAGE)
 
 
@@ -100,16 +102,23 @@ def collect(outputs: list[StepOutput], into: dict[str, list[StepOutput]]) -> Non
 
 @settings(max_examples=120, deadline=None)
 @given(
-    pages=st.integers(6, 24), max_running=st.integers(1, 5), max_rows=st.integers(1, 12), seed=st.integers(0, 2**32),
+    pages=st.integers(6, 24),
+    max_running=st.integers(1, 5),
+    max_rows=st.integers(1, 12),
+    seed=st.integers(0, 2**32),
     jobs=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 10), st.integers(1, 12), st.integers(0, 12)), min_size=1, max_size=9),
     aborts=st.sets(st.integers(0, 8), max_size=2),
 )
-def test_every_sequence_ends_as_if_alone(pages: int, max_running: int, max_rows: int, seed: int, jobs: list[tuple[int, int, int, int]],
-                                         aborts: set[int]) -> None:
+def test_every_sequence_ends_as_if_alone(
+    pages: int, max_running: int, max_rows: int, seed: int, jobs: list[tuple[int, int, int, int]], aborts: set[int]
+) -> None:
     scheduler, kv = make(pages, max_running=max_running, max_rows=max_rows)
     draw = random.Random(seed)
-    sequences = {i: sequence(i, [(family * 7 + p) % 45 for p in range(length)], max_tokens, seed + i)
-                 for i, (family, length, max_tokens, _) in enumerate(jobs) if -(-(length + max_tokens) // PAGE) <= pages}
+    sequences = {
+        i: sequence(i, [(family * 7 + p) % 45 for p in range(length)], max_tokens, seed + i)
+        for i, (family, length, max_tokens, _) in enumerate(jobs)
+        if -(-(length + max_tokens) // PAGE) <= pages
+    }
     arrival = {i: jobs[i][3] for i in sequences}
     seen: dict[str, list[StepOutput]] = {}
     aborted = {i for i in aborts if i in sequences}
@@ -180,7 +189,8 @@ def test_page_pressure_preempts_and_everyone_still_finishes() -> None:
     seen = finish(scheduler, kv)
     assert scheduler.preemptions > 0
     assert {i: [t for o in outputs for t in o.token_ids] for i, outputs in seen.items()} == {
-        f"r{i}": alone(sequence(i, [i], 24, i).request)[0] for i in range(4)}
+        f"r{i}": alone(sequence(i, [i], 24, i).request)[0] for i in range(4)
+    }
 
 
 def test_a_batch_is_admitted_whole_or_not_at_all() -> None:
@@ -195,15 +205,18 @@ def test_a_batch_is_admitted_whole_or_not_at_all() -> None:
 
 def test_deadlines_end_running_and_waiting_sequences() -> None:
     now = 0.0
-    scheduler = Scheduler(PagePool(8, PAGE), max_running=1, max_rows=8, max_pages_per_sequence=8, lookahead=2, weight_version="v1",
-                          clock=lambda: now)
+    scheduler = Scheduler(
+        PagePool(8, PAGE), max_running=1, max_rows=8, max_pages_per_sequence=8, lookahead=2, weight_version="v1", clock=lambda: now
+    )
     scheduler.submit([sequence(0, [1], 9, 0, deadline_s=5.0), sequence(1, [2], 9, 0, deadline_s=5.0), sequence(2, [3], 9, 0)])
     scheduler.next_batch()
     assert scheduler.expire() == []
     now = 5.0
     ended = scheduler.expire()
     assert [(o.id, o.finish_reason, o.error and o.error[0]) for o in ended] == [
-        ("r0", "error", "deadline_exceeded"), ("r1", "error", "deadline_exceeded")]
+        ("r0", "error", "deadline_exceeded"),
+        ("r1", "error", "deadline_exceeded"),
+    ]
     scheduler.check()
     assert scheduler.gauges()["waiting"] == 1
 

@@ -41,8 +41,19 @@ class KVCache:
     The last `scratch` slots belong to no page; draft rows live there for one step.
     """
 
-    def __init__(self, *, layers: int, pages: int, page_size: int, scratch: int, kv_heads: int, head_dim: int,
-                 dtype: torch.dtype = torch.float32, device: str = "cpu", features: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        layers: int,
+        pages: int,
+        page_size: int,
+        scratch: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+        features: int = 0,
+    ) -> None:
         self.pages, self.page_size, self.scratch = pages, page_size, scratch
         self.scratch_start = pages * page_size
         slots = self.scratch_start + scratch

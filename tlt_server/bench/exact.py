@@ -72,12 +72,15 @@ def run(args: argparse.Namespace) -> int:
 
     size = QUICK if args.quick else FULL
     base = settings_of(args)
-    requests = [lengthened(request, size.max_tokens if i >= size.long else size.long_tokens)
-                for i, request in enumerate(problems_as_requests(base.model, size.requests, group=8, seed=args.seed))]
+    requests = [
+        lengthened(request, size.max_tokens if i >= size.long else size.long_tokens)
+        for i, request in enumerate(problems_as_requests(base.model, size.requests, group=8, seed=args.seed))
+    ]
     configurations = covering_array(FACTORS, args.seed)
     console = Console()
-    with Progress(TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn(),
-                  console=console) as progress:
+    with Progress(
+        TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn(), console=console
+    ) as progress:
         task = progress.add_task("reference", total=len(configurations) + 1)
         reference, _ = rollout(base, REFERENCE, requests, size)
         progress.advance(task)
@@ -113,15 +116,23 @@ def pages_for(configuration: Configuration, requests: list[GenerateRequest], siz
     return max(longest, usual * int(str(configuration["batch"])) // 2)
 
 
-def rollout(base: EngineSettings, configuration: Configuration, requests: list[GenerateRequest], size: Size,
-            *, fault: bool = False) -> tuple[dict[str, Bits], dict[str, float]]:
+def rollout(
+    base: EngineSettings, configuration: Configuration, requests: list[GenerateRequest], size: Size, *, fault: bool = False
+) -> tuple[dict[str, Bits], dict[str, float]]:
     """Run all requests on a fresh engine of this process; what each said, and the run's counts."""
     from tlt_server.engine.assembly import assemble
 
     policy, strategy = ARMS[str(configuration["arm"])]
-    engine, _ = assemble(msgspec.structs.replace(
-        base, policy=policy, strategy=strategy, max_running=int(str(configuration["batch"])), max_rows=int(str(configuration["chunk"])),
-        pages=pages_for(configuration, requests, size, base.page_size)))
+    engine, _ = assemble(
+        msgspec.structs.replace(
+            base,
+            policy=policy,
+            strategy=strategy,
+            max_running=int(str(configuration["batch"])),
+            max_rows=int(str(configuration["chunk"])),
+            pages=pages_for(configuration, requests, size, base.page_size),
+        )
+    )
     if fault:
         engine.runner.model.logits = one_ulp_off(engine.runner.model.logits)  # type: ignore[attr-defined]
     engine.send(Submit(requests))
@@ -155,32 +166,70 @@ def one_ulp_off(logits: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return faulty
 
 
-def compare(configuration: Configuration, reference: dict[str, Bits], found: dict[str, Bits], counts: dict[str, float], seconds: float) -> Result:
+def compare(
+    configuration: Configuration, reference: dict[str, Bits], found: dict[str, Bits], counts: dict[str, float], seconds: float
+) -> Result:
     differing_tokens = differing_logprobs = 0
     for i, bits in found.items():
         expected = reference[i]
-        differing_tokens += sum(a != b for a, b in zip(bits.tokens, expected.tokens, strict=False)) + abs(len(bits.tokens) - len(expected.tokens))
+        differing_tokens += sum(a != b for a, b in zip(bits.tokens, expected.tokens, strict=False)) + abs(
+            len(bits.tokens) - len(expected.tokens)
+        )
         mine, theirs = (np.frombuffer(b.logprobs, np.uint32) for b in (bits, expected))
         common = min(len(mine), len(theirs))
         differing_logprobs += int((mine[:common] != theirs[:common]).sum()) + abs(len(mine) - len(theirs))
-    return Result(configuration, len(found), sum(len(b.tokens) for b in found.values()), int(counts["passes"]), int(counts["preemptions"]),
-                  seconds, differing_tokens, differing_logprobs)
+    return Result(
+        configuration,
+        len(found),
+        sum(len(b.tokens) for b in found.values()),
+        int(counts["passes"]),
+        int(counts["preemptions"]),
+        seconds,
+        differing_tokens,
+        differing_logprobs,
+    )
 
 
 def report(console: Console, results: list[Result], args: argparse.Namespace) -> int:
     table = Table(title="tlt bench exact: against one run without speculation")
-    for heading in ("strategy", "batch", "pages", "chunk", "requests", "tokens", "passes", "preempted", "seconds", "tokens differ", "log-prob bits differ"):
+    for heading in (
+        "strategy",
+        "batch",
+        "pages",
+        "chunk",
+        "requests",
+        "tokens",
+        "passes",
+        "preempted",
+        "seconds",
+        "tokens differ",
+        "log-prob bits differ",
+    ):
         table.add_column(heading, justify="left" if heading in ("strategy", "pages") else "right")
     for r in results:
         red = "bold red" if r.differing_tokens or r.differing_logprobs else ""
-        table.add_row(*(str(level) for level in r.configuration.values()), str(r.requests), str(r.tokens), str(r.passes), str(r.preemptions),
-                      f"{r.seconds:.1f}", str(r.differing_tokens), str(r.differing_logprobs), style=red)
+        table.add_row(
+            *(str(level) for level in r.configuration.values()),
+            str(r.requests),
+            str(r.tokens),
+            str(r.passes),
+            str(r.preemptions),
+            f"{r.seconds:.1f}",
+            str(r.differing_tokens),
+            str(r.differing_logprobs),
+            style=red,
+        )
     console.print(table)
     summary = {
-        "bench": "exact", "quick": bool(args.quick), "configurations": len(results), "requests": sum(r.requests for r in results),
-        "tokens": sum(r.tokens for r in results), "preemptions": sum(r.preemptions for r in results),
+        "bench": "exact",
+        "quick": bool(args.quick),
+        "configurations": len(results),
+        "requests": sum(r.requests for r in results),
+        "tokens": sum(r.tokens for r in results),
+        "preemptions": sum(r.preemptions for r in results),
         "seconds": round(sum(r.seconds for r in results), 1),
-        "differing_tokens": sum(r.differing_tokens for r in results), "differing_logprob_bits": sum(r.differing_logprobs for r in results),
+        "differing_tokens": sum(r.differing_tokens for r in results),
+        "differing_logprob_bits": sum(r.differing_logprobs for r in results),
     }
     line = msgspec.json.encode(summary).decode()
     if args.json:

@@ -75,9 +75,13 @@ def run(args: argparse.Namespace) -> int:
     seen: dict[tuple[str, str], list[Figures]] = {}
     differing = 0
     console = Console()
-    with (EngineChild(base) as strict, EngineChild(msgspec.structs.replace(base, numerics="fast", drafter="none", policy="off")) as fast,
-          Progress(TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn(),
-                   console=console) as progress):
+    with (
+        EngineChild(base) as strict,
+        EngineChild(msgspec.structs.replace(base, numerics="fast", drafter="none", policy="off")) as fast,
+        Progress(
+            TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn(), console=console
+        ) as progress,
+    ):
         engines = {"strict": strict, "fast": fast}
         task = progress.add_task("warm up", total=rounds * len(ARMS) * len(workloads))
         for engine in engines.values():
@@ -134,8 +138,12 @@ def figures_of(cycles: list[Cycle], seconds: float) -> Figures:
     tail = [c for c in cycles if c.context.decoding <= TAIL and not c.context.prefill_rows]
     drafted = [c for c in cycles if c.drafted]
     return Figures(
-        seconds=seconds, tokens=sum(c.emitted for c in cycles), passes=len(cycles),
-        tail_seconds=sum(c.step_s for c in tail), tail_tokens=sum(c.emitted for c in tail), tail_passes=len(tail),
+        seconds=seconds,
+        tokens=sum(c.emitted for c in cycles),
+        passes=len(cycles),
+        tail_seconds=sum(c.step_s for c in tail),
+        tail_tokens=sum(c.emitted for c in tail),
+        tail_passes=len(tail),
         accept_length=sum(c.emitted for c in drafted) / max(1, sum(c.context.decoding for c in drafted)),
     )
 
@@ -148,21 +156,57 @@ def speedup(seen: dict[tuple[str, str], list[Figures]], workload: str, name: str
 
 def report(console: Console, seen: dict[tuple[str, str], list[Figures]], differing: int, args: argparse.Namespace) -> int:
     table = Table(title="tlt bench rollout: medians; speed-up against the faster of the two plain engines")
-    for heading in ("workload", "arm", "wall s", "passes", "tokens", "tokens/pass", "accept length", "speed-up", f"speed-up, at most {TAIL} running"):
+    for heading in (
+        "workload",
+        "arm",
+        "wall s",
+        "passes",
+        "tokens",
+        "tokens/pass",
+        "accept length",
+        "speed-up",
+        f"speed-up, at most {TAIL} running",
+    ):
         table.add_column(heading, justify="left" if heading in ("workload", "arm") else "right")
-    summary: dict[str, object] = {"bench": "rollout", "quick": bool(args.quick), "rounds": len(seen["tail", "off"]), "threads": args.threads or len(os.sched_getaffinity(0))}
+    summary: dict[str, object] = {
+        "bench": "rollout",
+        "quick": bool(args.quick),
+        "rounds": len(seen["tail", "off"]),
+        "threads": args.threads or len(os.sched_getaffinity(0)),
+    }
     for (workload, name), found in seen.items():
-        median = {field: statistics.median(getattr(f, field) for f in found) for field in ("seconds", "passes", "tokens", "tail_passes", "tail_tokens", "accept_length")}
+        median = {
+            field: statistics.median(getattr(f, field) for f in found)
+            for field in ("seconds", "passes", "tokens", "tail_passes", "tail_tokens", "accept_length")
+        }
         ratio = speedup(seen, workload, name, "rate")
         tail_ratio = speedup(seen, workload, name, "tail_rate") if workload == "tail" else None
-        table.add_row(workload, name, f"{median['seconds']:.2f}", f"{median['passes']:.0f}", f"{median['tokens']:.0f}",
-                      f"{median['tokens'] / median['passes']:.2f}", f"{median['accept_length']:.2f}" if median["accept_length"] else "",
-                      f"{ratio:.2f}x", f"{tail_ratio:.2f}x" if tail_ratio is not None else "")
+        table.add_row(
+            workload,
+            name,
+            f"{median['seconds']:.2f}",
+            f"{median['passes']:.0f}",
+            f"{median['tokens']:.0f}",
+            f"{median['tokens'] / median['passes']:.2f}",
+            f"{median['accept_length']:.2f}" if median["accept_length"] else "",
+            f"{ratio:.2f}x",
+            f"{tail_ratio:.2f}x" if tail_ratio is not None else "",
+        )
         summary[f"{workload}/{name}"] = {
-            "wall_s": round(median["seconds"], 3), "passes": median["passes"], "tokens": median["tokens"],
-            "tokens_per_pass": round(median["tokens"] / median["passes"], 3), "accept_length": round(median["accept_length"], 3), "speedup": round(ratio, 3),
-            **({"tail_tokens_per_pass": round(median["tail_tokens"] / max(1, median["tail_passes"]), 3), "tail_speedup": round(tail_ratio, 3)}
-               if tail_ratio is not None else {}),
+            "wall_s": round(median["seconds"], 3),
+            "passes": median["passes"],
+            "tokens": median["tokens"],
+            "tokens_per_pass": round(median["tokens"] / median["passes"], 3),
+            "accept_length": round(median["accept_length"], 3),
+            "speedup": round(ratio, 3),
+            **(
+                {
+                    "tail_tokens_per_pass": round(median["tail_tokens"] / max(1, median["tail_passes"]), 3),
+                    "tail_speedup": round(tail_ratio, 3),
+                }
+                if tail_ratio is not None
+                else {}
+            ),
         }
     summary["responses_differing"] = differing
     console.print(table)

@@ -14,8 +14,9 @@ PAIR = Path(__file__).parent / "pair"
 TARGET, DRAFTER = PAIR / "target", PAIR / "drafter"
 
 
-def problems_as_requests(model: str | Path, count: int, *, group: int, seed: int, max_tokens: int = 256,
-                         temperature: float = 1.0) -> list[GenerateRequest]:
+def problems_as_requests(
+    model: str | Path, count: int, *, group: int, seed: int, max_tokens: int = 256, temperature: float = 1.0
+) -> list[GenerateRequest]:
     """`count` requests: evaluation problems from number `seed` on, `group` responses to each, every one with its own seed.
 
     `model` must be a directory with a `tokenizer.json`.
@@ -25,7 +26,13 @@ def problems_as_requests(model: str | Path, count: int, *, group: int, seed: int
     for i in range(count):
         number = EVAL_SEEDS[(seed + i // group) % len(EVAL_SEEDS)]
         ids = tokenizer.encode(render_prompt(problem(number).prompt_text), add_special_tokens=False).ids
-        requests.append(GenerateRequest(
-            id=f"{number}-{i % group}", token_ids=ids, sampling=Sampling(max_tokens=max_tokens, temperature=temperature),
-            seed=seed * 1_000_003 + i, group_id=str(number)))
+        requests.append(
+            GenerateRequest(
+                id=f"{number}-{i % group}",
+                token_ids=ids,
+                sampling=Sampling(max_tokens=max_tokens, temperature=temperature),
+                seed=seed * 1_000_003 + i,
+                group_id=str(number),
+            )
+        )
     return requests

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -30,6 +30,7 @@ from tlt_server.speculation.drafters.history import History
 from tlt_server.speculation.policies import POLICIES, Policy
 from tlt_server.speculation.policies.arms import ladder
 from tlt_server.speculation.policies.capped import Capped
+from tlt_server.speculation.policies.fixed import Fixed
 from tlt_server.speculation.survival import Calibration
 
 OnPhase = Callable[[str, float, str], None]
@@ -52,7 +53,9 @@ def assemble(settings: EngineSettings, on_phase: OnPhase = lambda name, seconds,
     with phase("load model") as detail:
         numerics = Numerics(settings.numerics, threads=settings.threads)
         layers = feature_layers(eagle, ModelConfig.read(Path(settings.model))) if eagle else ()
-        model = load_target(settings.model, numerics=numerics, attention=settings.attention, page_size=settings.page_size, feature_layers=layers)
+        model = load_target(
+            settings.model, numerics=numerics, attention=settings.attention, page_size=settings.page_size, feature_layers=layers
+        )
         detail.append(settings.model)
     with phase("allocate KV") as detail:
         max_model_len = _max_model_len(settings, model)
@@ -62,7 +65,9 @@ def assemble(settings: EngineSettings, on_phase: OnPhase = lambda name, seconds,
         drafters: dict[str, Drafter] = {}
         if eagle:
             network = Eagle3.load(eagle, model)
-            drafters["eagle"] = Eagle(network, cache, Calibration.load(eagle), max_requests=settings.max_running, max_rows=settings.max_draft_rows)
+            drafters["eagle"] = Eagle(
+                network, cache, Calibration.load(eagle), max_requests=settings.max_running, max_rows=settings.max_draft_rows
+            )
         if settings.drafter != "none":
             drafters["history"] = History()
         detail.append(", ".join(drafters) or "none")
@@ -74,7 +79,9 @@ def assemble(settings: EngineSettings, on_phase: OnPhase = lambda name, seconds,
         if command.policy == "fixed":
             strategy = command.strategy or arms[-1]
             if strategy.drafter and strategy.drafter not in drafters:
-                raise InvalidRequest(f"strategy {strategy.name!r} needs the drafter {strategy.drafter!r}; loaded: {', '.join(drafters) or 'none'}")
+                raise InvalidRequest(
+                    f"strategy {strategy.name!r} needs the drafter {strategy.drafter!r}; loaded: {', '.join(drafters) or 'none'}"
+                )
             chosen = (strategy,)
         policy: Policy = POLICIES.resolve(command.policy)(chosen)
         return Capped(policy, settings.sd_max_batch) if settings.sd_max_batch else policy
@@ -89,21 +96,40 @@ def assemble(settings: EngineSettings, on_phase: OnPhase = lambda name, seconds,
                            sequence.request.salt)
 
     scheduler = Scheduler(
-        PagePool(cache.pages, cache.page_size, on_reuse=cache.reuse), max_running=settings.max_running, max_rows=settings.max_rows,
-        max_pages_per_sequence=-(-max_model_len // settings.page_size), lookahead=max(arm.depth for arm in arms),
-        weight_version=settings.weight_version, on_end=on_end)
+        PagePool(cache.pages, cache.page_size, on_reuse=cache.reuse),
+        max_running=settings.max_running,
+        max_rows=settings.max_rows,
+        max_pages_per_sequence=-(-max_model_len // settings.page_size),
+        lookahead=max(arm.depth for arm in arms),
+        weight_version=settings.weight_version,
+        on_end=on_end,
+    )
     runner = CpuRunner(model, cache, drafters, scheduler.page_table_SP)
     policy = make_policy(SetPolicy(settings.policy, settings.strategy))
     engine = Engine(scheduler, runner, policy, make_policy, make_sequence)
     with phase("compile kernels"):
         compile_kernels()
-        _warm_up(engine, make_policy, model.vocab_size, max_model_len)
+        per_drafter = [arms[0], *(max((arm for arm in arms if arm.drafter == name), key=lambda arm: arm.rows) for name in drafters)]
+        _warm_up(engine, [Fixed([arm]) for arm in per_drafter], model.vocab_size, max_model_len)
         engine.policy = policy
     info = EngineInfo(
-        model=settings.served_model_name or Path(settings.model).resolve().name, weight_version=settings.weight_version,
-        vocab_size=model.vocab_size, max_model_len=max_model_len, eos_token_ids=list(model.eos_token_ids), pages=cache.pages,
-        page_size=cache.page_size, max_running=settings.max_running, drafter="+".join(drafters) or "none", policy=settings.policy,
-        numerics=numerics.describe(), attention=settings.attention, dtype=settings.dtype, device="cpu", threads=settings.threads, phases=phases)
+        model=settings.served_model_name or Path(settings.model).resolve().name,
+        weight_version=settings.weight_version,
+        vocab_size=model.vocab_size,
+        max_model_len=max_model_len,
+        eos_token_ids=list(model.eos_token_ids),
+        pages=cache.pages,
+        page_size=cache.page_size,
+        max_running=settings.max_running,
+        drafter="+".join(drafters) or "none",
+        policy=settings.policy,
+        numerics=numerics.describe(),
+        attention=settings.attention,
+        dtype=settings.dtype,
+        device="cpu",
+        threads=settings.threads,
+        phases=phases,
+    )
     return engine, info
 
 
@@ -120,20 +146,31 @@ def _make_cache(settings: EngineSettings, model: Decoder, max_model_len: int) ->
         pages = settings.kv_memory_mb * 2**20 // bytes_per_page
         need = -(-max_model_len // settings.page_size)
         if pages < need:
-            raise StartupError(f"kv_memory_mb {settings.kv_memory_mb} holds {pages} pages, one sequence of max_model_len {max_model_len} needs {need}; "
-                               f"raise it to {-(-need * bytes_per_page // 2**20)} or lower max_model_len")
+            raise StartupError(
+                f"kv_memory_mb {settings.kv_memory_mb} holds {pages} pages, one sequence of max_model_len {max_model_len} needs {need}; "
+                f"raise it to {-(-need * bytes_per_page // 2**20)} or lower max_model_len"
+            )
         pages = min(pages, need * settings.max_running)  # more could never be in use at once
     return model.make_cache(pages, settings.page_size, settings.max_draft_rows)
 
 
-def _warm_up(engine: Engine, make_policy: Callable[[SetPolicy], Policy], vocab_size: int, max_model_len: int) -> None:
-    """Two short rollouts, without and with each arm's kind of speculation, so that no request waits for a compiler."""
-    length = min(8, max_model_len - 5)
-    for policy in ("off", "beg"):
-        engine.policy = make_policy(SetPolicy(policy))
-        request = GenerateRequest(id=f"warm-{policy}", token_ids=[i % vocab_size for i in range(length)], seed=0,
-                                  sampling=Sampling(max_tokens=4, ignore_eos=True))
-        engine.send(Submit([request]))
+def _warm_up(engine: Engine, policies: Iterable[Policy], vocab_size: int, max_model_len: int) -> None:
+    """A short rollout under each policy, so that no request waits for a compiler."""
+    length = max(1, min(8, max_model_len - 8))
+    for i, policy in enumerate(policies):
+        engine.policy = policy
+        engine.send(
+            Submit(
+                [
+                    GenerateRequest(
+                        id=f"warm-{i}",
+                        token_ids=[t % vocab_size for t in range(length)],
+                        seed=0,
+                        sampling=Sampling(max_tokens=6, ignore_eos=True),
+                    )
+                ]
+            )
+        )
         while not engine.idle:
             engine.step()
     engine.scheduler.pool.clear_index()

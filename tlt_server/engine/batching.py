@@ -41,8 +41,15 @@ class Step:
     table_WP: NDArray[np.int32]
 
 
-def lay_out(batch: Batch, page_table_SP: NDArray[np.int32], cache: KVCache, work_N: NDArray[np.int32], parent_N: NDArray[np.int32],
-            candidates: Candidates, chosen_N: NDArray[np.int32]) -> Step:
+def lay_out(
+    batch: Batch,
+    page_table_SP: NDArray[np.int32],
+    cache: KVCache,
+    work_N: NDArray[np.int32],
+    parent_N: NDArray[np.int32],
+    candidates: Candidates,
+    chosen_N: NDArray[np.int32],
+) -> Step:
     """Rows of `batch`; node n of the chosen draft nodes hangs off work `work_N[n]`, below chosen node `parent_N[n]` (-1 = root)."""
     works = batch.works
     pages = max(len(work.sequence.pages) for work in works)
@@ -51,13 +58,20 @@ def lay_out(batch: Batch, page_table_SP: NDArray[np.int32], cache: KVCache, work
     end_W = np.array([work.end for work in works], np.int64)
     tokens = np.concatenate([work.sequence.tokens[work.start : work.end] for work in works])
     depth = int(candidates.depth_N[chosen_N].max()) if len(chosen_N) else 0
-    layout = layout_rows(start_W, end_W, table_WP, cache.page_size, cache.scratch_start, tokens,
-                         work_N, parent_N, candidates.token_N[chosen_N], depth)
-    rows = Rows(
-        token_R=torch.from_numpy(layout.token_R), position_R=torch.from_numpy(layout.position_R), slot_R=torch.from_numpy(layout.slot_R),
-        request_R=torch.from_numpy(layout.request_R), base_B=torch.from_numpy(end_W.astype(np.int32)),
-        page_table_BP=torch.from_numpy(table_WP), path_RD=torch.from_numpy(layout.path_RD),
+    layout = layout_rows(
+        start_W, end_W, table_WP, cache.page_size, cache.scratch_start, tokens, work_N, parent_N, candidates.token_N[chosen_N], depth
     )
-    wanted = [np.arange(root, root + drafts + 1) for work, root, drafts in zip(works, layout.root_W, layout.drafts_W, strict=True) if work.samples]
+    rows = Rows(
+        token_R=torch.from_numpy(layout.token_R),
+        position_R=torch.from_numpy(layout.position_R),
+        slot_R=torch.from_numpy(layout.slot_R),
+        request_R=torch.from_numpy(layout.request_R),
+        base_B=torch.from_numpy(end_W.astype(np.int32)),
+        page_table_BP=torch.from_numpy(table_WP),
+        path_RD=torch.from_numpy(layout.path_RD),
+    )
+    wanted = [
+        np.arange(root, root + drafts + 1) for work, root, drafts in zip(works, layout.root_W, layout.drafts_W, strict=True) if work.samples
+    ]
     sampled_R = np.concatenate(wanted) if wanted else np.zeros(0, np.int64)
     return Step(rows, layout, sampled_R, table_WP)

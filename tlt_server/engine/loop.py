@@ -26,8 +26,14 @@ class Runner(Protocol):
 
 
 class Engine:
-    def __init__(self, scheduler: Scheduler, runner: Runner, policy: Policy, make_policy: Callable[[SetPolicy], Policy],
-                 make_sequence: Callable[[GenerateRequest], Sequence]) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        policy: Policy,
+        make_policy: Callable[[SetPolicy], Policy],
+        make_sequence: Callable[[GenerateRequest], Sequence],
+    ) -> None:
         self.scheduler, self.runner, self.policy = scheduler, runner, policy
         self.last_cycle: Cycle | None = None
         self._last_end = 0.0
@@ -94,5 +100,6 @@ class Engine:
         try:
             self.scheduler.submit([self._make_sequence(request) for request in requests])
         except TltError as error:  # all or none: the whole batch ends with the reason
-            self._ended += [StepOutput(id=r.id, token_ids=[], logprobs=[], finish_reason="error", error=(error.code, error.message))
-                            for r in requests]
+            self._ended += [
+                StepOutput(id=r.id, token_ids=[], logprobs=[], finish_reason="error", error=(error.code, error.message)) for r in requests
+            ]

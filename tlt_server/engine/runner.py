@@ -65,10 +65,13 @@ class CpuRunner:
         drafts.observe(accepted_R[step.layout.parent_R >= 0])
         decoding = [(work, emission) for work, emission in zip(batch.works, emissions, strict=True) if work.samples]
         cycle = Cycle(
-            context=context, strategy=strategy, rows=len(step.rows),
+            context=context,
+            strategy=strategy,
+            rows=len(step.rows),
             emitted=sum(len(emission.tokens) for _, emission in decoding),
             accepted=tuple(len(emission.tokens) - 1 for work, emission in decoding if work.decodes),
-            drafted=len(drafts.chosen_N), draft_s=drafted_at - started,
+            drafted=len(drafts.chosen_N),
+            draft_s=drafted_at - started,
         )
         self._finished = Finished(batch, emissions, cycle)
 
@@ -76,8 +79,13 @@ class CpuRunner:
         layout = step.layout
         states = [work.sequence.state for work in batch.works]
         logits_SV = self.model.logits(forward.hidden_RH[torch.from_numpy(step.sampled_R)])
-        sampled = sample(logits_SV, states, layout.request_R[step.sampled_R].astype(np.int64), layout.position_R[step.sampled_R] + 1,
-                         layout.path_token_RD[step.sampled_R])
+        sampled = sample(
+            logits_SV,
+            states,
+            layout.request_R[step.sampled_R].astype(np.int64),
+            layout.position_R[step.sampled_R] + 1,
+            layout.path_token_RD[step.sampled_R],
+        )
         target_R = np.full(len(step.rows), -1, np.int32)
         target_R[step.sampled_R] = sampled.token_S
         return sampled, accept(layout.root_W, layout.drafts_W + 1, layout.parent_R, layout.token_R, target_R)
@@ -112,7 +120,9 @@ class CpuRunner:
 class _Drafts:
     """The draft rows of one step, and where their outcome is reported. Without a drafter there are none."""
 
-    def __init__(self, batch: Batch, strategy: Strategy, drafters: dict[str, Drafter], page_table_SP: NDArray[np.int32], scratch: int) -> None:
+    def __init__(
+        self, batch: Batch, strategy: Strategy, drafters: dict[str, Drafter], page_table_SP: NDArray[np.int32], scratch: int
+    ) -> None:
         self.candidates = Candidates.empty()
         self.chosen_N = self.parent_N = self.work_N = np.zeros(0, np.int32)
         self._drafter: Drafter | None = None
@@ -148,15 +158,23 @@ def _emissions(batch: Batch, step: Step, sampled: Sampled, walk: Walk) -> list[E
             emissions.append(Emission())
             continue
         if np.isnan(sampled.logprob_S[path]).any():
-            emissions.append(Emission(error=EngineFailed("the model gave logits without a finite maximum for this request (NaN or overflow); "
-                                                         "check the weights that were loaded")))
+            emissions.append(
+                Emission(
+                    error=EngineFailed(
+                        "the model gave logits without a finite maximum for this request (NaN or overflow); "
+                        "check the weights that were loaded"
+                    )
+                )
+            )
             continue
         sampling = work.sequence.request.sampling
-        emissions.append(Emission(
-            tokens=sampled.token_S[path].tolist(),
-            logprobs=sampled.logprob_S[path].tolist(),
-            raw_logprobs=sampled.raw_logprob_S[path].tolist() if sampling.raw_logprobs and sampled.raw_logprob_S is not None else None,
-            top_logprobs=[sampled.top[i] for i in path] if sampling.logprobs else None,  # type: ignore[misc]
-            drafted=int(step.layout.drafts_W[w]),
-        ))
+        emissions.append(
+            Emission(
+                tokens=sampled.token_S[path].tolist(),
+                logprobs=sampled.logprob_S[path].tolist(),
+                raw_logprobs=sampled.raw_logprob_S[path].tolist() if sampling.raw_logprobs and sampled.raw_logprob_S is not None else None,
+                top_logprobs=[sampled.top[i] for i in path] if sampling.logprobs else None,  # type: ignore[misc]
+                drafted=int(step.layout.drafts_W[w]),
+            )
+        )
     return emissions

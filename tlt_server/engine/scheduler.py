@@ -66,9 +66,18 @@ class Emission:
 
 
 class Scheduler:
-    def __init__(self, pool: PagePool, *, max_running: int, max_rows: int, max_pages_per_sequence: int, lookahead: int,
-                 weight_version: str, on_end: Callable[[Sequence], None] = lambda sequence: None,
-                 clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        pool: PagePool,
+        *,
+        max_running: int,
+        max_rows: int,
+        max_pages_per_sequence: int,
+        lookahead: int,
+        weight_version: str,
+        on_end: Callable[[Sequence], None] = lambda sequence: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.pool, self.max_running, self.max_rows, self.lookahead = pool, max_running, max_rows, lookahead
         self.weight_version = weight_version
         self.paused = False
@@ -90,8 +99,10 @@ class Scheduler:
         for sequence in batch:
             need = sequence.length + sequence.remaining
             if need > room:
-                raise InvalidRequest(f"request {sequence.id}: prompt of {sequence.prompt_len} plus max_tokens {sequence.remaining} "
-                                     f"needs {need} positions, this server holds {room}; lower max_tokens or start it with more pages")
+                raise InvalidRequest(
+                    f"request {sequence.id}: prompt of {sequence.prompt_len} plus max_tokens {sequence.remaining} "
+                    f"needs {need} positions, this server holds {room}; lower max_tokens or start it with more pages"
+                )
             if sequence.id in self._by_id:
                 raise InvalidRequest(f"request id {sequence.id!r} is already in use; ids must be unique while a request runs")
         for sequence in batch:
@@ -110,8 +121,14 @@ class Scheduler:
         error = DeadlineExceeded("the request's deadline passed before it finished; raise timeout_s or ask for fewer tokens")
         return [self._end(s, "error", error=(error.code, error.message)) for s in late]
 
-    def _end(self, sequence: Sequence, finish_reason: str, stop_reason: int | None = None, error: tuple[str, str] | None = None,
-             emission: Emission | None = None) -> StepOutput:
+    def _end(
+        self,
+        sequence: Sequence,
+        finish_reason: str,
+        stop_reason: int | None = None,
+        error: tuple[str, str] | None = None,
+        emission: Emission | None = None,
+    ) -> StepOutput:
         if sequence.slot >= 0:
             self._vacate(sequence)
         else:
@@ -256,22 +273,41 @@ class Scheduler:
                 self.pool.publish(page, key)
             sequence.published = full
 
-    def _output(self, sequence: Sequence, emission: Emission, finish_reason: str | None = None, stop_reason: int | None = None,
-                error: tuple[str, str] | None = None) -> StepOutput:
+    def _output(
+        self,
+        sequence: Sequence,
+        emission: Emission,
+        finish_reason: str | None = None,
+        stop_reason: int | None = None,
+        error: tuple[str, str] | None = None,
+    ) -> StepOutput:
         first = sequence.output_len == len(emission.tokens)
         last = finish_reason is not None
         return StepOutput(
-            id=sequence.id, token_ids=emission.tokens, logprobs=emission.logprobs, raw_logprobs=emission.raw_logprobs,
-            top_logprobs=emission.top_logprobs, prompt_logprobs=self._prompt_logprobs.pop(sequence.id, None),
-            cached_tokens=(sequence.cached_tokens or 0) if first else 0, finish_reason=finish_reason, stop_reason=stop_reason, error=error,
-            weight_versions=sequence.spans if last else None, sd=sequence.figures() if last else None,
+            id=sequence.id,
+            token_ids=emission.tokens,
+            logprobs=emission.logprobs,
+            raw_logprobs=emission.raw_logprobs,
+            top_logprobs=emission.top_logprobs,
+            prompt_logprobs=self._prompt_logprobs.pop(sequence.id, None),
+            cached_tokens=(sequence.cached_tokens or 0) if first else 0,
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
+            error=error,
+            weight_versions=sequence.spans if last else None,
+            sd=sequence.figures() if last else None,
         )
 
     # -- looking in ----------------------------------------------------------------------------------------------
 
     def gauges(self) -> dict[str, float]:
-        return {"running": len(self._running), "waiting": len(self._waiting), "pages_free": self.pool.available,
-                "pages_cached": self.pool.cached, "preemptions": self.preemptions}
+        return {
+            "running": len(self._running),
+            "waiting": len(self._waiting),
+            "pages_free": self.pool.available,
+            "pages_cached": self.pool.cached,
+            "preemptions": self.preemptions,
+        }
 
     def check(self) -> None:
         """Assert every invariant; called by the property tests after each operation."""

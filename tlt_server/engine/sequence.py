@@ -88,5 +88,11 @@ class Sequence:
 
     def figures(self) -> SdFigures:
         histogram = np.bincount(self._accepted).tolist() if self._accepted else []
-        return SdFigures(steps=self._steps, draft_steps=len(self._accepted), drafted=self._drafted,
-                         accepted=sum(self._accepted), emitted=self._draft_emitted, histogram=histogram)
+        return SdFigures(
+            steps=self._steps,
+            draft_steps=len(self._accepted),
+            drafted=self._drafted,
+            accepted=sum(self._accepted),
+            emitted=self._draft_emitted,
+            histogram=histogram,
+        )

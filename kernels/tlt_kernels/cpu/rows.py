@@ -24,8 +24,27 @@ class RowLayout(NamedTuple):
 
 
 @numba.njit(cache=True)
-def _fill(start_W, end_W, table_WP, page_size, scratch_start, tokens, node_request_N, node_parent_N, node_token_N,
-          token_R, position_R, slot_R, request_R, parent_R, path_RD, path_token_RD, root_W, drafts_W, row_N):  # type: ignore[no-untyped-def]
+def _fill(
+    start_W,
+    end_W,
+    table_WP,
+    page_size,
+    scratch_start,
+    tokens,
+    node_request_N,
+    node_parent_N,
+    node_token_N,
+    token_R,
+    position_R,
+    slot_R,
+    request_R,
+    parent_R,
+    path_RD,
+    path_token_RD,
+    root_W,
+    drafts_W,
+    row_N,
+):  # type: ignore[no-untyped-def]
     r = 0
     n = 0
     t = 0
@@ -59,16 +78,43 @@ def _fill(start_W, end_W, table_WP, page_size, scratch_start, tokens, node_reque
         drafts_W[w] = r - 1 - root
 
 
-def layout_rows(start_W: NDArray[np.int64], end_W: NDArray[np.int64], table_WP: NDArray[np.int32], page_size: int, scratch_start: int,
-                tokens: NDArray[np.int32], node_request_N: NDArray[np.int32], node_parent_N: NDArray[np.int32],
-                node_token_N: NDArray[np.int32], depth: int) -> RowLayout:
+def layout_rows(
+    start_W: NDArray[np.int64],
+    end_W: NDArray[np.int64],
+    table_WP: NDArray[np.int32],
+    page_size: int,
+    scratch_start: int,
+    tokens: NDArray[np.int32],
+    node_request_N: NDArray[np.int32],
+    node_parent_N: NDArray[np.int32],
+    node_token_N: NDArray[np.int32],
+    depth: int,
+) -> RowLayout:
     """`tokens` are the certain rows' tokens, request after request; nodes come grouped by request, parents first."""
     requests, nodes = len(start_W), len(node_request_N)
     rows = len(tokens) + nodes
     layout = RowLayout(
-        np.empty(rows, np.int64), np.empty(rows, np.int64), np.empty(rows, np.int64), np.empty(rows, np.int32), np.empty(rows, np.int32),
-        np.full((rows, depth), -1, np.int32), np.full((rows, depth), -1, np.int32), np.empty(requests, np.int32), np.empty(requests, np.int32),
+        np.empty(rows, np.int64),
+        np.empty(rows, np.int64),
+        np.empty(rows, np.int64),
+        np.empty(rows, np.int32),
+        np.empty(rows, np.int32),
+        np.full((rows, depth), -1, np.int32),
+        np.full((rows, depth), -1, np.int32),
+        np.empty(requests, np.int32),
+        np.empty(requests, np.int32),
     )
-    _fill(start_W, end_W, table_WP, page_size, scratch_start, tokens, node_request_N, node_parent_N, node_token_N,
-          *layout, np.empty(nodes, np.int32))
+    _fill(
+        start_W,
+        end_W,
+        table_WP,
+        page_size,
+        scratch_start,
+        tokens,
+        node_request_N,
+        node_parent_N,
+        node_token_N,
+        *layout,
+        np.empty(nodes, np.int32),
+    )
     return layout
