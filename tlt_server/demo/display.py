@@ -23,7 +23,9 @@ class Display:
 
     def __init__(self, console: Console, sequences: int) -> None:
         self.console, self._sequences = console, sequences
-        self._live = Live(console=console, get_renderable=self._render, refresh_per_second=4, transient=True) if console.is_terminal else None
+        self._live: Live | None = None
+        if console.is_terminal:
+            self._live = Live(console=console, get_renderable=self._render, refresh_per_second=4, transient=True)
         self._round: Round | None = None
         self._moment: Moment | None = None
         self._started = self._said = time.monotonic()

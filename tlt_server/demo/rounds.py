@@ -100,7 +100,8 @@ def play(client: Client, turn: Round, problems: Sequence[Problem], size: Size, s
     """Set the policy, post the batch, stream it to its end."""
     client.set_strategy(turn.policy, turn.strategy)
     items: list[dict[str, Any]] = [
-        {"id": str(i), "messages": [{"role": "user", "content": task.prompt_text}], "n": size.responses, "seed": seed + i, "salt": turn.name}
+        {"id": str(i), "messages": [{"role": "user", "content": task.prompt_text}], "n": size.responses, "seed": seed + i,
+         "salt": turn.name}
         for i, task in enumerate(problems)]
     choices: dict[int, list[Choice]] = {}
     ended: set[tuple[str, int]] = set()

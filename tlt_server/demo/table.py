@@ -30,7 +30,7 @@ def rounds_table(outcomes: list[Outcome]) -> Table:
     for outcome in outcomes:
         same, lengths = not outcome.differing(reference), outcome.lengths
         table.add_row(
-            outcome.round.name + (f" {outcome.round.strategy}" if outcome.round.strategy else ""), f"{outcome.seconds:.1f}", str(outcome.passes),
+            " ".join(filter(None, (outcome.round.name, outcome.round.strategy))), f"{outcome.seconds:.1f}", str(outcome.passes),
             f"{outcome.tokens / outcome.seconds:.0f}", f"{reference.seconds / outcome.seconds:.2f}x",
             f"{outcome.accept_length:.2f}" if outcome.accept_length else "-", "yes" if same else "NO",
             f"{sum(outcome.rewards) / len(outcome.rewards):.3f}",

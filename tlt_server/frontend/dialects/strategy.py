@@ -21,7 +21,7 @@ from tlt_server.speculation.policies import POLICIES
 from tlt_server.speculation.policies.arms import ladder
 
 FIELDS = ("policy", "strategy")
-MAX_DEPTH, MAX_WIDTH, MAX_ROWS = 64, 32, 256  # of a strategy set while serving; larger trees gain nothing and stall a step
+LIMITS = {"depth": 64, "width": 32, "rows": 256}  # of a strategy set while serving; larger trees gain nothing and stall a step
 
 
 def routes(service: Service) -> list[Route]:
@@ -99,7 +99,8 @@ def _strategy(text: Any, loaded: list[str]) -> Strategy:
     if strategy.drafter not in loaded:
         raise InvalidRequest(f"strategy {text!r} needs the drafter {strategy.drafter!r}; loaded are {', '.join(loaded)}: "
                              "use one of these, or restart the server with another --drafter")
-    for name, value, limit in (("depth", strategy.depth, MAX_DEPTH), ("width", strategy.width, MAX_WIDTH), ("rows", strategy.rows, MAX_ROWS)):
+    for name, limit in LIMITS.items():
+        value = getattr(strategy, name)
         if value > limit:
             raise InvalidRequest(f"strategy {text!r} has {name} {value}; the limit is {limit}: ask for less")
     return strategy

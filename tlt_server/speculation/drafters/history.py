@@ -1,9 +1,9 @@
 """Model-free drafting: what followed these tokens before, in the prompt, this output, its siblings and earlier responses.
 
 One pool of tokens per prompt serves all requests of its group: running siblings, finished ones, and responses to the same
-prompt in earlier rollouts; nothing is shared between salts. The longest earlier occurrences of a request's last tokens become one trie with counts. How far
-such a node can be trusted is learned online per (match length, share of matches that agree, depth). No torch, no network:
-the drafter of day 0, and what is left when another drafter's acceptance collapses.
+prompt in earlier rollouts; nothing is shared between salts. The longest earlier occurrences of a request's last tokens
+become one trie with counts. How far such a node can be trusted is learned online per (match length, share of matches that
+agree, depth). No torch, no network: the drafter of day 0, and what is left when another drafter's acceptance collapses.
 """
 
 from __future__ import annotations
