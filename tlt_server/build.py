@@ -1,7 +1,8 @@
 """Composition root: puts frontend and engine together and runs them until a signal or a failure.
 
 The engine is a process of its own, `python -m tlt_server.engine.process DIR`: `DIR` holds the sockets `commands` and `events`, both
-bound here. Its standard input carries one line, its `EngineSettings` as JSON. The environment for strict numerics is set here, before the engine imports torch.
+bound here. Its standard input carries one line, its `EngineSettings` as JSON. The environment for
+strict numerics is set here, before the engine imports torch.
 """
 
 from __future__ import annotations
@@ -138,7 +139,8 @@ async def _engine(config: Config, command: Sequence[str], directory: Path) -> As
 
 def engine_settings(config: Config) -> EngineSettings:
     """The engine's part of a resolved configuration."""
-    given = {name: getattr(config, name) for name in EngineSettings.__struct_fields__ if getattr(config, name, "auto") not in ("auto", None)}
+    chosen = {name: getattr(config, name, None) for name in EngineSettings.__struct_fields__}
+    given = {name: value for name, value in chosen.items() if value not in ("auto", None)}
     return EngineSettings(**{**given, "model": str(config.model), "strategy": config.strategy})
 
 

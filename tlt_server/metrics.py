@@ -6,7 +6,7 @@ The frontend counts requests here; the engine's numbers arrive as `Outputs.gauge
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
 from tlt_server import __version__
 from tlt_server.records import EngineInfo, Outputs
@@ -20,9 +20,10 @@ GAUGES = {  # name in Outputs.gauges -> (metric, sentence)
     "pages_free": ("tlt_pages_free", "KV pages that hold nothing."),
     "pages_total": ("tlt_pages_total", "KV pages in all."),
     "preemptions": ("tlt_preemptions", "Sequences preempted since start."),
-    "prefill_tokens": ("tlt_prefill_tokens", "Prompt tokens computed since start."),
-    "cached_tokens": ("tlt_cached_tokens", "Prompt tokens served by the prefix index since start."),
+    "pages_cached": ("tlt_pages_cached", "KV pages that nobody uses and the prefix index could still serve."),
 }
+
+disable_created_metrics()  # a `_created` series beside every counter tells nobody anything
 
 
 class Metrics:
@@ -43,6 +44,8 @@ class Metrics:
         self.open_sequences = gauge("tlt_open_sequences", "Sequences accepted and not ended.")
         self.generated = counter("tlt_generated_tokens", "Tokens given to requests.")
         self.prompt = counter("tlt_prompt_tokens", "Prompt tokens of requests accepted, each choice counted.")
+        self.prefilled = counter("tlt_prefill_tokens", "Prompt rows that the target computed.")
+        self.cached = counter("tlt_cached_tokens", "Prompt tokens served by the prefix index.")
         self.first_token_s = histogram("tlt_time_to_first_token_seconds", "From acceptance to the first token of a sequence.", LATENCY_S)
         self.end_to_end_s = histogram("tlt_end_to_end_seconds", "From acceptance to the end of a sequence.", LATENCY_S)
         self.step_s = histogram("tlt_step_seconds", "Wall time of an engine step.", STEP_S)
@@ -56,6 +59,7 @@ class Metrics:
         self._engine = {name: gauge(metric, sentence) for name, (metric, sentence) in GAUGES.items()}
         self._other = gauge("tlt_engine_gauge", "Further gauges of the engine, by name.", "name")
         self._in_force = ""
+        self._seen: set[str] = set()
 
     def engine_ready(self, info: EngineInfo) -> None:
         self.build.labels(__version__, info.model, info.numerics, info.drafter, info.device).set(1)
@@ -66,12 +70,16 @@ class Metrics:
     def engine_outputs(self, message: Outputs) -> None:
         for name, value in message.gauges.items():
             (self._engine[name] if name in self._engine else self._other.labels(name)).set(value)
+        for name in self._seen - message.gauges.keys() - self._engine.keys():
+            self._other.remove(name)  # of a policy that is no longer in force
+        self._seen = set(message.gauges)
         cycle = message.cycle
         if cycle is None:
             return
         name = cycle.strategy.name
         self.step_s.observe(cycle.step_s)
         self.cycles.labels(name).inc()
+        self.prefilled.inc(cycle.context.prefill_rows)
         if cycle.drafted:
             self.sd_drafted.labels(name).inc(cycle.drafted)
             self.sd_accepted.labels(name).inc(sum(cycle.accepted))

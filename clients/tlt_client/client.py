@@ -5,7 +5,7 @@ An item that failed inside a batch is an `ItemResult` with `error`; a request th
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
@@ -86,7 +86,7 @@ class Client:
         with _connection_errors():
             return _reply(self._http.post("/generate", **_body(items, sampling, timeout_s, stream=False)))
 
-    def stream(self, items: Items, *, sampling: Fields = None, timeout_s: float | None = None) -> Iterator[StreamEvent]:
+    def stream(self, items: Items, *, sampling: Fields = None, timeout_s: float | None = None) -> Generator[StreamEvent, None, None]:
         """Tokens as they come, each item as it ends, then one `Done`. Closing the iterator aborts what still runs."""
         parser = EventParser()
         with _connection_errors(), self._http.stream("POST", "/generate", **_body(items, sampling, timeout_s, stream=True)) as response:
@@ -149,7 +149,7 @@ class AsyncClient:
         with _connection_errors():
             return _reply(await self._http.post("/generate", **_body(items, sampling, timeout_s, stream=False)))
 
-    async def stream(self, items: Items, *, sampling: Fields = None, timeout_s: float | None = None) -> AsyncIterator[StreamEvent]:
+    async def stream(self, items: Items, *, sampling: Fields = None, timeout_s: float | None = None) -> AsyncGenerator[StreamEvent, None]:
         parser, body = EventParser(), _body(items, sampling, timeout_s, stream=True)
         with _connection_errors():
             async with self._http.stream("POST", "/generate", **body) as response:

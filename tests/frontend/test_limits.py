@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 import time
@@ -131,7 +132,7 @@ def test_closing_a_stream_in_the_middle_aborts(server: LiveServer) -> None:
     with Client(server.url, timeout_s=10) as client:
         events = client.stream([{"prompt": "abc"}, {"token_ids": [HANGS]}], sampling={"max_tokens": 50})
         assert isinstance(next(events), Token)
-        events.close()  # type: ignore[attr-defined]
+        events.close()
     eventually(lambda: len(server.engine.aborted) > before and len(server.client) == 0)
 
 
@@ -142,7 +143,7 @@ def test_a_client_that_does_not_read_is_cut_off(model: Path) -> None:
         connection.sendall(head(content_length=len(body)) + body)
         eventually(lambda: len(server.client) > 0)
         eventually(lambda: len(server.client) == 0, within_s=15)
-        assert server.engine.aborted
+        eventually(lambda: server.engine.aborted)
 
 
 def test_a_deadline_is_a_typed_error_and_spares_what_finished(server: LiveServer) -> None:
@@ -192,6 +193,17 @@ def test_the_engines_death_ends_every_open_request_with_a_typed_error(model: Pat
         with pytest.raises(ServerError) as caught:
             client.generate([{"prompt": "a"}])
         assert caught.value.status == 503
+
+
+def test_an_event_that_cannot_be_read_ends_open_requests_rather_than_hang_them(model: Path) -> None:
+    with live_server(model) as server, Client(server.url, timeout_s=10) as client:
+        replies: list[Any] = []
+        waiting = threading.Thread(target=lambda: replies.append(client.generate([{"token_ids": [HANGS]}])))
+        waiting.start()
+        eventually(lambda: len(server.client) == 1)
+        server.call(lambda: asyncio.ensure_future(server.engine._events.send(b"\x81garbage")))
+        waiting.join(5)
+        assert replies[0].results[0].error.code == "engine_failed"
 
 
 def test_keys_are_asked_for_and_probes_stay_open(model: Path, tmp_path: Path) -> None:

@@ -150,3 +150,15 @@ def test_probes_metrics_and_server_info(server: LiveServer, client: Client) -> N
 def test_unknown_paths_and_methods_are_typed(server: LiveServer) -> None:
     assert "/generate" in httpx.get(f"{server.url}/nothing").json()["error"]["message"]
     assert httpx.get(f"{server.url}/generate").status_code == 405
+
+
+def test_a_bug_in_mid_stream_is_an_error_event_and_not_a_broken_stream(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: object, output: object) -> None:
+        raise ZeroDivisionError("secret prompt")
+
+    monkeypatch.setattr("tlt_server.frontend.sequence.Sequence.push", broken)
+    events = list(client.stream([{"id": "x", "prompt": "secret"}]))
+    assert [event.error.code for event in events if isinstance(event, ItemResult) and event.error] == ["internal"]
+    with pytest.raises(ServerError) as caught:
+        client.generate([{"prompt": "secret"}])
+    assert (caught.value.code, caught.value.status) == ("internal", 500) and "secret" not in caught.value.message

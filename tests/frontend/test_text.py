@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
 
 from tests.frontend.tiny_model import SPECIALS, byte_tokenizer, write_model
 from tlt_server.errors import InvalidRequest, ModelError
@@ -45,6 +46,16 @@ def test_real_text_survives_and_no_delta_shows_half_a_character(text: str) -> No
 @given(REAL_TEXT)
 def test_encoding_and_decoding_are_inverse(text: str) -> None:
     assert TEXT.decode(TEXT.encode([text])[0]) == text
+
+
+@given(st.text(alphabet="ab é€🚀", max_size=30))
+def test_byte_fallback_tokenizers_show_no_half_characters_either(text: str) -> None:
+    tokenizer = Tokenizer(models.Unigram([(f"<0x{byte:02X}>", 0.0) for byte in range(256)], byte_fallback=True, unk_id=0))
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    incremental = Incremental(Text(tokenizer))
+    deltas = [incremental.push(byte) for byte in text.encode()]
+    assert "".join(deltas) + incremental.flush() == text
+    assert REPLACEMENT not in "".join(deltas)
 
 
 def test_long_garbage_stays_bounded() -> None:

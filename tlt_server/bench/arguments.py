@@ -13,3 +13,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, metavar="N", help="compute threads [default: processors this process may use]")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the first response [default 0]")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures as JSON")
+    parser.add_argument("--plant-fault", action="store_true", help="exact: move one logit by one ulp, to see the check turn red")

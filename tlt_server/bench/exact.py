@@ -1,7 +1,7 @@
 """`tlt bench exact`: the same seeded requests under every kind of strategy, batch, memory and chunking; all bits must agree.
 
 One reference run without speculation, then a pairwise covering array of the other settings. Compared are the tokens and
-the bits of every log-prob. `--plant-fault` moves one logit by one ulp in one run, to show that the check can fail.
+the bits of every log-prob. `--plant-fault` moves one logit by one ulp in thirty steps of one run, to show that the check can fail.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def rollout(
         )
     )
     if fault:
-        engine.runner.model.logits = one_ulp_off(engine.runner.model.logits)  # type: ignore[attr-defined]
+        engine.runner.sample = one_ulp_off(engine.runner.sample)  # type: ignore[attr-defined]
     engine.send(Submit(requests))
     tokens: dict[str, list[int]] = {r.id: [] for r in requests}
     logprobs: dict[str, list[float]] = {r.id: [] for r in requests}
@@ -150,18 +150,20 @@ def rollout(
     return found, {"passes": passes, "preemptions": engine.scheduler.preemptions}
 
 
-def one_ulp_off(logits: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """The target's `logits` with the highest logit of row 0 one ulp higher, once, in the tenth call."""
+def one_ulp_off(sample: Callable[..., Any]) -> Callable[..., Any]:
+    """The sampler behind a fault: in thirty calls the logit of row 0's token is one ulp higher than the model said.
+
+    Row 0 is a root, so its token is always emitted. Thirty, because a single ulp may vanish when the log-prob is rounded.
+    """
     calls = 0
 
-    def faulty(hidden_RH: Any) -> Any:
+    def faulty(logits_SV: Any, *rest: Any) -> Any:
         nonlocal calls
         calls += 1
-        logits_RV = logits(hidden_RH)
-        if calls == 10:
-            top = int(logits_RV[0].argmax())
-            logits_RV[0, top] = float(np.nextafter(np.float32(logits_RV[0, top]), np.float32(np.inf)))
-        return logits_RV
+        if 10 <= calls < 40 and len(logits_SV):
+            token = int(sample(logits_SV, *rest).token_S[0])
+            logits_SV[0, token] = float(np.nextafter(np.float32(logits_SV[0, token]), np.float32(np.inf)))
+        return sample(logits_SV, *rest)
 
     return faulty
 

@@ -37,6 +37,7 @@ class Finished(NamedTuple):
 class CpuRunner:
     def __init__(self, model: Decoder, cache: KVCache, drafters: dict[str, Drafter], page_table_SP: NDArray[np.int32]) -> None:
         self.model, self._cache, self._drafters, self._page_table_SP = model, cache, drafters, page_table_SP
+        self.sample = sample
         self._finished: Finished | None = None
 
     def collect(self, *, busy: bool) -> Finished | None:
@@ -79,7 +80,7 @@ class CpuRunner:
         layout = step.layout
         states = [work.sequence.state for work in batch.works]
         logits_SV = self.model.logits(forward.hidden_RH[torch.from_numpy(step.sampled_R)])
-        sampled = sample(
+        sampled = self.sample(
             logits_SV,
             states,
             layout.request_R[step.sampled_R].astype(np.int64),

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Iterable
 
-import structlog
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -18,9 +16,7 @@ from tlt_server.frontend.auth import Authentication, Keys
 from tlt_server.frontend.dialects import DIALECTS
 from tlt_server.frontend.generation import Service
 from tlt_server.frontend.limits import BodyLimits
-from tlt_server.frontend.replies import error_body, error_response, json_response
-
-log = structlog.get_logger()
+from tlt_server.frontend.replies import error_body, error_response, json_response, unexpected
 
 
 def build_app(service: Service, keys: Keys | None, dialects: Iterable[str] = DIALECTS) -> Starlette:
@@ -41,10 +37,7 @@ def build_app(service: Service, keys: Keys | None, dialects: Iterable[str] = DIA
         return error_response(Cancelled("the client disconnected before its body was complete"))
 
     async def broken(request: Request, error: Exception) -> Response:
-        # The message is left out: it may quote a prompt.
-        frames = traceback.format_list(traceback.extract_tb(error.__traceback__))
-        log.error("unexpected_error", path=request.url.path, type=type(error).__name__, frames=frames)
-        return error_response(TltError(f"unexpected {type(error).__name__} in the server; its log says where"))
+        return error_response(unexpected(error, request.url.path))
 
     routes: list[Route] = [route for name in dialects for route in DIALECTS.resolve(name)(service)]
     config = service.config

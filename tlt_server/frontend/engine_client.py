@@ -24,6 +24,7 @@ from tlt_server.records import (
     Command,
     Cycle,
     EngineInfo,
+    Event,
     Failed,
     GenerateRequest,
     Outputs,
@@ -115,20 +116,26 @@ class EngineClient:
 
     async def _listen(self) -> None:
         while True:
-            event = decode_event(await self._events.recv())
-            match event:
-                case Outputs():
-                    self._dispatch(event)
-                case Phase():
-                    self.phases.append(event)
-                    self._on_phase(event)
-                case Ready():
-                    self.info = event.info
-                    self._metrics.engine_ready(event.info)
-                    if not self._ready.done():
-                        self._ready.set_result(event.info)
-                case Failed():
-                    self._fail(from_code(event.code, event.message))
+            message = await self._events.recv()
+            try:
+                self._take(decode_event(message))
+            except Exception as error:  # an event that is lost would leave its request waiting for ever
+                self._fail(EngineFailed(f"an event of the engine could not be taken in: {type(error).__name__}: {error}"))
+
+    def _take(self, event: Event) -> None:
+        match event:
+            case Outputs():
+                self._dispatch(event)
+            case Phase():
+                self.phases.append(event)
+                self._on_phase(event)
+            case Ready():
+                self.info = event.info
+                self._metrics.engine_ready(event.info)
+                if not self._ready.done():
+                    self._ready.set_result(event.info)
+            case Failed():
+                self._fail(from_code(event.code, event.message))
 
     async def _watch(self, exited: Awaitable[int]) -> None:
         status = await exited

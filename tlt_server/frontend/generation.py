@@ -116,6 +116,7 @@ class Generation:
         metrics, first = self._service.metrics, not sequence.token_ids
         delta = sequence.push(output)
         metrics.generated.inc(len(delta.token_ids))
+        metrics.cached.inc(output.cached_tokens)
         if first and delta.token_ids:
             metrics.first_token_s.observe(self._service.clock() - self._accepted_s)
         return delta

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import traceback
 from typing import Any
 
 import msgspec
+import structlog
 from starlette.responses import Response
 
 from tlt_server.errors import TltError
+
+log = structlog.get_logger()
 
 
 def json_response(content: Any, status: int = 200) -> Response:
@@ -28,3 +32,10 @@ def error_response(error: TltError, *, close: bool = False) -> Response:
     if close:
         response.headers["connection"] = "close"
     return response
+
+
+def unexpected(error: Exception, path: str) -> TltError:
+    """Log one of our own bugs and give the error to answer with. The exception's message is left out: it may quote a prompt."""
+    frames = traceback.format_list(traceback.extract_tb(error.__traceback__))
+    log.error("unexpected_error", path=path, type=type(error).__name__, frames=frames)
+    return TltError(f"unexpected {type(error).__name__} in the server; its log says where")

@@ -74,7 +74,7 @@ class Text:
 class Incremental:
     """The text that each further token adds; with `flush()`, the sum is `Text.decode` of all tokens.
 
-    A final U+FFFD may be the head of a character whose bytes are still to come, so it is held back; everything before it is settled.
+    U+FFFD at the end may be the head of a character whose bytes are still to come, so it is held back; what stands before is settled.
     """
 
     def __init__(self, text: Text) -> None:
@@ -85,14 +85,23 @@ class Incremental:
     def push(self, token_id: int) -> str:
         self._window.append(token_id)
         text = self._text.decode(self._window)
-        settled = len(text) - text.endswith(REPLACEMENT)
+        settled = len(text.rstrip(REPLACEMENT))
         delta = text[self._shown:settled]
         self._shown = max(self._shown, settled)
-        if (settled == len(text) and len(self._window) >= 4 * KEPT) or len(self._window) >= LONGEST_PENDING:
+        if settled == len(text) and len(self._window) >= 4 * KEPT:
+            self._shorten()
+        if len(self._window) >= LONGEST_PENDING:
             delta += text[self._shown:]
-            self._window = self._window[-KEPT:]
-            self._shown = len(self._text.decode(self._window))
+            self._window, self._shown = [], 0
         return delta
+
+    def _shorten(self) -> None:
+        """Keep a few last tokens, cut between characters: some decoders spoil a whole run of bytes for one that is incomplete."""
+        for kept in range(KEPT, 2 * KEPT):
+            text = self._text.decode(self._window[-kept:])
+            if REPLACEMENT not in text:
+                self._window, self._shown = self._window[-kept:], len(text)
+                return
 
     def flush(self) -> str:
         delta = self._text.decode(self._window)[self._shown:]

@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from tlt_server.errors import Cancelled, TltError
 from tlt_server.frontend.generation import Event, Generation, ItemError, ItemResult, Service, TokenEvent
-from tlt_server.frontend.replies import error_body, json_response
+from tlt_server.frontend.replies import error_body, json_response, unexpected
 from tlt_server.frontend.validation import Batch, parse
 
 
@@ -43,7 +43,7 @@ def routes(service: Service) -> list[Route]:
         batch = await service.validator.batch(asked, service.engine.info)
         generation = service.start(batch)  # a batch that is not admitted is an HTTP error, not a stream
         if batch.stream:
-            return EventStream(service, generation)
+            return EventStream(service, batch, generation)
         with closing(generation):
             return await _unless_disconnected(request, _collect(service, batch, generation))
 
@@ -76,8 +76,8 @@ async def _collect(service: Service, batch: Batch, generation: Generation) -> Re
 class EventStream(StreamingResponse):
     """Server-sent events; whatever ends the response also ends the generation."""
 
-    def __init__(self, service: Service, generation: Generation) -> None:
-        super().__init__(_frames(service, generation), media_type="text/event-stream", headers={"cache-control": "no-store"})
+    def __init__(self, service: Service, batch: Batch, generation: Generation) -> None:
+        super().__init__(_frames(service, batch, generation), media_type="text/event-stream", headers={"cache-control": "no-store"})
         self._generation = generation
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -85,12 +85,18 @@ class EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-async def _frames(service: Service, generation: Generation) -> AsyncIterator[bytes]:
-    usage = Usage()
-    async for event in generation.events():
-        if isinstance(event, ItemResult):
-            usage.add(event)
-        yield _frame(*_phrase(event))
+async def _frames(service: Service, batch: Batch, generation: Generation) -> AsyncIterator[bytes]:
+    usage, waiting = Usage(), {item.id for item in batch.items}
+    try:
+        async for event in generation.events():
+            if isinstance(event, ItemResult):
+                usage.add(event)
+            if not isinstance(event, TokenEvent):
+                waiting.discard(event.id)
+            yield _frame(*_phrase(event))
+    except Exception as error:  # our own bug, but the status line is long gone: say so in the stream
+        for id in waiting:
+            yield _frame(*_phrase(ItemError(id, unexpected(error, "/generate"))))
     yield _frame("done", _footer(service, usage))
 
 
