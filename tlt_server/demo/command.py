@@ -14,7 +14,7 @@ from rich.console import Console
 
 from tlt_client import Client
 from tlt_client.errors import TltClientError
-from tlt_server.demo.display import FIRST_TIME, Display
+from tlt_server.demo.display import STARTING, Display
 from tlt_server.demo.rounds import FULL, QUICK, ROUNDS, Outcome, chosen_problems, play
 from tlt_server.demo.server import ServerProcess
 from tlt_server.demo.table import figures, print_sample, rounds_table
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     outcomes: list[Outcome] = []
     try:
         with Display(console, size.problems * size.responses) as display:
-            display.say(f"starting `tlt serve` ({FIRST_TIME})")
+            display.phase(STARTING)
             with ServerProcess(*flags, on_line=display.say) as server, Client(server.url, timeout_s=600) as client:
                 loaded = client.strategy()["drafters"]
                 for turn in ROUNDS:
@@ -42,6 +42,7 @@ def run(args: argparse.Namespace) -> int:
                         display.begin(turn)
                         outcomes.append(play(client, turn, problems, size, args.seed, display.show))
                         display.end(outcomes[-1])
+                display.phase("stopping the server")
     except (TltClientError, RuntimeError) as error:
         print(f"tlt demo: {error}", file=sys.stderr)
         return 1

@@ -15,7 +15,7 @@ from rich.text import Text
 from tlt_server.demo.rounds import Moment, Outcome, Round
 
 PLAIN_EVERY_S = 5.0
-FIRST_TIME = "the very first start on a machine also compiles kernels, about 20 s; they are kept"
+STARTING = "starting `tlt serve` (the very first start on a machine also compiles kernels, about 20 s; they are kept)"
 
 
 class Display:
@@ -23,13 +23,14 @@ class Display:
 
     def __init__(self, console: Console, sequences: int) -> None:
         self.console, self._sequences = console, sequences
+        self._round: Round | None = None
+        self._moment: Moment | None = None
+        self._doing = ""
+        self._started = self._said = time.monotonic()
+        self._spinner = Spinner("dots")
         self._live: Live | None = None
         if console.is_terminal:
             self._live = Live(console=console, get_renderable=self._render, refresh_per_second=4, transient=True)
-        self._round: Round | None = None
-        self._moment: Moment | None = None
-        self._started = self._said = time.monotonic()
-        self._spinner = Spinner("dots")
 
     def __enter__(self) -> Display:
         if self._live is not None:
@@ -42,6 +43,12 @@ class Display:
 
     def say(self, line: str) -> None:
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def phase(self, doing: str) -> None:
+        """Something without figures begins."""
+        self._doing, self._round, self._started = doing, None, time.monotonic()
+        if self._live is None:
+            self.say(doing)
 
     def begin(self, turn: Round) -> None:
         self._round, self._moment, self._started = turn, None, time.monotonic()
@@ -56,16 +63,15 @@ class Display:
             self.say(f"  {_line(moment, self._sequences)}")
 
     def end(self, outcome: Outcome) -> None:
-        self._round = self._moment = None
         accepted = f", accept length {outcome.accept_length:.2f}" if outcome.accept_length else ""
         self.say(f"{outcome.round.name:<12} {outcome.seconds:6.1f} s  {outcome.passes:5d} passes  "
                  f"{outcome.tokens / outcome.seconds:5.0f} tokens/s{accepted}")
 
     def _render(self) -> Group | Spinner:
         if self._round is None:
-            self._spinner.update(text=f" {time.monotonic() - self._started:.0f} s ({FIRST_TIME})")
+            self._spinner.update(text=f" {self._doing}: {time.monotonic() - self._started:.0f} s")
             return self._spinner
-        finished = self._moment.finished if self._moment else 0
+        finished = self._sequences - self._moment.engine.open if self._moment else 0
         bar = Table.grid(padding=(0, 1))
         bar.add_row(Text(self._round.name, "bold"), ProgressBar(self._sequences, finished, width=40), f"{finished}/{self._sequences}")
         return Group(bar, Text(_line(self._moment, self._sequences) if self._moment else "waiting for the first token"))
@@ -74,5 +80,5 @@ class Display:
 def _line(moment: Moment, sequences: int) -> str:
     engine = moment.engine
     accepted = f" | accept length {engine.accept_length:.2f}" if engine.accept_length else ""
-    return (f"running {engine.running} | finished {moment.finished} of {sequences} | {moment.tokens / moment.seconds:.0f} tokens/s | "
+    return (f"running {engine.running} | finished {sequences - engine.open} of {sequences} | {moment.tokens / moment.seconds:.0f} tokens/s | "
             f"in force {engine.strategy or 'none yet'}{accepted}")

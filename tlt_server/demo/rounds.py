@@ -15,7 +15,7 @@ from tlt_client import Client, ItemResult
 from tlt_client.wire import Choice, Token
 from tlt_server.demo.task import EVAL_SEEDS, Problem, problem, reward
 
-FIRST = 426  # evaluation problem of seed 0: of the four from here on, one takes long, as in a reasoning rollout
+FIRST = 439  # evaluation problem of seed 0: of the four from here on, one takes long, as in a reasoning rollout
 LOOK_S = 0.25  # between two looks at the server's metrics
 
 
@@ -48,6 +48,7 @@ class Engine(NamedTuple):
     """What the server's metrics say at a moment."""
 
     running: int
+    open: int  # running or waiting
     strategy: str
     accept_length: float  # of the last step; 0 without drafts
     passes: int  # target forward passes since start
@@ -56,7 +57,6 @@ class Engine(NamedTuple):
 class Moment(NamedTuple):
     """A round while it runs."""
 
-    finished: int  # responses
     tokens: int
     seconds: float
     engine: Engine
@@ -104,7 +104,6 @@ def play(client: Client, turn: Round, problems: Sequence[Problem], size: Size, s
          "salt": turn.name}
         for i, task in enumerate(problems)]
     choices: dict[int, list[Choice]] = {}
-    ended: set[tuple[str, int]] = set()
     tokens, before, started = 0, look(client), time.perf_counter()
     looked = started
     for event in client.stream(items, sampling={"max_tokens": size.max_tokens}):
@@ -114,11 +113,10 @@ def play(client: Client, turn: Round, problems: Sequence[Problem], size: Size, s
             if event.error is not None:
                 raise RuntimeError(f"problem {event.id}: {event.error.code}: {event.error.message}")
             choices[int(event.id)] = event.choices
-            ended |= {(event.id, choice.index) for choice in event.choices}
         now = time.perf_counter()
         if now - looked >= LOOK_S:
             looked = now
-            show(Moment(len(ended), tokens, now - started, look(client)))
+            show(Moment(tokens, now - started, look(client)))
     seconds = time.perf_counter() - started
     found = [choices[i] for i in range(len(problems))]
     rewards = [reward(task, choice.text or "") for task, group in zip(problems, found, strict=True) for choice in group]
@@ -130,6 +128,6 @@ def look(client: Client) -> Engine:
               for family in text_string_to_metric_families(client.metrics()) for sample in family.samples}
     strategy = next((label for (name, label), value in values.items() if name == "tlt_strategy_in_force" and value), "")
     return Engine(
-        running=int(values.get(("tlt_running_sequences", ""), 0)), strategy=strategy,
+        running=int(values.get(("tlt_running_sequences", ""), 0)), open=int(values[("tlt_open_sequences", "")]), strategy=strategy,
         accept_length=values.get(("tlt_accept_length", strategy), 0.0) if strategy != "off" else 0.0,
         passes=int(sum(value for (name, _), value in values.items() if name == "tlt_cycles_total")))
