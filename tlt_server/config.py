@@ -29,14 +29,14 @@ _TABLE = {setting.name: setting for setting in settings()}
 _STRATEGY = re.compile(r"([a-z][a-z0-9_]*):(\d{1,3})x(\d{1,3})x(\d{1,4})")
 
 
-def parse_strategy(text: str) -> Strategy:
-    """`eagle:7x4x32`: drafter, depth, children per node, verify rows per request (the root row included)."""
+def parse_strategy(text: str, name: str = "sd_strategy") -> Strategy:
+    """`eagle:7x4x32`: drafter, depth, children per node, verify rows per request (the root row included). `name` is for the message."""
     match = _STRATEGY.fullmatch(text)
     if match is None:
-        raise StartupError(f"sd_strategy is {text!r}; it must look like drafter:DEPTHxWIDTHxROWS, for example eagle:7x4x32")
+        raise StartupError(f"{name} is {text[:80]!r}; it must look like drafter:DEPTHxWIDTHxROWS, for example eagle:7x4x32")
     depth, width, rows = (int(number) for number in match.groups()[1:])
     if depth < 1 or width < 1 or rows < 2:
-        raise StartupError(f"sd_strategy is {text!r}; depth and width must be at least 1 and rows at least 2 (the root and one draft)")
+        raise StartupError(f"{name} is {text!r}; depth and width must be at least 1 and rows at least 2 (the root and one draft)")
     return Strategy(drafter=match[1], depth=depth, width=width, rows=rows)
 
 

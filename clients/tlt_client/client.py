@@ -58,6 +58,16 @@ def _raise_for(response: httpx.Response) -> None:
     raise ServerError(error.code, error.message, status=response.status_code, retryable=error.retryable, retry_after_s=retry_after_s)
 
 
+def _object(response: httpx.Response) -> Mapping[str, Any]:
+    _raise_for(response)
+    return msgspec.json.decode(response.content, type=dict[str, Any])
+
+
+def _policy(policy: str, strategy: str | None) -> dict[str, Any]:
+    content = {"policy": policy} if strategy is None else {"policy": policy, "strategy": strategy}
+    return {"content": msgspec.json.encode(content), "headers": {"content-type": "application/json"}}
+
+
 @contextmanager
 def _connection_errors() -> Iterator[None]:
     try:
@@ -94,8 +104,24 @@ class Client:
     def server_info(self) -> Mapping[str, Any]:
         with _connection_errors():
             response = self._http.get("/server_info")
+        return _object(response)
+
+    def strategy(self) -> Mapping[str, Any]:
+        """The policy in force, the strategy of the last step, and the arms."""
+        with _connection_errors():
+            return _object(self._http.get("/strategy"))
+
+    def set_strategy(self, policy: str, strategy: str | None = None) -> Mapping[str, Any]:
+        """Replace the policy (`off`, `fixed` with a strategy such as "eagle:7x4x16", `beg`) between two steps; never changes a token."""
+        with _connection_errors():
+            return _object(self._http.put("/strategy", **_policy(policy, strategy)))
+
+    def metrics(self) -> str:
+        """The Prometheus exposition, as text."""
+        with _connection_errors():
+            response = self._http.get("/metrics")
         _raise_for(response)
-        return msgspec.json.decode(response.content, type=dict[str, Any])
+        return response.text
 
     def is_ready(self) -> bool:
         try:
@@ -141,8 +167,24 @@ class AsyncClient:
     async def server_info(self) -> Mapping[str, Any]:
         with _connection_errors():
             response = await self._http.get("/server_info")
+        return _object(response)
+
+    async def strategy(self) -> Mapping[str, Any]:
+        """The policy in force, the strategy of the last step, and the arms."""
+        with _connection_errors():
+            return _object(await self._http.get("/strategy"))
+
+    async def set_strategy(self, policy: str, strategy: str | None = None) -> Mapping[str, Any]:
+        """Replace the policy (`off`, `fixed` with a strategy such as "eagle:7x4x16", `beg`) between two steps; never changes a token."""
+        with _connection_errors():
+            return _object(await self._http.put("/strategy", **_policy(policy, strategy)))
+
+    async def metrics(self) -> str:
+        """The Prometheus exposition, as text."""
+        with _connection_errors():
+            response = await self._http.get("/metrics")
         _raise_for(response)
-        return msgspec.json.decode(response.content, type=dict[str, Any])
+        return response.text
 
     async def is_ready(self) -> bool:
         try:

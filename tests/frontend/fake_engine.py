@@ -13,6 +13,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import zmq
 import zmq.asyncio
 
@@ -27,6 +28,7 @@ from tlt_server.records import (
     Phase,
     Ready,
     SdFigures,
+    SetPolicy,
     StepContext,
     StepOutput,
     Stop,
@@ -81,9 +83,11 @@ class FakeEngine:
     directory: Path
     per_step: int = 3
     step_s: float = 0.001
+    drafter: str = ""  # what it says it has loaded
     running: dict[str, Running] = field(default_factory=dict)
     submitted: list[GenerateRequest] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
+    policies: list[SetPolicy] = field(default_factory=list)
 
     async def run(self, *, startup: bool = True) -> int:
         """Until `Stop`; the result is the exit status."""
@@ -94,7 +98,7 @@ class FakeEngine:
         try:
             if startup:
                 await self._events.send(encode(Phase("load", 0.01)))
-                await self._events.send(encode(Ready(INFO)))
+                await self._events.send(encode(Ready(msgspec.structs.replace(INFO, drafter=self.drafter))))
             return await self._loop()
         finally:
             context.destroy(linger=200)
@@ -112,6 +116,8 @@ class FakeEngine:
                         for id in command.ids or list(self.running):
                             if id in self.running:
                                 self.running[id].aborted = command.finish_reason
+                    case SetPolicy():
+                        self.policies.append(command)
                     case Stop():
                         return 0
             if any(DIES in running.request.token_ids for running in self.running.values()):

@@ -1,5 +1,7 @@
 """Matching against a slow twin, the pool's bookkeeping, and what the history drafter makes of siblings and repetition."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -139,6 +141,15 @@ def test_the_same_prompt_in_a_later_rollout_finds_earlier_responses():
     history.finish("old", "step-1", np.array([5, 6, 7, 50, 51, 52, 53]), 3)
     assert proposed_path(history.propose(batch_of({"new": [5, 6, 7, 50]}, group="step-2", prompt_len=3), STRATEGY)) == [51, 52, 53]
     assert len(history.propose(batch_of({"other": [5, 6, 8, 50]}, group="step-3", prompt_len=3), STRATEGY)) == 0
+
+
+def test_nothing_is_shared_between_salts():
+    batch = batch_of({"new": [5, 6, 7, 50]}, prompt_len=3)
+    for salts, path in ((["two"], 0), ([""], 0), (["one"], 3)):
+        history = History()
+        history.propose(replace(batch_of({"sibling": [5, 6, 7, 50, 51, 52, 53]}, prompt_len=3), salts=["one"]), STRATEGY)
+        history.finish("old", "g", np.array([5, 6, 7, 50, 51, 52, 53]), 3, "one")
+        assert len(history.propose(replace(batch, salts=salts), STRATEGY)) == path
 
 
 def test_most_siblings_win_and_the_minority_is_second():

@@ -92,7 +92,8 @@ def assemble(settings: EngineSettings, on_phase: OnPhase = lambda name, seconds,
 
     def on_end(sequence: Sequence) -> None:
         for drafter in drafters.values():
-            drafter.finish(sequence.id, sequence.request.group_id, sequence.tokens, sequence.prompt_len)
+            drafter.finish(sequence.id, sequence.request.group_id, sequence.tokens, sequence.prompt_len,
+                           sequence.request.salt)
 
     scheduler = Scheduler(
         PagePool(cache.pages, cache.page_size, on_reuse=cache.reuse),

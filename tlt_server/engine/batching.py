@@ -26,6 +26,7 @@ def draft_batch(works: list[Work], page_table_SP: NDArray[np.int32]) -> DraftBat
         page_table_BP=page_table_SP[[s.slot for s in sequences], :pages],
         seed_B=np.array([s.request.seed for s in sequences], np.uint64),
         temperature_B=np.array([s.request.sampling.temperature for s in sequences], np.float32),
+        salts=[s.request.salt for s in sequences],
         max_depth_B=np.array([min(s.remaining - 1, s.capacity - s.length) for s in sequences], np.int32),
     )
 

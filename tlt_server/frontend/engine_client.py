@@ -22,6 +22,7 @@ from tlt_server.metrics import Metrics
 from tlt_server.records import (
     Abort,
     Command,
+    Cycle,
     EngineInfo,
     Event,
     Failed,
@@ -29,6 +30,7 @@ from tlt_server.records import (
     Outputs,
     Phase,
     Ready,
+    SetPolicy,
     StepOutput,
     Stop,
     Submit,
@@ -86,6 +88,8 @@ class EngineClient:
         self._idle.set()
         self.dead = asyncio.Event()
         self.info: EngineInfo | None = None
+        self.policy: SetPolicy | None = None  # None = what the engine was started with
+        self.last_cycle: Cycle | None = None
         self.phases: list[Phase] = []
         self.failure: TltError | None = None
         self.draining = False
@@ -186,6 +190,11 @@ class EngineClient:
         if live:
             self._send(Abort(ids=live, finish_reason=finish_reason))
 
+    def set_policy(self, policy: SetPolicy) -> None:
+        """Replace the policy before the engine's next step; commands keep their order, so what is submitted later runs under it."""
+        self._send(policy)
+        self.policy = policy
+
     async def drain(self, timeout_s: float) -> bool:
         """Take nothing new and wait for what runs; False when time ran out (the rest then ends with a typed error)."""
         self.draining = True
@@ -198,6 +207,7 @@ class EngineClient:
 
     def _dispatch(self, message: Outputs) -> None:
         self._metrics.engine_outputs(message)
+        self.last_cycle = message.cycle or self.last_cycle
         for output in message.outputs:
             self._route(output)
 

@@ -11,4 +11,5 @@ from tlt_server.registry import Registry
 DIALECTS = Registry("dialect", {
     "native": "tlt_server.frontend.dialects.native:routes",
     "operate": "tlt_server.frontend.dialects.operate:routes",
+    "strategy": "tlt_server.frontend.dialects.strategy:routes",
 })

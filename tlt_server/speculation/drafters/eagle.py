@@ -134,7 +134,7 @@ class Eagle:
             if known is candidates:
                 self.calibration.observe(cell_N, candidates.parent_N, np.asarray(accepted_N, np.int8))
 
-    def finish(self, request_id: str, group_id: str, tokens: object, prompt_len: int) -> None:
+    def finish(self, request_id: str, group_id: str, tokens: object, prompt_len: int, salt: str = "") -> None:
         """Nothing is kept per request; its pages come back through `pages_freed`."""
 
     def pages_freed(self, page_ids: Iterable[int]) -> None:

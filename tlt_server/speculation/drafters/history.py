@@ -1,9 +1,9 @@
 """Model-free drafting: what followed these tokens before, in the prompt, this output, its siblings and earlier responses.
 
 One pool of tokens per prompt serves all requests of its group: running siblings, finished ones, and responses to the same
-prompt in earlier rollouts. The longest earlier occurrences of a request's last tokens become one trie with counts. How far
-such a node can be trusted is learned online per (match length, share of matches that agree, depth). No torch, no network:
-the drafter of day 0, and what is left when another drafter's acceptance collapses.
+prompt in earlier rollouts; nothing is shared between salts. The longest earlier occurrences of a request's last tokens
+become one trie with counts. How far such a node can be trusted is learned online per (match length, share of matches that
+agree, depth). No torch, no network: the drafter of day 0, and what is left when another drafter's acceptance collapses.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class History:
         self.settings = settings
         self.table = OnlineTable(prior())
         self._groups: OrderedDict[bytes, Group] = OrderedDict()  # by prompt, least recently used first
-        self._by_group_id: dict[str, tuple[Group, int]] = {}  # and how many of it are running
+        self._by_group_id: dict[tuple[str, str], tuple[Group, int]] = {}  # by salt and id: the group, and how many of it are running
         self._running: dict[str, Running] = {}
         self._open: deque[tuple[Candidates, NDArray[np.int32]]] = deque(maxlen=REMEMBERED)
         self._asked = self._answered = 0
@@ -76,8 +76,9 @@ class History:
         if not len(batch) or strategy.width <= 0 or depth_B.max() <= 0:
             return Candidates.empty()
         members: dict[int, tuple[Group, list[int], list[int]]] = {}
-        for b, (name, group_id, tokens) in enumerate(zip(batch.ids, batch.group_ids, batch.tokens, strict=True)):
-            state = self._follow(name, group_id, tokens, int(batch.prompt_len_B[b]))
+        keys = zip(batch.salts or [""] * len(batch), batch.group_ids, strict=True)
+        for b, (name, key, tokens) in enumerate(zip(batch.ids, keys, batch.tokens, strict=True)):
+            state = self._follow(name, key, tokens, int(batch.prompt_len_B[b]))
             if state.taken < len(tokens):
                 continue  # the pool is full of running requests
             _, segments, requests = members.setdefault(id(state.group), (state.group, [], []))
@@ -106,15 +107,16 @@ class History:
             if known is candidates:
                 self.table.observe(cell_N, candidates.parent_N, np.asarray(accepted_N, np.int8))
 
-    def finish(self, request_id: str, group_id: str, tokens: object, prompt_len: int) -> None:
-        state = self._follow(request_id, group_id, np.asarray(tokens, np.int32), prompt_len)
+    def finish(self, request_id: str, group_id: str, tokens: object, prompt_len: int, salt: str = "") -> None:
+        key = salt, group_id
+        state = self._follow(request_id, key, np.asarray(tokens, np.int32), prompt_len)
         del self._running[request_id]
         state.group.pool.finish(state.segment)
         state.group.running -= 1
-        if group_id in self._by_group_id:
-            group, running = self._by_group_id.pop(group_id)
+        if key in self._by_group_id:
+            group, running = self._by_group_id.pop(key)
             if running > 1:
-                self._by_group_id[group_id] = group, running - 1
+                self._by_group_id[key] = group, running - 1
         self._evict()
 
     def pages_freed(self, page_ids: Iterable[int]) -> None:
@@ -128,20 +130,22 @@ class History:
             "history_table_drift": self.table.drift,
         }
 
-    def _follow(self, request_id: str, group_id: str, tokens: NDArray[np.int32], prompt_len: int) -> Running:
+    def _follow(self, request_id: str, key: tuple[str, str], tokens: NDArray[np.int32], prompt_len: int) -> Running:
         """The request's state, its pool brought up to `tokens`."""
         state = self._running.get(request_id)
         if state is None:
-            state = self._running[request_id] = self._start(group_id, tokens, prompt_len)
+            state = self._running[request_id] = self._start(key, tokens, prompt_len)
         if len(tokens) > state.taken and state.group.pool.append(state.segment, tokens[state.taken:]):
             state.taken = len(tokens)
         return state
 
-    def _start(self, group_id: str, tokens: NDArray[np.int32], prompt_len: int) -> Running:
+    def _start(self, key: tuple[str, str], tokens: NDArray[np.int32], prompt_len: int) -> Running:
         """Join the pool of the group, else of the prompt. The prompt is stored once; a request repeats only its end, as context."""
         prompt = tokens[:prompt_len]
-        digest = blake2b(prompt.tobytes(), digest_size=16).digest()
-        known = self._by_group_id.get(group_id) if group_id else None
+        salt, group_id = key
+        salted = blake2b(salt.encode(), digest_size=16).digest() + prompt.tobytes()
+        digest = blake2b(salted, digest_size=16).digest()
+        known = self._by_group_id.get(key) if group_id else None
         group = known[0] if known else self._groups.get(digest)
         if group is None:
             group = self._groups[digest] = Group(TokenPool(self.settings.pool_tokens), set())
@@ -154,7 +158,7 @@ class History:
             group.pool.finish(segment)
         group.running += 1
         if group_id:
-            self._by_group_id[group_id] = group, (known[1] if known else 0) + 1
+            self._by_group_id[key] = group, (known[1] if known else 0) + 1
         return Running(group, group.pool.open(), max(0, prompt_len - self.settings.longest))
 
     def _pool_tokens(self) -> int:
