@@ -86,7 +86,7 @@ class Cycle(Struct, frozen=True, kw_only=True):
     accepted: tuple[int, ...]  # draft tokens accepted, per decoding request
     drafted: int  # draft rows verified
     draft_s: float
-    step_s: float  # wall time of the whole step
+    step_s: float = 0.0  # wall time since the previous step ended, or since this one began after idling
 
 
 class TokenLogprobs(Struct, frozen=True, array_like=True):

@@ -9,6 +9,7 @@ Legend: R rows, B requests, P pages per request, D longest draft path, H hidden,
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -40,14 +41,31 @@ class KVCache:
     The last `scratch` slots belong to no page; draft rows live there for one step.
     """
 
-    def __init__(self, *, layers: int, pages: int, page_size: int, scratch: int, kv_heads: int, head_dim: int,
-                 dtype: torch.dtype = torch.float32, device: str = "cpu", features: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        layers: int,
+        pages: int,
+        page_size: int,
+        scratch: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+        features: int = 0,
+    ) -> None:
         self.pages, self.page_size, self.scratch = pages, page_size, scratch
         self.scratch_start = pages * page_size
         slots = self.scratch_start + scratch
         self.k = torch.zeros(layers, slots, kv_heads, head_dim, dtype=dtype, device=device)
         self.v = torch.zeros(layers, slots, kv_heads, head_dim, dtype=dtype, device=device)
         self.features_SF = torch.zeros(slots, features, dtype=dtype, device=device)  # the target's hidden states that a drafter reads
+        self.on_reuse: list[Callable[[Iterable[int]], None]] = []  # who keeps something of its own under our page ids
+
+    def reuse(self, pages: Iterable[int]) -> None:
+        """These pages are about to hold other tokens."""
+        for forget in self.on_reuse:
+            forget(pages)
 
     @property
     def bytes_per_slot(self) -> int:

@@ -6,11 +6,12 @@ A target is built by `loader.load_target(directory, ...)` and has:
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple
 
 from tlt_server.registry import Registry
+
+if TYPE_CHECKING:  # `environment` in this package must be importable before torch is
+    from torch import Tensor
 
 FAMILIES = Registry("model family", {
     "LlamaForCausalLM": "tlt_server.models.llama:Llama",

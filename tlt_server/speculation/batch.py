@@ -5,6 +5,7 @@ Legend: B requests that may be speculated on, P pages, N candidate nodes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +25,7 @@ class DraftBatch:
     seed_B: NDArray[np.uint64]
     temperature_B: NDArray[np.float32]
     max_depth_B: NDArray[np.int32]  # draft tokens that can still be used before max_tokens
+    salts: Sequence[str] = ()  # per request: text is never shared between salts; empty = no request has one
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -25,7 +25,7 @@ class Drafter(Protocol):
     def observe(self, batch: DraftBatch, candidates: Candidates, accepted_N: object) -> None:
         """Which candidates were verified and accepted (int8 per node: -1 not verified, 0 rejected or unreached, 1 accepted)."""
 
-    def finish(self, request_id: str, group_id: str, tokens: object, prompt_len: int) -> None:
-        """A request has ended; its tokens may serve its siblings, its state may go."""
+    def finish(self, request_id: str, group_id: str, tokens: object, prompt_len: int, salt: str = "") -> None:
+        """A request has ended; its tokens may serve its siblings (of the same salt), its state may go."""
 
     def gauges(self) -> Mapping[str, float]: ...

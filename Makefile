@@ -1,0 +1,56 @@
+# The verbs of this repository; continuous integration runs exactly `make test`.
+#   PYTHON      interpreter for the environment: 3.11 or 3.12
+#   TORCH_SPEC  what pip is asked for torch, e.g. TORCH_SPEC="torch==2.13.0+cpu" with PIP_ARGS naming an index that has it
+#   PIP_ARGS    further arguments of pip install
+.DEFAULT_GOAL := help
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+
+VENV ?= .venv
+PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
+  "$$p" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' >/dev/null 2>&1 && echo "$$p" && break; done)
+TORCH_SPEC ?= torch
+PIP_ARGS ?=
+ARGS ?=
+PYTEST_ARGS ?= -n 2
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.stamp
+CODE := tlt_server clients tests $(wildcard kernels examples benchmarks)
+
+.PHONY: setup demo test lint bench soak clean help
+
+help: ## this list
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
+
+$(STAMP): pyproject.toml kernels/pyproject.toml clients/pyproject.toml constraints.txt
+	@if [ -z "$(PYTHON)" ]; then echo "No Python 3.11 or 3.12 found: install one, or name it: make setup PYTHON=/path/to/python3.11" >&2; exit 2; fi
+	@"$(PYTHON)" -c 'import sys; v = sys.version_info; sys.exit(0 if (3, 11) <= v < (3, 13) else f"$(PYTHON) is Python {v[0]}.{v[1]}; this project needs 3.11 or 3.12: name one with make PYTHON=...")'
+	@echo "Setting up $(VENV) with $(PYTHON). Download: about 2.4 GB with a CUDA build of torch, about 0.5 GB with a CPU build; less what pip has cached."
+	"$(PYTHON)" -m venv "$(VENV)"
+	"$(BIN)/python" -m pip install -q -c constraints.txt $(PIP_ARGS) "$(TORCH_SPEC)" -e ./kernels -e ./clients -e '.[test]'
+	@touch "$@"
+
+setup: $(STAMP) ## make the environment: .venv with the three distributions, editable
+
+demo: $(STAMP) ## serve the shipped pair and show exactness and speed-up
+	"$(BIN)/tlt" demo $(ARGS)
+
+lint: $(STAMP) ## ruff, mypy, import-linter
+	"$(BIN)/ruff" check $(CODE)
+	"$(BIN)/mypy"
+	"$(BIN)/lint-imports"
+
+test: $(STAMP) lint ## lint, then all tests that need no GPU
+	"$(BIN)/python" -m pytest -m "not gpu and not soak" $(PYTEST_ARGS) $(ARGS)
+
+bench: $(STAMP) ## exactness and rollout benchmarks, quick
+	"$(BIN)/tlt" bench exact --quick $(ARGS)
+	"$(BIN)/tlt" bench rollout --quick $(ARGS)
+
+soak: $(STAMP) ## the long tests
+	"$(BIN)/python" -m pytest -m soak $(ARGS)
+
+clean: ## remove the environment and what tools left behind
+	rm -rf "$(VENV)" build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	find . -maxdepth 2 -name '*.egg-info' -type d -prune -exec rm -rf {} +

@@ -1,0 +1,18 @@
+"""Client of TLT Server: `Client` and `AsyncClient` over HTTP, the wire models, the error tree. No torch.
+
+    from tlt_client import Client
+
+    with Client("http://127.0.0.1:8000") as client:
+        reply = client.generate([{"prompt": "2 + 2 =", "n": 4, "seed": 7}], sampling={"max_tokens": 32})
+        for choice in reply.results[0].choices:
+            print(choice.text, sum(choice.logprobs))
+"""
+
+from __future__ import annotations
+
+from tlt_client.client import AsyncClient, Client
+from tlt_client.errors import ConnectionFailed, ServerError
+from tlt_client.wire import Choice, Item, ItemResult, Reply, SamplingFields
+
+__version__ = "0.1.0"
+__all__ = ["AsyncClient", "Choice", "Client", "ConnectionFailed", "Item", "ItemResult", "Reply", "SamplingFields", "ServerError"]

@@ -1,0 +1,71 @@
+"""Which committed positions a drafter's KV lacks, page by page.
+
+Slow twin: `tests/unit/test_drafters.py`. Legend: B requests, P pages per request, S slots, R rows.
+"""
+
+from __future__ import annotations
+
+from numba import njit
+
+
+@njit(cache=True)
+def undrafted(page_table_BP, root_position_B, page_size, drafted_S, full_P, cursor, slot_R, previous_slot_R, position_R, request_R):
+    """Collect, and mark as drafted, up to len(slot_R) undrafted slots of positions 1 .. root - 1. Returns how many.
+
+    `cursor` = [request, position] is where to go on; request = B means that nothing is left. A slot shared by several
+    requests is collected once. previous_slot_R: the slot of the position before, where the row's feature lies.
+    full_P: pages that need no look, with every slot drafted (position 0 has no feature before it and never counts).
+    """
+    rows = 0
+    b = cursor[0]
+    position = cursor[1]
+    while b < len(root_position_B):
+        while position < root_position_B[b]:
+            index = position // page_size
+            page = page_table_BP[b, index]
+            if full_P[page]:
+                position = (index + 1) * page_size
+                continue
+            slot = page * page_size + position % page_size
+            if not drafted_S[slot]:
+                if rows == len(slot_R):
+                    cursor[0], cursor[1] = b, position
+                    return rows
+                drafted_S[slot] = True
+                before = position - 1
+                slot_R[rows] = slot
+                previous_slot_R[rows] = page_table_BP[b, before // page_size] * page_size + before % page_size
+                position_R[rows] = position
+                request_R[rows] = b
+                rows += 1
+            position += 1
+            if position % page_size == 0:
+                full_P[page] = drafted_S[page * page_size + (index == 0):(page + 1) * page_size].all()
+        b += 1
+        position = 1
+    cursor[0], cursor[1] = b, 1
+    return rows
+
+
+@njit(cache=True)
+def lay_roots(page_table_BP, root_position_B, depth_limit_B, page_size, drafted_S, first, slot_R, previous_slot_R, position_R,
+              request_R, node_R):
+    """Lay out the root row of every request with a depth limit above 0 from row `first` on; returns how many.
+
+    A root's token and the feature before it are the target's own, so its slot counts as drafted.
+    """
+    rows = first
+    for b in range(len(root_position_B)):
+        if depth_limit_B[b] <= 0:
+            continue
+        position = root_position_B[b]
+        before = position - 1
+        slot = page_table_BP[b, position // page_size] * page_size + position % page_size
+        drafted_S[slot] = True
+        slot_R[rows] = slot
+        previous_slot_R[rows] = page_table_BP[b, before // page_size] * page_size + before % page_size
+        position_R[rows] = position
+        request_R[rows] = b
+        node_R[rows] = -1
+        rows += 1
+    return rows - first

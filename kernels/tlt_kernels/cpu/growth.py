@@ -1,0 +1,147 @@
+"""Best-first growth of a neural draft tree: one kernel call between two forwards of the drafter.
+
+A round takes the drafter's logits of the rows just run, plants their children, and picks the next rows: per request the
+`width` most probable unexpanded nodes of any depth, less those whose children could not be verified anyway (their survival
+is not above that of the `budget`-th best node of the batch) or that are not worth a row. Slow twin: `tests/unit/test_drafters.py`.
+
+Legend: B requests, C nodes per request, R rows of a round, V draft vocabulary, W width, L longest path, X rows so far.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from tlt_kernels.cpu.drafting import best_children, calibration_cell
+from tlt_kernels.cpu.tree import kth_largest
+
+PARENT, TOKEN, DEPTH, RANK, CELL, SOURCE, SLOT = range(7)  # columns of node_BCI
+FIELDS = 7  # SOURCE: the row whose hidden state predicted the node; SLOT: where its KV lies, -1 = not expanded
+
+
+@njit(cache=True)
+def plant(logit_RV, target_id_V, row_request_R, row_node_R, first_row, width, root_position_B, depth_limit_B, seed_B,
+          temperature_B, survival_table, gap_edges, node_BCI, survival_BC, count_B):
+    """Append the children of every row to its request's nodes. row_node_R = -1 is the root; first_row = X before this round."""
+    wanted = max(width, 2)  # the best child's gap needs the second
+    token_W = np.empty(wanted, np.int64)
+    z_W = np.empty(wanted, np.float32)
+    for r in range(len(logit_RV)):
+        b = row_request_R[r]
+        node = row_node_R[r]
+        depth = 1 if node < 0 else node_BCI[b, node, DEPTH] + 1
+        if depth > depth_limit_B[b]:
+            continue
+        parent_survival = np.float32(1.0) if node < 0 else survival_BC[b, node]
+        phase = 0 if node < 0 else 1
+        position = root_position_B[b] + depth
+        found = best_children(logit_RV[r], target_id_V, seed_B[b], position, temperature_B[b], token_W, z_W)
+        for rank in range(min(found, width)):
+            other = max(rank, 1)
+            gap = z_W[0] - z_W[other] if found > other else np.float32(np.inf)
+            cell = calibration_cell(phase, rank, gap, gap_edges)
+            at = count_B[b]
+            count_B[b] += 1
+            node_BCI[b, at, PARENT] = node
+            node_BCI[b, at, TOKEN] = token_W[rank]
+            node_BCI[b, at, DEPTH] = depth
+            node_BCI[b, at, RANK] = rank
+            node_BCI[b, at, CELL] = cell
+            node_BCI[b, at, SOURCE] = first_row + r
+            node_BCI[b, at, SLOT] = -1
+            survival_BC[b, at] = parent_survival * min(max(survival_table[cell], np.float32(0)), np.float32(1))
+
+
+@njit(cache=True)
+def bar(survival_BC, count_B, budget, floor):
+    """What a node's survival must exceed for its children to matter."""
+    total = 0
+    for b in range(len(count_B)):
+        total += count_B[b]
+    if budget <= 0 or total < budget:
+        return floor
+    flat_N = np.empty(total, np.float32)
+    at = 0
+    for b in range(len(count_B)):
+        flat_N[at:at + count_B[b]] = survival_BC[b, :count_B[b]]
+        at += count_B[b]
+    bits, _ = kth_largest(flat_N, total, budget)
+    flat_N[:1].view(np.uint32)[0] = bits
+    return max(floor, flat_N[0])
+
+
+@njit(cache=True)
+def pick(width, budget, floor, first_slot, root_position_B, depth_limit_B, node_BCI, survival_BC, count_B,
+         row_token_R, row_position_R, row_slot_R, row_request_R, row_node_R, row_source_R, row_path, path_length):
+    """Choose and lay out the next rows; returns how many. Row r's scratch slot is first_slot + r.
+
+    row_path is flat [R * L]: scratch slots of the ancestors and of the row itself, root side first, -1 padded.
+    """
+    threshold = bar(survival_BC, count_B, budget, floor)
+    rows = 0
+    for b in range(len(count_B)):
+        for _ in range(width):
+            best = -1
+            for n in range(count_B[b]):
+                if (node_BCI[b, n, SLOT] < 0 and node_BCI[b, n, DEPTH] < depth_limit_B[b] and survival_BC[b, n] > threshold
+                        and (best < 0 or survival_BC[b, n] > survival_BC[b, best])):
+                    best = n
+            if best < 0:
+                break
+            slot = first_slot + rows
+            node_BCI[b, best, SLOT] = slot
+            row_token_R[rows] = node_BCI[b, best, TOKEN]
+            row_position_R[rows] = root_position_B[b] + node_BCI[b, best, DEPTH]
+            row_slot_R[rows] = slot
+            row_request_R[rows] = b
+            row_node_R[rows] = best
+            row_source_R[rows] = node_BCI[b, best, SOURCE]
+            path = row_path[rows * path_length:(rows + 1) * path_length]
+            path[:] = -1
+            node = best
+            while node >= 0:
+                path[node_BCI[b, node, DEPTH] - 1] = node_BCI[b, node, SLOT]
+                node = node_BCI[b, node, PARENT]
+            rows += 1
+    return rows
+
+
+@njit(cache=True)
+def grow(logit_RV, target_id_V, first_row, width, pick_width, budget, floor, first_slot, root_position_B, depth_limit_B,
+         seed_B, temperature_B, survival_table, gap_edges, node_BCI, survival_BC, count_B, row_token_R, row_position_R,
+         row_slot_R, row_request_R, row_node_R, row_source_R, row_path, path_length):
+    """One round: plant the children of the rows just run, pick the next rows (none when pick_width is 0)."""
+    plant(logit_RV, target_id_V, row_request_R, row_node_R, first_row, width, root_position_B, depth_limit_B, seed_B,
+          temperature_B, survival_table, gap_edges, node_BCI, survival_BC, count_B)
+    if pick_width == 0:
+        return 0
+    return pick(pick_width, budget, floor, first_slot, root_position_B, depth_limit_B, node_BCI, survival_BC, count_B,
+                row_token_R, row_position_R, row_slot_R, row_request_R, row_node_R, row_source_R, row_path, path_length)
+
+
+@njit(cache=True)
+def harvest(node_BCI, survival_BC, count_B):
+    """(request_N, parent_N, token_N, depth_N, rank_N, survival_N, cell_N): all nodes as flat arrays, grouped by request."""
+    total = 0
+    for b in range(len(count_B)):
+        total += count_B[b]
+    request_N = np.empty(total, np.int32)
+    parent_N = np.empty(total, np.int32)
+    token_N = np.empty(total, np.int32)
+    depth_N = np.empty(total, np.int32)
+    rank_N = np.empty(total, np.int32)
+    cell_N = np.empty(total, np.int32)
+    survival_N = np.empty(total, np.float32)
+    first = 0
+    for b in range(len(count_B)):
+        for n in range(count_B[b]):
+            at = first + n
+            request_N[at] = b
+            parent_N[at] = node_BCI[b, n, PARENT] + first if node_BCI[b, n, PARENT] >= 0 else -1
+            token_N[at] = node_BCI[b, n, TOKEN]
+            depth_N[at] = node_BCI[b, n, DEPTH]
+            rank_N[at] = node_BCI[b, n, RANK]
+            cell_N[at] = node_BCI[b, n, CELL]
+            survival_N[at] = survival_BC[b, n]
+        first += count_B[b]
+    return request_N, parent_N, token_N, depth_N, rank_N, survival_N, cell_N

@@ -1,0 +1,122 @@
+"""Draft trees on the CPU: keep the best R nodes of a batch, and walk a verified tree.
+
+Trees are flat arrays with parents before children (see `tlt_server.speculation.batch.Candidates`). Everything is linear
+in the number of nodes: the top-R cut is a three-pass radix select on the bits of the survival, which as a non-negative
+float32 orders like its integer bits. Slow twins: `tests/unit/test_tree.py`, `tests/unit/test_accept.py`.
+
+Legend: N candidate nodes, M chosen nodes, B requests, R target rows, A accepted rows.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+RADIX = 11  # bits per pass; three passes cover 32
+
+
+@njit(cache=True)
+def kth_largest(value_N, count, k):
+    """(t, room): t = bits of the k-th largest of the first `count` float32 values, room = how many equal to t are among the k."""
+    bits_N = value_N[:count].view(np.uint32)
+    remaining = k
+    prefix = np.uint32(0)
+    mask = np.uint32(0)
+    for shift in (21, 10, 0):
+        width = RADIX if shift else 10
+        histogram = np.zeros(1 << RADIX, np.int32)
+        low = np.uint32((1 << width) - 1)
+        for n in range(count):
+            if bits_N[n] & mask == prefix:
+                histogram[(bits_N[n] >> np.uint32(shift)) & low] += 1
+        digit = (1 << width) - 1
+        while histogram[digit] < remaining and digit > 0:
+            remaining -= histogram[digit]
+            digit -= 1
+        prefix |= np.uint32(digit) << np.uint32(shift)
+        mask |= low << np.uint32(shift)
+    return prefix, remaining
+
+
+@njit(cache=True)
+def select(request_N, parent_N, depth_N, survival_N, requests, budget):
+    """(node_M, parent_M, count_B): the `budget` best nodes by (survival, shallowest, first), grouped by request.
+
+    parent_M indexes into M, -1 = root. A survival above the parent's is cut to it, so the choice is closed under ancestors.
+    """
+    nodes = len(request_N)
+    count_B = np.zeros(requests, np.int32)
+    kept = min(budget, nodes)
+    node_M = np.empty(max(kept, 0), np.int32)
+    parent_M = np.empty(max(kept, 0), np.int32)
+    if kept <= 0:
+        return node_M, parent_M, count_B
+    capped_N = np.empty(nodes, np.float32)
+    for n in range(nodes):
+        survival = survival_N[n]
+        if not survival >= 0:  # also NaN
+            survival = np.float32(0)
+        if parent_N[n] >= 0 and survival > capped_N[parent_N[n]]:
+            survival = capped_N[parent_N[n]]
+        capped_N[n] = survival + np.float32(0)  # -0.0 has the bits of a large number
+    chosen_N = np.zeros(nodes, np.bool_)
+    if kept == nodes:
+        chosen_N[:] = True
+    else:
+        threshold, room = kth_largest(capped_N, nodes, kept)
+        bits_N = capped_N.view(np.uint32)
+        deepest = 0
+        for n in range(nodes):
+            if bits_N[n] > threshold:
+                chosen_N[n] = True
+            elif bits_N[n] == threshold:
+                deepest = max(deepest, depth_N[n])
+        depth = 0
+        while room > 0 and depth <= deepest:
+            for n in range(nodes):
+                if room > 0 and bits_N[n] == threshold and depth_N[n] == depth:
+                    chosen_N[n] = True
+                    room -= 1
+            depth += 1
+    for n in range(nodes):
+        if chosen_N[n]:
+            count_B[request_N[n]] += 1
+    next_B = np.empty(requests, np.int32)
+    start = 0
+    for b in range(requests):
+        next_B[b] = start
+        start += count_B[b]
+    place_N = np.empty(nodes, np.int32)
+    for n in range(nodes):
+        if chosen_N[n]:
+            place = next_B[request_N[n]]
+            next_B[request_N[n]] += 1
+            place_N[n] = place
+            node_M[place] = n
+            parent_M[place] = place_N[parent_N[n]] if parent_N[n] >= 0 else -1
+    return node_M, parent_M, count_B
+
+
+@njit(cache=True)
+def walk(row_start_B, row_count_B, parent_row_R, token_R, sampled_R):
+    """(row_A, length_B, token_E): accepted rows, how many per request, and the emitted tokens (length + 1 per request)."""
+    requests = len(row_start_B)
+    row_A = np.empty(len(token_R), np.int32)
+    length_B = np.zeros(requests, np.int32)
+    token_E = np.empty(len(token_R) + requests, np.int32)
+    accepted = 0
+    emitted = 0
+    for b in range(requests):
+        at = row_start_B[b]
+        end = at + row_count_B[b]
+        token_E[emitted] = sampled_R[at]
+        emitted += 1
+        for row in range(at + 1, end):  # parents come first, so one pass follows the path
+            if parent_row_R[row] == at and token_R[row] == sampled_R[at]:
+                at = row
+                row_A[accepted] = row
+                accepted += 1
+                length_B[b] += 1
+                token_E[emitted] = sampled_R[row]
+                emitted += 1
+    return row_A[:accepted], length_B, token_E[:emitted]

@@ -1,0 +1,101 @@
+"""Slow twins of the sampling kernels: plain numpy, one idea per line, no code shared with the fast ones.
+
+Legend: S rows, V vocabulary. Arithmetic that decides a token is float32 in both; sums here are float64.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+MASK = np.uint64(0xFFFFFFFF)
+
+
+def philox4x32(key: tuple[int, int], counter: tuple[np.ndarray | int, ...]) -> list[np.ndarray]:
+    """Philox-4x32-10 on arrays of counters, in uint64 arithmetic: the four words, each as uint64 below 2^32."""
+    c = [np.asarray(word, dtype=np.uint64) & MASK for word in counter]
+    k = [key[0], key[1]]
+    for _ in range(10):
+        left, right = np.uint64(0xD2511F53) * c[0], np.uint64(0xCD9E8D57) * c[2]
+        c = [
+            (right >> np.uint64(32)) ^ c[1] ^ np.uint64(k[0]),
+            right & MASK,
+            (left >> np.uint64(32)) ^ c[3] ^ np.uint64(k[1]),
+            left & MASK,
+        ]
+        k = [(k[0] + 0x9E3779B9) % 2**32, (k[1] + 0xBB67AE85) % 2**32]
+    return c
+
+
+def gumbel(seed: int, tokens: np.ndarray, position: int) -> np.ndarray:
+    """G(seed, token, position) for an array of token ids: float64 throughout, rounded to float32 at the end."""
+    tokens = np.asarray(tokens, dtype=np.int64)
+    words = np.stack(philox4x32((seed % 2**32, seed >> 32), (tokens >> 2, position, 0, 0)))
+    words = np.broadcast_to(words.reshape(4, -1) if words.ndim > 1 else words[:, None], (4, tokens.size))
+    x = words[tokens.ravel() & 3, np.arange(tokens.size)].astype(np.float64)
+    u = np.minimum((x + 0.5) * 2.0**-32, 1.0 - 2.0**-24)
+    return (-np.log(-np.log1p(-u))).astype(np.float32).reshape(tokens.shape)
+
+
+def edited(
+    logits: np.ndarray,
+    bias: dict[int, float],
+    prompt: list[int],
+    output: list[int],
+    repetition: float,
+    presence: float,
+    frequency: float,
+    masked: list[int],
+) -> np.ndarray:
+    """Bias, then the repetition penalty, then presence and frequency, then the mask; one token at a time in float32."""
+    result = logits.astype(np.float32).copy()
+    for token, value in bias.items():
+        result[token] = result[token] + np.float32(value)
+    for token in sorted({*prompt, *output}):
+        x = result[token]
+        x = x / np.float32(repetition) if x > 0 else x * np.float32(repetition)
+        if token in output:
+            x = x - (np.float32(frequency) * np.float32(output.count(token)) + np.float32(presence))
+        result[token] = x
+    result[masked] = -np.inf
+    return result
+
+
+def log_softmax(z: np.ndarray) -> np.ndarray:
+    """Float64 log-probs; -inf stays -inf."""
+    shifted = z.astype(np.float64) - np.float64(z.max())
+    return shifted - np.log(np.exp(shifted).sum())
+
+
+def kept(z: np.ndarray, min_p: float, top_k: int, top_p: float) -> tuple[np.ndarray, float]:
+    """Mask of the tokens that min_p, top_k and top_p keep, by a full sort; and how near a float threshold came to a probability.
+
+    A fast sum in another order may decide otherwise only where that distance is of the size of its rounding errors.
+    """
+    keep, distance = z > -np.inf, np.inf
+    if min_p > 0:
+        ratio = np.exp(z.astype(np.float64) - np.float64(z.max()))
+        keep = keep & (ratio >= min_p)
+        distance = min(distance, np.abs(ratio / min_p - 1).min())
+    order = [v for v in sorted(range(len(z)), key=lambda v: (-z[v], v)) if keep[v]]
+    if top_k > 0:
+        order = order[:top_k]
+    if top_p < 1:
+        p = np.exp(log_softmax(z[order]))
+        before = np.cumsum(p) - p
+        distance = min(distance, np.abs(before[1:] - top_p).min(initial=np.inf))
+        order = [v for i, v in enumerate(order) if i == 0 or before[i] < top_p]
+    keep = np.zeros(len(z), bool)
+    keep[order] = True
+    return keep, float(distance)
+
+
+def sample(
+    logits: np.ndarray, temperature: float, min_p: float, top_k: int, top_p: float, noise: np.ndarray
+) -> tuple[int, np.ndarray, float]:
+    """One row: the token, the float64 log-probs of the processed distribution, and `kept`'s distance. Temperature 0 is greedy."""
+    if temperature == 0:
+        return int(np.argmax(logits)), log_softmax(logits), np.inf
+    z = logits / np.float32(temperature)
+    keep, distance = kept(z, min_p, top_k, top_p)
+    z = np.where(keep, z, np.float32(-np.inf))
+    return int(np.argmax(z + noise)), log_softmax(z), distance

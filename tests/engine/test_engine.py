@@ -1,0 +1,208 @@
+"""The whole engine on tiny random checkpoints: whatever the strategy, memory or chunking, the same tokens and the same bits."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+
+from tests.engine.tiny import VOCAB, write_eagle, write_target
+from tlt_server.engine.assembly import assemble
+from tlt_server.engine.settings import EngineSettings
+from tlt_server.records import Abort, GenerateRequest, Pause, Sampling, SetPolicy, StepOutput, Strategy, Submit
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> EngineSettings:
+    root = tmp_path_factory.mktemp("tiny")
+    return EngineSettings(
+        model=str(write_target(root / "target")), drafter=str(write_eagle(root / "drafter")), policy="off", kv_memory_mb=64
+    )
+
+
+def prompt(i: int) -> list[int]:
+    draw = np.random.default_rng(i // 3)  # three requests share a prompt
+    return draw.integers(0, VOCAB - 1, 5 + 11 * (i % 4)).tolist()
+
+
+SAMPLINGS = {
+    "sampled": Sampling(max_tokens=40),
+    "cold": Sampling(max_tokens=40, temperature=0.4),
+    "greedy": Sampling(max_tokens=40, temperature=0.0),
+    "filtered": Sampling(max_tokens=40, temperature=0.7, top_k=20, top_p=0.9, min_p=0.01),
+    "penalised": Sampling(
+        max_tokens=40,
+        temperature=0.5,
+        repetition_penalty=1.3,
+        presence_penalty=0.4,
+        frequency_penalty=0.2,
+        min_tokens=12,
+        logit_bias={3: 2.0, 7: -50.0},
+    ),
+    "reported": Sampling(max_tokens=24, temperature=0.5, logprobs=4, raw_logprobs=True, prompt_logprobs=2, ignore_eos=True),
+}
+
+
+def requests(count: int = 12, sampling: str = "") -> list[GenerateRequest]:
+    kinds = list(SAMPLINGS)
+    return [
+        GenerateRequest(
+            id=f"r{i}", token_ids=prompt(i), sampling=SAMPLINGS[sampling or kinds[i % len(kinds)]], seed=1000 + i, group_id=f"g{i // 3}"
+        )
+        for i in range(count)
+    ]
+
+
+Said = dict[str, list[StepOutput]]
+
+
+def run(settings: EngineSettings, batch: list[GenerateRequest]) -> tuple[Said, dict[str, float]]:
+    engine, _ = assemble(settings)
+    engine.send(Submit(batch))
+    said: Said = {r.id: [] for r in batch}
+    passes = accepted = 0
+    while not engine.idle:
+        for output in engine.step():
+            said[output.id].append(output)
+        engine.scheduler.check()
+        if cycle := engine.last_cycle:
+            passes += 1
+            accepted += sum(cycle.accepted)
+    return said, {"passes": passes, "accepted": accepted, "preemptions": engine.scheduler.preemptions, **engine.gauges()}
+
+
+def bits(said: Said) -> dict[str, tuple[object, ...]]:
+    """Everything reported about tokens, joined over steps."""
+    joined: dict[str, tuple[object, ...]] = {}
+    for i, outputs in said.items():
+        assert outputs[-1].finish_reason in ("stop", "length"), outputs[-1]
+        joined[i] = (
+            [t for o in outputs for t in o.token_ids],
+            np.array([x for o in outputs for x in o.logprobs], np.float32).tobytes(),
+            np.array([x for o in outputs for x in o.raw_logprobs or []], np.float32).tobytes(),
+            [msgspec.to_builtins(x) for o in outputs for x in o.top_logprobs or []],
+            [msgspec.to_builtins(x) for o in outputs for x in o.prompt_logprobs or []],
+            outputs[-1].finish_reason,
+        )
+    return joined
+
+
+@pytest.fixture(scope="module")
+def reference(base: EngineSettings) -> dict[str, tuple[object, ...]]:
+    """One request at a time, no speculation, whole prompts."""
+    alone: dict[str, tuple[object, ...]] = {}
+    for request in requests():
+        alone |= bits(run(msgspec.structs.replace(base, max_running=1), [request])[0])
+    return alone
+
+
+CHANGES: dict[str, dict[str, object]] = {
+    "batched": {},
+    "small chunks": {"max_rows": 3},
+    "few pages": {"pages": 9},
+    "eagle small": {"policy": "fixed", "strategy": Strategy("eagle", 2, 2, 4)},
+    "eagle large": {"policy": "fixed", "strategy": Strategy("eagle", 6, 4, 24)},
+    "eagle, few pages, small chunks": {"policy": "fixed", "strategy": Strategy("eagle", 4, 3, 9), "pages": 9, "max_rows": 5},
+    "history": {"policy": "fixed", "strategy": Strategy("history", 6, 3, 12)},
+    "beg": {"policy": "beg"},
+    "page of 1": {"page_size": 1, "policy": "fixed", "strategy": Strategy("eagle", 3, 2, 6)},
+    "page of 64": {"page_size": 64, "policy": "fixed", "strategy": Strategy("history", 3, 2, 6)},
+    "one thread": {"threads": 1},
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_bits_do_not_depend_on_the_way(name: str, base: EngineSettings, reference: dict[str, tuple[object, ...]]) -> None:
+    said, counts = run(msgspec.structs.replace(base, **CHANGES[name]), requests())
+    assert bits(said) == reference
+    if "few pages" in name:
+        assert counts["preemptions"] > 0
+    assert counts["pages_free"] == (CHANGES[name].get("pages") or counts["pages_free"]) and counts["running"] == 0
+
+
+def test_history_is_accepted_where_text_repeats(base: EngineSettings) -> None:
+    greedy = requests(6, "greedy")
+    plain, plain_counts = run(base, greedy)
+    drafted, counts = run(msgspec.structs.replace(base, policy="fixed", strategy=Strategy("history", 6, 3, 12)), greedy)
+    assert bits(drafted) == bits(plain)
+    assert counts["accepted"] > 0 and counts["passes"] < plain_counts["passes"]
+    figures = [outputs[-1].sd for outputs in drafted.values()]
+    assert sum(f.accepted for f in figures if f) <= counts["accepted"] <= sum(f.drafted for f in figures if f)
+
+
+def test_resubmitting_a_partial_output_continues_the_same_stream(base: EngineSettings) -> None:
+    request = requests(1, "sampled")[0]
+    whole = bits(run(base, [request])[0])[request.id][0]
+    assert isinstance(whole, list) and len(whole) > 10
+    rest = msgspec.structs.replace(
+        request,
+        token_ids=request.token_ids + whole[:7],
+        sampling=msgspec.structs.replace(request.sampling, max_tokens=request.sampling.max_tokens - 7),
+    )
+    assert bits(run(base, [rest])[0])[request.id][0] == whole[7:]
+
+
+def test_policies_change_between_steps_without_changing_tokens(base: EngineSettings) -> None:
+    batch = requests(6)
+    expected = bits(run(base, batch)[0])
+    engine, _ = assemble(base)
+    engine.send(Submit(batch))
+    said: Said = {r.id: [] for r in batch}
+    turns = [
+        SetPolicy("fixed", Strategy("eagle", 4, 3, 9)),
+        SetPolicy("off"),
+        SetPolicy("fixed", Strategy("history", 4, 2, 6)),
+        SetPolicy("beg"),
+    ]
+    for step in range(500):
+        if step % 5 == 4:
+            engine.send(turns[step // 5 % len(turns)])
+        for output in engine.step():
+            said[output.id].append(output)
+        if engine.idle:
+            break
+    assert bits(said) == expected
+
+
+def test_abort_frees_everything_and_reports_what_there_is(base: EngineSettings) -> None:
+    engine, info = assemble(base)
+    engine.send(Submit(requests(6)))
+    for _ in range(5):
+        engine.step()
+    engine.send(Abort(["r1"]))
+    ended = [o for o in engine.step() if o.finish_reason]
+    assert [(o.id, o.finish_reason) for o in ended] == [("r1", "abort")]
+    assert ended[0].weight_versions and ended[0].weight_versions[0].version == info.weight_version
+    engine.send(Abort([]))
+    ended = [o for o in engine.step() if o.finish_reason]
+    assert {o.id for o in ended} == {"r0", "r2", "r3", "r4", "r5"} and engine.idle
+    assert engine.gauges()["pages_free"] == info.pages
+
+
+def test_pause_freezes_and_resumes(base: EngineSettings) -> None:
+    batch = requests(3)
+    expected = bits(run(base, batch)[0])
+    engine, _ = assemble(base)
+    engine.send(Submit(batch))
+    said: Said = {r.id: [] for r in batch}
+    for step in range(400):
+        if step == 4:
+            engine.send(Pause(True))
+        if step == 9:
+            engine.send(Pause(False))
+        outputs = engine.step()
+        assert not outputs or not 4 <= step < 9
+        for output in outputs:
+            said[output.id].append(output)
+    assert bits(said) == expected
+
+
+def test_a_batch_that_cannot_run_ends_with_one_typed_error_each(base: EngineSettings) -> None:
+    engine, _ = assemble(msgspec.structs.replace(base, pages=8))
+    big = msgspec.structs.replace(requests(1)[0], id="big", sampling=Sampling(max_tokens=500))
+    engine.send(Submit([*requests(2), big]))
+    outputs = engine.step()
+    assert [(o.id, o.finish_reason, o.error and o.error[0]) for o in outputs] == [
+        (i, "error", "invalid_request") for i in ("r0", "r1", "big")
+    ]
+    assert engine.idle

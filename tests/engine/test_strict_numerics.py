@@ -1,0 +1,138 @@
+"""Strict numerics over a whole forward: a row's bits do not depend on batch, chunking, threads or draft against committed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.rows_of_one import Sequence, batch, certain_rows
+from tlt_server.errors import StartupError
+from tlt_server.models.config import ModelConfig, Rope
+from tlt_server.models.environment import strict_environment
+from tlt_server.models.numerics import Numerics
+from tlt_server.models.qwen2 import Qwen2
+from tlt_server.models.qwen3 import Qwen3
+
+CONFIG = ModelConfig(
+    architecture="", vocab_size=259, hidden_size=256, intermediate_size=512, layers=3, heads=2, kv_heads=1, head_dim=128, max_position=512,
+    norm_eps=1e-6, rope=Rope(), tied_embeddings=True, attention_bias=False, mlp_bias=False, eos_token_ids=(),
+)
+TOKENS = torch.randint(0, CONFIG.vocab_size, (140,), generator=torch.Generator().manual_seed(2))
+
+
+def build(family, numerics: Numerics):
+    model = family(CONFIG, numerics=numerics, feature_layers=(0, 1, 2))
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters().values():
+        parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.06)
+    model.self_test()
+    return model
+
+
+class Padded(Numerics):
+    """A library whose plain product fails the self-test."""
+
+    def _row_invariant(self, weight_KN, bias_N):
+        return self.padded and super()._row_invariant(weight_KN, bias_N)
+
+
+@pytest.fixture(params=["library", "padded"])
+def numerics(request):
+    return Numerics("strict") if request.param == "library" else Padded("strict")
+
+
+@pytest.fixture(params=[Qwen2, Qwen3])
+def model(request, numerics):
+    return build(request.param, numerics)
+
+
+def in_chunks(model, sizes: list[int]) -> torch.Tensor:
+    """Logits and features of TOKENS, side by side, computed in chunks of these sizes (the last one repeats)."""
+    sequence, found, start = Sequence(model, capacity=len(TOKENS)), [], 0
+    while start < len(TOKENS):
+        size = sizes.pop(0) if len(sizes) > 1 else sizes[0]
+        forward = sequence.extend(TOKENS[start : start + size])
+        found.append(torch.cat([model.logits(forward.hidden_RH), forward.features_RF], dim=1))
+        start += size
+    return torch.cat(found)
+
+
+def test_chunking_does_not_change_a_bit(model):
+    expected = in_chunks(model, [1])
+    for sizes in ([2], [7], [16], [33], [140], [64, 1, 1, 50, 3]):
+        assert torch.equal(in_chunks(model, list(sizes)), expected), f"chunks of {sizes}"
+
+
+def test_company_does_not_change_a_bit(model):
+    expected = in_chunks(model, [140])
+    cache = model.make_cache(64, 16, 8)
+    sequences = [Sequence(model, 140, cache=cache, table_P=torch.arange(9 * b, 9 * b + 9).to(torch.int32)) for b in range(5)]
+    lengths = [100, 17, 64, 3, 139]
+    for sequence, length in zip(sequences, lengths, strict=True):
+        sequence.extend(TOKENS[:length])
+    parts = [sequence.rows(TOKENS[length : length + 1 + b]) for b, (sequence, length) in enumerate(zip(sequences, lengths, strict=True))]
+    forward = model.forward(batch(parts), cache)
+    found = torch.cat([model.logits(forward.hidden_RH), forward.features_RF], dim=1)
+    wanted = torch.cat([expected[length : length + len(part)] for length, part in zip(lengths, parts, strict=True)])
+    assert torch.equal(found, wanted)
+
+
+def test_threads_do_not_change_a_bit(model):
+    expected = in_chunks(model, [33])
+    torch.set_num_threads(1)
+    try:
+        assert torch.equal(in_chunks(model, [33]), expected)
+    finally:
+        torch.set_num_threads(2)
+
+
+def test_drafted_rows_have_the_bits_of_committed_ones(model):
+    expected = in_chunks(model, [140])
+    sequence = Sequence(model, capacity=160)
+    sequence.extend(TOKENS[:62])
+    rows = certain_rows(TOKENS[62:69], 62, sequence.table_P, 16)  # one certain row, then a chain of six drafts across a chunk edge
+    scratch = torch.arange(6) + sequence.cache.scratch_start
+    path_RD = torch.full((7, 6), -1, dtype=torch.int32)
+    for draft in range(6):
+        path_RD[draft + 1, : draft + 1] = scratch[: draft + 1]
+    rows = replace(rows, slot_R=torch.cat([rows.slot_R[:1], scratch]), base_B=torch.tensor([63], dtype=torch.int32), path_RD=path_RD)
+    forward = model.forward(rows, sequence.cache)
+    assert torch.equal(torch.cat([model.logits(forward.hidden_RH), forward.features_RF], dim=1), expected[62:69])
+
+
+def test_fast_mode_is_never_tested_and_says_what_it_is():
+    numerics = Numerics("fast")
+    build(Qwen2, numerics)
+    assert numerics.tested == 0 and "in distribution" in numerics.describe()
+
+
+def test_describe_names_the_path_taken(numerics):
+    build(Qwen2, numerics)
+    assert numerics.describe().startswith("strict: padded" if isinstance(numerics, Padded) else "strict: library products (MKL_CBWR=")
+
+
+def test_hopeless_library_is_an_error_with_a_remedy():
+    class Hopeless(Numerics):
+        def _row_invariant(self, weight_KN, bias_N):
+            return False
+
+    with pytest.raises(StartupError, match="numerics: fast"):
+        build(Qwen2, Hopeless("strict"))
+
+
+@pytest.mark.parametrize(("flags", "expected"), [
+    ("fpu avx2 avx512f avx512bw avx512dq avx512vl", {"MKL_CBWR": "AVX512,STRICT"}),
+    ("fpu avx2 avx512f", {"MKL_CBWR": "AVX2,STRICT"}),
+    ("fpu sse2", {}),
+])
+def test_strict_environment_follows_the_processor(flags, expected):
+    assert strict_environment(f"processor : 0\nflags\t\t: {flags}\n") == expected
+
+
+def test_strict_environment_does_not_import_torch():
+    code = "import sys; import tlt_server.models.environment; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

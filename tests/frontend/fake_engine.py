@@ -1,0 +1,167 @@
+"""An engine without a model: speaks the command and event protocol and echoes prompts, deterministically.
+
+Output token i is prompt token i modulo the prompt's length; `per_step` tokens come in one output, as with speculation. Some tokens in a
+prompt stand for an event: see the constants. Runs as a coroutine in a test's loop, or as a process in place of the real engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from tlt_server.records import (
+    OFF,
+    Abort,
+    Cycle,
+    EngineInfo,
+    Failed,
+    GenerateRequest,
+    Outputs,
+    Phase,
+    Ready,
+    SdFigures,
+    SetPolicy,
+    StepContext,
+    StepOutput,
+    Stop,
+    Submit,
+    TokenLogprobs,
+    VersionSpan,
+    decode_command,
+    encode,
+)
+
+EOS = 256
+DIES, FAILS, HANGS = 290, 291, 292  # the engine ends; this request ends with an error; it never gives a token
+INFO = EngineInfo(
+    model="fake", weight_version="v0", vocab_size=300, max_model_len=512, eos_token_ids=[EOS], pages=64, page_size=16, max_running=8,
+    drafter="", policy="off", numerics="strict", attention="none", dtype="float32", device="cpu", threads=1, phases={"load": 0.01},
+)
+
+
+@dataclass
+class Running:
+    request: GenerateRequest
+    sent: int = 0
+    aborted: str | None = None
+
+    def step(self, per_step: int) -> StepOutput | None:
+        request, sampling = self.request, self.request.sampling
+        tokens: list[int] = []
+        reason, stop_reason = self.aborted, None
+        if HANGS in request.token_ids and reason is None:
+            return None
+        while len(tokens) < per_step and reason is None:
+            token = request.token_ids[(self.sent + len(tokens)) % len(request.token_ids)]
+            tokens.append(token)
+            if token in (EOS, *sampling.stop_token_ids):
+                reason, stop_reason = "stop", token
+            elif self.sent + len(tokens) >= sampling.max_tokens:
+                reason = "length"
+        first, self.sent = self.sent == 0, self.sent + len(tokens)
+        extra = [TokenLogprobs([token], [-0.5]) for token in tokens]
+        return StepOutput(
+            id=request.id, token_ids=tokens, logprobs=[-0.5] * len(tokens), raw_logprobs=[-1.0] * len(tokens),
+            top_logprobs=extra if sampling.logprobs else None,
+            prompt_logprobs=[None] * len(request.token_ids) if first and sampling.prompt_logprobs is not None else None,
+            finish_reason=reason, stop_reason=stop_reason,
+            weight_versions=[VersionSpan("v0", 0, self.sent)] if reason else None,
+            sd=SdFigures(steps=1, draft_steps=2, drafted=6, accepted=4, emitted=6, histogram=[0, 0, 2]) if reason else None,
+        )
+
+
+@dataclass
+class FakeEngine:
+    directory: Path
+    per_step: int = 3
+    step_s: float = 0.001
+    drafter: str = ""  # what it says it has loaded
+    running: dict[str, Running] = field(default_factory=dict)
+    submitted: list[GenerateRequest] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+    policies: list[SetPolicy] = field(default_factory=list)
+
+    async def run(self, *, startup: bool = True) -> int:
+        """Until `Stop`; the result is the exit status."""
+        context = zmq.asyncio.Context()
+        self._commands, self._events = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+        self._commands.connect(f"ipc://{self.directory}/commands")
+        self._events.connect(f"ipc://{self.directory}/events")
+        try:
+            if startup:
+                await self._events.send(encode(Phase("load", 0.01)))
+                await self._events.send(encode(Ready(msgspec.structs.replace(INFO, drafter=self.drafter))))
+            return await self._loop()
+        finally:
+            context.destroy(linger=200)
+
+    async def _loop(self) -> int:
+        while True:
+            while await self._commands.poll(0 if self.running else 5):
+                command = decode_command(await self._commands.recv())
+                match command:
+                    case Submit():
+                        self.submitted += command.requests
+                        self.running.update((request.id, Running(request)) for request in command.requests)
+                    case Abort():
+                        self.aborted += command.ids
+                        for id in command.ids or list(self.running):
+                            if id in self.running:
+                                self.running[id].aborted = command.finish_reason
+                    case SetPolicy():
+                        self.policies.append(command)
+                    case Stop():
+                        return 0
+            if any(DIES in running.request.token_ids for running in self.running.values()):
+                return 7
+            await self._step()
+            await asyncio.sleep(self.step_s)
+
+    async def _step(self) -> None:
+        outputs = []
+        for id, running in list(self.running.items()):
+            output = running.step(self.per_step)
+            if FAILS in running.request.token_ids:
+                output = StepOutput(id=id, token_ids=[], logprobs=[], finish_reason="error", error=("engine_failed", "out of luck"))
+            if output is not None:
+                outputs.append(output)
+                if output.finish_reason is not None:
+                    del self.running[id]
+        if outputs:
+            context = StepContext(len(outputs), 0, 10.0, 0)
+            cycle = Cycle(context=context, strategy=OFF, rows=1, emitted=1, accepted=(2,), drafted=3, draft_s=0.0, step_s=self.step_s)
+            gauges = {"running": float(len(self.running)), "pages_free": 60.0, "odd_gauge": 1.0}
+            await self._events.send(encode(Outputs(outputs, gauges, cycle)))
+
+
+def main() -> int:
+    """As a process: arguments are the directory and how to behave; the configuration is one line on standard input."""
+    directory, mode = Path(sys.argv[-1]), sys.argv[1]
+    json.loads(sys.stdin.readline())
+    if mode == "exits":
+        return 3
+
+    async def run() -> int:
+        if mode == "refuses":
+            socket = zmq.asyncio.Context.instance().socket(zmq.PUSH)
+            socket.connect(f"ipc://{directory}/events")
+            await socket.send(encode(Failed("model", "model.safetensors is truncated; fetch it again")))
+            await asyncio.sleep(0.3)
+            return 2
+        return await FakeEngine(directory, step_s=0.02 if mode == "slow" else 0.001).run()
+
+    return asyncio.run(run())
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    os._exit(status)

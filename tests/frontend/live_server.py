@@ -1,0 +1,96 @@
+"""A whole frontend over real sockets, in a thread, in front of a `FakeEngine`."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import uvicorn
+
+from tests.frontend.fake_engine import FakeEngine
+from tlt_server.config import Config
+from tlt_server.frontend.app import build_app
+from tlt_server.frontend.auth import Keys
+from tlt_server.frontend.engine_client import EngineClient
+from tlt_server.frontend.generation import Service
+from tlt_server.frontend.limits import Admission
+from tlt_server.frontend.protocol import bounded_protocol
+from tlt_server.frontend.text import Text
+from tlt_server.frontend.validation import Validator
+from tlt_server.metrics import Metrics
+
+
+class LiveServer:
+    def __init__(self, model: Path, directory: Path, engine: dict[str, Any], settings: dict[str, Any]) -> None:
+        self.config = Config(model=model, port=0, **settings).checked().resolved()
+        self.directory, self._engine_options = directory, engine
+        self.started = threading.Event()
+        self.url = ""
+        self.engine: FakeEngine
+        self.client: EngineClient
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+        assert self.started.wait(10)
+
+    def stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(10)
+        assert not self._thread.is_alive()
+
+    def call(self, function: Callable[[], Any]) -> Any:
+        """Run `function` in the server's loop."""
+        async def run() -> Any:
+            return function()
+
+        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(5)
+
+    async def _main(self) -> None:
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        config, metrics, text = self.config, Metrics(), Text.load(self.config.model)
+        self.client = EngineClient(self.directory, Admission(config.max_queue), metrics)
+        self.engine = FakeEngine(self.directory, **self._engine_options)
+        self.client.start(asyncio.ensure_future(self.engine.run()))
+        seeds = itertools.count(1000)
+        validator = Validator(config, text, lambda: next(seeds), lambda seed, i: seed + i * 10**6)
+        service = Service(config, self.client, text, validator, metrics)
+        keys = Keys.read(config.api_key_file) if config.api_key_file else None
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            server = uvicorn.Server(uvicorn.Config(
+                build_app(service, keys), http=bounded_protocol(config), ws="none", lifespan="off", log_config=None, access_log=False))
+            server.capture_signals = _no_signals
+            serving = asyncio.create_task(server.serve(sockets=[listener]))
+            await self.client.ready()
+            while not server.started:  # noqa: ASYNC110 (uvicorn offers a flag only)
+                await asyncio.sleep(0.005)
+            self.started.set()
+            await self._stop.wait()
+            await self.client.close()
+            server.should_exit = True
+            await serving
+
+
+@contextmanager
+def _no_signals() -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def live_server(model: Path, *, engine: dict[str, Any] | None = None, **settings: Any) -> Iterator[LiveServer]:
+    with TemporaryDirectory(prefix="tlt-") as directory:
+        server = LiveServer(model, Path(directory), engine or {}, settings)
+        server.start()
+        try:
+            yield server
+        finally:
+            server.stop()

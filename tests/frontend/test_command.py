@@ -1,0 +1,173 @@
+"""The `tlt` command as a process: help, exit statuses, start-up lines, drain, and what is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.frontend.fake_engine import DIES, HANGS
+from tlt_client import Client
+
+FAKE_SERVER = Path(__file__).with_name("fake_server.py")
+ROOT = FAKE_SERVER.parents[2]
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("TLT_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(str(ROOT / part) for part in ("", "kernels", "clients")))
+
+
+def tlt(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "tlt_server", *arguments], capture_output=True, text=True, timeout=30, check=False)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"], ["demo", "--help"], ["bench", "rollout", "--help"], ["--version"]])
+def test_help_is_quick_and_imports_nothing_heavy(arguments: list[str]) -> None:
+    script = ("import sys\nfrom tlt_server.__main__ import main\n"
+              f"try: main({arguments!r})\nexcept SystemExit: pass\n"
+              "print([name for name in ('torch', 'transformers', 'pydantic', 'starlette', 'zmq') if name in sys.modules])")
+    times = []
+    for _ in range(5):  # the best of five: other processes share this machine
+        started = time.perf_counter()
+        result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=True)
+        times.append(time.perf_counter() - started)
+        assert result.stdout.strip().endswith("[]")
+    assert min(times) < 0.3
+
+
+def test_the_frontend_runs_without_torch() -> None:
+    script = "import sys, tlt_server.frontend.app, tlt_server.build, tlt_client\nprint('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=True).stdout == "False\n"
+
+
+def test_serve_help_lists_every_setting_with_unit_and_default() -> None:
+    text = " ".join(tlt("serve", "--help").stdout.split())
+    assert "--drain-timeout-s" in text and "[s; default 60.0]" in text and "required]" in text
+
+
+@pytest.mark.parametrize(("arguments", "says"), [
+    (["serve", "--modle", "x"], "did you mean --model"),
+    (["serve", "--model=/none"], "not a directory"),
+    (["serve", "--model", "/none", "--port", "x"], "port is 'x'"),
+    (["serve"], "model is not set"),
+    (["bench", "rollout", "--quik"], "did you mean --quick"),
+    (["sreve"], "sreve"),
+    ([], "required"),
+])
+def test_bad_command_lines_exit_with_2(arguments: list[str], says: str) -> None:
+    result = tlt(*arguments)
+    assert result.returncode == 2 and says in result.stderr and "Traceback" not in result.stderr
+
+
+class Served:
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process, self.lines, self.url = process, [], ""
+        self._ready = threading.Event()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(line.rstrip())
+            if line.startswith("tlt: ready at "):
+                self.url = line.split()[3]
+                self._ready.set()
+        self._ready.set()
+
+    def wait_ready(self) -> None:
+        assert self._ready.wait(20) and self.url, self.lines
+
+    def ended(self) -> int:
+        return self.process.wait(15)
+
+
+@contextmanager
+def served(mode: str, model: Path, *flags: str) -> Iterator[Served]:
+    command = [sys.executable, str(FAKE_SERVER), mode, "--model", str(model), "--port", "0", "--numerics", "fast", *flags]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        yield Served(process)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def generate(server: Served, item: dict[str, Any], **options: Any) -> tuple[threading.Thread, list[Any]]:
+    """In the background; the list gets the reply."""
+    replies: list[Any] = []
+
+    def run() -> None:
+        with Client(server.url, timeout_s=20) as client:
+            replies.append(client.generate([item], **options))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    time.sleep(0.3)
+    return thread, replies
+
+
+def test_serving_ends_start_up_in_one_line_and_sigterm_drains(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with served("slow", model) as server:
+        server.wait_ready()
+        ready = server.lines[-1]
+        for part in (server.url, f"model {model.name}", "weights v0", "64 pages", "up to 8 sequences", "drafter none", "numerics strict"):
+            assert part in ready
+        assert any(line.split()[0] == "load" for line in server.lines if line.strip())
+        directory = next(tmp_path.glob("tlt-*"))
+        assert directory.stat().st_mode & 0o777 == 0o700
+        thread, replies = generate(server, {"prompt": "abc"}, sampling={"max_tokens": 150})
+        server.process.send_signal(signal.SIGTERM)
+        thread.join(15)
+        assert len(replies[0].results[0].choices[0].token_ids) == 150
+        assert server.ended() == 0
+        assert not list(tmp_path.glob("tlt-*"))
+
+
+def test_what_outlives_the_drain_ends_with_a_typed_error(model: Path) -> None:
+    with served("plain", model, "--drain-timeout-s", "0.3") as server:
+        server.wait_ready()
+        thread, replies = generate(server, {"token_ids": [HANGS]})
+        server.process.send_signal(signal.SIGINT)
+        thread.join(10)
+        assert replies[0].results[0].error.code == "unavailable"
+        assert server.ended() == 0
+
+
+def test_a_dead_engine_ends_requests_and_the_server(model: Path) -> None:
+    with served("plain", model) as server:
+        server.wait_ready()
+        thread, replies = generate(server, {"token_ids": [DIES]})
+        thread.join(10)
+        assert replies[0].results[0].error.code == "engine_failed"
+        assert server.ended() == 1
+
+
+@pytest.mark.parametrize(("mode", "says"), [("refuses", "model.safetensors is truncated"), ("exits", "exited with status 3")])
+def test_an_engine_that_cannot_start_is_a_message_and_status_2(model: Path, mode: str, says: str) -> None:
+    with served(mode, model) as server:
+        assert server.ended() == 2
+        server._ready.wait(5)
+        assert says in server.lines[-1] and not any("Traceback" in line for line in server.lines)
+
+
+def test_a_port_in_use_is_a_message_and_status_2(model: Path) -> None:
+    with served("plain", model) as first:
+        first.wait_ready()
+        port = first.url.rsplit(":", 1)[1]
+        with served("plain", model, "--port", port) as second:
+            assert second.ended() == 2
+            second._ready.wait(5)
+            assert "choose another host or port" in second.lines[-1]

@@ -1,0 +1,135 @@
+"""Flags, variables and YAML are one strict set of settings."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tlt_server.build import engine_settings
+from tlt_server.config import Config, load, parse_strategy
+from tlt_server.errors import StartupError
+from tlt_server.records import Strategy
+from tlt_server.settings import settings
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("TLT_")]:
+        monkeypatch.delenv(name)
+
+
+def yaml_file(directory: Path, text: str) -> Path:
+    path = directory / "settings.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_a_flag_wins_over_a_variable_over_the_file(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = yaml_file(tmp_path, f"model: {model}\nmax_queue: 1\nmax_running: 1\nmax_rows: 1\n")
+    monkeypatch.setenv("TLT_MAX_QUEUE", "2")
+    monkeypatch.setenv("TLT_MAX_RUNNING", "2")
+    config = load({"max_queue": "3"}, file=file)
+    assert (config.max_queue, config.max_running, config.max_rows) == (3, 2, 1)
+
+
+def test_yaml_off_is_the_policy_and_not_a_boolean(model: Path, tmp_path: Path) -> None:
+    assert load({"model": str(model)}, file=yaml_file(tmp_path, "policy: off\n")).policy == "off"
+
+
+@pytest.mark.parametrize(("flags", "says"), [
+    ({"max_qeue": "1"}, "unknown flag max_qeue; did you mean max_queue"),
+    ({"port": "65536"}, "port is '65536' (--port); it must be: TCP port, from 0 to 65535"),
+    ({"port": "eighty"}, "port is 'eighty'"),
+    ({"port": "80.5"}, "port is '80.5'"),
+    ({"policy": "bge"}, "policy is 'bge'"),
+    ({"threads": "0"}, "from 1 to 1024"),
+    ({"threads": "many"}, "threads is 'many'"),
+    ({"header_timeout_s": "nan"}, "finite"),
+    ({"host": "0.0.0.0"}, "api_key_file"),
+    ({"host": "example.org"}, "api_key_file"),
+    ({"model": "/does/not/exist"}, "not a directory"),
+    ({"drafter": "/does/not/exist"}, "must be a directory, history or none"),
+    ({"policy": "beg"}, "drafter is none"),
+    ({"policy": "fixed", "drafter": "history"}, "eagle:7x4x32"),
+    ({"sd_strategy": "history:4x1x5", "drafter": "history"}, "sd_strategy is for policy fixed"),
+    ({"policy": "fixed", "drafter": "history", "sd_strategy": "eagle:4x1x5"}, "make them agree"),
+    ({"default_timeout_s": "90000"}, "max_timeout_s"),
+])
+def test_bad_flags_name_value_limit_and_remedy(model: Path, flags: dict[str, str], says: str) -> None:
+    with pytest.raises(StartupError) as caught:
+        load({"model": str(model), **flags})
+    assert says in caught.value.message
+
+
+@pytest.mark.parametrize(("text", "says"), [
+    ("max_qeue: 1", "unknown key of"),
+    ("port: true", "port is 'True' (the configuration file)"),
+    ("port: [1]", "port is '[1]'"),
+    ("- 1", "must map setting names"),
+    ("a: [", "cannot read the configuration file"),
+    ("max_running: 2.5", "max_running is '2.5'"),
+])
+def test_bad_files_are_refused(model: Path, tmp_path: Path, text: str, says: str) -> None:
+    with pytest.raises(StartupError) as caught:
+        load({"model": str(model)}, file=yaml_file(tmp_path, text))
+    assert says in caught.value.message
+
+
+@pytest.mark.parametrize(("name", "value", "says"), [
+    ("TLT_MAX_QEUE", "1", "did you mean TLT_MAX_QUEUE"),
+    ("TLT_PORT", "x", "port is 'x' (TLT_PORT)"),
+    ("TLT_ZZZ", "1", "unknown variable TLT_ZZZ"),
+])
+def test_bad_variables_are_refused(model: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str, says: str) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(StartupError) as caught:
+        load({"model": str(model)})
+    assert says in caught.value.message
+
+
+def test_a_missing_model_names_all_three_ways() -> None:
+    with pytest.raises(StartupError, match="--model, TLT_MODEL or the key model"):
+        load({})
+
+
+def test_auto_resolves_once_into_a_new_frozen_object(model: Path) -> None:
+    config = load({"model": str(model), "drafter": "history"})
+    resolved = config.resolved()
+    assert config.max_model_len == "auto" and config.policy == "auto"
+    assert (resolved.max_model_len, resolved.max_prompt_tokens, resolved.policy) == (512, 511, "beg")
+    assert resolved.served_model_name == model.name and isinstance(resolved.threads, int)
+    with pytest.raises(Exception, match="frozen"):
+        resolved.port = 1  # type: ignore[misc]
+
+
+def test_the_configuration_crosses_to_the_engine_as_json(model: Path) -> None:
+    config = load({"model": str(model), "policy": "fixed", "drafter": "history", "sd_strategy": "history:4x2x9"}).resolved()
+    arrived = Config.model_validate_json(config.model_dump_json())
+    assert arrived == config and arrived.strategy == Strategy("history", 4, 2, 9)
+
+
+def test_the_engine_is_told_what_it_shares_with_the_configuration(model: Path) -> None:
+    flags = {"model": str(model), "drafter": "history", "policy": "fixed", "sd_strategy": "history:4x2x9", "page_size": "32", "pages": "9",
+             "max_running": "3", "max_rows": "77", "sd_max_batch": "5", "threads": "2", "numerics": "fast"}
+    told = engine_settings(load(flags).resolved())
+    assert (told.page_size, told.pages, told.max_running, told.max_rows, told.sd_max_batch, told.threads) == (32, 9, 3, 77, 5, 2)
+    assert (told.model, told.drafter, told.policy, told.numerics) == (str(model), "history", "fixed", "fast")
+    assert (told.strategy, told.max_model_len, told.served_model_name) == (Strategy("history", 4, 2, 9), 512, model.name)
+
+
+@pytest.mark.parametrize("text", ["", "eagle", "eagle:7x4", "eagle:0x4x32", "eagle:7x0x32", "eagle:7x4x1", "Eagle:7x4x32", "eagle:7x4x32x1",
+                                  "eagle:-7x4x32", "eagle:7x4x32 "])
+def test_strategies_that_do_not_parse(text: str) -> None:
+    with pytest.raises(StartupError, match="sd_strategy is"):
+        parse_strategy(text)
+
+
+def test_every_setting_says_unit_default_and_what_it_does() -> None:
+    for setting in settings():
+        assert setting.doc.unit and setting.doc.sentence.endswith(".") and "; " in setting.help, setting.name
+        default: Any = setting.default
+        if isinstance(default, int | float) and setting.doc.low is not None and setting.doc.high is not None:
+            assert setting.doc.low <= default <= setting.doc.high, setting.name

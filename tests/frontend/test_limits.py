@@ -1,0 +1,235 @@
+"""Nothing is unbounded: bodies, headers, slow clients, the queue, time; and a client that leaves takes its sequences with it."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.frontend.fake_engine import DIES, HANGS
+from tests.frontend.live_server import LiveServer, live_server
+from tlt_client import Client, ServerError
+from tlt_client.wire import ItemResult, Token
+
+LONG = {"requests": [{"token_ids": [HANGS]}]}
+
+
+@pytest.fixture(scope="module")
+def server(model: Path) -> Iterator[LiveServer]:
+    with live_server(model, max_body_mb=1, body_timeout_s=0.5, header_timeout_s=0.5, send_timeout_s=0.5, max_header_kb=4,
+                     max_queue=10) as running:
+        yield running
+
+
+def eventually(condition: Callable[[], Any], within_s: float = 5.0) -> None:
+    end = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.01)
+
+
+def connect(server: LiveServer) -> socket.socket:
+    host, port = server.url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=5)
+
+
+def head(path: str = "/generate", **headers: object) -> bytes:
+    lines = [f"POST {path} HTTP/1.1", "host: localhost", *(f"{name.replace('_', '-')}: {value}" for name, value in headers.items())]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n"
+
+
+def read_all(connection: socket.socket) -> bytes:
+    received = b""
+    try:
+        while chunk := connection.recv(65536):
+            received += chunk
+    except ConnectionResetError:
+        pass
+    return received
+
+
+def test_a_100_mb_body_is_refused_before_it_is_read(server: LiveServer) -> None:
+    with connect(server) as connection:
+        connection.sendall(head(content_length=100 * 2**20) + b"x" * 1000)
+        reply = read_all(connection)
+    assert reply.startswith(b"HTTP/1.1 413") and b"1048576 bytes" in reply and b"connection: close" in reply.lower()
+
+
+def test_a_body_without_length_is_cut_at_the_limit(server: LiveServer) -> None:
+    sent = 0
+    with connect(server) as connection:
+        connection.sendall(head(transfer_encoding="chunked"))
+        try:
+            while sent < 100 * 2**20:
+                connection.sendall(b"10000\r\n" + b"x" * 65536 + b"\r\n")
+                sent += 65536
+        except OSError:
+            pass
+        reply = read_all(connection)
+    assert sent < 20 * 2**20  # the limit of 1 MiB and what sockets buffer
+    assert reply.startswith(b"HTTP/1.1 413") or reply == b""  # a reset may overtake the reply
+
+
+def test_httpx_sees_the_413(server: LiveServer) -> None:
+    response = httpx.post(f"{server.url}/generate", content=b"x" * (2 * 2**20))
+    assert response.status_code == 413 and response.json()["error"]["code"] == "too_large"
+
+
+def test_a_slow_body_meets_its_deadline(server: LiveServer) -> None:
+    with connect(server) as connection:
+        connection.sendall(head(content_length=100) + b"{")
+        reply = read_all(connection)
+    assert reply.startswith(b"HTTP/1.1 504") and b"body_timeout_s" in reply
+
+
+def test_slow_and_large_headers_end_the_connection(server: LiveServer) -> None:
+    with connect(server) as connection:
+        connection.sendall(b"POST /generate HTTP/1.1\r\n")
+        assert read_all(connection) == b""
+    with connect(server) as connection:
+        connection.sendall(b"POST /generate HTTP/1.1\r\nx: " + b"y" * 5000)
+        assert b"max_header_kb" in read_all(connection)
+
+
+def test_a_declared_length_that_is_no_number_is_refused(server: LiveServer) -> None:
+    with connect(server) as connection:
+        connection.sendall(head(content_length="-5"))
+        assert read_all(connection).startswith(b"HTTP/1.1 400")
+
+
+def test_a_full_queue_refuses_whole_batches_and_says_when_to_retry(server: LiveServer) -> None:
+    with Client(server.url, timeout_s=10) as client, httpx.Client() as other:
+        with other.stream("POST", f"{server.url}/generate", json={"requests": [{"token_ids": [HANGS], "n": 8}], "stream": True}):
+            eventually(lambda: len(server.client) == 8)
+            with pytest.raises(ServerError) as caught:
+                client.generate([{"prompt": "a", "n": 3}])
+            assert (caught.value.status, caught.value.code, caught.value.retryable) == (429, "queue_full", True)
+            assert caught.value.retry_after_s == 1
+            assert len(server.client) == 8
+            assert client.generate([{"prompt": "a", "n": 2}], sampling={"max_tokens": 1}).results
+    eventually(lambda: len(server.client) == 0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_aborts_its_sequences(server: LiveServer, stream: bool) -> None:
+    before = len(server.engine.aborted)
+    with pytest.raises(httpx.ReadTimeout), httpx.Client(timeout=0.2) as client:
+        response = client.send(client.build_request("POST", f"{server.url}/generate", json=LONG | {"stream": stream}), stream=stream)
+        response.read()
+    eventually(lambda: len(server.engine.aborted) > before)
+    eventually(lambda: len(server.client) == 0 and not server.engine.running)
+
+
+def test_closing_a_stream_in_the_middle_aborts(server: LiveServer) -> None:
+    before = len(server.engine.aborted)
+    with Client(server.url, timeout_s=10) as client:
+        events = client.stream([{"prompt": "abc"}, {"token_ids": [HANGS]}], sampling={"max_tokens": 50})
+        assert isinstance(next(events), Token)
+        events.close()
+    eventually(lambda: len(server.engine.aborted) > before and len(server.client) == 0)
+
+
+def test_a_client_that_does_not_read_is_cut_off(model: Path) -> None:
+    with live_server(model, send_timeout_s=0.3) as server, connect(server) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        body = b'{"requests": [' + b",".join([b'{"prompt": "abc", "n": 100}'] * 40) + b'], "sampling": {"max_tokens": 400}, "stream": true}'
+        connection.sendall(head(content_length=len(body)) + body)
+        eventually(lambda: len(server.client) > 0)
+        eventually(lambda: len(server.client) == 0, within_s=15)
+        eventually(lambda: server.engine.aborted)
+
+
+def test_a_deadline_is_a_typed_error_and_spares_what_finished(server: LiveServer) -> None:
+    started = time.monotonic()
+    with Client(server.url, timeout_s=10) as client:
+        done, late = client.generate([{"prompt": "a"}, {"token_ids": [HANGS], "n": 2}], sampling={"max_tokens": 2}, timeout_s=0.3).results
+    assert done.choices and late.error is not None and late.error.code == "deadline_exceeded"
+    assert 0.25 < time.monotonic() - started < 3
+    response = httpx.post(f"{server.url}/generate", json=LONG | {"timeout_s": 0.1})
+    assert response.status_code == 504
+    eventually(lambda: not server.engine.running)
+
+
+def test_a_streamed_deadline_is_an_error_event(server: LiveServer) -> None:
+    with Client(server.url, timeout_s=10) as client:
+        events = list(client.stream([{"token_ids": [HANGS]}], timeout_s=0.1))
+    assert [event.error.code for event in events if isinstance(event, ItemResult) and event.error] == ["deadline_exceeded"]
+
+
+def test_draining_finishes_what_runs_and_takes_nothing_new(model: Path) -> None:
+    with live_server(model, engine={"step_s": 0.02}) as server, Client(server.url, timeout_s=10) as client:
+        replies: list[Any] = []
+        running = threading.Thread(target=lambda: replies.append(client.generate([{"prompt": "abc"}], sampling={"max_tokens": 60})))
+        running.start()
+        eventually(lambda: len(server.client) == 1)
+        server.call(lambda: setattr(server.client, "draining", True))
+        response = httpx.post(f"{server.url}/generate", json={"requests": [{"prompt": "a"}]})
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "unavailable")
+        assert int(response.headers["retry-after"]) >= 1
+        assert httpx.get(f"{server.url}/readyz").status_code == 503 and httpx.get(f"{server.url}/livez").status_code == 200
+        running.join()
+        assert replies[0].results[0].choices[0].finish_reason == "length"
+
+
+def test_the_engines_death_ends_every_open_request_with_a_typed_error(model: Path) -> None:
+    with live_server(model) as server, Client(server.url, timeout_s=10) as client:
+        replies: list[Any] = []
+        waiting = threading.Thread(target=lambda: replies.append(client.generate([{"token_ids": [HANGS]}, {"token_ids": [HANGS], "n": 2}])))
+        waiting.start()
+        eventually(lambda: len(server.client) == 3)
+        last = client.generate([{"token_ids": [DIES]}])
+        waiting.join(5)
+        for result in [*last.results, *replies[0].results]:
+            assert result.error is not None and result.error.code == "engine_failed" and "status 7" in result.error.message
+        for path, status in (("/livez", 503), ("/readyz", 503), ("/startupz", 200)):
+            assert httpx.get(server.url + path).status_code == status
+        with pytest.raises(ServerError) as caught:
+            client.generate([{"prompt": "a"}])
+        assert caught.value.status == 503
+
+
+def test_an_event_that_cannot_be_read_ends_open_requests_rather_than_hang_them(model: Path) -> None:
+    with live_server(model) as server, Client(server.url, timeout_s=10) as client:
+        replies: list[Any] = []
+        waiting = threading.Thread(target=lambda: replies.append(client.generate([{"token_ids": [HANGS]}])))
+        waiting.start()
+        eventually(lambda: len(server.client) == 1)
+        server.call(lambda: asyncio.ensure_future(server.engine._events.send(b"\x81garbage")))
+        waiting.join(5)
+        assert replies[0].results[0].error.code == "engine_failed"
+
+
+def test_keys_are_asked_for_and_probes_stay_open(model: Path, tmp_path: Path) -> None:
+    import hashlib
+
+    file = tmp_path / "keys"
+    file.write_text(f"# operators\n\nfirst-key\nsha256:{hashlib.sha256(b'second-key').hexdigest()}\n")
+    with live_server(model, api_key_file=file) as server:
+        for key in (None, "", "wrong", "first-key2", "sha256:", "# operators"):
+            with Client(server.url, api_key=key) as client, pytest.raises(ServerError) as caught:
+                client.generate([{"prompt": "a"}])
+            assert (caught.value.status, caught.value.code) == (401, "unauthenticated")
+        for key in ("first-key", "second-key"):
+            with Client(server.url, api_key=key) as client:
+                assert client.generate([{"prompt": "a"}], sampling={"max_tokens": 1}).results[0].choices
+        assert httpx.get(f"{server.url}/livez").status_code == 200
+        assert httpx.get(f"{server.url}/metrics").status_code == 401
+        assert httpx.get(f"{server.url}/server_info").status_code == 401
+
+
+@pytest.mark.parametrize(("headers", "status"), [
+    ({"host": "evil.example"}, 403), ({"host": "evil.example:8000"}, 403), ({"host": "10.0.0.1"}, 403), ({"host": "[::1"}, 403),
+    ({"origin": "https://evil.example"}, 403), ({"origin": "null"}, 403), ({"host": "127.0.0.1.evil.example"}, 403),
+    ({"host": "localhost:1"}, 200), ({"host": "[::1]:8000"}, 200), ({"origin": "http://127.0.0.1:8000"}, 200),
+])
+def test_an_open_server_answers_to_its_own_machine_only(server: LiveServer, headers: dict[str, str], status: int) -> None:
+    body = {"requests": [{"prompt": "a"}], "sampling": {"max_tokens": 1}}
+    assert httpx.post(f"{server.url}/generate", json=body, headers=headers).status_code == status
+    assert httpx.get(f"{server.url}/livez", headers={"host": "probe.example"}).status_code == 200

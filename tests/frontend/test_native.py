@@ -1,0 +1,173 @@
+"""The native dialect end to end: what a reply holds, streamed and not."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+
+import httpx
+import pytest
+
+import tlt_client
+from tests.frontend.fake_engine import EOS, FAILS
+from tests.frontend.live_server import LiveServer
+from tlt_client import AsyncClient, Client, ServerError
+from tlt_client.wire import Done, ItemResult, Token
+
+
+def test_a_batch_comes_back_in_order_with_every_field(client: Client) -> None:
+    reply = client.generate([{"id": "b", "prompt": "xyz"}, {"id": "a", "token_ids": [65, 66], "n": 2, "seed": 7}],
+                            sampling={"max_tokens": 5, "logprobs": 1, "raw_logprobs": True, "prompt_logprobs": 0})
+    assert [result.id for result in reply.results] == ["b", "a"]
+    first, second = reply.results
+    assert first.choices[0].text == "xyzxy"
+    assert [choice.index for choice in second.choices] == [0, 1]
+    choice = second.choices[0]
+    assert choice.token_ids == [65, 66, 65, 66, 65]
+    assert choice.logprobs == [-0.5] * 5 and choice.raw_logprobs == [-1.0] * 5
+    assert choice.top_logprobs == [([token], [-0.5]) for token in choice.token_ids]
+    assert choice.prompt_logprobs == [None, None]
+    assert (choice.finish_reason, choice.stop_reason) == ("length", None)
+    assert [(span.version, span.start, span.end) for span in choice.weight_versions] == [("v0", 0, 5)]
+    assert [choice.seed for choice in second.choices] == [7, 7 + 10**6]
+    assert choice.sd.mean_accept_length == 3.0 and choice.sd.histogram == [0, 0, 2]
+    assert (reply.usage.prompt_tokens, reply.usage.completion_tokens, reply.numerics) == (5, 15, "strict")
+
+
+def test_absent_seeds_differ_and_are_reported(client: Client, server: LiveServer) -> None:
+    reply = client.generate([{"prompt": "a"}, {"prompt": "a"}], sampling={"max_tokens": 1})
+    seeds = [result.choices[0].seed for result in reply.results]
+    assert len(set(seeds)) == 2
+    assert {request.seed for request in server.engine.submitted[-2:]} == set(seeds)
+
+
+def test_own_sampling_wins_field_by_field_and_choices_share_a_group(client: Client, server: LiveServer) -> None:
+    client.generate([{"prompt": "ab", "n": 2, "sampling": {"top_k": 5}}, {"prompt": "ab", "group_id": "g"}],
+                    sampling={"max_tokens": 2, "top_k": 9, "temperature": 0.5})
+    first, second, third = server.engine.submitted[-3:]
+    assert (first.sampling.top_k, first.sampling.temperature, third.sampling.top_k) == (5, 0.5, 9)
+    assert first.group_id == second.group_id != third.group_id == "g"
+
+
+def test_a_stop_token_is_in_the_ids_and_not_in_the_text(client: Client) -> None:
+    by_eos, by_id = client.generate([{"token_ids": [65, EOS]}, {"token_ids": [65, 66], "sampling": {"stop_token_ids": [66]}}]).results
+    assert (by_eos.choices[0].token_ids, by_eos.choices[0].text, by_eos.choices[0].stop_reason) == ([65, EOS], "A", EOS)
+    assert (by_id.choices[0].token_ids, by_id.choices[0].text, by_id.choices[0].stop_reason) == ([65, 66], "A", 66)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_ends_text_before_and_ids_at_the_token_that_completed_it(client: Client, stream: bool) -> None:
+    item = {"prompt": "hello world", "sampling": {"stop": ["wo", "zz"], "max_tokens": 100}}
+    if stream:
+        events = list(client.stream([item]))
+        tokens = [event for event in events if isinstance(event, Token)]
+        result = next(event for event in events if isinstance(event, ItemResult))
+        assert "".join(token.text or "" for token in tokens) == "hello "
+        assert [id for token in tokens for id in token.token_ids] == list(b"hello wo")
+    else:
+        result = client.generate([item]).results[0]
+    choice = result.choices[0]
+    assert (choice.text, choice.token_ids) == ("hello ", list(b"hello wo"))
+    assert (choice.finish_reason, choice.stop_reason, len(choice.logprobs)) == ("stop", "wo", 8)
+    assert choice.weight_versions[-1].end == 8
+
+
+def test_min_tokens_keeps_stop_strings_off(client: Client) -> None:
+    choice = client.generate([{"prompt": "ab"}], sampling={"stop": "b", "min_tokens": 5, "max_tokens": 9}).results[0].choices[0]
+    assert (choice.text, len(choice.token_ids)) == ("ababa", 6)
+
+
+def test_streaming_gives_tokens_then_results_then_done(client: Client) -> None:
+    events = list(client.stream([{"id": "x", "prompt": "abc"}, {"id": "y", "prompt": "de", "n": 2}], sampling={"max_tokens": 7}))
+    assert isinstance(events[-1], Done) and events[-1].usage.completion_tokens == 21
+    results = {event.id: event for event in events if isinstance(event, ItemResult)}
+    assert set(results) == {"x", "y"}
+    for id, result in results.items():
+        for choice in result.choices:
+            own = [event for event in events if isinstance(event, Token) and (event.id, event.index) == (id, choice.index)]
+            assert [token for event in own for token in event.token_ids] == choice.token_ids
+            assert "".join(event.text or "" for event in own) == choice.text
+            assert [value for event in own for value in event.logprobs] == choice.logprobs
+
+
+def test_stream_frames_are_server_sent_events(server: LiveServer) -> None:
+    body = {"requests": [{"prompt": "a"}], "sampling": {"max_tokens": 1}, "stream": True}
+    response = httpx.post(f"{server.url}/generate", json=body)
+    assert response.headers["content-type"].startswith("text/event-stream")
+    frames = [frame.split("\n") for frame in response.text.strip().split("\n\n")]
+    assert [frame[0] for frame in frames] == ["event: token", "event: result", "event: done"]
+    assert all(json.loads(frame[1].removeprefix("data: ")) for frame in frames)
+
+
+def test_messages_go_through_the_chat_template(client: Client, server: LiveServer) -> None:
+    client.generate([{"messages": [{"role": "user", "content": "hi"}]}], sampling={"max_tokens": 1})
+    assert server.engine.submitted[-1].token_ids == [257, *b"hi", 256, 258]
+
+
+def test_an_item_that_fails_is_an_error_among_results(client: Client) -> None:
+    good, bad = client.generate([{"prompt": "a"}, {"token_ids": [FAILS], "n": 3}], sampling={"max_tokens": 2}).results
+    assert good.choices and good.error is None
+    assert bad.error is not None and bad.error.code == "engine_failed" and not bad.choices
+
+
+def test_a_reply_without_any_result_has_the_first_errors_status(server: LiveServer) -> None:
+    response = httpx.post(f"{server.url}/generate", json={"requests": [{"token_ids": [FAILS]}]})
+    assert response.status_code == 500
+    assert response.json()["results"][0]["error"]["code"] == "engine_failed"
+
+
+def test_refusals_are_typed_errors_of_the_client(client: Client) -> None:
+    with pytest.raises(ServerError, match="did you mean temperature") as caught:
+        client.generate([{"prompt": "a", "sampling": {"temprature": 1}}])
+    assert (caught.value.code, caught.value.status, caught.value.retryable) == ("invalid_request", 400, False)
+    with pytest.raises(ServerError):
+        list(client.stream([]))
+
+
+async def _asynchronously(url: str) -> tuple[str | None, int]:
+    async with AsyncClient(url, timeout_s=20) as client:
+        reply = await client.generate([{"prompt": "ab"}], sampling={"max_tokens": 4})
+        events = [event async for event in client.stream([{"prompt": "ab"}], sampling={"max_tokens": 4})]
+        return reply.results[0].choices[0].text, len([event for event in events if isinstance(event, Done)])
+
+
+def test_the_asyncio_client_does_the_same(server: LiveServer) -> None:
+    import asyncio
+
+    assert asyncio.run(_asynchronously(server.url)) == ("abab", 1)
+
+
+def test_probes_metrics_and_server_info(server: LiveServer, client: Client) -> None:
+    for path in ("/health", "/livez", "/readyz", "/startupz"):
+        assert httpx.get(server.url + path).status_code == 200
+    info = client.server_info()
+    assert info["numerics"] == "strict" and info["engine"]["weight_version"] == "v0" and "api_key_file" not in info["config"]
+    client.generate([{"prompt": "a"}], sampling={"max_tokens": 1})
+    text = httpx.get(f"{server.url}/metrics").text
+    for line in ('tlt_sequences_total{result="length"}', "tlt_pages_free 60.0", 'tlt_strategy_in_force{strategy="off"} 1.0',
+                 'tlt_engine_gauge{name="odd_gauge"} 1.0', "tlt_open_sequences 0.0", 'tlt_build_info{'):
+        assert line in text
+
+
+def test_unknown_paths_and_methods_are_typed(server: LiveServer) -> None:
+    assert "/generate" in httpx.get(f"{server.url}/nothing").json()["error"]["message"]
+    assert httpx.get(f"{server.url}/generate").status_code == 405
+
+
+def test_a_bug_in_mid_stream_is_an_error_event_and_not_a_broken_stream(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: object, output: object) -> None:
+        raise ZeroDivisionError("secret prompt")
+
+    monkeypatch.setattr("tlt_server.frontend.sequence.Sequence.push", broken)
+    events = list(client.stream([{"id": "x", "prompt": "secret"}]))
+    assert [event.error.code for event in events if isinstance(event, ItemResult) and event.error] == ["internal"]
+    with pytest.raises(ServerError) as caught:
+        client.generate([{"prompt": "secret"}])
+    assert (caught.value.code, caught.value.status) == ("internal", 500) and "secret" not in caught.value.message
+
+
+def test_the_example_in_the_client_package_runs(server: LiveServer, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tlt_client.__doc__ is not None
+    code = textwrap.dedent(tlt_client.__doc__.partition("\n\n")[2]).replace("http://127.0.0.1:8000", server.url)
+    exec(code, {})
+    assert capsys.readouterr().out.count("2 + 2 =") >= 4

@@ -1,0 +1,96 @@
+"""`/strategy`: what is in force, a policy that reaches the engine, and refusals that name value, choice and remedy."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.frontend.live_server import LiveServer, live_server
+from tlt_client import Client, ServerError
+from tlt_server.records import SetPolicy, Strategy
+
+
+@pytest.fixture(scope="module")
+def server(model: Path) -> Iterator[LiveServer]:
+    with live_server(model, engine={"drafter": "eagle+history"}) as running:
+        yield running
+
+
+def until(condition: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < give_up
+        time.sleep(0.005)
+
+
+def test_a_fresh_server_says_what_it_was_started_with(model: Path) -> None:
+    with live_server(model, engine={"drafter": "history"}, drafter="history") as server, Client(server.url) as client:
+        state = client.strategy()
+        assert (state["policy"], state["strategy"], state["in_force"]) == ("beg", None, None)
+        assert state["drafters"] == ["history"] and state["arms"][0] == "off"
+        assert all(arm.startswith("history:") for arm in state["arms"][1:])
+        client.generate([{"prompt": "a"}], sampling={"max_tokens": 4})
+        assert client.strategy()["in_force"] == "off"
+
+
+def test_a_policy_reaches_the_engine_and_is_reported(client: Client, server: LiveServer) -> None:
+    assert client.set_strategy("fixed", "eagle:7x4x16")["strategy"] == "eagle:7x4x16"
+    assert client.set_strategy("off")["policy"] == "off"
+    assert client.set_strategy("beg")["strategy"] is None
+    until(lambda: len(server.engine.policies) == 3)
+    assert server.engine.policies == [SetPolicy("fixed", Strategy("eagle", 7, 4, 16)), SetPolicy("off"), SetPolicy("beg")]
+    assert client.strategy()["policy"] == "beg"
+
+
+def test_every_arm_that_is_reported_can_be_set(client: Client) -> None:
+    arms = client.strategy()["arms"]
+    assert len(arms) > 5
+    for arm in arms[1:]:
+        assert client.set_strategy("fixed", arm)["strategy"] == arm
+
+
+REFUSED = {
+    b"": ("not JSON",),
+    b"[1]": ("must be a JSON object",),
+    b"{}": ("policy is None", "off, fixed, beg"),
+    b'{"policy": 3}': ("policy is 3", "off, fixed, beg"),
+    b'{"policy": "fixd"}': ("'fixd'", "did you mean fixed?"),
+    b'{"policy": "beg", "stratgy": "x"}': ("stratgy", "did you mean strategy?"),
+    b'{"policy": "fixed"}': ("strategy is None", "needs one", "for example"),
+    b'{"policy": "off", "strategy": "eagle:7x4x16"}': ("'eagle:7x4x16'", "for policy fixed"),
+    b'{"policy": "fixed", "strategy": 7}': ("strategy is 7", "eagle:7x4x16"),
+    b'{"policy": "fixed", "strategy": "eagle-7"}': ("'eagle-7'", "drafter:DEPTHxWIDTHxROWS"),
+    b'{"policy": "fixed", "strategy": "eagle:0x4x16"}': ("'eagle:0x4x16'", "at least 1"),
+    b'{"policy": "fixed", "strategy": "medusa:7x4x16"}': ("'medusa'", "eagle, history", "--drafter"),
+    b'{"policy": "fixed", "strategy": "eagle:65x4x16"}': ("depth 65", "limit is 64"),
+    b'{"policy": "fixed", "strategy": "eagle:7x33x16"}': ("width 33", "limit is 32"),
+    b'{"policy": "fixed", "strategy": "eagle:7x4x257"}': ("rows 257", "limit is 256"),
+}
+
+
+@pytest.mark.parametrize("body", REFUSED)
+def test_a_bad_body_is_refused_and_changes_nothing(body: bytes, server: LiveServer) -> None:
+    before = httpx.get(f"{server.url}/strategy").json()
+    response = httpx.put(f"{server.url}/strategy", content=body)
+    assert response.status_code == 400 and response.json()["error"]["code"] == "invalid_request"
+    for part in REFUSED[body]:
+        assert part in response.json()["error"]["message"]
+    assert httpx.get(f"{server.url}/strategy").json() == before
+
+
+def test_without_a_drafter_only_off_can_be_set(model: Path) -> None:
+    with live_server(model) as server, Client(server.url) as client:
+        assert client.set_strategy("off")["arms"] == ["off"]
+        for policy, strategy in (("beg", None), ("fixed", "eagle:7x4x16")):
+            with pytest.raises(ServerError, match="no drafter is loaded.*--drafter"):
+                client.set_strategy(policy, strategy)
+
+
+def test_a_draining_server_refuses(model: Path) -> None:
+    with live_server(model) as server:
+        server.call(lambda: setattr(server.client, "draining", True))
+        assert httpx.put(f"{server.url}/strategy", json={"policy": "off"}).status_code == 503

@@ -1,0 +1,100 @@
+"""What every drafter in the table must keep, whatever is inside."""
+
+import numpy as np
+import pytest
+
+from tests.unit.fake_eagle import VOCABULARY, FakeEngine, FakeNetwork
+from tlt_server.records import Strategy
+from tlt_server.speculation.batch import Candidates
+from tlt_server.speculation.drafters import DRAFTERS
+from tlt_server.speculation.survival import Calibration
+from tlt_server.speculation.tree import select
+
+BUILD = {
+    "eagle": lambda cls, engine: cls(FakeNetwork(), engine.cache, Calibration(), max_requests=8, max_rows=200),
+    "history": lambda cls, engine: cls(),
+}
+
+
+@pytest.fixture(params=list(DRAFTERS))
+def drafted(request):
+    """(drafter, engine, names) with three requests that repeat themselves, so that every drafter has something to say."""
+    engine = FakeEngine()
+    for name, length in (("a", 6), ("b", 23), ("c", 41)):
+        engine.extend(name, [1 + i % 5 for i in range(length)])
+    return BUILD[request.param](DRAFTERS.resolve(request.param), engine), engine, ["a", "b", "c"]
+
+
+def assert_well_formed(candidates, batch, strategy):
+    for n in range(len(candidates)):
+        b, parent = candidates.request_N[n], candidates.parent_N[n]
+        assert 0 <= b < len(batch) and -1 <= parent < n
+        assert 0 <= candidates.token_N[n] < VOCABULARY
+        assert 1 <= candidates.depth_N[n] <= min(strategy.depth, batch.max_depth_B[b])
+        assert 0 <= candidates.rank_N[n] < strategy.width
+        above = 1.0 if parent < 0 else candidates.survival_N[parent]
+        assert 0 <= candidates.survival_N[n] <= above
+        if parent >= 0:
+            assert candidates.request_N[parent] == b and candidates.depth_N[parent] == candidates.depth_N[n] - 1
+    assert [a.dtype for a in vars(candidates).values()] == [np.dtype(np.int32)] * 5 + [np.dtype(np.float32)]
+    siblings = list(zip(candidates.request_N, candidates.parent_N, candidates.token_N, strict=True))
+    assert len(set(siblings)) == len(siblings)
+
+
+@pytest.mark.parametrize("strategy", [Strategy("x", 1, 1, 2), Strategy("x", 5, 1, 6), Strategy("x", 6, 3, 12)], ids=lambda s: s.name)
+def test_candidates_are_well_formed(drafted, strategy):
+    drafter, engine, names = drafted
+    for _ in range(3):
+        batch = engine.batch(names)
+        candidates = drafter.propose(batch, strategy)
+        assert len(candidates)
+        assert_well_formed(candidates, batch, strategy)
+        select(candidates, len(batch), 10)
+        for name in names:
+            engine.extend(name, [1 + len(engine.tokens[name]) % 5])
+
+
+def test_requests_come_and_go(drafted):
+    drafter, engine, _ = drafted
+    random, strategy = np.random.default_rng(0), Strategy("x", 4, 2, 8)
+    alive = ["a", "b", "c"]
+    for step in range(40):
+        batch = engine.batch(alive, temperature=float(random.integers(0, 2)))
+        candidates = drafter.propose(batch, strategy)
+        assert_well_formed(candidates, batch, strategy)
+        drafter.observe(batch, candidates, random.integers(-1, 2, len(candidates)).astype(np.int8))
+        for name in alive:
+            engine.extend(name, random.integers(0, VOCABULARY, int(random.integers(1, 4))).tolist())
+        if step % 5 == 4:
+            gone = alive.pop(0)
+            drafter.finish(gone, gone, np.array(engine.tokens[gone], np.int32), 1)
+            drafter.pages_freed(engine.release(gone))
+            alive.append(f"n{step}")
+            engine.extend(alive[-1], random.integers(0, VOCABULARY, 7).tolist())
+    assert all(isinstance(value, float) for value in drafter.gauges().values())
+
+
+def test_nothing_is_proposed_where_nothing_can_be_used(drafted):
+    drafter, engine, names = drafted
+    assert len(drafter.propose(engine.batch(names, max_depth=0), Strategy("x", 4, 2, 8))) == 0
+    assert len(drafter.propose(engine.batch(names), Strategy("x", 0, 0, 1))) == 0
+
+
+def test_a_depth_limit_holds_per_request(drafted):
+    drafter, engine, names = drafted
+    batch = engine.batch(names)
+    batch.max_depth_B[:] = [0, 2, 9]
+    candidates = drafter.propose(batch, Strategy("x", 5, 2, 12))
+    deepest = [candidates.depth_N[candidates.request_N == b].max(initial=0) for b in range(3)]
+    assert deepest[0] == 0 and deepest[1] <= 2 and deepest[2] >= 1
+
+
+def test_a_request_of_one_token_is_survived(drafted):
+    drafter, engine, _ = drafted
+    engine.extend("tiny", [3])
+    drafter.propose(engine.batch(["tiny", "a"]), Strategy("x", 3, 2, 8))
+
+
+def test_reports_about_forgotten_proposals_are_ignored(drafted):
+    drafter, engine, names = drafted
+    drafter.observe(engine.batch(names), Candidates.empty(), np.zeros(0, np.int8))

@@ -1,0 +1,66 @@
+"""No pickle, in any form, and nothing else that runs code while it reads data."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("tlt_server", "kernels", "clients", "examples", "benchmarks")
+BANNED_MODULES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve"}
+BANNED_METHODS = {"recv_pyobj", "send_pyobj", "send_serialized", "recv_serialized"}
+
+
+def banned_in(source: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Import(names=names):
+                yield from (f"{node.lineno}: import {a.name}" for a in names if a.name.split(".")[0] in BANNED_MODULES)
+            case ast.ImportFrom(module=str(module), names=names):
+                if module.split(".")[0] in BANNED_MODULES or (module.startswith("torch") and any(a.name == "load" for a in names)):
+                    yield f"{node.lineno}: from {module} import"
+                if module == "multiprocessing" and any(a.name == "reduction" for a in names):
+                    yield f"{node.lineno}: multiprocessing.reduction pickles"
+            case ast.Attribute(value=ast.Name(id="torch"), attr="load"):
+                yield f"{node.lineno}: torch.load"
+            case ast.Attribute(attr=attribute) if attribute in BANNED_METHODS:
+                yield f"{node.lineno}: {attribute}"
+            case ast.Call(keywords=keywords):
+                for keyword in keywords:
+                    if keyword.arg == "allow_pickle" and not (isinstance(keyword.value, ast.Constant) and keyword.value.value is False):
+                        yield f"{node.lineno}: allow_pickle"
+                if isinstance(node.func, ast.Name) and node.func.id == "__import__":
+                    yield f"{node.lineno}: __import__ hides what it imports"
+                named = [a.value for a in node.args[:1] if isinstance(a, ast.Constant)]
+                if any(value in BANNED_MODULES for value in named) and "import" in ast.unparse(node.func):
+                    yield f"{node.lineno}: {ast.unparse(node)}"
+
+
+FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_file_can_pickle(path: Path) -> None:
+    assert list(banned_in(path.read_text())) == []
+
+
+@pytest.mark.parametrize("source", [
+    "import pickle", "import dill as d", "from cloudpickle import dumps", "import marshal", "import shelve", "torch.load('x')",
+    "from torch import load", "from torch.serialization import load", "socket.recv_pyobj()", "socket.send_pyobj(1)",
+    "numpy.load('x', allow_pickle=True)", "np.load('x', allow_pickle=flag)", "importlib.import_module('pickle')", "__import__('os')",
+])
+def test_the_lint_sees(source: str) -> None:
+    assert list(banned_in(source))
+
+
+@pytest.mark.parametrize("source", ["torch.save", "np.load('x', allow_pickle=False)", "json.load(f)", "from torch import Tensor"])
+def test_the_lint_spares(source: str) -> None:
+    assert not list(banned_in(source))
+
+
+@pytest.mark.parametrize("folder", ["kernels", "clients", "tests", "docker"])
+def test_folders_that_must_not_be_packages(folder: str) -> None:
+    assert not (ROOT / folder / "__init__.py").exists()

@@ -1,0 +1,230 @@
+"""The scheduler driven by a fake runner: the output of every sequence must equal a twin that runs it alone."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tlt_server.engine.pages import PagePool
+from tlt_server.engine.sampling import SamplingState
+from tlt_server.engine.scheduler import Batch, Emission, Scheduler
+from tlt_server.engine.sequence import Sequence
+from tlt_server.errors import InvalidRequest
+from tlt_server.records import GenerateRequest, Sampling, StepOutput
+
+PAGE = 4
+VOCAB = 50
+EOS = 49
+
+
+def target(tokens: list[int], seed: int) -> int:
+    """The fake model: the next token is a function of the whole prefix and the seed."""
+    return random.Random(f"{tokens}{seed}").randrange(VOCAB)
+
+
+def alone(request: GenerateRequest) -> tuple[list[int], str]:
+    """The slow twin: no batch, no pages."""
+    tokens = list(request.token_ids)
+    while True:
+        tokens.append(target(tokens, request.seed))
+        if tokens[-1] == EOS:
+            return tokens[len(request.token_ids) :], "stop"
+        if len(tokens) - len(request.token_ids) == request.sampling.max_tokens:
+            return tokens[len(request.token_ids) :], "length"
+
+
+class FakeKV:
+    """Remembers which token prefix stands behind every slot, so that wrong sharing or stale pages are caught."""
+
+    def __init__(self) -> None:
+        self.slot: dict[int, tuple[int, ...]] = {}
+
+    def extend(self, sequence: Sequence, start: int, end: int) -> None:
+        tokens = sequence.tokens.tolist()
+        for position in range(start):
+            assert self.slot[self.at(sequence, position)] == tuple(tokens[: position + 1]), f"{sequence.id} reads foreign KV at {position}"
+        for position in range(start, end):
+            self.slot[self.at(sequence, position)] = tuple(tokens[: position + 1])
+
+    def check_published(self, pool: PagePool) -> None:
+        """Every indexed page holds one unbroken, fully computed prefix."""
+        for page in pool._key:
+            held = [self.slot.get(page * PAGE + i) for i in range(PAGE)]
+            assert all(prefix is not None for prefix in held), f"page {page} is published before it is computed"
+            assert all(b[:-1] == a for a, b in zip(held, held[1:], strict=False)), f"page {page} mixes prefixes"  # type: ignore[index]
+
+    @staticmethod
+    def at(sequence: Sequence, position: int) -> int:
+        return sequence.pages[position // PAGE] * PAGE + position % PAGE
+
+
+def run(batch: Batch, kv: FakeKV, draw: random.Random) -> list[Emission]:
+    emissions = []
+    for work in batch.works:
+        sequence = work.sequence
+        kv.extend(sequence, work.start, work.end)
+        if not work.samples:
+            emissions.append(Emission())
+            continue
+        depth = draw.randint(0, max(0, min(sequence.remaining - 1, sequence.capacity - sequence.length, 3))) if work.decodes else 0
+        tokens = sequence.tokens.tolist()
+        for _ in range(depth + 1):
+            tokens.append(target(tokens, sequence.request.seed))
+        new = tokens[sequence.length :]
+        for i in range(depth):
+            kv.slot[kv.at(sequence, sequence.length + i)] = tuple(tokens[: sequence.length + i + 1])
+        emissions.append(Emission(tokens=new, logprobs=[0.0] * len(new), drafted=depth))
+    return emissions
+
+
+def make(scheduler_pages: int, *, max_running: int = 4, max_rows: int = 8) -> tuple[Scheduler, FakeKV]:
+    pool = PagePool(scheduler_pages, PAGE)
+    return Scheduler(
+        pool, max_running=max_running, max_rows=max_rows, max_pages_per_sequence=scheduler_pages, lookahead=4, weight_version="v1"
+    ), FakeKV()
+
+
+def sequence(i: int, prompt: list[int], max_tokens: int, seed: int, *, salt: str = "", deadline_s: float | None = None) -> Sequence:
+    request = GenerateRequest(
+        id=f"r{i}", token_ids=prompt, sampling=Sampling(max_tokens=max_tokens), seed=seed, salt=salt, deadline_s=deadline_s
+    )
+    return Sequence(request, SamplingState(request, VOCAB, [EOS]), "v1", PAGE)
+
+
+def collect(outputs: list[StepOutput], into: dict[str, list[StepOutput]]) -> None:
+    for output in outputs:
+        assert not into.get(output.id) or into[output.id][-1].finish_reason is None, f"{output.id} spoke after its end"
+        into.setdefault(output.id, []).append(output)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    pages=st.integers(6, 24),
+    max_running=st.integers(1, 5),
+    max_rows=st.integers(1, 12),
+    seed=st.integers(0, 2**32),
+    jobs=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 10), st.integers(1, 12), st.integers(0, 12)), min_size=1, max_size=9),
+    aborts=st.sets(st.integers(0, 8), max_size=2),
+)
+def test_every_sequence_ends_as_if_alone(
+    pages: int, max_running: int, max_rows: int, seed: int, jobs: list[tuple[int, int, int, int]], aborts: set[int]
+) -> None:
+    scheduler, kv = make(pages, max_running=max_running, max_rows=max_rows)
+    draw = random.Random(seed)
+    sequences = {
+        i: sequence(i, [(family * 7 + p) % 45 for p in range(length)], max_tokens, seed + i)
+        for i, (family, length, max_tokens, _) in enumerate(jobs)
+        if -(-(length + max_tokens) // PAGE) <= pages
+    }
+    arrival = {i: jobs[i][3] for i in sequences}
+    seen: dict[str, list[StepOutput]] = {}
+    aborted = {i for i in aborts if i in sequences}
+    for step in range(600):
+        scheduler.submit([sequences[i] for i, at in arrival.items() if at == step])
+        if step == 7:
+            collect(scheduler.abort([f"r{i}" for i in aborted]) if aborted else [], seen)
+        scheduler.check()
+        if batch := scheduler.next_batch():
+            scheduler.check()
+            assert sum(w.end - w.start for w in batch.works) <= max(max_rows, sum(w.decodes for w in batch.works))
+            collect(scheduler.commit(batch, run(batch, kv, draw)), seen)
+        scheduler.check()
+        kv.check_published(scheduler.pool)
+        if step > 12 and scheduler.idle:
+            break
+    assert scheduler.idle, "sequences are stuck"
+    assert scheduler.pool.available == pages, "pages leak"
+    for i, s in sequences.items():
+        tokens = [t for output in seen[s.id] for t in output.token_ids]
+        expected, reason = alone(s.request)
+        last = seen[s.id][-1]
+        if last.finish_reason == "abort":
+            assert i in aborted and tokens == expected[: len(tokens)]
+        else:
+            assert (tokens, last.finish_reason) == (expected, reason)
+        if tokens:
+            assert last.weight_versions and [(v.start, v.end) for v in last.weight_versions] == [(0, len(tokens))]
+
+
+def finish(scheduler: Scheduler, kv: FakeKV, steps: int = 400) -> dict[str, list[StepOutput]]:
+    seen: dict[str, list[StepOutput]] = {}
+    draw = random.Random(1)
+    for _ in range(steps):
+        batch = scheduler.next_batch()
+        if batch is None:
+            break
+        collect(scheduler.commit(batch, run(batch, kv, draw)), seen)
+        scheduler.check()
+    return seen
+
+
+def test_a_group_computes_its_prompt_once() -> None:
+    scheduler, kv = make(64, max_running=8, max_rows=64)
+    prompt = list(range(17))
+    scheduler.submit([sequence(i, prompt, 3, i) for i in range(6)])
+    rows = 0
+    seen: dict[str, list[StepOutput]] = {}
+    while batch := scheduler.next_batch():
+        rows += sum(w.end - w.start for w in batch.works if not w.sequence.output_len)
+        collect(scheduler.commit(batch, run(batch, kv, random.Random(0))), seen)
+    assert rows == 17 + 5 * 1  # four full pages are shared, one row is left to each sibling
+    assert sorted(outputs[0].cached_tokens for outputs in seen.values()) == [0] + [16] * 5
+
+
+def test_salt_separates_prefixes() -> None:
+    scheduler, kv = make(64)
+    scheduler.submit([sequence(0, list(range(9)), 2, 1, salt="a")])
+    finish(scheduler, kv)
+    scheduler.submit([sequence(1, list(range(9)), 2, 1, salt="b"), sequence(2, list(range(9)), 2, 1, salt="a")])
+    seen = finish(scheduler, kv)
+    assert seen["r1"][0].cached_tokens == 0 and seen["r2"][0].cached_tokens == 8
+
+
+def test_page_pressure_preempts_and_everyone_still_finishes() -> None:
+    scheduler, kv = make(8, max_running=4)
+    scheduler.submit([sequence(i, [i], 24, i) for i in range(4)])
+    seen = finish(scheduler, kv)
+    assert scheduler.preemptions > 0
+    assert {i: [t for o in outputs for t in o.token_ids] for i, outputs in seen.items()} == {
+        f"r{i}": alone(sequence(i, [i], 24, i).request)[0] for i in range(4)
+    }
+
+
+def test_a_batch_is_admitted_whole_or_not_at_all() -> None:
+    scheduler, _ = make(4)
+    with pytest.raises(InvalidRequest, match="needs 40 positions, this server holds 16"):
+        scheduler.submit([sequence(0, [1], 3, 0), sequence(1, [1] * 10, 30, 0)])
+    assert scheduler.idle
+    scheduler.submit([sequence(0, [1], 3, 0)])
+    with pytest.raises(InvalidRequest, match="already in use"):
+        scheduler.submit([sequence(0, [1], 3, 0)])
+
+
+def test_deadlines_end_running_and_waiting_sequences() -> None:
+    now = 0.0
+    scheduler = Scheduler(
+        PagePool(8, PAGE), max_running=1, max_rows=8, max_pages_per_sequence=8, lookahead=2, weight_version="v1", clock=lambda: now
+    )
+    scheduler.submit([sequence(0, [1], 9, 0, deadline_s=5.0), sequence(1, [2], 9, 0, deadline_s=5.0), sequence(2, [3], 9, 0)])
+    scheduler.next_batch()
+    assert scheduler.expire() == []
+    now = 5.0
+    ended = scheduler.expire()
+    assert [(o.id, o.finish_reason, o.error and o.error[0]) for o in ended] == [
+        ("r0", "error", "deadline_exceeded"),
+        ("r1", "error", "deadline_exceeded"),
+    ]
+    scheduler.check()
+    assert scheduler.gauges()["waiting"] == 1
+
+
+def test_a_paused_scheduler_keeps_what_it_holds() -> None:
+    scheduler, kv = make(16)
+    scheduler.submit([sequence(0, [1, 2, 3], 4, 0)])
+    scheduler.paused = True
+    assert scheduler.next_batch() is None and not scheduler.idle
+    scheduler.paused = False
+    assert finish(scheduler, kv)["r0"][-1].finish_reason in ("stop", "length")

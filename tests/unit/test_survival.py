@@ -1,0 +1,84 @@
+"""Calibration: loading, cells, and healing of a stale table."""
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from tlt_kernels.cpu.drafting import calibration_cell
+from tlt_server.errors import ModelError
+from tlt_server.speculation.survival import BUCKETS, DEFAULT_EDGES, RANKS, Calibration, CalibrationSettings, default_survival
+
+
+def test_default_table_is_a_probability_that_falls_with_rank_and_follows_the_gap():
+    table = default_survival()
+    assert ((table > 0) & (table < 1)).all()
+    assert (np.diff(table[:, 0], axis=-1) >= 0).all()  # a wider gap makes the best child surer
+    assert (np.diff(table[:, 1:], axis=-1) <= 0).all()
+    assert (np.diff(table, axis=1) <= 0).all()
+
+
+def test_cells_agree_between_kernel_and_twin():
+    calibration = Calibration()
+    gaps = [0.0, 1e-9, *DEFAULT_EDGES, *(e + 1e-4 for e in DEFAULT_EDGES), 50.0, float("inf")]
+    for phase in (0, 1):
+        for rank in (0, 1, 6, 7, 8, 30):
+            for gap in np.array(gaps, np.float32):
+                assert calibration_cell(phase, rank, gap, calibration.gap_edges) == calibration.cell(phase, rank, gap)
+
+
+def test_a_saved_table_comes_back(tmp_path):
+    table = np.random.default_rng(0).random((2, RANKS, BUCKETS)).astype(np.float32)
+    edges = np.arange(BUCKETS - 1, dtype=np.float32)
+    Calibration(table, edges).save(tmp_path)
+    loaded = Calibration.load(tmp_path)
+    assert np.array_equal(loaded.survival, table) and np.array_equal(loaded.gap_edges, edges)
+
+
+def test_a_missing_table_is_the_default(tmp_path):
+    assert np.array_equal(Calibration.load(tmp_path).survival, default_survival())
+
+
+def test_a_wrong_table_is_named(tmp_path):
+    save_file({"survival": np.zeros((2, 3), np.float32), "gap_edges": np.zeros(15, np.float32)}, tmp_path / "calibration.safetensors")
+    with pytest.raises(ModelError, match="survival must be"):
+        Calibration.load(tmp_path)
+    (tmp_path / "calibration.safetensors").write_bytes(b"junk")
+    with pytest.raises(ModelError, match="not a calibration table"):
+        Calibration.load(tmp_path)
+
+
+def observe_slowly(calibration, cells, parents, accepted, hits, trials):
+    for n, cell in enumerate(cells):
+        if accepted[n] >= 0 and (parents[n] < 0 or accepted[parents[n]] == 1):
+            if trials[cell] >= calibration.settings.limit:
+                hits[cell] /= 2
+                trials[cell] /= 2
+            hits[cell] += accepted[n]
+            trials[cell] += 1
+    weight = calibration.settings.prior_weight
+    return (weight * calibration.prior_K + hits) / (weight + trials)
+
+
+def test_observe_counts_what_the_twin_counts():
+    random = np.random.default_rng(1)
+    calibration = Calibration(settings=CalibrationSettings(limit=20))
+    hits, trials = np.zeros(256), np.zeros(256)
+    for _ in range(100):
+        cells = random.integers(0, 12, 9).astype(np.int32)
+        parents = np.array([random.integers(-1, n) if n else -1 for n in range(9)], np.int32)
+        accepted = random.integers(-1, 2, 9).astype(np.int8)
+        calibration.observe(cells, parents, accepted)
+        expected = observe_slowly(calibration, cells, parents, accepted, hits, trials)
+        np.testing.assert_allclose(calibration.survival_K, expected, rtol=1e-6)
+    assert calibration.trials_K.max() <= 20
+
+
+def test_a_stale_table_heals_and_forgets_again():
+    random = np.random.default_rng(2)
+    calibration = Calibration(settings=CalibrationSettings(limit=512))
+    cell, parent = np.array([5], np.int32), np.array([-1], np.int32)
+    for truth in (0.9, 0.1, 0.9):
+        for _ in range(3000):
+            calibration.observe(cell, parent, np.array([random.random() < truth], np.int8))
+        assert abs(calibration.survival_K[5] - truth) < 0.12  # prior of 64 of at least 320 trials, and 3 sigma of 256 samples
+    assert calibration.gauges()["calibration_observed_nodes"] == 9000

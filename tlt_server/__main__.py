@@ -1,0 +1,89 @@
+"""The `tlt` command: serve | demo | bench. Parses arguments with the standard library only; heavy imports wait for the verb.
+
+User errors (`StartupError`) end in one line on stderr and exit status 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+
+from tlt_server import __version__
+from tlt_server.errors import StartupError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = _parse(sys.argv[1:] if argv is None else list(argv))
+    try:
+        return int(arguments.run(arguments) or 0)
+    except StartupError as error:
+        print(f"tlt: {error.message}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="tlt", description="Exact, adaptive speculative rollouts for reasoning-RL trainers.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"tlt {__version__}")
+    verbs = parser.add_subparsers(metavar="VERB", required=True)
+    _add_serve(verbs.add_parser("serve", help="serve a model", allow_abbrev=False, description=(
+        "Serve a model. Every flag is also a variable (TLT_MAX_QUEUE) and a YAML key (max_queue); flags win over variables, "
+        "variables over the file.")))
+    demo = verbs.add_parser("demo", help="serve the shipped pair and show exactness and speed-up", allow_abbrev=False)
+    import_module("tlt_server.demo.arguments").add_arguments(demo)
+    demo.set_defaults(run=_later("tlt_server.demo.command"))
+    benches = verbs.add_parser("bench", help="benchmarks", allow_abbrev=False).add_subparsers(metavar="NAME", required=True)
+    for name, sentence in (("exact", "compare tokens and log-probs with plain decoding, bit by bit"),
+                           ("rollout", "time a rollout with a long tail, speculation off and on")):
+        bench = benches.add_parser(name, help=sentence, description=sentence, allow_abbrev=False)
+        import_module("tlt_server.bench.arguments").add_arguments(bench)
+        bench.set_defaults(run=_later(f"tlt_server.bench.{name}"))
+    known, unknown = parser.parse_known_args(argv)
+    if unknown:
+        parser.error(f"unknown argument {unknown[0]}{_nearest(unknown[0], parser, argv)}")
+    return known
+
+
+def _add_serve(parser: argparse.ArgumentParser) -> None:
+    from tlt_server.settings import settings
+
+    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file of settings.")
+    for setting in settings():
+        parser.add_argument(setting.flag, dest=setting.name, default=argparse.SUPPRESS, metavar=setting.doc.unit.split()[0].upper(),
+                            help=setting.help.replace("%", "%%"))
+    parser.set_defaults(run=_serve)
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    from tlt_server.build import serve
+    from tlt_server.config import load
+
+    flags = {name: value for name, value in vars(arguments).items() if name not in ("run", "config")}
+    return serve(load(flags, file=arguments.config).resolved())
+
+
+def _later(module: str):  # type: ignore[no-untyped-def]
+    return lambda arguments: import_module(module).run(arguments)
+
+
+def _nearest(name: str, parser: argparse.ArgumentParser, argv: list[str]) -> str:
+    """The closest flag of the verb in use."""
+    import difflib
+
+    options: list[str] = []
+    for word in argv:
+        choices = next((a.choices for a in parser._actions if isinstance(a, argparse._SubParsersAction)), {})
+        if word in choices:
+            parser = choices[word]
+    options = [option for action in parser._actions for option in action.option_strings]
+    near = difflib.get_close_matches(name.partition("=")[0], options, n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

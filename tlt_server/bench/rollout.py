@@ -1,0 +1,217 @@
+"""`tlt bench rollout`: what speculation is worth on the shipped pair, against our own engine without it in the same run.
+
+Two engine processes, strict and fast numerics; arms take turns within each round, so that a machine's moods fall on all alike.
+Two workloads: `tail` (one batch of 64, run to its end: the batch shrinks to one) and `full` (64 running all the time).
+Speed-ups are medians over rounds of the arm's rate over the faster of the two plain engines' rate in the same round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from typing import NamedTuple
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from tlt_server.bench.exact import settings_of
+from tlt_server.engine.child import EngineChild
+from tlt_server.records import Cycle, GenerateRequest, Outputs, SetPolicy, Strategy, Submit
+
+EAGLE = Strategy("eagle", 7, 4, 16)
+HISTORY = Strategy("history", 8, 2, 9)
+TAIL = 2  # running requests at most: the cycles that long responses dominate
+ROUNDS = 5
+
+
+class Arm(NamedTuple):
+    numerics: str
+    policy: SetPolicy
+
+
+ARMS = {
+    "off": Arm("strict", SetPolicy("off")),
+    "off, fast": Arm("fast", SetPolicy("off")),
+    "eagle": Arm("strict", SetPolicy("fixed", EAGLE)),
+    "history": Arm("strict", SetPolicy("fixed", HISTORY)),
+    "beg": Arm("strict", SetPolicy("beg")),
+}
+PLAIN = ("off", "off, fast")
+
+
+class Figures(NamedTuple):
+    """One arm over one workload, once."""
+
+    seconds: float
+    tokens: int
+    passes: int
+    tail_seconds: float
+    tail_tokens: int
+    tail_passes: int
+    accept_length: float  # tokens per request and cycle, over cycles that drafted
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def tail_rate(self) -> float:
+        return self.tail_tokens / self.tail_seconds if self.tail_seconds else 0.0
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print a table and one line of JSON; 0 when every arm gave the tokens of `off`, else 1 (fast numerics may differ)."""
+    from tlt_server.demo.workload import problems_as_requests
+
+    base = settings_of(args)
+    rounds = 1 if args.quick else ROUNDS
+    batch = problems_as_requests(base.model, 64, group=8, seed=args.seed, max_tokens=256 if args.quick else 2000)
+    steady = [shortened(r, 48) for r in problems_as_requests(base.model, 64 if args.quick else 192, group=8, seed=args.seed + 100)]
+    workloads = {"tail": batch, "full": steady}
+    seen: dict[tuple[str, str], list[Figures]] = {}
+    differing = 0
+    console = Console()
+    with (
+        EngineChild(base) as strict,
+        EngineChild(msgspec.structs.replace(base, numerics="fast", drafter="none", policy="off")) as fast,
+        Progress(
+            TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn(), console=console
+        ) as progress,
+    ):
+        engines = {"strict": strict, "fast": fast}
+        task = progress.add_task("warm up", total=rounds * len(ARMS) * len(workloads))
+        for engine in engines.values():
+            rollout(engine, renamed(steady[:16], "warm"))
+        for turn in range(rounds):
+            for workload, requests in workloads.items():
+                expected: dict[str, list[int]] = {}
+                for name, arm in ARMS.items():
+                    progress.update(task, description=f"{workload}: {name}")
+                    engine = engines[arm.numerics]
+                    engine.send(arm.policy)
+                    tokens, figures = rollout(engine, renamed(requests, f"{turn}{name}"))
+                    seen.setdefault((workload, name), []).append(figures)
+                    if arm.numerics == "strict":
+                        expected = expected or tokens
+                        differing += sum(tokens[i] != expected[i] for i in tokens)
+                    progress.advance(task)
+    return report(console, seen, differing, args)
+
+
+def shortened(request: GenerateRequest, max_tokens: int) -> GenerateRequest:
+    """Exactly max_tokens, so that the batch stays full until the end."""
+    return msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, max_tokens=max_tokens, ignore_eos=True))
+
+
+def renamed(requests: list[GenerateRequest], turn: str) -> list[GenerateRequest]:
+    """The same requests as new ones: other ids and groups, and a salt of their own, so that no run profits from an earlier one."""
+    return [msgspec.structs.replace(r, id=f"{r.id}/{turn}", group_id=f"{r.group_id}/{turn}", salt=turn) for r in requests]
+
+
+def rollout(engine: EngineChild, requests: list[GenerateRequest]) -> tuple[dict[str, list[int]], Figures]:
+    """Tokens by request (without the turn's name) and the figures; wall time on this side of the sockets."""
+    tokens: dict[str, list[int]] = {r.id.split("/")[0]: [] for r in requests}
+    cycles: list[Cycle] = []
+    open_ids = {r.id for r in requests}
+    started = time.perf_counter()
+    engine.send(Submit(requests))
+    for event in engine.events():
+        if not isinstance(event, Outputs):
+            continue
+        if event.cycle:
+            cycles.append(event.cycle)
+        for output in event.outputs:
+            assert output.error is None, f"{output.id}: {output.error}"
+            tokens[output.id.split("/")[0]] += output.token_ids
+            if output.finish_reason:
+                open_ids.discard(output.id)
+        if not open_ids:
+            break
+    return tokens, figures_of(cycles, time.perf_counter() - started)
+
+
+def figures_of(cycles: list[Cycle], seconds: float) -> Figures:
+    tail = [c for c in cycles if c.context.decoding <= TAIL and not c.context.prefill_rows]
+    drafted = [c for c in cycles if c.drafted]
+    return Figures(
+        seconds=seconds,
+        tokens=sum(c.emitted for c in cycles),
+        passes=len(cycles),
+        tail_seconds=sum(c.step_s for c in tail),
+        tail_tokens=sum(c.emitted for c in tail),
+        tail_passes=len(tail),
+        accept_length=sum(c.emitted for c in drafted) / max(1, sum(c.context.decoding for c in drafted)),
+    )
+
+
+def speedup(seen: dict[tuple[str, str], list[Figures]], workload: str, name: str, rate: str) -> float:
+    """Median over rounds of the arm's rate over the faster plain engine's."""
+    plain = [max(getattr(seen[workload, p][i], rate) for p in PLAIN) for i in range(len(seen[workload, name]))]
+    return statistics.median(getattr(f, rate) / p if p else 0.0 for f, p in zip(seen[workload, name], plain, strict=True))
+
+
+def report(console: Console, seen: dict[tuple[str, str], list[Figures]], differing: int, args: argparse.Namespace) -> int:
+    table = Table(title="tlt bench rollout: medians; speed-up against the faster of the two plain engines")
+    for heading in (
+        "workload",
+        "arm",
+        "wall s",
+        "passes",
+        "tokens",
+        "tokens/pass",
+        "accept length",
+        "speed-up",
+        f"speed-up, at most {TAIL} running",
+    ):
+        table.add_column(heading, justify="left" if heading in ("workload", "arm") else "right")
+    summary: dict[str, object] = {
+        "bench": "rollout",
+        "quick": bool(args.quick),
+        "rounds": len(seen["tail", "off"]),
+        "threads": args.threads or len(os.sched_getaffinity(0)),
+    }
+    for (workload, name), found in seen.items():
+        median = {
+            field: statistics.median(getattr(f, field) for f in found)
+            for field in ("seconds", "passes", "tokens", "tail_passes", "tail_tokens", "accept_length")
+        }
+        ratio = speedup(seen, workload, name, "rate")
+        tail_ratio = speedup(seen, workload, name, "tail_rate") if workload == "tail" else None
+        table.add_row(
+            workload,
+            name,
+            f"{median['seconds']:.2f}",
+            f"{median['passes']:.0f}",
+            f"{median['tokens']:.0f}",
+            f"{median['tokens'] / median['passes']:.2f}",
+            f"{median['accept_length']:.2f}" if median["accept_length"] else "",
+            f"{ratio:.2f}x",
+            f"{tail_ratio:.2f}x" if tail_ratio is not None else "",
+        )
+        summary[f"{workload}/{name}"] = {
+            "wall_s": round(median["seconds"], 3),
+            "passes": median["passes"],
+            "tokens": median["tokens"],
+            "tokens_per_pass": round(median["tokens"] / median["passes"], 3),
+            "accept_length": round(median["accept_length"], 3),
+            "speedup": round(ratio, 3),
+            **(
+                {
+                    "tail_tokens_per_pass": round(median["tail_tokens"] / max(1, median["tail_passes"]), 3),
+                    "tail_speedup": round(tail_ratio, 3),
+                }
+                if tail_ratio is not None
+                else {}
+            ),
+        }
+    summary["responses_differing"] = differing
+    console.print(table)
+    line = msgspec.json.encode(summary).decode()
+    if args.json:
+        args.json.write_text(line + "\n")
+    print(line)
+    return 1 if differing else 0

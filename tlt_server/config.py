@@ -1,0 +1,184 @@
+"""One typed, frozen, strict configuration: flag = `TLT_*` variable = YAML key (see `settings`).
+
+`load` reads the three sources through pydantic-settings and refuses what it does not know, naming the nearest known name;
+`Config.resolved` turns "auto" into values once, in a new object. Every fault is a `StartupError`: the command exits with 2.
+"""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
+from pydantic_core import ErrorDetails
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from tlt_server.errors import StartupError
+from tlt_server.records import Strategy
+from tlt_server.settings import Settings, settings
+
+_TABLE = {setting.name: setting for setting in settings()}
+_STRATEGY = re.compile(r"([a-z][a-z0-9_]*):(\d{1,3})x(\d{1,3})x(\d{1,4})")
+
+
+def parse_strategy(text: str, name: str = "sd_strategy") -> Strategy:
+    """`eagle:7x4x32`: drafter, depth, children per node, verify rows per request (the root row included). `name` is for the message."""
+    match = _STRATEGY.fullmatch(text)
+    if match is None:
+        raise StartupError(f"{name} is {text[:80]!r}; it must look like drafter:DEPTHxWIDTHxROWS, for example eagle:7x4x32")
+    depth, width, rows = (int(number) for number in match.groups()[1:])
+    if depth < 1 or width < 1 or rows < 2:
+        raise StartupError(f"{name} is {text!r}; depth and width must be at least 1 and rows at least 2 (the root and one draft)")
+    return Strategy(drafter=match[1], depth=depth, width=width, rows=rows)
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class Config(Settings, BaseModel):
+    """The whole configuration."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_bool_for_number(cls, value: Any) -> Any:
+        if isinstance(value, bool):
+            raise ValueError("true and false are not values of this setting")
+        return value
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _within_bounds(cls, value: Any, info: ValidationInfo) -> Any:
+        doc = _TABLE[str(info.field_name)].doc
+        if isinstance(value, int | float) and not (doc.low or 0) <= value <= (doc.high or value):
+            raise ValueError("the value is out of bounds")
+        return value
+
+    @cached_property
+    def strategy(self) -> Strategy | None:
+        return parse_strategy(self.sd_strategy) if self.sd_strategy else None
+
+    def checked(self) -> Self:
+        """Validation across fields; returns itself."""
+        if not is_loopback(self.host) and self.api_key_file is None:
+            raise StartupError(f"host is {self.host}, which other machines can reach; name an api_key_file, or bind 127.0.0.1")
+        if not self.model.is_dir():
+            raise StartupError(f"model is {self.model}, which is not a directory; name one that holds config.json and safetensors files")
+        if self.drafter not in ("none", "history") and not Path(self.drafter).is_dir():
+            raise StartupError(f"drafter is {self.drafter!r}; it must be a directory, history or none")
+        if self.policy in ("fixed", "beg") and self.drafter == "none":
+            raise StartupError(f"policy is {self.policy} but drafter is none; name a drafter, or use policy off")
+        if (self.policy == "fixed") != bool(self.sd_strategy):
+            raise StartupError(f"policy is {self.policy} and sd_strategy is {self.sd_strategy!r}; sd_strategy is for policy fixed, "
+                               "which needs one, for example eagle:7x4x32")
+        if self.strategy is not None and self.strategy.drafter == "eagle" and self.drafter == "history":
+            raise StartupError(f"sd_strategy names the drafter {self.strategy.drafter!r} but drafter is {self.drafter!r}; make them agree")
+        if self.default_timeout_s > self.max_timeout_s:
+            raise StartupError(f"default_timeout_s is {self.default_timeout_s:g} s, above max_timeout_s ({self.max_timeout_s:g})")
+        return self
+
+    def resolved(self) -> Self:
+        """A new object in which every "auto" that needs no device has a value; what does (dtype, device, pages) the engine reports."""
+        longest = _model_limit(self.model) if self.max_model_len == "auto" else self.max_model_len
+        fill = lambda value, auto: auto if value == "auto" else value  # noqa: E731
+        return self.model_copy(update={
+            "max_model_len": longest,
+            "max_prompt_tokens": min(fill(self.max_prompt_tokens, longest - 1), longest - 1),
+            "max_output_tokens": min(fill(self.max_output_tokens, longest - 1), longest - 1),
+            "served_model_name": fill(self.served_model_name, self.model.resolve().name),
+            "threads": fill(self.threads, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1),
+            "policy": fill(self.policy, "off" if self.drafter == "none" else "beg"),
+        })
+
+
+def _model_limit(model: Path) -> int:
+    path = model / "config.json"
+    try:
+        declared = json.loads(path.read_text())["max_position_embeddings"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise StartupError(f"cannot read max_position_embeddings of {path} ({type(error).__name__}); set max_model_len") from None
+    if not isinstance(declared, int) or declared < 2:
+        raise StartupError(f"max_position_embeddings of {path} is {declared!r}; set max_model_len")
+    return declared
+
+
+class _Sources(BaseSettings, Config):
+    """`Config` filled from flags (as keyword arguments), variables and the file, in this order of precedence."""
+
+    model_config = SettingsConfigDict(env_prefix="TLT_", **Config.model_config)  # type: ignore[typeddict-item]
+    file: ClassVar[Mapping[str, Any]] = {}
+
+    @classmethod
+    def settings_customise_sources(cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource,
+                                   env_settings: PydanticBaseSettingsSource, dotenv_settings: PydanticBaseSettingsSource,
+                                   file_secret_settings: PydanticBaseSettingsSource) -> tuple[Any, ...]:
+        return init_settings, env_settings, lambda: dict(cls.file)
+
+
+def load(flags: Mapping[str, Any], *, file: Path | None = None) -> Config:
+    """The checked configuration. `flags` holds only what the command line named, by setting name."""
+    _refuse_unknown("flag", (name for name in flags if name not in _TABLE), list(_TABLE))
+    variables = {setting.variable: setting for setting in _TABLE.values()}
+    _refuse_unknown("variable", (name for name in os.environ if name.startswith("TLT_") and name not in variables), list(variables))
+    keys = _read(file) if file is not None else {}
+    _refuse_unknown(f"key of {file}", (str(key) for key in keys if key not in _TABLE), list(_TABLE))
+    sources = type("Sources", (_Sources,), {"file": keys, "__annotations__": {"file": ClassVar[Mapping[str, Any]]}})
+    try:
+        loaded = sources(**flags)
+    except ValidationError as error:
+        raise StartupError(_explain(error.errors()[0], flags)) from None
+    return Config.model_construct(**{name: getattr(loaded, name) for name in _TABLE}).checked()
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which only true and false are booleans: `policy: off` is a string."""
+
+    yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool" or first in "tTfF"]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+def _read(file: Path) -> dict[Any, Any]:
+    try:
+        keys = yaml.load(file.read_text(), Loader=_Loader)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise StartupError(f"cannot read the configuration file {file}: {error}") from None
+    if not isinstance(keys, dict | None):
+        raise StartupError(f"the configuration file {file} holds a {type(keys).__name__}; it must map setting names to values")
+    return keys or {}
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _refuse_unknown(kind: str, unknown: Iterable[str], known: list[str]) -> None:
+    for name in unknown:
+        raise StartupError(f"unknown {kind} {name}{nearest(name, known)} (tlt serve --help lists all settings)")
+
+
+def _explain(error: ErrorDetails, flags: Mapping[str, Any]) -> str:
+    setting = _TABLE[str(error["loc"][0])]
+    if error["type"] == "missing":
+        return f"{setting.name} is not set; give {setting.flag}, {setting.variable} or the key {setting.name}: {setting.doc.sentence}"
+    source = setting.flag if setting.name in flags else setting.variable if setting.variable in os.environ else "the configuration file"
+    bounds = f", from {setting.doc.low:g} to {setting.doc.high:g}" if setting.doc.low is not None and setting.doc.high is not None else ""
+    return (f"{setting.name} is {str(error['input'])[:80]!r} ({source}); it must be: {setting.doc.unit}{bounds}. "
+            f"{error['msg']}. {setting.doc.sentence}")

@@ -1,0 +1,1 @@
+"""The demo: the arithmetic task and the shipped model pair."""

@@ -1,0 +1,84 @@
+"""`tlt serve` as a process of its own on a free loopback port, for as long as a `with` block lasts.
+
+Used by the demo and by the end-to-end tests. The process sees no `TLT_*` variable of ours, and no Ctrl-C: whoever started it stops it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+from tlt_client import Client
+from tlt_server.errors import StartupError
+
+COMMAND = (sys.executable, "-m", "tlt_server", "serve", "--port", "0")
+POLL_S = 0.05
+STOP_S = 20.0  # after SIGTERM; then it is killed, and its engine leaves with it
+
+
+class ServerProcess:
+    """Entering waits until the server is ready; `StartupError` says why it is not. `on_line` gets each line of its start-up report."""
+
+    def __init__(self, *flags: str, on_line: Callable[[str], None] = lambda line: None) -> None:
+        self._flags, self._on_line = flags, on_line
+        self.lines: list[str] = []
+        self.url = ""
+
+    def __enter__(self) -> ServerProcess:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("TLT_")}
+        self.process = subprocess.Popen([*COMMAND, *self._flags], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                                        stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True)
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        try:
+            self._await_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()
+
+    def stop(self) -> int:
+        """Ask it to drain and leave; its exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        self._reader.join(1)
+        return self.process.returncode
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(line.rstrip("\n"))
+            found = re.match(r"tlt: listening on (\S+);", line)
+            if found:
+                self.url = found[1]
+            self._on_line(line.rstrip("\n"))
+
+    def _await_ready(self) -> None:
+        while not self.url:
+            self._check_alive()
+            time.sleep(POLL_S)
+        with Client(self.url, timeout_s=10) as client:
+            while not client.is_ready():
+                self._check_alive()
+                time.sleep(POLL_S)
+
+    def _check_alive(self) -> None:
+        if self.process.poll() is not None:
+            self._reader.join(1)
+            said = [line.removeprefix("tlt: ") for line in self.lines if line.startswith("tlt: ")] or self.lines or ["it said nothing"]
+            raise StartupError(f"the server ended with status {self.process.returncode}: {said[-1]}")

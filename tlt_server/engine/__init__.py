@@ -1,0 +1,1 @@
+"""The engine process: decides on the host (scheduler, pages), computes in the runner, one page of loop between them."""

@@ -1,0 +1,176 @@
+"""Builds an engine from its settings: model, KV, drafters, policy, scheduler, in timed phases."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from tlt_server.attention.rows import KVCache
+from tlt_server.engine.loop import Engine
+from tlt_server.engine.pages import PagePool
+from tlt_server.engine.runner import CpuRunner
+from tlt_server.engine.sampling import SamplingState, compile_kernels
+from tlt_server.engine.scheduler import Scheduler
+from tlt_server.engine.sequence import Sequence
+from tlt_server.engine.settings import EngineSettings
+from tlt_server.errors import InvalidRequest, StartupError
+from tlt_server.models.config import ModelConfig
+from tlt_server.models.decoder import Decoder
+from tlt_server.models.eagle import Eagle3, feature_layers
+from tlt_server.models.loader import load_target
+from tlt_server.models.numerics import Numerics
+from tlt_server.records import EngineInfo, GenerateRequest, Sampling, SetPolicy, Submit
+from tlt_server.speculation.drafters import Drafter
+from tlt_server.speculation.drafters.eagle import Eagle
+from tlt_server.speculation.drafters.history import History
+from tlt_server.speculation.policies import POLICIES, Policy
+from tlt_server.speculation.policies.arms import ladder
+from tlt_server.speculation.policies.capped import Capped
+from tlt_server.speculation.policies.fixed import Fixed
+from tlt_server.speculation.survival import Calibration
+
+OnPhase = Callable[[str, float, str], None]
+
+
+def assemble(settings: EngineSettings, on_phase: OnPhase = lambda name, seconds, detail: None) -> tuple[Engine, EngineInfo]:
+    """A ready engine and what it says of itself. `StartupError` names what cannot be used and the remedy."""
+    phases: dict[str, float] = {}
+
+    @contextmanager
+    def phase(name: str) -> Iterator[list[str]]:
+        started = time.perf_counter()
+        detail: list[str] = []
+        yield detail
+        phases[name] = time.perf_counter() - started
+        on_phase(name, phases[name], "".join(detail))
+
+    torch.set_num_threads(settings.threads)
+    eagle = Path(settings.drafter) if settings.drafter not in ("history", "none") else None
+    with phase("load model") as detail:
+        numerics = Numerics(settings.numerics, threads=settings.threads)
+        layers = feature_layers(eagle, ModelConfig.read(Path(settings.model))) if eagle else ()
+        model = load_target(
+            settings.model, numerics=numerics, attention=settings.attention, page_size=settings.page_size, feature_layers=layers
+        )
+        detail.append(settings.model)
+    with phase("allocate KV") as detail:
+        max_model_len = _max_model_len(settings, model)
+        cache = _make_cache(settings, model, max_model_len)
+        detail.append(f"{cache.pages} pages of {settings.page_size} tokens")
+    with phase("load drafter") as detail:
+        drafters: dict[str, Drafter] = {}
+        if eagle:
+            network = Eagle3.load(eagle, model)
+            drafters["eagle"] = Eagle(
+                network, cache, Calibration.load(eagle), max_requests=settings.max_running, max_rows=settings.max_draft_rows
+            )
+        if settings.drafter != "none":
+            drafters["history"] = History()
+        detail.append(", ".join(drafters) or "none")
+
+    arms = ladder(drafters)
+
+    def make_policy(command: SetPolicy) -> Policy:
+        chosen = arms
+        if command.policy == "fixed":
+            strategy = command.strategy or arms[-1]
+            if strategy.drafter and strategy.drafter not in drafters:
+                raise InvalidRequest(
+                    f"strategy {strategy.name!r} needs the drafter {strategy.drafter!r}; loaded: {', '.join(drafters) or 'none'}"
+                )
+            chosen = (strategy,)
+        policy: Policy = POLICIES.resolve(command.policy)(chosen)
+        return Capped(policy, settings.sd_max_batch) if settings.sd_max_batch else policy
+
+    def make_sequence(request: GenerateRequest) -> Sequence:
+        state = SamplingState(request, model.vocab_size, model.eos_token_ids)
+        return Sequence(request, state, settings.weight_version, settings.page_size)
+
+    def on_end(sequence: Sequence) -> None:
+        for drafter in drafters.values():
+            drafter.finish(sequence.id, sequence.request.group_id, sequence.tokens, sequence.prompt_len,
+                           sequence.request.salt)
+
+    scheduler = Scheduler(
+        PagePool(cache.pages, cache.page_size, on_reuse=cache.reuse),
+        max_running=settings.max_running,
+        max_rows=settings.max_rows,
+        max_pages_per_sequence=-(-max_model_len // settings.page_size),
+        lookahead=max(arm.depth for arm in arms),
+        weight_version=settings.weight_version,
+        on_end=on_end,
+    )
+    runner = CpuRunner(model, cache, drafters, scheduler.page_table_SP)
+    policy = make_policy(SetPolicy(settings.policy, settings.strategy))
+    engine = Engine(scheduler, runner, policy, make_policy, make_sequence)
+    with phase("compile kernels"):
+        compile_kernels()
+        per_drafter = [arms[0], *(max((arm for arm in arms if arm.drafter == name), key=lambda arm: arm.rows) for name in drafters)]
+        _warm_up(engine, [Fixed([arm]) for arm in per_drafter], model.vocab_size, max_model_len)
+        engine.policy = policy
+    info = EngineInfo(
+        model=settings.served_model_name or Path(settings.model).resolve().name,
+        weight_version=settings.weight_version,
+        vocab_size=model.vocab_size,
+        max_model_len=max_model_len,
+        eos_token_ids=list(model.eos_token_ids),
+        pages=cache.pages,
+        page_size=cache.page_size,
+        max_running=settings.max_running,
+        drafter="+".join(drafters) or "none",
+        policy=settings.policy,
+        numerics=numerics.describe(),
+        attention=settings.attention,
+        dtype=settings.dtype,
+        device="cpu",
+        threads=settings.threads,
+        phases=phases,
+    )
+    return engine, info
+
+
+def _max_model_len(settings: EngineSettings, model: Decoder) -> int:
+    if settings.max_model_len > model.max_position:
+        raise StartupError(f"max_model_len {settings.max_model_len} exceeds the model's {model.max_position} positions; lower it")
+    return settings.max_model_len or model.max_position
+
+
+def _make_cache(settings: EngineSettings, model: Decoder, max_model_len: int) -> KVCache:
+    pages = settings.pages
+    if not pages:
+        bytes_per_page = model.make_cache(1, settings.page_size, 0).bytes_per_slot * settings.page_size
+        pages = settings.kv_memory_mb * 2**20 // bytes_per_page
+        need = -(-max_model_len // settings.page_size)
+        if pages < need:
+            raise StartupError(
+                f"kv_memory_mb {settings.kv_memory_mb} holds {pages} pages, one sequence of max_model_len {max_model_len} needs {need}; "
+                f"raise it to {-(-need * bytes_per_page // 2**20)} or lower max_model_len"
+            )
+        pages = min(pages, need * settings.max_running)  # more could never be in use at once
+    return model.make_cache(pages, settings.page_size, settings.max_draft_rows)
+
+
+def _warm_up(engine: Engine, policies: Iterable[Policy], vocab_size: int, max_model_len: int) -> None:
+    """A short rollout under each policy, so that no request waits for a compiler."""
+    length = max(1, min(8, max_model_len - 8))
+    for i, policy in enumerate(policies):
+        engine.policy = policy
+        engine.send(
+            Submit(
+                [
+                    GenerateRequest(
+                        id=f"warm-{i}",
+                        token_ids=[t % vocab_size for t in range(length)],
+                        seed=0,
+                        sampling=Sampling(max_tokens=6, ignore_eos=True),
+                    )
+                ]
+            )
+        )
+        while not engine.idle:
+            engine.step()
+    engine.scheduler.pool.clear_index()

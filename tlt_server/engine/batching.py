@@ -1,0 +1,77 @@
+"""From a scheduler's batch and the chosen draft nodes to the rows that the model extends. No decisions here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tlt_kernels.cpu.rows import RowLayout, layout_rows
+from tlt_server.attention.rows import KVCache, Rows
+from tlt_server.engine.scheduler import Batch, Work
+from tlt_server.speculation.batch import Candidates, DraftBatch
+
+
+def draft_batch(works: list[Work], page_table_SP: NDArray[np.int32]) -> DraftBatch:
+    """What a drafter may see of the works to be speculated on."""
+    sequences = [work.sequence for work in works]
+    pages = max(len(s.pages) for s in sequences)
+    return DraftBatch(
+        ids=[s.id for s in sequences],
+        group_ids=[s.request.group_id for s in sequences],
+        tokens=[s.tokens for s in sequences],
+        prompt_len_B=np.array([s.prompt_len for s in sequences], np.int32),
+        page_table_BP=page_table_SP[[s.slot for s in sequences], :pages],
+        seed_B=np.array([s.request.seed for s in sequences], np.uint64),
+        temperature_B=np.array([s.request.sampling.temperature for s in sequences], np.float32),
+        salts=[s.request.salt for s in sequences],
+        max_depth_B=np.array([min(s.remaining - 1, s.capacity - s.length) for s in sequences], np.int32),
+    )
+
+
+@dataclass(frozen=True)
+class Step:
+    """Rows ready for the model, and where they came from."""
+
+    rows: Rows
+    layout: RowLayout
+    sampled_R: NDArray[np.int64]  # the rows whose logits are wanted: roots and drafts of sampling works, work after work
+    table_WP: NDArray[np.int32]
+
+
+def lay_out(
+    batch: Batch,
+    page_table_SP: NDArray[np.int32],
+    cache: KVCache,
+    work_N: NDArray[np.int32],
+    parent_N: NDArray[np.int32],
+    candidates: Candidates,
+    chosen_N: NDArray[np.int32],
+) -> Step:
+    """Rows of `batch`; node n of the chosen draft nodes hangs off work `work_N[n]`, below chosen node `parent_N[n]` (-1 = root)."""
+    works = batch.works
+    pages = max(len(work.sequence.pages) for work in works)
+    table_WP = page_table_SP[[work.sequence.slot for work in works], :pages]
+    start_W = np.array([work.start for work in works], np.int64)
+    end_W = np.array([work.end for work in works], np.int64)
+    tokens = np.concatenate([work.sequence.tokens[work.start : work.end] for work in works])
+    depth = int(candidates.depth_N[chosen_N].max()) if len(chosen_N) else 0
+    layout = layout_rows(
+        start_W, end_W, table_WP, cache.page_size, cache.scratch_start, tokens, work_N, parent_N, candidates.token_N[chosen_N], depth
+    )
+    rows = Rows(
+        token_R=torch.from_numpy(layout.token_R),
+        position_R=torch.from_numpy(layout.position_R),
+        slot_R=torch.from_numpy(layout.slot_R),
+        request_R=torch.from_numpy(layout.request_R),
+        base_B=torch.from_numpy(end_W.astype(np.int32)),
+        page_table_BP=torch.from_numpy(table_WP),
+        path_RD=torch.from_numpy(layout.path_RD),
+    )
+    wanted = [
+        np.arange(root, root + drafts + 1) for work, root, drafts in zip(works, layout.root_W, layout.drafts_W, strict=True) if work.samples
+    ]
+    sampled_R = np.concatenate(wanted) if wanted else np.zeros(0, np.int64)
+    return Step(rows, layout, sampled_R, table_WP)

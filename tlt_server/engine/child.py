@@ -1,0 +1,82 @@
+"""Starts an engine process and speaks with it: the parent's half of `process.py`. No torch.
+
+The asynchronous frontend uses `start_engine` and its own sockets; benchmarks use `EngineChild`, which blocks.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+import zmq
+
+from tlt_server.engine.settings import EngineSettings
+from tlt_server.errors import EngineFailed, from_code
+from tlt_server.models.environment import library_environment
+from tlt_server.records import Command, EngineInfo, Event, Failed, Phase, Ready, Stop, decode_event, encode
+
+POLL_MS = 200
+
+
+def start_engine(settings: EngineSettings, directory: Path) -> subprocess.Popen[bytes]:
+    """An engine that connects to the sockets `commands` and `events` in `directory` (bound by the caller, mode 0700)."""
+    environment = {**os.environ, **library_environment(settings.numerics)}
+    process = subprocess.Popen([sys.executable, "-m", "tlt_server.engine.process", str(directory)], stdin=subprocess.PIPE, env=environment)
+    assert process.stdin is not None
+    process.stdin.write(msgspec.json.encode(settings) + b"\n")
+    process.stdin.flush()
+    return process
+
+
+class EngineChild:
+    """A context manager around one engine process; raises the engine's own error if it cannot start or dies."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self._settings = settings
+
+    def __enter__(self) -> EngineChild:
+        self._directory = tempfile.TemporaryDirectory(prefix="tlt-")  # mode 0700
+        self._context = zmq.Context()
+        self._commands, self._events = self._context.socket(zmq.PUSH), self._context.socket(zmq.PULL)
+        self._commands.bind(f"ipc://{self._directory.name}/commands")
+        self._events.bind(f"ipc://{self._directory.name}/events")
+        self._process = start_engine(self._settings, Path(self._directory.name))
+        self.phases: list[Phase] = []
+        for event in self.events():
+            if isinstance(event, Ready):
+                self.info: EngineInfo = event.info
+                return self
+            if isinstance(event, Phase):
+                self.phases.append(event)
+        raise AssertionError("events end with an error")
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._process.poll() is None:
+            self.send(Stop(drain=False))
+            try:
+                self._process.wait(10)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        self._context.destroy(linger=0)
+        self._directory.cleanup()
+
+    def send(self, command: Command) -> None:
+        self._commands.send(encode(command))
+
+    def events(self) -> Iterator[Event]:
+        """Everything the engine says, as it comes; without end."""
+        while True:
+            if self._events.poll(POLL_MS):
+                event = decode_event(self._events.recv())
+                if isinstance(event, Failed):
+                    raise from_code(event.code, event.message)
+                yield event
+            elif self._process.poll() is not None:
+                raise EngineFailed(f"the engine process ended with status {self._process.returncode}; its last lines are on stderr")

@@ -1,0 +1,105 @@
+"""The engine's one page: apply commands, schedule, choose, draft and verify, commit. `step` is the whole story."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from tlt_server.engine.runner import Finished
+from tlt_server.engine.scheduler import Batch, Scheduler
+from tlt_server.engine.sequence import Sequence
+from tlt_server.errors import TltError
+from tlt_server.records import Abort, Command, Cycle, GenerateRequest, Pause, SetPolicy, StepOutput, Stop, Strategy, Submit
+from tlt_server.speculation.policies import Policy
+
+
+class Runner(Protocol):
+    """Computes batches in order; a pipelined one may keep its newest result back while `busy`."""
+
+    def launch(self, batch: Batch, strategy: Strategy) -> None: ...
+
+    def collect(self, *, busy: bool) -> Finished | None: ...
+
+
+class Engine:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        policy: Policy,
+        make_policy: Callable[[SetPolicy], Policy],
+        make_sequence: Callable[[GenerateRequest], Sequence],
+    ) -> None:
+        self.scheduler, self.runner, self.policy = scheduler, runner, policy
+        self.last_cycle: Cycle | None = None
+        self._last_end = 0.0
+        self._stopping = False
+        self._make_policy, self._make_sequence = make_policy, make_sequence
+        self._commands: deque[Command] = deque()
+        self._ended: list[StepOutput] = []  # ends decided between steps
+
+    def send(self, command: Command) -> None:
+        """Queue a command; it takes effect before the next step."""
+        self._commands.append(command)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing to do until the next command."""
+        return not self._commands and (self.scheduler.idle or self.scheduler.paused)
+
+    @property
+    def finished(self) -> bool:
+        return self._stopping and not self._commands and self.scheduler.idle
+
+    def gauges(self) -> dict[str, float]:
+        return {**self.scheduler.gauges(), **self.policy.gauges()}
+
+    def step(self) -> list[StepOutput]:
+        started = self._last_end if self.last_cycle else time.perf_counter()
+        self._apply_commands()  # only between steps
+        batch = self.scheduler.next_batch()  # None when nothing can run
+        if batch:
+            strategy = self.policy.choose(batch.context())  # "no speculation" is an ordinary arm
+            self.runner.launch(batch, strategy)  # draft -> verify -> sample -> accept -> commit KV
+        finished = self.runner.collect(busy=batch is not None)  # on a CPU at once
+        outputs, self._ended = self._ended, []
+        if finished is None:
+            self.last_cycle = None
+            return outputs
+        outputs += self.scheduler.commit(finished.batch, finished.emissions)
+        self._last_end = time.perf_counter()
+        self.last_cycle = msgspec.structs.replace(finished.cycle, step_s=self._last_end - started)
+        self.policy.observe(self.last_cycle)
+        return outputs
+
+    def _apply_commands(self) -> None:
+        self._ended += self.scheduler.expire()
+        while self._commands:
+            self._apply(self._commands.popleft())
+
+    def _apply(self, command: Command) -> None:
+        match command:
+            case Submit(requests):
+                self._submit(requests)
+            case Abort(ids, finish_reason):
+                self._ended += self.scheduler.abort(ids, finish_reason)
+            case Pause(paused):
+                self.scheduler.paused = paused
+            case SetPolicy():
+                self.policy = self._make_policy(command)
+            case Stop(drain):
+                self._stopping = True
+                if not drain:
+                    self._ended += self.scheduler.abort([])
+
+    def _submit(self, requests: list[GenerateRequest]) -> None:
+        try:
+            self.scheduler.submit([self._make_sequence(request) for request in requests])
+        except TltError as error:  # all or none: the whole batch ends with the reason
+            self._ended += [
+                StepOutput(id=r.id, token_ids=[], logprobs=[], finish_reason="error", error=(error.code, error.message)) for r in requests
+            ]

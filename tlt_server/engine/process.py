@@ -1,0 +1,70 @@
+"""The engine process: settings as one line on stdin, commands and events over two ZeroMQ sockets, one loop.
+
+Started by `build.py` as `python -m tlt_server.engine.process DIR`; the environment that strict numerics needs was set by
+the parent, before torch is imported here. Leaves when told to, when its parent is gone, or with one `Failed` event.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+
+import msgspec
+import zmq
+
+from tlt_server.engine.settings import EngineSettings
+from tlt_server.errors import TltError
+from tlt_server.records import Event, Failed, Outputs, Phase, Ready, decode_command, encode
+
+IDLE_POLL_MS = 200
+
+
+def serve(settings: EngineSettings, parent: int, commands: zmq.Socket[bytes], send: Callable[[Event], None]) -> None:
+    """Build the engine, then step until it is told to stop or the process `parent` is gone."""
+    from tlt_server.engine.assembly import assemble  # imports torch: a phase of its own in the start-up report
+
+    engine, info = assemble(settings, lambda name, seconds, detail: send(Phase(name, seconds, detail)))
+    send(Ready(info))
+    reported = 0.0
+    while not engine.finished and os.getppid() == parent:
+        timeout_ms = IDLE_POLL_MS if engine.idle else 0
+        while commands.poll(timeout_ms):
+            engine.send(decode_command(commands.recv()))
+            timeout_ms = 0
+        outputs = engine.step()
+        gauges = engine.gauges()
+        if outputs or engine.last_cycle or gauges["waiting"] + gauges["running"] != reported:
+            reported = gauges["waiting"] + gauges["running"]
+            send(Outputs(outputs, gauges, engine.last_cycle))
+
+
+def main() -> int:
+    parent = os.getppid()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides: it drains, then sends Stop
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    directory = sys.argv[1]
+    context = zmq.Context()
+    commands, events = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    commands.connect(f"ipc://{directory}/commands")
+    events.connect(f"ipc://{directory}/events")
+    events.setsockopt(zmq.LINGER, 2000)
+    try:
+        settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineSettings)
+        serve(settings, parent, commands, lambda event: events.send(encode(event)))
+        return 0
+    except TltError as error:
+        events.send(encode(Failed(error.code, error.message)))
+        return 2
+    except Exception as error:
+        traceback.print_exc()
+        events.send(encode(Failed("engine_failed", f"{type(error).__name__}: {error}")))
+        return 1
+    finally:
+        context.destroy(linger=2000)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

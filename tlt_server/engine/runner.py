@@ -1,0 +1,181 @@
+"""Runs one batch: draft, verify, sample, accept, commit KV. The CPU runner does it within `launch`.
+
+Decisions were made before (which requests, which strategy); nothing here changes a token: the target's sample at
+every row is fixed by weights, prefix, parameters and seed, and drafts only decide how many of them one pass yields.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tlt_kernels.cpu.elementwise import copy_slots
+from tlt_server.attention.rows import KVCache
+from tlt_server.engine.batching import Step, draft_batch, lay_out
+from tlt_server.engine.sampling import Sampled, prompt_logprobs, sample
+from tlt_server.engine.scheduler import Batch, Emission
+from tlt_server.errors import EngineFailed
+from tlt_server.models import Forward
+from tlt_server.models.decoder import Decoder
+from tlt_server.records import Cycle, Strategy, TokenLogprobs
+from tlt_server.speculation.accept import Walk, accept
+from tlt_server.speculation.batch import Candidates, DraftBatch
+from tlt_server.speculation.drafters import Drafter
+from tlt_server.speculation.tree import select
+
+
+class Finished(NamedTuple):
+    batch: Batch
+    emissions: list[Emission]
+    cycle: Cycle
+
+
+class CpuRunner:
+    def __init__(self, model: Decoder, cache: KVCache, drafters: dict[str, Drafter], page_table_SP: NDArray[np.int32]) -> None:
+        self.model, self._cache, self._drafters, self._page_table_SP = model, cache, drafters, page_table_SP
+        self.sample = sample
+        self._finished: Finished | None = None
+
+    def collect(self, *, busy: bool) -> Finished | None:
+        """The batch just launched: nothing is held back on a CPU, `busy` or not."""
+        finished, self._finished = self._finished, None
+        return finished
+
+    @torch.inference_mode()
+    def launch(self, batch: Batch, strategy: Strategy) -> None:
+        started = time.perf_counter()
+        context = batch.context()
+        drafts = _Drafts(batch, strategy, self._drafters, self._page_table_SP, self._cache.scratch)
+        drafted_at = time.perf_counter()
+
+        step = lay_out(batch, self._page_table_SP, self._cache, drafts.work_N, drafts.parent_N, drafts.candidates, drafts.chosen_N)
+        forward = self.model.forward(step.rows, self._cache)
+        if self._cache.features_SF.shape[1]:
+            self._cache.features_SF[step.rows.slot_R] = forward.features_RF
+        sampled, walk = self._sample(batch, step, forward)
+        self._commit_kv(step, walk)
+
+        emissions = _emissions(batch, step, sampled, walk)
+        self._add_prompt_logprobs(batch, step, forward, emissions)
+        accepted_R = np.zeros(len(step.rows), np.int8)
+        accepted_R[walk.row_A] = 1
+        drafts.observe(accepted_R[step.layout.parent_R >= 0])
+        decoding = [(work, emission) for work, emission in zip(batch.works, emissions, strict=True) if work.samples]
+        cycle = Cycle(
+            context=context,
+            strategy=strategy,
+            rows=len(step.rows),
+            emitted=sum(len(emission.tokens) for _, emission in decoding),
+            accepted=tuple(len(emission.tokens) - 1 for work, emission in decoding if work.decodes),
+            drafted=len(drafts.chosen_N),
+            draft_s=drafted_at - started,
+        )
+        self._finished = Finished(batch, emissions, cycle)
+
+    def _sample(self, batch: Batch, step: Step, forward: Forward) -> tuple[Sampled, Walk]:
+        layout = step.layout
+        states = [work.sequence.state for work in batch.works]
+        logits_SV = self.model.logits(forward.hidden_RH[torch.from_numpy(step.sampled_R)])
+        sampled = self.sample(
+            logits_SV,
+            states,
+            layout.request_R[step.sampled_R].astype(np.int64),
+            layout.position_R[step.sampled_R] + 1,
+            layout.path_token_RD[step.sampled_R],
+        )
+        target_R = np.full(len(step.rows), -1, np.int32)
+        target_R[step.sampled_R] = sampled.token_S
+        return sampled, accept(layout.root_W, layout.drafts_W + 1, layout.parent_R, layout.token_R, target_R)
+
+    def _commit_kv(self, step: Step, walk: Walk) -> None:
+        """Copy accepted draft rows from scratch to the pages of their positions."""
+        layout, size = step.layout, self._cache.page_size
+        kept = walk.row_A
+        if not len(kept):
+            return
+        position = layout.position_R[kept]
+        target = step.table_WP[layout.request_R[kept], position // size].astype(np.int64) * size + position % size
+        source_A, target_A = torch.from_numpy(layout.slot_R[kept]), torch.from_numpy(target)
+        for array in (self._cache.k, self._cache.v, self._cache.features_SF[None]):
+            copy_slots(array, source_A, target_A)
+
+    def _add_prompt_logprobs(self, batch: Batch, step: Step, forward: Forward, emissions: list[Emission]) -> None:
+        """Log-probs of prompt tokens, for the rare request that asks: row p gives those of position p + 1."""
+        first_row = 0
+        for w, (work, emission) in enumerate(zip(batch.works, emissions, strict=True)):
+            sequence, count = work.sequence, work.sequence.request.sampling.prompt_logprobs
+            rows = min(work.end, sequence.prompt_len - 1) - work.start
+            if count is not None and sequence.output_len == 0:
+                found: list[TokenLogprobs | None] = [None] if work.start == 0 else []
+                if rows > 0:
+                    logits = self.model.logits(forward.hidden_RH[first_row : first_row + rows])
+                    found += prompt_logprobs(logits, sequence.tokens[work.start + 1 : work.start + 1 + rows].tolist(), count)
+                emission.prompt_logprobs = found
+            first_row = int(step.layout.root_W[w] + step.layout.drafts_W[w]) + 1
+
+
+class _Drafts:
+    """The draft rows of one step, and where their outcome is reported. Without a drafter there are none."""
+
+    def __init__(
+        self, batch: Batch, strategy: Strategy, drafters: dict[str, Drafter], page_table_SP: NDArray[np.int32], scratch: int
+    ) -> None:
+        self.candidates = Candidates.empty()
+        self.chosen_N = self.parent_N = self.work_N = np.zeros(0, np.int32)
+        self._drafter: Drafter | None = None
+        works = [w for w, work in enumerate(batch.works) if work.decodes and work.sequence.request.sd]
+        if not strategy.drafter or not works:
+            return
+        self._drafter = drafters[strategy.drafter]
+        self._seen: DraftBatch = draft_batch([batch.works[w] for w in works], page_table_SP)
+        self.candidates = self._drafter.propose(self._seen, strategy)
+        budget = min((strategy.rows - 1) * len(works), scratch)
+        self.chosen_N, self.parent_N, _ = select(self.candidates, len(works), budget)
+        self.work_N = np.array(works, np.int32)[self.candidates.request_N[self.chosen_N]]
+
+    def observe(self, accepted_N: NDArray[np.int8]) -> None:
+        """`accepted_N` says of every chosen node, in order, whether it is on its request's path."""
+        if self._drafter is None:
+            return
+        outcome = np.full(len(self.candidates), -1, np.int8)
+        outcome[self.chosen_N] = accepted_N
+        self._drafter.observe(self._seen, self.candidates, outcome)
+
+
+def _emissions(batch: Batch, step: Step, sampled: Sampled, walk: Walk) -> list[Emission]:
+    """Per work the target's tokens along the accepted path, with their log-probs."""
+    sampled_at = np.full(len(step.rows), -1, np.int64)
+    sampled_at[step.sampled_R] = np.arange(len(step.sampled_R))
+    emissions, first = [], 0
+    for w, work in enumerate(batch.works):
+        accepted = int(walk.length_B[w])
+        path = sampled_at[[step.layout.root_W[w], *walk.row_A[first : first + accepted]]]
+        first += accepted
+        if not work.samples:
+            emissions.append(Emission())
+            continue
+        if np.isnan(sampled.logprob_S[path]).any():
+            emissions.append(
+                Emission(
+                    error=EngineFailed(
+                        "the model gave logits without a finite maximum for this request (NaN or overflow); "
+                        "check the weights that were loaded"
+                    )
+                )
+            )
+            continue
+        sampling = work.sequence.request.sampling
+        emissions.append(
+            Emission(
+                tokens=sampled.token_S[path].tolist(),
+                logprobs=sampled.logprob_S[path].tolist(),
+                raw_logprobs=sampled.raw_logprob_S[path].tolist() if sampling.raw_logprobs and sampled.raw_logprob_S is not None else None,
+                top_logprobs=[sampled.top[i] for i in path] if sampling.logprobs else None,  # type: ignore[misc]
+                drafted=int(step.layout.drafts_W[w]),
+            )
+        )
+    return emissions

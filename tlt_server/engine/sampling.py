@@ -1,0 +1,180 @@
+"""The sampler: fp32 logits rows to tokens and log-probs, one keyed argmax per row.
+
+The runner calls `sample` on the rows of a step (plain decoding, prefill ends and draft-tree nodes alike) and
+`SamplingState.commit` with the tokens it accepted. A row's result is a pure function of its logits, its sequence's
+parameters and seed, its position and the tokens before it: never of the batch. Penalties and min_tokens count the row's
+own draft path, so they are exact inside the draft window. The arithmetic is in `tlt_kernels.cpu.sampling`.
+
+Legend: S rows, V vocabulary, D path depth, E edited rows (bias, penalties or mask), K alternatives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tlt_kernels.cpu.sampling import PARAMETERS, edit_row, sample_rows, score_targets
+from tlt_server.records import GenerateRequest, Sampling, TokenLogprobs
+
+NO_COUNTS_V = np.zeros(0, np.int32)
+NO_IDS = np.zeros(0, np.int64)
+
+
+class SamplingState:
+    """One sequence's parameters, packed once, and the counts that penalties need."""
+
+    def __init__(self, request: GenerateRequest, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        """A bias on a token outside the vocabulary is an AssertionError: the frontend refuses it."""
+        sampling = request.sampling
+        self.stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else frozenset(eos_token_ids))
+        self.alternatives = sampling.logprobs
+        self.raw = sampling.raw_logprobs
+        self.packed = _packed(sampling, request.seed)
+        self._sampling = sampling
+        self._prompt_len = len(request.token_ids)
+        self._committed = 0  # output tokens counted; kept only with penalties
+        self._mask_ids = np.array(sorted(i for i in self.stop_ids if 0 <= i < vocab_size), np.int64)
+        self._bias_ids = np.array(list(sampling.logit_bias), np.int64)
+        self._bias = np.array(list(sampling.logit_bias.values()), np.float32)
+        assert all(0 <= i < vocab_size for i in sampling.logit_bias), "logit_bias outside the vocabulary"
+        self._prompt_V, self._count_V = np.zeros(0, np.uint8), NO_COUNTS_V
+        self._penalised = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) != (1.0, 0.0, 0.0)
+        if self._penalised:
+            self._prompt_V, self._count_V = np.zeros(vocab_size, np.uint8), np.zeros(vocab_size, np.int32)
+            self._prompt_V[np.array(request.token_ids, np.int64)] = 1
+        self.edits = self._penalised or bool(sampling.logit_bias) or sampling.min_tokens > 0
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        """Output tokens were appended to the sequence."""
+        if self._penalised:
+            self._committed += len(tokens)
+            for token in tokens:
+                self._count_V[token] += 1
+
+    def edits_at(self, position: int) -> bool:
+        """Whether the logits of the token at this absolute position are edited at all."""
+        return self._penalised or len(self._bias_ids) > 0 or self._masks_at(position)
+
+    def edit(self, logits_V: NDArray[np.float32], position: int, path_D: NDArray[np.int32], edited_V: NDArray[np.float32]) -> None:
+        """Bias, penalties and the min_tokens mask, into `edited_V`; path_D are the draft tokens after the committed output."""
+        if self._penalised:
+            on_path = int((path_D >= 0).sum())
+            assert self._committed + on_path == position - self._prompt_len, "path and position disagree"
+        sampling = self._sampling
+        edit_row(
+            logits_V,
+            self._bias_ids,
+            self._bias,
+            self._prompt_V,
+            self._count_V,
+            path_D,
+            np.float32(sampling.repetition_penalty),
+            np.float32(sampling.presence_penalty),
+            np.float32(sampling.frequency_penalty),
+            self._mask_ids if self._masks_at(position) else NO_IDS,
+            edited_V,
+        )
+
+    def _masks_at(self, position: int) -> bool:
+        return position - self._prompt_len < self._sampling.min_tokens
+
+
+class Sampled(NamedTuple):
+    """One step's samples; a NaN log-prob says that the row's logits were broken (NaN, or no finite maximum)."""
+
+    token_S: NDArray[np.int64]
+    logprob_S: NDArray[np.float32]  # under the processed distribution (T = 0: at temperature 1, no filters)
+    raw_logprob_S: NDArray[np.float32] | None  # under the unprocessed logits; NaN where not asked; None if nobody asks
+    top: list[TokenLogprobs | None]  # kept tokens only, best first; None where not asked
+
+
+def sample(
+    logits_SV: torch.Tensor,
+    states: Sequence[SamplingState],
+    state_S: NDArray[np.int64],
+    position_S: NDArray[np.int64],
+    path_SD: NDArray[np.int32],
+) -> Sampled:
+    """Sample every row.
+
+    logits_SV: float32 on the CPU. state_S: the row's index into `states`. position_S: absolute position of the token being
+    sampled, the row's own position + 1. path_SD: draft tokens between the committed output and that position, the row's own
+    token included, padded with -1; read for penalised sequences only, so D may be 0 where there are none.
+    """
+    assert logits_SV.dtype == torch.float32, logits_SV.dtype
+    rows_SV = np.ascontiguousarray(logits_SV.detach().numpy())
+    state_S = np.ascontiguousarray(state_S, np.int64)
+    position_S = np.ascontiguousarray(position_S, np.int64)
+    count, size = rows_SV.shape
+    edited_EV, edited_S = _edited(rows_SV, states, state_S, position_S, path_SD)
+    parameters = np.frombuffer(b"".join([state.packed for state in states]), PARAMETERS)
+    depth = min(size, max((state.alternatives for state in states), default=0))
+    raw = any(state.raw for state in states)
+    token_S, logprob_S, raw_S = np.empty(count, np.int64), np.empty(count, np.float32), np.empty(count, np.float32)
+    top_SK, top_logprobs_SK = np.empty((count, depth), np.int64), np.empty((count, depth), np.float32)
+    sample_rows(rows_SV, edited_EV, edited_S, parameters, state_S, position_S, token_S, logprob_S, raw_S, top_SK, top_logprobs_SK)
+    top: list[TokenLogprobs | None] = [None] * count
+    if depth:
+        for s in range(count):
+            if states[state_S[s]].alternatives:
+                top[s] = _alternatives(top_SK[s], top_logprobs_SK[s])
+    return Sampled(token_S, logprob_S, raw_S if raw else None, top)
+
+
+def prompt_logprobs(logits: torch.Tensor, targets: Sequence[int], count: int) -> list[TokenLogprobs]:
+    """Per row of `logits` (float32, [S, V]) the given token first, then the `count` best (which may repeat it), raw distribution."""
+    rows_SV = np.ascontiguousarray(logits.detach().numpy())
+    rows, depth = len(rows_SV), min(count, rows_SV.shape[1])
+    target_S, logprob_S = np.array(targets, np.int64), np.empty(rows, np.float32)
+    top_SK, top_logprobs_SK = np.empty((rows, depth), np.int64), np.empty((rows, depth), np.float32)
+    score_targets(rows_SV, target_S, logprob_S, top_SK, top_logprobs_SK)
+    best = [_alternatives(top_SK[s], top_logprobs_SK[s]) for s in range(rows)]
+    return [TokenLogprobs([int(target_S[s]), *best[s].token_ids], [float(logprob_S[s]), *best[s].logprobs]) for s in range(rows)]
+
+
+def compile_kernels() -> None:
+    """Compile (or load from numba's cache) every kernel used here, so that no request waits for it."""
+    sampling = Sampling(top_k=1, top_p=0.5, min_tokens=1, frequency_penalty=1.0, logprobs=1, raw_logprobs=True)
+    request = GenerateRequest(id="", token_ids=[0], sampling=sampling, seed=0)
+    logits = torch.zeros(1, 4)
+    sample(logits, [SamplingState(request, 4, [0])], np.zeros(1, np.int64), np.ones(1, np.int64), np.zeros((1, 0), np.int32))
+    prompt_logprobs(logits, [0], 1)
+
+
+def _packed(sampling: Sampling, seed: int) -> bytes:
+    """One PARAMETERS record as bytes, so that a step packs its sequences with one join."""
+    record = np.zeros(1, PARAMETERS)
+    for name in ("temperature", "top_k", "top_p", "min_p"):
+        record[name] = getattr(sampling, name)
+    record["seed"], record["alternatives"], record["raw"] = np.uint64(seed), sampling.logprobs, sampling.raw_logprobs
+    return record.tobytes()
+
+
+def _edited(
+    logits_SV: NDArray[np.float32],
+    states: Sequence[SamplingState],
+    state_S: NDArray[np.int64],
+    position_S: NDArray[np.int64],
+    path_SD: NDArray[np.int32],
+) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """Copies of the rows that bias, penalties or masks change, and each row's index into them (-1: the row itself)."""
+    count, size = logits_SV.shape
+    edited_S = np.full(count, -1, np.int64)
+    if not any(state.edits for state in states):
+        return np.empty((0, size), np.float32), edited_S
+    rows = [s for s in range(count) if states[state_S[s]].edits_at(int(position_S[s]))]
+    edited_S[rows] = np.arange(len(rows))
+    edited_EV = np.empty((len(rows), size), np.float32)
+    path_SD = np.ascontiguousarray(path_SD, np.int32)
+    for e, s in enumerate(rows):
+        states[state_S[s]].edit(logits_SV[s], int(position_S[s]), path_SD[s], edited_EV[e])
+    return edited_EV, edited_S
+
+
+def _alternatives(ids_K: NDArray[np.int64], logprobs_K: NDArray[np.float32]) -> TokenLogprobs:
+    kept = int((ids_K >= 0).sum())
+    return TokenLogprobs(ids_K[:kept].tolist(), logprobs_K[:kept].tolist())

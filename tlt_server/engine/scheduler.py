@@ -1,0 +1,322 @@
+"""Who runs in the next step, and what a finished step means for them. No tensors.
+
+Decoding sequences come first (one row each), then prompt rows in order of arrival up to `max_rows`, then new
+sequences while pages and places last. A sequence that finds no page for its next row preempts the youngest. Every
+submitted sequence ends in exactly one output with a `finish_reason`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tlt_server.engine.pages import PageKey, PagePool
+from tlt_server.engine.sequence import Sequence
+from tlt_server.errors import DeadlineExceeded, InvalidRequest, TltError
+from tlt_server.records import StepContext, StepOutput, TokenLogprobs
+
+
+@dataclass(frozen=True)
+class Work:
+    """Positions [start, end) of one sequence are this step's certain rows; it samples if they reach its end."""
+
+    sequence: Sequence
+    start: int
+    end: int
+
+    @property
+    def samples(self) -> bool:
+        return self.end == self.sequence.length
+
+    @property
+    def decodes(self) -> bool:
+        return self.samples and self.end - self.start == 1
+
+
+@dataclass(frozen=True)
+class Batch:
+    works: list[Work]
+
+    def context(self) -> StepContext:
+        decoding = [work for work in self.works if work.decodes]
+        return StepContext(
+            decoding=len(decoding),
+            prefill_rows=sum(work.end - work.start for work in self.works if not work.decodes),
+            mean_context=sum(work.end for work in decoding) / max(1, len(decoding)),
+            speculable=sum(work.sequence.request.sd for work in decoding),
+        )
+
+
+@dataclass
+class Emission:
+    """What one work gave in a step: draft tokens accepted plus the bonus token, or nothing from a prompt chunk."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    raw_logprobs: list[float] | None = None
+    top_logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    drafted: int = 0
+    error: TltError | None = None  # the sequence cannot go on
+
+
+class Scheduler:
+    def __init__(
+        self,
+        pool: PagePool,
+        *,
+        max_running: int,
+        max_rows: int,
+        max_pages_per_sequence: int,
+        lookahead: int,
+        weight_version: str,
+        on_end: Callable[[Sequence], None] = lambda sequence: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.pool, self.max_running, self.max_rows, self.lookahead = pool, max_running, max_rows, lookahead
+        self.weight_version = weight_version
+        self.paused = False
+        self.preemptions = 0
+        self.page_table_SP: NDArray[np.int32] = np.zeros((max_running, max_pages_per_sequence), np.int32)
+        self._on_end, self._clock = on_end, clock
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []  # in order of admission
+        self._slots = list(range(max_running - 1, -1, -1))
+        self._by_id: dict[str, Sequence] = {}
+        self._prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
+
+    # -- submit and end ------------------------------------------------------------------------------------------
+
+    def submit(self, sequences: Iterable[Sequence]) -> None:
+        """Queue a batch, all or none. `InvalidRequest` if one could never run or its id is in use."""
+        batch = list(sequences)
+        room = min(self.pool.pages, self.page_table_SP.shape[1]) * self.pool.page_size
+        for sequence in batch:
+            need = sequence.length + sequence.remaining
+            if need > room:
+                raise InvalidRequest(
+                    f"request {sequence.id}: prompt of {sequence.prompt_len} plus max_tokens {sequence.remaining} "
+                    f"needs {need} positions, this server holds {room}; lower max_tokens or start it with more pages"
+                )
+            if sequence.id in self._by_id:
+                raise InvalidRequest(f"request id {sequence.id!r} is already in use; ids must be unique while a request runs")
+        for sequence in batch:
+            self._by_id[sequence.id] = sequence
+            self._waiting.append(sequence)
+
+    def abort(self, ids: Iterable[str], finish_reason: str = "abort") -> list[StepOutput]:
+        """End these sequences (all when empty) with what they have; unknown ids have ended already."""
+        chosen = [self._by_id[i] for i in (list(ids) or list(self._by_id)) if i in self._by_id]
+        return [self._end(sequence, finish_reason) for sequence in chosen]
+
+    def expire(self) -> list[StepOutput]:
+        """End every sequence whose deadline has passed, running or waiting."""
+        now = self._clock()
+        late = [s for s in self._by_id.values() if s.request.deadline_s is not None and s.request.deadline_s <= now]
+        error = DeadlineExceeded("the request's deadline passed before it finished; raise timeout_s or ask for fewer tokens")
+        return [self._end(s, "error", error=(error.code, error.message)) for s in late]
+
+    def _end(
+        self,
+        sequence: Sequence,
+        finish_reason: str,
+        stop_reason: int | None = None,
+        error: tuple[str, str] | None = None,
+        emission: Emission | None = None,
+    ) -> StepOutput:
+        if sequence.slot >= 0:
+            self._vacate(sequence)
+        else:
+            self._waiting.remove(sequence)
+        del self._by_id[sequence.id]
+        self._on_end(sequence)
+        return self._output(sequence, emission or Emission(), finish_reason, stop_reason, error)
+
+    # -- the next step -------------------------------------------------------------------------------------------
+
+    @property
+    def idle(self) -> bool:
+        return not self._by_id
+
+    def next_batch(self) -> Batch | None:
+        """The rows of the next step, pages reserved; None when nothing can run."""
+        if self.paused:
+            return None
+        works = [work for sequence in list(self._running) if sequence.decoding and (work := self._decode_work(sequence))]
+        works = [work for work in works if work.sequence.slot >= 0]  # a later one may have preempted an earlier one
+        rows = len(works)
+        for sequence in list(self._running):
+            if not sequence.decoding and rows < self.max_rows:
+                works.append(self._prompt_work(sequence, self.max_rows - rows))
+                rows += works[-1].end - works[-1].start
+        while rows < self.max_rows and (admitted := self._admit()):
+            works.append(self._prompt_work(admitted, self.max_rows - rows))
+            rows += works[-1].end - works[-1].start
+        return Batch(works) if works else None
+
+    def _decode_work(self, sequence: Sequence) -> Work | None:
+        while sequence.slot >= 0:
+            if self._reserve(sequence, sequence.length):
+                self._reserve(sequence, min(sequence.length + self.lookahead, sequence.length + sequence.remaining))
+                return Work(sequence, sequence.computed, sequence.length)
+            self._preempt(self._running[-1])
+        return None
+
+    @staticmethod
+    def _prompt_work(sequence: Sequence, max_rows: int) -> Work:
+        return Work(sequence, sequence.computed, min(sequence.length, sequence.computed + max_rows))
+
+    def _reserve(self, sequence: Sequence, positions: int) -> bool:
+        need = -(-positions // self.pool.page_size) - len(sequence.pages)
+        if need > 0:
+            pages = self.pool.allocate(need)
+            if pages is None:
+                return False
+            start = len(sequence.pages)
+            sequence.pages.extend(pages)
+            self.page_table_SP[sequence.slot, start : start + need] = pages
+        return True
+
+    def _admit(self) -> Sequence | None:
+        """The oldest waiting sequence whose pages fit and whose prefix no running sibling is just computing."""
+        if not self._slots:
+            return None
+        pending = self._pending_keys()
+        for sequence in self._waiting:
+            reuse = sequence.request.sampling.prompt_logprobs is None  # prompt log-probs need every prompt row
+            keys = sequence.page_keys((sequence.length - 1) // self.pool.page_size) if reuse else []
+            pages = self.pool.match(keys)
+            if len(pages) < len(keys) and keys[len(pages)] in pending:
+                self.pool.release(pages)
+                continue
+            need = -(-sequence.length // self.pool.page_size) - len(pages)
+            if need > self.pool.available - (len(self._running) if self._running else 0):  # leave a page for each that runs
+                self.pool.release(pages)
+                return None
+            self._waiting.remove(sequence)
+            self._running.append(sequence)
+            sequence.slot = self._slots.pop()
+            sequence.pages, sequence.published = pages, len(pages)
+            sequence.computed = len(pages) * self.pool.page_size
+            self.page_table_SP[sequence.slot, : len(pages)] = pages
+            self._reserve(sequence, sequence.length)
+            if sequence.cached_tokens is None:
+                sequence.cached_tokens = sequence.computed
+            return sequence
+        return None
+
+    def _pending_keys(self) -> set[PageKey]:
+        size = self.pool.page_size
+        return {key for s in self._running if not s.decoding for key in s.page_keys((s.length - 1) // size)[s.published :]}
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._vacate(sequence)
+        self._prompt_logprobs.pop(sequence.id, None)
+        sequence.preemptions += 1
+        self.preemptions += 1
+        self._waiting.appendleft(sequence)
+
+    def _vacate(self, sequence: Sequence) -> None:
+        self._running.remove(sequence)
+        self._slots.append(sequence.slot)
+        self.pool.release(sequence.pages)
+        sequence.slot, sequence.pages, sequence.computed, sequence.published = -1, [], 0, 0
+
+    # -- after a step --------------------------------------------------------------------------------------------
+
+    def commit(self, batch: Batch, emissions: list[Emission]) -> list[StepOutput]:
+        """Take over what the runner computed; `emissions[i]` belongs to `batch.works[i]`."""
+        outputs = []
+        for work, emission in zip(batch.works, emissions, strict=True):
+            sequence = work.sequence
+            if emission.prompt_logprobs is not None:
+                self._prompt_logprobs.setdefault(sequence.id, []).extend(emission.prompt_logprobs)
+            if not work.samples:
+                sequence.computed = work.end
+                self._publish(sequence)
+                continue
+            if emission.error is not None:
+                outputs.append(self._end(sequence, "error", error=(emission.error.code, emission.error.message)))
+                continue
+            accepted = len(emission.tokens) - 1
+            finish_reason, stop_reason = self._truncate(sequence, emission)
+            sequence.count_step(emission.drafted, accepted, len(emission.tokens))
+            sequence.append(emission.tokens, self.weight_version)
+            sequence.computed = min(work.end + accepted, sequence.length - 1)
+            self._publish(sequence)
+            if finish_reason:
+                outputs.append(self._end(sequence, finish_reason, stop_reason, emission=emission))
+            else:
+                outputs.append(self._output(sequence, emission))
+        return outputs
+
+    def _truncate(self, sequence: Sequence, emission: Emission) -> tuple[str | None, int | None]:
+        """Cut the emission behind the first stop token or at max_tokens; say how the sequence ends, if it does."""
+        stops = sequence.state.stop_ids
+        for i, token in enumerate(emission.tokens):
+            if token in stops or i + 1 == sequence.remaining:
+                for values in (emission.tokens, emission.logprobs, emission.raw_logprobs, emission.top_logprobs):
+                    if values is not None:
+                        del values[i + 1 :]
+                return ("stop", token) if token in stops else ("length", None)
+        return None, None
+
+    def _publish(self, sequence: Sequence) -> None:
+        full = sequence.computed // self.pool.page_size
+        if full > sequence.published:
+            for page, key in list(zip(sequence.pages, sequence.page_keys(full), strict=False))[sequence.published : full]:
+                self.pool.publish(page, key)
+            sequence.published = full
+
+    def _output(
+        self,
+        sequence: Sequence,
+        emission: Emission,
+        finish_reason: str | None = None,
+        stop_reason: int | None = None,
+        error: tuple[str, str] | None = None,
+    ) -> StepOutput:
+        first = sequence.output_len == len(emission.tokens)
+        last = finish_reason is not None
+        return StepOutput(
+            id=sequence.id,
+            token_ids=emission.tokens,
+            logprobs=emission.logprobs,
+            raw_logprobs=emission.raw_logprobs,
+            top_logprobs=emission.top_logprobs,
+            prompt_logprobs=self._prompt_logprobs.pop(sequence.id, None),
+            cached_tokens=(sequence.cached_tokens or 0) if first else 0,
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
+            error=error,
+            weight_versions=sequence.spans if last else None,
+            sd=sequence.figures() if last else None,
+        )
+
+    # -- looking in ----------------------------------------------------------------------------------------------
+
+    def gauges(self) -> dict[str, float]:
+        return {
+            "running": len(self._running),
+            "waiting": len(self._waiting),
+            "pages_free": self.pool.available,
+            "pages_cached": self.pool.cached,
+            "preemptions": self.preemptions,
+        }
+
+    def check(self) -> None:
+        """Assert every invariant; called by the property tests after each operation."""
+        self.pool.check([s.pages for s in self._running])
+        assert sorted(self._slots + [s.slot for s in self._running]) == list(range(self.max_running)), "slots leak"
+        assert {s.id for s in self._running} | {s.id for s in self._waiting} == set(self._by_id), "a sequence is lost"
+        assert len(self._running) + len(self._waiting) == len(self._by_id), "a sequence stands in two places"
+        for s in self._running:
+            assert 0 <= s.computed < s.length and s.computed <= s.capacity, f"{s.id}: computed {s.computed}, capacity {s.capacity}"
+            assert self.page_table_SP[s.slot, : len(s.pages)].tolist() == s.pages, f"{s.id}: page table differs"
+        for s in self._waiting:
+            assert s.slot < 0 and not s.pages and s.computed == 0, f"{s.id} waits but holds something"

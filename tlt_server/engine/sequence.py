@@ -1,0 +1,98 @@
+"""One sequence while the engine owns it: its tokens, pages and progress. Changed by the scheduler alone.
+
+`computed` positions have committed KV. A decoding sequence has computed = length - 1: its last token is the root of
+the next step. A preempted one has computed = 0 and takes the same way as a fresh prompt.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tlt_server.engine.pages import PageKey, next_key, root_key
+from tlt_server.engine.sampling import SamplingState
+from tlt_server.records import GenerateRequest, SdFigures, VersionSpan
+
+
+class Sequence:
+    def __init__(self, request: GenerateRequest, state: SamplingState, weight_version: str, page_size: int) -> None:
+        self.request = request
+        self.state = state
+        self.prompt_len = len(request.token_ids)
+        self.length = self.prompt_len
+        self._tokens = np.empty(self.prompt_len + request.sampling.max_tokens, np.int32)
+        self._tokens[: self.prompt_len] = request.token_ids
+        self.computed = 0
+        self.cached_tokens: int | None = None  # prompt tokens found in the prefix index at first admission
+        self.pages: list[int] = []
+        self.published = 0  # leading pages offered to the prefix index
+        self.slot = -1  # row of the page table while running
+        self.preemptions = 0
+        self.spans: list[VersionSpan] = []
+        self._page_size = page_size
+        self._keys: list[PageKey] = [root_key(weight_version, request.salt)]
+        self._accepted: list[int] = []
+        self._steps = self._drafted = self._draft_emitted = 0
+
+    @property
+    def id(self) -> str:
+        return self.request.id
+
+    @property
+    def tokens(self) -> NDArray[np.int32]:
+        """Prompt + output; a view."""
+        return self._tokens[: self.length]
+
+    @property
+    def output_len(self) -> int:
+        return self.length - self.prompt_len
+
+    @property
+    def remaining(self) -> int:
+        """Output tokens still allowed."""
+        return len(self._tokens) - self.length
+
+    @property
+    def capacity(self) -> int:
+        """Positions its pages can hold."""
+        return len(self.pages) * self._page_size
+
+    @property
+    def decoding(self) -> bool:
+        """Only its last token is not computed: one row makes it sample, and draft rows may hang off that row."""
+        return self.computed == self.length - 1
+
+    def page_keys(self, count: int) -> list[PageKey]:
+        """Keys of the first `count` pages; all their tokens must be known."""
+        size = self._page_size
+        while len(self._keys) <= count:
+            i = len(self._keys) - 1
+            self._keys.append(next_key(self._keys[-1], self._tokens[i * size : (i + 1) * size].tolist()))
+        return self._keys[1 : count + 1]
+
+    def append(self, tokens: list[int], version: str) -> None:
+        start = self.output_len
+        self._tokens[self.length : self.length + len(tokens)] = tokens
+        self.length += len(tokens)
+        self.state.commit(tokens)
+        if self.spans and self.spans[-1].version == version:
+            start = self.spans.pop().start
+        self.spans.append(VersionSpan(version, start, self.output_len))
+
+    def count_step(self, drafted: int, accepted: int, emitted: int) -> None:
+        self._steps += 1
+        if drafted:
+            self._accepted.append(accepted)
+            self._drafted += drafted
+            self._draft_emitted += emitted
+
+    def figures(self) -> SdFigures:
+        histogram = np.bincount(self._accepted).tolist() if self._accepted else []
+        return SdFigures(
+            steps=self._steps,
+            draft_steps=len(self._accepted),
+            drafted=self._drafted,
+            accepted=sum(self._accepted),
+            emitted=self._draft_emitted,
+            histogram=histogram,
+        )

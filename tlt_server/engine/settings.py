@@ -1,0 +1,31 @@
+"""What the engine process is told at start: resolved, frozen, checked once more on arrival."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct
+
+from tlt_server.records import Strategy
+
+
+class EngineSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    model: str  # directory
+    served_model_name: str = ""  # default: the directory's name
+    drafter: str = "history"  # directory of an EAGLE-3 head, "history" or "none"
+    policy: str = "beg"
+    strategy: Strategy | None = None  # for the policy `fixed`
+    dtype: str = "float32"
+    numerics: Literal["strict", "fast"] = "strict"
+    attention: str = "cpu"
+    threads: int = 2
+    page_size: int = 16  # tokens
+    pages: int = 0  # 0 = as many as kv_memory_mb holds
+    kv_memory_mb: int = 1024
+    max_model_len: int = 0  # tokens; 0 = what the model allows
+    max_running: int = 64  # sequences
+    max_rows: int = 512  # certain rows (roots and prompt rows) per step
+    max_draft_rows: int = 1024  # draft rows per step
+    sd_max_batch: int = 0  # decoding requests above which nothing is drafted; 0 = the policy decides
+    policy_seed: int = 0  # of the policy's own randomness; never touches tokens
+    weight_version: str = "initial"

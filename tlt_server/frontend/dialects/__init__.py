@@ -1,0 +1,15 @@
+"""Dialects: what existing clients send. One file each, one table line each.
+
+A dialect is a function `routes(service) -> list[starlette.routing.Route]`; it translates to `Validator.batch` and phrases the
+events of `Service.generate`.
+"""
+
+from __future__ import annotations
+
+from tlt_server.registry import Registry
+
+DIALECTS = Registry("dialect", {
+    "native": "tlt_server.frontend.dialects.native:routes",
+    "operate": "tlt_server.frontend.dialects.operate:routes",
+    "strategy": "tlt_server.frontend.dialects.strategy:routes",
+})

@@ -1,0 +1,111 @@
+"""Which strategy speculates: `GET /strategy` says what is in force, `PUT /strategy` replaces the policy between two steps.
+
+A switch never changes a token: it decides how many of the fixed tokens one pass reveals. Nothing is flushed, running requests go on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic_core import from_json
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from tlt_server.config import nearest, parse_strategy
+from tlt_server.errors import InvalidRequest, StartupError
+from tlt_server.frontend.generation import Service
+from tlt_server.frontend.replies import json_response
+from tlt_server.records import EngineInfo, SetPolicy, Strategy
+from tlt_server.speculation.policies import POLICIES
+from tlt_server.speculation.policies.arms import ladder
+
+FIELDS = ("policy", "strategy")
+LIMITS = {"depth": 64, "width": 32, "rows": 256}  # of a strategy set while serving; larger trees gain nothing and stall a step
+
+
+def routes(service: Service) -> list[Route]:
+    engine = service.engine
+
+    async def get(request: Request) -> Response:
+        engine.check_available()
+        return json_response(_state(service))
+
+    async def put(request: Request) -> Response:
+        engine.check_available()
+        body = await request.body()
+        engine.check_available()  # the body may have taken its time
+        assert engine.info is not None
+        engine.set_policy(_parse(body, engine.info))
+        return json_response(_state(service))
+
+    return [Route("/strategy", get, methods=["GET"]), Route("/strategy", put, methods=["PUT"])]
+
+
+def _state(service: Service) -> dict[str, Any]:
+    engine, config = service.engine, service.config
+    assert engine.info is not None
+    policy = engine.policy or SetPolicy(config.policy, config.strategy)
+    return {
+        "policy": policy.policy,
+        "strategy": _spelled(policy.strategy) if policy.strategy else None,
+        "in_force": _spelled(engine.last_cycle.strategy) if engine.last_cycle else None,
+        "arms": [_spelled(arm) for arm in ladder(_drafters(engine.info), engine.info.device)],
+        "policies": list(POLICIES),
+        "drafters": _drafters(engine.info),
+    }
+
+
+def _spelled(strategy: Strategy) -> str:
+    """As `parse_strategy` reads it; `off` for no speculation."""
+    return f"{strategy.drafter}:{strategy.depth}x{strategy.width}x{strategy.rows}" if strategy.drafter else "off"
+
+
+def _drafters(info: EngineInfo) -> list[str]:
+    return [name for name in info.drafter.split("+") if name not in ("", "none")]
+
+
+def _parse(body: bytes, info: EngineInfo) -> SetPolicy:
+    """A policy that this engine can follow, or `InvalidRequest`."""
+    try:
+        content = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise InvalidRequest(f"the body is not JSON: {error}; send one UTF-8 encoded JSON object") from None
+    if not isinstance(content, dict):
+        raise InvalidRequest(f"the body is {_shown(content)}; it must be a JSON object with the field policy")
+    for field in content:
+        if field not in FIELDS:
+            raise InvalidRequest(f"unknown field {field[:80]}{nearest(field, FIELDS)} (known: {', '.join(FIELDS)})")
+    policy, loaded = content.get("policy"), _drafters(info)
+    if not isinstance(policy, str) or policy not in POLICIES:
+        hint = nearest(policy, POLICIES) if isinstance(policy, str) else ""
+        raise InvalidRequest(f"policy is {_shown(policy)}; known are {', '.join(POLICIES)}{hint}")
+    if policy != "off" and not loaded:
+        raise InvalidRequest(f"policy is {policy!r} but no drafter is loaded; use off, or restart the server with --drafter")
+    text = content.get("strategy")
+    if (policy == "fixed") != (text is not None):
+        raise InvalidRequest(f"policy is {policy!r} and strategy is {_shown(text)}; strategy is for policy fixed, which needs one, "
+                             f"for example {_spelled(ladder(loaded, info.device)[-1]) if loaded else 'eagle:7x4x16'}")
+    return SetPolicy(policy, _strategy(text, loaded) if text is not None else None)
+
+
+def _strategy(text: Any, loaded: list[str]) -> Strategy:
+    if not isinstance(text, str):
+        raise InvalidRequest(f"strategy is {_shown(text)}; it must be a string such as eagle:7x4x16")
+    try:
+        strategy = parse_strategy(text, "strategy")
+    except StartupError as error:
+        raise InvalidRequest(error.message) from None
+    if strategy.drafter not in loaded:
+        raise InvalidRequest(f"strategy {text!r} needs the drafter {strategy.drafter!r}; loaded are {', '.join(loaded)}: "
+                             "use one of these, or restart the server with another --drafter")
+    for name, limit in LIMITS.items():
+        value = getattr(strategy, name)
+        if value > limit:
+            raise InvalidRequest(f"strategy {text!r} has {name} {value}; the limit is {limit}: ask for less")
+    return strategy
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

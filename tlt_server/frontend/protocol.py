@@ -1,0 +1,88 @@
+"""Uvicorn's HTTP protocol with bounds on what no application sees: headers that are late or large, replies that are not read."""
+
+from __future__ import annotations
+
+import asyncio
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from tlt_server.config import Config
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """Made by `bounded_protocol`; one per connection."""
+
+    max_header_bytes = 32 * 1024
+    header_timeout_s = 10.0
+    send_timeout_s = 60.0
+    _headers_due: asyncio.TimerHandle | None = None
+    _unread_check: asyncio.TimerHandle | None = None
+    _in_headers = True
+    _header_bytes = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._await_headers()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._headers_arrived()
+        self._reader_moves()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._in_headers:
+            self._header_bytes += len(data)
+        super().data_received(data)
+        if self._in_headers and self._header_bytes > self.max_header_bytes and not self.transport.is_closing():
+            self.send_400_response(f"The headers are over the limit of {self.max_header_bytes} bytes (max_header_kb).")
+
+    def on_message_begin(self) -> None:
+        if not self._in_headers:
+            self._await_headers()
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._headers_arrived()
+        super().on_headers_complete()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_reader(self.transport.get_write_buffer_size())
+
+    def resume_writing(self) -> None:
+        self._reader_moves()
+        super().resume_writing()
+
+    def _await_headers(self) -> None:
+        self._in_headers, self._header_bytes = True, 0
+        self._headers_due = self.loop.call_later(self.header_timeout_s, self.transport.abort)
+
+    def _headers_arrived(self) -> None:
+        self._in_headers = False
+        if self._headers_due is not None:
+            self._headers_due.cancel()
+            self._headers_due = None
+
+    def _watch_reader(self, unread_bytes: int) -> None:
+        """Ask again after `send_timeout_s`: a client that took nothing in between is cut off, which aborts its sequences."""
+        def check() -> None:
+            left = self.transport.get_write_buffer_size()
+            if left >= unread_bytes:
+                self.transport.abort()
+            else:
+                self._watch_reader(left)
+
+        self._unread_check = self.loop.call_later(self.send_timeout_s, check)
+
+    def _reader_moves(self) -> None:
+        if self._unread_check is not None:
+            self._unread_check.cancel()
+            self._unread_check = None
+
+
+def bounded_protocol(config: Config) -> type[BoundedProtocol]:
+    return type("ConfiguredProtocol", (BoundedProtocol,), {
+        "max_header_bytes": config.max_header_kb * 1024,
+        "header_timeout_s": config.header_timeout_s,
+        "send_timeout_s": config.send_timeout_s,
+    })

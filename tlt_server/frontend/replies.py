@@ -1,0 +1,41 @@
+"""JSON replies and the one shape of errors: `{"error": {"code", "message", "retryable"}}`, with Retry-After where it helps."""
+
+from __future__ import annotations
+
+import math
+import traceback
+from typing import Any
+
+import msgspec
+import structlog
+from starlette.responses import Response
+
+from tlt_server.errors import TltError
+
+log = structlog.get_logger()
+
+
+def json_response(content: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(content), status, media_type="application/json")
+
+
+def error_body(error: TltError) -> dict[str, Any]:
+    return {"code": error.code, "message": error.message, "retryable": error.retryable}
+
+
+def error_response(error: TltError, *, close: bool = False) -> Response:
+    response = json_response({"error": error_body(error)}, error.http_status)
+    if error.retry_after_s is not None:
+        response.headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+    if error.http_status == 401:
+        response.headers["www-authenticate"] = "Bearer"
+    if close:
+        response.headers["connection"] = "close"
+    return response
+
+
+def unexpected(error: Exception, path: str) -> TltError:
+    """Log one of our own bugs and give the error to answer with. The exception's message is left out: it may quote a prompt."""
+    frames = traceback.format_list(traceback.extract_tb(error.__traceback__))
+    log.error("unexpected_error", path=path, type=type(error).__name__, frames=frames)
+    return TltError(f"unexpected {type(error).__name__} in the server; its log says where")

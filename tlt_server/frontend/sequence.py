@@ -1,0 +1,141 @@
+"""One choice as it grows: engine outputs in, deltas and at last one choice out. Owns text, stop strings and the surplus after them.
+
+When a stop string completes, the text ends before it and the token ids end with the token that completed it. The engine learns of
+it by an abort and may send more tokens first; they are dropped. A stop token (or EOS) is in the token ids and not in the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
+
+from tlt_server.frontend.text import Incremental, StopStrings, Text
+from tlt_server.records import GenerateRequest, SdFigures, StepOutput, TokenLogprobs, VersionSpan
+
+
+class SdReport(Struct, frozen=True):
+    """Speculation figures of a choice; `mean_accept_length` is tokens per step that had a draft, the bonus token included."""
+
+    steps: int
+    draft_steps: int
+    drafted: int
+    accepted: int
+    mean_accept_length: float | None
+    histogram: list[int]
+
+
+class Choice(Struct, frozen=True, kw_only=True):
+    index: int
+    token_ids: list[int]
+    text: str | None
+    logprobs: list[float]
+    raw_logprobs: list[float] | UnsetType = UNSET
+    top_logprobs: list[TokenLogprobs] | UnsetType = UNSET
+    prompt_logprobs: list[TokenLogprobs | None] | UnsetType = UNSET
+    finish_reason: str
+    stop_reason: int | str | None
+    weight_versions: list[VersionSpan]
+    seed: int
+    sd: SdReport
+
+
+class Delta(Struct, frozen=True, kw_only=True):
+    """What one output added. Text may lag behind the tokens; the choice's text is the sum of its deltas."""
+
+    index: int
+    token_ids: list[int]
+    text: str | None
+    logprobs: list[float]
+
+
+class Sequence:
+    def __init__(self, request: GenerateRequest, index: int, text: Text, *, incremental: bool, stop: Callable[[str], None]) -> None:
+        """`stop(id)` asks the engine to end the sequence. Without `incremental` text is made once, at the end."""
+        self.request, self.index = request, index
+        self.token_ids: list[int] = []
+        self.cached_tokens = 0
+        self._text, self._stop = text, stop
+        self._incremental = Incremental(text) if (incremental or request.sampling.stop) and text.tokenizer is not None else None
+        self._stops = StopStrings(request.sampling.stop)
+        self._shown: list[str] = []
+        self._logprobs: list[float] = []
+        self._raw: list[float] = []
+        self._top: list[TokenLogprobs] = []
+        self._prompt_logprobs: list[TokenLogprobs | None] | None = None
+        self._last: StepOutput | None = None
+
+    def push(self, output: StepOutput) -> Delta:
+        """Take an output in. After the one with a `finish_reason`, `choice()` is complete."""
+        before = len(self.token_ids)
+        if output.prompt_logprobs is not None:
+            self._prompt_logprobs = output.prompt_logprobs
+        self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
+        shown = self._take(output) if self._stops.matched is None else []
+        if output.finish_reason is not None:
+            self._last = output
+            if self._incremental is not None and self._stops.matched is None:
+                shown.append(self._stops.push(self._incremental.flush(), armed=self._armed()))
+                shown.append(self._stops.flush())
+        self._shown += shown
+        return Delta(index=self.index, token_ids=self.token_ids[before:], logprobs=self._logprobs[before:],
+                     text="".join(shown) if self._incremental is not None else None)
+
+    def _take(self, output: StepOutput) -> list[str]:
+        shown: list[str] = []
+        for i, token_id in enumerate(output.token_ids):
+            self.token_ids.append(token_id)
+            self._logprobs.append(output.logprobs[i])
+            if output.raw_logprobs is not None:
+                self._raw.append(output.raw_logprobs[i])
+            if output.top_logprobs is not None:
+                self._top.append(output.top_logprobs[i])
+            if self._incremental is None or (i + 1 == len(output.token_ids) and _by_token(output)):
+                continue
+            shown.append(self._stops.push(self._incremental.push(token_id), armed=self._armed()))
+            if self._stops.matched is not None:
+                if output.finish_reason is None:
+                    self._stop(self.request.id)
+                break
+        return shown
+
+    def _armed(self) -> bool:
+        return len(self.token_ids) >= self.request.sampling.min_tokens
+
+    def choice(self) -> Choice:
+        last, sampling = self._last, self.request.sampling
+        assert last is not None and last.finish_reason is not None
+        matched = self._stops.matched
+        if self._incremental is not None:
+            text: str | None = "".join(self._shown)
+        elif self._text.tokenizer is not None:
+            text = self._text.decode(self.token_ids[:-1] if _by_token(last) else self.token_ids)
+        else:
+            text = None
+        return Choice(
+            index=self.index, token_ids=self.token_ids, text=text, logprobs=self._logprobs,
+            raw_logprobs=self._raw if sampling.raw_logprobs else UNSET,
+            top_logprobs=self._top if sampling.logprobs else UNSET,
+            prompt_logprobs=self._prompt_logprobs or [] if sampling.prompt_logprobs is not None else UNSET,
+            finish_reason="stop" if matched is not None else last.finish_reason,
+            stop_reason=matched if matched is not None else last.stop_reason,
+            weight_versions=_clipped(last.weight_versions or [], len(self.token_ids)),
+            seed=self.request.seed, sd=_report(last.sd or SdFigures()),
+        )
+
+
+def _by_token(output: StepOutput) -> bool:
+    """Whether the output's last token is the stop token."""
+    return output.finish_reason == "stop" and not isinstance(output.stop_reason, str)
+
+
+def _clipped(spans: list[VersionSpan], length: int) -> list[VersionSpan]:
+    return [msgspec.structs.replace(span, end=min(span.end, length)) for span in spans if span.start < length]
+
+
+def _report(sd: SdFigures) -> SdReport:
+    mean = sd.emitted / sd.draft_steps if sd.draft_steps else None
+    return SdReport(sd.steps, sd.draft_steps, sd.drafted, sd.accepted, mean, sd.histogram)
+
+

@@ -1,0 +1,185 @@
+"""Text to token ids and back: the tokenizer and chat template of a model directory, incremental text, stop strings. No torch.
+
+`Incremental` and `StopStrings` see one token's text at a time, so what they say does not depend on how the engine groups tokens
+into outputs: that changes with the speculation strategy, the reply must not.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2.ext import Extension
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+from tlt_server.errors import InvalidRequest, ModelError
+
+REPLACEMENT = "\ufffd"
+KEPT = 4  # tokens of context kept in front of new ones: some decoders treat the first token of a text in a special way
+LONGEST_PENDING = 512  # tokens; only a model that emits invalid bytes without end gets there
+
+
+class Text:
+    """The tokenizer of one model directory. A directory without `tokenizer.json` serves token ids only."""
+
+    def __init__(self, tokenizer: Tokenizer | None, template: str | None = None, tokens: dict[str, str] | None = None) -> None:
+        self.tokenizer = tokenizer
+        self._tokens = tokens or {}
+        self._template = _compile(template) if template else None
+
+    @classmethod
+    def load(cls, model: Path) -> Text:
+        path = model / "tokenizer.json"
+        if not path.exists():
+            return cls(None)
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
+            raise ModelError(f"cannot read {path}: {error}") from None
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        config = _read_json(model / "tokenizer_config.json")
+        tokens = {name: value["content"] if isinstance(value, dict) else value
+                  for name, value in config.items() if name.endswith("_token") and isinstance(value, str | dict)}
+        try:
+            return cls(tokenizer, _template_source(model, config), tokens)
+        except jinja2.TemplateError as error:
+            raise ModelError(f"the chat template of {model} does not compile: {error}") from None
+
+    def encode(self, texts: Sequence[str], *, special: bool = True) -> list[list[int]]:
+        """Token ids of each text; `special` adds what the tokenizer puts around a bare text (not wanted after a chat template)."""
+        if self.tokenizer is None:
+            raise InvalidRequest("this model directory has no tokenizer.json, so texts cannot be read; send token_ids")
+        return [encoding.ids for encoding in self.tokenizer.encode_batch(list(texts), add_special_tokens=special)]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text, special tokens left out; empty without a tokenizer."""
+        return self.tokenizer.decode(list(token_ids), skip_special_tokens=True) if self.tokenizer is not None else ""
+
+    def render(self, messages: list[dict[str, Any]]) -> str:
+        """The chat template applied, with the assistant's turn opened."""
+        if self._template is None:
+            raise InvalidRequest("this model has no chat template; send prompt or token_ids instead of messages")
+        try:
+            return self._template.render(messages=messages, add_generation_prompt=True, **self._tokens)
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            raise InvalidRequest(f"the chat template refuses these messages: {str(error)[:200]}") from None
+
+
+class Incremental:
+    """The text that each further token adds; with `flush()`, the sum is `Text.decode` of all tokens.
+
+    U+FFFD at the end may be the head of a character whose bytes are still to come, so it is held back; what stands before is settled.
+    """
+
+    def __init__(self, text: Text) -> None:
+        self._text = text
+        self._window: list[int] = []
+        self._shown = 0  # characters of the window's text already given out
+
+    def push(self, token_id: int) -> str:
+        self._window.append(token_id)
+        text = self._text.decode(self._window)
+        settled = len(text.rstrip(REPLACEMENT))
+        delta = text[self._shown:settled]
+        self._shown = max(self._shown, settled)
+        if settled == len(text) and len(self._window) >= 4 * KEPT:
+            self._shorten()
+        if len(self._window) >= LONGEST_PENDING:
+            delta += text[self._shown:]
+            self._window, self._shown = [], 0
+        return delta
+
+    def _shorten(self) -> None:
+        """Keep a few last tokens, cut between characters: some decoders spoil a whole run of bytes for one that is incomplete."""
+        for kept in range(KEPT, 2 * KEPT):
+            text = self._text.decode(self._window[-kept:])
+            if REPLACEMENT not in text:
+                self._window, self._shown = self._window[-kept:], len(text)
+                return
+
+    def flush(self) -> str:
+        delta = self._text.decode(self._window)[self._shown:]
+        self._window, self._shown = [], 0
+        return delta
+
+
+class StopStrings:
+    """Finds the first stop string and holds back text that may be the start of one.
+
+    `push` returns the text that can be shown; after `matched` is set that is everything before the stop string and no more follows.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = stops
+        self._held = ""
+        self.matched: str | None = None
+
+    def push(self, delta: str, *, armed: bool = True) -> str:
+        """`armed` false (before `min_tokens`): a stop string that completes now is ordinary text."""
+        text = self._held + delta
+        self._held = ""
+        if armed:
+            hits = [(at, -len(stop), stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+            if hits:
+                at, _, self.matched = min(hits)
+                return text[:at]
+        keep = self._partial(text)
+        self._held = text[len(text) - keep:]
+        return text[:len(text) - keep]
+
+    def flush(self) -> str:
+        held, self._held = self._held, ""
+        return held
+
+    def _partial(self, text: str) -> int:
+        """Length of the longest end of `text` that is a proper beginning of some stop string."""
+        longest = max((len(stop) for stop in self._stops), default=0) - 1
+        for length in range(min(longest, len(text)), 0, -1):
+            if any(stop.startswith(text[-length:]) and len(stop) > length for stop in self._stops):
+                return length
+        return 0
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks the assistant's tokens for trainers; when rendering a prompt it is transparent."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Any) -> Any:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _compile(source: str) -> jinja2.Template:
+    def refuse(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"])
+    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda format: datetime.datetime.now().strftime(format)
+    return environment.from_string(source)
+
+
+def _template_source(model: Path, config: dict[str, Any]) -> str | None:
+    path = model / "chat_template.jinja"
+    if path.exists():
+        return path.read_text()
+    source = config.get("chat_template")
+    if isinstance(source, list):  # several, by name
+        source = next((entry.get("template") for entry in source if entry.get("name") == "default"), None)
+    return source if isinstance(source, str) else None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text()) if path.exists() else {}
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot read {path}: {error}") from None
+    return content if isinstance(content, dict) else {}

@@ -1,0 +1,186 @@
+"""Server limits on a parsed request: one `Batch` of `GenerateRequest`s, or one typed 4xx with value, limit and remedy.
+
+`requests` has checked what is wrong whatever the server; `Validator` knows the model and the configured limits. Every dialect ends
+in `Validator.batch`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import re
+import time
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+from tlt_server.config import Config
+from tlt_server.errors import InvalidRequest, TooLarge
+from tlt_server.frontend.requests import ItemFields, NativeRequest, SamplingFields, shown
+from tlt_server.frontend.text import Text
+from tlt_server.records import EngineInfo, GenerateRequest, Sampling
+
+LEAST_TEMPERATURE = 1e-3  # below it logits / T leaves float32's useful range
+
+
+class Item(NamedTuple):
+    """One prompt and its n choices; choice i is `requests[i]`."""
+
+    id: str
+    requests: list[GenerateRequest]
+
+
+class Batch(NamedTuple):
+    items: list[Item]
+    stream: bool
+    deadline_s: float
+
+
+class Validator:
+    """Applies the server's limits. `next_seed` serves requests without one; `choice_seed(seed, i)` keys choice i."""
+
+    def __init__(self, config: Config, text: Text, next_seed: Callable[[], int], choice_seed: Callable[[int, int], int]) -> None:
+        self._config, self._text, self._next_seed, self._choice_seed = config, text, next_seed, choice_seed
+        self._serial = itertools.count()
+
+    async def batch(self, request: NativeRequest, info: EngineInfo) -> Batch:
+        limit = self._config.max_batch_items
+        if len(request.requests) > limit:
+            raise TooLarge(f"requests has {len(request.requests)} items; the limit is {limit} (max_batch_items): split the batch")
+        timeout_s = self._config.default_timeout_s if request.timeout_s is None else request.timeout_s
+        if timeout_s > self._config.max_timeout_s:
+            raise InvalidRequest(f"timeout_s is {timeout_s:g}; the limit is {self._config.max_timeout_s:g} s (max_timeout_s): ask for less")
+        deadline_s = time.monotonic() + timeout_s
+        for i, item in enumerate(request.requests):
+            self._check_shape(f"requests[{i}]", item)
+        prompts = await self._prompts(request.requests)
+        serial, defaults = next(self._serial), request.sampling
+        samplings: dict[int, Sampling] = {}  # items without fields of their own share one per room left
+        items: list[Item] = []
+        prompt_tokens = output_tokens = 0
+        for i, (item, token_ids) in enumerate(zip(request.requests, prompts, strict=True)):
+            where = f"requests[{i}]"
+            room = self._check_prompt(where, token_ids, info)
+            if item.sampling is None:
+                sampling = samplings.get(room)
+                if sampling is None:
+                    sampling = samplings[room] = self._sampling("sampling", defaults, None, room, info)
+            else:
+                sampling = self._sampling(f"{where}.sampling", defaults, item.sampling, room, info)
+            prompt_tokens += item.n * len(token_ids)
+            output_tokens += item.n * sampling.max_tokens
+            self._check_work(prompt_tokens, output_tokens)
+            seed = self._next_seed() if item.seed is None else item.seed
+            id = f"{serial:x}-{i}"
+            items.append(Item(item.id or id, [
+                GenerateRequest(id=f"{id}.{choice}", token_ids=token_ids, sampling=sampling, seed=self._choice_seed(seed, choice),
+                                group_id=item.group_id or id, salt=item.salt, sd=item.sd, deadline_s=deadline_s)
+                for choice in range(item.n)
+            ]))
+        _check_distinct([item.id for item in items])
+        return Batch(items, request.stream, deadline_s)
+
+    def _check_shape(self, where: str, item: ItemFields) -> None:
+        given = [name for name in ("prompt", "token_ids", "messages") if getattr(item, name) is not None]
+        if len(given) != 1:
+            raise InvalidRequest(f"{where} has {' and '.join(given) or 'no prompt'}; give exactly one of prompt, token_ids, messages")
+        if item.n > self._config.max_n:
+            raise InvalidRequest(f"{where}.n is {item.n}; the limit is {self._config.max_n} (max_n): ask for fewer choices")
+
+    async def _prompts(self, items: list[ItemFields]) -> list[list[int]]:
+        """Token ids per item; tokenising leaves the event loop free."""
+        chats = [self._text.render([m.model_dump(exclude_none=True) for m in item.messages]) for item in items if item.messages]
+        plain = [item.prompt for item in items if item.prompt is not None]
+        encoded_chats = iter(await asyncio.to_thread(self._text.encode, chats, special=False) if chats else [])
+        encoded_plain = iter(await asyncio.to_thread(self._text.encode, plain) if plain else [])
+        return [
+            item.token_ids if item.token_ids is not None else next(encoded_chats if item.messages else encoded_plain) for item in items
+        ]
+
+    def _check_prompt(self, where: str, token_ids: list[int], info: EngineInfo) -> int:
+        """Output tokens that fit after this prompt."""
+        if not token_ids:
+            raise InvalidRequest(f"{where} has an empty prompt; give at least one token")
+        if max(token_ids) >= info.vocab_size:
+            raise InvalidRequest(f"{where} has the token id {max(token_ids)}; ids of this model end at {info.vocab_size - 1}: "
+                                 "tokenise with the served model's tokenizer")
+        limit = min(_number(self._config.max_prompt_tokens, info.max_model_len - 1), info.max_model_len - 1)
+        if len(token_ids) > limit:
+            raise InvalidRequest(f"{where} has a prompt of {len(token_ids)} tokens; the limit is {limit} (max_prompt_tokens, and "
+                                 f"max_model_len {info.max_model_len} less one): shorten it")
+        return info.max_model_len - len(token_ids)
+
+    def _sampling(self, where: str, defaults: SamplingFields, own: SamplingFields | None, room: int, info: EngineInfo) -> Sampling:
+        def get(name: str) -> Any:
+            return getattr(own if own is not None and name in own.model_fields_set else defaults, name)
+
+        explicit = "max_tokens" in defaults.model_fields_set or (own is not None and "max_tokens" in own.model_fields_set)
+        limit = min(_number(self._config.max_output_tokens, room), room)
+        max_tokens = get("max_tokens") if explicit else min(get("max_tokens"), limit)
+        if max_tokens > limit:
+            raise InvalidRequest(f"{where}.max_tokens is {max_tokens}; the limit here is {limit} (max_output_tokens, and what the prompt "
+                                 f"leaves of max_model_len {info.max_model_len}): ask for fewer or shorten the prompt")
+        if get("min_tokens") > max_tokens:
+            raise InvalidRequest(f"{where}.min_tokens is {get('min_tokens')}; the limit is max_tokens, {max_tokens}: lower it")
+        if 0 < get("temperature") < LEAST_TEMPERATURE:
+            raise InvalidRequest(f"{where}.temperature is {get('temperature'):g}; it must be 0 or at least {LEAST_TEMPERATURE:g}: "
+                                 "use 0 for greedy decoding")
+        for name in ("logprobs", "prompt_logprobs"):
+            if (get(name) or 0) > self._config.max_logprobs:
+                raise InvalidRequest(f"{where}.{name} is {get(name)}; the limit is {self._config.max_logprobs} (max_logprobs): "
+                                     "ask for fewer")
+        fields = {name: get(name) for name in SamplingFields.model_fields}
+        fields |= {
+            "max_tokens": max_tokens,
+            "stop": self._stop(where, get("stop")),
+            "stop_token_ids": self._stop_token_ids(where, get("stop_token_ids"), info),
+            "logit_bias": self._logit_bias(where, get("logit_bias"), info),
+        }
+        return Sampling(**fields)
+
+    def _stop(self, where: str, stop: str | list[str]) -> tuple[str, ...]:
+        stops = tuple(dict.fromkeys([stop] if isinstance(stop, str) else stop))
+        if len(stops) > self._config.max_stop_strings:
+            raise InvalidRequest(f"{where}.stop has {len(stops)} strings; the limit is {self._config.max_stop_strings} (max_stop_strings)")
+        if "" in stops:
+            raise InvalidRequest(f"{where}.stop has an empty string, which matches everywhere; leave it out")
+        if any(len(text) > self._config.max_stop_chars for text in stops):
+            raise InvalidRequest(f"{where}.stop has a string of {max(map(len, stops))} characters; the limit is "
+                                 f"{self._config.max_stop_chars} (max_stop_chars): shorten it")
+        if stops and self._text.tokenizer is None:
+            raise InvalidRequest(f"{where}.stop needs text, and this model directory has no tokenizer.json; use stop_token_ids")
+        return stops
+
+    def _stop_token_ids(self, where: str, ids: list[int], info: EngineInfo) -> tuple[int, ...]:
+        if len(ids) > self._config.max_stop_token_ids:
+            raise InvalidRequest(f"{where}.stop_token_ids has {len(ids)} ids; the limit is {self._config.max_stop_token_ids} "
+                                 "(max_stop_token_ids)")
+        if ids and max(ids) >= info.vocab_size:
+            raise InvalidRequest(f"{where}.stop_token_ids has {max(ids)}; ids of this model end at {info.vocab_size - 1}")
+        return tuple(ids)
+
+    def _logit_bias(self, where: str, bias: dict[str, float], info: EngineInfo) -> dict[int, float]:
+        if len(bias) > self._config.max_logit_bias:
+            raise InvalidRequest(f"{where}.logit_bias has {len(bias)} entries; the limit is {self._config.max_logit_bias} (max_logit_bias)")
+        for key in bias:
+            if not re.fullmatch(r"0|[1-9][0-9]{0,9}", key) or int(key) >= info.vocab_size:
+                raise InvalidRequest(f"{where}.logit_bias has the key {shown(key)}; keys are token ids from 0 to {info.vocab_size - 1}")
+        return {int(key): value for key, value in bias.items()}
+
+    def _check_work(self, prompt_tokens: int, output_tokens: int) -> None:
+        for name, value, limit in (("max_batch_prompt_tokens", prompt_tokens, self._config.max_batch_prompt_tokens),
+                                   ("max_batch_output_tokens", output_tokens, self._config.max_batch_output_tokens)):
+            if value > limit:
+                raise TooLarge(f"the request asks for {value} or more tokens, counting every choice; the limit is {limit} ({name}): "
+                               "split the batch, or lower n or max_tokens")
+
+
+def _number(value: int | Literal["auto"], auto: int) -> int:
+    return auto if value == "auto" else value
+
+
+def _check_distinct(ids: list[str]) -> None:
+    seen: set[str] = set()
+    for id in ids:
+        if id in seen:
+            raise InvalidRequest(f"the id {shown(id)} is used twice in requests; ids of one batch must differ (or leave them out)")
+        seen.add(id)

@@ -1,0 +1,129 @@
+"""From an ordinary Hugging Face directory to a filled model. Reads safetensors only.
+
+Called at start-up, for targets and drafters. Every name, shape, dtype and value is checked before it is copied;
+whatever is wrong is a `ModelError` that names file, tensor, what was expected and what was found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from tlt_server.errors import ModelError
+from tlt_server.models import FAMILIES
+from tlt_server.models.config import ModelConfig, read_json, token_ids
+from tlt_server.models.decoder import Decoder
+from tlt_server.models.numerics import Numerics
+
+STORAGE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def load_target(directory: str | Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu", numerics: Numerics,
+                attention: str = "cpu", page_size: int = 16, feature_layers: tuple[int, ...] = ()) -> Decoder:
+    """The target model in `directory`, filled and self-tested. Raises `ModelError` or `StartupError`."""
+    directory = Path(directory)
+    if dtype != torch.float32 or device != "cpu":
+        raise ModelError(f"dtype {dtype} on device {device!r} is not supported; use float32 on cpu")
+    config = ModelConfig.read(directory)
+    generation = directory / "generation_config.json"
+    if generation.exists():
+        ids = token_ids(read_json(generation), str(generation))
+        config = replace(config, eos_token_ids=ids or config.eos_token_ids)
+    family: type[Decoder] = FAMILIES.resolve(config.architecture)
+    model = family(config, numerics=numerics, attention=attention, page_size=page_size, feature_layers=feature_layers)
+    ignored = {"lm_head.weight"} if config.tied_embeddings else set()
+    fill(model.parameters(), directory, ignored=ignored)
+    model.self_test()
+    return model
+
+
+def fill(parameters: dict[str, Tensor], directory: Path, *, ignored: Collection[str] = ()) -> None:
+    """Copy every tensor of the directory into the view of that name; all must be there, and no other but `ignored`."""
+    files = tensor_files(directory)
+    known = {*parameters, *ignored}
+    unexpected = [name for name in files if name not in known and not name.endswith("rotary_emb.inv_freq")]
+    missing = [name for name in parameters if name not in files]
+    if missing:
+        raise ModelError(f"{directory}: tensor {missing[0]!r} is missing{_more(missing)}, expected shape "
+                         f"{list(parameters[missing[0]].shape)}; the checkpoint is incomplete or of another architecture: "
+                         "download it again or correct config.json")
+    if unexpected:
+        name = unexpected[0]
+        raise ModelError(f"{files[name]}: tensor {name!r} has no place in this architecture{_more(unexpected)}; "
+                         "config.json does not describe this checkpoint: correct its 'architectures' and sizes")
+    for path in sorted(set(files.values())):
+        names = [name for name in parameters if files[name] == path]
+        for name, tensor in read_tensors(path, names):
+            check_tensor(name, tensor, parameters[name], path)
+            parameters[name].copy_(tensor)
+
+
+def tensor_files(directory: Path) -> dict[str, Path]:
+    """Tensor name -> file, by the index where there is one."""
+    index = directory / "model.safetensors.index.json"
+    if index.exists():
+        weight_map = read_json(index).get("weight_map")
+        shards = weight_map.values() if isinstance(weight_map, dict) else [None]
+        if not isinstance(weight_map, dict) or not all(isinstance(shard, str) and Path(shard).name == shard for shard in shards):
+            raise ModelError(f"{index}: 'weight_map' must give each tensor a file name in this directory; download the index again")
+        listed: dict[Path, list[str]] = {}
+        for name, shard in weight_map.items():
+            listed.setdefault(directory / shard, []).append(name)
+        for path, names in listed.items():
+            lost = sorted(set(names) - set(tensor_names(path)))
+            if lost:
+                raise ModelError(f"{path}: tensor {lost[0]!r} is missing{_more(lost)}, but the index places it there; "
+                                 "download the shard again")
+        return {name: directory / shard for name, shard in weight_map.items()}
+    single = directory / "model.safetensors"
+    if not single.exists():
+        others = sorted(path.name for path in directory.glob("*.bin"))
+        remedy = f"convert {others[0]} to safetensors" if others else "point to a directory with model.safetensors or its index"
+        raise ModelError(f"{single}: the file is missing; {remedy}")
+    return dict.fromkeys(tensor_names(single), single)
+
+
+def tensor_names(path: Path) -> list[str]:
+    with _open(path) as file:
+        return list(file.keys())
+
+
+def read_tensors(path: Path, names: Iterable[str]) -> Iterable[tuple[str, Tensor]]:
+    with _open(path) as file:
+        for name in names:
+            try:
+                yield name, file.get_tensor(name)
+            except (SafetensorError, OSError, RuntimeError) as error:
+                raise ModelError(f"{path}: tensor {name!r} cannot be read ({error}); download the file again") from None
+
+
+def check_tensor(name: str, tensor: Tensor, expected: Tensor, path: Path) -> None:
+    if tensor.shape != expected.shape:
+        raise ModelError(f"{path}: tensor {name!r} has shape {list(tensor.shape)}, expected {list(expected.shape)}; "
+                         "config.json and checkpoint do not belong together")
+    known = STORAGE_DTYPES if expected.is_floating_point() else (expected.dtype,)
+    if tensor.dtype not in known:
+        raise ModelError(f"{path}: tensor {name!r} has dtype {tensor.dtype}, expected {' or '.join(map(str, known))}; "
+                         "convert the checkpoint")
+    if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+        bad = int((~torch.isfinite(tensor)).sum())
+        raise ModelError(f"{path}: tensor {name!r} holds {bad} NaN or infinite values of {tensor.numel()}, expected none; "
+                         "the training run diverged or the file is damaged: use an earlier checkpoint")
+
+
+def _open(path: Path) -> safe_open:
+    try:
+        return safe_open(path, framework="pt")
+    except FileNotFoundError:
+        raise ModelError(f"{path}: the file is missing; download the checkpoint again") from None
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{path}: not a whole safetensors file ({error}); it is truncated or damaged: download it again") from None
+
+
+def _more(names: list[str]) -> str:
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""

@@ -1,0 +1,113 @@
+"""Every setting once: name, type, default, unit and one sentence. Imports nothing heavy, so `tlt serve --help` is quick.
+
+`config.Config` inherits these fields and validates them; `__main__` makes one flag of each. The flag `--max-queue`, the variable
+`TLT_MAX_QUEUE` and the YAML key `max_queue` are one setting; a flag wins over a variable, a variable over the file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
+
+Auto = Literal["auto"]
+
+
+@dataclass(frozen=True)
+class Doc:
+    """Unit, sentence and inclusive bounds of a setting."""
+
+    unit: str
+    sentence: str
+    low: float | None = None
+    high: float | None = None
+
+
+class Settings:
+    # what is served
+    model: Annotated[Path, Doc("directory", "Target model in the ordinary Hugging Face layout (config.json, safetensors, tokenizer.json).")]
+    drafter: Annotated[str, Doc("directory | history | none", "Where draft tokens come from.")] = "none"
+    policy: Annotated[Literal["auto", "off", "fixed", "beg"], Doc(
+        "name", "Which strategy each step uses; auto is beg with a drafter, off without.")] = "auto"
+    sd_strategy: Annotated[str, Doc("drafter:DEPTHxWIDTHxROWS", "The one strategy of the policy `fixed`, such as eagle:7x4x32.")] = ""
+    sd_max_batch: Annotated[int, Doc(
+        "requests", "Never speculate above this many decoding requests; 0 = the policy decides.", 0, 65536)] = 0
+    served_model_name: Annotated[str, Doc("name", "Name reported to clients; auto is the directory's name.")] = "auto"
+    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], Doc(
+        "type", "Type of weights and KV; auto is float32 on a CPU, the checkpoint's own on a GPU.")] = "auto"
+    attention: Annotated[str, Doc("backend", "Attention backend by name; auto picks for the device.")] = "auto"
+    numerics: Annotated[Literal["strict", "fast"], Doc(
+        "mode", "strict: the same bits whatever the batch and the strategy; fast: exact in distribution only.")] = "strict"
+    threads: Annotated[int | Auto, Doc(
+        "threads", "Compute threads of the engine; auto is the processors this process may use.", 1, 1024)] = "auto"
+
+    # memory and scheduling
+    max_model_len: Annotated[int | Auto, Doc("tokens", "Longest prompt plus output; auto is the model's own limit.", 2, 2**24)] = "auto"
+    page_size: Annotated[int, Doc("tokens", "Positions per KV page.", 1, 1024)] = 16
+    pages: Annotated[int | Auto, Doc("pages", "KV pages; auto is what kv_memory_mb holds.", 1, 2**31)] = "auto"
+    kv_memory_mb: Annotated[int | Auto, Doc("MiB", "Memory for KV pages; auto is sized by the engine for its device.", 1, 2**24)] = "auto"
+    max_running: Annotated[int, Doc("sequences", "Sequences that decode at once.", 1, 65536)] = 64
+    max_rows: Annotated[int, Doc("rows", "Prompt rows that one step processes.", 1, 65536)] = 512
+
+    # where it listens
+    host: Annotated[str, Doc("address", "Address to bind; any but a loopback address needs api_key_file.")] = "127.0.0.1"
+    port: Annotated[int, Doc("TCP port", "Port to bind; 0 takes a free one.", 0, 65535)] = 8000
+    api_key_file: Annotated[Path | None, Doc(
+        "file", "API keys, one per line, plain or as sha256:<hex>; clients send Authorization: Bearer.")] = None
+
+    # limits of one request
+    max_batch_items: Annotated[int, Doc("items", "Items in one request.", 1, 2**20)] = 4096
+    max_n: Annotated[int, Doc("choices", "Choices of one item.", 1, 65536)] = 256
+    max_prompt_tokens: Annotated[int | Auto, Doc("tokens", "Longest prompt; auto is max_model_len - 1.", 1, 2**24)] = "auto"
+    max_output_tokens: Annotated[int | Auto, Doc("tokens", "Longest output of a choice; auto is max_model_len - 1.", 1, 2**24)] = "auto"
+    max_batch_prompt_tokens: Annotated[int, Doc("tokens", "Sum over a request of n x prompt length.", 1, 2**40)] = 2**24
+    max_batch_output_tokens: Annotated[int, Doc("tokens", "Sum over a request of n x max_tokens.", 1, 2**40)] = 2**28
+    max_stop_strings: Annotated[int, Doc("strings", "Stop strings of an item.", 0, 1024)] = 16
+    max_stop_chars: Annotated[int, Doc("characters", "Length of one stop string.", 1, 65536)] = 256
+    max_stop_token_ids: Annotated[int, Doc("ids", "Stop token ids of an item.", 0, 65536)] = 64
+    max_logprobs: Annotated[int, Doc("alternatives", "Alternatives reported per token.", 0, 1024)] = 20
+    max_logit_bias: Annotated[int, Doc("entries", "Entries of an item's logit_bias.", 0, 65536)] = 1024
+    max_body_mb: Annotated[int, Doc("MiB", "Size of a request body.", 1, 65536)] = 16
+
+    # limits of the server
+    max_queue: Annotated[int, Doc("sequences", "Sequences accepted and not finished; above it requests get 429.", 1, 2**24)] = 8192
+    max_connections: Annotated[int, Doc("connections", "Open connections; above it requests get 503.", 1, 65536)] = 1024
+    max_header_kb: Annotated[int, Doc("KiB", "Size of a request's line and headers.", 1, 1024)] = 32
+    header_timeout_s: Annotated[float, Doc("s", "Time a client has to send its headers.", 0.1, 3600)] = 10.0
+    body_timeout_s: Annotated[float, Doc("s", "Time a client has to send its body.", 0.1, 3600)] = 60.0
+    send_timeout_s: Annotated[float, Doc("s", "Time a client may leave a reply unread before it is disconnected.", 0.1, 3600)] = 60.0
+    default_timeout_s: Annotated[float, Doc("s", "Deadline of a request that names none.", 0.1, 10**6)] = 3600.0
+    max_timeout_s: Annotated[float, Doc("s", "Longest deadline that a request may name.", 0.1, 10**6)] = 86400.0
+    drain_timeout_s: Annotated[float, Doc("s", "Time that running requests have to finish after SIGTERM.", 0, 86400)] = 60.0
+    startup_timeout_s: Annotated[float, Doc("s", "Time that the engine has to get ready.", 1, 86400)] = 1800.0
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], Doc(
+        "level", "Least severe log line written; prompts are never logged.")] = "info"
+
+
+class Setting(NamedTuple):
+    name: str
+    doc: Doc
+    default: Any
+    required: bool
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        return "TLT_" + self.name.upper()
+
+    @property
+    def help(self) -> str:
+        default = "required" if self.required else f"default {'none' if self.default in (None, '') else self.default}"
+        return f"{self.doc.sentence} [{self.doc.unit}; {default}]"
+
+
+def settings() -> list[Setting]:
+    """The table, in the order of `--help`."""
+    hints = get_type_hints(Settings, include_extras=True)
+    return [
+        Setting(name, hint.__metadata__[0], getattr(Settings, name, None), not hasattr(Settings, name))
+        for name, hint in hints.items()
+    ]

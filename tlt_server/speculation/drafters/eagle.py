@@ -1,0 +1,193 @@
+"""EAGLE-3 drafting: a best-first tree grown with the noise the target will sample with.
+
+Slot p of the drafter's KV holds (embed x_p, feature of p - 1), under the target's page ids, so shared prefix pages are
+drafted once. Slots it has not seen are caught up when a request is next speculated on, from the features the engine keeps
+beside the target's KV: speculation turns on without a flush or a re-prefill. Tree rows live in the drafter's own scratch for
+one proposal. Any answer is lossless (see `speculation/accept.py`).
+
+Legend: R rows, B requests, P pages per request, D longest path, H hidden, F features, C nodes per request, S slots.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tlt_kernels.cpu.catch_up import lay_roots, undrafted
+from tlt_kernels.cpu.growth import FIELDS, grow, harvest
+from tlt_server.attention.rows import KVCache, Rows
+from tlt_server.records import Strategy
+from tlt_server.speculation.batch import Candidates, DraftBatch
+from tlt_server.speculation.survival import Calibration
+
+CHUNK = 512  # catch-up rows per forward
+JOIN = 32  # up to this many catch-up rows ride in the roots' own forward
+FLOOR = 0.02  # a node that survives less is not expanded: its row costs more than it brings
+REMEMBERED = 4  # proposals whose verification may still be reported
+
+
+class Network(Protocol):
+    """What the drafter needs of a model; see `tlt_server/models/eagle.py`."""
+
+    target_ids: Tensor  # int64 [draft vocabulary]
+
+    def make_cache(self, pages: int, page_size: int, scratch: int) -> KVCache: ...
+    def fuse(self, features_RF: Tensor) -> Tensor: ...
+    def forward(self, rows: Rows, g_RH: Tensor, cache: KVCache) -> Tensor: ...
+    def store_only(self, rows: Rows, g_RH: Tensor, cache: KVCache) -> None: ...
+    def logits(self, h_RH: Tensor) -> Tensor: ...
+
+
+class RowBuffer:
+    """Reused tensors for the rows of one forward, and the numpy views that kernels fill."""
+
+    def __init__(self, capacity: int) -> None:
+        self.token_R, self.position_R, self.slot_R, self.source_R = (torch.zeros(capacity, dtype=torch.int64) for _ in range(4))
+        self.request_R = torch.zeros(capacity, dtype=torch.int32)
+        self.path = torch.zeros(capacity, dtype=torch.int32)  # flat [R * D]
+        self.token, self.position, self.slot, self.source, self.request, self.path_flat = (
+            t.numpy() for t in (self.token_R, self.position_R, self.slot_R, self.source_R, self.request_R, self.path))
+        self.node = np.full(capacity, -1, np.int32)
+
+    def reserve_path(self, size: int) -> None:
+        if len(self.path) < size:
+            self.path = torch.zeros(size, dtype=torch.int32)
+            self.path_flat = self.path.numpy()
+
+    def rows(self, count: int, base_B: Tensor, page_table_BP: Tensor, path_length: int) -> Rows:
+        return Rows(self.token_R[:count], self.position_R[:count], self.slot_R[:count], self.request_R[:count], base_B, page_table_BP,
+                    self.path[:count * path_length].view(count, path_length))
+
+
+class Eagle:
+    """`max_rows` bounds the scratch: tree rows of one proposal, all requests and depths; larger strategies are cut to it."""
+
+    def __init__(self, network: Network, target_cache: KVCache, calibration: Calibration, *, max_requests: int, max_rows: int,
+                 floor: float = FLOOR) -> None:
+        self.network, self.calibration, self.floor = network, calibration, floor
+        self.features_SF, self.page_size = target_cache.features_SF, target_cache.page_size
+        self.max_requests, self.max_rows = max_requests, max_rows
+        self.cache = network.make_cache(target_cache.pages, target_cache.page_size, max_rows)
+        self.first_slot = self.cache.scratch_start
+        self.target_ids = np.ascontiguousarray(network.target_ids.cpu().numpy(), dtype=np.int64)
+        self.drafted_S = np.zeros(target_cache.pages * target_cache.page_size, np.bool_)
+        self.full_P = np.zeros(target_cache.pages, np.bool_)
+        self.buffer = RowBuffer(max(CHUNK, JOIN + max_requests, max_rows))
+        self.hidden_RH: Tensor | None = None  # of every row of the proposal that drew logits
+        self.node_BCI = np.zeros((0, 0, FIELDS), np.int32)
+        self.survival_BC = np.zeros((0, 0), np.float32)
+        target_cache.on_reuse.append(self.pages_freed)
+        self._open: deque[tuple[Candidates, np.ndarray]] = deque(maxlen=REMEMBERED)
+        self._caught_up = self._forwards = self._proposed = 0
+
+    @torch.inference_mode()
+    def propose(self, batch: DraftBatch, strategy: Strategy) -> Candidates:
+        requests, width = len(batch), strategy.width
+        assert requests <= self.max_requests, f"{requests} requests, built for {self.max_requests}"
+        root_B = np.fromiter(map(len, batch.tokens), np.int64, requests) - 1
+        limit_B = np.minimum(batch.max_depth_B, min(strategy.depth, 1 + self.max_rows // max(requests, 1))).astype(np.int32)
+        limit_B[root_B < 1] = 0  # no feature precedes the first token
+        root_B[limit_B <= 0] = 0
+        depth = int(limit_B.max(initial=0))
+        if depth <= 0 or width <= 0:
+            return Candidates.empty()
+        pick_width = min(width, self.max_rows // (requests * (depth - 1))) if depth > 1 else 0
+        budget = requests * (strategy.rows - 1)
+        buffer, path_length = self.buffer, depth - 1
+        buffer.reserve_path(requests * pick_width * path_length)
+        node_BCI, survival_BC = self._nodes(requests, width + (depth - 1) * pick_width * width)
+        count_B = np.zeros(requests, np.int32)
+        base_B = torch.from_numpy((root_B + 1).astype(np.int32))
+        table_BP = np.ascontiguousarray(batch.page_table_BP)  # another memory layout would compile the kernels again
+        page_table_BP = torch.from_numpy(table_BP)
+        h_RH = self._run_roots(batch, root_B, limit_B, base_B, table_BP, page_table_BP)
+        if self.hidden_RH is None:
+            self.hidden_RH = torch.empty(self.max_requests + self.max_rows, h_RH.shape[1], dtype=h_RH.dtype)
+        seen = drafted = 0
+        for level in range(depth):
+            ran = len(h_RH)
+            self.hidden_RH[seen:seen + ran] = h_RH
+            rows = grow(
+                self.network.logits(h_RH).numpy(), self.target_ids, seen, width, pick_width if level < depth - 1 else 0, budget,
+                self.floor, self.first_slot + drafted, root_B, limit_B, batch.seed_B, batch.temperature_B, self.calibration.survival_K,
+                self.calibration.gap_edges, node_BCI, survival_BC, count_B, buffer.token, buffer.position, buffer.slot, buffer.request,
+                buffer.node, buffer.source, buffer.path_flat, path_length)
+            if not rows:
+                break
+            seen, drafted = seen + ran, drafted + rows
+            g_RH = self.hidden_RH.index_select(0, buffer.source_R[:rows])
+            h_RH = self.network.forward(buffer.rows(rows, base_B, page_table_BP, path_length), g_RH, self.cache)
+            self._forwards += 1
+        *arrays, cell_N = harvest(node_BCI, survival_BC, count_B)
+        candidates = Candidates(*arrays)
+        self._open.append((candidates, cell_N))
+        self._proposed += len(candidates)
+        return candidates
+
+    def observe(self, batch: DraftBatch, candidates: Candidates, accepted_N: object) -> None:
+        for known, cell_N in self._open:
+            if known is candidates:
+                self.calibration.observe(cell_N, candidates.parent_N, np.asarray(accepted_N, np.int8))
+
+    def finish(self, request_id: str, group_id: str, tokens: object, prompt_len: int, salt: str = "") -> None:
+        """Nothing is kept per request; its pages come back through `pages_freed`."""
+
+    def pages_freed(self, page_ids: Iterable[int]) -> None:
+        """These pages may hold other tokens from now on. The engine calls it before a page is used again."""
+        pages = np.fromiter(page_ids, np.int64)
+        self.drafted_S.reshape(-1, self.page_size)[pages] = False
+        self.full_P[pages] = False
+
+    def forget(self) -> None:
+        """Drop all drafter KV, as new drafter weights require; it is caught up lazily."""
+        self.drafted_S[:] = False
+        self.full_P[:] = False
+
+    def gauges(self) -> Mapping[str, float]:
+        return {
+            "eagle_drafted_slots": float(self.drafted_S.sum()),
+            "eagle_caught_up_rows": float(self._caught_up),
+            "eagle_forwards": float(self._forwards),
+            "eagle_proposed_nodes": float(self._proposed),
+            **self.calibration.gauges(),
+        }
+
+    def _run_roots(self, batch: DraftBatch, root_B: np.ndarray, limit_B: np.ndarray, base_B: Tensor, table_BP: np.ndarray,
+                   page_table_BP: Tensor) -> Tensor:
+        """Catch up, then run the root rows; returns their hidden states, and leaves their requests at the head of the buffer."""
+        buffer, cursor = self.buffer, np.array([0, 1])
+        slot, source, position, request = (view[:CHUNK] for view in (buffer.slot, buffer.source, buffer.position, buffer.request))
+        while True:
+            behind = undrafted(table_BP, root_B, self.page_size, self.drafted_S, self.full_P, cursor, slot, source, position,
+                               request)
+            self._caught_up += behind
+            if behind <= JOIN and cursor[0] == len(root_B):
+                break
+            g_RH = self._lay_tokens(batch, behind)
+            self.network.store_only(buffer.rows(behind, base_B, page_table_BP, 0), g_RH, self.cache)
+        roots = lay_roots(table_BP, root_B, limit_B, self.page_size, self.drafted_S, behind, buffer.slot, buffer.source,
+                          buffer.position, buffer.request, buffer.node)
+        g_RH = self._lay_tokens(batch, behind + roots)
+        h_RH = self.network.forward(buffer.rows(behind + roots, base_B, page_table_BP, 0), g_RH, self.cache)
+        self._forwards += 1
+        buffer.request[:roots] = buffer.request[behind:behind + roots]
+        buffer.node[:roots] = -1
+        return h_RH[behind:]
+
+    def _lay_tokens(self, batch: DraftBatch, rows: int) -> Tensor:
+        """Fill the tokens of certain rows; returns the fused features of the positions before them."""
+        buffer = self.buffer
+        for r, (request, position) in enumerate(zip(buffer.request[:rows].tolist(), buffer.position[:rows].tolist(), strict=True)):
+            buffer.token[r] = batch.tokens[request][position]
+        return self.network.fuse(self.features_SF.index_select(0, buffer.source_R[:rows]))
+
+    def _nodes(self, requests: int, per_request: int) -> tuple[np.ndarray, np.ndarray]:
+        if self.node_BCI.shape[0] < requests or self.node_BCI.shape[1] < per_request:
+            shape = (max(requests, self.node_BCI.shape[0]), max(per_request, self.node_BCI.shape[1]))
+            self.node_BCI, self.survival_BC = np.zeros((*shape, FIELDS), np.int32), np.zeros(shape, np.float32)
+        return self.node_BCI, self.survival_BC

@@ -1,0 +1,175 @@
+"""Model-free drafting: what followed these tokens before, in the prompt, this output, its siblings and earlier responses.
+
+One pool of tokens per prompt serves all requests of its group: running siblings, finished ones, and responses to the same
+prompt in earlier rollouts; nothing is shared between salts. The longest earlier occurrences of a request's last tokens
+become one trie with counts. How far such a node can be trusted is learned online per (match length, share of matches that
+agree, depth). No torch, no network: the drafter of day 0, and what is left when another drafter's acceptance collapses.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tlt_kernels.cpu.match import match_pool
+from tlt_server.records import Strategy
+from tlt_server.speculation.batch import Candidates, DraftBatch
+from tlt_server.speculation.drafters.token_pool import TokenPool
+from tlt_server.speculation.survival import OnlineTable
+
+LENGTHS, SHARES, DEPTHS = 7, 8, 8
+TYPICAL_LENGTH = (2.0, 3.0, 4.5, 7.0, 10.5, 14.0, 20.0)  # tokens, of each length bucket
+REMEMBERED = 4  # proposals whose verification may still be reported
+EVICT_EVERY = 16  # running requests; the sum over all pools is not taken at every end
+
+
+@dataclass(frozen=True)
+class HistorySettings:
+    longest: int = 16  # tokens; an occurrence is compared no further back
+    shortest: int = 2  # tokens; shorter occurrences are ignored
+    matches: int = 32  # occurrences merged into one trie
+    pool_tokens: int = 1 << 19  # tokens kept per prompt
+    total_tokens: int = 1 << 23  # tokens kept in all; the pools unused for longest go first
+    pools: int = 4096  # prompts remembered
+
+
+def prior() -> NDArray[np.float32]:
+    """Trust before anything is observed: share x L / (L + 3). Half the weight at three tokens in common, .84 at sixteen."""
+    length = np.array(TYPICAL_LENGTH)[:, None, None]
+    share = ((np.arange(SHARES) + 1) / SHARES)[None, :, None]
+    return np.broadcast_to(share * length / (length + 3), (LENGTHS, SHARES, DEPTHS)).reshape(-1).astype(np.float32)
+
+
+@dataclass
+class Group:
+    """Requests and past responses that share a pool."""
+
+    pool: TokenPool
+    prompts: set[bytes]  # digests of prompts stored
+    running: int = 0
+
+
+@dataclass
+class Running:
+    group: Group
+    segment: int
+    taken: int  # tokens of the request that the pool has
+
+
+class History:
+    def __init__(self, settings: HistorySettings = HistorySettings()) -> None:
+        self.settings = settings
+        self.table = OnlineTable(prior())
+        self._groups: OrderedDict[bytes, Group] = OrderedDict()  # by prompt, least recently used first
+        self._by_group_id: dict[tuple[str, str], tuple[Group, int]] = {}  # by salt and id: the group, and how many of it are running
+        self._running: dict[str, Running] = {}
+        self._open: deque[tuple[Candidates, NDArray[np.int32]]] = deque(maxlen=REMEMBERED)
+        self._asked = self._answered = 0
+
+    def propose(self, batch: DraftBatch, strategy: Strategy) -> Candidates:
+        depth_B = np.minimum(batch.max_depth_B, strategy.depth).astype(np.int32)
+        if not len(batch) or strategy.width <= 0 or depth_B.max() <= 0:
+            return Candidates.empty()
+        members: dict[int, tuple[Group, list[int], list[int]]] = {}
+        keys = zip(batch.salts or [""] * len(batch), batch.group_ids, strict=True)
+        for b, (name, key, tokens) in enumerate(zip(batch.ids, keys, batch.tokens, strict=True)):
+            state = self._follow(name, key, tokens, int(batch.prompt_len_B[b]))
+            if state.taken < len(tokens):
+                continue  # the pool is full of running requests
+            _, segments, requests = members.setdefault(id(state.group), (state.group, [], []))
+            segments.append(state.segment)
+            requests.append(b)
+        size = len(batch) * self.settings.matches * int(depth_B.max())
+        request_N, parent_N, token_N, depth_N, rank_N, cell_N = (np.empty(size, np.int32) for _ in range(6))
+        survival_N = np.empty(size, np.float32)
+        count = 0
+        for group, segments, requests in members.values():
+            pool, request_M = group.pool, np.array(requests, np.int32)
+            count = match_pool(
+                pool.tokens, pool.start_G, pool.length_G, np.array(segments, np.int32), request_M, depth_B[request_M],
+                self.settings.longest, self.settings.shortest, self.settings.matches, strategy.width, self.table.survival_K, SHARES, DEPTHS,
+                count, request_N, parent_N, token_N, depth_N, rank_N, survival_N, cell_N)
+        request_N, parent_N, token_N, depth_N, rank_N, cell_N = (
+            a[:count].copy() for a in (request_N, parent_N, token_N, depth_N, rank_N, cell_N))
+        candidates = Candidates(request_N, parent_N, token_N, depth_N, rank_N, survival_N[:count].copy())
+        self._open.append((candidates, cell_N))
+        self._asked += len(batch)
+        self._answered += int(np.count_nonzero(np.diff(request_N, prepend=-1)))  # a request's nodes lie together
+        return candidates
+
+    def observe(self, batch: DraftBatch, candidates: Candidates, accepted_N: object) -> None:
+        for known, cell_N in self._open:
+            if known is candidates:
+                self.table.observe(cell_N, candidates.parent_N, np.asarray(accepted_N, np.int8))
+
+    def finish(self, request_id: str, group_id: str, tokens: object, prompt_len: int, salt: str = "") -> None:
+        key = salt, group_id
+        state = self._follow(request_id, key, np.asarray(tokens, np.int32), prompt_len)
+        del self._running[request_id]
+        state.group.pool.finish(state.segment)
+        state.group.running -= 1
+        if key in self._by_group_id:
+            group, running = self._by_group_id.pop(key)
+            if running > 1:
+                self._by_group_id[key] = group, running - 1
+        self._evict()
+
+    def pages_freed(self, page_ids: Iterable[int]) -> None:
+        """Nothing here lives in pages."""
+
+    def gauges(self) -> Mapping[str, float]:
+        return {
+            "history_pool_tokens": float(self._pool_tokens()),
+            "history_pools": float(len(self._groups)),
+            "history_hit_rate": self._answered / self._asked if self._asked else 0.0,
+            "history_table_drift": self.table.drift,
+        }
+
+    def _follow(self, request_id: str, key: tuple[str, str], tokens: NDArray[np.int32], prompt_len: int) -> Running:
+        """The request's state, its pool brought up to `tokens`."""
+        state = self._running.get(request_id)
+        if state is None:
+            state = self._running[request_id] = self._start(key, tokens, prompt_len)
+        if len(tokens) > state.taken and state.group.pool.append(state.segment, tokens[state.taken:]):
+            state.taken = len(tokens)
+        return state
+
+    def _start(self, key: tuple[str, str], tokens: NDArray[np.int32], prompt_len: int) -> Running:
+        """Join the pool of the group, else of the prompt. The prompt is stored once; a request repeats only its end, as context."""
+        prompt = tokens[:prompt_len]
+        salt, group_id = key
+        salted = blake2b(salt.encode(), digest_size=16).digest() + prompt.tobytes()
+        digest = blake2b(salted, digest_size=16).digest()
+        known = self._by_group_id.get(key) if group_id else None
+        group = known[0] if known else self._groups.get(digest)
+        if group is None:
+            group = self._groups[digest] = Group(TokenPool(self.settings.pool_tokens), set())
+        if digest in self._groups:
+            self._groups.move_to_end(digest)
+        if digest not in group.prompts:
+            group.prompts.add(digest)
+            segment = group.pool.open()
+            group.pool.append(segment, prompt)
+            group.pool.finish(segment)
+        group.running += 1
+        if group_id:
+            self._by_group_id[key] = group, (known[1] if known else 0) + 1
+        return Running(group, group.pool.open(), max(0, prompt_len - self.settings.longest))
+
+    def _pool_tokens(self) -> int:
+        return sum(group.pool.used for group in self._groups.values())
+
+    def _evict(self) -> None:
+        """Drop the pools unused for longest while there are too many tokens or pools."""
+        if len(self._groups) <= self.settings.pools and len(self._running) % EVICT_EVERY:
+            return
+        excess = self._pool_tokens() - self.settings.total_tokens
+        for digest in [digest for digest, group in self._groups.items() if not group.running]:
+            if excess <= 0 and len(self._groups) <= self.settings.pools:
+                return
+            excess -= self._groups.pop(digest).pool.used
