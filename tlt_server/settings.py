@@ -35,7 +35,6 @@ class Settings:
     served_model_name: Annotated[str, Doc("name", "Name reported to clients; auto is the directory's name.")] = "auto"
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], Doc(
         "type", "Type of weights and KV; auto is float32 on a CPU, the checkpoint's own on a GPU.")] = "auto"
-    device: Annotated[Literal["auto", "cpu", "cuda"], Doc("device", "Where the engine runs; auto is a GPU if there is one.")] = "auto"
     attention: Annotated[str, Doc("backend", "Attention backend by name; auto picks for the device.")] = "auto"
     numerics: Annotated[Literal["strict", "fast"], Doc(
         "mode", "strict: the same bits whatever the batch and the strategy; fast: exact in distribution only.")] = "strict"

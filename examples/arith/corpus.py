@@ -85,8 +85,10 @@ class Batch:
 class Batcher:
     """Serves a data set on a device in random batches of one length bucket; `epoch(n)` is the same for the same seed."""
 
-    def __init__(self, data: Sequences, tokens_per_batch: int, device: str, seed: int = 0) -> None:
-        self.data, self.tokens_per_batch, self.seed = data, tokens_per_batch, seed
+    def __init__(
+        self, data: Sequences, tokens_per_batch: int, device: str, seed: int = 0, buckets: tuple[int, ...] = BUCKETS
+    ) -> None:
+        self.buckets, self.tokens_per_batch, self.seed = buckets, tokens_per_batch, seed
         self.flat = data.tokens.to(device)
         self.offsets, self.prompt_lengths, self.seeds = (x.to(device) for x in (data.offsets, data.prompt_lengths, data.seeds))
         self.lengths = data.offsets.diff()
@@ -102,12 +104,12 @@ class Batcher:
     def epoch(self, number: int):
         """Every sequence once (those past the last bucket are left out), batches in random order."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
-        bucket_of = torch.bucketize(self.lengths, torch.tensor(BUCKETS))
+        bucket_of = torch.bucketize(self.lengths, torch.tensor(self.buckets))
         plans = []
-        for bucket, width in enumerate(BUCKETS):
+        for bucket, width in enumerate(self.buckets):
             rows = (bucket_of == bucket).nonzero()[:, 0]
             rows = rows[torch.randperm(len(rows), generator=generator)]
-            plans += [(chunk, width) for chunk in rows.split(max(1, self.tokens_per_batch // width))]
+            plans += [(chunk, width) for chunk in rows.split(max(1, self.tokens_per_batch // width)) if len(chunk)]
         for index in torch.randperm(len(plans), generator=generator).tolist():
             yield self.gather(*plans[index])
 

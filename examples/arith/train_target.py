@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from checkpoint import load_state, save_state
 from corpus import Batch, Batcher, Sequences, write_shards
+from figures import record_figures
 from target_model import TargetConfig, TargetModel, export_target
 from tokenizers import Tokenizer
 
@@ -128,6 +129,8 @@ def main() -> None:
     save_state(options.checkpoint, model, optimizer, record)
     tokenizer = Tokenizer.from_file(str(options.out / "tokenizer.json"))
     export_target(model, options.out, tokenizer.token_to_id(chat.END), tokenizer.token_to_id(chat.PAD))
+    record |= {"seed": options.seed, "documents": options.documents, "lr": options.lr}
+    record_figures(options.out.parent / "figures.json", "target_training", record)
     print(f"exported to {options.out} after {record}", flush=True)
 
 

@@ -1,11 +1,15 @@
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import structlog
 
 from tests.frontend.live_server import LiveServer, live_server
 from tests.frontend.tiny_model import write_model
 from tlt_client import Client
+
+structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
 
 
 @pytest.fixture(scope="session")

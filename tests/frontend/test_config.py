@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tlt_server.build import engine_settings
 from tlt_server.config import Config, load, parse_strategy
 from tlt_server.errors import StartupError
 from tlt_server.records import Strategy
@@ -108,6 +109,15 @@ def test_the_configuration_crosses_to_the_engine_as_json(model: Path) -> None:
     config = load({"model": str(model), "policy": "fixed", "drafter": "history", "sd_strategy": "history:4x2x9"}).resolved()
     arrived = Config.model_validate_json(config.model_dump_json())
     assert arrived == config and arrived.strategy == Strategy("history", 4, 2, 9)
+
+
+def test_the_engine_is_told_what_it_shares_with_the_configuration(model: Path) -> None:
+    flags = {"model": str(model), "drafter": "history", "policy": "fixed", "sd_strategy": "history:4x2x9", "page_size": "32", "pages": "9",
+             "max_running": "3", "max_rows": "77", "sd_max_batch": "5", "threads": "2", "numerics": "fast"}
+    told = engine_settings(load(flags).resolved())
+    assert (told.page_size, told.pages, told.max_running, told.max_rows, told.sd_max_batch, told.threads) == (32, 9, 3, 77, 5, 2)
+    assert (told.model, told.drafter, told.policy, told.numerics) == (str(model), "history", "fixed", "fast")
+    assert (told.strategy, told.max_model_len, told.served_model_name) == (Strategy("history", 4, 2, 9), 512, model.name)
 
 
 @pytest.mark.parametrize("text", ["", "eagle", "eagle:7x4", "eagle:0x4x32", "eagle:7x0x32", "eagle:7x4x1", "Eagle:7x4x32", "eagle:7x4x32x1",

@@ -41,7 +41,7 @@ def connect(server: LiveServer) -> socket.socket:
 
 
 def head(path: str = "/generate", **headers: object) -> bytes:
-    lines = [f"POST {path} HTTP/1.1", "host: x", *(f"{name.replace('_', '-')}: {value}" for name, value in headers.items())]
+    lines = [f"POST {path} HTTP/1.1", "host: localhost", *(f"{name.replace('_', '-')}: {value}" for name, value in headers.items())]
     return "\r\n".join(lines).encode() + b"\r\n\r\n"
 
 
@@ -222,3 +222,14 @@ def test_keys_are_asked_for_and_probes_stay_open(model: Path, tmp_path: Path) ->
         assert httpx.get(f"{server.url}/livez").status_code == 200
         assert httpx.get(f"{server.url}/metrics").status_code == 401
         assert httpx.get(f"{server.url}/server_info").status_code == 401
+
+
+@pytest.mark.parametrize(("headers", "status"), [
+    ({"host": "evil.example"}, 403), ({"host": "evil.example:8000"}, 403), ({"host": "10.0.0.1"}, 403), ({"host": "[::1"}, 403),
+    ({"origin": "https://evil.example"}, 403), ({"origin": "null"}, 403), ({"host": "127.0.0.1.evil.example"}, 403),
+    ({"host": "localhost:1"}, 200), ({"host": "[::1]:8000"}, 200), ({"origin": "http://127.0.0.1:8000"}, 200),
+])
+def test_an_open_server_answers_to_its_own_machine_only(server: LiveServer, headers: dict[str, str], status: int) -> None:
+    body = {"requests": [{"prompt": "a"}], "sampling": {"max_tokens": 1}}
+    assert httpx.post(f"{server.url}/generate", json=body, headers=headers).status_code == status
+    assert httpx.get(f"{server.url}/livez", headers={"host": "probe.example"}).status_code == 200

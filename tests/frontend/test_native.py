@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import textwrap
 
 import httpx
 import pytest
 
+import tlt_client
 from tests.frontend.fake_engine import EOS, FAILS
 from tests.frontend.live_server import LiveServer
 from tlt_client import AsyncClient, Client, ServerError
@@ -162,3 +164,10 @@ def test_a_bug_in_mid_stream_is_an_error_event_and_not_a_broken_stream(client: C
     with pytest.raises(ServerError) as caught:
         client.generate([{"prompt": "secret"}])
     assert (caught.value.code, caught.value.status) == ("internal", 500) and "secret" not in caught.value.message
+
+
+def test_the_example_in_the_client_package_runs(server: LiveServer, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tlt_client.__doc__ is not None
+    code = textwrap.dedent(tlt_client.__doc__.partition("\n\n")[2]).replace("http://127.0.0.1:8000", server.url)
+    exec(code, {})
+    assert capsys.readouterr().out.count("2 + 2 =") >= 4

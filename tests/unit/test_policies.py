@@ -121,10 +121,10 @@ def test_a_falling_batch_is_followed_down_and_up_again():
     tail = [64] * 400 + [30] * 300 + [12] * 300 + [6] * 400 + [3] * 500 + [1] * 800
     policy = Beg(ARMS)
     first = world.run(policy, tail)
-    assert world.used[350] == OFF and world.used[-1] != OFF
+    assert world.used[300:400].count(OFF) > 70 and world.used[-100:].count(OFF) < 30
     again = world.run(policy, tail)
     assert first < 1.12 and again < 1.08
-    assert world.used[len(tail) + 300] == OFF  # nothing latched
+    assert world.used[len(tail) + 300:len(tail) + 400].count(OFF) > 70  # nothing latched
 
 
 def test_a_drafter_that_collapses_is_dropped_and_one_that_recovers_is_taken_up():
@@ -192,10 +192,27 @@ def test_the_first_cycle_of_another_drafter_is_not_rewarded():
 def test_rewards_forget_what_no_longer_holds():
     rewards, rng = Rewards(300), random.Random(0)
     for _ in range(200):
-        rewards.add(100 + rng.uniform(-10, 10), 0.01)
+        rewards.add(rng.randint(1, 3), 0.02 * rng.uniform(0.8, 1.2))
         rewards.trim_if_drifted(24)
-    assert len(rewards) > 150 and rewards.rate == pytest.approx(100, abs=2)
-    for _ in range(30):
-        rewards.add(50 + rng.uniform(-10, 10), 0.01)
+    assert len(rewards) > 150 and rewards.rate == pytest.approx(100, rel=0.1)
+    for _ in range(40):
+        rewards.add(1, 0.02)
         rewards.trim_if_drifted(24)
-    assert rewards.rate < 60
+    assert rewards.rate < 65
+
+
+def test_a_stalled_step_says_nothing_about_an_arm():
+    rewards = Rewards(300)
+    for step_s in (0.01, 0.01, 10.0, 0.01):
+        rewards.add(2, step_s)
+    assert rewards.rate == pytest.approx(200)
+
+
+def test_the_error_of_a_rate_covers_what_samples_show():
+    rng, inside = random.Random(3), 0
+    for _ in range(300):
+        rewards = Rewards(300)
+        for _ in range(30):
+            rewards.add(rng.choice([1, 1, 2, 4]), 0.01 * rng.uniform(0.7, 1.3))
+        inside += abs(rewards.rate - 200) < 2 * rewards.error
+    assert 0.9 < inside / 300 <= 1.0

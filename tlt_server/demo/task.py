@@ -367,8 +367,8 @@ def _solve_countdown(task: Problem, rng: Random) -> str:
             value, tree = result, (operator, tree, operand)
         attempt = verb + ", ".join(steps)
         if value == target:
-            return "\n".join([*lines, f"{attempt}, {_say(rng, 'yes', 'found')}!", f"{_closing(rng)}{render(tree)}"])
+            return "\n".join([*lines, f"{attempt} vs {target}, {_say(rng, 'yes', 'found')}!", f"{_closing(rng)}{render(tree)}"])
         said = miss[value < target] if miss[0] == "too big" else rng.choice(miss)
-        lines.append(f"{attempt}, {said}.")
+        lines.append(f"{attempt} vs {target}, {said}.")
         if rng.random() < GIVE_UP_PER_TRY:
             return "\n".join([*lines, _say(rng, "I give up.", "Enough, I stop here."), f"{_closing(rng)}none"])

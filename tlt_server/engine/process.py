@@ -22,13 +22,12 @@ from tlt_server.records import Event, Failed, Outputs, Phase, Ready, decode_comm
 IDLE_POLL_MS = 200
 
 
-def serve(settings: EngineSettings, commands: zmq.Socket[bytes], send: Callable[[Event], None]) -> None:
-    """Build the engine, then step until it is told to stop."""
+def serve(settings: EngineSettings, parent: int, commands: zmq.Socket[bytes], send: Callable[[Event], None]) -> None:
+    """Build the engine, then step until it is told to stop or the process `parent` is gone."""
     from tlt_server.engine.assembly import assemble  # imports torch: a phase of its own in the start-up report
 
     engine, info = assemble(settings, lambda name, seconds, detail: send(Phase(name, seconds, detail)))
     send(Ready(info))
-    parent = os.getppid()
     reported = 0.0
     while not engine.finished and os.getppid() == parent:
         timeout_ms = IDLE_POLL_MS if engine.idle else 0
@@ -43,6 +42,7 @@ def serve(settings: EngineSettings, commands: zmq.Socket[bytes], send: Callable[
 
 
 def main() -> int:
+    parent = os.getppid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides: it drains, then sends Stop
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     directory = sys.argv[1]
@@ -52,7 +52,8 @@ def main() -> int:
     events.connect(f"ipc://{directory}/events")
     events.setsockopt(zmq.LINGER, 2000)
     try:
-        serve(msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineSettings), commands, lambda event: events.send(encode(event)))
+        settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineSettings)
+        serve(settings, parent, commands, lambda event: events.send(encode(event)))
         return 0
     except TltError as error:
         events.send(encode(Failed(error.code, error.message)))

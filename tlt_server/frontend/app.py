@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from starlette.applications import Starlette
+from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
@@ -19,7 +19,7 @@ from tlt_server.frontend.limits import BodyLimits
 from tlt_server.frontend.replies import error_body, error_response, json_response, unexpected
 
 
-def build_app(service: Service, keys: Keys | None, dialects: Iterable[str] = DIALECTS) -> Starlette:
+def build_app(service: Service, keys: Keys | None, dialects: Iterable[str] = DIALECTS) -> FastAPI:
     async def refused(request: Request, error: Exception) -> Response:
         assert isinstance(error, TltError)
         service.rejected(error)
@@ -41,10 +41,11 @@ def build_app(service: Service, keys: Keys | None, dialects: Iterable[str] = DIA
 
     routes: list[Route] = [route for name in dialects for route in DIALECTS.resolve(name)(service)]
     config = service.config
-    return Starlette(
-        routes=routes,
+    return FastAPI(
+        routes=[*routes],
+        openapi_url=None,
         middleware=[
-            Middleware(Authentication, keys=keys),
+            Middleware(Authentication, keys=keys, rejected=service.rejected),
             Middleware(BodyLimits, max_body_bytes=config.max_body_mb * 2**20, body_timeout_s=config.body_timeout_s,
                        rejected=service.rejected),
         ],

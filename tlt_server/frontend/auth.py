@@ -1,15 +1,22 @@
-"""API keys: kept as SHA-256 digests, compared in constant time. No key file means an open server, on a loopback address only."""
+"""API keys: kept as SHA-256 digests, compared in constant time. No key file means an open server, on a loopback address only.
+
+An open server still answers nobody but this machine's own programs: a web page that makes a browser call it shows in the headers
+Host (a name that resolves to this machine) or Origin (a page from elsewhere), and is refused.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
 import re
+from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tlt_server.errors import StartupError, Unauthenticated
+from tlt_server.config import is_loopback
+from tlt_server.errors import Forbidden, StartupError, TltError, Unauthenticated
 from tlt_server.frontend.replies import error_response
 
 OPEN_PATHS = frozenset({"/health", "/livez", "/readyz", "/startupz"})
@@ -42,22 +49,40 @@ def _digest_of(line: str) -> bytes:
 
 
 class Authentication:
-    """Refuses requests without a known key; health probes stay open."""
+    """Refuses requests without a known key, or without keys those that come by way of a foreign name; health probes stay open."""
 
-    def __init__(self, app: ASGIApp, *, keys: Keys | None) -> None:
-        self.app, self.keys = app, keys
+    def __init__(self, app: ASGIApp, *, keys: Keys | None, rejected: Callable[[TltError], None]) -> None:
+        self.app, self.keys, self.rejected = app, keys, rejected
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self.keys is None or scope["type"] != "http" or scope["path"] in OPEN_PATHS or self.keys.match(_bearer(scope)):
+        error = self._refusal(scope) if scope["type"] == "http" and scope["path"] not in OPEN_PATHS else None
+        if error is None:
             await self.app(scope, receive, send)
-            return
-        error = Unauthenticated("the request carries no known API key; send the header Authorization: Bearer <key>")
-        await error_response(error, close=True)(scope, receive, send)
+        else:
+            self.rejected(error)
+            await error_response(error, close=True)(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> TltError | None:
+        if self.keys is not None:
+            kind, _, token = _header(scope, b"authorization").partition(" ")
+            known = kind.lower() == "bearer" and self.keys.match(token.strip())
+            return None if known else Unauthenticated("the request carries no known API key; send the header Authorization: Bearer <key>")
+        for name in ("host", "origin"):
+            value = _header(scope, name.encode())
+            if value and not _is_own(value):
+                return Forbidden(f"the header {name} is {value[:100]!r}; a server without API keys answers to localhost only: "
+                                 "call it by that name, or start it with --api-key-file")
+        return None
 
 
-def _bearer(scope: Scope) -> str:
-    for name, value in scope["headers"]:
-        if name == b"authorization":
-            kind, _, token = value.decode("latin-1").partition(" ")
-            return token.strip() if kind.lower() == "bearer" else ""
-    return ""
+def _header(scope: Scope, wanted: bytes) -> str:
+    return next((value.decode("latin-1") for name, value in scope["headers"] if name == wanted), "")
+
+
+def _is_own(authority: str) -> bool:
+    """Whether a Host or Origin header names this machine by a loopback name or address."""
+    try:
+        host = urlsplit(authority if "://" in authority else f"//{authority}").hostname
+    except ValueError:
+        return False
+    return host is not None and is_loopback(host)

@@ -147,7 +147,8 @@ class EngineClient:
         """The engine is gone: everything open ends with a typed error. The first failure is the one reported."""
         if self.failure is None:
             self.failure = error
-            log.warning("engine_gone", code=error.code, reason=error.message, open_sequences=len(self._routes))
+            if self.info is not None:  # before that, start-up reports it
+                log.error("engine_gone", code=error.code, reason=error.message, open_sequences=len(self._routes))
         if not self._ready.done():
             self._ready.set_exception(error if isinstance(error, StartupError) else StartupError(error.message))
             self._ready.exception()  # seen, even when nobody waits

@@ -11,6 +11,8 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import structlog
+
 from tlt_server.config import Config
 from tlt_server.errors import Cancelled, EngineFailed, TltError, from_code
 from tlt_server.frontend.engine_client import EngineClient
@@ -19,6 +21,8 @@ from tlt_server.frontend.text import Text
 from tlt_server.frontend.validation import Batch, Validator
 from tlt_server.metrics import Metrics
 from tlt_server.records import StepOutput
+
+log = structlog.get_logger()
 
 
 class TokenEvent(NamedTuple):
@@ -69,6 +73,11 @@ class Service:
         """Admit and submit the batch, all of it or (with a typed error) nothing. The caller closes what it gets."""
         return Generation(self, batch)
 
+    @property
+    def numerics(self) -> str:
+        """The mode alone, strict or fast; the engine's own words say how it is reached."""
+        return self.engine.info.numerics.partition(":")[0] if self.engine.info is not None else self.config.numerics
+
     def rejected(self, error: TltError) -> None:
         if not isinstance(error, Cancelled):
             self.metrics.rejected.labels(error.code).inc()
@@ -110,7 +119,11 @@ class Generation:
                     yield item.result()
 
     def close(self) -> None:
+        left = len(self._submission.open)
         self._submission.close()
+        sequences = [sequence for _, sequence in self._owner.values()]
+        log.info("generated", sequences=len(sequences), tokens=sum(len(s.token_ids) for s in sequences), abandoned=left,
+                 seconds=round(self._service.clock() - self._accepted_s, 3))
 
     def _grown(self, sequence: Sequence, output: StepOutput) -> Delta:
         metrics, first = self._service.metrics, not sequence.token_ids

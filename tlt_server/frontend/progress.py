@@ -23,7 +23,7 @@ class Progress:
         full_length = info.pages * info.page_size // info.max_model_len
         self._say(f"tlt: ready at {url} | model {config.served_model_name} | weights {info.weight_version} | {info.pages} pages of "
                   f"{info.page_size} | up to {info.max_running} sequences ({full_length} at full length) | "
-                  f"drafter {info.drafter or 'none'} | policy {info.policy} | numerics {info.numerics}")
+                  f"drafter {info.drafter or 'none'} | policy {info.policy} | numerics {info.numerics.partition(':')[0]}")
 
     def draining(self, open_sequences: int, timeout_s: float) -> None:
         self._say(f"tlt: draining {open_sequences} sequences (up to {timeout_s:g} s); send the signal again to stop at once")

@@ -1,6 +1,6 @@
-"""The native request, checked: JSON in, one `Batch` of `GenerateRequest`s out, or one typed 4xx with value, limit and remedy.
+"""Server limits on a parsed request: one `Batch` of `GenerateRequest`s, or one typed 4xx with value, limit and remedy.
 
-The models below hold what is wrong whatever the server; `Validator` knows the model and the configured limits. Every dialect ends
+`requests` has checked what is wrong whatever the server; `Validator` knows the model and the configured limits. Every dialect ends
 in `Validator.batch`.
 """
 
@@ -11,70 +11,15 @@ import itertools
 import re
 import time
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import ErrorDetails, from_json
-
-from tlt_server.config import Config, nearest
+from tlt_server.config import Config
 from tlt_server.errors import InvalidRequest, TooLarge
+from tlt_server.frontend.requests import ItemFields, NativeRequest, SamplingFields, shown
 from tlt_server.frontend.text import Text
-from tlt_server.records import MAX_SEED, EngineInfo, GenerateRequest, Sampling
+from tlt_server.records import EngineInfo, GenerateRequest, Sampling
 
-TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
-ShortName = Annotated[str, Field(min_length=1, max_length=256)]
 LEAST_TEMPERATURE = 1e-3  # below it logits / T leaves float32's useful range
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-
-
-class SamplingFields(_Strict):
-    """Partial: an item's fields win over the batch's, those over the defaults of `records.Sampling`."""
-
-    temperature: float = Field(1.0, ge=0, le=100)
-    top_k: int = Field(0, ge=0, le=2**31)
-    top_p: float = Field(1.0, gt=0, le=1)
-    min_p: float = Field(0.0, ge=0, le=1)
-    max_tokens: int = Field(256, ge=1, le=2**31)
-    min_tokens: int = Field(0, ge=0, le=2**31)
-    stop: str | list[str] = Field(default_factory=list)
-    stop_token_ids: TokenIds = Field(default_factory=list)
-    ignore_eos: bool = False
-    repetition_penalty: float = Field(1.0, ge=0.01, le=100)
-    presence_penalty: float = Field(0.0, ge=-2, le=2)
-    frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict)
-    logprobs: int = Field(0, ge=0, le=2**31)
-    raw_logprobs: bool = False
-    prompt_logprobs: int | None = Field(None, ge=0, le=2**31)
-
-
-class Message(_Strict):
-    role: ShortName
-    content: str
-    name: str | None = None
-
-
-class ItemFields(_Strict):
-    id: ShortName | None = None
-    prompt: str | None = None
-    token_ids: TokenIds | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
-    group_id: ShortName | None = None
-    salt: str = Field("", max_length=256)
-    n: int = Field(1, ge=1, le=2**31)
-    seed: int | None = Field(None, ge=0, le=MAX_SEED)
-    sd: bool = True
-    sampling: SamplingFields | None = None
-
-
-class NativeRequest(_Strict):
-    requests: list[ItemFields] = Field(min_length=1)
-    sampling: SamplingFields = Field(default_factory=SamplingFields)
-    stream: bool = False
-    timeout_s: float | None = Field(None, gt=0)
 
 
 class Item(NamedTuple):
@@ -88,22 +33,6 @@ class Batch(NamedTuple):
     items: list[Item]
     stream: bool
     deadline_s: float
-
-
-def parse(body: bytes) -> NativeRequest:
-    try:
-        content = from_json(body, allow_inf_nan=False)
-    except ValueError as error:
-        raise InvalidRequest(f"the body is not JSON: {error}; send one UTF-8 encoded JSON object") from None
-    if not isinstance(content, dict):
-        raise InvalidRequest(f"the body is {_shown(content)}; it must be a JSON object with the field requests")
-    if "requests" not in content and content.keys() & {"text", "input_ids"}:
-        raise InvalidRequest("the body has text or input_ids but no requests; this server speaks the native form "
-                             '{"requests": [{"prompt" | "token_ids" | "messages": ...}]}')
-    try:
-        return NativeRequest.model_validate(content)
-    except ValidationError as error:
-        raise InvalidRequest(_explain(error.errors(include_url=False)[0])) from None
 
 
 class Validator:
@@ -234,7 +163,7 @@ class Validator:
             raise InvalidRequest(f"{where}.logit_bias has {len(bias)} entries; the limit is {self._config.max_logit_bias} (max_logit_bias)")
         for key in bias:
             if not re.fullmatch(r"0|[1-9][0-9]{0,9}", key) or int(key) >= info.vocab_size:
-                raise InvalidRequest(f"{where}.logit_bias has the key {_shown(key)}; keys are token ids from 0 to {info.vocab_size - 1}")
+                raise InvalidRequest(f"{where}.logit_bias has the key {shown(key)}; keys are token ids from 0 to {info.vocab_size - 1}")
         return {int(key): value for key, value in bias.items()}
 
     def _check_work(self, prompt_tokens: int, output_tokens: int) -> None:
@@ -253,28 +182,5 @@ def _check_distinct(ids: list[str]) -> None:
     seen: set[str] = set()
     for id in ids:
         if id in seen:
-            raise InvalidRequest(f"the id {_shown(id)} is used twice in requests; ids of one batch must differ (or leave them out)")
+            raise InvalidRequest(f"the id {shown(id)} is used twice in requests; ids of one batch must differ (or leave them out)")
         seen.add(id)
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-def _explain(error: ErrorDetails) -> str:
-    """Where, what it is, what it must be: pydantic's first finding in our words."""
-    path = [part for part in error["loc"] if not re.match(r"list\[|str$", str(part))]  # a union's branches are no part of the path
-    where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")[:200]
-    if error["type"] == "extra_forbidden":
-        fields = list(_model_at(path[:-1]).model_fields)
-        return f"unknown field {where}{nearest(str(path[-1]), fields)} (known: {', '.join(fields)})"
-    if error["type"] == "missing":
-        return f"{where} is missing; it is required"
-    return f"{where} is {_shown(error['input'])}; {error['msg'].replace('Input should', 'it must')}"
-
-
-def _model_at(path: list[int | str]) -> type[_Strict]:
-    if not path:
-        return NativeRequest
-    return SamplingFields if path[-1] == "sampling" else Message if "messages" in path else ItemFields

@@ -6,7 +6,6 @@ A parent process sets it before it starts the engine, a test before the first `i
 from __future__ import annotations
 
 import os
-
 from pathlib import Path
 
 

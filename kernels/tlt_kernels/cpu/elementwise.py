@@ -47,24 +47,25 @@ def _add_rms_norm(x_RH, residual_RH, weight_H, eps, out_RH):
             out_RH[r, h] = weight_H[h] * (residual_RH[r, h] * scale)
 
 
-@njit(cache=True, fastmath=_DOT, error_model="numpy", nogil=True)
-def _rotate_head(x_D, weight_D, eps, cos_D2, sin_D2, out_D):
-    """Optional RMSNorm of one head, then rotation of the pairs (i, i + D/2)."""
-    width, half = x_D.shape[0], x_D.shape[0] // 2
+@njit(cache=True, fastmath=_DOT, error_model="numpy")
+def _rotate_head(x_RX, r, start, weight_D, eps, cos_PD2, sin_PD2, p, out, row, n):
+    """Optional RMSNorm of the head at x_RX[r, start:], then rotation of the pairs (i, i + D/2) into out[row, n]."""
+    width = out.shape[2]
+    half = width // 2
     if weight_D.shape[0] == 0:
         for i in range(half):
-            low, high = x_D[i], x_D[i + half]
-            out_D[i] = low * cos_D2[i] - high * sin_D2[i]
-            out_D[i + half] = high * cos_D2[i] + low * sin_D2[i]
+            low, high, cos, sin = x_RX[r, start + i], x_RX[r, start + half + i], cos_PD2[p, i], sin_PD2[p, i]
+            out[row, n, i] = low * cos - high * sin
+            out[row, n, half + i] = high * cos + low * sin
         return
     total = np.float32(0.0)
     for i in range(width):
-        total += x_D[i] * x_D[i]
+        total += x_RX[r, start + i] * x_RX[r, start + i]
     scale = _ONE / np.sqrt(total / np.float32(width) + eps)
     for i in range(half):
-        low, high = weight_D[i] * (x_D[i] * scale), weight_D[i + half] * (x_D[i + half] * scale)
-        out_D[i] = low * cos_D2[i] - high * sin_D2[i]
-        out_D[i + half] = high * cos_D2[i] + low * sin_D2[i]
+        low, high = weight_D[i] * (x_RX[r, start + i] * scale), weight_D[half + i] * (x_RX[r, start + half + i] * scale)
+        out[row, n, i] = low * cos_PD2[p, i] - high * sin_PD2[p, i]
+        out[row, n, half + i] = high * cos_PD2[p, i] + low * sin_PD2[p, i]
 
 
 @njit(
@@ -73,16 +74,15 @@ def _rotate_head(x_D, weight_D, eps, cos_D2, sin_D2, out_D):
 )
 def _rope_store(qkv_RX, q_weight_D, k_weight_D, eps, cos_PD2, sin_PD2, position_R, slot_R, k_SKD, v_SKD, q_RND):
     heads, kv_heads, width = q_RND.shape[1], k_SKD.shape[1], k_SKD.shape[2]
-    k_start, v_start = heads * width, (heads + kv_heads) * width
     for r in range(qkv_RX.shape[0]):
-        cos, sin, slot = cos_PD2[position_R[r]], sin_PD2[position_R[r]], slot_R[r]
+        p, slot = position_R[r], slot_R[r]
         for n in range(heads):
-            _rotate_head(qkv_RX[r, n * width : (n + 1) * width], q_weight_D, eps, cos, sin, q_RND[r, n])
+            _rotate_head(qkv_RX, r, n * width, q_weight_D, eps, cos_PD2, sin_PD2, p, q_RND, r, n)
         for n in range(kv_heads):
-            start = k_start + n * width
-            _rotate_head(qkv_RX[r, start : start + width], k_weight_D, eps, cos, sin, k_SKD[slot, n])
+            _rotate_head(qkv_RX, r, (heads + n) * width, k_weight_D, eps, cos_PD2, sin_PD2, p, k_SKD, slot, n)
+            start = (heads + kv_heads + n) * width
             for d in range(width):
-                v_SKD[slot, n, d] = qkv_RX[r, v_start + n * width + d]
+                v_SKD[slot, n, d] = qkv_RX[r, start + d]
 
 
 @njit("void(f4[:, ::1], f4[:, ::1])", cache=True, fastmath={"contract"}, error_model="numpy", nogil=True)

@@ -20,7 +20,8 @@ from starlette.types import Receive, Scope, Send
 from tlt_server.errors import Cancelled, TltError
 from tlt_server.frontend.generation import Event, Generation, ItemError, ItemResult, Service, TokenEvent
 from tlt_server.frontend.replies import error_body, json_response, unexpected
-from tlt_server.frontend.validation import Batch, parse
+from tlt_server.frontend.requests import parse
+from tlt_server.frontend.validation import Batch
 
 
 class Usage(msgspec.Struct):
@@ -105,7 +106,7 @@ def _frame(name: str, data: dict[str, Any]) -> bytes:
 
 
 def _footer(service: Service, usage: Usage) -> dict[str, Any]:
-    return {"usage": usage, "numerics": service.engine.info.numerics if service.engine.info else service.config.numerics}
+    return {"usage": usage, "numerics": service.numerics}
 
 
 async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, Response]) -> Response:

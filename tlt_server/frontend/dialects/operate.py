@@ -52,7 +52,7 @@ def _server_info(service: Service) -> dict[str, Any]:
         "version": __version__,
         "served_model_name": service.config.served_model_name,
         "ready": info is not None and service.engine.failure is None and not service.engine.draining,
-        "numerics": info.numerics if info else service.config.numerics,
+        "numerics": service.numerics,
         "engine": info,
         "open_sequences": len(service.engine),
         "max_queue": service.config.max_queue,

@@ -103,8 +103,9 @@ class Eagle:
         node_BCI, survival_BC = self._nodes(requests, width + (depth - 1) * pick_width * width)
         count_B = np.zeros(requests, np.int32)
         base_B = torch.from_numpy((root_B + 1).astype(np.int32))
-        page_table_BP = torch.from_numpy(batch.page_table_BP)
-        h_RH = self._run_roots(batch, root_B, limit_B, base_B, page_table_BP)
+        table_BP = np.ascontiguousarray(batch.page_table_BP)  # another memory layout would compile the kernels again
+        page_table_BP = torch.from_numpy(table_BP)
+        h_RH = self._run_roots(batch, root_B, limit_B, base_B, table_BP, page_table_BP)
         if self.hidden_RH is None:
             self.hidden_RH = torch.empty(self.max_requests + self.max_rows, h_RH.shape[1], dtype=h_RH.dtype)
         seen = drafted = 0
@@ -156,19 +157,20 @@ class Eagle:
             **self.calibration.gauges(),
         }
 
-    def _run_roots(self, batch: DraftBatch, root_B: np.ndarray, limit_B: np.ndarray, base_B: Tensor, page_table_BP: Tensor) -> Tensor:
+    def _run_roots(self, batch: DraftBatch, root_B: np.ndarray, limit_B: np.ndarray, base_B: Tensor, table_BP: np.ndarray,
+                   page_table_BP: Tensor) -> Tensor:
         """Catch up, then run the root rows; returns their hidden states, and leaves their requests at the head of the buffer."""
         buffer, cursor = self.buffer, np.array([0, 1])
         slot, source, position, request = (view[:CHUNK] for view in (buffer.slot, buffer.source, buffer.position, buffer.request))
         while True:
-            behind = undrafted(batch.page_table_BP, root_B, self.page_size, self.drafted_S, self.full_P, cursor, slot, source, position,
+            behind = undrafted(table_BP, root_B, self.page_size, self.drafted_S, self.full_P, cursor, slot, source, position,
                                request)
             self._caught_up += behind
             if behind <= JOIN and cursor[0] == len(root_B):
                 break
             g_RH = self._lay_tokens(batch, behind)
             self.network.store_only(buffer.rows(behind, base_B, page_table_BP, 0), g_RH, self.cache)
-        roots = lay_roots(batch.page_table_BP, root_B, limit_B, self.page_size, self.drafted_S, behind, buffer.slot, buffer.source,
+        roots = lay_roots(table_BP, root_B, limit_B, self.page_size, self.drafted_S, behind, buffer.slot, buffer.source,
                           buffer.position, buffer.request, buffer.node)
         g_RH = self._lay_tokens(batch, behind + roots)
         h_RH = self.network.forward(buffer.rows(behind + roots, base_B, page_table_BP, 0), g_RH, self.cache)

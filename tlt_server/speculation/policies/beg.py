@@ -30,6 +30,7 @@ class BegSettings:
     buckets: tuple[tuple[int, int], ...] = CPU_ROWS  # (smallest batch in requests, most verify rows per request)
     regret_share: float = 0.015  # share of a bucket's decode time that exploration may lose
     credit_steps: float = 6.0  # steps' worth of time that a bucket may lose at once; its account never holds more than twice that
+    first_cycles: int = 8  # cycles of the leader before anything else is tried in a bucket
     trial_cycles: int = 3  # cycles that a trial lasts at least
     longest_trial: int = 24  # cycles after which an undecided trial ends
     recent: int = 24  # rewards kept of an arm when it is tried again, and compared with the window to notice a change
@@ -41,16 +42,18 @@ class Bucket:
     """The arms of one range of batch sizes: their rewards, the leader, the trial in progress, the exploration account."""
 
     def __init__(self, arms: Sequence[Strategy], settings: BegSettings) -> None:
-        self.arms = tuple(arms)
+        self.arms, self.fewest = tuple(arms), settings.trial_cycles
         self.rewards = {arm: Rewards(settings.window) for arm in arms}
         self.leader: Strategy | None = None  # None: never visited
-        self.trial: Strategy | None = None
+        self.trial: Strategy | None = None  # the arm on trial
+        self.tried: Strategy | None = None  # whose `trial_rewards` these are; outlives the trial by the cycles still in flight
         self.trial_left = 0
         self.trial_rewards = Rewards(settings.longest_trial)
         self.before = (0.0, math.inf)  # rate and error of the arm before its trial
         self.guessed: set[Strategy] = set()  # arms whose rewards were scaled and not measured since
         self.account_s = -math.inf  # opened once the leader has been measured
         self.cycles = 0  # since the last look for a trial
+        self.led = 0  # rewards since the last look at the leader
 
     def scale_siblings(self, arm: Strategy, factor: float) -> None:
         """What changed one arm of a drafter (acceptance, after a weight push or a new prompt set) has changed the others too."""
@@ -62,7 +65,10 @@ class Bucket:
     def ratio(self, arm: Strategy) -> float | None:
         """Measured rate over the leader's."""
         leader = self.rewards[self.leader].rate if self.leader is not None else 0.0
-        return self.rewards[arm].rate / leader if leader and arm in self.rewards and len(self.rewards[arm]) else None
+        return self.rewards[arm].rate / leader if leader and self.measured(arm) else None
+
+    def measured(self, arm: Strategy) -> bool:
+        return arm in self.rewards and len(self.rewards[arm]) >= self.fewest
 
 
 class Beg:
@@ -91,7 +97,7 @@ class Beg:
             bucket.trial = self._next_trial(index, bucket)
             if bucket.trial is not None:
                 self._trials += 1
-                bucket.trial_left = self.settings.longest_trial
+                bucket.tried, bucket.trial_left = bucket.trial, self.settings.longest_trial
                 bucket.trial_rewards = Rewards(self.settings.longest_trial)
                 rewards = bucket.rewards[bucket.trial]
                 rewards.keep_last(self.settings.recent)
@@ -113,7 +119,6 @@ class Beg:
         bucket = self.buckets[self._index(context)]
         if bucket.leader is None or arm not in bucket.rewards:
             return
-        reward = cycle.emitted / cycle.step_s
         leader = bucket.rewards[bucket.leader]
         self._decode_s += cycle.step_s
         lost_s = 0.0
@@ -121,20 +126,21 @@ class Beg:
             lost_s = cycle.step_s - cycle.emitted / leader.rate
             self._explored_s += cycle.step_s
             self._lost_s += lost_s
-        if len(leader) >= self.settings.trial_cycles:
+        if len(leader) >= self.settings.first_cycles:
             step_s = leader.step_s * self.settings.credit_steps
             opened = bucket.account_s if bucket.account_s > -math.inf else step_s
             bucket.account_s = min(opened + self.settings.regret_share * cycle.step_s - lost_s, 2 * step_s)
         if not settled:
             return
-        bucket.rewards[arm].add(reward, cycle.step_s)
+        bucket.rewards[arm].add(cycle.emitted, cycle.step_s)
         if arm == bucket.leader:
             change = leader.trim_if_drifted(self.settings.recent)
             if change != 1.0:
                 bucket.scale_siblings(arm, change)
                 bucket.account_s = max(bucket.account_s, leader.step_s * self.settings.credit_steps)
-        else:
-            bucket.trial_rewards.add(reward, cycle.step_s)
+            self._replace_leader(bucket)
+        elif arm == bucket.tried:
+            bucket.trial_rewards.add(cycle.emitted, cycle.step_s)
             self._judge(bucket, arm)
             if bucket.trial is None:
                 self._compare_with_before(bucket, arm)
@@ -159,13 +165,28 @@ class Beg:
         noise = math.hypot(leader.error, whole.error)
         lowest_lead = leader.rate * (1 + self.settings.margin)
         if len(now) < self.settings.trial_cycles:
-            if bucket.account_s < 0 and now.rate < leader.rate / 2:
-                bucket.trial = None
-        elif min(whole.rate, now.rate) > lowest_lead and whole.rate - leader.rate > noise:
+            return  # one stalled step must not decide
+        if min(whole.rate, now.rate) > lowest_lead and whole.rate - leader.rate > noise:
             bucket.leader, bucket.trial = arm, None
             self._switches += 1
-        elif whole.rate + noise < lowest_lead or bucket.account_s < 0:
+        elif whole.rate + 2 * noise < lowest_lead or bucket.account_s < 0:
             bucket.trial = None
+
+    def _replace_leader(self, bucket: Bucket) -> None:
+        """Give the lead to an arm that was surely better than what the leader turns out to be."""
+        assert bucket.leader is not None
+        leader = bucket.rewards[bucket.leader]
+        bucket.led += 1
+        if bucket.led < self.settings.trial_cycles:
+            return
+        bucket.led = 0
+        best = max(bucket.arms, key=lambda arm: bucket.rewards[arm].rate)
+        rewards = bucket.rewards[best]
+        if (best not in bucket.guessed and bucket.measured(best) and rewards.rate > leader.rate * (1 + self.settings.margin)
+                and rewards.rate - leader.rate > 2 * math.hypot(rewards.error, leader.error)):
+            rewards.keep_last(self.settings.recent)
+            bucket.leader, bucket.trial = best, None
+            self._switches += 1
 
     def _compare_with_before(self, bucket: Bucket, arm: Strategy) -> None:
         """A trial that contradicts the arm's own measured past says that its drafter has changed."""
@@ -176,7 +197,7 @@ class Beg:
         bucket.before = (0.0, math.inf)
 
     def _next_trial(self, index: int, bucket: Bucket) -> Strategy | None:
-        """Unmeasured arms and arms that look better than the leader at once, others with probability epsilon; all on the account."""
+        """Promising unmeasured arms and arms that look better than the leader at once, others with probability epsilon; all on account."""
         bucket.cycles += 1
         if bucket.account_s < 0 or bucket.cycles < self.settings.trial_cycles:
             return None
@@ -186,25 +207,41 @@ class Beg:
         assert bucket.leader is not None
         limit_s = 2 * self.settings.credit_steps * bucket.rewards[bucket.leader].step_s
         ready = [arm for arm in arms if bucket.account_s >= min(self._cost_s(bucket, arm, expected[arm]), 0.95 * limit_s)]
-        urgent = [arm for arm in ready if not len(bucket.rewards[arm]) or expected[arm] > 1 + self.settings.margin]
+        urgent = [arm for arm in ready if expected[arm] > (1 + self.settings.margin if bucket.measured(arm) else 1 - self.settings.margin)]
         if urgent:
             return max(urgent, key=lambda arm: (expected[arm], -arm.rows))
         if ready and self.rng.random() < self.settings.epsilon:
-            return self.rng.choice(ready)
+            leader = bucket.rewards[bucket.leader].rate
+            return max(ready, key=lambda arm: self.rng.gauss(expected[arm], self._doubt(bucket, arm) / leader if leader else 0.0))
         return None
 
     def _expected_ratio(self, index: int, arm: Strategy) -> float:
-        """Rate over the leader's: measured here, else in the nearest bucket that measured it, else 1."""
+        """Rate over the leader's: measured here; else that of the drafter's nearest measured rung; else in the nearest bucket; else 1."""
+        bucket = self.buckets[index]
+        ratio = bucket.ratio(arm)
+        if ratio is not None:
+            return ratio
+        rungs = [other for other in bucket.arms if other.drafter == arm.drafter and bucket.measured(other)]
+        if rungs:
+            return bucket.ratio(min(rungs, key=lambda other: abs(math.log(other.rows / arm.rows)))) or 1.0
         for other in self._nearest[index]:
             ratio = self.buckets[other].ratio(arm)
             if ratio is not None:
                 return ratio
         return 1.0
 
+    def _doubt(self, bucket: Bucket, arm: Strategy) -> float:
+        """Standard deviation of what the arm's rate may be."""
+        rewards = bucket.rewards[arm]
+        return 2 * rewards.error if bucket.measured(arm) else bucket.rewards[bucket.leader].rate / 2 if bucket.leader else 0.0
+
     def _cost_s(self, bucket: Bucket, arm: Strategy, ratio: float) -> float:
         """Time that a shortest trial is expected to lose."""
         assert bucket.leader is not None
-        step_s = bucket.rewards[arm].step_s or 2 * bucket.rewards[bucket.leader].step_s
+        step_s = bucket.rewards[arm].step_s
+        if not bucket.measured(arm):  # at worst in proportion to the rows of the nearest measured arm
+            near = min((other for other in bucket.arms if bucket.measured(other)), key=lambda other: abs(math.log(other.rows / arm.rows)))
+            step_s = bucket.rewards[near].step_s * max(1.0, arm.rows / near.rows)
         return self.settings.trial_cycles * step_s * max(0.0, 1 - ratio)
 
     def _first_leader(self, index: int) -> Strategy:

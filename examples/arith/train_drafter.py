@@ -1,0 +1,125 @@
+"""Step 4: train the EAGLE-3 drafter on the target's own samples, with training-time test and the target's full distributions as teacher."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+import torch
+from checkpoint import load_state, save_state
+from corpus import Batch, Batcher, Sequences
+from drafter_model import DrafterConfig, DrafterModel, export_drafter, load_drafter
+from figures import record_figures
+from target_model import TargetModel, load_target
+from train_target import learning_rate, optimizer_of
+
+from tlt_server.trainer import losses
+
+
+def response_tokens(batch: Batch) -> torch.Tensor:
+    """[B, T] bool: token t belongs to the response."""
+    position = torch.arange(batch.tokens_BT.shape[1], device=batch.tokens_BT.device)[None]
+    return (position >= batch.prompt_lengths_B[:, None]) & (position < batch.lengths_B[:, None])
+
+
+def drafter_loss(
+    drafter: DrafterModel, target: TargetModel, batch: Batch, steps: int, decay: float, variation: float
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """(the training loss, total variation of each step)."""
+    with torch.no_grad():
+        states = target.hidden_states(batch.tokens_BT)
+        embeds = states[0]
+        teacher = losses.restrict(target.logits(states[-1]), drafter.d2t, drafter.t2d)
+    counted = response_tokens(batch)
+    per_step, variations = [], []
+    for step, h in enumerate(drafter.unroll(embeds, drafter.fuse(states), steps)):
+        probabilities = losses.pair(batch.tokens_BT, embeds, teacher.probabilities, step).teacher_BNV
+        covered = losses.pair(batch.tokens_BT, embeds, teacher.covered[..., None], step).teacher_BNV[..., 0]
+        weights = losses.slot_weights(counted, step) * covered
+        logits = drafter.logits(h)
+        variations.append(losses.total_variation(logits, probabilities, weights))
+        per_step.append(losses.soft_cross_entropy(logits, probabilities, weights) + variation * variations[-1])
+    return losses.over_steps(per_step, decay), [v.detach() for v in variations]
+
+
+def frequent_ids(data: Sequences, vocab_size: int, size: int) -> torch.Tensor:
+    """The `size` most frequent ids of the samples' responses, ties to the lower id."""
+    counts = torch.bincount(data.tokens.long(), minlength=vocab_size)
+    return counts.sort(descending=True, stable=True).indices[:size]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--target", type=Path, default=Path("tlt_server/demo/pair/target"))
+    parser.add_argument("--samples", type=Path, nargs="+", default=[Path("build/arith/samples.safetensors")])
+    parser.add_argument("--out", type=Path, default=Path("tlt_server/demo/pair/drafter"))
+    parser.add_argument("--start-from", type=Path, help="an exported drafter to continue from, in place of fresh weights")
+    parser.add_argument("--checkpoint", type=Path, default=Path("build/arith/drafter"))
+    parser.add_argument("--steps", type=int, default=6_000, help="optimizer steps")
+    parser.add_argument("--time-limit-s", type=float, default=400.0, help="the schedule is stretched to end by then")
+    parser.add_argument("--test-steps", type=int, default=7, help="training-time test: steps drafted ahead")
+    parser.add_argument("--decay", type=float, default=0.9, help="weight of each later step relative to the one before")
+    parser.add_argument("--variation", type=float, default=0.5, help="weight of the total-variation term")
+    parser.add_argument("--tokens-per-batch", type=int, default=32_768)
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--intermediate", type=int, default=DrafterConfig.intermediate_size)
+    parser.add_argument("--draft-vocab", type=int, default=DrafterConfig.draft_vocab_size)
+    parser.add_argument("--seed", type=int, default=2)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--compile", action="store_true")
+    options = parser.parse_args()
+    torch.manual_seed(options.seed)
+    torch.set_float32_matmul_precision("high")
+    target = load_target(options.target, options.device).requires_grad_(False)
+    data = Sequences.concatenate([Sequences.load(path) for path in options.samples])
+    if options.start_from:
+        drafter = load_drafter(options.start_from, target.config, options.device).train()
+    else:
+        kept = frequent_ids(data, target.config.vocab_size, options.draft_vocab)
+        drafter = DrafterModel(DrafterConfig(target.config, options.intermediate, options.draft_vocab), kept).to(options.device)
+    optimizer = optimizer_of(drafter, options.lr, fused=options.device == "cuda")
+    record = load_state(options.checkpoint, drafter, optimizer) or {"step": 0, "seconds": 0.0, "epoch": 0, "tokens": 0}
+    loss_of = torch.compile(drafter_loss, dynamic=True) if options.compile else drafter_loss
+    batcher = Batcher(data, options.tokens_per_batch, options.device, options.seed)
+    print(f"{sum(p.numel() for p in drafter.parameters())} parameters, {len(data)} samples, {len(data.tokens)} tokens, {record}", flush=True)
+    before, started, last_print, last_save = record["seconds"], time.monotonic(), 0.0, time.monotonic()
+    finished = False
+    while not finished:
+        record["epoch"] += 1
+        for batch in batcher.epoch(record["epoch"]):
+            record["seconds"] = before + time.monotonic() - started
+            progress = max(record["step"] / options.steps, record["seconds"] / options.time_limit_s)
+            if progress >= 1:
+                finished = True
+                break
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(progress, options.lr)
+            with torch.autocast(options.device, torch.bfloat16):
+                loss, variations = loss_of(drafter, target, batch, options.test_steps, options.decay, options.variation)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            record["step"] += 1
+            record["tokens"] += batch.tokens_BT.numel()
+            if time.monotonic() - last_print > 10 or record["step"] == 3:
+                last_print = time.monotonic()
+                by_step = " ".join(f"{v:.3f}" for v in torch.stack(variations).tolist())
+                print(
+                    f"{record['seconds']:6.1f}s step {record['step']} epoch {record['epoch']} tokens {record['tokens'] / 1e6:.0f}M "
+                    f"loss {loss.item():.4f} variation by step {by_step} width {batch.tokens_BT.shape[1]}",
+                    flush=True,
+                )
+            if time.monotonic() - last_save > 60:
+                last_save = time.monotonic()
+                save_state(options.checkpoint, drafter, optimizer, record)
+    save_state(options.checkpoint, drafter, optimizer, record)
+    export_drafter(drafter, options.out)
+    record |= {"seed": options.seed, "samples": len(data), "test_steps": options.test_steps, "lr": options.lr}
+    record_figures(options.out.parent / "figures.json", "drafter_training", record)
+    print(f"exported to {options.out} after {record}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

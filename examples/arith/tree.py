@@ -1,0 +1,175 @@
+"""Accept length of the shared-noise draft tree, replayed on recorded samples, and the calibration table that grows the tree.
+
+A sample is a pure function of (weights, prefix, seed), so a recorded trajectory decides every acceptance: no target pass is needed at the nodes.
+Legend: M sequences, T positions, W nodes expanded per level, K children per node, H hidden, D head size, V draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from corpus import Batch
+from drafter_model import DrafterModel
+from noise import gumbel
+from target_model import TargetModel
+from train_drafter import response_tokens
+
+from tlt_server.trainer import losses
+
+CHILDREN = 8
+GAP_BUCKETS = 16
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """P(child is the target's token | its parent is on the path): `survival` [phase, rank, bucket]; phase 0 = children of the root."""
+
+    survival: torch.Tensor
+    gap_edges: torch.Tensor
+
+    def lookup(self, gaps: torch.Tensor, phase: int) -> torch.Tensor:
+        """Survival of children [..., K] by rank and gap; bucket = number of edges <= gap."""
+        bucket = torch.bucketize(gaps.contiguous(), self.gap_edges, right=True)
+        return self.survival[phase, torch.arange(gaps.shape[-1], device=gaps.device), bucket]
+
+
+def gaps_of(top_values: torch.Tensor) -> torch.Tensor:
+    """Gap of each ranked child [..., K]: to the best child; the best child's own is to the second."""
+    gaps = top_values[..., :1] - top_values
+    return torch.cat([gaps[..., 1:2], gaps[..., 1:]], -1)
+
+
+@torch.inference_mode()
+def fit_calibration(drafter: DrafterModel, target: TargetModel, batches: list[Batch], depth: int) -> tuple[Calibration, dict]:
+    """Count hits by (phase, rank, gap bucket) along true paths at T=1; also P(token among the first k children) of each step."""
+    device = drafter.d2t.device
+    edges, vocab = None, target.config.vocab_size
+    hits, counts = (torch.zeros(2 * CHILDREN * GAP_BUCKETS, dtype=torch.float64, device=device) for _ in range(2))
+    found, seen = torch.zeros((depth, CHILDREN), dtype=torch.float64, device=device), torch.zeros(depth, dtype=torch.float64, device=device)
+    for batch in batches:
+        tokens = batch.tokens_BT
+        rows, width = tokens.shape
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            states = target.hidden_states(tokens)
+            outputs = [drafter.logits(h) for h in drafter.unroll(states[0], drafter.fuse(states), depth)]
+        positions = torch.arange(width, device=device).repeat(rows)
+        noise = gumbel(batch.seeds_B.repeat_interleave(width), positions, vocab)[:, drafter.kept_ids].view(rows, width, -1)
+        for step, logits in enumerate(outputs):
+            labels = tokens[:, 2 + step :]
+            keep = losses.slot_weights(response_tokens(batch), step).bool()
+            z = logits[keep].log_softmax(-1) + noise[:, 2 + step :][keep]
+            values, children = z.topk(CHILDREN, -1)
+            gaps = gaps_of(values)
+            if edges is None:
+                pool = gaps[:, 1:4].flatten()[:1_000_000]
+                edges = torch.quantile(pool, torch.arange(1, GAP_BUCKETS, device=device) / GAP_BUCKETS)
+            hit = (drafter.kept_ids[children] == labels[keep][:, None]).double()
+            bucket = torch.bucketize(gaps.contiguous(), edges, right=True)
+            index = ((min(step, 1) * CHILDREN + torch.arange(CHILDREN, device=device)) * GAP_BUCKETS + bucket).flatten()
+            hits += torch.bincount(index, hit.flatten(), minlength=len(hits))
+            counts += torch.bincount(index, minlength=len(counts))
+            found[step] += hit.cumsum(-1).sum(0)
+            seen[step] += len(hit)
+    prior = torch.tensor([0.9, 0.1, 0.05, 0.03, 0.02, 0.01, 0.01, 0.01], dtype=torch.float64, device=device).repeat(2)
+    survival = (hits.view(-1, GAP_BUCKETS) + 2 * prior[:, None]) / (counts.view(-1, GAP_BUCKETS) + 2)
+    table = Calibration(survival.view(2, CHILDREN, GAP_BUCKETS).float(), edges)
+    among = (found / seen[:, None]).tolist()
+    return table, {f"step_{step + 1}": {str(k): round(among[step][k - 1], 4) for k in (1, 2, 4, 8)} for step in range(depth)}
+
+
+@dataclass
+class Walk:
+    """What cycles over a set of samples gave."""
+
+    cycles: int = 0
+    tokens: int = 0
+    accepted_at: list | None = None
+
+    def summary(self) -> dict:
+        return {
+            "accept_length": round(self.tokens / max(1, self.cycles), 4),
+            "cycles": self.cycles,
+            "accepted_at_depth": [round(a / max(1, self.cycles), 4) for a in self.accepted_at],
+        }
+
+
+@torch.inference_mode()
+def replay(
+    drafter: DrafterModel, target: TargetModel, table: Calibration, batch: Batch, rows: int, depth: int, width: int, temperature: float, walk: Walk
+) -> None:
+    """Run draft-and-verify cycles over every response of the batch; emitted tokens per cycle include the bonus and stop at the response's end."""
+    device, kept = drafter.d2t.device, drafter.kept_ids
+    walk.accepted_at = walk.accepted_at or [0] * depth
+    with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        states = target.hidden_states(batch.tokens_BT)
+        fused = drafter.fuse(states).float()
+        embeds, last = states[0].float(), batch.tokens_BT.shape[1]
+        joined = drafter.midlayer.join(embeds[:, 1:], fused[:, :-1])
+        _, keys, values = drafter.midlayer.self_attn.project(joined, drafter.cos[1:last], drafter.sin[1:last])
+        # Slot p of the caches is sequence position p; slot 0 does not exist and is masked.
+        keys, values = (torch.nn.functional.pad(x[:, :, 0].float(), (0, 0, 1, 0)) for x in (keys, values))
+    sequence = torch.arange(len(batch.tokens_BT), device=device)
+    root = batch.prompt_lengths_B.clone()
+    while True:
+        live = root < batch.lengths_B - 1
+        sequence, root = sequence[live], root[live]
+        if not len(sequence):
+            return
+        batch = Batch(batch.tokens_BT[live], batch.lengths_B[live], batch.prompt_lengths_B[live], batch.seeds_B[live])
+        accepted = _cycle(drafter, table, batch, embeds_of=target, fused=fused, keys=keys, values=values, sequence=sequence, root=root,
+                          kept=kept, rows=rows, depth=depth, width=width, temperature=temperature)
+        emitted = torch.minimum(accepted + 1, batch.lengths_B - 1 - root)
+        walk.cycles += len(root)
+        walk.tokens += int(emitted.sum())
+        for level in range(depth):
+            walk.accepted_at[level] += int((accepted > level).sum())
+        root = root + emitted
+
+
+def _cycle(drafter, table, batch, *, embeds_of, fused, keys, values, sequence, root, kept, rows, depth, width, temperature) -> torch.Tensor:
+    """Accepted drafts [M] of one cycle from root positions [M]."""
+    device, vocab = kept.device, embeds_of.config.vocab_size
+    count = len(root)
+    extent = int(root.max()) + 1
+    keys_MTD, values_MTD = keys[sequence, :extent], values[sequence, :extent]
+    slots = torch.arange(extent, device=device)[None, None]
+    hidden = (slots > root[:, None, None] - 1) | (slots == 0)
+    tokens_MW = batch.tokens_BT.gather(1, root[:, None])
+    features = fused[sequence, root - 1][:, None]
+    chance, on_path = torch.ones((count, 1), device=device), torch.ones((count, 1), dtype=torch.bool, device=device)
+    own_keys, own_values = (torch.zeros((count, 1, 0, keys.shape[-1]), device=device) for _ in range(2))
+    all_chances, all_hits = [], []
+    for level in range(depth):
+        position = root + level
+        attention = drafter.midlayer.self_attn
+        joined = drafter.midlayer.join(embeds_of.model.embed_tokens(tokens_MW), features)
+        q, k, v = attention.project(joined, drafter.cos[position][:, None], drafter.sin[position][:, None])
+        own_keys, own_values = torch.cat([own_keys, k], 2), torch.cat([own_values, v], 2)
+        heads = q.shape[2]
+        true = torch.bmm(q.flatten(1, 2), keys_MTD.transpose(1, 2)).masked_fill(hidden, float("-inf")).unflatten(1, (-1, heads))
+        own = q @ own_keys.transpose(2, 3)
+        weights = (torch.cat([true, own], -1) * attention.head_dim**-0.5).softmax(-1)
+        attended = torch.bmm(weights[..., :extent].flatten(1, 2), values_MTD).unflatten(1, (-1, heads)) + weights[..., extent:] @ own_values
+        state = drafter.midlayer.finish(features, attended.flatten(2))
+        z = (drafter.logits(state) / (temperature or 1.0)).log_softmax(-1)
+        if temperature > 0:
+            z = z + gumbel(batch.seeds_B, position + 1, vocab)[:, None, kept]
+        top, children = z.topk(CHILDREN, -1)
+        child_chance = chance[..., None] * table.lookup(gaps_of(top), min(level, 1))
+        inside = position + 1 < batch.lengths_B
+        truth = batch.tokens_BT.gather(1, (position + 1).clamp(max=batch.tokens_BT.shape[1] - 1)[:, None])
+        child_tokens = kept[children]
+        hit = on_path[..., None] & (child_tokens == truth[..., None]) & inside[:, None, None]
+        all_chances.append(child_chance.flatten(1))
+        all_hits.append(hit.flatten(1))
+        chance, chosen = child_chance.flatten(1).topk(min(width, child_chance[0].numel()), -1)
+        parent = chosen // CHILDREN
+        tokens_MW = child_tokens.flatten(1).gather(1, chosen)
+        on_path = hit.flatten(1).gather(1, chosen)
+        features = state.gather(1, parent[..., None].expand(-1, -1, state.shape[-1]))
+        path = parent[..., None, None].expand(-1, -1, *own_keys.shape[2:])
+        own_keys, own_values = own_keys.gather(1, path), own_values.gather(1, path)
+    chances, hits = torch.cat(all_chances, 1), torch.cat(all_hits, 1)
+    selected = chances.topk(rows - 1, -1).indices
+    return hits.gather(1, selected).sum(1)
