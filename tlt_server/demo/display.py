@@ -80,5 +80,5 @@ class Display:
 def _line(moment: Moment, sequences: int) -> str:
     engine = moment.engine
     accepted = f" | accept length {engine.accept_length:.2f}" if engine.accept_length else ""
-    return (f"running {engine.running} | finished {sequences - engine.open} of {sequences} | {moment.tokens / moment.seconds:.0f} tokens/s | "
-            f"in force {engine.strategy or 'none yet'}{accepted}")
+    return (f"running {engine.running} | finished {sequences - engine.open} of {sequences} | "
+            f"{moment.tokens / moment.seconds:.0f} tokens/s | in force {engine.strategy or 'none yet'}{accepted}")
