@@ -1,9 +1,10 @@
 """The demo task: arithmetic with a written-out chain of thought and an answer that can be checked.
 
-Three kinds of problem: `expression` (reduce step by step), `column` (column addition and long multiplication), `countdown` (make a number from
-all of the given ones, written as a search of tries). Difficulty is heavy-tailed, so response lengths have the long tail of reasoning RL.
-`solution` imitates a crowd of writers: phrasing and order vary, and some writers are hasty (left to right, forgotten carries, giving up), so a
-model of the crowd solves part of the problems and reinforcement learning has something to find. No torch; everything follows from the seed.
+Three kinds of problem: `expression` (reduce step by step), `column` (column addition and long multiplication), `countdown` (make a
+number from all of the given ones, written as a search of tries). Difficulty is heavy-tailed, so response lengths have the long tail of
+reasoning RL. `solution` imitates a crowd of writers: phrasing and order vary, and some writers are hasty (left to right, forgotten
+carries, giving up), so a model of the crowd solves part of the problems and reinforcement learning has something to find. No torch;
+everything follows from the seed.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import permutations, product
+from itertools import permutations
 from random import Random
 
 EVAL_SEEDS = range(0, 100_000)
