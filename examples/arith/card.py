@@ -50,7 +50,11 @@ def model_card(figures: dict) -> str:
     ]
     accepted = [[f"{rows} rows", *(f"{a:.3f}" for a in hot["accept"][rows]["accepted_at_depth"])] for rows in ROWS]
     among = [[f"k = {k}", *(f"{e['among_children'][f'step_{level}'][k]:.3f}" for level in levels)] for k in ("1", "2", "4", "8")]
-    kinds = [[name, kind["share"], kind["solved"], cold["solved_by_kind"][name]["solved"]] for name, kind in hot["solved_by_kind"].items()]
+    cold_kinds = cold["solved_by_kind"]
+    kinds = [
+        [name, kind["share"], kind["solved"], cold_kinds[name]["solved"] if name in cold_kinds else ""]
+        for name, kind in hot["solved_by_kind"].items()
+    ]
     parts = [
         INTRODUCTION,
         f"Measured on {e['machine']}, {e['versions']};\n"
@@ -70,7 +74,8 @@ def model_card(figures: dict) -> str:
             [["solved", *(f"{d['solved']:.3f}" for d in deciles)]],
         ),
         f"Target: {e['target_parameters']} parameters, {e['target_layers']} layers; {target['step']} steps over "
-        f"{target['tokens'] / 1e6:.0f}M tokens (padding included) of\n{target['documents']} written solutions in {target['seconds']:.0f} s, seed {target['seed']}, "
+        f"{target['tokens'] / 1e6:.0f}M tokens (padding included) of\n{target['documents']} written solutions in "
+        f"{target['seconds']:.0f} s, seed {target['seed']}, "
         f"peak learning rate {target['lr']}.",
         f"Drafter: {e['drafter_parameters']} parameters, draft vocabulary {e['draft_vocab']}; {drafter['step']} steps over "
         f"{drafter['tokens'] / 1e6:.0f}M tokens (padding included) of\n{drafter['samples']} samples of the target at T=1 in "
