@@ -11,7 +11,7 @@ from tlt_client import Client
 from tlt_server.demo.server import ServerProcess
 from tlt_server.demo.workload import DRAFTER, TARGET
 
-PAIR = ("--model", str(TARGET), "--drafter", str(DRAFTER) if DRAFTER.is_dir() else "history")
+PAIR = ("--model", str(TARGET), "--drafter", str(DRAFTER))
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups

@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     size = QUICK if args.quick else FULL
     problems = chosen_problems(size, args.seed)
     model, drafter = str(args.model or TARGET), str(args.drafter or DRAFTER)
-    flags = ["--model", model, "--drafter", drafter, *(["--threads", str(args.threads)] if args.threads else [])]
+    flags = ["--model", model, "--drafter", drafter, "--log-level", "warning", *(["--threads", str(args.threads)] if args.threads else [])]
     outcomes: list[Outcome] = []
     try:
         with Display(console, size.problems * size.responses) as display:
