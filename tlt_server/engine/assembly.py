@@ -12,6 +12,7 @@ import torch
 from tlt_server.attention.rows import KVCache
 from tlt_server.engine.loop import Engine
 from tlt_server.engine.pages import PagePool
+from tlt_server.engine.pushes import WeightPushes
 from tlt_server.engine.runner import CpuRunner
 from tlt_server.engine.sampling import SamplingState, compile_kernels
 from tlt_server.engine.scheduler import Scheduler
@@ -32,6 +33,11 @@ from tlt_server.speculation.policies.arms import ladder
 from tlt_server.speculation.policies.capped import Capped
 from tlt_server.speculation.policies.fixed import Fixed
 from tlt_server.speculation.survival import Calibration
+from tlt_server.weights.parts import Drafter as DrafterPart
+from tlt_server.weights.parts import Parts, Target
+from tlt_server.weights.restore import restore
+from tlt_server.weights.spool import Spool
+from tlt_server.weights.transaction import Options, Transaction
 
 OnPhase = Callable[[str, float, str], None]
 
@@ -61,12 +67,22 @@ def assemble(settings: EngineSettings, on_phase: OnPhase = lambda name, seconds,
         max_model_len = _max_model_len(settings, model)
         cache = _make_cache(settings, model, max_model_len)
         detail.append(f"{cache.pages} pages of {settings.page_size} tokens")
+    spool = Spool(Path(settings.state_dir), str(Path(settings.model).resolve())) if settings.state_dir else None
     with phase("load drafter") as detail:
         drafters: dict[str, Drafter] = {}
+        live = Parts(Target(settings.weight_version, model, {}))
         if eagle:
-            network = Eagle3.load(eagle, model)
+            live = Parts(live.target, DrafterPart(settings.weight_version, Eagle3.load(eagle, model), Calibration.load(eagle), {}))
+        if spool:
+            live = restore(spool, live, Calibration.parse)
+        assert live.target is not None
+        model, weight_version = live.target.network, live.target.version
+        if live.drafter:
+            live.drafter.network.follow(model)
+            calibration = live.drafter.calibration
+            assert isinstance(calibration, Calibration)
             drafters["eagle"] = Eagle(
-                network, cache, Calibration.load(eagle), max_requests=settings.max_running, max_rows=settings.max_draft_rows
+                live.drafter.network, cache, calibration, max_requests=settings.max_running, max_rows=settings.max_draft_rows
             )
         if settings.drafter != "none":
             drafters["history"] = History()
@@ -88,7 +104,7 @@ def assemble(settings: EngineSettings, on_phase: OnPhase = lambda name, seconds,
 
     def make_sequence(request: GenerateRequest) -> Sequence:
         state = SamplingState(request, model.vocab_size, model.eos_token_ids)
-        return Sequence(request, state, settings.weight_version, settings.page_size)
+        return Sequence(request, state, scheduler.weight_version, settings.page_size)
 
     def on_end(sequence: Sequence) -> None:
         for drafter in drafters.values():
@@ -101,12 +117,28 @@ def assemble(settings: EngineSettings, on_phase: OnPhase = lambda name, seconds,
         max_rows=settings.max_rows,
         max_pages_per_sequence=-(-max_model_len // settings.page_size),
         lookahead=max(arm.depth for arm in arms),
-        weight_version=settings.weight_version,
+        weight_version=weight_version,
         on_end=on_end,
+        save=cache.save,
+        restore=cache.restore,
     )
     runner = CpuRunner(model, cache, drafters, scheduler.page_table_SP)
     policy = make_policy(SetPolicy(settings.policy, settings.strategy))
-    engine = Engine(scheduler, runner, policy, make_policy, make_sequence)
+
+    def install(live: Parts, changed: Parts) -> None:
+        assert live.target is not None
+        runner.model = live.target.network
+        eagle = drafters.get("eagle")
+        if live.drafter is not None and isinstance(eagle, Eagle):
+            live.drafter.network.follow(runner.model)
+            if changed.drafter is not None:
+                assert isinstance(live.drafter.calibration, Calibration)
+                eagle.adopt(live.drafter.network, live.drafter.calibration)
+            eagle.forget()  # its KV was made from features of the target before
+
+    options = Options(Path(settings.weight_root) if settings.weight_root else None, settings.weight_marker, spool)
+    pushes = WeightPushes(Transaction(live, options, Calibration.parse), scheduler, install)
+    engine = Engine(scheduler, runner, policy, make_policy, make_sequence, pushes)
     with phase("compile kernels"):
         compile_kernels()
         per_drafter = [arms[0], *(max((arm for arm in arms if arm.drafter == name), key=lambda arm: arm.rows) for name in drafters)]
@@ -114,7 +146,8 @@ def assemble(settings: EngineSettings, on_phase: OnPhase = lambda name, seconds,
         engine.policy = policy
     info = EngineInfo(
         model=settings.served_model_name or Path(settings.model).resolve().name,
-        weight_version=settings.weight_version,
+        weight_version=weight_version,
+        drafter_version=live.drafter.version if live.drafter else "",
         vocab_size=model.vocab_size,
         max_model_len=max_model_len,
         eos_token_ids=list(model.eos_token_ids),

@@ -9,11 +9,29 @@ from typing import Protocol
 
 import msgspec
 
+from tlt_server.engine.pushes import WeightPushes
 from tlt_server.engine.runner import Finished
 from tlt_server.engine.scheduler import Batch, Scheduler
 from tlt_server.engine.sequence import Sequence
 from tlt_server.errors import TltError
-from tlt_server.records import Abort, Command, Cycle, GenerateRequest, Pause, SetPolicy, StepOutput, Stop, Strategy, Submit
+from tlt_server.records import (
+    Abort,
+    AbortWeights,
+    Command,
+    CommitWeights,
+    Cycle,
+    GenerateRequest,
+    LookAtWeights,
+    Pause,
+    PushWeights,
+    RollbackWeights,
+    SetPolicy,
+    StepOutput,
+    Stop,
+    Strategy,
+    Submit,
+    WeightReport,
+)
 from tlt_server.speculation.policies import Policy
 
 
@@ -33,8 +51,9 @@ class Engine:
         policy: Policy,
         make_policy: Callable[[SetPolicy], Policy],
         make_sequence: Callable[[GenerateRequest], Sequence],
+        pushes: WeightPushes,
     ) -> None:
-        self.scheduler, self.runner, self.policy = scheduler, runner, policy
+        self.scheduler, self.runner, self.policy, self.pushes = scheduler, runner, policy, pushes
         self.last_cycle: Cycle | None = None
         self._last_end = 0.0
         self._stopping = False
@@ -58,6 +77,10 @@ class Engine:
     def gauges(self) -> dict[str, float]:
         return {**self.scheduler.gauges(), **self.policy.gauges()}
 
+    def reports(self) -> list[WeightReport]:
+        """Answers to weight commands since the last call."""
+        return self.pushes.take_reports()
+
     def step(self) -> list[StepOutput]:
         started = self._last_end if self.last_cycle else time.perf_counter()
         self._apply_commands()  # only between steps
@@ -80,6 +103,7 @@ class Engine:
         self._ended += self.scheduler.expire()
         while self._commands:
             self._apply(self._commands.popleft())
+        self._ended += self.pushes.advance()
 
     def _apply(self, command: Command) -> None:
         match command:
@@ -91,6 +115,8 @@ class Engine:
                 self.scheduler.paused = paused
             case SetPolicy():
                 self.policy = self._make_policy(command)
+            case PushWeights() | CommitWeights() | AbortWeights() | RollbackWeights() | LookAtWeights():
+                self.pushes.apply(command)
             case Stop(drain):
                 self._stopping = True
                 if not drain:

@@ -6,12 +6,21 @@ the next step. A preempted one has computed = 0 and takes the same way as a fres
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
 from tlt_server.engine.pages import PageKey, next_key, root_key
 from tlt_server.engine.sampling import SamplingState
 from tlt_server.records import GenerateRequest, SdFigures, VersionSpan
+
+
+class SavedKV(NamedTuple):
+    """What a preempted sequence had in its pages."""
+
+    kv: object
+    computed: int
 
 
 class Sequence:
@@ -29,6 +38,8 @@ class Sequence:
         self.slot = -1  # row of the page table while running
         self.preemptions = 0
         self.spans: list[VersionSpan] = []
+        self.spanning = False  # its KV is of more than one weight version
+        self.saved: SavedKV | None = None  # KV of a preempted sequence that cannot be computed again
         self._page_size = page_size
         self._keys: list[PageKey] = [root_key(weight_version, request.salt)]
         self._accepted: list[int] = []
@@ -61,6 +72,18 @@ class Sequence:
     def decoding(self) -> bool:
         """Only its last token is not computed: one row makes it sample, and draft rows may hang off that row."""
         return self.computed == self.length - 1
+
+    @property
+    def has_begun(self) -> bool:
+        return self.output_len > 0 or self.slot >= 0 or self.preemptions > 0
+
+    def start_over(self, version: str) -> None:
+        """All its KV is gone; `version` computes it again."""
+        assert self.slot < 0 and self.saved is None
+        self._keys = [root_key(version, self.request.salt)]
+        self.spanning = False
+        if not self.output_len:
+            self.cached_tokens = None
 
     def page_keys(self, count: int) -> list[PageKey]:
         """Keys of the first `count` pages; all their tokens must be known."""

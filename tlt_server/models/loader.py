@@ -6,7 +6,7 @@ whatever is wrong is a `ModelError` that names file, tensor, what was expected a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,6 +45,16 @@ def load_target(directory: str | Path, *, dtype: torch.dtype = torch.float32, de
 def fill(parameters: dict[str, Tensor], directory: Path, *, ignored: Collection[str] = ()) -> None:
     """Copy every tensor of the directory into the view of that name; all must be there, and no other but `ignored`."""
     files = tensor_files(directory)
+    check_names(parameters, files, ignored, directory)
+    for path in sorted(set(files.values())):
+        names = [name for name in parameters if files[name] == path]
+        for name, tensor in read_tensors(path, names):
+            check_tensor(name, tensor, parameters[name], path)
+            parameters[name].copy_(tensor)
+
+
+def check_names(parameters: dict[str, Tensor], files: Mapping[str, Path], ignored: Collection[str], directory: Path) -> None:
+    """`files` (tensor name -> file) must hold every parameter, and nothing else but `ignored` and rotary tables."""
     known = {*parameters, *ignored}
     unexpected = [name for name in files if name not in known and not name.endswith("rotary_emb.inv_freq")]
     missing = [name for name in parameters if name not in files]
@@ -56,11 +66,6 @@ def fill(parameters: dict[str, Tensor], directory: Path, *, ignored: Collection[
         name = unexpected[0]
         raise ModelError(f"{files[name]}: tensor {name!r} has no place in this architecture{_more(unexpected)}; "
                          "config.json does not describe this checkpoint: correct its 'architectures' and sizes")
-    for path in sorted(set(files.values())):
-        names = [name for name in parameters if files[name] == path]
-        for name, tensor in read_tensors(path, names):
-            check_tensor(name, tensor, parameters[name], path)
-            parameters[name].copy_(tensor)
 
 
 def tensor_files(directory: Path) -> dict[str, Path]:

@@ -1,0 +1,37 @@
+"""Checksums of tensors: over the bytes as pushed, and over the float32 values that are live."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from tlt_server.errors import WeightsRefused
+
+KINDS = ("sha256", "xxh3")
+
+
+def checksum(kind: str, tensor: Tensor) -> str:
+    """`kind:hex` of a contiguous tensor's bytes (row-major, little-endian)."""
+    data = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    if kind == "sha256":
+        return f"sha256:{hashlib.sha256(data).hexdigest()}"
+    if kind == "xxh3":
+        try:
+            import xxhash
+        except ImportError:
+            raise WeightsRefused("checksums of kind xxh3 need the package xxhash on the server; install it or send sha256") from None
+        return f"xxh3:{xxhash.xxh3_64_hexdigest(data)}"
+    raise WeightsRefused(f"checksum kind {kind[:20]!r} is not known; use {' or '.join(KINDS)}, as in sha256:<hex>")
+
+
+def live_sums(parameters: Mapping[str, Tensor]) -> dict[str, str]:
+    """sha256 of every tensor's values in the checkpoint's own shape, whatever the layout they live in."""
+    return {name: checksum("sha256", tensor.contiguous()) for name, tensor in parameters.items()}
+
+
+def digest(sums: Mapping[str, str]) -> str:
+    """One name for all of it."""
+    return hashlib.sha256("\n".join(f"{name} {sums[name]}" for name in sorted(sums)).encode()).hexdigest()
