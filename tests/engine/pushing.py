@@ -69,6 +69,8 @@ class Pushable:
         while not condition():
             assert time.monotonic() < give_up, f"no {what} within 20 s"
             self.step()
+            if self.engine.last_cycle is None:
+                time.sleep(0.0005)  # as the engine's process waits; a thread needs the interpreter, too
 
     # weight commands; each gives the id of its report
 
@@ -104,15 +106,6 @@ class Pushable:
         id = next(self._ids)
         self.engine.send(LookAtWeights(id, checksums=True))
         return self.report(id).checksums
-
-    def stage(self, path: Path, version: str = "", **fields: object) -> str:
-        """Send a push and step until it is about to be committed: the next step does it. Returns the report's id."""
-        id = self.send_push(path, version, **fields)
-        self.engine.step()  # takes the command, and with it starts the thread
-        push = self.engine.pushes.transaction.push
-        assert push is not None and push.thread is not None and not self.engine.last_cycle, "stage before anything is submitted"
-        push.thread.join(20)
-        return id
 
     # what was said
 

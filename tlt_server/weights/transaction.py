@@ -62,7 +62,7 @@ class Transaction:
         """`live` may come without sums: they are computed with the first push. `on_phase` is called in the staging thread."""
         self.live, self.previous = live, Parts()
         self.push: Push | None = None
-        self._options, self._parse_calibration, self._on_phase, self._clock = options, parse_calibration, on_phase, clock
+        self._options, self._parse_calibration, self.on_phase, self._clock = options, parse_calibration, on_phase, clock
         self._known: OrderedDict[tuple[str, str], str] = OrderedDict()
         for role, part in live.by_role.items():
             if part.sums:
@@ -208,7 +208,7 @@ class Transaction:
             if phase:
                 push.phases[phase] = push.phases.get(phase, 0.0) + now - since
             phase, since = name, now
-            self._on_phase(name)
+            self.on_phase(name)
 
         spool, root = self._options.spool, self._options.root
         assert root is not None
