@@ -238,9 +238,8 @@ class LookAtWeights(Struct, frozen=True, tag="look_at_weights"):
     checksums: bool = False
 
 
-Command = (
-    Submit | Abort | Pause | SetPolicy | Stop | PushWeights | CommitWeights | AbortWeights | RollbackWeights | LookAtWeights
-)
+WeightCommand = PushWeights | CommitWeights | AbortWeights | RollbackWeights | LookAtWeights
+Command = Submit | Abort | Pause | SetPolicy | Stop | WeightCommand
 
 
 class Ready(Struct, frozen=True, tag="ready"):

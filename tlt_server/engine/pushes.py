@@ -21,13 +21,12 @@ from tlt_server.records import (
     PushWeights,
     RollbackWeights,
     StepOutput,
+    WeightCommand,
     WeightReport,
     WeightState,
 )
 from tlt_server.weights.parts import Parts
 from tlt_server.weights.transaction import Push, Transaction
-
-Command = PushWeights | CommitWeights | AbortWeights | RollbackWeights | LookAtWeights
 
 
 class _Rollback(NamedTuple):
@@ -57,7 +56,7 @@ class WeightPushes:
     def take_reports(self) -> list[WeightReport]:
         return [self._reports.popleft() for _ in range(len(self._reports))]
 
-    def apply(self, command: Command) -> None:
+    def apply(self, command: WeightCommand) -> None:
         try:
             self._apply(command)
         except TltError as error:
@@ -73,7 +72,7 @@ class WeightPushes:
         ended, self._ended = self._ended, []
         return ended
 
-    def _apply(self, command: Command) -> None:
+    def _apply(self, command: WeightCommand) -> None:
         transaction = self.transaction
         match command:
             case PushWeights(id, manifest):

@@ -12,4 +12,5 @@ DIALECTS = Registry("dialect", {
     "native": "tlt_server.frontend.dialects.native:routes",
     "operate": "tlt_server.frontend.dialects.operate:routes",
     "strategy": "tlt_server.frontend.dialects.strategy:routes",
+    "weights": "tlt_server.frontend.dialects.weights:routes",
 })
