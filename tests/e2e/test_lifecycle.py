@@ -15,8 +15,8 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import load_file, save_file
-from tests.e2e.conftest import PAIR
 
+from tests.e2e.conftest import PAIR
 from tlt_client import Client, ServerError
 from tlt_client.wire import Token
 from tlt_server.demo.rounds import look
