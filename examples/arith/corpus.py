@@ -23,7 +23,7 @@ BUCKETS = (64, 80, 96, 112, 128, 160, 192, 256, 320, 384, 512, 640, 768, 1024, 1
 
 @dataclass(frozen=True)
 class Sequences:
-    """`tokens` int16 flat; sequence i is tokens[offsets[i]:offsets[i+1]], its first prompt_lengths[i] tokens the prompt, from problem seeds[i]."""
+    """`tokens` int16 flat; sequence i, of problem seeds[i], is tokens[offsets[i]:offsets[i+1]], prompt_lengths[i] of them prompt."""
 
     tokens: torch.Tensor
     offsets: torch.Tensor
@@ -39,7 +39,7 @@ class Sequences:
     @staticmethod
     def concatenate(parts: list[Sequences]) -> Sequences:
         starts = torch.tensor([0, *(len(p.tokens) for p in parts)]).cumsum(0)
-        offsets = torch.cat([p.offsets[:-1] + start for p, start in zip(parts, starts)] + [starts[-1:]])
+        offsets = torch.cat([p.offsets[:-1] + start for p, start in zip(parts, starts[:-1], strict=True)] + [starts[-1:]])
         return Sequences(
             torch.cat([p.tokens for p in parts]),
             offsets,
@@ -141,6 +141,7 @@ def write_shards(directory: Path, tokenizer_file: Path, documents: int, per_shar
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     directory.mkdir(parents=True, exist_ok=True)
     first = task.TRAIN_SEEDS.start
-    jobs = [(directory, tokenizer_file, range(s, min(s + per_shard, first + documents))) for s in range(first, first + documents, per_shard)]
+    starts = range(first, first + documents, per_shard)
+    jobs = [(directory, tokenizer_file, range(s, min(s + per_shard, first + documents))) for s in starts]
     with get_context("spawn").Pool(workers, initializer=os.nice, initargs=(5,)) as pool:
         yield from pool.imap_unordered(_write_shard, jobs)

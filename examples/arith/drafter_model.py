@@ -1,7 +1,8 @@
-"""The EAGLE-3 drafter for training: one decoder layer over the target's hidden states, parameter names of the published checkpoints.
+"""The EAGLE-3 drafter for training: one decoder layer over the target's hidden states, parameter names of the published
+checkpoints.
 
-Slot p holds (embedding of x_p, feature g_{p-1}); its output h predicts x_{p+1} and is the feature of the next drafted slot. Slot 0 does not exist.
-Legend: B sequences, T positions, N branch roots, H hidden, D head size.
+Slot p holds (embedding of x_p, feature g_{p-1}); its output h predicts x_{p+1} and is the feature of the next drafted slot. Slot 0
+does not exist. Legend: B sequences, T positions, N branch roots, H hidden, D head size.
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ class DrafterModel(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
-                nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5 * (0.25 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.7))
+                gain = 0.25 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.7
+                nn.init.normal_(parameter, std=gain * parameter.shape[1] ** -0.5)
 
     @property
     def kept_ids(self) -> torch.Tensor:
@@ -95,7 +97,7 @@ class DrafterModel(nn.Module):
         return self.lm_head(self.norm(h)).float()
 
     def unroll(self, embeds_BTH: torch.Tensor, fused_BTH: torch.Tensor, steps: int) -> Iterator[torch.Tensor]:
-        """Training-time test along the true path: yields h [B, N, H] of step j for branch roots r = 1 .. T-2-j, as `losses.pair` counts them.
+        """Training-time test along the true path: yields h [B, N, H] of step j for roots r = 1 .. T-2-j, as `losses.pair` counts.
 
         Step j's slot r+j sees the true slots 1..r and its own path's slots r+1 .. r+j, whose keys come from steps 1 .. j.
         """

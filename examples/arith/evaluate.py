@@ -15,21 +15,22 @@ import safetensors
 import tokenizers
 import torch
 import transformers
+from card import model_card
 from corpus import Batcher, Sequences
 from drafter_model import DrafterModel, load_drafter
 from figures import record_figures
-from sample import sample_problems
 from safetensors.torch import save_file
+from sample import sample_problems
 from target_model import TargetModel, load_target
 from tokenizers import Tokenizer
-from tree import Calibration, Walk, fit_calibration, replay
+from tree import Calibration, Settings, Walk, fit_calibration, replay
 
 from tlt_server.demo import task
 
 
 def length_figures(sequences: Sequences, rewards: torch.Tensor) -> dict:
     lengths = (sequences.offsets.diff() - sequences.prompt_lengths).float()
-    quantiles = dict(zip(("p50", "p90", "p99"), torch.quantile(lengths, torch.tensor([0.5, 0.9, 0.99])).tolist()))
+    quantiles = {f"p{percent}": round(float(torch.quantile(lengths, percent / 100)), 1) for percent in (50, 90, 99)}
     kinds = [task.problem(int(seed)).kind for seed in sequences.seeds]
     deciles = [
         {"tokens_up_to": int(lengths[part].max()), "solved": round(float(rewards[part].mean()), 4)}
@@ -45,7 +46,7 @@ def length_figures(sequences: Sequences, rewards: torch.Tensor) -> dict:
         "solved": round(float(rewards.mean()), 4),
         "solved_by_kind": by_kind,
         "solved_by_length_decile": deciles,
-        "tokens": {name: round(value, 1) for name, value in quantiles.items()} | {"max": int(lengths.max()), "mean": round(float(lengths.mean()), 1)},
+        "tokens": quantiles | {"max": int(lengths.max()), "mean": round(float(lengths.mean()), 1)},
         "share_at_least_2000_tokens": round(float((lengths >= 2000).float().mean()), 5),
         "share_at_cap": round(float((lengths >= task.RESPONSE_TOKEN_CAP).float().mean()), 5),
     }
@@ -71,86 +72,10 @@ def accept_lengths(
     for rows in (8, 16, 32):
         walk = Walk()
         for batch in batcher.epoch(0):
-            replay(drafter, target, table, batch, rows, options.depth, options.width, temperature, walk)
+            replay(drafter, target, table, batch, Settings(rows, options.depth, options.width, temperature), walk)
         figures[str(rows)] = walk.summary()
         print(f"{time.strftime('%H:%M:%S')} T={temperature} rows {rows}: {figures[str(rows)]}", flush=True)
     return figures
-
-
-def card(figures: dict) -> str:
-    """The model card, every number from `figures`."""
-    t, d, e = figures["target_training"], figures["drafter_training"], figures["evaluation"]
-    hot, cold = e["T=1"], e["T=0"]
-    tokens = hot["tokens"]
-    goals = [
-        ("accept length, 16 rows, depth 7, T=1", hot["accept"]["16"]["accept_length"], ">= 3.5", hot["accept"]["16"]["accept_length"] >= 3.5),
-        ("accept length, 32 rows, depth 7, T=1", hot["accept"]["32"]["accept_length"], ">= 4.8", hot["accept"]["32"]["accept_length"] >= 4.8),
-        ("solved at T=1", hot["solved"], "0.40 to 0.70", 0.4 <= hot["solved"] <= 0.7),
-        ("p99 / p50 of response tokens", round(tokens["p99"] / tokens["p50"], 1), ">= 10", tokens["p99"] >= 10 * tokens["p50"]),
-        ("share ended by the cap", hot["share_at_cap"], "<= 0.01", hot["share_at_cap"] <= 0.01),
-        ("entropy per token (nats)", hot["entropy_per_token"], "0.1 to 0.4", 0.1 <= hot["entropy_per_token"] <= 0.4),
-    ]
-    lines = [
-        "# The demo pair",
-        "",
-        "A small Qwen2 target that does written-out arithmetic, and its EAGLE-3 drafter. Made by the scripts in `examples/arith`; every figure below",
-        "was measured by `evaluate.py` and stands in `figures.json`. The target imitates careful and hasty writers on purpose, so that it solves only",
-        "a part of the problems and reinforcement learning has room.",
-        "",
-        f"Measured on {e['machine']}, {e['versions']};",
-        f"{hot['samples']} eval problems at T=1, {cold['samples']} at T=0. Target with bf16 matrix products; drafter and trees in float32 from the",
-        "bf16 checkpoint.",
-        "",
-        "| goal | measured | wanted | reached |",
-        "|---|---|---|---|",
-        *(f"| {name} | {value} | {wanted} | {'yes' if ok else '**no**'} |" for name, value, wanted, ok in goals),
-        "",
-        "| | T=1 | T=0 |",
-        "|---|---|---|",
-        f"| solved | {hot['solved']} | {cold['solved']} |",
-        *(f"| response tokens {name} | {tokens[name]} | {cold['tokens'][name]} |" for name in ("p50", "p90", "p99", "max", "mean")),
-        f"| responses of 2,000 tokens or more | {hot['share_at_least_2000_tokens']} | {cold['share_at_least_2000_tokens']} |",
-        f"| ended by the cap of {task.RESPONSE_TOKEN_CAP} | {hot['share_at_cap']} | {cold['share_at_cap']} |",
-        f"| entropy, nats per token | {hot['entropy_per_token']} | |",
-        *(
-            f"| accept length (tokens per cycle, bonus included), depth {e['depth']}, {rows} rows | {hot['accept'][rows]['accept_length']} "
-            f"| {cold['accept'][rows]['accept_length']} |"
-            for rows in ("8", "16", "32")
-        ),
-        "",
-        f"Trees: shared noise, {e['width']} nodes expanded per level, rows include the root, chosen by the calibrated chance. A response's last cycle",
-        "counts only the tokens left.",
-        "",
-        "| share of cycles that accept at least this deep, T=1 | " + " | ".join(str(i + 1) for i in range(e["depth"])) + " |",
-        "|---" * (e["depth"] + 1) + "|",
-        *(f"| {rows} rows | " + " | ".join(f"{a:.3f}" for a in hot["accept"][rows]["accepted_at_depth"]) + " |" for rows in ("8", "16", "32")),
-        "",
-        "| the target's token is among k children (parent on the path), T=1 | " + " | ".join(str(i + 1) for i in range(e["depth"])) + " |",
-        "|---" * (e["depth"] + 1) + "|",
-        *(f"| k = {k} | " + " | ".join(f"{e['among_children'][f'step_{i + 1}'][k]:.3f}" for i in range(e["depth"])) + " |" for k in ("1", "2", "4", "8")),
-        "",
-        f"At T=0 the countdown search can repeat one try for ever: {cold['share_at_cap']:.1%} of greedy responses end by the cap. Sample at T=1.",
-        "",
-        "| kind | share | solved, T=1 | solved, T=0 |",
-        "|---|---|---|---|",
-        *(f"| {k} | {v['share']} | {v['solved']} | {cold['solved_by_kind'][k]['solved']} |" for k, v in hot["solved_by_kind"].items()),
-        "",
-        "| length decile, T=1: up to tokens | " + " | ".join(str(x["tokens_up_to"]) for x in hot["solved_by_length_decile"]) + " |",
-        "|---" * (len(hot["solved_by_length_decile"]) + 1) + "|",
-        "| solved | " + " | ".join(f"{x['solved']:.3f}" for x in hot["solved_by_length_decile"]) + " |",
-        "",
-        f"Target: {e['target_parameters']} parameters, {e['target_layers']} layers; {t['step']} steps over {t['tokens'] / 1e6:.0f}M tokens (padding",
-        f"included) of {t['documents']} written solutions in {t['seconds']:.0f} s, seed {t['seed']}, peak learning rate {t['lr']}.",
-        f"Drafter: {e['drafter_parameters']} parameters, draft vocabulary {e['draft_vocab']}; {d['step']} steps over {d['tokens'] / 1e6:.0f}M tokens of",
-        f"{d['samples']} samples of the target at T=1 in {d['seconds']:.0f} s, {d['test_steps']} training-time-test steps, seed {d['seed']}, peak learning "
-        f"rate {d['lr']}.",
-        "Seeds: training problems and sampling noise from `TRAIN_SEEDS`, evaluation from `EVAL_SEEDS` of `tlt_server/demo/task.py`, disjoint.",
-        "",
-        "`drafter/calibration.safetensors`: `survival` [phase, rank, gap bucket] = P(child is the target's token | its parent is on the path) at T=1;",
-        "phase 0 = children of the root; gap = distance of perturbed values to the best child (of the best child: to the second); bucket = number of",
-        f"`gap_edges` at or below the gap. Fitted on {e['calibration_samples']} samples of eval problems that the accept lengths do not use.",
-    ]
-    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
@@ -169,7 +94,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
     if options.card_only:
-        (options.pair / "README.md").write_text(card(json.loads((options.pair / "figures.json").read_text())))
+        (options.pair / "README.md").write_text(model_card(json.loads((options.pair / "figures.json").read_text())))
         return
     torch.set_float32_matmul_precision("high")
     started = time.monotonic()
@@ -194,7 +119,8 @@ def main() -> None:
     )
     print(f"{time.monotonic() - started:.0f}s among children: {json.dumps(among)}", flush=True)
     hot["accept"] = accept_lengths(drafter, target, table, measured, options, 1.0)
-    cold["accept"] = accept_lengths(drafter, target, table, greedy.select(torch.arange(min(options.replayed, len(greedy)) // 2)), options, 0.0)
+    greedy_measured = greedy.select(torch.arange(min(options.replayed, len(greedy)) // 2))
+    cold["accept"] = accept_lengths(drafter, target, table, greedy_measured, options, 0.0)
     evaluation = {
         "machine": options.machine,
         "versions": f"torch {torch.__version__}, transformers {transformers.__version__}, tokenizers {tokenizers.__version__}, "
@@ -211,7 +137,7 @@ def main() -> None:
         "T=0": cold,
     }
     record_figures(options.pair / "figures.json", "evaluation", evaluation)
-    (options.pair / "README.md").write_text(card(json.loads((options.pair / "figures.json").read_text())))
+    (options.pair / "README.md").write_text(model_card(json.loads((options.pair / "figures.json").read_text())))
     print(f"{time.monotonic() - started:.0f}s written to {options.pair}", flush=True)
 
 

@@ -22,7 +22,12 @@ STAGES = (96, 160, 256, 384, 640, 1024, 1600, 2200, 2816)
 
 @torch.inference_mode()
 def generate(
-    model: TargetModel, prompts: list[list[int]], seeds: list[int], end_id: int, temperature: float = 1.0, cap: int = task.RESPONSE_TOKEN_CAP
+    model: TargetModel,
+    prompts: list[list[int]],
+    seeds: list[int],
+    end_id: int,
+    temperature: float = 1.0,
+    cap: int = task.RESPONSE_TOKEN_CAP,
 ) -> list[list[int]]:
     """One response per prompt (with the end token unless it ran into the cap), token by token as plain decoding gives it."""
     device = next(model.parameters()).device
@@ -72,7 +77,7 @@ def generate(
             position = position + live
             lengths[active] = torch.where(live, position + 1, lengths[active])
             done = done | (live & (chosen == end_id)) | (position + 1 - starts[active] >= cap)
-    return [row[start:end] for row, start, end in zip(tokens.tolist(), starts.tolist(), lengths.tolist())]
+    return [row[start:end] for row, start, end in zip(tokens.tolist(), starts.tolist(), lengths.tolist(), strict=True)]
 
 
 def sample_problems(model: TargetModel, tokenizer: Tokenizer, seeds: list[int], temperature: float, cap: int = task.RESPONSE_TOKEN_CAP):
@@ -83,8 +88,8 @@ def sample_problems(model: TargetModel, tokenizer: Tokenizer, seeds: list[int], 
     heads = [list(p) for p in prompts]
     responses = generate(model, prompts, seeds, tokenizer.token_to_id(chat.END), temperature, cap)
     texts = tokenizer.decode_batch(responses, skip_special_tokens=True)
-    rewards = torch.tensor([task.reward(p, text) for p, text in zip(problems, texts)])
-    return Sequences.from_lists([h + r for h, r in zip(heads, responses)], prompt_lengths, seeds), rewards
+    rewards = torch.tensor([task.reward(p, text) for p, text in zip(problems, texts, strict=True)])
+    return Sequences.from_lists([h + r for h, r in zip(heads, responses, strict=True)], prompt_lengths, seeds), rewards
 
 
 def main() -> None:

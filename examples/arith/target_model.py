@@ -1,6 +1,8 @@
-"""The target: a small Qwen2 decoder in plain PyTorch, with Hugging Face's parameter names, for training and batched sampling.
+"""The target: a small Qwen2 decoder in plain PyTorch, with Hugging Face's parameter names, for training and batched
+sampling.
 
-Legend: B sequences, T positions, H hidden, D head, S cache slots, V vocabulary. `forward` is checked against `Qwen2ForCausalLM` in the tests.
+Legend: B sequences, T positions, H hidden, D head, S cache slots, V vocabulary. `forward` is checked against `Qwen2ForCausalLM` in the
+tests.
 """
 
 from __future__ import annotations
@@ -155,7 +157,7 @@ class TargetModel(nn.Module):
         hidden = torch.arange(keys[0].shape[1], device=ids_B.device)[None, None] > positions_B[:, None, None]
         cos, sin = self.cos[positions_B][:, None, None], self.sin[positions_B][:, None, None]
         x = self.model.embed_tokens(ids_B)[:, None]
-        for layer, k_cache, v_cache in zip(self.model.layers, keys, values):
+        for layer, k_cache, v_cache in zip(self.model.layers, keys, values, strict=True):
             q, k, v = layer.self_attn.project(layer.input_layernorm(x), cos, sin)
             k_cache[rows, positions_B], v_cache[rows, positions_B] = k[:, 0, 0].to(k_cache.dtype), v[:, 0, 0].to(v_cache.dtype)
             scores = torch.bmm(q[:, :, 0].to(k_cache.dtype), k_cache.transpose(1, 2)).float() * self.config.head_dim**-0.5

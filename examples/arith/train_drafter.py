@@ -82,7 +82,8 @@ def main() -> None:
     record = load_state(options.checkpoint, drafter, optimizer) or {"step": 0, "seconds": 0.0, "epoch": 0, "tokens": 0}
     loss_of = torch.compile(drafter_loss, dynamic=True) if options.compile else drafter_loss
     batcher = Batcher(data, options.tokens_per_batch, options.device, options.seed)
-    print(f"{sum(p.numel() for p in drafter.parameters())} parameters, {len(data)} samples, {len(data.tokens)} tokens, {record}", flush=True)
+    size = sum(p.numel() for p in drafter.parameters())
+    print(f"{size} parameters, {len(data)} samples, {len(data.tokens)} tokens, {record}", flush=True)
     before, started, last_print, last_save = record["seconds"], time.monotonic(), 0.0, time.monotonic()
     finished = False
     while not finished:

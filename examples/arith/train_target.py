@@ -62,7 +62,7 @@ class GrowingData:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("tlt_server/demo/pair/target"), help="directory with the tokenizer; the model goes there")
+    parser.add_argument("--out", type=Path, default=Path("tlt_server/demo/pair/target"), help="holds the tokenizer, gets the model")
     parser.add_argument("--data", type=Path, default=Path("build/arith/data"))
     parser.add_argument("--checkpoint", type=Path, default=Path("build/arith/target"))
     parser.add_argument("--documents", type=int, default=1_600_000)

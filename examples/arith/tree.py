@@ -1,7 +1,9 @@
-"""Accept length of the shared-noise draft tree, replayed on recorded samples, and the calibration table that grows the tree.
+"""Accept length of the shared-noise draft tree, replayed on recorded samples, and the calibration table that grows the
+tree.
 
-A sample is a pure function of (weights, prefix, seed), so a recorded trajectory decides every acceptance: no target pass is needed at the nodes.
-Legend: M sequences, T positions, W nodes expanded per level, K children per node, H hidden, D head size, V draft vocabulary.
+A sample is a pure function of (weights, prefix, seed), so a recorded trajectory decides every acceptance: no target pass is needed at
+the nodes. Legend: M sequences, T positions, W nodes expanded per level, K children per node, H hidden, D head size, V draft
+vocabulary.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from corpus import Batch
 from drafter_model import DrafterModel
 from noise import gumbel
@@ -93,22 +96,42 @@ class Walk:
         }
 
 
-@torch.inference_mode()
-def replay(
-    drafter: DrafterModel, target: TargetModel, table: Calibration, batch: Batch, rows: int, depth: int, width: int, temperature: float, walk: Walk
-) -> None:
-    """Run draft-and-verify cycles over every response of the batch; emitted tokens per cycle include the bonus and stop at the response's end."""
-    device, kept = drafter.d2t.device, drafter.kept_ids
-    walk.accepted_at = walk.accepted_at or [0] * depth
-    with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-        states = target.hidden_states(batch.tokens_BT)
+@dataclass(frozen=True)
+class Settings:
+    """One tree shape: `rows` verified (the root included), `depth` levels, `width` nodes expanded per level."""
+
+    rows: int
+    depth: int
+    width: int
+    temperature: float
+
+
+@dataclass(frozen=True)
+class Context:
+    """What the drafter knows of a batch before any cycle: features g, and keys and values of every true slot; [sequence, position, ...]."""
+
+    fused: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+def true_slots(drafter: DrafterModel, target: TargetModel, tokens_BT: torch.Tensor) -> Context:
+    """Slot p of the caches is sequence position p; slot 0 does not exist and is masked by the reader."""
+    kind, last = tokens_BT.device.type, tokens_BT.shape[1]
+    with torch.autocast(kind, torch.bfloat16, enabled=kind == "cuda"):
+        states = target.hidden_states(tokens_BT)
         fused = drafter.fuse(states).float()
-        embeds, last = states[0].float(), batch.tokens_BT.shape[1]
-        joined = drafter.midlayer.join(embeds[:, 1:], fused[:, :-1])
+        joined = drafter.midlayer.join(states[0][:, 1:].float(), fused[:, :-1])
         _, keys, values = drafter.midlayer.self_attn.project(joined, drafter.cos[1:last], drafter.sin[1:last])
-        # Slot p of the caches is sequence position p; slot 0 does not exist and is masked.
-        keys, values = (torch.nn.functional.pad(x[:, :, 0].float(), (0, 0, 1, 0)) for x in (keys, values))
-    sequence = torch.arange(len(batch.tokens_BT), device=device)
+    return Context(fused, *(F.pad(x[:, :, 0].float(), (0, 0, 1, 0)) for x in (keys, values)))
+
+
+@torch.inference_mode()
+def replay(drafter: DrafterModel, target: TargetModel, table: Calibration, batch: Batch, settings: Settings, walk: Walk) -> None:
+    """Run draft-and-verify cycles over every response; tokens per cycle include the bonus and stop at the response's end."""
+    walk.accepted_at = walk.accepted_at or [0] * settings.depth
+    context = true_slots(drafter, target, batch.tokens_BT)
+    sequence = torch.arange(len(batch.tokens_BT), device=batch.tokens_BT.device)
     root = batch.prompt_lengths_B.clone()
     while True:
         live = root < batch.lengths_B - 1
@@ -116,61 +139,64 @@ def replay(
         if not len(sequence):
             return
         batch = Batch(batch.tokens_BT[live], batch.lengths_B[live], batch.prompt_lengths_B[live], batch.seeds_B[live])
-        accepted = _cycle(
-            drafter, table, batch, embeds_of=target, fused=fused, keys=keys, values=values, sequence=sequence, root=root,
-            kept=kept, rows=rows, depth=depth, width=width, temperature=temperature,
-        )
+        accepted = accepted_drafts(drafter, target, table, batch, settings, context, sequence, root)
         emitted = torch.minimum(accepted + 1, batch.lengths_B - 1 - root)
         walk.cycles += len(root)
         walk.tokens += int(emitted.sum())
-        for level in range(depth):
+        for level in range(settings.depth):
             walk.accepted_at[level] += int((accepted > level).sum())
         root = root + emitted
 
 
-def _cycle(drafter, table, batch, *, embeds_of, fused, keys, values, sequence, root, kept, rows, depth, width, temperature) -> torch.Tensor:
-    """Accepted drafts [M] of one cycle from root positions [M]."""
-    device, vocab = kept.device, embeds_of.config.vocab_size
-    count = len(root)
-    extent = int(root.max()) + 1
-    keys_MTD, values_MTD = keys[sequence, :extent], values[sequence, :extent]
+def accepted_drafts(
+    drafter: DrafterModel,
+    target: TargetModel,
+    table: Calibration,
+    batch: Batch,
+    settings: Settings,
+    context: Context,
+    sequence_M: torch.Tensor,
+    root_M: torch.Tensor,
+) -> torch.Tensor:
+    """Accepted drafts [M] of one cycle from positions `root_M` of the context's rows `sequence_M`."""
+    kept, attention = drafter.kept_ids, drafter.midlayer.self_attn
+    device, count, extent = kept.device, len(root_M), int(root_M.max()) + 1
+    keys_MTD, values_MTD = context.keys[sequence_M, :extent], context.values[sequence_M, :extent]
     slots = torch.arange(extent, device=device)[None, None]
-    hidden = (slots > root[:, None, None] - 1) | (slots == 0)
-    tokens_MW = batch.tokens_BT.gather(1, root[:, None])
-    features = fused[sequence, root - 1][:, None]
+    hidden = (slots > root_M[:, None, None] - 1) | (slots == 0)
+    tokens_MW = batch.tokens_BT.gather(1, root_M[:, None])
+    features = context.fused[sequence_M, root_M - 1][:, None]
     chance, on_path = torch.ones((count, 1), device=device), torch.ones((count, 1), dtype=torch.bool, device=device)
-    own_keys, own_values = (torch.zeros((count, 1, 0, keys.shape[-1]), device=device) for _ in range(2))
+    own_keys, own_values = (torch.zeros((count, 1, 0, attention.head_dim), device=device) for _ in range(2))
     all_chances, all_hits = [], []
-    for level in range(depth):
-        position = root + level
-        attention = drafter.midlayer.self_attn
-        joined = drafter.midlayer.join(embeds_of.model.embed_tokens(tokens_MW), features)
+    for level in range(settings.depth):
+        position = root_M + level
+        joined = drafter.midlayer.join(target.model.embed_tokens(tokens_MW), features)
         q, k, v = attention.project(joined, drafter.cos[position][:, None], drafter.sin[position][:, None])
         own_keys, own_values = torch.cat([own_keys, k], 2), torch.cat([own_values, v], 2)
         heads = q.shape[2]
         true = torch.bmm(q.flatten(1, 2), keys_MTD.transpose(1, 2)).masked_fill(hidden, float("-inf")).unflatten(1, (-1, heads))
         own = q @ own_keys.transpose(2, 3)
         weights = (torch.cat([true, own], -1) * attention.head_dim**-0.5).softmax(-1)
-        attended = torch.bmm(weights[..., :extent].flatten(1, 2), values_MTD).unflatten(1, (-1, heads)) + weights[..., extent:] @ own_values
+        attended = torch.bmm(weights[..., :extent].flatten(1, 2), values_MTD).unflatten(1, (-1, heads))
+        attended = attended + weights[..., extent:] @ own_values
         state = drafter.midlayer.finish(features, attended.flatten(2))
-        z = (drafter.logits(state) / (temperature or 1.0)).log_softmax(-1)
-        if temperature > 0:
-            z = z + gumbel(batch.seeds_B, position + 1, vocab)[:, None, kept]
+        z = (drafter.logits(state) / (settings.temperature or 1.0)).log_softmax(-1)
+        if settings.temperature > 0:
+            z = z + gumbel(batch.seeds_B, position + 1, target.config.vocab_size)[:, None, kept]
         top, children = z.topk(CHILDREN, -1)
-        child_chance = chance[..., None] * table.lookup(gaps_of(top), min(level, 1))
+        child_chance = (chance[..., None] * table.lookup(gaps_of(top), min(level, 1))).flatten(1)
         inside = position + 1 < batch.lengths_B
         truth = batch.tokens_BT.gather(1, (position + 1).clamp(max=batch.tokens_BT.shape[1] - 1)[:, None])
         child_tokens = kept[children]
-        hit = on_path[..., None] & (child_tokens == truth[..., None]) & inside[:, None, None]
-        all_chances.append(child_chance.flatten(1))
-        all_hits.append(hit.flatten(1))
-        chance, chosen = child_chance.flatten(1).topk(min(width, child_chance[0].numel()), -1)
+        hit = (on_path[..., None] & (child_tokens == truth[..., None]) & inside[:, None, None]).flatten(1)
+        all_chances.append(child_chance)
+        all_hits.append(hit)
+        chance, chosen = child_chance.topk(min(settings.width, child_chance.shape[1]), -1)
         parent = chosen // CHILDREN
-        tokens_MW = child_tokens.flatten(1).gather(1, chosen)
-        on_path = hit.flatten(1).gather(1, chosen)
+        tokens_MW, on_path = child_tokens.flatten(1).gather(1, chosen), hit.gather(1, chosen)
         features = state.gather(1, parent[..., None].expand(-1, -1, state.shape[-1]))
         path = parent[..., None, None].expand(-1, -1, *own_keys.shape[2:])
         own_keys, own_values = own_keys.gather(1, path), own_values.gather(1, path)
-    chances, hits = torch.cat(all_chances, 1), torch.cat(all_hits, 1)
-    selected = chances.topk(rows - 1, -1).indices
-    return hits.gather(1, selected).sum(1)
+    selected = torch.cat(all_chances, 1).topk(settings.rows - 1, -1).indices
+    return torch.cat(all_hits, 1).gather(1, selected).sum(1)

@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         for i, request in enumerate(problems_as_requests(base.model, size.requests, group=8, seed=args.seed))
     ]
     configurations = covering_array(FACTORS, args.seed)
-    console = Console()
+    console = wide_console()
     with Progress(
         TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn(), console=console
     ) as progress:
@@ -101,6 +101,12 @@ def settings_of(args: argparse.Namespace) -> EngineSettings:
 
     threads = args.threads or len(os.sched_getaffinity(0))
     return EngineSettings(model=str(args.model or TARGET), drafter=str(args.drafter or DRAFTER), threads=threads, kv_memory_mb=2048)
+
+
+def wide_console() -> Console:
+    """The terminal, or 150 columns where output goes to a file."""
+    console = Console()
+    return console if console.is_terminal else Console(width=150)
 
 
 def lengthened(request: GenerateRequest, max_tokens: int) -> GenerateRequest:

@@ -1,4 +1,6 @@
-"""The chat format of the demo pair (ChatML), as plain strings: for the training scripts and tests, no torch. The shipped template says the same."""
+"""The chat format of the demo pair (ChatML), as plain strings: for the training scripts and tests, no torch. The shipped
+template says the same.
+"""
 
 END = "<|im_end|>"
 PAD = "<|endoftext|>"

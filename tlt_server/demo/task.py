@@ -1,9 +1,10 @@
 """The demo task: arithmetic with a written-out chain of thought and an answer that can be checked.
 
-Three kinds of problem: `expression` (reduce step by step), `column` (column addition and long multiplication), `countdown` (make a number from
-all of the given ones, written as a search of tries). Difficulty is heavy-tailed, so response lengths have the long tail of reasoning RL.
-`solution` imitates a crowd of writers: phrasing and order vary, and some writers are hasty (left to right, forgotten carries, giving up), so a
-model of the crowd solves part of the problems and reinforcement learning has something to find. No torch; everything follows from the seed.
+Three kinds of problem: `expression` (reduce step by step), `column` (column addition and long multiplication), `countdown` (make a
+number from all of the given ones, written as a search of tries). Difficulty is heavy-tailed, so response lengths have the long tail of
+reasoning RL. `solution` imitates a crowd of writers: phrasing and order vary, and some writers are hasty (left to right, forgotten
+carries, giving up), so a model of the crowd solves part of the problems and reinforcement learning has something to find. No torch;
+everything follows from the seed.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import permutations, product
+from itertools import permutations
 from random import Random
 
 EVAL_SEEDS = range(0, 100_000)
@@ -170,9 +171,9 @@ def _reduce_at(tree: Tree, path: tuple[int, ...]) -> tuple[Tree, Tree]:
     """(the tree with the node at `path` replaced by its value, that node)."""
     if not path:
         return evaluate(tree), tree
-    parts = list(tree)
-    parts[path[0]], node = _reduce_at(tree[path[0]], path[1:])
-    return tuple(parts), node
+    assert not isinstance(tree, int)
+    child, node = _reduce_at(tree[path[0]], path[1:])
+    return (*tree[: path[0]], child, *tree[path[0] + 1 :]), node
 
 
 def _solve_expression(task: Problem, rng: Random) -> str:
@@ -274,7 +275,7 @@ def _times_digit(a: int, digit: int, hand: _Hand, lines: list[str]) -> int:
 def _solve_column(task: Problem, rng: Random) -> str:
     hasty = rng.random() < HASTY_SHARE
     hand = _Hand(rng, _say(rng, "write", "put", "note"), _say(rng, "carry", "keep"), hasty)
-    a, operator, b = re.fullmatch(r"(\d+)([+*])(\d+)", task.body).groups()
+    a, operator, b = re.split(r"([+*])", task.body)
     if hasty:
         lines = [_say(rng, "Quick: digit by digit.", "Just the digits.", "In one go.")]
     else:
@@ -346,11 +347,12 @@ def _countdown_problem(rng: Random) -> Problem:
 def _solve_countdown(task: Problem, rng: Random) -> str:
     numbers, target = [int(n) for n in task.body.split(",")], int(task.answer)
     verb = _say(rng, "try ", "test ", "")
-    miss = _say(rng, ("no",), ("no", "not it"), ("too big", "too small"))
+    misses = rng.choices([["no"], ["no", "not it"], ["too big", "too small"]], (6, 3, 2))[0]
     lines = [_say(rng, "Let me search.", "Search by tries.", "I will try some ways.")]
     while True:
         order = rng.sample(numbers, len(numbers))
-        value, tree, steps = order[0], order[0], []
+        value, steps = order[0], []
+        tree: Tree = order[0]
         for operand in order[1:]:
             operator = rng.choice(_options(value, operand))
             result = _apply(operator, value, operand)
@@ -359,7 +361,7 @@ def _solve_countdown(task: Problem, rng: Random) -> str:
         attempt = verb + ", ".join(steps)
         if value == target:
             return "\n".join([*lines, f"{attempt} vs {target}, {_say(rng, 'yes', 'found')}!", f"{_closing(rng)}{render(tree)}"])
-        said = miss[value < target] if miss[0] == "too big" else rng.choice(miss)
+        said = misses[value < target] if misses[0] == "too big" else rng.choice(misses)
         lines.append(f"{attempt} vs {target}, {said}.")
         if rng.random() < GIVE_UP_PER_TRY:
             return "\n".join([*lines, _say(rng, "I give up.", "Enough, I stop here."), f"{_closing(rng)}none"])

@@ -83,7 +83,7 @@ def feature_regression(predicted: torch.Tensor, target: torch.Tensor, weights: t
 def over_steps(losses: Sequence[torch.Tensor], decay: float = 0.8) -> torch.Tensor:
     """Training-time test: step j counts decay^j, normalised to weights that sum to 1."""
     factors = [decay**step for step in range(len(losses))]
-    return sum(factor * loss for factor, loss in zip(factors, losses, strict=True)) / sum(factors)
+    return torch.stack([factor * loss for factor, loss in zip(factors, losses, strict=True)]).sum() / sum(factors)
 
 
 def _mean(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
