@@ -73,7 +73,8 @@ class Engine:
             return outputs
         outputs += self.scheduler.commit(finished.batch, finished.emissions)
         self._last_end = time.perf_counter()
-        self.last_cycle = msgspec.structs.replace(finished.cycle, step_s=self._last_end - started)
+        emitted = sum(len(emission.tokens) for emission in finished.emissions)  # what a stop cut off is gone by now
+        self.last_cycle = msgspec.structs.replace(finished.cycle, emitted=emitted, step_s=self._last_end - started)
         self.policy.observe(self.last_cycle)
         return outputs
 
