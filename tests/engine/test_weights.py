@@ -15,6 +15,7 @@ from tests.engine.tiny import VOCAB, write_eagle, write_target
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import StartupError
 from tlt_server.records import GenerateRequest, Sampling, SetPolicy, Strategy
+from tlt_server.weights.checksums import checksum
 
 
 @pytest.fixture(scope="module")
@@ -282,6 +283,13 @@ def test_checksums_that_come_back_can_be_declared_with_the_next_push(engine: Pus
     assert engine.push(root / "new", "v1-again", tensors=tensors).result == "committed"
     refused = engine.push(root / "newer", "v2", tensors=tensors)
     assert refused.result == "weights_refused" and "checksum" in refused.error[1]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("kind", ["sha256", "xxh3", "xxh3_128"])
+def test_every_kind_of_checksum_can_be_declared(kind: str, engine: Pushable, root: Path) -> None:
+    tensors = [{"name": name, "checksum": checksum(kind, tensor), "dtype": "float32", "shape": list(tensor.shape)}
+               for name, tensor in load_file(root / "new" / "model.safetensors").items()]
+    assert engine.push(root / "new", "v1", tensors=tensors).result == "committed"
 
 
 # -- restarts

@@ -104,7 +104,7 @@ def assemble(settings: EngineSettings, on_phase: OnPhase = lambda name, seconds,
 
     def make_sequence(request: GenerateRequest) -> Sequence:
         state = SamplingState(request, model.vocab_size, model.eos_token_ids)
-        return Sequence(request, state, scheduler.weight_version, settings.page_size)
+        return Sequence(request, state, settings.page_size)
 
     def on_end(sequence: Sequence) -> None:
         for drafter in drafters.values():

@@ -111,6 +111,7 @@ class Scheduler:
             if sequence.id in self._by_id:
                 raise InvalidRequest(f"request id {sequence.id!r} is already in use; ids must be unique while a request runs")
         for sequence in batch:
+            sequence.start_over(self.weight_version)
             self._by_id[sequence.id] = sequence
             self._waiting.append(sequence)
 

@@ -24,7 +24,7 @@ class SavedKV(NamedTuple):
 
 
 class Sequence:
-    def __init__(self, request: GenerateRequest, state: SamplingState, weight_version: str, page_size: int) -> None:
+    def __init__(self, request: GenerateRequest, state: SamplingState, page_size: int) -> None:
         self.request = request
         self.state = state
         self.prompt_len = len(request.token_ids)
@@ -41,7 +41,7 @@ class Sequence:
         self.spanning = False  # its KV is of more than one weight version
         self.saved: SavedKV | None = None  # KV of a preempted sequence that cannot be computed again
         self._page_size = page_size
-        self._keys: list[PageKey] = [root_key(weight_version, request.salt)]
+        self._keys: list[PageKey] = []  # of the version that reads it, see `start_over`
         self._accepted: list[int] = []
         self._steps = self._drafted = self._draft_emitted = 0
 
@@ -78,7 +78,7 @@ class Sequence:
         return self.output_len > 0 or self.slot >= 0 or self.preemptions > 0
 
     def start_over(self, version: str) -> None:
-        """All its KV is gone; `version` computes it again."""
+        """It has no KV; `version` computes all of it. The scheduler calls this when it takes the sequence, and again when KV is dropped."""
         assert self.slot < 0 and self.saved is None
         self._keys = [root_key(version, self.request.salt)]
         self.spanning = False

@@ -18,7 +18,7 @@ from tlt_server.models.decoder import Decoder
 from tlt_server.models.loader import check_names, check_tensor
 from tlt_server.records import Manifest, TensorEntry
 from tlt_server.weights.checkpoint import Checkpoint
-from tlt_server.weights.checksums import checksum, digest
+from tlt_server.weights.checksums import checksum, digest, kind_of
 from tlt_server.weights.parts import DRAFTER_PREFIX, Drafter, Parts, Target
 from tlt_server.weights.source import Source
 
@@ -168,7 +168,7 @@ def _compare(tensor: Tensor, entry: TensorEntry | None, path: Path) -> None:
     if entry.shape is not None and entry.shape != shape:
         raise WeightsRefused(f"{path}: tensor {entry.name!r} has shape {shape}, the manifest says {entry.shape}; push what it describes")
     if entry.checksum:
-        found = checksum(entry.checksum.partition(":")[0], tensor)
+        found = checksum(kind_of(entry.checksum), tensor)
         if found != entry.checksum.lower():
             raise WeightsRefused(f"{path}: tensor {entry.name!r} has checksum {found}, the manifest says {entry.checksum}; "
                                  "the file is damaged or of another version: write and push it again")
