@@ -86,10 +86,13 @@ class Pushable:
     def push(self, path: Path | str, version: str = "", **fields: object) -> WeightReport:
         return self.report(self.send_push(path, version, **fields))
 
-    def roll_back(self, to: str = "", **fields: object) -> WeightReport:
+    def send_roll_back(self, to: str = "", **fields: object) -> str:
         id = next(self._ids)
         self.engine.send(RollbackWeights(id, to, **fields))  # type: ignore[arg-type]
-        return self.report(id)
+        return id
+
+    def roll_back(self, to: str = "", **fields: object) -> WeightReport:
+        return self.report(self.send_roll_back(to, **fields))
 
     def commit(self, version: str) -> WeightReport:
         id = next(self._ids)

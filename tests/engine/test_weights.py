@@ -14,7 +14,7 @@ from tests.engine.pushing import Pushable, perturbed
 from tests.engine.tiny import VOCAB, write_eagle, write_target
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import StartupError
-from tlt_server.records import GenerateRequest, Sampling, SetPolicy, Strategy
+from tlt_server.records import GenerateRequest, Pause, Sampling, SetPolicy, Strategy
 from tlt_server.weights.checksums import checksum
 
 
@@ -139,6 +139,46 @@ def test_drain_lets_what_runs_end_and_new_requests_wait(engine: Pushable, settin
     assert engine.spans("r0") == [("initial", 0, 60)] and engine.spans("r1") == [("v1", 0, 10)]
     assert (engine.tokens("r0"), engine.logprobs("r0")) == fresh(settings, root / "base", first)["r0"]
     assert (engine.tokens("r1"), engine.logprobs("r1")) == fresh(settings, root / "new", second)["r1"]
+
+
+def test_a_push_that_waits_for_the_drain_can_be_aborted(engine: Pushable, root: Path) -> None:
+    engine.submit(request(0, 60))
+    engine.step(3)
+    id = engine.send_push(root / "new", "v1", in_flight="drain")
+    engine.until(lambda: engine.engine.scheduler.holding, "hold")
+    engine.submit(request(1, 10))
+    assert engine.abort("v1").result == "aborted" and engine.report(id).result == "conflict"
+    engine.step(2)
+    assert not engine.engine.scheduler.holding and "r1" in engine.said, "what waited for the push goes on"
+    engine.finish()
+    assert engine.spans("r0") == [("initial", 0, 60)] and engine.spans("r1") == [("initial", 0, 10)]
+
+
+def test_a_rollback_may_drain_first(engine: Pushable, settings: EngineSettings, root: Path) -> None:
+    engine.push(root / "new", "v1")
+    engine.submit(request(0, 30))
+    engine.step(3)
+    id = engine.send_roll_back(in_flight="drain")
+    engine.step(1)
+    engine.submit(request(1, 10))
+    assert engine.push(root / "newer", "v2").result == "conflict" and engine.roll_back().result == "conflict"
+    engine.finish()
+    assert engine.report(id).result == "rolled_back"
+    assert engine.spans("r0") == [("v1", 0, 30)] and engine.spans("r1") == [("initial", 0, 10)]
+    assert (engine.tokens("r1"), engine.logprobs("r1")) == fresh(settings, root / "base", request(1, 10))["r1"]
+
+
+def test_a_paused_engine_takes_weights(engine: Pushable, settings: EngineSettings, root: Path) -> None:
+    engine.submit(request())
+    engine.step(5)
+    engine.engine.send(Pause(True))
+    assert engine.push(root / "new", "v1", in_flight="recompute").result == "committed"
+    before = len(engine.tokens("r0"))
+    engine.step(3)
+    assert len(engine.tokens("r0")) == before
+    engine.engine.send(Pause(False))
+    engine.finish()
+    check_spans(engine, "r0", ["initial", "v1"])
 
 
 @pytest.mark.parametrize("in_flight", ["continue", "recompute", "abort", "drain"])
@@ -326,6 +366,24 @@ def test_a_restart_after_a_rollback_serves_what_was_rolled_back_to(kept: EngineS
     again.push(root / "new", "v3")
     folders = {path.name for path in (Path(kept.state_dir) / "weights").glob("push-*")}
     again.until(lambda: len(list((Path(kept.state_dir) / "weights").glob("push-*"))) <= 2, f"cleaning of {folders}")
+
+
+def test_a_commit_that_cannot_be_recorded_changes_nothing(kept: EngineSettings, root: Path) -> None:
+    engine = Pushable(kept)
+    spool = Path(kept.state_dir) / "weights"
+    assert engine.push(root / "new", "v1").result == "committed"
+    sums, said = engine.checksums(), engine.run(request())
+    (spool / "current.json.new").mkdir()
+    report = engine.push(root / "newer", "v2")
+    assert report.result == "push_failed" and "state directory" in report.error[1]  # type: ignore[index]
+    assert engine.roll_back().result == "push_failed"
+    assert engine.checksums() == sums and engine.run(request()) == said and engine.spans("r0")[0][0] == "v1"
+    (spool / "current.json.new").rmdir()
+    assert Pushable(kept).checksums() == sums, "and a restart serves what is live"
+    assert len(list(spool.glob("push-*"))) == 1, "nothing is left of what was not committed"
+    assert engine.push(root / "newer", "v2").result == "committed"
+    shutil.rmtree(spool)
+    assert engine.push(root / "new", "v3").result == "push_failed"
 
 
 def test_a_lost_version_is_named_and_nothing_else_is_served(kept: EngineSettings, root: Path) -> None:

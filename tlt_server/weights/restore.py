@@ -23,6 +23,7 @@ def restore(spool: Spool, started: Parts, parse_calibration: Callable[[bytes, st
         except TltError as error:
             raise StartupError(f"the committed weight version {kept.version!r} of the {role} is lost: {error.message} "
                                f"(restore {spool.directory}, or start with another --state-dir and push again)") from None
+    spool.sweep()
     return live
 
 

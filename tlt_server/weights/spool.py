@@ -118,3 +118,8 @@ class Spool:
             if kept.directory:
                 self._places[role, kept.digest] = kept.directory
         return current.roles
+
+    def sweep(self) -> None:
+        """Remove what pushes left behind that were never committed; after `current`."""
+        kept = {place.partition("/")[0] for place in self._places.values()}
+        self.settle([folder for folder in self.directory.glob(f"{PUSH_PREFIX}*") if folder.name not in kept])

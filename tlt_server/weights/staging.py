@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from tlt_server.errors import ModelError, WeightsRefused
+from tlt_server.errors import ModelError, PushFailed, WeightsRefused
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.decoder import Decoder
 from tlt_server.models.loader import check_names, check_tensor
@@ -35,13 +35,14 @@ class Steps:
 
 
 def stage(manifest: Manifest, live: Parts, *, root: Path, marker: str, steps: Steps) -> Parts:
-    """Complete new weights for the manifest's roles. `WeightsRefused` or `Forbidden` when there are none."""
+    """Complete new weights for the manifest's roles. `WeightsRefused` or `Forbidden` when there are none, `PushFailed` without a disk."""
     try:
         return _Staging(manifest, live, root, marker, steps).run()
     except ModelError as error:
         raise WeightsRefused(error.message) from None
     except OSError as error:
-        raise WeightsRefused(f"{manifest.path}: reading or keeping it failed ({error}); check the disk and push again") from None
+        raise PushFailed(f"{manifest.path}: reading it, or keeping it in the state directory, failed ({error}); check the disks "
+                         "and push again") from None
 
 
 class _Staging:
