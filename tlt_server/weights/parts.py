@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ class Target:
     network: Decoder
     sums: Mapping[str, str]  # sha256 of the float32 values, by tensor
 
-    @property
+    @cached_property
     def digest(self) -> str:
         return digest(self.sums)
 
@@ -37,7 +38,7 @@ class Drafter:
     calibration: object  # the drafter's own affair
     sums: Mapping[str, str]
 
-    @property
+    @cached_property
     def digest(self) -> str:
         return digest(self.sums)
 

@@ -50,9 +50,10 @@ class Source:
         """All bytes of one file of the directory."""
         path = self._resolve(self.path / name)
         descriptor, before = self._open(path)
+        if not stat.S_ISREG(before.st_mode):
+            os.close(descriptor)
+            raise WeightsRefused(f"{path} is not a regular file; write the tensors into plain files")
         with os.fdopen(descriptor, "rb", buffering=0) as file:
-            if not stat.S_ISREG(before.st_mode):
-                raise WeightsRefused(f"{path} is not a regular file; write the tensors into plain files")
             data = bytearray()
             while len(data) <= before.st_size and (chunk := file.read(CHUNK_BYTES)):
                 data += chunk

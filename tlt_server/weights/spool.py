@@ -44,7 +44,9 @@ class Spool:
         self.directory, self._model = state_dir / "weights", model
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._pushed: Path | None = None
+        self._draft = self.directory / f"{CURRENT}.new"
         self._places: dict[tuple[str, str], str] = {}  # (role, digest) -> directory
+        self._prepared: dict[tuple[str, str], str] = {}  # the same after the next commit
 
     # while a push is staged, in its thread
 
@@ -67,19 +69,23 @@ class Spool:
             shutil.rmtree(self._pushed, ignore_errors=True)
             self._pushed = None
 
+    def prepare(self, pushed: Parts, live: Parts) -> None:
+        """Write what `commit` will rename: `live` will be live, and of it `pushed` came with the push that was kept."""
+        new = {(role, part.digest): f"{self._pushed.name}/{role}" for role, part in pushed.by_role.items()} if self._pushed else {}
+        self._prepared = {**self._places, **new}
+        roles = {role: Kept(version=part.version, digest=part.digest, directory=self._prepared.get((role, part.digest), ""))
+                 for role, part in live.by_role.items()}
+        with open(self._draft, "wb") as out:
+            out.write(msgspec.json.encode(Current(model=self._model, roles=roles)))
+            out.flush()
+            os.fsync(out.fileno())
+
     # between two steps
 
-    def commit(self, pushed: Parts, live: Parts) -> None:
-        """`live` is what is live from now on; of it `pushed` came with the push that was kept."""
-        if self._pushed is not None:
-            for role, part in pushed.by_role.items():
-                self._places[role, part.digest] = f"{self._pushed.name}/{role}"
-            self._pushed = None
-        roles = {role: Kept(version=part.version, digest=part.digest, directory=self._places.get((role, part.digest), ""))
-                 for role, part in live.by_role.items()}
-        draft = self.directory / f"{CURRENT}.new"
-        draft.write_bytes(msgspec.json.encode(Current(model=self._model, roles=roles)))
-        draft.replace(self.directory / CURRENT)
+    def commit(self) -> None:
+        """What was prepared is what a restart loads; one rename."""
+        self._draft.replace(self.directory / CURRENT)
+        self._places, self._pushed = self._prepared, None
 
     def garbage(self, wanted: Iterable[Parts]) -> list[Path]:
         """Folders that neither a restart nor a rollback to one of `wanted` can need; only while no push is staged."""

@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Literal
 
 from tlt_server.errors import Conflict, Forbidden, NotFound, PushFailed, TltError
@@ -67,6 +68,13 @@ class Transaction:
         for role, part in live.by_role.items():
             if part.sums:
                 self._remember(role, part)
+        self._garbage: SimpleQueue[list[Path]] = SimpleQueue()
+        if options.spool is not None:  # a thread that waits: to start one takes longer than a commit may
+            threading.Thread(target=self._settle, args=(options.spool,), name="settle spool", daemon=True).start()
+
+    def _settle(self, spool: Spool) -> None:
+        while True:
+            spool.settle(self._garbage.get())
 
     @property
     def spooled(self) -> bool:
@@ -139,6 +147,11 @@ class Transaction:
 
     def rollback(self) -> Parts:
         """The version before is live again, from the very storage it had; nothing is kept to roll back to."""
+        if self._options.spool is not None:
+            try:
+                self._options.spool.prepare(Parts(), self.previous.over(self.live))
+            except OSError as error:
+                raise self._not_recorded(error) from None
         self._make_live(self.previous)
         self.previous = Parts()
         return self.live
@@ -150,16 +163,14 @@ class Transaction:
         spool = self._options.spool
         if spool is not None:
             try:
-                spool.commit(parts, live)
+                spool.commit()
             except OSError as error:
-                raise PushFailed(f"the commit could not be recorded in the state directory ({error}), so nothing has changed; "
-                                 "make room there and push again") from None
+                raise self._not_recorded(error) from None
         self.live, self.previous = live, previous
         for role, part in parts.by_role.items():
             self._remember(role, part)
         if spool is not None:
-            garbage = spool.garbage([self.live, self.previous])
-            threading.Thread(target=spool.settle, args=(garbage,), name="settle spool", daemon=True).start()
+            self._garbage.put(spool.garbage([self.live, self.previous]))
 
     def _judge(self, push: Push) -> None:
         """Once, when the thread has ended."""
@@ -192,6 +203,11 @@ class Transaction:
         return self.push
 
     @staticmethod
+    def _not_recorded(error: OSError) -> TltError:
+        return PushFailed(f"the commit cannot be recorded in the state directory ({error}), so nothing has changed; make room there "
+                          "and push again")
+
+    @staticmethod
     def _abort_error(push: Push) -> TltError:
         return Conflict(f"the push of version {push.version!r} was aborted; nothing has changed")
 
@@ -219,12 +235,17 @@ class Transaction:
             keep = spool.keep if spool is not None else (lambda role, file, data: None)
             steps = Steps(enter, keep, self._parse_calibration)
             parts = stage(push.manifest, self.live, root=root, marker=self._options.marker, steps=steps)
+            if spool is not None:
+                enter("spool")
+                spool.prepare(parts, parts.over(self.live))
             enter("done")
             push.parts = parts
         except _Aborted:
             pass
         except TltError as error:
             push.error = error
+        except OSError as error:
+            push.error = self._not_recorded(error)
         except BaseException as error:  # the loop must learn of it, whatever it is
             push.error = PushFailed(f"staging broke off ({type(error).__name__}: {error}); nothing has changed: push again")
 
