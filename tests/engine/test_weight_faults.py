@@ -19,7 +19,9 @@ from safetensors.torch import load_file, save_file
 from tests.engine.pushing import Pushable, perturbed
 from tests.engine.tiny import HIDDEN, VOCAB, write_eagle, write_target
 from tlt_server.engine.settings import EngineSettings
+from tlt_server.errors import WeightsRefused
 from tlt_server.records import GenerateRequest, Sampling, WeightReport
+from tlt_server.weights.source import Source
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 REFUSED = ("weights_refused", "forbidden", "push_failed", "conflict")
@@ -327,6 +329,31 @@ def test_links_that_stay_inside_are_followed(bench: Bench) -> None:
     report = bench.engine.push(directory, "linked")
     assert report.result == "committed"
     bench.check(report)
+
+
+class Raced(Source):
+    """Somebody acts between the check of a path and its opening."""
+
+    act: Callable[[], object] | None = None
+
+    def _open(self, path: Path) -> tuple[int, os.stat_result]:
+        act, self.act = self.act, None
+        if act is not None:
+            act()
+        return super()._open(path)
+
+
+def test_a_link_put_in_place_between_check_and_opening_is_not_followed(bench: Bench) -> None:
+    directory = bench.copy("good")
+    source = Raced(bench.weights, str(directory))
+    source.act = lambda: replaced(directory / FILE, outside(bench) / FILE)
+    with pytest.raises(WeightsRefused, match="cannot be opened"):
+        source.read(FILE)
+    directory = bench.copy("good")
+    source = Raced(bench.weights, str(directory))
+    source.act = lambda: link_out(directory, outside(bench))
+    with pytest.raises(WeightsRefused, match="cannot be opened"):
+        source.read(FILE)
 
 
 # -- while it is read

@@ -203,6 +203,33 @@ def test_the_prefix_index_is_never_stale(in_flight: str, engine: Pushable, setti
     assert engine.said["same4"][0].cached_tokens > 0, "pages of a version that is live again serve again"
 
 
+def test_what_a_spanning_sequence_computed_serves_nobody_after_a_rollback(engine: Pushable, settings: EngineSettings, root: Path) -> None:
+    """Its page keys begin with a version that is live again then, but its KV is not of that version alone."""
+    assert engine.push(root / "new", "v1", commit=False).result == "staged"
+    engine.submit(request(0, 60))
+    engine.step(12)
+    assert engine.commit("v1").result == "committed"
+    engine.finish()
+    check_spans(engine, "r0", ["initial", "v1"])
+    assert engine.roll_back().result == "rolled_back"
+    whole = request(0, 10, id="whole", token_ids=request(0).token_ids + engine.tokens("r0"))
+    assert engine.run(whole) == fresh(settings, root / "base", whole)
+    assert 0 < engine.said["whole"][0].cached_tokens <= len(request(0).token_ids) + 12
+
+
+def test_a_drafter_that_borrows_the_embedding_follows_the_target(engine: Pushable, root: Path) -> None:
+    def borrowed() -> bool:
+        live = engine.engine.pushes.transaction.live
+        assert live.target is not None and live.drafter is not None and not live.drafter.network.own_embedding
+        return live.drafter.network.embedding_VH is live.target.network.embedding_VH
+
+    steps = [lambda: engine.push(root / "new", "v1"), lambda: engine.push(root / "new-drafter", "d1", role="drafter"),
+             lambda: engine.push(root / "newer", "v2"), lambda: engine.roll_back(),
+             lambda: engine.push(root / "newer", "v3", role="all", drafter_path=str(root / "new-drafter")), lambda: engine.roll_back()]
+    for step in steps:
+        assert step().error is None and borrowed()
+
+
 def test_a_preempted_sequence_that_spans_versions_gets_its_own_kv_back(settings: EngineSettings, root: Path) -> None:
     """With few pages the young are preempted after the push; the kept KV must make the tokens that plenty of pages make."""
     asked = [request(i, 70) for i in range(4)]

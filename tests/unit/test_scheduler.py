@@ -56,6 +56,9 @@ class FakeKV:
         for s in scheduler._running:
             made = {self.made[self.at(s, position)] for position in range(s.computed)}
             assert s.spanning or made <= {scheduler.weight_version}, f"{s.id} reads KV of {made}"
+            assert not s.spanning or s.decoding, f"{s.id} has read its prompt under two versions"
+        for page in scheduler.pool._key:
+            assert len({self.made[page * PAGE + i] for i in range(PAGE)}) == 1, f"page {page} is published with KV of two versions"
 
     def extend(self, sequence: Sequence, start: int, end: int, version: str) -> None:
         tokens = sequence.tokens.tolist()
@@ -154,6 +157,7 @@ def test_every_sequence_ends_as_if_alone(
             del due[0]
             ended = scheduler.change_version(version, in_flight)
             assert in_flight == "abort" or not ended
+            assert in_flight == "continue" or not scheduler.gauges()["spanning"]
             aborted.update(int(output.id[1:]) for output in ended)
             collect(ended, seen)
 
