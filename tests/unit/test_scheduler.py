@@ -166,6 +166,7 @@ def test_every_sequence_ends_as_if_alone(
         if due:
             push()
             scheduler.check()
+            kv.check_versions(scheduler)
         scheduler.submit([sequences[i] for i, at in arrival.items() if at == step])
         if step == 7:
             collect(scheduler.abort([f"r{i}" for i in aborted]) if aborted else [], seen)
@@ -237,6 +238,43 @@ def test_page_pressure_preempts_and_everyone_still_finishes() -> None:
     assert {i: [t for o in outputs for t in o.token_ids] for i, outputs in seen.items()} == {
         f"r{i}": alone(sequence(i, [i], 24, i).request)[0] for i in range(4)
     }
+
+
+def test_a_prompt_half_read_starts_over_under_the_new_version() -> None:
+    scheduler, kv = make(16, max_rows=4)
+    scheduler.submit([sequence(0, list(range(10)), 3, 0)])
+    batch = scheduler.next_batch()
+    assert batch is not None and not batch.works[0].samples
+    scheduler.commit(batch, run(batch, kv, random.Random(0)))
+    scheduler.change_version("v2", "continue")
+    batch = scheduler.next_batch()
+    assert batch is not None and (batch.works[0].start, batch.weight_version) == (0, "v2")
+    assert not batch.works[0].sequence.spanning
+
+
+def test_recompute_also_drops_kv_that_was_saved_from_preemption() -> None:
+    scheduler, kv = make(8, max_running=4)
+    sequences = [sequence(i, [i], 24, i) for i in range(4)]
+    scheduler.submit(sequences)
+    seen: dict[str, list[StepOutput]] = {}
+
+    def step() -> None:
+        batch = scheduler.next_batch()
+        assert batch is not None
+        collect(scheduler.commit(batch, run(batch, kv, random.Random(0))), seen)
+        scheduler.check()
+        kv.check_versions(scheduler)
+
+    step()
+    scheduler.change_version("v2", "continue")
+    while not any(s.saved for s in sequences):
+        step()
+    scheduler.change_version("v3", "recompute")
+    assert not any(s.saved or s.spanning for s in sequences)
+    while not scheduler.idle:
+        step()
+    for s in sequences:
+        assert [t for output in seen[s.id] for t in output.token_ids] == alone(s.request)[0]
 
 
 def test_a_batch_is_admitted_whole_or_not_at_all() -> None:
