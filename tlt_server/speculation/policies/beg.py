@@ -25,15 +25,15 @@ from tlt_server.speculation.policies.rewards import Rewards
 
 @dataclass(frozen=True)
 class BegSettings:
-    epsilon: float = 0.1  # share of cycles, at most, that retry an arm already measured
-    window: int = 300  # cycles of rewards remembered per bucket and arm
+    epsilon: float = 0.05  # share of cycles, at most, that retry an arm already measured
+    window: int = 96  # cycles of rewards remembered per bucket and arm
     buckets: tuple[tuple[int, int], ...] = CPU_ROWS  # (smallest batch in requests, most verify rows per request)
     regret_share: float = 0.015  # share of a bucket's decode time that exploration may lose
-    credit_steps: float = 6.0  # steps' worth of time that a bucket may lose at once; its account never holds more than twice that
+    credit_steps: float = 2.5  # steps' worth of time that a bucket may lose at once; its account never holds more than twice that
     first_cycles: int = 8  # cycles of the leader before anything else is tried in a bucket
     trial_cycles: int = 3  # cycles that a trial lasts at least
-    longest_trial: int = 24  # cycles after which an undecided trial ends
-    recent: int = 24  # rewards kept of an arm when it is tried again, and compared with the window to notice a change
+    longest_trial: int = 12  # cycles after which an undecided trial ends
+    recent: int = 24  # newest rewards of the leader that are compared with its window to notice a change
     margin: float = 0.03  # ratio by which an arm must beat the leader to replace it
     seed: int = 0  # of the generator that decides when to explore, when none is passed in
 
@@ -53,7 +53,6 @@ class Bucket:
         self.guessed: set[Strategy] = set()  # arms whose rewards were scaled and not measured since
         self.account_s = -math.inf  # opened once the leader has been measured
         self.cycles = 0  # since the last look for a trial
-        self.led = 0  # rewards since the last look at the leader
 
     def scale_siblings(self, arm: Strategy, factor: float) -> None:
         """What changed one arm of a drafter (acceptance, after a weight push or a new prompt set) has changed the others too."""
@@ -100,7 +99,7 @@ class Beg:
                 bucket.tried, bucket.trial_left = bucket.trial, self.settings.longest_trial
                 bucket.trial_rewards = Rewards(self.settings.longest_trial)
                 rewards = bucket.rewards[bucket.trial]
-                rewards.keep_last(self.settings.recent)
+                rewards.keep_last(2 * self.settings.trial_cycles)  # older ones were for shorter contexts
                 bucket.before = (rewards.rate, rewards.error)
         if bucket.trial is None:
             return bucket.leader
@@ -138,7 +137,6 @@ class Beg:
             if change != 1.0:
                 bucket.scale_siblings(arm, change)
                 bucket.account_s = max(bucket.account_s, leader.step_s * self.settings.credit_steps)
-            self._replace_leader(bucket)
         elif arm == bucket.tried:
             bucket.trial_rewards.add(cycle.emitted, cycle.step_s)
             self._judge(bucket, arm)
@@ -172,22 +170,6 @@ class Beg:
         elif whole.rate + 2 * noise < lowest_lead or bucket.account_s < 0:
             bucket.trial = None
 
-    def _replace_leader(self, bucket: Bucket) -> None:
-        """Give the lead to an arm that was surely better than what the leader turns out to be."""
-        assert bucket.leader is not None
-        leader = bucket.rewards[bucket.leader]
-        bucket.led += 1
-        if bucket.led < self.settings.trial_cycles:
-            return
-        bucket.led = 0
-        best = max(bucket.arms, key=lambda arm: bucket.rewards[arm].rate)
-        rewards = bucket.rewards[best]
-        if (best not in bucket.guessed and bucket.measured(best) and rewards.rate > leader.rate * (1 + self.settings.margin)
-                and rewards.rate - leader.rate > 2 * math.hypot(rewards.error, leader.error)):
-            rewards.keep_last(self.settings.recent)
-            bucket.leader, bucket.trial = best, None
-            self._switches += 1
-
     def _compare_with_before(self, bucket: Bucket, arm: Strategy) -> None:
         """A trial that contradicts the arm's own measured past says that its drafter has changed."""
         (before, error), now = bucket.before, bucket.trial_rewards
@@ -216,7 +198,10 @@ class Beg:
         return None
 
     def _expected_ratio(self, index: int, arm: Strategy) -> float:
-        """Rate over the leader's: measured here; else that of the drafter's nearest measured rung; else in the nearest bucket; else 1."""
+        """Rate over the leader's: measured here; else that of the drafter's nearest measured rung; else in the nearest bucket.
+
+        Of an arm never tried it is 1, but where one drafter leads another one's arms are no urgent trial: a cold batch is short.
+        """
         bucket = self.buckets[index]
         ratio = bucket.ratio(arm)
         if ratio is not None:
@@ -228,7 +213,7 @@ class Beg:
             ratio = self.buckets[other].ratio(arm)
             if ratio is not None:
                 return ratio
-        return 1.0
+        return 1.0 if bucket.leader is None or bucket.leader.drafter in ("", arm.drafter) else 1.0 - self.settings.margin
 
     def _doubt(self, bucket: Bucket, arm: Strategy) -> float:
         """Standard deviation of what the arm's rate may be."""
