@@ -110,6 +110,8 @@ def _model_limit(model: Path) -> int:
     path = model / "config.json"
     try:
         declared = json.loads(path.read_text())["max_position_embeddings"]
+    except FileNotFoundError:
+        raise StartupError(f"there is no {path}; model must name a directory that holds config.json and safetensors files") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise StartupError(f"cannot read max_position_embeddings of {path} ({type(error).__name__}); set max_model_len") from None
     if not isinstance(declared, int) or declared < 2:

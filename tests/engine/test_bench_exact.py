@@ -6,8 +6,8 @@ import itertools
 
 import msgspec
 import pytest
-from tests.engine.tiny import VOCAB, write_eagle, write_target
 
+from tests.engine.tiny import VOCAB, write_eagle, write_target
 from tlt_server.bench.covering import covering_array, pairs
 from tlt_server.bench.exact import FACTORS, REFERENCE, Size, compare, pages_for, rollout
 from tlt_server.engine.settings import EngineSettings

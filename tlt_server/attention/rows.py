@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -57,9 +58,9 @@ class KVCache:
         self.pages, self.page_size, self.scratch = pages, page_size, scratch
         self.scratch_start = pages * page_size
         slots = self.scratch_start + scratch
-        self.k = torch.zeros(layers, slots, kv_heads, head_dim, dtype=dtype, device=device)
-        self.v = torch.zeros(layers, slots, kv_heads, head_dim, dtype=dtype, device=device)
-        self.features_SF = torch.zeros(slots, features, dtype=dtype, device=device)  # the target's hidden states that a drafter reads
+        self.k = _zeros(layers, slots, kv_heads, head_dim, dtype=dtype, device=device)
+        self.v = _zeros(layers, slots, kv_heads, head_dim, dtype=dtype, device=device)
+        self.features_SF = _zeros(slots, features, dtype=dtype, device=device)  # the target's hidden states that a drafter reads
         self.on_reuse: list[Callable[[Iterable[int]], None]] = []  # who keeps something of its own under our page ids
 
     def reuse(self, pages: Iterable[int]) -> None:
@@ -71,3 +72,10 @@ class KVCache:
     def bytes_per_slot(self) -> int:
         per_layer = 2 * self.k.shape[2] * self.k.shape[3]
         return (self.k.shape[0] * per_layer + self.features_SF.shape[1]) * self.k.element_size()
+
+
+def _zeros(*shape: int, dtype: torch.dtype, device: str) -> Tensor:
+    """Zeros that cost memory only once they are touched, where the host's allocator can do that."""
+    if device == "cpu" and dtype == torch.float32:
+        return torch.from_numpy(np.zeros(shape, np.float32))
+    return torch.zeros(*shape, dtype=dtype, device=device)

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from tlt_server.bench.exact import settings_of
+from tlt_server.bench.exact import settings_of, wide_console
 from tlt_server.engine.child import EngineChild
 from tlt_server.records import Cycle, GenerateRequest, Outputs, SetPolicy, Strategy, Submit
 
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     workloads = {"tail": batch, "full": steady}
     seen: dict[tuple[str, str], list[Figures]] = {}
     differing = 0
-    console = Console()
+    console = wide_console()
     with (
         EngineChild(base) as strict,
         EngineChild(msgspec.structs.replace(base, numerics="fast", drafter="none", policy="off")) as fast,

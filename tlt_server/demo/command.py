@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     size = QUICK if args.quick else FULL
     problems = chosen_problems(size, args.seed)
     model, drafter = str(args.model or TARGET), str(args.drafter or DRAFTER)
-    flags = ["--model", model, "--drafter", drafter, *(["--threads", str(args.threads)] if args.threads else [])]
+    flags = ["--model", model, "--drafter", drafter, "--log-level", "warning", *(["--threads", str(args.threads)] if args.threads else [])]
     outcomes: list[Outcome] = []
     try:
         with Display(console, size.problems * size.responses) as display:
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
                         outcomes.append(play(client, turn, problems, size, args.seed, display.show))
                         display.end(outcomes[-1])
                 display.phase("stopping the server")
-    except (TltClientError, RuntimeError) as error:
+    except TltClientError as error:
         print(f"tlt demo: {error}", file=sys.stderr)
         return 1
     console.print()

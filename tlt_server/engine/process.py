@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable
 
@@ -24,8 +25,10 @@ IDLE_POLL_MS = 200
 
 def serve(settings: EngineSettings, parent: int, commands: zmq.Socket[bytes], send: Callable[[Event], None]) -> None:
     """Build the engine, then step until it is told to stop or the process `parent` is gone."""
-    from tlt_server.engine.assembly import assemble  # imports torch: a phase of its own in the start-up report
+    started = time.perf_counter()
+    from tlt_server.engine.assembly import assemble  # here, because it takes a while and may fail: a phase like the others
 
+    send(Phase("import libraries", time.perf_counter() - started))
     engine, info = assemble(settings, lambda name, seconds, detail: send(Phase(name, seconds, detail)))
     send(Ready(info))
     reported = 0.0

@@ -16,6 +16,7 @@ from tlt_server.config import nearest, parse_strategy
 from tlt_server.errors import InvalidRequest, StartupError
 from tlt_server.frontend.generation import Service
 from tlt_server.frontend.replies import json_response
+from tlt_server.frontend.requests import shown
 from tlt_server.records import EngineInfo, SetPolicy, Strategy
 from tlt_server.speculation.policies import POLICIES
 from tlt_server.speculation.policies.arms import ladder
@@ -72,26 +73,26 @@ def _parse(body: bytes, info: EngineInfo) -> SetPolicy:
     except ValueError as error:
         raise InvalidRequest(f"the body is not JSON: {error}; send one UTF-8 encoded JSON object") from None
     if not isinstance(content, dict):
-        raise InvalidRequest(f"the body is {_shown(content)}; it must be a JSON object with the field policy")
+        raise InvalidRequest(f"the body is {shown(content)}; it must be a JSON object with the field policy")
     for field in content:
         if field not in FIELDS:
             raise InvalidRequest(f"unknown field {field[:80]}{nearest(field, FIELDS)} (known: {', '.join(FIELDS)})")
     policy, loaded = content.get("policy"), _drafters(info)
     if not isinstance(policy, str) or policy not in POLICIES:
         hint = nearest(policy, POLICIES) if isinstance(policy, str) else ""
-        raise InvalidRequest(f"policy is {_shown(policy)}; known are {', '.join(POLICIES)}{hint}")
+        raise InvalidRequest(f"policy is {shown(policy)}; known are {', '.join(POLICIES)}{hint}")
     if policy != "off" and not loaded:
         raise InvalidRequest(f"policy is {policy!r} but no drafter is loaded; use off, or restart the server with --drafter")
     text = content.get("strategy")
     if (policy == "fixed") != (text is not None):
-        raise InvalidRequest(f"policy is {policy!r} and strategy is {_shown(text)}; strategy is for policy fixed, which needs one, "
+        raise InvalidRequest(f"policy is {policy!r} and strategy is {shown(text)}; strategy is for policy fixed, which needs one, "
                              f"for example {_spelled(ladder(loaded, info.device)[-1]) if loaded else 'eagle:7x4x16'}")
     return SetPolicy(policy, _strategy(text, loaded) if text is not None else None)
 
 
 def _strategy(text: Any, loaded: list[str]) -> Strategy:
     if not isinstance(text, str):
-        raise InvalidRequest(f"strategy is {_shown(text)}; it must be a string such as eagle:7x4x16")
+        raise InvalidRequest(f"strategy is {shown(text)}; it must be a string such as eagle:7x4x16")
     try:
         strategy = parse_strategy(text, "strategy")
     except StartupError as error:
@@ -104,8 +105,3 @@ def _strategy(text: Any, loaded: list[str]) -> Strategy:
         if value > limit:
             raise InvalidRequest(f"strategy {text!r} has {name} {value}; the limit is {limit}: ask for less")
     return strategy
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,65 @@
+"""The shipped pair in the real engine: what speculation saves in passes, and the accept lengths its card promises."""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+import pytest
+
+from tlt_server.demo.workload import DRAFTER, TARGET, problems_as_requests
+from tlt_server.engine.assembly import assemble
+from tlt_server.engine.settings import EngineSettings
+from tlt_server.records import Strategy, Submit
+
+REQUESTS, MAX_TOKENS = 24, 160
+
+
+class Run(NamedTuple):
+    tokens: dict[str, list[int]]
+    passes: int
+    accept_length: float
+    seconds: float
+
+
+def rollout(policy: str, strategy: Strategy | None = None) -> Run:
+    engine, _ = assemble(EngineSettings(model=str(TARGET), drafter=str(DRAFTER), policy=policy, strategy=strategy, kv_memory_mb=256))
+    requests = problems_as_requests(TARGET, REQUESTS, group=4, seed=50, max_tokens=MAX_TOKENS)
+    tokens: dict[str, list[int]] = {r.id: [] for r in requests}
+    engine.send(Submit(requests))
+    passes = emitted = rows = 0
+    started = time.perf_counter()
+    while not engine.idle:
+        for output in engine.step():
+            tokens[output.id] += output.token_ids
+        if cycle := engine.last_cycle:
+            passes += 1
+            if cycle.drafted:
+                emitted, rows = emitted + cycle.emitted, rows + cycle.context.decoding
+    return Run(tokens, passes, emitted / max(1, rows), time.perf_counter() - started)
+
+
+@pytest.fixture(scope="module")
+def plain() -> Run:
+    return rollout("off")
+
+
+@pytest.mark.parametrize(("rows", "promised"), [(16, 3.5), (32, 4.8)])
+def test_accept_length_at_depth_7(plain: Run, rows: int, promised: float) -> None:
+    run = rollout("fixed", Strategy("eagle", 7, 8, rows))
+    assert run.tokens == plain.tokens
+    assert run.accept_length >= promised
+    assert run.passes <= plain.passes / 3
+
+
+def test_history_saves_passes(plain: Run) -> None:
+    run = rollout("fixed", Strategy("history", 8, 2, 9))
+    assert run.tokens == plain.tokens
+    assert run.passes <= 0.85 * plain.passes and run.accept_length > 1.2
+
+
+def test_beg_saves_passes_and_is_not_slow(plain: Run) -> None:
+    run = rollout("beg")
+    assert run.tokens == plain.tokens
+    assert run.passes <= 0.9 * plain.passes
+    assert run.seconds <= 3 * plain.seconds  # a floor for a busy machine; `tlt bench rollout` measures
