@@ -1,7 +1,8 @@
 """Default arms: a ladder of strategies per drafter, and how many verify rows a batch can afford.
 
 TLT maps batch buckets 1 / 2 / 5 / 21 to 48 / 32 / 16 / 8 verify rows per request at depth 8 and top-k 4 (on a GPU, where 64 rows
-cost what one does). A CPU pays for rows much earlier, so its ladder starts at two rows, and its ceilings fall faster.
+cost what one does). A CPU pays for rows much earlier, so its ladder is of chains, few and well apart (a cold batch is too short to
+tell neighbours apart), and its ceilings fall faster. Buckets are narrow where batches are small, since a reward grows with the batch.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ GPU_LADDERS: dict[str, tuple[tuple[int, int, int], ...]] = {
     "eagle": ((3, 1, 4), (5, 2, 8), (8, 4, 16), (8, 4, 32), (8, 4, 48)),
     "history": ((4, 1, 5), (8, 2, 16), (8, 4, 32)),
 }
-CPU_ROWS = ((1, 8), (2, 8), (3, 8), (6, 8), (12, 5), (24, 5), (48, 3))  # (smallest batch, most verify rows per request)
+CPU_ROWS = ((1, 16), (2, 16), (3, 9), (6, 9), (12, 5), (24, 5), (48, 3))  # (smallest batch, most verify rows per request)
 GPU_ROWS = ((1, 48), (2, 32), (5, 16), (21, 8))  # the paper's
 
 
