@@ -120,6 +120,8 @@ class Token(Struct, frozen=True, kw_only=True):
     token_ids: list[int]
     text: str | None
     logprobs: list[float]
+    top_logprobs: list[Alternatives] | None = None
+    prompt_logprobs: list[Alternatives | None] | None = None  # with the choice's first tokens
 
 
 class Done(Struct, frozen=True):
