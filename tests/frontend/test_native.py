@@ -26,7 +26,7 @@ def test_a_batch_comes_back_in_order_with_every_field(client: Client) -> None:
     assert choice.token_ids == [65, 66, 65, 66, 65]
     assert choice.logprobs == [-0.5] * 5 and choice.raw_logprobs == [-1.0] * 5
     assert choice.top_logprobs == [([token], [-0.5]) for token in choice.token_ids]
-    assert choice.prompt_logprobs == [None, None]
+    assert choice.prompt_logprobs == [None, ([66, 65], [-2.0, -0.1])]
     assert (choice.finish_reason, choice.stop_reason) == ("length", None)
     assert [(span.version, span.start, span.end) for span in choice.weight_versions] == [("v0", 0, 5)]
     assert [choice.seed for choice in second.choices] == [7, 7 + 10**6]

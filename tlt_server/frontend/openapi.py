@@ -28,7 +28,8 @@ def document(dialects: Mapping[str, Iterable[Endpoint]], *, keyed: bool) -> dict
     assert not twice, f"a request and a reply share the name {twice}"
     paths: dict[str, dict[str, Any]] = {}
     for name, endpoint in endpoints:
-        operation = _words(endpoint) | {"tags": [name], "operationId": f"{endpoint.method.lower()}{endpoint.path.replace('/', '_')}"}
+        operation = _words(endpoint)
+        operation |= {"tags": [name], "operationId": f"{endpoint.method.lower()}{endpoint.path.replace('/', '_')}"}
         if endpoint.takes is not None:
             operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": takes[endpoint.takes]}}}
         error = gives[_error_type(endpoint)]
@@ -61,7 +62,7 @@ def _error_type(endpoint: Endpoint) -> Any:
     return get_type_hints(endpoint.error_shape)["return"]
 
 
-def _words(endpoint: Endpoint) -> dict[str, str]:
+def _words(endpoint: Endpoint) -> dict[str, Any]:
     summary, _, more = (inspect.getdoc(endpoint.handler) or "").partition("\n\n")
     return {"summary": " ".join(summary.split())} | ({"description": " ".join(more.split())} if more else {})
 

@@ -59,9 +59,9 @@ class Text:
             raise InvalidRequest("this model directory has no tokenizer.json, so texts cannot be read; send token_ids")
         return [encoding.ids for encoding in self.tokenizer.encode_batch(list(texts), add_special_tokens=special)]
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text, special tokens left out; empty without a tokenizer."""
-        return self.tokenizer.decode(list(token_ids), skip_special_tokens=True) if self.tokenizer is not None else ""
+    def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
+        """The text, special tokens left out unless `special`; empty without a tokenizer."""
+        return self.tokenizer.decode(list(token_ids), skip_special_tokens=not special) if self.tokenizer is not None else ""
 
     def render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None,
                options: Mapping[str, Any] | None = None) -> str:

@@ -91,11 +91,12 @@ class Validator:
         return Batch(items, request.stream, deadline_s)
 
     def _check_shape(self, words: Words, i: int, item: ItemFields) -> None:
+        where, field = words.item.format(i=i), words.field.format(i=i)
         given = [name for name in ("prompt", "token_ids", "messages") if getattr(item, name) is not None]
         if len(given) != 1:
-            raise InvalidRequest(f"{words.item.format(i=i)} has {' and '.join(given) or 'no prompt'}; give exactly one of prompt, token_ids, messages")
+            raise InvalidRequest(f"{where} has {' and '.join(given) or 'no prompt'}; give exactly one of prompt, token_ids, messages")
         if item.n > self._config.max_n:
-            raise InvalidRequest(f"{words.field.format(i=i)}n is {item.n}; the limit is {self._config.max_n} (max_n): ask for fewer choices")
+            raise InvalidRequest(f"{field}n is {item.n}; the limit is {self._config.max_n} (max_n): ask for fewer choices")
 
     async def _prompts(self, items: list[ItemFields]) -> list[list[int]]:
         """Token ids per item; tokenising leaves the event loop free."""
