@@ -1,8 +1,15 @@
-"""Before anything imports torch: its libraries' environment; then two torch threads, as on the smallest machine we serve."""
+"""Before anything imports torch: its libraries' environment; then two torch threads, as on the smallest machine we serve.
+
+Under xdist a worker runs whole files, so that what a file's fixtures build is built once; the end-to-end tests share one server.
+"""
 
 from __future__ import annotations
 
 import os
+from typing import Any
+
+import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 from tlt_server.models.environment import library_environment
 
@@ -11,3 +18,13 @@ os.environ.update(library_environment())
 import torch  # noqa: E402
 
 torch.set_num_threads(2)
+
+
+class ByFile(LoadScopeScheduling):
+    def _split_scope(self, nodeid: str) -> str:
+        return "tests/e2e" if nodeid.startswith("tests/e2e/") else nodeid.partition("::")[0]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
+    return ByFile(config, log)

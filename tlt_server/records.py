@@ -82,7 +82,7 @@ class Cycle(Struct, frozen=True, kw_only=True):
     context: StepContext
     strategy: Strategy
     rows: int  # rows the target processed
-    emitted: int  # tokens given to requests, bonus tokens included
+    emitted: int = 0  # tokens given to requests, bonus tokens included, surplus behind a stop not
     accepted: tuple[int, ...]  # draft tokens accepted, per decoding request
     drafted: int  # draft rows verified
     draft_s: float

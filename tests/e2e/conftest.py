@@ -1,9 +1,8 @@
-"""One real `tlt serve` with the shipped pair for the whole session; under xdist all of these tests run in one worker, to share it."""
+"""One real `tlt serve` with the shipped pair for the whole session; `tests/conftest.py` gives all of these tests to one worker."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -12,13 +11,6 @@ from tlt_server.demo.server import ServerProcess
 from tlt_server.demo.workload import DRAFTER, TARGET
 
 PAIR = ("--model", str(TARGET), "--drafter", str(DRAFTER))
-
-
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.xdist_group("e2e"))
 
 
 @pytest.fixture(scope="session")

@@ -4,20 +4,43 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from tlt_client import Client
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONSAFEPATH": "1"}
+
 
 def test_the_quick_demo_prints_its_table_and_every_round_has_the_same_tokens(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONSAFEPATH": "1"}
     done = subprocess.run([sys.executable, "-m", "tlt_server", "demo", "--quick", "--json", str(tmp_path / "figures.json")], cwd=tmp_path,
-                          env=environment, capture_output=True, text=True, timeout=120)
+                          env=environment(), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    for part in ("load model", "tokens identical", "fixed EAGLE", "history", "beg", "length p50", "curl -sN"):
+    for part in ("load model", "identical", "eagle", "history", "beg", "p50/p90/p99/max", "curl -sN"):
         assert part in done.stdout
     rounds = json.loads((tmp_path / "figures.json").read_text())["rounds"]
-    assert [turn["name"] for turn in rounds] == ["off", "fixed EAGLE", "history", "beg"]
+    assert [turn["name"] for turn in rounds] == ["off", "eagle", "history", "beg"]
     assert all(turn["responses_differing"] == 0 and turn["reward"] == rounds[0]["reward"] for turn in rounds)
     assert rounds[0]["accept_length"] is None and rounds[1]["accept_length"] > 1
     assert rounds[1]["passes"] < rounds[0]["passes"]
+
+
+@pytest.mark.parametrize("when", ["listening on", "off: "])
+def test_an_interrupted_demo_takes_its_server_with_it(when: str, tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-m", "tlt_server", "demo"], cwd=tmp_path, env=environment(), stdout=subprocess.PIPE,
+                          text=True) as demo:
+        assert demo.stdout is not None
+        said = ""
+        while when not in said:
+            said += demo.stdout.readline()
+        demo.send_signal(signal.SIGINT)
+        assert demo.wait(30) == 130
+    url = re.search(r"listening on (\S+);", said)
+    assert url is not None and not Client(url[1]).is_ready()

@@ -30,7 +30,8 @@ def batch(count: int = 10, n: int = 2) -> list[dict[str, Any]]:
 
 def said(choices: list[Choice]) -> list[tuple[Any, ...]]:
     """Everything that must not depend on the way; floats compare by value, which for these is by bits."""
-    return [(c.index, c.token_ids, c.logprobs, c.raw_logprobs, c.top_logprobs, c.text, c.finish_reason, c.stop_reason, c.seed) for c in choices]
+    return [(c.index, c.token_ids, c.logprobs, c.raw_logprobs, c.top_logprobs, c.text, c.finish_reason, c.stop_reason, c.seed)
+            for c in choices]
 
 
 def generate(client: Client, items: list[dict[str, Any]]) -> list[list[tuple[Any, ...]]]:

@@ -206,3 +206,13 @@ def test_a_batch_that_cannot_run_ends_with_one_typed_error_each(base: EngineSett
         (i, "error", "invalid_request") for i in ("r0", "r1", "big")
     ]
     assert engine.idle
+
+
+def test_a_policy_that_cannot_be_is_refused_and_nothing_changes(base: EngineSettings, capsys: pytest.CaptureFixture[str]) -> None:
+    engine, _ = assemble(msgspec.structs.replace(base, drafter="history"))
+    before = engine.policy
+    engine.send(SetPolicy("fixed", Strategy("eagle", 2, 2, 4)))
+    engine.send(SetPolicy("no such policy"))
+    engine.step()
+    assert engine.policy is before
+    assert capsys.readouterr().err.count("is refused") == 2

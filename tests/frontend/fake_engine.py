@@ -105,7 +105,8 @@ class FakeEngine:
             context.destroy(linger=200)
 
     async def _loop(self) -> int:
-        while True:
+        parent = os.getppid()
+        while os.getppid() == parent:  # a killed test leaves nothing behind
             while await self._commands.poll(0 if self.running else 5):
                 command = decode_command(await self._commands.recv())
                 match command:
@@ -125,6 +126,7 @@ class FakeEngine:
                 return 7
             await self._step()
             await asyncio.sleep(self.step_s)
+        return 0
 
     async def _step(self) -> None:
         outputs = []

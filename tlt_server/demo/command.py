@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
                         outcomes.append(play(client, turn, problems, size, args.seed, display.show))
                         display.end(outcomes[-1])
                 display.phase("stopping the server")
-    except (TltClientError, RuntimeError) as error:
+    except TltClientError as error:
         print(f"tlt demo: {error}", file=sys.stderr)
         return 1
     console.print()

@@ -64,7 +64,7 @@ class Display:
 
     def end(self, outcome: Outcome) -> None:
         accepted = f", accept length {outcome.accept_length:.2f}" if outcome.accept_length else ""
-        self.say(f"{outcome.round.name:<12} {outcome.seconds:6.1f} s  {outcome.passes:5d} passes  "
+        self.say(f"{outcome.round.name:<8} {outcome.seconds:6.1f} s  {outcome.passes:5d} passes  "
                  f"{outcome.tokens / outcome.seconds:5.0f} tokens/s{accepted}")
 
     def _render(self) -> Group | Spinner:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from tlt_client import Client, ItemResult
+from tlt_client import Client, ItemResult, ServerError
 from tlt_client.wire import Choice, Token
 from tlt_server.demo.task import EVAL_SEEDS, Problem, problem, reward
 
@@ -28,7 +28,7 @@ class Round(NamedTuple):
 
 ROUNDS = (
     Round("off", "off"),
-    Round("fixed EAGLE", "fixed", "eagle:7x4x16", "eagle"),
+    Round("eagle", "fixed", "eagle:7x4x16", "eagle"),
     Round("history", "fixed", "history:8x2x9", "history"),
     Round("beg", "beg"),
 )
@@ -41,7 +41,7 @@ class Size(NamedTuple):
 
 
 FULL = Size(8, 8, 2000)
-QUICK = Size(4, 8, 600)
+QUICK = Size(6, 8, 600)
 
 
 class Engine(NamedTuple):
@@ -111,7 +111,7 @@ def play(client: Client, turn: Round, problems: Sequence[Problem], size: Size, s
             tokens += len(event.token_ids)
         elif isinstance(event, ItemResult):
             if event.error is not None:
-                raise RuntimeError(f"problem {event.id}: {event.error.code}: {event.error.message}")
+                raise ServerError(event.error.code, f"problem {event.id}: {event.error.message}", status=500)
             choices[int(event.id)] = event.choices
         now = time.perf_counter()
         if now - looked >= LOOK_S:

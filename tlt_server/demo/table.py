@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -13,6 +14,8 @@ from tlt_server.demo.task import Problem
 
 SAMPLE_LINES = 14
 PERCENTILES = (50, 90, 99)
+HEADINGS = ("round", "wall s", "passes", "tokens\n/s", "speed-\nup", "accept\nlength", "tokens\nidentical", "reward",
+            "response length\np50/p90/p99/max")  # the table fits into 80 columns
 
 
 def percentile(values: list[int], percent: int) -> int:
@@ -22,19 +25,19 @@ def percentile(values: list[int], percent: int) -> int:
 
 def rounds_table(outcomes: list[Outcome]) -> Table:
     reference = outcomes[0]
-    table = Table(title=f"{len(reference.lengths)} responses over HTTP, the same seeds in every round; each round starts cold: "
-                        "no prefix, no text, no measurement of an earlier one")
-    for heading in ("round", "wall s", "passes", "tokens/s", "speed-up", "accept length", "tokens identical", "reward",
-                    "length p50 / p90 / p99 / max"):
-        table.add_column(heading, justify="left" if heading == "round" else "right")
+    fixed = "; ".join(f"{o.round.name} is {o.round.strategy} throughout" for o in outcomes if o.round.strategy)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0, caption_justify="left", caption=fixed, title=(
+        f"{len(reference.lengths)} responses over HTTP, the same seeds in every round; each round starts\n"
+        "cold: no prefix, no text and no measurement of an earlier one"))
+    for heading in HEADINGS:
+        table.add_column(heading, justify="left" if heading == HEADINGS[0] else "right", no_wrap=True)
     for outcome in outcomes:
         same, lengths = not outcome.differing(reference), outcome.lengths
         table.add_row(
-            " ".join(filter(None, (outcome.round.name, outcome.round.strategy))), f"{outcome.seconds:.1f}", str(outcome.passes),
-            f"{outcome.tokens / outcome.seconds:.0f}", f"{reference.seconds / outcome.seconds:.2f}x",
-            f"{outcome.accept_length:.2f}" if outcome.accept_length else "-", "yes" if same else "NO",
-            f"{sum(outcome.rewards) / len(outcome.rewards):.3f}",
-            " / ".join(str(value) for value in (*(percentile(lengths, p) for p in PERCENTILES), lengths[-1])),
+            outcome.round.name, f"{outcome.seconds:.1f}", str(outcome.passes), f"{outcome.tokens / outcome.seconds:.0f}",
+            f"{reference.seconds / outcome.seconds:.2f}x", f"{outcome.accept_length:.2f}" if outcome.accept_length else "-",
+            "yes" if same else "NO", f"{sum(outcome.rewards) / len(outcome.rewards):.3f}",
+            "/".join(str(value) for value in (*(percentile(lengths, p) for p in PERCENTILES), lengths[-1])),
             style="" if same else "bold red")
     return table
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -72,7 +73,8 @@ class Engine:
             return outputs
         outputs += self.scheduler.commit(finished.batch, finished.emissions)
         self._last_end = time.perf_counter()
-        self.last_cycle = msgspec.structs.replace(finished.cycle, step_s=self._last_end - started)
+        emitted = sum(len(emission.tokens) for emission in finished.emissions)  # what a stop cut off is gone by now
+        self.last_cycle = msgspec.structs.replace(finished.cycle, emitted=emitted, step_s=self._last_end - started)
         self.policy.observe(self.last_cycle)
         return outputs
 
@@ -90,11 +92,17 @@ class Engine:
             case Pause(paused):
                 self.scheduler.paused = paused
             case SetPolicy():
-                self.policy = self._make_policy(command)
+                self._set_policy(command)
             case Stop(drain):
                 self._stopping = True
                 if not drain:
                     self._ended += self.scheduler.abort([])
+
+    def _set_policy(self, command: SetPolicy) -> None:
+        try:
+            self.policy = self._make_policy(command)
+        except TltError as error:  # the frontend has checked it; whoever has not is told here, and nothing changes
+            print(f"tlt: policy {command.policy!r} is refused, {error.message}; the one in force stays", file=sys.stderr)
 
     def _submit(self, requests: list[GenerateRequest]) -> None:
         try:

@@ -64,13 +64,11 @@ class CpuRunner:
         accepted_R = np.zeros(len(step.rows), np.int8)
         accepted_R[walk.row_A] = 1
         drafts.observe(accepted_R[step.layout.parent_R >= 0])
-        decoding = [(work, emission) for work, emission in zip(batch.works, emissions, strict=True) if work.samples]
         cycle = Cycle(
             context=context,
             strategy=strategy,
             rows=len(step.rows),
-            emitted=sum(len(emission.tokens) for _, emission in decoding),
-            accepted=tuple(len(emission.tokens) - 1 for work, emission in decoding if work.decodes),
+            accepted=tuple(len(emission.tokens) - 1 for work, emission in zip(batch.works, emissions, strict=True) if work.decodes),
             drafted=len(drafts.chosen_N),
             draft_s=drafted_at - started,
         )
