@@ -245,6 +245,22 @@ def test_tokenize_and_detokenize_are_inverse_with_special_tokens(server: LiveSer
 
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+def test_arguments_of_tool_calls_that_are_not_json_stay_text(server: LiveServer) -> None:
+    for arguments in ("{", '"\\ud800"', "NaN", "[" * 3000):
+        call = {"function": {"name": "f", "arguments": arguments}}
+        assert chat(server, messages=[{"role": "assistant", "tool_calls": [call]}], max_tokens=1)["choices"]
+
+
+def test_without_a_tokenizer_token_ids_go_in_and_out(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((model / "config.json").read_bytes())
+    with live_server(tmp_path) as server:
+        [choice] = complete(server, prompt=[65, 66], max_tokens=2, logprobs=1, return_token_ids=True, echo=True)["choices"]
+        assert choice["token_ids"] == [65, 66] and choice["text"] == ""
+        assert choice["logprobs"]["tokens"] == ["token_id:65", "token_id:66"] * 2
+        for path, body in (("/detokenize", {"tokens": [65]}), ("/tokenize", {"prompt": "a"}), (COMPLETIONS, {"prompt": "a"})):
+            assert "no tokenizer.json" in post(server, path, **body).json()["error"]["message"]
+
+
 BAD: list[tuple[str, Any, int, str | None, str]] = [  # path, body, status, param, what the message says
     (COMPLETIONS, b"{", 400, None, "not JSON"),
     (COMPLETIONS, b"[]", 400, None, "JSON object with the field prompt"),

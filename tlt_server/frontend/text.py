@@ -71,7 +71,7 @@ class Text:
         try:
             known = {name: value for name, value in (options or {}).items() if name in self._variables}
             return self._template.render(**{"add_generation_prompt": True, **known, **self._tokens, "messages": messages, "tools": tools})
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        except Exception as error:  # the template is the model's code, and it was given the client's data
             raise InvalidRequest(f"the chat template refuses these messages: {str(error)[:200]}") from None
 
 

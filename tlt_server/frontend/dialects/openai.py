@@ -23,12 +23,11 @@ from tlt_server.frontend.delivery import EventStream, reply
 from tlt_server.frontend.endpoints import Endpoint
 from tlt_server.frontend.generation import Generation, ItemError, ItemResult, Service, TokenEvent
 from tlt_server.frontend.openai.logprobs import Speller
+from tlt_server.frontend.openai.phrases import ChatPhrase, CompletionPhrase
 from tlt_server.frontend.openai.replies import (
     CachedTokens,
     ChatCompletion,
-    ChatPhrase,
     Completion,
-    CompletionPhrase,
     Detokenized,
     Model,
     Models,
@@ -98,6 +97,8 @@ def routes(service: Service) -> list[Endpoint]:
     async def detokenize(request: Request) -> Response:
         """The text of token ids, special tokens included."""
         asked, info = await _read(service, request, DetokenizeRequest)
+        if service.text.tokenizer is None:
+            raise InvalidRequest("tokens cannot be read: this model directory has no tokenizer.json; decode them where it is")
         if asked.tokens and max(asked.tokens) >= info.vocab_size:
             raise InvalidRequest(f"tokens has the token id {max(asked.tokens)}; ids of this model end at {info.vocab_size - 1}: "
                                  "tokenise with the served model's tokenizer")

@@ -5,10 +5,10 @@ Clients send many fields that mean nothing here, so unknown ones are ignored, an
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic_core import from_json
 
 from tlt_server.errors import InvalidRequest
 from tlt_server.frontend.requests import (
@@ -153,8 +153,8 @@ def _with_arguments(call: Any) -> Any:
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
     try:
-        return call | {"function": function | {"arguments": json.loads(function["arguments"] or "{}")}}
-    except (ValueError, RecursionError):
+        return call | {"function": function | {"arguments": from_json(function["arguments"] or "{}", allow_inf_nan=False)}}
+    except ValueError:
         return call
 
 
