@@ -9,10 +9,13 @@ from typing import Any
 
 import httpx
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.frontend.fake_engine import EOS, FAILS
 from tests.frontend.live_server import LiveServer, live_server
 from tlt_client import Client
+from tlt_server.frontend.openai.requests import ChatRequest, CompletionRequest, TokenizeRequest
 
 USER = [{"role": "user", "content": "hi"}]
 FIGURES = {"mean_acceptance_length": 3.0, "draft_acceptance_rate": 4 / 6, "acceptance_histogram": [0, 0, 2], "num_spec_steps": 2,
@@ -352,3 +355,20 @@ def test_the_envelope_is_for_these_routes_only_and_also_for_refusals_before_them
         server.call(lambda: setattr(server.client, "draining", True))
         away = httpx.post(server.url + CHAT, json={"messages": USER}, headers=authorized)
         assert (away.status_code, away.json()["error"]["type"]) == (503, "server_error") and away.headers["retry-after"]
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 2**65) | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["role", "content", "function", "a"]), inner, max_size=3),
+    max_leaves=6)
+FIELDS = sorted({*CompletionRequest.model_fields, *ChatRequest.model_fields, *TokenizeRequest.model_fields, "tokens"} - {"max_tokens"})
+
+
+@given(path=st.sampled_from([COMPLETIONS, CHAT, "/tokenize", "/detokenize"]), valid=st.booleans(),
+       fields=st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=4))
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_whatever_a_body_holds_the_answer_is_a_reply_or_a_refusal(server: LiveServer, path: str, valid: bool,
+                                                                          fields: dict[str, Any]) -> None:
+    sound = {"prompt": "a", "messages": USER, "tokens": [65]} if path != "/tokenize" else {"prompt": "a"}
+    response = post(server, path, **{"max_tokens": 2, **(sound if valid else {}), **fields})
+    assert response.status_code in (200, 400, 404, 413), response.text
