@@ -99,6 +99,19 @@ def test_stream_frames_are_server_sent_events(server: LiveServer) -> None:
     assert all(json.loads(frame[1].removeprefix("data: ")) for frame in frames)
 
 
+def test_streamed_tokens_carry_the_alternatives_and_prompt_logprobs_that_were_asked_for(client: Client) -> None:
+    events = list(client.stream([{"prompt": "ab"}], sampling={"max_tokens": 5, "logprobs": 1, "prompt_logprobs": 0}))
+    tokens = [event for event in events if isinstance(event, Token)]
+    choice = next(event for event in events if isinstance(event, ItemResult)).choices[0]
+    assert [each for event in tokens for each in event.top_logprobs or []] == choice.top_logprobs
+    assert [event.prompt_logprobs for event in tokens] == [choice.prompt_logprobs] + [None] * (len(tokens) - 1)
+
+
+def test_max_tokens_null_is_all_that_the_prompt_leaves(client: Client, server: LiveServer) -> None:
+    client.generate([{"token_ids": [65] * 500}], sampling={"max_tokens": None})
+    assert server.engine.submitted[-1].sampling.max_tokens == 12
+
+
 def test_messages_go_through_the_chat_template(client: Client, server: LiveServer) -> None:
     client.generate([{"messages": [{"role": "user", "content": "hi"}]}], sampling={"max_tokens": 1})
     assert server.engine.submitted[-1].token_ids == [257, *b"hi", 256, 258]
