@@ -15,7 +15,7 @@ class SamplingFields(Struct, kw_only=True, omit_defaults=True):
     top_k: int | UnsetType = UNSET
     top_p: float | UnsetType = UNSET
     min_p: float | UnsetType = UNSET
-    max_tokens: int | UnsetType = UNSET
+    max_tokens: int | None | UnsetType = UNSET  # None: what the prompt leaves of the model's length
     min_tokens: int | UnsetType = UNSET
     stop: str | list[str] | UnsetType = UNSET
     stop_token_ids: list[int] | UnsetType = UNSET
@@ -120,6 +120,8 @@ class Token(Struct, frozen=True, kw_only=True):
     token_ids: list[int]
     text: str | None
     logprobs: list[float]
+    top_logprobs: list[Alternatives] | None = None
+    prompt_logprobs: list[Alternatives | None] | None = None  # with the choice's first tokens
 
 
 class Done(Struct, frozen=True):

@@ -78,7 +78,8 @@ class Running:
         return StepOutput(
             id=request.id, token_ids=tokens, logprobs=[-0.5] * len(tokens), raw_logprobs=[-1.0] * len(tokens),
             top_logprobs=extra if sampling.logprobs else None,
-            prompt_logprobs=[None] * len(request.token_ids) if first and sampling.prompt_logprobs is not None else None,
+            prompt_logprobs=[None, *(TokenLogprobs([token, 65], [-2.0, -0.1]) for token in request.token_ids[1:])]
+            if first and sampling.prompt_logprobs is not None else None,
             finish_reason=reason, stop_reason=stop_reason,
             weight_versions=[VersionSpan("v0", 0, self.sent)] if reason else None,
             sd=SdFigures(steps=1, draft_steps=2, drafted=6, accepted=4, emitted=6, histogram=[0, 0, 2]) if reason else None,

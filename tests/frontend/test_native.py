@@ -26,7 +26,7 @@ def test_a_batch_comes_back_in_order_with_every_field(client: Client) -> None:
     assert choice.token_ids == [65, 66, 65, 66, 65]
     assert choice.logprobs == [-0.5] * 5 and choice.raw_logprobs == [-1.0] * 5
     assert choice.top_logprobs == [([token], [-0.5]) for token in choice.token_ids]
-    assert choice.prompt_logprobs == [None, None]
+    assert choice.prompt_logprobs == [None, ([66, 65], [-2.0, -0.1])]
     assert (choice.finish_reason, choice.stop_reason) == ("length", None)
     assert [(span.version, span.start, span.end) for span in choice.weight_versions] == [("v0", 0, 5)]
     assert [choice.seed for choice in second.choices] == [7, 7 + 10**6]
@@ -97,6 +97,19 @@ def test_stream_frames_are_server_sent_events(server: LiveServer) -> None:
     frames = [frame.split("\n") for frame in response.text.strip().split("\n\n")]
     assert [frame[0] for frame in frames] == ["event: token", "event: result", "event: done"]
     assert all(json.loads(frame[1].removeprefix("data: ")) for frame in frames)
+
+
+def test_streamed_tokens_carry_the_alternatives_and_prompt_logprobs_that_were_asked_for(client: Client) -> None:
+    events = list(client.stream([{"prompt": "ab"}], sampling={"max_tokens": 5, "logprobs": 1, "prompt_logprobs": 0}))
+    tokens = [event for event in events if isinstance(event, Token)]
+    choice = next(event for event in events if isinstance(event, ItemResult)).choices[0]
+    assert [each for event in tokens for each in event.top_logprobs or []] == choice.top_logprobs
+    assert [event.prompt_logprobs for event in tokens] == [choice.prompt_logprobs] + [None] * (len(tokens) - 1)
+
+
+def test_max_tokens_null_is_all_that_the_prompt_leaves(client: Client, server: LiveServer) -> None:
+    client.generate([{"token_ids": [65] * 500}], sampling={"max_tokens": None})
+    assert server.engine.submitted[-1].sampling.max_tokens == 12
 
 
 def test_messages_go_through_the_chat_template(client: Client, server: LiveServer) -> None:

@@ -63,14 +63,14 @@ def test_the_form_of_trainers_with_a_shared_disk(server: LiveServer) -> None:
 
 
 def test_stage_commit_abort_and_roll_back(client: Client, server: LiveServer) -> None:
-    assert client.update_weights("p", "run/7 b", commit=False)["state"] == "staged" and client.weights()["target"] == "v0"
-    assert post(server, "/weights/run/7%20b/commit").json()["state"] == "committed"
-    assert post(server, "/weights/run/7%20b/abort").json()["state"] == "aborted"
+    assert client.update_weights("p", "step 7", commit=False)["state"] == "staged" and client.weights()["target"] == "v0"
+    assert post(server, "/weights/step%207/commit").json()["state"] == "committed"
+    assert post(server, "/weights/step%207/abort").json()["state"] == "aborted"
     assert client.roll_back_weights(to="v0", in_flight="recompute")["weight_version"] == "v0"
     assert post(server, "/weights/rollback").json()["state"] == "rolled_back"
     commands = [(type(c), getattr(c, "version", getattr(c, "to", ""))) for c in server.engine.weight_commands
                 if isinstance(c, CommitWeights | AbortWeights | RollbackWeights)]
-    assert commands == [(CommitWeights, "run/7 b"), (AbortWeights, "run/7 b"), (RollbackWeights, "v0"), (RollbackWeights, "")]
+    assert commands == [(CommitWeights, "step 7"), (AbortWeights, "step 7"), (RollbackWeights, "v0"), (RollbackWeights, "")]
 
 
 @pytest.mark.parametrize("code, status", [("forbidden", 403), ("weights_refused", 422), ("conflict", 409), ("push_failed", 500)])
@@ -98,22 +98,26 @@ def test_the_checker_sums_remembers_and_compares(client: Client, server: LiveSer
 REFUSED: dict[str, tuple[str, ...]] = {
     "[1]": ("must be a JSON object",),
     "{": ("not JSON",),
-    "{}": ("no version",),
-    '{"version": "v"}': ("no path", "weight root"),
-    '{"version": 3, "path": "p"}': ("$.version",),
-    '{"version": "v", "path": "p", "rol": "all"}': ("rol", "did you mean role?"),
-    '{"version": "v", "path": "p", "role": "draft"}': ("draft", "$.role"),
+    "{}": ("version is missing",),
+    '{"version": "v"}': ("path is missing",),
+    '{"version": "v", "path": ""}': ("path is ''",),
+    '{"version": 3, "path": "p"}': ("version is 3", "string"),
+    '{"version": "", "path": "p"}': ("version is ''",),
+    '{"version": "v", "path": "p", "rol": "all"}': ("unknown field rol", "did you mean role?"),
+    '{"version": "v", "path": "p", "role": "draft"}': ("role is 'draft'", "'drafter'"),
     '{"version": "v", "path": "p", "role": "all"}': ("drafter_path", "role all needs"),
     '{"version": "v", "path": "p", "drafter_path": "q"}': ("'q'", "other roles only path"),
-    '{"version": "v", "path": "p", "channel": "nccl"}': ("'nccl'", "disk"),
-    '{"version": "v", "path": "p", "in_flight": "stop"}': ("stop", "$.in_flight"),
-    '{"version": "v", "path": "p", "commit": "no"}': ("$.commit",),
-    '{"version": "v", "path": "p", "tensors": [{"name": "w", "chksum": "x"}]}': ("chksum", "did you mean checksum?"),
-    '{"version": "v", "path": "p", "tensors": [{"dtype": "float32"}]}': ("name", "$.tensors[0]"),
-    '{"version": "v", "path": "p", "tensors": 3}': ("$.tensors",),
-    '{"version": "a\\nb", "path": "p"}': ("printable",),
-    '{"version": "' + "v" * 300 + '", "path": "p"}': ("300 characters", "256"),
+    '{"version": "v", "path": "p", "channel": "nccl"}': ("channel is 'nccl'", "disk"),
+    '{"version": "v", "path": "p", "in_flight": "stop"}': ("in_flight is 'stop'", "'drain'"),
+    '{"version": "v", "path": "p", "commit": "no"}': ("commit is 'no'",),
+    '{"version": "v", "path": "p", "tensors": [{"name": "w", "chksum": "x"}]}': ("tensors[0].chksum", "did you mean checksum?"),
+    '{"version": "v", "path": "p", "tensors": [{"dtype": "float32"}]}': ("tensors[0].name is missing",),
+    '{"version": "v", "path": "p", "tensors": 3}': ("tensors is 3",),
+    '{"version": "a\\nb", "path": "p"}': ("version is",),
+    '{"version": "a/b", "path": "p"}': ("version is 'a/b'",),
+    '{"version": "' + "v" * 300 + '", "path": "p"}': ("256",),
     '{"weight_dir": null}': ("weight_dir is None", "weight root"),
+    '{"weight_dir": "p", "weight_version": 4}': ("version is 4",),
     '{"update_info": {"names": []}}': ("update_info", "push their directory"),
 }
 
@@ -129,7 +133,7 @@ def test_a_bad_body_never_reaches_the_engine(body: str, server: LiveServer) -> N
 
 def test_a_bad_rollback_never_reaches_the_engine(server: LiveServer) -> None:
     assert "did you mean to?" in post(server, "/weights/rollback", {"tp": "v"}).json()["error"]["message"]
-    assert "$.in_flight" in post(server, "/weights/rollback", {"in_flight": "later"}).json()["error"]["message"]
+    assert "in_flight is 'later'" in post(server, "/weights/rollback", {"in_flight": "later"}).json()["error"]["message"]
     assert not server.engine.weight_commands
 
 

@@ -162,6 +162,14 @@ def test_torch_backend_agrees_with_the_cpu_backend():
     assert_close("out_RND", step.attend(), twin.attend(step.q_RND, step.k_SKD, step.v_SKD, step.rows))
 
 
+@pytest.mark.parametrize(("width", "group"), [(10, 1), (37, 3), (64, 2), (128, 7)])
+def test_a_query_has_the_same_bits_whoever_its_partner_in_the_tile_is(width, group):
+    step = a_step(group, 1, width, lengths=(500,), certain=40)
+    together_RND = step.attend()
+    for chosen in ([0, 1], [7, 20, 44], [44, 3], list(range(44, -1, -3))):
+        assert torch.equal(step.only(chosen).attend(), together_RND[chosen])
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_row_has_the_same_bits_alone_in_a_batch_and_permuted(shape):
     step = a_step(*shape)

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,7 +18,7 @@ from tlt_kernels.cpu import attention as kernel
 from tlt_server.attention import CHUNK
 from tlt_server.attention.rows import Rows
 
-WORTH_A_THREAD = 1 << 21  # multiply-adds of one piece: about 100 us with warm caches; waking a thread costs 30 to 50 us
+WORTH_A_THREAD = 1 << 21  # multiply-adds of one piece: 60 us from warm caches, far more from memory; waking a thread costs 30 to 50
 
 assert CHUNK == kernel.CHUNK
 _attend_rows: Any = kernel.attend_rows
@@ -60,12 +61,12 @@ class CpuPaged:
         self._arrays = tuple(
             tensor.contiguous().numpy() for tensor in (rows.position_R, rows.request_R, rows.base_B, rows.page_table_BP, rows.path_RD)
         )
-        threads = self.threads or torch.get_num_threads()
-        work = rows.position_R.add(1).mul(2 * self.heads * self.head_dim)
-        total = int(work.sum())
-        pieces = min(threads, total // WORTH_A_THREAD, len(rows))
+        position_R = self._arrays[0]
+        work = 2 * self.heads * self.head_dim  # multiply-adds per row and key
+        pieces = min(self.threads or torch.get_num_threads(), int(position_R.sum() + len(rows)) * work // WORTH_A_THREAD, len(rows))
         if pieces < 2:
             self._pieces = [(0, len(rows))]
             return
-        edges = torch.searchsorted(work.cumsum(0), torch.arange(1, pieces) * (total / pieces)).tolist()
+        upto_R = np.cumsum(position_R + 1)
+        edges = np.searchsorted(upto_R, np.arange(1, pieces) * (upto_R[-1] / pieces)).tolist()
         self._pieces = list(zip([0, *edges], [*edges, len(rows)], strict=True))

@@ -22,8 +22,8 @@ from tlt_server.bench.exact import settings_of, wide_console
 from tlt_server.engine.child import EngineChild
 from tlt_server.records import Cycle, GenerateRequest, Outputs, SetPolicy, Strategy, Submit
 
-EAGLE = Strategy("eagle", 7, 4, 16)
-HISTORY = Strategy("history", 8, 2, 9)
+EAGLE = Strategy("eagle", 7, 1, 8)
+HISTORY = Strategy("history", 7, 1, 8)
 TAIL = 2  # running requests at most: the cycles that long responses dominate
 ROUNDS = 5
 

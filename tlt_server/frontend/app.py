@@ -1,53 +1,69 @@
-"""The HTTP application: the dialects' routes, one error shape, and around them authentication and limits."""
+"""The HTTP application: the dialects' routes and the document of them, errors in each route's shape, authentication and limits around."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
+import msgspec
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from tlt_server.errors import Cancelled, NotFound, TltError
 from tlt_server.frontend.auth import Authentication, Keys
 from tlt_server.frontend.dialects import DIALECTS
+from tlt_server.frontend.endpoints import Endpoint
 from tlt_server.frontend.generation import Service
 from tlt_server.frontend.limits import BodyLimits
-from tlt_server.frontend.replies import error_body, error_response, json_response, unexpected
+from tlt_server.frontend.openapi import document
+from tlt_server.frontend.replies import error_body, error_response, unexpected
 
 
 def build_app(service: Service, keys: Keys | None, dialects: Iterable[str] = DIALECTS) -> FastAPI:
+    tables: dict[str, list[Endpoint]] = {name: DIALECTS.resolve(name)(service) for name in dialects}
+    about = msgspec.json.encode(document(tables, keyed=keys is not None))
+
+    async def openapi(request: Request) -> Response:
+        return Response(about, media_type="application/json")
+
+    routes = [*(endpoint for table in tables.values() for endpoint in table), Endpoint("GET", "/openapi.json", openapi)]
+    shapes = {endpoint.path: endpoint.error_shape for endpoint in routes}
+    known = ", ".join(sorted(shapes))
+
+    def answer(path: str, error: TltError, *, status: int | None = None, close: bool = False) -> Response:
+        return error_response(error, shapes.get(path, error_body), status=status, close=close)
+
+    def refuse(path: str, error: TltError, *, close: bool = False) -> Response:
+        service.rejected(error)
+        return answer(path, error, close=close)
+
     async def refused(request: Request, error: Exception) -> Response:
         assert isinstance(error, TltError)
-        service.rejected(error)
-        return error_response(error)
+        return refuse(request.url.path, error)
 
     async def no_such_route(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        known = ", ".join(sorted({route.path for route in routes}))
+        path = request.url.path
         if error.status_code == 405:
-            reply = error_body(NotFound(f"{request.method} is not a method of {request.url.path}"))
-            return json_response({"error": reply}, 405)
-        return error_response(NotFound(f"there is no {request.url.path[:200]}; known are {known}"))
+            return answer(path, NotFound(f"{request.method} is not a method of {path}"), status=405)
+        return answer(path, NotFound(f"there is no {path[:200]}; known are {known}"))
 
     async def disconnected(request: Request, error: Exception) -> Response:
-        return error_response(Cancelled("the client disconnected before its body was complete"))
+        return answer(request.url.path, Cancelled("the client disconnected before its body was complete"))
 
     async def broken(request: Request, error: Exception) -> Response:
-        return error_response(unexpected(error, request.url.path))
+        return answer(request.url.path, unexpected(error, request.url.path))
 
-    routes: list[Route] = [route for name in dialects for route in DIALECTS.resolve(name)(service)]
-    config = service.config
+    config, closing = service.config, partial(refuse, close=True)
     return FastAPI(
         routes=[*routes],
         openapi_url=None,
         middleware=[
-            Middleware(Authentication, keys=keys, rejected=service.rejected),
-            Middleware(BodyLimits, max_body_bytes=config.max_body_mb * 2**20, body_timeout_s=config.body_timeout_s,
-                       rejected=service.rejected),
+            Middleware(Authentication, keys=keys, refuse=closing),
+            Middleware(BodyLimits, max_body_bytes=config.max_body_mb * 2**20, body_timeout_s=config.body_timeout_s, refuse=closing),
         ],
         exception_handlers={TltError: refused, HTTPException: no_such_route, ClientDisconnect: disconnected, Exception: broken},
     )

@@ -17,7 +17,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tlt_server.config import is_loopback
 from tlt_server.errors import Forbidden, StartupError, TltError, Unauthenticated
-from tlt_server.frontend.replies import error_response
 
 OPEN_PATHS = frozenset({"/health", "/livez", "/readyz", "/startupz"})
 
@@ -51,16 +50,16 @@ def _digest_of(line: str) -> bytes:
 class Authentication:
     """Refuses requests without a known key, or without keys those that come by way of a foreign name; health probes stay open."""
 
-    def __init__(self, app: ASGIApp, *, keys: Keys | None, rejected: Callable[[TltError], None]) -> None:
-        self.app, self.keys, self.rejected = app, keys, rejected
+    def __init__(self, app: ASGIApp, *, keys: Keys | None, refuse: Callable[[str, TltError], ASGIApp]) -> None:
+        """`refuse(path, error)` is the answer that closes the connection."""
+        self.app, self.keys, self.refuse = app, keys, refuse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         error = self._refusal(scope) if scope["type"] == "http" and scope["path"] not in OPEN_PATHS else None
         if error is None:
             await self.app(scope, receive, send)
         else:
-            self.rejected(error)
-            await error_response(error, close=True)(scope, receive, send)
+            await self.refuse(scope["path"], error)(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> TltError | None:
         if self.keys is not None:

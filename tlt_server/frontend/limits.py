@@ -12,7 +12,6 @@ from collections.abc import Callable
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tlt_server.errors import DeadlineExceeded, InvalidRequest, QueueFull, TltError, TooLarge
-from tlt_server.frontend.replies import error_response
 
 
 class Admission:
@@ -34,8 +33,8 @@ class BodyLimits:
     that what is left of the body is never read."""
 
     def __init__(self, app: ASGIApp, *, max_body_bytes: int, body_timeout_s: float,
-                 rejected: Callable[[TltError], None] = lambda error: None) -> None:
-        self.app, self.rejected = app, rejected
+                 refuse: Callable[[str, TltError], ASGIApp]) -> None:
+        self.app, self.refuse = app, refuse
         self.max_body_bytes, self.body_timeout_s = max_body_bytes, body_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -47,8 +46,7 @@ class BodyLimits:
             if declared > self.max_body_bytes:
                 raise _too_large(f"{declared} bytes", self.max_body_bytes)
         except TltError as error:
-            self.rejected(error)
-            await error_response(error, close=True)(scope, receive, send)
+            await self.refuse(scope["path"], error)(scope, receive, send)
             return
         body = _Body(receive, self.max_body_bytes, self.body_timeout_s, complete=declared == 0 and not _chunked(scope))
 

@@ -1,15 +1,20 @@
-"""JSON replies and the one shape of errors: `{"error": {"code", "message", "retryable"}}`, with Retry-After where it helps."""
+"""JSON replies, and errors as `{"error": ...}` with Retry-After where it helps.
+
+`error_body` is the shape of what is inside; a borrowed dialect has its own (see `endpoints.Endpoint.error_shape`).
+"""
 
 from __future__ import annotations
 
 import math
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import structlog
 from starlette.responses import Response
 
+from tlt_client.wire import WireError
 from tlt_server.errors import TltError
 
 log = structlog.get_logger()
@@ -19,12 +24,13 @@ def json_response(content: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(content), status, media_type="application/json")
 
 
-def error_body(error: TltError) -> dict[str, Any]:
-    return {"code": error.code, "message": error.message, "retryable": error.retryable}
+def error_body(error: TltError) -> WireError:
+    return WireError(error.code, error.message, error.retryable)
 
 
-def error_response(error: TltError, *, close: bool = False) -> Response:
-    response = json_response({"error": error_body(error)}, error.http_status)
+def error_response(error: TltError, shape: Callable[[TltError], Any] = error_body, *, status: int | None = None,
+                   close: bool = False) -> Response:
+    response = json_response({"error": shape(error)}, status or error.http_status)
     if error.retry_after_s is not None:
         response.headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
     if error.http_status == 401:

@@ -1,12 +1,14 @@
-"""The native request as JSON says it: pydantic models of what is right whatever the server, and errors in our words.
+"""Requests as JSON says them: pydantic models of what is right whatever the server, and errors in our words.
 
-`parse` is the only way in; `validation.Validator` then applies the model's and the server's limits.
+`read_object` and `checked` are the only way in; `validation.Validator` then applies the model's and the server's limits. The models
+here are the native dialect's; a borrowed dialect declares its own and translates to `NativeRequest`.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails, from_json
@@ -17,20 +19,22 @@ from tlt_server.records import MAX_SEED
 
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
 ShortName = Annotated[str, Field(min_length=1, max_length=256)]
+Salt = Annotated[str, Field(max_length=256)]
+Count = Annotated[int, Field(ge=1, le=2**31)]
+Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
+Model = TypeVar("Model", bound=BaseModel)
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
-class SamplingFields(_Strict):
-    """Partial: an item's fields win over the batch's, those over the defaults of `records.Sampling`."""
+class SharedSampling(Strict):
+    """The fields that all dialects spell and mean alike."""
 
     temperature: float = Field(1.0, ge=0, le=100)
-    top_k: int = Field(0, ge=0, le=2**31)
     top_p: float = Field(1.0, gt=0, le=1)
     min_p: float = Field(0.0, ge=0, le=1)
-    max_tokens: int = Field(256, ge=1, le=2**31)
     min_tokens: int = Field(0, ge=0, le=2**31)
     stop: str | list[str] = Field(default_factory=list)
     stop_token_ids: TokenIds = Field(default_factory=list)
@@ -39,31 +43,38 @@ class SamplingFields(_Strict):
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict)
+
+
+class SamplingFields(SharedSampling):
+    """Partial: an item's fields win over the batch's, those over the defaults of `records.Sampling`."""
+
+    top_k: int = Field(0, ge=0, le=2**31)
+    max_tokens: Count | None = Field(256, description="null: what the prompt leaves of the model's length")
     logprobs: int = Field(0, ge=0, le=2**31)
     raw_logprobs: bool = False
     prompt_logprobs: int | None = Field(None, ge=0, le=2**31)
 
 
-class Message(_Strict):
+class Message(Strict):
     role: ShortName
     content: str
     name: str | None = None
 
 
-class ItemFields(_Strict):
+class ItemFields(Strict):
     id: ShortName | None = None
     prompt: str | None = None
     token_ids: TokenIds | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
     group_id: ShortName | None = None
-    salt: str = Field("", max_length=256)
-    n: int = Field(1, ge=1, le=2**31)
-    seed: int | None = Field(None, ge=0, le=MAX_SEED)
+    salt: Salt = ""
+    n: Count = 1
+    seed: Seed | None = None
     sd: bool = True
     sampling: SamplingFields | None = None
 
 
-class NativeRequest(_Strict):
+class NativeRequest(Strict):
     requests: list[ItemFields] = Field(min_length=1)
     sampling: SamplingFields = Field(default_factory=SamplingFields)
     stream: bool = False
@@ -71,19 +82,30 @@ class NativeRequest(_Strict):
 
 
 def parse(body: bytes) -> NativeRequest:
+    content = read_object(body, "requests")
+    if "requests" not in content and content.keys() & {"text", "input_ids"}:
+        raise InvalidRequest("the body has text or input_ids but no requests; this server speaks the native form "
+                             '{"requests": [{"prompt" | "token_ids" | "messages": ...}]}')
+    return checked(NativeRequest, content)
+
+
+def read_object(body: bytes, field: str) -> dict[str, Any]:
+    """The JSON object in a body; `field` is the one that the message asks for."""
     try:
         content = from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise InvalidRequest(f"the body is not JSON: {error}; send one UTF-8 encoded JSON object") from None
     if not isinstance(content, dict):
-        raise InvalidRequest(f"the body is {shown(content)}; it must be a JSON object with the field requests")
-    if "requests" not in content and content.keys() & {"text", "input_ids"}:
-        raise InvalidRequest("the body has text or input_ids but no requests; this server speaks the native form "
-                             '{"requests": [{"prompt" | "token_ids" | "messages": ...}]}')
+        raise InvalidRequest(f"the body is {shown(content)}; it must be a JSON object with the field {field}")
+    return content
+
+
+def checked(model: type[Model], content: Mapping[str, Any]) -> Model:
+    """The model's object, or `InvalidRequest` that begins with the field it is about."""
     try:
-        return NativeRequest.model_validate(content)
+        return model.model_validate(content)
     except ValidationError as error:
-        raise InvalidRequest(_explain(error.errors(include_url=False)[0])) from None
+        raise InvalidRequest(_explain(error.errors(include_url=False)[0], model)) from None
 
 
 def shown(value: Any) -> str:
@@ -91,19 +113,27 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _explain(error: ErrorDetails) -> str:
+def _explain(error: ErrorDetails, root: type[BaseModel]) -> str:
     """Where, what it is, what it must be: pydantic's first finding in our words."""
-    path = [part for part in error["loc"] if not re.match(r"list\[|str$", str(part))]  # a union's branches are no part of the path
+    path = [part for part in error["loc"] if not re.fullmatch(r"list\[.*|str|int|bool", str(part))]  # a union's branches are not in it
     where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")[:200]
     if error["type"] == "extra_forbidden":
-        fields = list(_model_at(path[:-1]).model_fields)
+        fields = list(_model_at(root, path[:-1]).model_fields)
         return f"unknown field {where}{nearest(str(path[-1]), fields)} (known: {', '.join(fields)})"
     if error["type"] == "missing":
         return f"{where} is missing; it is required"
     return f"{where} is {shown(error['input'])}; {error['msg'].replace('Input should', 'it must')}"
 
 
-def _model_at(path: list[int | str]) -> type[_Strict]:
-    if not path:
-        return NativeRequest
-    return SamplingFields if path[-1] == "sampling" else Message if "messages" in path else ItemFields
+def _model_at(root: type[BaseModel], path: list[int | str]) -> type[BaseModel]:
+    """The model whose object stands at `path`."""
+    for part in path:
+        field = root.model_fields.get(str(part))
+        root = (_model_in(field.annotation) if field else None) or root
+    return root
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for part in get_args(annotation) if (found := _model_in(part))), None)

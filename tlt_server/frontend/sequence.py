@@ -48,6 +48,8 @@ class Delta(Struct, frozen=True, kw_only=True):
     token_ids: list[int]
     text: str | None
     logprobs: list[float]
+    top_logprobs: list[TokenLogprobs] | UnsetType = UNSET
+    prompt_logprobs: list[TokenLogprobs | None] | UnsetType = UNSET  # with the first tokens
 
 
 class Sequence:
@@ -80,7 +82,9 @@ class Sequence:
                 shown.append(self._stops.flush())
         self._shown += shown
         return Delta(index=self.index, token_ids=self.token_ids[before:], logprobs=self._logprobs[before:],
-                     text="".join(shown) if self._incremental is not None else None)
+                     text="".join(shown) if self._incremental is not None else None,
+                     top_logprobs=self._top[before:] if self.request.sampling.logprobs else UNSET,
+                     prompt_logprobs=self._prompt_logprobs if self._prompt_logprobs is not None and not before else UNSET)
 
     def _take(self, output: StepOutput) -> list[str]:
         shown: list[str] = []

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
+import jinja2.meta
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
@@ -31,6 +32,7 @@ class Text:
         self.tokenizer = tokenizer
         self._tokens = tokens or {}
         self._template = _compile(template) if template else None
+        self._variables = _variables(template) if template else set()
 
     @classmethod
     def load(cls, model: Path) -> Text:
@@ -57,17 +59,19 @@ class Text:
             raise InvalidRequest("this model directory has no tokenizer.json, so texts cannot be read; send token_ids")
         return [encoding.ids for encoding in self.tokenizer.encode_batch(list(texts), add_special_tokens=special)]
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text, special tokens left out; empty without a tokenizer."""
-        return self.tokenizer.decode(list(token_ids), skip_special_tokens=True) if self.tokenizer is not None else ""
+    def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
+        """The text, special tokens left out unless `special`; empty without a tokenizer."""
+        return self.tokenizer.decode(list(token_ids), skip_special_tokens=not special) if self.tokenizer is not None else ""
 
-    def render(self, messages: list[dict[str, Any]]) -> str:
-        """The chat template applied, with the assistant's turn opened."""
+    def render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None,
+               options: Mapping[str, Any] | None = None) -> str:
+        """The chat template applied, with the assistant's turn opened. Of `options` the template sees those that it reads by name."""
         if self._template is None:
             raise InvalidRequest("this model has no chat template; send prompt or token_ids instead of messages")
         try:
-            return self._template.render(messages=messages, add_generation_prompt=True, **self._tokens)
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            known = {name: value for name, value in (options or {}).items() if name in self._variables}
+            return self._template.render(**{"add_generation_prompt": True, **known, **self._tokens, "messages": messages, "tools": tools})
+        except Exception as error:  # the template is the model's code, and it was given the client's data
             raise InvalidRequest(f"the chat template refuses these messages: {str(error)[:200]}") from None
 
 
@@ -156,7 +160,16 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+def _variables(source: str) -> set[str]:
+    """The names that the template takes from outside."""
+    return jinja2.meta.find_undeclared_variables(_environment().parse(source))
+
+
 def _compile(source: str) -> jinja2.Template:
+    return _environment().from_string(source)
+
+
+def _environment() -> jinja2.Environment:
     def refuse(message: str) -> None:
         raise jinja2.TemplateError(message)
 
@@ -164,7 +177,7 @@ def _compile(source: str) -> jinja2.Template:
     environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda format: datetime.datetime.now().strftime(format)
-    return environment.from_string(source)
+    return environment
 
 
 def _template_source(model: Path, config: dict[str, Any]) -> str | None:

@@ -29,6 +29,18 @@ class Item(NamedTuple):
     requests: list[GenerateRequest]
 
 
+class Words(NamedTuple):
+    """What a dialect's user calls things, for messages; `{i}` is the item's place."""
+
+    items: str  # the list of items
+    item: str  # one item's prompt
+    field: str  # in front of an item's field
+    sampling: str  # in front of a sampling field
+
+
+NATIVE = Words("requests", "requests[{i}]", "requests[{i}].", "sampling.")
+
+
 class Batch(NamedTuple):
     items: list[Item]
     stream: bool
@@ -42,30 +54,29 @@ class Validator:
         self._config, self._text, self._next_seed, self._choice_seed = config, text, next_seed, choice_seed
         self._serial = itertools.count()
 
-    async def batch(self, request: NativeRequest, info: EngineInfo) -> Batch:
+    async def batch(self, request: NativeRequest, info: EngineInfo, words: Words = NATIVE) -> Batch:
         limit = self._config.max_batch_items
         if len(request.requests) > limit:
-            raise TooLarge(f"requests has {len(request.requests)} items; the limit is {limit} (max_batch_items): split the batch")
+            raise TooLarge(f"{words.items} has {len(request.requests)} items; the limit is {limit} (max_batch_items): split the batch")
         timeout_s = self._config.default_timeout_s if request.timeout_s is None else request.timeout_s
         if timeout_s > self._config.max_timeout_s:
             raise InvalidRequest(f"timeout_s is {timeout_s:g}; the limit is {self._config.max_timeout_s:g} s (max_timeout_s): ask for less")
         deadline_s = time.monotonic() + timeout_s
         for i, item in enumerate(request.requests):
-            self._check_shape(f"requests[{i}]", item)
+            self._check_shape(words, i, item)
         prompts = await self._prompts(request.requests)
         serial, defaults = next(self._serial), request.sampling
         samplings: dict[int, Sampling] = {}  # items without fields of their own share one per room left
         items: list[Item] = []
         prompt_tokens = output_tokens = 0
         for i, (item, token_ids) in enumerate(zip(request.requests, prompts, strict=True)):
-            where = f"requests[{i}]"
-            room = self._check_prompt(where, token_ids, info)
+            room = self._check_prompt(words.item.format(i=i), token_ids, info)
             if item.sampling is None:
                 sampling = samplings.get(room)
                 if sampling is None:
-                    sampling = samplings[room] = self._sampling("sampling", defaults, None, room, info)
+                    sampling = samplings[room] = self._sampling(words.sampling, defaults, None, room, info)
             else:
-                sampling = self._sampling(f"{where}.sampling", defaults, item.sampling, room, info)
+                sampling = self._sampling(f"requests[{i}].sampling.", defaults, item.sampling, room, info)
             prompt_tokens += item.n * len(token_ids)
             output_tokens += item.n * sampling.max_tokens
             self._check_work(prompt_tokens, output_tokens)
@@ -79,12 +90,13 @@ class Validator:
         _check_distinct([item.id for item in items])
         return Batch(items, request.stream, deadline_s)
 
-    def _check_shape(self, where: str, item: ItemFields) -> None:
+    def _check_shape(self, words: Words, i: int, item: ItemFields) -> None:
+        where, field = words.item.format(i=i), words.field.format(i=i)
         given = [name for name in ("prompt", "token_ids", "messages") if getattr(item, name) is not None]
         if len(given) != 1:
             raise InvalidRequest(f"{where} has {' and '.join(given) or 'no prompt'}; give exactly one of prompt, token_ids, messages")
         if item.n > self._config.max_n:
-            raise InvalidRequest(f"{where}.n is {item.n}; the limit is {self._config.max_n} (max_n): ask for fewer choices")
+            raise InvalidRequest(f"{field}n is {item.n}; the limit is {self._config.max_n} (max_n): ask for fewer choices")
 
     async def _prompts(self, items: list[ItemFields]) -> list[list[int]]:
         """Token ids per item; tokenising leaves the event loop free."""
@@ -115,18 +127,19 @@ class Validator:
 
         explicit = "max_tokens" in defaults.model_fields_set or (own is not None and "max_tokens" in own.model_fields_set)
         limit = min(_number(self._config.max_output_tokens, room), room)
-        max_tokens = get("max_tokens") if explicit else min(get("max_tokens"), limit)
+        wanted = limit if get("max_tokens") is None else get("max_tokens")
+        max_tokens = wanted if explicit else min(wanted, limit)
         if max_tokens > limit:
-            raise InvalidRequest(f"{where}.max_tokens is {max_tokens}; the limit here is {limit} (max_output_tokens, and what the prompt "
+            raise InvalidRequest(f"{where}max_tokens is {max_tokens}; the limit here is {limit} (max_output_tokens, and what the prompt "
                                  f"leaves of max_model_len {info.max_model_len}): ask for fewer or shorten the prompt")
         if get("min_tokens") > max_tokens:
-            raise InvalidRequest(f"{where}.min_tokens is {get('min_tokens')}; the limit is max_tokens, {max_tokens}: lower it")
+            raise InvalidRequest(f"{where}min_tokens is {get('min_tokens')}; the limit is max_tokens, {max_tokens}: lower it")
         if 0 < get("temperature") < LEAST_TEMPERATURE:
-            raise InvalidRequest(f"{where}.temperature is {get('temperature'):g}; it must be 0 or at least {LEAST_TEMPERATURE:g}: "
+            raise InvalidRequest(f"{where}temperature is {get('temperature'):g}; it must be 0 or at least {LEAST_TEMPERATURE:g}: "
                                  "use 0 for greedy decoding")
         for name in ("logprobs", "prompt_logprobs"):
             if (get(name) or 0) > self._config.max_logprobs:
-                raise InvalidRequest(f"{where}.{name} is {get(name)}; the limit is {self._config.max_logprobs} (max_logprobs): "
+                raise InvalidRequest(f"{where}{name} is {get(name)}; the limit is {self._config.max_logprobs} (max_logprobs): "
                                      "ask for fewer")
         fields = {name: get(name) for name in SamplingFields.model_fields}
         fields |= {
@@ -140,30 +153,30 @@ class Validator:
     def _stop(self, where: str, stop: str | list[str]) -> tuple[str, ...]:
         stops = tuple(dict.fromkeys([stop] if isinstance(stop, str) else stop))
         if len(stops) > self._config.max_stop_strings:
-            raise InvalidRequest(f"{where}.stop has {len(stops)} strings; the limit is {self._config.max_stop_strings} (max_stop_strings)")
+            raise InvalidRequest(f"{where}stop has {len(stops)} strings; the limit is {self._config.max_stop_strings} (max_stop_strings)")
         if "" in stops:
-            raise InvalidRequest(f"{where}.stop has an empty string, which matches everywhere; leave it out")
+            raise InvalidRequest(f"{where}stop has an empty string, which matches everywhere; leave it out")
         if any(len(text) > self._config.max_stop_chars for text in stops):
-            raise InvalidRequest(f"{where}.stop has a string of {max(map(len, stops))} characters; the limit is "
+            raise InvalidRequest(f"{where}stop has a string of {max(map(len, stops))} characters; the limit is "
                                  f"{self._config.max_stop_chars} (max_stop_chars): shorten it")
         if stops and self._text.tokenizer is None:
-            raise InvalidRequest(f"{where}.stop needs text, and this model directory has no tokenizer.json; use stop_token_ids")
+            raise InvalidRequest(f"{where}stop needs text, and this model directory has no tokenizer.json; use stop_token_ids")
         return stops
 
     def _stop_token_ids(self, where: str, ids: list[int], info: EngineInfo) -> tuple[int, ...]:
         if len(ids) > self._config.max_stop_token_ids:
-            raise InvalidRequest(f"{where}.stop_token_ids has {len(ids)} ids; the limit is {self._config.max_stop_token_ids} "
+            raise InvalidRequest(f"{where}stop_token_ids has {len(ids)} ids; the limit is {self._config.max_stop_token_ids} "
                                  "(max_stop_token_ids)")
         if ids and max(ids) >= info.vocab_size:
-            raise InvalidRequest(f"{where}.stop_token_ids has {max(ids)}; ids of this model end at {info.vocab_size - 1}")
+            raise InvalidRequest(f"{where}stop_token_ids has {max(ids)}; ids of this model end at {info.vocab_size - 1}")
         return tuple(ids)
 
     def _logit_bias(self, where: str, bias: dict[str, float], info: EngineInfo) -> dict[int, float]:
         if len(bias) > self._config.max_logit_bias:
-            raise InvalidRequest(f"{where}.logit_bias has {len(bias)} entries; the limit is {self._config.max_logit_bias} (max_logit_bias)")
+            raise InvalidRequest(f"{where}logit_bias has {len(bias)} entries; the limit is {self._config.max_logit_bias} (max_logit_bias)")
         for key in bias:
             if not re.fullmatch(r"0|[1-9][0-9]{0,9}", key) or int(key) >= info.vocab_size:
-                raise InvalidRequest(f"{where}.logit_bias has the key {shown(key)}; keys are token ids from 0 to {info.vocab_size - 1}")
+                raise InvalidRequest(f"{where}logit_bias has the key {shown(key)}; keys are token ids from 0 to {info.vocab_size - 1}")
         return {int(key): value for key, value in bias.items()}
 
     def _check_work(self, prompt_tokens: int, output_tokens: int) -> None:

@@ -20,6 +20,7 @@ from tlt_server.errors import StartupError
 
 BLOCK = 16  # rows of a padded block
 TESTED_ROWS = (1, 2, 7, 16, 33)
+WORTH_THREADS = 1 << 24  # multiply-adds, about 200 us: below, waking sleeping threads costs more than they bring
 _LARGE = 1 << 24  # weights of a product from which on the self-test looks at fewer row counts
 
 Mode = Literal["strict", "fast"]
@@ -27,7 +28,7 @@ Mode = Literal["strict", "fast"]
 
 class Numerics:
     def __init__(self, mode: Mode = "strict", *, threads: int | None = None) -> None:
-        """`threads`: torch threads that the padded fallback pins; None pins what is set now."""
+        """`threads`: torch threads of a large product, and of every padded block; None takes what is set now."""
         if mode not in ("strict", "fast"):
             raise StartupError(f"numerics {mode!r} is not known; use 'strict' or 'fast'")
         self.mode, self.threads = mode, threads or torch.get_num_threads()
@@ -38,7 +39,12 @@ class Numerics:
         """`x @ weight (+ bias)`: [R, N]."""
         if self.padded:
             return self._padded(x_RK, weight_KN, bias_N)
-        return torch.mm(x_RK, weight_KN) if bias_N is None else torch.addmm(bias_N, x_RK, weight_KN)
+        if self.threads == 1 or len(x_RK) * weight_KN.numel() >= WORTH_THREADS:
+            return _product(x_RK, weight_KN, bias_N)
+        torch.set_num_threads(1)
+        out_RN = _product(x_RK, weight_KN, bias_N)
+        torch.set_num_threads(self.threads)
+        return out_RN
 
     def _padded(self, x_RK: Tensor, weight_KN: Tensor, bias_N: Tensor | None) -> Tensor:
         rows = x_RK.shape[0]
@@ -85,3 +91,7 @@ class Numerics:
         library = f"MKL_CBWR={os.environ.get('MKL_CBWR', 'unset')}"
         how = f"padded blocks of {BLOCK} rows, {self.threads} threads pinned" if self.padded else "library products"
         return f"strict: {how} ({library}), self-test passed on {self.tested} shapes"
+
+
+def _product(x_RK: Tensor, weight_KN: Tensor, bias_N: Tensor | None) -> Tensor:
+    return torch.mm(x_RK, weight_KN) if bias_N is None else torch.addmm(bias_N, x_RK, weight_KN)

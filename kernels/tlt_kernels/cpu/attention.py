@@ -1,15 +1,17 @@
 """Paged tree attention: per (row, KV head), chunks of 64 absolute key positions, merged in chunk order.
 
-Called by the `cpu` attention backend. A row's bits depend on its own query, position and visible keys only: one
-compiled function handles every row, and what it does next depends on nothing but the row's position. A key is found
-through the row's own slots, so a draft ancestor stands where it will stand once it is committed.
+Called by the `cpu` attention backend. A row's bits depend on its own query, position and visible keys only. Rows of one request
+form a tile: the chunks that all of them see whole, committed, are loaded once for the tile; what remains is done row by row, with
+keys found through the row's own slots, so a draft ancestor stands where it will stand once it is committed. Both take the
+same compiled code, which handles two queries at a time and gives either the same bits whoever its partner is.
 
 Threads: the kernel is single-threaded and releases the GIL; the backend cuts large calls by rows over a small pool of
 Python threads. numba's parallel loops are not used: they would compile the row a second time, with bits of its own, and
 bring a third pool of workers beside torch's OpenMP. Measured between torch products on two busy cores, 64 rows of 640
 keys, median of the whole: 1.7 to 2.0 ms by this pool, 1.7 to 3.4 by numba's omp and workqueue layers, 1.6 to 2.3 single-threaded.
 
-Legend: R rows, N query heads, K KV heads, G = N / K heads of one KV head, D head width, S slots, B requests, P pages.
+Legend: R rows, N query heads, K KV heads, G = N / K heads of one KV head, D head width, S slots, B requests, P pages,
+Q queries of a tile for one KV head (row after row, G each), T rows of a tile.
 """
 
 from __future__ import annotations
@@ -18,10 +20,11 @@ import numpy as np
 from numba import njit
 
 from tlt_kernels.cpu.exponential import exp
+from tlt_kernels.cpu.vector import KEYS, dots, weighted_sums
 
 CHUNK = 64  # key positions per softmax chunk
+TILE = 32  # rows of a tile, at most
 _LANES = 16
-_DOT = {"reassoc", "contract", "nsz"}  # vectorised sums; NaN and infinity keep their meaning
 _ZERO, _ONE, _MINUS_INFINITY = np.float32(0.0), np.float32(1.0), np.float32(-np.inf)
 _LOWEST = np.float32(-3.0e38)  # the running maximum before the first chunk, whose sum and output are 0
 
@@ -44,100 +47,90 @@ def _find_slots(r, b, origin, begin, end, base, page_table_BP, path_RD, page_siz
         slot_C[c] = slot_C[begin]
 
 
-@njit(cache=True, fastmath=_DOT, error_model="numpy")
-def _scores(q_RND, r, head, group, k_SKD, kv_head, slot_C, scale, score_GC):
-    """Scaled dot products of `group` heads with the chunk's 64 keys, two heads by four keys at a time to share their loads."""
-    width, h = k_SKD.shape[2], kv_head
-    for c in range(0, CHUNK, 4):
-        k0, k1, k2, k3 = slot_C[c], slot_C[c + 1], slot_C[c + 2], slot_C[c + 3]
-        for g in range(0, group, 2):
-            n, m = head + g, head + min(g + 1, group - 1)  # an odd last head is its own partner
-            s0, s1, s2, s3 = _ZERO, _ZERO, _ZERO, _ZERO
-            t0, t1, t2, t3 = _ZERO, _ZERO, _ZERO, _ZERO
-            for d in range(width):
-                s0 += q_RND[r, n, d] * k_SKD[k0, h, d]
-                s1 += q_RND[r, n, d] * k_SKD[k1, h, d]
-                s2 += q_RND[r, n, d] * k_SKD[k2, h, d]
-                s3 += q_RND[r, n, d] * k_SKD[k3, h, d]
-                t0 += q_RND[r, m, d] * k_SKD[k0, h, d]
-                t1 += q_RND[r, m, d] * k_SKD[k1, h, d]
-                t2 += q_RND[r, m, d] * k_SKD[k2, h, d]
-                t3 += q_RND[r, m, d] * k_SKD[k3, h, d]
-            score_GC[g, c], score_GC[g, c + 1] = s0 * scale, s1 * scale
-            score_GC[g, c + 2], score_GC[g, c + 3] = s2 * scale, s3 * scale
-            score_GC[g + 1, c], score_GC[g + 1, c + 1] = t0 * scale, t1 * scale
-            score_GC[g + 1, c + 2], score_GC[g + 1, c + 3] = t2 * scale, t3 * scale
+@njit(cache=True, error_model="numpy")
+def _addresses(array_SKD, kv_head, slot_C, address_C):
+    kv_heads, width = array_SKD.shape[1], array_SKD.shape[2]
+    for c in range(CHUNK):
+        address_C[c] = array_SKD.ctypes.data + 4 * width * (slot_C[c] * kv_heads + kv_head)
+
+
+@njit(cache=True, error_model="numpy")
+def _scores(q_RND, first_row, queries, group, kv_head, address_C, scale, score_QC):
+    """Scaled dot products of the tile's queries with the chunk's 64 keys; an odd last query is its own partner."""
+    heads, width = q_RND.shape[1], q_RND.shape[2]
+    for c in range(0, CHUNK, KEYS):
+        keys = address_C.ctypes.data + 8 * c
+        for i in range(0, queries, 2):
+            j = min(i + 1, queries - 1)
+            query_i = q_RND.ctypes.data + 4 * width * ((first_row + i // group) * heads + kv_head * group + i % group)
+            query_j = q_RND.ctypes.data + 4 * width * ((first_row + j // group) * heads + kv_head * group + j % group)
+            out = score_QC.ctypes.data + 4 * c
+            dots(query_i, query_j, keys, width, scale, out + 4 * CHUNK * i, out + 4 * CHUNK * j)  # type: ignore[call-arg]
 
 
 @njit(cache=True, fastmath={"contract"}, error_model="numpy")
-def _weigh(score_GC, group, begin, end, lane_L, top_G, sum_G):
+def _weigh(score_QC, queries, begin, end, lane_L, top_Q, sum_Q):
     """Scores of lanes [begin, end) become exp(score - maximum), the other lanes 0.
 
     Maximum and sum run over 16 interleaved lanes first: vectorised, and in one fixed order.
     """
-    for g in range(group):
+    for q in range(queries):
         for c in range(begin):
-            score_GC[g, c] = _MINUS_INFINITY
+            score_QC[q, c] = _MINUS_INFINITY
         for c in range(end, CHUNK):
-            score_GC[g, c] = _MINUS_INFINITY
+            score_QC[q, c] = _MINUS_INFINITY
         for i in range(_LANES):
-            lane_L[i] = score_GC[g, i]
+            lane_L[i] = score_QC[q, i]
         for c in range(_LANES, CHUNK, _LANES):
             for i in range(_LANES):
-                lane_L[i] = score_GC[g, c + i] if score_GC[g, c + i] > lane_L[i] else lane_L[i]
+                lane_L[i] = score_QC[q, c + i] if score_QC[q, c + i] > lane_L[i] else lane_L[i]
+        half = _LANES // 2
+        while half:
+            for i in range(half):
+                lane_L[i] = lane_L[half + i] if lane_L[half + i] > lane_L[i] else lane_L[i]
+            half //= 2
         top = lane_L[0]
-        for i in range(_LANES):
-            top = lane_L[i] if lane_L[i] > top else top
         for c in range(CHUNK):
-            score_GC[g, c] = exp(score_GC[g, c] - top)
+            score_QC[q, c] = exp(score_QC[q, c] - top)
         for c in range(begin):
-            score_GC[g, c] = _ZERO
+            score_QC[q, c] = _ZERO
         for c in range(end, CHUNK):
-            score_GC[g, c] = _ZERO
+            score_QC[q, c] = _ZERO
         for i in range(_LANES):
-            lane_L[i] = score_GC[g, i]
+            lane_L[i] = score_QC[q, i]
         for c in range(_LANES, CHUNK, _LANES):
             for i in range(_LANES):
-                lane_L[i] += score_GC[g, c + i]
-        total = _ZERO
-        for i in range(_LANES):
-            total += lane_L[i]
-        top_G[g], sum_G[g] = top, total
+                lane_L[i] += score_QC[q, c + i]
+        half = _LANES // 2
+        while half:
+            for i in range(half):
+                lane_L[i] += lane_L[half + i]
+            half //= 2
+        top_Q[q], sum_Q[q] = top, lane_L[0]
+
+
+@njit(cache=True, error_model="numpy")
+def _accumulate(score_QC, queries, address_C, acc_QD):
+    """Weighted sums of the chunk's values."""
+    width = acc_QD.shape[1]
+    for i in range(0, queries, 2):
+        j = min(i + 1, queries - 1)
+        weights, out = score_QC.ctypes.data, acc_QD.ctypes.data
+        weights_i, weights_j, out_i, out_j = weights + 4 * CHUNK * i, weights + 4 * CHUNK * j, out + 4 * width * i, out + 4 * width * j
+        weighted_sums(weights_i, weights_j, address_C.ctypes.data, CHUNK, width, out_i, out_j)  # type: ignore[call-arg]
 
 
 @njit(cache=True, fastmath={"contract"}, error_model="numpy")
-def _accumulate(score_GC, group, v_SKD, kv_head, slot_C, acc_GD):
-    """Weighted sum of the chunk's values, two heads by eight keys at a time; of an odd number, the last partner's row is waste."""
-    width, h = v_SKD.shape[2], kv_head
-    for g in range(acc_GD.shape[0]):
-        for d in range(width):
-            acc_GD[g, d] = _ZERO
-    for c in range(0, CHUNK, 8):
-        v0, v1, v2, v3 = slot_C[c], slot_C[c + 1], slot_C[c + 2], slot_C[c + 3]
-        v4, v5, v6, v7 = slot_C[c + 4], slot_C[c + 5], slot_C[c + 6], slot_C[c + 7]
-        for g in range(0, group, 2):
-            s0, s1, s2, s3 = score_GC[g, c], score_GC[g, c + 1], score_GC[g, c + 2], score_GC[g, c + 3]
-            s4, s5, s6, s7 = score_GC[g, c + 4], score_GC[g, c + 5], score_GC[g, c + 6], score_GC[g, c + 7]
-            t0, t1, t2, t3 = score_GC[g + 1, c], score_GC[g + 1, c + 1], score_GC[g + 1, c + 2], score_GC[g + 1, c + 3]
-            t4, t5, t6, t7 = score_GC[g + 1, c + 4], score_GC[g + 1, c + 5], score_GC[g + 1, c + 6], score_GC[g + 1, c + 7]
-            for d in range(width):
-                x0, x1, x2, x3 = v_SKD[v0, h, d], v_SKD[v1, h, d], v_SKD[v2, h, d], v_SKD[v3, h, d]
-                x4, x5, x6, x7 = v_SKD[v4, h, d], v_SKD[v5, h, d], v_SKD[v6, h, d], v_SKD[v7, h, d]
-                s = acc_GD[g, d] + s0 * x0 + s1 * x1 + s2 * x2 + s3 * x3 + s4 * x4 + s5 * x5 + s6 * x6 + s7 * x7
-                t = acc_GD[g + 1, d] + t0 * x0 + t1 * x1 + t2 * x2 + t3 * x3 + t4 * x4 + t5 * x5 + t6 * x6 + t7 * x7
-                acc_GD[g, d], acc_GD[g + 1, d] = s, t
-
-
-@njit(cache=True, fastmath={"contract"}, error_model="numpy")
-def _merge(out_RND, r, head, group, acc_GD, top_G, sum_G, best_N, total_N):
-    """Fold the next chunk into the running maximum, sum and output of `group` heads."""
-    for g in range(group):
-        n = head + g
-        best = max(best_N[n], top_G[g])
-        old, new = exp(best_N[n] - best), exp(top_G[g] - best)
-        best_N[n], total_N[n] = best, total_N[n] * old + sum_G[g] * new
-        for d in range(acc_GD.shape[1]):
-            out_RND[r, n, d] = out_RND[r, n, d] * old + acc_GD[g, d] * new
+def _merge(out_RND, first_row, tile_row, queries, group, kv_head, acc_QD, top_Q, sum_Q, best_TN, total_TN):
+    """Fold the next chunk into the running maximum, sum and output of the tile's queries."""
+    for q in range(queries):
+        t, n = tile_row + q // group, kv_head * group + q % group
+        r = first_row + q // group
+        best = max(best_TN[t, n], top_Q[q])
+        old, new = exp(best_TN[t, n] - best), exp(top_Q[q] - best)
+        best_TN[t, n], total_TN[t, n] = best, total_TN[t, n] * old + sum_Q[q] * new
+        for d in range(acc_QD.shape[1]):
+            out_RND[r, n, d] = out_RND[r, n, d] * old + acc_QD[q, d] * new
 
 
 @njit(
@@ -152,30 +145,45 @@ def attend_rows(q_RND, k_SKD, v_SKD, position_R, request_R, base_B, page_table_B
     """
     heads, kv_heads, width = q_RND.shape[1], k_SKD.shape[1], k_SKD.shape[2]
     group = heads // kv_heads
-    slot_C = np.empty(CHUNK, np.int64)
-    score_GC = np.empty((group + group % 2, CHUNK), np.float32)
-    acc_GD = np.empty((group + group % 2, width), np.float32)
+    most = min(TILE, stop - start) * group
+    slot_C, address_C = np.empty(CHUNK, np.int64), np.empty(CHUNK, np.int64)
+    score_QC = np.empty((most, CHUNK), np.float32)
+    acc_QD = np.empty((most, width), np.float32)
     lane_L = np.empty(_LANES, np.float32)
-    top_G, sum_G = np.empty(group, np.float32), np.empty(group, np.float32)
-    best_N, total_N = np.empty(heads, np.float32), np.empty(heads, np.float32)
-    for r in range(start, stop):
-        last, b = position_R[r], request_R[r]
-        for n in range(heads):
-            best_N[n], total_N[n] = _LOWEST, _ZERO
-            for d in range(width):
-                out_RND[r, n, d] = _ZERO
-        if last < first:
-            continue
-        for origin in range(first // CHUNK * CHUNK, last + 1, CHUNK):
-            begin, end = max(first - origin, 0), min(last - origin + 1, CHUNK)
-            _find_slots(r, b, origin, begin, end, base_B[b], page_table_BP, path_RD, page_size, slot_C)
-            for kv_head in range(kv_heads):
-                head = kv_head * group
-                _scores(q_RND, r, head, group, k_SKD, kv_head, slot_C, scale, score_GC)
-                _weigh(score_GC, group, begin, end, lane_L, top_G, sum_G)
-                _accumulate(score_GC, group, v_SKD, kv_head, slot_C, acc_GD)
-                _merge(out_RND, r, head, group, acc_GD, top_G, sum_G, best_N, total_N)
-        for n in range(heads):
-            inverse = _ONE / total_N[n]
-            for d in range(width):
-                out_RND[r, n, d] *= inverse
+    top_Q, sum_Q = np.empty(most, np.float32), np.empty(most, np.float32)
+    best_TN, total_TN = np.empty((TILE, heads), np.float32), np.empty((TILE, heads), np.float32)
+    above = start
+    while above < stop:  # a tile of rows [above, below) of request b
+        b, below, lowest = request_R[above], above, base_B[request_R[above]] - 1
+        while below < min(stop, above + TILE) and request_R[below] == b:
+            lowest = min(lowest, position_R[below])
+            below += 1
+        shared = (lowest + 1) // CHUNK * CHUNK  # chunks below it are committed, and whole for every row
+        best_TN[:] = _LOWEST
+        total_TN[:] = _ZERO
+        out_RND[above:below] = _ZERO
+        for turn in range(-1, below - above):  # the whole tile, then its rows one by one
+            tile_row, rows = (0, below - above) if turn < 0 else (turn, 1)
+            r, queries = above + tile_row, rows * group
+            origin = first // CHUNK * CHUNK if turn < 0 else max(first // CHUNK * CHUNK, shared)
+            last = shared - 1 if turn < 0 else position_R[r]
+            if last < first:
+                continue
+            while origin <= last:
+                begin, end = max(first - origin, 0), min(last - origin + 1, CHUNK)
+                _find_slots(r, b, origin, begin, end, base_B[b], page_table_BP, path_RD, page_size, slot_C)
+                for kv_head in range(kv_heads):
+                    _addresses(k_SKD, kv_head, slot_C, address_C)
+                    _scores(q_RND, r, queries, group, kv_head, address_C, scale, score_QC)
+                    _weigh(score_QC, queries, begin, end, lane_L, top_Q, sum_Q)
+                    _addresses(v_SKD, kv_head, slot_C, address_C)
+                    _accumulate(score_QC, queries, address_C, acc_QD)
+                    _merge(out_RND, r, tile_row, queries, group, kv_head, acc_QD, top_Q, sum_Q, best_TN, total_TN)
+                origin += CHUNK
+        for r in range(above, below):
+            for n in range(heads):
+                if total_TN[r - above, n] > _ZERO:
+                    inverse = _ONE / total_TN[r - above, n]
+                    for d in range(width):
+                        out_RND[r, n, d] *= inverse
+        above = below

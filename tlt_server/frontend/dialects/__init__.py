@@ -1,6 +1,6 @@
 """Dialects: what existing clients send. One file each, one table line each.
 
-A dialect is a function `routes(service) -> list[starlette.routing.Route]`; it translates to `Validator.batch` and phrases the
+A dialect is a function `routes(service) -> list[Endpoint]`; it translates to `Validator.batch` and phrases the
 events of `Service.generate`.
 """
 
@@ -10,6 +10,7 @@ from tlt_server.registry import Registry
 
 DIALECTS = Registry("dialect", {
     "native": "tlt_server.frontend.dialects.native:routes",
+    "openai": "tlt_server.frontend.dialects.openai:routes",
     "operate": "tlt_server.frontend.dialects.operate:routes",
     "strategy": "tlt_server.frontend.dialects.strategy:routes",
     "weights": "tlt_server.frontend.dialects.weights:routes",

@@ -6,21 +6,21 @@ error's. Events: `token`, `result`, `error` (one per item), and a last `done`.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import closing
+from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
+from msgspec import UNSET
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
-from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.responses import Response
 
-from tlt_server.errors import Cancelled, TltError
+from tlt_client.wire import Reply
+from tlt_server.errors import TltError
+from tlt_server.frontend.delivery import EventStream, reply
+from tlt_server.frontend.endpoints import Endpoint
 from tlt_server.frontend.generation import Event, Generation, ItemError, ItemResult, Service, TokenEvent
 from tlt_server.frontend.replies import error_body, json_response, unexpected
-from tlt_server.frontend.requests import parse
+from tlt_server.frontend.requests import NativeRequest, parse
 from tlt_server.frontend.validation import Batch
 
 
@@ -35,8 +35,13 @@ class Usage(msgspec.Struct):
         self.completion_tokens += sum(len(choice.token_ids) for choice in result.choices)
 
 
-def routes(service: Service) -> list[Route]:
+def routes(service: Service) -> list[Endpoint]:
     async def generate(request: Request) -> Response:
+        """Generate n choices for each prompt of a batch.
+
+        All of the batch is admitted or nothing. The reply has one entry per item, in order: choices or an error. With `stream`,
+        server-sent events: `token`, then `result` or `error` per item, and a last `done`.
+        """
         service.engine.check_available()
         asked = parse(await request.body())
         service.engine.check_available()  # the body may have taken its time
@@ -44,17 +49,16 @@ def routes(service: Service) -> list[Route]:
         batch = await service.validator.batch(asked, service.engine.info)
         generation = service.start(batch)  # a batch that is not admitted is an HTTP error, not a stream
         if batch.stream:
-            return EventStream(service, batch, generation)
-        with closing(generation):
-            return await _unless_disconnected(request, _collect(service, batch, generation))
+            return EventStream(_frames(service, batch, generation), generation)
+        return await reply(request, _collect(service, batch, generation), generation)
 
-    return [Route("/generate", generate, methods=["POST"])]
+    return [Endpoint("POST", "/generate", generate, takes=NativeRequest, gives=Reply, streams=True)]
 
 
 def _phrase(event: Event) -> tuple[str, dict[str, Any]]:
     match event:
         case TokenEvent(id, delta):
-            return "token", {"id": id, **msgspec.structs.asdict(delta)}
+            return "token", {"id": id, **{name: value for name, value in msgspec.structs.asdict(delta).items() if value is not UNSET}}
         case ItemResult(id, choices):
             return "result", {"id": id, "choices": choices}
         case ItemError(id, error):
@@ -72,18 +76,6 @@ async def _collect(service: Service, batch: Batch, generation: Generation) -> Re
         _, by_id[event.id] = _phrase(event)
     status = errors[0].http_status if len(errors) == len(batch.items) else 200
     return json_response({"results": [by_id[item.id] for item in batch.items], **_footer(service, usage)}, status)
-
-
-class EventStream(StreamingResponse):
-    """Server-sent events; whatever ends the response also ends the generation."""
-
-    def __init__(self, service: Service, batch: Batch, generation: Generation) -> None:
-        super().__init__(_frames(service, batch, generation), media_type="text/event-stream", headers={"cache-control": "no-store"})
-        self._generation = generation
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with closing(self._generation):
-            await super().__call__(scope, receive, send)
 
 
 async def _frames(service: Service, batch: Batch, generation: Generation) -> AsyncIterator[bytes]:
@@ -107,21 +99,3 @@ def _frame(name: str, data: dict[str, Any]) -> bytes:
 
 def _footer(service: Service, usage: Usage) -> dict[str, Any]:
     return {"usage": usage, "numerics": service.numerics}
-
-
-async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
-    """Run `work`, but cancel it (which aborts its sequences) as soon as the client hangs up."""
-    async def disconnected() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
-    try:
-        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise Cancelled("the client disconnected; its sequences were aborted")
-    finally:
-        for task in (working, watching):
-            task.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)

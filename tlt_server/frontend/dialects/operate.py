@@ -8,53 +8,84 @@ from __future__ import annotations
 
 from typing import Any
 
+from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from tlt_server import __version__
 from tlt_server.errors import Unavailable
+from tlt_server.frontend.endpoints import Endpoint
 from tlt_server.frontend.generation import Service
 from tlt_server.frontend.replies import json_response
+from tlt_server.records import EngineInfo, Phase
 
 
-def routes(service: Service) -> list[Route]:
+class Status(Struct, frozen=True):
+    status: str = "ok"
+
+
+class Startup(Struct, frozen=True):
+    started: bool
+    phases: list[Phase]
+
+
+class ServerInfo(Struct, frozen=True, kw_only=True):
+    version: str
+    served_model_name: str
+    ready: bool
+    numerics: str
+    engine: EngineInfo | None
+    open_sequences: int
+    max_queue: int
+    config: dict[str, Any]
+
+
+def routes(service: Service) -> list[Endpoint]:
     engine = service.engine
 
     async def ready(request: Request) -> Response:
+        """Whether a request sent now would be taken."""
         engine.check_available()
-        return json_response({"status": "ok"})
+        return json_response(Status())
 
     async def live(request: Request) -> Response:
+        """Whether this process works and its engine has not gone."""
         if engine.failure is not None:
             raise Unavailable(f"the engine is gone: {engine.failure.message}")
-        return json_response({"status": "ok"})
+        return json_response(Status())
 
     async def started(request: Request) -> Response:
-        phases = [{"name": phase.name, "seconds": phase.seconds, "detail": phase.detail} for phase in engine.phases]
-        return json_response({"started": engine.info is not None, "phases": phases}, 200 if engine.info is not None else 503)
+        """Whether the engine has been ready, and how long each start-up phase took; 503 until then."""
+        state = Startup(engine.info is not None, engine.phases)
+        return json_response(state, 200 if state.started else 503)
 
     async def metrics(request: Request) -> Response:
+        """Prometheus metrics."""
         return Response(service.metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def server_info(request: Request) -> Response:
+        """What this server is: model, engine, limits and settings."""
         return json_response(_server_info(service))
 
     return [
-        Route("/health", ready), Route("/readyz", ready), Route("/livez", live), Route("/startupz", started),
-        Route("/metrics", metrics), Route("/server_info", server_info),
+        Endpoint("GET", "/health", ready, gives=Status),
+        Endpoint("GET", "/readyz", ready, gives=Status),
+        Endpoint("GET", "/livez", live, gives=Status),
+        Endpoint("GET", "/startupz", started, gives=Startup),
+        Endpoint("GET", "/metrics", metrics),
+        Endpoint("GET", "/server_info", server_info, gives=ServerInfo),
     ]
 
 
-def _server_info(service: Service) -> dict[str, Any]:
+def _server_info(service: Service) -> ServerInfo:
     info = service.engine.info
-    return {
-        "version": __version__,
-        "served_model_name": service.config.served_model_name,
-        "ready": info is not None and service.engine.failure is None and not service.engine.draining,
-        "numerics": service.numerics,
-        "engine": info,
-        "open_sequences": len(service.engine),
-        "max_queue": service.config.max_queue,
-        "config": service.config.model_dump(mode="json", exclude={"api_key_file"}),
-    }
+    return ServerInfo(
+        version=__version__,
+        served_model_name=service.config.served_model_name,
+        ready=info is not None and service.engine.failure is None and not service.engine.draining,
+        numerics=service.numerics,
+        engine=info,
+        open_sequences=len(service.engine),
+        max_queue=service.config.max_queue,
+        config=service.config.model_dump(mode="json", exclude={"api_key_file"}),
+    )

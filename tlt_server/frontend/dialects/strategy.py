@@ -5,34 +5,55 @@ A switch never changes a token: it decides how many of the fixed tokens one pass
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated
 
-from pydantic_core import from_json
+from msgspec import Struct
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from tlt_server.config import nearest, parse_strategy
 from tlt_server.errors import InvalidRequest, StartupError
+from tlt_server.frontend.endpoints import Endpoint
 from tlt_server.frontend.generation import Service
 from tlt_server.frontend.replies import json_response
-from tlt_server.frontend.requests import shown
+from tlt_server.frontend.requests import Strict, checked, read_object, shown
 from tlt_server.records import EngineInfo, SetPolicy, Strategy
 from tlt_server.speculation.policies import POLICIES
 from tlt_server.speculation.policies.arms import ladder
 
-FIELDS = ("policy", "strategy")
 LIMITS = {"depth": 64, "width": 32, "rows": 256}  # of a strategy set while serving; larger trees gain nothing and stall a step
 
 
-def routes(service: Service) -> list[Route]:
+class PolicyFields(Strict):
+    policy: Annotated[str, Field(json_schema_extra={"enum": list(POLICIES)})]
+    strategy: Annotated[str | None, Field(description="for the policy fixed: drafter:DEPTHxWIDTHxROWS, such as eagle:7x4x16")] = None
+
+
+class StrategyState(Struct, frozen=True):
+    """`in_force` is what the last step used; `arms` are the strategies that a policy chooses from."""
+
+    policy: str
+    strategy: str | None
+    in_force: str | None
+    arms: list[str]
+    policies: list[str]
+    drafters: list[str]
+
+
+def routes(service: Service) -> list[Endpoint]:
     engine = service.engine
 
     async def get(request: Request) -> Response:
+        """Which policy chooses, and which strategy was in force in the last step."""
         engine.check_available()
         return json_response(_state(service))
 
     async def put(request: Request) -> Response:
+        """Replace the policy between two steps.
+
+        No token changes and no running request is disturbed: a strategy decides how many of the fixed tokens one pass reveals.
+        """
         engine.check_available()
         body = await request.body()
         engine.check_available()  # the body may have taken its time
@@ -40,21 +61,24 @@ def routes(service: Service) -> list[Route]:
         engine.set_policy(_parse(body, engine.info))
         return json_response(_state(service))
 
-    return [Route("/strategy", get, methods=["GET"]), Route("/strategy", put, methods=["PUT"])]
+    return [
+        Endpoint("GET", "/strategy", get, gives=StrategyState),
+        Endpoint("PUT", "/strategy", put, takes=PolicyFields, gives=StrategyState),
+    ]
 
 
-def _state(service: Service) -> dict[str, Any]:
+def _state(service: Service) -> StrategyState:
     engine, config = service.engine, service.config
     assert engine.info is not None
     policy = engine.policy or SetPolicy(config.policy, config.strategy)
-    return {
-        "policy": policy.policy,
-        "strategy": _spelled(policy.strategy) if policy.strategy else None,
-        "in_force": _spelled(engine.last_cycle.strategy) if engine.last_cycle else None,
-        "arms": [_spelled(arm) for arm in ladder(_drafters(engine.info), engine.info.device)],
-        "policies": list(POLICIES),
-        "drafters": _drafters(engine.info),
-    }
+    return StrategyState(
+        policy=policy.policy,
+        strategy=_spelled(policy.strategy) if policy.strategy else None,
+        in_force=_spelled(engine.last_cycle.strategy) if engine.last_cycle else None,
+        arms=[_spelled(arm) for arm in ladder(_drafters(engine.info), engine.info.device)],
+        policies=list(POLICIES),
+        drafters=_drafters(engine.info),
+    )
 
 
 def _spelled(strategy: Strategy) -> str:
@@ -68,31 +92,19 @@ def _drafters(info: EngineInfo) -> list[str]:
 
 def _parse(body: bytes, info: EngineInfo) -> SetPolicy:
     """A policy that this engine can follow, or `InvalidRequest`."""
-    try:
-        content = from_json(body, allow_inf_nan=False)
-    except ValueError as error:
-        raise InvalidRequest(f"the body is not JSON: {error}; send one UTF-8 encoded JSON object") from None
-    if not isinstance(content, dict):
-        raise InvalidRequest(f"the body is {shown(content)}; it must be a JSON object with the field policy")
-    for field in content:
-        if field not in FIELDS:
-            raise InvalidRequest(f"unknown field {field[:80]}{nearest(field, FIELDS)} (known: {', '.join(FIELDS)})")
-    policy, loaded = content.get("policy"), _drafters(info)
-    if not isinstance(policy, str) or policy not in POLICIES:
-        hint = nearest(policy, POLICIES) if isinstance(policy, str) else ""
-        raise InvalidRequest(f"policy is {shown(policy)}; known are {', '.join(POLICIES)}{hint}")
+    asked, loaded = checked(PolicyFields, read_object(body, "policy")), _drafters(info)
+    policy, text = asked.policy, asked.strategy
+    if policy not in POLICIES:
+        raise InvalidRequest(f"policy is {shown(policy)}; known are {', '.join(POLICIES)}{nearest(policy, POLICIES)}")
     if policy != "off" and not loaded:
         raise InvalidRequest(f"policy is {policy!r} but no drafter is loaded; use off, or restart the server with --drafter")
-    text = content.get("strategy")
     if (policy == "fixed") != (text is not None):
         raise InvalidRequest(f"policy is {policy!r} and strategy is {shown(text)}; strategy is for policy fixed, which needs one, "
                              f"for example {_spelled(ladder(loaded, info.device)[-1]) if loaded else 'eagle:7x4x16'}")
     return SetPolicy(policy, _strategy(text, loaded) if text is not None else None)
 
 
-def _strategy(text: Any, loaded: list[str]) -> Strategy:
-    if not isinstance(text, str):
-        raise InvalidRequest(f"strategy is {shown(text)}; it must be a string such as eagle:7x4x16")
+def _strategy(text: str, loaded: list[str]) -> Strategy:
     try:
         strategy = parse_strategy(text, "strategy")
     except StartupError as error:

@@ -1,7 +1,8 @@
 """Default arms: a ladder of strategies per drafter, and how many verify rows a batch can afford.
 
 TLT maps batch buckets 1 / 2 / 5 / 21 to 48 / 32 / 16 / 8 verify rows per request at depth 8 and top-k 4 (on a GPU, where 64 rows
-cost what one does). A CPU pays for rows much earlier, so its ladder starts at two rows, and its ceilings fall faster.
+cost what one does). A CPU pays for rows much earlier, so its ladder is of chains, few and well apart (a cold batch is too short to
+tell neighbours apart), and its ceilings fall faster. Buckets are narrow where batches are small, since a reward grows with the batch.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ from collections.abc import Iterable, Sequence
 from tlt_server.records import OFF, Strategy
 
 CPU_LADDERS: dict[str, tuple[tuple[int, int, int], ...]] = {  # (depth, width, rows)
-    "eagle": ((1, 1, 2), (2, 2, 4), (4, 2, 6), (5, 3, 9), (7, 4, 16), (8, 4, 24)),
-    "history": ((2, 1, 3), (4, 1, 5), (8, 2, 9), (8, 2, 16)),
+    "eagle": ((2, 1, 3), (4, 1, 5), (7, 1, 8)),
+    "history": ((2, 1, 3), (7, 1, 8)),
 }
 GPU_LADDERS: dict[str, tuple[tuple[int, int, int], ...]] = {
     "eagle": ((3, 1, 4), (5, 2, 8), (8, 4, 16), (8, 4, 32), (8, 4, 48)),
     "history": ((4, 1, 5), (8, 2, 16), (8, 4, 32)),
 }
-CPU_ROWS = ((1, 24), (2, 16), (5, 9), (10, 6), (21, 4), (42, 3))  # (smallest batch, most verify rows per request)
+CPU_ROWS = ((1, 16), (2, 16), (3, 9), (6, 9), (12, 5), (24, 5), (48, 3))  # (smallest batch, most verify rows per request)
 GPU_ROWS = ((1, 48), (2, 32), (5, 16), (21, 8))  # the paper's
 
 

@@ -5,8 +5,9 @@ kept per bucket and arm in a sliding window; with probability epsilon another ar
 Different here, because on a CPU one cycle of a bad arm can cost several plain steps: (1) every bucket has several arms, OFF
 among them; (2) exploration spends from an account that earns `regret_share` of the bucket's decode time, so what it loses is
 bounded whatever the arms are (plus one overdraft, and `credit_steps` again when the leader's rewards change), and an arm is
-retried the more rarely the worse it was; (3) an arm is tried for a few cycles in a row and takes the lead only when better by
-a margin and by the noise of both estimates, so the choice does not flap.
+retried the more rarely the worse it was; (3) an arm is tried for a few cycles, in turns with the leader, and takes the lead only
+when better than it in those very cycles by a margin and by the noise of both, so neither a growing context nor a busy machine
+decides and the choice does not flap.
 Only pure decode cycles are rewarded. Nothing latches: OFF and the others replace each other by the same rule.
 """
 
@@ -22,53 +23,73 @@ from tlt_server.records import OFF, Cycle, StepContext, Strategy
 from tlt_server.speculation.policies.arms import CPU_ROWS, affordable
 from tlt_server.speculation.policies.rewards import Rewards
 
+RETURN = 3  # cycles within which a drafter that comes back has little to catch up with
+
 
 @dataclass(frozen=True)
 class BegSettings:
-    epsilon: float = 0.1  # share of cycles, at most, that retry an arm already measured
-    window: int = 300  # cycles of rewards remembered per bucket and arm
+    epsilon: float = 0.05  # share of cycles, at most, that retry an arm already measured
+    window: int = 96  # cycles of rewards remembered per bucket and arm
     buckets: tuple[tuple[int, int], ...] = CPU_ROWS  # (smallest batch in requests, most verify rows per request)
     regret_share: float = 0.015  # share of a bucket's decode time that exploration may lose
-    credit_steps: float = 6.0  # steps' worth of time that a bucket may lose at once; its account never holds more than twice that
+    credit_steps: float = 2.5  # steps' worth of time that a bucket may lose at once; its account never holds more than twice that
     first_cycles: int = 8  # cycles of the leader before anything else is tried in a bucket
     trial_cycles: int = 3  # cycles that a trial lasts at least
-    longest_trial: int = 24  # cycles after which an undecided trial ends
-    recent: int = 24  # rewards kept of an arm when it is tried again, and compared with the window to notice a change
+    longest_trial: int = 16  # cycles after which an undecided trial ends
+    recent: int = 24  # newest rewards of the leader that are compared with its window to notice a change
     margin: float = 0.03  # ratio by which an arm must beat the leader to replace it
     seed: int = 0  # of the generator that decides when to explore, when none is passed in
+
+
+class Trial:
+    """An arm and the leader in turns, until one is surely better."""
+
+    def __init__(self, arm: Strategy, cycles: int) -> None:
+        self.arm, self.left = arm, cycles
+        self.own, self.beside = Rewards(cycles), Rewards(cycles)  # the arm's and the leader's
+        self.leads = True  # whose turn it was
+
+    @property
+    def ratio(self) -> float:
+        return self.own.rate / self.beside.rate if self.beside.rate else 0.0
+
+    @property
+    def error(self) -> float:
+        """Standard error of `ratio`."""
+        if not self.own.rate or not self.beside.rate:
+            return math.inf
+        return self.ratio * math.hypot(self.own.error / self.own.rate, self.beside.error / self.beside.rate)
 
 
 class Bucket:
     """The arms of one range of batch sizes: their rewards, the leader, the trial in progress, the exploration account."""
 
     def __init__(self, arms: Sequence[Strategy], settings: BegSettings) -> None:
-        self.arms, self.fewest = tuple(arms), settings.trial_cycles
+        self.arms = tuple(arms)
         self.rewards = {arm: Rewards(settings.window) for arm in arms}
+        self.ratios: dict[Strategy, tuple[float, float]] = {}  # rate over the leader's and its error, as last tried
         self.leader: Strategy | None = None  # None: never visited
-        self.trial: Strategy | None = None  # the arm on trial
-        self.tried: Strategy | None = None  # whose `trial_rewards` these are; outlives the trial by the cycles still in flight
-        self.trial_left = 0
-        self.trial_rewards = Rewards(settings.longest_trial)
-        self.before = (0.0, math.inf)  # rate and error of the arm before its trial
-        self.guessed: set[Strategy] = set()  # arms whose rewards were scaled and not measured since
+        self.trial: Trial | None = None
         self.account_s = -math.inf  # opened once the leader has been measured
         self.cycles = 0  # since the last look for a trial
-        self.led = 0  # rewards since the last look at the leader
 
-    def scale_siblings(self, arm: Strategy, factor: float) -> None:
-        """What changed one arm of a drafter (acceptance, after a weight push or a new prompt set) has changed the others too."""
-        for other, rewards in self.rewards.items():
-            if other != arm and arm.drafter and other.drafter == arm.drafter and other not in self.guessed:
-                rewards.scale(factor)
-                self.guessed.add(other)
-
-    def ratio(self, arm: Strategy) -> float | None:
+    def ratio(self, arm: Strategy | None) -> float | None:
         """Measured rate over the leader's."""
-        leader = self.rewards[self.leader].rate if self.leader is not None else 0.0
-        return self.rewards[arm].rate / leader if leader and self.measured(arm) else None
+        return 1.0 if arm == self.leader else self.ratios[arm][0] if arm in self.ratios else None
 
-    def measured(self, arm: Strategy) -> bool:
-        return arm in self.rewards and len(self.rewards[arm]) >= self.fewest
+    def promote(self, trial: Trial) -> None:
+        assert self.leader is not None
+        arm, ratio = trial.arm, trial.ratio
+        self.ratios = {other: (value / ratio, error / ratio) for other, (value, error) in self.ratios.items() if other != arm}
+        self.ratios[self.leader] = (1 / ratio, trial.error / ratio**2)
+        self.rewards[arm].keep_last(len(trial.own))
+        self.leader, self.trial = arm, None
+
+    def scale(self, factor: float, *, drafter: str, inside: bool) -> None:
+        """Multiply the ratios of the arms inside (or outside) one drafter: what changed one of its arms has changed all."""
+        for other, (value, error) in self.ratios.items():
+            if (other.drafter == drafter) == inside:
+                self.ratios[other] = (value * factor, error * factor)
 
 
 class Beg:
@@ -78,7 +99,8 @@ class Beg:
         self.starts = [start for start, _ in settings.buckets]
         self.buckets = [Bucket(affordable(arms, rows), settings) for _, rows in settings.buckets]
         self._nearest = [sorted(range(len(self.buckets)), key=lambda other: abs(other - i)) for i in range(len(self.buckets))]
-        self._last_drafter = ""
+        self._cycle = 0
+        self._last_used: dict[str, int] = {}  # the cycle that last used a drafter
         self._explored_s = self._lost_s = self._decode_s = 0.0
         self._trials = self._switches = 0
         self._shown = OFF
@@ -94,26 +116,26 @@ class Beg:
         if context.prefill_rows:
             return bucket.leader
         if bucket.trial is None:
-            bucket.trial = self._next_trial(index, bucket)
-            if bucket.trial is not None:
-                self._trials += 1
-                bucket.tried, bucket.trial_left = bucket.trial, self.settings.longest_trial
-                bucket.trial_rewards = Rewards(self.settings.longest_trial)
-                rewards = bucket.rewards[bucket.trial]
-                rewards.keep_last(self.settings.recent)
-                bucket.before = (rewards.rate, rewards.error)
-        if bucket.trial is None:
-            return bucket.leader
-        bucket.trial_left -= 1
+            arm = self._next_trial(index, bucket)
+            if arm is None:
+                return bucket.leader
+            self._trials += 1
+            bucket.rewards[arm].keep_last(2 * self.settings.trial_cycles)  # older ones were for shorter contexts
+            bucket.trial = Trial(arm, self.settings.longest_trial)
         trial = bucket.trial
-        if bucket.trial_left <= 0:
-            bucket.trial = None
-        return trial
+        trial.leads = not trial.leads
+        if not trial.leads:
+            trial.left -= 1
+            return trial.arm
+        if not trial.left:
+            self._conclude(bucket)
+        return bucket.leader
 
     def observe(self, cycle: Cycle) -> None:
         context, arm = cycle.context, cycle.strategy
-        settled = not arm.drafter or arm.drafter == self._last_drafter  # else the cycle paid for the drafter's catch-up
-        self._last_drafter = arm.drafter
+        self._cycle += 1
+        settled = not arm.drafter or self._cycle - self._last_used.get(arm.drafter, -RETURN) < RETURN  # else it paid for the catch-up
+        self._last_used[arm.drafter] = self._cycle
         if context.prefill_rows or not context.decoding or not context.speculable or cycle.step_s <= 0:
             return
         bucket = self.buckets[self._index(context)]
@@ -133,17 +155,17 @@ class Beg:
         if not settled:
             return
         bucket.rewards[arm].add(cycle.emitted, cycle.step_s)
+        trial = bucket.trial
         if arm == bucket.leader:
+            if trial:
+                trial.beside.add(cycle.emitted, cycle.step_s)
             change = leader.trim_if_drifted(self.settings.recent)
             if change != 1.0:
-                bucket.scale_siblings(arm, change)
+                bucket.scale(1 / change, drafter=arm.drafter, inside=False)
                 bucket.account_s = max(bucket.account_s, leader.step_s * self.settings.credit_steps)
-            self._replace_leader(bucket)
-        elif arm == bucket.tried:
-            bucket.trial_rewards.add(cycle.emitted, cycle.step_s)
-            self._judge(bucket, arm)
-            if bucket.trial is None:
-                self._compare_with_before(bucket, arm)
+        elif trial and arm == trial.arm:
+            trial.own.add(cycle.emitted, cycle.step_s)
+            self._judge(bucket, trial)
 
     def gauges(self) -> Mapping[str, float]:
         decode_s = self._decode_s or 1.0
@@ -158,43 +180,28 @@ class Beg:
     def _index(self, context: StepContext) -> int:
         return max(0, bisect_right(self.starts, context.decoding) - 1)
 
-    def _judge(self, bucket: Bucket, arm: Strategy) -> None:
+    def _judge(self, bucket: Bucket, trial: Trial) -> None:
         """Promote the arm, end its trial, or let it go on."""
-        assert bucket.leader is not None
-        leader, whole, now = bucket.rewards[bucket.leader], bucket.rewards[arm], bucket.trial_rewards
-        noise = math.hypot(leader.error, whole.error)
-        lowest_lead = leader.rate * (1 + self.settings.margin)
-        if len(now) < self.settings.trial_cycles:
-            return  # one stalled step must not decide
-        if min(whole.rate, now.rate) > lowest_lead and whole.rate - leader.rate > noise:
-            bucket.leader, bucket.trial = arm, None
-            self._switches += 1
-        elif whole.rate + 2 * noise < lowest_lead or bucket.account_s < 0:
-            bucket.trial = None
-
-    def _replace_leader(self, bucket: Bucket) -> None:
-        """Give the lead to an arm that was surely better than what the leader turns out to be."""
-        assert bucket.leader is not None
-        leader = bucket.rewards[bucket.leader]
-        bucket.led += 1
-        if bucket.led < self.settings.trial_cycles:
+        fewest = self.settings.trial_cycles  # one stalled step must not decide
+        if len(trial.own) < fewest or len(trial.beside) < fewest - 1:
             return
-        bucket.led = 0
-        best = max(bucket.arms, key=lambda arm: bucket.rewards[arm].rate)
-        rewards = bucket.rewards[best]
-        if (best not in bucket.guessed and bucket.measured(best) and rewards.rate > leader.rate * (1 + self.settings.margin)
-                and rewards.rate - leader.rate > 2 * math.hypot(rewards.error, leader.error)):
-            rewards.keep_last(self.settings.recent)
-            bucket.leader, bucket.trial = best, None
+        ratio, error, lowest_lead = trial.ratio, trial.error, 1 + self.settings.margin
+        if ratio > lowest_lead and ratio - 1 > 1.5 * error:
+            bucket.promote(trial)
             self._switches += 1
+        elif ratio + 2 * error < lowest_lead or bucket.account_s < 0:
+            self._conclude(bucket)
 
-    def _compare_with_before(self, bucket: Bucket, arm: Strategy) -> None:
-        """A trial that contradicts the arm's own measured past says that its drafter has changed."""
-        (before, error), now = bucket.before, bucket.trial_rewards
-        if arm not in bucket.guessed and before and abs(now.rate - before) > 3 * math.hypot(error, now.error):
-            bucket.scale_siblings(arm, now.rate / before)
-        bucket.guessed.discard(arm)
-        bucket.before = (0.0, math.inf)
+    def _conclude(self, bucket: Bucket) -> None:
+        """Remember what the trial showed; if it contradicts an earlier one, the arm's drafter has changed."""
+        trial, bucket.trial = bucket.trial, None
+        if trial is None or bucket.leader is None or min(len(trial.own), len(trial.beside)) < self.settings.trial_cycles - 1:
+            return
+        ratio, error = trial.ratio, trial.error
+        before, doubt = bucket.ratios.get(trial.arm, (ratio, 0.0))
+        if abs(ratio - before) > 3 * math.hypot(error, doubt) and trial.arm.drafter != bucket.leader.drafter:
+            bucket.scale(ratio / before, drafter=trial.arm.drafter, inside=True)
+        bucket.ratios[trial.arm] = (ratio, error)
 
     def _next_trial(self, index: int, bucket: Bucket) -> Strategy | None:
         """Promising unmeasured arms and arms that look better than the leader at once, others with probability epsilon; all on account."""
@@ -207,40 +214,41 @@ class Beg:
         assert bucket.leader is not None
         limit_s = 2 * self.settings.credit_steps * bucket.rewards[bucket.leader].step_s
         ready = [arm for arm in arms if bucket.account_s >= min(self._cost_s(bucket, arm, expected[arm]), 0.95 * limit_s)]
-        urgent = [arm for arm in ready if expected[arm] > (1 + self.settings.margin if bucket.measured(arm) else 1 - self.settings.margin)]
+        urgent = [arm for arm in ready if expected[arm] > (1 + self.settings.margin if arm in bucket.ratios else 1 - self.settings.margin)]
         if urgent:
-            return max(urgent, key=lambda arm: (expected[arm], -arm.rows))
+            return max(urgent, key=lambda arm: expected[arm])  # the first of equals: ladders begin with the least risk
         if ready and self.rng.random() < self.settings.epsilon:
-            leader = bucket.rewards[bucket.leader].rate
-            return max(ready, key=lambda arm: self.rng.gauss(expected[arm], self._doubt(bucket, arm) / leader if leader else 0.0))
+            return max(ready, key=lambda arm: self.rng.gauss(expected[arm], 2 * bucket.ratios[arm][1] if arm in bucket.ratios else 0.5))
         return None
 
     def _expected_ratio(self, index: int, arm: Strategy) -> float:
-        """Rate over the leader's: measured here; else that of the drafter's nearest measured rung; else in the nearest bucket; else 1."""
-        bucket = self.buckets[index]
-        ratio = bucket.ratio(arm)
-        if ratio is not None:
-            return ratio
-        rungs = [other for other in bucket.arms if other.drafter == arm.drafter and bucket.measured(other)]
-        if rungs:
-            return bucket.ratio(min(rungs, key=lambda other: abs(math.log(other.rows / arm.rows)))) or 1.0
-        for other in self._nearest[index]:
-            ratio = self.buckets[other].ratio(arm)
-            if ratio is not None:
-                return ratio
-        return 1.0
+        """Rate over the leader's: measured here; else that of the drafter's nearest measured rung; else in the nearest bucket.
 
-    def _doubt(self, bucket: Bucket, arm: Strategy) -> float:
-        """Standard deviation of what the arm's rate may be."""
-        rewards = bucket.rewards[arm]
-        return 2 * rewards.error if bucket.measured(arm) else bucket.rewards[bucket.leader].rate / 2 if bucket.leader else 0.0
+        Where OFF leads, a larger batch sets a lower bound only. Of an arm never tried it is 1, but where a drafter leads, those
+        of a drafter listed later are no urgent trial: a cold batch is short.
+        """
+        bucket = self.buckets[index]
+        assert bucket.leader is not None
+        leading, ratio = bucket.rewards[bucket.leader].rate, bucket.ratio(arm)
+        if ratio is not None:  # without drafts the rate itself stays true, whatever became of the leader's acceptance
+            return max(ratio, bucket.rewards[OFF].rate / leading) if arm == OFF and leading else ratio
+        rungs = [other for other in bucket.ratios if other.drafter == arm.drafter]
+        if rungs:
+            return bucket.ratios[min(rungs, key=lambda other: abs(math.log(other.rows / arm.rows)))][0]
+        for other in self._nearest[index]:
+            there, leader = self.buckets[other].ratio(arm), self.buckets[other].ratio(bucket.leader)
+            if there is not None and leader:
+                return max(1.0, there / leader) if bucket.leader == OFF and other > index else there / leader
+        urgent = bucket.leader == OFF or bucket.arms.index(arm) < bucket.arms.index(bucket.leader) or arm.drafter == bucket.leader.drafter
+        return 1.0 if urgent else 1.0 - self.settings.margin
 
     def _cost_s(self, bucket: Bucket, arm: Strategy, ratio: float) -> float:
         """Time that a shortest trial is expected to lose."""
         assert bucket.leader is not None
         step_s = bucket.rewards[arm].step_s
-        if not bucket.measured(arm):  # at worst in proportion to the rows of the nearest measured arm
-            near = min((other for other in bucket.arms if bucket.measured(other)), key=lambda other: abs(math.log(other.rows / arm.rows)))
+        if not step_s:  # at worst in proportion to the rows of the nearest measured arm
+            measured = [other for other in bucket.arms if len(bucket.rewards[other])]
+            near = min(measured, key=lambda other: abs(math.log(other.rows / arm.rows)))
             step_s = bucket.rewards[near].step_s * max(1.0, arm.rows / near.rows)
         return self.settings.trial_cycles * step_s * max(0.0, 1 - ratio)
 

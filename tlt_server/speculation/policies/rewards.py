@@ -64,12 +64,6 @@ class Rewards:
         times = ((count - 1) * self._time_spread**2 + assumed) / known
         return self.rate * math.sqrt((tokens + times) / count)
 
-    def scale(self, factor: float) -> None:
-        """Multiply every reward, when other evidence says that all of them have changed alike."""
-        self._samples = deque((tokens * factor, step_s) for tokens, step_s in self._samples)
-        self._tokens *= factor
-        self._squares *= factor * factor
-
     def trim_if_drifted(self, recent: int) -> float:
         """Forget all but the `recent` last samples when those differ from the rest by more than four standard errors.
 

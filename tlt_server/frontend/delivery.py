@@ -1,0 +1,44 @@
+"""How a generation reaches its client: as one reply or as server-sent events. Whatever ends the response ends the generation."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import closing
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from tlt_server.errors import Cancelled
+from tlt_server.frontend.generation import Generation
+
+
+class EventStream(StreamingResponse):
+    def __init__(self, frames: AsyncIterator[bytes], generation: Generation) -> None:
+        super().__init__(frames, media_type="text/event-stream", headers={"cache-control": "no-store"})
+        self._generation = generation
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with closing(self._generation):
+            await super().__call__(scope, receive, send)
+
+
+async def reply(request: Request, work: Coroutine[Any, Any, Response], generation: Generation) -> Response:
+    """Run `work`, but cancel it (which aborts its sequences) as soon as the client hangs up."""
+    async def disconnected() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    with closing(generation):
+        working, watching = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
+        try:
+            await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                return working.result()
+            raise Cancelled("the client disconnected; its sequences were aborted")
+        finally:
+            for task in (working, watching):
+                task.cancel()
+            await asyncio.gather(working, watching, return_exceptions=True)

@@ -1,0 +1,199 @@
+"""The OpenAI dialect: completions and chat completions with token ids in and out, models, tokenize and detokenize.
+
+Bodies are translated to the native request and share its limits; errors have the OpenAI envelope. A reply is whole or not at all: the
+first item that fails ends the request with its error, in a stream as a chunk `{"error": ...}` before `[DONE]`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator
+from functools import partial
+from typing import Any
+
+import msgspec
+from msgspec import UNSET
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tlt_server.errors import InvalidRequest, NotFound, TltError
+from tlt_server.frontend.delivery import EventStream, reply
+from tlt_server.frontend.endpoints import Endpoint
+from tlt_server.frontend.generation import Generation, ItemError, ItemResult, Service, TokenEvent
+from tlt_server.frontend.openai.logprobs import Speller
+from tlt_server.frontend.openai.phrases import ChatPhrase, CompletionPhrase
+from tlt_server.frontend.openai.replies import (
+    CachedTokens,
+    ChatCompletion,
+    Completion,
+    Detokenized,
+    Model,
+    Models,
+    OpenAIUsage,
+    Tokens,
+    problem,
+)
+from tlt_server.frontend.openai.requests import (
+    CHAT,
+    COMPLETION,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    read,
+)
+from tlt_server.frontend.pieces import Pieces
+from tlt_server.frontend.replies import json_response, unexpected
+from tlt_server.frontend.text import Text
+from tlt_server.frontend.validation import Batch, Words
+from tlt_server.records import EngineInfo
+
+Phrase = CompletionPhrase | ChatPhrase
+
+
+def routes(service: Service) -> list[Endpoint]:
+    pieces = Pieces(service.text)
+
+    async def models(request: Request) -> Response:
+        """The served model and its longest prompt plus output."""
+        info = service.engine.info
+        longest = info.max_model_len if info is not None else service.config.max_model_len
+        assert isinstance(longest, int)
+        return json_response(Models([Model(service.config.served_model_name, longest)]))
+
+    async def completions(request: Request) -> Response:
+        """Complete one prompt or a batch of prompts, given as text or token ids.
+
+        Choices are prompt-major: choice i of prompt p has the index p * n + i. Server-sent chunks with `stream`. Unknown fields are
+        ignored; null is the same as absent.
+        """
+        asked, info = await _read(service, request, CompletionRequest)
+        prompts = [{"prompt" if isinstance(prompt, str) else "token_ids": prompt} for prompt in asked.prompts()]
+        return await _answer(request, asked, info, prompts, COMPLETION, CompletionPhrase)
+
+    async def chat(request: Request) -> Response:
+        """Answer a conversation, put into the model's chat template with tools and chat_template_kwargs.
+
+        Server-sent chunks with `stream`. Unknown fields are ignored; null is the same as absent.
+        """
+        asked, info = await _read(service, request, ChatRequest)
+        token_ids = await _conversation(service.text, asked.template_arguments(asked.messages))
+        return await _answer(request, asked, info, [{"token_ids": token_ids}], CHAT, ChatPhrase)
+
+    async def tokenize(request: Request) -> Response:
+        """Token ids of a text, or of a conversation put into the chat template."""
+        asked, info = await _read(service, request, TokenizeRequest)
+        if (asked.prompt is None) == (asked.messages is None):
+            raise InvalidRequest(f"prompt is {'absent' if asked.prompt is None else 'given'} and so is messages; give exactly one of them")
+        if asked.messages is not None:
+            tokens = await _conversation(service.text, asked.template_arguments(asked.messages), special=asked.add_special_tokens is True)
+        else:
+            assert asked.prompt is not None
+            [tokens] = await asyncio.to_thread(service.text.encode, [asked.prompt], special=asked.add_special_tokens is not False)
+        return json_response(Tokens(tokens, len(tokens), info.max_model_len))
+
+    async def detokenize(request: Request) -> Response:
+        """The text of token ids, special tokens included."""
+        asked, info = await _read(service, request, DetokenizeRequest)
+        if service.text.tokenizer is None:
+            raise InvalidRequest("tokens cannot be read: this model directory has no tokenizer.json; decode them where it is")
+        if asked.tokens and max(asked.tokens) >= info.vocab_size:
+            raise InvalidRequest(f"tokens has the token id {max(asked.tokens)}; ids of this model end at {info.vocab_size - 1}: "
+                                 "tokenise with the served model's tokenizer")
+        return json_response(Detokenized(await asyncio.to_thread(service.text.decode, asked.tokens, special=True)))
+
+    async def _answer(request: Request, asked: Any, info: EngineInfo, prompts: list[dict[str, Any]], words: Words,
+                      phrase_of: type[Phrase]) -> Response:
+        batch = await service.validator.batch(asked.native(prompts), info, words)
+        generation = service.start(batch)
+        kind = "cmpl" if phrase_of is CompletionPhrase else "chatcmpl"
+        speller = Speller(pieces, as_ids=asked.return_tokens_as_token_ids or service.text.tokenizer is None)
+        phrase = phrase_of(asked, batch, service.text, speller, frozenset(info.eos_token_ids) - set(asked.stop_token_ids),
+                           f"{kind}-{uuid.uuid4().hex}", int(time.time()), service.config.served_model_name)
+        if asked.stream:
+            return EventStream(_chunks(phrase, batch, generation, request.url.path, usage=asked.stream_options.include_usage), generation)
+        return await reply(request, _whole(phrase, batch, generation), generation)
+
+    post = partial(Endpoint, "POST", error_shape=problem)
+    return [
+        Endpoint("GET", "/v1/models", models, gives=Models, error_shape=problem),
+        post("/v1/completions", completions, takes=CompletionRequest, gives=Completion, streams=True),
+        post("/v1/chat/completions", chat, takes=ChatRequest, gives=ChatCompletion, streams=True),
+        post("/tokenize", tokenize, takes=TokenizeRequest, gives=Tokens),
+        post("/detokenize", detokenize, takes=DetokenizeRequest, gives=Detokenized),
+    ]
+
+
+async def _read(service: Service, request: Request, model: type[Any]) -> tuple[Any, EngineInfo]:
+    service.engine.check_available()
+    asked = read(model, await request.body())
+    service.engine.check_available()  # the body may have taken its time
+    names = ("", service.config.served_model_name, str(service.config.model))
+    if asked.model not in names:
+        raise NotFound(f"model is {asked.model[:100]!r}; this server serves {service.config.served_model_name!r}: name that one, or none")
+    assert service.engine.info is not None
+    return asked, service.engine.info
+
+
+async def _conversation(text: Text, arguments: dict[str, Any], *, special: bool = False) -> list[int]:
+    [token_ids] = await asyncio.to_thread(text.encode, [text.render(**arguments)], special=special)
+    return token_ids
+
+
+class _Count:
+    """Usage, as items end."""
+
+    def __init__(self) -> None:
+        self._prompt = self._cached = self._completion = 0
+
+    def add(self, result: ItemResult) -> None:
+        self._prompt += result.prompt_tokens
+        self._cached += result.cached_tokens
+        self._completion += sum(len(choice.token_ids) for choice in result.choices)
+
+    def usage(self) -> OpenAIUsage:
+        return OpenAIUsage(self._prompt, self._completion, self._prompt + self._completion, CachedTokens(self._cached))
+
+
+async def _whole(phrase: Phrase, batch: Batch, generation: Generation) -> Response:
+    places, count, parts = _places(batch), _Count(), []
+    async for event in generation.events():
+        if isinstance(event, ItemError):
+            raise event.error
+        if isinstance(event, ItemResult):
+            count.add(event)
+            parts += [phrase.ended(places[event.id], choice) for choice in event.choices]
+    parts.sort(key=lambda part: part.index)
+    return json_response(phrase.reply(parts, count.usage()))  # type: ignore[arg-type]
+
+
+async def _chunks(phrase: Phrase, batch: Batch, generation: Generation, path: str, *, usage: bool) -> AsyncIterator[bytes]:
+    places, count, no_usage = _places(batch), _Count(), None if usage else UNSET
+    try:
+        async for event in generation.events():
+            match event:
+                case TokenEvent(id, delta):
+                    yield _frame(phrase.reply([phrase.grown(places[id], delta)], no_usage))  # type: ignore[list-item]
+                case ItemResult(id, choices):
+                    count.add(event)
+                    for choice in choices:
+                        yield _frame(phrase.reply([phrase.ended(places[id], choice)], no_usage))  # type: ignore[list-item]
+                case ItemError(_, error):
+                    raise error
+        if usage:
+            yield _frame(phrase.reply([], count.usage()))
+    except TltError as error:
+        yield _frame({"error": problem(error)})
+    except Exception as error:  # our own bug, but the status line is long gone: say so in the stream
+        yield _frame({"error": problem(unexpected(error, path))})
+    yield b"data: [DONE]\n\n"
+
+
+def _places(batch: Batch) -> dict[str, int]:
+    return {item.id: place for place, item in enumerate(batch.items)}
+
+
+def _frame(data: Any) -> bytes:
+    return b"data: " + msgspec.json.encode(data) + b"\n\n"
