@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import msgspec
@@ -14,7 +14,7 @@ from tlt_server.engine.pushes import WeightPushes
 from tlt_server.engine.runner import Finished
 from tlt_server.engine.scheduler import Batch, Scheduler
 from tlt_server.engine.sequence import Sequence
-from tlt_server.errors import TltError
+from tlt_server.errors import EngineFailed, TltError
 from tlt_server.records import (
     Abort,
     AbortWeights,
@@ -42,6 +42,8 @@ class Runner(Protocol):
     def launch(self, batch: Batch, strategy: Strategy) -> None: ...
 
     def collect(self, *, busy: bool) -> Finished | None: ...
+
+    def gauges(self) -> Mapping[str, float]: ...
 
 
 class Engine:
@@ -76,7 +78,7 @@ class Engine:
         return self._stopping and not self._commands and self.scheduler.idle
 
     def gauges(self) -> dict[str, float]:
-        return {**self.scheduler.gauges(), **self.policy.gauges()}
+        return {**self.scheduler.gauges(), **self.policy.gauges(), **self.runner.gauges()}
 
     def reports(self) -> list[WeightReport]:
         """Answers to weight commands since the last call."""
@@ -133,7 +135,8 @@ class Engine:
     def _submit(self, requests: list[GenerateRequest]) -> None:
         try:
             self.scheduler.submit([self._make_sequence(request) for request in requests])
-        except TltError as error:  # all or none: the whole batch ends with the reason
+        except Exception as cause:  # all or none: the whole batch ends with the reason, and no other request feels it
+            error = cause if isinstance(cause, TltError) else EngineFailed(f"this batch cannot be run: {type(cause).__name__}: {cause}")
             self._ended += [
                 StepOutput(id=r.id, token_ids=[], logprobs=[], finish_reason="error", error=(error.code, error.message)) for r in requests
             ]

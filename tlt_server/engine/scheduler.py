@@ -154,7 +154,6 @@ class Scheduler:
         if self.paused:
             return None
         works = [work for sequence in list(self._running) if sequence.decoding and (work := self._decode_work(sequence))]
-        works = [work for work in works if work.sequence.slot >= 0]  # a later one may have preempted an earlier one
         rows = len(works)
         for sequence in list(self._running):
             if not sequence.decoding and rows < self.max_rows:

@@ -23,13 +23,14 @@ from tlt_server.models.numerics import Numerics
 STORAGE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def load_target(directory: str | Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu", numerics: Numerics,
-                attention: str = "cpu", page_size: int = 16, feature_layers: tuple[int, ...] = ()) -> Decoder:
-    """The target model in `directory`, filled and self-tested. Raises `ModelError` or `StartupError`."""
+def load_target(directory: str | Path, *, numerics: Numerics, config: ModelConfig | None = None, attention: str = "cpu",
+                page_size: int = 16, feature_layers: tuple[int, ...] = ()) -> Decoder:
+    """The target model in `directory`, filled and self-tested. Raises `ModelError` or `StartupError`.
+
+    `config`: the directory's own, with `max_position` lowered to what will be served; None reads it.
+    """
     directory = Path(directory)
-    if dtype != torch.float32 or device != "cpu":
-        raise ModelError(f"dtype {dtype} on device {device!r} is not supported; use float32 on cpu")
-    config = ModelConfig.read(directory)
+    config = config or ModelConfig.read(directory)
     generation = directory / "generation_config.json"
     if generation.exists():
         ids = token_ids(read_json(generation), str(generation))
