@@ -70,7 +70,10 @@ def run(args: argparse.Namespace) -> int:
     base = settings_of(args)
     rounds = 1 if args.quick else ROUNDS
     batch = problems_as_requests(base.model, 64, group=8, seed=args.seed, max_tokens=256 if args.quick else 2000)
-    steady = [shortened(r, 48) for r in problems_as_requests(base.model, 64 if args.quick else 192, group=8, seed=args.seed + 100)]
+    steady = [
+        shortened(r, 48 if args.quick else 96)
+        for r in problems_as_requests(base.model, 64 if args.quick else 320, group=8, seed=args.seed + 100)
+    ]
     workloads = {"tail": batch, "full": steady}
     seen: dict[tuple[str, str], list[Figures]] = {}
     differing = 0

@@ -6,6 +6,7 @@ every row is fixed by weights, prefix, parameters and seed, and drafts only deci
 
 from __future__ import annotations
 
+import math
 import time
 from typing import NamedTuple
 
@@ -26,6 +27,9 @@ from tlt_server.speculation.accept import Walk, accept
 from tlt_server.speculation.batch import Candidates, DraftBatch
 from tlt_server.speculation.drafters import Drafter
 from tlt_server.speculation.tree import select
+
+
+NOT_FINITE = "the model gave logits without a finite maximum for this request (NaN or overflow); check the weights that were loaded"
 
 
 class Finished(NamedTuple):
@@ -58,7 +62,7 @@ class CpuRunner:
         step = lay_out(batch, self._page_table_SP, self._cache, drafts.work_N, drafts.parent_N, drafts.candidates, drafts.chosen_N)
         forward = self.model.forward(step.rows, self._cache)
         if self._cache.features_SF.shape[1]:
-            self._cache.features_SF[step.rows.slot_R] = forward.features_RF
+            self._cache.features_SF.numpy()[step.layout.slot_R] = forward.features_RF.numpy()
         sampled, walk = self._sample(batch, step, forward)
         self._commit_kv(step, walk)
 
@@ -149,34 +153,27 @@ class _Drafts:
 
 def _emissions(batch: Batch, step: Step, sampled: Sampled, walk: Walk) -> list[Emission]:
     """Per work the target's tokens along the accepted path, with their log-probs."""
-    sampled_at = np.full(len(step.rows), -1, np.int64)
-    sampled_at[step.sampled_R] = np.arange(len(step.sampled_R))
+    at_R = np.full(len(step.rows), -1, np.int64)  # where a row stands among the sampled ones
+    at_R[step.sampled_R] = np.arange(len(step.sampled_R))
+    tokens, logprobs = sampled.token_S.tolist(), sampled.logprob_S.tolist()
+    raw_logprobs = sampled.raw_logprob_S.tolist() if sampled.raw_logprob_S is not None else []
+    broken = bool(np.isnan(sampled.logprob_S).any())
+    roots, accepted, lengths = at_R[step.layout.root_W].tolist(), at_R[walk.row_A].tolist(), walk.length_B.tolist()
+    drafts = step.layout.drafts_W.tolist()
     emissions, first = [], 0
     for w, work in enumerate(batch.works):
-        accepted = int(walk.length_B[w])
-        path = sampled_at[[step.layout.root_W[w], *walk.row_A[first : first + accepted]]]
-        first += accepted
+        path = [roots[w], *accepted[first : first + lengths[w]]]
+        first += lengths[w]
         if not work.samples:
             emissions.append(Emission())
             continue
-        if np.isnan(sampled.logprob_S[path]).any():
-            emissions.append(
-                Emission(
-                    error=EngineFailed(
-                        "the model gave logits without a finite maximum for this request (NaN or overflow); "
-                        "check the weights that were loaded"
-                    )
-                )
-            )
-            continue
+        emission = Emission(tokens=[tokens[s] for s in path], logprobs=[logprobs[s] for s in path], drafted=drafts[w])
+        if broken and any(math.isnan(logprob) for logprob in emission.logprobs):
+            emission = Emission(error=EngineFailed(NOT_FINITE))
         sampling = work.sequence.request.sampling
-        emissions.append(
-            Emission(
-                tokens=sampled.token_S[path].tolist(),
-                logprobs=sampled.logprob_S[path].tolist(),
-                raw_logprobs=sampled.raw_logprob_S[path].tolist() if sampling.raw_logprobs and sampled.raw_logprob_S is not None else None,
-                top_logprobs=[sampled.top[i] for i in path] if sampling.logprobs else None,  # type: ignore[misc]
-                drafted=int(step.layout.drafts_W[w]),
-            )
-        )
+        if sampling.raw_logprobs:
+            emission.raw_logprobs = [raw_logprobs[s] for s in path]
+        if sampling.logprobs:
+            emission.top_logprobs = [top for s in path if (top := sampled.top[s]) is not None]
+        emissions.append(emission)
     return emissions

@@ -22,21 +22,15 @@ from tlt_server.errors import DeadlineExceeded, InvalidRequest, TltError
 from tlt_server.records import InFlight, StepContext, StepOutput, TokenLogprobs
 
 
-@dataclass(frozen=True)
 class Work:
     """Positions [start, end) of one sequence are this step's certain rows; it samples if they reach its end."""
 
-    sequence: Sequence
-    start: int
-    end: int
+    __slots__ = ("decodes", "end", "samples", "sequence", "start")
 
-    @property
-    def samples(self) -> bool:
-        return self.end == self.sequence.length
-
-    @property
-    def decodes(self) -> bool:
-        return self.samples and self.end - self.start == 1
+    def __init__(self, sequence: Sequence, start: int, end: int) -> None:
+        self.sequence, self.start, self.end = sequence, start, end
+        self.samples = end == sequence.length
+        self.decodes = self.samples and end - start == 1
 
 
 @dataclass(frozen=True)

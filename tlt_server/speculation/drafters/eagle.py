@@ -157,7 +157,6 @@ class Eagle:
 
     def gauges(self) -> Mapping[str, float]:
         return {
-            "eagle_drafted_slots": float(self.drafted_S.sum()),
             "eagle_caught_up_rows": float(self._caught_up),
             "eagle_forwards": float(self._forwards),
             "eagle_proposed_nodes": float(self._proposed),
