@@ -28,7 +28,6 @@ from tlt_server.speculation.batch import Candidates, DraftBatch
 from tlt_server.speculation.drafters import Drafter
 from tlt_server.speculation.tree import select
 
-
 NOT_FINITE = "the model gave logits without a finite maximum for this request (NaN or overflow); check the weights that were loaded"
 
 
