@@ -17,10 +17,11 @@ from tlt_server.config import nearest
 from tlt_server.errors import InvalidRequest
 from tlt_server.records import MAX_SEED
 
-TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
+MAX_INT32 = 2**31 - 1  # what the engine's packed parameters hold
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=MAX_INT32)]], Field(fail_fast=True)]
 ShortName = Annotated[str, Field(min_length=1, max_length=256)]
 Salt = Annotated[str, Field(max_length=256)]
-Count = Annotated[int, Field(ge=1, le=2**31)]
+Count = Annotated[int, Field(ge=1, le=MAX_INT32)]
 Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -35,7 +36,7 @@ class SharedSampling(Strict):
     temperature: float = Field(1.0, ge=0, le=100)
     top_p: float = Field(1.0, gt=0, le=1)
     min_p: float = Field(0.0, ge=0, le=1)
-    min_tokens: int = Field(0, ge=0, le=2**31)
+    min_tokens: int = Field(0, ge=0, le=MAX_INT32)
     stop: str | list[str] = Field(default_factory=list)
     stop_token_ids: TokenIds = Field(default_factory=list)
     ignore_eos: bool = False
@@ -48,11 +49,11 @@ class SharedSampling(Strict):
 class SamplingFields(SharedSampling):
     """Partial: an item's fields win over the batch's, those over the defaults of `records.Sampling`."""
 
-    top_k: int = Field(0, ge=0, le=2**31)
+    top_k: int = Field(0, ge=0, le=MAX_INT32)
     max_tokens: Count | None = Field(256, description="null: what the prompt leaves of the model's length")
-    logprobs: int = Field(0, ge=0, le=2**31)
+    logprobs: int = Field(0, ge=0, le=MAX_INT32)
     raw_logprobs: bool = False
-    prompt_logprobs: int | None = Field(None, ge=0, le=2**31)
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_INT32)
 
 
 class Message(Strict):
