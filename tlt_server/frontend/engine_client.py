@@ -167,7 +167,7 @@ class EngineClient:
     def submit(self, requests: Sequence[GenerateRequest], *, deadline_s: float | None = None) -> Submission:
         """Hand over a batch, all of it or nothing. `Unavailable`, `QueueFull` or `TooLarge` when it cannot be taken."""
         self.check_available()
-        self._admission.admit(len(self._routes), len(requests))
+        self.check_room(len(requests))
         submission = Submission([request.id for request in requests], self._abandon)
         self._send(Submit(requests=list(requests)))
         self._routes.update((request.id, submission) for request in requests)
@@ -183,6 +183,10 @@ class EngineClient:
             raise Unavailable(f"the engine is gone: {self.failure.message}", retry_after_s=5)
         if self.info is None:
             raise Unavailable(f"the engine is starting ({len(self.phases)} phases done); poll /readyz", retry_after_s=2)
+
+    def check_room(self, sequences: int) -> None:
+        """`QueueFull` or `TooLarge` when that many more cannot be open."""
+        self._admission.admit(len(self._routes), sequences)
 
     def abort(self, ids: Sequence[str], finish_reason: str = "abort") -> None:
         """Ask the engine to end these; their last outputs carry `finish_reason`."""

@@ -30,6 +30,7 @@ class Text:
 
     def __init__(self, tokenizer: Tokenizer | None, template: str | None = None, tokens: dict[str, str] | None = None) -> None:
         self.tokenizer = tokenizer
+        self.longest_token = max(map(len, tokenizer.get_vocab()), default=0) if tokenizer is not None else 0  # characters
         self._tokens = tokens or {}
         self._template = _compile(template) if template else None
         self._variables = _variables(template) if template else set()
