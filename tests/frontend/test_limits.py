@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +127,47 @@ def test_a_client_that_leaves_aborts_its_sequences(server: LiveServer, stream: b
         response.read()
     eventually(lambda: len(server.engine.aborted) > before)
     eventually(lambda: len(server.client) == 0 and not server.engine.running)
+
+
+def hanging(stream: bool) -> bytes:
+    body = json.dumps(LONG | {"stream": stream}).encode()
+    return head(content_length=len(body)) + body
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_pipelines_and_leaves_aborts_its_sequences(server: LiveServer, stream: bool, apart: bool) -> None:
+    with connect(server) as connection:
+        connection.sendall(hanging(stream) + (b"" if apart else hanging(stream)))
+        eventually(lambda: len(server.client) == 1)
+        if apart:
+            connection.sendall(hanging(stream)[:40])
+            connection.sendall(hanging(stream)[40:] * 3)
+        time.sleep(0.1)
+    eventually(lambda: len(server.client) == 0 and not server.engine.running)
+
+
+@pytest.mark.parametrize("behind", [b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n", b"\x00 no HTTP \xff" * 100, b"x" * 1_000_000])
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_follows_a_running_request_is_not_taken_and_the_reply_says_so(server: LiveServer, stream: bool, behind: bytes) -> None:
+    body = json.dumps({"requests": [{"prompt": "abc"}], "sampling": {"max_tokens": 100}, "stream": stream}).encode()
+    with connect(server) as connection:
+        connection.sendall(head(content_length=len(body)) + body + behind)
+        reply = read_all(connection)
+    assert reply.startswith(b"HTTP/1.1 200") and reply.count(b"HTTP/1.1") == 1
+    assert b"connection: close" in reply.lower() and b'"usage"' in reply
+
+
+def test_requests_one_after_the_other_share_a_connection(server: LiveServer) -> None:
+    connection = HTTPConnection(server.url.removeprefix("http://"), timeout=5)
+    sockets = set()
+    for _ in range(3):
+        connection.request("GET", "/livez")
+        reply = connection.getresponse()
+        assert reply.status == 200 and reply.read()
+        sockets.add(connection.sock)
+    connection.close()
+    assert len(sockets) == 1 and None not in sockets
 
 
 def test_closing_a_stream_in_the_middle_aborts(server: LiveServer) -> None:
