@@ -26,7 +26,7 @@ from tlt_server.records import Strategy
 from tlt_server.settings import Settings, settings
 
 _TABLE = {setting.name: setting for setting in settings()}
-_STRATEGY = re.compile(r"([a-z][a-z0-9_]*):(\d{1,3})x(\d{1,3})x(\d{1,4})")
+_STRATEGY = re.compile(r"([a-z][a-z0-9_]*):(\d{1,3})x(\d{1,3})x(\d{1,4})", re.ASCII)
 
 
 def parse_strategy(text: str, name: str = "sd_strategy") -> Strategy:

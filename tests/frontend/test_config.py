@@ -11,7 +11,7 @@ import pytest
 from tlt_server.build import engine_settings
 from tlt_server.config import Config, load, parse_strategy
 from tlt_server.errors import StartupError
-from tlt_server.records import Strategy
+from tlt_server.records import OFF, Strategy
 from tlt_server.settings import settings
 
 
@@ -120,8 +120,13 @@ def test_the_engine_is_told_what_it_shares_with_the_configuration(model: Path) -
     assert (told.strategy, told.max_model_len, told.served_model_name) == (Strategy("history", 4, 2, 9), 512, model.name)
 
 
+@pytest.mark.parametrize("text", ["eagle:7x4x32", "history:2x1x3"])
+def test_a_strategy_is_named_as_it_is_parsed(text: str) -> None:
+    assert parse_strategy(text).name == text and OFF.name == "off"
+
+
 @pytest.mark.parametrize("text", ["", "eagle", "eagle:7x4", "eagle:0x4x32", "eagle:7x0x32", "eagle:7x4x1", "Eagle:7x4x32", "eagle:7x4x32x1",
-                                  "eagle:-7x4x32", "eagle:7x4x32 "])
+                                  "eagle:-7x4x32", "eagle:7x4x32 ", "eagle:７x4x32", "eagle:7x4x٣٢"])
 def test_strategies_that_do_not_parse(text: str) -> None:
     with pytest.raises(StartupError, match="sd_strategy is"):
         parse_strategy(text)
