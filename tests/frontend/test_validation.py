@@ -45,7 +45,21 @@ BAD = [  # (body, status, what the message must say)
     (b'"requests"', 400, "must be a JSON object"),
     (b"null", 400, "must be a JSON object"),
     ({}, 400, "requests is missing"),
-    ({"requests": []}, 400, "at least 1 item"),
+    ({"requests": []}, 400, "requests is []; it must have at least 1 item"),
+    (item(id="x" * 300), 400, "it must have at most 256 characters"),
+    (item(id=""), 400, "id is ''; it must have at least 1 character"),
+    (item(sampling=5), 400, "requests[0].sampling is 5; it must be an object"),
+    (sampling(logit_bias=[]), 400, "sampling.logit_bias is []; it must be an object"),
+    (item(n=[]), 400, "n is []; it must be a whole number"),
+    (item(n=2.5), 400, "n is 2.5; it must be a whole number"),
+    (sampling(temperature=[]), 400, "temperature is []; it must be a number"),
+    (item(sd="yes"), 400, "sd is 'yes'; it must be true or false"),
+    (sampling(temperature=101), 400, "temperature is 101; it must be at most 100"),
+    (sampling(top_p=0), 400, "top_p is 0; it must be greater than 0"),
+    (sampling(top_p=-1), 400, "top_p is -1; it must be greater than 0"),
+    (item(n=0), 400, "n is 0; it must be at least 1"),
+    ({"requests": {}}, 400, "requests is {}; it must be a list"),
+    ({"requests": ["abc"]}, 400, "requests[0] is 'abc'; it must be an object"),
     ({"requests": {}}, 400, "requests is {}"),
     ({"requests": ["abc"]}, 400, "requests[0] is 'abc'"),
     ({"requests": None}, 400, "requests is None"),
@@ -141,6 +155,7 @@ def test_bad_requests_are_refused_and_say_why(server: LiveServer, body: Any, sta
     assert (response.status_code, error["retryable"]) == (status, False)
     assert says in error["message"]
     assert len(error["message"]) < 700
+    assert not any(raw in error["message"] for raw in ("nput should", "after validation", "alue error", "instance of", "valid dict"))
     assert len(server.engine.submitted) == before
 
 

@@ -7,13 +7,13 @@ here are the native dialect's; a borrowed dialect declares its own and translate
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails, from_json
 
-from tlt_server.config import nearest
+from tlt_server.config import nearest, requirement
 from tlt_server.errors import InvalidRequest
 from tlt_server.records import MAX_SEED
 
@@ -106,7 +106,7 @@ def checked(model: type[Model], content: Mapping[str, Any]) -> Model:
     try:
         return model.model_validate(content)
     except ValidationError as error:
-        raise InvalidRequest(_explain(error.errors(include_url=False)[0], model)) from None
+        raise InvalidRequest(_explain(error.errors(include_url=False), model)) from None
 
 
 def shown(value: Any) -> str:
@@ -114,16 +114,21 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _explain(error: ErrorDetails, root: type[BaseModel]) -> str:
+def _path(error: ErrorDetails) -> list[int | str]:
+    """Without the branches of a union."""
+    return [part for part in error["loc"] if not re.fullmatch(r"list\[.*|str|int|bool", str(part))]
+
+
+def _explain(errors: Sequence[ErrorDetails], root: type[BaseModel]) -> str:
     """Where, what it is, what it must be: pydantic's first finding in our words."""
-    path = [part for part in error["loc"] if not re.fullmatch(r"list\[.*|str|int|bool", str(part))]  # a union's branches are not in it
+    error, path = errors[0], _path(errors[0])
     where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")[:200]
     if error["type"] == "extra_forbidden":
         fields = list(_model_at(root, path[:-1]).model_fields)
         return f"unknown field {where}{nearest(str(path[-1]), fields)} (known: {', '.join(fields)})"
     if error["type"] == "missing":
         return f"{where} is missing; it is required"
-    return f"{where} is {shown(error['input'])}; {error['msg'].replace('Input should', 'it must')}"
+    return f"{where} is {shown(error['input'])}; it must {requirement([other for other in errors if _path(other) == path])}"
 
 
 def _model_at(root: type[BaseModel], path: list[int | str]) -> type[BaseModel]:
