@@ -161,8 +161,9 @@ class Submit(Struct, frozen=True, tag="submit"):
 
 
 class Abort(Struct, frozen=True, tag="abort"):
-    ids: list[str]  # empty = all
+    ids: list[str]
     finish_reason: str = "abort"
+    all: bool = False  # whatever `ids` says
 
 
 class Pause(Struct, frozen=True, tag="pause"):

@@ -19,6 +19,7 @@ from tests.frontend.fake_engine import DIES, HANGS
 from tests.frontend.live_server import LiveServer, live_server
 from tlt_client import Client, ServerError
 from tlt_client.wire import ItemResult, Token
+from tlt_server.frontend.engine_client import Submission
 
 LONG = {"requests": [{"token_ids": [HANGS]}]}
 
@@ -198,6 +199,16 @@ def test_a_deadline_is_a_typed_error_and_spares_what_finished(server: LiveServer
     response = httpx.post(f"{server.url}/generate", json=LONG | {"timeout_s": 0.1})
     assert response.status_code == 504
     eventually(lambda: not server.engine.running)
+
+
+def test_a_deadline_after_the_last_end_aborts_nobody(server: LiveServer) -> None:
+    with httpx.Client() as other, other.stream("POST", f"{server.url}/generate", json=LONG | {"stream": True}):
+        eventually(lambda: len(server.client) == 1)
+        before = len(server.engine.aborted)
+        server.call(lambda: server.client._expire(Submission([], lambda submission: None)))
+        time.sleep(0.1)
+        assert len(server.client) == 1 and server.engine.running and len(server.engine.aborted) == before
+    eventually(lambda: len(server.client) == 0)
 
 
 def test_a_streamed_deadline_is_an_error_event(server: LiveServer) -> None:

@@ -253,5 +253,3 @@ class EngineClient:
         except zmq.Again:  # no peer: it has gone, and `_watch` is about to say so
             if isinstance(command, Submit):
                 raise Unavailable("the engine does not take commands; poll /readyz", retry_after_s=2) from None
-
-
