@@ -99,6 +99,9 @@ class Config(Settings, BaseModel):
                                "which needs one, for example eagle:7x4x32")
         if self.strategy is not None and self.strategy.drafter == "eagle" and self.drafter == "history":
             raise StartupError(f"sd_strategy names the drafter {self.strategy.drafter!r} but drafter is {self.drafter!r}; make them agree")
+        if self.dtype not in ("auto", "float32"):
+            raise StartupError(f"dtype is {self.dtype}, and the engine computes in float32 on a CPU; use auto or float32 (a checkpoint in "
+                               "half precision is read exactly)")
         if self.default_timeout_s > self.max_timeout_s:
             raise StartupError(f"default_timeout_s is {self.default_timeout_s:g} s, above max_timeout_s ({self.max_timeout_s:g})")
         return self

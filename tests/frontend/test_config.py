@@ -63,6 +63,8 @@ def test_yaml_off_is_the_policy_and_not_a_boolean(model: Path, tmp_path: Path) -
     ({"sd_strategy": "history:4x1x5", "drafter": "history"}, "sd_strategy is for policy fixed"),
     ({"policy": "fixed", "drafter": "history", "sd_strategy": "eagle:4x1x5"}, "make them agree"),
     ({"default_timeout_s": "90000"}, "max_timeout_s"),
+    ({"dtype": "bfloat16"}, "dtype is bfloat16, and the engine computes in float32 on a CPU; use auto or float32"),
+    ({"dtype": "float16"}, "use auto or float32"),
 ])
 def test_bad_flags_name_value_limit_and_remedy(model: Path, flags: dict[str, str], says: str) -> None:
     with pytest.raises(StartupError) as caught:
@@ -115,6 +117,11 @@ def test_auto_resolves_once_into_a_new_frozen_object(model: Path) -> None:
     assert resolved.served_model_name == model.name and isinstance(resolved.threads, int)
     with pytest.raises(Exception, match="frozen"):
         resolved.port = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float32"])
+def test_the_dtypes_that_the_engine_has_are_taken(model: Path, dtype: str) -> None:
+    assert engine_settings(load({"model": str(model), "dtype": dtype}).resolved()).dtype == "float32"
 
 
 def test_the_configuration_crosses_to_the_engine_as_json(model: Path) -> None:
