@@ -141,7 +141,8 @@ def engine_settings(config: Config) -> EngineSettings:
     """The engine's part of a resolved configuration."""
     chosen = {name: getattr(config, name, None) for name in EngineSettings.__struct_fields__}
     given = {name: value for name, value in chosen.items() if value not in ("auto", None)}
-    return EngineSettings(**{**given, "model": str(config.model), "strategy": config.strategy})
+    paths = {name: str(value.resolve()) for name, value in given.items() if isinstance(value, Path)}
+    return EngineSettings(**{**given, **paths, "model": str(config.model), "strategy": config.strategy})
 
 
 @contextlib.contextmanager

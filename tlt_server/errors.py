@@ -53,6 +53,24 @@ class MethodNotAllowed(TltError):
     code, http_status, grpc_code = "method_not_allowed", 405, "UNIMPLEMENTED"
 
 
+class Conflict(TltError):
+    """The request does not fit what the server is doing or already holds: a push during a push, a version with other content."""
+
+    code, http_status, grpc_code = "conflict", 409, "ABORTED"
+
+
+class WeightsRefused(TltError):
+    """The pushed weights failed a check; what was live before is live still, bit for bit."""
+
+    code, http_status, grpc_code = "weights_refused", 422, "FAILED_PRECONDITION"
+
+
+class PushFailed(TltError):
+    """A push broke off for a reason that is not the weights'; nothing has changed and the same push may be sent again."""
+
+    code, http_status, grpc_code, retryable = "push_failed", 500, "INTERNAL", True
+
+
 class QueueFull(TltError):
     """The bounded queue has no room; the reply carries Retry-After."""
 

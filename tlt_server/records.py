@@ -6,7 +6,7 @@ Positions count from 0 over prompt + output; a *row* is one (request, position, 
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -138,6 +138,7 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
 
     model: str
     weight_version: str
+    drafter_version: str = ""  # empty where no drafter can be pushed
     vocab_size: int
     max_model_len: int
     eos_token_ids: list[int]
@@ -183,7 +184,64 @@ class Stop(Struct, frozen=True, tag="stop"):
     drain: bool = True
 
 
-Command = Submit | Abort | Pause | SetPolicy | Stop
+InFlight = Literal["continue", "recompute", "abort", "drain"]
+Role = Literal["target", "drafter"]
+
+
+class TensorEntry(Struct, frozen=True, kw_only=True):
+    """What a manifest says of one tensor; fields left empty are not compared. In role `all`, drafter names begin with `draft.`."""
+
+    name: str
+    dtype: str = ""  # as torch names it: "bfloat16"
+    shape: list[int] | None = None
+    checksum: str = ""  # "sha256:<hex>" or "xxh3:<hex>" over the tensor's bytes as they are pushed
+
+
+class Manifest(Struct, frozen=True, kw_only=True):
+    """One push of weights. `in_flight` says what becomes of requests that run when the target changes."""
+
+    role: Literal["target", "drafter", "all"] = "target"
+    version: str = ""  # empty: the directory's name and the content's digest
+    channel: str = "disk"
+    path: str = ""  # directory, absolute or below the weight root
+    drafter_path: str = ""  # with role `all`: the drafter's directory
+    tensors: list[TensorEntry] = []  # empty: everything the model has, whatever its bytes
+    in_flight: InFlight = "continue"
+    commit: bool = True  # False: stay staged until a commit is asked for
+
+
+class PushWeights(Struct, frozen=True, tag="push_weights"):
+    """Stage, verify and (unless the manifest says otherwise) commit. Every weight command is answered by one `WeightReport` of its id."""
+
+    id: str
+    manifest: Manifest
+
+
+class CommitWeights(Struct, frozen=True, tag="commit_weights"):
+    id: str
+    version: str
+
+
+class AbortWeights(Struct, frozen=True, tag="abort_weights"):
+    id: str
+    version: str
+
+
+class RollbackWeights(Struct, frozen=True, tag="rollback_weights"):
+    """Make the version before the last commit live again. With `to`, a repeated command finds it live and succeeds."""
+
+    id: str
+    to: str = ""
+    in_flight: InFlight = "continue"
+
+
+class LookAtWeights(Struct, frozen=True, tag="look_at_weights"):
+    id: str
+    checksums: bool = False
+
+
+WeightCommand = PushWeights | CommitWeights | AbortWeights | RollbackWeights | LookAtWeights
+Command = Submit | Abort | Pause | SetPolicy | Stop | WeightCommand
 
 
 class Ready(Struct, frozen=True, tag="ready"):
@@ -206,6 +264,30 @@ class Outputs(Struct, frozen=True, tag="outputs"):
     cycle: Cycle | None = None
 
 
+class WeightState(Struct, frozen=True, kw_only=True):
+    """What is live, what could be rolled back to, what is on its way. `drafter` is empty where there is none to push."""
+
+    target: str
+    drafter: str = ""
+    previous: dict[str, str] = {}  # role -> version that a rollback restores
+    open: dict[str, str] = {}  # version, role and state of a push on its way
+    spooled: bool = False  # committed versions are kept for a restart
+
+
+class WeightReport(Struct, frozen=True, kw_only=True, tag="weight_report"):
+    """The answer to one weight command."""
+
+    id: str
+    state: WeightState
+    result: str = ""  # committed | staged | unchanged | aborted | rolled_back | looked; an error's code otherwise
+    error: tuple[str, str] | None = None  # (code, message)
+    version: str = ""
+    role: str = ""
+    checksums: dict[str, str] = {}  # tensor -> "sha256:..." of its float32 values; drafter names begin with "draft." where both are meant
+    phases: dict[str, float] = {}  # seconds
+    pause_ms: float = 0.0  # for which the commit kept the loop from stepping
+
+
 class Failed(Struct, frozen=True, tag="failed"):
     """The engine cannot start or go on."""
 
@@ -213,7 +295,7 @@ class Failed(Struct, frozen=True, tag="failed"):
     message: str
 
 
-Event = Ready | Phase | Outputs | Failed
+Event = Ready | Phase | Outputs | WeightReport | Failed
 
 
 def encode(message: Any) -> bytes:

@@ -41,6 +41,13 @@ class Settings:
     threads: Annotated[int | Auto, Doc(
         "threads", "Compute threads of the engine; auto is the processors this process may use.", 1, 1024)] = "auto"
 
+    # weights that are pushed while serving
+    weight_root: Annotated[Path | None, Doc(
+        "directory", "Weights may be pushed from below this directory; none: pushes are refused.")] = None
+    weight_marker: Annotated[str, Doc("file name", "A pushed directory must hold this file; empty: no such file is asked for.")] = ""
+    state_dir: Annotated[Path | None, Doc(
+        "directory", "Keeps committed weights, so that a restart serves exactly those; none: it serves the model directory.")] = None
+
     # memory and scheduling
     max_model_len: Annotated[int | Auto, Doc("tokens", "Longest prompt plus output; auto is the model's own limit.", 2, 2**24)] = "auto"
     page_size: Annotated[int, Doc("tokens", "Positions per KV page.", 1, 1024)] = 16

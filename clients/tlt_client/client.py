@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from os import PathLike, fspath
 from types import TracebackType
 from typing import Any, Self
 
@@ -116,6 +117,29 @@ class Client:
         with _connection_errors():
             return _object(self._http.put("/strategy", **_policy(policy, strategy)))
 
+    def update_weights(self, path: str | PathLike[str], version: str, **fields: Any) -> Mapping[str, Any]:
+        """Push the safetensors directory `path`, below the server's weight root; returns once it is live (or staged, or refused).
+
+        Further fields of the manifest: `role`, `drafter_path`, `tensors`, `in_flight` (continue, recompute, abort, drain), `commit`.
+        """
+        with _connection_errors():
+            return _object(self._http.post("/update_weights", json={"path": fspath(path), "version": version, **fields}))
+
+    def roll_back_weights(self, **fields: Any) -> Mapping[str, Any]:
+        """Make the version before the last commit live again; `to` names it, which makes a repeated call safe."""
+        with _connection_errors():
+            return _object(self._http.post("/weights/rollback", json=fields))
+
+    def weights(self) -> Mapping[str, Any]:
+        """Versions that are live, that a rollback would restore, and that are on their way."""
+        with _connection_errors():
+            return _object(self._http.get("/weights"))
+
+    def weight_checksums(self) -> Mapping[str, str]:
+        """sha256 of every live tensor's float32 values."""
+        with _connection_errors():
+            return _object(self._http.post("/weight_checker", json={"action": "checksum"}))["checksums"]
+
     def metrics(self) -> str:
         """The Prometheus exposition, as text."""
         with _connection_errors():
@@ -178,6 +202,29 @@ class AsyncClient:
         """Replace the policy (`off`, `fixed` with a strategy such as "eagle:7x4x16", `beg`) between two steps; never changes a token."""
         with _connection_errors():
             return _object(await self._http.put("/strategy", **_policy(policy, strategy)))
+
+    async def update_weights(self, path: str | PathLike[str], version: str, **fields: Any) -> Mapping[str, Any]:
+        """Push the safetensors directory `path`, below the server's weight root; returns once it is live (or staged, or refused).
+
+        Further fields of the manifest: `role`, `drafter_path`, `tensors`, `in_flight` (continue, recompute, abort, drain), `commit`.
+        """
+        with _connection_errors():
+            return _object(await self._http.post("/update_weights", json={"path": fspath(path), "version": version, **fields}))
+
+    async def roll_back_weights(self, **fields: Any) -> Mapping[str, Any]:
+        """Make the version before the last commit live again; `to` names it, which makes a repeated call safe."""
+        with _connection_errors():
+            return _object(await self._http.post("/weights/rollback", json=fields))
+
+    async def weights(self) -> Mapping[str, Any]:
+        """Versions that are live, that a rollback would restore, and that are on their way."""
+        with _connection_errors():
+            return _object(await self._http.get("/weights"))
+
+    async def weight_checksums(self) -> Mapping[str, str]:
+        """sha256 of every live tensor's float32 values."""
+        with _connection_errors():
+            return _object(await self._http.post("/weight_checker", json={"action": "checksum"}))["checksums"]
 
     async def metrics(self) -> str:
         """The Prometheus exposition, as text."""

@@ -25,7 +25,9 @@ def test_the_quick_demo_prints_its_table_and_every_round_has_the_same_tokens(tmp
     assert done.returncode == 0, done.stderr
     for part in ("load model", "identical", "eagle", "history", "beg", "p50/p90/p99/max", "curl -sN"):
         assert part in done.stdout
-    rounds = json.loads((tmp_path / "figures.json").read_text())["rounds"]
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    push, rounds = figures["push"], figures["rounds"]
+    assert push["sound"] and push["crossing"] > 0 and push["pause_ms"] < 100 and "step-1 [" in done.stdout
     assert [turn["name"] for turn in rounds] == ["off", "eagle", "history", "beg"]
     assert all(turn["responses_differing"] == 0 and turn["reward"] == rounds[0]["reward"] for turn in rounds)
     assert rounds[0]["accept_length"] is None and rounds[1]["accept_length"] > 1

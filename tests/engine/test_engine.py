@@ -9,6 +9,7 @@ import pytest
 from tests.engine.tiny import VOCAB, write_eagle, write_target
 from tlt_server.engine.assembly import assemble
 from tlt_server.engine.settings import EngineSettings
+from tlt_server.errors import StartupError
 from tlt_server.records import Abort, GenerateRequest, Pause, Sampling, SetPolicy, StepOutput, Strategy, Submit
 
 
@@ -57,7 +58,7 @@ Said = dict[str, list[StepOutput]]
 
 
 def run(settings: EngineSettings, batch: list[GenerateRequest]) -> tuple[Said, dict[str, float]]:
-    engine, _ = assemble(settings)
+    engine, info = assemble(settings)
     engine.send(Submit(batch))
     said: Said = {r.id: [] for r in batch}
     passes = accepted = 0
@@ -68,7 +69,7 @@ def run(settings: EngineSettings, batch: list[GenerateRequest]) -> tuple[Said, d
         if cycle := engine.last_cycle:
             passes += 1
             accepted += sum(cycle.accepted)
-    return said, {"passes": passes, "accepted": accepted, "preemptions": engine.scheduler.preemptions, **engine.gauges()}
+    return said, {"passes": passes, "accepted": accepted, "pages": info.pages, **engine.gauges()}
 
 
 def bits(said: Said) -> dict[str, tuple[object, ...]]:
@@ -113,11 +114,12 @@ CHANGES: dict[str, dict[str, object]] = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_bits_do_not_depend_on_the_way(name: str, base: EngineSettings, reference: dict[str, tuple[object, ...]]) -> None:
-    said, counts = run(msgspec.structs.replace(base, **CHANGES[name]), requests())
+    settings = msgspec.structs.replace(base, **CHANGES[name])
+    said, counts = run(settings, requests())
     assert bits(said) == reference
     if "few pages" in name:
         assert counts["preemptions"] > 0
-    assert counts["pages_free"] == (CHANGES[name].get("pages") or counts["pages_free"]) and counts["running"] == 0
+    assert counts["pages_free"] == counts["pages"] and counts["running"] == 0, "pages leak"
 
 
 def test_history_is_accepted_where_text_repeats(base: EngineSettings) -> None:
@@ -218,3 +220,26 @@ def test_a_policy_that_cannot_be_is_refused_and_nothing_changes(base: EngineSett
     engine.step()
     assert engine.policy is before
     assert capsys.readouterr().err.count("is refused") == 2
+
+
+def test_a_request_the_sampler_cannot_take_ends_alone(base: EngineSettings) -> None:
+    engine, _ = assemble(base)
+    good = requests(2)
+    engine.send(Submit(good))
+    engine.send(Submit([msgspec.structs.replace(good[0], id="bad", sampling=Sampling(top_k=2**40))]))
+    ended = [o for o in engine.step() if o.finish_reason]
+    assert [(o.id, o.error and o.error[0]) for o in ended] == [("bad", "engine_failed")]
+    while not engine.idle:
+        engine.step()
+        engine.scheduler.check()
+
+
+def test_memory_that_cannot_be_had_is_refused_with_value_and_remedy(base: EngineSettings) -> None:
+    with pytest.raises(StartupError, match="lower pages, page_size or kv_memory_mb"):
+        assemble(msgspec.structs.replace(base, pages=2_000_000_000))
+    with pytest.raises(StartupError, match="exceeds the model's 1024 positions"):
+        assemble(msgspec.structs.replace(base, max_model_len=5000))
+    with pytest.raises(StartupError, match="raise it to"):
+        assemble(msgspec.structs.replace(base, kv_memory_mb=1))
+    _, info = assemble(msgspec.structs.replace(base, pages=3))
+    assert info.max_model_len == 48, "what the pages hold limits a sequence"

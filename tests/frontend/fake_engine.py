@@ -20,13 +20,17 @@ import zmq.asyncio
 from tlt_server.records import (
     OFF,
     Abort,
+    AbortWeights,
+    CommitWeights,
     Cycle,
     EngineInfo,
     Failed,
     GenerateRequest,
     Outputs,
     Phase,
+    PushWeights,
     Ready,
+    RollbackWeights,
     SdFigures,
     SetPolicy,
     StepContext,
@@ -35,6 +39,9 @@ from tlt_server.records import (
     Submit,
     TokenLogprobs,
     VersionSpan,
+    WeightCommand,
+    WeightReport,
+    WeightState,
     decode_command,
     encode,
 )
@@ -89,6 +96,8 @@ class FakeEngine:
     submitted: list[GenerateRequest] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     policies: list[SetPolicy] = field(default_factory=list)
+    weight_commands: list[WeightCommand] = field(default_factory=list)
+    weights: WeightState = WeightState(target="v0")
 
     async def run(self, *, startup: bool = True) -> int:
         """Until `Stop`; the result is the exit status."""
@@ -122,11 +131,36 @@ class FakeEngine:
                         self.policies.append(command)
                     case Stop():
                         return 0
+                    case _:
+                        self.weight_commands.append(command)
+                        await self._answer(command)
             if any(DIES in running.request.token_ids for running in self.running.values()):
                 return 7
             await self._step()
             await asyncio.sleep(self.step_s)
         return 0
+
+    async def _answer(self, command: WeightCommand) -> None:
+        """Commits at once; a path that names an error's code is answered by that error, `hangs` not at all."""
+        result, error, version, role, sums = "looked", None, "", "", {"w": f"sha256:{self.weights.target}"}
+        match command:
+            case PushWeights(_, manifest):
+                version, role, result = manifest.version or "named", manifest.role, "committed" if manifest.commit else "staged"
+                if manifest.path == "hangs":
+                    return
+                if manifest.path in ("forbidden", "weights_refused", "conflict", "push_failed"):
+                    result, error = manifest.path, (manifest.path, f"{manifest.path}: out of luck")
+            case CommitWeights(_, version):
+                result = "committed"
+            case AbortWeights(_, version):
+                result = "aborted"
+            case RollbackWeights(_, to):
+                version, result = to or "v0", "rolled_back"
+        if result in ("committed", "rolled_back"):
+            self.weights = WeightState(target=version, previous={"target": self.weights.target})
+        await self._events.send(encode(WeightReport(
+            id=command.id, state=self.weights, result=result, error=error, version=version, role=role, checksums=sums,
+            phases={"read": 0.2, "commit": 0.001} if result != "looked" else {}, pause_ms=1.0)))
 
     async def _step(self) -> None:
         outputs = []

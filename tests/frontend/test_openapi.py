@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import httpx
@@ -13,6 +14,8 @@ ROUTES = {
     ("post", "/generate"), ("get", "/strategy"), ("put", "/strategy"), ("get", "/health"), ("get", "/readyz"), ("get", "/livez"),
     ("get", "/startupz"), ("get", "/metrics"), ("get", "/server_info"), ("get", "/v1/models"), ("post", "/v1/completions"),
     ("post", "/v1/chat/completions"), ("post", "/tokenize"), ("post", "/detokenize"),
+    ("post", "/update_weights"), ("get", "/weights"), ("post", "/weights/rollback"), ("post", "/weights/{version}/commit"),
+    ("post", "/weights/{version}/abort"), ("post", "/weight_checker"), ("get", "/weight_info"),
 }
 
 
@@ -27,6 +30,7 @@ def test_every_route_is_described(document: dict[str, Any]) -> None:
     for (method, path), about in found.items():
         assert about["summary"], path
         assert ("requestBody" in about) == (method != "get"), path
+        assert [parameter["name"] for parameter in about.get("parameters", [])] == re.findall(r"{(.*?)}", path)
         assert about["responses"]["200"]["content"] and about["responses"]["default"]["content"]
     assert len({about["operationId"] for about in found.values()}) == len(found)
 

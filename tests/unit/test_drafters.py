@@ -68,7 +68,7 @@ def test_requests_come_and_go(drafted):
         if step % 5 == 4:
             gone = alive.pop(0)
             drafter.finish(gone, gone, np.array(engine.tokens[gone], np.int32), 1)
-            drafter.pages_freed(engine.release(gone))
+            engine.cache.reuse(engine.release(gone))
             alive.append(f"n{step}")
             engine.extend(alive[-1], random.integers(0, VOCABULARY, 7).tolist())
     assert all(isinstance(value, float) for value in drafter.gauges().values())

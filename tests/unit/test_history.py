@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tlt_kernels.cpu.match import match_cell, match_pool
 from tlt_server.records import Strategy
 from tlt_server.speculation.batch import DraftBatch
-from tlt_server.speculation.drafters.history import DEPTHS, SHARES, History, HistorySettings, prior
-from tlt_server.speculation.drafters.token_pool import TokenPool
+from tlt_server.speculation.drafters.history import DEPTHS, PROMPTS, SHARES, History, HistorySettings, prior
+from tlt_server.speculation.drafters.token_pool import SEGMENTS, TokenPool
 
 STRATEGY = Strategy("history", 4, 2, 9)
 
@@ -169,10 +169,33 @@ def test_memory_is_bounded():
         tokens[0] = step
         history.propose(batch_of({"r": tokens}, group=str(step // 3)), STRATEGY)
         history.finish("r", str(step // 3), tokens, 1)
-        assert history._pool_tokens() <= 2000 + 500 and len(history._groups) <= 21
-        for group in history._groups.values():
-            group.pool.check()
+        history.check()
+        assert history.gauges()["history_pool_tokens"] <= 2000
     assert not history._running and not history._by_group_id
+
+
+def test_memory_is_bounded_while_others_keep_running():
+    history = History(HistorySettings(pool_tokens=500, total_tokens=2000, pools=20))
+    random = np.random.default_rng(1)
+    steady = {f"s{i}": np.array([900 + i, 1, 2, 3]) for i in range(7)}
+    for name, tokens in steady.items():
+        history.propose(batch_of({name: tokens}, group=name), STRATEGY)
+    for step in range(200):
+        tokens = np.concatenate([[step], random.integers(0, 5, 80)])
+        history.propose(batch_of({"r": tokens}, group=f"g{step}"), STRATEGY)
+        history.finish("r", f"g{step}", tokens, 1)
+        history.check()
+        assert history.gauges()["history_pool_tokens"] <= 2000
+
+
+def test_a_group_that_never_rests_remembers_a_bounded_number_of_prompts():
+    history = History()
+    history.propose(batch_of({"anchor": [1, 2, 3]}, group="g"), STRATEGY)
+    for step in range(PROMPTS + 300):
+        history.finish("r", "g", np.array([step, 7, 8]), 2)
+    history.check()
+    (group,) = {id(group): group for group in history._groups.values()}.values()
+    assert len(group.pool.start_G) <= 4 * SEGMENTS
 
 
 def test_a_full_pool_silences_a_request_and_keeps_its_place():

@@ -8,7 +8,8 @@ from tlt_server.records import OFF, Cycle, StepContext, Strategy
 from tlt_server.speculation.policies import POLICIES
 from tlt_server.speculation.policies.arms import CPU_LADDERS, affordable, ladder
 from tlt_server.speculation.policies.beg import Beg, BegSettings
-from tlt_server.speculation.policies.fixed import Fixed, FixedSettings
+from tlt_server.speculation.policies.capped import Capped
+from tlt_server.speculation.policies.fixed import Fixed
 from tlt_server.speculation.policies.rewards import Rewards
 
 ARMS = ladder(["eagle", "history"])
@@ -86,11 +87,11 @@ def test_off_stays_off():
     assert policy.choose(context(1)) == OFF
 
 
-def test_fixed_uses_its_strategy_up_to_its_batch():
-    policy = Fixed(ARMS, FixedSettings(strategy=ARMS[3], max_batch=8))
+def test_fixed_uses_its_strategy_and_an_operator_may_cap_it():
+    policy = Capped(Fixed([OFF, ARMS[3], ARMS[1]]), max_batch=8)
     assert policy.choose(context(8)) == ARMS[3]
     assert policy.choose(context(9)) == OFF
-    assert Fixed(ARMS).choose(context(1)) == ARMS[1]
+    assert Fixed([OFF]).choose(context(1)) == OFF
 
 
 def test_every_bucket_has_several_arms_and_off():

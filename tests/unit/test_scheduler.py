@@ -13,7 +13,7 @@ from tlt_server.engine.sampling import SamplingState
 from tlt_server.engine.scheduler import Batch, Emission, Scheduler
 from tlt_server.engine.sequence import Sequence
 from tlt_server.errors import InvalidRequest
-from tlt_server.records import GenerateRequest, Sampling, StepOutput
+from tlt_server.records import GenerateRequest, InFlight, Sampling, StepOutput
 
 PAGE = 4
 VOCAB = 50
@@ -41,13 +41,32 @@ class FakeKV:
 
     def __init__(self) -> None:
         self.slot: dict[int, tuple[int, ...]] = {}
+        self.made: dict[int, str] = {}  # the weight version that computed the slot
 
-    def extend(self, sequence: Sequence, start: int, end: int) -> None:
+    def save(self, pages: list[int]) -> list[tuple[tuple[int, ...] | None, str | None]]:
+        return [(self.slot.get(slot), self.made.get(slot)) for page in pages for slot in range(page * PAGE, (page + 1) * PAGE)]
+
+    def restore(self, saved: list[tuple[tuple[int, ...], str]], pages: list[int]) -> None:
+        slots = [slot for page in pages for slot in range(page * PAGE, (page + 1) * PAGE)]
+        for slot, (prefix, version) in zip(slots, saved, strict=False):
+            self.slot[slot], self.made[slot] = prefix, version
+
+    def check_versions(self, scheduler: Scheduler) -> None:
+        """All KV of a sequence is of the version in force, unless the sequence is known to span versions."""
+        for s in scheduler._running:
+            made = {self.made[self.at(s, position)] for position in range(s.computed)}
+            assert s.spanning or made <= {scheduler.weight_version}, f"{s.id} reads KV of {made}"
+            assert not s.spanning or s.decoding, f"{s.id} has read its prompt under two versions"
+        for page in scheduler.pool._key:
+            assert len({self.made[page * PAGE + i] for i in range(PAGE)}) == 1, f"page {page} is published with KV of two versions"
+
+    def extend(self, sequence: Sequence, start: int, end: int, version: str) -> None:
         tokens = sequence.tokens.tolist()
         for position in range(start):
             assert self.slot[self.at(sequence, position)] == tuple(tokens[: position + 1]), f"{sequence.id} reads foreign KV at {position}"
         for position in range(start, end):
             self.slot[self.at(sequence, position)] = tuple(tokens[: position + 1])
+            self.made[self.at(sequence, position)] = version
 
     def check_published(self, pool: PagePool) -> None:
         """Every indexed page holds one unbroken, fully computed prefix."""
@@ -65,7 +84,7 @@ def run(batch: Batch, kv: FakeKV, draw: random.Random) -> list[Emission]:
     emissions = []
     for work in batch.works:
         sequence = work.sequence
-        kv.extend(sequence, work.start, work.end)
+        kv.extend(sequence, work.start, work.end, batch.weight_version)
         if not work.samples:
             emissions.append(Emission())
             continue
@@ -76,22 +95,24 @@ def run(batch: Batch, kv: FakeKV, draw: random.Random) -> list[Emission]:
         new = tokens[sequence.length :]
         for i in range(depth):
             kv.slot[kv.at(sequence, sequence.length + i)] = tuple(tokens[: sequence.length + i + 1])
+            kv.made[kv.at(sequence, sequence.length + i)] = batch.weight_version
         emissions.append(Emission(tokens=new, logprobs=[0.0] * len(new), drafted=depth))
     return emissions
 
 
 def make(scheduler_pages: int, *, max_running: int = 4, max_rows: int = 8) -> tuple[Scheduler, FakeKV]:
-    pool = PagePool(scheduler_pages, PAGE)
+    pool, kv = PagePool(scheduler_pages, PAGE), FakeKV()
     return Scheduler(
-        pool, max_running=max_running, max_rows=max_rows, max_pages_per_sequence=scheduler_pages, lookahead=4, weight_version="v1"
-    ), FakeKV()
+        pool, max_running=max_running, max_rows=max_rows, max_pages_per_sequence=scheduler_pages, lookahead=4, weight_version="v1",
+        save=kv.save, restore=kv.restore,
+    ), kv
 
 
 def sequence(i: int, prompt: list[int], max_tokens: int, seed: int, *, salt: str = "", deadline_s: float | None = None) -> Sequence:
     request = GenerateRequest(
         id=f"r{i}", token_ids=prompt, sampling=Sampling(max_tokens=max_tokens), seed=seed, salt=salt, deadline_s=deadline_s
     )
-    return Sequence(request, SamplingState(request, VOCAB, [EOS]), "v1", PAGE)
+    return Sequence(request, SamplingState(request, VOCAB, [EOS]), PAGE)
 
 
 def collect(outputs: list[StepOutput], into: dict[str, list[StepOutput]]) -> None:
@@ -108,10 +129,14 @@ def collect(outputs: list[StepOutput], into: dict[str, list[StepOutput]]) -> Non
     seed=st.integers(0, 2**32),
     jobs=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 10), st.integers(1, 12), st.integers(0, 12)), min_size=1, max_size=9),
     aborts=st.sets(st.integers(0, 8), max_size=2),
+    pushes=st.dictionaries(st.integers(1, 30), st.tuples(st.sampled_from(["v1", "v2", "v3"]),
+                                                         st.sampled_from(["continue", "recompute", "abort", "drain"])), max_size=4),
 )
 def test_every_sequence_ends_as_if_alone(
-    pages: int, max_running: int, max_rows: int, seed: int, jobs: list[tuple[int, int, int, int]], aborts: set[int]
+    pages: int, max_running: int, max_rows: int, seed: int, jobs: list[tuple[int, int, int, int]], aborts: set[int],
+    pushes: dict[int, tuple[str, InFlight]]
 ) -> None:
+    """Also through weight pushes: the fake model is the same in all versions, so only wrong KV could change a token."""
     scheduler, kv = make(pages, max_running=max_running, max_rows=max_rows)
     draw = random.Random(seed)
     sequences = {
@@ -122,7 +147,26 @@ def test_every_sequence_ends_as_if_alone(
     arrival = {i: jobs[i][3] for i in sequences}
     seen: dict[str, list[StepOutput]] = {}
     aborted = {i for i in aborts if i in sequences}
-    for step in range(600):
+    versions: dict[str, list[str]] = {s.id: [] for s in sequences.values()}
+    due: list[tuple[str, InFlight]] = []
+
+    def push() -> None:
+        version, in_flight = due[0]
+        scheduler.holding = in_flight == "drain" and scheduler.begun > 0
+        if not scheduler.holding:
+            del due[0]
+            ended = scheduler.change_version(version, in_flight)
+            assert in_flight == "abort" or not ended
+            assert in_flight == "continue" or not scheduler.gauges()["spanning"]
+            aborted.update(int(output.id[1:]) for output in ended)
+            collect(ended, seen)
+
+    for step in range(900):
+        due += [pushes[step]] if step in pushes else []
+        if due:
+            push()
+            scheduler.check()
+            kv.check_versions(scheduler)
         scheduler.submit([sequences[i] for i, at in arrival.items() if at == step])
         if step == 7:
             collect(scheduler.abort([f"r{i}" for i in aborted]), seen)
@@ -130,10 +174,14 @@ def test_every_sequence_ends_as_if_alone(
         if batch := scheduler.next_batch():
             scheduler.check()
             assert sum(w.end - w.start for w in batch.works) <= max(max_rows, sum(w.decodes for w in batch.works))
-            collect(scheduler.commit(batch, run(batch, kv, draw)), seen)
+            outputs = scheduler.commit(batch, run(batch, kv, draw))
+            for output in outputs:
+                versions[output.id] += [batch.weight_version] * len(output.token_ids)
+            collect(outputs, seen)
         scheduler.check()
         kv.check_published(scheduler.pool)
-        if step > 12 and scheduler.idle:
+        kv.check_versions(scheduler)
+        if step > 30 and scheduler.idle and not due:
             break
     assert scheduler.idle, "sequences are stuck"
     assert scheduler.pool.available == pages, "pages leak"
@@ -145,8 +193,7 @@ def test_every_sequence_ends_as_if_alone(
             assert i in aborted and tokens == expected[: len(tokens)]
         else:
             assert (tokens, last.finish_reason) == (expected, reason)
-        if tokens:
-            assert last.weight_versions and [(v.start, v.end) for v in last.weight_versions] == [(0, len(tokens))]
+        assert [v.version for v in last.weight_versions or [] for _ in range(v.start, v.end)] == versions[s.id]
 
 
 def finish(scheduler: Scheduler, kv: FakeKV, steps: int = 400) -> dict[str, list[StepOutput]]:
@@ -191,6 +238,43 @@ def test_page_pressure_preempts_and_everyone_still_finishes() -> None:
     assert {i: [t for o in outputs for t in o.token_ids] for i, outputs in seen.items()} == {
         f"r{i}": alone(sequence(i, [i], 24, i).request)[0] for i in range(4)
     }
+
+
+def test_a_prompt_half_read_starts_over_under_the_new_version() -> None:
+    scheduler, kv = make(16, max_rows=4)
+    scheduler.submit([sequence(0, list(range(10)), 3, 0)])
+    batch = scheduler.next_batch()
+    assert batch is not None and not batch.works[0].samples
+    scheduler.commit(batch, run(batch, kv, random.Random(0)))
+    scheduler.change_version("v2", "continue")
+    batch = scheduler.next_batch()
+    assert batch is not None and (batch.works[0].start, batch.weight_version) == (0, "v2")
+    assert not batch.works[0].sequence.spanning
+
+
+def test_recompute_also_drops_kv_that_was_saved_from_preemption() -> None:
+    scheduler, kv = make(8, max_running=4)
+    sequences = [sequence(i, [i], 24, i) for i in range(4)]
+    scheduler.submit(sequences)
+    seen: dict[str, list[StepOutput]] = {}
+
+    def step() -> None:
+        batch = scheduler.next_batch()
+        assert batch is not None
+        collect(scheduler.commit(batch, run(batch, kv, random.Random(0))), seen)
+        scheduler.check()
+        kv.check_versions(scheduler)
+
+    step()
+    scheduler.change_version("v2", "continue")
+    while not any(s.saved for s in sequences):
+        step()
+    scheduler.change_version("v3", "recompute")
+    assert not any(s.saved or s.spanning for s in sequences)
+    while not scheduler.idle:
+        step()
+    for s in sequences:
+        assert [t for output in seen[s.id] for t in output.token_ids] == alone(s.request)[0]
 
 
 def test_a_batch_is_admitted_whole_or_not_at_all() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -34,6 +35,12 @@ class Rows:
 
     def __len__(self) -> int:
         return self.token_R.shape[0]
+
+
+class SavedPages(NamedTuple):
+    k: Tensor  # [layers, slots, KV heads, head width]
+    v: Tensor
+    features_SF: Tensor
 
 
 class KVCache:
@@ -67,6 +74,20 @@ class KVCache:
         """These pages are about to hold other tokens."""
         for forget in self.on_reuse:
             forget(pages)
+
+    def save(self, pages: list[int]) -> SavedPages:
+        """A copy of everything these pages hold, for a sequence that loses them and cannot compute them again."""
+        slots_S = self._slots(pages)
+        return SavedPages(self.k[:, slots_S], self.v[:, slots_S], self.features_SF[slots_S])
+
+    def restore(self, saved: SavedPages, pages: list[int]) -> None:
+        """Write a copy into other pages; there may be more of them than were saved."""
+        slots_S = self._slots(pages)[: saved.k.shape[1]]
+        self.k[:, slots_S], self.v[:, slots_S], self.features_SF[slots_S] = saved
+
+    def _slots(self, pages: list[int]) -> Tensor:
+        first_P1 = torch.tensor(pages, dtype=torch.int64)[:, None] * self.page_size
+        return (first_P1 + torch.arange(self.page_size)).reshape(-1)
 
     @property
     def bytes_per_slot(self) -> int:

@@ -5,16 +5,34 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import msgspec
 
+from tlt_server.engine.pushes import WeightPushes
 from tlt_server.engine.runner import Finished
 from tlt_server.engine.scheduler import Batch, Scheduler
 from tlt_server.engine.sequence import Sequence
-from tlt_server.errors import TltError
-from tlt_server.records import Abort, Command, Cycle, GenerateRequest, Pause, SetPolicy, StepOutput, Stop, Strategy, Submit
+from tlt_server.errors import EngineFailed, TltError
+from tlt_server.records import (
+    Abort,
+    AbortWeights,
+    Command,
+    CommitWeights,
+    Cycle,
+    GenerateRequest,
+    LookAtWeights,
+    Pause,
+    PushWeights,
+    RollbackWeights,
+    SetPolicy,
+    StepOutput,
+    Stop,
+    Strategy,
+    Submit,
+    WeightReport,
+)
 from tlt_server.speculation.policies import Policy
 
 
@@ -25,6 +43,8 @@ class Runner(Protocol):
 
     def collect(self, *, busy: bool) -> Finished | None: ...
 
+    def gauges(self) -> Mapping[str, float]: ...
+
 
 class Engine:
     def __init__(
@@ -34,8 +54,9 @@ class Engine:
         policy: Policy,
         make_policy: Callable[[SetPolicy], Policy],
         make_sequence: Callable[[GenerateRequest], Sequence],
+        pushes: WeightPushes,
     ) -> None:
-        self.scheduler, self.runner, self.policy = scheduler, runner, policy
+        self.scheduler, self.runner, self.policy, self.pushes = scheduler, runner, policy, pushes
         self.last_cycle: Cycle | None = None
         self._last_end = 0.0
         self._stopping = False
@@ -57,7 +78,11 @@ class Engine:
         return self._stopping and not self._commands and self.scheduler.idle
 
     def gauges(self) -> dict[str, float]:
-        return {**self.scheduler.gauges(), **self.policy.gauges()}
+        return {**self.scheduler.gauges(), **self.policy.gauges(), **self.runner.gauges()}
+
+    def reports(self) -> list[WeightReport]:
+        """Answers to weight commands since the last call."""
+        return self.pushes.take_reports()
 
     def step(self) -> list[StepOutput]:
         started = self._last_end if self.last_cycle else time.perf_counter()
@@ -82,6 +107,7 @@ class Engine:
         self._ended += self.scheduler.expire()
         while self._commands:
             self._apply(self._commands.popleft())
+        self._ended += self.pushes.advance()
 
     def _apply(self, command: Command) -> None:
         match command:
@@ -93,6 +119,8 @@ class Engine:
                 self.scheduler.paused = paused
             case SetPolicy():
                 self._set_policy(command)
+            case PushWeights() | CommitWeights() | AbortWeights() | RollbackWeights() | LookAtWeights():
+                self.pushes.apply(command)
             case Stop(drain):
                 self._stopping = True
                 if not drain:
@@ -107,7 +135,8 @@ class Engine:
     def _submit(self, requests: list[GenerateRequest]) -> None:
         try:
             self.scheduler.submit([self._make_sequence(request) for request in requests])
-        except TltError as error:  # all or none: the whole batch ends with the reason
+        except Exception as cause:  # all or none: the whole batch ends with the reason, and no other request feels it
+            error = cause if isinstance(cause, TltError) else EngineFailed(f"this batch cannot be run: {type(cause).__name__}: {cause}")
             self._ended += [
                 StepOutput(id=r.id, token_ids=[], logprobs=[], finish_reason="error", error=(error.code, error.message)) for r in requests
             ]

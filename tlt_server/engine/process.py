@@ -21,6 +21,7 @@ from tlt_server.errors import TltError
 from tlt_server.records import Event, Failed, Outputs, Phase, Ready, decode_command, encode
 
 IDLE_POLL_MS = 200
+STAGING_POLL_MS = 5  # an idle engine looks this often whether a push is staged
 
 
 def serve(settings: EngineSettings, parent: int, commands: zmq.Socket[bytes], send: Callable[[Event], None]) -> None:
@@ -33,11 +34,13 @@ def serve(settings: EngineSettings, parent: int, commands: zmq.Socket[bytes], se
     send(Ready(info))
     reported = 0.0
     while not engine.finished and os.getppid() == parent:
-        timeout_ms = IDLE_POLL_MS if engine.idle else 0
+        timeout_ms = (STAGING_POLL_MS if engine.pushes.busy else IDLE_POLL_MS) if engine.idle else 0
         while commands.poll(timeout_ms):
             engine.send(decode_command(commands.recv()))
             timeout_ms = 0
         outputs = engine.step()
+        for report in engine.reports():
+            send(report)
         gauges = engine.gauges()
         if outputs or engine.last_cycle or gauges["waiting"] + gauges["running"] != reported:
             reported = gauges["waiting"] + gauges["running"]

@@ -45,6 +45,9 @@ class CpuRunner:
         finished, self._finished = self._finished, None
         return finished
 
+    def gauges(self) -> dict[str, float]:
+        return {name: value for drafter in self._drafters.values() for name, value in drafter.gauges().items()}
+
     @torch.inference_mode()
     def launch(self, batch: Batch, strategy: Strategy) -> None:
         started = time.perf_counter()

@@ -11,14 +11,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tlt_server.engine.pages import PageKey, PagePool
-from tlt_server.engine.sequence import Sequence
+from tlt_server.engine.sequence import SavedKV, Sequence
 from tlt_server.errors import DeadlineExceeded, InvalidRequest, TltError
-from tlt_server.records import StepContext, StepOutput, TokenLogprobs
+from tlt_server.records import InFlight, StepContext, StepOutput, TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Work:
 @dataclass(frozen=True)
 class Batch:
     works: list[Work]
+    weight_version: str = ""  # that computes it
 
     def context(self) -> StepContext:
         decoding = [work for work in self.works if work.decodes]
@@ -76,14 +78,17 @@ class Scheduler:
         lookahead: int,
         weight_version: str,
         on_end: Callable[[Sequence], None] = lambda sequence: None,
+        save: Callable[[list[int]], object] = lambda pages: None,
+        restore: Callable[[Any, list[int]], None] = lambda saved, pages: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.pool, self.max_running, self.max_rows, self.lookahead = pool, max_running, max_rows, lookahead
         self.weight_version = weight_version
         self.paused = False
+        self.holding = False  # start nothing new; what has begun goes on
         self.preemptions = 0
         self.page_table_SP: NDArray[np.int32] = np.zeros((max_running, max_pages_per_sequence), np.int32)
-        self._on_end, self._clock = on_end, clock
+        self._on_end, self._save, self._restore, self._clock = on_end, save, restore, clock
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []  # in order of admission
         self._slots = list(range(max_running - 1, -1, -1))
@@ -106,6 +111,7 @@ class Scheduler:
             if sequence.id in self._by_id:
                 raise InvalidRequest(f"request id {sequence.id!r} is already in use; ids must be unique while a request runs")
         for sequence in batch:
+            sequence.start_over(self.weight_version)
             self._by_id[sequence.id] = sequence
             self._waiting.append(sequence)
 
@@ -148,7 +154,6 @@ class Scheduler:
         if self.paused:
             return None
         works = [work for sequence in list(self._running) if sequence.decoding and (work := self._decode_work(sequence))]
-        works = [work for work in works if work.sequence.slot >= 0]  # a later one may have preempted an earlier one
         rows = len(works)
         for sequence in list(self._running):
             if not sequence.decoding and rows < self.max_rows:
@@ -157,7 +162,7 @@ class Scheduler:
         while rows < self.max_rows and (admitted := self._admit()):
             works.append(self._prompt_work(admitted, self.max_rows - rows))
             rows += works[-1].end - works[-1].start
-        return Batch(works) if works else None
+        return Batch(works, self.weight_version) if works else None
 
     def _decode_work(self, sequence: Sequence) -> Work | None:
         while sequence.slot >= 0:
@@ -188,7 +193,10 @@ class Scheduler:
             return None
         pending = self._pending_keys()
         for sequence in self._waiting:
-            reuse = sequence.request.sampling.prompt_logprobs is None  # prompt log-probs need every prompt row
+            if self.holding and not sequence.has_begun:
+                continue
+            saved = sequence.saved
+            reuse = saved is None and sequence.request.sampling.prompt_logprobs is None  # prompt log-probs need every prompt row
             keys = sequence.page_keys((sequence.length - 1) // self.pool.page_size) if reuse else []
             pages = self.pool.match(keys)
             if len(pages) < len(keys) and keys[len(pages)] in pending:
@@ -205,6 +213,9 @@ class Scheduler:
             sequence.computed = len(pages) * self.pool.page_size
             self.page_table_SP[sequence.slot, : len(pages)] = pages
             self._reserve(sequence, sequence.length)
+            if saved is not None:
+                self._restore(saved.kv, sequence.pages)
+                sequence.computed, sequence.saved = saved.computed, None
             if sequence.cached_tokens is None:
                 sequence.cached_tokens = sequence.computed
             return sequence
@@ -212,13 +223,20 @@ class Scheduler:
 
     def _pending_keys(self) -> set[PageKey]:
         size = self.pool.page_size
-        return {key for s in self._running if not s.decoding for key in s.page_keys((s.length - 1) // size)[s.published :]}
+        computing = [s for s in self._running if not s.decoding and not s.spanning]
+        return {key for s in computing for key in s.page_keys((s.length - 1) // size)[s.published :]}
 
     def _preempt(self, sequence: Sequence) -> None:
-        self._vacate(sequence)
-        self._prompt_logprobs.pop(sequence.id, None)
+        if sequence.spanning:  # no one version could compute its KV again
+            pages = sequence.pages[: -(-sequence.computed // self.pool.page_size)]
+            sequence.saved = SavedKV(self._save(pages), sequence.computed)
         sequence.preemptions += 1
         self.preemptions += 1
+        self._requeue(sequence)
+
+    def _requeue(self, sequence: Sequence) -> None:
+        self._vacate(sequence)
+        self._prompt_logprobs.pop(sequence.id, None)
         self._waiting.appendleft(sequence)
 
     def _vacate(self, sequence: Sequence) -> None:
@@ -246,7 +264,7 @@ class Scheduler:
             accepted = len(emission.tokens) - 1
             finish_reason, stop_reason = self._truncate(sequence, emission)
             sequence.count_step(emission.drafted, accepted, len(emission.tokens))
-            sequence.append(emission.tokens, self.weight_version)
+            sequence.append(emission.tokens, batch.weight_version)
             sequence.computed = min(work.end + accepted, sequence.length - 1)
             self._publish(sequence)
             if finish_reason:
@@ -267,6 +285,8 @@ class Scheduler:
         return None, None
 
     def _publish(self, sequence: Sequence) -> None:
+        if sequence.spanning:
+            return  # its KV is of no single version, so it serves nobody else
         full = sequence.computed // self.pool.page_size
         if full > sequence.published:
             for page, key in list(zip(sequence.pages, sequence.page_keys(full), strict=False))[sequence.published : full]:
@@ -298,6 +318,33 @@ class Scheduler:
             sd=sequence.figures() if last else None,
         )
 
+    # -- a new weight version ------------------------------------------------------------------------------------
+
+    @property
+    def begun(self) -> int:
+        """Sequences that a version has computed something of."""
+        return sum(s.has_begun for s in self._by_id.values())
+
+    def change_version(self, version: str, in_flight: InFlight) -> list[StepOutput]:
+        """Every step from now on is computed by `version`; returns what ends of it.
+
+        `continue` keeps the KV of what decodes. `recompute` drops all KV: the same tokens go on as if this version had read them.
+        `abort` ends what has begun with what it has. `drain` has waited until nothing has. Whatever has no complete KV (a prompt
+        half read, a preempted sequence whose KV was not saved) starts over under this version in every mode.
+        """
+        self.weight_version = version
+        ended = [self._end(s, "abort") for s in list(self._by_id.values()) if s.has_begun] if in_flight == "abort" else []
+        for sequence in reversed([s for s in self._running if in_flight == "recompute" or not s.decoding]):
+            self._requeue(sequence)
+        for sequence in self._waiting:
+            if in_flight == "recompute":
+                sequence.saved = None
+            if sequence.saved is None:
+                sequence.start_over(version)
+        for sequence in self._running:
+            sequence.spanning = True
+        return ended
+
     # -- looking in ----------------------------------------------------------------------------------------------
 
     def gauges(self) -> dict[str, float]:
@@ -307,6 +354,7 @@ class Scheduler:
             "pages_free": self.pool.available,
             "pages_cached": self.pool.cached,
             "preemptions": self.preemptions,
+            "spanning": sum(s.spanning for s in self._by_id.values()),
         }
 
     def check(self) -> None:

@@ -6,6 +6,8 @@ the next step. A preempted one has computed = 0 and takes the same way as a fres
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -14,8 +16,15 @@ from tlt_server.engine.sampling import SamplingState
 from tlt_server.records import GenerateRequest, SdFigures, VersionSpan
 
 
+class SavedKV(NamedTuple):
+    """What a preempted sequence had in its pages."""
+
+    kv: object
+    computed: int
+
+
 class Sequence:
-    def __init__(self, request: GenerateRequest, state: SamplingState, weight_version: str, page_size: int) -> None:
+    def __init__(self, request: GenerateRequest, state: SamplingState, page_size: int) -> None:
         self.request = request
         self.state = state
         self.prompt_len = len(request.token_ids)
@@ -29,8 +38,10 @@ class Sequence:
         self.slot = -1  # row of the page table while running
         self.preemptions = 0
         self.spans: list[VersionSpan] = []
+        self.spanning = False  # its KV is of more than one weight version
+        self.saved: SavedKV | None = None  # KV of a preempted sequence that cannot be computed again
         self._page_size = page_size
-        self._keys: list[PageKey] = [root_key(weight_version, request.salt)]
+        self._keys: list[PageKey] = []  # of the version that reads it, see `start_over`
         self._accepted: list[int] = []
         self._steps = self._drafted = self._draft_emitted = 0
 
@@ -61,6 +72,18 @@ class Sequence:
     def decoding(self) -> bool:
         """Only its last token is not computed: one row makes it sample, and draft rows may hang off that row."""
         return self.computed == self.length - 1
+
+    @property
+    def has_begun(self) -> bool:
+        return self.output_len > 0 or self.slot >= 0 or self.preemptions > 0
+
+    def start_over(self, version: str) -> None:
+        """It has no KV; `version` computes all of it. The scheduler calls this when it takes the sequence, and again when KV is dropped."""
+        assert self.slot < 0 and self.saved is None
+        self._keys = [root_key(version, self.request.salt)]
+        self.spanning = False
+        if not self.output_len:
+            self.cached_tokens = None
 
     def page_keys(self, count: int) -> list[PageKey]:
         """Keys of the first `count` pages; all their tokens must be known."""

@@ -15,7 +15,6 @@ class EngineSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     drafter: str = "history"  # directory of an EAGLE-3 head, "history" or "none"
     policy: str = "beg"
     strategy: Strategy | None = None  # for the policy `fixed`
-    dtype: str = "float32"
     numerics: Literal["strict", "fast"] = "strict"
     attention: str = "cpu"
     threads: int = 2
@@ -27,5 +26,7 @@ class EngineSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_rows: int = 512  # certain rows (roots and prompt rows) per step
     max_draft_rows: int = 1024  # draft rows per step
     sd_max_batch: int = 0  # decoding requests above which nothing is drafted; 0 = the policy decides
-    policy_seed: int = 0  # of the policy's own randomness; never touches tokens
-    weight_version: str = "initial"
+    weight_version: str = "initial"  # of what the model directories hold
+    weight_root: str = ""  # directory that pushes may come from; empty = none
+    weight_marker: str = ""  # file that a complete pushed directory holds
+    state_dir: str = ""  # directory that keeps committed weights for a restart; empty = none

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 
+import msgspec
 import structlog
 import zmq
 import zmq.asyncio
@@ -34,6 +36,8 @@ from tlt_server.records import (
     StepOutput,
     Stop,
     Submit,
+    WeightCommand,
+    WeightReport,
     decode_event,
     encode,
 )
@@ -83,6 +87,8 @@ class EngineClient:
             socket.bind(f"ipc://{directory / name}")
         self._admission, self._metrics, self._on_phase = admission, metrics, on_phase
         self._routes: dict[str, Submission] = {}
+        self._answers: dict[str, asyncio.Future[WeightReport]] = {}  # of weight commands, by id
+        self._command_ids = itertools.count(1)
         self._ready: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -134,6 +140,8 @@ class EngineClient:
                 self._metrics.engine_ready(event.info)
                 if not self._ready.done():
                     self._ready.set_result(event.info)
+            case WeightReport():
+                self._answered(event)
             case Failed():
                 self._fail(from_code(event.code, event.message))
 
@@ -153,6 +161,9 @@ class EngineClient:
             self._ready.set_exception(error if isinstance(error, StartupError) else StartupError(error.message))
             self._ready.exception()  # seen, even when nobody waits
         self._end_open(EngineFailed(error.message))
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(EngineFailed(f"{error.message}; GET /weights says which version is live once the engine is back"))
         self.dead.set()
 
     def _end_open(self, error: TltError) -> None:
@@ -198,6 +209,27 @@ class EngineClient:
         """Replace the policy before the engine's next step; commands keep their order, so what is submitted later runs under it."""
         self._send(policy)
         self.policy = policy
+
+    def command_id(self) -> str:
+        return f"w{next(self._command_ids)}"
+
+    async def weights(self, command: WeightCommand) -> WeightReport:
+        """The engine's answer. A caller that goes away does not stop what it asked for."""
+        self.check_available()
+        answer = self._answers[command.id] = asyncio.get_running_loop().create_future()
+        try:
+            self._send(command)
+            return await answer
+        finally:
+            del self._answers[command.id]
+
+    def _answered(self, report: WeightReport) -> None:
+        if self.info is not None:
+            self.info = msgspec.structs.replace(self.info, weight_version=report.state.target, drafter_version=report.state.drafter)
+        self._metrics.weights_reported(report)
+        answer = self._answers.get(report.id)
+        if answer is not None and not answer.done():
+            answer.set_result(report)
 
     async def drain(self, timeout_s: float) -> bool:
         """Take nothing new and wait for what runs; False when time ran out (the rest then ends with a typed error)."""
@@ -251,5 +283,5 @@ class EngineClient:
         try:
             self._commands.send(encode(command), zmq.NOBLOCK)
         except zmq.Again:  # no peer: it has gone, and `_watch` is about to say so
-            if isinstance(command, Submit):
+            if isinstance(command, Submit | WeightCommand):
                 raise Unavailable("the engine does not take commands; poll /readyz", retry_after_s=2) from None

@@ -6,6 +6,7 @@ Requests are pydantic models, replies and errors msgspec structs; each library d
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, get_type_hints
 
@@ -29,7 +30,9 @@ def document(dialects: Mapping[str, Iterable[Endpoint]], *, keyed: bool) -> dict
     paths: dict[str, dict[str, Any]] = {}
     for name, endpoint in endpoints:
         operation = _words(endpoint)
-        operation |= {"tags": [name], "operationId": f"{endpoint.method.lower()}{endpoint.path.replace('/', '_')}"}
+        operation |= {"tags": [name], "operationId": f"{endpoint.method.lower()}{re.sub(r'[/{}]+', '_', endpoint.path)}"}
+        if names := re.findall(r"{(\w+)}", endpoint.path):
+            operation["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]
         if endpoint.takes is not None:
             operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": takes[endpoint.takes]}}}
         error = gives[_error_type(endpoint)]

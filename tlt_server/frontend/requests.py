@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails, from_json
@@ -132,6 +132,14 @@ def _explain(errors: Sequence[ErrorDetails], root: type[BaseModel]) -> str:
 
 
 def _model_at(root: type[BaseModel], path: list[int | str]) -> type[BaseModel]:
-    if not path:
-        return root
-    return SamplingFields if path[-1] == "sampling" else Message if "messages" in path else ItemFields
+    """The model whose object stands at `path`."""
+    for part in path:
+        field = root.model_fields.get(str(part))
+        root = (_model_in(field.annotation) if field else None) or root
+    return root
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for part in get_args(annotation) if (found := _model_in(part))), None)

@@ -69,6 +69,11 @@ class Decoder:
     def shape(config: ModelConfig) -> LayerShape:
         raise NotImplementedError
 
+    def blank(self) -> Decoder:
+        """The same model with storage of its own, to be filled with other weights."""
+        return type(self)(self.config, numerics=self.numerics, attention=self.attention_name, page_size=self.page_size,
+                          feature_layers=self.feature_layers)
+
     def forward(self, rows: Rows, cache: KVCache) -> Forward:
         """Extend by `rows`: writes their KV at `slot_R` in every layer. Requires `position_R < max_position`."""
         eps, keys, values = self.config.norm_eps, cache.k.unbind(0), cache.v.unbind(0)

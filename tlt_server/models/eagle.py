@@ -53,7 +53,7 @@ class Eagle3:
     def __init__(self, config: ModelConfig, draft_vocab_size: int, target: Decoder, *, own_embedding: bool) -> None:
         hidden, numerics = config.hidden_size, target.numerics
         self.config, self.numerics, self.page_size = config, numerics, target.page_size
-        self.draft_vocab_size, self.max_position = draft_vocab_size, config.max_position
+        self.draft_vocab_size, self.vocab_size, self.max_position = draft_vocab_size, target.vocab_size, config.max_position
         self.kv_layers, self.kv_heads, self.head_dim = 1, config.kv_heads, config.head_dim
         self.own_embedding = own_embedding
         self.embedding_VH = torch.zeros(target.vocab_size, hidden) if own_embedding else target.embedding_VH
@@ -102,6 +102,17 @@ class Eagle3:
         drafter._load_calibration(directory / "calibration.safetensors")
         return drafter
 
+    def blank(self, target: Decoder, *, own_embedding: bool) -> Eagle3:
+        """The same network with storage of its own, to be filled with other weights; the vocabulary map is kept until set anew."""
+        network = Eagle3(self.config, self.draft_vocab_size, target, own_embedding=own_embedding)
+        network.target_ids = self.target_ids
+        return network
+
+    def follow(self, target: Decoder) -> None:
+        """These are the target's weights from now on: without an embedding of its own the drafter reads theirs."""
+        if not self.own_embedding:
+            self.embedding_VH = target.embedding_VH
+
     def _load_vocabulary(self, files: dict[str, Path], vocab: int) -> None:
         expected = {"d2t": torch.empty(self.draft_vocab_size, dtype=torch.int64), "t2d": torch.empty(vocab, dtype=torch.bool)}
         absent = [name for name in expected if name not in files]
@@ -113,11 +124,17 @@ class Eagle3:
         found = {}
         for name in expected:
             ((_, found[name]),) = read_tensors(files[name], [name])
-            check_tensor(name, found[name], expected[name], files[name])
-        ids = self.target_ids + found["d2t"]
+        self.set_vocabulary(found["d2t"], found["t2d"], files["d2t"])
+
+    def set_vocabulary(self, d2t_C: Tensor, t2d_V: Tensor, path: Path) -> None:
+        """Map draft ids to target ids as a checkpoint's two tensors say; they must agree. `path` names them in errors."""
+        vocab = self.vocab_size
+        check_tensor("d2t", d2t_C, torch.empty(self.draft_vocab_size, dtype=torch.int64), path)
+        check_tensor("t2d", t2d_V, torch.empty(vocab, dtype=torch.bool), path)
+        ids = torch.arange(self.draft_vocab_size) + d2t_C
         within = bool(((ids >= 0) & (ids < vocab)).all())
-        if not within or not found["t2d"][ids].all() or int(found["t2d"].sum()) != self.draft_vocab_size:
-            raise ModelError(f"{files['d2t']}: tensors 'd2t' and 't2d' contradict each other or leave the vocabulary of {vocab}; "
+        if not within or not t2d_V[ids].all() or int(t2d_V.sum()) != self.draft_vocab_size:
+            raise ModelError(f"{path}: tensors 'd2t' and 't2d' contradict each other or leave the vocabulary of {vocab}; "
                              "export the drafter again")
         self.target_ids = ids
 

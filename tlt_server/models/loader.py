@@ -6,7 +6,7 @@ whatever is wrong is a `ModelError` that names file, tensor, what was expected a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,13 +23,14 @@ from tlt_server.models.numerics import Numerics
 STORAGE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def load_target(directory: str | Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu", numerics: Numerics,
-                attention: str = "cpu", page_size: int = 16, feature_layers: tuple[int, ...] = ()) -> Decoder:
-    """The target model in `directory`, filled and self-tested. Raises `ModelError` or `StartupError`."""
+def load_target(directory: str | Path, *, numerics: Numerics, config: ModelConfig | None = None, attention: str = "cpu",
+                page_size: int = 16, feature_layers: tuple[int, ...] = ()) -> Decoder:
+    """The target model in `directory`, filled and self-tested. Raises `ModelError` or `StartupError`.
+
+    `config`: the directory's own, with `max_position` lowered to what will be served; None reads it.
+    """
     directory = Path(directory)
-    if dtype != torch.float32 or device != "cpu":
-        raise ModelError(f"dtype {dtype} on device {device!r} is not supported; use float32 on cpu")
-    config = ModelConfig.read(directory)
+    config = config or ModelConfig.read(directory)
     generation = directory / "generation_config.json"
     if generation.exists():
         ids = token_ids(read_json(generation), str(generation))
@@ -45,6 +46,16 @@ def load_target(directory: str | Path, *, dtype: torch.dtype = torch.float32, de
 def fill(parameters: dict[str, Tensor], directory: Path, *, ignored: Collection[str] = ()) -> None:
     """Copy every tensor of the directory into the view of that name; all must be there, and no other but `ignored`."""
     files = tensor_files(directory)
+    check_names(parameters, files, ignored, directory)
+    for path in sorted(set(files.values())):
+        names = [name for name in parameters if files[name] == path]
+        for name, tensor in read_tensors(path, names):
+            check_tensor(name, tensor, parameters[name], path)
+            parameters[name].copy_(tensor)
+
+
+def check_names(parameters: dict[str, Tensor], files: Mapping[str, Path], ignored: Collection[str], directory: Path) -> None:
+    """`files` (tensor name -> file) must hold every parameter, and nothing else but `ignored` and rotary tables."""
     known = {*parameters, *ignored}
     unexpected = [name for name in files if name not in known and not name.endswith("rotary_emb.inv_freq")]
     missing = [name for name in parameters if name not in files]
@@ -56,11 +67,6 @@ def fill(parameters: dict[str, Tensor], directory: Path, *, ignored: Collection[
         name = unexpected[0]
         raise ModelError(f"{files[name]}: tensor {name!r} has no place in this architecture{_more(unexpected)}; "
                          "config.json does not describe this checkpoint: correct its 'architectures' and sizes")
-    for path in sorted(set(files.values())):
-        names = [name for name in parameters if files[name] == path]
-        for name, tensor in read_tensors(path, names):
-            check_tensor(name, tensor, parameters[name], path)
-            parameters[name].copy_(tensor)
 
 
 def tensor_files(directory: Path) -> dict[str, Path]:

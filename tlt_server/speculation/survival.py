@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load, save_file
 
 from tlt_kernels.cpu.counts import tally
 from tlt_server.errors import ModelError
@@ -95,11 +95,20 @@ class Calibration(OnlineTable):
         if not path.is_file():
             return cls(settings=settings)
         try:
-            tensors = load_file(path)
+            data = path.read_bytes()
+        except OSError as error:
+            raise ModelError(f"{path}: not readable ({error}); export the drafter again or delete the file") from error
+        return cls.parse(data, str(path), settings)
+
+    @classmethod
+    def parse(cls, data: bytes, source: str, settings: CalibrationSettings = CalibrationSettings()) -> Calibration:
+        """From the bytes of a `calibration.safetensors`."""
+        try:
+            tensors = load(data)
             survival, gap_edges = tensors["survival"], tensors["gap_edges"]
-        except (KeyError, OSError, SafetensorError) as error:
-            raise ModelError(f"{path}: not a calibration table ({error}); export the drafter again or delete the file") from error
-        return cls(survival, gap_edges, settings, source=str(path))
+        except (KeyError, SafetensorError) as error:
+            raise ModelError(f"{source}: not a calibration table ({error}); export the drafter again or delete the file") from error
+        return cls(survival, gap_edges, settings, source=source)
 
     def save(self, directory: str | Path) -> None:
         """Write the table in force, online correction included."""

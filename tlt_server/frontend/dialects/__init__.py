@@ -13,4 +13,5 @@ DIALECTS = Registry("dialect", {
     "openai": "tlt_server.frontend.dialects.openai:routes",
     "operate": "tlt_server.frontend.dialects.operate:routes",
     "strategy": "tlt_server.frontend.dialects.strategy:routes",
+    "weights": "tlt_server.frontend.dialects.weights:routes",
 })

@@ -144,9 +144,16 @@ class Eagle:
         self.full_P[pages] = False
 
     def forget(self) -> None:
-        """Drop all drafter KV, as new drafter weights require; it is caught up lazily."""
+        """Drop all drafter KV, as new weights of target or drafter require; it is caught up lazily."""
         self.drafted_S[:] = False
         self.full_P[:] = False
+
+    def adopt(self, network: Network, calibration: Calibration) -> None:
+        """Draft with another network of the same layout from now on."""
+        self.network, self.calibration = network, calibration
+        self.target_ids = np.ascontiguousarray(network.target_ids.cpu().numpy(), dtype=np.int64)
+        self._open.clear()  # their cells belong to the other calibration
+        self.forget()
 
     def gauges(self) -> Mapping[str, float]:
         return {

@@ -9,7 +9,7 @@ agree, depth). No torch, no network: the drafter of day 0, and what is left when
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -25,7 +25,7 @@ from tlt_server.speculation.survival import OnlineTable
 LENGTHS, SHARES, DEPTHS = 7, 8, 8
 TYPICAL_LENGTH = (2.0, 3.0, 4.5, 7.0, 10.5, 14.0, 20.0)  # tokens, of each length bucket
 REMEMBERED = 4  # proposals whose verification may still be reported
-EVICT_EVERY = 16  # running requests; the sum over all pools is not taken at every end
+PROMPTS = 1024  # prompts remembered as stored, per group
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Group:
     """Requests and past responses that share a pool."""
 
     pool: TokenPool
-    prompts: set[bytes]  # digests of prompts stored
+    prompts: dict[bytes, None]  # digests of prompts stored, oldest first
     running: int = 0
 
 
@@ -65,6 +65,7 @@ class History:
     def __init__(self, settings: HistorySettings = HistorySettings()) -> None:
         self.settings = settings
         self.table = OnlineTable(prior())
+        self._tokens = 0  # in all pools
         self._groups: OrderedDict[bytes, Group] = OrderedDict()  # by prompt, least recently used first
         self._by_group_id: dict[tuple[str, str], tuple[Group, int]] = {}  # by salt and id: the group, and how many of it are running
         self._running: dict[str, Running] = {}
@@ -111,7 +112,7 @@ class History:
         key = salt, group_id
         state = self._follow(request_id, key, np.asarray(tokens, np.int32), prompt_len)
         del self._running[request_id]
-        state.group.pool.finish(state.segment)
+        self._close(state.group, state.segment)
         state.group.running -= 1
         if key in self._by_group_id:
             group, running = self._by_group_id.pop(key)
@@ -119,12 +120,18 @@ class History:
                 self._by_group_id[key] = group, running - 1
         self._evict()
 
-    def pages_freed(self, page_ids: Iterable[int]) -> None:
-        """Nothing here lives in pages."""
+    def check(self) -> None:
+        """Assert that memory is bounded and the sums are right."""
+        assert self._tokens == sum(group.pool.used for group in self._groups.values()), "the token count drifts"
+        for group in self._groups.values():
+            group.pool.check()
+            assert len(group.prompts) <= PROMPTS, "a group remembers too many prompts"
+        if not self._running:
+            assert self._tokens <= self.settings.total_tokens and len(self._groups) <= self.settings.pools, "eviction falls behind"
 
     def gauges(self) -> Mapping[str, float]:
         return {
-            "history_pool_tokens": float(self._pool_tokens()),
+            "history_pool_tokens": float(self._tokens),
             "history_pools": float(len(self._groups)),
             "history_hit_rate": self._answered / self._asked if self._asked else 0.0,
             "history_table_drift": self.table.drift,
@@ -135,7 +142,7 @@ class History:
         state = self._running.get(request_id)
         if state is None:
             state = self._running[request_id] = self._start(key, tokens, prompt_len)
-        if len(tokens) > state.taken and state.group.pool.append(state.segment, tokens[state.taken:]):
+        if len(tokens) > state.taken and self._append(state.group, state.segment, tokens[state.taken:]):
             state.taken = len(tokens)
         return state
 
@@ -148,28 +155,36 @@ class History:
         known = self._by_group_id.get(key) if group_id else None
         group = known[0] if known else self._groups.get(digest)
         if group is None:
-            group = self._groups[digest] = Group(TokenPool(self.settings.pool_tokens), set())
+            group = self._groups[digest] = Group(TokenPool(self.settings.pool_tokens), {})
         if digest in self._groups:
             self._groups.move_to_end(digest)
         if digest not in group.prompts:
-            group.prompts.add(digest)
+            group.prompts[digest] = None
+            if len(group.prompts) > PROMPTS:
+                del group.prompts[next(iter(group.prompts))]
             segment = group.pool.open()
-            group.pool.append(segment, prompt)
-            group.pool.finish(segment)
+            self._append(group, segment, prompt)
+            self._close(group, segment)
         group.running += 1
         if group_id:
             self._by_group_id[key] = group, (known[1] if known else 0) + 1
         return Running(group, group.pool.open(), max(0, prompt_len - self.settings.longest))
 
-    def _pool_tokens(self) -> int:
-        return sum(group.pool.used for group in self._groups.values())
+    def _append(self, group: Group, segment: int, tokens: NDArray[np.int32]) -> bool:
+        before = group.pool.used
+        stored = group.pool.append(segment, tokens)
+        self._tokens += group.pool.used - before
+        return stored
+
+    def _close(self, group: Group, segment: int) -> None:
+        before = group.pool.used
+        group.pool.finish(segment)
+        self._tokens += group.pool.used - before
 
     def _evict(self) -> None:
         """Drop the pools unused for longest while there are too many tokens or pools."""
-        if len(self._groups) <= self.settings.pools and len(self._running) % EVICT_EVERY:
-            return
-        excess = self._pool_tokens() - self.settings.total_tokens
-        for digest in [digest for digest, group in self._groups.items() if not group.running]:
-            if excess <= 0 and len(self._groups) <= self.settings.pools:
+        for digest in list(self._groups):
+            if self._tokens <= self.settings.total_tokens and len(self._groups) <= self.settings.pools:
                 return
-            excess -= self._groups.pop(digest).pool.used
+            if not self._groups[digest].running:
+                self._tokens -= self._groups.pop(digest).pool.used

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 SMALLEST = 256  # tokens of the first array
 ROOM = 64  # spare tokens of a segment that moves
+SEGMENTS = 4096  # finished segments kept
 
 
 class TokenPool:
@@ -53,6 +54,8 @@ class TokenPool:
     def finish(self, segment: int) -> None:
         """The segment will not grow and may be dropped, oldest first."""
         self._finished.append(segment)
+        if len(self._finished) > SEGMENTS:
+            self._drop(self._finished.popleft())
 
     def check(self) -> None:
         live = sorted((int(self.start_G[g]), int(self.room_G[g]), int(self.length_G[g])) for g in np.flatnonzero(self.room_G))

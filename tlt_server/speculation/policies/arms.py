@@ -15,18 +15,12 @@ CPU_LADDERS: dict[str, tuple[tuple[int, int, int], ...]] = {  # (depth, width, r
     "eagle": ((2, 1, 3), (4, 1, 5), (7, 1, 8)),
     "history": ((2, 1, 3), (7, 1, 8)),
 }
-GPU_LADDERS: dict[str, tuple[tuple[int, int, int], ...]] = {
-    "eagle": ((3, 1, 4), (5, 2, 8), (8, 4, 16), (8, 4, 32), (8, 4, 48)),
-    "history": ((4, 1, 5), (8, 2, 16), (8, 4, 32)),
-}
 CPU_ROWS = ((1, 16), (2, 16), (3, 9), (6, 9), (12, 5), (24, 5), (48, 3))  # (smallest batch, most verify rows per request)
-GPU_ROWS = ((1, 48), (2, 32), (5, 16), (21, 8))  # the paper's
 
 
-def ladder(drafters: Iterable[str], device: str = "cpu") -> tuple[Strategy, ...]:
+def ladder(drafters: Iterable[str]) -> tuple[Strategy, ...]:
     """OFF and every default arm of these drafters."""
-    ladders = CPU_LADDERS if device == "cpu" else GPU_LADDERS
-    return (OFF, *(Strategy(drafter, *arm) for drafter in drafters for arm in ladders.get(drafter, ())))
+    return (OFF, *(Strategy(drafter, *arm) for drafter in drafters for arm in CPU_LADDERS.get(drafter, ())))
 
 
 def affordable(arms: Sequence[Strategy], rows: int) -> tuple[Strategy, ...]:

@@ -1,0 +1,130 @@
+"""An in-process engine to push weights into, and checkpoints a little different from the one it serves."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import torch
+from safetensors.torch import load_file, save_file
+
+from tlt_server.engine.assembly import assemble
+from tlt_server.engine.settings import EngineSettings
+from tlt_server.records import (
+    AbortWeights,
+    CommitWeights,
+    GenerateRequest,
+    LookAtWeights,
+    Manifest,
+    PushWeights,
+    RollbackWeights,
+    StepOutput,
+    Submit,
+    WeightReport,
+)
+
+Said = dict[str, list[StepOutput]]
+
+
+def perturbed(source: Path, directory: Path, seed: int, scale: float = 0.02) -> Path:
+    """A copy whose floating-point tensors are a little off."""
+    shutil.copytree(source, directory)
+    generator = torch.Generator().manual_seed(seed)
+    tensors = load_file(source / "model.safetensors")
+    save_file({name: t + scale * torch.randn(t.shape, generator=generator) if t.is_floating_point() else t for name, t in tensors.items()},
+              directory / "model.safetensors")
+    return directory
+
+
+class Pushable:
+    """One engine, stepped by hand; outputs are collected in `said`."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self.settings = settings
+        self.engine, self.info = assemble(settings)
+        self.said: Said = {}
+        self._ids = (f"w{i}" for i in itertools.count())
+        self.reports: dict[str, WeightReport] = {}
+
+    def step(self, count: int = 1) -> None:
+        for _ in range(count):
+            for output in self.engine.step():
+                self.said.setdefault(output.id, []).append(output)
+            self.reports |= {report.id: report for report in self.engine.reports()}
+            self.engine.scheduler.check()
+
+    def submit(self, *requests: GenerateRequest) -> None:
+        self.engine.send(Submit(list(requests)))
+
+    def finish(self) -> None:
+        while not self.engine.idle:
+            self.step()
+
+    def until(self, condition: Callable[[], bool], what: str) -> None:
+        give_up = time.monotonic() + 20
+        while not condition():
+            assert time.monotonic() < give_up, f"no {what} within 20 s"
+            self.step()
+            if self.engine.last_cycle is None:
+                time.sleep(0.0005)  # as the engine's process waits; a thread needs the interpreter, too
+
+    # weight commands; each gives the id of its report
+
+    def send_push(self, path: Path | str, version: str = "", **fields: object) -> str:
+        id = next(self._ids)
+        self.engine.send(PushWeights(id, msgspec.convert({"path": str(path), "version": version, **fields}, Manifest)))
+        return id
+
+    def report(self, id: str) -> WeightReport:
+        self.until(lambda: id in self.reports, f"report {id}")
+        return self.reports[id]
+
+    def push(self, path: Path | str, version: str = "", **fields: object) -> WeightReport:
+        return self.report(self.send_push(path, version, **fields))
+
+    def send_roll_back(self, to: str = "", **fields: object) -> str:
+        id = next(self._ids)
+        self.engine.send(RollbackWeights(id, to, **fields))  # type: ignore[arg-type]
+        return id
+
+    def roll_back(self, to: str = "", **fields: object) -> WeightReport:
+        return self.report(self.send_roll_back(to, **fields))
+
+    def commit(self, version: str) -> WeightReport:
+        id = next(self._ids)
+        self.engine.send(CommitWeights(id, version))
+        return self.report(id)
+
+    def abort(self, version: str) -> WeightReport:
+        id = next(self._ids)
+        self.engine.send(AbortWeights(id, version))
+        return self.report(id)
+
+    def checksums(self) -> dict[str, str]:
+        """sha256 of every live tensor, computed anew."""
+        id = next(self._ids)
+        self.engine.send(LookAtWeights(id, checksums=True))
+        return self.report(id).checksums
+
+    # what was said
+
+    def tokens(self, id: str) -> list[int]:
+        return [token for output in self.said[id] for token in output.token_ids]
+
+    def logprobs(self, id: str) -> list[float]:
+        return [value for output in self.said[id] for value in output.logprobs]
+
+    def spans(self, id: str) -> list[tuple[str, int, int]]:
+        return [(span.version, span.start, span.end) for span in self.said[id][-1].weight_versions or []]
+
+    def run(self, *requests: GenerateRequest) -> dict[str, tuple[list[int], list[float]]]:
+        """Submit, run to the end, and give tokens and log-probs; ids may come again."""
+        for request in requests:
+            self.said.pop(request.id, None)
+        self.submit(*requests)
+        self.finish()
+        return {request.id: (self.tokens(request.id), self.logprobs(request.id)) for request in requests}

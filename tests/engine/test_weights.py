@@ -1,0 +1,429 @@
+"""Pushes into a running engine: each way of treating what runs, exact spans, no stale KV, rollback, idempotence, the spool."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.engine.pushing import Pushable, perturbed
+from tests.engine.tiny import VOCAB, write_eagle, write_target
+from tlt_server.engine.settings import EngineSettings
+from tlt_server.errors import StartupError
+from tlt_server.records import GenerateRequest, Pause, Sampling, SetPolicy, Strategy
+from tlt_server.weights.checksums import checksum
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("weights")
+    write_target(root / "base")
+    write_eagle(root / "drafter")
+    perturbed(root / "base", root / "new", 1)
+    perturbed(root / "base", root / "newer", 2)
+    perturbed(root / "drafter", root / "new-drafter", 3)
+    return root
+
+
+@pytest.fixture(scope="module")
+def settings(root: Path) -> EngineSettings:
+    return EngineSettings(model=str(root / "base"), drafter=str(root / "drafter"), policy="off", kv_memory_mb=16, weight_root=str(root))
+
+
+@pytest.fixture
+def engine(settings: EngineSettings) -> Pushable:
+    return Pushable(settings)
+
+
+def request(i: int = 0, max_tokens: int = 40, **fields: object) -> GenerateRequest:
+    sampling = Sampling(max_tokens=max_tokens, ignore_eos=True)
+    return msgspec.structs.replace(GenerateRequest(
+        id=f"r{i}", token_ids=[(7 * i + 3 * p) % (VOCAB - 1) for p in range(21 + i)], sampling=sampling, seed=50 + i), **fields)
+
+
+def fresh(settings: EngineSettings, model: Path, *requests: GenerateRequest) -> dict[str, tuple[list[int], list[float]]]:
+    """What an engine that never had other weights says."""
+    return Pushable(msgspec.structs.replace(settings, model=str(model))).run(*requests)
+
+
+def continued(asked: GenerateRequest, tokens: list[int]) -> GenerateRequest:
+    """The request whose prompt is what `asked` has so far."""
+    left = msgspec.structs.replace(asked.sampling, max_tokens=asked.sampling.max_tokens - len(tokens))
+    return msgspec.structs.replace(asked, token_ids=asked.token_ids + tokens, sampling=left)
+
+
+def check_spans(engine: Pushable, id: str, versions: list[str]) -> list[int]:
+    """Spans cover all tokens without a gap, in order; returns where they begin."""
+    spans = engine.spans(id)
+    assert [version for version, _, _ in spans] == versions
+    starts = [start for _, start, _ in spans]
+    assert starts[0] == 0 and starts[1:] == [end for _, _, end in spans][:-1] and spans[-1][2] == len(engine.tokens(id))
+    return starts
+
+
+def test_after_a_commit_new_requests_are_those_of_a_fresh_engine(engine: Pushable, settings: EngineSettings, root: Path) -> None:
+    asked = [request(i) for i in range(3)]
+    before = engine.run(*asked)
+    report = engine.push(root / "new", "v1")
+    assert (report.result, report.version, report.role, report.state.target) == ("committed", "v1", "target", "v1")
+    assert set(report.phases) >= {"open", "read", "check", "fill", "wait", "commit"} and 0 < report.pause_ms < 1000
+    after = engine.run(*asked)
+    assert after == fresh(settings, root / "new", *asked) != before
+    assert all(engine.spans(r.id) == [("v1", 0, 40)] for r in asked)
+    assert engine.checksums() == {**report.checksums, **{k: v for k, v in engine.checksums().items() if k.startswith("draft.")}}
+
+
+def test_continue_keeps_kv_and_marks_the_change_at_the_token(engine: Pushable, settings: EngineSettings, root: Path) -> None:
+    asked = [request(i) for i in range(3)]
+    old = fresh(settings, root / "base", *asked)
+    assert engine.push(root / "new", "v1", commit=False).result == "staged"
+    engine.submit(*asked)
+    engine.step(10)
+    at = {r.id: len(engine.tokens(r.id)) for r in asked}
+    assert engine.commit("v1").result == "committed"
+    engine.finish()
+    for r in asked:
+        (_, change) = check_spans(engine, r.id, ["initial", "v1"])
+        assert change == at[r.id], "the commit falls between two steps"
+        assert engine.tokens(r.id)[:change] == old[r.id][0][:change]
+        assert engine.logprobs(r.id)[:change] == old[r.id][1][:change]
+    restarted = {r.id: continued(r, engine.tokens(r.id)[:engine.spans(r.id)[1][1]]) for r in asked}
+    recomputed = fresh(settings, root / "new", *restarted.values())
+    assert any(recomputed[i][1] != engine.logprobs(i)[engine.spans(i)[1][1]:] for i in recomputed), "kept KV must be of the old version"
+
+
+def test_recompute_continues_as_if_the_new_version_had_read_the_tokens(engine: Pushable, settings: EngineSettings, root: Path) -> None:
+    asked = [request(i) for i in range(3)]
+    engine.submit(*asked)
+    engine.step(8)
+    assert engine.push(root / "new", "v1", in_flight="recompute").result == "committed"
+    engine.finish()
+    for r in asked:
+        (_, change) = check_spans(engine, r.id, ["initial", "v1"])
+        rest = fresh(settings, root / "new", continued(r, engine.tokens(r.id)[:change]))[r.id]
+        assert (engine.tokens(r.id)[change:], engine.logprobs(r.id)[change:]) == rest
+
+
+def test_abort_returns_partial_results_and_what_has_not_begun_runs_on_the_new_version(settings: EngineSettings, root: Path) -> None:
+    engine = Pushable(msgspec.structs.replace(settings, max_running=2))
+    asked = [request(i, 60) for i in range(3)]
+    old = fresh(settings, root / "base", *asked)
+    engine.submit(*asked)
+    engine.step(5)
+    assert engine.push(root / "new", "v1", in_flight="abort").result == "committed"
+    engine.finish()
+    for r in asked[:2]:
+        tokens = engine.tokens(r.id)
+        assert engine.said[r.id][-1].finish_reason == "abort" and 0 < len(tokens) < 60
+        assert tokens == old[r.id][0][:len(tokens)] and engine.spans(r.id) == [("initial", 0, len(tokens))]
+    assert engine.spans("r2") == [("v1", 0, 60)]
+    assert (engine.tokens("r2"), engine.logprobs("r2")) == fresh(settings, root / "new", asked[2])["r2"]
+
+
+def test_drain_lets_what_runs_end_and_new_requests_wait(engine: Pushable, settings: EngineSettings, root: Path) -> None:
+    first, second = request(0, 60), request(1, 10)
+    engine.submit(first)
+    engine.step(3)
+    id = engine.send_push(root / "new", "v1", in_flight="drain")
+    engine.until(lambda: engine.engine.scheduler.holding, "hold")
+    assert not engine.said["r0"][-1].finish_reason, "the push must be staged while the request runs"
+    engine.submit(second)
+    engine.step(3)
+    assert "r1" not in engine.said and id not in engine.reports
+    engine.finish()
+    assert engine.report(id).result == "committed"
+    assert engine.spans("r0") == [("initial", 0, 60)] and engine.spans("r1") == [("v1", 0, 10)]
+    assert (engine.tokens("r0"), engine.logprobs("r0")) == fresh(settings, root / "base", first)["r0"]
+    assert (engine.tokens("r1"), engine.logprobs("r1")) == fresh(settings, root / "new", second)["r1"]
+
+
+def test_a_push_that_waits_for_the_drain_can_be_aborted(engine: Pushable, root: Path) -> None:
+    engine.submit(request(0, 60))
+    engine.step(3)
+    id = engine.send_push(root / "new", "v1", in_flight="drain")
+    engine.until(lambda: engine.engine.scheduler.holding, "hold")
+    engine.submit(request(1, 10))
+    assert engine.abort("v1").result == "aborted" and engine.report(id).result == "conflict"
+    engine.step(2)
+    assert not engine.engine.scheduler.holding and "r1" in engine.said, "what waited for the push goes on"
+    engine.finish()
+    assert engine.spans("r0") == [("initial", 0, 60)] and engine.spans("r1") == [("initial", 0, 10)]
+
+
+def test_a_rollback_may_drain_first(engine: Pushable, settings: EngineSettings, root: Path) -> None:
+    engine.push(root / "new", "v1")
+    engine.submit(request(0, 30))
+    engine.step(3)
+    id = engine.send_roll_back(in_flight="drain")
+    engine.step(1)
+    engine.submit(request(1, 10))
+    assert engine.push(root / "newer", "v2").result == "conflict" and engine.roll_back().result == "conflict"
+    engine.finish()
+    assert engine.report(id).result == "rolled_back"
+    assert engine.spans("r0") == [("v1", 0, 30)] and engine.spans("r1") == [("initial", 0, 10)]
+    assert (engine.tokens("r1"), engine.logprobs("r1")) == fresh(settings, root / "base", request(1, 10))["r1"]
+
+
+def test_a_paused_engine_takes_weights(engine: Pushable, settings: EngineSettings, root: Path) -> None:
+    engine.submit(request())
+    engine.step(5)
+    engine.engine.send(Pause(True))
+    assert engine.push(root / "new", "v1", in_flight="recompute").result == "committed"
+    before = len(engine.tokens("r0"))
+    engine.step(3)
+    assert len(engine.tokens("r0")) == before
+    engine.engine.send(Pause(False))
+    engine.finish()
+    check_spans(engine, "r0", ["initial", "v1"])
+
+
+@pytest.mark.parametrize("in_flight", ["continue", "recompute", "abort", "drain"])
+def test_the_prefix_index_is_never_stale(in_flight: str, engine: Pushable, settings: EngineSettings, root: Path) -> None:
+    """Requests with one prompt before, during and after pushes and a rollback."""
+    same = [request(0, 30, id=f"same{i}") for i in range(5)]
+    old, new = fresh(settings, root / "base", same[0])["same0"], fresh(settings, root / "new", same[0])["same0"]
+    engine.run(same[0])
+    engine.submit(same[1])
+    engine.step(6)
+    assert engine.push(root / "new", "v1", in_flight=in_flight).result == "committed"
+    engine.submit(same[2])
+    engine.finish()
+    if in_flight != "recompute":  # which reads the prompt again, so its pages are of the new version
+        assert engine.said["same2"][0].cached_tokens == 0
+    assert (engine.tokens("same2"), engine.logprobs("same2")) == new
+    engine.run(same[3])
+    assert engine.said["same3"][0].cached_tokens > 0 and (engine.tokens("same3"), engine.logprobs("same3")) == new
+    assert engine.roll_back().result == "rolled_back"
+    engine.run(same[4])
+    assert (engine.tokens("same4"), engine.logprobs("same4")) == old
+    assert engine.said["same4"][0].cached_tokens > 0, "pages of a version that is live again serve again"
+
+
+def test_what_a_spanning_sequence_computed_serves_nobody_after_a_rollback(engine: Pushable, settings: EngineSettings, root: Path) -> None:
+    """Its page keys begin with a version that is live again then, but its KV is not of that version alone."""
+    assert engine.push(root / "new", "v1", commit=False).result == "staged"
+    engine.submit(request(0, 60))
+    engine.step(12)
+    assert engine.commit("v1").result == "committed"
+    engine.finish()
+    check_spans(engine, "r0", ["initial", "v1"])
+    assert engine.roll_back().result == "rolled_back"
+    whole = request(0, 10, id="whole", token_ids=request(0).token_ids + engine.tokens("r0"))
+    assert engine.run(whole) == fresh(settings, root / "base", whole)
+    assert 0 < engine.said["whole"][0].cached_tokens <= len(request(0).token_ids) + 12
+
+
+def test_a_drafter_that_borrows_the_embedding_follows_the_target(engine: Pushable, root: Path) -> None:
+    def borrowed() -> bool:
+        live = engine.engine.pushes.transaction.live
+        assert live.target is not None and live.drafter is not None and not live.drafter.network.own_embedding
+        return live.drafter.network.embedding_VH is live.target.network.embedding_VH
+
+    steps = [lambda: engine.push(root / "new", "v1"), lambda: engine.push(root / "new-drafter", "d1", role="drafter"),
+             lambda: engine.push(root / "newer", "v2"), lambda: engine.roll_back(),
+             lambda: engine.push(root / "newer", "v3", role="all", drafter_path=str(root / "new-drafter")), lambda: engine.roll_back()]
+    for step in steps:
+        assert step().error is None and borrowed()
+
+
+def test_a_preempted_sequence_that_spans_versions_gets_its_own_kv_back(settings: EngineSettings, root: Path) -> None:
+    """With few pages the young are preempted after the push; the kept KV must make the tokens that plenty of pages make."""
+    asked = [request(i, 70) for i in range(4)]
+
+    def run(pages: int) -> tuple[dict[str, list[int]], dict[str, list[float]], int]:
+        engine = Pushable(msgspec.structs.replace(settings, pages=pages))
+        assert engine.push(root / "new", "v1", commit=False).result == "staged"
+        engine.submit(*asked)
+        engine.step(12)
+        assert engine.engine.scheduler.preemptions == 0
+        assert engine.commit("v1").result == "committed"
+        engine.finish()
+        for r in asked:
+            check_spans(engine, r.id, ["initial", "v1"])
+        return ({r.id: engine.tokens(r.id) for r in asked}, {r.id: engine.logprobs(r.id) for r in asked},
+                engine.engine.scheduler.preemptions)
+
+    *plenty, preempted = run(64)
+    assert preempted == 0
+    *few, preempted = run(14)
+    assert preempted > 0 and few == plenty
+
+
+def test_rollback_restores_every_bit(engine: Pushable, root: Path) -> None:
+    asked = request()
+    sums, said = engine.checksums(), engine.run(asked)
+    assert engine.roll_back().result == "conflict"
+    engine.push(root / "new", "v1")
+    assert engine.checksums() != sums and engine.run(asked) != said
+    report = engine.roll_back("initial")
+    assert (report.result, report.version, report.state.target) == ("rolled_back", "initial", "initial")
+    assert engine.checksums() == sums and engine.run(asked) == said
+    assert engine.roll_back("initial").result == "unchanged", "a repeated rollback is the same success"
+    assert engine.roll_back("v7").result == "conflict"
+
+
+def test_a_drafter_push_changes_no_token(settings: EngineSettings, root: Path) -> None:
+    drafting = msgspec.structs.replace(settings, policy="fixed", strategy=Strategy("eagle", 4, 3, 9))
+    asked = [request(i) for i in range(3)]
+    plain = fresh(settings, root / "base", *asked)
+    engine = Pushable(drafting)
+    before = engine.checksums()
+    engine.submit(*asked)
+    engine.step(4)
+    report = engine.push(root / "new-drafter", "d1", role="drafter")
+    assert (report.result, report.state.drafter, report.state.target) == ("committed", "d1", "initial")
+    engine.finish()
+    assert {r.id: (engine.tokens(r.id), engine.logprobs(r.id)) for r in asked} == plain
+    assert all(engine.spans(r.id) == [("initial", 0, 40)] for r in asked)
+    after = engine.checksums()
+    changed = {name for name in before if before[name] != after[name]}
+    assert changed and all(name.startswith("draft.") for name in changed) and "draft.d2t" not in changed
+    assert engine.roll_back().result == "rolled_back" and engine.checksums() == before
+
+
+def test_target_and_drafter_in_one_transaction(engine: Pushable, settings: EngineSettings, root: Path) -> None:
+    report = engine.push(root / "new", "v1", role="all", drafter_path=str(root / "new-drafter"))
+    assert (report.result, report.state.target, report.state.drafter) == ("committed", "v1", "v1")
+    assert report.checksums == engine.checksums()
+    engine.engine.send(SetPolicy("fixed", Strategy("eagle", 4, 3, 9)))
+    assert engine.run(request()) == fresh(settings, root / "new", request())
+    broken = root / "broken-drafter"
+    shutil.copytree(root / "new-drafter", broken)
+    tensors = load_file(broken / "model.safetensors")
+    tensors["norm.weight"][0] = float("nan")
+    save_file(tensors, broken / "model.safetensors")
+    sums = engine.checksums()
+    report = engine.push(root / "newer", "v2", role="all", drafter_path=str(broken))
+    assert report.result == "weights_refused" and "norm.weight" in report.error[1]  # type: ignore[index]
+    assert engine.checksums() == sums and report.state.target == report.state.drafter == "v1"
+
+
+def test_pushes_while_speculating_equal_pushes_without(settings: EngineSettings, root: Path) -> None:
+    """After a commit the drafter starts from nothing; tokens after the change depend on where it fell, so only new requests compare."""
+    engine = Pushable(msgspec.structs.replace(settings, policy="fixed", strategy=Strategy("eagle", 4, 3, 9)))
+    for version, model in (("v1", "new"), ("v2", "newer"), ("v3", "base")):
+        engine.submit(request(3, 60, id=f"during-{version}"))
+        engine.step(4)
+        assert engine.push(root / model, version).result == "committed"
+        engine.finish()
+        assert engine.run(request()) == fresh(settings, root / model, request())
+
+
+def test_a_repeated_push_succeeds_and_other_content_under_the_same_version_is_a_conflict(engine: Pushable, root: Path) -> None:
+    first = engine.push(root / "new", "v1")
+    again = engine.push(root / "new", "v1")
+    assert (first.result, again.result) == ("committed", "unchanged") and again.checksums == first.checksums
+    other = engine.push(root / "newer", "v1")
+    assert other.result == "conflict" and "'v1'" in other.error[1] and "new version" in other.error[1]  # type: ignore[index]
+    assert engine.push(root / "newer", "initial").result == "conflict", "what the server was started with has a content, too"
+    assert engine.push(root / "newer", "v2").result == "committed"
+    assert engine.push(root / "new", "v1").result == "committed", "a version may come back, with the same bits"
+    unnamed = engine.push(root / "newer")
+    assert unnamed.version.startswith("newer@") and engine.push(root / "newer").version == unnamed.version
+
+
+def test_the_same_push_twice_at_once_is_one_push_and_another_is_a_conflict(engine: Pushable, root: Path) -> None:
+    ids = [engine.send_push(root / "new", "v1") for _ in range(2)]
+    other = engine.send_push(root / "newer", "v2")
+    assert [engine.report(id).result for id in (*ids, other)] == ["committed", "committed", "conflict"]
+    assert "'v1' is being pushed" in engine.report(other).error[1]  # type: ignore[index]
+
+
+def test_a_staged_push_waits_for_its_commit_or_its_abort(engine: Pushable, root: Path) -> None:
+    sums = engine.checksums()
+    assert engine.push(root / "new", "v1", commit=False).result == "staged"
+    assert engine.commit("v2").result == "not_found" and engine.checksums() == sums
+    assert engine.abort("v1").result == "aborted" and engine.checksums() == sums
+    assert engine.abort("v1").result == "not_found"
+    assert engine.push(root / "new", "v1", commit=False).result == "staged"
+    assert engine.push(root / "newer", "v2").result == "conflict" and engine.roll_back().result == "conflict"
+    assert engine.commit("v1").result == "committed" and engine.checksums() != sums
+
+
+def test_checksums_that_come_back_can_be_declared_with_the_next_push(engine: Pushable, root: Path) -> None:
+    report = engine.push(root / "new", "v1")
+    tensors = [{"name": name, "checksum": value} for name, value in report.checksums.items()]
+    assert engine.push(root / "new", "v1-again", tensors=tensors).result == "committed"
+    refused = engine.push(root / "newer", "v2", tensors=tensors)
+    assert refused.result == "weights_refused" and "checksum" in refused.error[1]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("kind", ["sha256", "xxh3", "xxh3_128"])
+def test_every_kind_of_checksum_can_be_declared(kind: str, engine: Pushable, root: Path) -> None:
+    tensors = [{"name": name, "checksum": checksum(kind, tensor), "dtype": "float32", "shape": list(tensor.shape)}
+               for name, tensor in load_file(root / "new" / "model.safetensors").items()]
+    assert engine.push(root / "new", "v1", tensors=tensors).result == "committed"
+
+
+# -- restarts
+
+
+@pytest.fixture
+def kept(settings: EngineSettings, tmp_path: Path) -> Iterator[EngineSettings]:
+    yield msgspec.structs.replace(settings, state_dir=str(tmp_path / "state"))
+
+
+def test_a_restarted_engine_serves_exactly_what_was_committed(kept: EngineSettings, root: Path, tmp_path: Path) -> None:
+    work = perturbed(root / "base", root / "rewritten", 9)
+    engine = Pushable(kept)
+    engine.push(root / "new", "v1")
+    assert engine.push(work, "v2", role="all", drafter_path=str(root / "new-drafter")).result == "committed"
+    sums, said = engine.checksums(), engine.run(request())
+    save_file({name: tensor * 0 for name, tensor in load_file(work / "model.safetensors").items()}, work / "model.safetensors")  # in place
+    shutil.rmtree(root / "rewritten")
+    again = Pushable(kept)
+    assert (again.info.weight_version, again.info.drafter_version) == ("v2", "v2")
+    assert again.checksums() == sums and again.run(request()) == said and again.spans("r0") == [("v2", 0, 40)]
+    assert again.push(root / "newer", "v2").result == "conflict", "a restart remembers what the version holds"
+
+
+def test_a_restart_after_a_rollback_serves_what_was_rolled_back_to(kept: EngineSettings, root: Path) -> None:
+    engine = Pushable(kept)
+    for path, version in (("new", "v1"), ("newer", "v2")):
+        engine.push(root / path, version)
+    engine.roll_back()
+    sums = engine.checksums()
+    again = Pushable(kept)
+    assert again.info.weight_version == "v1" and again.checksums() == sums
+    again.push(root / "newer", "v2")
+    again.push(root / "new", "v3")
+    folders = {path.name for path in (Path(kept.state_dir) / "weights").glob("push-*")}
+    again.until(lambda: len(list((Path(kept.state_dir) / "weights").glob("push-*"))) <= 2, f"cleaning of {folders}")
+
+
+def test_a_commit_that_cannot_be_recorded_changes_nothing(kept: EngineSettings, root: Path) -> None:
+    engine = Pushable(kept)
+    spool = Path(kept.state_dir) / "weights"
+    assert engine.push(root / "new", "v1").result == "committed"
+    sums, said = engine.checksums(), engine.run(request())
+    (spool / "current.json.new").mkdir()
+    report = engine.push(root / "newer", "v2")
+    assert report.result == "push_failed" and "state directory" in report.error[1]  # type: ignore[index]
+    assert engine.roll_back().result == "push_failed"
+    assert engine.checksums() == sums and engine.run(request()) == said and engine.spans("r0")[0][0] == "v1"
+    (spool / "current.json.new").rmdir()
+    assert Pushable(kept).checksums() == sums, "and a restart serves what is live"
+    assert len(list(spool.glob("push-*"))) == 1, "nothing is left of what was not committed"
+    assert engine.push(root / "newer", "v2").result == "committed"
+    shutil.rmtree(spool)
+    assert engine.push(root / "new", "v3").result == "push_failed"
+
+
+def test_a_lost_version_is_named_and_nothing_else_is_served(kept: EngineSettings, root: Path) -> None:
+    Pushable(kept).push(root / "new", "v1")
+    (file,) = (Path(kept.state_dir) / "weights").glob("push-*/target/model.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(StartupError, match="'v1' of the target is lost.*--state-dir"):
+        Pushable(kept)
+    file.unlink()
+    with pytest.raises(StartupError, match="'v1' of the target is lost"):
+        Pushable(kept)
+    (Path(kept.state_dir) / "weights" / "current.json").write_text("{")
+    with pytest.raises(StartupError, match="current.json is damaged"):
+        Pushable(kept)

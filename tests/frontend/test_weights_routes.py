@@ -1,0 +1,158 @@
+"""Weight routes: bodies that become commands, reports that become replies, refusals that name value, choice and remedy."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.frontend.fake_engine import DIES
+from tests.frontend.live_server import LiveServer, live_server
+from tlt_client import Client
+from tlt_server.records import AbortWeights, CommitWeights, Manifest, PushWeights, RollbackWeights, TensorEntry
+
+
+@pytest.fixture
+def server(model: Path) -> Iterator[LiveServer]:
+    with live_server(model) as running:
+        yield running
+
+
+def post(server: LiveServer, path: str, body: object = None) -> httpx.Response:
+    return httpx.post(f"{server.url}{path}", content=json.dumps(body) if body is not None else b"")
+
+
+def metric(client: Client, line: str) -> bool:
+    return line in client.metrics().splitlines()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < give_up
+        time.sleep(0.005)
+
+
+def test_a_manifest_reaches_the_engine_and_the_reply_says_what_became_of_it(client: Client, server: LiveServer) -> None:
+    tensors = [{"name": "w", "dtype": "float32", "shape": [2], "checksum": "x"}]
+    reply = client.update_weights("step-1", "v1", in_flight="drain", tensors=tensors)
+    assert (reply["state"], reply["version"], reply["weight_version"], reply["pause_ms"]) == ("committed", "v1", "v1", 1.0)
+    assert reply["phases_s"] == {"read": 0.2, "commit": 0.001} and reply["checksums"]
+    command = server.engine.weight_commands[0]
+    assert isinstance(command, PushWeights) and command.manifest == Manifest(
+        version="v1", path="step-1", in_flight="drain", tensors=[TensorEntry(name="w", dtype="float32", shape=[2], checksum="x")])
+    assert client.weights() == {"target": "v1", "drafter": "", "previous": {"target": "v0"}, "open": {}, "spooled": False}
+    assert httpx.get(f"{server.url}/weight_info").json() == {"weight_version": "v1", "drafter_version": ""}
+    assert client.server_info()["engine"]["weight_version"] == "v1"
+    assert metric(client, 'tlt_weight_version_info{version="v1"} 1.0') and not metric(client, 'tlt_weight_version_info{version="v0"} 1.0')
+    assert metric(client, 'tlt_weight_pushes_total{result="committed",role="target"} 1.0')
+    assert metric(client, 'tlt_weight_push_seconds_count{phase="read"} 1.0')
+    assert "tlt_weight_age_seconds" in client.metrics()
+
+
+def test_the_form_of_trainers_with_a_shared_disk(server: LiveServer) -> None:
+    assert post(server, "/update_weights", {"weight_dir": "run/step_3", "lora_name": None}).json()["version"] == "named"
+    assert post(server, "/update_weights", {"weight_dir": "run/step_4", "weight_version": "4"}).json()["version"] == "4"
+    pushed = [c.manifest for c in server.engine.weight_commands if isinstance(c, PushWeights)]
+    assert [(m.path, m.version, m.role) for m in pushed] == [("run/step_3", "", "target"), ("run/step_4", "4", "target")]
+
+
+def test_stage_commit_abort_and_roll_back(client: Client, server: LiveServer) -> None:
+    assert client.update_weights("p", "step 7", commit=False)["state"] == "staged" and client.weights()["target"] == "v0"
+    assert post(server, "/weights/step%207/commit").json()["state"] == "committed"
+    assert post(server, "/weights/step%207/abort").json()["state"] == "aborted"
+    assert client.roll_back_weights(to="v0", in_flight="recompute")["weight_version"] == "v0"
+    assert post(server, "/weights/rollback").json()["state"] == "rolled_back"
+    commands = [(type(c), getattr(c, "version", getattr(c, "to", ""))) for c in server.engine.weight_commands
+                if isinstance(c, CommitWeights | AbortWeights | RollbackWeights)]
+    assert commands == [(CommitWeights, "step 7"), (AbortWeights, "step 7"), (RollbackWeights, "v0"), (RollbackWeights, "")]
+
+
+@pytest.mark.parametrize("code, status", [("forbidden", 403), ("weights_refused", 422), ("conflict", 409), ("push_failed", 500)])
+def test_the_engines_refusals_keep_their_status(code: str, status: int, client: Client, server: LiveServer) -> None:
+    response = post(server, "/update_weights", {"version": "v", "path": code})
+    assert response.status_code == status and response.json()["error"]["message"] == f"{code}: out of luck"
+    assert response.json()["error"]["retryable"] == (code == "push_failed")
+    assert metric(client, f'tlt_weight_pushes_total{{result="{code}",role="target"}} 1.0')
+
+
+def test_the_checker_sums_remembers_and_compares(client: Client, server: LiveServer) -> None:
+    assert client.weight_checksums() == {"w": "sha256:v0"}
+    refused = post(server, "/weight_checker", {"action": "compare"})
+    assert refused.status_code == 400 and "reset first" in refused.json()["error"]["message"]
+    assert post(server, "/weight_checker", {"action": "reset"}).status_code == 200
+    assert post(server, "/weight_checker", {"action": "compare"}).json() == {"match": True, "mismatches": []}
+    client.update_weights("p", "v1")
+    assert post(server, "/weight_checker", {"action": "compare"}).json() == {"match": False, "mismatches": ["w"]}
+    given = {"action": "compare", "baseline": {"w": "sha256:v1", "x": "y"}}
+    assert post(server, "/weight_checker", given).json() == {"match": False, "mismatches": ["x"]}
+    assert post(server, "/weight_checker").json() == {"checksums": {"w": "sha256:v1"}}
+    assert "'sum'" in post(server, "/weight_checker", {"action": "sum"}).json()["error"]["message"]
+
+
+REFUSED: dict[str, tuple[str, ...]] = {
+    "[1]": ("must be a JSON object",),
+    "{": ("not JSON",),
+    "{}": ("version is missing",),
+    '{"version": "v"}': ("path is missing",),
+    '{"version": "v", "path": ""}': ("path is ''",),
+    '{"version": 3, "path": "p"}': ("version is 3", "string"),
+    '{"version": "", "path": "p"}': ("version is ''",),
+    '{"version": "v", "path": "p", "rol": "all"}': ("unknown field rol", "did you mean role?"),
+    '{"version": "v", "path": "p", "role": "draft"}': ("role is 'draft'", "'drafter'"),
+    '{"version": "v", "path": "p", "role": "all"}': ("drafter_path", "role all needs"),
+    '{"version": "v", "path": "p", "drafter_path": "q"}': ("'q'", "other roles only path"),
+    '{"version": "v", "path": "p", "channel": "nccl"}': ("channel is 'nccl'", "disk"),
+    '{"version": "v", "path": "p", "in_flight": "stop"}': ("in_flight is 'stop'", "'drain'"),
+    '{"version": "v", "path": "p", "commit": "no"}': ("commit is 'no'",),
+    '{"version": "v", "path": "p", "tensors": [{"name": "w", "chksum": "x"}]}': ("tensors[0].chksum", "did you mean checksum?"),
+    '{"version": "v", "path": "p", "tensors": [{"dtype": "float32"}]}': ("tensors[0].name is missing",),
+    '{"version": "v", "path": "p", "tensors": 3}': ("tensors is 3",),
+    '{"version": "a\\nb", "path": "p"}': ("version is",),
+    '{"version": "a/b", "path": "p"}': ("version is 'a/b'",),
+    '{"version": "' + "v" * 300 + '", "path": "p"}': ("256",),
+    '{"weight_dir": null}': ("weight_dir is None", "weight root"),
+    '{"weight_dir": "p", "weight_version": 4}': ("version is 4",),
+    '{"update_info": {"names": []}}': ("update_info", "push their directory"),
+}
+
+
+@pytest.mark.parametrize("body", REFUSED)
+def test_a_bad_body_never_reaches_the_engine(body: str, server: LiveServer) -> None:
+    response = httpx.post(f"{server.url}/update_weights", content=body)
+    assert response.status_code == 400 and response.json()["error"]["code"] == "invalid_request"
+    for part in REFUSED[body]:
+        assert part in response.json()["error"]["message"]
+    assert not server.engine.weight_commands
+
+
+def test_a_bad_rollback_never_reaches_the_engine(server: LiveServer) -> None:
+    assert "did you mean to?" in post(server, "/weights/rollback", {"tp": "v"}).json()["error"]["message"]
+    assert "in_flight is 'later'" in post(server, "/weights/rollback", {"in_flight": "later"}).json()["error"]["message"]
+    assert not server.engine.weight_commands
+
+
+def test_an_engine_that_dies_during_a_push_is_a_typed_error(client: Client, server: LiveServer) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        pushed = pool.submit(post, server, "/update_weights", {"version": "v", "path": "hangs"})
+        until(lambda: bool(server.engine.weight_commands))
+        client.generate([{"token_ids": [DIES]}])
+        answer = pushed.result(5)
+    assert answer.status_code == 500
+    assert answer.json()["error"]["code"] == "engine_failed" and answer.json()["error"]["retryable"]
+    assert post(server, "/update_weights", {"version": "v", "path": "p"}).status_code == 503
+
+
+def test_weight_routes_need_the_key(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("secret\n")
+    with live_server(model, api_key_file=tmp_path / "keys") as server:
+        for method, path in (("POST", "/update_weights"), ("GET", "/weights"), ("POST", "/weights/rollback"), ("POST", "/weights/v/commit"),
+                             ("POST", "/weight_checker"), ("GET", "/weight_info")):
+            assert httpx.request(method, f"{server.url}{path}").status_code == 401
+        with Client(server.url, api_key="secret") as client:
+            assert client.weights()["target"] == "v0"

@@ -1,0 +1,192 @@
+"""Weight commands for the loop: asks the transaction, waits for the right moment, tells scheduler, runner and drafter.
+
+`advance` runs between two steps; there a commit is one swap of complete weights. Every command ends in exactly one `WeightReport`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from tlt_server.engine.scheduler import Scheduler
+from tlt_server.errors import Conflict, TltError
+from tlt_server.records import (
+    AbortWeights,
+    CommitWeights,
+    InFlight,
+    LookAtWeights,
+    PushWeights,
+    RollbackWeights,
+    StepOutput,
+    WeightCommand,
+    WeightReport,
+    WeightState,
+)
+from tlt_server.weights.parts import Parts
+from tlt_server.weights.transaction import Push, Transaction
+
+
+class _Rollback(NamedTuple):
+    """A rollback that waits for what runs to end."""
+
+    id: str
+
+
+class WeightPushes:
+    """`install(live, changed)` makes runner and drafters use `live`, of which the roles of `changed` are other than before."""
+
+    def __init__(self, transaction: Transaction, scheduler: Scheduler, install: Callable[[Parts, Parts], None]) -> None:
+        self.transaction, self._scheduler, self._install = transaction, scheduler, install
+        self._reports: deque[WeightReport] = deque()  # appended to by threads, too
+        self._summing = 0
+        self._waiting: list[str] = []  # ids of the commands that the open push answers
+        self._due = False  # the staged push is to be committed
+        self._rollback: _Rollback | None = None
+        self._ended: list[StepOutput] = []
+
+    @property
+    def busy(self) -> bool:
+        """Something is on its way that no command will announce."""
+        push = self.transaction.push
+        return self._rollback is not None or self._summing > 0 or (push is not None and (push.state == "staging" or push.manifest.commit))
+
+    def take_reports(self) -> list[WeightReport]:
+        return [self._reports.popleft() for _ in range(len(self._reports))]
+
+    def apply(self, command: WeightCommand) -> None:
+        try:
+            self._apply(command)
+        except TltError as error:
+            self._report(command.id, error.code, error=error)
+
+    def advance(self) -> list[StepOutput]:
+        """Between two steps: commit what is staged, if its moment has come. Returns the sequences that end of it."""
+        if self._rollback is not None and not self._scheduler.begun:
+            self._roll_back(self._rollback.id, "drain")
+        push = self.transaction.poll()
+        if push is not None:
+            self._advance(push)
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _apply(self, command: WeightCommand) -> None:
+        transaction = self.transaction
+        match command:
+            case PushWeights(id, manifest):
+                self._check_no_rollback()
+                transaction.begin(manifest)
+                self._waiting.append(id)
+            case CommitWeights(id, version):
+                transaction.ready_to_commit(version)
+                self._waiting.append(id)
+                self._due = True
+            case AbortWeights(id, version):
+                transaction.abort(version)
+                self._report(id, "aborted", version=version)
+            case RollbackWeights(id, to, in_flight):
+                self._check_no_rollback()
+                if not transaction.check_rollback(to):
+                    self._report(id, "unchanged", version=to)
+                elif in_flight == "drain" and transaction.previous.target is not None and self._scheduler.begun:
+                    self._scheduler.holding, self._rollback = True, _Rollback(id)
+                else:
+                    self._roll_back(id, in_flight)
+            case LookAtWeights(id, checksums):
+                if checksums:  # in a thread, as it takes a while; live storage is replaced, never written
+                    self._summing += 1
+                    threading.Thread(target=self._sum, args=(id, transaction.live), name="checksum weights", daemon=True).start()
+                else:
+                    self._report(id, "looked")
+
+    def _sum(self, id: str, live: Parts) -> None:
+        try:
+            self._report(id, "looked", parts=live, checksums=live.live_sums())
+        finally:
+            self._summing -= 1
+
+    def _check_no_rollback(self) -> None:
+        if self._rollback is not None:
+            raise Conflict("a rollback waits for running requests to end; send this again after it is answered")
+
+    def _advance(self, push: Push) -> None:
+        if push.state == "failed":
+            assert push.error is not None
+            self._answer(push, push.error.code, error=push.error)
+            self._close()
+        elif push.state == "unchanged":
+            self._answer(push, "unchanged", parts=push.parts)
+            self._close()
+        elif push.manifest.commit or self._due:
+            assert push.parts is not None
+            if push.parts.target is not None and push.manifest.in_flight == "drain" and self._scheduler.begun:
+                self._scheduler.holding = True
+                return
+            self._commit(push)
+        elif self._waiting:
+            self._answer(push, "staged", parts=push.parts)
+
+    def _commit(self, push: Push) -> None:
+        started, parts = time.perf_counter(), push.parts
+        assert parts is not None
+        push.phases["wait"] = started - push.staged_at
+        try:
+            self._take_over(self.transaction.commit(), parts, push.manifest.in_flight)
+        except TltError as error:  # the commit could not be recorded; nothing has changed
+            self._answer(push, error.code, error=error)
+            self._close()
+            return
+        pause_s = push.phases["commit"] = time.perf_counter() - started
+        self._answer(push, "committed", parts=parts, pause_ms=pause_s * 1e3)
+        self._reset()
+
+    def _roll_back(self, id: str, in_flight: InFlight) -> None:
+        started, parts = time.perf_counter(), self.transaction.previous
+        self._rollback = None
+        try:
+            self._take_over(self.transaction.rollback(), parts, in_flight)
+        except TltError as error:
+            self._report(id, error.code, error=error)
+        else:
+            pause_s = time.perf_counter() - started
+            self._report(id, "rolled_back", parts=parts, phases={"commit": pause_s}, pause_ms=pause_s * 1e3)
+        self._reset()
+
+    def _take_over(self, live: Parts, changed: Parts, in_flight: InFlight) -> None:
+        self._install(live, changed)
+        if changed.target is not None:
+            self._ended += self._scheduler.change_version(changed.target.version, in_flight)
+
+    def _close(self) -> None:
+        self.transaction.close()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._due = self._scheduler.holding = False
+
+    # -- reports -------------------------------------------------------------------------------------------------
+
+    def _answer(self, push: Push, result: str, *, parts: Parts | None = None, error: TltError | None = None, pause_ms: float = 0.0) -> None:
+        for id in self._waiting:
+            self._report(id, result, parts=parts, error=error, version=push.version, role=push.manifest.role, phases=push.phases,
+                         pause_ms=pause_ms)
+        self._waiting.clear()
+
+    def _report(self, id: str, result: str, *, parts: Parts | None = None, error: TltError | None = None, version: str = "", role: str = "",
+                checksums: dict[str, str] | None = None, phases: dict[str, float] | None = None, pause_ms: float = 0.0) -> None:
+        sums = dict(parts.sums) if parts and checksums is None else checksums or {}
+        self._reports.append(WeightReport(
+            id=id, state=self.state(), result=result, error=(error.code, error.message) if error else None,
+            version=parts.version if parts else version, role=parts.role if parts else role,
+            checksums=sums, phases=dict(phases or {}), pause_ms=pause_ms))
+
+    def state(self) -> WeightState:
+        transaction, push = self.transaction, self.transaction.push
+        live = {role: part.version for role, part in transaction.live.by_role.items()}
+        return WeightState(
+            target=live["target"], drafter=live.get("drafter", ""),
+            previous={role: part.version for role, part in transaction.previous.by_role.items()},
+            open={"version": push.version, "role": push.manifest.role, "state": push.state} if push else {},
+            spooled=transaction.spooled)

@@ -1,0 +1,194 @@
+"""Weights: push, commit, abort, roll back, look. The engine checks and decides; here bodies become commands and reports replies.
+
+`POST /update_weights` dispatches on keys: `weight_dir` is what trainers with a shared disk send, anything else is the native manifest.
+A reply comes when the push has ended: committed, staged (with `"commit": false`), unchanged (a repeated push), or refused.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Struct
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tlt_server.errors import InvalidRequest, from_code
+from tlt_server.frontend.endpoints import Endpoint
+from tlt_server.frontend.generation import Service
+from tlt_server.frontend.replies import json_response
+from tlt_server.frontend.requests import Strict, checked, read_object
+from tlt_server.records import (
+    AbortWeights,
+    CommitWeights,
+    InFlight,
+    LookAtWeights,
+    Manifest,
+    PushWeights,
+    RollbackWeights,
+    TensorEntry,
+    WeightCommand,
+    WeightReport,
+    WeightState,
+)
+
+Version = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^/\x00-\x1f\x7f]+$",
+                               description="a name without slash or control characters, which every token will carry")]
+
+
+class TensorFields(Strict):
+    name: str
+    dtype: Annotated[str, Field(description='as torch names it, such as "bfloat16"')] = ""
+    shape: list[int] | None = None
+    checksum: Annotated[str, Field(description='"sha256:<hex>" or "xxh3:<hex>" over the bytes pushed')] = ""
+
+
+class ManifestFields(Strict):
+    version: Version
+    path: Annotated[str, Field(min_length=1, description="directory of safetensors, absolute or below the weight root")]
+    role: Literal["target", "drafter", "all"] = "target"
+    channel: Literal["disk"] = "disk"
+    drafter_path: Annotated[str, Field(description="with role all: the drafter's directory")] = ""
+    tensors: Annotated[list[TensorFields], Field(description="what must be there; empty: whatever the model has")] = []
+    in_flight: Annotated[InFlight, Field(description="what becomes of running requests when the target changes")] = "continue"
+    commit: Annotated[bool, Field(description="false: stay staged until POST /weights/{version}/commit")] = True
+
+
+class RollbackFields(Strict):
+    to: Annotated[str, Field(description="the version to be live after it; makes a repeated call safe")] = ""
+    in_flight: InFlight = "continue"
+
+
+class NoFields(Strict):
+    """Nothing; a body may be left out."""
+
+
+class CheckFields(Strict):
+    action: Literal["checksum", "compare", "reset"] = "checksum"
+    baseline: Annotated[dict[str, str] | None, Field(description="for compare; without it, what reset remembered")] = None
+
+
+class PushReply(Struct, frozen=True):
+    """`state`: committed, staged, unchanged (a repeated push), aborted or rolled_back; `weight_version` is live now."""
+
+    state: str
+    version: str
+    role: str
+    weight_version: str
+    checksums: dict[str, str]
+    phases_s: dict[str, float]
+    pause_ms: float
+
+
+class WeightInfo(Struct, frozen=True):
+    weight_version: str
+    drafter_version: str
+
+
+class CheckReply(Struct, frozen=True, omit_defaults=True):
+    """`checksums` (sha256 of the float32 values) of what is live, or with action compare whether they `match`."""
+
+    checksums: dict[str, str] | None = None
+    match: bool | None = None
+    mismatches: list[str] | None = None
+
+
+def routes(service: Service) -> list[Endpoint]:
+    engine = service.engine
+    remembered: dict[str, str] = {}  # by the action `reset`, for `compare`
+
+    async def answer(command: WeightCommand) -> WeightReport:
+        report = await engine.weights(command)
+        if report.error is not None:
+            raise from_code(*report.error)
+        return report
+
+    async def update(request: Request) -> Response:
+        """Push weights from disk: stage and verify beside the running loop, commit between two steps.
+
+        Until everything is verified nothing live changes. A repeated push of the same version and content is a success. With
+        weight_dir in place of version and path, the form of trainers with a shared disk, the version is the directory's name and digest.
+        """
+        engine.check_available()
+        manifest = _manifest(_content(await request.body(), "version"))
+        return _outcome(await answer(PushWeights(engine.command_id(), manifest)))
+
+    async def commit(request: Request) -> Response:
+        """Make a staged push live."""
+        checked(NoFields, _content(await request.body(), "nothing"))
+        return _outcome(await answer(CommitWeights(engine.command_id(), request.path_params["version"])))
+
+    async def abort(request: Request) -> Response:
+        """End a push that is not committed; nothing changes."""
+        checked(NoFields, _content(await request.body(), "nothing"))
+        return _outcome(await answer(AbortWeights(engine.command_id(), request.path_params["version"])))
+
+    async def rollback(request: Request) -> Response:
+        """Make the version before the last commit live again, bit for bit."""
+        asked = checked(RollbackFields, _content(await request.body(), "to"))
+        return _outcome(await answer(RollbackWeights(engine.command_id(), asked.to, asked.in_flight)))
+
+    async def look(request: Request) -> Response:
+        """Which versions are live, kept for a rollback, and on their way."""
+        return json_response((await answer(LookAtWeights(engine.command_id()))).state)
+
+    async def info(request: Request) -> Response:
+        """The versions that are live."""
+        state = (await answer(LookAtWeights(engine.command_id()))).state
+        return json_response(WeightInfo(state.target, state.drafter))
+
+    async def check(request: Request) -> Response:
+        """Checksums of everything live, computed anew; or compare them with a baseline."""
+        asked = checked(CheckFields, _content(await request.body(), "action"))
+        baseline = asked.baseline or dict(remembered)
+        if asked.action == "compare" and not baseline:
+            raise InvalidRequest("there is nothing to compare with; give baseline as an object of checksums, "
+                                 "or call with action reset first")
+        sums = (await answer(LookAtWeights(engine.command_id(), checksums=True))).checksums
+        if asked.action == "reset":
+            remembered.clear()
+            remembered.update(sums)
+        if asked.action == "compare":
+            mismatches = sorted(name for name in sums.keys() | baseline.keys() if sums.get(name) != baseline.get(name))
+            return json_response(CheckReply(match=not mismatches, mismatches=mismatches))
+        return json_response(CheckReply(checksums=sums))
+
+    return [
+        Endpoint("POST", "/update_weights", update, takes=ManifestFields, gives=PushReply),
+        Endpoint("GET", "/weights", look, gives=WeightState),
+        Endpoint("POST", "/weights/rollback", rollback, takes=RollbackFields, gives=PushReply),
+        Endpoint("POST", "/weights/{version}/commit", commit, takes=NoFields, gives=PushReply),
+        Endpoint("POST", "/weights/{version}/abort", abort, takes=NoFields, gives=PushReply),
+        Endpoint("POST", "/weight_checker", check, takes=CheckFields, gives=CheckReply),
+        Endpoint("GET", "/weight_info", info, gives=WeightInfo),
+    ]
+
+
+def _content(body: bytes, field: str) -> dict[str, Any]:
+    """No body at all is an empty object."""
+    return read_object(body, field) if body else {}
+
+
+def _outcome(report: WeightReport) -> Response:
+    return json_response(PushReply(report.result, report.version, report.role, report.state.target, report.checksums, report.phases,
+                                   report.pause_ms))
+
+
+def _manifest(body: dict[str, Any]) -> Manifest:
+    """A push that the engine can try, or `InvalidRequest`."""
+    if "update_info" in body:
+        raise InvalidRequest("update_info announces tensors over the network, which this server does not take; write safetensors below the "
+                             'weight root and push their directory: {"version": ..., "path": ...}')
+    if "weight_dir" in body:
+        if not isinstance(body["weight_dir"], str) or not body["weight_dir"]:
+            raise InvalidRequest(f"weight_dir is {body['weight_dir']!r}; name a directory below the weight root")
+        version = body.get("weight_version") or body.get("version")
+        checked(ManifestFields, {"version": version or "derived", "path": body["weight_dir"]})
+        return Manifest(version=version or "", path=body["weight_dir"])
+    asked = checked(ManifestFields, body)
+    if (asked.role == "all") != bool(asked.drafter_path):
+        raise InvalidRequest(f"role is {asked.role!r} and drafter_path is {asked.drafter_path[:80]!r}; "
+                             "role all needs path (the target's) and drafter_path, other roles only path")
+    tensors = [TensorEntry(name=t.name, dtype=t.dtype, shape=t.shape, checksum=t.checksum) for t in asked.tensors]
+    return Manifest(role=asked.role, version=asked.version, channel=asked.channel, path=asked.path, drafter_path=asked.drafter_path,
+                    tensors=tensors, in_flight=asked.in_flight, commit=asked.commit)

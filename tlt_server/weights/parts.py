@@ -1,0 +1,100 @@
+"""What a version consists of: complete weights of target and drafter, each with its checksums. Never changed once made."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from tlt_server.models.decoder import Decoder
+from tlt_server.models.eagle import Eagle3
+from tlt_server.weights.checksums import digest, live_sums
+
+DRAFTER_PREFIX = "draft."
+
+
+@dataclass(frozen=True)
+class Target:
+    version: str
+    network: Decoder
+    sums: Mapping[str, str]  # sha256 of the float32 values, by tensor
+
+    @cached_property
+    def digest(self) -> str:
+        return digest(self.sums)
+
+    def live_sums(self) -> dict[str, str]:
+        """Computed anew from the storage in use."""
+        return live_sums(self.network.parameters())
+
+
+@dataclass(frozen=True)
+class Drafter:
+    version: str
+    network: Eagle3
+    calibration: object  # the drafter's own affair
+    sums: Mapping[str, str]
+
+    @cached_property
+    def digest(self) -> str:
+        return digest(self.sums)
+
+    def live_sums(self) -> dict[str, str]:
+        return live_sums(drafter_tensors(self.network))
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The weights of one or both roles: what is live, what is staged, what a rollback restores."""
+
+    target: Target | None = None
+    drafter: Drafter | None = None
+
+    @property
+    def by_role(self) -> dict[str, Target | Drafter]:
+        both = {"target": self.target, "drafter": self.drafter}
+        return {role: part for role, part in both.items() if part is not None}
+
+    @property
+    def role(self) -> str:
+        return "all" if len(self.by_role) == 2 else next(iter(self.by_role), "")
+
+    @property
+    def version(self) -> str:
+        """The version of a push: all its parts share it."""
+        return next((part.version for part in self.by_role.values()), "")
+
+    @property
+    def sums(self) -> dict[str, str]:
+        return self._merged({role: part.sums for role, part in self.by_role.items()})
+
+    def live_sums(self) -> dict[str, str]:
+        return self._merged({role: part.live_sums() for role, part in self.by_role.items()})
+
+    def complete(self) -> Parts:
+        """The same with sums, computed where they are missing. The storage is never written, so any thread may read it."""
+        target, drafter = self.target, self.drafter
+        return Parts(target and (target if target.sums else replace(target, sums=target.live_sums())),
+                     drafter and (drafter if drafter.sums else replace(drafter, sums=drafter.live_sums())))
+
+    def over(self, other: Parts) -> Parts:
+        """These parts, and of `other` those that are missing here."""
+        return Parts(self.target or other.target, self.drafter or other.drafter)
+
+    def only(self, roles: Collection[str]) -> Parts:
+        return Parts(self.target if "target" in roles else None, self.drafter if "drafter" in roles else None)
+
+    @staticmethod
+    def _merged(sums: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+        """The drafter's names are prefixed where both roles are meant."""
+        prefix = DRAFTER_PREFIX if len(sums) == 2 else ""
+        drafter = {prefix + name: value for name, value in sums.get("drafter", {}).items()}
+        return {**sums.get("target", {}), **drafter}
+
+
+def drafter_tensors(network: Eagle3) -> dict[str, Tensor]:
+    """Everything that makes a version of the drafter, the vocabulary map included."""
+    return {**network.parameters(), "d2t": network.target_ids - torch.arange(network.draft_vocab_size)}

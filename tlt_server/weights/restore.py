@@ -1,0 +1,42 @@
+"""At start: the versions that were live when the engine before this one ended, from the spool, bit for bit or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from tlt_server.errors import StartupError, TltError
+from tlt_server.records import Manifest
+from tlt_server.weights.parts import Drafter, Parts, Target
+from tlt_server.weights.spool import Kept, Spool
+from tlt_server.weights.staging import Steps, stage
+
+
+def restore(spool: Spool, started: Parts, parse_calibration: Callable[[bytes, str], object]) -> Parts:
+    """`started` (what the model directories hold) brought to what was committed last. `StartupError` names a version that is lost."""
+    live = started
+    for role, kept in spool.current().items():
+        if role not in started.by_role:
+            continue  # this time without a drafter
+        try:
+            live = _restored(role, kept, spool, live, parse_calibration)
+        except TltError as error:
+            raise StartupError(f"the committed weight version {kept.version!r} of the {role} is lost: {error.message} "
+                               f"(restore {spool.directory}, or start with another --state-dir and push again)") from None
+    spool.sweep()
+    return live
+
+
+def _restored(role: str, kept: Kept, spool: Spool, live: Parts, parse_calibration: Callable[[bytes, str], object]) -> Parts:
+    part: Target | Drafter
+    if kept.directory:
+        manifest = Manifest(role="target" if role == "target" else "drafter", version=kept.version, path=kept.directory)
+        steps = Steps(lambda phase: None, lambda role, file, data: None, parse_calibration)
+        part = stage(manifest, live.complete(), root=spool.directory, marker="", steps=steps).by_role[role]
+    else:
+        part = replace(live.complete().by_role[role], version=kept.version)
+    if part.digest != kept.digest:
+        where = kept.directory or "the model directory"
+        raise StartupError(f"the content of {where} has changed (digest {part.digest[:12]}, committed was {kept.digest[:12]})")
+    return (Parts(target=part) if isinstance(part, Target) else Parts(drafter=part)).over(live)
+

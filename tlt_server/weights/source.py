@@ -1,0 +1,117 @@
+"""Reads a pushed directory without trusting it: nothing outside the root, no second look at bytes that were checked.
+
+A path is resolved first (links are followed as long as they stay inside the root) and then opened component by component without
+following any link, so a swap between check and read is refused instead of followed. A file is read once, whole; what is
+checksummed is what is parsed. `confirm` tells whether anything read has changed since.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tlt_server.errors import Forbidden, ModelError, WeightsRefused
+
+MAX_JSON_BYTES = 64 * 2**20
+CHUNK_BYTES = 2**24
+
+
+class _Stamp(NamedTuple):
+    """What changes when a file is written, truncated or replaced."""
+
+    device: int
+    inode: int
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+
+
+class Source:
+    """One directory below `root`. `Forbidden` when it leads elsewhere, `WeightsRefused` when it cannot be used."""
+
+    def __init__(self, root: Path, path: str) -> None:
+        self._root = Path(os.path.realpath(root))
+        if not path or "\0" in path:
+            raise WeightsRefused(f"path is {path[:80]!r}; name a directory below the weight root {self._root}")
+        self.path = self._resolve(self._root / path)
+        descriptor, kind = self._open(self.path)
+        os.close(descriptor)
+        if not stat.S_ISDIR(kind.st_mode):
+            raise WeightsRefused(f"path {self.path} is not a directory; name one that holds model.safetensors or its index")
+        self._read: dict[str, _Stamp] = {}
+
+    def has(self, name: str) -> bool:
+        return os.path.lexists(self.path / name)
+
+    def read(self, name: str) -> bytes:
+        """All bytes of one file of the directory."""
+        path = self._resolve(self.path / name)
+        descriptor, before = self._open(path)
+        if not stat.S_ISREG(before.st_mode):
+            os.close(descriptor)
+            raise WeightsRefused(f"{path} is not a regular file; write the tensors into plain files")
+        with os.fdopen(descriptor, "rb", buffering=0) as file:
+            data = bytearray()
+            while len(data) <= before.st_size and (chunk := file.read(CHUNK_BYTES)):
+                data += chunk
+            after = os.fstat(file.fileno())
+        if _stamp(before) != _stamp(after) or len(data) != before.st_size:
+            raise self._changed(path)
+        self._read[name] = _stamp(before)
+        return bytes(data)
+
+    def read_json(self, name: str) -> dict[str, Any]:
+        data = self.read(name)
+        try:
+            if len(data) > MAX_JSON_BYTES:
+                raise ValueError(f"{len(data)} bytes, the limit is {MAX_JSON_BYTES}")
+            content = json.loads(data)
+            if not isinstance(content, dict):
+                raise ValueError(f"it holds a {type(content).__name__}, not an object")
+        except (ValueError, RecursionError) as error:
+            raise ModelError(f"{self.path / name}: not readable as JSON ({error}); write the file again") from None
+        return content
+
+    def confirm(self) -> None:
+        """Everything read is still what stands there, so the files belong together."""
+        for name, stamp in self._read.items():
+            path = self._resolve(self.path / name)
+            descriptor, now = self._open(path)
+            os.close(descriptor)
+            if _stamp(now) != stamp:
+                raise self._changed(path)
+
+    def _resolve(self, path: Path) -> Path:
+        resolved = Path(os.path.realpath(path))
+        if not resolved.is_relative_to(self._root):
+            raise Forbidden(f"{path} leads to {resolved}, outside the weight root {self._root}; put the weights below it")
+        return resolved
+
+    def _open(self, path: Path) -> tuple[int, os.stat_result]:
+        """A descriptor of a resolved path and what it is; no component may be a link by now."""
+        descriptor = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY)
+        parts = path.relative_to(self._root).parts
+        try:
+            for i, part in enumerate(parts):
+                flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | (os.O_DIRECTORY if i + 1 < len(parts) else 0)
+                above, descriptor = descriptor, os.open(part, flags, dir_fd=descriptor)
+                os.close(above)
+            return descriptor, os.fstat(descriptor)
+        except FileNotFoundError:
+            os.close(descriptor)
+            raise WeightsRefused(f"{path} does not exist; write the weights before they are pushed") from None
+        except OSError as error:
+            os.close(descriptor)
+            raise WeightsRefused(f"{path} cannot be opened ({error.strerror}); it must be readable, and no link may change "
+                                 "meanwhile") from None
+
+    @staticmethod
+    def _changed(path: Path) -> WeightsRefused:
+        return WeightsRefused(f"{path} changed while it was read; push a directory that nobody writes to any more")
+
+
+def _stamp(kind: os.stat_result) -> _Stamp:
+    return _Stamp(kind.st_dev, kind.st_ino, kind.st_size, kind.st_mtime_ns, kind.st_ctime_ns)

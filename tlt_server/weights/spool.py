@@ -1,0 +1,131 @@
+"""Keeps committed weights under the state directory, so that a restarted engine loads exactly what was committed.
+
+Files are written from the very bytes that were verified, while they are staged (never linked: a trainer that rewrites its file in
+place would change a link too). The commit itself is one rename of `current.json`; whatever it does not name is garbage, and goes.
+Called by the transaction, and `current` by the engine at start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from tlt_server.errors import StartupError
+from tlt_server.weights.parts import Parts
+
+CURRENT = "current.json"
+PUSH_PREFIX = "push-"
+
+
+class Kept(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One role's live version and where its files are."""
+
+    version: str
+    digest: str
+    directory: str  # below the spool; empty: the model directory the server was started with
+
+
+class Current(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    model: str  # the directory the server was started with
+    roles: dict[str, Kept]
+
+
+class Spool:
+    """One directory of mode 0700, written by one engine at a time."""
+
+    def __init__(self, state_dir: Path, model: str) -> None:
+        self.directory, self._model = state_dir / "weights", model
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._pushed: Path | None = None
+        self._draft = self.directory / f"{CURRENT}.new"
+        self._places: dict[tuple[str, str], str] = {}  # (role, digest) -> directory
+        self._prepared: dict[tuple[str, str], str] = {}  # the same after the next commit
+
+    # while a push is staged, in its thread
+
+    def begin(self) -> None:
+        self.discard()
+        self._pushed = Path(tempfile.mkdtemp(prefix=PUSH_PREFIX, dir=self.directory))
+
+    def keep(self, role: str, file: str, data: bytes) -> None:
+        assert self._pushed is not None
+        folder = self._pushed / role
+        folder.mkdir(exist_ok=True)
+        with open(folder / file, "wb") as out:
+            out.write(data)
+            out.flush()
+            os.fsync(out.fileno())
+
+    def discard(self) -> None:
+        """The push does not become a version."""
+        if self._pushed is not None:
+            shutil.rmtree(self._pushed, ignore_errors=True)
+            self._pushed = None
+
+    def prepare(self, pushed: Parts, live: Parts) -> None:
+        """Write what `commit` will rename: `live` will be live, and of it `pushed` came with the push that was kept."""
+        new = {(role, part.digest): f"{self._pushed.name}/{role}" for role, part in pushed.by_role.items()} if self._pushed else {}
+        self._prepared = {**self._places, **new}
+        roles = {role: Kept(version=part.version, digest=part.digest, directory=self._prepared.get((role, part.digest), ""))
+                 for role, part in live.by_role.items()}
+        with open(self._draft, "wb") as out:
+            out.write(msgspec.json.encode(Current(model=self._model, roles=roles)))
+            out.flush()
+            os.fsync(out.fileno())
+
+    # between two steps
+
+    def commit(self) -> None:
+        """What was prepared is what a restart loads; one rename."""
+        self._draft.replace(self.directory / CURRENT)
+        self._places, self._pushed = self._prepared, None
+
+    def garbage(self, wanted: Iterable[Parts]) -> list[Path]:
+        """Folders that neither a restart nor a rollback to one of `wanted` can need; only while no push is staged."""
+        used = {(role, part.digest) for parts in wanted for role, part in parts.by_role.items()}
+        self._places = {key: place for key, place in self._places.items() if key in used}
+        kept = {place.partition("/")[0] for place in self._places.values()}
+        return [folder for folder in self.directory.glob(f"{PUSH_PREFIX}*") if folder.name not in kept]
+
+    # off the critical path, in any thread
+
+    def settle(self, garbage: Iterable[Path]) -> None:
+        """Make the last rename durable, then remove what nobody needs."""
+        with contextlib.suppress(OSError):
+            descriptor = os.open(self.directory, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.close(descriptor)
+        for folder in garbage:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    # at start
+
+    def current(self) -> Mapping[str, Kept]:
+        """Role -> what was live last; empty when nothing was ever committed. `StartupError` when that cannot be said."""
+        path = self.directory / CURRENT
+        try:
+            current = msgspec.json.decode(path.read_bytes(), type=Current)
+        except FileNotFoundError:
+            return {}
+        except (OSError, msgspec.MsgspecError) as error:
+            raise StartupError(f"{path} is damaged ({error}), so the committed weight version is not known; restore the file, or start "
+                               "with another --state-dir and push again") from None
+        if current.model != self._model:
+            raise StartupError(f"the state directory {self.directory} belongs to the model {current.model}, not {self._model}; "
+                               "name another --state-dir")
+        for role, kept in current.roles.items():
+            if kept.directory:
+                self._places[role, kept.digest] = kept.directory
+        return current.roles
+
+    def sweep(self) -> None:
+        """Remove what pushes left behind that were never committed; after `current`."""
+        kept = {place.partition("/")[0] for place in self._places.values()}
+        self.settle([folder for folder in self.directory.glob(f"{PUSH_PREFIX}*") if folder.name not in kept])

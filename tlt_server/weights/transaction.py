@@ -1,0 +1,257 @@
+"""One push at a time: begin -> stage and verify in a thread -> commit between two steps -> the version before is kept.
+
+Owned by the engine's loop, whose thread calls everything here but `_work`. Invariant: `live` changes in `commit` and `rollback` only,
+by one assignment of complete, verified weights; before that every failure leaves it alone. A version string means one content: a
+version with other bits than before is a conflict, the same version and bits again is a success that changes nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Literal
+
+from tlt_server.errors import Conflict, Forbidden, NotFound, PushFailed, TltError
+from tlt_server.records import Manifest
+from tlt_server.weights.parts import Drafter, Parts, Target
+from tlt_server.weights.spool import Spool
+from tlt_server.weights.staging import Steps, stage
+
+REMEMBERED = 1024  # versions whose content is known, so that a retry is told from a mistake
+State = Literal["staging", "staged", "unchanged", "failed"]
+
+
+class _Aborted(Exception):
+    """Raised in the staging thread at its next phase."""
+
+
+@dataclass
+class Push:
+    """A push on its way. The thread writes `phases`, then `parts` or `error`; the loop reads them once the thread has ended."""
+
+    manifest: Manifest
+    thread: threading.Thread | None = None
+    phases: dict[str, float] = field(default_factory=dict)
+    parts: Parts | None = None
+    error: TltError | None = None
+    state: State = "staging"
+    aborted: bool = False
+    staged_at: float = 0.0
+
+    @property
+    def version(self) -> str:
+        return self.parts.version if self.parts else self.manifest.version
+
+
+@dataclass(frozen=True)
+class Options:
+    """Where weights may come from, and where committed ones are kept."""
+
+    root: Path | None = None  # None: no pushes
+    marker: str = ""  # a file that a complete directory holds
+    spool: Spool | None = None
+
+
+class Transaction:
+    def __init__(self, live: Parts, options: Options, parse_calibration: Callable[[bytes, str], object],
+                 on_phase: Callable[[str], None] = lambda phase: None, clock: Callable[[], float] = time.perf_counter) -> None:
+        """`live` may come without sums: they are computed with the first push. `on_phase` is called in the staging thread."""
+        self.live, self.previous = live, Parts()
+        self.push: Push | None = None
+        self._options, self._parse_calibration, self.on_phase, self._clock = options, parse_calibration, on_phase, clock
+        self._known: OrderedDict[tuple[str, str], str] = OrderedDict()
+        for role, part in live.by_role.items():
+            if part.sums:
+                self._remember(role, part)
+        self._garbage: SimpleQueue[list[Path]] = SimpleQueue()
+        if options.spool is not None:  # a thread that waits: to start one takes longer than a commit may
+            threading.Thread(target=self._settle, args=(options.spool,), name="settle spool", daemon=True).start()
+
+    def _settle(self, spool: Spool) -> None:
+        while True:
+            spool.settle(self._garbage.get())
+
+    @property
+    def spooled(self) -> bool:
+        return self._options.spool is not None
+
+    # -- the loop's side -----------------------------------------------------------------------------------------
+
+    def begin(self, manifest: Manifest) -> Push:
+        """Start staging, or join the same push where it is on its way already. `Forbidden` without a root, `Conflict` during another."""
+        if self._options.root is None:
+            raise Forbidden("this server takes no weights: it was started without --weight-root DIR; name the directory that pushes "
+                            "may come from")
+        if self.push is not None:
+            if self.push.manifest == manifest and not self.push.aborted:
+                return self.push
+            raise Conflict(f"version {self.push.version or 'without a name'!r} is being pushed; wait for it or abort it, then push again")
+        self.push = Push(manifest)
+        self.push.thread = threading.Thread(target=self._work, args=(self.push,), name="stage weights", daemon=True)
+        self.push.thread.start()
+        return self.push
+
+    def poll(self) -> Push | None:
+        """The push, once its thread has ended and until it is closed; its `state` says how it stands."""
+        push = self.push
+        if push is None or push.thread is None or push.thread.is_alive():
+            return None
+        if push.state == "staging":
+            self._judge(push)
+        return push
+
+    def commit(self) -> Parts:
+        """Make the staged parts live; the caller installs what is returned before the next step."""
+        assert self.push is not None and self.push.state == "staged" and self.push.parts is not None
+        parts = self.push.parts
+        self._make_live(parts)
+        self.push = None
+        return self.live
+
+    def close(self) -> None:
+        """Drop the push that failed, is unchanged or was aborted."""
+        self.push = None
+        if self._options.spool is not None:
+            self._options.spool.discard()
+
+    def abort(self, version: str) -> None:
+        """Ask the push of this version to end; `poll` gives it back as failed."""
+        self._named(version).aborted = True
+        if self.push is not None and self.push.state == "staged":
+            self.push.state, self.push.error = "failed", self._abort_error(self.push)
+
+    def ready_to_commit(self, version: str) -> Push:
+        push = self._named(version)
+        if push.state != "staged":
+            raise Conflict(f"version {version!r} is not staged yet ({push.state}); wait for the push to be answered, then commit")
+        return push
+
+    def check_rollback(self, to: str) -> bool:
+        """Whether there is something to do; `Conflict` when the version asked for is neither live nor the one before."""
+        if self.push is not None:
+            raise Conflict(f"version {self.push.version!r} is being pushed; wait for it or abort it, then roll back")
+        if to and to in {part.version for part in self.live.by_role.values()} and to not in {
+                part.version for part in self.previous.by_role.values()}:
+            return False
+        if not self.previous.by_role:
+            raise Conflict("there is no version to roll back to: none was pushed yet, or the last step was a rollback already; "
+                           "push the version wanted")
+        if to and to not in {part.version for part in self.previous.by_role.values()}:
+            raise Conflict(f"version {to!r} is not kept; a rollback can restore {self.previous.version!r}: name that, or push {to!r} again")
+        return True
+
+    def rollback(self) -> Parts:
+        """The version before is live again, from the very storage it had; nothing is kept to roll back to."""
+        if self._options.spool is not None:
+            try:
+                self._options.spool.prepare(Parts(), self.previous.over(self.live))
+            except OSError as error:
+                raise self._not_recorded(error) from None
+        self._make_live(self.previous)
+        self.previous = Parts()
+        return self.live
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _make_live(self, parts: Parts) -> None:
+        previous, live = self.live.only(parts.by_role), parts.over(self.live)
+        spool = self._options.spool
+        if spool is not None:
+            try:
+                spool.commit()
+            except OSError as error:
+                raise self._not_recorded(error) from None
+        self.live, self.previous = live, previous
+        for role, part in parts.by_role.items():
+            self._remember(role, part)
+        if spool is not None:
+            self._garbage.put(spool.garbage([self.live, self.previous]))
+
+    def _judge(self, push: Push) -> None:
+        """Once, when the thread has ended."""
+        push.staged_at = self._clock()
+        if push.aborted:
+            push.error = self._abort_error(push)
+        elif push.error is None and push.parts is None:
+            push.error = PushFailed("the staging thread ended without a result; nothing has changed: push again")
+        elif push.error is None and push.parts is not None:
+            for role, part in push.parts.by_role.items():
+                known = self._known.get((role, part.version))
+                if known is not None and known != part.digest:
+                    push.error = Conflict(f"version {part.version!r} of the {role} was pushed before with other content (digest "
+                                          f"{known[:12]}, now {part.digest[:12]}); give changed weights a new version")
+            live = self.live.by_role
+            same = all(role in live and (live[role].version, live[role].digest) == (part.version, part.digest)
+                       for role, part in push.parts.by_role.items())
+            push.state = "unchanged" if same else "staged"
+        if push.error is not None:
+            push.state = "failed"
+
+    def _remember(self, role: str, part: Target | Drafter) -> None:
+        self._known[role, part.version] = part.digest
+        while len(self._known) > REMEMBERED:
+            self._known.popitem(last=False)
+
+    def _named(self, version: str) -> Push:
+        if self.push is None or self.push.version != version:
+            raise NotFound(f"there is no push of version {version!r} on its way; GET /weights says what there is")
+        return self.push
+
+    @staticmethod
+    def _not_recorded(error: OSError) -> TltError:
+        return PushFailed(f"the commit cannot be recorded in the state directory ({error}), so nothing has changed; make room there "
+                          "and push again")
+
+    @staticmethod
+    def _abort_error(push: Push) -> TltError:
+        return Conflict(f"the push of version {push.version!r} was aborted; nothing has changed")
+
+    # -- the staging thread's side -------------------------------------------------------------------------------
+
+    def _work(self, push: Push) -> None:
+        phase, since = "", self._clock()
+
+        def enter(name: str) -> None:
+            nonlocal phase, since
+            if push.aborted:
+                raise _Aborted
+            now = self._clock()
+            if phase:
+                push.phases[phase] = push.phases.get(phase, 0.0) + now - since
+            phase, since = name, now
+            self.on_phase(name)
+
+        spool, root = self._options.spool, self._options.root
+        assert root is not None
+        try:
+            self._complete_live()
+            if spool is not None:
+                spool.begin()
+            keep = spool.keep if spool is not None else (lambda role, file, data: None)
+            steps = Steps(enter, keep, self._parse_calibration)
+            parts = stage(push.manifest, self.live, root=root, marker=self._options.marker, steps=steps)
+            if spool is not None:
+                enter("spool")
+                spool.prepare(parts, parts.over(self.live))
+            enter("done")
+            push.parts = parts
+        except _Aborted:
+            pass
+        except TltError as error:
+            push.error = error
+        except OSError as error:
+            push.error = self._not_recorded(error)
+        except BaseException as error:  # the loop must learn of it, whatever it is
+            push.error = PushFailed(f"staging broke off ({type(error).__name__}: {error}); nothing has changed: push again")
+
+    def _complete_live(self) -> None:
+        """The sums of what the engine was started with, which nobody needed before."""
+        self.live = self.live.complete()
+        for role, part in self.live.by_role.items():
+            if (role, part.version) not in self._known:
+                self._remember(role, part)
