@@ -57,7 +57,7 @@ async def _serve(config: Config, engine_command: Sequence[str]) -> int:
         client = EngineClient(Path(name), Admission(config.max_queue), metrics, progress.phase)
         async with _engine(config, engine_command, Path(name)) as process, contextlib.AsyncExitStack() as stack:
             client.start(process.wait())
-            service = Service(config, client, text, _validator(config, text), metrics)
+            service = Service(config, client, text, _validator(config, text, client), metrics)
             server = _Server(uvicorn.Config(
                 build_app(service, keys), http=bounded_protocol(config), ws="none", lifespan="off", log_config=None, access_log=False,
                 server_header=False, limit_concurrency=config.max_connections, timeout_graceful_shutdown=int(STOP_S),
@@ -91,8 +91,8 @@ async def _run(config: Config, client: EngineClient, progress: Progress, url: st
     return 0
 
 
-def _validator(config: Config, text: Text) -> Validator:
-    return Validator(config, text, SeedSource().next, choice_seed)
+def _validator(config: Config, text: Text, client: EngineClient) -> Validator:
+    return Validator(config, text, SeedSource().next, choice_seed, client.check_room)
 
 
 class _Server(uvicorn.Server):

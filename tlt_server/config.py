@@ -11,7 +11,7 @@ import ipaddress
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -26,7 +26,18 @@ from tlt_server.records import Strategy
 from tlt_server.settings import Settings, settings
 
 _TABLE = {setting.name: setting for setting in settings()}
-_STRATEGY = re.compile(r"([a-z][a-z0-9_]*):(\d{1,3})x(\d{1,3})x(\d{1,4})")
+_STRATEGY = re.compile(r"([a-z][a-z0-9_]*):(\d{1,3})x(\d{1,3})x(\d{1,4})", re.ASCII)
+_REQUIREMENTS = {  # pydantic's kind of error -> what it must be or have
+    "int_type": "be a whole number", "int_parsing": "be a whole number", "int_from_float": "be a whole number",
+    "int_parsing_size": "be a smaller whole number",
+    "float_type": "be a number", "float_parsing": "be a number", "finite_number": "be a finite number",
+    "bool_type": "be true or false", "string_type": "be a string", "path_type": "be a path", "literal_error": "be {expected}",
+    "list_type": "be a list", "dict_type": "be an object", "model_type": "be an object", "model_attributes_type": "be an object",
+    "greater_than_equal": "be at least {ge}", "greater_than": "be greater than {gt}",
+    "less_than_equal": "be at most {le}", "less_than": "be less than {lt}",
+    "too_short": "have at least {min_length} item{s}", "too_long": "have at most {max_length} item{s}",
+    "string_too_short": "have at least {min_length} character{s}", "string_too_long": "have at most {max_length} character{s}",
+}
 
 
 def parse_strategy(text: str, name: str = "sd_strategy") -> Strategy:
@@ -88,6 +99,9 @@ class Config(Settings, BaseModel):
                                "which needs one, for example eagle:7x4x32")
         if self.strategy is not None and self.strategy.drafter == "eagle" and self.drafter == "history":
             raise StartupError(f"sd_strategy names the drafter {self.strategy.drafter!r} but drafter is {self.drafter!r}; make them agree")
+        if self.dtype not in ("auto", "float32"):
+            raise StartupError(f"dtype is {self.dtype}, and the engine computes in float32 on a CPU; use auto or float32 (a checkpoint in "
+                               "half precision is read exactly)")
         if self.default_timeout_s > self.max_timeout_s:
             raise StartupError(f"default_timeout_s is {self.default_timeout_s:g} s, above max_timeout_s ({self.max_timeout_s:g})")
         return self
@@ -143,7 +157,7 @@ def load(flags: Mapping[str, Any], *, file: Path | None = None) -> Config:
     try:
         loaded = sources(**flags)
     except ValidationError as error:
-        raise StartupError(_explain(error.errors()[0], flags)) from None
+        raise StartupError(_explain(error.errors(), flags)) from None
     return Config.model_construct(**{name: getattr(loaded, name) for name in _TABLE}).checked()
 
 
@@ -155,10 +169,17 @@ class _Loader(yaml.SafeLoader):
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.YAMLError(f"the key {key[:80]} is given twice; keep one")
+        return super().construct_mapping(node, deep)
+
 
 def _read(file: Path) -> dict[Any, Any]:
     try:
-        keys = yaml.load(file.read_text(), Loader=_Loader)
+        keys = yaml.load(file.read_text("utf-8"), Loader=_Loader)
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise StartupError(f"cannot read the configuration file {file}: {error}") from None
     if not isinstance(keys, dict | None):
@@ -176,11 +197,24 @@ def _refuse_unknown(kind: str, unknown: Iterable[str], known: list[str]) -> None
         raise StartupError(f"unknown {kind} {name}{nearest(name, known)} (tlt serve --help lists all settings)")
 
 
-def _explain(error: ErrorDetails, flags: Mapping[str, Any]) -> str:
+def requirement(errors: Sequence[ErrorDetails]) -> str:
+    """What a value must be or have, in our words; `errors` are pydantic's for one value, one per branch of a union."""
+    return " or ".join(dict.fromkeys(_requirement(error) for error in errors)).replace(" or be ", " or ")
+
+
+def _requirement(error: ErrorDetails) -> str:
+    context = {name: int(value) if isinstance(value, float) and value.is_integer() else value
+               for name, value in error.get("ctx", {}).items()}
+    plural = "" if 1 in context.values() else "s"
+    return _REQUIREMENTS.get(error["type"], "be valid").format(**context, s=plural)
+
+
+def _explain(errors: Sequence[ErrorDetails], flags: Mapping[str, Any]) -> str:
+    error = errors[0]
     setting = _TABLE[str(error["loc"][0])]
     if error["type"] == "missing":
         return f"{setting.name} is not set; give {setting.flag}, {setting.variable} or the key {setting.name}: {setting.doc.sentence}"
     source = setting.flag if setting.name in flags else setting.variable if setting.variable in os.environ else "the configuration file"
     bounds = f", from {setting.doc.low:g} to {setting.doc.high:g}" if setting.doc.low is not None and setting.doc.high is not None else ""
-    return (f"{setting.name} is {str(error['input'])[:80]!r} ({source}); it must be: {setting.doc.unit}{bounds}. "
-            f"{error['msg']}. {setting.doc.sentence}")
+    must = "be" if error["type"] == "value_error" else requirement([other for other in errors if other["loc"][0] == setting.name])
+    return f"{setting.name} is {str(error['input'])[:80]!r} ({source}); it must {must}: {setting.doc.unit}{bounds}. {setting.doc.sentence}"

@@ -47,6 +47,12 @@ class NotFound(TltError):
     code, http_status, grpc_code = "not_found", 404, "NOT_FOUND"
 
 
+class MethodNotAllowed(TltError):
+    """The path exists and takes other methods, which the reply's Allow names."""
+
+    code, http_status, grpc_code = "method_not_allowed", 405, "UNIMPLEMENTED"
+
+
 class Conflict(TltError):
     """The request does not fit what the server is doing or already holds: a push during a push, a version with other content."""
 

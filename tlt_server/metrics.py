@@ -20,7 +20,7 @@ STEP_S = (0.001, 0.002, 0.004, 0.006, 0.008, 0.012, 0.016, 0.024, 0.032, 0.064, 
 GAUGES = {  # name in Outputs.gauges -> (metric, sentence)
     "running": ("tlt_running_sequences", "Sequences that decode."),
     "waiting": ("tlt_waiting_sequences", "Sequences admitted and waiting for a slot."),
-    "pages_free": ("tlt_pages_free", "KV pages that hold nothing."),
+    "pages_free": ("tlt_pages_free", "KV pages that can be handed out now, cached ones included."),
     "pages_total": ("tlt_pages_total", "KV pages in all."),
     "spanning": ("tlt_spanning_sequences", "Sequences whose KV is of more than one weight version."),
     "preemptions": ("tlt_preemptions", "Sequences preempted since start."),

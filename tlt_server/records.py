@@ -61,7 +61,8 @@ class Strategy(Struct, frozen=True, order=True):
 
     @property
     def name(self) -> str:
-        return f"{self.drafter}-d{self.depth}-w{self.width}-r{self.rows}" if self.drafter else "off"
+        """As `config.parse_strategy` reads it; `off` for no speculation."""
+        return f"{self.drafter}:{self.depth}x{self.width}x{self.rows}" if self.drafter else "off"
 
 
 OFF = Strategy()
@@ -161,8 +162,9 @@ class Submit(Struct, frozen=True, tag="submit"):
 
 
 class Abort(Struct, frozen=True, tag="abort"):
-    ids: list[str]  # empty = all
+    ids: list[str]
     finish_reason: str = "abort"
+    all: bool = False  # whatever `ids` says
 
 
 class Pause(Struct, frozen=True, tag="pause"):

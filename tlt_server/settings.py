@@ -34,7 +34,7 @@ class Settings:
         "requests", "Never speculate above this many decoding requests; 0 = the policy decides.", 0, 65536)] = 0
     served_model_name: Annotated[str, Doc("name", "Name reported to clients; auto is the directory's name.")] = "auto"
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], Doc(
-        "type", "Type of weights and KV; auto is float32 on a CPU, the checkpoint's own on a GPU.")] = "auto"
+        "type", "Type of weights and KV; a CPU computes in float32, which is auto.")] = "auto"
     attention: Annotated[str, Doc("backend", "Attention backend by name; auto picks for the device.")] = "auto"
     numerics: Annotated[Literal["strict", "fast"], Doc(
         "mode", "strict: the same bits whatever the batch and the strategy; fast: exact in distribution only.")] = "strict"

@@ -83,6 +83,6 @@ def test_there_are_blocks_of_each_kind() -> None:
 
 def test_files_that_are_named_exist() -> None:
     text = README.read_text()
-    named = set(re.findall(r"`((?:tests|tlt_server|kernels|clients|docs|examples)/[\w/.-]*)`|\]\(([\w/.]+)\)", text))
+    named = set(re.findall(r"`((?:tests|tlt_server|kernels|clients|docs|examples|benchmarks)/[\w/.-]*)`|\]\(([\w/.]+)\)", text))
     missing = [path for pair in named for path in pair if path and not (README.parent / path).exists()]
     assert not missing

@@ -176,6 +176,8 @@ def test_abort_frees_everything_and_reports_what_there_is(base: EngineSettings) 
     assert [(o.id, o.finish_reason) for o in ended] == [("r1", "abort")]
     assert ended[0].weight_versions and ended[0].weight_versions[0].version == info.weight_version
     engine.send(Abort([]))
+    assert not [o for o in engine.step() if o.finish_reason]
+    engine.send(Abort([], all=True))
     ended = [o for o in engine.step() if o.finish_reason]
     assert {o.id for o in ended} == {"r0", "r2", "r3", "r4", "r5"} and engine.idle
     assert engine.gauges()["pages_free"] == info.pages

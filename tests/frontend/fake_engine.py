@@ -124,7 +124,7 @@ class FakeEngine:
                         self.running.update((request.id, Running(request)) for request in command.requests)
                     case Abort():
                         self.aborted += command.ids
-                        for id in command.ids or list(self.running):
+                        for id in list(self.running) if command.all else command.ids:
                             if id in self.running:
                                 self.running[id].aborted = command.finish_reason
                     case SetPolicy():

@@ -35,6 +35,7 @@ class LiveServer:
         self.url = ""
         self.engine: FakeEngine
         self.client: EngineClient
+        self.text: Text
         self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), daemon=True)
 
     def start(self) -> None:
@@ -56,11 +57,12 @@ class LiveServer:
     async def _main(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         config, metrics, text = self.config, Metrics(), Text.load(self.config.model)
+        self.text = text
         self.client = EngineClient(self.directory, Admission(config.max_queue), metrics)
         self.engine = FakeEngine(self.directory, **self._engine_options)
         self.client.start(asyncio.ensure_future(self.engine.run()))
         seeds = itertools.count(1000)
-        validator = Validator(config, text, lambda: next(seeds), lambda seed, i: seed + i * 10**6)
+        validator = Validator(config, text, lambda: next(seeds), lambda seed, i: seed + i * 10**6, self.client.check_room)
         service = Service(config, self.client, text, validator, metrics)
         keys = Keys.read(config.api_key_file) if config.api_key_file else None
         with socket.socket() as listener:

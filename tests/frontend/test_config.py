@@ -11,8 +11,10 @@ import pytest
 from tlt_server.build import engine_settings
 from tlt_server.config import Config, load, parse_strategy
 from tlt_server.errors import StartupError
-from tlt_server.records import Strategy
+from tlt_server.records import OFF, Strategy
 from tlt_server.settings import settings
+
+RAW = ("Input should", "Value error", "after validation", "unable to parse", "instance of")  # wording of the library
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +49,11 @@ def test_yaml_off_is_the_policy_and_not_a_boolean(model: Path, tmp_path: Path) -
     ({"policy": "bge"}, "policy is 'bge'"),
     ({"threads": "0"}, "from 1 to 1024"),
     ({"threads": "many"}, "threads is 'many'"),
-    ({"header_timeout_s": "nan"}, "finite"),
+    ({"header_timeout_s": "nan"}, "header_timeout_s is 'nan' (--header-timeout-s); it must be a finite number: s, from 0.1 to 3600"),
+    ({"policy": "bge"}, "it must be 'auto', 'off', 'fixed' or 'beg'"),
+    ({"port": "eighty"}, "it must be a whole number: TCP port, from 0 to 65535. Port to bind"),
+    ({"threads": "many"}, "it must be a whole number or 'auto': threads, from 1 to 1024"),
+    ({"header_timeout_s": "soon"}, "it must be a number: s, from"),
     ({"host": "0.0.0.0"}, "api_key_file"),
     ({"host": "example.org"}, "api_key_file"),
     ({"model": "/does/not/exist"}, "not a directory"),
@@ -57,11 +63,14 @@ def test_yaml_off_is_the_policy_and_not_a_boolean(model: Path, tmp_path: Path) -
     ({"sd_strategy": "history:4x1x5", "drafter": "history"}, "sd_strategy is for policy fixed"),
     ({"policy": "fixed", "drafter": "history", "sd_strategy": "eagle:4x1x5"}, "make them agree"),
     ({"default_timeout_s": "90000"}, "max_timeout_s"),
+    ({"dtype": "bfloat16"}, "dtype is bfloat16, and the engine computes in float32 on a CPU; use auto or float32"),
+    ({"dtype": "float16"}, "use auto or float32"),
 ])
 def test_bad_flags_name_value_limit_and_remedy(model: Path, flags: dict[str, str], says: str) -> None:
     with pytest.raises(StartupError) as caught:
         load({"model": str(model), **flags})
     assert says in caught.value.message
+    assert not any(raw in caught.value.message for raw in RAW)
 
 
 @pytest.mark.parametrize(("text", "says"), [
@@ -70,12 +79,17 @@ def test_bad_flags_name_value_limit_and_remedy(model: Path, flags: dict[str, str
     ("port: [1]", "port is '[1]'"),
     ("- 1", "must map setting names"),
     ("a: [", "cannot read the configuration file"),
-    ("max_running: 2.5", "max_running is '2.5'"),
+    ("max_running: 2.5", "max_running is '2.5' (the configuration file); it must be a whole number"),
+    ("port: 1\nmax_queue: 2\nport: 3", "the key port is given twice"),
+    ("port: 1\nport: 1", "the key port is given twice"),
+    ("{port: 1, 'port': 2}", "the key port is given twice"),
+    ("[1]: 2", "cannot read the configuration file"),
 ])
 def test_bad_files_are_refused(model: Path, tmp_path: Path, text: str, says: str) -> None:
     with pytest.raises(StartupError) as caught:
         load({"model": str(model)}, file=yaml_file(tmp_path, text))
     assert says in caught.value.message
+    assert not any(raw in caught.value.message for raw in RAW)
 
 
 @pytest.mark.parametrize(("name", "value", "says"), [
@@ -105,6 +119,11 @@ def test_auto_resolves_once_into_a_new_frozen_object(model: Path) -> None:
         resolved.port = 1  # type: ignore[misc]
 
 
+@pytest.mark.parametrize("dtype", ["auto", "float32"])
+def test_the_dtypes_that_the_engine_has_are_taken(model: Path, dtype: str) -> None:
+    assert load({"model": str(model), "dtype": dtype}).resolved().dtype == dtype
+
+
 def test_the_configuration_crosses_to_the_engine_as_json(model: Path) -> None:
     config = load({"model": str(model), "policy": "fixed", "drafter": "history", "sd_strategy": "history:4x2x9"}).resolved()
     arrived = Config.model_validate_json(config.model_dump_json())
@@ -120,8 +139,13 @@ def test_the_engine_is_told_what_it_shares_with_the_configuration(model: Path) -
     assert (told.strategy, told.max_model_len, told.served_model_name) == (Strategy("history", 4, 2, 9), 512, model.name)
 
 
+@pytest.mark.parametrize("text", ["eagle:7x4x32", "history:2x1x3"])
+def test_a_strategy_is_named_as_it_is_parsed(text: str) -> None:
+    assert parse_strategy(text).name == text and OFF.name == "off"
+
+
 @pytest.mark.parametrize("text", ["", "eagle", "eagle:7x4", "eagle:0x4x32", "eagle:7x0x32", "eagle:7x4x1", "Eagle:7x4x32", "eagle:7x4x32x1",
-                                  "eagle:-7x4x32", "eagle:7x4x32 "])
+                                  "eagle:-7x4x32", "eagle:7x4x32 ", "eagle:７x4x32", "eagle:7x4x٣٢"])
 def test_strategies_that_do_not_parse(text: str) -> None:
     with pytest.raises(StartupError, match="sd_strategy is"):
         parse_strategy(text)

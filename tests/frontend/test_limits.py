@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from tests.frontend.fake_engine import DIES, HANGS
 from tests.frontend.live_server import LiveServer, live_server
 from tlt_client import Client, ServerError
 from tlt_client.wire import ItemResult, Token
+from tlt_server.frontend.engine_client import Submission
 
 LONG = {"requests": [{"token_ids": [HANGS]}]}
 
@@ -127,6 +130,47 @@ def test_a_client_that_leaves_aborts_its_sequences(server: LiveServer, stream: b
     eventually(lambda: len(server.client) == 0 and not server.engine.running)
 
 
+def hanging(stream: bool) -> bytes:
+    body = json.dumps(LONG | {"stream": stream}).encode()
+    return head(content_length=len(body)) + body
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_pipelines_and_leaves_aborts_its_sequences(server: LiveServer, stream: bool, apart: bool) -> None:
+    with connect(server) as connection:
+        connection.sendall(hanging(stream) + (b"" if apart else hanging(stream)))
+        eventually(lambda: len(server.client) == 1)
+        if apart:
+            connection.sendall(hanging(stream)[:40])
+            connection.sendall(hanging(stream)[40:] * 3)
+        time.sleep(0.1)
+    eventually(lambda: len(server.client) == 0 and not server.engine.running)
+
+
+@pytest.mark.parametrize("behind", [b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n", b"\x00 no HTTP \xff" * 100, b"x" * 1_000_000])
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_follows_a_running_request_is_not_taken_and_the_reply_says_so(server: LiveServer, stream: bool, behind: bytes) -> None:
+    body = json.dumps({"requests": [{"prompt": "abc"}], "sampling": {"max_tokens": 100}, "stream": stream}).encode()
+    with connect(server) as connection:
+        connection.sendall(head(content_length=len(body)) + body + behind)
+        reply = read_all(connection)
+    assert reply.startswith(b"HTTP/1.1 200") and reply.count(b"HTTP/1.1") == 1
+    assert b"connection: close" in reply.lower() and b'"usage"' in reply
+
+
+def test_requests_one_after_the_other_share_a_connection(server: LiveServer) -> None:
+    connection = HTTPConnection(server.url.removeprefix("http://"), timeout=5)
+    sockets = set()
+    for _ in range(3):
+        connection.request("GET", "/livez")
+        reply = connection.getresponse()
+        assert reply.status == 200 and reply.read()
+        sockets.add(connection.sock)
+    connection.close()
+    assert len(sockets) == 1 and None not in sockets
+
+
 def test_closing_a_stream_in_the_middle_aborts(server: LiveServer) -> None:
     before = len(server.engine.aborted)
     with Client(server.url, timeout_s=10) as client:
@@ -155,6 +199,16 @@ def test_a_deadline_is_a_typed_error_and_spares_what_finished(server: LiveServer
     response = httpx.post(f"{server.url}/generate", json=LONG | {"timeout_s": 0.1})
     assert response.status_code == 504
     eventually(lambda: not server.engine.running)
+
+
+def test_a_deadline_after_the_last_end_aborts_nobody(server: LiveServer) -> None:
+    with httpx.Client() as other, other.stream("POST", f"{server.url}/generate", json=LONG | {"stream": True}):
+        eventually(lambda: len(server.client) == 1)
+        before = len(server.engine.aborted)
+        server.call(lambda: server.client._expire(Submission([], lambda submission: None)))
+        time.sleep(0.1)
+        assert len(server.client) == 1 and server.engine.running and len(server.engine.aborted) == before
+    eventually(lambda: len(server.client) == 0)
 
 
 def test_a_streamed_deadline_is_an_error_event(server: LiveServer) -> None:

@@ -164,7 +164,11 @@ def test_probes_metrics_and_server_info(server: LiveServer, client: Client) -> N
 
 def test_unknown_paths_and_methods_are_typed(server: LiveServer) -> None:
     assert "/generate" in httpx.get(f"{server.url}/nothing").json()["error"]["message"]
-    assert httpx.get(f"{server.url}/generate").status_code == 405
+    response = httpx.get(f"{server.url}/generate")
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], response.headers["allow"]) == (405, "method_not_allowed", "POST")
+    assert error["message"] == "GET is not a method of /generate; use POST"
+    assert httpx.delete(f"{server.url}/strategy").headers["allow"] == "GET, PUT"
 
 
 def test_a_bug_in_mid_stream_is_an_error_event_and_not_a_broken_stream(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:

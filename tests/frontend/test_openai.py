@@ -351,7 +351,7 @@ def test_the_envelope_is_for_these_routes_only_and_also_for_refusals_before_them
         large = httpx.post(server.url + CHAT, content=b" " * 2**21, headers=authorized)
         assert (large.status_code, large.json()["error"]["type"]) == (413, "invalid_request_error")
         wrong = httpx.get(server.url + CHAT, headers=authorized)
-        assert (wrong.status_code, wrong.json()["error"]["type"]) == (405, "not_found_error")
+        assert (wrong.status_code, wrong.json()["error"]["type"]) == (405, "invalid_request_error")
         server.call(lambda: setattr(server.client, "draining", True))
         away = httpx.post(server.url + CHAT, json={"messages": USER}, headers=authorized)
         assert (away.status_code, away.json()["error"]["type"]) == (503, "server_error") and away.headers["retry-after"]

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -157,6 +161,21 @@ def test_template_features_of_published_models() -> None:
     template = ("{%- for m in messages %}{%- if loop.first %}{%- continue %}{%- endif %}"
                 "{% generation %}{{ m.content | tojson }}{% endgeneration %}{%- endfor %}")
     assert Text(TEXT.tokenizer, template).render([{"content": "a"}, {"content": "é<"}]) == '"é<"'
+
+
+@pytest.mark.parametrize("spoil", [lambda path: path.write_bytes(b"{{ messages }}\xff"), lambda path: path.mkdir()])
+def test_a_template_file_that_cannot_be_read_is_a_model_error(tmp_path: Path, spoil: Callable[[Path], object]) -> None:
+    spoil(write_model(tmp_path) / "chat_template.jinja")
+    with pytest.raises(ModelError, match="cannot read .*chat_template.jinja"):
+        Text.load(tmp_path)
+
+
+def test_template_files_are_utf_8_whatever_the_locale(tmp_path: Path) -> None:
+    write_model(tmp_path).joinpath("chat_template.jinja").write_bytes("é".encode())
+    script = "import sys, pathlib; from tlt_server.frontend.text import Text; print(ascii(Text.load(pathlib.Path(sys.argv[1])).render([])))"
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout == "'\\xe9'\n", done.stderr
 
 
 def test_template_files_and_named_templates_are_found(tmp_path: Path) -> None:

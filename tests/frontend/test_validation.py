@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.frontend.fake_engine import HANGS
 from tests.frontend.live_server import LiveServer, live_server
 
 
@@ -43,7 +45,21 @@ BAD = [  # (body, status, what the message must say)
     (b'"requests"', 400, "must be a JSON object"),
     (b"null", 400, "must be a JSON object"),
     ({}, 400, "requests is missing"),
-    ({"requests": []}, 400, "at least 1 item"),
+    ({"requests": []}, 400, "requests is []; it must have at least 1 item"),
+    (item(id="x" * 300), 400, "it must have at most 256 characters"),
+    (item(id=""), 400, "id is ''; it must have at least 1 character"),
+    (item(sampling=5), 400, "requests[0].sampling is 5; it must be an object"),
+    (sampling(logit_bias=[]), 400, "sampling.logit_bias is []; it must be an object"),
+    (item(n=[]), 400, "n is []; it must be a whole number"),
+    (item(n=2.5), 400, "n is 2.5; it must be a whole number"),
+    (sampling(temperature=[]), 400, "temperature is []; it must be a number"),
+    (item(sd="yes"), 400, "sd is 'yes'; it must be true or false"),
+    (sampling(temperature=101), 400, "temperature is 101; it must be at most 100"),
+    (sampling(top_p=0), 400, "top_p is 0; it must be greater than 0"),
+    (sampling(top_p=-1), 400, "top_p is -1; it must be greater than 0"),
+    (item(n=0), 400, "n is 0; it must be at least 1"),
+    ({"requests": {}}, 400, "requests is {}; it must be a list"),
+    ({"requests": ["abc"]}, 400, "requests[0] is 'abc'; it must be an object"),
     ({"requests": {}}, 400, "requests is {}"),
     ({"requests": ["abc"]}, 400, "requests[0] is 'abc'"),
     ({"requests": None}, 400, "requests is None"),
@@ -73,6 +89,8 @@ BAD = [  # (body, status, what the message must say)
     ({"requests": [{"token_ids": [2**70]}]}, 400, "token_ids[0] is"),
     ({"requests": [{"token_ids": [1] * 512}]}, 400, "the limit is 511"),
     ({"requests": [{"prompt": "x" * 600}]}, 400, "prompt of 600 tokens"),
+    ({"requests": [{"token_ids": [1]}, {"prompt": "x" * 10000}]}, 400, "requests[1] has a text of 10000 characters; the limit is 6643"),
+    ({"requests": [{"messages": [{"role": "user", "content": "x" * 10000}]}]}, 400, "requests[0] has a text of 100"),
     ({"requests": [{"messages": []}]}, 400, "messages"),
     ({"requests": [{"messages": [{"role": "user"}]}]}, 400, "content is missing"),
     ({"requests": [{"messages": [{"role": "user", "content": 5}]}]}, 400, "content is 5"),
@@ -137,6 +155,7 @@ def test_bad_requests_are_refused_and_say_why(server: LiveServer, body: Any, sta
     assert (response.status_code, error["retryable"]) == (status, False)
     assert says in error["message"]
     assert len(error["message"]) < 700
+    assert not any(raw in error["message"] for raw in ("nput should", "after validation", "alue error", "instance of", "valid dict"))
     assert len(server.engine.submitted) == before
 
 
@@ -154,4 +173,54 @@ def test_bounds_themselves_are_accepted(server: LiveServer) -> None:
     body = {"requests": [{"prompt": "a", "n": 8, "seed": 2**64 - 1 - 8 * 10**6}, {"token_ids": [299]}], "timeout_s": 100,
             "sampling": {"max_tokens": 1, "min_tokens": 1, "temperature": 0, "top_p": 1, "top_k": 0, "min_p": 1, "logprobs": 5,
                          "stop": ["x" * 10, "y"], "stop_token_ids": [0, 1, 299], "logit_bias": {"0": -100, "299": 100.0}}}
+    assert httpx.post(f"{server.url}/generate", json=body).status_code == 200
+
+
+def test_a_batch_over_the_queue_is_refused_before_its_sequences_are_made(model: Path) -> None:
+    body = json.dumps({"requests": [{"token_ids": [1], "n": 256}] * 4096, "sampling": {"max_tokens": 1}})
+    with live_server(model) as server:
+        started = time.monotonic()
+        response = httpx.post(f"{server.url}/generate", content=body, timeout=60)
+        seconds = time.monotonic() - started
+    assert response.status_code == 413 and "1048576 sequences (items x n); the limit is 8192" in response.json()["error"]["message"]
+    assert seconds < 3  # a million records took 35 s
+
+
+@pytest.mark.parametrize(("path", "body"), [
+    ("/generate", {"requests": [{"prompt": "abc", "n": 8}] * 2}),
+    ("/generate", {"requests": [{"messages": [{"role": "user", "content": "abc"}], "n": 8}] * 2}),
+    ("/v1/completions", {"prompt": ["abc"] * 2, "n": 8}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "abc"}], "n": 8}),
+])
+def test_a_full_queue_refuses_before_anything_is_tokenised(model: Path, path: str, body: dict[str, Any]) -> None:
+    with live_server(model, max_queue=18) as server:
+        encoded: list[Any] = []
+        server.call(lambda: server.text.__setattr__("encode", lambda *texts, **options: encoded.append(texts)))
+        with httpx.Client() as other:
+            waits = {"requests": [{"token_ids": [HANGS], "n": 12}], "stream": True}
+            with other.stream("POST", f"{server.url}/generate", json=waits):
+                while not len(server.client):
+                    time.sleep(0.01)
+                response = httpx.post(server.url + path, json=body)
+        assert response.status_code == 429 and "12 sequences are open" in response.text
+        assert encoded == []
+
+
+@pytest.mark.parametrize(("path", "body", "says"), [
+    ("/v1/completions", {"prompt": ["a", "x" * 10000]}, "prompt[1] has a text of 10000 characters"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 10000}]}, "messages has a text of 100"),
+    ("/tokenize", {"prompt": "x" * 10000}, "prompt has a text of 10000 characters"),
+    ("/tokenize", {"messages": [{"role": "user", "content": "x" * 10000}]}, "messages has a text of 100"),
+])
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(model: Path, path: str, body: dict[str, Any], says: str) -> None:
+    with live_server(model) as server:
+        encoded: list[Any] = []
+        server.call(lambda: server.text.__setattr__("encode", lambda *texts, **options: encoded.append(texts)))
+        response = httpx.post(server.url + path, json=body)
+        assert response.status_code == 400 and says in response.json()["error"]["message"], response.text
+        assert "6643" in response.text and "max_prompt_tokens" in response.text and encoded == []
+
+
+def test_the_longest_text_that_fits_is_tokenised(server: LiveServer) -> None:
+    body = {"requests": [{"prompt": "<|assistant|>" * 511}], "sampling": {"max_tokens": 1}}
     assert httpx.post(f"{server.url}/generate", json=body).status_code == 200

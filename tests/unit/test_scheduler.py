@@ -169,7 +169,7 @@ def test_every_sequence_ends_as_if_alone(
             kv.check_versions(scheduler)
         scheduler.submit([sequences[i] for i, at in arrival.items() if at == step])
         if step == 7:
-            collect(scheduler.abort([f"r{i}" for i in aborted]) if aborted else [], seen)
+            collect(scheduler.abort([f"r{i}" for i in aborted]), seen)
         scheduler.check()
         if batch := scheduler.next_batch():
             scheduler.check()
@@ -285,6 +285,13 @@ def test_a_batch_is_admitted_whole_or_not_at_all() -> None:
     scheduler.submit([sequence(0, [1], 3, 0)])
     with pytest.raises(InvalidRequest, match="already in use"):
         scheduler.submit([sequence(0, [1], 3, 0)])
+
+
+def test_an_abort_of_nothing_ends_nothing_and_all_is_said() -> None:
+    scheduler, _ = make(24)
+    scheduler.submit([sequence(i, [1, 2, 3], 4, i) for i in range(3)])
+    assert scheduler.abort([]) == [] and not scheduler.idle
+    assert {o.id for o in scheduler.abort([], "abort", all=True)} == {"r0", "r1", "r2"} and scheduler.idle
 
 
 def test_deadlines_end_running_and_waiting_sequences() -> None:

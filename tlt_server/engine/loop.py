@@ -113,8 +113,8 @@ class Engine:
         match command:
             case Submit(requests):
                 self._submit(requests)
-            case Abort(ids, finish_reason):
-                self._ended += self.scheduler.abort(ids, finish_reason)
+            case Abort(ids, finish_reason, all):
+                self._ended += self.scheduler.abort(ids, finish_reason, all=all)
             case Pause(paused):
                 self.scheduler.paused = paused
             case SetPolicy():
@@ -124,7 +124,7 @@ class Engine:
             case Stop(drain):
                 self._stopping = True
                 if not drain:
-                    self._ended += self.scheduler.abort([])
+                    self._ended += self.scheduler.abort([], all=True)
 
     def _set_policy(self, command: SetPolicy) -> None:
         try:

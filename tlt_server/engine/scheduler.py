@@ -109,9 +109,9 @@ class Scheduler:
             self._by_id[sequence.id] = sequence
             self._waiting.append(sequence)
 
-    def abort(self, ids: Iterable[str], finish_reason: str = "abort") -> list[StepOutput]:
-        """End these sequences (all when empty) with what they have; unknown ids have ended already."""
-        chosen = [self._by_id[i] for i in (list(ids) or list(self._by_id)) if i in self._by_id]
+    def abort(self, ids: Iterable[str], finish_reason: str = "abort", *, all: bool = False) -> list[StepOutput]:
+        """End these sequences (or all) with what they have; unknown ids have ended already."""
+        chosen = [self._by_id[i] for i in (list(self._by_id) if all else ids) if i in self._by_id]
         return [self._end(sequence, finish_reason) for sequence in chosen]
 
     def expire(self) -> list[StepOutput]:

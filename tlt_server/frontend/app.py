@@ -12,7 +12,7 @@ from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from tlt_server.errors import Cancelled, NotFound, TltError
+from tlt_server.errors import Cancelled, MethodNotAllowed, NotFound, TltError
 from tlt_server.frontend.auth import Authentication, Keys
 from tlt_server.frontend.dialects import DIALECTS
 from tlt_server.frontend.endpoints import Endpoint
@@ -32,9 +32,10 @@ def build_app(service: Service, keys: Keys | None, dialects: Iterable[str] = DIA
     routes = [*(endpoint for table in tables.values() for endpoint in table), Endpoint("GET", "/openapi.json", openapi)]
     shapes = {endpoint.path: endpoint.error_shape for endpoint in routes}
     known = ", ".join(sorted(shapes))
+    methods = {path: ", ".join(endpoint.method for endpoint in routes if endpoint.path == path) for path in shapes}
 
-    def answer(path: str, error: TltError, *, status: int | None = None, close: bool = False) -> Response:
-        return error_response(error, shapes.get(path, error_body), status=status, close=close)
+    def answer(path: str, error: TltError, *, close: bool = False) -> Response:
+        return error_response(error, shapes.get(path, error_body), close=close)
 
     def refuse(path: str, error: TltError, *, close: bool = False) -> Response:
         service.rejected(error)
@@ -48,7 +49,9 @@ def build_app(service: Service, keys: Keys | None, dialects: Iterable[str] = DIA
         assert isinstance(error, HTTPException)
         path = request.url.path
         if error.status_code == 405:
-            return answer(path, NotFound(f"{request.method} is not a method of {path}"), status=405)
+            response = answer(path, MethodNotAllowed(f"{request.method[:20]} is not a method of {path}; use {methods[path]}"))
+            response.headers["allow"] = methods[path]
+            return response
         return answer(path, NotFound(f"there is no {path[:200]}; known are {known}"))
 
     async def disconnected(request: Request, error: Exception) -> Response:

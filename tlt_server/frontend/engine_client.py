@@ -178,7 +178,7 @@ class EngineClient:
     def submit(self, requests: Sequence[GenerateRequest], *, deadline_s: float | None = None) -> Submission:
         """Hand over a batch, all of it or nothing. `Unavailable`, `QueueFull` or `TooLarge` when it cannot be taken."""
         self.check_available()
-        self._admission.admit(len(self._routes), len(requests))
+        self.check_room(len(requests))
         submission = Submission([request.id for request in requests], self._abandon)
         self._send(Submit(requests=list(requests)))
         self._routes.update((request.id, submission) for request in requests)
@@ -194,6 +194,10 @@ class EngineClient:
             raise Unavailable(f"the engine is gone: {self.failure.message}", retry_after_s=5)
         if self.info is None:
             raise Unavailable(f"the engine is starting ({len(self.phases)} phases done); poll /readyz", retry_after_s=2)
+
+    def check_room(self, sequences: int) -> None:
+        """`QueueFull` or `TooLarge` when that many more cannot be open."""
+        self._admission.admit(len(self._routes), sequences)
 
     def abort(self, ids: Sequence[str], finish_reason: str = "abort") -> None:
         """Ask the engine to end these; their last outputs carry `finish_reason`."""
@@ -281,5 +285,3 @@ class EngineClient:
         except zmq.Again:  # no peer: it has gone, and `_watch` is about to say so
             if isinstance(command, Submit | WeightCommand):
                 raise Unavailable("the engine does not take commands; poll /readyz", retry_after_s=2) from None
-
-

@@ -58,7 +58,6 @@ class BodyLimits:
         await self.app(scope, body.receive, closing_send)
 
 
-
 class _Body:
     """A request body as it arrives, counted and timed."""
 

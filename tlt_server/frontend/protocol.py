@@ -1,4 +1,8 @@
-"""Uvicorn's HTTP protocol with bounds on what no application sees: headers that are late or large, replies that are not read."""
+"""Uvicorn's HTTP protocol with bounds on what no application sees: headers that are late or large, replies that are not read.
+
+The end of the client's sending side is how it is seen to leave: a client keeps that side open until it has its reply. What it sends
+behind a request that still runs is dropped unread and the connection closes after the reply, so that its leaving is always seen.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +23,7 @@ class BoundedProtocol(HttpToolsProtocol):
     _unread_check: asyncio.TimerHandle | None = None
     _in_headers = True
     _header_bytes = 0
+    _pipelined = False  # more came behind a request that still runs
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -30,6 +35,8 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._pipelined:
+            return
         if self._in_headers:
             self._header_bytes += len(data)
         super().data_received(data)
@@ -37,6 +44,10 @@ class BoundedProtocol(HttpToolsProtocol):
             self.send_400_response(f"The headers are over the limit of {self.max_header_bytes} bytes (max_header_kb).")
 
     def on_message_begin(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._pipelined = True
+            self.cycle.keep_alive = False  # which also puts `Connection: close` into a reply that has not begun
+            raise _Pipelined
         if not self._in_headers:
             self._await_headers()
         super().on_message_begin()
@@ -44,6 +55,10 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._headers_arrived()
         super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        if not self._pipelined:  # the connection belongs to the reply of the running request
+            super().send_400_response(msg)
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -78,6 +93,10 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._unread_check is not None:
             self._unread_check.cancel()
             self._unread_check = None
+
+
+class _Pipelined(Exception):
+    """Stops the parser."""
 
 
 def bounded_protocol(config: Config) -> type[BoundedProtocol]:

@@ -28,9 +28,8 @@ def error_body(error: TltError) -> WireError:
     return WireError(error.code, error.message, error.retryable)
 
 
-def error_response(error: TltError, shape: Callable[[TltError], Any] = error_body, *, status: int | None = None,
-                   close: bool = False) -> Response:
-    response = json_response({"error": shape(error)}, status or error.http_status)
+def error_response(error: TltError, shape: Callable[[TltError], Any] = error_body, *, close: bool = False) -> Response:
+    response = json_response({"error": shape(error)}, error.http_status)
     if error.retry_after_s is not None:
         response.headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
     if error.http_status == 401:

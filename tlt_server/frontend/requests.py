@@ -7,20 +7,21 @@ here are the native dialect's; a borrowed dialect declares its own and translate
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails, from_json
 
-from tlt_server.config import nearest
+from tlt_server.config import nearest, requirement
 from tlt_server.errors import InvalidRequest
 from tlt_server.records import MAX_SEED
 
-TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
+MAX_INT32 = 2**31 - 1  # what the engine's packed parameters hold
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=MAX_INT32)]], Field(fail_fast=True)]
 ShortName = Annotated[str, Field(min_length=1, max_length=256)]
 Salt = Annotated[str, Field(max_length=256)]
-Count = Annotated[int, Field(ge=1, le=2**31)]
+Count = Annotated[int, Field(ge=1, le=MAX_INT32)]
 Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -35,7 +36,7 @@ class SharedSampling(Strict):
     temperature: float = Field(1.0, ge=0, le=100)
     top_p: float = Field(1.0, gt=0, le=1)
     min_p: float = Field(0.0, ge=0, le=1)
-    min_tokens: int = Field(0, ge=0, le=2**31)
+    min_tokens: int = Field(0, ge=0, le=MAX_INT32)
     stop: str | list[str] = Field(default_factory=list)
     stop_token_ids: TokenIds = Field(default_factory=list)
     ignore_eos: bool = False
@@ -48,11 +49,11 @@ class SharedSampling(Strict):
 class SamplingFields(SharedSampling):
     """Partial: an item's fields win over the batch's, those over the defaults of `records.Sampling`."""
 
-    top_k: int = Field(0, ge=0, le=2**31)
+    top_k: int = Field(0, ge=0, le=MAX_INT32)
     max_tokens: Count | None = Field(256, description="null: what the prompt leaves of the model's length")
-    logprobs: int = Field(0, ge=0, le=2**31)
+    logprobs: int = Field(0, ge=0, le=MAX_INT32)
     raw_logprobs: bool = False
-    prompt_logprobs: int | None = Field(None, ge=0, le=2**31)
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_INT32)
 
 
 class Message(Strict):
@@ -105,7 +106,7 @@ def checked(model: type[Model], content: Mapping[str, Any]) -> Model:
     try:
         return model.model_validate(content)
     except ValidationError as error:
-        raise InvalidRequest(_explain(error.errors(include_url=False)[0], model)) from None
+        raise InvalidRequest(_explain(error.errors(include_url=False), model)) from None
 
 
 def shown(value: Any) -> str:
@@ -113,16 +114,21 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _explain(error: ErrorDetails, root: type[BaseModel]) -> str:
+def _path(error: ErrorDetails) -> list[int | str]:
+    """Without the branches of a union."""
+    return [part for part in error["loc"] if not re.fullmatch(r"list\[.*|str|int|bool", str(part))]
+
+
+def _explain(errors: Sequence[ErrorDetails], root: type[BaseModel]) -> str:
     """Where, what it is, what it must be: pydantic's first finding in our words."""
-    path = [part for part in error["loc"] if not re.fullmatch(r"list\[.*|str|int|bool", str(part))]  # a union's branches are not in it
+    error, path = errors[0], _path(errors[0])
     where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")[:200]
     if error["type"] == "extra_forbidden":
         fields = list(_model_at(root, path[:-1]).model_fields)
         return f"unknown field {where}{nearest(str(path[-1]), fields)} (known: {', '.join(fields)})"
     if error["type"] == "missing":
         return f"{where} is missing; it is required"
-    return f"{where} is {shown(error['input'])}; {error['msg'].replace('Input should', 'it must')}"
+    return f"{where} is {shown(error['input'])}; it must {requirement([other for other in errors if _path(other) == path])}"
 
 
 def _model_at(root: type[BaseModel], path: list[int | str]) -> type[BaseModel]:

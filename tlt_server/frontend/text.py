@@ -30,6 +30,7 @@ class Text:
 
     def __init__(self, tokenizer: Tokenizer | None, template: str | None = None, tokens: dict[str, str] | None = None) -> None:
         self.tokenizer = tokenizer
+        self.longest_token = max(map(len, tokenizer.get_vocab()), default=0) if tokenizer is not None else 0  # characters
         self._tokens = tokens or {}
         self._template = _compile(template) if template else None
         self._variables = _variables(template) if template else set()
@@ -183,7 +184,10 @@ def _environment() -> jinja2.Environment:
 def _template_source(model: Path, config: dict[str, Any]) -> str | None:
     path = model / "chat_template.jinja"
     if path.exists():
-        return path.read_text()
+        try:
+            return path.read_text("utf-8")
+        except (OSError, ValueError) as error:
+            raise ModelError(f"cannot read {path}: {error}; it must be UTF-8 encoded text") from None
     source = config.get("chat_template")
     if isinstance(source, list):  # several, by name
         source = next((entry.get("template") for entry in source if entry.get("name") == "default"), None)
@@ -192,7 +196,7 @@ def _template_source(model: Path, config: dict[str, Any]) -> str | None:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text()) if path.exists() else {}
+        content = json.loads(path.read_text("utf-8")) if path.exists() else {}
     except (OSError, ValueError) as error:
         raise ModelError(f"cannot read {path}: {error}") from None
     return content if isinstance(content, dict) else {}

@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 from tlt_server.config import Config
@@ -48,10 +48,16 @@ class Batch(NamedTuple):
 
 
 class Validator:
-    """Applies the server's limits. `next_seed` serves requests without one; `choice_seed(seed, i)` keys choice i."""
+    """Applies the server's limits, those that cost nothing first.
 
-    def __init__(self, config: Config, text: Text, next_seed: Callable[[], int], choice_seed: Callable[[int, int], int]) -> None:
+    `next_seed` serves requests without one; `choice_seed(seed, i)` keys choice i; `check_room(n)` raises when the queue has no room for
+    n sequences.
+    """
+
+    def __init__(self, config: Config, text: Text, next_seed: Callable[[], int], choice_seed: Callable[[int, int], int],
+                 check_room: Callable[[int], None]) -> None:
         self._config, self._text, self._next_seed, self._choice_seed = config, text, next_seed, choice_seed
+        self._check_room = check_room
         self._serial = itertools.count()
 
     async def batch(self, request: NativeRequest, info: EngineInfo, words: Words = NATIVE) -> Batch:
@@ -64,7 +70,8 @@ class Validator:
         deadline_s = time.monotonic() + timeout_s
         for i, item in enumerate(request.requests):
             self._check_shape(words, i, item)
-        prompts = await self._prompts(request.requests)
+        self._check_room(sum(item.n for item in request.requests))
+        prompts = await self._prompts(words, request.requests, info)
         serial, defaults = next(self._serial), request.sampling
         samplings: dict[int, Sampling] = {}  # items without fields of their own share one per room left
         items: list[Item] = []
@@ -95,15 +102,34 @@ class Validator:
         given = [name for name in ("prompt", "token_ids", "messages") if getattr(item, name) is not None]
         if len(given) != 1:
             raise InvalidRequest(f"{where} has {' and '.join(given) or 'no prompt'}; give exactly one of prompt, token_ids, messages")
-        if item.n > self._config.max_n:
-            raise InvalidRequest(f"{field}n is {item.n}; the limit is {self._config.max_n} (max_n): ask for fewer choices")
+        self._check_choices(field, item.n)
 
-    async def _prompts(self, items: list[ItemFields]) -> list[list[int]]:
-        """Token ids per item; tokenising leaves the event loop free."""
-        chats = [self._text.render([m.model_dump(exclude_none=True) for m in item.messages]) for item in items if item.messages]
-        plain = [item.prompt for item in items if item.prompt is not None]
-        encoded_chats = iter(await asyncio.to_thread(self._text.encode, chats, special=False) if chats else [])
-        encoded_plain = iter(await asyncio.to_thread(self._text.encode, plain) if plain else [])
+    def _check_choices(self, field: str, n: int) -> None:
+        if n > self._config.max_n:
+            raise InvalidRequest(f"{field}n is {n}; the limit is {self._config.max_n} (max_n): ask for fewer choices")
+
+    def check_choices(self, n: int) -> None:
+        """What `batch` says of one item's n, for a dialect that tokenises before it calls `batch`."""
+        self._check_choices("", n)
+        self._check_room(n)
+
+    async def encode(self, wheres: Sequence[str], texts: Sequence[str], info: EngineInfo, *, special: bool = True) -> list[list[int]]:
+        """Token ids of each text, or `InvalidRequest` before a text is tokenised that has more characters than the longest prompt can
+        hold (a tokenizer that drops characters is held to the same bound). Tokenising leaves the event loop free."""
+        tokens, longest = self._prompt_limit(info), self._text.longest_token
+        for where, text in zip(wheres, texts, strict=True):
+            if 0 < tokens * longest < len(text):
+                raise InvalidRequest(f"{where} has a text of {len(text)} characters; the limit is {tokens * longest} (max_prompt_tokens "
+                                     f"{tokens}, and no token of this model has more than {longest} characters): shorten it")
+        return await asyncio.to_thread(self._text.encode, texts, special=special)
+
+    async def _prompts(self, words: Words, items: list[ItemFields], info: EngineInfo) -> list[list[int]]:
+        """Token ids per item."""
+        chats = {words.item.format(i=i): self._text.render([m.model_dump(exclude_none=True) for m in item.messages])
+                 for i, item in enumerate(items) if item.messages}
+        plain = {words.item.format(i=i): item.prompt for i, item in enumerate(items) if item.prompt is not None}
+        encoded_chats = iter(await self.encode(list(chats), list(chats.values()), info, special=False) if chats else [])
+        encoded_plain = iter(await self.encode(list(plain), list(plain.values()), info) if plain else [])
         return [
             item.token_ids if item.token_ids is not None else next(encoded_chats if item.messages else encoded_plain) for item in items
         ]
@@ -115,11 +141,14 @@ class Validator:
         if max(token_ids) >= info.vocab_size:
             raise InvalidRequest(f"{where} has the token id {max(token_ids)}; ids of this model end at {info.vocab_size - 1}: "
                                  "tokenise with the served model's tokenizer")
-        limit = min(_number(self._config.max_prompt_tokens, info.max_model_len - 1), info.max_model_len - 1)
+        limit = self._prompt_limit(info)
         if len(token_ids) > limit:
             raise InvalidRequest(f"{where} has a prompt of {len(token_ids)} tokens; the limit is {limit} (max_prompt_tokens, and "
                                  f"max_model_len {info.max_model_len} less one): shorten it")
         return info.max_model_len - len(token_ids)
+
+    def _prompt_limit(self, info: EngineInfo) -> int:
+        return min(_number(self._config.max_prompt_tokens, info.max_model_len - 1), info.max_model_len - 1)
 
     def _sampling(self, where: str, defaults: SamplingFields, own: SamplingFields | None, room: int, info: EngineInfo) -> Sampling:
         def get(name: str) -> Any:

@@ -46,7 +46,6 @@ from tlt_server.frontend.openai.requests import (
 )
 from tlt_server.frontend.pieces import Pieces
 from tlt_server.frontend.replies import json_response, unexpected
-from tlt_server.frontend.text import Text
 from tlt_server.frontend.validation import Batch, Words
 from tlt_server.records import EngineInfo
 
@@ -79,7 +78,8 @@ def routes(service: Service) -> list[Endpoint]:
         Server-sent chunks with `stream`. Unknown fields are ignored; null is the same as absent.
         """
         asked, info = await _read(service, request, ChatRequest)
-        token_ids = await _conversation(service.text, asked.template_arguments(asked.messages))
+        service.validator.check_choices(asked.n)
+        token_ids = await _conversation(service, info, asked.template_arguments(asked.messages))
         return await _answer(request, asked, info, [{"token_ids": token_ids}], CHAT, ChatPhrase)
 
     async def tokenize(request: Request) -> Response:
@@ -88,10 +88,11 @@ def routes(service: Service) -> list[Endpoint]:
         if (asked.prompt is None) == (asked.messages is None):
             raise InvalidRequest(f"prompt is {'absent' if asked.prompt is None else 'given'} and so is messages; give exactly one of them")
         if asked.messages is not None:
-            tokens = await _conversation(service.text, asked.template_arguments(asked.messages), special=asked.add_special_tokens is True)
+            arguments = asked.template_arguments(asked.messages)
+            tokens = await _conversation(service, info, arguments, special=asked.add_special_tokens is True)
         else:
             assert asked.prompt is not None
-            [tokens] = await asyncio.to_thread(service.text.encode, [asked.prompt], special=asked.add_special_tokens is not False)
+            [tokens] = await service.validator.encode(["prompt"], [asked.prompt], info, special=asked.add_special_tokens is not False)
         return json_response(Tokens(tokens, len(tokens), info.max_model_len))
 
     async def detokenize(request: Request) -> Response:
@@ -137,8 +138,8 @@ async def _read(service: Service, request: Request, model: type[Any]) -> tuple[A
     return asked, service.engine.info
 
 
-async def _conversation(text: Text, arguments: dict[str, Any], *, special: bool = False) -> list[int]:
-    [token_ids] = await asyncio.to_thread(text.encode, [text.render(**arguments)], special=special)
+async def _conversation(service: Service, info: EngineInfo, arguments: dict[str, Any], *, special: bool = False) -> list[int]:
+    [token_ids] = await service.validator.encode(["messages"], [service.text.render(**arguments)], info, special=special)
     return token_ids
 
 

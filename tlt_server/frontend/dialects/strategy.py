@@ -73,17 +73,12 @@ def _state(service: Service) -> StrategyState:
     policy = engine.policy or SetPolicy(config.policy, config.strategy)
     return StrategyState(
         policy=policy.policy,
-        strategy=_spelled(policy.strategy) if policy.strategy else None,
-        in_force=_spelled(engine.last_cycle.strategy) if engine.last_cycle else None,
-        arms=[_spelled(arm) for arm in ladder(_drafters(engine.info))],
+        strategy=policy.strategy.name if policy.strategy else None,
+        in_force=engine.last_cycle.strategy.name if engine.last_cycle else None,
+        arms=[arm.name for arm in ladder(_drafters(engine.info))],
         policies=list(POLICIES),
         drafters=_drafters(engine.info),
     )
-
-
-def _spelled(strategy: Strategy) -> str:
-    """As `parse_strategy` reads it; `off` for no speculation."""
-    return f"{strategy.drafter}:{strategy.depth}x{strategy.width}x{strategy.rows}" if strategy.drafter else "off"
 
 
 def _drafters(info: EngineInfo) -> list[str]:
@@ -100,7 +95,7 @@ def _parse(body: bytes, info: EngineInfo) -> SetPolicy:
         raise InvalidRequest(f"policy is {policy!r} but no drafter is loaded; use off, or restart the server with --drafter")
     if (policy == "fixed") != (text is not None):
         raise InvalidRequest(f"policy is {policy!r} and strategy is {shown(text)}; strategy is for policy fixed, which needs one, "
-                             f"for example {_spelled(ladder(loaded)[-1]) if loaded else 'eagle:7x4x16'}")
+                             f"for example {ladder(loaded)[-1].name if loaded else 'eagle:7x4x16'}")
     return SetPolicy(policy, _strategy(text, loaded) if text is not None else None)
 
 

@@ -12,6 +12,7 @@ from pydantic_core import from_json
 
 from tlt_server.errors import InvalidRequest
 from tlt_server.frontend.requests import (
+    MAX_INT32,
     Count,
     ItemFields,
     Model,
@@ -54,7 +55,7 @@ class Asked(SharedSampling):
     model: str = Field("", description="served_model_name, or absent")
     n: Count = 1
     seed: Seed | None = Field(None, description="keys the choices' noise: the same seed gives the same tokens, here and on /generate")
-    top_k: int = Field(0, ge=-1, le=2**31, description="0 or -1: all tokens")
+    top_k: int = Field(0, ge=-1, le=MAX_INT32, description="0 or -1: all tokens")
     logprobs: bool | int = Field(False, description="true, or a number of alternatives")
     prompt_logprobs: int | None = None
     stream: bool = False
