@@ -38,6 +38,7 @@ class BegSettings:
     longest_trial: int = 16  # cycles after which an undecided trial ends
     recent: int = 24  # newest rewards of the leader that are compared with its window to notice a change
     margin: float = 0.03  # ratio by which an arm must beat the leader to replace it
+    unseen: float = 0.05  # share of speculation's rate taken to be lost in cycles without a reward: new requests caught up, mixed steps
     seed: int = 0  # of the generator that decides when to explore, when none is passed in
 
 
@@ -185,12 +186,20 @@ class Beg:
         fewest = self.settings.trial_cycles  # one stalled step must not decide
         if len(trial.own) < fewest or len(trial.beside) < fewest - 1:
             return
-        ratio, error, lowest_lead = trial.ratio, trial.error, 1 + self.settings.margin
+        ratio, error, lowest_lead = trial.ratio * self._worth(trial.arm, bucket.leader), trial.error, 1 + self.settings.margin
         if ratio > lowest_lead and ratio - 1 > 1.5 * error:
             bucket.promote(trial)
             self._switches += 1
         elif ratio + 2 * error < lowest_lead or bucket.account_s < 0:
             self._conclude(bucket)
+
+    def _worth(self, arm: Strategy, leader: Strategy | None) -> float:
+        """What a measured ratio is worth: speculation must pay for what pure decode cycles do not show."""
+        return ((1.0 - self.settings.unseen) if arm != OFF else 1.0) / ((1.0 - self.settings.unseen) if leader != OFF else 1.0)
+
+    def _urgent_from(self, arm: Strategy, bucket: Bucket) -> float:
+        """The expected ratio from which an arm is tried at once; one never measured gets the benefit of the doubt."""
+        return 1 + self.settings.margin if arm in bucket.ratios else (1 - self.settings.margin) * self._worth(arm, bucket.leader)
 
     def _conclude(self, bucket: Bucket) -> None:
         """Remember what the trial showed; if it contradicts an earlier one, the arm's drafter has changed."""
@@ -210,11 +219,11 @@ class Beg:
             return None
         bucket.cycles = 0
         arms = [arm for arm in bucket.arms if arm != bucket.leader]
-        expected = {arm: self._expected_ratio(index, arm) for arm in arms}
         assert bucket.leader is not None
+        expected = {arm: self._expected_ratio(index, arm) * self._worth(arm, bucket.leader) for arm in arms}
         limit_s = 2 * self.settings.credit_steps * bucket.rewards[bucket.leader].step_s
         ready = [arm for arm in arms if bucket.account_s >= min(self._cost_s(bucket, arm, expected[arm]), 0.95 * limit_s)]
-        urgent = [arm for arm in ready if expected[arm] > (1 + self.settings.margin if arm in bucket.ratios else 1 - self.settings.margin)]
+        urgent = [arm for arm in ready if expected[arm] > self._urgent_from(arm, bucket)]
         if urgent:
             return max(urgent, key=lambda arm: expected[arm])  # the first of equals: ladders begin with the least risk
         if ready and self.rng.random() < self.settings.epsilon:
