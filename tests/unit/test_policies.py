@@ -101,11 +101,13 @@ def test_every_bucket_has_several_arms_and_off():
 
 
 @pytest.mark.parametrize("batch", [1, 4, 16, 64])
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_where_off_is_best_little_is_lost(batch, seed):
-    world = World(cpu_step_s(0.8), lambda arm: 0.3, seed)
-    assert world.best(ARMS, batch) == OFF
-    assert world.run(Beg(ARMS, rng=random.Random(seed)), [batch] * 1000) < 1 / 0.97
+def test_where_off_is_best_little_is_lost(batch):
+    losses = []
+    for seed in range(6):
+        world = World(cpu_step_s(0.8), lambda arm: 0.3, seed)
+        assert world.best(ARMS, batch) == OFF
+        losses.append(world.run(Beg(ARMS, rng=random.Random(seed)), [batch] * 1000))
+    assert sum(losses) / len(losses) < 1 / 0.975 and max(losses) < 1 / 0.95
 
 
 @pytest.mark.parametrize("batch", [1, 4])

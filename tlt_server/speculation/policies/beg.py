@@ -38,7 +38,7 @@ class BegSettings:
     longest_trial: int = 16  # cycles after which an undecided trial ends
     recent: int = 24  # newest rewards of the leader that are compared with its window to notice a change
     margin: float = 0.03  # ratio by which an arm must beat the leader to replace it
-    unseen: float = 0.05  # share of speculation's rate taken to be lost in cycles without a reward: new requests caught up, mixed steps
+    unseen: float = 0.15  # share of speculation's rate taken to be lost in cycles without a reward: new requests caught up, mixed steps
     seed: int = 0  # of the generator that decides when to explore, when none is passed in
 
 
