@@ -92,9 +92,12 @@ def test_a_depth_limit_holds_per_request(drafted):
 def test_a_request_of_one_token_is_survived(drafted):
     drafter, engine, _ = drafted
     engine.extend("tiny", [3])
-    drafter.propose(engine.batch(["tiny", "a"]), Strategy("x", 3, 2, 8))
+    batch, strategy = engine.batch(["tiny", "a"]), Strategy("x", 3, 2, 8)
+    assert_well_formed(drafter.propose(batch, strategy), batch, strategy)
 
 
 def test_reports_about_forgotten_proposals_are_ignored(drafted):
     drafter, engine, names = drafted
+    before = drafter.gauges()
     drafter.observe(engine.batch(names), Candidates.empty(), np.zeros(0, np.int8))
+    assert drafter.gauges() == before
