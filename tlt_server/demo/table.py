@@ -28,7 +28,7 @@ def rounds_table(outcomes: list[Outcome]) -> Table:
     fixed = "; ".join(f"{o.round.name} is {o.round.strategy} throughout" for o in outcomes if o.round.strategy)
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0, caption_justify="left", caption=fixed, title=(
         f"{len(reference.lengths)} responses over HTTP, the same seeds in every round; each round starts\n"
-        "cold: no prefix, no text and no measurement of an earlier one"))
+        "with no prefix, no text and no policy of an earlier one"))
     for heading in HEADINGS:
         table.add_column(heading, justify="left" if heading == HEADINGS[0] else "right", no_wrap=True)
     for outcome in outcomes:
