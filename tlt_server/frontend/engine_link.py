@@ -92,8 +92,9 @@ class EngineLink:
         if silent.done() and not silent.cancelled():
             return "hung", silent.result()
         how = f"exited with status {status}" if status >= 0 else f"was ended by {signal.Signals(-status).name}"
-        last = f" after the phase {self._phase!r}" if self._phase and not self._ready else ""
-        return "exited", EngineFailed(f"the engine process {how}{last}; see its messages above")
+        when = f" after the phase {self._phase!r}" if self._phase and not self._ready else ""
+        where = "its messages above" if status >= 0 else "its messages above, and the system's log if memory was short"
+        return "exited", EngineFailed(f"the engine process {how}{when}; see {where}")
 
     async def _listen(self, take: Callable[[Event], None]) -> TltError:
         """Until the engine says, or shows, that it cannot go on."""
