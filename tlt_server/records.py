@@ -49,6 +49,7 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     salt: str = ""  # separates prefix-cache tenants
     sd: bool = True  # False: this request is never speculated on
     deadline_s: float | None = None  # time.monotonic() of this host
+    generated: list[int] = []  # output tokens that it has already; the engine goes on behind them and reports only new ones
 
 
 class Strategy(Struct, frozen=True, order=True):
@@ -105,19 +106,8 @@ class VersionSpan(Struct, frozen=True):
     end: int
 
 
-class SdFigures(Struct, frozen=True, kw_only=True):
-    """Speculation figures of one finished sequence."""
-
-    steps: int = 0  # cycles that emitted tokens
-    draft_steps: int = 0  # of those, cycles with at least one draft row
-    drafted: int = 0
-    accepted: int = 0
-    emitted: int = 0  # tokens emitted by draft_steps
-    histogram: list[int] = []  # histogram[k] = draft steps with k accepted
-
-
-class StepOutput(Struct, frozen=True, kw_only=True):
-    """New tokens of one request; the last one carries `finish_reason`."""
+class StepOutput(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one step gave to one request; the last one carries `finish_reason`. Whoever holds all of them has all of the request."""
 
     id: str
     token_ids: list[int]
@@ -129,8 +119,9 @@ class StepOutput(Struct, frozen=True, kw_only=True):
     finish_reason: str | None = None  # stop | length | abort | error
     stop_reason: int | str | None = None  # the token id or string that stopped it
     error: tuple[str, str] | None = None  # (code, message) when finish_reason is "error"
-    weight_versions: list[VersionSpan] | None = None  # with the last output
-    sd: SdFigures | None = None  # with the last output
+    weight_version: str = ""  # that computed the tokens
+    drafted: int = 0  # draft rows verified
+    accepted: int = 0  # of them, also those that a stop cut off
 
 
 class EngineInfo(Struct, frozen=True, kw_only=True):

@@ -119,7 +119,10 @@ class Pushable:
         return [value for output in self.said[id] for value in output.logprobs]
 
     def spans(self, id: str) -> list[tuple[str, int, int]]:
-        return [(span.version, span.start, span.end) for span in self.said[id][-1].weight_versions or []]
+        """As the frontend joins them."""
+        versions = [output.weight_version for output in self.said[id] for _ in output.token_ids]
+        starts = [i for i, version in enumerate(versions) if i == 0 or version != versions[i - 1]]
+        return [(versions[start], start, end) for start, end in zip(starts, [*starts[1:], len(versions)], strict=True)]
 
     def run(self, *requests: GenerateRequest) -> dict[str, tuple[list[int], list[float]]]:
         """Submit, run to the end, and give tokens and log-probs; ids may come again."""

@@ -34,14 +34,12 @@ from tlt_server.records import (
     PushWeights,
     Ready,
     RollbackWeights,
-    SdFigures,
     SetPolicy,
     StepContext,
     StepOutput,
     Stop,
     Submit,
     TokenLogprobs,
-    VersionSpan,
     WeightCommand,
     WeightReport,
     WeightState,
@@ -60,10 +58,12 @@ INFO = EngineInfo(
 @dataclass
 class Running:
     request: GenerateRequest
-    sent: int = 0
     aborted: str | None = None
 
-    def step(self, per_step: int) -> StepOutput | None:
+    def __post_init__(self) -> None:
+        self.sent = len(self.request.generated)
+
+    def step(self, per_step: int, version: str) -> StepOutput | None:
         request, sampling = self.request, self.request.sampling
         tokens: list[int] = []
         reason, stop_reason = self.aborted, None
@@ -84,8 +84,7 @@ class Running:
             prompt_logprobs=[None, *(TokenLogprobs([token, 65], [-2.0, -0.1]) for token in request.token_ids[1:])]
             if first and sampling.prompt_logprobs is not None else None,
             finish_reason=reason, stop_reason=stop_reason,
-            weight_versions=[VersionSpan("v0", 0, self.sent)] if reason else None,
-            sd=SdFigures(steps=1, draft_steps=2, drafted=6, accepted=4, emitted=6, histogram=[0, 0, 2]) if reason else None,
+            weight_version=version, drafted=3 if tokens else 0, accepted=max(0, len(tokens) - 1),
         )
 
 
@@ -179,7 +178,7 @@ class FakeEngine:
     async def _step(self) -> None:
         outputs = []
         for id, running in list(self.running.items()):
-            output = running.step(self.per_step)
+            output = running.step(self.per_step, self.weights.target)
             if FAILS in running.request.token_ids:
                 output = StepOutput(id=id, token_ids=[], logprobs=[], finish_reason="error", error=("engine_failed", "out of luck"))
             if output is not None:

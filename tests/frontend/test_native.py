@@ -30,7 +30,7 @@ def test_a_batch_comes_back_in_order_with_every_field(client: Client) -> None:
     assert (choice.finish_reason, choice.stop_reason) == ("length", None)
     assert [(span.version, span.start, span.end) for span in choice.weight_versions] == [("v0", 0, 5)]
     assert [choice.seed for choice in second.choices] == [7, 7 + 10**6]
-    assert choice.sd.mean_accept_length == 3.0 and choice.sd.histogram == [0, 0, 2]
+    assert choice.sd.mean_accept_length == 2.5 and choice.sd.histogram == [0, 1, 1] and (choice.sd.steps, choice.sd.drafted) == (2, 6)
     assert (reply.usage.prompt_tokens, reply.usage.completion_tokens, reply.numerics) == (5, 15, "strict")
 
 

@@ -135,14 +135,14 @@ def grown(token_ids: list[int], stops: list[str], groups: list[int], min_tokens:
         last = end == len(token_ids)
         delta = sequence.push(StepOutput(
             id="r", token_ids=token_ids[at:end], logprobs=[-float(i) for i in range(at, end)], finish_reason="length" if last else None,
-            weight_versions=[VersionSpan("0", 0, 3), VersionSpan("1", 3, end)] if last else None))
+            weight_version="0"))
         shown += delta.text or ""
         at, group = end, group + 1
     choice = sequence.choice()
     assert len(stopped) <= 1
     if streamed:
         assert shown == choice.text
-    return choice.text, choice.token_ids, choice.logprobs, choice.finish_reason, choice.stop_reason, choice.weight_versions[0].end
+    return choice.text, choice.token_ids, choice.logprobs, choice.finish_reason, choice.stop_reason, choice.weight_versions
 
 
 def test_the_template_sees_special_tokens_and_opens_the_turn(tmp_path: Path) -> None:

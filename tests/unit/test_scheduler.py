@@ -193,7 +193,7 @@ def test_every_sequence_ends_as_if_alone(
             assert i in aborted and tokens == expected[: len(tokens)]
         else:
             assert (tokens, last.finish_reason) == (expected, reason)
-        assert [v.version for v in last.weight_versions or [] for _ in range(v.start, v.end)] == versions[s.id]
+        assert [output.weight_version for output in seen[s.id] for _ in output.token_ids] == versions[s.id]
 
 
 def finish(scheduler: Scheduler, kv: FakeKV, steps: int = 400) -> dict[str, list[StepOutput]]:

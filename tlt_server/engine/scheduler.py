@@ -58,6 +58,8 @@ class Emission:
     top_logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     drafted: int = 0
+    accepted: int = 0
+    weight_version: str = ""
     error: TltError | None = None  # the sequence cannot go on
 
 
@@ -101,7 +103,7 @@ class Scheduler:
             need = sequence.length + sequence.remaining
             if need > room:
                 raise InvalidRequest(
-                    f"request {sequence.id}: prompt of {sequence.prompt_len} plus max_tokens {sequence.remaining} "
+                    f"request {sequence.id}: prompt of {sequence.prompt_len} plus max_tokens {sequence.request.sampling.max_tokens} "
                     f"needs {need} positions, this server holds {room}; lower max_tokens or start it with more pages"
                 )
             if sequence.id in self._by_id:
@@ -195,7 +197,8 @@ class Scheduler:
             if self.holding and not sequence.has_begun:
                 continue
             saved = sequence.saved
-            reuse = saved is None and sequence.request.sampling.prompt_logprobs is None  # prompt log-probs need every prompt row
+            # prompt log-probs need every prompt row, once: they go out with the first token
+            reuse = saved is None and (sequence.request.sampling.prompt_logprobs is None or sequence.output_len > 0)
             keys = sequence.page_keys((sequence.length - 1) // self.pool.page_size) if reuse else []
             pages = self.pool.match(keys)
             if len(pages) < len(keys) and keys[len(pages)] in pending:
@@ -260,11 +263,10 @@ class Scheduler:
             if emission.error is not None:
                 outputs.append(self._end(sequence, "error", error=(emission.error.code, emission.error.message)))
                 continue
-            accepted = len(emission.tokens) - 1
+            emission.accepted, emission.weight_version = len(emission.tokens) - 1, batch.weight_version
             finish_reason, stop_reason = self._truncate(sequence, emission)
-            sequence.count_step(emission.drafted, accepted, len(emission.tokens))
-            sequence.append(emission.tokens, batch.weight_version)
-            sequence.computed = min(work.end + accepted, sequence.length - 1)
+            sequence.append(emission.tokens)
+            sequence.computed = min(work.end + emission.accepted, sequence.length - 1)
             self._publish(sequence)
             if finish_reason:
                 outputs.append(self._end(sequence, finish_reason, stop_reason, emission=emission))
@@ -301,7 +303,6 @@ class Scheduler:
         error: tuple[str, str] | None = None,
     ) -> StepOutput:
         first = sequence.output_len == len(emission.tokens)
-        last = finish_reason is not None
         return StepOutput(
             id=sequence.id,
             token_ids=emission.tokens,
@@ -313,8 +314,9 @@ class Scheduler:
             finish_reason=finish_reason,
             stop_reason=stop_reason,
             error=error,
-            weight_versions=sequence.spans if last else None,
-            sd=sequence.figures() if last else None,
+            weight_version=emission.weight_version,
+            drafted=emission.drafted,
+            accepted=emission.accepted,
         )
 
     # -- a new weight version ------------------------------------------------------------------------------------

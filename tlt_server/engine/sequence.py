@@ -1,7 +1,8 @@
 """One sequence while the engine owns it: its tokens, pages and progress. Changed by the scheduler alone.
 
 `computed` positions have committed KV. A decoding sequence has computed = length - 1: its last token is the root of
-the next step. A preempted one has computed = 0 and takes the same way as a fresh prompt.
+the next step. A preempted one has computed = 0 and takes the same way as a fresh prompt; so does one that an engine before this
+one began (`GenerateRequest.generated`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 
 from tlt_server.engine.pages import PageKey, next_key, root_key
 from tlt_server.engine.sampling import SamplingState
-from tlt_server.records import GenerateRequest, SdFigures, VersionSpan
+from tlt_server.records import GenerateRequest
 
 
 class SavedKV(NamedTuple):
@@ -28,22 +29,19 @@ class Sequence:
         self.request = request
         self.state = state
         self.prompt_len = len(request.token_ids)
-        self.length = self.prompt_len
+        self.length = self.prompt_len + len(request.generated)
         self._tokens = np.empty(self.prompt_len + request.sampling.max_tokens, np.int32)
-        self._tokens[: self.prompt_len] = request.token_ids
+        self._tokens[: self.length] = request.token_ids + request.generated
         self.computed = 0
         self.cached_tokens: int | None = None  # prompt tokens found in the prefix index at first admission
         self.pages: list[int] = []
         self.published = 0  # leading pages offered to the prefix index
         self.slot = -1  # row of the page table while running
         self.preemptions = 0
-        self.spans: list[VersionSpan] = []
         self.spanning = False  # its KV is of more than one weight version
         self.saved: SavedKV | None = None  # KV of a preempted sequence that cannot be computed again
         self._page_size = page_size
         self._keys: list[PageKey] = []  # of the version that reads it, see `start_over`
-        self._accepted: list[int] = []
-        self._steps = self._drafted = self._draft_emitted = 0
 
     @property
     def id(self) -> str:
@@ -93,29 +91,7 @@ class Sequence:
             self._keys.append(next_key(self._keys[-1], self._tokens[i * size : (i + 1) * size].tolist()))
         return self._keys[1 : count + 1]
 
-    def append(self, tokens: list[int], version: str) -> None:
-        start = self.output_len
+    def append(self, tokens: list[int]) -> None:
         self._tokens[self.length : self.length + len(tokens)] = tokens
         self.length += len(tokens)
         self.state.commit(tokens)
-        if self.spans and self.spans[-1].version == version:
-            start = self.spans.pop().start
-        self.spans.append(VersionSpan(version, start, self.output_len))
-
-    def count_step(self, drafted: int, accepted: int, emitted: int) -> None:
-        self._steps += 1
-        if drafted:
-            self._accepted.append(accepted)
-            self._drafted += drafted
-            self._draft_emitted += emitted
-
-    def figures(self) -> SdFigures:
-        histogram = np.bincount(self._accepted).tolist() if self._accepted else []
-        return SdFigures(
-            steps=self._steps,
-            draft_steps=len(self._accepted),
-            drafted=self._drafted,
-            accepted=sum(self._accepted),
-            emitted=self._draft_emitted,
-            histogram=histogram,
-        )

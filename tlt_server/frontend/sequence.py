@@ -12,18 +12,18 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from tlt_server.frontend.text import Incremental, StopStrings, Text
-from tlt_server.records import GenerateRequest, SdFigures, StepOutput, TokenLogprobs, VersionSpan
+from tlt_server.records import GenerateRequest, StepOutput, TokenLogprobs, VersionSpan
 
 
 class SdReport(Struct, frozen=True):
     """Speculation figures of a choice; `mean_accept_length` is tokens per step that had a draft, the bonus token included."""
 
-    steps: int
-    draft_steps: int
+    steps: int  # that emitted tokens
+    draft_steps: int  # of those, with at least one draft row
     drafted: int
     accepted: int
     mean_accept_length: float | None
-    histogram: list[int]
+    histogram: list[int]  # [k] = draft steps with k accepted
 
 
 class Choice(Struct, frozen=True, kw_only=True):
@@ -66,6 +66,9 @@ class Sequence:
         self._raw: list[float] = []
         self._top: list[TokenLogprobs] = []
         self._prompt_logprobs: list[TokenLogprobs | None] | None = None
+        self._spans: list[VersionSpan] = []
+        self._steps = self._drafted = self._draft_emitted = 0
+        self._accepted: list[int] = []  # per draft step
         self._last: StepOutput | None = None
 
     def push(self, output: StepOutput) -> Delta:
@@ -74,7 +77,9 @@ class Sequence:
         if output.prompt_logprobs is not None:
             self._prompt_logprobs = output.prompt_logprobs
         self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
+        self._count(output)
         shown = self._take(output) if self._stops.matched is None else []
+        self._span(output.weight_version, before, len(self.token_ids))
         if output.finish_reason is not None:
             self._last = output
             if self._incremental is not None and self._stops.matched is None:
@@ -104,6 +109,27 @@ class Sequence:
                 break
         return shown
 
+    def _count(self, output: StepOutput) -> None:
+        self._steps += bool(output.token_ids)
+        if output.drafted:
+            self._drafted += output.drafted
+            self._accepted.append(output.accepted)
+            self._draft_emitted += len(output.token_ids)
+
+    def _span(self, version: str, start: int, end: int) -> None:
+        if start == end:
+            return
+        if self._spans and self._spans[-1].version == version:
+            start = self._spans.pop().start
+        self._spans.append(VersionSpan(version, start, end))
+
+    def resumed(self) -> GenerateRequest:
+        """What an engine that has never seen this sequence goes on from. One more token ends a sequence whose stop string is complete."""
+        sampling = self.request.sampling
+        if self._stops.matched is not None:
+            sampling = msgspec.structs.replace(sampling, max_tokens=len(self.token_ids) + 1)
+        return msgspec.structs.replace(self.request, generated=list(self.token_ids), sampling=sampling)
+
     def _armed(self) -> bool:
         return len(self.token_ids) >= self.request.sampling.min_tokens
 
@@ -124,22 +150,19 @@ class Sequence:
             prompt_logprobs=self._prompt_logprobs or [] if sampling.prompt_logprobs is not None else UNSET,
             finish_reason="stop" if matched is not None else last.finish_reason,
             stop_reason=matched if matched is not None else last.stop_reason,
-            weight_versions=_clipped(last.weight_versions or [], len(self.token_ids)),
-            seed=self.request.seed, sd=_report(last.sd or SdFigures()),
+            weight_versions=self._spans, seed=self.request.seed, sd=self._sd(),
         )
+
+    def _sd(self) -> SdReport:
+        histogram = [0] * (max(self._accepted, default=-1) + 1)
+        for accepted in self._accepted:
+            histogram[accepted] += 1
+        mean = self._draft_emitted / len(self._accepted) if self._accepted else None
+        return SdReport(self._steps, len(self._accepted), self._drafted, sum(self._accepted), mean, histogram)
 
 
 def _by_token(output: StepOutput) -> bool:
     """Whether the output's last token is the stop token."""
     return output.finish_reason == "stop" and not isinstance(output.stop_reason, str)
-
-
-def _clipped(spans: list[VersionSpan], length: int) -> list[VersionSpan]:
-    return [msgspec.structs.replace(span, end=min(span.end, length)) for span in spans if span.start < length]
-
-
-def _report(sd: SdFigures) -> SdReport:
-    mean = sd.emitted / sd.draft_steps if sd.draft_steps else None
-    return SdReport(sd.steps, sd.draft_steps, sd.drafted, sd.accepted, mean, sd.histogram)
 
 
