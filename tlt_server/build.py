@@ -35,6 +35,7 @@ from tlt_server.frontend.generation import Service
 from tlt_server.frontend.limits import Admission
 from tlt_server.frontend.progress import Progress
 from tlt_server.frontend.protocol import bounded_protocol
+from tlt_server.frontend.rollouts import Rollouts
 from tlt_server.frontend.supervisor import Supervisor
 from tlt_server.frontend.text import Text
 from tlt_server.frontend.validation import Validator
@@ -59,23 +60,27 @@ async def _serve(config: Config, engine_command: Sequence[str]) -> int:
     client = EngineClient(Admission(config.max_queue), metrics)
     with _listener(config) as listener, tempfile.TemporaryDirectory(prefix="tlt-") as name:  # a directory of mode 0700
         async with contextlib.AsyncExitStack() as stack:
+            rollouts = Rollouts((config.state_dir or Path(name)) / "rollouts", config, metrics)
+            service = Service(config, client, text, _validator(config, text, client), metrics, rollouts)
+            rollouts.open(service)
             supervisor = Supervisor(config, partial(_launch, config, engine_command), Path(name), client, metrics, progress)
             supervised = asyncio.create_task(supervisor.run())
             stack.push_async_callback(_cancel, supervised)
-            service = Service(config, client, text, _validator(config, text, client), metrics)
             server = _Server(uvicorn.Config(
                 build_app(service, keys), http=bounded_protocol(config), ws="none", lifespan="off", log_config=None, access_log=False,
                 server_header=False, limit_concurrency=config.max_connections, timeout_graceful_shutdown=FLUSH_S,
             ))
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             stack.push_async_callback(_finish, server, serving)
-            stack.callback(client.close)  # first: what is still open ends with a typed error, which `_finish` lets out
+            stack.callback(client.close)  # what is still open ends with a typed error, which `_finish` lets out
+            stack.push_async_callback(rollouts.close)  # first: that error is none of theirs where their journals last
             url = _url(config.host, listener)
             progress.listening(url)
-            return await _run(config, client, supervised, progress, url)
+            return await _run(config, client, supervised, rollouts, progress, url)
 
 
-async def _run(config: Config, client: EngineClient, supervised: asyncio.Task[EngineFailed], progress: Progress, url: str) -> int:
+async def _run(config: Config, client: EngineClient, supervised: asyncio.Task[EngineFailed], rollouts: Rollouts, progress: Progress,
+               url: str) -> int:
     """From starting to stopped; the caller tears down. `supervised` ends when there is no engine any more."""
     stop, stop_now = _signals()
     stopping, starting = asyncio.create_task(stop.wait()), asyncio.create_task(client.ready())
@@ -89,6 +94,8 @@ async def _run(config: Config, client: EngineClient, supervised: asyncio.Task[En
     if supervised.done():
         supervised.result()  # `StartupError`, if it was never ready
         return 1
+    if rollouts.lasting:
+        await rollouts.suspend(detached_only=True)
     progress.draining(len(client), config.drain_timeout_s)
     drained = asyncio.create_task(client.drain(config.drain_timeout_s))
     await asyncio.wait({drained, supervised, asyncio.create_task(stop_now.wait())}, return_when=asyncio.FIRST_COMPLETED)

@@ -105,6 +105,12 @@ class Poisoned(TltError):
     code, http_status, grpc_code = "poisoned", 422, "FAILED_PRECONDITION"
 
 
+class StorageFailed(TltError):
+    """What must be kept cannot be: the disk is full or broken, or a limit on what is kept is reached."""
+
+    code, http_status, grpc_code, retryable = "storage_failed", 507, "RESOURCE_EXHAUSTED", True
+
+
 class StartupError(TltError):
     """The configuration or a model directory cannot be used; the process exits with status 2."""
 

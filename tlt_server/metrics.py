@@ -69,6 +69,9 @@ class Metrics:
         self.weight_age_s = gauge("tlt_weight_age_seconds", "Since the weights in use went live.")
         self.weight_pushes = counter("tlt_weight_pushes", "Pushes and rollbacks, by role and result or error code.", "role", "result")
         self.weight_push_s = histogram("tlt_weight_push_seconds", "Phases of pushes; commit is what the loop waits for.", PUSH_S, "phase")
+        self.rollouts = gauge("tlt_rollouts", "Rollouts kept, by status.", "status")
+        self.rollout_bytes = gauge("tlt_rollout_bytes", "Size of all rollouts' journals.")
+        self.resumed = counter("tlt_resumed_sequences", "Sequences of rollouts given to another engine to go on with.")
         self._live = ("", "")  # target's and drafter's version
         self._engine = {name: gauge(metric, sentence) for name, (metric, sentence) in GAUGES.items()}
         self._other = gauge("tlt_engine_gauge", "Further gauges of the engine, by name.", "name")

@@ -46,7 +46,12 @@ class Settings:
         "directory", "Weights may be pushed from below this directory; none: pushes are refused.")] = None
     weight_marker: Annotated[str, Doc("file name", "A pushed directory must hold this file; empty: no such file is asked for.")] = ""
     state_dir: Annotated[Path | None, Doc(
-        "directory", "Keeps committed weights, so that a restart serves exactly those; none: it serves the model directory.")] = None
+        "directory", "Keeps committed weights and rollouts over a restart; none: it serves the model directory, without rollouts.")] = None
+
+    # rollouts: batches that outlive their connection
+    max_rollouts: Annotated[int, Doc("rollouts", "Rollouts kept, running and finished; above it new ones get 429.", 1, 2**20)] = 256
+    max_rollout_mb: Annotated[int, Doc("MiB", "Size of all rollouts' journals together.", 1, 2**24)] = 1024
+    rollout_ttl_s: Annotated[float, Doc("s", "Time that a finished rollout can be fetched.", 1, 10**6)] = 3600.0
 
     # memory and scheduling
     max_model_len: Annotated[int | Auto, Doc("tokens", "Longest prompt plus output; auto is the model's own limit.", 2, 2**24)] = "auto"

@@ -49,6 +49,7 @@ class GenerateBody(Struct, kw_only=True, omit_defaults=True):
     sampling: SamplingFields | dict[str, Any] | UnsetType = UNSET
     stream: bool = False
     timeout_s: float | UnsetType = UNSET
+    detach: bool = False
 
 
 class VersionSpan(Struct, frozen=True):
@@ -107,6 +108,46 @@ class Usage(Struct, frozen=True):
 
 
 class Reply(Struct, frozen=True):
+    results: list[ItemResult]
+    usage: Usage
+    numerics: str
+
+
+class Progress(Struct, frozen=True):
+    items: int
+    items_ended: int
+    tokens: int
+
+
+class RolloutStatus(Struct, frozen=True):
+    """`status`: running or done; of a rollout just deleted, deleted."""
+
+    id: str
+    status: str
+
+
+class RolloutSummary(Struct, frozen=True):
+    """Times are Unix seconds; `detached`: asked for with `detach`, else with an Idempotency-Key alone."""
+
+    id: str
+    status: str
+    detached: bool
+    created_s: float
+    done_s: float | None
+    bytes: int
+    progress: Progress
+
+
+class RolloutList(Struct, frozen=True):
+    rollouts: list[RolloutSummary]
+
+
+class RolloutReply(Struct, frozen=True):
+    """`results`: of the items that have ended, in the order of the request; all of them once `status` is done."""
+
+    id: str
+    status: str
+    progress: Progress
     results: list[ItemResult]
     usage: Usage
     numerics: str

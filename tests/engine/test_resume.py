@@ -31,7 +31,8 @@ def drawn(i: int) -> GenerateRequest:
         max_tokens=int(draw.integers(1, 40)), temperature=chance(float(draw.uniform(0.3, 1.5)), 0.0), top_k=chance(12, 0),
         top_p=chance(0.9, 1.0), min_p=chance(0.02, 0.0), min_tokens=0, repetition_penalty=chance(1.4, 1.0),
         presence_penalty=chance(0.5, 0.0), frequency_penalty=chance(0.3, 0.0), logprobs=chance(3, 0), raw_logprobs=chance(True, False),
-        prompt_logprobs=chance(1, None), stop_token_ids=tuple(draw.integers(0, VOCAB, chance(6, 0)).tolist()), ignore_eos=chance(True, False),
+        prompt_logprobs=chance(1, None), stop_token_ids=tuple(draw.integers(0, VOCAB, chance(6, 0)).tolist()),
+        ignore_eos=chance(True, False),
     )
     sampling = msgspec.structs.replace(sampling, min_tokens=chance(sampling.max_tokens // 2, 0))
     prompt = draw.integers(0, VOCAB - 1, int(draw.integers(1, 50))).tolist()

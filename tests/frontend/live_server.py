@@ -24,6 +24,7 @@ from tlt_server.frontend.generation import Service
 from tlt_server.frontend.limits import Admission
 from tlt_server.frontend.progress import Progress
 from tlt_server.frontend.protocol import bounded_protocol
+from tlt_server.frontend.rollouts import Rollouts
 from tlt_server.frontend.supervisor import Supervisor
 from tlt_server.frontend.text import Text
 from tlt_server.frontend.validation import Validator
@@ -56,6 +57,7 @@ class LiveServer:
         self.may_launch.set()
         self.client: EngineClient
         self.text: Text
+        self.rollouts: Rollouts
         self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), daemon=True)
 
     def start(self) -> None:
@@ -83,7 +85,9 @@ class LiveServer:
         supervised = asyncio.create_task(supervisor.run())
         seeds = itertools.count(1000)
         validator = Validator(config, text, lambda: next(seeds), lambda seed, i: seed + i * 10**6, self.client.check_room)
-        service = Service(config, self.client, text, validator, metrics)
+        self.rollouts = Rollouts((config.state_dir or self.directory) / "rollouts", config, metrics)
+        service = Service(config, self.client, text, validator, metrics, self.rollouts)
+        self.rollouts.open(service)
         keys = Keys.read(config.api_key_file) if config.api_key_file else None
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
@@ -97,6 +101,7 @@ class LiveServer:
                 await asyncio.sleep(0.005)
             self.started.set()
             await self._stop.wait()
+            await self.rollouts.close()
             self.client.close()
             server.should_exit = True
             await serving

@@ -16,6 +16,7 @@ ROUTES = {
     ("post", "/v1/chat/completions"), ("post", "/tokenize"), ("post", "/detokenize"),
     ("post", "/update_weights"), ("get", "/weights"), ("post", "/weights/rollback"), ("post", "/weights/{version}/commit"),
     ("post", "/weights/{version}/abort"), ("post", "/weight_checker"), ("get", "/weight_info"),
+    ("get", "/rollouts"), ("get", "/rollouts/{id}"), ("delete", "/rollouts/{id}"),
 }
 
 
@@ -29,7 +30,7 @@ def test_every_route_is_described(document: dict[str, Any]) -> None:
     assert found.keys() >= ROUTES and document["openapi"] == "3.1.0"
     for (method, path), about in found.items():
         assert about["summary"], path
-        assert ("requestBody" in about) == (method != "get"), path
+        assert ("requestBody" in about) == (method in ("post", "put")), path
         assert [parameter["name"] for parameter in about.get("parameters", [])] == re.findall(r"{(.*?)}", path)
         assert about["responses"]["200"]["content"] and about["responses"]["default"]["content"]
     assert len({about["operationId"] for about in found.values()}) == len(found)

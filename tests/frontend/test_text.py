@@ -18,7 +18,7 @@ from tests.frontend.tiny_model import SPECIALS, byte_tokenizer, write_model
 from tlt_server.errors import InvalidRequest, ModelError
 from tlt_server.frontend.sequence import Sequence
 from tlt_server.frontend.text import REPLACEMENT, Incremental, StopStrings, Text
-from tlt_server.records import GenerateRequest, Sampling, StepOutput, VersionSpan
+from tlt_server.records import GenerateRequest, Sampling, StepOutput
 
 # Merges that cut characters in awkward places: the tail of one with the head of the next, a head alone.
 MERGES = [(b"\xa9", b"\xe2"), (b"\xf0", b"\x9f"), (b"\xac", b"\xf0"), (b"a", b"\xe2"), (b"\x82", b"\xac")]

@@ -27,18 +27,22 @@ class EventStream(StreamingResponse):
 
 async def reply(request: Request, work: Coroutine[Any, Any, Response], generation: Generation) -> Response:
     """Run `work`, but cancel it (which aborts its sequences) as soon as the client hangs up."""
+    with closing(generation):
+        return await while_connected(request, work)
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
     async def disconnected() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    with closing(generation):
-        working, watching = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
-        try:
-            await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-            if working.done():
-                return working.result()
-            raise Cancelled("the client disconnected; its sequences were aborted")
-        finally:
-            for task in (working, watching):
-                task.cancel()
-            await asyncio.gather(working, watching, return_exceptions=True)
+    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise Cancelled("the client disconnected")
+    finally:
+        for task in (working, watching):
+            task.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)

@@ -6,7 +6,8 @@ words are the handlers' docstrings.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import BaseModel
@@ -22,8 +23,10 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 class Endpoint(Route):
     def __init__(self, method: str, path: str, handler: Handler, *, takes: type[BaseModel] | None = None, gives: Any = str,
-                 streams: bool = False, error_shape: Callable[[TltError], Any] = error_body) -> None:
-        """`gives` is a msgspec type, or `str` for plain text; `streams`: server-sent events instead, where the request asks for them."""
+                 others: Mapping[int, Any] = MappingProxyType({}), streams: bool = False,
+                 error_shape: Callable[[TltError], Any] = error_body) -> None:
+        """`gives` is a msgspec type, or `str` for plain text; `others`: what it gives with a status other than 200 that is no error;
+        `streams`: server-sent events instead, where the request asks for them."""
         super().__init__(path, handler, methods=[method])
         self.method, self.handler, self.takes, self.gives, self.streams = method, handler, takes, gives, streams
-        self.error_shape = error_shape
+        self.others, self.error_shape = others, error_shape

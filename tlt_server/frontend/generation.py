@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import structlog
 
@@ -21,7 +21,10 @@ from tlt_server.frontend.sequence import Choice, Delta, Sequence
 from tlt_server.frontend.text import Text
 from tlt_server.frontend.validation import Batch, Validator
 from tlt_server.metrics import Metrics
-from tlt_server.records import StepOutput
+from tlt_server.records import GenerateRequest, StepOutput
+
+if TYPE_CHECKING:
+    from tlt_server.frontend.rollouts import Rollouts
 
 log = structlog.get_logger()
 
@@ -54,9 +57,67 @@ class _OpenItem:
         self.choices: dict[int, Choice] = {}
         self.failed = False
 
+    def fail(self, error: TltError) -> list[Event]:
+        """The item's error, once; its other choices are of no use any more."""
+        first, self.failed = not self.failed, True
+        if isinstance(error, Poisoned):
+            error = Poisoned(f"item {shown(self.id)} {error.message}")
+        return [ItemError(self.id, error)] if first else []
+
     def result(self) -> ItemResult:
         return ItemResult(self.id, [self.choices[i] for i in range(len(self.sequences))], len(self.sequences[0].request.token_ids),
                           max(sequence.cached_tokens for sequence in self.sequences))
+
+
+class Items:
+    """The items of a batch as they grow: outputs in, events out. The same outputs give the same events, live or from a journal."""
+
+    def __init__(self, batch: Batch, text: Text, stop: Callable[[str], None]) -> None:
+        """`stop(id)` asks the engine to end a sequence whose stop string is complete."""
+        self._stream = batch.stream
+        self._owner: dict[str, tuple[_OpenItem, Sequence]] = {}
+        for asked in batch.items:
+            sequences = [Sequence(request, index, text, incremental=batch.stream, stop=stop)
+                         for index, request in enumerate(asked.requests)]
+            item = _OpenItem(asked.id, sequences)
+            self._owner.update((sequence.request.id, (item, sequence)) for sequence in sequences)
+        self._open = set(self._owner)
+
+    def __getitem__(self, id: str) -> Sequence:
+        return self._owner[id][1]
+
+    def __len__(self) -> int:
+        return len(self._owner)
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(sequence.token_ids) for _, sequence in self._owner.values())
+
+    def take(self, output: StepOutput) -> list[Event]:
+        item, sequence = self._owner[output.id]
+        if output.finish_reason is not None:
+            self._open.discard(output.id)
+        if output.finish_reason == "error":
+            return item.fail(from_code(*(output.error or (EngineFailed.code, "the engine gave no reason"))))
+        delta = sequence.push(output)
+        if item.failed:
+            return []
+        events: list[Event] = []
+        if self._stream and (delta.token_ids or delta.text):
+            events.append(TokenEvent(item.id, delta))
+        if output.finish_reason is not None:
+            item.choices[sequence.index] = sequence.choice()
+            if len(item.choices) == len(item.sequences):
+                events.append(item.result())
+        return events
+
+    def siblings(self, id: str) -> list[str]:
+        """Ids of the sequences of one item."""
+        return [sequence.request.id for sequence in self._owner[id][0].sequences]
+
+    def open(self) -> list[GenerateRequest]:
+        """Every sequence that has not ended, as an engine goes on with it; none of an item that has failed."""
+        return [sequence.resumed() for id, (item, sequence) in self._owner.items() if id in self._open and not item.failed]
 
 
 @dataclass(frozen=True)
@@ -68,11 +129,17 @@ class Service:
     text: Text
     validator: Validator
     metrics: Metrics
+    rollouts: Rollouts
     clock: Callable[[], float] = time.monotonic
 
     def start(self, batch: Batch) -> Generation:
         """Admit and submit the batch, all of it or (with a typed error) nothing. The caller closes what it gets."""
-        return Generation(self, batch)
+        generation = Generation(self, self.items(batch), batch.deadline_s)
+        self.metrics.prompt.inc(sum(len(request.token_ids) for item in batch.items for request in item.requests))
+        return generation
+
+    def items(self, batch: Batch) -> Items:
+        return Items(batch, self.text, lambda id: self.engine.abort([id], finish_reason="stop"))
 
     @property
     def numerics(self) -> str:
@@ -85,71 +152,46 @@ class Service:
 
 
 class Generation:
-    """A batch on its way: iterate `events` once, then `close`."""
+    """What is open of a batch, on its way: iterate `events` once, then `close`."""
 
-    def __init__(self, service: Service, batch: Batch) -> None:
-        self._service, self._stream = service, batch.stream
-        self._owner: dict[str, tuple[_OpenItem, Sequence]] = {}
-        for asked in batch.items:
-            sequences = [Sequence(request, index, service.text, incremental=batch.stream, stop=self._stop)
-                         for index, request in enumerate(asked.requests)]
-            item = _OpenItem(asked.id, sequences)
-            self._owner.update((sequence.request.id, (item, sequence)) for sequence in sequences)
-        requests = [sequence.request for _, sequence in self._owner.values()]
-        self._submission = service.engine.submit(requests, deadline_s=batch.deadline_s)
+    def __init__(self, service: Service, items: Items, deadline_s: float, keep: Callable[[list[StepOutput]], None] | None = None) -> None:
+        """`keep` is told outputs before anything is made of them; whoever has it can also go on after a crash of the engine."""
+        self._service, self._items, self._keep = service, items, keep
+        self._submission = service.engine.submit(items.open(), deadline_s=deadline_s, resume=self._resume if keep else None)
         self._accepted_s = service.clock()
-        service.metrics.prompt.inc(sum(len(request.token_ids) for request in requests))
 
     async def events(self) -> AsyncGenerator[Event, None]:
-        async for output in self._submission:
-            item, sequence = self._owner[output.id]
-            event = self._ended_badly(item, output) if output.finish_reason == "error" else None
-            if event is not None:
-                yield event
-            if output.finish_reason == "error":
-                continue
-            delta = self._grown(sequence, output)
-            if item.failed:
-                continue
-            if self._stream and (delta.token_ids or delta.text):
-                yield TokenEvent(item.id, delta)
-            if output.finish_reason is not None:
-                choice = item.choices[sequence.index] = sequence.choice()
-                self._count(choice.finish_reason)
-                if len(item.choices) == len(item.sequences):
-                    yield item.result()
+        async for outputs in self._submission:
+            if self._keep is not None:
+                self._keep(outputs)
+            for output in outputs:
+                for event in self._take(output):
+                    yield event
 
     def close(self) -> None:
         left = len(self._submission.open)
         self._submission.close()
-        sequences = [sequence for _, sequence in self._owner.values()]
-        log.info("generated", sequences=len(sequences), tokens=sum(len(s.token_ids) for s in sequences), abandoned=left,
+        log.info("generated", sequences=len(self._items), tokens=self._items.tokens, abandoned=left,
                  seconds=round(self._service.clock() - self._accepted_s, 3))
 
-    def _grown(self, sequence: Sequence, output: StepOutput) -> Delta:
-        metrics, first = self._service.metrics, not sequence.token_ids
-        delta = sequence.push(output)
-        metrics.generated.inc(len(delta.token_ids))
+    def _take(self, output: StepOutput) -> list[Event]:
+        metrics, sequence = self._service.metrics, self._items[output.id]
+        before = len(sequence.token_ids)
+        events = self._items.take(output)
+        new, elapsed_s = len(sequence.token_ids) - before, self._service.clock() - self._accepted_s
+        metrics.generated.inc(new)
         metrics.cached.inc(output.cached_tokens)
-        if first and delta.token_ids:
-            metrics.first_token_s.observe(self._service.clock() - self._accepted_s)
-        return delta
+        if new and not before:
+            metrics.first_token_s.observe(elapsed_s)
+        if output.finish_reason is not None:
+            result = sequence.finish_reason or (output.error[0] if output.error else output.finish_reason)
+            metrics.sequences.labels(result).inc()
+            metrics.end_to_end_s.observe(elapsed_s)
+        if any(isinstance(event, ItemError) for event in events):
+            self._service.engine.abort([id for id in self._items.siblings(output.id) if id in self._submission.open])
+        return events
 
-    def _ended_badly(self, item: _OpenItem, output: StepOutput) -> ItemError | None:
-        """The item's error, once; its other choices are of no use any more."""
-        error = from_code(*(output.error or (EngineFailed.code, "the engine gave no reason")))
-        if isinstance(error, Poisoned):
-            error = Poisoned(f"item {shown(item.id)} {error.message}")
-        self._count(error.code)
-        if item.failed:
-            return None
-        item.failed = True
-        self._service.engine.abort([s.request.id for s in item.sequences if s.request.id in self._submission.open])
-        return ItemError(item.id, error)
-
-    def _stop(self, id: str) -> None:
-        self._service.engine.abort([id], finish_reason="stop")
-
-    def _count(self, result: str) -> None:
-        self._service.metrics.sequences.labels(result).inc()
-        self._service.metrics.end_to_end_s.observe(self._service.clock() - self._accepted_s)
+    def _resume(self, id: str) -> GenerateRequest:
+        """Called between two turns of the loop, when all that the engine before said has been taken in."""
+        self._service.metrics.resumed.inc()
+        return self._items[id].resumed()

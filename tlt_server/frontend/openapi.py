@@ -38,6 +38,8 @@ def document(dialects: Mapping[str, Iterable[Endpoint]], *, keyed: bool) -> dict
         error = gives[_error_type(endpoint)]
         operation["responses"] = {
             "200": {"description": "Done", "content": _content(endpoint, gives)},
+            **{str(status): {"description": "Accepted", "content": {"application/json": {"schema": gives[type]}}}
+               for status, type in endpoint.others.items()},
             "default": {"description": "A typed error", "content": {"application/json": {"schema": _object(error=error)}}},
         }
         paths.setdefault(endpoint.path, {})[endpoint.method.lower()] = operation
@@ -56,7 +58,8 @@ def _requests(endpoints: Iterable[Endpoint]) -> tuple[dict[Any, Any], dict[str, 
 
 
 def _replies(endpoints: Iterable[Endpoint]) -> tuple[dict[Any, Any], dict[str, Any]]:
-    types = list(dict.fromkeys(type for endpoint in endpoints for type in (endpoint.gives, _error_type(endpoint))))
+    types = list(dict.fromkeys(type for endpoint in endpoints
+                               for type in (endpoint.gives, *endpoint.others.values(), _error_type(endpoint))))
     schemas, definitions = msgspec.json.schema_components(types, ref_template=REF.format("{name}"))
     return dict(zip(types, schemas, strict=True)), definitions
 

@@ -123,6 +123,13 @@ class Sequence:
             start = self._spans.pop().start
         self._spans.append(VersionSpan(version, start, end))
 
+    @property
+    def finish_reason(self) -> str | None:
+        """None while it grows."""
+        if self._last is None:
+            return None
+        return "stop" if self._stops.matched is not None else self._last.finish_reason
+
     def resumed(self) -> GenerateRequest:
         """What an engine that has never seen this sequence goes on from. One more token ends a sequence whose stop string is complete."""
         sampling = self.request.sampling
@@ -134,8 +141,8 @@ class Sequence:
         return len(self.token_ids) >= self.request.sampling.min_tokens
 
     def choice(self) -> Choice:
-        last, sampling = self._last, self.request.sampling
-        assert last is not None and last.finish_reason is not None
+        last, sampling, finish_reason = self._last, self.request.sampling, self.finish_reason
+        assert last is not None and finish_reason is not None
         matched = self._stops.matched
         if self._incremental is not None:
             text: str | None = "".join(self._shown)
@@ -148,7 +155,7 @@ class Sequence:
             raw_logprobs=self._raw if sampling.raw_logprobs else UNSET,
             top_logprobs=self._top if sampling.logprobs else UNSET,
             prompt_logprobs=self._prompt_logprobs or [] if sampling.prompt_logprobs is not None else UNSET,
-            finish_reason="stop" if matched is not None else last.finish_reason,
+            finish_reason=finish_reason,
             stop_reason=matched if matched is not None else last.stop_reason,
             weight_versions=self._spans, seed=self.request.seed, sd=self._sd(),
         )

@@ -13,7 +13,7 @@ Resume = Callable[[str], GenerateRequest]  # id -> what is left to do of it
 
 
 class Submission:
-    """The sequences of one request: iterate for their outputs, in order of arrival, until each has ended."""
+    """The sequences of one request: iterate for their outputs (what has come since, in order of arrival) until each has ended."""
 
     def __init__(self, ids: Sequence[str], close: Callable[[Submission], None], resume: Resume | None = None) -> None:
         self.open = set(ids)
@@ -33,9 +33,12 @@ class Submission:
     def expire_at(self, when: float, expire: Callable[[], None]) -> None:
         self._timer = asyncio.get_running_loop().call_later(max(0.0, when - time.monotonic()), expire)
 
-    async def __aiter__(self) -> AsyncIterator[StepOutput]:
+    async def __aiter__(self) -> AsyncIterator[list[StepOutput]]:
         while self.open or not self._outputs.empty():
-            yield await self._outputs.get()
+            outputs = [await self._outputs.get()]
+            while not self._outputs.empty():
+                outputs.append(self._outputs.get_nowait())
+            yield outputs
 
     def close(self) -> None:
         """Abort what has not ended; the engine's answers to that are dropped."""

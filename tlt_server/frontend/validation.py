@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import re
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -58,7 +59,7 @@ class Validator:
                  check_room: Callable[[int], None]) -> None:
         self._config, self._text, self._next_seed, self._choice_seed = config, text, next_seed, choice_seed
         self._check_room = check_room
-        self._serial = itertools.count()
+        self._serial = itertools.count(secrets.randbits(48))  # rollouts come back with the ids that an earlier process gave them
 
     async def batch(self, request: NativeRequest, info: EngineInfo, words: Words = NATIVE) -> Batch:
         limit = self._config.max_batch_items

@@ -11,6 +11,7 @@ from tlt_server.registry import Registry
 DIALECTS = Registry("dialect", {
     "native": "tlt_server.frontend.dialects.native:routes",
     "openai": "tlt_server.frontend.dialects.openai:routes",
+    "rollouts": "tlt_server.frontend.dialects.rollouts:routes",
     "operate": "tlt_server.frontend.dialects.operate:routes",
     "strategy": "tlt_server.frontend.dialects.strategy:routes",
     "weights": "tlt_server.frontend.dialects.weights:routes",

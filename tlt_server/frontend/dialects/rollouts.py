@@ -1,0 +1,77 @@
+"""Rollouts: follow, fetch, list and delete the batches that `POST /generate` detached or began under an Idempotency-Key.
+
+None of these needs the engine: results can be fetched while it restarts.
+"""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tlt_client.wire import Progress, RolloutList, RolloutReply, RolloutStatus, RolloutSummary
+from tlt_server.errors import InvalidRequest
+from tlt_server.frontend.delivery import while_connected
+from tlt_server.frontend.dialects.native import told
+from tlt_server.frontend.endpoints import Endpoint
+from tlt_server.frontend.generation import Service
+from tlt_server.frontend.replies import json_response
+from tlt_server.frontend.requests import shown
+from tlt_server.frontend.rollouts import Rollout
+
+MAX_WAIT_S = 60.0
+
+
+def routes(service: Service) -> list[Endpoint]:
+    rollouts = service.rollouts
+
+    async def fetch(request: Request) -> Response:
+        """The results of a rollout so far, and whether it is done.
+
+        With `?wait_s=`, at most 60, the reply comes when it is done or that time is up. Fetching changes nothing, so it may be repeated;
+        but once a finished rollout has been fetched, it may be forgotten early to make room for new ones.
+        """
+        rollout, wait_s = rollouts[request.path_params["id"]], _wait_s(request)
+
+        async def when_done() -> Response:
+            if wait_s and rollout.done_s is None:
+                await rollout.wait(wait_s)
+            results = told(service, await rollouts.results(rollout))
+            return json_response({"id": rollout.header.id, "status": rollout.status, "progress": _progress(rollout), **results})
+
+        return await while_connected(request, when_done())
+
+    async def delete(request: Request) -> Response:
+        """Abort what runs of a rollout, and forget it."""
+        rollout = rollouts[request.path_params["id"]]
+        rollouts.delete(rollout)
+        return json_response(RolloutStatus(rollout.header.id, "deleted"))
+
+    async def every(request: Request) -> Response:
+        """All rollouts kept, oldest first, without prompts and results."""
+        return json_response(RolloutList([
+            RolloutSummary(rollout.header.id, rollout.status, rollout.header.detached, rollout.header.created_s, rollout.done_s,
+                           rollout.bytes, _progress(rollout))
+            for rollout in rollouts
+        ]))
+
+    return [
+        Endpoint("GET", "/rollouts", every, gives=RolloutList),
+        Endpoint("GET", "/rollouts/{id}", fetch, gives=RolloutReply),
+        Endpoint("DELETE", "/rollouts/{id}", delete, gives=RolloutStatus),
+    ]
+
+
+def _progress(rollout: Rollout) -> Progress:
+    items_ended, tokens = rollout.count()
+    return Progress(len(rollout.item_ids), items_ended, tokens)
+
+
+def _wait_s(request: Request) -> float:
+    text = request.query_params.get("wait_s", "0")
+    try:
+        wait_s = float(text)
+    except ValueError:
+        wait_s = -1.0
+    if not 0 <= wait_s <= MAX_WAIT_S:
+        raise InvalidRequest(f"wait_s is {shown(text)}; it must be a number of seconds from 0 to {MAX_WAIT_S:g}: wait again for more")
+    return wait_s

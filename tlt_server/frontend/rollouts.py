@@ -1,0 +1,344 @@
+"""Batches that outlive their connection: each runs as a task, its outputs kept in a journal, its results fetched when it suits.
+
+A rollout ends by itself, by its deadline or by `delete`; never because a client left. When the engine dies it goes on with the same
+tokens; where the state directory lasts, also when this process dies. Bounds: how many, how many bytes, how long after the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import structlog
+
+from tlt_server.config import Config
+from tlt_server.errors import Cancelled, Conflict, NotFound, QueueFull, StartupError, StorageFailed, TltError, Unavailable
+from tlt_server.frontend.generation import Generation, ItemError, ItemResult, Items, Service
+from tlt_server.frontend.journal import End, Grown, Header, Journal, KeptItem, frame, journals, past
+from tlt_server.frontend.replies import unexpected
+from tlt_server.frontend.validation import Batch
+from tlt_server.metrics import Metrics
+
+RETRY_S = 0.2  # between two tries to hand a rollout of the process before this one to the engine
+
+log = structlog.get_logger()
+Ended = dict[str, ItemResult | ItemError]  # by item
+
+
+class Rollout:
+    """One batch. While it runs, `items` grow; its results stay in memory until they are fetched, then in the journal alone."""
+
+    def __init__(self, header: Header, path: Path) -> None:
+        self.header, self.path = header, path
+        self.item_ids = [item.id for item in header.items]
+        self.bytes = 0
+        self.tokens = 0
+        self.done_s: float | None = None  # wall clock
+        self.fetched = False
+        self.items: Items | None = None
+        self.ended: Ended | None = {}
+        self.journal: Journal | None = None
+        self.task: asyncio.Task[None] | None = None
+        self.expiry: asyncio.TimerHandle | None = None
+        self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    @property
+    def status(self) -> str:
+        return "running" if self.done_s is None else "done"
+
+    def batch(self) -> Batch:
+        """As it was validated; its deadline on this process's clock."""
+        deadline_s = time.monotonic() + self.header.deadline_s - time.time()
+        return Batch([item.item(deadline_s) for item in self.header.items], False, deadline_s)
+
+    def count(self) -> tuple[int, int]:
+        """Items ended and tokens made so far."""
+        if self.done_s is not None:
+            return len(self.item_ids), self.tokens
+        return len(self.ended or ()), self.items.tokens if self.items is not None else 0
+
+    async def wait(self, wait_s: float | None = None) -> None:
+        """Until it is done or the time is up; the typed error when it is deleted or the server stops first."""
+        await asyncio.wait([self._over], timeout=wait_s)
+        if self.is_over:
+            self._over.result()
+
+    @property
+    def is_over(self) -> bool:
+        return self._over.done()
+
+    def over(self, error: TltError | None = None) -> None:
+        """Nothing more comes from this process."""
+        if self.is_over:
+            return
+        if error is None:
+            self._over.set_result(None)
+        else:
+            self._over.set_exception(error)
+            self._over.exception()  # seen, even when nobody waits
+
+
+class Rollouts:
+    def __init__(self, directory: Path, config: Config, metrics: Metrics) -> None:
+        self._directory, self._metrics = directory, metrics
+        self._most, self._most_bytes, self._ttl_s = config.max_rollouts, config.max_rollout_mb * 2**20, config.rollout_ttl_s
+        self._model = str(config.model.resolve())
+        self.lasting = config.state_dir is not None
+        self._by_id: dict[str, Rollout] = {}  # in order of creation
+        self._by_key: dict[str, Rollout] = {}
+        self._bytes = 0
+        self._lock = -1
+        self._service: Service
+        self._resuming: asyncio.Task[None] | None = None
+
+    # a process's beginning and end
+
+    def open(self, service: Service) -> None:
+        """Take over what the directory holds: what is done can be fetched, the rest goes on once the engine is ready."""
+        self._service = service
+        try:
+            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = os.open(self._directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            found = [self._found(path) for path in journals(self._directory)]
+        except BlockingIOError:
+            raise StartupError(f"{self._directory} is in use by another server; name another --state-dir, or stop that one") from None
+        except OSError as error:
+            raise StartupError(f"rollouts cannot be kept in {self._directory} ({error.strerror}); name another --state-dir") from None
+        for rollout in sorted((rollout for rollout in found if rollout), key=lambda rollout: rollout.header.created_s):
+            self._keep(rollout)
+        self._resuming = asyncio.create_task(self._resume([rollout for rollout in self._by_id.values() if rollout.done_s is None]))
+
+    async def suspend(self, *, detached_only: bool = False) -> None:
+        """Stop rollouts where they are. Their journals stay, for the next process to go on."""
+        stopped = [rollout for rollout in self._by_id.values()
+                   if rollout.done_s is None and (rollout.header.detached or not detached_only)]
+        tasks = [task for task in (self._resuming, *(rollout.task for rollout in stopped)) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for rollout in stopped:
+            rollout.over(Unavailable("the server is stopping; the rollout goes on when a server with this state_dir starts"
+                                         if self.lasting else "the server is stopping, and without a state_dir its rollouts end with it",
+                                         retry_after_s=5))
+
+    async def close(self) -> None:
+        await self.suspend()
+        for rollout in self._by_id.values():
+            if rollout.expiry is not None:
+                rollout.expiry.cancel()
+        if self._lock >= 0:
+            os.close(self._lock)
+
+    # what routes ask
+
+    def __iter__(self) -> Iterator[Rollout]:
+        return iter(self._by_id.values())
+
+    def __getitem__(self, id: str) -> Rollout:
+        rollout = self._by_id.get(id)
+        if rollout is None:
+            raise NotFound(f"there is no rollout {id[:80]!r}; it was deleted, or finished more than {self._ttl_s:g} s ago (rollout_ttl_s), "
+                           "or begun by a server without this state_dir: send its request again")
+        return rollout
+
+    def keyed(self, key: str, digest: str) -> Rollout | None:
+        """The rollout of an idempotency key; `Conflict` when it was begun with another body."""
+        rollout = self._by_key.get(key)
+        if rollout is not None and rollout.header.digest != digest:
+            raise Conflict(f"the Idempotency-Key {key[:80]!r} came before with another body; repeat that body, or use a new key")
+        return rollout
+
+    def begin(self, batch: Batch, *, key: str, digest: str, detached: bool) -> Rollout:
+        """Write down and submit a batch, or (with a typed error) neither."""
+        if len(self._by_id) >= self._most and not self._make_room():
+            raise QueueFull(f"{len(self._by_id)} rollouts are kept, the limit is {self._most} (max_rollouts); fetch or delete finished "
+                            "ones, or wait for some to end", retry_after_s=5)
+        now = time.time()
+        header = Header(id=f"r-{secrets.token_hex(16)}", model=self._model, detached=detached, key=key, digest=digest, created_s=now,
+                        deadline_s=now + batch.deadline_s - time.monotonic(), items=[KeptItem.of(item) for item in batch.items])
+        rollout = Rollout(header, self._directory / f"{header.id}.journal")
+        rollout.items = self._service.items(batch)
+        try:
+            rollout.journal = Journal(rollout.path)
+            self._append(rollout, frame(header))
+            self._run(rollout, batch.deadline_s)
+        except TltError:
+            self._remove(rollout)
+            raise
+        self._metrics.prompt.inc(sum(len(item.token_ids) * len(item.requests) for item in header.items))
+        self._keep(rollout)
+        return rollout
+
+    async def results(self, rollout: Rollout) -> list[ItemResult | ItemError]:
+        """Items that have ended, in their order. Of a rollout that is done, also remembers that it was fetched."""
+        ended = rollout.ended
+        if rollout.done_s is not None:
+            rollout.fetched = True
+            if rollout.journal is not None:
+                rollout.journal.close()
+                rollout.journal = rollout.ended = None
+        if ended is None:
+            ended = (await asyncio.to_thread(_replayed, rollout, self._service.items)).ended
+        return [ended[id] for id in rollout.item_ids if id in ended]
+
+    def delete(self, rollout: Rollout) -> None:
+        """Abort what runs of it, and forget it."""
+        rollout.over(Cancelled("the rollout was deleted while it ran"))
+        self._forget(rollout)
+
+    # one rollout's life
+
+    def _found(self, path: Path) -> Rollout | None:
+        said = past(path.read_bytes())
+        if said is None:
+            log.warning("rollout_lost", file=path.name, reason="its first record is not whole, so nobody was told of it, or it is damaged")
+            path.unlink()
+            return None
+        rollout = Rollout(said.header, path)
+        rollout.bytes = said.length
+        self._bytes += said.length
+        if said.end is not None:
+            rollout.done_s, rollout.tokens, rollout.ended = said.end.at_s, said.end.tokens, None
+            rollout.over()
+            self._expire_later(rollout)
+        return rollout
+
+    async def _resume(self, rollouts: list[Rollout]) -> None:
+        await self._service.engine.ready()
+        for rollout in rollouts:
+            length, items, ended = await asyncio.to_thread(_replayed, rollout, self._service.items)
+            if not rollout.is_over:
+                rollout.items, rollout.ended, rollout.journal = items, ended, Journal(rollout.path, length)
+                await self._hand_over(rollout)
+
+    async def _hand_over(self, rollout: Rollout) -> None:
+        assert rollout.items is not None
+        resumed = len(rollout.items.open())
+        while not rollout.is_over:
+            try:
+                if rollout.header.model != self._model:
+                    raise Conflict(f"the rollout was begun with the model {rollout.header.model}, this server serves {self._model}; "
+                                   "send its request again")
+                self._run(rollout, rollout.batch().deadline_s)
+                self._metrics.resumed.inc(resumed)
+                return
+            except TltError as error:
+                if not error.retryable:
+                    self._finish(rollout, error)
+            await asyncio.sleep(RETRY_S)
+
+    def _run(self, rollout: Rollout, deadline_s: float) -> None:
+        assert rollout.items is not None
+        generation = Generation(self._service, rollout.items, deadline_s, lambda outputs: self._append(rollout, frame(Grown(outputs))))
+        rollout.task = asyncio.create_task(self._collect(rollout, generation))
+
+    async def _collect(self, rollout: Rollout, generation: Generation) -> None:
+        assert rollout.ended is not None
+        error: TltError | None = None
+        with contextlib.closing(generation):
+            try:
+                async for event in generation.events():
+                    if isinstance(event, ItemResult | ItemError):
+                        rollout.ended[event.id] = event
+            except TltError as storage:
+                error = storage
+            except Exception as bug:
+                error = unexpected(bug, "/rollouts")
+        self._finish(rollout, error)
+
+    def _finish(self, rollout: Rollout, error: TltError | None) -> None:
+        """It is done; with an error, so are the items that had not ended."""
+        assert rollout.ended is not None and rollout.items is not None
+        rollout.tokens, rollout.done_s = rollout.items.tokens, time.time()
+        try:
+            if error is not None:
+                raise error
+            self._append(rollout, frame(End(rollout.done_s, rollout.tokens)))
+        except TltError as cause:  # what cannot be written down is told from memory, and the file's room is given back
+            for id in rollout.item_ids:
+                rollout.ended.setdefault(id, ItemError(id, cause))
+            self._remove(rollout)
+        rollout.items = None
+        rollout.over()
+        self._expire_later(rollout)
+        self._measure()
+
+    def _append(self, rollout: Rollout, framed: bytes) -> None:
+        while self._bytes + len(framed) > self._most_bytes:
+            if not self._make_room():
+                raise StorageFailed(f"the rollouts kept would take {self._bytes + len(framed)} bytes, the limit is {self._most_bytes} "
+                                    "(max_rollout_mb); fetch or delete finished ones, or wait", retry_after_s=5)
+        assert rollout.journal is not None
+        rollout.journal.append(framed)
+        rollout.bytes += len(framed)
+        self._bytes += len(framed)
+        self._metrics.rollout_bytes.set(self._bytes)
+
+    def _make_room(self) -> bool:
+        """Forget the oldest rollout whose results somebody has, if there is one."""
+        rollout = next((rollout for rollout in self._by_id.values() if rollout.fetched), None)
+        if rollout is not None:
+            self._forget(rollout)
+        return rollout is not None
+
+    def _keep(self, rollout: Rollout) -> None:
+        self._by_id[rollout.header.id] = rollout
+        if rollout.header.key:
+            self._by_key[rollout.header.key] = rollout
+        self._measure()
+
+    def _expire_later(self, rollout: Rollout) -> None:
+        assert rollout.done_s is not None
+        left_s = max(0.0, rollout.done_s + self._ttl_s - time.time())
+        rollout.expiry = asyncio.get_running_loop().call_later(left_s, self._forget, rollout)
+
+    def _forget(self, rollout: Rollout) -> None:
+        if rollout.task is not None:
+            rollout.task.cancel()
+        if rollout.expiry is not None:
+            rollout.expiry.cancel()
+        del self._by_id[rollout.header.id]
+        if self._by_key.get(rollout.header.key) is rollout:
+            del self._by_key[rollout.header.key]
+        self._remove(rollout)
+        self._measure()
+
+    def _remove(self, rollout: Rollout) -> None:
+        if rollout.journal is not None:
+            rollout.journal.close()
+            rollout.journal = None
+        rollout.path.unlink(missing_ok=True)
+        self._bytes -= rollout.bytes
+        rollout.bytes = 0
+
+    def _measure(self) -> None:
+        for status in ("running", "done"):
+            self._metrics.rollouts.labels(status).set(sum(rollout.status == status for rollout in self._by_id.values()))
+        self._metrics.rollout_bytes.set(self._bytes)
+
+
+class Replayed(NamedTuple):
+    length: int
+    items: Items
+    ended: Ended
+
+
+def _replayed(rollout: Rollout, make: Callable[[Batch], Items]) -> Replayed:
+    """What its journal says, made into items as when it was live. `NotFound` when it has just been forgotten."""
+    try:
+        said = past(rollout.path.read_bytes())
+    except FileNotFoundError:
+        raise NotFound(f"the rollout {rollout.header.id} has just been deleted; send its request again") from None
+    assert said is not None, "its header was whole before"
+    items, ended = make(rollout.batch()), Ended()
+    for output in said.outputs:
+        ended |= {event.id: event for event in items.take(output) if isinstance(event, ItemResult | ItemError)}
+    return Replayed(said.length, items, ended)
