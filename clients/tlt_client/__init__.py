@@ -12,7 +12,11 @@ from __future__ import annotations
 
 from tlt_client.client import AsyncClient, Client
 from tlt_client.errors import ConnectionFailed, ServerError
-from tlt_client.wire import Choice, Item, ItemResult, Reply, SamplingFields
+from tlt_client.rollouts import AsyncRollout, Rollout
+from tlt_client.wire import Choice, Item, ItemResult, Reply, RolloutReply, SamplingFields
 
 __version__ = "0.1.0"
-__all__ = ["AsyncClient", "Choice", "Client", "ConnectionFailed", "Item", "ItemResult", "Reply", "SamplingFields", "ServerError"]
+__all__ = [
+    "AsyncClient", "AsyncRollout", "Choice", "Client", "ConnectionFailed", "Item", "ItemResult", "Reply", "Rollout", "RolloutReply",
+    "SamplingFields", "ServerError",
+]

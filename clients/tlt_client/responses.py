@@ -1,0 +1,54 @@
+"""Responses of the server as wire objects, or as the error that they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import msgspec
+
+from tlt_client.errors import ConnectionFailed, ServerError
+from tlt_client.wire import Reply, WireError
+
+_REPLY = msgspec.json.Decoder(Reply)
+
+
+class _Refusal(msgspec.Struct):
+    error: WireError
+
+
+def whole_reply(response: httpx.Response) -> Reply:
+    """The reply; one in which every item failed comes with an error status and is still a reply."""
+    if response.is_error:
+        try:
+            return _REPLY.decode(response.content)
+        except msgspec.MsgspecError:
+            raise_for(response)
+    return _REPLY.decode(response.content)
+
+
+def raise_for(response: httpx.Response) -> None:
+    if not response.is_error:
+        return
+    wait = response.headers.get("retry-after", "")
+    retry_after_s = float(wait) if wait.isdigit() else None
+    try:
+        error = msgspec.json.decode(response.content, type=_Refusal).error
+    except msgspec.MsgspecError:
+        error = WireError("unknown", response.text[:500], retryable=response.status_code in (429, 503))
+    raise ServerError(error.code, error.message, status=response.status_code, retryable=error.retryable, retry_after_s=retry_after_s)
+
+
+def json_object(response: httpx.Response) -> Mapping[str, Any]:
+    raise_for(response)
+    return msgspec.json.decode(response.content, type=dict[str, Any])
+
+
+@contextmanager
+def connection_errors() -> Iterator[None]:
+    try:
+        yield
+    except httpx.TransportError as error:
+        raise ConnectionFailed(f"{type(error).__name__}: {error}") from error
