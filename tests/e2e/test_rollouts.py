@@ -1,0 +1,95 @@
+"""Detached batches over SIGKILL, of the engine and of the whole server: token for token and bit for bit an undisturbed run's."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.test_lifecycle import FAST_START, QUESTION, until
+from tlt_client import Client, Reply
+from tlt_client.wire import ItemResult
+from tlt_server.demo.server import ServerProcess
+
+LONG = {"max_tokens": 500, "ignore_eos": True}
+ITEMS: list[dict[str, Any]] = [
+    {"id": "group", "messages": QUESTION, "n": 3, "seed": 11},
+    {"id": "penalised", "prompt": "1+1=", "seed": 12, "sampling": {
+        **LONG, "repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.1, "min_tokens": 20, "temperature": 0.7}},
+    {"id": "reported", "prompt": "12*3=", "seed": 13, "sampling": {
+        **LONG, "logprobs": 3, "raw_logprobs": True, "prompt_logprobs": 2, "top_k": 30, "top_p": 0.95}},
+    {"id": "greedy", "prompt": "7-2=", "seed": 16, "sampling": {**LONG, "temperature": 0.0}},
+    {"id": "short", "messages": QUESTION, "seed": 14, "sampling": {"max_tokens": 300}},
+    {"id": "stopped", "messages": QUESTION, "seed": 15, "sampling": {"max_tokens": 400, "ignore_eos": True, "stop": ["=30", "99"]}},
+]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(server: ServerProcess) -> Reply:
+    """From a server that drafts and never dies."""
+    with Client(server.url, timeout_s=60) as client:
+        return client.generate(ITEMS, sampling=LONG)
+
+
+def said(result: ItemResult) -> list[Any]:
+    """Everything but how it was sped up."""
+    assert not result.error, result
+    return [(c.index, c.token_ids, c.text, c.logprobs, c.raw_logprobs, c.top_logprobs, c.prompt_logprobs, c.finish_reason, c.stop_reason,
+             c.seed, c.weight_versions) for c in result.choices]
+
+
+def check_same(reply: Reply, expected: Reply) -> None:
+    assert [result.id for result in reply.results] == [item["id"] for item in ITEMS]
+    for mine, theirs in zip(reply.results, expected.results, strict=True):
+        assert said(mine) == said(theirs), mine.id
+    assert reply.usage.completion_tokens == expected.usage.completion_tokens
+
+
+def test_the_whole_server_killed_and_started_again_goes_on_where_it_was(undisturbed: Reply, tmp_path: Path) -> None:
+    flags = (*FAST_START, "--state-dir", str(tmp_path))
+    ids = []
+    tokens = 0
+    for life in range(3):
+        with ServerProcess(*flags) as server, Client(server.url, timeout_s=30) as client:
+            if life == 0:
+                ids = [client.generate(ITEMS, sampling=LONG, detach=True).id, client.generate(ITEMS, sampling=LONG, detach=True).id]
+            until(lambda least=tokens: client.rollout(ids[0]).fetch().progress.tokens > least + 300)  # type: ignore[misc]
+            tokens = client.rollout(ids[0]).fetch().progress.tokens
+            server.process.kill()
+    with ServerProcess(*flags) as server, Client(server.url, timeout_s=30) as client:
+        assert [summary.id for summary in client.rollouts()] == ids
+        for id in ids:
+            check_same(client.rollout(id).result(60), undisturbed)
+
+
+def test_a_retry_with_its_key_survives_the_server(undisturbed: Reply, tmp_path: Path) -> None:
+    """The connection breaks, the trainer knows nothing, repeats itself, and nothing ran twice."""
+    flags = (*FAST_START, "--state-dir", str(tmp_path))
+    with ServerProcess(*flags) as server, Client(server.url, timeout_s=30) as client:
+        first = client.generate(ITEMS, sampling=LONG, idempotency_key="step-1", detach=True)
+        until(lambda: first.fetch().progress.tokens > 300)
+        server.process.kill()
+    with ServerProcess(*flags) as server, Client(server.url, timeout_s=60) as client:
+        again = client.generate(ITEMS, sampling=LONG, idempotency_key="step-1", detach=True)
+        assert again.id == first.id
+        check_same(again.result(60), undisturbed)
+        assert len(client.rollouts()) == 1
+
+
+def test_sigterm_does_not_wait_for_what_the_next_server_can_finish(undisturbed: Reply, tmp_path: Path) -> None:
+    flags = (*FAST_START, "--state-dir", str(tmp_path))
+    with ServerProcess(*flags) as server, Client(server.url, timeout_s=30) as client:
+        rollout = client.generate([*ITEMS, {"id": "endless", "prompt": "1", "sampling": {"max_tokens": 2000, "ignore_eos": True}}],
+                                  sampling=LONG, detach=True)
+        until(lambda: rollout.fetch().progress.tokens > 300)
+        server.process.send_signal(signal.SIGTERM)
+        started = time.monotonic()
+        assert server.process.wait(20) == 0 and time.monotonic() - started < 10
+    with ServerProcess(*flags) as server, Client(server.url, timeout_s=30) as client:
+        reply = client.rollout(rollout.id).result(120)
+        assert len(reply.results[-1].choices[0].token_ids) == 2000
+        for mine, theirs in zip(reply.results, undisturbed.results, strict=False):
+            assert said(mine) == said(theirs), mine.id
