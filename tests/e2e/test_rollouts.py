@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.test_lifecycle import FAST_START, QUESTION, until
-from tlt_client import Client, Reply
+from tlt_client import Client, Reply, Rollout
 from tlt_client.wire import ItemResult
 from tlt_server.demo.server import ServerProcess
 
@@ -41,6 +41,11 @@ def said(result: ItemResult) -> list[Any]:
              c.seed, c.weight_versions) for c in result.choices]
 
 
+def await_tokens(rollout: Rollout, least: int) -> None:
+    until(lambda: rollout.fetch().progress.tokens > least, timeout_s=30)
+    assert rollout.fetch().status == "running"
+
+
 def check_same(reply: Reply, expected: Reply) -> None:
     assert [result.id for result in reply.results] == [item["id"] for item in ITEMS]
     for mine, theirs in zip(reply.results, expected.results, strict=True):
@@ -50,14 +55,11 @@ def check_same(reply: Reply, expected: Reply) -> None:
 
 def test_the_whole_server_killed_and_started_again_goes_on_where_it_was(undisturbed: Reply, tmp_path: Path) -> None:
     flags = (*FAST_START, "--state-dir", str(tmp_path))
-    ids = []
-    tokens = 0
-    for life in range(3):
+    ids: list[str] = []
+    for least in (300, 800, 1300):
         with ServerProcess(*flags) as server, Client(server.url, timeout_s=30) as client:
-            if life == 0:
-                ids = [client.generate(ITEMS, sampling=LONG, detach=True).id, client.generate(ITEMS, sampling=LONG, detach=True).id]
-            until(lambda least=tokens: client.rollout(ids[0]).fetch().progress.tokens > least + 300)  # type: ignore[misc]
-            tokens = client.rollout(ids[0]).fetch().progress.tokens
+            ids = ids or [client.generate(ITEMS, sampling=LONG, detach=True).id for _ in range(2)]
+            await_tokens(client.rollout(ids[0]), least)
             server.process.kill()
     with ServerProcess(*flags) as server, Client(server.url, timeout_s=30) as client:
         assert [summary.id for summary in client.rollouts()] == ids
@@ -70,7 +72,7 @@ def test_a_retry_with_its_key_survives_the_server(undisturbed: Reply, tmp_path: 
     flags = (*FAST_START, "--state-dir", str(tmp_path))
     with ServerProcess(*flags) as server, Client(server.url, timeout_s=30) as client:
         first = client.generate(ITEMS, sampling=LONG, idempotency_key="step-1", detach=True)
-        until(lambda: first.fetch().progress.tokens > 300)
+        await_tokens(first, 300)
         server.process.kill()
     with ServerProcess(*flags) as server, Client(server.url, timeout_s=60) as client:
         again = client.generate(ITEMS, sampling=LONG, idempotency_key="step-1", detach=True)
@@ -84,7 +86,7 @@ def test_sigterm_does_not_wait_for_what_the_next_server_can_finish(undisturbed: 
     with ServerProcess(*flags) as server, Client(server.url, timeout_s=30) as client:
         rollout = client.generate([*ITEMS, {"id": "endless", "prompt": "1", "sampling": {"max_tokens": 2000, "ignore_eos": True}}],
                                   sampling=LONG, detach=True)
-        until(lambda: rollout.fetch().progress.tokens > 300)
+        await_tokens(rollout, 300)
         server.process.send_signal(signal.SIGTERM)
         started = time.monotonic()
         assert server.process.wait(20) == 0 and time.monotonic() - started < 10

@@ -17,10 +17,13 @@ import pytest
 from tests.frontend.fake_engine import FAILS, HANGS
 from tests.frontend.live_server import LiveServer, live_server
 from tests.frontend.test_limits import eventually
+from tests.frontend.tiny_model import write_model
 from tlt_client import AsyncClient, Client, Reply, ServerError
 from tlt_client.wire import Choice
 from tlt_server.errors import StartupError, StorageFailed
 from tlt_server.frontend.journal import Journal, past
+from tlt_server.frontend.rollouts import Rollouts
+from tlt_server.records import WeightState
 
 ITEMS: list[Any] = [{"id": "b", "prompt": "xyz", "n": 2}, {"id": "a", "prompt": "hello world"}]
 FIELDS: dict[str, Any] = {"max_tokens": 40, "logprobs": 1, "prompt_logprobs": 0, "stop": ["ld"]}
@@ -341,8 +344,6 @@ def test_tokens_say_which_version_made_them_over_a_restart(model: Path, tmp_path
     said = past(path.read_bytes())
     assert said is not None
     cut = sum(len(output.token_ids) for output in said.outputs)
-    from tlt_server.records import WeightState
-
     with live_server(model, engine={"weights": WeightState(target="v7")}, state_dir=tmp_path) as second, Client(second.url) as client:
         [choice] = client.rollout(rollout.id).result(10).results[0].choices
         assert [(span.version, span.start, span.end) for span in choice.weight_versions] == [("v0", 0, cut), ("v7", cut, 30)]
@@ -372,13 +373,12 @@ def test_a_deadline_goes_on_while_no_server_runs(model: Path, tmp_path: Path) ->
 
 def test_a_state_directory_belongs_to_one_server(model: Path, tmp_path: Path) -> None:
     with live_server(model, state_dir=tmp_path) as first:
+        second = Rollouts(tmp_path / "rollouts", first.config, first.rollouts._metrics)
         with pytest.raises(StartupError, match="in use by another server"):
-            first.call(lambda: type(first.rollouts)(tmp_path / "rollouts", first.config, first.rollouts._metrics).open(first.rollouts._service))
+            first.call(lambda: second.open(first.rollouts._service))
 
 
 def test_what_was_begun_with_another_model_is_not_continued(model: Path, tmp_path: Path) -> None:
-    from tests.frontend.tiny_model import write_model
-
     with live_server(model, state_dir=tmp_path / "state") as first, Client(first.url) as client:
         rollout = client.generate([{"token_ids": [HANGS]}], detach=True)
     other = tmp_path / "other"

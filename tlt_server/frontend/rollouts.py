@@ -12,77 +12,23 @@ import fcntl
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import structlog
 
 from tlt_server.config import Config
 from tlt_server.errors import Cancelled, Conflict, NotFound, QueueFull, StartupError, StorageFailed, TltError, Unavailable
-from tlt_server.frontend.generation import Generation, ItemError, ItemResult, Items, Service
+from tlt_server.frontend.generation import Generation, ItemError, ItemResult, Service
 from tlt_server.frontend.journal import End, Grown, Header, Journal, KeptItem, frame, journals, past
 from tlt_server.frontend.replies import unexpected
+from tlt_server.frontend.rollout import Rollout
 from tlt_server.frontend.validation import Batch
 from tlt_server.metrics import Metrics
 
 RETRY_S = 0.2  # between two tries to hand a rollout of the process before this one to the engine
 
 log = structlog.get_logger()
-Ended = dict[str, ItemResult | ItemError]  # by item
-
-
-class Rollout:
-    """One batch. While it runs, `items` grow; its results stay in memory until they are fetched, then in the journal alone."""
-
-    def __init__(self, header: Header, path: Path) -> None:
-        self.header, self.path = header, path
-        self.item_ids = [item.id for item in header.items]
-        self.bytes = 0
-        self.tokens = 0
-        self.done_s: float | None = None  # wall clock
-        self.fetched = False
-        self.items: Items | None = None
-        self.ended: Ended | None = {}
-        self.journal: Journal | None = None
-        self.task: asyncio.Task[None] | None = None
-        self.expiry: asyncio.TimerHandle | None = None
-        self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    @property
-    def status(self) -> str:
-        return "running" if self.done_s is None else "done"
-
-    def batch(self) -> Batch:
-        """As it was validated; its deadline on this process's clock."""
-        deadline_s = time.monotonic() + self.header.deadline_s - time.time()
-        return Batch([item.item(deadline_s) for item in self.header.items], False, deadline_s)
-
-    def count(self) -> tuple[int, int]:
-        """Items ended and tokens made so far."""
-        if self.done_s is not None:
-            return len(self.item_ids), self.tokens
-        return len(self.ended or ()), self.items.tokens if self.items is not None else 0
-
-    async def wait(self, wait_s: float | None = None) -> None:
-        """Until it is done or the time is up; the typed error when it is deleted or the server stops first."""
-        await asyncio.wait([self._over], timeout=wait_s)
-        if self.is_over:
-            self._over.result()
-
-    @property
-    def is_over(self) -> bool:
-        return self._over.done()
-
-    def over(self, error: TltError | None = None) -> None:
-        """Nothing more comes from this process."""
-        if self.is_over:
-            return
-        if error is None:
-            self._over.set_result(None)
-        else:
-            self._over.set_exception(error)
-            self._over.exception()  # seen, even when nobody waits
 
 
 class Rollouts:
@@ -186,7 +132,7 @@ class Rollouts:
                 rollout.journal.close()
                 rollout.journal = rollout.ended = None
         if ended is None:
-            ended = (await asyncio.to_thread(_replayed, rollout, self._service.items)).ended
+            ended = (await asyncio.to_thread(rollout.replayed, self._service.items)).ended
         return [ended[id] for id in rollout.item_ids if id in ended]
 
     def delete(self, rollout: Rollout) -> None:
@@ -214,25 +160,30 @@ class Rollouts:
     async def _resume(self, rollouts: list[Rollout]) -> None:
         await self._service.engine.ready()
         for rollout in rollouts:
-            length, items, ended = await asyncio.to_thread(_replayed, rollout, self._service.items)
-            if not rollout.is_over:
-                rollout.items, rollout.ended, rollout.journal = items, ended, Journal(rollout.path, length)
-                await self._hand_over(rollout)
+            try:
+                await self._take_up(rollout)
+            except Exception as error:
+                if not rollout.is_over:  # not deleted meanwhile
+                    self._finish(rollout, error if isinstance(error, TltError) else unexpected(error, "/rollouts"))
 
-    async def _hand_over(self, rollout: Rollout) -> None:
-        assert rollout.items is not None
-        resumed = len(rollout.items.open())
+    async def _take_up(self, rollout: Rollout) -> None:
+        """Where the process before left it. Waits while the engine cannot take it."""
+        if rollout.header.model != self._model:
+            raise Conflict(f"the rollout was begun with the model {rollout.header.model}, this server serves {self._model}; "
+                           "send its request again")
+        length, items, ended = await asyncio.to_thread(rollout.replayed, self._service.items)
+        if rollout.is_over:
+            return
+        rollout.items, rollout.ended, rollout.journal = items, ended, Journal(rollout.path, length)
+        resumed = len(items.open())
         while not rollout.is_over:
             try:
-                if rollout.header.model != self._model:
-                    raise Conflict(f"the rollout was begun with the model {rollout.header.model}, this server serves {self._model}; "
-                                   "send its request again")
-                self._run(rollout, rollout.batch().deadline_s)
+                self._run(rollout, rollout.deadline_s)
                 self._metrics.resumed.inc(resumed)
                 return
             except TltError as error:
                 if not error.retryable:
-                    self._finish(rollout, error)
+                    raise
             await asyncio.sleep(RETRY_S)
 
     def _run(self, rollout: Rollout, deadline_s: float) -> None:
@@ -248,16 +199,14 @@ class Rollouts:
                 async for event in generation.events():
                     if isinstance(event, ItemResult | ItemError):
                         rollout.ended[event.id] = event
-            except TltError as storage:
-                error = storage
-            except Exception as bug:
-                error = unexpected(bug, "/rollouts")
+            except Exception as cause:
+                error = cause if isinstance(cause, TltError) else unexpected(cause, "/rollouts")
         self._finish(rollout, error)
 
     def _finish(self, rollout: Rollout, error: TltError | None) -> None:
         """It is done; with an error, so are the items that had not ended."""
-        assert rollout.ended is not None and rollout.items is not None
-        rollout.tokens, rollout.done_s = rollout.items.tokens, time.time()
+        assert rollout.ended is not None
+        rollout.tokens, rollout.done_s = rollout.items.tokens if rollout.items is not None else 0, time.time()
         try:
             if error is not None:
                 raise error
@@ -323,22 +272,3 @@ class Rollouts:
         for status in ("running", "done"):
             self._metrics.rollouts.labels(status).set(sum(rollout.status == status for rollout in self._by_id.values()))
         self._metrics.rollout_bytes.set(self._bytes)
-
-
-class Replayed(NamedTuple):
-    length: int
-    items: Items
-    ended: Ended
-
-
-def _replayed(rollout: Rollout, make: Callable[[Batch], Items]) -> Replayed:
-    """What its journal says, made into items as when it was live. `NotFound` when it has just been forgotten."""
-    try:
-        said = past(rollout.path.read_bytes())
-    except FileNotFoundError:
-        raise NotFound(f"the rollout {rollout.header.id} has just been deleted; send its request again") from None
-    assert said is not None, "its header was whole before"
-    items, ended = make(rollout.batch()), Ended()
-    for output in said.outputs:
-        ended |= {event.id: event for event in items.take(output) if isinstance(event, ItemResult | ItemError)}
-    return Replayed(said.length, items, ended)

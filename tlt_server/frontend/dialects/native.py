@@ -24,7 +24,7 @@ from tlt_server.frontend.endpoints import Endpoint
 from tlt_server.frontend.generation import Event, Generation, ItemError, ItemResult, Service, TokenEvent
 from tlt_server.frontend.replies import error_body, json_response, unexpected
 from tlt_server.frontend.requests import NativeRequest, parse, shown
-from tlt_server.frontend.rollouts import Rollout
+from tlt_server.frontend.rollout import Rollout
 from tlt_server.frontend.validation import Batch
 
 MAX_KEY = 256

@@ -16,7 +16,7 @@ from tlt_server.frontend.endpoints import Endpoint
 from tlt_server.frontend.generation import Service
 from tlt_server.frontend.replies import json_response
 from tlt_server.frontend.requests import shown
-from tlt_server.frontend.rollouts import Rollout
+from tlt_server.frontend.rollout import Rollout
 
 MAX_WAIT_S = 60.0
 
