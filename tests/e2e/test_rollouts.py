@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e.test_lifecycle import FAST_START, QUESTION, until
+from tests.e2e.conftest import PAIR
+from tests.e2e.test_lifecycle import FAST_START, QUESTION, engine_pid, gauge, until
 from tlt_client import Client, Reply, Rollout
 from tlt_client.wire import ItemResult
 from tlt_server.demo.server import ServerProcess
@@ -51,6 +54,25 @@ def check_same(reply: Reply, expected: Reply) -> None:
     for mine, theirs in zip(reply.results, expected.results, strict=True):
         assert said(mine) == said(theirs), mine.id
     assert reply.usage.completion_tokens == expected.usage.completion_tokens
+
+
+def test_an_engine_killed_again_and_again_goes_on_where_it_was(undisturbed: Reply) -> None:
+    with ServerProcess(*PAIR, "--kv-memory-mb", "64", "--max-restarts", "100") as server, Client(server.url, timeout_s=60) as client:
+        detached = [client.generate(ITEMS, sampling=LONG, detach=True) for _ in range(2)]
+        keyed: list[Reply] = []
+        waiting = threading.Thread(target=lambda: keyed.append(client.generate(ITEMS, sampling=LONG, idempotency_key="k")))
+        waiting.start()
+        for least in (200, 600, 1000, 1400, 1800):
+            await_tokens(detached[0], least)
+            pid = engine_pid(server)
+            os.kill(pid, signal.SIGKILL)
+            until(lambda: not client.is_ready())
+            until(client.is_ready, timeout_s=60)
+        for rollout in detached:
+            check_same(rollout.result(120), undisturbed)
+        waiting.join(60)
+        check_same(keyed[0], undisturbed)
+        assert gauge(client, "tlt_resumed_sequences_total") >= 5 and gauge(client, "tlt_open_sequences") == 0
 
 
 def test_the_whole_server_killed_and_started_again_goes_on_where_it_was(undisturbed: Reply, tmp_path: Path) -> None:

@@ -56,8 +56,8 @@ class Collected:
             return msgspec.structs.replace(self.requests[id], salt="resumed")
 
         async def collect() -> None:
-            async for output in self.submission:
-                self.outputs.append(output)
+            async for outputs in self.submission:
+                self.outputs += outputs
 
         def submit() -> None:
             self.submission = server.client.submit(list(requests), deadline_s=deadline_s, resume=resume if resumes else None)
