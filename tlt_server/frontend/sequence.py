@@ -77,8 +77,10 @@ class Sequence:
         if output.prompt_logprobs is not None:
             self._prompt_logprobs = output.prompt_logprobs
         self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
-        self._count(output)
-        shown = self._take(output) if self._stops.matched is None else []
+        shown: list[str] = []
+        if self._stops.matched is None:  # what comes behind a stop string counts for nothing
+            self._count(output)
+            shown = self._take(output)
         self._span(output.weight_version, before, len(self.token_ids))
         if output.finish_reason is not None:
             self._last = output
