@@ -38,6 +38,11 @@ def slow(model: Path) -> Iterator[LiveServer]:
         yield running
 
 
+def await_waiter(server: LiveServer, id: str) -> None:
+    """Until somebody's request waits for the end of a rollout."""
+    eventually(lambda: server.call(lambda: server.rollouts[id]._over._callbacks))  # type: ignore[attr-defined]
+
+
 def choices(reply: Reply) -> dict[str, list[Choice]]:
     return {result.id: list(result.choices) for result in reply.results}
 
@@ -84,7 +89,7 @@ def test_deleting_aborts_and_forgets(server: LiveServer) -> None:
         waiting: list[Any] = []
         thread = threading.Thread(target=lambda: waiting.append(httpx.get(f"{server.url}/rollouts/{rollout.id}?wait_s=30", timeout=40)))
         thread.start()
-        time.sleep(0.1)
+        await_waiter(server, rollout.id)
         path = server.directory / "rollouts" / f"{rollout.id}.journal"
         assert stat.S_IMODE(path.stat().st_mode) == 0o600 and stat.S_IMODE(path.parent.stat().st_mode) == 0o700
         rollout.delete()
@@ -315,7 +320,7 @@ def test_the_next_server_goes_on_with_what_was_written(model: Path, tmp_path: Pa
         thread = threading.Thread(target=lambda: keyed.append(
             httpx.get(f"{first.url}/rollouts/{rollout.id}", params={"wait_s": 60}, timeout=70)))
         thread.start()
-        time.sleep(0.05)
+        await_waiter(first, rollout.id)
     thread.join(5)
     assert keyed[0].status_code == 503 and "state_dir" in keyed[0].json()["error"]["message"]
     with live_server(model, engine={"step_s": 0.01, "per_step": 2}, state_dir=tmp_path) as second, Client(second.url) as client:
