@@ -17,6 +17,7 @@ import pytest
 from tests.frontend.fake_engine import FAILS, HANGS
 from tests.frontend.live_server import LiveServer, live_server
 from tests.frontend.test_limits import eventually
+from tests.frontend.test_supervisor import OFTEN, die
 from tests.frontend.tiny_model import write_model
 from tlt_client import AsyncClient, Client, Reply, ServerError
 from tlt_client.wire import Choice
@@ -303,6 +304,27 @@ def test_metrics_say_what_is_kept(model: Path) -> None:
         assert 'tlt_rollouts{status="running"} 1.0' in text and 'tlt_rollouts{status="done"} 1.0' in text
         size = sum(path.stat().st_size for path in (server.directory / "rollouts").glob("*.journal"))
         assert f"tlt_rollout_bytes {float(size)}" in text
+
+
+# the next engine
+
+
+def test_the_next_engine_goes_on_and_only_with_what_asked_for_it(model: Path) -> None:
+    with live_server(model, engine={"step_s": 0.03, "per_step": 1}, **OFTEN) as server, Client(server.url, timeout_s=20) as client:
+        rollout = client.generate([{**item, "seed": 9} for item in ITEMS], sampling=FIELDS, detach=True)
+        plain: list[Reply] = []
+        thread = threading.Thread(target=lambda: plain.append(client.generate([{"token_ids": [HANGS]}])))
+        thread.start()
+        for least in (3, 20):
+            eventually(lambda least=least: rollout.fetch().progress.tokens > least)  # type: ignore[misc]
+            die(server, least)
+        thread.join(5)
+        assert plain[0].results[0].error is not None and plain[0].results[0].error.code == "engine_failed"
+        reply = rollout.result(20)
+        assert all(request.generated for request in server.engine.submitted)
+    with live_server(model, engine={"per_step": 1}) as undisturbed, Client(undisturbed.url) as client:
+        expected = client.generate([{**item, "seed": 9} for item in ITEMS], sampling=FIELDS)
+    assert reply == expected  # also the figures: one token a step here
 
 
 # the next server
