@@ -17,6 +17,7 @@ import pytest
 from tests.frontend.fake_engine import FAILS, HANGS
 from tests.frontend.live_server import LiveServer, live_server
 from tests.frontend.test_limits import eventually
+from tests.frontend.test_supervisor import OFTEN, die
 from tests.frontend.tiny_model import write_model
 from tlt_client import AsyncClient, Client, Reply, ServerError
 from tlt_client.wire import Choice
@@ -36,6 +37,11 @@ def slow(model: Path) -> Iterator[LiveServer]:
     """A few steps are seen before a batch ends."""
     with live_server(model, engine={"step_s": 0.02}) as running:
         yield running
+
+
+def await_waiter(server: LiveServer, id: str) -> None:
+    """Until somebody's request waits for the end of a rollout."""
+    eventually(lambda: server.call(lambda: server.rollouts[id]._over._callbacks))  # type: ignore[attr-defined]
 
 
 def choices(reply: Reply) -> dict[str, list[Choice]]:
@@ -84,7 +90,7 @@ def test_deleting_aborts_and_forgets(server: LiveServer) -> None:
         waiting: list[Any] = []
         thread = threading.Thread(target=lambda: waiting.append(httpx.get(f"{server.url}/rollouts/{rollout.id}?wait_s=30", timeout=40)))
         thread.start()
-        time.sleep(0.1)
+        await_waiter(server, rollout.id)
         path = server.directory / "rollouts" / f"{rollout.id}.journal"
         assert stat.S_IMODE(path.stat().st_mode) == 0o600 and stat.S_IMODE(path.parent.stat().st_mode) == 0o700
         rollout.delete()
@@ -300,6 +306,27 @@ def test_metrics_say_what_is_kept(model: Path) -> None:
         assert f"tlt_rollout_bytes {float(size)}" in text
 
 
+# the next engine
+
+
+def test_the_next_engine_goes_on_and_only_with_what_asked_for_it(model: Path) -> None:
+    with live_server(model, engine={"step_s": 0.03, "per_step": 1}, **OFTEN) as server, Client(server.url, timeout_s=20) as client:
+        rollout = client.generate([{**item, "seed": 9} for item in ITEMS], sampling=FIELDS, detach=True)
+        plain: list[Reply] = []
+        thread = threading.Thread(target=lambda: plain.append(client.generate([{"token_ids": [HANGS]}])))
+        thread.start()
+        for least in (3, 20):
+            eventually(lambda least=least: rollout.fetch().progress.tokens > least)  # type: ignore[misc]
+            die(server, least)
+        thread.join(5)
+        assert plain[0].results[0].error is not None and plain[0].results[0].error.code == "engine_failed"
+        reply = rollout.result(20)
+        assert all(request.generated for request in server.engine.submitted)
+    with live_server(model, engine={"per_step": 1}) as undisturbed, Client(undisturbed.url) as client:
+        expected = client.generate([{**item, "seed": 9} for item in ITEMS], sampling=FIELDS)
+    assert reply == expected  # also the figures: one token a step here
+
+
 # the next server
 
 
@@ -315,7 +342,7 @@ def test_the_next_server_goes_on_with_what_was_written(model: Path, tmp_path: Pa
         thread = threading.Thread(target=lambda: keyed.append(
             httpx.get(f"{first.url}/rollouts/{rollout.id}", params={"wait_s": 60}, timeout=70)))
         thread.start()
-        time.sleep(0.05)
+        await_waiter(first, rollout.id)
     thread.join(5)
     assert keyed[0].status_code == 503 and "state_dir" in keyed[0].json()["error"]["message"]
     with live_server(model, engine={"step_s": 0.01, "per_step": 2}, state_dir=tmp_path) as second, Client(second.url) as client:
