@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import signal
 import socket
@@ -20,7 +19,6 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
-import structlog
 import uvicorn
 import uvloop
 
@@ -32,6 +30,7 @@ from tlt_server.frontend.auth import Keys
 from tlt_server.frontend.engine_client import EngineClient
 from tlt_server.frontend.generation import Service
 from tlt_server.frontend.limits import Admission
+from tlt_server.frontend.logs import left_behind, write_logs
 from tlt_server.frontend.progress import Progress
 from tlt_server.frontend.protocol import bounded_protocol
 from tlt_server.frontend.text import Text
@@ -46,13 +45,16 @@ STOP_S = 5.0  # time the engine has to exit before it is killed
 
 def serve(config: Config, *, engine_command: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT (drains, returns 0) or until the engine fails (returns 1). `StartupError` before it is ready."""
-    _log_to_stderr(config.log_level)
+    write_logs(config.log_level, config.log_format)
     return uvloop.run(_serve(config, engine_command or ENGINE))
 
 
 async def _serve(config: Config, engine_command: Sequence[str]) -> int:
     keys = Keys.read(config.api_key_file) if config.api_key_file is not None else None
     text, metrics, progress = Text.load(config.model), Metrics(), Progress()
+    asyncio.get_running_loop().set_exception_handler(left_behind)
+    if config.state_dir is not None:
+        metrics.watch_disk(config.state_dir)
     with _listener(config) as listener, tempfile.TemporaryDirectory(prefix="tlt-") as name:  # a directory of mode 0700
         client = EngineClient(Path(name), Admission(config.max_queue), metrics, progress.phase)
         async with _engine(config, engine_command, Path(name)) as process, contextlib.AsyncExitStack() as stack:
@@ -160,13 +162,3 @@ def _listener(config: Config) -> Iterator[socket.socket]:
 
 def _url(host: str, listener: socket.socket) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
-
-
-def _log_to_stderr(level: str) -> None:
-    structlog.configure(
-        processors=[structlog.processors.add_log_level, structlog.processors.TimeStamper(fmt="iso"),
-                    structlog.dev.ConsoleRenderer() if sys.stderr.isatty() else structlog.processors.JSONRenderer()],
-        wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-    )
-    logging.basicConfig(level=logging.WARNING, stream=sys.stderr)

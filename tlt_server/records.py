@@ -153,6 +153,7 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     device: str
     threads: int
     phases: dict[str, float]  # start-up phase -> seconds
+    pid: int = 0  # of the engine process
 
 
 class Submit(Struct, frozen=True, tag="submit"):

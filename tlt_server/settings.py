@@ -89,6 +89,8 @@ class Settings:
     startup_timeout_s: Annotated[float, Doc("s", "Time that the engine has to get ready.", 1, 86400)] = 1800.0
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Doc(
         "level", "Least severe log line written; prompts are never logged.")] = "info"
+    log_format: Annotated[Literal["auto", "console", "json"], Doc(
+        "format", "Form of log lines; auto is console on a terminal, JSON elsewhere.")] = "auto"
 
 
 class Setting(NamedTuple):

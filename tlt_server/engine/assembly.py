@@ -134,6 +134,7 @@ def assemble(settings: EngineSettings, on_phase: OnPhase = lambda name, seconds,
         device=str(model.embedding_VH.device),
         threads=settings.threads,
         phases=phases,
+        pid=os.getpid(),
     )
     return engine, info
 

@@ -97,6 +97,7 @@ class Generation:
         requests = [sequence.request for _, sequence in self._owner.values()]
         self._submission = service.engine.submit(requests, deadline_s=batch.deadline_s)
         self._accepted_s = service.clock()
+        self._last_token_s: dict[str, float] = {}
         service.metrics.prompt.inc(sum(len(request.token_ids) for request in requests))
 
     async def events(self) -> AsyncGenerator[Event, None]:
@@ -115,6 +116,7 @@ class Generation:
             if output.finish_reason is not None:
                 choice = item.choices[sequence.index] = sequence.choice()
                 self._count(choice.finish_reason)
+                self._count_stale(choice)
                 if len(item.choices) == len(item.sequences):
                     yield item.result()
 
@@ -126,12 +128,16 @@ class Generation:
                  seconds=round(self._service.clock() - self._accepted_s, 3))
 
     def _grown(self, sequence: Sequence, output: StepOutput) -> Delta:
-        metrics, first = self._service.metrics, not sequence.token_ids
-        delta = sequence.push(output)
-        metrics.generated.inc(len(delta.token_ids))
+        metrics, delta = self._service.metrics, sequence.push(output)
         metrics.cached.inc(output.cached_tokens)
-        if first and delta.token_ids:
-            metrics.first_token_s.observe(self._service.clock() - self._accepted_s)
+        if delta.token_ids:
+            metrics.generated.inc(len(delta.token_ids))
+            now, last = self._service.clock(), self._last_token_s.get(output.id)
+            self._last_token_s[output.id] = now
+            if last is None:
+                metrics.first_token_s.observe(now - self._accepted_s)
+            else:
+                metrics.inter_token_s.observe((now - last) / len(delta.token_ids))
         return delta
 
     def _ended_badly(self, item: _OpenItem, output: StepOutput) -> ItemError | None:
@@ -150,3 +156,8 @@ class Generation:
     def _count(self, result: str) -> None:
         self._service.metrics.sequences.labels(result).inc()
         self._service.metrics.end_to_end_s.observe(self._service.clock() - self._accepted_s)
+
+    def _count_stale(self, choice: Choice) -> None:
+        info = self._service.engine.info
+        live = info.weight_version if info is not None else ""
+        self._service.metrics.stale.inc(sum(span.end - span.start for span in choice.weight_versions if span.version != live))

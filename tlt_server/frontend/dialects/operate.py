@@ -42,6 +42,7 @@ class ServerInfo(Struct, frozen=True, kw_only=True):
 
 def routes(service: Service) -> list[Endpoint]:
     engine = service.engine
+    service.metrics.watch_ready(lambda: _is_ready(service))
 
     async def ready(request: Request) -> Response:
         """Whether a request sent now would be taken."""
@@ -77,12 +78,20 @@ def routes(service: Service) -> list[Endpoint]:
     ]
 
 
+def _is_ready(service: Service) -> bool:
+    try:
+        service.engine.check_available()
+    except Unavailable:
+        return False
+    return True
+
+
 def _server_info(service: Service) -> ServerInfo:
     info = service.engine.info
     return ServerInfo(
         version=__version__,
         served_model_name=service.config.served_model_name,
-        ready=info is not None and service.engine.failure is None and not service.engine.draining,
+        ready=_is_ready(service),
         numerics=service.numerics,
         engine=info,
         open_sequences=len(service.engine),
