@@ -26,6 +26,7 @@ from prometheus_client import (
 )
 
 from tlt_server import __version__
+from tlt_server.errors import codes
 from tlt_server.records import Cycle, EngineInfo, Outputs, WeightReport
 
 LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
@@ -44,6 +45,7 @@ GAUGES = {  # name in Outputs.gauges -> (metric, sentence)
 TOTALS = {  # likewise, counted by the engine since it started
     "preemptions": ("tlt_preemptions", "Sequences preempted: their pages were taken for older ones."),
 }
+PUSH_RESULTS = ("committed", "forbidden", "model", "weights_refused", "conflict", "push_failed")
 STRATEGIES = 64  # label values; strategies beyond them count as "other"
 POSITIONS = 16  # label values; places further down a draft count in tlt_sd_accepted_tokens_total only
 
@@ -97,6 +99,10 @@ class Metrics:
         self.weight_push_s = histogram("tlt_weight_push_seconds", "Phases of pushes; commit is what the loop waits for.", PUSH_S, "phase")
         self.disk_free = gauge("tlt_disk_free_bytes", "Free on the file system that holds the state directory.")
         self.disk_total = gauge("tlt_disk_total_bytes", "Size of the file system that holds the state directory.")
+        for code in codes():  # from 0 on, so that the first one counts in an `increase`
+            self.rejected.labels(code)
+        for role, result in itertools.product(("target", "drafter", "all", "none"), PUSH_RESULTS):
+            self.weight_pushes.labels(role, result)
         self._live = ("", "")  # target's and drafter's version
         self._engine = {name: gauge(metric, sentence) for name, (metric, sentence) in GAUGES.items()}
         self._totals = {name: counter(metric, sentence) for name, (metric, sentence) in TOTALS.items()}
