@@ -76,6 +76,7 @@ class Metrics:
         self.prompt = counter("tlt_prompt_tokens", "Prompt tokens of requests accepted, each choice counted.")
         self.prefilled = counter("tlt_prefill_tokens", "Prompt rows that the target computed.")
         self.cached = counter("tlt_cached_tokens", "Prompt tokens served by the prefix index.")
+        self.queued_s = histogram("tlt_queue_seconds", "From a sequence's arrival at the engine until it was begun.", LATENCY_S)
         self.first_token_s = histogram("tlt_time_to_first_token_seconds", "From acceptance to the first token of a sequence.", LATENCY_S)
         self.inter_token_s = histogram(
             "tlt_inter_token_seconds", "Between two outputs of a sequence, per token of the second; one observation per output.", TOKEN_S)

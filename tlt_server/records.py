@@ -126,6 +126,7 @@ class StepOutput(Struct, frozen=True, kw_only=True):
     top_logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # once, with the first output
     cached_tokens: int = 0  # prompt tokens served by the prefix index; with the first output
+    queued_s: float = 0.0  # from its arrival at the engine until it was begun; with the first output
     finish_reason: str | None = None  # stop | length | abort | error
     stop_reason: int | str | None = None  # the token id or string that stopped it
     error: tuple[str, str] | None = None  # (code, message) when finish_reason is "error"

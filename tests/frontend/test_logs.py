@@ -109,7 +109,7 @@ def test_a_method_that_a_templated_route_does_not_take_is_refused(keyed: LiveSer
 def test_no_line_holds_a_prompt_a_completion_or_a_key(keyed: LiveServer, stream: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = {"prompt": PROMPT, "sampling": {"max_tokens": 30, "stop": ["zzcanarystop"]}}
     assert ask(keyed, {"requests": [prompt]}).status_code == 200
-    assert ask(keyed, {"requests": [prompt], "stream": True}).status_code == 200
+    assert ask(keyed, {"requests": [prompt], "stream": True}, **{"x-forwarded-for": PROMPT, "user-agent": PROMPT}).status_code == 200
     assert ask(keyed, {"model": "fake", "prompt": PROMPT}, "/v1/completions?api_key=canaryquery").status_code in (200, 404)
     assert ask(keyed, {"messages": [{"role": "user", "content": PROMPT}]}, "/v1/chat/completions").status_code == 200
     assert ask(keyed, {"requests": [{**prompt, PROMPT: 1}]}).status_code == 400

@@ -312,6 +312,20 @@ def test_deadlines_end_running_and_waiting_sequences() -> None:
     assert scheduler.gauges()["waiting"] == 1
 
 
+def test_the_first_output_says_how_long_a_sequence_waited() -> None:
+    now = 0.0
+    scheduler = Scheduler(
+        PagePool(32, PAGE), max_running=1, max_rows=8, max_pages_per_sequence=8, lookahead=2, weight_version="v1", clock=lambda: now
+    )
+    scheduler.submit([sequence(0, [1], 2, 0), sequence(1, [2], 2, 0)])
+    waited: dict[str, list[float]] = {"r0": [], "r1": []}
+    while batch := scheduler.next_batch():
+        now += 1.0
+        for output in scheduler.commit(batch, [Emission([3], [0.0]) for _ in batch.works]):
+            waited[output.id].append(output.queued_s)
+    assert waited == {"r0": [0.0, 0.0], "r1": [2.0, 0.0]}
+
+
 def test_a_paused_scheduler_keeps_what_it_holds() -> None:
     scheduler, kv = make(16)
     scheduler.submit([sequence(0, [1, 2, 3], 4, 0)])

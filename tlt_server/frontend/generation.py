@@ -135,6 +135,7 @@ class Generation:
             now, last = self._service.clock(), self._last_token_s.get(output.id)
             self._last_token_s[output.id] = now
             if last is None:
+                metrics.queued_s.observe(output.queued_s)
                 metrics.first_token_s.observe(now - self._accepted_s)
             else:
                 metrics.inter_token_s.observe((now - last) / len(delta.token_ids))
