@@ -61,8 +61,8 @@ async def _serve(config: Config, engine_command: Sequence[str]) -> int:
             client.start(process.wait())
             service = Service(config, client, text, _validator(config, text, client), metrics)
             server = _Server(uvicorn.Config(
-                build_app(service, keys), http=bounded_protocol(config), ws="none", lifespan="off", log_config=None, access_log=False, proxy_headers=False,
-                server_header=False, limit_concurrency=config.max_connections, timeout_graceful_shutdown=int(STOP_S),
+                build_app(service, keys), http=bounded_protocol(config), ws="none", lifespan="off", log_config=None, access_log=False,
+                proxy_headers=False, server_header=False, limit_concurrency=config.max_connections, timeout_graceful_shutdown=int(STOP_S),
             ))
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             stack.push_async_callback(_finish, server, serving)
