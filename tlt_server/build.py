@@ -1,8 +1,8 @@
 """Composition root: puts frontend and engine together and runs them until a signal or a failure.
 
-The engine is a process of its own, `python -m tlt_server.engine.process DIR`: `DIR` holds the sockets `commands` and `events`, both
-bound here. Its standard input carries one line, its `EngineSettings` as JSON. The environment for
-strict numerics is set here, before the engine imports torch.
+The engine is a process of its own, `python -m tlt_server.engine.process DIR`: `DIR` holds the sockets `commands` and `events`, bound
+by the frontend. Its standard input carries one line, its `EngineSettings` as JSON. The environment for strict numerics is set here,
+before the engine imports torch. The supervisor starts such processes and this module ends with the last one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import socket
 import sys
 import tempfile
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -24,7 +25,7 @@ import uvloop
 
 from tlt_server.config import Config
 from tlt_server.engine.settings import EngineSettings
-from tlt_server.errors import StartupError
+from tlt_server.errors import EngineFailed, StartupError
 from tlt_server.frontend.app import build_app
 from tlt_server.frontend.auth import Keys
 from tlt_server.frontend.engine_client import EngineClient
@@ -33,6 +34,7 @@ from tlt_server.frontend.limits import Admission
 from tlt_server.frontend.logs import left_behind, write_logs
 from tlt_server.frontend.progress import Progress
 from tlt_server.frontend.protocol import bounded_protocol
+from tlt_server.frontend.supervisor import Supervisor
 from tlt_server.frontend.text import Text
 from tlt_server.frontend.validation import Validator
 from tlt_server.metrics import Metrics
@@ -40,11 +42,12 @@ from tlt_server.models.environment import library_environment
 from tlt_server.seeds import SeedSource, choice_seed
 
 ENGINE = (sys.executable, "-m", "tlt_server.engine.process")
-STOP_S = 5.0  # time the engine has to exit before it is killed
+FLUSH_S = 5  # that replies in progress have to go out
 
 
 def serve(config: Config, *, engine_command: Sequence[str] | None = None) -> int:
-    """Serve until SIGTERM or SIGINT (drains, returns 0) or until the engine fails (returns 1). `StartupError` before it is ready."""
+    """Serve until SIGTERM or SIGINT (drains, returns 0) or until the engine ends too often (returns 1). `StartupError` before it was ready
+    once."""
     write_logs(config.log_level, config.log_format)
     return uvloop.run(_serve(config, engine_command or ENGINE))
 
@@ -55,42 +58,48 @@ async def _serve(config: Config, engine_command: Sequence[str]) -> int:
     asyncio.get_running_loop().set_exception_handler(left_behind)
     if config.state_dir is not None:
         metrics.watch_disk(config.state_dir)
+    client = EngineClient(Admission(config.max_queue), metrics)
     with _listener(config) as listener, tempfile.TemporaryDirectory(prefix="tlt-") as name:  # a directory of mode 0700
-        client = EngineClient(Path(name), Admission(config.max_queue), metrics, progress.phase)
-        async with _engine(config, engine_command, Path(name)) as process, contextlib.AsyncExitStack() as stack:
-            client.start(process.wait())
+        async with contextlib.AsyncExitStack() as stack:
+            supervisor = Supervisor(config, partial(_launch, config, engine_command), Path(name), client, metrics, progress)
+            supervised = asyncio.create_task(supervisor.run())
+            stack.push_async_callback(_cancel, supervised)
             service = Service(config, client, text, _validator(config, text, client), metrics)
             server = _Server(uvicorn.Config(
                 build_app(service, keys), http=bounded_protocol(config), ws="none", lifespan="off", log_config=None, access_log=False,
-                proxy_headers=False, server_header=False, limit_concurrency=config.max_connections, timeout_graceful_shutdown=int(STOP_S),
+                proxy_headers=False, server_header=False, limit_concurrency=config.max_connections, timeout_graceful_shutdown=FLUSH_S,
             ))
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             stack.push_async_callback(_finish, server, serving)
-            stack.push_async_callback(client.close)  # first: what is still open ends with a typed error, which `_finish` lets out
+            stack.callback(client.close)  # first: what is still open ends with a typed error, which `_finish` lets out
             url = _url(config.host, listener)
             progress.listening(url)
-            return await _run(config, client, progress, url)
+            return await _run(config, client, supervised, progress, url)
 
 
-async def _run(config: Config, client: EngineClient, progress: Progress, url: str) -> int:
-    """From starting to stopped; the caller tears down."""
+async def _run(config: Config, client: EngineClient, supervised: asyncio.Task[EngineFailed], progress: Progress, url: str) -> int:
+    """From starting to stopped; the caller tears down. `supervised` ends when there is no engine any more."""
     stop, stop_now = _signals()
     stopping, starting = asyncio.create_task(stop.wait()), asyncio.create_task(client.ready())
-    done, _ = await asyncio.wait({starting, stopping}, timeout=config.startup_timeout_s, return_when=asyncio.FIRST_COMPLETED)
-    if not done:
-        raise StartupError(f"the engine was not ready within {config.startup_timeout_s:g} s (startup_timeout_s); raise it, or see above")
-    if starting not in done:
-        starting.cancel()
-        return 0
-    progress.ready(url, config, await starting)
-    dying = asyncio.create_task(client.dead.wait())
-    await asyncio.wait({stopping, dying}, return_when=asyncio.FIRST_COMPLETED)
-    if dying.done():
+    await asyncio.wait({starting, stopping, supervised}, return_when=asyncio.FIRST_COMPLETED)
+    if starting.done():
+        progress.ready(url, config, starting.result())
+        if client.versions.lost:
+            progress.lost(client.versions.reason)
+    await asyncio.wait({stopping, supervised}, return_when=asyncio.FIRST_COMPLETED)
+    starting.cancel()
+    if supervised.done():
+        supervised.result()  # `StartupError`, if it was never ready
         return 1
     progress.draining(len(client), config.drain_timeout_s)
     drained = asyncio.create_task(client.drain(config.drain_timeout_s))
-    await asyncio.wait({drained, asyncio.create_task(stop_now.wait())}, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait({drained, supervised, asyncio.create_task(stop_now.wait())}, return_when=asyncio.FIRST_COMPLETED)
     return 0
+
+
+async def _cancel(task: asyncio.Task[EngineFailed]) -> None:
+    task.cancel()
+    await asyncio.wait({task})
 
 
 def _validator(config: Config, text: Text, client: EngineClient) -> Validator:
@@ -119,24 +128,16 @@ async def _finish(server: uvicorn.Server, serving: asyncio.Task[None]) -> None:
     await serving
 
 
-@contextlib.asynccontextmanager
-async def _engine(config: Config, command: Sequence[str], directory: Path) -> AsyncIterator[Process]:
-    """The engine process, in a session of its own so that Ctrl-C reaches only the frontend, which drains."""
+async def _launch(config: Config, command: Sequence[str], directory: Path) -> Process:
+    """An engine process, in a session of its own so that Ctrl-C reaches only the frontend, which drains."""
     environment = {**os.environ, **library_environment(config.numerics)}
     process = await asyncio.create_subprocess_exec(*command, str(directory), stdin=PIPE, env=environment, start_new_session=True)
     assert process.stdin is not None
-    try:
-        with contextlib.suppress(ConnectionError):  # it has exited already; the caller learns that from `wait`
-            process.stdin.write(msgspec.json.encode(engine_settings(config)) + b"\n")
-            await process.stdin.drain()
-        yield process
-    finally:
-        process.stdin.close()
-        try:
-            await asyncio.wait_for(process.wait(), STOP_S)
-        except TimeoutError:
-            process.kill()
-            await process.wait()
+    with contextlib.suppress(ConnectionError):  # it has exited already, as `wait` tells
+        process.stdin.write(msgspec.json.encode(engine_settings(config)) + b"\n")
+        await process.stdin.drain()
+    process.stdin.close()
+    return process
 
 
 def engine_settings(config: Config) -> EngineSettings:

@@ -99,6 +99,12 @@ class EngineFailed(TltError):
     code, http_status, grpc_code, retryable = "engine_failed", 500, "INTERNAL", True
 
 
+class Poisoned(TltError):
+    """The request was running at two crashes of the engine and got no further in between; it is not run again."""
+
+    code, http_status, grpc_code = "poisoned", 422, "FAILED_PRECONDITION"
+
+
 class StartupError(TltError):
     """The configuration or a model directory cannot be used; the process exits with status 2."""
 

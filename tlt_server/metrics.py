@@ -12,7 +12,7 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from prometheus_client import (
     CollectorRegistry,
@@ -27,7 +27,7 @@ from prometheus_client import (
 
 from tlt_server import __version__
 from tlt_server.errors import codes
-from tlt_server.records import Cycle, EngineInfo, Outputs, WeightReport
+from tlt_server.records import Cycle, Ending, EngineInfo, Outputs, WeightReport
 
 LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 TOKEN_S = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1, 2, 5)
@@ -92,6 +92,10 @@ class Metrics:
         self.strategy = gauge("tlt_strategy_in_force", "1 for the strategy of the last step.", "strategy")
         self.switches = counter("tlt_strategy_switches", "Steps whose strategy was another than that of the step before.")
         self.build = gauge("tlt_build_info", "Always 1; what runs.", "version", "model", "numerics", "drafter", "device")
+        self.up = gauge("tlt_engine_up", "1 while an engine is ready, 0 before and between two lives of it.")
+        self.restarts = counter("tlt_engine_restarts", "Restarts of the engine, by how it ended.", "reason")
+        for reason in get_args(Ending):
+            self.restarts.labels(reason)
         self.weights = gauge("tlt_weight_version_info", "1 for the version that new tokens come from.", "version")
         self.drafter = gauge("tlt_drafter_version_info", "1 for the drafter version in use.", "version")
         self.weight_age_s = gauge("tlt_weight_age_seconds", "Since the weights in use went live.")
@@ -132,6 +136,12 @@ class Metrics:
         self._set_live(info.weight_version, info.drafter_version)
         self._engine["pages_total"].set(info.pages)
         self._engine["pages_free"].set(info.pages)
+        self.up.set(1)
+
+    def engine_gone(self) -> None:
+        self.up.set(0)
+        for name in ("running", "waiting", "spanning", "pages_free", "pages_cached"):
+            self._engine[name].set(0)
 
     def weights_reported(self, report: WeightReport) -> None:
         self._set_live(report.state.target, report.state.drafter)

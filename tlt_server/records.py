@@ -155,6 +155,8 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     threads: int
     phases: dict[str, float]  # start-up phase -> seconds
     pid: int = 0  # of the engine process
+    spooled: bool = False  # committed versions are kept for a restart
+    lost: dict[str, str] = {}  # role -> which committed version is not what is live, and why
 
 
 class Submit(Struct, frozen=True, tag="submit"):
@@ -186,6 +188,7 @@ class Stop(Struct, frozen=True, tag="stop"):
     drain: bool = True
 
 
+Ending = Literal["exited", "failed", "hung"]  # of an engine process: by itself or a signal; with its own last word; killed as it was silent
 InFlight = Literal["continue", "recompute", "abort", "drain"]
 Role = Literal["target", "drafter"]
 
@@ -258,6 +261,10 @@ class Phase(Struct, frozen=True, tag="phase"):
     detail: str = ""
 
 
+class Heartbeat(Struct, frozen=True, tag="heartbeat"):
+    """The loop goes round and has had nothing else to say for a while."""
+
+
 class Outputs(Struct, frozen=True, tag="outputs"):
     """Everything one step produced, and the gauges after it."""
 
@@ -297,7 +304,7 @@ class Failed(Struct, frozen=True, tag="failed"):
     message: str
 
 
-Event = Ready | Phase | Outputs | WeightReport | Failed
+Event = Ready | Phase | Heartbeat | Outputs | WeightReport | Failed
 
 
 def encode(message: Any) -> bytes:

@@ -87,6 +87,10 @@ class Settings:
     max_timeout_s: Annotated[float, Doc("s", "Longest deadline that a request may name.", 0.1, 10**6)] = 86400.0
     drain_timeout_s: Annotated[float, Doc("s", "Time that running requests have to finish after SIGTERM.", 0, 86400)] = 60.0
     startup_timeout_s: Annotated[float, Doc("s", "Time that the engine has to get ready.", 1, 86400)] = 1800.0
+    hang_timeout_s: Annotated[float, Doc("s", "An engine that says nothing for this long is killed and restarted.", 2, 86400)] = 120.0
+    max_restarts: Annotated[int, Doc("restarts", "Restarts of a dead engine within restart_window_s; one more and the server exits.",
+                                     0, 10**6)] = 5
+    restart_window_s: Annotated[float, Doc("s", "Time over which max_restarts counts.", 1, 86400)] = 300.0
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Doc(
         "level", "Least severe log line written; prompts are never logged.")] = "info"
     log_format: Annotated[Literal["auto", "console", "json"], Doc(

@@ -62,7 +62,7 @@ def test_a_client_that_leaves_frees_its_pages_at_once(client: Client, server: Se
 
 
 def test_killing_the_engine_ends_every_open_request_with_one_typed_error() -> None:
-    with ServerProcess(*FAST_START) as server, Client(server.url, timeout_s=30) as client:
+    with ServerProcess(*FAST_START, "--max-restarts", "0") as server, Client(server.url, timeout_s=30) as client:
         ended: list[Any] = []
 
         def ask() -> None:
@@ -75,7 +75,7 @@ def test_killing_the_engine_ends_every_open_request_with_one_typed_error() -> No
             for event in other.stream([{"id": "a", "messages": QUESTION}, {"id": "b", "messages": QUESTION, "n": 2}], sampling=LONG):
                 if isinstance(event, Token) and not events:
                     until(lambda: look(client).open == 6)
-                    _kill_engine(server)
+                    os.kill(engine_pid(server), signal.SIGKILL)
                 events.append(event)
                 errors += [event.error] if getattr(event, "error", None) else []
         waiting.join(20)
@@ -84,11 +84,11 @@ def test_killing_the_engine_ends_every_open_request_with_one_typed_error() -> No
         assert server.process.wait(20) == 1
 
 
-def _kill_engine(server: ServerProcess) -> None:
+def engine_pid(server: ServerProcess) -> int:
     pid = server.process.pid
     engine = int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
     assert b"tlt_server.engine.process" in Path(f"/proc/{engine}/cmdline").read_bytes()
-    os.kill(engine, signal.SIGKILL)
+    return engine
 
 
 def test_sigterm_lets_running_requests_finish_and_refuses_new_ones() -> None:

@@ -413,17 +413,45 @@ def test_a_commit_that_cannot_be_recorded_changes_nothing(kept: EngineSettings, 
     assert engine.push(root / "new", "v3").result == "push_failed"
 
 
-def test_a_lost_version_is_named_and_nothing_else_is_served(kept: EngineSettings, root: Path) -> None:
-    Pushable(kept).push(root / "new", "v1")
-    (file,) = (Path(kept.state_dir) / "weights").glob("push-*/target/model.safetensors")
+def break_spooled(kept: EngineSettings, role: str) -> Path:
+    (file,) = (Path(kept.state_dir) / "weights").glob(f"push-*/{role}/model.safetensors")
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    with pytest.raises(StartupError, match="'v1' of the target is lost.*--state-dir"):
-        Pushable(kept)
+    return file
+
+
+def test_a_lost_version_is_named_and_the_model_directory_stands_in(kept: EngineSettings, root: Path) -> None:
+    Pushable(kept).push(root / "new", "v1")
+    file = break_spooled(kept, "target")
+    again = Pushable(kept)
+    assert again.info.weight_version == "initial" and again.info.spooled and list(again.info.lost) == ["target"]
+    assert "'v1' of the target is lost" in again.info.lost["target"] and str(file.parents[2]) in again.info.lost["target"]
     file.unlink()
-    with pytest.raises(StartupError, match="'v1' of the target is lost"):
-        Pushable(kept)
+    assert list(Pushable(kept).info.lost) == ["target"]
     (Path(kept.state_dir) / "weights" / "current.json").write_text("{")
     with pytest.raises(StartupError, match="current.json is damaged"):
         Pushable(kept)
+
+
+def test_a_lost_version_stays_lost_until_its_role_is_pushed(kept: EngineSettings, root: Path) -> None:
+    Pushable(kept).push(root / "new", "v1")
+    file = break_spooled(kept, "target")
+    again = Pushable(kept)
+    assert again.push(root / "new-drafter", "d1", role="drafter").result == "committed"
+    again.roll_back()
+    again.push(root / "new-drafter", "d2", role="drafter")
+    again.until(lambda: len(list((Path(kept.state_dir) / "weights").glob("push-*"))) <= 3, "cleaning")
+    assert file.exists(), "what is lost may still be mended"
+    after = Pushable(kept)
+    assert list(after.info.lost) == ["target"] and after.info.drafter_version == "d2"
+    assert after.push(root / "newer", "v2").result == "committed"
+    last = Pushable(kept)
+    assert not last.info.lost and (last.info.weight_version, last.info.drafter_version) == ("v2", "d2")
+
+
+def test_a_lost_drafter_is_named(kept: EngineSettings, root: Path) -> None:
+    Pushable(kept).push(root / "new", "both", role="all", drafter_path=str(root / "new-drafter"))
+    break_spooled(kept, "drafter")
+    again = Pushable(kept)
+    assert list(again.info.lost) == ["drafter"] and (again.info.weight_version, again.info.drafter_version) == ("both", "initial")

@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from tlt_server.begun import Begun
 from tlt_server.records import (
     OFF,
     Abort,
@@ -26,6 +28,7 @@ from tlt_server.records import (
     EngineInfo,
     Failed,
     GenerateRequest,
+    Heartbeat,
     Outputs,
     Phase,
     PushWeights,
@@ -93,6 +96,10 @@ class FakeEngine:
     per_step: int = 3
     step_s: float = 0.001
     drafter: str = ""  # what it says it has loaded
+    spooled: bool = False
+    lost: dict[str, str] = field(default_factory=dict)
+    deaf: bool = False  # hears and says nothing
+    dies: bool = False
     running: dict[str, Running] = field(default_factory=dict)
     submitted: list[GenerateRequest] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
@@ -109,20 +116,25 @@ class FakeEngine:
         try:
             if startup:
                 await self._events.send(encode(Phase("load", 0.01)))
-                await self._events.send(encode(Ready(msgspec.structs.replace(INFO, drafter=self.drafter))))
+                await self._events.send(encode(Ready(msgspec.structs.replace(
+                    INFO, drafter=self.drafter, weight_version=self.weights.target, spooled=self.spooled, lost=self.lost))))
             return await self._loop()
         finally:
             context.destroy(linger=200)
 
     async def _loop(self) -> int:
-        parent = os.getppid()
+        parent, begun, beat_s = os.getppid(), Begun(self.directory), time.monotonic()
         while os.getppid() == parent:  # a killed test leaves nothing behind
+            await asyncio.sleep(self.step_s)
+            if self.deaf:
+                continue
             while await self._commands.poll(0 if self.running else 5):
                 command = decode_command(await self._commands.recv())
                 match command:
                     case Submit():
                         self.submitted += command.requests
                         self.running.update((request.id, Running(request)) for request in command.requests)
+                        begun.note(list(self.running))
                     case Abort():
                         self.aborted += command.ids
                         for id in list(self.running) if command.all else command.ids:
@@ -135,10 +147,12 @@ class FakeEngine:
                     case _:
                         self.weight_commands.append(command)
                         await self._answer(command)
-            if any(DIES in running.request.token_ids for running in self.running.values()):
+            if self.dies or any(DIES in running.request.token_ids for running in self.running.values()):
                 return 7
             await self._step()
-            await asyncio.sleep(self.step_s)
+            if time.monotonic() - beat_s > 0.2:
+                beat_s = time.monotonic()
+                await self._events.send(encode(Heartbeat()))
         return 0
 
     async def _answer(self, command: WeightCommand) -> None:
@@ -152,11 +166,11 @@ class FakeEngine:
                 if manifest.path in ("forbidden", "weights_refused", "conflict", "push_failed"):
                     result, error = manifest.path, (manifest.path, f"{manifest.path}: out of luck")
             case CommitWeights(_, version):
-                result = "committed"
+                result, role = "committed", "target"
             case AbortWeights(_, version):
                 result = "aborted"
             case RollbackWeights(_, to):
-                version, result = to or "v0", "rolled_back"
+                version, result, role = to or "v0", "rolled_back", "target"
         if result in ("committed", "rolled_back"):
             self.weights = WeightState(target=version, previous={"target": self.weights.target})
         await self._events.send(encode(WeightReport(
@@ -186,6 +200,8 @@ def main() -> int:
     json.loads(sys.stdin.readline())
     if mode == "exits":
         return 3
+    if mode == "starts once" and directory.name != "1":
+        time.sleep(60)  # and is killed before that
 
     async def run() -> int:
         if mode == "refuses":

@@ -1,13 +1,14 @@
-"""A whole frontend over real sockets, in a thread, in front of a `FakeEngine`."""
+"""A whole frontend over real sockets, in a thread, in front of a `FakeEngine`; each life of it is another one."""
 
 from __future__ import annotations
 
 import asyncio
+import io
 import itertools
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,10 +22,26 @@ from tlt_server.frontend.auth import Keys
 from tlt_server.frontend.engine_client import EngineClient
 from tlt_server.frontend.generation import Service
 from tlt_server.frontend.limits import Admission
+from tlt_server.frontend.progress import Progress
 from tlt_server.frontend.protocol import bounded_protocol
+from tlt_server.frontend.supervisor import Supervisor
 from tlt_server.frontend.text import Text
 from tlt_server.frontend.validation import Validator
 from tlt_server.metrics import Metrics
+
+
+class FakeProcess:
+    """A fake engine, to the supervisor a process."""
+
+    def __init__(self, engine: FakeEngine) -> None:
+        self._running = asyncio.create_task(engine.run())
+
+    async def wait(self) -> int:
+        await asyncio.wait({self._running})
+        return -9 if self._running.cancelled() else self._running.result()
+
+    def kill(self) -> None:
+        self._running.cancel()
 
 
 class LiveServer:
@@ -33,7 +50,10 @@ class LiveServer:
         self.directory, self._engine_options = directory, engine
         self.started = threading.Event()
         self.url = ""
-        self.engine: FakeEngine
+        self.engine: FakeEngine  # of the last life
+        self.said = io.StringIO()
+        self.may_launch = asyncio.Event()
+        self.may_launch.set()
         self.client: EngineClient
         self.text: Text
         self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), daemon=True)
@@ -58,9 +78,9 @@ class LiveServer:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         config, metrics, text = self.config, Metrics(), Text.load(self.config.model)
         self.text = text
-        self.client = EngineClient(self.directory, Admission(config.max_queue), metrics)
-        self.engine = FakeEngine(self.directory, **self._engine_options)
-        self.client.start(asyncio.ensure_future(self.engine.run()))
+        self.client = EngineClient(Admission(config.max_queue), metrics)
+        supervisor = Supervisor(config, self._launch, self.directory, self.client, metrics, Progress(self.said))
+        supervised = asyncio.create_task(supervisor.run())
         seeds = itertools.count(1000)
         validator = Validator(config, text, lambda: next(seeds), lambda seed, i: seed + i * 10**6, self.client.check_room)
         service = Service(config, self.client, text, validator, metrics)
@@ -78,9 +98,17 @@ class LiveServer:
                 await asyncio.sleep(0.005)
             self.started.set()
             await self._stop.wait()
-            await self.client.close()
+            self.client.close()
             server.should_exit = True
             await serving
+            supervised.cancel()
+            with suppress(asyncio.CancelledError):
+                await supervised  # a bug of the supervisor fails the test
+
+    async def _launch(self, directory: Path) -> FakeProcess:
+        await self.may_launch.wait()
+        self.engine = FakeEngine(directory, **self._engine_options)
+        return FakeProcess(self.engine)
 
 
 @contextmanager

@@ -13,9 +13,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.frontend.fake_engine import DIES, HANGS
+from tests.frontend.test_limits import eventually
 from tlt_client import Client
 
 FAKE_SERVER = Path(__file__).with_name("fake_server.py")
@@ -76,7 +78,8 @@ class Served:
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process, self.lines, self.url = process, [], ""
         self._ready = threading.Event()
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def _read(self) -> None:
         assert self.process.stderr is not None
@@ -147,13 +150,66 @@ def test_what_outlives_the_drain_ends_with_a_typed_error(model: Path) -> None:
         assert server.ended() == 0
 
 
-def test_a_dead_engine_ends_requests_and_the_server(model: Path) -> None:
-    with served("plain", model) as server:
+def test_a_dead_engine_that_may_not_be_restarted_ends_requests_and_the_server(model: Path) -> None:
+    with served("plain", model, "--max-restarts", "0") as server:
         server.wait_ready()
         thread, replies = generate(server, {"token_ids": [DIES]})
         thread.join(10)
         assert replies[0].results[0].error.code == "engine_failed"
         assert server.ended() == 1
+
+
+def engine_pid(server: Served) -> int:
+    pid = server.process.pid
+    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+
+
+def test_a_hung_engine_is_killed_and_restarted(model: Path) -> None:
+    with served("plain", model, "--hang-timeout-s", "2", "--restart-window-s", "1") as server:
+        server.wait_ready()
+        pid = engine_pid(server)
+        thread, replies = generate(server, {"token_ids": [HANGS]})
+        os.kill(pid, signal.SIGSTOP)
+        thread.join(10)
+        assert replies[0].results[0].error.code == "engine_failed" and "hang_timeout_s" in replies[0].results[0].error.message
+        eventually(lambda: httpx.get(f"{server.url}/readyz").status_code == 200)
+        assert engine_pid(server) != pid and not Path(f"/proc/{pid}").exists()
+        assert 'tlt_engine_restarts_total{reason="hung"} 1.0' in httpx.get(f"{server.url}/metrics").text
+        server.process.send_signal(signal.SIGTERM)
+        assert server.ended() == 0
+
+
+def test_a_crash_loop_ends_the_server_with_status_1_and_one_line(model: Path) -> None:
+    with served("plain", model, "--max-restarts", "2") as server:
+        server.wait_ready()
+        for i in range(3):
+            eventually(lambda: httpx.get(f"{server.url}/readyz").status_code == 200)
+            thread, replies = generate(server, {"token_ids": [65 + i, DIES]})
+            thread.join(10)
+            assert replies[0].results[0].error.code == "engine_failed"
+        assert server.ended() == 1
+        server._reader.join(5)
+        said = [line for line in server.lines if line.startswith("tlt: ")]
+        assert "max_restarts 2" in said[-1] and "status 1" in said[-1] and not any("Traceback" in line for line in server.lines)
+
+
+def test_a_signal_while_the_engine_is_gone_ends_the_server_at_once(model: Path) -> None:
+    with served("starts once", model) as server:
+        server.wait_ready()
+        generate(server, {"token_ids": [DIES]})[0].join(10)
+        assert httpx.get(f"{server.url}/livez").status_code == 503
+        started = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.ended() == 0 and time.monotonic() - started < 3
+
+
+def test_an_engine_whose_frontend_was_killed_leaves(model: Path) -> None:
+    with served("plain", model) as server:
+        server.wait_ready()
+        pid = engine_pid(server)
+        server.process.kill()
+        server.process.wait()
+        eventually(lambda: not Path(f"/proc/{pid}").exists() or "State:\tZ" in Path(f"/proc/{pid}/status").read_text())
 
 
 @pytest.mark.parametrize(("mode", "says"), [("refuses", "model.safetensors is truncated"), ("exits", "exited with status 3")])

@@ -19,7 +19,7 @@ from tests.frontend.fake_engine import DIES, HANGS
 from tests.frontend.live_server import LiveServer, live_server
 from tlt_client import Client, ServerError
 from tlt_client.wire import ItemResult, Token
-from tlt_server.frontend.engine_client import Submission
+from tlt_server.frontend.submission import Submission
 
 LONG = {"requests": [{"token_ids": [HANGS]}]}
 
@@ -233,7 +233,7 @@ def test_draining_finishes_what_runs_and_takes_nothing_new(model: Path) -> None:
 
 
 def test_the_engines_death_ends_every_open_request_with_a_typed_error(model: Path) -> None:
-    with live_server(model) as server, Client(server.url, timeout_s=10) as client:
+    with live_server(model, max_restarts=0) as server, Client(server.url, timeout_s=10) as client:
         replies: list[Any] = []
         waiting = threading.Thread(target=lambda: replies.append(client.generate([{"token_ids": [HANGS]}, {"token_ids": [HANGS], "n": 2}])))
         waiting.start()

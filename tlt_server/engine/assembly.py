@@ -36,7 +36,7 @@ from tlt_server.speculation.policies.fixed import Fixed
 from tlt_server.speculation.survival import Calibration
 from tlt_server.weights.parts import Drafter as DrafterPart
 from tlt_server.weights.parts import Parts, Target
-from tlt_server.weights.restore import restore
+from tlt_server.weights.restore import Restored, restore
 from tlt_server.weights.spool import Spool
 from tlt_server.weights.transaction import Options, Transaction
 
@@ -45,8 +45,15 @@ OnPhase = Callable[[str, float, str], None]
 MOST_POSITIONS = 1 << 22  # the rotary table of so many takes 4 GB at a head width of 128
 
 
-def assemble(settings: EngineSettings, on_phase: OnPhase = lambda name, seconds, detail: None) -> tuple[Engine, EngineInfo]:
-    """A ready engine and what it says of itself. `StartupError` names what cannot be used and the remedy."""
+def assemble(
+    settings: EngineSettings,
+    on_phase: OnPhase = lambda name, seconds, detail: None,
+    on_begin: Callable[[list[str]], None] = lambda ids: None,
+) -> tuple[Engine, EngineInfo]:
+    """A ready engine and what it says of itself. `StartupError` names what cannot be used and the remedy.
+
+    `on_begin`: see `Scheduler`.
+    """
     phases: dict[str, float] = {}
 
     @contextmanager
@@ -63,9 +70,9 @@ def assemble(settings: EngineSettings, on_phase: OnPhase = lambda name, seconds,
     with phase("load model") as detail:
         config = ModelConfig.read(Path(settings.model))
         max_model_len = served_length(settings, config)
-        live = _load(settings, replace(config, max_position=max_model_len), numerics)
+        live, lost = Restored(_load(settings, replace(config, max_position=max_model_len), numerics), {})
         if spool:
-            live = restore(spool, live, Calibration.parse)
+            live, lost = restore(spool, live, Calibration.parse)
         assert live.target is not None
         model = live.target.network
         detail.append(settings.model)
@@ -102,6 +109,7 @@ def assemble(settings: EngineSettings, on_phase: OnPhase = lambda name, seconds,
         max_pages_per_sequence=-(-max_model_len // settings.page_size),
         lookahead=max(arm.depth for arm in arms),
         weight_version=live.target.version,
+        on_begin=on_begin,
         on_end=on_end,
         save=cache.save,
         restore=cache.restore,
@@ -135,6 +143,8 @@ def assemble(settings: EngineSettings, on_phase: OnPhase = lambda name, seconds,
         threads=settings.threads,
         phases=phases,
         pid=os.getpid(),
+        spooled=spool is not None,
+        lost=lost,
     )
     return engine, info
 

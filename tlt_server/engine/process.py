@@ -12,39 +12,46 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 import zmq
 
+from tlt_server.begun import Begun
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import TltError
-from tlt_server.records import Event, Failed, Outputs, Phase, Ready, decode_command, encode
+from tlt_server.records import Event, Failed, Heartbeat, Outputs, Phase, Ready, decode_command, encode
 
 IDLE_POLL_MS = 200
+HEARTBEAT_S = 1.0  # from this thread, so that a loop which hangs falls silent
 STAGING_POLL_MS = 5  # an idle engine looks this often whether a push is staged
 
 
-def serve(settings: EngineSettings, parent: int, commands: zmq.Socket[bytes], send: Callable[[Event], None]) -> None:
+def serve(settings: EngineSettings, parent: int, commands: zmq.Socket[bytes], send: Callable[[Event], None], begun: Begun) -> None:
     """Build the engine, then step until it is told to stop or the process `parent` is gone."""
     started = time.perf_counter()
     from tlt_server.engine.assembly import assemble  # here, because it takes a while and may fail: a phase like the others
 
     send(Phase("import libraries", time.perf_counter() - started))
-    engine, info = assemble(settings, lambda name, seconds, detail: send(Phase(name, seconds, detail)))
+    engine, info = assemble(settings, lambda name, seconds, detail: send(Phase(name, seconds, detail)), begun.note)
     send(Ready(info))
-    reported = 0.0
+    reported, said_s = 0.0, time.monotonic()
     while not engine.finished and os.getppid() == parent:
         timeout_ms = (STAGING_POLL_MS if engine.pushes.busy else IDLE_POLL_MS) if engine.idle else 0
         while commands.poll(timeout_ms):
             engine.send(decode_command(commands.recv()))
             timeout_ms = 0
         outputs = engine.step()
-        for report in engine.reports():
-            send(report)
+        events: list[Event] = [*engine.reports()]
         gauges = engine.gauges()
         if outputs or engine.last_cycle or gauges["waiting"] + gauges["running"] != reported:
             reported = gauges["waiting"] + gauges["running"]
-            send(Outputs(outputs, gauges, engine.last_cycle))
+            events.append(Outputs(outputs, gauges, engine.last_cycle))
+        if not events and time.monotonic() - said_s >= HEARTBEAT_S:
+            events.append(Heartbeat())
+        for event in events:
+            send(event)
+            said_s = time.monotonic()
 
 
 def main() -> int:
@@ -59,7 +66,7 @@ def main() -> int:
     events.setsockopt(zmq.LINGER, 2000)
     try:
         settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineSettings)
-        serve(settings, parent, commands, lambda event: events.send(encode(event)))
+        serve(settings, parent, commands, lambda event: events.send(encode(event)), Begun(Path(directory)))
         return 0
     except TltError as error:
         events.send(encode(Failed(error.code, error.message)))

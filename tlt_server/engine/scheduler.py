@@ -71,18 +71,20 @@ class Scheduler:
         max_pages_per_sequence: int,
         lookahead: int,
         weight_version: str,
+        on_begin: Callable[[list[str]], None] = lambda ids: None,
         on_end: Callable[[Sequence], None] = lambda sequence: None,
         save: Callable[[list[int]], object] = lambda pages: None,
         restore: Callable[[Any, list[int]], None] = lambda saved, pages: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`on_begin` gets the ids of all that runs, before a step that begins a sequence."""
         self.pool, self.max_running, self.max_rows, self.lookahead = pool, max_running, max_rows, lookahead
         self.weight_version = weight_version
         self.paused = False
         self.holding = False  # start nothing new; what has begun goes on
         self.preemptions = 0
         self.page_table_SP: NDArray[np.int32] = np.zeros((max_running, max_pages_per_sequence), np.int32)
-        self._on_end, self._save, self._restore, self._clock = on_end, save, restore, clock
+        self._on_begin, self._on_end, self._save, self._restore, self._clock = on_begin, on_end, save, restore, clock
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []  # in order of admission
         self._slots = list(range(max_running - 1, -1, -1))
@@ -154,9 +156,12 @@ class Scheduler:
             if not sequence.decoding and rows < self.max_rows:
                 works.append(self._prompt_work(sequence, self.max_rows - rows))
                 rows += works[-1].end - works[-1].start
+        running = len(self._running)
         while rows < self.max_rows and (admitted := self._admit()):
             works.append(self._prompt_work(admitted, self.max_rows - rows))
             rows += works[-1].end - works[-1].start
+        if len(self._running) > running:
+            self._on_begin([sequence.id for sequence in self._running])
         return Batch(works, self.weight_version) if works else None
 
     def _decode_work(self, sequence: Sequence) -> Work | None:

@@ -1,7 +1,7 @@
-"""The frontend's half of the engine protocol: commands out, events in, each output to the submission that waits for it.
+"""What the frontend sees of the engine, whichever life of it runs: submissions out, each output to the one that waits for it.
 
-Both sockets are bound here (`ipc://DIR/commands` PUSH, `ipc://DIR/events` PULL) and the engine connects. Invariant: every
-submitted sequence sees exactly one output with a `finish_reason`, whatever happens to the engine, the client or the clock.
+`supervisor` tells it when a life begins (`connect`) and ends (`died`), and hands it every event (`take`). Invariant: every submitted
+sequence sees exactly one output with a `finish_reason`, whatever happens to the engine, the client or the clock.
 """
 
 from __future__ import annotations
@@ -10,16 +10,17 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from pathlib import Path
+from collections import deque
+from collections.abc import Sequence
 
 import msgspec
-import structlog
-import zmq
-import zmq.asyncio
 
-from tlt_server.errors import DeadlineExceeded, EngineFailed, StartupError, TltError, Unavailable, from_code
+from tlt_server.errors import DeadlineExceeded, EngineFailed, Poisoned, TltError, Unavailable
+from tlt_server.frontend.engine_link import Death, EngineLink
 from tlt_server.frontend.limits import Admission
+from tlt_server.frontend.submission import Resume, Route, Submission
+from tlt_server.frontend.suspects import KEPT_S, Suspects
+from tlt_server.frontend.versions import Versions
 from tlt_server.metrics import Metrics
 from tlt_server.records import (
     Abort,
@@ -27,173 +28,192 @@ from tlt_server.records import (
     Cycle,
     EngineInfo,
     Event,
-    Failed,
     GenerateRequest,
     Outputs,
     Phase,
     Ready,
     SetPolicy,
     StepOutput,
-    Stop,
     Submit,
     WeightCommand,
     WeightReport,
-    decode_event,
-    encode,
 )
-
-log = structlog.get_logger()
-
-
-class Submission:
-    """The sequences of one request: iterate for their outputs, in order of arrival, until each has ended."""
-
-    def __init__(self, ids: Sequence[str], close: Callable[[Submission], None]) -> None:
-        self.open = set(ids)
-        self._outputs: asyncio.Queue[StepOutput] = asyncio.Queue()
-        self._close = close
-        self._timer: asyncio.TimerHandle | None = None
-
-    def put(self, output: StepOutput) -> None:
-        if output.id in self.open:
-            if output.finish_reason is not None:
-                self.open.discard(output.id)
-                if not self.open and self._timer is not None:
-                    self._timer.cancel()
-            self._outputs.put_nowait(output)
-
-    def expire_at(self, when: float, expire: Callable[[], None]) -> None:
-        self._timer = asyncio.get_running_loop().call_later(max(0.0, when - time.monotonic()), expire)
-
-    async def __aiter__(self) -> AsyncIterator[StepOutput]:
-        while self.open or not self._outputs.empty():
-            yield await self._outputs.get()
-
-    def close(self) -> None:
-        """Abort what has not ended; the engine's answers to that are dropped."""
-        if self._timer is not None:
-            self._timer.cancel()
-        self._close(self)
 
 
 class EngineClient:
-    def __init__(self, directory: Path, admission: Admission, metrics: Metrics,
-                 on_phase: Callable[[Phase], None] = lambda phase: None) -> None:
-        self._context = zmq.asyncio.Context()
-        self._events = self._context.socket(zmq.PULL)
-        self._commands = zmq.Context(io_threads=1).socket(zmq.PUSH)  # synchronous: a send never waits, so any code may abort
-        for socket, name in ((self._events, "events"), (self._commands, "commands")):
-            socket.set_hwm(0)
-            socket.bind(f"ipc://{directory / name}")
-        self._admission, self._metrics, self._on_phase = admission, metrics, on_phase
-        self._routes: dict[str, Submission] = {}
+    def __init__(self, admission: Admission, metrics: Metrics) -> None:
+        self._admission, self._metrics = admission, metrics
+        self._suspects, self.versions = Suspects(), Versions()
+        self._link: EngineLink | None = None
+        self._routes: dict[str, Route] = {}  # in order of arrival
+        self._queue: deque[tuple[list[GenerateRequest], bool]] = deque()  # batches for the engine; True: one request, and on trial
+        self._on_trial = ""  # id; nothing is given before it has gone a step
         self._answers: dict[str, asyncio.Future[WeightReport]] = {}  # of weight commands, by id
+        self._unanswered = False  # weight commands were open when the engine died last
         self._command_ids = itertools.count(1)
-        self._ready: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
+        self._started = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
-        self.dead = asyncio.Event()
-        self.info: EngineInfo | None = None
+        self.info: EngineInfo | None = None  # of the last life that was ready
         self.policy: SetPolicy | None = None  # None = what the engine was started with
         self.last_cycle: Cycle | None = None
         self.phases: list[Phase] = []
-        self.failure: TltError | None = None
+        self.failure = ""  # why there is no engine, from a death until the next life is ready
+        self._again_s = 0.0  # in which it may be
         self.draining = False
-        self._tasks: list[asyncio.Task[None]] = []
 
-    # the engine's life
-
-    def start(self, exited: Awaitable[int]) -> None:
-        """Begin to listen. `exited` ends, with the exit status, when the engine process does."""
-        self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._watch(exited))]
+    # the engine's lives
 
     async def ready(self) -> EngineInfo:
-        """Wait for the engine; `StartupError` when it fails or exits first."""
-        return await asyncio.shield(self._ready)
+        """Wait for the first life to be ready."""
+        await self._started.wait()
+        assert self.info is not None
+        return self.info
 
-    async def close(self) -> None:
-        self._send(Stop(drain=False))
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._end_open(Unavailable("the server is shutting down; send the request to another replica or later"))
-        self._context.destroy(linger=0)
-        self._commands.context.destroy(linger=500)
+    def connect(self, link: EngineLink) -> None:
+        """A life begins; until it is ready nothing is submitted to it."""
+        self._link, self.phases = link, []
 
-    async def _listen(self) -> None:
-        while True:
-            message = await self._events.recv()
-            try:
-                self._take(decode_event(message))
-            except Exception as error:  # an event that is lost would leave its request waiting for ever
-                self._fail(EngineFailed(f"an event of the engine could not be taken in: {type(error).__name__}: {error}"))
-
-    def _take(self, event: Event) -> None:
+    def take(self, event: Event) -> None:
         match event:
             case Outputs():
                 self._dispatch(event)
             case Phase():
                 self.phases.append(event)
-                self._on_phase(event)
-            case Ready():
-                self.info = event.info
-                self._metrics.engine_ready(event.info)
-                if not self._ready.done():
-                    self._ready.set_result(event.info)
+            case Ready(info):
+                self._begin(info)
             case WeightReport():
                 self._answered(event)
-            case Failed():
-                self._fail(from_code(event.code, event.message))
 
-    async def _watch(self, exited: Awaitable[int]) -> None:
-        status = await exited
-        await asyncio.sleep(0.05)  # a Failed event may still be in the socket, and says more
-        last = f" after the phase {self.phases[-1].name!r}" if self.phases and self.info is None else ""
-        self._fail(EngineFailed(f"the engine process exited with status {status}{last}; see its messages above"))
-
-    def _fail(self, error: TltError) -> None:
-        """The engine is gone: everything open ends with a typed error. The first failure is the one reported."""
-        if self.failure is None:
-            self.failure = error
-            if self.info is not None:  # before that, start-up reports it
-                log.error("engine_gone", code=error.code, reason=error.message, open_sequences=len(self._routes))
-        if not self._ready.done():
-            self._ready.set_exception(error if isinstance(error, StartupError) else StartupError(error.message))
-            self._ready.exception()  # seen, even when nobody waits
-        self._end_open(EngineFailed(error.message))
+    def died(self, death: Death, restart_in_s: float | None) -> int:
+        """Everything open ends with a typed error, but for what can resume: how much that is. `restart_in_s`: None for never."""
+        assert self.info is not None
+        self._link = None
+        self.failure = f"the engine is gone and {'will not be' if restart_in_s is None else 'is being'} restarted: {death.error.message}"
+        self._again_s = (restart_in_s or 0.0) + sum(self.info.phases.values())
+        self._metrics.engine_gone()
+        running = [self._routes[id] for id in death.begun if id in self._routes]
+        self._suspects.crashed([(route.request, route.tokens) for route in running], time.monotonic())
+        self._queue.clear()
+        self._on_trial = ""
+        self._unanswered = bool(self._answers)
         for answer in self._answers.values():
             if not answer.done():
-                answer.set_exception(EngineFailed(f"{error.message}; GET /weights says which version is live once the engine is back"))
-        self.dead.set()
+                answer.set_exception(EngineFailed(f"{death.error.message}; GET /weights says what is live once the engine is back"))
+        for id, route in list(self._routes.items()):
+            if route.submission.resume is None:
+                self._end(id, EngineFailed(death.error.message))
+            elif route.ending:
+                self._finish(id, route.ending)
+            route.held = True
+        return len(self._routes)
 
-    def _end_open(self, error: TltError) -> None:
-        for id in list(self._routes):
+    def _begin(self, info: EngineInfo) -> None:
+        """The life that has connected is ready: it learns what was set while serving, then what was cut off."""
+        self.info, self.failure = info, ""
+        self._metrics.engine_ready(info)
+        self.versions.begin(info, unanswered=self._unanswered)
+        if self.policy is not None:
+            self._send(self.policy)
+        if not self.versions.lost:
+            self._resume()
+        self._started.set()
+
+    def _resume(self) -> None:
+        """Submit again what was cut off: that is all that is open, as nothing new is taken before. What ran when the engine died goes
+        first and one by one, each when the one before has gone a step: a killer is then alone with its deed."""
+        free, suspect, refused = self._suspects.sort([route.request for route in self._routes.values()], time.monotonic())
+        self._refuse(refused)
+        self._queue += [([rest], True) for request in suspect for rest in self._rest(request.id)]
+        batches: dict[Submission, list[GenerateRequest]] = {}
+        for request in free:
+            batches.setdefault(self._routes[request.id].submission, []).extend(self._rest(request.id))
+        self._queue += [(batch, False) for batch in batches.values()]
+        self._advance()
+
+    def _rest(self, id: str) -> list[GenerateRequest]:
+        """What is left of a sequence that was cut off; nothing, when it has to end."""
+        resume = self._routes[id].submission.resume
+        assert resume is not None
+        try:
+            return [resume(id)]
+        except TltError as error:
             self._end(id, error)
+            return []
+
+    def _refuse(self, requests: Sequence[GenerateRequest]) -> None:
+        for request in requests:
+            self._end(request.id, Poisoned(
+                "was running at two crashes of the engine and got no further in between, so it is not run again; leave it out, or change "
+                f"its prompt or sampling, or wait {KEPT_S / 60:g} minutes"))
+
+    def _advance(self) -> None:
+        """Give the engine what is next, up to a trial that is not over."""
+        while self._queue and not self._on_trial:
+            batch, trial = self._queue.popleft()
+            left = [request for request in batch if request.id in self._routes]
+            if left:
+                self._on_trial = left[0].id if trial else ""
+                for request in left:
+                    self._routes[request.id].held = False
+                self._send(Submit(left))
+
+    def _tried(self, id: str) -> None:
+        """It has given tokens, or ended."""
+        if id == self._on_trial:
+            self._on_trial = ""
+            self._advance()
+
+    def close(self) -> None:
+        """Nothing is taken any more, and what is open ends with a typed error."""
+        self.draining = True
+        for id in list(self._routes):
+            self._end(id, Unavailable("the server is shutting down; send the request to another replica or later"))
 
     def _end(self, id: str, error: TltError) -> None:
-        self._route(StepOutput(id=id, token_ids=[], logprobs=[], finish_reason="error", error=(error.code, error.message)))
+        self._finish(id, "error", (error.code, error.message))
+
+    def _finish(self, id: str, finish_reason: str, error: tuple[str, str] | None = None) -> None:
+        self._route(StepOutput(id=id, token_ids=[], logprobs=[], finish_reason=finish_reason, error=error))
 
     # sequences
 
-    def submit(self, requests: Sequence[GenerateRequest], *, deadline_s: float | None = None) -> Submission:
-        """Hand over a batch, all of it or nothing. `Unavailable`, `QueueFull` or `TooLarge` when it cannot be taken."""
+    def submit(self, requests: Sequence[GenerateRequest], *, deadline_s: float | None = None, resume: Resume | None = None) -> Submission:
+        """Hand over a batch, all of it or nothing. `Unavailable`, `QueueFull` or `TooLarge` when it cannot be taken.
+
+        When the engine dies, `resume(id)` is asked for the rest of each sequence that is open, which the next life is given; its id
+        stays. Without `resume` they end with `engine_failed`. A request that may have killed the engine ends with `poisoned`.
+        """
         self.check_available()
         self.check_room(len(requests))
-        submission = Submission([request.id for request in requests], self._abandon)
-        self._send(Submit(requests=list(requests)))
-        self._routes.update((request.id, submission) for request in requests)
+        submission = Submission([request.id for request in requests], self._abandon, resume)
+        self._routes.update((request.id, Route(submission, request, held=True)) for request in requests)
         self._count()
-        if deadline_s is not None:
+        free, suspect, refused = self._suspects.sort(requests, time.monotonic())
+        self._refuse(refused)
+        self._queue.append((free + suspect, False))
+        self._advance()
+        if submission.open and deadline_s is not None:
             submission.expire_at(deadline_s, lambda: self._expire(submission))
         return submission
 
     def check_available(self) -> None:
+        """`Unavailable` when nothing can be generated now."""
+        self.check_running()
+        self.versions.check()
+
+    def check_running(self) -> None:
+        """`Unavailable` when there is no engine to ask."""
         if self.draining:
             raise Unavailable("the server is draining before it stops; send the request to another replica", retry_after_s=5)
-        if self.failure is not None:
-            raise Unavailable(f"the engine is gone: {self.failure.message}", retry_after_s=5)
+        self.check_alive()
         if self.info is None:
             raise Unavailable(f"the engine is starting ({len(self.phases)} phases done); poll /readyz", retry_after_s=2)
+
+    def check_alive(self) -> None:
+        """`Unavailable` while the engine is gone; one that starts for the first time is not."""
+        if self.failure:
+            raise Unavailable(self.failure, retry_after_s=self._again_s)
 
     def check_room(self, sequences: int) -> None:
         """`QueueFull` or `TooLarge` when that many more cannot be open."""
@@ -202,6 +222,11 @@ class EngineClient:
     def abort(self, ids: Sequence[str], finish_reason: str = "abort") -> None:
         """Ask the engine to end these; their last outputs carry `finish_reason`."""
         live = [id for id in ids if id in self._routes]
+        for id in live:
+            if self._routes[id].held:
+                self._finish(id, finish_reason)
+            else:
+                self._routes[id].ending = finish_reason
         if live:
             self._send(Abort(ids=live, finish_reason=finish_reason))
 
@@ -215,10 +240,11 @@ class EngineClient:
 
     async def weights(self, command: WeightCommand) -> WeightReport:
         """The engine's answer. A caller that goes away does not stop what it asked for."""
-        self.check_available()
+        self.check_running()
         answer = self._answers[command.id] = asyncio.get_running_loop().create_future()
         try:
-            self._send(command)
+            if not self._send(command):
+                raise Unavailable("the engine does not take commands; poll /livez", retry_after_s=2)
             return await answer
         finally:
             del self._answers[command.id]
@@ -227,6 +253,10 @@ class EngineClient:
         if self.info is not None:
             self.info = msgspec.structs.replace(self.info, weight_version=report.state.target, drafter_version=report.state.drafter)
         self._metrics.weights_reported(report)
+        waiting = bool(self.versions.lost)
+        self.versions.reported(report)
+        if waiting and not self.versions.lost:
+            self._resume()
         answer = self._answers.get(report.id)
         if answer is not None and not answer.done():
             answer.set_result(report)
@@ -248,13 +278,17 @@ class EngineClient:
             self._route(output)
 
     def _route(self, output: StepOutput) -> None:
-        submission = self._routes.get(output.id)
-        if submission is None:
+        route = self._routes.get(output.id)
+        if route is None:
             return  # ended here before the engine knew: aborted, expired, or past its stop string
+        route.tokens += len(output.token_ids)
         if output.finish_reason is not None:
             del self._routes[output.id]
             self._count()
-        submission.put(output)
+            if output.finish_reason in ("stop", "length"):
+                self._suspects.completed(route.request)
+        route.submission.put(output)
+        self._tried(output.id)
 
     def _expire(self, submission: Submission) -> None:
         ids = list(submission.open)
@@ -268,6 +302,7 @@ class EngineClient:
             self._send(Abort(ids=ids))
             for id in ids:
                 self._routes.pop(id, None)
+                self._tried(id)
             submission.open.clear()
             self._metrics.sequences.labels("abandoned").inc(len(ids))
             self._count()
@@ -279,9 +314,6 @@ class EngineClient:
         else:
             self._idle.set()
 
-    def _send(self, command: Command) -> None:
-        try:
-            self._commands.send(encode(command), zmq.NOBLOCK)
-        except zmq.Again:  # no peer: it has gone, and `_watch` is about to say so
-            if isinstance(command, Submit | WeightCommand):
-                raise Unavailable("the engine does not take commands; poll /readyz", retry_after_s=2) from None
+    def _send(self, command: Command) -> bool:
+        """Whether there is an engine that may take it."""
+        return self._link is not None and self._link.send(command)

@@ -14,8 +14,9 @@ from typing import NamedTuple
 import structlog
 
 from tlt_server.config import Config
-from tlt_server.errors import Cancelled, EngineFailed, TltError, from_code
+from tlt_server.errors import Cancelled, EngineFailed, Poisoned, TltError, from_code
 from tlt_server.frontend.engine_client import EngineClient
+from tlt_server.frontend.requests import shown
 from tlt_server.frontend.sequence import Choice, Delta, Sequence
 from tlt_server.frontend.text import Text
 from tlt_server.frontend.validation import Batch, Validator
@@ -144,6 +145,8 @@ class Generation:
     def _ended_badly(self, item: _OpenItem, output: StepOutput) -> ItemError | None:
         """The item's error, once; its other choices are of no use any more."""
         error = from_code(*(output.error or (EngineFailed.code, "the engine gave no reason")))
+        if isinstance(error, Poisoned):
+            error = Poisoned(f"item {shown(item.id)} {error.message}")
         self._count(error.code)
         if item.failed:
             return None

@@ -25,6 +25,20 @@ class Progress:
                   f"{info.page_size} | up to {info.max_running} sequences ({full_length} at full length) | "
                   f"drafter {info.drafter or 'none'} | policy {info.policy} | numerics {info.numerics.partition(':')[0]}")
 
+    def lost(self, reason: str) -> None:
+        self._say(f"tlt: nothing is generated: {reason}")
+
+    def died(self, reason: str, restart_in_s: float, waiting: int) -> None:
+        when = f"in {restart_in_s:g} s" if restart_in_s else "now"
+        self._say(f"tlt: {reason} | restarting {when} | {waiting} sequences wait to resume, the others ended with a retryable error")
+
+    def back(self, info: EngineInfo, waiting: int) -> None:
+        self._say(f"tlt: the engine is back after {sum(info.phases.values()):.1f} s | weights {info.weight_version} | {waiting} sequences "
+                  "resume")
+
+    def gave_up(self, reason: str) -> None:
+        self._say(f"tlt: {reason}; the server stops with status 1")
+
     def draining(self, open_sequences: int, timeout_s: float) -> None:
         self._say(f"tlt: draining {open_sequences} sequences (up to {timeout_s:g} s); send the signal again to stop at once")
 

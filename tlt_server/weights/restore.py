@@ -1,9 +1,14 @@
-"""At start: the versions that were live when the engine before this one ended, from the spool, bit for bit or not at all."""
+"""At start: the versions that were live when the engine before this one ended, from the spool, bit for bit or not at all.
+
+A version that is lost is named and the model directory's weights stand in for it; the frontend serves nothing from them until a push
+takes their place.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 from tlt_server.errors import StartupError, TltError
 from tlt_server.records import Manifest
@@ -12,19 +17,25 @@ from tlt_server.weights.spool import Kept, Spool
 from tlt_server.weights.staging import Steps, stage
 
 
-def restore(spool: Spool, started: Parts, parse_calibration: Callable[[bytes, str], object]) -> Parts:
-    """`started` (what the model directories hold) brought to what was committed last. `StartupError` names a version that is lost."""
-    live = started
+class Restored(NamedTuple):
+    live: Parts
+    lost: dict[str, str]  # role -> which version, and why
+
+
+def restore(spool: Spool, started: Parts, parse_calibration: Callable[[bytes, str], object]) -> Restored:
+    """`started` (what the model directories hold) brought to what was committed last, as far as that is there."""
+    live, lost = started, {}
     for role, kept in spool.current().items():
         if role not in started.by_role:
             continue  # this time without a drafter
         try:
             live = _restored(role, kept, spool, live, parse_calibration)
         except TltError as error:
-            raise StartupError(f"the committed weight version {kept.version!r} of the {role} is lost: {error.message} "
-                               f"(restore {spool.directory}, or start with another --state-dir and push again)") from None
+            spool.lose(role, kept)
+            lost[role] = (f"the committed weight version {kept.version!r} of the {role} is lost: {error.message}; restore "
+                          f"{spool.directory} and restart")
     spool.sweep()
-    return live
+    return Restored(live, lost)
 
 
 def _restored(role: str, kept: Kept, spool: Spool, live: Parts, parse_calibration: Callable[[bytes, str], object]) -> Parts:
@@ -39,4 +50,3 @@ def _restored(role: str, kept: Kept, spool: Spool, live: Parts, parse_calibratio
         where = kept.directory or "the model directory"
         raise StartupError(f"the content of {where} has changed (digest {part.digest[:12]}, committed was {kept.digest[:12]})")
     return (Parts(target=part) if isinstance(part, Target) else Parts(drafter=part)).over(live)
-

@@ -47,6 +47,8 @@ class Spool:
         self._draft = self.directory / f"{CURRENT}.new"
         self._places: dict[tuple[str, str], str] = {}  # (role, digest) -> directory
         self._prepared: dict[tuple[str, str], str] = {}  # the same after the next commit
+        self._lost: dict[str, Kept] = {}  # role -> what stays recorded until a commit of that role, as it could not be restored
+        self._pushing: set[str] = set()  # roles that the next commit brings
 
     # while a push is staged, in its thread
 
@@ -75,6 +77,8 @@ class Spool:
         self._prepared = {**self._places, **new}
         roles = {role: Kept(version=part.version, digest=part.digest, directory=self._prepared.get((role, part.digest), ""))
                  for role, part in live.by_role.items()}
+        self._pushing = set(pushed.by_role)
+        roles |= {role: kept for role, kept in self._lost.items() if role not in self._pushing}
         with open(self._draft, "wb") as out:
             out.write(msgspec.json.encode(Current(model=self._model, roles=roles)))
             out.flush()
@@ -86,10 +90,12 @@ class Spool:
         """What was prepared is what a restart loads; one rename."""
         self._draft.replace(self.directory / CURRENT)
         self._places, self._pushed = self._prepared, None
+        self._lost = {role: kept for role, kept in self._lost.items() if role not in self._pushing}
 
     def garbage(self, wanted: Iterable[Parts]) -> list[Path]:
         """Folders that neither a restart nor a rollback to one of `wanted` can need; only while no push is staged."""
         used = {(role, part.digest) for parts in wanted for role, part in parts.by_role.items()}
+        used |= {(role, kept.digest) for role, kept in self._lost.items()}
         self._places = {key: place for key, place in self._places.items() if key in used}
         kept = {place.partition("/")[0] for place in self._places.values()}
         return [folder for folder in self.directory.glob(f"{PUSH_PREFIX}*") if folder.name not in kept]
@@ -124,6 +130,10 @@ class Spool:
             if kept.directory:
                 self._places[role, kept.digest] = kept.directory
         return current.roles
+
+    def lose(self, role: str, kept: Kept) -> None:
+        """Not restored, so something else is live: whatever else is committed, a restart shall miss this version again."""
+        self._lost[role] = kept
 
     def sweep(self) -> None:
         """Remove what pushes left behind that were never committed; after `current`."""

@@ -1,7 +1,7 @@
 """For operators and orchestrators: probes, metrics, and what this server is.
 
-`/livez`: this process works and its engine has not gone. `/startupz`: the engine has been ready. `/readyz`, `/health`: a request
-sent now would be taken.
+`/livez`: this process works and its engine has not gone, or is back. `/startupz`: the engine has been ready. `/readyz`, `/health`: a
+request sent now would be taken.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from starlette.responses import Response
 from tlt_server import __version__
 from tlt_server.errors import Unavailable
 from tlt_server.frontend.endpoints import Endpoint
+from tlt_server.frontend.engine_client import EngineClient
 from tlt_server.frontend.generation import Service
 from tlt_server.frontend.replies import json_response
 from tlt_server.records import EngineInfo, Phase
@@ -42,7 +43,7 @@ class ServerInfo(Struct, frozen=True, kw_only=True):
 
 def routes(service: Service) -> list[Endpoint]:
     engine = service.engine
-    service.metrics.watch_ready(lambda: _is_ready(service))
+    service.metrics.watch_ready(lambda: _ready(engine))
 
     async def ready(request: Request) -> Response:
         """Whether a request sent now would be taken."""
@@ -51,8 +52,7 @@ def routes(service: Service) -> list[Endpoint]:
 
     async def live(request: Request) -> Response:
         """Whether this process works and its engine has not gone."""
-        if engine.failure is not None:
-            raise Unavailable(f"the engine is gone: {engine.failure.message}")
+        engine.check_alive()
         return json_response(Status())
 
     async def started(request: Request) -> Response:
@@ -78,23 +78,23 @@ def routes(service: Service) -> list[Endpoint]:
     ]
 
 
-def _is_ready(service: Service) -> bool:
-    try:
-        service.engine.check_available()
-    except Unavailable:
-        return False
-    return True
-
-
 def _server_info(service: Service) -> ServerInfo:
     info = service.engine.info
     return ServerInfo(
         version=__version__,
         served_model_name=service.config.served_model_name,
-        ready=_is_ready(service),
+        ready=_ready(service.engine),
         numerics=service.numerics,
         engine=info,
         open_sequences=len(service.engine),
         max_queue=service.config.max_queue,
         config=service.config.model_dump(mode="json", exclude={"api_key_file"}),
     )
+
+
+def _ready(engine: EngineClient) -> bool:
+    try:
+        engine.check_available()
+    except Unavailable:
+        return False
+    return True

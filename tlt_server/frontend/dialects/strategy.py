@@ -46,7 +46,7 @@ def routes(service: Service) -> list[Endpoint]:
 
     async def get(request: Request) -> Response:
         """Which policy chooses, and which strategy was in force in the last step."""
-        engine.check_available()
+        engine.check_running()
         return json_response(_state(service))
 
     async def put(request: Request) -> Response:
@@ -54,9 +54,9 @@ def routes(service: Service) -> list[Endpoint]:
 
         No token changes and no running request is disturbed: a strategy decides how many of the fixed tokens one pass reveals.
         """
-        engine.check_available()
+        engine.check_running()
         body = await request.body()
-        engine.check_available()  # the body may have taken its time
+        engine.check_running()  # the body may have taken its time
         assert engine.info is not None
         engine.set_policy(_parse(body, engine.info))
         return json_response(_state(service))

@@ -109,7 +109,7 @@ def routes(service: Service) -> list[Endpoint]:
         Until everything is verified nothing live changes. A repeated push of the same version and content is a success. With
         weight_dir in place of version and path, the form of trainers with a shared disk, the version is the directory's name and digest.
         """
-        engine.check_available()
+        engine.check_running()
         manifest = _manifest(_content(await request.body(), "version"))
         return _outcome(await answer(PushWeights(engine.command_id(), manifest)))
 

@@ -1,0 +1,243 @@
+"""A real server whose engine is killed, stopped, or kills itself: exactly one end for each accepted request, and a server that goes on."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.fatal import FATAL
+from tests.e2e.test_lifecycle import FAST_START, LONG, QUESTION, engine_pid, gauge, until
+from tlt_client import Client, ServerError
+from tlt_client.wire import Done, ItemResult
+from tlt_server.demo import server as demo_server
+from tlt_server.demo.push import perturbed_copy
+from tlt_server.demo.rounds import look
+from tlt_server.demo.server import ServerProcess
+from tlt_server.demo.workload import TARGET
+
+AT_ONCE = ("--max-restarts", "1000", "--restart-window-s", "1")  # every death is the first of its window
+ASKED = [{"prompt": f"Compute {i}*4+5.", "seed": i} for i in range(24)]
+TOKENS = 120  # of the longest
+
+
+def children(server: ServerProcess) -> list[int]:
+    pid = server.process.pid
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def kill_engine(server: ServerProcess, number: int = signal.SIGKILL) -> int:
+    pid = engine_pid(server)
+    os.kill(pid, number)
+    return pid
+
+
+def succeeded(server: ServerProcess, pid: int) -> bool:
+    """Another engine runs in the place of that one, which is gone."""
+    return bool(children(server)) and pid not in children(server)
+
+
+class Load:
+    """Clients that ask without pause, whole batches and streams; every reply is checked against the tokens of an undisturbed run."""
+
+    def __init__(self, url: str, expected: list[list[int]]) -> None:
+        self.url, self.expected = url, expected
+        self.ends: Counter[str] = Counter()
+        self.accepted = 0
+        self.wrong: list[str] = []
+        self._serial = itertools.count()
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._client, args=(seed,)) for seed in range(4)]
+
+    def __enter__(self) -> Load:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(60)
+            assert not thread.is_alive(), "a request never ended"
+
+    def _client(self, seed: int) -> None:
+        draw = random.Random(seed)
+        with Client(self.url, timeout_s=60) as client:
+            while not self._stop.is_set():
+                try:
+                    self._ask(client, draw)
+                except ServerError as error:
+                    if (error.code, error.status) != ("unavailable", 503) or not error.retry_after_s:
+                        self.wrong.append(f"refused: {error}")
+                    time.sleep(0.05)
+                except Exception as error:  # a connection that breaks is not an end
+                    self.wrong.append(f"{type(error).__name__}: {error}")
+
+    def _ask(self, client: Client, draw: random.Random) -> None:
+        chosen = draw.sample(range(len(ASKED)), 3)
+        items = [{**ASKED[i], "id": str(i), "sampling": self._sampling(draw)} for i in chosen]
+        if draw.random() < 0.5:
+            self._check(items, list(client.generate(items).results))
+            return
+        events = list(client.stream(items))
+        if not isinstance(events[-1], Done):
+            self.wrong.append("a stream without an end")
+        self._check(items, [event for event in events if isinstance(event, ItemResult)])
+
+    def _sampling(self, draw: random.Random) -> dict[str, Any]:
+        """A stop string that never comes makes each request another one, so that none runs at two crashes."""
+        return {"max_tokens": draw.randint(10, TOKENS), "ignore_eos": True, "stop": [f"<{next(self._serial)}>"]}
+
+    def _check(self, items: list[Any], results: list[Any]) -> None:
+        self.accepted += len(items)
+        if sorted(result.id for result in results) != sorted(item["id"] for item in items):
+            self.wrong.append(f"asked for {[item['id'] for item in items]}, ended {[result.id for result in results]}")
+        lengths = {item["id"]: item["sampling"]["max_tokens"] for item in items}
+        for result in results:
+            if result.error is not None:
+                self.ends[result.error.code] += 1
+                if not result.error.retryable or result.choices:
+                    self.wrong.append(f"{result.error}")
+                continue
+            self.ends["completed"] += 1
+            if result.choices[0].token_ids != self.expected[int(result.id)][: lengths[result.id]]:
+                self.wrong.append(f"other tokens for {result.id}")
+
+
+def kill_under_load(kills: int) -> None:
+    with ServerProcess(*FAST_START, *AT_ONCE) as server, Client(server.url, timeout_s=60) as client:
+        undisturbed = client.generate(ASKED, sampling={"max_tokens": TOKENS, "ignore_eos": True}).results
+        expected = [result.choices[0].token_ids for result in undisturbed]
+        free, draw, pids = gauge(client, "tlt_pages_free"), random.Random(0), []
+        with Load(server.url, expected) as load:
+            for _ in range(kills):
+                completed = load.ends["completed"]
+                until(lambda: load.ends["completed"] > completed, timeout_s=30)  # noqa: B023
+                time.sleep(draw.uniform(0, 0.2))
+                pids.append(kill_engine(server))
+                until(lambda: succeeded(server, pids[-1]) and client.is_ready(), timeout_s=30)
+        assert load.wrong == []
+        assert load.accepted == sum(load.ends.values()) and set(load.ends) == {"completed", "engine_failed"}, load.ends
+        assert load.ends["completed"] >= kills and load.ends["engine_failed"] > kills / 2, load.ends
+        assert server.process.poll() is None and len(children(server)) == 1 and len(set(pids)) == kills
+        assert f'tlt_engine_restarts_total{{reason="exited"}} {float(kills)}' in client.metrics().splitlines()
+        again = client.generate(ASKED, sampling={"max_tokens": TOKENS, "ignore_eos": True}).results
+        assert [result.choices[0].token_ids for result in again] == expected
+        until(lambda: look(client).open == look(client).running == 0 and gauge(client, "tlt_pages_free") == free)
+        assert server.stop() == 0
+        assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_twenty_kills_under_load_leave_every_request_with_one_end() -> None:
+    kill_under_load(20)
+
+
+@pytest.mark.soak
+def test_a_hundred_kills_under_load_leave_every_request_with_one_end() -> None:
+    kill_under_load(100)
+
+
+def test_a_stopped_engine_is_killed_and_its_successor_is_told_what_was_set() -> None:
+    strategy = "history:4x1x5"
+    flags = (*FAST_START[:2], "--drafter", "history", "--kv-memory-mb", "64", "--hang-timeout-s", "3", *AT_ONCE)
+    with ServerProcess(*flags) as server, Client(server.url, timeout_s=60) as client:
+        client.set_strategy("fixed", strategy)
+        replies: list[Any] = []
+        asking = threading.Thread(target=lambda: replies.append(client.generate([{"messages": QUESTION}], sampling=LONG)))
+        asking.start()
+        with Client(server.url, timeout_s=10) as other:
+            until(lambda: look(other).running == 1)
+            pid, seen = kill_engine(server, signal.SIGSTOP), set()
+            end = time.monotonic() + 40
+            while not succeeded(server, pid) or not other.is_ready() or 503 not in seen:
+                seen.add(httpx.get(f"{server.url}/livez").status_code)
+                assert time.monotonic() < end, server.lines
+            asking.join(10)
+            assert replies[0].results[0].error.code == "engine_failed" and "hang_timeout_s" in replies[0].results[0].error.message
+            assert seen == {200, 503} and httpx.get(f"{server.url}/livez").status_code == 200
+            other.generate([{"messages": QUESTION}], sampling={"max_tokens": 64, "ignore_eos": True})
+            assert look(other).strategy == strategy
+            assert not Path(f"/proc/{pid}").exists()
+            assert 'tlt_engine_restarts_total{reason="hung"} 1.0' in other.metrics().splitlines()
+
+
+def test_an_idle_engine_is_not_taken_for_a_hung_one() -> None:
+    with ServerProcess(*FAST_START, "--hang-timeout-s", "2", "--max-restarts", "0") as server, Client(server.url) as client:
+        time.sleep(5)
+        assert client.is_ready() and server.process.poll() is None
+
+
+def test_an_engine_that_dies_again_and_again_ends_the_server() -> None:
+    with ServerProcess(*FAST_START, "--max-restarts", "1") as server, Client(server.url, timeout_s=30) as client:
+        kill_engine(server)
+        until(lambda: not client.is_ready())
+        assert httpx.get(f"{server.url}/livez").status_code == 503 and httpx.get(f"{server.url}/startupz").status_code == 200
+        until(client.is_ready, timeout_s=30)
+        kill_engine(server)
+        assert server.process.wait(20) == 1
+        said = [line for line in server.lines if line.startswith("tlt: ")]
+        assert "max_restarts 1" in said[-1] and "SIGKILL" in said[-1]
+
+
+def test_a_request_that_kills_the_engine_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = (sys.executable, str(Path(__file__).with_name("fatal.py")), "serve", "--port", "0")
+    monkeypatch.setattr(demo_server, "COMMAND", program)
+    with ServerProcess(*FAST_START, *AT_ONCE) as server, Client(server.url, timeout_s=30) as client:
+        batch = [{"id": "killer", "token_ids": [*FATAL, 14]}, {"id": "other", "prompt": "1+1="}]
+        for attempt in range(2):
+            results = client.generate(batch if attempt == 0 else batch[:1], sampling={"max_tokens": 400, "ignore_eos": True}).results
+            assert {result.error.code for result in results if result.error} == {"engine_failed"}
+            until(client.is_ready, timeout_s=30)
+        alive = children(server)
+        refused, served = client.generate(batch, sampling={"max_tokens": 400, "ignore_eos": True}).results
+        assert refused.error is not None and (refused.error.code, refused.error.retryable) == ("poisoned", False)
+        assert "'killer'" in refused.error.message and len(served.choices[0].token_ids) == 400
+        assert httpx.post(f"{server.url}/generate", json={"requests": batch[:1], "sampling": {"max_tokens": 400, "ignore_eos": True}}
+                          ).status_code == 422
+        assert children(server) == alive
+
+
+def test_an_engine_whose_server_was_killed_leaves() -> None:
+    with ServerProcess(*FAST_START) as server:
+        pid = engine_pid(server)
+        server.process.kill()
+        server.process.wait()
+        until(lambda: not Path(f"/proc/{pid}").exists() or "State:\tZ" in Path(f"/proc/{pid}/status").read_text())
+
+
+@pytest.mark.parametrize("state", ["kept", "broken", "none"])
+def test_a_restarted_engine_serves_what_was_committed_or_nothing(state: str, tmp_path: Path) -> None:
+    perturbed_copy(TARGET, tmp_path / "root" / "v1")
+    flags = [*FAST_START, *AT_ONCE, "--weight-root", str(tmp_path / "root")]
+    if state != "none":
+        flags += ["--state-dir", str(tmp_path / "state")]
+    with ServerProcess(*flags) as server, Client(server.url, timeout_s=60) as client:
+        client.update_weights("v1", "v1")
+        said = client.generate(ASKED[:1], sampling={"max_tokens": 20}).results[0].choices[0]
+        if state == "broken":
+            shutil.rmtree(next((tmp_path / "state" / "weights").glob("push-*")))
+        pid = kill_engine(server)
+        until(lambda: succeeded(server, pid), timeout_s=30)
+        until(lambda: httpx.get(f"{server.url}/livez").status_code == 200, timeout_s=30)
+        if state != "kept":
+            for refused in (httpx.get(f"{server.url}/readyz"), httpx.post(f"{server.url}/generate", json={"requests": ASKED[:1]})):
+                assert refused.status_code == 503 and refused.headers["retry-after"]
+                assert "'v1' of the target is lost" in refused.text and "POST /update_weights" in refused.text
+            assert client.weights()["target"] == "initial"
+            assert any("nothing is generated" in line for line in server.lines)
+            client.update_weights("v1", "v1")
+        assert client.is_ready()
+        again = client.generate(ASKED[:1], sampling={"max_tokens": 20}).results[0].choices[0]
+        assert (again.token_ids, again.logprobs) == (said.token_ids, said.logprobs)
+        assert [(span.version, span.start) for span in again.weight_versions] == [("v1", 0)]

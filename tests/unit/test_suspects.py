@@ -1,0 +1,91 @@
+"""Who is refused after crashes, and who is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from tlt_server.begun import Begun, read_begun
+from tlt_server.frontend import suspects as module
+from tlt_server.frontend.suspects import Suspects
+from tlt_server.records import GenerateRequest, Sampling
+
+
+def request(prompt: int = 1, id: str = "a", **sampling: object) -> GenerateRequest:
+    return GenerateRequest(id=id, token_ids=[prompt, 2, 3], sampling=msgspec.structs.replace(Sampling(), **sampling), seed=hash(id) % 1000)
+
+
+def refused(suspects: Suspects, requests: list[GenerateRequest], now_s: float) -> list[str]:
+    kinds = suspects.sort(requests, now_s)
+    assert sorted(r.id for kind in kinds for r in kind) == sorted(r.id for r in requests)
+    return [r.id for r in kinds.refused]
+
+
+def test_two_crashes_without_progress_refuse_a_request_by_what_it_computes() -> None:
+    suspects = Suspects()
+    suspects.crashed([(request(), 5), (request(2), 5)], 0.0)
+    assert not refused(suspects, [request(), request(2)], 0.0)
+    suspects.crashed([(request(id="again"), 5)], 1.0)
+    asked = [request(id="x"), request(2, "y"), request(id="z", max_tokens=9), request(3, "w")]
+    assert refused(suspects, asked, 1.0) == ["x"], "another prompt or other sampling is another request"
+
+
+def test_who_ended_elsewhere_the_second_time_goes_on() -> None:
+    suspects = Suspects()
+    for crash, tokens in enumerate((0, 3, 100, 101, 101 - module.UNHEARD - 1, 90)):
+        suspects.crashed([(request(), tokens)], float(crash))
+        assert not refused(suspects, [request()], float(crash))
+    suspects.crashed([(request(), 90 - module.UNHEARD)], 6.0)
+    assert refused(suspects, [request()], 6.0)
+
+
+def test_choices_of_one_prompt_count_as_the_furthest() -> None:
+    suspects = Suspects()
+    suspects.crashed([(request(id="1"), 3), (request(id="2"), 8)], 0.0)
+    assert not refused(suspects, [request()], 0.0), "one crash, however many choices"
+    suspects.crashed([(request(id="1"), 9), (request(id="2"), 1)], 1.0)
+    assert not refused(suspects, [request()], 1.0)
+
+
+def test_a_refused_request_stays_refused_until_the_time_is_over() -> None:
+    suspects = Suspects()
+    for crash in range(2):
+        suspects.crashed([(request(), 0)], float(crash))
+    suspects.crashed([(request(), 100)], 2.0)  # it was running already when it was found out
+    assert refused(suspects, [request()], 2.0 + module.KEPT_S - 1) == ["a"]
+    assert not refused(suspects, [request()], 2.0 + module.KEPT_S)
+    suspects.crashed([(request(), 0)], 2.0 + module.KEPT_S)
+    assert not refused(suspects, [request()], 2.0 + module.KEPT_S), "what was forgotten counts as a first crash"
+
+
+def test_one_that_completes_is_cleared() -> None:
+    suspects = Suspects()
+    suspects.crashed([(request(), 5)], 0.0)
+    assert [r.id for r in suspects.sort([request(), request(2, "b")], 0.0).suspect] == ["a"]
+    suspects.completed(request(id="other seed"))
+    assert suspects.sort([request()], 0.0).free
+    suspects.crashed([(request(), 5)], 1.0)
+    assert not refused(suspects, [request()], 1.0)
+
+
+def test_memory_is_bounded() -> None:
+    suspects = Suspects()
+    suspects.crashed([(request(0), 0)], 0.0)
+    suspects.crashed([(request(i), 0) for i in range(1, module.KEPT + 1)], 1.0)
+    suspects.crashed([(request(0), 0), (request(module.KEPT), 0)], 2.0)
+    assert len(suspects._suspects) == module.KEPT
+    assert refused(suspects, [request(0, "0"), request(module.KEPT, "last")], 2.0) == ["last"], "the oldest was forgotten"
+
+
+def test_what_was_begun_is_what_the_last_note_says(tmp_path: Path) -> None:
+    assert read_begun(tmp_path) == set()
+    begun = Begun(tmp_path)
+    assert read_begun(tmp_path) == set()
+    begun.note([f"{i}-0.0" for i in range(500)])
+    begun.note(["7-0.0", "8-1.3"])
+    assert read_begun(tmp_path) == {"7-0.0", "8-1.3"}
+    assert read_begun(tmp_path) == {"7-0.0", "8-1.3"}
+    assert not (tmp_path / "begun").stat().st_mode & 0o077
+    Begun(tmp_path)
+    assert read_begun(tmp_path) == set(), "a new life has begun nothing"

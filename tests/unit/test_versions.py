@@ -1,0 +1,82 @@
+"""When a new life of the engine may serve, and when a version is lost."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from tests.frontend.fake_engine import INFO
+from tlt_server.errors import Unavailable
+from tlt_server.frontend.versions import Versions
+from tlt_server.records import WeightReport, WeightState
+
+
+def info(target: str, drafter: str = "d0", **fields: object) -> object:
+    return msgspec.structs.replace(INFO, weight_version=target, drafter_version=drafter, **fields)
+
+
+def report(result: str, role: str, target: str, drafter: str = "d0") -> WeightReport:
+    return WeightReport(id="w", result=result, role=role, version=target, state=WeightState(target=target, drafter=drafter))
+
+
+def begun(*lives: object, unanswered: bool = False) -> Versions:
+    versions = Versions()
+    for life in lives:
+        versions.begin(life, unanswered=unanswered)  # type: ignore[arg-type]
+    return versions
+
+
+def test_a_life_that_holds_what_the_one_before_held_may_serve() -> None:
+    begun(info("v0"), info("v0")).check()
+
+
+def test_what_was_committed_and_is_gone_is_lost_until_its_role_is_committed() -> None:
+    versions = begun(info("v0"))
+    versions.reported(report("committed", "target", "v1"))
+    for _ in range(2):  # a life that ends before the push changes nothing
+        versions.begin(info("v0"), unanswered=False)  # type: ignore[arg-type]
+        with pytest.raises(Unavailable, match="'v1' of the target is lost.*holds 'v0'.*--state-dir.*POST /update_weights") as caught:
+            versions.check()
+        assert caught.value.retry_after_s
+    versions.reported(report("looked", "", "v0"))
+    versions.reported(report("weights_refused", "target", "v0"))
+    versions.reported(report("committed", "drafter", "v0", "d1"))
+    with pytest.raises(Unavailable):
+        versions.check()
+    versions.reported(report("committed", "target", "v2", "d1"))
+    versions.check()
+    versions.begin(info("v2", "d1"), unanswered=False)  # type: ignore[arg-type]
+    versions.check()
+
+
+def test_a_lost_drafter_needs_a_drafter() -> None:
+    versions = begun(info("v0"))
+    versions.reported(report("committed", "all", "v1", "v1"))
+    versions.begin(info("v1", "d0"), unanswered=False)  # type: ignore[arg-type]
+    assert list(versions.lost) == ["drafter"]
+    versions.reported(report("committed", "target", "v2", "d0"))
+    assert list(versions.lost) == ["drafter"]
+    versions.reported(report("committed", "all", "v3", "v3"))
+    versions.check()
+
+
+def test_a_rollback_is_asked_for() -> None:
+    versions = begun(info("v0"))
+    versions.reported(report("committed", "target", "v1"))
+    versions.reported(report("rolled_back", "target", "v0"))
+    versions.begin(info("v0"), unanswered=False)  # type: ignore[arg-type]
+    versions.check()
+
+
+def test_a_spool_knows_better_only_while_a_weight_command_was_open() -> None:
+    begun(info("v0"), info("v1", spooled=True), unanswered=True).check()  # committed, and the answer was lost
+    assert begun(info("v1", spooled=True), info("v0", spooled=True)).lost, "the state directory was emptied"
+    assert begun(info("v1"), info("v0"), unanswered=True).lost, "without one nobody can have committed v0"
+
+
+def test_what_the_engine_says_it_lost_is_lost_and_may_come_back() -> None:
+    versions = begun(info("v0", spooled=True, lost={"target": "the committed weight version 'v7' of the target is lost: truncated"}))
+    with pytest.raises(Unavailable, match="v7.*truncated"):
+        versions.check()
+    versions.begin(info("v7", spooled=True), unanswered=False)  # type: ignore[arg-type]
+    versions.check()

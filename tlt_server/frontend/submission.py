@@ -1,0 +1,55 @@
+"""The sequences of one request, between the engine client, which puts outputs in, and a dialect, which takes them out."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+
+from tlt_server.records import GenerateRequest, StepOutput
+
+Resume = Callable[[str], GenerateRequest]  # id -> what is left to do of it
+
+
+class Submission:
+    """The sequences of one request: iterate for their outputs, in order of arrival, until each has ended."""
+
+    def __init__(self, ids: Sequence[str], close: Callable[[Submission], None], resume: Resume | None = None) -> None:
+        self.open = set(ids)
+        self.resume = resume
+        self._outputs: asyncio.Queue[StepOutput] = asyncio.Queue()
+        self._close = close
+        self._timer: asyncio.TimerHandle | None = None
+
+    def put(self, output: StepOutput) -> None:
+        if output.id in self.open:
+            if output.finish_reason is not None:
+                self.open.discard(output.id)
+                if not self.open and self._timer is not None:
+                    self._timer.cancel()
+            self._outputs.put_nowait(output)
+
+    def expire_at(self, when: float, expire: Callable[[], None]) -> None:
+        self._timer = asyncio.get_running_loop().call_later(max(0.0, when - time.monotonic()), expire)
+
+    async def __aiter__(self) -> AsyncIterator[StepOutput]:
+        while self.open or not self._outputs.empty():
+            yield await self._outputs.get()
+
+    def close(self) -> None:
+        """Abort what has not ended; the engine's answers to that are dropped."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._close(self)
+
+
+@dataclass
+class Route:
+    """Where a sequence's outputs go."""
+
+    submission: Submission
+    request: GenerateRequest
+    tokens: int = 0  # given so far
+    held: bool = False  # it waits here, and the engine does not know it
+    ending: str = ""  # the finish reason that the engine was asked for

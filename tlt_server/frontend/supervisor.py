@@ -1,0 +1,95 @@
+"""Keeps an engine alive: starts one, and when it ends another one, later each time, until they end too often.
+
+`launch(directory)` (from `build`) starts a process that connects to the sockets in `directory`; `engine_link` is one life,
+`engine_client` is what the rest of the frontend sees of all of them. Only an engine that has been ready once is restarted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import structlog
+
+from tlt_server.config import Config
+from tlt_server.errors import EngineFailed, StartupError
+from tlt_server.frontend.engine_client import EngineClient
+from tlt_server.frontend.engine_link import EngineLink, EngineProcess
+from tlt_server.frontend.progress import Progress
+from tlt_server.metrics import Metrics
+from tlt_server.records import Event, Phase, Ready
+
+FIRST_DELAY_S, LONGEST_DELAY_S = 0.5, 30.0
+
+log = structlog.get_logger()
+
+
+class Backoff:
+    """How long to wait before the next life: nothing after a first death, then twice as long for each further one in the window."""
+
+    def __init__(self, max_restarts: int, window_s: float) -> None:
+        self._max_restarts, self._window_s = max_restarts, window_s
+        self._deaths: deque[float] = deque()
+
+    def death(self, at_s: float) -> float | None:
+        """Seconds to wait; None when this death was one too many."""
+        self._deaths.append(at_s)
+        while self._deaths[0] <= at_s - self._window_s:
+            self._deaths.popleft()
+        count = len(self._deaths)
+        if count > self._max_restarts:
+            return None
+        return min(FIRST_DELAY_S * 2.0 ** min(count - 2, 32), LONGEST_DELAY_S) if count > 1 else 0.0
+
+
+class Supervisor:
+    def __init__(self, config: Config, launch: Callable[[Path], Awaitable[EngineProcess]], directory: Path, client: EngineClient,
+                 metrics: Metrics, progress: Progress) -> None:
+        self._config, self._launch, self._directory = config, launch, directory
+        self._client, self._metrics, self._progress = client, metrics, progress
+        self._backoff = Backoff(config.max_restarts, config.restart_window_s)
+        self._lives = 0
+
+    async def run(self) -> EngineFailed:
+        """One life after another; why there will be no further one. `StartupError` when the first was never ready. Cancelled, it ends
+        the engine."""
+        while True:
+            self._lives += 1
+            directory = self._directory / str(self._lives)
+            directory.mkdir(mode=0o700)
+            began_s = time.monotonic()
+            link = EngineLink(directory, startup_timeout_s=self._config.startup_timeout_s, hang_timeout_s=self._config.hang_timeout_s)
+            with contextlib.closing(link):
+                self._client.connect(link)
+                death = await link.live(await self._launch(directory), self._take)
+            shutil.rmtree(directory)
+            error, lived_s = death.error, time.monotonic() - began_s
+            if self._client.info is None:
+                raise error if isinstance(error, StartupError) else StartupError(error.message)
+            delay_s = self._backoff.death(time.monotonic())
+            log.error("engine_gone", ending=death.ending, code=error.code, reason=error.message, lived_s=round(lived_s, 3),
+                      open_sequences=len(self._client), restart_in_s=delay_s)
+            waiting = self._client.died(death, delay_s)
+            if delay_s is None:
+                reason = (f"the engine ended more often than max_restarts {self._config.max_restarts} allows within "
+                          f"{self._config.restart_window_s:g} s (restart_window_s), at last because {error.message}")
+                self._progress.gave_up(reason)
+                return EngineFailed(reason)
+            self._progress.died(error.message, delay_s, waiting)
+            self._metrics.restarts.labels(death.ending).inc()
+            await asyncio.sleep(delay_s)
+
+    def _take(self, event: Event) -> None:
+        self._client.take(event)
+        if isinstance(event, Phase):
+            self._progress.phase(event)
+        if isinstance(event, Ready) and self._lives > 1:
+            log.warning("engine_back", life=self._lives, seconds=round(sum(event.info.phases.values()), 3), lost=event.info.lost)
+            self._progress.back(event.info, len(self._client))
+            if self._client.versions.lost:
+                self._progress.lost(self._client.versions.reason)

@@ -1,0 +1,46 @@
+"""Which weight versions were asked for, and which of them are lost: nothing is generated while another version is live instead.
+
+A new life of the engine may hold something else than the life before: without a state directory what the model directory holds, with
+one whatever could be restored. The engine client tells what each life reports; a commit of the role that is lost ends the wait.
+"""
+
+from __future__ import annotations
+
+from tlt_server.errors import Unavailable
+from tlt_server.records import EngineInfo, WeightReport
+
+ROLES = ("target", "drafter")
+RETRY_S = 10  # a push takes its time
+
+
+class Versions:
+    def __init__(self) -> None:
+        self.lost: dict[str, str] = {}  # role -> which version, and why
+        self._wanted: dict[str, str] = {}
+
+    def begin(self, info: EngineInfo, *, unanswered: bool) -> None:
+        """A life is ready. `unanswered`: weight commands were open when the one before ended, so only a spool knows what became live."""
+        held = {"target": info.weight_version, "drafter": info.drafter_version}
+        trusted = info.spooled and unanswered
+        missing = {} if trusted else {role: version for role, version in self._wanted.items() if version != held[role]}
+        self.lost = {role: f"the weight version {version!r} of the {role} is lost: the engine was restarted and holds {held[role]!r}"
+                     + ("" if info.spooled else "; --state-dir keeps versions over a restart") for role, version in missing.items()}
+        self.lost |= info.lost
+        self._wanted |= {role: held[role] for role in ROLES if role not in self.lost}
+
+    def reported(self, report: WeightReport) -> None:
+        if report.result in ("committed", "rolled_back"):
+            live = {"target": report.state.target, "drafter": report.state.drafter}
+            for role in ROLES if report.role == "all" else (report.role,):
+                self._wanted[role] = live[role]
+                self.lost.pop(role, None)
+
+    @property
+    def reason(self) -> str:
+        """Why nothing is generated, and what helps; empty when nothing is lost."""
+        return f"{'; '.join(self.lost.values())}; or push that version, or another (POST /update_weights)" if self.lost else ""
+
+    def check(self) -> None:
+        """`Unavailable` while something is lost."""
+        if self.lost:
+            raise Unavailable(f"nothing is generated: {self.reason}", retry_after_s=RETRY_S)
