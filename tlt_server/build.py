@@ -134,7 +134,8 @@ async def _launch(config: Config, command: Sequence[str], directory: Path) -> Pr
     process = await asyncio.create_subprocess_exec(*command, str(directory), stdin=PIPE, env=environment, start_new_session=True)
     assert process.stdin is not None
     with contextlib.suppress(ConnectionError):  # it has exited already, as `wait` tells
-        process.stdin.write(msgspec.json.encode(engine_settings(config)) + b"\n")
+        settings = msgspec.structs.replace(engine_settings(config), parent=os.getpid())
+        process.stdin.write(msgspec.json.encode(settings) + b"\n")
         await process.stdin.drain()
     process.stdin.close()
     return process

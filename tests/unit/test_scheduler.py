@@ -42,6 +42,7 @@ class FakeKV:
     def __init__(self) -> None:
         self.slot: dict[int, tuple[int, ...]] = {}
         self.made: dict[int, str] = {}  # the weight version that computed the slot
+        self.begun: list[str] = []  # what the scheduler announced last
 
     def save(self, pages: list[int]) -> list[tuple[tuple[int, ...] | None, str | None]]:
         return [(self.slot.get(slot), self.made.get(slot)) for page in pages for slot in range(page * PAGE, (page + 1) * PAGE)]
@@ -59,6 +60,9 @@ class FakeKV:
             assert not s.spanning or s.decoding, f"{s.id} has read its prompt under two versions"
         for page in scheduler.pool._key:
             assert len({self.made[page * PAGE + i] for i in range(PAGE)}) == 1, f"page {page} is published with KV of two versions"
+
+    def begin(self, ids: list[str]) -> None:
+        self.begun = ids
 
     def extend(self, sequence: Sequence, start: int, end: int, version: str) -> None:
         tokens = sequence.tokens.tolist()
@@ -84,6 +88,7 @@ def run(batch: Batch, kv: FakeKV, draw: random.Random) -> list[Emission]:
     emissions = []
     for work in batch.works:
         sequence = work.sequence
+        assert sequence.id in kv.begun, "it is computed and was not announced"
         kv.extend(sequence, work.start, work.end, batch.weight_version)
         if not work.samples:
             emissions.append(Emission())
@@ -104,7 +109,7 @@ def make(scheduler_pages: int, *, max_running: int = 4, max_rows: int = 8) -> tu
     pool, kv = PagePool(scheduler_pages, PAGE), FakeKV()
     return Scheduler(
         pool, max_running=max_running, max_rows=max_rows, max_pages_per_sequence=scheduler_pages, lookahead=4, weight_version="v1",
-        save=kv.save, restore=kv.restore,
+        on_begin=kv.begin, save=kv.save, restore=kv.restore,
     ), kv
 
 
