@@ -1,4 +1,4 @@
-"""The `tlt` command: serve | demo | bench. Parses arguments with the standard library only; heavy imports wait for the verb.
+"""The `tlt` command: serve | demo | bench | doctor. Parses arguments with the standard library only; heavy imports wait for the verb.
 
 User errors (`StartupError`) end in one line on stderr and exit status 2.
 """
@@ -31,12 +31,20 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         prog="tlt", description="Exact, adaptive speculative rollouts for reasoning-RL trainers.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"tlt {__version__}")
     verbs = parser.add_subparsers(metavar="VERB", required=True)
-    _add_serve(verbs.add_parser("serve", help="serve a model", allow_abbrev=False, description=(
+    serve = verbs.add_parser("serve", help="serve a model", allow_abbrev=False, description=(
         "Serve a model. Every flag is also a variable (TLT_MAX_QUEUE) and a YAML key (max_queue); flags win over variables, "
-        "variables over the file.")))
+        "variables over the file."))
+    _add_settings(serve)
+    serve.set_defaults(run=_serve)
     demo = verbs.add_parser("demo", help="serve the shipped pair and show exactness and speed-up", allow_abbrev=False)
     import_module("tlt_server.demo.arguments").add_arguments(demo)
     demo.set_defaults(run=_later("tlt_server.demo.command"))
+    doctor = verbs.add_parser("doctor", help="check whether serve with these flags would work here", allow_abbrev=False, description=(
+        "Check Python, packages, torch, port, disk, memory and model files, each with a remedy. Takes the flags of serve; without "
+        "--model it checks for the shipped pair."))
+    _add_settings(doctor)
+    import_module("tlt_server.doctor.arguments").add_arguments(doctor)
+    doctor.set_defaults(run=_later("tlt_server.doctor.command"))
     benches = verbs.add_parser("bench", help="benchmarks", allow_abbrev=False).add_subparsers(metavar="NAME", required=True)
     for name, sentence in (("exact", "compare tokens and log-probs with plain decoding, bit by bit"),
                            ("rollout", "time a rollout with a long tail, speculation off and on")):
@@ -49,14 +57,13 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     return known
 
 
-def _add_serve(parser: argparse.ArgumentParser) -> None:
+def _add_settings(parser: argparse.ArgumentParser) -> None:
     from tlt_server.settings import settings
 
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file of settings.")
     for setting in settings():
         parser.add_argument(setting.flag, dest=setting.name, default=argparse.SUPPRESS, metavar=setting.doc.unit.split()[0].upper(),
                             help=setting.help.replace("%", "%%"))
-    parser.set_defaults(run=_serve)
 
 
 def _serve(arguments: argparse.Namespace) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import signal
 import socket
@@ -21,7 +20,6 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
-import structlog
 import uvicorn
 import uvloop
 
@@ -33,6 +31,7 @@ from tlt_server.frontend.auth import Keys
 from tlt_server.frontend.engine_client import EngineClient
 from tlt_server.frontend.generation import Service
 from tlt_server.frontend.limits import Admission
+from tlt_server.frontend.logs import left_behind, write_logs
 from tlt_server.frontend.progress import Progress
 from tlt_server.frontend.protocol import bounded_protocol
 from tlt_server.frontend.rollouts import Rollouts
@@ -50,13 +49,16 @@ FLUSH_S = 5  # that replies in progress have to go out
 def serve(config: Config, *, engine_command: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT (drains, returns 0) or until the engine ends too often (returns 1). `StartupError` before it was ready
     once."""
-    _log_to_stderr(config.log_level)
+    write_logs(config.log_level, config.log_format)
     return uvloop.run(_serve(config, engine_command or ENGINE))
 
 
 async def _serve(config: Config, engine_command: Sequence[str]) -> int:
     keys = Keys.read(config.api_key_file) if config.api_key_file is not None else None
     text, metrics, progress = Text.load(config.model), Metrics(), Progress()
+    asyncio.get_running_loop().set_exception_handler(left_behind)
+    if config.state_dir is not None:
+        metrics.watch_disk(config.state_dir)
     client = EngineClient(Admission(config.max_queue), metrics)
     with _listener(config) as listener, tempfile.TemporaryDirectory(prefix="tlt-") as name:  # a directory of mode 0700
         async with contextlib.AsyncExitStack() as stack:
@@ -68,7 +70,7 @@ async def _serve(config: Config, engine_command: Sequence[str]) -> int:
             stack.push_async_callback(_cancel, supervised)
             server = _Server(uvicorn.Config(
                 build_app(service, keys), http=bounded_protocol(config), ws="none", lifespan="off", log_config=None, access_log=False,
-                server_header=False, limit_concurrency=config.max_connections, timeout_graceful_shutdown=FLUSH_S,
+                proxy_headers=False, server_header=False, limit_concurrency=config.max_connections, timeout_graceful_shutdown=FLUSH_S,
             ))
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             stack.push_async_callback(_finish, server, serving)
@@ -139,7 +141,8 @@ async def _launch(config: Config, command: Sequence[str], directory: Path) -> Pr
     process = await asyncio.create_subprocess_exec(*command, str(directory), stdin=PIPE, env=environment, start_new_session=True)
     assert process.stdin is not None
     with contextlib.suppress(ConnectionError):  # it has exited already, as `wait` tells
-        process.stdin.write(msgspec.json.encode(engine_settings(config)) + b"\n")
+        settings = msgspec.structs.replace(engine_settings(config), parent=os.getpid())
+        process.stdin.write(msgspec.json.encode(settings) + b"\n")
         await process.stdin.drain()
     process.stdin.close()
     return process
@@ -168,13 +171,3 @@ def _listener(config: Config) -> Iterator[socket.socket]:
 
 def _url(host: str, listener: socket.socket) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
-
-
-def _log_to_stderr(level: str) -> None:
-    structlog.configure(
-        processors=[structlog.processors.add_log_level, structlog.processors.TimeStamper(fmt="iso"),
-                    structlog.dev.ConsoleRenderer() if sys.stderr.isatty() else structlog.processors.JSONRenderer()],
-        wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-    )
-    logging.basicConfig(level=logging.WARNING, stream=sys.stderr)

@@ -127,6 +127,11 @@ def _tree(cls: type[TltError]) -> list[type[TltError]]:
     return [cls, *(leaf for sub in cls.__subclasses__() for leaf in _tree(sub))]
 
 
+def codes() -> list[str]:
+    """Every error's code."""
+    return list(dict.fromkeys(cls.code for cls in _tree(TltError)))
+
+
 def from_code(code: str, message: str) -> TltError:
     """Rebuild an error that crossed a process seam as its code and message."""
     by_code = {cls.code: cls for cls in reversed(_tree(TltError))}

@@ -1,20 +1,36 @@
 """Every metric name in one place, on one registry of our own.
 
 The frontend counts requests here; the engine's numbers arrive as `Outputs.gauges` and `Outputs.cycle` and are mapped by
-`engine_outputs`. A gauge name that `GAUGES` does not list still shows, as `tlt_engine_gauge{name=...}`.
+`engine_outputs`. A gauge name that `GAUGES` and `TOTALS` do not list still shows, as `tlt_engine_gauge{name=...}`.
+Every label has a bounded set of values, whatever clients and operators send.
 """
 
 from __future__ import annotations
 
+import itertools
+import shutil
 import time
-from typing import get_args
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple, get_args
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    PlatformCollector,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
 
 from tlt_server import __version__
-from tlt_server.records import Ending, EngineInfo, Outputs, WeightReport
+from tlt_server.errors import codes
+from tlt_server.records import Cycle, Ending, EngineInfo, Outputs, WeightReport
 
 LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
+TOKEN_S = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1, 2, 5)
 PUSH_S = (0.0001, 0.001, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 STEP_S = (0.001, 0.002, 0.004, 0.006, 0.008, 0.012, 0.016, 0.024, 0.032, 0.064, 0.128, 0.256, 0.512, 1, 2)
 
@@ -24,9 +40,14 @@ GAUGES = {  # name in Outputs.gauges -> (metric, sentence)
     "pages_free": ("tlt_pages_free", "KV pages that can be handed out now, cached ones included."),
     "pages_total": ("tlt_pages_total", "KV pages in all."),
     "spanning": ("tlt_spanning_sequences", "Sequences whose KV is of more than one weight version."),
-    "preemptions": ("tlt_preemptions", "Sequences preempted since start."),
     "pages_cached": ("tlt_pages_cached", "KV pages that nobody uses and the prefix index could still serve."),
 }
+TOTALS = {  # likewise, counted by the engine since it started
+    "preemptions": ("tlt_preemptions", "Sequences preempted: their pages were taken for older ones."),
+}
+PUSH_RESULTS = ("committed", "forbidden", "model", "weights_refused", "conflict", "push_failed")
+STRATEGIES = 64  # label values; strategies beyond them count as "other"
+POSITIONS = 16  # label values; places further down a draft count in tlt_sd_accepted_tokens_total only
 
 disable_created_metrics()  # a `_created` series beside every counter tells nobody anything
 
@@ -44,21 +65,32 @@ class Metrics:
         def histogram(name: str, sentence: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
             return Histogram(name, sentence, labels, buckets=buckets, registry=self.registry)
 
+        self.http_requests = counter("tlt_http_requests", "HTTP requests answered.", "method", "route", "status")
+        self.http_s = histogram("tlt_http_request_seconds", "From a request's headers to the end of its reply.", LATENCY_S, "route")
         self.sequences = counter("tlt_sequences", "Sequences ended, by finish reason or error code.", "result")
         self.rejected = counter("tlt_requests_rejected", "HTTP requests refused, by error code.", "reason")
+        self.ready = gauge("tlt_ready", "1 when a request sent now would be taken, as /readyz says.")
         self.open_sequences = gauge("tlt_open_sequences", "Sequences accepted and not ended.")
         self.generated = counter("tlt_generated_tokens", "Tokens given to requests.")
+        self.stale = counter("tlt_stale_tokens", "Tokens of ended sequences made by another weight version than the one live at the end.")
         self.prompt = counter("tlt_prompt_tokens", "Prompt tokens of requests accepted, each choice counted.")
         self.prefilled = counter("tlt_prefill_tokens", "Prompt rows that the target computed.")
         self.cached = counter("tlt_cached_tokens", "Prompt tokens served by the prefix index.")
+        self.queued_s = histogram("tlt_queue_seconds", "From a sequence's arrival at the engine until it was begun.", LATENCY_S)
         self.first_token_s = histogram("tlt_time_to_first_token_seconds", "From acceptance to the first token of a sequence.", LATENCY_S)
+        self.inter_token_s = histogram(
+            "tlt_inter_token_seconds", "Between two outputs of a sequence, per token of the second; one observation per output.", TOKEN_S)
         self.end_to_end_s = histogram("tlt_end_to_end_seconds", "From acceptance to the end of a sequence.", LATENCY_S)
         self.step_s = histogram("tlt_step_seconds", "Wall time of an engine step.", STEP_S)
         self.cycles = counter("tlt_cycles", "Engine steps, by strategy.", "strategy")
+        self.decodes = counter("tlt_decodes", "Decoding requests summed over engine steps, by strategy.", "strategy")
         self.sd_drafted = counter("tlt_sd_drafted_tokens", "Draft rows verified, by strategy.", "strategy")
         self.sd_accepted = counter("tlt_sd_accepted_tokens", "Draft tokens accepted, by strategy.", "strategy")
+        self.sd_position = counter("tlt_sd_accepted_position", "Draft tokens accepted, by strategy and place in the draft; 1 is the first.",
+                                   "strategy", "position")
         self.accept_length = gauge("tlt_accept_length", "Mean tokens per request and step, last step of the strategy.", "strategy")
         self.strategy = gauge("tlt_strategy_in_force", "1 for the strategy of the last step.", "strategy")
+        self.switches = counter("tlt_strategy_switches", "Steps whose strategy was another than that of the step before.")
         self.build = gauge("tlt_build_info", "Always 1; what runs.", "version", "model", "numerics", "drafter", "device")
         self.up = gauge("tlt_engine_up", "1 while an engine is ready, 0 before and between two lives of it.")
         self.restarts = counter("tlt_engine_restarts", "Restarts of the engine, by how it ended.", "reason")
@@ -67,18 +99,42 @@ class Metrics:
         self.weights = gauge("tlt_weight_version_info", "1 for the version that new tokens come from.", "version")
         self.drafter = gauge("tlt_drafter_version_info", "1 for the drafter version in use.", "version")
         self.weight_age_s = gauge("tlt_weight_age_seconds", "Since the weights in use went live.")
+        self.drafter_behind = gauge("tlt_drafter_behind_commits", "Changes of the target since the drafter in use went live.")
         self.weight_pushes = counter("tlt_weight_pushes", "Pushes and rollbacks, by role and result or error code.", "role", "result")
         self.weight_push_s = histogram("tlt_weight_push_seconds", "Phases of pushes; commit is what the loop waits for.", PUSH_S, "phase")
         self.rollouts = gauge("tlt_rollouts", "Rollouts kept, by status.", "status")
         self.rollout_bytes = gauge("tlt_rollout_bytes", "Size of all rollouts' journals.")
         self.resumed = counter("tlt_resumed_sequences", "Sequences of rollouts given to another engine to go on with.")
+        self.disk_free = gauge("tlt_disk_free_bytes", "Free on the file system that holds the state directory.")
+        self.disk_total = gauge("tlt_disk_total_bytes", "Size of the file system that holds the state directory.")
+        for code in codes():  # from 0 on, so that the first one counts in an `increase`
+            self.rejected.labels(code)
+        for role, result in itertools.product(("target", "drafter", "all", "none"), PUSH_RESULTS):
+            self.weight_pushes.labels(role, result)
         self._live = ("", "")  # target's and drafter's version
         self._engine = {name: gauge(metric, sentence) for name, (metric, sentence) in GAUGES.items()}
+        self._totals = {name: counter(metric, sentence) for name, (metric, sentence) in TOTALS.items()}
+        self._counted = dict.fromkeys(TOTALS, 0.0)
         self._other = gauge("tlt_engine_gauge", "Further gauges of the engine, by name.", "name")
+        self._others: dict[str, Gauge] = {}
+        self._arms: dict[str, _Arm] = {}
         self._in_force = ""
-        self._seen: set[str] = set()
+        self._engine_pid = 0
+        PlatformCollector(registry=self.registry)
+        ProcessCollector(registry=self.registry)
+        ProcessCollector("tlt_engine", pid=lambda: self._engine_pid, registry=self.registry)
+
+    def watch_disk(self, directory: Path) -> None:
+        """Report the file system of `directory`, made yet or not, from now on."""
+        self.disk_free.set_function(lambda: disk(directory).free)
+        self.disk_total.set_function(lambda: disk(directory).total)
+
+    def watch_ready(self, is_ready: Callable[[], bool]) -> None:
+        self.ready.set_function(is_ready)
 
     def engine_ready(self, info: EngineInfo) -> None:
+        self._engine_pid = info.pid
+        self.build.clear()
         self.build.labels(__version__, info.model, info.numerics, info.drafter, info.device).set(1)
         self._set_live(info.weight_version, info.drafter_version)
         self._engine["pages_total"].set(info.pages)
@@ -100,7 +156,11 @@ class Metrics:
     def _set_live(self, target: str, drafter: str) -> None:
         if (target, drafter) == self._live:
             return
-        since, self._live = time.monotonic(), (target, drafter)
+        since, before, self._live = time.monotonic(), self._live, (target, drafter)
+        if drafter and drafter == before[1]:
+            self.drafter_behind.inc()
+        else:
+            self.drafter_behind.set(0)
         self.weight_age_s.set_function(lambda: time.monotonic() - since)
         for info, version in ((self.weights, target), (self.drafter, drafter)):
             info.clear()
@@ -109,27 +169,78 @@ class Metrics:
 
     def engine_outputs(self, message: Outputs) -> None:
         for name, value in message.gauges.items():
-            (self._engine[name] if name in self._engine else self._other.labels(name)).set(value)
-        for name in self._seen - message.gauges.keys() - self._engine.keys():
+            if name in self._engine:
+                self._engine[name].set(value)
+            elif name in self._totals:
+                before, self._counted[name] = self._counted[name], value
+                self._totals[name].inc(value - before if value >= before else value)  # a new engine counts from 0
+            else:
+                if name not in self._others:
+                    self._others[name] = self._other.labels(name)
+                self._others[name].set(value)
+        for name in [name for name in self._others if name not in message.gauges]:
             self._other.remove(name)  # of a policy that is no longer in force
-        self._seen = set(message.gauges)
-        cycle = message.cycle
-        if cycle is None:
-            return
+            del self._others[name]
+        if message.cycle is not None:
+            self._cycle(message.cycle)
+
+    def _cycle(self, cycle: Cycle) -> None:
         name = cycle.strategy.name
+        if name not in self._arms and len(self._arms) >= STRATEGIES:
+            name = "other"
+        if name not in self._arms:
+            self._arms[name] = _Arm(self, name)
         self.step_s.observe(cycle.step_s)
-        self.cycles.labels(name).inc()
         self.prefilled.inc(cycle.context.prefill_rows)
-        if cycle.drafted:
-            self.sd_drafted.labels(name).inc(cycle.drafted)
-            self.sd_accepted.labels(name).inc(sum(cycle.accepted))
-        if cycle.accepted:
-            self.accept_length.labels(name).set(1 + sum(cycle.accepted) / len(cycle.accepted))
+        self._arms[name].count(cycle)
         if name != self._in_force:
             if self._in_force:
+                self.switches.inc()
                 self.strategy.labels(self._in_force).set(0)
             self.strategy.labels(name).set(1)
             self._in_force = name
 
     def exposition(self) -> bytes:
         return generate_latest(self.registry)
+
+
+class Disk(NamedTuple):
+    total: int  # bytes
+    free: int
+
+
+def disk(directory: Path) -> Disk:
+    """The file system that holds `directory`, or would once it is made."""
+    usage = shutil.disk_usage(next(path for path in (directory, *directory.absolute().parents) if path.exists()))
+    return Disk(usage.total, usage.free)
+
+
+class _Arm:
+    """The series of one strategy, looked up once: this runs at every step."""
+
+    def __init__(self, metrics: Metrics, name: str) -> None:
+        self._cycles, self._decodes = metrics.cycles.labels(name), metrics.decodes.labels(name)
+        self._drafted, self._accepted = metrics.sd_drafted.labels(name), metrics.sd_accepted.labels(name)
+        self._accept_length = metrics.accept_length.labels(name)
+        self._new_position: Callable[[int], Counter] = lambda position: metrics.sd_position.labels(name, str(position))
+        self._positions: list[Counter] = []
+
+    def count(self, cycle: Cycle) -> None:
+        self._cycles.inc()
+        requests, accepted = len(cycle.accepted), sum(cycle.accepted)
+        if not requests:
+            return
+        self._decodes.inc(requests)
+        self._accept_length.set(1 + accepted / requests)
+        if not cycle.drafted:
+            return
+        self._drafted.inc(cycle.drafted)
+        self._accepted.inc(accepted)
+        deepest = min(max(cycle.accepted), POSITIONS)
+        while len(self._positions) < deepest:
+            self._positions.append(self._new_position(len(self._positions) + 1))
+        reached = [0] * (deepest + 1)  # requests that accepted exactly so many, the deepest and beyond together
+        for count in cycle.accepted:
+            reached[min(count, deepest)] += 1
+        for position, total in zip(reversed(self._positions[:deepest]), itertools.accumulate(reversed(reached[1:])), strict=True):
+            position.inc(total)

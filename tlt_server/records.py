@@ -116,6 +116,7 @@ class StepOutput(Struct, frozen=True, kw_only=True, omit_defaults=True):
     top_logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # once, with the first output
     cached_tokens: int = 0  # prompt tokens served by the prefix index; with the first output
+    queued_s: float = 0.0  # from its arrival at the engine until it was begun; with the first output
     finish_reason: str | None = None  # stop | length | abort | error
     stop_reason: int | str | None = None  # the token id or string that stopped it
     error: tuple[str, str] | None = None  # (code, message) when finish_reason is "error"
@@ -144,6 +145,7 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     device: str
     threads: int
     phases: dict[str, float]  # start-up phase -> seconds
+    pid: int = 0  # of the engine process
     spooled: bool = False  # committed versions are kept for a restart
     lost: dict[str, str] = {}  # role -> which committed version is not what is live, and why
 

@@ -98,6 +98,8 @@ class Settings:
     restart_window_s: Annotated[float, Doc("s", "Time over which max_restarts counts.", 1, 86400)] = 300.0
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Doc(
         "level", "Least severe log line written; prompts are never logged.")] = "info"
+    log_format: Annotated[Literal["auto", "console", "json"], Doc(
+        "format", "Form of log lines; auto is console on a terminal, JSON elsewhere.")] = "auto"
 
 
 class Setting(NamedTuple):

@@ -52,6 +52,7 @@ DIES, FAILS, HANGS = 290, 291, 292  # the engine ends; this request ends with an
 INFO = EngineInfo(
     model="fake", weight_version="v0", vocab_size=300, max_model_len=512, eos_token_ids=[EOS], pages=64, page_size=16, max_running=8,
     drafter="", policy="off", numerics="strict", attention="none", dtype="float32", device="cpu", threads=1, phases={"load": 0.01},
+    pid=os.getpid(),
 )
 
 

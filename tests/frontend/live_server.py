@@ -93,7 +93,8 @@ class LiveServer:
             listener.bind(("127.0.0.1", 0))
             self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
             server = uvicorn.Server(uvicorn.Config(
-                build_app(service, keys), http=bounded_protocol(config), ws="none", lifespan="off", log_config=None, access_log=False))
+                build_app(service, keys), http=bounded_protocol(config), ws="none", lifespan="off", log_config=None, access_log=False,
+                proxy_headers=False))
             server.capture_signals = _no_signals
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             await self.client.ready()

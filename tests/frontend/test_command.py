@@ -35,7 +35,8 @@ def tlt(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "tlt_server", *arguments], capture_output=True, text=True, timeout=30, check=False)
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"], ["demo", "--help"], ["bench", "rollout", "--help"], ["--version"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"], ["demo", "--help"], ["doctor", "--help"],
+                                       ["bench", "rollout", "--help"], ["--version"]])
 def test_help_is_quick_and_imports_nothing_heavy(arguments: list[str]) -> None:
     script = ("import sys\nfrom tlt_server.__main__ import main\n"
               f"try: main({arguments!r})\nexcept SystemExit: pass\n"

@@ -42,6 +42,7 @@ class FakeKV:
     def __init__(self) -> None:
         self.slot: dict[int, tuple[int, ...]] = {}
         self.made: dict[int, str] = {}  # the weight version that computed the slot
+        self.begun: list[str] = []  # what the scheduler announced last
 
     def save(self, pages: list[int]) -> list[tuple[tuple[int, ...] | None, str | None]]:
         return [(self.slot.get(slot), self.made.get(slot)) for page in pages for slot in range(page * PAGE, (page + 1) * PAGE)]
@@ -59,6 +60,9 @@ class FakeKV:
             assert not s.spanning or s.decoding, f"{s.id} has read its prompt under two versions"
         for page in scheduler.pool._key:
             assert len({self.made[page * PAGE + i] for i in range(PAGE)}) == 1, f"page {page} is published with KV of two versions"
+
+    def begin(self, ids: list[str]) -> None:
+        self.begun = ids
 
     def extend(self, sequence: Sequence, start: int, end: int, version: str) -> None:
         tokens = sequence.tokens.tolist()
@@ -84,6 +88,7 @@ def run(batch: Batch, kv: FakeKV, draw: random.Random) -> list[Emission]:
     emissions = []
     for work in batch.works:
         sequence = work.sequence
+        assert sequence.id in kv.begun, "it is computed and was not announced"
         kv.extend(sequence, work.start, work.end, batch.weight_version)
         if not work.samples:
             emissions.append(Emission())
@@ -104,7 +109,7 @@ def make(scheduler_pages: int, *, max_running: int = 4, max_rows: int = 8) -> tu
     pool, kv = PagePool(scheduler_pages, PAGE), FakeKV()
     return Scheduler(
         pool, max_running=max_running, max_rows=max_rows, max_pages_per_sequence=scheduler_pages, lookahead=4, weight_version="v1",
-        save=kv.save, restore=kv.restore,
+        on_begin=kv.begin, save=kv.save, restore=kv.restore,
     ), kv
 
 
@@ -310,6 +315,20 @@ def test_deadlines_end_running_and_waiting_sequences() -> None:
     ]
     scheduler.check()
     assert scheduler.gauges()["waiting"] == 1
+
+
+def test_the_first_output_says_how_long_a_sequence_waited() -> None:
+    now = 0.0
+    scheduler = Scheduler(
+        PagePool(32, PAGE), max_running=1, max_rows=8, max_pages_per_sequence=8, lookahead=2, weight_version="v1", clock=lambda: now
+    )
+    scheduler.submit([sequence(0, [1], 2, 0), sequence(1, [2], 2, 0)])
+    waited: dict[str, list[float]] = {"r0": [], "r1": []}
+    while batch := scheduler.next_batch():
+        now += 1.0
+        for output in scheduler.commit(batch, [Emission([3], [0.0]) for _ in batch.works]):
+            waited[output.id].append(output.queued_s)
+    assert waited == {"r0": [0.0, 0.0], "r1": [2.0, 0.0]}
 
 
 def test_a_paused_scheduler_keeps_what_it_holds() -> None:

@@ -69,7 +69,7 @@ def assemble(
     spool = Spool(Path(settings.state_dir), str(Path(settings.model).resolve())) if settings.state_dir else None
     with phase("load model") as detail:
         config = ModelConfig.read(Path(settings.model))
-        max_model_len = _max_model_len(settings, config)
+        max_model_len = served_length(settings, config)
         live, lost = Restored(_load(settings, replace(config, max_position=max_model_len), numerics), {})
         if spool:
             live, lost = restore(spool, live, Calibration.parse)
@@ -142,6 +142,7 @@ def assemble(
         device=str(model.embedding_VH.device),
         threads=settings.threads,
         phases=phases,
+        pid=os.getpid(),
         spooled=spool is not None,
         lost=lost,
     )
@@ -199,7 +200,8 @@ def _installer(runner: CpuRunner, drafters: dict[str, Drafter]) -> Callable[[Par
     return install
 
 
-def _max_model_len(settings: EngineSettings, config: ModelConfig) -> int:
+def served_length(settings: EngineSettings, config: ModelConfig) -> int:
+    """Positions of the longest sequence; `StartupError` when the model or this server has fewer than asked for."""
     if settings.max_model_len > config.max_position:
         raise StartupError(f"max_model_len {settings.max_model_len} exceeds the model's {config.max_position} positions; lower it")
     chosen = settings.max_model_len or config.max_position
@@ -210,6 +212,11 @@ def _max_model_len(settings: EngineSettings, config: ModelConfig) -> int:
 
 def _make_cache(settings: EngineSettings, model: Decoder, max_model_len: int) -> KVCache:
     bytes_per_page = model.make_cache(1, settings.page_size, 0).bytes_per_slot * settings.page_size
+    return model.make_cache(kv_pages(settings, bytes_per_page, max_model_len), settings.page_size, settings.max_draft_rows)
+
+
+def kv_pages(settings: EngineSettings, bytes_per_page: int, max_model_len: int) -> int:
+    """Pages as asked for, or as many as fit and could be in use at once; `StartupError` when they are too few or too many."""
     need = -(-max_model_len // settings.page_size)
     pages = settings.pages
     if not pages:
@@ -226,7 +233,7 @@ def _make_cache(settings: EngineSettings, model: Decoder, max_model_len: int) ->
             f"{pages} pages of {settings.page_size} tokens take {pages * bytes_per_page // 2**20} MiB, this machine has "
             f"{installed // 2**20}; lower pages, page_size or kv_memory_mb"
         )
-    return model.make_cache(pages, settings.page_size, settings.max_draft_rows)
+    return pages
 
 
 def _warm_up(engine: Engine, policies: Iterable[Policy], vocab_size: int, max_model_len: int) -> None:

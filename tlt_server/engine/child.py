@@ -29,7 +29,7 @@ def start_engine(settings: EngineSettings, directory: Path) -> subprocess.Popen[
     environment = {**os.environ, **library_environment(settings.numerics)}
     process = subprocess.Popen([sys.executable, "-m", "tlt_server.engine.process", str(directory)], stdin=subprocess.PIPE, env=environment)
     assert process.stdin is not None
-    process.stdin.write(msgspec.json.encode(settings) + b"\n")
+    process.stdin.write(msgspec.json.encode(msgspec.structs.replace(settings, parent=os.getpid())) + b"\n")
     process.stdin.flush()
     return process
 

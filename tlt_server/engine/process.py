@@ -27,8 +27,8 @@ HEARTBEAT_S = 1.0  # from this thread, so that a loop which hangs falls silent
 STAGING_POLL_MS = 5  # an idle engine looks this often whether a push is staged
 
 
-def serve(settings: EngineSettings, parent: int, commands: zmq.Socket[bytes], send: Callable[[Event], None], begun: Begun) -> None:
-    """Build the engine, then step until it is told to stop or the process `parent` is gone."""
+def serve(settings: EngineSettings, commands: zmq.Socket[bytes], send: Callable[[Event], None], begun: Begun) -> None:
+    """Build the engine, then step until it is told to stop or its parent is gone."""
     started = time.perf_counter()
     from tlt_server.engine.assembly import assemble  # here, because it takes a while and may fail: a phase like the others
 
@@ -36,7 +36,7 @@ def serve(settings: EngineSettings, parent: int, commands: zmq.Socket[bytes], se
     engine, info = assemble(settings, lambda name, seconds, detail: send(Phase(name, seconds, detail)), begun.note)
     send(Ready(info))
     reported, said_s = 0.0, time.monotonic()
-    while not engine.finished and os.getppid() == parent:
+    while not engine.finished and os.getppid() == settings.parent:
         timeout_ms = (STAGING_POLL_MS if engine.pushes.busy else IDLE_POLL_MS) if engine.idle else 0
         while commands.poll(timeout_ms):
             engine.send(decode_command(commands.recv()))
@@ -55,7 +55,6 @@ def serve(settings: EngineSettings, parent: int, commands: zmq.Socket[bytes], se
 
 
 def main() -> int:
-    parent = os.getppid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides: it drains, then sends Stop
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     directory = sys.argv[1]
@@ -66,7 +65,7 @@ def main() -> int:
     events.setsockopt(zmq.LINGER, 2000)
     try:
         settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineSettings)
-        serve(settings, parent, commands, lambda event: events.send(encode(event)), Begun(Path(directory)))
+        serve(settings, commands, lambda event: events.send(encode(event)), Begun(Path(directory)))
         return 0
     except TltError as error:
         events.send(encode(Failed(error.code, error.message)))

@@ -109,6 +109,7 @@ class Scheduler:
             if sequence.id in self._by_id:
                 raise InvalidRequest(f"request id {sequence.id!r} is already in use; ids must be unique while a request runs")
         for sequence in batch:
+            sequence.arrived_s = self._clock()
             sequence.start_over(self.weight_version)
             self._by_id[sequence.id] = sequence
             self._waiting.append(sequence)
@@ -220,6 +221,8 @@ class Scheduler:
                 sequence.computed, sequence.saved = saved.computed, None
             if sequence.cached_tokens is None:
                 sequence.cached_tokens = sequence.computed
+            if sequence.queued_s is None:
+                sequence.queued_s = self._clock() - sequence.arrived_s
             return sequence
         return None
 
@@ -311,6 +314,7 @@ class Scheduler:
             top_logprobs=emission.top_logprobs,
             prompt_logprobs=self._prompt_logprobs.pop(sequence.id, None),
             cached_tokens=(sequence.cached_tokens or 0) if first else 0,
+            queued_s=(sequence.queued_s or 0.0) if first else 0.0,
             finish_reason=finish_reason,
             stop_reason=stop_reason,
             error=error,

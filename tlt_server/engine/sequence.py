@@ -34,6 +34,8 @@ class Sequence:
         self._tokens[: self.length] = request.token_ids + request.generated
         self.computed = 0
         self.cached_tokens: int | None = None  # prompt tokens found in the prefix index at first admission
+        self.arrived_s = 0.0  # by the scheduler's clock
+        self.queued_s: float | None = None  # from then until its first admission
         self.pages: list[int] = []
         self.published = 0  # leading pages offered to the prefix index
         self.slot = -1  # row of the page table while running

@@ -30,3 +30,4 @@ class EngineSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     weight_root: str = ""  # directory that pushes may come from; empty = none
     weight_marker: str = ""  # file that a complete pushed directory holds
     state_dir: str = ""  # directory that keeps committed weights for a restart; empty = none
+    parent: int = 0  # process that started this one; when it is gone, so is whoever could ask

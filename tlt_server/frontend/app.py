@@ -1,4 +1,7 @@
-"""The HTTP application: the dialects' routes and the document of them, errors in each route's shape, authentication and limits around."""
+"""The HTTP application: the dialects' routes and the document of them, errors in each route's shape, authentication and limits around.
+
+What is kept of a request (`access`) is outermost: it also sees the replies to requests that nothing else let in.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,10 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.types import ASGIApp
 
 from tlt_server.errors import Cancelled, MethodNotAllowed, NotFound, TltError
+from tlt_server.frontend.access import Access
 from tlt_server.frontend.auth import Authentication, Keys
 from tlt_server.frontend.dialects import DIALECTS
 from tlt_server.frontend.endpoints import Endpoint
@@ -22,7 +27,7 @@ from tlt_server.frontend.openapi import document
 from tlt_server.frontend.replies import error_body, error_response, unexpected
 
 
-def build_app(service: Service, keys: Keys | None, dialects: Iterable[str] = DIALECTS) -> FastAPI:
+def build_app(service: Service, keys: Keys | None, dialects: Iterable[str] = DIALECTS) -> ASGIApp:
     tables: dict[str, list[Endpoint]] = {name: DIALECTS.resolve(name)(service) for name in dialects}
     about = msgspec.json.encode(document(tables, keyed=keys is not None))
 
@@ -34,12 +39,13 @@ def build_app(service: Service, keys: Keys | None, dialects: Iterable[str] = DIA
     known = ", ".join(sorted(shapes))
     methods = {path: ", ".join(endpoint.method for endpoint in routes if endpoint.path == path) for path in shapes}
 
-    def answer(path: str, error: TltError, *, close: bool = False) -> Response:
-        return error_response(error, shapes.get(path, error_body), close=close)
-
     def refuse(path: str, error: TltError, *, close: bool = False) -> Response:
         service.rejected(error)
-        return answer(path, error, close=close)
+        return error_response(error, shapes.get(path, error_body), close=close)
+
+    def template(path: str) -> str:
+        """The route of a path, or "none": a bounded set, whatever clients ask for."""
+        return path if path in shapes else next((route.path for route in routes if route.path_regex.match(path)), "none")
 
     async def refused(request: Request, error: Exception) -> Response:
         assert isinstance(error, TltError)
@@ -49,19 +55,20 @@ def build_app(service: Service, keys: Keys | None, dialects: Iterable[str] = DIA
         assert isinstance(error, HTTPException)
         path = request.url.path
         if error.status_code == 405:
-            response = answer(path, MethodNotAllowed(f"{request.method[:20]} is not a method of {path}; use {methods[path]}"))
-            response.headers["allow"] = methods[path]
+            allowed = methods[template(path)]
+            response = refuse(path, MethodNotAllowed(f"{request.method[:20]} is not a method of {path[:200]}; use {allowed}"))
+            response.headers["allow"] = allowed
             return response
-        return answer(path, NotFound(f"there is no {path[:200]}; known are {known}"))
+        return refuse(path, NotFound(f"there is no {path[:200]}; known are {known}"))
 
     async def disconnected(request: Request, error: Exception) -> Response:
-        return answer(request.url.path, Cancelled("the client disconnected before its body was complete"))
+        return refuse(request.url.path, Cancelled("the client disconnected before its body was complete"))
 
     async def broken(request: Request, error: Exception) -> Response:
-        return answer(request.url.path, unexpected(error, request.url.path))
+        return refuse(request.url.path, unexpected(error))
 
     config, closing = service.config, partial(refuse, close=True)
-    return FastAPI(
+    app = FastAPI(
         routes=[*routes],
         openapi_url=None,
         middleware=[
@@ -70,3 +77,4 @@ def build_app(service: Service, keys: Keys | None, dialects: Iterable[str] = DIA
         ],
         exception_handlers={TltError: refused, HTTPException: no_such_route, ClientDisconnect: disconnected, Exception: broken},
     )
+    return Access(app, service.metrics, template)

@@ -159,6 +159,7 @@ class Generation:
         self._service, self._items, self._keep = service, items, keep
         self._submission = service.engine.submit(items.open(), deadline_s=deadline_s, resume=self._resume if keep else None)
         self._accepted_s = service.clock()
+        self._last_token_s: dict[str, float] = {}
 
     async def events(self) -> AsyncGenerator[Event, None]:
         async for outputs in self._submission:
@@ -175,21 +176,32 @@ class Generation:
                  seconds=round(self._service.clock() - self._accepted_s, 3))
 
     def _take(self, output: StepOutput) -> list[Event]:
-        metrics, sequence = self._service.metrics, self._items[output.id]
+        sequence = self._items[output.id]
         before = len(sequence.token_ids)
         events = self._items.take(output)
-        new, elapsed_s = len(sequence.token_ids) - before, self._service.clock() - self._accepted_s
-        metrics.generated.inc(new)
-        metrics.cached.inc(output.cached_tokens)
-        if new and not before:
-            metrics.first_token_s.observe(elapsed_s)
-        if output.finish_reason is not None:
-            result = sequence.finish_reason or (output.error[0] if output.error else output.finish_reason)
-            metrics.sequences.labels(result).inc()
-            metrics.end_to_end_s.observe(elapsed_s)
+        self._measure(output, sequence, before)
         if any(isinstance(event, ItemError) for event in events):
             self._service.engine.abort([id for id in self._items.siblings(output.id) if id in self._submission.open])
         return events
+
+    def _measure(self, output: StepOutput, sequence: Sequence, before: int) -> None:
+        """`before`: tokens that the sequence had without this output."""
+        metrics, now, new = self._service.metrics, self._service.clock(), len(sequence.token_ids) - before
+        metrics.generated.inc(new)
+        metrics.cached.inc(output.cached_tokens)
+        if new:
+            last, self._last_token_s[output.id] = self._last_token_s.get(output.id), now
+            if last is not None:
+                metrics.inter_token_s.observe((now - last) / new)
+            elif not before:  # else it goes on where an engine before left it
+                metrics.queued_s.observe(output.queued_s)
+                metrics.first_token_s.observe(now - self._accepted_s)
+        if output.finish_reason is not None:
+            info = self._service.engine.info
+            live = info.weight_version if info is not None else ""
+            metrics.sequences.labels(sequence.finish_reason or (output.error[0] if output.error else output.finish_reason)).inc()
+            metrics.end_to_end_s.observe(now - self._accepted_s)
+            metrics.stale.inc(sum(span.end - span.start for span in sequence.weight_versions if span.version != live))
 
     def _resume(self, id: str) -> GenerateRequest:
         """Called between two turns of the loop, when all that the engine before said has been taken in."""

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import math
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ from starlette.responses import Response
 
 from tlt_client.wire import WireError
 from tlt_server.errors import TltError
+from tlt_server.frontend.logs import frames
 
 log = structlog.get_logger()
 
@@ -39,8 +39,7 @@ def error_response(error: TltError, shape: Callable[[TltError], Any] = error_bod
     return response
 
 
-def unexpected(error: Exception, path: str) -> TltError:
+def unexpected(error: Exception) -> TltError:
     """Log one of our own bugs and give the error to answer with. The exception's message is left out: it may quote a prompt."""
-    frames = traceback.format_list(traceback.extract_tb(error.__traceback__))
-    log.error("unexpected_error", path=path, type=type(error).__name__, frames=frames)
+    log.error("unexpected_error", type=type(error).__name__, frames=frames(error))
     return TltError(f"unexpected {type(error).__name__} in the server; its log says where")

@@ -164,7 +164,7 @@ class Rollouts:
                 await self._take_up(rollout)
             except Exception as error:
                 if not rollout.is_over:  # not deleted meanwhile
-                    self._finish(rollout, error if isinstance(error, TltError) else unexpected(error, "/rollouts"))
+                    self._finish(rollout, error if isinstance(error, TltError) else unexpected(error))
 
     async def _take_up(self, rollout: Rollout) -> None:
         """Where the process before left it. Waits while the engine cannot take it."""
@@ -200,7 +200,7 @@ class Rollouts:
                     if isinstance(event, ItemResult | ItemError):
                         rollout.ended[event.id] = event
             except Exception as cause:
-                error = cause if isinstance(cause, TltError) else unexpected(cause, "/rollouts")
+                error = cause if isinstance(cause, TltError) else unexpected(cause)
         self._finish(rollout, error)
 
     def _finish(self, rollout: Rollout, error: TltError | None) -> None:

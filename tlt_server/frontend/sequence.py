@@ -66,7 +66,7 @@ class Sequence:
         self._raw: list[float] = []
         self._top: list[TokenLogprobs] = []
         self._prompt_logprobs: list[TokenLogprobs | None] | None = None
-        self._spans: list[VersionSpan] = []
+        self.weight_versions: list[VersionSpan] = []
         self._steps = self._drafted = self._draft_emitted = 0
         self._accepted: list[int] = []  # per draft step
         self._last: StepOutput | None = None
@@ -121,9 +121,9 @@ class Sequence:
     def _span(self, version: str, start: int, end: int) -> None:
         if start == end:
             return
-        if self._spans and self._spans[-1].version == version:
-            start = self._spans.pop().start
-        self._spans.append(VersionSpan(version, start, end))
+        if self.weight_versions and self.weight_versions[-1].version == version:
+            start = self.weight_versions.pop().start
+        self.weight_versions.append(VersionSpan(version, start, end))
 
     @property
     def finish_reason(self) -> str | None:
@@ -159,7 +159,7 @@ class Sequence:
             prompt_logprobs=self._prompt_logprobs or [] if sampling.prompt_logprobs is not None else UNSET,
             finish_reason=finish_reason,
             stop_reason=matched if matched is not None else last.stop_reason,
-            weight_versions=self._spans, seed=self.request.seed, sd=self._sd(),
+            weight_versions=self.weight_versions, seed=self.request.seed, sd=self._sd(),
         )
 
     def _sd(self) -> SdReport:

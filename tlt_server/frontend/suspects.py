@@ -61,9 +61,11 @@ class Suspects:
         self._forget(now_s)
         if not self._suspects:
             return Sorted([*requests], [], [])
-        kinds = Sorted([], [], [])
+        kinds, keys = Sorted([], [], []), dict[tuple[int, int], bytes]()
         for request in requests:
-            known = self._suspects.get(fingerprint(request))
+            same = id(request.token_ids), id(request.sampling)  # of all choices of an item
+            key = keys[same] = keys.get(same) or fingerprint(request)
+            known = self._suspects.get(key)
             (kinds.free if known is None else kinds.refused if known.refused else kinds.suspect).append(request)
         return kinds
 

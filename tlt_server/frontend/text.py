@@ -54,6 +54,10 @@ class Text:
         except jinja2.TemplateError as error:
             raise ModelError(f"the chat template of {model} does not compile: {error}") from None
 
+    @property
+    def has_template(self) -> bool:
+        return self._template is not None
+
     def encode(self, texts: Sequence[str], *, special: bool = True) -> list[list[int]]:
         """Token ids of each text; `special` adds what the tokenizer puts around a bare text (not wanted after a chat template)."""
         if self.tokenizer is None:

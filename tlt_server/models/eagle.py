@@ -25,6 +25,7 @@ from tlt_server.models.loader import check_tensor, fill, read_tensors, tensor_fi
 from tlt_server.models.rope import rotary_table
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
+VOCABULARY_MAP = {"d2t", "t2d"}
 CALIBRATION_SHAPES = {"survival": (2, 8, 16), "gap_edges": (15,)}
 
 
@@ -78,6 +79,15 @@ class Eagle3:
     def load(cls, directory: str | Path, target: Decoder) -> Eagle3:
         """Raises `ModelError`. The target must have been built with this drafter's `feature_layers`."""
         directory = Path(directory)
+        drafter = cls.empty(directory, target)
+        fill(drafter.parameters(), directory, ignored=VOCABULARY_MAP)
+        drafter._load_vocabulary(tensor_files(directory), target.vocab_size)
+        drafter._load_calibration(directory / "calibration.safetensors")
+        return drafter
+
+    @classmethod
+    def empty(cls, directory: Path, target: Decoder) -> Eagle3:
+        """The network that the directory describes, its storage not filled; `ModelError` when it does not fit the target."""
         source = directory / "config.json"
         raw = read_json(source)
         config = ModelConfig.parse(raw, str(source))
@@ -94,13 +104,8 @@ class Eagle3:
         draft_vocab = raw.get("draft_vocab_size") or config.vocab_size
         if type(draft_vocab) is not int or not 0 < draft_vocab <= config.vocab_size:
             raise ModelError(f"{source}: 'draft_vocab_size' is {draft_vocab!r}; expected 1 to {config.vocab_size}")
-        files = tensor_files(directory)
         config = replace(config, max_position=target.max_position)
-        drafter = cls(config, draft_vocab, target, own_embedding="embed_tokens.weight" in files)
-        fill(drafter.parameters(), directory, ignored={"d2t", "t2d"})
-        drafter._load_vocabulary(files, target.vocab_size)
-        drafter._load_calibration(directory / "calibration.safetensors")
-        return drafter
+        return cls(config, draft_vocab, target, own_embedding="embed_tokens.weight" in tensor_files(directory))
 
     def blank(self, target: Decoder, *, own_embedding: bool) -> Eagle3:
         """The same network with storage of its own, to be filled with other weights; the vocabulary map is kept until set anew."""

@@ -6,7 +6,7 @@ whatever is wrong is a `ModelError` that names file, tensor, what was expected a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,6 +29,16 @@ def load_target(directory: str | Path, *, numerics: Numerics, config: ModelConfi
 
     `config`: the directory's own, with `max_position` lowered to what will be served; None reads it.
     """
+    model = empty_target(directory, numerics=numerics, config=config, attention=attention, page_size=page_size,
+                         feature_layers=feature_layers)
+    fill(model.parameters(), Path(directory), ignored=unread(model))
+    model.self_test()
+    return model
+
+
+def empty_target(directory: str | Path, *, numerics: Numerics, config: ModelConfig | None = None, attention: str = "cpu",
+                 page_size: int = 16, feature_layers: tuple[int, ...] = ()) -> Decoder:
+    """The model that the directory's JSON files describe, its storage not filled; on torch's device `meta` it takes no memory."""
     directory = Path(directory)
     config = config or ModelConfig.read(directory)
     generation = directory / "generation_config.json"
@@ -36,11 +46,12 @@ def load_target(directory: str | Path, *, numerics: Numerics, config: ModelConfi
         ids = token_ids(read_json(generation), str(generation))
         config = replace(config, eos_token_ids=ids or config.eos_token_ids)
     family: type[Decoder] = FAMILIES.resolve(config.architecture)
-    model = family(config, numerics=numerics, attention=attention, page_size=page_size, feature_layers=feature_layers)
-    ignored = {"lm_head.weight"} if config.tied_embeddings else set()
-    fill(model.parameters(), directory, ignored=ignored)
-    model.self_test()
-    return model
+    return family(config, numerics=numerics, attention=attention, page_size=page_size, feature_layers=feature_layers)
+
+
+def unread(model: Decoder) -> set[str]:
+    """Tensors that a checkpoint of this model may hold and nobody reads."""
+    return {"lm_head.weight"} if model.config.tied_embeddings else set()
 
 
 def fill(parameters: dict[str, Tensor], directory: Path, *, ignored: Collection[str] = ()) -> None:
@@ -54,7 +65,18 @@ def fill(parameters: dict[str, Tensor], directory: Path, *, ignored: Collection[
             parameters[name].copy_(tensor)
 
 
-def check_names(parameters: dict[str, Tensor], files: Mapping[str, Path], ignored: Collection[str], directory: Path) -> None:
+def check_files(parameters: Mapping[str, Tensor], directory: Path, *, ignored: Collection[str] = ()) -> None:
+    """What `fill` would refuse, as far as the files' headers tell: names, shapes, dtypes, missing or cut files. Reads no values."""
+    files = tensor_files(directory)
+    check_names(parameters, files, ignored, directory)
+    for path in sorted(set(files.values())):
+        with _open(path) as file:
+            for name in (name for name in parameters if files[name] == path):
+                header = file.get_slice(name)
+                check_layout(name, header.get_shape(), header[:0].dtype, parameters[name], path)
+
+
+def check_names(parameters: Mapping[str, Tensor], files: Mapping[str, Path], ignored: Collection[str], directory: Path) -> None:
     """`files` (tensor name -> file) must hold every parameter, and nothing else but `ignored` and rotary tables."""
     known = {*parameters, *ignored}
     unexpected = [name for name in files if name not in known and not name.endswith("rotary_emb.inv_freq")]
@@ -108,14 +130,17 @@ def read_tensors(path: Path, names: Iterable[str]) -> Iterable[tuple[str, Tensor
                 raise ModelError(f"{path}: tensor {name!r} cannot be read ({error}); download the file again") from None
 
 
-def check_tensor(name: str, tensor: Tensor, expected: Tensor, path: Path) -> None:
-    if tensor.shape != expected.shape:
-        raise ModelError(f"{path}: tensor {name!r} has shape {list(tensor.shape)}, expected {list(expected.shape)}; "
+def check_layout(name: str, shape: Sequence[int], dtype: torch.dtype, expected: Tensor, path: Path) -> None:
+    if list(shape) != list(expected.shape):
+        raise ModelError(f"{path}: tensor {name!r} has shape {list(shape)}, expected {list(expected.shape)}; "
                          "config.json and checkpoint do not belong together")
     known = STORAGE_DTYPES if expected.is_floating_point() else (expected.dtype,)
-    if tensor.dtype not in known:
-        raise ModelError(f"{path}: tensor {name!r} has dtype {tensor.dtype}, expected {' or '.join(map(str, known))}; "
-                         "convert the checkpoint")
+    if dtype not in known:
+        raise ModelError(f"{path}: tensor {name!r} has dtype {dtype}, expected {' or '.join(map(str, known))}; convert the checkpoint")
+
+
+def check_tensor(name: str, tensor: Tensor, expected: Tensor, path: Path) -> None:
+    check_layout(name, tensor.shape, tensor.dtype, expected, path)
     if tensor.is_floating_point() and not torch.isfinite(tensor).all():
         bad = int((~torch.isfinite(tensor)).sum())
         raise ModelError(f"{path}: tensor {name!r} holds {bad} NaN or infinite values of {tensor.numel()}, expected none; "

@@ -27,12 +27,12 @@ class RotaryTable(NamedTuple):
 def rotary_table(rope: Rope, head_dim: int, max_position: int) -> RotaryTable:
     """float32 [P, D/2] each; the scaling's attention factor is multiplied in."""
     frequency, factor = _frequencies(rope, head_dim)
-    angle = torch.outer(torch.arange(max_position, dtype=torch.float64), frequency)
+    angle = torch.outer(torch.arange(max_position, dtype=torch.float64, device="cpu"), frequency)
     return RotaryTable((angle.cos() * factor).float(), (angle.sin() * factor).float())
 
 
 def _frequencies(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
-    plain = rope.theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    plain = rope.theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim)
     if rope.kind == "linear":
         return plain / rope.factor, 1.0
     if rope.kind == "llama3":
@@ -60,7 +60,7 @@ def _yarn(plain: Tensor, rope: Rope, head_dim: int) -> Tensor:
     low, high = max(low, 0), min(high, head_dim - 1)
     if low == high:
         high += 0.001
-    stretched = ((torch.arange(head_dim // 2, dtype=torch.float64) - low) / (high - low)).clamp(0, 1)
+    stretched = ((torch.arange(head_dim // 2, dtype=torch.float64, device="cpu") - low) / (high - low)).clamp(0, 1)
     return plain / rope.factor * stretched + plain * (1 - stretched)
 
 

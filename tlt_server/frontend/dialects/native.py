@@ -141,7 +141,7 @@ async def _frames(service: Service, batch: Batch, generation: Generation) -> Asy
             yield _frame(*phrase(event))
     except Exception as error:  # our own bug, but the status line is long gone: say so in the stream
         for id in waiting:
-            yield _frame(*phrase(ItemError(id, unexpected(error, "/generate"))))
+            yield _frame(*phrase(ItemError(id, unexpected(error))))
     yield _frame("done", _footer(service, usage))
 
 

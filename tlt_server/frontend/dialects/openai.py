@@ -114,7 +114,7 @@ def routes(service: Service) -> list[Endpoint]:
         phrase = phrase_of(asked, batch, service.text, speller, frozenset(info.eos_token_ids) - set(asked.stop_token_ids),
                            f"{kind}-{uuid.uuid4().hex}", int(time.time()), service.config.served_model_name)
         if asked.stream:
-            return EventStream(_chunks(phrase, batch, generation, request.url.path, usage=asked.stream_options.include_usage), generation)
+            return EventStream(_chunks(phrase, batch, generation, usage=asked.stream_options.include_usage), generation)
         return await reply(request, _whole(phrase, batch, generation), generation)
 
     post = partial(Endpoint, "POST", error_shape=problem)
@@ -170,7 +170,7 @@ async def _whole(phrase: Phrase, batch: Batch, generation: Generation) -> Respon
     return json_response(phrase.reply(parts, count.usage()))  # type: ignore[arg-type]
 
 
-async def _chunks(phrase: Phrase, batch: Batch, generation: Generation, path: str, *, usage: bool) -> AsyncIterator[bytes]:
+async def _chunks(phrase: Phrase, batch: Batch, generation: Generation, *, usage: bool) -> AsyncIterator[bytes]:
     places, count, no_usage = _places(batch), _Count(), None if usage else UNSET
     try:
         async for event in generation.events():
@@ -188,7 +188,7 @@ async def _chunks(phrase: Phrase, batch: Batch, generation: Generation, path: st
     except TltError as error:
         yield _frame({"error": problem(error)})
     except Exception as error:  # our own bug, but the status line is long gone: say so in the stream
-        yield _frame({"error": problem(unexpected(error, path))})
+        yield _frame({"error": problem(unexpected(error))})
     yield b"data: [DONE]\n\n"
 
 

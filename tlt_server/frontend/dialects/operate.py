@@ -43,6 +43,7 @@ class ServerInfo(Struct, frozen=True, kw_only=True):
 
 def routes(service: Service) -> list[Endpoint]:
     engine = service.engine
+    service.metrics.watch_ready(lambda: _ready(engine))
 
     async def ready(request: Request) -> Response:
         """Whether a request sent now would be taken."""

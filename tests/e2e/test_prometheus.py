@@ -1,0 +1,140 @@
+"""The compose file's own server command, under load, scraped by a real Prometheus with the shipped configuration: every panel has data."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from tests.frontend.board import BOARD, DOCKER, RULES, board_expressions, plain
+from tlt_client import Client, ServerError
+from tlt_server.demo.push import perturbed_copy
+from tlt_server.demo.server import ServerProcess
+from tlt_server.demo.workload import PAIR, TARGET
+
+pytestmark = pytest.mark.skipif(shutil.which("prometheus") is None, reason="needs Prometheus (Debian: apt-get install prometheus)")
+KEY = "key-of-the-test"
+SCRAPES = 4  # after which rates have values
+PATIENCE_S = 60
+
+
+def command(place: Path) -> list[str]:
+    """As in compose.yaml, with this machine's paths and a free loopback port."""
+    (place / "api_key").write_text(KEY + "\n")
+    given = yaml.safe_load((DOCKER / "compose.yaml").read_text())["services"]["server"]["command"]
+    assert given[0] == "serve"
+    moved = {"/opt/tlt/pair": PAIR, "/run/secrets/": f"{place}/", "/weights": place / "weights", "/var/lib/tlt/state": place / "state",
+             "--host=0.0.0.0": "--host=127.0.0.1", "--port=8000": "--port=0"}
+    flags = given[1:]
+    for inside, here in moved.items():
+        assert any(inside in flag for flag in flags), inside
+        flags = [flag.replace(inside, str(here)) for flag in flags]
+    return flags
+
+
+def free_port() -> int:
+    with closing(socket.socket()) as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+class Prometheus:
+    def __init__(self, target: str, place: Path) -> None:
+        config = yaml.safe_load((DOCKER / "prometheus.yml").read_text())
+        config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+        config["rule_files"] = [str(DOCKER / name) for name in config["rule_files"]]
+        (job,) = config["scrape_configs"]
+        job["static_configs"] = [{"targets": [target]}]
+        job["authorization"]["credentials_file"] = str(place / "api_key")
+        self._file = place / "prometheus.yml"
+        self._file.write_text(yaml.safe_dump(config))
+        self.url = f"http://127.0.0.1:{free_port()}"
+        self._log = (place / "prometheus.log").open("w")
+        self._command = ["prometheus", f"--config.file={self._file}", f"--storage.tsdb.path={place / 'tsdb'}",
+                         f"--web.listen-address={self.url.removeprefix('http://')}"]
+
+    def __enter__(self) -> Prometheus:
+        checked = subprocess.run(["promtool", "check", "config", str(self._file)], capture_output=True, text=True, timeout=60, check=False)
+        assert checked.returncode == 0, checked.stdout + checked.stderr
+        self._process = subprocess.Popen(self._command, stdout=self._log, stderr=self._log)
+        return self
+
+    def __exit__(self, *ignored: object) -> None:
+        self._process.terminate()
+        self._process.wait(20)
+        self._log.close()
+
+    def query(self, expression: str) -> list[dict[str, Any]]:
+        try:
+            answer = httpx.get(f"{self.url}/api/v1/query", params={"query": expression}, timeout=10).json()
+        except httpx.TransportError:
+            return []  # not up yet
+        assert answer["status"] in ("success", "error") and "parse" not in answer.get("error", ""), answer
+        return list(answer["data"]["result"]) if answer["status"] == "success" else []
+
+    def shows(self, expression: str) -> bool:
+        return any(not math.isnan(float(series["value"][1])) for series in self.query(expression))
+
+
+def load(client: Client, root: Path) -> None:
+    """A round of all that the board shows: sampling under several strategies, a push that fails, one that succeeds, a refusal."""
+    question = [{"role": "user", "content": "Use 3,7,11 to make 300."}]
+    for policy in ("beg", "off"):
+        client.set_strategy(policy)
+        client.generate([{"messages": question, "n": 6}], sampling={"max_tokens": 60})
+    client.set_strategy("fixed", "eagle:3x2x6")
+    client.generate([{"messages": question, "n": 4}], sampling={"max_tokens": 60})
+    for directory in ("none", "step-1"):
+        try:
+            client.update_weights(root / directory, directory)
+        except ServerError as error:
+            assert directory == "none", error
+    with pytest.raises(ServerError):
+        client.generate([{"prompt": "a", "n": 0}])
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+    place = tmp_path_factory.mktemp("watched")
+    perturbed_copy(TARGET, place / "weights" / "step-1")
+    with ServerProcess(*command(place)) as server:
+        for path, key, status in (("/livez", "", 200), ("/metrics", "", 401), ("/metrics", KEY, 200)):
+            headers = {"authorization": f"Bearer {key}"} if key else {}
+            assert httpx.get(server.url + path, headers=headers, timeout=10).status_code == status
+        with Prometheus(server.url.removeprefix("http://"), place) as prometheus, Client(server.url, api_key=KEY, timeout_s=60) as client:
+            give_up = time.monotonic() + PATIENCE_S
+            while not prometheus.shows(f"count_over_time(up[1m]) >= {SCRAPES} and up == 1"):
+                assert time.monotonic() < give_up, (place / "prometheus.log").read_text()
+                load(client, place / "weights")
+            yield prometheus
+
+
+@pytest.mark.parametrize("place", board_expressions())
+def test_a_panel_shows_data(place: str, watched: Prometheus) -> None:
+    expression = plain(board_expressions()[place], interval="1m")
+    give_up = time.monotonic() + 10
+    while not watched.shows(expression if not place.startswith("annotation") else expression.replace("> 0", ">= 0")):
+        assert time.monotonic() < give_up, f"no data: {expression}"
+        time.sleep(0.5)
+
+
+def test_the_list_of_servers_fills_the_boards_variable(watched: Prometheus) -> None:
+    assert BOARD["templating"]["list"][0]["query"]["query"] == "label_values(tlt_build_info, instance)"
+    assert watched.shows("tlt_build_info")
+
+
+def test_alerts_are_loaded_and_a_healthy_server_rings_none_that_is_critical(watched: Prometheus) -> None:
+    (group,) = httpx.get(f"{watched.url}/api/v1/rules", timeout=10).json()["data"]["groups"]
+    assert [rule["name"] for rule in group["rules"]] == [rule["alert"] for rule in RULES]
+    assert all(rule["health"] in ("ok", "unknown") for rule in group["rules"]), group["rules"]
+    assert not watched.query('ALERTS{severity="critical"}')

@@ -1,0 +1,126 @@
+"""The board and the alerts ask for what the server exposes, by names and labels; the operators' page lists every metric and alert."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.frontend.board import BOARD, DOCKER, PANELS, RULES, asked, board_expressions, in_legend
+from tests.frontend.live_server import live_server
+from tlt_client import Client
+
+PAGE = DOCKER.parent / "docs" / "operators.md"
+TARGET_LABELS = {"job", "instance"}  # that Prometheus itself adds
+OWN = {"up": set[str]()}  # that Prometheus itself makes
+PROMTOOL = pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool (Debian: apt-get install prometheus)")
+
+
+@pytest.fixture(scope="module")
+def families(model: Path) -> Iterator[list[Any]]:
+    """What a server exposes that has served, refused, and taken a push."""
+    with live_server(model) as server, Client(server.url) as client:
+        client.generate([{"prompt": "abc"}], sampling={"max_tokens": 9})
+        client.update_weights("p", "v1", role="target")
+        server.engine.weights = type(server.engine.weights)(target="v1", drafter="d1")
+        client.weights()
+        httpx.post(f"{server.url}/generate", content=b"{")
+        text = client.metrics()
+    yield list(text_string_to_metric_families(text))
+
+
+@pytest.fixture(scope="module")
+def exposed(families: list[Any]) -> dict[str, set[str]]:
+    """Sample name -> its labels."""
+    found = dict(OWN)
+    for family in families:
+        for sample in family.samples:
+            found.setdefault(sample.name, set()).update(sample.labels)
+    return found
+
+
+EXPRESSIONS = board_expressions() | {f"alert {rule['alert']}": rule["expr"] for rule in RULES}
+
+
+@pytest.mark.parametrize("place", EXPRESSIONS)
+def test_metrics_and_labels_exist(place: str, exposed: dict[str, set[str]]) -> None:
+    wanted = asked(EXPRESSIONS[place])
+    assert wanted.metrics
+    for name, labels in wanted.metrics.items():
+        assert name in exposed, f"{name} is not exposed"
+        assert labels <= exposed[name] | TARGET_LABELS, name
+    assert wanted.labels <= set().union(*(exposed[name] for name in wanted.metrics)) | TARGET_LABELS
+
+
+def test_the_parser_sees_names_labels_and_groups() -> None:
+    wanted = asked('a{x="$instance"} / on (i) group_left () sum by (le) (rate(b{y!="1"}[$__rate_interval])) > 3')
+    assert wanted.metrics == {"a": {"x"}, "b": {"y"}} and wanted.labels == {"i", "le"}
+
+
+@pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel["title"])
+def test_a_panel_says_what_it_shows(panel: dict[str, Any], exposed: dict[str, set[str]]) -> None:
+    assert panel["title"] and len(panel["description"]) > 20 and panel["fieldConfig"]["defaults"]["unit"]
+    assert panel["datasource"] == {"type": "prometheus", "uid": "tlt-prometheus"} and panel["targets"]
+    for target in panel["targets"]:
+        labels = set().union(*(exposed[name] for name in asked(target["expr"]).metrics))
+        assert in_legend(target["legendFormat"]) <= labels | TARGET_LABELS
+        assert "$instance" in target["expr"], "the board's choice of servers applies to every panel"
+
+
+def test_panels_are_unique_and_do_not_overlap() -> None:
+    assert len({panel["title"] for panel in PANELS}) == len(PANELS) > 30
+    assert len({panel["id"] for panel in BOARD["panels"]}) == len(BOARD["panels"])
+    cells: set[tuple[int, int]] = set()
+    for panel in BOARD["panels"]:
+        place = panel["gridPos"]
+        own = {(x, y) for x in range(place["x"], place["x"] + place["w"]) for y in range(place["y"], place["y"] + place["h"])}
+        assert max(x for x, _ in own) < 24 and not own & cells, panel["title"]
+        cells |= own
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule["alert"])
+def test_an_alert_says_how_bad_what_and_what_to_do(rule: dict[str, Any]) -> None:
+    assert rule["labels"]["severity"] in ("critical", "warning", "info")
+    assert "{{" in rule["annotations"]["summary"]
+    page, _, anchor = rule["annotations"]["runbook_url"].partition("#")
+    assert DOCKER.parent / page == PAGE
+    assert anchor == rule["alert"].lower() and anchor in anchors(PAGE.read_text())
+
+
+def anchors(markdown: str) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", markdown, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_operators_page_lists_every_metric_with_its_type_and_labels(families: list[Any], exposed: dict[str, set[str]]) -> None:
+    listed = {name: (kind, {label for label in labels.split(", ") if label}) for name, kind, labels in
+              re.findall(r"^\| `(tlt_\w+)` \| (\w+) \| ([\w, ]*) \|", PAGE.read_text(), re.MULTILINE)}
+    found = {}
+    for family in families:
+        if not family.name.startswith("tlt_") or family.name.startswith("tlt_engine_process"):
+            continue
+        labels = set().union(*(exposed[sample.name] for sample in family.samples)) - {"le"}
+        found[family.name + ("_total" if family.type == "counter" else "")] = (family.type, labels)
+    assert listed == found
+
+
+@PROMTOOL
+@pytest.mark.parametrize("arguments", [["check", "rules", "docker/alerts.yml"], ["test", "rules", "tests/frontend/alerts_test.yml"]])
+def test_promtool_agrees(arguments: list[str]) -> None:
+    done = subprocess.run(["promtool", *arguments], cwd=DOCKER.parent, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_alert_is_tested() -> None:
+    cases = yaml.safe_load(Path(__file__).with_name("alerts_test.yml").read_text())["tests"]
+    fires = {case["alertname"] for test in cases for case in test["alert_rule_test"] if case.get("exp_alerts")}
+    stays = {case["alertname"] for test in cases for case in test["alert_rule_test"] if not case.get("exp_alerts")}
+    assert fires == stays == {rule["alert"] for rule in RULES}

@@ -1,0 +1,190 @@
+"""Log lines: one form for ours and the libraries', the request's id in each, and never a prompt, a completion or a key."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import logging
+import re
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+import structlog
+
+from tests.frontend.fake_engine import DIES, FAILS
+from tests.frontend.live_server import LiveServer, live_server
+from tlt_server.frontend.logs import left_behind, write_logs
+
+PROMPT, COMPLETION, KEY = "canaryprompt", "yrpanac", "canarykey"  # the fake engine echoes the prompt
+
+
+@pytest.fixture
+def stream() -> Iterator[io.StringIO]:
+    """All that is logged, at debug level, as JSON."""
+    before, handlers = structlog.get_config(), logging.getLogger().handlers[:]
+    stream = io.StringIO()
+    write_logs("debug", "json", stream)
+    structlog.configure(cache_logger_on_first_use=False)
+    yield stream
+    structlog.configure(**before)
+    logging.basicConfig(level=logging.WARNING, handlers=handlers, force=True)
+
+
+@pytest.fixture
+def keyed(model: Path, tmp_path: Path) -> Iterator[LiveServer]:
+    (tmp_path / "keys").write_text(KEY)
+    with live_server(model, api_key_file=tmp_path / "keys", body_timeout_s=0.3) as server:
+        yield server
+
+
+def lines(stream: io.StringIO) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in stream.getvalue().splitlines()]
+
+
+def accesses(stream: io.StringIO, count: int) -> list[dict[str, Any]]:
+    """So many access lines; one is written when its reply has gone out, so a client may be earlier."""
+    give_up = time.monotonic() + 5
+    while len(found := [line for line in lines(stream) if line["event"] == "request"]) < count:
+        assert time.monotonic() < give_up, found
+        time.sleep(0.005)
+    assert len(found) == count
+    return found
+
+
+def ask(server: LiveServer, body: Any, path: str = "/generate", **headers: str) -> httpx.Response:
+    content = body if isinstance(body, str) else json.dumps(body)
+    return httpx.post(f"{server.url}{path}", content=content, headers={"authorization": f"Bearer {KEY}", **headers}, timeout=10)
+
+
+def test_a_request_has_one_access_line_and_its_id_in_every_line(keyed: LiveServer, stream: io.StringIO) -> None:
+    body = {"requests": [{"prompt": PROMPT}], "sampling": {"max_tokens": 4}}
+    reply = ask(keyed, body, "/generate?who=canaryquery", **{"x-request-id": "step-7.a"})
+    assert reply.headers["x-request-id"] == "step-7.a"
+    (access,) = accesses(stream, 1)
+    assert (access["method"], access["route"], access["status"], access["client"], access["level"]) == (
+        "POST", "/generate", 200, "127.0.0.1", "info")
+    assert access["request_bytes"] == len(reply.request.content) and access["response_bytes"] == len(reply.content)
+    assert 0 < access["seconds"] < 10 and access["timestamp"].endswith("Z")
+    (generated,) = [line for line in lines(stream) if line["event"] == "generated"]
+    assert generated["request_id"] == access["request_id"] == "step-7.a"
+
+
+@pytest.mark.parametrize("given", ["", "a b", "x" * 129, "caf\u00e9", 'a"b', None])
+def test_an_id_that_is_not_well_formed_is_replaced(given: str | None, keyed: LiveServer, stream: io.StringIO) -> None:
+    headers = {} if given is None else {"x-request-id": given.encode("latin-1")}
+    ids = {httpx.get(f"{keyed.url}/livez", headers=headers).headers["x-request-id"] for _ in range(3)}
+    assert len(ids) == 3 and all(re.fullmatch("[0-9a-f]{16}", id) for id in ids)
+    assert ids == {line["request_id"] for line in accesses(stream, 3)}
+
+
+@pytest.mark.parametrize(("method", "path", "status", "route", "level"), [
+    ("GET", "/livez", 200, "/livez", "debug"),
+    ("GET", "/metrics", 401, "/metrics", "debug"),
+    ("GET", "/canarypath", 401, "none", "warning"),
+    ("POST", "/weights/canaryversion/commit", 401, "/weights/{version}/commit", "warning"),
+    ("PURGE", "/generate", 401, "/generate", "warning"),
+])
+def test_lines_name_the_route_and_their_level_says_how_it_went(
+        method: str, path: str, status: int, route: str, level: str, keyed: LiveServer, stream: io.StringIO) -> None:
+    reply = httpx.request(method, f"{keyed.url}{path}")
+    assert reply.status_code == status and reply.headers["x-request-id"]
+    (line,) = accesses(stream, 1)
+    assert (line["route"], line["status"], line["level"]) == (route, status, level)
+    assert "canary" not in stream.getvalue().lower()
+
+
+def test_a_method_that_a_templated_route_does_not_take_is_refused(keyed: LiveServer) -> None:
+    reply = httpx.get(f"{keyed.url}/weights/v1/commit", headers={"authorization": f"Bearer {KEY}"})
+    assert reply.status_code == 405 and reply.headers["allow"] == "POST"
+
+
+def test_no_line_holds_a_prompt_a_completion_or_a_key(keyed: LiveServer, stream: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = {"prompt": PROMPT, "sampling": {"max_tokens": 30, "stop": ["zzcanarystop"]}}
+    assert ask(keyed, {"requests": [prompt]}).status_code == 200
+    assert ask(keyed, {"requests": [prompt], "stream": True}, **{"x-forwarded-for": PROMPT, "user-agent": PROMPT}).status_code == 200
+    assert ask(keyed, {"model": "fake", "prompt": PROMPT}, "/v1/completions?api_key=canaryquery").status_code in (200, 404)
+    assert ask(keyed, {"messages": [{"role": "user", "content": PROMPT}]}, "/v1/chat/completions").status_code == 200
+    assert ask(keyed, {"requests": [{**prompt, PROMPT: 1}]}).status_code == 400
+    assert ask(keyed, '{"requests": "' + PROMPT).status_code == 400
+    assert ask(keyed, {"requests": [prompt]}, authorization=f"Bearer wrong{KEY}").status_code == 401
+    assert ask(keyed, {"version": "v", "path": f"/{PROMPT}/hangs", "rol": "x"}, "/update_weights").status_code == 400
+    assert ask(keyed, {"requests": [{"token_ids": [*PROMPT.encode(), FAILS]}]}).status_code == 500
+    slow_body(keyed)
+
+    class Broken(Exception):
+        pass
+
+    async def breaks(*arguments: Any) -> Any:
+        raise Broken(f"cannot take {PROMPT}, {KEY}")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("tlt_server.frontend.validation.Validator.batch", breaks)
+        assert ask(keyed, {"requests": [prompt]}).json()["error"]["code"] == "internal"
+    with monkeypatch.context() as patch:
+        patch.setattr("tlt_server.frontend.sequence.Sequence.push", lambda self, output: exec("raise ValueError(self)", {"self": PROMPT}))
+        streamed = ask(keyed, {"requests": [prompt], "stream": True})
+        assert streamed.status_code == 200 and "internal" in streamed.text
+    assert ask(keyed, {"requests": [{"token_ids": [*PROMPT.encode(), DIES]}]}).status_code == 500
+
+    accesses(stream, 13)
+    said = stream.getvalue()
+    assert {line["event"] for line in lines(stream)} >= {"request", "generated", "unexpected_error", "engine_gone"}
+    assert [line["type"] for line in lines(stream) if line["event"] == "unexpected_error"] == ["Broken", "ValueError"]
+    assert any("validation" in place or "native" in place for line in lines(stream) for place in line.get("frames", []))
+    for secret in (PROMPT, COMPLETION, KEY, "canary", str(list(PROMPT.encode()))[1:-1]):
+        assert secret not in said, secret
+
+
+def slow_body(server: LiveServer) -> None:
+    """A body that never ends."""
+    where = urlsplit(server.url)
+    with closing(socket.create_connection((where.hostname, where.port), 5)) as connection:
+        headers = ("POST /generate HTTP/1.1", "host: a", f"authorization: Bearer {KEY}", "content-length: 99", "", PROMPT)
+        connection.sendall("\r\n".join(headers).encode())
+        assert connection.recv(1000).startswith(b"HTTP/1.1 ")
+
+
+def test_libraries_lines_have_our_form_and_exceptions_no_message(stream: io.StringIO) -> None:
+    try:
+        raise KeyError(PROMPT)
+    except KeyError as error:
+        logging.getLogger("uvicorn.error").error("Exception in ASGI application\n", exc_info=error)
+    logging.getLogger("httpcore").debug("headers %s", PROMPT)
+    logging.getLogger("asyncio").warning("slow")
+    first, second = lines(stream)
+    assert (first["type"], first["level"]) == ("KeyError", "error") and "test_logs" in first["frames"][0]
+    assert second["event"] == "slow" and PROMPT not in stream.getvalue()
+
+
+def test_an_exception_that_nobody_awaits_is_logged_without_its_message(stream: io.StringIO) -> None:
+    async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(left_behind)
+        task = asyncio.create_task(fails())
+        await asyncio.sleep(0)
+        del task
+        await asyncio.sleep(0)
+
+    async def fails() -> None:
+        raise ValueError(PROMPT)
+
+    asyncio.run(main())
+    (line,) = lines(stream)
+    assert (line["event"], line["type"]) == ("left_behind", "ValueError") and PROMPT not in stream.getvalue()
+
+
+def test_the_form_is_chosen_by_name(stream: io.StringIO) -> None:
+    for form in ("console", "json", "auto"):
+        out = io.StringIO()
+        write_logs("warning", form, out)  # type: ignore[arg-type]
+        structlog.get_logger().warning("shown", figure=3)
+        structlog.get_logger().info("hidden")
+        assert "shown" in out.getvalue() and "hidden" not in out.getvalue()
+        assert out.getvalue().startswith("{") == (form != "console")

@@ -1,0 +1,182 @@
+"""What the metrics count, that their labels are bounded, and what an engine step costs them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import httpx
+import msgspec
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.frontend.fake_engine import INFO
+from tests.frontend.live_server import LiveServer, live_server
+from tlt_client import Client
+from tlt_server.metrics import POSITIONS, STRATEGIES, Metrics
+from tlt_server.records import OFF, Cycle, Outputs, StepContext, Strategy, WeightReport, WeightState
+
+EAGLE = Strategy("eagle", 7, 4, 16)
+
+
+def cycle(strategy: Strategy, accepted: Sequence[int], drafted: int = 0) -> Cycle:
+    return Cycle(context=StepContext(len(accepted), 0, 10.0, 0), strategy=strategy, rows=1, accepted=tuple(accepted), drafted=drafted,
+                 draft_s=0.0, step_s=0.01)
+
+
+def step(metrics: Metrics, strategy: Strategy, accepted: Sequence[int], drafted: int = 0, **gauges: float) -> None:
+    metrics.engine_outputs(Outputs([], gauges, cycle(strategy, accepted, drafted)))
+
+
+def series(text: str) -> dict[str, dict[tuple[str, ...], float]]:
+    """Sample name -> label values, in the order of their names -> value."""
+    found: dict[str, dict[tuple[str, ...], float]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            found.setdefault(sample.name, {})[tuple(sample.labels.values())] = sample.value
+    return found
+
+
+def shown(metrics: Metrics) -> dict[str, dict[tuple[str, ...], float]]:
+    return series(metrics.exposition().decode())
+
+
+def test_accepted_drafts_by_strategy_and_position() -> None:
+    metrics = Metrics()
+    step(metrics, OFF, [0, 0, 0])
+    step(metrics, EAGLE, [0, 2, 5, 2], drafted=60)
+    step(metrics, EAGLE, [1, 0], drafted=30)
+    step(metrics, EAGLE, [], drafted=0)
+    found, name = shown(metrics), EAGLE.name
+    assert found["tlt_cycles_total"] == {("off",): 1, (name,): 3}
+    assert found["tlt_decodes_total"] == {("off",): 3, (name,): 6}
+    assert found["tlt_sd_drafted_tokens_total"] == {("off",): 0, (name,): 90}
+    assert found["tlt_sd_accepted_tokens_total"] == {("off",): 0, (name,): 10}
+    assert found["tlt_sd_accepted_position_total"] == {(str(k), name): sum(a >= k for a in [0, 2, 5, 2, 1, 0]) for k in range(1, 6)}
+    assert found["tlt_accept_length"] == {("off",): 1.0, (name,): 1.5}
+
+
+def test_drafts_deeper_than_the_positions_listed_count_in_all_of_these() -> None:
+    metrics = Metrics()
+    step(metrics, EAGLE, [POSITIONS + 9, POSITIONS, 3], drafted=99)
+    found = shown(metrics)
+    positions = [found["tlt_sd_accepted_position_total"][str(k), EAGLE.name] for k in range(1, POSITIONS + 1)]
+    assert positions == [3, 3, 3] + [2] * (POSITIONS - 3)
+    assert found["tlt_sd_accepted_tokens_total"][EAGLE.name,] == 2 * POSITIONS + 12
+
+
+def test_the_strategy_in_force_and_its_switches() -> None:
+    metrics = Metrics()
+    for strategy in (OFF, OFF, EAGLE, OFF):
+        step(metrics, strategy, [0])
+    found = shown(metrics)
+    assert found["tlt_strategy_in_force"] == {("off",): 1, (EAGLE.name,): 0} and found["tlt_strategy_switches_total"] == {(): 2}
+
+
+def test_strategies_without_end_are_one_label_value() -> None:
+    metrics = Metrics()
+    for rows in range(2, STRATEGIES + 40):
+        step(metrics, Strategy("eagle", 1, 1, rows), [1], drafted=1)
+    assert len(shown(metrics)["tlt_cycles_total"]) == STRATEGIES + 1 and shown(metrics)["tlt_cycles_total"]["other",] == 38
+
+
+def test_the_engines_totals_go_on_when_a_new_engine_counts_from_zero() -> None:
+    metrics = Metrics()
+    for total in (2.0, 5.0, 1.0):
+        step(metrics, OFF, [0], preemptions=total, running=7.0, odd=3.0)
+    found = shown(metrics)
+    assert found["tlt_preemptions_total"] == {(): 6} and found["tlt_running_sequences"] == {(): 7}
+    assert found["tlt_engine_gauge"] == {("odd",): 3}
+    step(metrics, OFF, [0], preemptions=1.0)
+    assert "tlt_engine_gauge" not in shown(metrics), "of a policy that is no longer in force"
+
+
+def test_a_drafter_falls_behind_with_every_change_of_the_target() -> None:
+    metrics = Metrics()
+    metrics.engine_ready(msgspec.structs.replace(INFO, drafter_version="d0"))
+    behind = []
+    for target, drafter in (("v1", "d0"), ("v2", "d0"), ("v2", "d0"), ("v2", "d1"), ("v3", "d2"), ("v4", "d2")):
+        metrics.weights_reported(WeightReport(id="w", state=WeightState(target=target, drafter=drafter), result="committed", role="target"))
+        behind.append(shown(metrics)["tlt_drafter_behind_commits"][()])
+    assert behind == [1, 2, 2, 0, 0, 1]
+
+
+def test_processes_and_disk(tmp_path: Path) -> None:
+    metrics = Metrics()
+    assert "tlt_engine_process_resident_memory_bytes" not in shown(metrics) and shown(metrics)["process_resident_memory_bytes"][()] > 1e6
+    metrics.engine_ready(msgspec.structs.replace(INFO, pid=os.getppid()))
+    metrics.watch_disk(tmp_path / "not" / "made")
+    found = shown(metrics)
+    assert found["tlt_engine_process_resident_memory_bytes"][()] > 1e5 and found["tlt_engine_process_cpu_seconds_total"]
+    assert 0 < found["tlt_disk_free_bytes"][()] <= found["tlt_disk_total_bytes"][()]
+
+
+@pytest.fixture
+def own(model: Path):
+    with live_server(model, engine={"step_s": 0.004}) as server:
+        yield server
+
+
+def scraped(server: LiveServer) -> dict[str, dict[tuple[str, ...], float]]:
+    return series(httpx.get(f"{server.url}/metrics").text)
+
+
+def test_latencies_of_tokens(own: LiveServer) -> None:
+    with Client(own.url) as client:
+        client.generate([{"prompt": "abc", "n": 2}], sampling={"max_tokens": 30})  # 10 outputs of 3 tokens each
+    found = scraped(own)
+    assert found["tlt_queue_seconds_count"][()] == found["tlt_time_to_first_token_seconds_count"][()] == 2
+    assert found["tlt_inter_token_seconds_count"][()] == 18
+    mean = found["tlt_inter_token_seconds_sum"][()] / 18
+    assert 0.004 / 3 * 0.9 < mean < 1, "an output of 3 tokens every 4 ms, or later on a busy machine"
+    assert found["tlt_generated_tokens_total"][()] == 60
+
+
+def test_tokens_of_a_version_that_is_no_longer_live_are_stale(own: LiveServer) -> None:
+    with Client(own.url) as client:
+        client.generate([{"prompt": "abc"}], sampling={"max_tokens": 5})
+        assert scraped(own)["tlt_stale_tokens_total"][()] == 0
+        client.update_weights("p", "v1")
+        client.generate([{"prompt": "abc"}], sampling={"max_tokens": 5})  # the fake engine still says v0
+    assert scraped(own)["tlt_stale_tokens_total"][()] == 5
+
+
+def test_requests_by_route_method_and_status(own: LiveServer) -> None:
+    for path in ("/livez", "/livez", "/nowhere/1", "/nowhere/2", "/weights/v/commit"):
+        httpx.get(f"{own.url}{path}")
+    httpx.request("PURGE", f"{own.url}/livez")
+    httpx.post(f"{own.url}/generate", content=b"{")
+    give_up = time.monotonic() + 5
+    expected = {("GET", "/livez", "200"): 2, ("GET", "none", "404"): 2, ("GET", "/weights/{version}/commit", "405"): 1,
+                ("other", "/livez", "405"): 1, ("POST", "/generate", "400"): 1}
+    while (found := scraped(own))["tlt_http_requests_total"].items() < expected.items():
+        assert time.monotonic() < give_up
+    counted = {key: value for key, value in found["tlt_http_requests_total"].items() if key[1] != "/metrics"}
+    assert counted == expected
+    assert found["tlt_http_request_seconds_count"]["none",] == 2
+    refused = {reason: count for (reason,), count in found["tlt_requests_rejected_total"].items()}
+    assert {reason: count for reason, count in refused.items() if count} == {"not_found": 2, "method_not_allowed": 2, "invalid_request": 1}
+    assert refused["queue_full"] == 0, "a series that appears with its first refusal hides that one from `increase`"
+
+
+def test_ready_is_what_readyz_says(model: Path) -> None:
+    with live_server(model) as server:
+        assert scraped(server)["tlt_ready"] == {(): 1}
+        server.call(lambda: setattr(server.client, "draining", True))
+        assert httpx.get(f"{server.url}/readyz").status_code == 503 and scraped(server)["tlt_ready"] == {(): 0}
+
+
+def test_an_engine_step_costs_the_frontend_little() -> None:
+    """A step of 64 decoding requests with every gauge of the real engine; generous, as other processes share this machine."""
+    metrics = Metrics()
+    gauges = dict.fromkeys(("running", "waiting", "pages_free", "pages_cached", "preemptions", "spanning", *map(str, range(14))), 1.0)
+    message = Outputs([], gauges, cycle(EAGLE, [i % 8 for i in range(64)], drafted=960))
+    best = float("inf")
+    for _ in range(20):
+        started = time.perf_counter()
+        for _ in range(20):
+            metrics.engine_outputs(message)
+        best = min(best, (time.perf_counter() - started) / 20)
+    assert best < 0.0005, f"{best * 1e6:.0f} us per step"

@@ -1,0 +1,317 @@
+"""`tlt doctor`: every check passes on this machine, and finds the fault that is planted for it, with a remedy."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from packaging.specifiers import SpecifierSet
+
+from tlt_server.config import Config
+from tlt_server.demo.workload import DRAFTER, TARGET
+from tlt_server.doctor import compute, host, model, places
+from tlt_server.doctor.checks import CHECKS
+from tlt_server.doctor.finding import Finding, examine
+
+ROOT = Path(__file__).parents[2]
+GIB = 2**30
+
+
+def configured(**settings: Any) -> Config:
+    return Config(**{"model": TARGET, "drafter": str(DRAFTER), "port": 0, "threads": 2, **settings}).checked().resolved()
+
+
+def found(check: Callable[..., Finding], *arguments: Any) -> Finding:
+    return examine("planted", lambda: check(*arguments))
+
+
+def expect(finding: Finding, status: str, *words: str) -> None:
+    assert finding.status == status, finding
+    assert finding.remedy and not finding.remedy.startswith("see"), "whatever is not ok has a remedy"
+    for word in words:
+        assert word in finding.found + finding.remedy, f"{word!r} is not in {finding}"
+
+
+def doctor(*flags: str, **environment: str) -> tuple[int, str]:
+    own = {name: value for name, value in os.environ.items() if not name.startswith("TLT_")}
+    path = os.pathsep.join(str(ROOT / part) for part in ("", "kernels", "clients"))
+    done = subprocess.run([sys.executable, "-m", "tlt_server", "doctor", *flags], capture_output=True, text=True, timeout=120, check=False,
+                          env={**own, "PYTHONPATH": path, **environment})
+    assert "Traceback" not in done.stderr + done.stdout
+    return done.returncode, done.stdout
+
+
+def findings(output: str) -> dict[str, Finding]:
+    return {entry["check"]: Finding(**entry) for entry in json.loads(output)["checks"]}
+
+
+def test_every_check_passes_here() -> None:
+    status, output = doctor("--json", "--port", "0")
+    assert status == 0 and json.loads(output)["ok"]
+    assert list(findings(output)) == ["settings", *(check.name for check in CHECKS if not check.in_child),
+                                      *(check.name for check in CHECKS if check.in_child)]
+    not_ok = {name for name, finding in findings(output).items() if finding.status != "ok"}
+    assert not_ok <= {"packages", "open files"}, "a checkout may run without being installed, and a shell limit files"
+
+
+def test_people_get_a_line_per_check_and_the_remedy_below(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        status, output = doctor("--port", str(taken.getsockname()[1]), "--weight-root", str(tmp_path / "nowhere"))
+    lines = output.splitlines()
+    assert status == 1 and lines[-1].startswith(f"2 of {len(CHECKS) + 1} checks failed: port, weight root")
+    place = next(i for i, line in enumerate(lines) if line.startswith("fail port"))
+    assert "Address already in use" in lines[place] and "remedy: choose another --host or --port" in lines[place + 1]
+
+
+def test_settings_that_cannot_be_used_leave_what_needs_none() -> None:
+    status, output = doctor("--json", "--model", "/nowhere")
+    assert status == 1 and "not a directory" in findings(output)["settings"].found and findings(output)["settings"].remedy
+    assert list(findings(output)) == ["settings", "python", "packages", "locale", "sockets", "torch", "gpu", "kernels"]
+
+
+def test_a_torch_that_kills_its_process_is_a_finding(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("import os\nos.abort()\n")
+    status, output = doctor("--json", PYTHONPATH=os.pathsep.join(map(str, (tmp_path, ROOT, ROOT / "kernels", ROOT / "clients"))))
+    assert status == 1 and findings(output)["tokenizer"].status == "ok"
+    expect(findings(output)["torch"], "fail", "SIGABRT", "install")
+    assert findings(output)["memory"].found.startswith("not checked")
+
+
+def test_a_torch_that_cannot_be_imported_is_a_finding(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('libtorch.so: cannot open')\n")
+    status, output = doctor("--json", PYTHONPATH=os.pathsep.join(map(str, (tmp_path, ROOT, ROOT / "kernels", ROOT / "clients"))))
+    expect(findings(output)["torch"], "fail", "ImportError", "libtorch.so", "pip install")
+    assert status == 1 and findings(output)["model"].status == "fail" and findings(output)["kernels"].status == "ok"
+
+
+def test_a_check_that_breaks_is_a_finding() -> None:
+    def breaks() -> Finding:
+        raise ZeroDivisionError("of no use")
+
+    expect(found(breaks), "fail", "ZeroDivisionError", "of no use")
+
+
+def test_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (low, high) = host.SUPPORTED
+    assert SpecifierSet(project["requires-python"]) == SpecifierSet(f">={low[0]}.{low[1]},<{high[0]}.{high[1]}")
+    monkeypatch.setattr(sys, "version_info", (3, 10, 0))
+    expect(found(host.python), "fail", "Python 3.11 or 3.12")
+
+
+def test_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    requires = {"tlt-server": ["torch>=2.11", "numpy", "flash-attn; extra == 'flash-attn'"], "tlt-kernels": None, "tlt-client": ["httpx"]}
+    versions = {"torch": "2.13.0+cpu", "numpy": "2.4.6", "httpx": "0.28.1"}
+    monkeypatch.setattr(metadata, "requires", requires.__getitem__)
+
+    def version(name: str) -> str:
+        if name not in versions:
+            raise metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(metadata, "version", version)
+    assert found(host.packages).status == "ok"
+    versions["torch"] = "2.3.1"
+    del versions["httpx"]
+    expect(found(host.packages), "fail", "torch is 2.3.1", "httpx is missing", "pip install 'torch>=2.11' 'httpx'")
+
+
+def test_locale(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("locale.getpreferredencoding", lambda set: "ANSI_X3.4-1968")
+    expect(found(host.locale_encoding), "warn", "ANSI", "LANG=C.UTF-8")
+
+
+def test_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.gettempdir", lambda: "/" + "t" * 90)
+    expect(found(host.sockets), "fail", "107", "TMPDIR")
+
+
+def test_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, 4096))
+    expect(found(host.open_files, configured(max_connections=1024)), "warn", "1280", "ulimit -n 1280", "--max-connections to 768")
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert found(host.open_files, configured()).status == "ok"
+
+
+def test_processors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setattr(host, "CPU_QUOTA", tmp_path / "cpu.max")
+    assert found(host.processors, configured(threads=8)).status == "ok"
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert found(host.processors, configured(threads=8)).status == "ok"
+    (tmp_path / "cpu.max").write_text("350000 100000\n")
+    expect(found(host.processors, configured(threads=8)), "warn", "8 compute threads", "3.5", "--threads 3")
+
+
+def test_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    expect(found(host.libraries, configured()), "warn", "unset OMP_WAIT_POLICY")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    monkeypatch.setattr(host, "strict_environment", lambda: {})
+    expect(found(host.libraries, configured()), "warn", "padded blocks", "AVX2")
+
+
+def test_api_keys(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("\n")
+    expect(found(places.api_keys, configured(api_key_file=keys)), "fail", "holds no key", "one per line")
+    keys.write_text("secret")
+    keys.chmod(0o644)
+    expect(found(places.api_keys, configured(api_key_file=keys)), "warn", f"chmod 600 {keys}")
+    keys.chmod(0o600)
+    assert found(places.api_keys, configured(api_key_file=keys)).status == "ok"
+
+
+def test_weight_root(tmp_path: Path) -> None:
+    expect(found(places.weight_root, configured(weight_root=tmp_path / "none")), "fail", "mkdir -p", "--weight-root")
+    tmp_path.chmod(0o777)
+    expect(found(places.weight_root, configured(weight_root=tmp_path)), "warn", f"chmod o-w {tmp_path}")
+
+
+def test_state_directory(tmp_path: Path) -> None:
+    expect(found(places.state_directory, configured(weight_root=tmp_path)), "warn", "--state-dir")
+    (tmp_path / "file").write_text("")
+    expect(found(places.state_directory, configured(state_dir=tmp_path / "file" / "state")), "fail", "another --state-dir")
+    assert "will be made" in found(places.state_directory, configured(state_dir=tmp_path / "a" / "b")).found
+    tmp_path.chmod(0o770)
+    expect(found(places.state_directory, configured(state_dir=tmp_path)), "warn", f"chmod 700 {tmp_path}")
+    assert list(tmp_path.iterdir()) == [tmp_path / "file"], "a check changes nothing"
+
+
+@pytest.mark.parametrize(("free", "status"), [(10, "fail"), (90, "warn"), (4000, "ok")])
+def test_disk(free: int, status: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(GIB, GIB, free * 2**20))
+    finding = found(places.disk_space, configured(state_dir=tmp_path))
+    assert finding.status == status and "GiB free" in finding.found and bool(finding.remedy) == (status != "ok")
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Path:
+    """A copy of the shipped pair to break."""
+    shutil.copytree(TARGET, tmp_path / "target")
+    shutil.copytree(DRAFTER, tmp_path / "drafter")
+    return tmp_path
+
+
+def broken(pair: Path, **settings: Any) -> Config:
+    return configured(model=pair / "target", drafter=str(pair / "drafter"), **settings)
+
+
+def test_tokenizer(pair: Path) -> None:
+    (pair / "target" / "tokenizer_config.json").write_text("{}")
+    expect(found(places.tokenizer, broken(pair)), "warn", "no chat template", "chat_template")
+    (pair / "target" / "tokenizer.json").write_text("{")
+    expect(found(places.tokenizer, broken(pair)), "fail", "tokenizer.json")
+    (pair / "target" / "tokenizer.json").unlink()
+    expect(found(places.tokenizer, broken(pair)), "warn", "there is no", "save the tokenizer")
+
+
+def rewrite(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_model(pair: Path) -> None:
+    weights, config = pair / "target" / "model.safetensors", pair / "target" / "config.json"
+    whole, described = weights.read_bytes(), config.read_text()
+    assert found(model.target, broken(pair)).status == "ok"
+    weights.write_bytes(whole[:-100])
+    expect(found(model.target, broken(pair)), "fail", "not a whole safetensors file", "download it again")
+    weights.unlink()
+    expect(found(model.target, broken(pair)), "fail", "model.safetensors", "is missing", "point to a directory")
+    weights.write_bytes(whole)
+    rewrite(config, intermediate_size=32)
+    expect(found(model.target, broken(pair)), "fail", "has shape", "do not belong together")
+    config.write_text(described)
+    rewrite(config, num_hidden_layers=99)
+    expect(found(model.target, broken(pair)), "fail", "is missing", "incomplete")
+    config.write_text(described)
+    rewrite(config, architectures=["MambaForCausalLM"])
+    expect(found(model.target, broken(pair)), "fail", "unknown model family 'MambaForCausalLM'")
+
+
+def test_a_dtype_that_is_not_taken(pair: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    path = pair / "target" / "model.safetensors"
+    tensors = load_file(path)
+    save_file({**tensors, "model.norm.weight": tensors["model.norm.weight"].to(torch.float64)}, path)
+    expect(found(model.target, broken(pair)), "fail", "torch.float64", "convert the checkpoint")
+
+
+def test_a_length_that_the_model_has_not() -> None:
+    expect(found(model.target, configured(max_model_len=10**6)), "fail", "max_model_len 1000000 exceeds", "lower it")
+
+
+def test_drafter(pair: Path) -> None:
+    config = pair / "drafter" / "config.json"
+    described = config.read_text()
+    assert found(model.drafter, broken(pair)).status == "ok" and found(model.drafter, configured(drafter="history")).found == "history"
+    rewrite(config, hidden_size=1024)
+    expect(found(model.drafter, broken(pair)), "fail", "'hidden_size' is 1024", "trained for this target")
+    config.write_text(described)
+    rewrite(config, intermediate_size=32)
+    expect(found(model.drafter, broken(pair)), "fail", "has shape")
+    config.write_text(described)
+    (pair / "drafter" / "model.safetensors").write_bytes(b"short")
+    expect(found(model.drafter, broken(pair)), "fail", "truncated or damaged", "download it again")
+
+
+def test_numerics(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "self-test passed" in found(model.numerics, configured()).found
+    expect(found(model.numerics, configured(numerics="fast")), "warn", "exact in distribution", "--numerics strict")
+    monkeypatch.setattr("tlt_server.models.numerics.Numerics._row_invariant", lambda self, weight, bias: self.padded)
+    expect(found(model.numerics, configured()), "warn", "padded blocks of 16 rows", "MKL")
+    monkeypatch.setattr("tlt_server.models.numerics.Numerics._row_invariant", lambda self, weight, bias: False)
+    expect(found(model.numerics, configured()), "fail", "depends on the rows around it", "MKL_CBWR=AVX2,STRICT")
+
+
+@pytest.mark.parametrize(("available", "total", "status"), [(100, 200, "fail"), (100, 8000, "warn"), (8000, 16000, "ok")])
+def test_memory(available: int, total: int, status: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "meminfo").write_text(f"MemTotal: {total * 1024} kB\nMemAvailable: {available * 1024} kB\n")
+    monkeypatch.setattr(model, "MEMORY", tmp_path / "meminfo")
+    monkeypatch.setattr(model, "MEMORY_LIMIT", tmp_path / "memory.max")
+    finding = found(model.memory, configured(weight_root=tmp_path))
+    assert finding.status == status and "3 x 0.02 GiB" in finding.found
+    (tmp_path / "memory.max").write_text(f"{300 * 2**20}\n")
+    expect(found(model.memory, configured(weight_root=tmp_path)), "fail", "in all", "--kv-memory-mb")
+
+
+def test_kv_that_holds_no_sequence() -> None:
+    expect(found(model.memory, configured(kv_memory_mb=1)), "fail", "kv_memory_mb 1 holds", "raise it to")
+
+
+def test_committed_weights(tmp_path: Path) -> None:
+    config = configured(state_dir=tmp_path)
+    assert found(model.committed_weights, config).status == "ok" and not list(tmp_path.iterdir())
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "current.json").write_text(json.dumps({"model": "/another", "roles": {}}))
+    expect(found(model.committed_weights, config), "fail", "belongs to the model /another", "another --state-dir")
+
+
+def test_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(compute, "DRIVER", tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    expect(found(compute.gpu), "warn", "a driver is loaded", "CUDA build")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Card 9000")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert found(compute.gpu).status == "ok" and "Card 9000 (CUDA 13.0" in found(compute.gpu).found
+
+
+def test_torch_without_vector_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+    expect(found(compute.torch_import), "warn", "DEFAULT", "AVX2")

@@ -1,0 +1,102 @@
+"""Checks of the checkpoints by the loader's own rules, on torch's device without storage: no weight is read. Run in the child process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from tlt_server.build import engine_settings
+from tlt_server.config import Config
+from tlt_server.doctor.finding import Finding, fail, ok, warn
+from tlt_server.engine.assembly import kv_pages, served_length
+from tlt_server.models.config import ModelConfig
+from tlt_server.models.decoder import Decoder
+from tlt_server.models.eagle import VOCABULARY_MAP, Eagle3, feature_layers
+from tlt_server.models.loader import check_files, empty_target, unread
+from tlt_server.models.numerics import Numerics
+from tlt_server.speculation.survival import Calibration
+from tlt_server.weights.spool import Spool
+
+GIB = 2**30
+WIDEST = 8192  # outputs of a product that the self-test looks at
+MEMORY, MEMORY_LIMIT = Path("/proc/meminfo"), Path("/sys/fs/cgroup/memory.max")
+
+
+def _drafter_directory(config: Config) -> Path | None:
+    return None if config.drafter in ("none", "history") else Path(config.drafter)
+
+
+def _model(config: Config) -> Decoder:
+    """The target without storage."""
+    settings, raw = engine_settings(config), ModelConfig.read(config.model)
+    eagle = _drafter_directory(config)
+    with torch.device("meta"):
+        return empty_target(config.model, config=replace(raw, max_position=served_length(settings, raw)), numerics=Numerics("strict"),
+                            page_size=settings.page_size, feature_layers=feature_layers(eagle, raw) if eagle else ())
+
+
+def target(config: Config) -> Finding:
+    model = _model(config)
+    check_files(model.parameters(), config.model, ignored=unread(model))
+    return ok(f"{model.config.architecture}, {_values(model) / 1e6:,.1f} M parameters, every tensor is there")
+
+
+def drafter(config: Config) -> Finding:
+    directory = _drafter_directory(config)
+    if directory is None:
+        return ok(config.drafter)
+    with torch.device("meta"):
+        network = Eagle3.empty(directory, _model(config))
+    check_files(network.parameters(), directory, ignored=VOCABULARY_MAP)
+    Calibration.load(directory)
+    return ok(f"EAGLE-3, {sum(view.numel() for view in network.parameters().values()) / 1e6:,.1f} M parameters, fits the target")
+
+
+def numerics(config: Config) -> Finding:
+    """The loader's self-test on products of the model's shapes, with other values."""
+    assert isinstance(config.threads, int)
+    torch.set_num_threads(config.threads)
+    if config.numerics == "fast":
+        return warn("fast: exact in distribution, not bit for bit", "--numerics strict where tokens must not depend on the batch")
+    tested, generator = Numerics("strict", threads=config.threads), torch.Generator().manual_seed(0)
+    shapes = {tuple(view.shape) for view in _model(config).parameters().values() if view.dim() == 2}
+    tested.self_test((torch.randn(inputs, min(outputs, WIDEST), generator=generator), None) for outputs, inputs in sorted(shapes))
+    if tested.padded:
+        return warn(tested.describe(), "products run in padded blocks, which is slower; an x86 build of torch with MKL avoids it")
+    return ok(tested.describe())
+
+
+def memory(config: Config) -> Finding:
+    settings, model = engine_settings(config), _model(config)
+    per_page = model.make_cache(1, settings.page_size, 0).bytes_per_slot * settings.page_size
+    pages = kv_pages(settings, per_page, model.max_position)
+    versions = 3 if config.weight_root is not None else 1  # live, before that, and the one being staged
+    need = 4 * _values(model) * versions + pages * per_page
+    found = f"{versions} x {4 * _values(model) / GIB:.2f} GiB of float32 weights and {pages * per_page / GIB:.2f} GiB of KV"
+    available, total = _memory()
+    found += f"; {available / GIB:.2f} GiB are available"
+    remedy = "lower --kv-memory-mb, serve a smaller model, or use a machine with more memory"
+    if need > total:
+        return fail(f"{found}, {total / GIB:.2f} in all", remedy)
+    return ok(found) if need <= available else warn(found, f"end other programs, or {remedy}")
+
+
+def committed_weights(config: Config) -> Finding:
+    if config.state_dir is None or not (config.state_dir / "weights").is_dir():
+        return ok("none are kept")
+    kept = Spool(config.state_dir, str(config.model.resolve())).current()
+    return ok(", ".join(f"{role} {part.version}" for role, part in kept.items()) or "none are kept")
+
+
+def _values(model: Decoder) -> int:
+    return sum(view.numel() for view in model.parameters().values())
+
+
+def _memory() -> tuple[int, int]:
+    """Bytes available and in all, of the machine or of the control group that limits this process."""
+    lines = dict(line.split(":") for line in MEMORY.read_text().splitlines())
+    available, total = (int(lines[name].split()[0]) * 1024 for name in ("MemAvailable", "MemTotal"))
+    limit = MEMORY_LIMIT.read_text().strip() if MEMORY_LIMIT.exists() else "max"
+    return (available, total) if limit == "max" else (min(available, int(limit)), min(total, int(limit)))

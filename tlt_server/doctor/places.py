@@ -1,0 +1,91 @@
+"""Checks of ports, files and directories that the settings name. No torch."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from pathlib import Path
+
+from tlt_server.config import Config
+from tlt_server.doctor.finding import Finding, fail, ok, warn
+from tlt_server.frontend.auth import Keys
+from tlt_server.frontend.text import Text
+from tlt_server.metrics import disk
+
+GIB = 2**30
+KEPT_VERSIONS = 3  # on disk while a push is staged: live, before that, and the new one
+SPARE_BYTES = 64 * 2**20
+
+
+def port(config: Config) -> Finding:
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((config.host, config.port))
+        except OSError as error:
+            return fail(f"cannot bind {config.host}:{config.port}: {error.strerror}", "choose another --host or --port (0 = a free one)")
+        return ok(f"{config.host}:{config.port or listener.getsockname()[1]} is free")
+
+
+def api_keys(config: Config) -> Finding:
+    path = config.api_key_file
+    if path is None:
+        return ok("none: programs of this machine may call the server")
+    Keys.read(path)
+    if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        return warn(f"other users may open {path}", f"chmod 600 {path}")
+    return ok(str(path))
+
+
+def weight_root(config: Config) -> Finding:
+    root = config.weight_root
+    if root is None:
+        return ok("none: weight pushes are refused")
+    if not root.is_dir() or not os.access(root, os.R_OK | os.X_OK):
+        return fail(f"{root} is not a directory that this user may read", f"mkdir -p {root}, or name another --weight-root")
+    if root.stat().st_mode & stat.S_IWOTH:
+        return warn(f"every user of this machine may write below {root}", f"chmod o-w {root}")
+    return ok(str(root))
+
+
+def state_directory(config: Config) -> Finding:
+    directory = config.state_dir
+    if directory is None:
+        if config.weight_root is None:
+            return ok("none, and no weights can be pushed")
+        return warn("none: a restarted engine has lost the weights that were pushed", "name a --state-dir")
+    existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        return fail(f"{existing} is not a directory that this user may write", "name another --state-dir, or change its owner")
+    if existing == directory and directory.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return warn(f"other users may write to {directory}", f"chmod 700 {directory}")
+    return ok(str(directory) if existing == directory else f"{directory} will be made")
+
+
+def disk_space(config: Config) -> Finding:
+    if config.state_dir is None:
+        return ok("nothing is written")
+    version = sum(path.stat().st_size for path in _checkpoints(config))
+    free, need = disk(config.state_dir).free, KEPT_VERSIONS * version + SPARE_BYTES
+    found = f"{free / GIB:.1f} GiB free for {config.state_dir}; {KEPT_VERSIONS} weight versions take {need / GIB:.1f} GiB"
+    if free < version + SPARE_BYTES:
+        return fail(found, "free some, or name a --state-dir on another file system; no push could be kept")
+    return ok(found) if free >= need else warn(found, "free some, or name a --state-dir on another file system; pushes may fail")
+
+
+def _checkpoints(config: Config) -> list[Path]:
+    folders = [config.model, *([Path(config.drafter)] if config.drafter not in ("none", "history") else [])]
+    return [path for folder in folders for path in folder.glob("*.safetensors")]
+
+
+def tokenizer(config: Config) -> Finding:
+    text = Text.load(config.model)
+    if text.tokenizer is None:
+        return warn(f"there is no {config.model / 'tokenizer.json'}: requests must give token ids, and replies have no text",
+                    "save the tokenizer into the model directory")
+    if not text.has_template:
+        return warn(f"{text.tokenizer.get_vocab_size()} tokens, no chat template: messages are refused, prompts are taken",
+                    "add chat_template to tokenizer_config.json if the model chats")
+    return ok(f"{text.tokenizer.get_vocab_size()} tokens, with a chat template")
