@@ -107,6 +107,8 @@ class Metrics:
         self.resumed = counter("tlt_resumed_sequences", "Sequences of rollouts given to another engine to go on with.")
         self.disk_free = gauge("tlt_disk_free_bytes", "Free on the file system that holds the state directory.")
         self.disk_total = gauge("tlt_disk_total_bytes", "Size of the file system that holds the state directory.")
+        for status in ("running", "done"):
+            self.rollouts.labels(status)
         for code in codes():  # from 0 on, so that the first one counts in an `increase`
             self.rejected.labels(code)
         for role, result in itertools.product(("target", "drafter", "all", "none"), PUSH_RESULTS):

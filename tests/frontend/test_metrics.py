@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.frontend.fake_engine import INFO
 from tests.frontend.live_server import LiveServer, live_server
-from tlt_client import Client
+from tlt_client import Client, ItemResult
 from tlt_server.metrics import POSITIONS, STRATEGIES, Metrics
 from tlt_server.records import OFF, Cycle, Outputs, StepContext, Strategy, WeightReport, WeightState
 
@@ -135,12 +135,16 @@ def test_latencies_of_tokens(own: LiveServer) -> None:
 
 
 def test_tokens_of_a_version_that_is_no_longer_live_are_stale(own: LiveServer) -> None:
-    with Client(own.url) as client:
+    with Client(own.url) as client, Client(own.url) as trainer:
         client.generate([{"prompt": "abc"}], sampling={"max_tokens": 5})
         assert scraped(own)["tlt_stale_tokens_total"][()] == 0
-        client.update_weights("p", "v1")
-        client.generate([{"prompt": "abc"}], sampling={"max_tokens": 5})  # the fake engine still says v0
-    assert scraped(own)["tlt_stale_tokens_total"][()] == 5
+        events = client.stream([{"prompt": "abc"}], sampling={"max_tokens": 200})
+        next(events)
+        trainer.update_weights("p", "v1")
+        (result,) = [event for event in events if isinstance(event, ItemResult)]
+    old, new = result.choices[0].weight_versions
+    assert (old.version, new.version) == ("v0", "v1")
+    assert scraped(own)["tlt_stale_tokens_total"][()] == old.end
 
 
 def test_requests_by_route_method_and_status(own: LiveServer) -> None:
