@@ -12,6 +12,7 @@ DIALECTS = Registry("dialect", {
     "native": "tlt_server.frontend.dialects.native:routes",
     "openai": "tlt_server.frontend.dialects.openai:routes",
     "operate": "tlt_server.frontend.dialects.operate:routes",
+    "page": "tlt_server.frontend.dialects.page:routes",
     "strategy": "tlt_server.frontend.dialects.strategy:routes",
     "weights": "tlt_server.frontend.dialects.weights:routes",
 })
