@@ -23,7 +23,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 class Endpoint(Route):
     def __init__(self, method: str, path: str, handler: Handler, *, takes: type[BaseModel] | None = None, gives: Any = str,
                  text: str = "text/plain", streams: bool = False, error_shape: Callable[[TltError], Any] = error_body) -> None:
-        """`gives` is a msgspec type, or `str` for a text of the media type `text`; `streams`: server-sent events instead, where the request asks for them."""
+        """`gives` is a msgspec type, or `str` for the media type `text`; `streams`: server-sent events instead, where the request asks."""
         super().__init__(path, handler, methods=[method])
         self.method, self.handler, self.takes, self.gives, self.streams = method, handler, takes, gives, streams
         self.text, self.error_shape = text, error_shape
