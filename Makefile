@@ -46,6 +46,9 @@ browser: ## a Chromium for the page's tests: the machine's own, else Debian's
 test: $(STAMP) browser lint ## lint, then all tests that need no GPU
 	"$(BIN)/python" -m pytest -m "not gpu and not soak" $(PYTEST_ARGS) $(ARGS)
 
+screenshots: $(STAMP) browser ## renew the pictures of the built-in page under docs/images
+	"$(BIN)/python" -m examples.page.screenshots
+
 bench: $(STAMP) ## exactness and rollout benchmarks, quick
 	"$(BIN)/tlt" bench exact --quick $(ARGS)
 	"$(BIN)/tlt" bench rollout --quick $(ARGS)

@@ -242,14 +242,22 @@ def test_markup_from_the_server_or_a_model_stays_text(open_page: Open, guarded: 
     assert page.locator("img").count() == 0 and page.evaluate("window.inert") is None
 
 
-def test_new_weights_are_marked_where_they_went_live(open_page: Open, guarded: ServerProcess) -> None:
+def test_new_weights_are_marked_in_the_charts_and_in_a_response(open_page: Open, guarded: ServerProcess) -> None:
     page = ready(open_page(guarded.url, before=with_key))
     expect(page.locator(".version-marker")).to_have_count(0)
+    page.route("**/generate", without_end)
+    page.get_by_role("radio", name="weight version").check()
+    ask(page, "Use 3,7,11 to make 300.", **{"max-tokens": "1500"})
+    expect(page.locator("#output span").nth(5)).to_be_attached(timeout=SOON_MS)
     with Client(guarded.url, api_key=KEY, timeout_s=60) as trainer:
         trainer.update_weights("next", HOSTILE)
     expect(page.locator(".version-marker")).to_have_count(4, timeout=SOON_MS)  # one in each chart
     expect(page.locator(".version-marker").first).to_contain_text(HOSTILE[:20])
     expect(page.locator("#fact-weights")).to_contain_text(f"{HOSTILE}, live for")
+    expect(page.locator("#figures")).to_contain_text("1,500 tokens", timeout=SOON_MS)
+    expect(page.locator("#scale-version li")).to_have_text(["initial", HOSTILE])
+    classes = page.evaluate("answer.blocks.map(({ node }) => node.className.includes('v1'))")
+    assert classes == sorted(classes) and len(set(classes)) == 2  # the old version's tokens, then the new one's
     assert page.locator("img").count() == 0
 
 
