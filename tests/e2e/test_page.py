@@ -247,14 +247,14 @@ def test_new_weights_are_marked_in_the_charts_and_in_a_response(open_page: Open,
     expect(page.locator(".version-marker")).to_have_count(0)
     page.route("**/generate", without_end)
     page.get_by_role("radio", name="weight version").check()
-    ask(page, "Use 3,7,11 to make 300.", **{"max-tokens": "1500"})
+    ask(page, "Use 3,7,11 to make 300.", **{"max-tokens": "600"})
     expect(page.locator("#output span").nth(5)).to_be_attached(timeout=SOON_MS)
     with Client(guarded.url, api_key=KEY, timeout_s=60) as trainer:
         trainer.update_weights("next", HOSTILE)
     expect(page.locator(".version-marker")).to_have_count(4, timeout=SOON_MS)  # one in each chart
     expect(page.locator(".version-marker").first).to_contain_text(HOSTILE[:20])
     expect(page.locator("#fact-weights")).to_contain_text(f"{HOSTILE}, live for")
-    expect(page.locator("#figures")).to_contain_text("1,500 tokens", timeout=SOON_MS)
+    expect(page.locator("#figures")).to_contain_text("600 tokens", timeout=SOON_MS)
     expect(page.locator("#scale-version li")).to_have_text(["initial", HOSTILE])
     classes = page.evaluate("answer.blocks.map(({ node }) => node.className.includes('v1'))")
     assert classes == sorted(classes) and len(set(classes)) == 2  # the old version's tokens, then the new one's
@@ -294,6 +294,7 @@ def test_it_sees_a_server_drain_go_and_come_back(open_page: Open) -> None:
         assert first.process.wait(20) == 0
     expect(page.locator("#state")).to_have_text("unreachable", timeout=SOON_MS)
     expect(page.locator("#banner")).to_contain_text("start it again with tlt serve")
+    assert set(page.locator("[id^=now-]").all_inner_texts()) == {"–"}  # no figure of a server that is gone
     with ServerProcess(*flags):
         ready(page)
         assert page.evaluate("points.every((p) => !(p.tokensPerS < 0))")
