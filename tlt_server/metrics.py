@@ -54,7 +54,7 @@ class Metrics:
         self.end_to_end_s = histogram("tlt_end_to_end_seconds", "From acceptance to the end of a sequence.", LATENCY_S)
         self.step_s = histogram("tlt_step_seconds", "Wall time of an engine step.", STEP_S)
         self.cycles = counter("tlt_cycles", "Engine steps, by strategy.", "strategy")
-        self.sequence_steps = counter("tlt_sequence_steps", "Sequences that decoded, summed over engine steps, by strategy.", "strategy")
+        self.decodes = counter("tlt_decodes", "Decoding requests summed over engine steps, by strategy.", "strategy")
         self.sd_drafted = counter("tlt_sd_drafted_tokens", "Draft rows verified, by strategy.", "strategy")
         self.sd_accepted = counter("tlt_sd_accepted_tokens", "Draft tokens accepted, by strategy.", "strategy")
         self.accept_length = gauge("tlt_accept_length", "Mean tokens per request and step, last step of the strategy.", "strategy")
@@ -106,7 +106,7 @@ class Metrics:
         name = cycle.strategy.name
         self.step_s.observe(cycle.step_s)
         self.cycles.labels(name).inc()
-        self.sequence_steps.labels(name).inc(len(cycle.accepted))
+        self.decodes.labels(name).inc(len(cycle.accepted))
         self.prefilled.inc(cycle.context.prefill_rows)
         if cycle.drafted:
             self.sd_drafted.labels(name).inc(cycle.drafted)

@@ -45,7 +45,7 @@ def main() -> None:
             perturbed_copy(TARGET, Path(root) / f"step-{step}", seed=step)
         flags = ("--model", str(TARGET), "--drafter", str(DRAFTER), "--weight-root", root, "--served-model-name", "demo-pair")
         with ServerProcess(*flags) as server, Client(server.url, timeout_s=60) as trainer:
-            page = running.new_page(viewport={"width": 1280, "height": 930})
+            page = running.new_page(viewport={"width": 1280, "height": 945})
             page.goto(server.url)
             ready(page)
             for step in range(STEPS):
