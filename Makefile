@@ -17,7 +17,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 CODE := tlt_server clients tests $(wildcard kernels examples benchmarks)
 
-.PHONY: setup demo test lint bench soak clean help
+.PHONY: setup demo test lint browser screenshots bench soak clean help
 
 help: ## this list
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -40,8 +40,14 @@ lint: $(STAMP) ## ruff, mypy, import-linter
 	"$(BIN)/mypy"
 	"$(BIN)/lint-imports"
 
-test: $(STAMP) lint ## lint, then all tests that need no GPU
+browser: ## a Chromium for the page's tests: the machine's own, else Debian's
+	@tests/browser.sh
+
+test: $(STAMP) browser lint ## lint, then all tests that need no GPU
 	"$(BIN)/python" -m pytest -m "not gpu and not soak" $(PYTEST_ARGS) $(ARGS)
+
+screenshots: $(STAMP) browser ## renew the pictures of the built-in page under docs/images
+	"$(BIN)/python" -m examples.page.screenshots
 
 bench: $(STAMP) ## exactness and rollout benchmarks, quick
 	"$(BIN)/tlt" bench exact --quick $(ARGS)

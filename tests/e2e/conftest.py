@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
+from playwright.sync_api import Browser, Page
 
+from tests.e2e.browser import Open
+from tests.e2e.browser import browser as open_browser
 from tlt_client import Client
 from tlt_server.demo.server import ServerProcess
 from tlt_server.demo.workload import DRAFTER, TARGET
@@ -23,3 +27,35 @@ def server() -> Iterator[ServerProcess]:
 def client(server: ServerProcess) -> Iterator[Client]:
     with Client(server.url, timeout_s=60) as client:
         yield client
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """Per module, because other modules run asyncio loops of their own."""
+    with open_browser() as running:
+        yield running
+
+
+@pytest.fixture
+def open_page(browser: Browser) -> Iterator[Open]:
+    """Opens pages, each with storage of its own; at the end no script may have failed and no other origin may have been asked."""
+    contexts: list[Any] = []
+    wrong: list[str] = []
+
+    def opened(url: str, *, width: int = 1280, quiet: bool = True, before: Callable[[Page], None] = lambda page: None,
+               **options: Any) -> Page:
+        context = browser.new_context(viewport={"width": width, "height": 900}, **options)
+        contexts.append(context)
+        page = context.new_page()
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on("request", lambda asked: None if asked.url.startswith((f"{url}/", "data:")) else wrong.append(asked.url))
+        if quiet:
+            page.on("console", lambda message: wrong.append(message.text))
+        before(page)
+        page.goto(url)
+        return page
+
+    yield opened
+    for context in contexts:
+        context.close()
+    assert wrong == []

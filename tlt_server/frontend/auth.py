@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tlt_server.config import is_loopback
 from tlt_server.errors import Forbidden, StartupError, TltError, Unauthenticated
 
-OPEN_PATHS = frozenset({"/health", "/livez", "/readyz", "/startupz"})
+OPEN_PATHS = frozenset({"/", "/health", "/livez", "/readyz", "/startupz"})  # probes, and the page, which is the same for everybody
 
 
 class Keys:
@@ -48,7 +48,7 @@ def _digest_of(line: str) -> bytes:
 
 
 class Authentication:
-    """Refuses requests without a known key, or without keys those that come by way of a foreign name; health probes stay open."""
+    """Refuses requests without a known key, or without keys those that come by way of a foreign name; `OPEN_PATHS` stay open."""
 
     def __init__(self, app: ASGIApp, *, keys: Keys | None, refuse: Callable[[str, TltError], ASGIApp]) -> None:
         """`refuse(path, error)` is the answer that closes the connection."""

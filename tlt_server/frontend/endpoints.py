@@ -23,10 +23,10 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 class Endpoint(Route):
     def __init__(self, method: str, path: str, handler: Handler, *, takes: type[BaseModel] | None = None, gives: Any = str,
-                 others: Mapping[int, Any] = MappingProxyType({}), streams: bool = False,
+                 text: str = "text/plain", others: Mapping[int, Any] = MappingProxyType({}), streams: bool = False,
                  error_shape: Callable[[TltError], Any] = error_body) -> None:
-        """`gives` is a msgspec type, or `str` for plain text; `others`: what it gives with a status other than 200 that is no error;
-        `streams`: server-sent events instead, where the request asks for them."""
+        """`gives` is a msgspec type, or `str` for the media type `text`; `others`: what it gives with a status other than 200 that is
+        no error; `streams`: server-sent events instead, where the request asks for them."""
         super().__init__(path, handler, methods=[method])
         self.method, self.handler, self.takes, self.gives, self.streams = method, handler, takes, gives, streams
-        self.others, self.error_shape = others, error_shape
+        self.text, self.others, self.error_shape = text, others, error_shape

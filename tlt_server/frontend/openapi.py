@@ -74,7 +74,7 @@ def _words(endpoint: Endpoint) -> dict[str, Any]:
 
 
 def _content(endpoint: Endpoint, gives: dict[Any, Any]) -> dict[str, Any]:
-    kind = "text/plain" if endpoint.gives is str else "application/json"
+    kind = endpoint.text if endpoint.gives is str else "application/json"
     content = {kind: {"schema": gives[endpoint.gives]}}
     return content | ({"text/event-stream": {"schema": {"type": "string"}}} if endpoint.streams else {})
 

@@ -13,6 +13,7 @@ DIALECTS = Registry("dialect", {
     "openai": "tlt_server.frontend.dialects.openai:routes",
     "rollouts": "tlt_server.frontend.dialects.rollouts:routes",
     "operate": "tlt_server.frontend.dialects.operate:routes",
+    "page": "tlt_server.frontend.dialects.page:routes",
     "strategy": "tlt_server.frontend.dialects.strategy:routes",
     "weights": "tlt_server.frontend.dialects.weights:routes",
 })

@@ -1,0 +1,308 @@
+"""The built-in page in a real browser against real servers: what it shows, what it sends, and what cannot get in."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Page, Route, expect
+
+from tests.e2e.browser import SOON_MS, Open, ask, ready
+from tests.e2e.test_lifecycle import FAST_START, LONG, QUESTION, until
+from tlt_client import Client
+from tlt_server.demo.push import perturbed_copy
+from tlt_server.demo.rounds import look
+from tlt_server.demo.server import ServerProcess
+from tlt_server.demo.workload import TARGET
+
+HOSTILE = "<img src=x onerror=window.inert=false>"
+KEY = "the-page-test-key"
+
+
+@pytest.fixture(scope="module")
+def weight_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("weights")
+    perturbed_copy(TARGET, root / "next")
+    return root
+
+
+@pytest.fixture(scope="module")
+def guarded(weight_root: Path) -> Iterator[ServerProcess]:
+    """A server with keys, with a weight root, and with a name that is markup."""
+    (weight_root / "keys").write_text(KEY)
+    with ServerProcess(*FAST_START, "--api-key-file", str(weight_root / "keys"), "--weight-root", str(weight_root),
+                       "--served-model-name", HOSTILE) as running:
+        yield running
+
+
+def without_end(route: Route) -> None:
+    """The page's request to /generate, told to run on behind the end of the answer."""
+    body = json.loads(route.request.post_data or "")
+    body["sampling"]["ignore_eos"] = True
+    route.continue_(post_data=json.dumps(body))
+
+
+@contextmanager
+def load(server: ServerProcess) -> Iterator[None]:
+    """Four responses that run until the block ends."""
+    with Client(server.url, timeout_s=120) as client:
+        stream = client.stream([{"messages": QUESTION, "n": 4}], sampling=LONG)
+        next(stream)
+        draining = threading.Event()
+        reader = threading.Thread(target=lambda: [None for _ in iter(lambda: draining.is_set() or next(stream, None) is None, True)])
+        reader.start()
+        try:
+            yield
+        finally:
+            draining.set()
+            reader.join()
+            stream.close()
+
+
+def test_it_says_what_is_served(open_page: Open, server: ServerProcess) -> None:
+    page = ready(open_page(server.url))
+    expect(page.locator("#model")).to_have_text("target")
+    expect(page.locator("#fact-numerics")).to_have_text("strict")
+    expect(page.locator("#fact-policy")).to_have_text("beg")
+    expect(page.locator("#fact-weights")).to_have_text(re.compile(r"initial, live for \d+ (s|min)"))
+    expect(page.locator("#fact-drafter")).to_have_text("eagle+history, initial")
+    expect(page.locator("#banner")).to_be_hidden()
+    expect(page.locator("#key")).to_be_hidden()
+
+
+def test_figures_move_under_load_and_the_strip_shows_which_strategy_ran(open_page: Open, server: ServerProcess, client: Client) -> None:
+    page = ready(open_page(server.url))
+    try:
+        for policy, strategy, accepts in (("off", "off", r"1\.00"), ("fixed", "eagle:7x1x8", r"[1-8]\.\d\d")):
+            client.set_strategy(policy, strategy if policy == "fixed" else None)
+            with load(server):
+                expect(page.locator("#now-running")).to_have_text("4", timeout=SOON_MS)
+                expect(page.locator("#now-tokens")).to_have_text(re.compile(r"^\d*[1-9][\d,.]*$"), timeout=SOON_MS)
+                expect(page.locator("#now-accept")).to_have_text(re.compile(accepts), timeout=SOON_MS)
+                expect(page.locator(f'.band[data-strategy="{strategy}"]').first).to_be_attached(timeout=SOON_MS)
+            until(lambda: look(client).open == 0)
+    finally:
+        client.set_strategy("beg")
+    expect(page.locator("#now-running")).to_have_text("0", timeout=SOON_MS)
+    assert page.locator("#strategies li").all_inner_texts()[0].startswith("off")
+    swatches = [item.inner_html() for item in page.locator("#strategies svg").all()]
+    assert "pattern" not in swatches[0] and len(set(swatches)) == len(swatches)
+    assert page.locator("#chart-tokens .trace").count() and page.locator("#chart-requests .trace.c2").count()
+    page.locator("#chart-tokens").focus()
+    page.keyboard.press("ArrowLeft")
+    expect(page.locator("#readout")).to_contain_text("tokens/s")
+    expect(page.locator("#chart-strategy .cursor")).to_be_attached()
+
+
+def test_a_prompt_streams_with_its_seed_and_comes_back_the_same(open_page: Open, server: ServerProcess, client: Client) -> None:
+    seed = 2**64 - 3  # more digits than a number of the browser holds
+    page = ready(open_page(server.url))
+    ask(page, "Compute 3*4+5.", seed=str(seed))
+    expect(page.locator("#figures")).to_contain_text(f"seed {seed}", timeout=SOON_MS)
+    (choice,) = client.generate([{"messages": [{"role": "user", "content": "Compute 3*4+5."}], "seed": seed}]).results[0].choices
+    assert page.locator("#output").text_content() == choice.text
+    expect(page.locator("#figures")).to_contain_text(f"{len(choice.token_ids)} tokens")
+    expect(page.locator("#figures")).to_contain_text("finish reason stop")
+    page.locator("#output").focus()
+    page.keyboard.press("ArrowRight")
+    expect(page.locator("#pointed")).to_contain_text(f"log-prob −{-choice.logprobs[0]:.3f}")
+    page.get_by_role("radio", name="weight version").check()
+    expect(page.locator("#scale-version")).to_have_text("initial")
+    assert page.locator("#output .v0").count() == page.locator("#output span").count()
+    page.locator("#seed").fill("")
+    page.get_by_role("button", name=f"seed {seed}").click()
+    expect(page.locator("#seed")).to_have_value(str(seed))
+    page.get_by_label("speculate").uncheck()
+    page.get_by_label("raw text").check()
+    ask(page, "2+2=", **{"max-tokens": "3"})
+    expect(page.locator("#figures")).to_contain_text("3 tokens", timeout=SOON_MS)
+    expect(page.locator("#figures")).to_contain_text("finish reason length", timeout=SOON_MS)
+    expect(page.locator("#pointed")).not_to_be_empty()
+    assert page.locator("#output span").count() == 3  # without speculation a step gives one token
+
+
+def test_a_response_can_be_stopped_and_frees_its_place(open_page: Open, server: ServerProcess, client: Client) -> None:
+    page = ready(open_page(server.url, before=lambda page: page.route("**/generate", without_end)))
+    ask(page, "Use 3,7,11 to make 300.", **{"max-tokens": "3500"})
+    expect(page.locator("#output span").nth(5)).to_be_attached(timeout=SOON_MS)
+    assert look(client).open == 1 and page.locator("#go").is_disabled()
+    page.click("#stop")
+    expect(page.locator("#figures")).to_contain_text("stopped by you")
+    until(lambda: look(client).open == 0)
+    expect(page.locator("#go")).to_be_enabled()
+
+
+def test_refusals_are_shown_in_the_servers_words(open_page: Open, server: ServerProcess) -> None:
+    page = ready(open_page(server.url, quiet=False))
+    ask(page, "1+1=", seed=str(2**64))
+    expect(page.locator("#said")).to_contain_text(f"seed is {2**64}", timeout=SOON_MS)
+    expect(page.locator("#said")).to_contain_text("(400 invalid_request)")
+    ask(page, "1+1=", seed="", **{"max-tokens": "100000"})
+    expect(page.locator("#said")).to_contain_text("max_tokens is 100000", timeout=SOON_MS)
+
+
+def test_only_its_own_script_runs(open_page: Open, server: ServerProcess) -> None:
+    page = ready(open_page(server.url, quiet=False))
+    blocked = page.evaluate("""async () => {
+      const blocked = [];
+      document.addEventListener("securitypolicyviolation", (event) => blocked.push(event.effectiveDirective));
+      const script = document.createElement("script"), image = document.createElement("img"), marked = document.createElement("p");
+      script.textContent = "window.inert = false";
+      image.src = "/health";
+      marked.setAttribute("onclick", "window.inert = false");
+      document.body.append(script, image, marked);
+      marked.click();
+      await fetch("http://127.0.0.2:9/").catch(() => {});
+      await new Promise((resolve) => setTimeout(resolve, 200));
+      return blocked;
+    }""")
+    assert sorted(blocked) == ["connect-src", "img-src", "script-src-attr", "script-src-elem"]
+    assert page.evaluate("window.inert") is None
+
+
+def test_a_stream_may_be_cut_anywhere(open_page: Open, server: ServerProcess) -> None:
+    page = ready(open_page(server.url))
+    frames = 'event: token\ndata: {"text":"é😀\\n\\n\\"seed\\":1"}\n\nevent: result\ndata: {"seed":18446744073709551615}\n\nevent: cut'
+    found = page.evaluate("""async (text) => {
+      const bytes = new TextEncoder().encode(text), found = [];
+      const body = new ReadableStream({ start(stream) { for (const byte of bytes) stream.enqueue(Uint8Array.of(byte)); stream.close(); } });
+      for await (const event of events(body)) found.push(event);
+      return found;
+    }""", frames)
+    assert found == [["token", {"text": 'é😀\n\n"seed":1'}], ["result", {"seed": "18446744073709551615"}]]
+
+
+def test_counters_of_another_server_give_no_negative_rate(open_page: Open, server: ServerProcess, client: Client) -> None:
+    text, totals = client.metrics(), iter([5000.0, 6000.0, 10.0, 500.0])
+
+    def metrics(route: Route) -> None:
+        total = next(totals, 500.0)
+        route.fulfill(body=re.sub(r"^tlt_generated_tokens_total .*", f"tlt_generated_tokens_total {total}", text, flags=re.MULTILINE))
+
+    page = open_page(server.url, before=lambda page: page.route("**/metrics", metrics))
+    until(lambda: page.evaluate("points.length >= 4 && points.some((p) => p.epoch === 1 && p.tokensPerS > 0)"), 20)
+    first, *rates = page.evaluate("points.slice(0, 4).map((p) => p.tokensPerS)")
+    assert first is None and rates[0] > 0 and rates[1] is None and rates[2] > 0
+
+
+def test_it_asks_less_often_while_nobody_looks(open_page: Open, server: ServerProcess) -> None:
+    page = ready(open_page(server.url))
+    page.evaluate("Object.defineProperty(document, 'hidden', { value: true, configurable: true })")
+    page.wait_for_timeout(1500)  # the next turn, which sees it
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.wait_for_timeout(2500)
+    assert asked == []
+    page.evaluate("delete document.hidden; document.dispatchEvent(new Event('visibilitychange'))")
+    page.wait_for_timeout(500)
+    assert f"{server.url}/metrics" in asked
+
+
+def test_a_key_is_asked_for_kept_in_the_tab_and_sent(open_page: Open, guarded: ServerProcess) -> None:
+    page = open_page(guarded.url, quiet=False)
+    expect(page.locator("#state")).to_have_text("ready", timeout=SOON_MS)
+    expect(page.locator("#key-said")).to_contain_text("asks for an API key", timeout=SOON_MS)
+    page.fill("#key-field", "wrong")
+    page.get_by_role("button", name="Use this key").click()
+    expect(page.locator("#key-said")).to_contain_text("refused this key", timeout=SOON_MS)
+    expect(page.locator("#key-said")).to_contain_text("401")
+    page.fill("#key-field", KEY)
+    page.get_by_role("button", name="Use this key").click()
+    expect(page.locator("#key")).to_be_hidden(timeout=SOON_MS)
+    ready(page)
+    ask(page, "1+1=", **{"max-tokens": "2"})
+    expect(page.locator("#figures")).to_contain_text("2 tokens", timeout=SOON_MS)
+    assert page.evaluate("[Object.values(sessionStorage), Object.values(localStorage), document.cookie]") == [[KEY], [], ""]
+    page.reload()
+    ready(page)
+    expect(page.locator("#key")).to_be_hidden()
+
+
+def with_key(page: Page) -> None:
+    page.add_init_script(f"sessionStorage.setItem('tlt-key', '{KEY}')")
+
+
+def test_markup_from_the_server_or_a_model_stays_text(open_page: Open, guarded: ServerProcess) -> None:
+    hostile = {"id": "0", "index": 0, "token_ids": [1], "logprobs": [-1.0], "text": HOSTILE}
+    body = f"event: token\ndata: {json.dumps(hostile)}\n\nevent: error\ndata: " + json.dumps(
+        {"id": "0", "error": {"code": HOSTILE, "message": HOSTILE, "retryable": False}}) + '\n\nevent: done\ndata: {}\n\n'
+    page = ready(open_page(guarded.url, before=with_key))
+    expect(page.locator("#model")).to_have_text(HOSTILE, timeout=SOON_MS)
+    page.route("**/generate", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
+    ask(page, HOSTILE)
+    expect(page.locator("#output")).to_have_text(HOSTILE, timeout=SOON_MS)
+    expect(page.locator("#said")).to_have_text(f"{HOSTILE} ({HOSTILE})")
+    assert page.locator("img").count() == 0 and page.evaluate("window.inert") is None
+
+
+def test_new_weights_are_marked_in_the_charts_and_in_a_response(open_page: Open, guarded: ServerProcess) -> None:
+    page = ready(open_page(guarded.url, before=with_key))
+    expect(page.locator(".version-marker")).to_have_count(0)
+    page.route("**/generate", without_end)
+    page.get_by_role("radio", name="weight version").check()
+    ask(page, "Use 3,7,11 to make 300.", **{"max-tokens": "600"})
+    expect(page.locator("#output span").nth(5)).to_be_attached(timeout=SOON_MS)
+    with Client(guarded.url, api_key=KEY, timeout_s=60) as trainer:
+        trainer.update_weights("next", HOSTILE)
+    expect(page.locator(".version-marker")).to_have_count(4, timeout=SOON_MS)  # one in each chart
+    expect(page.locator(".version-marker").first).to_contain_text(HOSTILE[:20])
+    expect(page.locator("#fact-weights")).to_contain_text(f"{HOSTILE}, live for")
+    expect(page.locator("#figures")).to_contain_text("600 tokens", timeout=SOON_MS)
+    expect(page.locator("#scale-version li")).to_have_text(["initial", HOSTILE])
+    classes = page.evaluate("answer.blocks.map(({ node }) => node.className.includes('v1'))")
+    assert classes == sorted(classes) and len(set(classes)) == 2  # the old version's tokens, then the new one's
+    assert page.locator("img").count() == 0
+
+
+@pytest.mark.parametrize(("failing", "state"), [(("startupz",), "starting"), (("livez",), "restarting"), ((), "not ready")])
+def test_the_state_is_what_the_probes_say(open_page: Open, server: ServerProcess, failing: tuple[str, ...], state: str) -> None:
+    reason = "reason, limit and remedy"
+
+    def probes(page: Page) -> None:
+        for name in ("readyz", *failing):
+            page.route(f"**/{name}", lambda route: route.fulfill(
+                status=503, json={"error": {"code": "unavailable", "message": reason, "retryable": True}}))
+
+    page = open_page(server.url, quiet=False, before=probes)
+    expect(page.locator("#state")).to_have_text(state, timeout=SOON_MS)
+    expect(page.locator("#banner")).to_have_text(reason)
+    page.unroute_all()
+    ready(page)
+    expect(page.locator("#banner")).to_be_hidden()
+
+
+def test_it_sees_a_server_drain_go_and_come_back(open_page: Open) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    flags = (*FAST_START, "--port", port)
+    with ServerProcess(*flags) as first:
+        page = ready(open_page(first.url, quiet=False, before=lambda page: page.route("**/generate", without_end)))
+        ask(page, "Use 3,7,11 to make 300.", **{"max-tokens": "3500"})
+        expect(page.locator("#output span").nth(5)).to_be_attached(timeout=SOON_MS)
+        first.process.send_signal(signal.SIGTERM)
+        expect(page.locator("#state")).to_have_text("draining", timeout=SOON_MS)
+        expect(page.locator("#banner")).to_contain_text("send the request to another replica")
+        page.click("#stop")
+        assert first.process.wait(20) == 0
+    expect(page.locator("#state")).to_have_text("unreachable", timeout=SOON_MS)
+    expect(page.locator("#banner")).to_contain_text("start it again with tlt serve")
+    assert set(page.locator("[id^=now-]").all_inner_texts()) == {"–"}  # no figure of a server that is gone
+    with ServerProcess(*flags):
+        ready(page)
+        assert page.evaluate("points.every((p) => !(p.tokensPerS < 0))")
+        assert page.evaluate("points.some((p, k) => k && p.from === p.t && points[k - 1].t < p.t)")  # a gap, not a line across it
+
+
+def test_console_messages_are_noticed(open_page: Open, server: ServerProcess) -> None:
+    said: list[str] = []
+    page = ready(open_page(server.url, quiet=False, before=lambda page: page.on("console", lambda message: said.append(message.text))))
+    page.evaluate("console.error('seen')")
+    assert said == ["seen"]

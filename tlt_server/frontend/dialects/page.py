@@ -1,0 +1,51 @@
+"""The built-in page: `GET /` is the file `page.html`, the same bytes for everybody, with no figure and no secret in it.
+
+The browser reads what it shows from the other routes, with the key that its user enters. The Content-Security-Policy lets nothing in but
+this server's replies and the page's own script and style, by their digests.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tlt_server.frontend.endpoints import Endpoint
+from tlt_server.frontend.generation import Service
+
+PAGE = Path(__file__).parents[1] / "page.html"
+
+
+def routes(service: Service) -> list[Endpoint]:
+    html = PAGE.read_bytes()
+    headers = {
+        "content-security-policy": _policy(html.decode()),
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+        "cross-origin-opener-policy": "same-origin",
+        "cache-control": "no-cache",  # ask each time, by the etag
+        "etag": f'"{hashlib.sha256(html).hexdigest()[:32]}"',
+    }
+
+    async def page(request: Request) -> Response:
+        """The built-in page: live figures, strategies over time, and a box to try a prompt."""
+        if headers["etag"] in re.findall(r'"[^"]*"', request.headers.get("if-none-match", "")):
+            return Response(status_code=304, headers=headers)
+        return Response(html, media_type="text/html", headers=headers)
+
+    return [Endpoint("GET", "/", page, text="text/html")]
+
+
+def _policy(html: str) -> str:
+    def digests(element: str) -> str:
+        (content,) = re.findall(f"<{element}>(.*?)</{element}>", html, re.DOTALL)
+        return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
+
+    return "; ".join((
+        "default-src 'none'", f"script-src {digests('script')}", f"style-src {digests('style')}", "img-src data:", "connect-src 'self'",
+        "base-uri 'none'", "form-action 'none'", "frame-ancestors 'none'",
+    ))
