@@ -1,4 +1,7 @@
-"""The pages under docs are what runs: their `python` blocks, and their `bash` blocks line by line, against a real server."""
+"""The pages under docs are what runs: their `python` blocks, and their `bash` blocks line by line, against a real server.
+
+Every route has one.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,19 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
+from tests.e2e.conftest import PAIR
+from tlt_server.demo.push import perturbed_copy
 from tlt_server.demo.server import ServerProcess
+from tlt_server.demo.workload import TARGET
 
 DOCS = Path(__file__).parents[2] / "docs"
+README = DOCS.parent / "README.md"
 ADDRESS = "http://127.0.0.1:8000"
 COMMANDS = [
     pytest.param([sys.executable, "-c", block] if language == "python" else ["bash", "-euo", "pipefail", "-c", block],
@@ -23,10 +32,33 @@ COMMANDS = [
 ]
 
 
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """What docs/trainers.md says it talks to; its blocks run in order."""
+    directory = tmp_path_factory.mktemp("docs")
+    for seed, name in enumerate(("step-1", "step-2")):
+        perturbed_copy(TARGET, directory / "weights" / name, seed)
+    with ServerProcess(*PAIR, "--weight-root", str(directory / "weights"), "--state-dir", str(directory / "state")) as running:
+        yield running
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_an_example_runs(command: list[str], server: ServerProcess, tmp_path: Path) -> None:
-    assert ADDRESS in command[-1]
     done = subprocess.run([*command[:-1], command[-1].replace(ADDRESS, server.url)], cwd=tmp_path, timeout=60, capture_output=True,
                           text=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
     assert done.returncode == 0, done.stderr
     assert done.stdout and not re.search(r'^(data: )?{"error"', done.stdout, re.MULTILINE), done.stdout
+
+
+def test_every_route_has_an_example(server: ServerProcess) -> None:
+    """Of those that `/openapi.json` lists, with `curl` in a block that runs."""
+    asked = set()
+    for command in (line for page in [*DOCS.glob("*.md"), README] for line in page.read_text().splitlines() if line.startswith("curl ")):
+        method = re.search(r"-X (\w+)", command)
+        path = command.split(ADDRESS)[1].split()[0].partition("?")[0].strip("\"'") or "/"
+        asked.add((method[1] if method else "POST" if " -d " in command else "GET", path))
+    paths = httpx.get(f"{server.url}/openapi.json").json()["paths"]
+    routes = [(method.upper(), path) for path, methods in paths.items() for method in methods]
+    pattern = {path: re.compile(re.sub(r"{\w+}", "[^/]+", path)) for path in paths}
+    missing = [f"{method} {path}" for method, path in routes if not any(m == method and pattern[path].fullmatch(p) for m, p in asked)]
+    assert len(routes) > 20 and not missing
