@@ -27,11 +27,11 @@ import uvloop
 from tlt_server.config import Config
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import StartupError
+from tlt_server.frontend.admission import Admission
 from tlt_server.frontend.app import build_app
 from tlt_server.frontend.auth import Keys
 from tlt_server.frontend.engine_client import EngineClient
 from tlt_server.frontend.generation import Service
-from tlt_server.frontend.limits import Admission
 from tlt_server.frontend.progress import Progress
 from tlt_server.frontend.protocol import bounded_protocol
 from tlt_server.frontend.text import Text
@@ -54,13 +54,13 @@ async def _serve(config: Config, engine_command: Sequence[str]) -> int:
     keys = Keys.read(config.api_key_file) if config.api_key_file is not None else None
     text, metrics, progress = Text.load(config.model), Metrics(), Progress()
     with _listener(config) as listener, tempfile.TemporaryDirectory(prefix="tlt-") as name:  # a directory of mode 0700
-        client = EngineClient(Path(name), Admission(config.max_queue), metrics, progress.phase)
+        client = EngineClient(Path(name), admission(config), metrics, progress.phase)
         async with _engine(config, engine_command, Path(name)) as process, contextlib.AsyncExitStack() as stack:
             client.start(process.wait())
             service = Service(config, client, text, _validator(config, text, client), metrics)
             server = _Server(uvicorn.Config(
                 build_app(service, keys), http=bounded_protocol(config), ws="none", lifespan="off", log_config=None, access_log=False,
-                server_header=False, limit_concurrency=config.max_connections, timeout_graceful_shutdown=int(STOP_S),
+                server_header=False, timeout_graceful_shutdown=int(STOP_S),
             ))
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             stack.push_async_callback(_finish, server, serving)
@@ -89,6 +89,10 @@ async def _run(config: Config, client: EngineClient, progress: Progress, url: st
     drained = asyncio.create_task(client.drain(config.drain_timeout_s))
     await asyncio.wait({drained, asyncio.create_task(stop_now.wait())}, return_when=asyncio.FIRST_COMPLETED)
     return 0
+
+
+def admission(config: Config) -> Admission:
+    return Admission(max_queue=config.max_queue, max_queue_tokens=config.max_queue_tokens, max_page_forecast=config.max_page_forecast)
 
 
 def _validator(config: Config, text: Text, client: EngineClient) -> Validator:

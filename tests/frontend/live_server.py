@@ -20,7 +20,7 @@ from tlt_server.frontend.app import build_app
 from tlt_server.frontend.auth import Keys
 from tlt_server.frontend.engine_client import EngineClient
 from tlt_server.frontend.generation import Service
-from tlt_server.frontend.limits import Admission
+from tlt_server.build import admission
 from tlt_server.frontend.protocol import bounded_protocol
 from tlt_server.frontend.text import Text
 from tlt_server.frontend.validation import Validator
@@ -58,7 +58,7 @@ class LiveServer:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         config, metrics, text = self.config, Metrics(), Text.load(self.config.model)
         self.text = text
-        self.client = EngineClient(self.directory, Admission(config.max_queue), metrics)
+        self.client = EngineClient(self.directory, admission(config), metrics)
         self.engine = FakeEngine(self.directory, **self._engine_options)
         self.client.start(asyncio.ensure_future(self.engine.run()))
         seeds = itertools.count(1000)

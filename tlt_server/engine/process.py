@@ -20,6 +20,7 @@ from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import TltError
 from tlt_server.records import Event, Failed, Outputs, Phase, Ready, decode_command, encode
 
+NICENESS = 5  # behind the frontend, which must answer at once also while every core computes
 IDLE_POLL_MS = 200
 STAGING_POLL_MS = 5  # an idle engine looks this often whether a push is staged
 
@@ -49,6 +50,7 @@ def serve(settings: EngineSettings, parent: int, commands: zmq.Socket[bytes], se
 
 def main() -> int:
     parent = os.getppid()
+    os.nice(NICENESS)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides: it drains, then sends Stop
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     directory = sys.argv[1]

@@ -19,7 +19,7 @@ import zmq
 import zmq.asyncio
 
 from tlt_server.errors import DeadlineExceeded, EngineFailed, StartupError, TltError, Unavailable, from_code
-from tlt_server.frontend.limits import Admission
+from tlt_server.frontend.admission import Admission, Demand
 from tlt_server.metrics import Metrics
 from tlt_server.records import (
     Abort,
@@ -85,7 +85,7 @@ class EngineClient:
         for socket, name in ((self._events, "events"), (self._commands, "commands")):
             socket.set_hwm(0)
             socket.bind(f"ipc://{directory / name}")
-        self._admission, self._metrics, self._on_phase = admission, metrics, on_phase
+        self.admission, self._metrics, self._on_phase = admission, metrics, on_phase
         self._routes: dict[str, Submission] = {}
         self._answers: dict[str, asyncio.Future[WeightReport]] = {}  # of weight commands, by id
         self._command_ids = itertools.count(1)
@@ -136,7 +136,7 @@ class EngineClient:
                 self.phases.append(event)
                 self._on_phase(event)
             case Ready():
-                self.info = event.info
+                self.info = self.admission.engine = event.info
                 self._metrics.engine_ready(event.info)
                 if not self._ready.done():
                     self._ready.set_result(event.info)
@@ -176,11 +176,12 @@ class EngineClient:
     # sequences
 
     def submit(self, requests: Sequence[GenerateRequest], *, deadline_s: float | None = None) -> Submission:
-        """Hand over a batch, all of it or nothing. `Unavailable`, `QueueFull` or `TooLarge` when it cannot be taken."""
+        """Hand over a batch, all of it or nothing. `Unavailable` or an error of `Admission` when it cannot be taken."""
         self.check_available()
-        self.check_room(len(requests))
         submission = Submission([request.id for request in requests], self._abandon)
+        self.admission.admit(Demand.of(requests))
         self._send(Submit(requests=list(requests)))
+        self.admission.open(requests)
         self._routes.update((request.id, submission) for request in requests)
         self._count()
         if deadline_s is not None:
@@ -195,9 +196,10 @@ class EngineClient:
         if self.info is None:
             raise Unavailable(f"the engine is starting ({len(self.phases)} phases done); poll /readyz", retry_after_s=2)
 
-    def check_room(self, sequences: int) -> None:
-        """`QueueFull` or `TooLarge` when that many more cannot be open."""
-        self._admission.admit(len(self._routes), sequences)
+    def check_room(self, demand: Demand) -> None:
+        """As `submit` would raise."""
+        self.check_available()
+        self.admission.admit(demand)
 
     def abort(self, ids: Sequence[str], finish_reason: str = "abort") -> None:
         """Ask the engine to end these; their last outputs carry `finish_reason`."""
@@ -243,7 +245,9 @@ class EngineClient:
 
     def _dispatch(self, message: Outputs) -> None:
         self._metrics.engine_outputs(message)
-        self.last_cycle = message.cycle or self.last_cycle
+        if message.cycle is not None:
+            self.last_cycle = message.cycle
+            self.admission.forecast.stepped(message.cycle, message.gauges.get("waiting", 0.0))
         for output in message.outputs:
             self._route(output)
 
@@ -251,6 +255,7 @@ class EngineClient:
         submission = self._routes.get(output.id)
         if submission is None:
             return  # ended here before the engine knew: aborted, expired, or past its stop string
+        self.admission.take(output)
         if output.finish_reason is not None:
             del self._routes[output.id]
             self._count()
@@ -267,7 +272,8 @@ class EngineClient:
         if ids:
             self._send(Abort(ids=ids))
             for id in ids:
-                self._routes.pop(id, None)
+                if self._routes.pop(id, None) is not None:
+                    self.admission.close(id)
             submission.open.clear()
             self._metrics.sequences.labels("abandoned").inc(len(ids))
             self._count()

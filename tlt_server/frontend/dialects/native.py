@@ -16,6 +16,7 @@ from starlette.responses import Response
 
 from tlt_client.wire import Reply
 from tlt_server.errors import TltError
+from tlt_server.frontend.admission import Demand
 from tlt_server.frontend.delivery import EventStream, reply
 from tlt_server.frontend.endpoints import Endpoint
 from tlt_server.frontend.generation import Event, Generation, ItemError, ItemResult, Service, TokenEvent
@@ -43,8 +44,9 @@ def routes(service: Service) -> list[Endpoint]:
         server-sent events: `token`, then `result` or `error` per item, and a last `done`.
         """
         service.engine.check_available()
-        asked = parse(await request.body())
-        service.engine.check_available()  # the body may have taken its time
+        body = await request.body()
+        service.engine.check_room(Demand(sequences=1))  # the body may have taken its time; and where nothing fits, none is parsed
+        asked = parse(body)
         assert service.engine.info is not None
         batch = await service.validator.batch(asked, service.engine.info)
         generation = service.start(batch)  # a batch that is not admitted is an HTTP error, not a stream
