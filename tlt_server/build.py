@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -80,6 +81,8 @@ async def _run(config: Config, client: EngineClient, progress: Progress, url: st
     if starting not in done:
         starting.cancel()
         return 0
+    gc.collect()
+    gc.freeze()  # what was loaded stays; looking through it again would keep every reply waiting for a quarter of a second
     progress.ready(url, config, await starting)
     dying = asyncio.create_task(client.dead.wait())
     await asyncio.wait({stopping, dying}, return_when=asyncio.FIRST_COMPLETED)
@@ -123,9 +126,9 @@ async def _finish(server: uvicorn.Server, serving: asyncio.Task[None]) -> None:
 
 @contextlib.asynccontextmanager
 async def _engine(config: Config, command: Sequence[str], directory: Path) -> AsyncIterator[Process]:
-    """The engine process, in a session of its own so that Ctrl-C reaches only the frontend, which drains."""
+    """The engine process. It ignores Ctrl-C, on which the frontend drains; both are in one session, where its niceness counts."""
     environment = {**os.environ, **library_environment(config.numerics)}
-    process = await asyncio.create_subprocess_exec(*command, str(directory), stdin=PIPE, env=environment, start_new_session=True)
+    process = await asyncio.create_subprocess_exec(*command, str(directory), stdin=PIPE, env=environment)
     assert process.stdin is not None
     try:
         with contextlib.suppress(ConnectionError):  # it has exited already; the caller learns that from `wait`

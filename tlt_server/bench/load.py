@@ -14,6 +14,8 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 ANSWER_S = 120.0  # a request without an answer after this long is broken
+IDLE_S = 2.0  # a connection is not used again after this long; the server may be about to close it
+
 
 class Answer(NamedTuple):
     due_s: float  # time.perf_counter() at which it was to be sent
@@ -37,7 +39,7 @@ class Connections:
     def __init__(self, url: str) -> None:
         address = urlsplit(url)
         self._host, self._port = address.hostname or "127.0.0.1", address.port or 80
-        self._free: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+        self._free: list[tuple[float, asyncio.StreamReader, asyncio.StreamWriter]] = []  # since when, the newest last
 
     async def post(self, path: str, body: bytes, due_s: float) -> Answer:
         sent_s = time.perf_counter()
@@ -49,7 +51,8 @@ class Connections:
         return Answer(due_s, sent_s, time.perf_counter(), status, headers, content)
 
     async def _exchange(self, path: str, body: bytes) -> tuple[int, bytes, bytes]:
-        reader, writer = self._free.pop() if self._free else await asyncio.open_connection(self._host, self._port)
+        self._close_idle()
+        _, reader, writer = self._free.pop() if self._free else (0.0, *await asyncio.open_connection(self._host, self._port))
         try:
             writer.write(b"POST %b HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: %d\r\n\r\n%b" % (path.encode(), len(body), body))
             head = (await reader.readuntil(b"\r\n\r\n")).lower()
@@ -61,11 +64,16 @@ class Connections:
         if b"connection: close" in head:
             writer.close()
         else:
-            self._free.append((reader, writer))
+            self._free.append((time.perf_counter(), reader, writer))
         return int(head[9:12]), head, content
 
+    def _close_idle(self) -> None:
+        oldest_s = time.perf_counter() - IDLE_S
+        while self._free and self._free[0][0] < oldest_s:
+            self._free.pop(0)[2].close()
+
     def close(self) -> None:
-        for _, writer in self._free:
+        for _, _, writer in self._free:
             writer.close()
 
 

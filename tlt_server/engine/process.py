@@ -6,6 +6,7 @@ the parent, before torch is imported here. Leaves when told to, when its parent 
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -20,7 +21,7 @@ from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import TltError
 from tlt_server.records import Event, Failed, Outputs, Phase, Ready, decode_command, encode
 
-NICENESS = 5  # behind the frontend, which must answer at once also while every core computes
+NICENESS = int(os.environ.get('OVL_NICE', 10))  # behind the frontend, which must answer at once also while every core computes
 IDLE_POLL_MS = 200
 STAGING_POLL_MS = 5  # an idle engine looks this often whether a push is staged
 
@@ -32,6 +33,8 @@ def serve(settings: EngineSettings, parent: int, commands: zmq.Socket[bytes], se
 
     send(Phase("import libraries", time.perf_counter() - started))
     engine, info = assemble(settings, lambda name, seconds, detail: send(Phase(name, seconds, detail)))
+    gc.collect()
+    gc.freeze()  # what was loaded stays; looking through it again would stop the loop for a quarter of a second
     send(Ready(info))
     reported = 0.0
     while not engine.finished and os.getppid() == parent:

@@ -16,7 +16,10 @@ from msgspec import Struct
 
 from tlt_server.errors import DeadlineExceeded, Overloaded, QueueFull, TooLarge
 from tlt_server.frontend.forecast import Forecast
-from tlt_server.records import EngineInfo, GenerateRequest, StepOutput
+from tlt_server.records import Cycle, EngineInfo, GenerateRequest, StepOutput
+
+
+CAUTION = 1.2  # times what is forecast: the wait is a mean, and half of all waits are longer
 
 
 class Demand(NamedTuple):
@@ -111,8 +114,8 @@ class Admission:
         if not wait_s:
             return
         per_sequence = demand.output_tokens / demand.sequences
-        begin_s = wait_s + self.forecast.seconds(self.forecast.share * per_sequence * (demand.sequences - 1))
-        end_s = begin_s + self.forecast.sequence_seconds(self.forecast.long_share * per_sequence)
+        begin_s = CAUTION * (wait_s + self.forecast.seconds(self.forecast.share * per_sequence * (demand.sequences - 1)))
+        end_s = begin_s + CAUTION * self.forecast.sequence_seconds(self.forecast.long_share * per_sequence)
         now = self._clock()
         for what, forecast_s, allowed_s, setting in (("begin", begin_s, demand.begin_by_s - now, "queue_timeout_s"),
                                                      ("have ended", end_s, demand.deadline_s - now, "timeout_s")):
@@ -147,15 +150,22 @@ class Admission:
             self.prompt_tokens += opened.prompt_tokens
             self.output_tokens += opened.max_tokens
 
+    def stepped(self, cycle: Cycle, waiting: float) -> None:
+        """The engine made a step, behind which so many wait in it. Whenever a newcomer would wait it is full: what is refused for its
+        wait is refused by what the engine does now."""
+        if waiting or len(self) >= self._places():
+            self.forecast.stepped(cycle)
+
     def take(self, output: StepOutput) -> None:
         """An output of an open sequence; its last one closes it."""
         opened = self._open[output.id]
         opened.given += len(output.token_ids)
         if output.finish_reason is not None:
             self.close(output.id)
-            late = output.error is not None and output.error[0] == DeadlineExceeded.code and opened.given > 0
-            if late or output.finish_reason in ("stop", "length"):  # others say nothing of how long they would have been
+            if output.finish_reason in ("stop", "length"):
                 self.forecast.ended(opened.given, opened.max_tokens)
+            elif output.error is not None and output.error[0] == DeadlineExceeded.code and opened.given:
+                self.forecast.cut_off(opened.given, opened.max_tokens)
 
     def close(self, id: str) -> None:
         closed = self._open.pop(id)

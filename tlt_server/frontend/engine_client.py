@@ -247,7 +247,7 @@ class EngineClient:
         self._metrics.engine_outputs(message)
         if message.cycle is not None:
             self.last_cycle = message.cycle
-            self.admission.forecast.stepped(message.cycle, message.gauges.get("waiting", 0.0))
+            self.admission.stepped(message.cycle, message.gauges.get("waiting", 0.0))
         for output in message.outputs:
             self._route(output)
 

@@ -1,6 +1,6 @@
 """What the engine delivers when it is full, and how much of max_tokens sequences use: learned from steps and ends, never configured.
 
-`Admission` asks. Only steps behind which sequences still wait are counted: a step that is not full says nothing about a full one.
+`Admission` asks, and tells which steps were full; others say nothing about a full engine.
 Until there is enough evidence nothing is known, and nobody is refused by forecast.
 """
 
@@ -10,8 +10,8 @@ import math
 
 from tlt_server.records import Cycle
 
-MEMORY_S = 10.0  # full steps this long ago count 1/e
-MEMORY_SEQUENCES = 64
+MEMORY_S = 5.0  # full steps this long ago count 1/e
+MEMORY_SEQUENCES = 256
 LEAST_S = 1.0  # of full steps
 LEAST_SEQUENCES = 16  # ended
 DEVIATIONS = 2.33  # above the mean: what about 99 of 100 sequences stay below
@@ -23,13 +23,13 @@ class Forecast:
         self._ended = 0
         self._share = self._square = 0.0  # of max_tokens: mean, and mean of the square
 
-    def stepped(self, cycle: Cycle, waiting: float) -> None:
-        if waiting and cycle.step_s > 0:
-            fade = math.exp(-cycle.step_s / MEMORY_S)
-            self._seen_s += cycle.step_s
-            self._seconds = self._seconds * fade + cycle.step_s
-            self._tokens = self._tokens * fade + cycle.emitted
-            self._running = self._running * fade + cycle.context.decoding * cycle.step_s
+    def stepped(self, cycle: Cycle) -> None:
+        """A full step."""
+        fade = math.exp(-cycle.step_s / MEMORY_S)
+        self._seen_s += cycle.step_s
+        self._seconds = self._seconds * fade + cycle.step_s
+        self._tokens = self._tokens * fade + cycle.emitted
+        self._running = self._running * fade + cycle.context.decoding * cycle.step_s
 
     def ended(self, given: int, max_tokens: int) -> None:
         """A sequence was given so many of at most `max_tokens`."""
@@ -37,6 +37,10 @@ class Forecast:
         weight, share = max(1 / self._ended, 1 / MEMORY_SEQUENCES), given / max_tokens
         self._share += weight * (share - self._share)
         self._square += weight * (share * share - self._square)
+
+    def cut_off(self, given: int, max_tokens: int) -> None:
+        """It would have been given more. Without these, only short ones would teach; taken as they are, a late start would."""
+        self.ended(max(given, round(self.share * max_tokens)), max_tokens)
 
     @property
     def known(self) -> bool:
