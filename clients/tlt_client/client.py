@@ -31,9 +31,10 @@ def _options(url: str, api_key: str | None, timeout_s: float | None) -> dict[str
     return {"base_url": url, "headers": headers, "timeout": httpx.Timeout(timeout_s, connect=10.0)}
 
 
-def _body(items: Items, sampling: Fields, timeout_s: float | None, stream: bool) -> dict[str, Any]:
+def _body(items: Items, sampling: Fields, timeout_s: float | None, queue_timeout_s: float | None, stream: bool) -> dict[str, Any]:
     body = GenerateBody(requests=list(items), stream=stream, sampling=sampling if sampling is not None else msgspec.UNSET,
-                        timeout_s=timeout_s if timeout_s is not None else msgspec.UNSET)
+                        timeout_s=timeout_s if timeout_s is not None else msgspec.UNSET,
+                        queue_timeout_s=queue_timeout_s if queue_timeout_s is not None else msgspec.UNSET)
     return {"content": msgspec.json.encode(body), "headers": {"content-type": "application/json"}}
 
 
@@ -78,19 +79,22 @@ def _connection_errors() -> Iterator[None]:
 
 
 class Client:
-    """Blocking client. `timeout_s` bounds one wait for the network, not a generation: give `generate` a `timeout_s` for that."""
+    """Blocking client. `timeout_s` bounds one wait for the network, not a generation: give `generate` a `timeout_s` for that, and a
+    `queue_timeout_s` for how long the engine may take to begin it."""
 
     def __init__(self, url: str = "http://127.0.0.1:8000", *, api_key: str | None = None, timeout_s: float | None = None) -> None:
         self._http = httpx.Client(**_options(url, api_key, timeout_s))
 
-    def generate(self, items: Items, *, sampling: Fields = None, timeout_s: float | None = None) -> Reply:
+    def generate(self, items: Items, *, sampling: Fields = None, timeout_s: float | None = None,
+                 queue_timeout_s: float | None = None) -> Reply:
         with _connection_errors():
-            return _reply(self._http.post("/generate", **_body(items, sampling, timeout_s, stream=False)))
+            return _reply(self._http.post("/generate", **_body(items, sampling, timeout_s, queue_timeout_s, stream=False)))
 
-    def stream(self, items: Items, *, sampling: Fields = None, timeout_s: float | None = None) -> Generator[StreamEvent, None, None]:
+    def stream(self, items: Items, *, sampling: Fields = None, timeout_s: float | None = None,
+               queue_timeout_s: float | None = None) -> Generator[StreamEvent, None, None]:
         """Tokens as they come, each item as it ends, then one `Done`. Closing the iterator aborts what still runs."""
-        parser = EventParser()
-        with _connection_errors(), self._http.stream("POST", "/generate", **_body(items, sampling, timeout_s, stream=True)) as response:
+        parser, body = EventParser(), _body(items, sampling, timeout_s, queue_timeout_s, stream=True)
+        with _connection_errors(), self._http.stream("POST", "/generate", **body) as response:
             if response.is_error:
                 response.read()
                 _raise_for(response)
@@ -169,12 +173,14 @@ class AsyncClient:
     def __init__(self, url: str = "http://127.0.0.1:8000", *, api_key: str | None = None, timeout_s: float | None = None) -> None:
         self._http = httpx.AsyncClient(**_options(url, api_key, timeout_s))
 
-    async def generate(self, items: Items, *, sampling: Fields = None, timeout_s: float | None = None) -> Reply:
+    async def generate(self, items: Items, *, sampling: Fields = None, timeout_s: float | None = None,
+                       queue_timeout_s: float | None = None) -> Reply:
         with _connection_errors():
-            return _reply(await self._http.post("/generate", **_body(items, sampling, timeout_s, stream=False)))
+            return _reply(await self._http.post("/generate", **_body(items, sampling, timeout_s, queue_timeout_s, stream=False)))
 
-    async def stream(self, items: Items, *, sampling: Fields = None, timeout_s: float | None = None) -> AsyncGenerator[StreamEvent, None]:
-        parser, body = EventParser(), _body(items, sampling, timeout_s, stream=True)
+    async def stream(self, items: Items, *, sampling: Fields = None, timeout_s: float | None = None,
+                     queue_timeout_s: float | None = None) -> AsyncGenerator[StreamEvent, None]:
+        parser, body = EventParser(), _body(items, sampling, timeout_s, queue_timeout_s, stream=True)
         with _connection_errors():
             async with self._http.stream("POST", "/generate", **body) as response:
                 if response.is_error:

@@ -15,12 +15,12 @@ from typing import Any
 import uvicorn
 
 from tests.frontend.fake_engine import FakeEngine
+from tlt_server.build import admission
 from tlt_server.config import Config
 from tlt_server.frontend.app import build_app
 from tlt_server.frontend.auth import Keys
 from tlt_server.frontend.engine_client import EngineClient
 from tlt_server.frontend.generation import Service
-from tlt_server.build import admission
 from tlt_server.frontend.protocol import bounded_protocol
 from tlt_server.frontend.text import Text
 from tlt_server.frontend.validation import Validator

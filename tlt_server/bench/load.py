@@ -30,7 +30,8 @@ class Answer(NamedTuple):
         return self.ended_s - self.sent_s
 
     def header(self, name: str) -> str:
-        return next((line.partition(b":")[2].strip().decode() for line in self.headers.split(b"\r\n") if line.startswith(name.encode())), "")
+        values = [line.partition(b":")[2] for line in self.headers.split(b"\r\n") if line.startswith(name.encode() + b":")]
+        return values[0].strip().decode() if values else ""
 
 
 class Connections:

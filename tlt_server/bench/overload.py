@@ -1,8 +1,8 @@
 """`tlt bench overload`: goodput of a real server when more is asked of it than it can do, against its own peak in the same run.
 
-The peak comes from a closed loop that keeps the server full and whose requests have all the time they need. Then requests arrive at random moments, whether the server keeps up or
-not, at 1, 2 and 3 times the rate of the peak. Now every request has a deadline; goodput counts the tokens of those that met it. The load
-comes from this process, the server is a process of its own. A request refused (429) is to be answered within `SHED_MS`.
+The peak comes from a closed loop that keeps the server full and whose requests have all the time they need. Then requests with a
+deadline arrive at random moments, whether the server keeps up or not, at 1, 2 and 3 times the rate of the peak; goodput counts the
+tokens of those that met it. The load comes from this process, the server is a process of its own.
 """
 
 from __future__ import annotations

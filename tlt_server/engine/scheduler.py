@@ -121,7 +121,8 @@ class Scheduler:
         """End every sequence whose deadline has passed, running or waiting, and every one not begun when it should have been."""
         now, ended = self._clock(), []
         for sequence in self._deadlines.due(now):
-            request, error = sequence.request, None
+            request = sequence.request
+            error: TltError | None = None
             if request.deadline_s is not None and request.deadline_s <= now:
                 error = DeadlineExceeded("the request's deadline passed before it finished; raise timeout_s or ask for fewer tokens")
             elif not sequence.has_begun:

@@ -18,7 +18,6 @@ from tlt_server.errors import DeadlineExceeded, Overloaded, QueueFull, TooLarge
 from tlt_server.frontend.forecast import Forecast
 from tlt_server.records import Cycle, EngineInfo, GenerateRequest, StepOutput
 
-
 CAUTION = 1.2  # times what is forecast: the wait is a mean, and half of all waits are longer
 
 
@@ -91,8 +90,9 @@ class Admission:
                                f"({bound.setting}): split it")
             if bound.open + bound.asked > bound.limit:
                 over = bound.open + bound.asked - bound.limit
-                raise QueueFull(f"{bound.open:.0f} {bound.unit} are open and {bound.asked:.0f} more are over the limit of {bound.limit:.0f} "
-                                f"({bound.setting}); wait for some to end", retry_after_s=max(1.0, self._end_s(over / bound.open)))
+                raise QueueFull(f"{bound.open:.0f} {bound.unit} are open and {bound.asked:.0f} more are over the limit of "
+                                f"{bound.limit:.0f} ({bound.setting}); wait for some to end",
+                                retry_after_s=max(1.0, self._end_s(over / bound.open)))
         self._check_time(demand)
 
     def wait_s(self) -> float:

@@ -86,6 +86,9 @@ class EngineClient:
             socket.set_hwm(0)
             socket.bind(f"ipc://{directory / name}")
         self.admission, self._metrics, self._on_phase = admission, metrics, on_phase
+        metrics.open_tokens.set_function(lambda: admission.tokens)
+        metrics.forecast_pages.set_function(lambda: admission.pages)
+        metrics.forecast_wait_s.set_function(admission.wait_s)
         self._routes: dict[str, Submission] = {}
         self._answers: dict[str, asyncio.Future[WeightReport]] = {}  # of weight commands, by id
         self._command_ids = itertools.count(1)

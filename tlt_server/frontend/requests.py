@@ -80,7 +80,7 @@ class NativeRequest(Strict):
     sampling: SamplingFields = Field(default_factory=SamplingFields)
     stream: bool = False
     timeout_s: float | None = Field(None, gt=0)
-    queue_timeout_s: float | None = Field(None, gt=0, description="a sequence that the engine has not begun by then ends with queue_timeout")
+    queue_timeout_s: float | None = Field(None, gt=0, description="a sequence not begun by then ends with the error queue_timeout")
 
 
 def parse(body: bytes) -> NativeRequest:

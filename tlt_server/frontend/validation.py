@@ -20,6 +20,7 @@ from tlt_server.frontend.requests import ItemFields, NativeRequest, SamplingFiel
 from tlt_server.frontend.text import Text
 from tlt_server.records import EngineInfo, GenerateRequest, Sampling
 
+BREATH = 64  # items of a batch after which other requests have their turn
 LEAST_TEMPERATURE = 1e-3  # below it logits / T leaves float32's useful range
 
 
@@ -75,6 +76,8 @@ class Validator:
         items: list[Item] = []
         prompt_tokens = output_tokens = 0
         for i, (item, token_ids) in enumerate(zip(request.requests, prompts, strict=True)):
+            if i % BREATH == BREATH - 1:
+                await asyncio.sleep(0)
             room = self._check_prompt(words.item.format(i=i), token_ids, info)
             if item.sampling is None:
                 sampling = samplings.get(room)

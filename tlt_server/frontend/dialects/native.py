@@ -68,16 +68,20 @@ def _phrase(event: Event) -> tuple[str, dict[str, Any]]:
 
 
 async def _collect(service: Service, batch: Batch, generation: Generation) -> Response:
-    usage, by_id = Usage(), {}
+    usage = Usage()
+    by_id: dict[str, msgspec.Raw] = {}  # encoded as they end: all at once would keep every other reply waiting
     errors: list[TltError] = []
     async for event in generation.events():
         if isinstance(event, ItemResult):
             usage.add(event)
         elif isinstance(event, ItemError):
             errors.append(event.error)
-        _, by_id[event.id] = _phrase(event)
-    status = errors[0].http_status if len(errors) == len(batch.items) else 200
-    return json_response({"results": [by_id[item.id] for item in batch.items], **_footer(service, usage)}, status)
+        _, data = _phrase(event)
+        by_id[event.id] = msgspec.Raw(msgspec.json.encode(data))
+    content = {"results": [by_id[item.id] for item in batch.items], **_footer(service, usage)}
+    if len(errors) == len(batch.items):
+        return json_response(content, errors[0].http_status, retry_after_s=errors[0].retry_after_s)
+    return json_response(content)
 
 
 async def _frames(service: Service, batch: Batch, generation: Generation) -> AsyncIterator[bytes]:
