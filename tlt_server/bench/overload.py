@@ -48,8 +48,8 @@ class Size(NamedTuple):
     timeout_s: float  # of a request
 
 
-FULL = Size(ramp_s=12, window_s=30, timeout_s=20)
-QUICK = Size(ramp_s=5, window_s=7, timeout_s=8)
+FULL = Size(ramp_s=8, window_s=28, timeout_s=15)
+QUICK = Size(ramp_s=4, window_s=8, timeout_s=10)
 
 
 class _Refusal(msgspec.Struct):
@@ -108,54 +108,52 @@ async def _phases(server: ServerProcess, requests: list[GenerateRequest], size: 
         started_s, memory = time.perf_counter(), asyncio.create_task(_watch(pids))
         answers = await load
         memory.cancel()
-        return judge(answers, started_s + size.ramp_s, size.window_s, timeout_s, memory_mib=await memory)
+        return judge(answers, started_s, size, timeout_s, await memory)
 
-    phases = {"peak": await phase(f"peak: {CLOSED} requests at a time", closed_loop(partial(ask, timeout_s=ANSWER_S), CLOSED, seconds),
-                                  ANSWER_S)}
+    peak = await phase(f"peak: {CLOSED} requests at a time", closed_loop(partial(ask, timeout_s=ANSWER_S), CLOSED, seconds), ANSWER_S)
+    if not peak.completed_s:
+        raise StartupError(f"no request was completed in the {size.window_s:g} s of the peak; measure when this machine is less busy")
+    phases = {"peak": peak}
     for factor in factors:
-        rate = factor * phases["peak"].per_s
+        rate = factor * peak.per_s
         phases[f"{factor}x"] = await phase(f"{factor}x: {rate:.1f} requests per second", open_loop(ask, rate, seconds, seed + factor))
     connections.close()
     return phases
 
 
-def judge(answers: list[Answer], window_from_s: float, window_s: float, timeout_s: float,
-          memory_mib: list[tuple[float, float]]) -> Phase:
+def judge(answers: list[Answer], started_s: float, size: Size, timeout_s: float, memory_mib: list[tuple[float, float]]) -> Phase:
     ends: Counter[str] = Counter()
-    completed_s, shed_ms, tokens, untyped = [], [], [], 0
+    completed_s, shed_ms, tokens, untyped = [], [], 0, 0
     for answer in answers:
-        counted = 0 <= answer.ended_s - window_from_s < window_s
-        end = _end(answer)
+        end, given = _end(answer)
         if end == "completed" and answer.seconds > timeout_s:
             end = "late"
         ends[end] += 1
-        if end == "completed" and counted:
+        if end == "completed" and size.ramp_s <= answer.ended_s - started_s < size.ramp_s + size.window_s:
             completed_s.append(answer.seconds)
-            tokens.append(_tokens(answer))
+            tokens += given
         elif answer.status == 429:
             shed_ms.append(answer.seconds * 1e3)
             untyped += end == "broken" or not answer.header("retry-after").isdigit()
-    return Phase(dict(ends), sum(tokens) / window_s, len(tokens) / window_s, len(answers) / (max(a.due_s for a in answers)
-                 - min(a.due_s for a in answers)), completed_s, shed_ms, untyped,
-                 percentile([(a.sent_s - a.due_s) * 1e3 for a in answers], 99), memory_mib)
+    return Phase(
+        ends=dict(ends), goodput=tokens / size.window_s, per_s=len(completed_s) / size.window_s,
+        offered_per_s=len(answers) / (size.ramp_s + size.window_s), completed_s=completed_s, shed_ms=shed_ms, untyped_sheds=untyped,
+        lag_ms=percentile([(answer.sent_s - answer.due_s) * 1e3 for answer in answers], 99), memory_mib=memory_mib,
+    )
 
 
-def _end(answer: Answer) -> str:
+def _end(answer: Answer) -> tuple[str, int]:
+    """How the request ended, and the tokens it was given."""
     try:
-        if answer.status == 200:
+        if answer.status in (200, 504):
             [result] = msgspec.json.decode(answer.body, type=Reply).results
-            return "completed" if result.choices else "broken"
-        if answer.status == 504:
-            [result] = msgspec.json.decode(answer.body, type=Reply).results
-            return "late" if result.error is not None and result.error.code == "deadline_exceeded" else "broken"
+            if answer.status == 200:
+                return ("completed", len(result.choices[0].token_ids)) if result.choices else ("broken", 0)
+            return "late" if result.error is not None and result.error.code == "deadline_exceeded" else "broken", 0
         error = msgspec.json.decode(answer.body, type=_Refusal).error
     except (ValueError, msgspec.MsgspecError):
-        return "broken"
-    return error.code if error.retryable else "broken"
-
-
-def _tokens(answer: Answer) -> int:
-    return sum(len(choice.token_ids) for result in msgspec.json.decode(answer.body, type=Reply).results for choice in result.choices)
+        return "broken", 0
+    return error.code if error.retryable else "broken", 0
 
 
 def percentile(values: list[float], part: float) -> float:

@@ -21,7 +21,7 @@ from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import TltError
 from tlt_server.records import Event, Failed, Outputs, Phase, Ready, decode_command, encode
 
-NICENESS = int(os.environ.get('OVL_NICE', 10))  # behind the frontend, which must answer at once also while every core computes
+NICENESS = 5  # behind the frontend, which must answer at once also while every core computes
 IDLE_POLL_MS = 200
 STAGING_POLL_MS = 5  # an idle engine looks this often whether a push is staged
 
