@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
+import math
 import statistics
 import time
 from collections import Counter
@@ -159,7 +160,7 @@ def _end(answer: Answer) -> tuple[str, int]:
 def percentile(values: list[float], part: float) -> float:
     """The smallest value that so many of a hundred do not exceed; 0 of none."""
     ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(len(ordered) * part / 100))] if ordered else 0.0
+    return ordered[max(0, math.ceil(len(ordered) * part / 100) - 1)] if ordered else 0.0
 
 
 async def _watch(pids: tuple[int, int]) -> list[tuple[float, float]]:
