@@ -47,7 +47,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     doctor.set_defaults(run=_later("tlt_server.doctor.command"))
     benches = verbs.add_parser("bench", help="benchmarks", allow_abbrev=False).add_subparsers(metavar="NAME", required=True)
     for name, sentence in (("exact", "compare tokens and log-probs with plain decoding, bit by bit"),
-                           ("rollout", "time a rollout with a long tail, speculation off and on")):
+                           ("rollout", "time a rollout with a long tail, speculation off and on"),
+                           ("overload", "ask a server for three times what it can do; goodput, refusals and memory")):
         bench = benches.add_parser(name, help=sentence, description=sentence, allow_abbrev=False)
         import_module("tlt_server.bench.arguments").add_arguments(bench)
         bench.set_defaults(run=_later(f"tlt_server.bench.{name}"))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import socket
@@ -26,11 +27,11 @@ import uvloop
 from tlt_server.config import Config
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import EngineFailed, StartupError
+from tlt_server.frontend.admission import Admission
 from tlt_server.frontend.app import build_app
 from tlt_server.frontend.auth import Keys
 from tlt_server.frontend.engine_client import EngineClient
 from tlt_server.frontend.generation import Service
-from tlt_server.frontend.limits import Admission
 from tlt_server.frontend.logs import left_behind, write_logs
 from tlt_server.frontend.progress import Progress
 from tlt_server.frontend.protocol import bounded_protocol
@@ -59,7 +60,7 @@ async def _serve(config: Config, engine_command: Sequence[str]) -> int:
     asyncio.get_running_loop().set_exception_handler(left_behind)
     if config.state_dir is not None:
         metrics.watch_disk(config.state_dir)
-    client = EngineClient(Admission(config.max_queue), metrics)
+    client = EngineClient(admission(config), metrics)
     with _listener(config) as listener, tempfile.TemporaryDirectory(prefix="tlt-") as name:  # a directory of mode 0700
         async with contextlib.AsyncExitStack() as stack:
             rollouts = Rollouts((config.state_dir or Path(name)) / "rollouts", config, metrics)
@@ -70,7 +71,7 @@ async def _serve(config: Config, engine_command: Sequence[str]) -> int:
             stack.push_async_callback(_cancel, supervised)
             server = _Server(uvicorn.Config(
                 build_app(service, keys), http=bounded_protocol(config), ws="none", lifespan="off", log_config=None, access_log=False,
-                proxy_headers=False, server_header=False, limit_concurrency=config.max_connections, timeout_graceful_shutdown=FLUSH_S,
+                proxy_headers=False, server_header=False, timeout_graceful_shutdown=FLUSH_S,
             ))
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             stack.push_async_callback(_finish, server, serving)
@@ -88,6 +89,8 @@ async def _run(config: Config, client: EngineClient, supervised: asyncio.Task[En
     stopping, starting = asyncio.create_task(stop.wait()), asyncio.create_task(client.ready())
     await asyncio.wait({starting, stopping, supervised}, return_when=asyncio.FIRST_COMPLETED)
     if starting.done():
+        gc.collect()
+        gc.freeze()  # what was loaded stays; looking through it again would keep every reply waiting for a quarter of a second
         progress.ready(url, config, starting.result())
         if client.versions.lost:
             progress.lost(client.versions.reason)
@@ -107,6 +110,10 @@ async def _run(config: Config, client: EngineClient, supervised: asyncio.Task[En
 async def _cancel(task: asyncio.Task[EngineFailed]) -> None:
     task.cancel()
     await asyncio.wait({task})
+
+
+def admission(config: Config) -> Admission:
+    return Admission(max_queue=config.max_queue, max_queue_tokens=config.max_queue_tokens, max_page_forecast=config.max_page_forecast)
 
 
 def _validator(config: Config, text: Text, client: EngineClient) -> Validator:
@@ -136,9 +143,9 @@ async def _finish(server: uvicorn.Server, serving: asyncio.Task[None]) -> None:
 
 
 async def _launch(config: Config, command: Sequence[str], directory: Path) -> Process:
-    """An engine process, in a session of its own so that Ctrl-C reaches only the frontend, which drains."""
+    """An engine process. It ignores Ctrl-C, on which the frontend drains; both are in one session, where its niceness counts."""
     environment = {**os.environ, **library_environment(config.numerics)}
-    process = await asyncio.create_subprocess_exec(*command, str(directory), stdin=PIPE, env=environment, start_new_session=True)
+    process = await asyncio.create_subprocess_exec(*command, str(directory), stdin=PIPE, env=environment)
     assert process.stdin is not None
     with contextlib.suppress(ConnectionError):  # it has exited already, as `wait` tells
         settings = msgspec.structs.replace(engine_settings(config), parent=os.getpid())

@@ -77,6 +77,24 @@ class QueueFull(TltError):
     code, http_status, grpc_code, retryable = "queue_full", 429, "RESOURCE_EXHAUSTED", True
 
 
+class Overloaded(TltError):
+    """By forecast the request would miss its time because of what is open; the reply carries Retry-After."""
+
+    code, http_status, grpc_code, retryable = "overloaded", 429, "RESOURCE_EXHAUSTED", True
+
+
+class QueueTimeout(TltError):
+    """The sequence was not begun within its queue_timeout_s; nothing of it was computed."""
+
+    code, http_status, grpc_code, retryable = "queue_timeout", 429, "RESOURCE_EXHAUSTED", True
+
+
+class RequestTimeout(TltError):
+    """The client took too long to send its request."""
+
+    code, http_status, grpc_code, retryable = "request_timeout", 408, "DEADLINE_EXCEEDED", True
+
+
 class Cancelled(TltError):
     """The client went away or asked for an abort."""
 

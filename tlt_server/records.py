@@ -49,6 +49,7 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     salt: str = ""  # separates prefix-cache tenants
     sd: bool = True  # False: this request is never speculated on
     deadline_s: float | None = None  # time.monotonic() of this host
+    begin_by_s: float | None = None  # likewise: it ends unless it has begun by then
     generated: list[int] = []  # output tokens that it has already; the engine goes on behind them and reports only new ones
 
 

@@ -83,6 +83,10 @@ class Settings:
 
     # limits of the server
     max_queue: Annotated[int, Doc("sequences", "Sequences accepted and not finished; above it requests get 429.", 1, 2**24)] = 8192
+    max_queue_tokens: Annotated[int, Doc(
+        "tokens", "Prompt plus max_tokens of all sequences accepted and not finished; above it requests get 429.", 1, 2**40)] = 2**29
+    max_page_forecast: Annotated[float, Doc(
+        "x all KV pages", "KV pages that these sequences are expected to need in all; above it requests get 429.", 1, 2**20)] = 256.0
     max_connections: Annotated[int, Doc("connections", "Open connections; above it requests get 503.", 1, 65536)] = 1024
     max_header_kb: Annotated[int, Doc("KiB", "Size of a request's line and headers.", 1, 1024)] = 32
     header_timeout_s: Annotated[float, Doc("s", "Time a client has to send its headers.", 0.1, 3600)] = 10.0
@@ -90,6 +94,8 @@ class Settings:
     send_timeout_s: Annotated[float, Doc("s", "Time a client may leave a reply unread before it is disconnected.", 0.1, 3600)] = 60.0
     default_timeout_s: Annotated[float, Doc("s", "Deadline of a request that names none.", 0.1, 10**6)] = 3600.0
     max_timeout_s: Annotated[float, Doc("s", "Longest deadline that a request may name.", 0.1, 10**6)] = 86400.0
+    queue_timeout_s: Annotated[float, Doc(
+        "s", "Longest that a sequence may wait before the engine begins it; a request may ask for less.", 0.01, 10**6)] = 3600.0
     drain_timeout_s: Annotated[float, Doc("s", "Time that running requests have to finish after SIGTERM.", 0, 86400)] = 60.0
     startup_timeout_s: Annotated[float, Doc("s", "Time that the engine has to get ready.", 1, 86400)] = 1800.0
     hang_timeout_s: Annotated[float, Doc("s", "An engine that says nothing for this long is killed and restarted.", 2, 86400)] = 120.0

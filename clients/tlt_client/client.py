@@ -37,10 +37,11 @@ def _options(url: str, api_key: str | None, timeout_s: float | None) -> dict[str
     return {"base_url": url, "headers": headers, "timeout": httpx.Timeout(timeout_s, connect=10.0)}
 
 
-def _body(items: Items, sampling: Fields, timeout_s: float | None, *, stream: bool = False, detach: bool = False,
-          key: str | None = None) -> dict[str, Any]:
+def _body(items: Items, sampling: Fields, timeout_s: float | None, queue_timeout_s: float | None, *, stream: bool = False,
+          detach: bool = False, key: str | None = None) -> dict[str, Any]:
     body = GenerateBody(requests=list(items), stream=stream, sampling=sampling if sampling is not None else msgspec.UNSET,
-                        timeout_s=timeout_s if timeout_s is not None else msgspec.UNSET, detach=detach)
+                        timeout_s=timeout_s if timeout_s is not None else msgspec.UNSET,
+                        queue_timeout_s=queue_timeout_s if queue_timeout_s is not None else msgspec.UNSET, detach=detach)
     headers = {"content-type": "application/json"} | ({"idempotency-key": key} if key is not None else {})
     return {"content": msgspec.json.encode(body), "headers": headers}
 
@@ -51,26 +52,27 @@ def _policy(policy: str, strategy: str | None) -> dict[str, Any]:
 
 
 class Client:
-    """Blocking client. `timeout_s` bounds one wait for the network, not a generation: give `generate` a `timeout_s` for that."""
+    """Blocking client. `timeout_s` bounds one wait for the network, not a generation: give `generate` a `timeout_s` for that, and a
+    `queue_timeout_s` for how long the engine may take to begin it."""
 
     def __init__(self, url: str = "http://127.0.0.1:8000", *, api_key: str | None = None, timeout_s: float | None = None) -> None:
         self._http = httpx.Client(**_options(url, api_key, timeout_s))
 
     @overload
-    def generate(self, items: Items, *, sampling: Fields = None, timeout_s: float | None = None, idempotency_key: str | None = None,
-                 detach: Literal[False] = False) -> Reply: ...
+    def generate(self, items: Items, *, sampling: Fields = None, timeout_s: float | None = None,
+                 queue_timeout_s: float | None = None, idempotency_key: str | None = None, detach: Literal[False] = False) -> Reply: ...
 
     @overload
-    def generate(self, items: Items, *, sampling: Fields = None, timeout_s: float | None = None, idempotency_key: str | None = None,
-                 detach: Literal[True]) -> Rollout: ...
+    def generate(self, items: Items, *, sampling: Fields = None, timeout_s: float | None = None,
+                 queue_timeout_s: float | None = None, idempotency_key: str | None = None, detach: Literal[True]) -> Rollout: ...
 
-    def generate(self, items: Items, *, sampling: Fields = None, timeout_s: float | None = None, idempotency_key: str | None = None,
-                 detach: bool = False) -> Reply | Rollout:
+    def generate(self, items: Items, *, sampling: Fields = None, timeout_s: float | None = None,
+                 queue_timeout_s: float | None = None, idempotency_key: str | None = None, detach: bool = False) -> Reply | Rollout:
         """The whole reply, or with `detach` at once a handle of the rollout that makes it.
 
         With an `idempotency_key`, such as a UUID, the same call may be repeated after any failure: it never runs twice.
         """
-        body = _body(items, sampling, timeout_s, detach=detach, key=idempotency_key)
+        body = _body(items, sampling, timeout_s, queue_timeout_s, detach=detach, key=idempotency_key)
         with connection_errors():
             response = self._http.post("/generate", **body)
         return Rollout(self._http, rollout_id(response)) if detach else whole_reply(response)
@@ -85,10 +87,11 @@ class Client:
             response = self._http.get("/rollouts")
         return summaries(response)
 
-    def stream(self, items: Items, *, sampling: Fields = None, timeout_s: float | None = None) -> Generator[StreamEvent, None, None]:
+    def stream(self, items: Items, *, sampling: Fields = None, timeout_s: float | None = None,
+               queue_timeout_s: float | None = None) -> Generator[StreamEvent, None, None]:
         """Tokens as they come, each item as it ends, then one `Done`. Closing the iterator aborts what still runs."""
-        parser = EventParser()
-        with connection_errors(), self._http.stream("POST", "/generate", **_body(items, sampling, timeout_s, stream=True)) as response:
+        parser, body = EventParser(), _body(items, sampling, timeout_s, queue_timeout_s, stream=True)
+        with connection_errors(), self._http.stream("POST", "/generate", **body) as response:
             if response.is_error:
                 response.read()
                 raise_for(response)
@@ -168,16 +171,19 @@ class AsyncClient:
         self._http = httpx.AsyncClient(**_options(url, api_key, timeout_s))
 
     @overload
-    async def generate(self, items: Items, *, sampling: Fields = None, timeout_s: float | None = None, idempotency_key: str | None = None,
+    async def generate(self, items: Items, *, sampling: Fields = None, timeout_s: float | None = None,
+                       queue_timeout_s: float | None = None, idempotency_key: str | None = None,
                        detach: Literal[False] = False) -> Reply: ...
 
     @overload
-    async def generate(self, items: Items, *, sampling: Fields = None, timeout_s: float | None = None, idempotency_key: str | None = None,
+    async def generate(self, items: Items, *, sampling: Fields = None, timeout_s: float | None = None,
+                       queue_timeout_s: float | None = None, idempotency_key: str | None = None,
                        detach: Literal[True]) -> AsyncRollout: ...
 
-    async def generate(self, items: Items, *, sampling: Fields = None, timeout_s: float | None = None, idempotency_key: str | None = None,
+    async def generate(self, items: Items, *, sampling: Fields = None, timeout_s: float | None = None,
+                       queue_timeout_s: float | None = None, idempotency_key: str | None = None,
                        detach: bool = False) -> Reply | AsyncRollout:
-        body = _body(items, sampling, timeout_s, detach=detach, key=idempotency_key)
+        body = _body(items, sampling, timeout_s, queue_timeout_s, detach=detach, key=idempotency_key)
         with connection_errors():
             response = await self._http.post("/generate", **body)
         return AsyncRollout(self._http, rollout_id(response)) if detach else whole_reply(response)
@@ -192,8 +198,9 @@ class AsyncClient:
             response = await self._http.get("/rollouts")
         return summaries(response)
 
-    async def stream(self, items: Items, *, sampling: Fields = None, timeout_s: float | None = None) -> AsyncGenerator[StreamEvent, None]:
-        parser, body = EventParser(), _body(items, sampling, timeout_s, stream=True)
+    async def stream(self, items: Items, *, sampling: Fields = None, timeout_s: float | None = None,
+                     queue_timeout_s: float | None = None) -> AsyncGenerator[StreamEvent, None]:
+        parser, body = EventParser(), _body(items, sampling, timeout_s, queue_timeout_s, stream=True)
         with connection_errors():
             async with self._http.stream("POST", "/generate", **body) as response:
                 if response.is_error:

@@ -49,6 +49,7 @@ class GenerateBody(Struct, kw_only=True, omit_defaults=True):
     sampling: SamplingFields | dict[str, Any] | UnsetType = UNSET
     stream: bool = False
     timeout_s: float | UnsetType = UNSET
+    queue_timeout_s: float | UnsetType = UNSET  # a sequence that has not begun by then ends with the error queue_timeout
     detach: bool = False
 
 

@@ -49,6 +49,7 @@ from tlt_server.records import (
 
 EOS = 256
 DIES, FAILS, HANGS = 290, 291, 292  # the engine ends; this request ends with an error; it never gives a token
+LATE = 293  # it is not begun in time
 INFO = EngineInfo(
     model="fake", weight_version="v0", vocab_size=300, max_model_len=512, eos_token_ids=[EOS], pages=64, page_size=16, max_running=8,
     drafter="", policy="off", numerics="strict", attention="none", dtype="float32", device="cpu", threads=1, phases={"load": 0.01},
@@ -180,8 +181,9 @@ class FakeEngine:
         outputs = []
         for id, running in list(self.running.items()):
             output = running.step(self.per_step, self.weights.target)
-            if FAILS in running.request.token_ids:
-                output = StepOutput(id=id, token_ids=[], logprobs=[], finish_reason="error", error=("engine_failed", "out of luck"))
+            for token, code in ((FAILS, "engine_failed"), (LATE, "queue_timeout")):
+                if token in running.request.token_ids:
+                    output = StepOutput(id=id, token_ids=[], logprobs=[], finish_reason="error", error=(code, "out of luck"))
             if output is not None:
                 outputs.append(output)
                 if output.finish_reason is not None:

@@ -16,12 +16,12 @@ from typing import Any
 import uvicorn
 
 from tests.frontend.fake_engine import FakeEngine
+from tlt_server.build import admission
 from tlt_server.config import Config
 from tlt_server.frontend.app import build_app
 from tlt_server.frontend.auth import Keys
 from tlt_server.frontend.engine_client import EngineClient
 from tlt_server.frontend.generation import Service
-from tlt_server.frontend.limits import Admission
 from tlt_server.frontend.progress import Progress
 from tlt_server.frontend.protocol import bounded_protocol
 from tlt_server.frontend.rollouts import Rollouts
@@ -80,7 +80,7 @@ class LiveServer:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         config, metrics, text = self.config, Metrics(), Text.load(self.config.model)
         self.text = text
-        self.client = EngineClient(Admission(config.max_queue), metrics)
+        self.client = EngineClient(admission(config), metrics)
         supervisor = Supervisor(config, self._launch, self.directory, self.client, metrics, Progress(self.said))
         supervised = asyncio.create_task(supervisor.run())
         seeds = itertools.count(1000)

@@ -89,7 +89,8 @@ def test_a_slow_body_meets_its_deadline(server: LiveServer) -> None:
     with connect(server) as connection:
         connection.sendall(head(content_length=100) + b"{")
         reply = read_all(connection)
-    assert reply.startswith(b"HTTP/1.1 504") and b"body_timeout_s" in reply
+    assert reply.startswith(b"HTTP/1.1 408") and b"request_timeout" in reply and b"body_timeout_s" in reply
+    assert b"connection: close" in reply.lower()
 
 
 def test_slow_and_large_headers_end_the_connection(server: LiveServer) -> None:

@@ -113,9 +113,11 @@ def make(scheduler_pages: int, *, max_running: int = 4, max_rows: int = 8) -> tu
     ), kv
 
 
-def sequence(i: int, prompt: list[int], max_tokens: int, seed: int, *, salt: str = "", deadline_s: float | None = None) -> Sequence:
+def sequence(i: int, prompt: list[int], max_tokens: int, seed: int, *, salt: str = "", deadline_s: float | None = None,
+             begin_by_s: float | None = None) -> Sequence:
     request = GenerateRequest(
-        id=f"r{i}", token_ids=prompt, sampling=Sampling(max_tokens=max_tokens), seed=seed, salt=salt, deadline_s=deadline_s
+        id=f"r{i}", token_ids=prompt, sampling=Sampling(max_tokens=max_tokens), seed=seed, salt=salt, deadline_s=deadline_s,
+        begin_by_s=begin_by_s,
     )
     return Sequence(request, SamplingState(request, VOCAB, [EOS]), PAGE)
 

@@ -1,4 +1,4 @@
-"""Flags of `tlt bench exact` and `tlt bench rollout`; light, because `tlt --help` imports it."""
+"""Flags of the benches; light, because `tlt --help` imports it."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ the parent, before torch is imported here. Leaves when told to, when its parent 
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -22,6 +23,7 @@ from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import TltError
 from tlt_server.records import Event, Failed, Heartbeat, Outputs, Phase, Ready, decode_command, encode
 
+NICENESS = 5  # behind the frontend, which must answer at once also while every core computes
 IDLE_POLL_MS = 200
 HEARTBEAT_S = 1.0  # from this thread, so that a loop which hangs falls silent
 STAGING_POLL_MS = 5  # an idle engine looks this often whether a push is staged
@@ -34,6 +36,8 @@ def serve(settings: EngineSettings, commands: zmq.Socket[bytes], send: Callable[
 
     send(Phase("import libraries", time.perf_counter() - started))
     engine, info = assemble(settings, lambda name, seconds, detail: send(Phase(name, seconds, detail)), begun.note)
+    gc.collect()
+    gc.freeze()  # what was loaded stays; looking through it again would stop the loop for a quarter of a second
     send(Ready(info))
     reported, said_s = 0.0, time.monotonic()
     while not engine.finished and os.getppid() == settings.parent:
@@ -55,6 +59,7 @@ def serve(settings: EngineSettings, commands: zmq.Socket[bytes], send: Callable[
 
 
 def main() -> int:
+    os.nice(NICENESS)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides: it drains, then sends Stop
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     directory = sys.argv[1]

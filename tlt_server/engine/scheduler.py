@@ -8,7 +8,7 @@ submitted sequence ends in exactly one output with a `finish_reason`.
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tlt_server.engine.deadlines import Deadlines
 from tlt_server.engine.pages import PageKey, PagePool
 from tlt_server.engine.sequence import SavedKV, Sequence
-from tlt_server.errors import DeadlineExceeded, InvalidRequest, TltError
+from tlt_server.errors import DeadlineExceeded, InvalidRequest, QueueTimeout, TltError
 from tlt_server.records import InFlight, StepContext, StepOutput, TokenLogprobs
 
 
@@ -87,10 +88,11 @@ class Scheduler:
         self.preemptions = 0
         self.page_table_SP: NDArray[np.int32] = np.zeros((max_running, max_pages_per_sequence), np.int32)
         self._on_begin, self._on_end, self._save, self._restore, self._clock = on_begin, on_end, save, restore, clock
-        self._waiting: deque[Sequence] = deque()
+        self._waiting: OrderedDict[str, Sequence] = OrderedDict()  # by id, the next one first
         self._running: list[Sequence] = []  # in order of admission
         self._slots = list(range(max_running - 1, -1, -1))
         self._by_id: dict[str, Sequence] = {}
+        self._deadlines = Deadlines(self._by_id)
         self._prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
 
     # -- submit and end ------------------------------------------------------------------------------------------
@@ -112,7 +114,8 @@ class Scheduler:
             sequence.arrived_s = self._clock()
             sequence.start_over(self.weight_version)
             self._by_id[sequence.id] = sequence
-            self._waiting.append(sequence)
+            self._waiting[sequence.id] = sequence
+            self._deadlines.add(sequence)
 
     def abort(self, ids: Iterable[str], finish_reason: str = "abort", *, all: bool = False) -> list[StepOutput]:
         """End these sequences (or all) with what they have; unknown ids have ended already."""
@@ -120,11 +123,19 @@ class Scheduler:
         return [self._end(sequence, finish_reason) for sequence in chosen]
 
     def expire(self) -> list[StepOutput]:
-        """End every sequence whose deadline has passed, running or waiting."""
-        now = self._clock()
-        late = [s for s in self._by_id.values() if s.request.deadline_s is not None and s.request.deadline_s <= now]
-        error = DeadlineExceeded("the request's deadline passed before it finished; raise timeout_s or ask for fewer tokens")
-        return [self._end(s, "error", error=(error.code, error.message)) for s in late]
+        """End every sequence whose deadline has passed, running or waiting, and every one not begun when it should have been."""
+        now, ended = self._clock(), []
+        for sequence in self._deadlines.due(now):
+            request = sequence.request
+            error: TltError | None = None
+            if request.deadline_s is not None and request.deadline_s <= now:
+                error = DeadlineExceeded("the request's deadline passed before it finished; raise timeout_s or ask for fewer tokens")
+            elif not sequence.has_begun:
+                error = QueueTimeout("the engine did not begin this sequence within its queue_timeout_s, as others came first; send it "
+                                     "again later or raise queue_timeout_s")
+            if error is not None:
+                ended.append(self._end(sequence, "error", error=(error.code, error.message)))
+        return ended
 
     def _end(
         self,
@@ -137,7 +148,7 @@ class Scheduler:
         if sequence.slot >= 0:
             self._vacate(sequence)
         else:
-            self._waiting.remove(sequence)
+            del self._waiting[sequence.id]
         del self._by_id[sequence.id]
         self._on_end(sequence)
         return self._output(sequence, emission or Emission(), finish_reason, stop_reason, error)
@@ -194,7 +205,7 @@ class Scheduler:
         if not self._slots:
             return None
         pending = self._pending_keys()
-        for sequence in self._waiting:
+        for sequence in self._waiting.values():
             if self.holding and not sequence.has_begun:
                 continue
             saved = sequence.saved
@@ -209,7 +220,7 @@ class Scheduler:
             if need > self.pool.available - (len(self._running) if self._running else 0):  # leave a page for each that runs
                 self.pool.release(pages)
                 return None
-            self._waiting.remove(sequence)
+            del self._waiting[sequence.id]
             self._running.append(sequence)
             sequence.slot = self._slots.pop()
             sequence.pages, sequence.published = pages, len(pages)
@@ -242,7 +253,8 @@ class Scheduler:
     def _requeue(self, sequence: Sequence) -> None:
         self._vacate(sequence)
         self._prompt_logprobs.pop(sequence.id, None)
-        self._waiting.appendleft(sequence)
+        self._waiting[sequence.id] = sequence
+        self._waiting.move_to_end(sequence.id, last=False)
 
     def _vacate(self, sequence: Sequence) -> None:
         self._running.remove(sequence)
@@ -341,7 +353,7 @@ class Scheduler:
         ended = [self._end(s, "abort") for s in list(self._by_id.values()) if s.has_begun] if in_flight == "abort" else []
         for sequence in reversed([s for s in self._running if in_flight == "recompute" or not s.decoding]):
             self._requeue(sequence)
-        for sequence in self._waiting:
+        for sequence in self._waiting.values():
             if in_flight == "recompute":
                 sequence.saved = None
             if sequence.saved is None:
@@ -365,11 +377,12 @@ class Scheduler:
     def check(self) -> None:
         """Assert every invariant; called by the property tests after each operation."""
         self.pool.check([s.pages for s in self._running])
+        self._deadlines.check()
         assert sorted(self._slots + [s.slot for s in self._running]) == list(range(self.max_running)), "slots leak"
-        assert {s.id for s in self._running} | {s.id for s in self._waiting} == set(self._by_id), "a sequence is lost"
+        assert {s.id for s in self._running} | self._waiting.keys() == set(self._by_id), "a sequence is lost"
         assert len(self._running) + len(self._waiting) == len(self._by_id), "a sequence stands in two places"
         for s in self._running:
             assert 0 <= s.computed < s.length and s.computed <= s.capacity, f"{s.id}: computed {s.computed}, capacity {s.capacity}"
             assert self.page_table_SP[s.slot, : len(s.pages)].tolist() == s.pages, f"{s.id}: page table differs"
-        for s in self._waiting:
+        for s in self._waiting.values():
             assert s.slot < 0 and not s.pages and s.computed == 0, f"{s.id} waits but holds something"

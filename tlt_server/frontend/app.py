@@ -22,7 +22,7 @@ from tlt_server.frontend.auth import Authentication, Keys
 from tlt_server.frontend.dialects import DIALECTS
 from tlt_server.frontend.endpoints import Endpoint
 from tlt_server.frontend.generation import Service
-from tlt_server.frontend.limits import BodyLimits
+from tlt_server.frontend.limits import BodyLimits, ConnectionLimit
 from tlt_server.frontend.openapi import document
 from tlt_server.frontend.replies import error_body, error_response, unexpected
 
@@ -72,6 +72,7 @@ def build_app(service: Service, keys: Keys | None, dialects: Iterable[str] = DIA
         routes=[*routes],
         openapi_url=None,
         middleware=[
+            Middleware(ConnectionLimit, max_connections=config.max_connections, refuse=closing),
             Middleware(Authentication, keys=keys, refuse=closing),
             Middleware(BodyLimits, max_body_bytes=config.max_body_mb * 2**20, body_timeout_s=config.body_timeout_s, refuse=closing),
         ],

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 import msgspec
 
 from tlt_server.errors import DeadlineExceeded, EngineFailed, Poisoned, TltError, Unavailable
+from tlt_server.frontend.admission import Admission, Demand
 from tlt_server.frontend.engine_link import Death, EngineLink
-from tlt_server.frontend.limits import Admission
 from tlt_server.frontend.submission import Resume, Route, Submission
 from tlt_server.frontend.suspects import KEPT_S, Suspects
 from tlt_server.frontend.versions import Versions
@@ -42,7 +42,10 @@ from tlt_server.records import (
 
 class EngineClient:
     def __init__(self, admission: Admission, metrics: Metrics) -> None:
-        self._admission, self._metrics = admission, metrics
+        self.admission, self._metrics = admission, metrics
+        metrics.open_tokens.set_function(lambda: admission.tokens)
+        metrics.forecast_pages.set_function(lambda: admission.pages)
+        metrics.forecast_wait_s.set_function(admission.wait_s)
         self._suspects, self.versions = Suspects(), Versions()
         self._link: EngineLink | None = None
         self._routes: dict[str, Route] = {}  # in order of arrival
@@ -110,7 +113,8 @@ class EngineClient:
 
     def _begin(self, info: EngineInfo) -> None:
         """The life that has connected is ready: it learns what was set while serving, then what was cut off."""
-        self.info, self.failure = info, ""
+        self.info = self.admission.engine = info
+        self.failure = ""
         self._metrics.engine_ready(info)
         self.versions.begin(info, unanswered=self._unanswered)
         if self.policy is not None:
@@ -179,14 +183,14 @@ class EngineClient:
     # sequences
 
     def submit(self, requests: Sequence[GenerateRequest], *, deadline_s: float | None = None, resume: Resume | None = None) -> Submission:
-        """Hand over a batch, all of it or nothing. `Unavailable`, `QueueFull` or `TooLarge` when it cannot be taken.
+        """Hand over a batch, all of it or nothing. `Unavailable` or an error of `Admission` when it cannot be taken.
 
         When the engine dies, `resume(id)` is asked for the rest of each sequence that is open, which the next life is given; its id
         stays. Without `resume` they end with `engine_failed`. A request that may have killed the engine ends with `poisoned`.
         """
-        self.check_available()
-        self.check_room(len(requests))
+        self.check_room(Demand.of(requests))
         submission = Submission([request.id for request in requests], self._abandon, resume)
+        self.admission.open(requests)
         self._routes.update((request.id, Route(submission, request, held=True)) for request in requests)
         self._count()
         free, suspect, refused = self._suspects.sort(requests, time.monotonic())
@@ -215,9 +219,10 @@ class EngineClient:
         if self.failure:
             raise Unavailable(self.failure, retry_after_s=self._again_s)
 
-    def check_room(self, sequences: int) -> None:
-        """`QueueFull` or `TooLarge` when that many more cannot be open."""
-        self._admission.admit(len(self._routes), sequences)
+    def check_room(self, demand: Demand) -> None:
+        """As `submit` would raise."""
+        self.check_available()
+        self.admission.admit(demand)
 
     def abort(self, ids: Sequence[str], finish_reason: str = "abort") -> None:
         """Ask the engine to end these; their last outputs carry `finish_reason`."""
@@ -273,7 +278,9 @@ class EngineClient:
 
     def _dispatch(self, message: Outputs) -> None:
         self._metrics.engine_outputs(message)
-        self.last_cycle = message.cycle or self.last_cycle
+        if message.cycle is not None:
+            self.last_cycle = message.cycle
+            self.admission.stepped(message.cycle, message.gauges.get("waiting", 0.0))
         for output in message.outputs:
             self._route(output)
 
@@ -282,6 +289,7 @@ class EngineClient:
         if route is None:
             return  # ended here before the engine knew: aborted, expired, or past its stop string
         route.tokens += len(output.token_ids)
+        self.admission.take(output)
         if output.finish_reason is not None:
             del self._routes[output.id]
             self._count()
@@ -301,7 +309,8 @@ class EngineClient:
         if ids:
             self._send(Abort(ids=ids))
             for id in ids:
-                self._routes.pop(id, None)
+                if self._routes.pop(id, None) is not None:
+                    self.admission.close(id)
                 self._tried(id)
             submission.open.clear()
             self._metrics.sequences.labels("abandoned").inc(len(ids))

@@ -33,7 +33,7 @@ class KeptItem(Struct, frozen=True):
 
     @classmethod
     def of(cls, item: Item) -> KeptItem:
-        bare = [msgspec.structs.replace(request, token_ids=[], deadline_s=None) for request in item.requests]
+        bare = [msgspec.structs.replace(request, token_ids=[], deadline_s=None, begin_by_s=None) for request in item.requests]
         return cls(item.id, item.requests[0].token_ids, bare)
 
     def item(self, deadline_s: float) -> Item:

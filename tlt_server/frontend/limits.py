@@ -1,7 +1,6 @@
-"""Finite by default: how many sequences may be open, how large a body is, how slow a client may be.
+"""Finite by default, whatever the path: how many connections there are, how large a body is, how slow its sender may be.
 
-`Admission` is asked by the engine client, `BodyLimits` wraps the app; what no application sees (headers, replies left unread) is
-bounded in `protocol`.
+Both wrap the app; what no application sees (headers, replies left unread) is bounded in `protocol`.
 """
 
 from __future__ import annotations
@@ -11,29 +10,33 @@ from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tlt_server.errors import DeadlineExceeded, InvalidRequest, QueueFull, TltError, TooLarge
+from tlt_server.errors import InvalidRequest, RequestTimeout, TltError, TooLarge, Unavailable
+
+Refuse = Callable[[str, TltError], ASGIApp]  # the answer in the shape of the path
+CONNECTIONS = "connections"  # in the scope's state: how many there were when this one was made, itself included
 
 
-class Admission:
-    """A bounded queue, counted in sequences; a batch gets in whole or not at all."""
+class ConnectionLimit:
+    """Answers requests on connections above the limit with 503, and closes these."""
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
+    def __init__(self, app: ASGIApp, *, max_connections: int, refuse: Refuse) -> None:
+        self.app, self.max_connections, self.refuse = app, max_connections, refuse
 
-    def admit(self, open_sequences: int, asked: int) -> None:
-        if asked > self.limit:
-            raise TooLarge(f"the request has {asked} sequences (items x n); the limit is {self.limit} (max_queue): split it")
-        if open_sequences + asked > self.limit:
-            raise QueueFull(f"{open_sequences} sequences are open and {asked} more are over the limit of {self.limit} (max_queue); "
-                            "wait for some to end", retry_after_s=1)
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        connections = scope.get("state", {}).get(CONNECTIONS, 0)
+        if connections > self.max_connections:
+            error = Unavailable(f"{connections} connections are open; the limit is {self.max_connections} (max_connections): use "
+                                "connections again, or fewer at once", retry_after_s=1)
+            await self.refuse(scope["path"], error)(scope, receive, send)
+        else:
+            await self.app(scope, receive, send)
 
 
 class BodyLimits:
-    """Refuses a body before it is all here: 413 when it is too large, 504 when it is too slow. Then the connection is closed, so
+    """Refuses a body before it is all here: 413 when it is too large, 408 when it is too slow. Then the connection is closed, so
     that what is left of the body is never read."""
 
-    def __init__(self, app: ASGIApp, *, max_body_bytes: int, body_timeout_s: float,
-                 refuse: Callable[[str, TltError], ASGIApp]) -> None:
+    def __init__(self, app: ASGIApp, *, max_body_bytes: int, body_timeout_s: float, refuse: Refuse) -> None:
         self.app, self.refuse = app, refuse
         self.max_body_bytes, self.body_timeout_s = max_body_bytes, body_timeout_s
 
@@ -74,8 +77,8 @@ class _Body:
             async with asyncio.timeout_at(self._deadline):
                 message = await self._receive()
         except TimeoutError:
-            raise DeadlineExceeded(f"the body did not arrive within {self._timeout_s:g} s (body_timeout_s); send it faster, "
-                                   "or in smaller requests") from None
+            raise RequestTimeout(f"the body did not arrive within {self._timeout_s:g} s (body_timeout_s); send it faster, "
+                                 "or in smaller requests") from None
         if message["type"] == "http.request":
             self._bytes += len(message.get("body", b""))
             self.complete = not message.get("more_body", False)

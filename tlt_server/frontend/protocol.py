@@ -11,6 +11,7 @@ import asyncio
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tlt_server.config import Config
+from tlt_server.frontend.limits import CONNECTIONS
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -27,6 +28,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.app_state = {**self.app_state, CONNECTIONS: len(self.connections)}
         self._await_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -20,8 +20,12 @@ from tlt_server.frontend.logs import frames
 log = structlog.get_logger()
 
 
-def json_response(content: Any, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(content), status, media_type="application/json")
+def json_response(content: Any, status: int = 200, *, retry_after_s: float | None = None) -> Response:
+    """A reply that says that the same request may pass later (429, 503) always says when to try."""
+    response = Response(msgspec.json.encode(content), status, media_type="application/json")
+    if retry_after_s is not None or status in (429, 503):
+        response.headers["retry-after"] = str(max(1, math.ceil(retry_after_s or 0)))
+    return response
 
 
 def error_body(error: TltError) -> WireError:
@@ -29,9 +33,7 @@ def error_body(error: TltError) -> WireError:
 
 
 def error_response(error: TltError, shape: Callable[[TltError], Any] = error_body, *, close: bool = False) -> Response:
-    response = json_response({"error": shape(error)}, error.http_status)
-    if error.retry_after_s is not None:
-        response.headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+    response = json_response({"error": shape(error)}, error.http_status, retry_after_s=error.retry_after_s)
     if error.http_status == 401:
         response.headers["www-authenticate"] = "Bearer"
     if close:

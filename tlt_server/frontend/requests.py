@@ -80,6 +80,7 @@ class NativeRequest(Strict):
     sampling: SamplingFields = Field(default_factory=SamplingFields)
     stream: bool = False
     timeout_s: float | None = Field(None, gt=0)
+    queue_timeout_s: float | None = Field(None, gt=0, description="a sequence not begun by then ends with the error queue_timeout")
     detach: bool = Field(False, description="answer at once with an id; GET /rollouts/{id} has the results")
 
 

@@ -134,10 +134,11 @@ class Sequence:
 
     def resumed(self) -> GenerateRequest:
         """What an engine that has never seen this sequence goes on from. One more token ends a sequence whose stop string is complete."""
-        sampling = self.request.sampling
+        request, sampling = self.request, self.request.sampling
         if self._stops.matched is not None:
             sampling = msgspec.structs.replace(sampling, max_tokens=len(self.token_ids) + 1)
-        return msgspec.structs.replace(self.request, generated=list(self.token_ids), sampling=sampling)
+        begin_by_s = None if self.token_ids else request.begin_by_s
+        return msgspec.structs.replace(request, generated=list(self.token_ids), sampling=sampling, begin_by_s=begin_by_s)
 
     def _armed(self) -> bool:
         return len(self.token_ids) >= self.request.sampling.min_tokens

@@ -16,10 +16,12 @@ from typing import Any, Literal, NamedTuple
 
 from tlt_server.config import Config
 from tlt_server.errors import InvalidRequest, TooLarge
+from tlt_server.frontend.admission import Demand
 from tlt_server.frontend.requests import ItemFields, NativeRequest, SamplingFields, shown
 from tlt_server.frontend.text import Text
 from tlt_server.records import EngineInfo, GenerateRequest, Sampling
 
+BREATH = 64  # items of a batch after which other requests have their turn
 LEAST_TEMPERATURE = 1e-3  # below it logits / T leaves float32's useful range
 
 
@@ -51,12 +53,12 @@ class Batch(NamedTuple):
 class Validator:
     """Applies the server's limits, those that cost nothing first.
 
-    `next_seed` serves requests without one; `choice_seed(seed, i)` keys choice i; `check_room(n)` raises when the queue has no room for
-    n sequences.
+    `next_seed` serves requests without one; `choice_seed(seed, i)` keys choice i; `check_room(demand)` raises when there is no room
+    for it.
     """
 
     def __init__(self, config: Config, text: Text, next_seed: Callable[[], int], choice_seed: Callable[[int, int], int],
-                 check_room: Callable[[int], None]) -> None:
+                 check_room: Callable[[Demand], None]) -> None:
         self._config, self._text, self._next_seed, self._choice_seed = config, text, next_seed, choice_seed
         self._check_room = check_room
         self._serial = itertools.count(secrets.randbits(48))  # rollouts come back with the ids that an earlier process gave them
@@ -65,19 +67,18 @@ class Validator:
         limit = self._config.max_batch_items
         if len(request.requests) > limit:
             raise TooLarge(f"{words.items} has {len(request.requests)} items; the limit is {limit} (max_batch_items): split the batch")
-        timeout_s = self._config.default_timeout_s if request.timeout_s is None else request.timeout_s
-        if timeout_s > self._config.max_timeout_s:
-            raise InvalidRequest(f"timeout_s is {timeout_s:g}; the limit is {self._config.max_timeout_s:g} s (max_timeout_s): ask for less")
-        deadline_s = time.monotonic() + timeout_s
+        begin_by_s, deadline_s = self._deadlines(request)
         for i, item in enumerate(request.requests):
             self._check_shape(words, i, item)
-        self._check_room(sum(item.n for item in request.requests))
+        self._check_room(self._demand(request, info, begin_by_s, deadline_s))
         prompts = await self._prompts(words, request.requests, info)
         serial, defaults = next(self._serial), request.sampling
         samplings: dict[int, Sampling] = {}  # items without fields of their own share one per room left
         items: list[Item] = []
         prompt_tokens = output_tokens = 0
         for i, (item, token_ids) in enumerate(zip(request.requests, prompts, strict=True)):
+            if i % BREATH == BREATH - 1:
+                await asyncio.sleep(0)
             room = self._check_prompt(words.item.format(i=i), token_ids, info)
             if item.sampling is None:
                 sampling = samplings.get(room)
@@ -92,11 +93,33 @@ class Validator:
             id = f"{serial:x}-{i}"
             items.append(Item(item.id or id, [
                 GenerateRequest(id=f"{id}.{choice}", token_ids=token_ids, sampling=sampling, seed=self._choice_seed(seed, choice),
-                                group_id=item.group_id or id, salt=item.salt, sd=item.sd, deadline_s=deadline_s)
+                                group_id=item.group_id or id, salt=item.salt, sd=item.sd, deadline_s=deadline_s, begin_by_s=begin_by_s)
                 for choice in range(item.n)
             ]))
         _check_distinct([item.id for item in items])
         return Batch(items, request.stream, deadline_s)
+
+    def _deadlines(self, request: NativeRequest) -> tuple[float, float]:
+        """The moments by which a sequence must have begun and ended."""
+        config, now = self._config, time.monotonic()
+        queue_timeout_s = config.queue_timeout_s if request.queue_timeout_s is None else request.queue_timeout_s
+        timeout_s = config.default_timeout_s if request.timeout_s is None else request.timeout_s
+        for name, value, limit, setting in (("queue_timeout_s", queue_timeout_s, config.queue_timeout_s, "queue_timeout_s"),
+                                            ("timeout_s", timeout_s, config.max_timeout_s, "max_timeout_s")):
+            if value > limit:
+                raise InvalidRequest(f"{name} is {value:g}; the limit is {limit:g} s ({setting}): ask for less")
+        return now + queue_timeout_s, now + timeout_s
+
+    def _demand(self, request: NativeRequest, info: EngineInfo, begin_by_s: float, deadline_s: float) -> Demand:
+        """What is known of it before its texts are tokenised."""
+        def allowed(item: ItemFields) -> int:
+            fields = item.sampling if item.sampling is not None and "max_tokens" in item.sampling.model_fields_set else request.sampling
+            return min(fields.max_tokens or 0, info.max_model_len)  # null: what the prompt leaves
+
+        return Demand(sequences=sum(item.n for item in request.requests),
+                      prompt_tokens=sum(item.n * len(item.token_ids) for item in request.requests if item.token_ids),
+                      output_tokens=sum(item.n * allowed(item) for item in request.requests),
+                      begin_by_s=begin_by_s, deadline_s=deadline_s)
 
     def _check_shape(self, words: Words, i: int, item: ItemFields) -> None:
         where, field = words.item.format(i=i), words.field.format(i=i)
@@ -112,7 +135,7 @@ class Validator:
     def check_choices(self, n: int) -> None:
         """What `batch` says of one item's n, for a dialect that tokenises before it calls `batch`."""
         self._check_choices("", n)
-        self._check_room(n)
+        self._check_room(Demand(sequences=n))
 
     async def encode(self, wheres: Sequence[str], texts: Sequence[str], info: EngineInfo, *, special: bool = True) -> list[list[int]]:
         """Token ids of each text, or `InvalidRequest` before a text is tokenised that has more characters than the longest prompt can

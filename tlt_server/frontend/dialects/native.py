@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 import msgspec
@@ -18,7 +18,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tlt_client.wire import Reply, RolloutStatus
-from tlt_server.errors import InvalidRequest
+from tlt_server.errors import InvalidRequest, TltError
+from tlt_server.frontend.admission import Demand
 from tlt_server.frontend.delivery import EventStream, reply, while_connected
 from tlt_server.frontend.endpoints import Endpoint
 from tlt_server.frontend.generation import Event, Generation, ItemError, ItemResult, Service, TokenEvent
@@ -60,7 +61,7 @@ def routes(service: Service) -> list[Endpoint]:
         rollout = rollouts.keyed(key, digest)
         if rollout is not None:
             return await _attached(request, rollout)
-        service.engine.check_available()  # the body may have taken its time
+        service.engine.check_room(Demand(sequences=1))  # the body may have taken its time; and where nothing fits, none is parsed
         asked = parse(body)
         if asked.stream and (asked.detach or key):
             raise InvalidRequest(f"stream is true with {'detach' if asked.detach else 'an Idempotency-Key'}; a rollout is fetched, not "
@@ -85,7 +86,8 @@ def routes(service: Service) -> list[Endpoint]:
 
     async def _done(rollout: Rollout) -> Response:
         await rollout.wait()
-        return whole(service, await rollouts.results(rollout))
+        told = Told(await rollouts.results(rollout))
+        return told.whole(service, told.by_id)
 
     return [Endpoint("POST", "/generate", generate, takes=NativeRequest, gives=Reply, others={202: RolloutStatus}, streams=True)]
 
@@ -109,25 +111,41 @@ def phrase(event: Event) -> tuple[str, dict[str, Any]]:
             return "error", {"id": id, "error": error_body(error)}
 
 
-def told(service: Service, ended: Iterable[ItemResult | ItemError]) -> dict[str, Any]:
-    """Results and what they took."""
-    usage, results = Usage(), []
-    for event in ended:
+class Told:
+    """Items that have ended, encoded as they come: all at once would keep every other reply waiting."""
+
+    def __init__(self, ended: Iterable[ItemResult | ItemError] = ()) -> None:
+        self.usage = Usage()
+        self.errors: list[TltError] = []
+        self.by_id: dict[str, msgspec.Raw] = {}
+        for event in ended:
+            self.take(event)
+
+    def take(self, event: ItemResult | ItemError) -> None:
         if isinstance(event, ItemResult):
-            usage.add(event)
-        results.append(phrase(event)[1])
-    return {"results": results, **_footer(service, usage)}
+            self.usage.add(event)
+        else:
+            self.errors.append(event.error)
+        self.by_id[event.id] = msgspec.Raw(msgspec.json.encode(phrase(event)[1]))
 
+    def content(self, service: Service, ids: Iterable[str]) -> dict[str, Any]:
+        """Results, in this order, and what they took."""
+        return {"results": [self.by_id[id] for id in ids], **_footer(service, self.usage)}
 
-def whole(service: Service, ended: Sequence[ItemResult | ItemError]) -> Response:
-    """The reply to a batch whose items have all ended."""
-    errors = [event.error for event in ended if isinstance(event, ItemError)]
-    return json_response(told(service, ended), errors[0].http_status if len(errors) == len(ended) else 200)
+    def whole(self, service: Service, ids: Iterable[str]) -> Response:
+        """The reply to a batch whose items have all ended."""
+        content = self.content(service, ids)
+        if len(self.errors) == len(self.by_id):
+            return json_response(content, self.errors[0].http_status, retry_after_s=self.errors[0].retry_after_s)
+        return json_response(content)
 
 
 async def _collect(service: Service, batch: Batch, generation: Generation) -> Response:
-    ended = {event.id: event async for event in generation.events() if not isinstance(event, TokenEvent)}
-    return whole(service, [ended[item.id] for item in batch.items])
+    told = Told()
+    async for event in generation.events():
+        if not isinstance(event, TokenEvent):
+            told.take(event)
+    return told.whole(service, (item.id for item in batch.items))
 
 
 async def _frames(service: Service, batch: Batch, generation: Generation) -> AsyncIterator[bytes]:

@@ -19,6 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tlt_server.errors import InvalidRequest, NotFound, TltError
+from tlt_server.frontend.admission import Demand
 from tlt_server.frontend.delivery import EventStream, reply
 from tlt_server.frontend.endpoints import Endpoint
 from tlt_server.frontend.generation import Generation, ItemError, ItemResult, Service, TokenEvent
@@ -38,6 +39,7 @@ from tlt_server.frontend.openai.replies import (
 from tlt_server.frontend.openai.requests import (
     CHAT,
     COMPLETION,
+    Asked,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -129,8 +131,11 @@ def routes(service: Service) -> list[Endpoint]:
 
 async def _read(service: Service, request: Request, model: type[Any]) -> tuple[Any, EngineInfo]:
     service.engine.check_available()
-    asked = read(model, await request.body())
+    body = await request.body()
     service.engine.check_available()  # the body may have taken its time
+    if issubclass(model, Asked):
+        service.engine.check_room(Demand(sequences=1))  # where nothing fits, none is parsed
+    asked = read(model, body)
     names = ("", service.config.served_model_name, str(service.config.model))
     if asked.model not in names:
         raise NotFound(f"model is {asked.model[:100]!r}; this server serves {service.config.served_model_name!r}: name that one, or none")

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from tlt_client.wire import Progress, RolloutList, RolloutReply, RolloutStatus, RolloutSummary
 from tlt_server.errors import InvalidRequest
 from tlt_server.frontend.delivery import while_connected
-from tlt_server.frontend.dialects.native import told
+from tlt_server.frontend.dialects.native import Told
 from tlt_server.frontend.endpoints import Endpoint
 from tlt_server.frontend.generation import Service
 from tlt_server.frontend.replies import json_response
@@ -35,7 +35,8 @@ def routes(service: Service) -> list[Endpoint]:
         async def when_done() -> Response:
             if wait_s and rollout.done_s is None:
                 await rollout.wait(wait_s)
-            results = told(service, await rollouts.results(rollout))
+            told = Told(await rollouts.results(rollout))
+            results = told.content(service, told.by_id)
             return json_response({"id": rollout.header.id, "status": rollout.status, "progress": _progress(rollout), **results})
 
         return await while_connected(request, when_done())

@@ -1,0 +1,96 @@
+"""Deadlines in the scheduler: to begin by, to end by, whatever stands still; and that a heap finds what a look at all would."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.test_scheduler import PAGE, FakeKV, run, sequence
+from tlt_server.engine.pages import PagePool
+from tlt_server.engine.scheduler import Scheduler
+from tlt_server.engine.sequence import Sequence
+from tlt_server.records import StepOutput
+
+
+def by_deadline(clock: Callable[[], float], *, max_running: int = 2) -> Scheduler:
+    return Scheduler(PagePool(40, PAGE), max_running=max_running, max_rows=8, max_pages_per_sequence=8, lookahead=2, weight_version="v1",
+                     clock=clock)
+
+
+def codes(outputs: list[StepOutput]) -> list[tuple[str, str | None]]:
+    return [(output.id, output.error and output.error[0]) for output in outputs]
+
+
+def test_what_is_not_begun_in_time_ends_with_an_error_of_its_own() -> None:
+    now = 0.0
+    scheduler = by_deadline(lambda: now, max_running=1)
+    scheduler.submit([sequence(i, [i], 9, i, begin_by_s=2.0, deadline_s=5.0) for i in range(2)])
+    scheduler.next_batch()
+    now = 2.0
+    assert codes(scheduler.expire()) == [("r1", "queue_timeout")]
+    now = 5.0
+    assert codes(scheduler.expire()) == [("r0", "deadline_exceeded")]
+    scheduler.check()
+    assert scheduler.idle and scheduler.pool.available == 40
+
+
+@pytest.mark.parametrize("standing", ["paused", "holding"])
+def test_deadlines_pass_also_while_nothing_is_begun(standing: str) -> None:
+    now = 0.0
+    scheduler = by_deadline(lambda: now)
+    scheduler.submit([sequence(0, [1], 9, 0, deadline_s=3.0)])
+    scheduler.next_batch()
+    setattr(scheduler, standing, True)
+    scheduler.submit([sequence(1, [2], 9, 1, begin_by_s=1.0), sequence(2, [3], 9, 2, deadline_s=3.0)])
+    scheduler.next_batch()
+    now = 1.0
+    assert codes(scheduler.expire()) == [("r1", "queue_timeout")]
+    now = 3.0
+    assert codes(scheduler.expire()) == [("r0", "deadline_exceeded"), ("r2", "deadline_exceeded")]
+    assert scheduler.idle and scheduler.pool.available == 40
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 2**32), steps=st.integers(1, 60))
+def test_deadlines_agree_with_a_look_at_every_sequence(seed: int, steps: int) -> None:
+    """The slow twin asks all that is open at every step; ids are used again."""
+    draw, now, count = random.Random(seed), 0.0, 0
+    scheduler, kv = by_deadline(lambda: now), FakeKV()
+    twin: dict[str, Sequence] = {}
+    for _ in range(steps):
+        now += draw.random()
+        late = {s.id: "deadline_exceeded" for s in twin.values() if s.request.deadline_s is not None and s.request.deadline_s <= now}
+        unbegun = {s.id: "queue_timeout" for s in twin.values()
+                   if s.request.begin_by_s is not None and s.request.begin_by_s <= now and not s.has_begun}
+        ended = scheduler.expire()
+        assert dict(codes(ended)) == unbegun | late and len(ended) == len(unbegun | late)
+        for output in ended:
+            del twin[output.id]
+        moments = [draw.choice([None, now + 4 * draw.random()]) for _ in range(2)]
+        new = [sequence(i, [i % 40], 6, i, begin_by_s=moments[0], deadline_s=moments[1])
+               for i in {count + k if draw.random() < 0.7 else draw.randrange(count + 1) for k in range(draw.randint(0, 3))}
+               if f"r{i}" not in twin]
+        count += 3
+        scheduler.submit(new)
+        twin.update((s.id, s) for s in new)
+        if twin and draw.random() < 0.3:
+            gone = draw.choice(list(twin))
+            scheduler.abort([gone])
+            del twin[gone]
+        if batch := scheduler.next_batch():
+            for output in scheduler.commit(batch, run(batch, kv, draw)):
+                if output.finish_reason is not None:
+                    del twin[output.id]
+        scheduler.check()
+
+
+def test_deadlines_that_are_far_off_do_not_pile_up() -> None:
+    scheduler = by_deadline(lambda: 0.0)
+    for i in range(2000):
+        scheduler.submit([sequence(i, [1], 2, 0, begin_by_s=1e6, deadline_s=1e6)])
+        scheduler.abort([f"r{i}"])
+    assert len(scheduler._deadlines._heap) <= 80

@@ -1,0 +1,110 @@
+"""Load for a server, light enough not to be the bottleneck: raw HTTP/1.1 over connections that are kept and used again.
+
+`closed_loop` keeps so many requests open; `open_loop` sends at random moments of its own (Poisson), however the server fares. Every
+request sent gives one `Answer`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+ANSWER_S = 120.0  # a request without an answer after this long is broken
+IDLE_S = 2.0  # a connection is not used again after this long; the server may be about to close it
+
+
+class Answer(NamedTuple):
+    due_s: float  # time.perf_counter() at which it was to be sent
+    sent_s: float
+    ended_s: float  # all of the answer is here
+    status: int  # 0: there was no answer
+    headers: bytes  # as they came, in lower case
+    body: bytes
+
+    @property
+    def seconds(self) -> float:
+        return self.ended_s - self.sent_s
+
+    def header(self, name: str) -> str:
+        values = [line.partition(b":")[2] for line in self.headers.split(b"\r\n") if line.startswith(name.encode() + b":")]
+        return values[0].strip().decode() if values else ""
+
+
+class Connections:
+    """To one server; as many as there are requests open at once."""
+
+    def __init__(self, url: str) -> None:
+        address = urlsplit(url)
+        self._host, self._port = address.hostname or "127.0.0.1", address.port or 80
+        self._free: list[tuple[float, asyncio.StreamReader, asyncio.StreamWriter]] = []  # since when, the newest last
+
+    async def post(self, path: str, body: bytes, due_s: float) -> Answer:
+        sent_s = time.perf_counter()
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                status, headers, content = await self._exchange(path, body)
+        except (OSError, EOFError, TimeoutError) as error:
+            status, headers, content = 0, b"", repr(error).encode()
+        return Answer(due_s, sent_s, time.perf_counter(), status, headers, content)
+
+    async def _exchange(self, path: str, body: bytes) -> tuple[int, bytes, bytes]:
+        self._close_idle()
+        _, reader, writer = self._free.pop() if self._free else (0.0, *await asyncio.open_connection(self._host, self._port))
+        try:
+            writer.write(b"POST %b HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: %d\r\n\r\n%b" % (path.encode(), len(body), body))
+            head = (await reader.readuntil(b"\r\n\r\n")).lower()
+            length = int(head.partition(b"content-length:")[2].partition(b"\r\n")[0])
+            content = await reader.readexactly(length)
+        except BaseException:
+            writer.close()
+            raise
+        if b"connection: close" in head:
+            writer.close()
+        else:
+            self._free.append((time.perf_counter(), reader, writer))
+        return int(head[9:12]), head, content
+
+    def _close_idle(self) -> None:
+        oldest_s = time.perf_counter() - IDLE_S
+        while self._free and self._free[0][0] < oldest_s:
+            self._free.pop(0)[2].close()
+
+    def close(self) -> None:
+        for _, _, writer in self._free:
+            writer.close()
+
+
+Ask = Callable[[float], Awaitable[Answer]]  # send the next request; the argument is when it was due
+
+
+async def closed_loop(ask: Ask, concurrency: int, seconds: float) -> list[Answer]:
+    """So many at a time, the next as soon as one is answered; none is begun after `seconds`."""
+    end_s = time.perf_counter() + seconds
+
+    async def one() -> list[Answer]:
+        answers = []
+        while (now_s := time.perf_counter()) < end_s:
+            answers.append(await ask(now_s))
+        return answers
+
+    return [answer for answers in await asyncio.gather(*(one() for _ in range(concurrency))) for answer in answers]
+
+
+async def open_loop(ask: Ask, per_s: float, seconds: float, seed: int) -> list[Answer]:
+    """`per_s` requests per second on average for `seconds`, at moments that the seed gives; waits for all answers."""
+    started_s = time.perf_counter()
+    waiting = []
+    for moment_s in arrivals(per_s, seconds, seed):
+        await asyncio.sleep(started_s + moment_s - time.perf_counter())
+        waiting.append(asyncio.ensure_future(ask(started_s + moment_s)))
+    return await asyncio.gather(*waiting)
+
+
+def arrivals(per_s: float, seconds: float, seed: int) -> Iterator[float]:
+    draw, moment_s = random.Random(seed), 0.0
+    while (moment_s := moment_s + draw.expovariate(per_s)) < seconds:
+        yield moment_s

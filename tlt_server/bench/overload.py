@@ -1,0 +1,260 @@
+"""`tlt bench overload`: goodput of a real server when more is asked of it than it can do, against its own peak in the same run.
+
+The peak comes from a closed loop that keeps the server full and whose requests have all the time they need. Then requests with a
+deadline arrive at random moments, whether the server keeps up or not, at 1, 2 and 3 times the rate of the peak; goodput counts the
+tokens of those that met it. The load comes from this process, the server is a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import math
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import uvloop
+from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
+from rich.table import Table
+
+from tlt_client import Client
+from tlt_client.wire import Reply, WireError
+from tlt_server.bench.exact import wide_console
+from tlt_server.bench.load import ANSWER_S, Answer, Connections, closed_loop, open_loop
+from tlt_server.demo.server import ServerProcess
+from tlt_server.errors import StartupError
+from tlt_server.records import GenerateRequest
+
+FACTORS = (1, 2, 3)  # times the peak's rate
+CLOSED = 96  # requests open at once: half as many again as run
+MAX_TOKENS = 256
+KV_MEMORY_MB = 256  # small, so that all of it has been touched before memory is compared
+LEAST_GOODPUT = 0.9  # of the peak, at the highest rate
+SHED_MS = 50.0  # 99th percentile
+GROWTH = 0.05  # of memory while the highest rate lasts, or GROWTH_MIB
+GROWTH_MIB = 16.0
+
+
+class Size(NamedTuple):
+    ramp_s: float  # of each phase, not counted
+    window_s: float
+    timeout_s: float  # of a request
+
+
+FULL = Size(ramp_s=8, window_s=28, timeout_s=15)
+QUICK = Size(ramp_s=4, window_s=8, timeout_s=10)
+
+
+class _Refusal(msgspec.Struct):
+    error: WireError
+
+
+class Phase(NamedTuple):
+    """What became of the requests of one phase; all of them were answered."""
+
+    ends: dict[str, int]  # completed | late | an error's code | broken -> requests
+    goodput: float  # tokens per second of requests completed in time, within the window
+    per_s: float  # such requests per second
+    offered_per_s: float
+    completed_s: list[float]
+    shed_ms: list[float]
+    untyped_sheds: int  # 429 without a code that can be retried, or without Retry-After
+    lag_ms: float  # 99th percentile of how late the load itself was
+    memory_mib: list[tuple[float, float]]  # frontend's and engine's, every second
+
+    @property
+    def shed(self) -> int:
+        return len(self.shed_ms)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print a table and one line of JSON; 1 when a request has not exactly one end or (in the full run) a bound is missed."""
+    from tlt_server.demo.workload import DRAFTER, TARGET, problems_as_requests
+
+    model, size = args.model or TARGET, QUICK if args.quick else FULL
+    flags = ["--model", str(model), "--drafter", str(args.drafter or DRAFTER), "--kv-memory-mb", str(KV_MEMORY_MB),
+             "--log-level", "warning", *(["--threads", str(args.threads)] if args.threads else [])]
+    requests = problems_as_requests(model, 512, group=2, seed=args.seed, max_tokens=MAX_TOKENS)
+    console = wide_console()
+    with ServerProcess(*flags, on_line=lambda line: console.print(line, markup=False, highlight=False)) as server:
+        phases = uvloop.run(_phases(server, requests, size, FACTORS[-1:] if args.quick else FACTORS, args.seed, console.print))
+        with Client(server.url, timeout_s=10) as client:
+            counts = _counts(client)
+    return report(console, phases, counts, args)
+
+
+async def _phases(server: ServerProcess, requests: list[GenerateRequest], size: Size, factors: tuple[int, ...], seed: int,
+                  say: Callable[[str], Any]) -> dict[str, Phase]:
+    connections, serial = Connections(server.url), itertools.count(1)
+    pids = (server.process.pid, _child(server.process.pid))
+    seconds = size.ramp_s + size.window_s
+
+    def ask(due_s: float, timeout_s: float = size.timeout_s) -> Coroutine[Any, Any, Answer]:
+        number = next(serial)
+        request = requests[number % len(requests)]
+        body = {"requests": [{"token_ids": request.token_ids, "seed": number}], "timeout_s": timeout_s,
+                "sampling": {"max_tokens": MAX_TOKENS}}
+        return connections.post("/generate", msgspec.json.encode(body), due_s)
+
+    async def phase(name: str, load: Coroutine[Any, Any, list[Answer]], timeout_s: float = size.timeout_s) -> Phase:
+        say(f"{name}: {seconds:g} s of load, then its last answers")
+        started_s, memory = time.perf_counter(), asyncio.create_task(_watch(pids))
+        answers = await load
+        memory.cancel()
+        return judge(answers, started_s, size, timeout_s, await memory)
+
+    peak = await phase(f"peak: {CLOSED} requests at a time", closed_loop(partial(ask, timeout_s=ANSWER_S), CLOSED, seconds), ANSWER_S)
+    if not peak.completed_s:
+        raise StartupError(f"no request was completed in the {size.window_s:g} s of the peak; measure when this machine is less busy")
+    phases = {"peak": peak}
+    for factor in factors:
+        rate = factor * peak.per_s
+        phases[f"{factor}x"] = await phase(f"{factor}x: {rate:.1f} requests per second", open_loop(ask, rate, seconds, seed + factor))
+    connections.close()
+    return phases
+
+
+def judge(answers: list[Answer], started_s: float, size: Size, timeout_s: float, memory_mib: list[tuple[float, float]]) -> Phase:
+    ends: Counter[str] = Counter()
+    completed_s, shed_ms, tokens, untyped = [], [], 0, 0
+    for answer in answers:
+        end, given = _end(answer)
+        if end == "completed" and answer.seconds > timeout_s:
+            end = "late"
+        ends[end] += 1
+        if end == "completed" and size.ramp_s <= answer.ended_s - started_s < size.ramp_s + size.window_s:
+            completed_s.append(answer.seconds)
+            tokens += given
+        elif answer.status == 429:
+            shed_ms.append(answer.seconds * 1e3)
+            untyped += end == "broken" or not answer.header("retry-after").isdigit()
+    return Phase(
+        ends=dict(ends), goodput=tokens / size.window_s, per_s=len(completed_s) / size.window_s,
+        offered_per_s=len(answers) / (size.ramp_s + size.window_s), completed_s=completed_s, shed_ms=shed_ms, untyped_sheds=untyped,
+        lag_ms=percentile([(answer.sent_s - answer.due_s) * 1e3 for answer in answers], 99), memory_mib=memory_mib,
+    )
+
+
+def _end(answer: Answer) -> tuple[str, int]:
+    """How the request ended, and the tokens it was given."""
+    try:
+        if answer.status in (200, 504):
+            [result] = msgspec.json.decode(answer.body, type=Reply).results
+            if answer.status == 200:
+                return ("completed", len(result.choices[0].token_ids)) if result.choices else ("broken", 0)
+            return "late" if result.error is not None and result.error.code == "deadline_exceeded" else "broken", 0
+        error = msgspec.json.decode(answer.body, type=_Refusal).error
+    except (ValueError, msgspec.MsgspecError):
+        return "broken", 0
+    return error.code if error.retryable else "broken", 0
+
+
+def percentile(values: list[float], part: float) -> float:
+    """The smallest value that so many of a hundred do not exceed; 0 of none."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(len(ordered) * part / 100) - 1)] if ordered else 0.0
+
+
+async def _watch(pids: tuple[int, int]) -> list[tuple[float, float]]:
+    seen = []
+    try:
+        while True:
+            seen.append((_resident_mib(pids[0]), _resident_mib(pids[1])))
+            await asyncio.sleep(1)
+    except asyncio.CancelledError:
+        return seen
+
+
+def _resident_mib(pid: int) -> float:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition("VmRSS:")[2].split()[0]) / 1024
+
+
+def _child(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+    except OSError:
+        raise StartupError("this bench reads the memory of its processes from /proc, which is not there; run it on Linux") from None
+
+
+class Counts(NamedTuple):
+    """The server's own, after all load."""
+
+    open_sequences: float
+    pages_held: float
+    ended: dict[str, float]
+    refused: dict[str, float]
+
+
+def _counts(client: Client) -> Counts:
+    give_up_s = time.monotonic() + 10
+    while True:
+        samples = [sample for family in text_string_to_metric_families(client.metrics()) for sample in family.samples]
+        value = {sample.name: sample.value for sample in samples}
+        counts = Counts(value["tlt_open_sequences"], value["tlt_pages_total"] - value["tlt_pages_free"],
+                        {s.labels["result"]: s.value for s in samples if s.name == "tlt_sequences_total"},
+                        {s.labels["reason"]: s.value for s in samples if s.name == "tlt_requests_rejected_total"
+                         and s.labels["reason"] != "unavailable"})  # that is how it answers before it is ready
+        if not (counts.open_sequences or counts.pages_held) or time.monotonic() > give_up_s:
+            return counts
+        time.sleep(0.1)
+
+
+def report(console: Console, phases: dict[str, Phase], counts: Counts, args: argparse.Namespace) -> int:
+    peak, last = phases["peak"], list(phases.values())[-1]
+    table = Table(title="tlt bench overload: open-loop load against the peak of a closed loop")
+    for heading in ("load", "requests/s offered", "goodput tokens/s", "of peak", "shed", "late", "completed p50 s", "shed p50 ms",
+                    "shed p99 ms", "shed max ms", "frontend MiB", "engine MiB"):
+        table.add_column(heading, justify="right")
+    found = {name: _figures(phase, peak) for name, phase in phases.items()}
+    for name, figures in found.items():
+        table.add_row(name, *(str(figures[key]) for key in ("offered_per_s", "goodput", "of_peak", "shed", "late", "completed_p50_s",
+                                                            "shed_p50_ms", "shed_p99_ms", "shed_max_ms", "frontend_mib", "engine_mib")))
+    console.print(table)
+    sent = sum(sum(phase.ends.values()) for phase in phases.values())
+    ended, refused = sum(counts.ended.values()), sum(counts.refused.values())
+    exactly_once = ended + refused == sent and not counts.open_sequences and not any("broken" in p.ends for p in phases.values())
+    growth = [max(0.0, last.memory_mib[-1][i] - last.memory_mib[0][i]) for i in range(2)]
+    missed = [sentence for sentence, met in (
+        (f"goodput at {FACTORS[-1]}x is at least {LEAST_GOODPUT:g} of the peak", last.goodput >= LEAST_GOODPUT * peak.goodput),
+        (f"99 of 100 refusals within {SHED_MS:g} ms", percentile(last.shed_ms, 99) <= SHED_MS),
+        (f"memory grows by at most {GROWTH:.0%} or {GROWTH_MIB:g} MiB",
+         all(growth[i] <= max(GROWTH_MIB, GROWTH * last.memory_mib[0][i]) for i in range(2))),
+    ) if not met]
+    faults = [sentence for sentence, met in (
+        ("every request has exactly one end", exactly_once),
+        ("every 429 is typed and says when to send again", not any(phase.untyped_sheds for phase in phases.values())),
+        ("nothing is left open, no page is held", not counts.open_sequences and not counts.pages_held),
+    ) if not met]
+    for sentence in (*missed, *faults):
+        console.print(f"MISSED: {sentence}")
+    summary = {"bench": "overload", "quick": bool(args.quick), **found, "sent": sent, "ended": counts.ended, "refused": counts.refused,
+               "open_sequences": counts.open_sequences, "pages_held": counts.pages_held, "exactly_one_end": exactly_once,
+               "untyped_sheds": sum(phase.untyped_sheds for phase in phases.values()), "missed": missed + faults}
+    line = msgspec.json.encode(summary).decode()
+    if args.json:
+        args.json.write_text(line + "\n")
+    print(line)
+    return 1 if faults or (missed and not args.quick) else 0
+
+
+def _figures(phase: Phase, peak: Phase) -> dict[str, Any]:
+    memory = [phase.memory_mib[0], phase.memory_mib[len(phase.memory_mib) // 2], phase.memory_mib[-1]]  # start, middle, end
+    return {
+        "requests": sum(phase.ends.values()), "ends": phase.ends, "offered_per_s": round(phase.offered_per_s, 2),
+        "goodput": round(phase.goodput, 1), "of_peak": round(phase.goodput / peak.goodput, 3) if peak.goodput else 0.0,
+        "shed": round(phase.shed / sum(phase.ends.values()), 3), "late": phase.ends.get("late", 0),
+        "completed_p50_s": round(statistics.median(phase.completed_s or [0.0]), 2),
+        "completed_max_s": round(max(phase.completed_s, default=0.0), 2),
+        "shed_p50_ms": round(percentile(phase.shed_ms, 50), 1), "shed_p99_ms": round(percentile(phase.shed_ms, 99), 1),
+        "shed_max_ms": round(max(phase.shed_ms, default=0.0), 1), "load_lag_p99_ms": round(phase.lag_ms, 1),
+        "frontend_mib": [round(frontend) for frontend, _ in memory], "engine_mib": [round(engine) for _, engine in memory],
+    }
