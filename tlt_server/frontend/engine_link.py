@@ -110,6 +110,8 @@ class EngineLink:
                     case Phase():
                         self._phase = event.name
                     case Ready():
+                        while not self._commands.poll(0, zmq.POLLOUT):  # noqa: ASYNC110 (a synchronous socket)
+                            await asyncio.sleep(0.001)  # each socket connects in its own time; what is sent before is lost
                         self._ready = True
                 take(event)
             except Exception as error:  # an event that is lost would leave its request waiting for ever
