@@ -16,9 +16,9 @@ from tlt_server.engine.sequence import Sequence
 from tlt_server.records import StepOutput
 
 
-def by_deadline(clock: Callable[[], float], *, max_running: int = 2) -> Scheduler:
+def by_deadline(clock: Callable[[], float], kv: FakeKV | None = None, *, max_running: int = 2) -> Scheduler:
     return Scheduler(PagePool(40, PAGE), max_running=max_running, max_rows=8, max_pages_per_sequence=8, lookahead=2, weight_version="v1",
-                     clock=clock)
+                     clock=clock, on_begin=(kv or FakeKV()).begin)
 
 
 def codes(outputs: list[StepOutput]) -> list[tuple[str, str | None]]:
@@ -59,7 +59,8 @@ def test_deadlines_pass_also_while_nothing_is_begun(standing: str) -> None:
 def test_deadlines_agree_with_a_look_at_every_sequence(seed: int, steps: int) -> None:
     """The slow twin asks all that is open at every step; ids are used again."""
     draw, now, count = random.Random(seed), 0.0, 0
-    scheduler, kv = by_deadline(lambda: now), FakeKV()
+    kv = FakeKV()
+    scheduler = by_deadline(lambda: now, kv)
     twin: dict[str, Sequence] = {}
     for _ in range(steps):
         now += draw.random()
