@@ -257,8 +257,9 @@ class Scheduler:
                 continue
             accepted = len(emission.tokens) - 1
             finish_reason, stop_reason = self._truncate(sequence, emission)
-            sequence.count_step(emission.drafted, accepted, len(emission.tokens))
-            sequence.append(emission.tokens, batch.weight_version)
+            if emission.tokens:  # none where only the prompt was wanted
+                sequence.count_step(emission.drafted, accepted, len(emission.tokens))
+                sequence.append(emission.tokens, batch.weight_version)
             sequence.computed = min(work.end + accepted, sequence.length - 1)
             self._publish(sequence)
             if finish_reason:
@@ -269,14 +270,15 @@ class Scheduler:
 
     def _truncate(self, sequence: Sequence, emission: Emission) -> tuple[str | None, int | None]:
         """Cut the emission behind the first stop token or at max_tokens; say how the sequence ends, if it does."""
-        stops = sequence.state.stop_ids
-        for i, token in enumerate(emission.tokens):
-            if token in stops or i + 1 == sequence.remaining:
-                for values in (emission.tokens, emission.logprobs, emission.raw_logprobs, emission.top_logprobs):
-                    if values is not None:
-                        del values[i + 1 :]
-                return ("stop", token) if token in stops else ("length", None)
-        return None, None
+        stops, room = sequence.state.stop_ids, sequence.remaining
+        stopped = next((i for i, token in enumerate(emission.tokens[:room]) if token in stops), None)
+        if stopped is None and len(emission.tokens) < room:
+            return None, None
+        kept = room if stopped is None else stopped + 1
+        for values in (emission.tokens, emission.logprobs, emission.raw_logprobs, emission.top_logprobs):
+            if values is not None:
+                del values[kept:]
+        return ("length", None) if stopped is None else ("stop", emission.tokens[stopped])
 
     def _publish(self, sequence: Sequence) -> None:
         if sequence.spanning:

@@ -26,8 +26,11 @@ log = structlog.get_logger()
 
 
 class TokenEvent(NamedTuple):
+    """What a choice gained. The one that ends it holds the choice, and its delta may be empty."""
+
     id: str
     delta: Delta
+    ended: Choice | None
 
 
 class ItemResult(NamedTuple):
@@ -110,10 +113,11 @@ class Generation:
             delta = self._grown(sequence, output)
             if item.failed:
                 continue
-            if self._stream and (delta.token_ids or delta.text):
-                yield TokenEvent(item.id, delta)
-            if output.finish_reason is not None:
-                choice = item.choices[sequence.index] = sequence.choice()
+            choice = sequence.choice() if output.finish_reason is not None else None
+            if self._stream and (delta.token_ids or delta.text or choice is not None):
+                yield TokenEvent(item.id, delta, choice)
+            if choice is not None:
+                item.choices[sequence.index] = choice
                 self._count(choice.finish_reason)
                 if len(item.choices) == len(item.sequences):
                     yield item.result()

@@ -22,6 +22,7 @@ TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=MAX_INT32)]], Field(fail
 ShortName = Annotated[str, Field(min_length=1, max_length=256)]
 Salt = Annotated[str, Field(max_length=256)]
 Count = Annotated[int, Field(ge=1, le=MAX_INT32)]
+Length = Annotated[int, Field(ge=0, le=MAX_INT32)]
 Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -50,10 +51,10 @@ class SamplingFields(SharedSampling):
     """Partial: an item's fields win over the batch's, those over the defaults of `records.Sampling`."""
 
     top_k: int = Field(0, ge=0, le=MAX_INT32)
-    max_tokens: Count | None = Field(256, description="null: what the prompt leaves of the model's length")
+    max_tokens: Length | None = Field(256, description="null: what the prompt leaves of the model's length; 0: only read the prompt")
     logprobs: int = Field(0, ge=0, le=MAX_INT32)
     raw_logprobs: bool = False
-    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_INT32)
+    prompt_logprobs: int | None = Field(None, ge=-1, le=MAX_INT32, description="-1: of the whole vocabulary")
 
 
 class Message(Strict):

@@ -166,13 +166,16 @@ class Validator:
         if 0 < get("temperature") < LEAST_TEMPERATURE:
             raise InvalidRequest(f"{where}temperature is {get('temperature'):g}; it must be 0 or at least {LEAST_TEMPERATURE:g}: "
                                  "use 0 for greedy decoding")
-        for name in ("logprobs", "prompt_logprobs"):
-            if (get(name) or 0) > self._config.max_logprobs:
-                raise InvalidRequest(f"{where}{name} is {get(name)}; the limit is {self._config.max_logprobs} (max_logprobs): "
+        prompt_logprobs = info.vocab_size if get("prompt_logprobs") == -1 else get("prompt_logprobs")
+        for name, count in (("logprobs", get("logprobs")), ("prompt_logprobs", prompt_logprobs or 0)):
+            if count > self._config.max_logprobs:
+                all = f", which is all {count} of the vocabulary" if get(name) == -1 else ""
+                raise InvalidRequest(f"{where}{name} is {get(name)}{all}; the limit is {self._config.max_logprobs} (max_logprobs): "
                                      "ask for fewer")
         fields = {name: get(name) for name in SamplingFields.model_fields}
         fields |= {
             "max_tokens": max_tokens,
+            "prompt_logprobs": prompt_logprobs,
             "stop": self._stop(where, get("stop")),
             "stop_token_ids": self._stop_token_ids(where, get("stop_token_ids"), info),
             "logit_bias": self._logit_bias(where, get("logit_bias"), info),

@@ -84,7 +84,10 @@ async def _frames(service: Service, batch: Batch, generation: Generation) -> Asy
         async for event in generation.events():
             if isinstance(event, ItemResult):
                 usage.add(event)
-            if not isinstance(event, TokenEvent):
+            if isinstance(event, TokenEvent):
+                if not event.delta.token_ids and not event.delta.text:
+                    continue  # the end of a choice, which the item's result tells
+            else:
                 waiting.discard(event.id)
             yield _frame(*_phrase(event))
     except Exception as error:  # our own bug, but the status line is long gone: say so in the stream

@@ -23,7 +23,7 @@ from tlt_server.frontend.delivery import EventStream, reply
 from tlt_server.frontend.endpoints import Endpoint
 from tlt_server.frontend.generation import Generation, ItemError, ItemResult, Service, TokenEvent
 from tlt_server.frontend.openai.logprobs import Speller
-from tlt_server.frontend.openai.phrases import ChatPhrase, CompletionPhrase
+from tlt_server.frontend.openai.phrases import ChatPhrase, CompletionPhrase, whole
 from tlt_server.frontend.openai.replies import (
     CachedTokens,
     ChatCompletion,
@@ -165,7 +165,7 @@ async def _whole(phrase: Phrase, batch: Batch, generation: Generation) -> Respon
             raise event.error
         if isinstance(event, ItemResult):
             count.add(event)
-            parts += [phrase.ended(places[event.id], choice) for choice in event.choices]
+            parts += [phrase.part(places[event.id], whole(choice), choice) for choice in event.choices]
     parts.sort(key=lambda part: part.index)
     return json_response(phrase.reply(parts, count.usage()))  # type: ignore[arg-type]
 
@@ -175,12 +175,10 @@ async def _chunks(phrase: Phrase, batch: Batch, generation: Generation, path: st
     try:
         async for event in generation.events():
             match event:
-                case TokenEvent(id, delta):
-                    yield _frame(phrase.reply([phrase.grown(places[id], delta)], no_usage))  # type: ignore[list-item]
-                case ItemResult(id, choices):
+                case TokenEvent(id, delta, ended):
+                    yield _frame(phrase.reply([phrase.part(places[id], delta, ended)], no_usage))  # type: ignore[list-item]
+                case ItemResult():
                     count.add(event)
-                    for choice in choices:
-                        yield _frame(phrase.reply([phrase.ended(places[id], choice)], no_usage))  # type: ignore[list-item]
                 case ItemError(_, error):
                     raise error
         if usage:

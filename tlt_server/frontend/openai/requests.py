@@ -5,6 +5,7 @@ Clients send many fields that mean nothing here, so unknown ones are ignored, an
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
@@ -15,6 +16,7 @@ from tlt_server.frontend.requests import (
     MAX_INT32,
     Count,
     ItemFields,
+    Length,
     Model,
     NativeRequest,
     Salt,
@@ -67,13 +69,13 @@ class Asked(SharedSampling):
     priority: int = Field(0, description="accepted and without effect: requests are served in the order of arrival")
     user: str = Field("", description="accepted and without effect")
 
+    @abstractmethod
     def alternatives(self) -> int | None:
         """Alternatives per token; None: no log-probs are reported."""
-        raise NotImplementedError
 
+    @abstractmethod
     def length(self) -> int | None:
         """The longest output; None: what the prompt leaves."""
-        raise NotImplementedError
 
     def scored_prompt(self) -> int | None:
         return self.prompt_logprobs
@@ -106,7 +108,7 @@ Prompt = Annotated[
 
 class CompletionRequest(Asked):
     prompt: Prompt
-    max_tokens: Count = 16
+    max_tokens: Length = 16
     echo: bool = Field(False, description="the choice's text, tokens and log-probs begin with the prompt's")
 
     def alternatives(self) -> int | None:
@@ -119,7 +121,7 @@ class CompletionRequest(Asked):
 
     def scored_prompt(self) -> int | None:
         counts = [count for count in (self.prompt_logprobs, self.alternatives() if self.echo else None) if count is not None]
-        return max(counts, default=None)
+        return max(counts, default=None) if -1 not in counts else -1
 
     def prompts(self) -> list[str] | list[list[int]]:
         prompt: Any = self.prompt
@@ -179,8 +181,8 @@ class ChatRequest(Asked, TemplateFields):
     model_config = ConfigDict(extra="ignore")
 
     messages: Messages
-    max_tokens: Count | None = Field(None, description="absent: what the prompt leaves of the model's length")
-    max_completion_tokens: Count | None = Field(None, description="the newer name of max_tokens")
+    max_tokens: Length | None = Field(None, description="absent: what the prompt leaves of the model's length")
+    max_completion_tokens: Length | None = Field(None, description="the newer name of max_tokens")
     top_logprobs: int | None = Field(None, description="alternatives per token; needs logprobs")
 
     def alternatives(self) -> int | None:
@@ -191,7 +193,7 @@ class ChatRequest(Asked, TemplateFields):
         return self.top_logprobs if self.top_logprobs is not None else int(self.logprobs) if self.logprobs is not True else 0
 
     def length(self) -> int | None:
-        return self.max_completion_tokens or self.max_tokens
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
 class TokenizeRequest(TemplateFields):
