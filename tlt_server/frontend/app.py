@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
+from typing import Any
 
 import msgspec
 from fastapi import FastAPI
@@ -19,23 +20,25 @@ from tlt_server.frontend.endpoints import Endpoint
 from tlt_server.frontend.generation import Service
 from tlt_server.frontend.limits import BodyLimits
 from tlt_server.frontend.openapi import document
-from tlt_server.frontend.replies import error_body, error_response, unexpected
+from tlt_server.frontend.replies import error_reply, error_response, unexpected
 
 
 def build_app(service: Service, keys: Keys | None, dialects: Iterable[str] = DIALECTS) -> FastAPI:
     tables: dict[str, list[Endpoint]] = {name: DIALECTS.resolve(name)(service) for name in dialects}
-    about = msgspec.json.encode(document(tables, keyed=keys is not None))
 
     async def openapi(request: Request) -> Response:
+        """This document."""
         return Response(about, media_type="application/json")
 
-    routes = [*(endpoint for table in tables.values() for endpoint in table), Endpoint("GET", "/openapi.json", openapi)]
+    tables["document"] = [Endpoint("GET", "/openapi.json", openapi, gives=dict[str, Any])]
+    about = msgspec.json.encode(document(tables, keyed=keys is not None))
+    routes = [endpoint for table in tables.values() for endpoint in table]
     shapes = {endpoint.path: endpoint.error_shape for endpoint in routes}
     known = ", ".join(sorted(shapes))
     methods = {path: ", ".join(endpoint.method for endpoint in routes if endpoint.path == path) for path in shapes}
 
     def answer(path: str, error: TltError, *, close: bool = False) -> Response:
-        return error_response(error, shapes.get(path, error_body), close=close)
+        return error_response(error, shapes.get(path, error_reply), close=close)
 
     def refuse(path: str, error: TltError, *, close: bool = False) -> Response:
         service.rejected(error)

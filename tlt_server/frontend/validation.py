@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 from tlt_server.config import Config
 from tlt_server.errors import InvalidRequest, TooLarge
-from tlt_server.frontend.requests import ItemFields, NativeRequest, SamplingFields, shown
+from tlt_server.frontend.requests import PROMPTS, ItemFields, NativeRequest, SamplingFields, shown
 from tlt_server.frontend.text import Text
 from tlt_server.records import EngineInfo, GenerateRequest, Sampling
 
@@ -99,9 +99,9 @@ class Validator:
 
     def _check_shape(self, words: Words, i: int, item: ItemFields) -> None:
         where, field = words.item.format(i=i), words.field.format(i=i)
-        given = [name for name in ("prompt", "token_ids", "messages") if getattr(item, name) is not None]
+        given = [name for name in PROMPTS if getattr(item, name) is not None]
         if len(given) != 1:
-            raise InvalidRequest(f"{where} has {' and '.join(given) or 'no prompt'}; give exactly one of prompt, token_ids, messages")
+            raise InvalidRequest(f"{where} has {' and '.join(given) or 'no prompt'}; give exactly one of {', '.join(PROMPTS)}")
         self._check_choices(field, item.n)
 
     def _check_choices(self, field: str, n: int) -> None:

@@ -14,8 +14,9 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tlt_client.wire import Reply
-from tlt_server.errors import TltError
+from tlt_client import wire
+from tlt_client.wire import Done, Reply, Token
+from tlt_server.errors import DeadlineExceeded, EngineFailed, QueueFull, TltError, Unavailable
 from tlt_server.frontend.delivery import EventStream, reply
 from tlt_server.frontend.endpoints import Endpoint
 from tlt_server.frontend.generation import Event, Generation, ItemError, ItemResult, Service, TokenEvent
@@ -39,8 +40,9 @@ def routes(service: Service) -> list[Endpoint]:
     async def generate(request: Request) -> Response:
         """Generate n choices for each prompt of a batch.
 
-        All of the batch is admitted or nothing. The reply has one entry per item, in order: choices or an error. With `stream`,
-        server-sent events: `token`, then `result` or `error` per item, and a last `done`.
+        All of the batch is admitted or nothing. The reply has one entry per item, in order: choices or an error; where no item
+        succeeded, its status is the first error's. With `stream`, server-sent events: `token`, then `result` or `error` per item, and
+        a last `done`.
         """
         service.engine.check_available()
         asked = parse(await request.body())
@@ -52,7 +54,11 @@ def routes(service: Service) -> list[Endpoint]:
             return EventStream(_frames(service, batch, generation), generation)
         return await reply(request, _collect(service, batch, generation), generation)
 
-    return [Endpoint("POST", "/generate", generate, takes=NativeRequest, gives=Reply, streams=True)]
+    example = {"requests": [{"prompt": "2+2=", "n": 2, "seed": 7}], "sampling": {"max_tokens": 16, "temperature": 0.8}}
+    return [Endpoint(
+        "POST", "/generate", generate, takes=NativeRequest, example=example, gives=Reply, gives_also_at=(400, 500, 503, 504),
+        streams=(("token", Token), ("result", wire.ItemResult), ("error", wire.ItemResult), ("done", Done)),
+        raises=(QueueFull, EngineFailed, Unavailable, DeadlineExceeded))]
 
 
 def _phrase(event: Event) -> tuple[str, dict[str, Any]]:

@@ -18,7 +18,7 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tlt_server.errors import InvalidRequest, NotFound, TltError
+from tlt_server.errors import DeadlineExceeded, EngineFailed, InvalidRequest, NotFound, QueueFull, TltError, Unavailable
 from tlt_server.frontend.delivery import EventStream, reply
 from tlt_server.frontend.endpoints import Endpoint
 from tlt_server.frontend.generation import Generation, ItemError, ItemResult, Service, TokenEvent
@@ -29,11 +29,12 @@ from tlt_server.frontend.openai.replies import (
     ChatCompletion,
     Completion,
     Detokenized,
+    Failure,
     Model,
     Models,
     OpenAIUsage,
     Tokens,
-    problem,
+    failure,
 )
 from tlt_server.frontend.openai.requests import (
     CHAT,
@@ -65,8 +66,8 @@ def routes(service: Service) -> list[Endpoint]:
     async def completions(request: Request) -> Response:
         """Complete one prompt or a batch of prompts, given as text or token ids.
 
-        Choices are prompt-major: choice i of prompt p has the index p * n + i. Server-sent chunks with `stream`. Unknown fields are
-        ignored; null is the same as absent.
+        Choices are prompt-major: choice i of prompt p has the index p * n + i. With `stream`, server-sent chunks and a last `[DONE]`.
+        Unknown fields are ignored; null is the same as absent.
         """
         asked, info = await _read(service, request, CompletionRequest)
         prompts = [{"prompt" if isinstance(prompt, str) else "token_ids": prompt} for prompt in asked.prompts()]
@@ -75,7 +76,7 @@ def routes(service: Service) -> list[Endpoint]:
     async def chat(request: Request) -> Response:
         """Answer a conversation, put into the model's chat template with tools and chat_template_kwargs.
 
-        Server-sent chunks with `stream`. Unknown fields are ignored; null is the same as absent.
+        With `stream`, server-sent chunks and a last `[DONE]`. Unknown fields are ignored; null is the same as absent.
         """
         asked, info = await _read(service, request, ChatRequest)
         service.validator.check_choices(asked.n)
@@ -117,13 +118,20 @@ def routes(service: Service) -> list[Endpoint]:
             return EventStream(_chunks(phrase, batch, generation, request.url.path, usage=asked.stream_options.include_usage), generation)
         return await reply(request, _whole(phrase, batch, generation), generation)
 
-    post = partial(Endpoint, "POST", error_shape=problem)
+    read = partial(Endpoint, "POST", error_shape=failure, raises=(NotFound, Unavailable))
+    generate = partial(Endpoint, "POST", error_shape=failure,
+                       raises=(NotFound, QueueFull, EngineFailed, Unavailable, DeadlineExceeded))
+    question = [{"role": "user", "content": "Compute 3*4+5."}]
     return [
-        Endpoint("GET", "/v1/models", models, gives=Models, error_shape=problem),
-        post("/v1/completions", completions, takes=CompletionRequest, gives=Completion, streams=True),
-        post("/v1/chat/completions", chat, takes=ChatRequest, gives=ChatCompletion, streams=True),
-        post("/tokenize", tokenize, takes=TokenizeRequest, gives=Tokens),
-        post("/detokenize", detokenize, takes=DetokenizeRequest, gives=Detokenized),
+        Endpoint("GET", "/v1/models", models, gives=Models, error_shape=failure),
+        generate("/v1/completions", completions, takes=CompletionRequest, gives=Completion,
+                 example={"prompt": ["2+2=", "3*4="], "n": 2, "max_tokens": 16, "seed": 7, "return_token_ids": True},
+                 streams=(("message", Completion), ("message", Failure))),
+        generate("/v1/chat/completions", chat, takes=ChatRequest, gives=ChatCompletion,
+                 example={"messages": question, "max_completion_tokens": 64, "logprobs": True},
+                 streams=(("message", ChatCompletion), ("message", Failure))),
+        read("/tokenize", tokenize, takes=TokenizeRequest, gives=Tokens, example={"messages": question}),
+        read("/detokenize", detokenize, takes=DetokenizeRequest, gives=Detokenized, example={"tokens": [17, 18, 19]}),
     ]
 
 
@@ -184,9 +192,9 @@ async def _chunks(phrase: Phrase, batch: Batch, generation: Generation, path: st
         if usage:
             yield _frame(phrase.reply([], count.usage()))
     except TltError as error:
-        yield _frame({"error": problem(error)})
+        yield _frame(failure(error))
     except Exception as error:  # our own bug, but the status line is long gone: say so in the stream
-        yield _frame({"error": problem(unexpected(error, path))})
+        yield _frame(failure(unexpected(error, path)))
     yield b"data: [DONE]\n\n"
 
 
