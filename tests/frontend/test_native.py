@@ -169,6 +169,8 @@ def test_unknown_paths_and_methods_are_typed(server: LiveServer) -> None:
     assert (response.status_code, error["code"], response.headers["allow"]) == (405, "method_not_allowed", "POST")
     assert error["message"] == "GET is not a method of /generate; use POST"
     assert httpx.delete(f"{server.url}/strategy").headers["allow"] == "GET, PUT"
+    wrong = httpx.get(f"{server.url}/weights/v1/commit")
+    assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
 
 
 def test_a_bug_in_mid_stream_is_an_error_event_and_not_a_broken_stream(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,12 +33,13 @@ def build_app(service: Service, keys: Keys | None, dialects: Iterable[str] = DIA
     tables["document"] = [Endpoint("GET", "/openapi.json", openapi, gives=dict[str, Any])]
     about = msgspec.json.encode(document(tables, keyed=keys is not None))
     routes = [endpoint for table in tables.values() for endpoint in table]
-    shapes = {endpoint.path: endpoint.error_shape for endpoint in routes}
-    known = ", ".join(sorted(shapes))
-    methods = {path: ", ".join(endpoint.method for endpoint in routes if endpoint.path == path) for path in shapes}
+    known = ", ".join(sorted({endpoint.path for endpoint in routes}))
+
+    def at(path: str) -> list[Endpoint]:
+        return [endpoint for endpoint in routes if endpoint.path_regex.match(path)]
 
     def answer(path: str, error: TltError, *, close: bool = False) -> Response:
-        return error_response(error, shapes.get(path, error_reply), close=close)
+        return error_response(error, next((endpoint.error_shape for endpoint in at(path)), error_reply), close=close)
 
     def refuse(path: str, error: TltError, *, close: bool = False) -> Response:
         service.rejected(error)
@@ -52,8 +53,9 @@ def build_app(service: Service, keys: Keys | None, dialects: Iterable[str] = DIA
         assert isinstance(error, HTTPException)
         path = request.url.path
         if error.status_code == 405:
-            response = answer(path, MethodNotAllowed(f"{request.method[:20]} is not a method of {path}; use {methods[path]}"))
-            response.headers["allow"] = methods[path]
+            methods = ", ".join(endpoint.method for endpoint in at(path))
+            response = answer(path, MethodNotAllowed(f"{request.method[:20]} is not a method of {path[:200]}; use {methods}"))
+            response.headers["allow"] = methods
             return response
         return answer(path, NotFound(f"there is no {path[:200]}; known are {known}"))
 

@@ -124,9 +124,12 @@ def _response(endpoint: Endpoint, gives: dict[Any, Any], errors: list[type[TltEr
 
 
 def _event_stream(endpoint: Endpoint, gives: dict[Any, Any]) -> dict[str, Any]:
-    """Until OpenAPI 3.2 a stream is a string; what its events hold is said as 3.2 says it, in `itemSchema`."""
-    events = [{"type": "object", "required": ["event", "data"], "properties": {
-        "event": {"const": name}, "data": {"type": "string", "contentMediaType": "application/json", "contentSchema": gives[type]},
-    }} for name, type in endpoint.streams]
-    names = ", ".join(dict.fromkeys(name for name, _ in endpoint.streams))
-    return {"schema": {"type": "string", "description": f"Server-sent events: {names}."}, "x-itemSchema": {"oneOf": events}}
+    """The schema is that of one event, as tools for OpenAPI 3.1 take it; 3.2 would call it `itemSchema`."""
+    events = [{"type": "object", "required": ["event", "data"], "properties": {"event": {"const": name}, "data": _event_data(gives[type])}}
+              for name, type in endpoint.streams]
+    return {"schema": {"description": "One server-sent event.", "anyOf": events}}
+
+
+def _event_data(schema: dict[str, Any]) -> dict[str, Any]:
+    """A type that is a constant stands for itself, everything else for JSON."""
+    return schema if "enum" in schema else {"type": "string", "contentMediaType": "application/json", "contentSchema": schema}

@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET
@@ -126,10 +126,10 @@ def routes(service: Service) -> list[Endpoint]:
         Endpoint("GET", "/v1/models", models, gives=Models, error_shape=failure),
         generate("/v1/completions", completions, takes=CompletionRequest, gives=Completion,
                  example={"prompt": ["2+2=", "3*4="], "n": 2, "max_tokens": 16, "seed": 7, "return_token_ids": True},
-                 streams=(("message", Completion), ("message", Failure))),
+                 streams=(("message", Completion), ("message", Failure), ("message", Literal["[DONE]"]))),
         generate("/v1/chat/completions", chat, takes=ChatRequest, gives=ChatCompletion,
                  example={"messages": question, "max_completion_tokens": 64, "logprobs": True},
-                 streams=(("message", ChatCompletion), ("message", Failure))),
+                 streams=(("message", ChatCompletion), ("message", Failure), ("message", Literal["[DONE]"]))),
         read("/tokenize", tokenize, takes=TokenizeRequest, gives=Tokens, example={"messages": question}),
         read("/detokenize", detokenize, takes=DetokenizeRequest, gives=Detokenized, example={"tokens": [17, 18, 19]}),
     ]

@@ -50,7 +50,7 @@ Version = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^/\x00-
 class TensorFields(Strict):
     name: Annotated[str, Field(description="as the checkpoint names it; with role all, the drafter's begin with `draft.`")]
     dtype: Annotated[str, Field(description='as torch names it, such as "bfloat16"')] = ""
-    shape: Annotated[list[int] | None, Field(description="absent: not compared")] = None
+    shape: Annotated[list[Annotated[int, Field(ge=0, le=2**63 - 1)]] | None, Field(description="absent: not compared")] = None
     checksum: Annotated[str, Field(description='"sha256:<hex>" or "xxh3:<hex>" over the bytes pushed')] = ""
 
 
