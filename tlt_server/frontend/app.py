@@ -69,6 +69,7 @@ def build_app(service: Service, keys: Keys | None, dialects: Iterable[str] = DIA
     return FastAPI(
         routes=[*routes],
         openapi_url=None,
+        redirect_slashes=False,
         middleware=[
             Middleware(Authentication, keys=keys, refuse=closing),
             Middleware(BodyLimits, max_body_bytes=config.max_body_mb * 2**20, body_timeout_s=config.body_timeout_s, refuse=closing),
