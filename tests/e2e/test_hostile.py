@@ -49,24 +49,24 @@ class Answer:
         self.status = int(lines[0].split(b" ")[1])
         pairs = (line.decode("latin-1").partition(":") for line in lines[1:])
         self.headers = {name.strip().lower(): value.strip() for name, _, value in pairs}
-        self.whole, self.body, self.behind = True, b"", rest
+        self.whole, self.body, self.behind = True, b"", rest  # without either header there is no body
         if not head_only and "content-length" in self.headers:
             size = int(self.headers["content-length"])
             self.body, self.behind, self.whole = rest[:size], rest[size:], len(rest) >= size
         elif not head_only and self.headers.get("transfer-encoding") == "chunked":
-            self.whole = self._unchunk(rest)
+            self.whole, self.behind = self._unchunk(rest)
         self.kind = self.headers.get("content-type", "").partition(";")[0]
 
-    def _unchunk(self, rest: bytes) -> bool:
+    def _unchunk(self, rest: bytes) -> tuple[bool, bytes]:
+        """Whether the last chunk is there, and what follows it."""
         while rest:
             size, _, rest = rest.partition(b"\r\n")
             length = int(size, 16)
             self.body += rest[:length]
             rest = rest[length + 2:]
             if not length:
-                self.behind = rest
-                return True
-        return False
+                return True, rest
+        return False, b""
 
 
 async def send(address: tuple[str, int], asked: Attempt) -> bytes:
