@@ -36,14 +36,20 @@ class TooLarge(InvalidRequest):
 
 
 class Unauthenticated(TltError):
+    """The request carries no known API key."""
+
     code, http_status, grpc_code = "unauthenticated", 401, "UNAUTHENTICATED"
 
 
 class Forbidden(TltError):
+    """Not from there, or not to there: a foreign Host or Origin, a path outside the weight root, a server that takes no weights."""
+
     code, http_status, grpc_code = "forbidden", 403, "PERMISSION_DENIED"
 
 
 class NotFound(TltError):
+    """No such route, model or push."""
+
     code, http_status, grpc_code = "not_found", 404, "NOT_FOUND"
 
 
@@ -102,6 +108,8 @@ class Cancelled(TltError):
 
 
 class DeadlineExceeded(TltError):
+    """The body took too long, or the request's deadline (timeout_s) passed before it finished."""
+
     code, http_status, grpc_code, retryable = "deadline_exceeded", 504, "DEADLINE_EXCEEDED", True
 
 

@@ -24,7 +24,7 @@ class Sampling(Struct, frozen=True, kw_only=True):
     top_k: int = 0  # 0 = all
     top_p: float = 1.0
     min_p: float = 0.0
-    max_tokens: int = 256
+    max_tokens: int = 256  # 0: the prompt is read, and scored with prompt_logprobs, and no token follows
     min_tokens: int = 0  # stop tokens are masked before this many output tokens
     stop: tuple[str, ...] = ()  # matched by the frontend on the text
     stop_token_ids: tuple[int, ...] = ()

@@ -94,9 +94,36 @@ def test_token_ids_in_and_echo_with_the_prompts_logprobs(sdk: openai.OpenAI, cli
     assert reply.choices[0].text == PROMPTS[1] + (native.text or "")
 
 
+def test_max_tokens_0_scores_the_prompt_alone_with_the_bits_of_a_whole_request(sdk: openai.OpenAI, client: Client) -> None:
+    reply = sdk.completions.create(model=MODEL, prompt=PROMPTS, max_tokens=0, echo=True, logprobs=3, extra_body={"return_token_ids": True})
+    native = client.generate([{"prompt": prompt} for prompt in PROMPTS], sampling={"max_tokens": 4, "prompt_logprobs": 3})
+    for ours, result, prompt in zip(reply.choices, native.results, PROMPTS, strict=True):
+        [choice] = result.choices
+        assert (ours.text, ours.finish_reason, extra(ours)["token_ids"]) == (prompt, "length", [])
+        assert choice.prompt_logprobs is not None and ours.logprobs is not None
+        assert ours.logprobs.token_logprobs == [None, *(each[1][0] for each in choice.prompt_logprobs if each)]
+    assert reply.usage is not None and reply.usage.completion_tokens == 0
+    chat = sdk.chat.completions.create(model=MODEL, messages=QUESTION, max_completion_tokens=0, extra_body={"prompt_logprobs": 0})
+    assert chat.choices[0].message.content == "" and len(extra(chat)["prompt_logprobs"]) == chat.usage.prompt_tokens  # type: ignore[union-attr]
+
+
+def test_a_choice_is_said_to_have_ended_when_it_ends_and_not_with_its_siblings(sdk: openai.OpenAI) -> None:
+    question: Any = [{"role": "user", "content": "Use 3,7,11 to make 300."}]
+    asked: dict[str, Any] = {"model": MODEL, "n": 4, "seed": 7, "max_tokens": 1000, "stream": True}
+    for stream in (sdk.completions.create(prompt=PROMPTS[1], **asked), sdk.chat.completions.create(messages=question, **asked)):
+        ends, behind = set(), 0  # chunks of choices that go on behind the first end
+        for part in stream:
+            for choice in part.choices:
+                assert choice.index not in ends, "a choice has ended and goes on"
+                behind += bool(ends) and choice.finish_reason is None
+                if choice.finish_reason is not None:
+                    ends.add(choice.index)
+        assert len(ends) == 4 and behind, "these choices have different lengths, and one must end while another goes on"
+
+
 def test_refusals_are_the_sdks_own_errors(sdk: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="max_tokens is 0") as caught:
-        sdk.completions.create(model=MODEL, prompt="a", max_tokens=0)
+    with pytest.raises(openai.BadRequestError, match="max_tokens is -1") as caught:
+        sdk.completions.create(model=MODEL, prompt="a", max_tokens=-1)
     assert (caught.value.param, caught.value.code, caught.value.type) == ("max_tokens", "invalid_request", "invalid_request_error")
     with pytest.raises(openai.NotFoundError, match="this server serves 'target'"):
         sdk.chat.completions.create(model="other", messages=QUESTION)

@@ -183,6 +183,24 @@ def test_abort_frees_everything_and_reports_what_there_is(base: EngineSettings) 
     assert engine.gauges()["pages_free"] == info.pages
 
 
+@pytest.mark.parametrize("name", ["eagle large", "small chunks", "page of 1"])
+def test_without_output_tokens_a_prompt_is_scored_with_the_same_bits(name: str, base: EngineSettings) -> None:
+    others, full = requests(6, "sampled"), requests(4, "reported")
+    asked = Sampling(max_tokens=0, prompt_logprobs=2)
+    scored = [msgspec.structs.replace(r, id=f"s{i}", sampling=asked) for i, r in enumerate(full)]
+    scored.append(msgspec.structs.replace(full[0], id="one", token_ids=[5], sampling=asked))  # a prompt of one row
+    said, counts = run(msgspec.structs.replace(base, **CHANGES[name]), others + scored)
+    expected = bits(run(base, full)[0])
+    for i, request in enumerate(full):
+        [output] = said[f"s{i}"]
+        assert (output.token_ids, output.logprobs, output.finish_reason, output.weight_versions) == ([], [], "length", [])
+        assert output.sd is not None and output.sd.steps == 0
+        assert bits(said)[f"s{i}"][4] == expected[request.id][4] and len(output.prompt_logprobs or []) == len(request.token_ids)
+    assert [o.prompt_logprobs for o in said["one"]] == [[None]]
+    assert bits({r.id: said[r.id] for r in others}) == bits(run(base, others)[0])
+    assert counts["pages_free"] == counts["pages"]
+
+
 def test_pause_freezes_and_resumes(base: EngineSettings) -> None:
     batch = requests(3)
     expected = bits(run(base, batch)[0])

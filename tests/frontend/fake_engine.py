@@ -68,7 +68,7 @@ class Running:
     def step(self, per_step: int, version: str) -> StepOutput | None:
         request, sampling = self.request, self.request.sampling
         tokens: list[int] = []
-        reason, stop_reason = self.aborted, None
+        reason, stop_reason = self.aborted or ("length" if sampling.max_tokens == 0 else None), None
         if HANGS in request.token_ids and reason is None:
             return None
         while len(tokens) < per_step and reason is None:

@@ -76,8 +76,33 @@ def test_a_body_without_length_is_cut_at_the_limit(server: LiveServer) -> None:
         except OSError:
             pass
         reply = read_all(connection)
-    assert sent < 20 * 2**20  # the limit of 1 MiB and what sockets buffer
+    assert sent < 20 * 2**20  # twice the limit of 1 MiB and what sockets buffer
     assert reply.startswith(b"HTTP/1.1 413") or reply == b""  # a reset may overtake the reply
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/nothing", "/livez"])
+@pytest.mark.parametrize("chunked", [True, False])
+def test_a_client_that_sends_all_before_it_reads_gets_its_refusal(server: LiveServer, path: str, chunked: bool) -> None:
+    size = 2**21 - 2**12  # over the limit, and not twice as much
+    with connect(server) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # so that it must wait for the server to take it all
+        if chunked:
+            connection.sendall(head(path, transfer_encoding="chunked") + b"%x\r\n" % size + b"x" * size + b"\r\n0\r\n\r\n")
+        else:
+            connection.sendall(head(path, content_length=size) + b"x" * size)
+        started = time.monotonic()
+        reply = read_all(connection)
+    status = 413 if not chunked or path not in ("/nothing", "/livez") else 404 if path == "/nothing" else 405
+    assert reply.startswith(b"HTTP/1.1 %d" % status) and reply.endswith(b"}") and b"connection: close" in reply.lower()
+    assert time.monotonic() - started < 0.9, "what had all arrived is thrown away without waiting"
+
+
+def test_a_client_that_never_ends_its_body_is_left_soon_after_the_reply(server: LiveServer) -> None:
+    started = time.monotonic()
+    with connect(server) as connection:
+        connection.sendall(head("/nothing", content_length=1000) + b"x")
+        reply = read_all(connection)
+    assert reply.startswith(b"HTTP/1.1 404") and 0.9 < time.monotonic() - started < 4
 
 
 def test_httpx_sees_the_413(server: LiveServer) -> None:
@@ -102,10 +127,17 @@ def test_slow_and_large_headers_end_the_connection(server: LiveServer) -> None:
         assert b"max_header_kb" in read_all(connection)
 
 
-def test_a_declared_length_that_is_no_number_is_refused(server: LiveServer) -> None:
+@pytest.mark.parametrize("request_", [
+    head(content_length="-5"), head(content_length="9" * 30), head(transfer_encoding="gzip"), head(transfer_encoding="chunked") + b"zz\r\n",
+    b"GET /caf\xe9 HTTP/1.1\r\n\r\n", b"no HTTP\r\n\r\n", b"POST /generate HTTP/1.1\r\nx: " + b"y" * 5000,
+])
+def test_what_is_no_http_is_refused_in_the_envelope(server: LiveServer, request_: bytes) -> None:
     with connect(server) as connection:
-        connection.sendall(head(content_length="-5"))
-        assert read_all(connection).startswith(b"HTTP/1.1 400")
+        connection.sendall(request_)
+        reply, _, body = read_all(connection).partition(b"\r\n\r\n")
+    error = json.loads(body)["error"]
+    assert reply.startswith(b"HTTP/1.1 400") and b"application/json" in reply and b"connection: close" in reply.lower()
+    assert error["code"] == "invalid_request" and any(word in error["message"] for word in ("check its", "send fewer", "must be a number"))
 
 
 def test_a_full_queue_refuses_whole_batches_and_says_when_to_retry(server: LiveServer) -> None:

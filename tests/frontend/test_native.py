@@ -164,11 +164,14 @@ def test_probes_metrics_and_server_info(server: LiveServer, client: Client) -> N
 
 def test_unknown_paths_and_methods_are_typed(server: LiveServer) -> None:
     assert "/generate" in httpx.get(f"{server.url}/nothing").json()["error"]["message"]
+    assert httpx.get(f"{server.url}/livez/").status_code == 404  # a path has one spelling
     response = httpx.get(f"{server.url}/generate")
     error = response.json()["error"]
     assert (response.status_code, error["code"], response.headers["allow"]) == (405, "method_not_allowed", "POST")
     assert error["message"] == "GET is not a method of /generate; use POST"
     assert httpx.delete(f"{server.url}/strategy").headers["allow"] == "GET, PUT"
+    wrong = httpx.get(f"{server.url}/weights/v1/commit")
+    assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
 
 
 def test_a_bug_in_mid_stream_is_an_error_event_and_not_a_broken_stream(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from tlt_client import Client
 from tlt_server.frontend.openai.requests import ChatRequest, CompletionRequest, TokenizeRequest
 
 USER = [{"role": "user", "content": "hi"}]
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 FIGURES = {"mean_acceptance_length": 2.5, "draft_acceptance_rate": 3 / 6, "acceptance_histogram": [0, 1, 1], "num_spec_steps": 2,
            "num_accepted_draft_tokens": 3, "num_draft_tokens": 6, "num_spec_tokens": 2}
 
@@ -217,6 +218,29 @@ def test_prompt_logprobs_are_by_token_id_with_rank(server: LiveServer) -> None:
     assert len(chat(server, max_tokens=1, prompt_logprobs=0)["prompt_logprobs"]) == 5
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_with_max_tokens_0_the_prompt_is_scored_and_nothing_follows(server: LiveServer, stream: bool) -> None:
+    body = {"prompt": ["ab", "abc"], "max_tokens": 0, "echo": True, "logprobs": 1, "prompt_logprobs": 0}
+    replies = chunks(server, COMPLETIONS, **body) if stream else [complete(server, **body)]
+    choices = [choice for reply in replies for choice in reply["choices"]]
+    assert [(c["text"], c["finish_reason"]) for c in choices] == [("ab", "length"), ("abc", "length")]
+    assert choices[0]["logprobs"] == {"tokens": ["a", "b"], "token_logprobs": [None, -2.0], "text_offset": [0, 1],
+                                      "top_logprobs": [None, {"A": -0.1, "b": -2.0}]}
+    assert choices[0]["prompt_logprobs"] == [None, {"98": {"logprob": -2.0, "rank": None, "decoded_token": "b"}}]
+    for field in ("max_tokens", "max_completion_tokens"):
+        answer = chat(server, prompt_logprobs=0, **{field: 0})
+        assert answer["choices"][0]["message"]["content"] == "" and len(answer["prompt_logprobs"]) == 5
+        assert answer["usage"]["completion_tokens"] == 0
+
+
+def test_prompt_logprobs_minus_1_is_the_whole_vocabulary_where_max_logprobs_holds_it(model: Path) -> None:
+    with live_server(model, max_logprobs=300) as server:
+        complete(server, prompt="ab", max_tokens=0, prompt_logprobs=-1)
+        assert server.engine.submitted[-1].sampling.prompt_logprobs == 300
+        complete(server, prompt="ab", max_tokens=0, prompt_logprobs=-1, echo=True, logprobs=2)
+        assert server.engine.submitted[-1].sampling.prompt_logprobs == 300
+
+
 def test_sampling_fields_reach_the_engine_as_the_native_ones_do(server: LiveServer) -> None:
     fields = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "repetition_penalty": 1.1, "presence_penalty": 0.2,
               "frequency_penalty": 0.3, "logit_bias": {"5": 1.5}, "stop": ["q"], "stop_token_ids": [9], "ignore_eos": True,
@@ -247,7 +271,6 @@ def test_tokenize_and_detokenize_are_inverse_with_special_tokens(server: LiveSer
     assert done(server, "/detokenize", tokens=tokens) == {"prompt": "<|user|>hi<|end|><|assistant|>"}
 
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 def test_arguments_of_tool_calls_that_are_not_json_stay_text(server: LiveServer) -> None:
     for arguments in ("{", '"\\ud800"', "NaN", "[" * 3000):
         call = {"function": {"name": "f", "arguments": arguments}}
@@ -283,7 +306,7 @@ BAD: list[tuple[str, Any, int, str | None, str]] = [  # path, body, status, para
     (COMPLETIONS, {"prompt": ["a"] * 5}, 413, "prompt", "the limit is 4 (max_batch_items)"),
     (COMPLETIONS, {"prompt": "a", "n": 9}, 400, "n", "the limit is 8 (max_n)"),
     (COMPLETIONS, {"prompt": "a", "n": 0}, 400, "n", "n is 0"),
-    (COMPLETIONS, {"prompt": "a", "max_tokens": 0}, 400, "max_tokens", "max_tokens is 0"),
+    (COMPLETIONS, {"prompt": "a", "max_tokens": -1}, 400, "max_tokens", "max_tokens is -1"),
     (COMPLETIONS, {"prompt": "a", "max_tokens": 512}, 400, "max_tokens", "the limit here is 511"),
     (COMPLETIONS, {"prompt": "a", "temperature": 200}, 400, "temperature", "temperature is 200"),
     (COMPLETIONS, {"prompt": "a", "temperature": "1"}, 400, "temperature", "temperature is '1'"),
@@ -293,6 +316,9 @@ BAD: list[tuple[str, Any, int, str | None, str]] = [  # path, body, status, para
     (COMPLETIONS, {"prompt": "a", "logprobs": -1}, 400, "logprobs", "logprobs is -1"),
     (COMPLETIONS, {"prompt": "a", "logprobs": "1"}, 400, "logprobs", "logprobs is '1'"),
     (COMPLETIONS, {"prompt": "a", "prompt_logprobs": 6}, 400, "prompt_logprobs", "the limit is 5"),
+    (COMPLETIONS, {"prompt": "a", "prompt_logprobs": -1}, 400, "prompt_logprobs",
+     "prompt_logprobs is -1, which is all 300 of the vocabulary; the limit is 5 (max_logprobs): ask for fewer"),
+    (COMPLETIONS, {"prompt": "a", "prompt_logprobs": -2}, 400, "prompt_logprobs", "prompt_logprobs is -2"),
     (COMPLETIONS, {"prompt": "a", "stop": ["a", "b", "c"]}, 400, "stop", "the limit is 2 (max_stop_strings)"),
     (COMPLETIONS, {"prompt": "a", "stop_token_ids": [300]}, 400, "stop_token_ids", "end at 299"),
     (COMPLETIONS, {"prompt": "a", "logit_bias": {"300": 1}}, 400, "logit_bias", "the key '300'"),
@@ -311,7 +337,7 @@ BAD: list[tuple[str, Any, int, str | None, str]] = [  # path, body, status, para
     (CHAT, {"messages": USER, "top_logprobs": 2}, 400, "top_logprobs", "set logprobs to true"),
     (CHAT, {"messages": USER, "tools": [1]}, 400, "tools", "tools[0] is 1"),
     (CHAT, {"messages": USER, "chat_template_kwargs": {"enable_thinking": {}}}, 400, "chat_template_kwargs", "chat_template_kwargs.enable"),
-    (CHAT, {"messages": USER, "max_completion_tokens": 0}, 400, "max_completion_tokens", "max_completion_tokens is 0"),
+    (CHAT, {"messages": USER, "max_completion_tokens": -1}, 400, "max_completion_tokens", "max_completion_tokens is -1"),
     ("/tokenize", {}, 400, "prompt", "exactly one"),
     ("/tokenize", {"prompt": "a", "messages": USER}, 400, "prompt", "exactly one"),
     ("/detokenize", {"tokens": "a"}, 400, "tokens", "tokens is 'a'"),

@@ -1,23 +1,29 @@
-"""The OpenAPI document has every route, with words and with the schemas of the types in use."""
+"""The OpenAPI document has every route, with words and with the schemas of the types in use; a real validator has no complaint."""
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from openapi_spec_validator import OpenAPIV31SpecValidator, validate
 
-from tests.frontend.live_server import LiveServer
+from tests.frontend.live_server import LiveServer, live_server
 
+PROBES = {"/health", "/readyz", "/livez", "/startupz"}
 ROUTES = {
     ("post", "/generate"), ("get", "/strategy"), ("put", "/strategy"), ("get", "/health"), ("get", "/readyz"), ("get", "/livez"),
     ("get", "/startupz"), ("get", "/metrics"), ("get", "/server_info"), ("get", "/v1/models"), ("post", "/v1/completions"),
-    ("post", "/v1/chat/completions"), ("post", "/tokenize"), ("post", "/detokenize"),
+    ("post", "/v1/chat/completions"), ("post", "/tokenize"), ("post", "/detokenize"), ("get", "/openapi.json"),
     ("post", "/update_weights"), ("get", "/weights"), ("post", "/weights/rollback"), ("post", "/weights/{version}/commit"),
     ("post", "/weights/{version}/abort"), ("post", "/weight_checker"), ("get", "/weight_info"),
     ("get", "/rollouts"), ("get", "/rollouts/{id}"), ("delete", "/rollouts/{id}"),
 }
+GENERATES = {"/generate", "/v1/completions", "/v1/chat/completions"}
 
 
 @pytest.fixture
@@ -25,34 +31,122 @@ def document(server: LiveServer) -> dict[str, Any]:
     return httpx.get(f"{server.url}/openapi.json").json()
 
 
+def operations(document: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    for path, methods in document["paths"].items():
+        for method, about in methods.items():
+            yield method, path, about
+
+
+def test_a_validator_accepts_the_document(document: dict[str, Any], model: Path, tmp_path: Path) -> None:
+    validate(document, cls=OpenAPIV31SpecValidator)
+    (tmp_path / "keys").write_text("secret\n")
+    with live_server(model, api_key_file=tmp_path / "keys") as keyed:
+        validate(httpx.get(f"{keyed.url}/openapi.json", headers={"authorization": "Bearer secret"}).json(), cls=OpenAPIV31SpecValidator)
+
+
 def test_every_route_is_described(document: dict[str, Any]) -> None:
-    found = {(method, path): about for path, methods in document["paths"].items() for method, about in methods.items()}
+    found = {(method, path): about for method, path, about in operations(document)}
     assert found.keys() >= ROUTES and document["openapi"] == "3.1.0"
     for (method, path), about in found.items():
         assert about["summary"], path
         assert ("requestBody" in about) == (method in ("post", "put")), path
-        assert [parameter["name"] for parameter in about.get("parameters", [])] == re.findall(r"{(.*?)}", path)
-        assert about["responses"]["200"]["content"] and about["responses"]["default"]["content"]
+        in_path = [parameter["name"] for parameter in about.get("parameters", []) if parameter["in"] == "path"]
+        assert in_path == re.findall(r"{(.*?)}", path) and all(parameter["description"] for parameter in about.get("parameters", []))
+        assert about["responses"]["200"]["content"] and all(response["description"] for response in about["responses"].values())
     assert len({about["operationId"] for about in found.values()}) == len(found)
 
 
-def test_every_reference_is_defined(document: dict[str, Any]) -> None:
-    def references(node: Any) -> set[str]:
-        if isinstance(node, dict):
-            own = {node["$ref"]} if isinstance(node.get("$ref"), str) else set()
-            return own.union(*(references(value) for value in node.values()))
-        return set().union(*(references(value) for value in node)) if isinstance(node, list) else set()
+def test_every_field_that_a_client_sets_is_described(document: dict[str, Any]) -> None:
+    def fields(schema: Any) -> Iterator[tuple[str, str]]:
+        if isinstance(schema, dict):
+            if "$ref" in schema:
+                name = schema["$ref"].rpartition("/")[2]
+                if name not in seen:
+                    seen.add(name)
+                    for field, about in document["components"]["schemas"][name].get("properties", {}).items():
+                        yield f"{name}.{field}", about.get("description", "")
+                    yield from fields(document["components"]["schemas"][name])
+            for part in schema.values():
+                yield from fields(part)
+        elif isinstance(schema, list):
+            for part in schema:
+                yield from fields(part)
 
+    seen: set[str] = set()
+    bodies = [about["requestBody"] for _, _, about in operations(document) if "requestBody" in about]
+    found = dict(fields(bodies))
+    assert {"SamplingFields.min_p", "ItemFields.salt", "Message.name", "CompletionRequest.echo", "ChatMessage.role"} <= found.keys()
+    assert [name for name, description in found.items() if not description] == []
+
+
+def test_every_status_is_listed_with_the_errors_that_have_it(document: dict[str, Any]) -> None:
+    for method, path, about in operations(document):
+        statuses = about["responses"].keys()
+        assert "default" not in statuses and ("403" in statuses) == (path not in PROBES), path
+        assert (method == "get") or {"400", "413", "504"} <= statuses, path
+        assert path not in GENERATES or {"429", "500", "503"} <= statuses, path
+        for status in statuses - {"200"}:
+            [schema] = [content["schema"] for content in about["responses"][status]["content"].values()]
+            openai = path in ("/tokenize", "/detokenize") or path.startswith("/v1/")
+            expected = {"$ref": f"#/components/schemas/{'Failure' if openai else 'Refusal'}"}
+            assert expected in (schema, *schema.get("anyOf", [])) or (path, status) == ("/startupz", "503"), (path, status)
+    assert "weights_refused: " in document["paths"]["/update_weights"]["post"]["responses"]["422"]["description"]
+    assert document["paths"]["/v1/completions"]["post"]["responses"]["429"]["headers"]["Retry-After"]["schema"] == {"type": "integer"}
+    startup = document["paths"]["/startupz"]["get"]["responses"]
+    assert startup["503"]["content"] == startup["200"]["content"]
+    assert startup["503"]["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/Startup"}
+
+
+def test_with_keys_all_but_the_probes_may_answer_401(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("secret\n")
+    with live_server(model, api_key_file=tmp_path / "keys") as server:
+        document = httpx.get(f"{server.url}/openapi.json", headers={"authorization": "Bearer secret"}).json()
+    assert document["security"] == [{"key": []}]
+    for _, path, about in operations(document):
+        assert ("401" in about["responses"]) == (path not in PROBES) == ("security" not in about), path
+
+
+def test_streams_are_described_by_their_events(document: dict[str, Any], server: LiveServer) -> None:
+    for path in GENERATES:
+        content = document["paths"][path]["post"]["responses"]["200"]["content"]
+        assert content.keys() == {"application/json", "text/event-stream"}
+        events = {event["properties"]["event"]["const"] for event in content["text/event-stream"]["schema"]["anyOf"]}
+        body = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["example"]
+        stream = httpx.post(server.url + path, json=body | {"stream": True}).text
+        assert set(re.findall(r"^event: (\w+)$", stream, re.MULTILINE)) <= events
+        assert events == ({"token", "result", "error", "done"} if path == "/generate" else {"message"})
+
+
+def test_examples_are_accepted(document: dict[str, Any], server: LiveServer) -> None:
+    examples = {path: (method, content["example"]) for method, path, about in operations(document)
+                for content in about.get("requestBody", {}).get("content", {}).values() if "example" in content}
+    assert examples.keys() == GENERATES | {"/tokenize", "/detokenize", "/strategy", "/update_weights"}
+    for path, (method, example) in examples.items():
+        response = httpx.request(method, server.url + path, json=example)
+        assert response.status_code == 200, (path, response.text)
+
+
+def test_every_reference_is_defined(document: dict[str, Any]) -> None:
     prefix = "#/components/schemas/"
-    assert {name.removeprefix(prefix) for name in references(document)} <= document["components"]["schemas"].keys()
+    found = set(re.findall(r'"\$ref": "(.*?)"', json.dumps(document)))
+    assert {name.removeprefix(prefix) for name in found} <= document["components"]["schemas"].keys()
 
 
 def test_schemas_are_those_of_the_types_that_validate(document: dict[str, Any], server: LiveServer) -> None:
     schemas = document["components"]["schemas"]
     assert schemas["SamplingFields"]["properties"]["temperature"]["maximum"] == 100
-    assert schemas["CompletionRequest"]["properties"]["temperature"]["maximum"] == 100
+    assert schemas["CompletionRequest"]["properties"]["temperature"]["anyOf"][0]["maximum"] == 100
     body = {"prompt": "a", "max_tokens": 1, "return_token_ids": True, "logprobs": 1}
     reply = httpx.post(f"{server.url}/v1/completions", json=body).json()
     assert reply.keys() <= schemas["Completion"]["properties"].keys()
     assert set(schemas["Completion"]["required"]) <= reply.keys()
     assert reply["choices"][0].keys() <= schemas["CompletionChoice"]["properties"].keys()
+
+
+def test_null_is_allowed_where_it_is_the_same_as_absent(document: dict[str, Any]) -> None:
+    schemas = document["components"]["schemas"]
+    for name in ("CompletionRequest", "ChatRequest", "TokenizeRequest", "DetokenizeRequest"):
+        for field, about in schemas[name]["properties"].items():
+            assert ({"type": "null"} in about.get("anyOf", [])) == (field not in schemas[name].get("required", ())), (name, field)
+    assert {"type": "null"} in schemas["ItemFields"]["properties"]["seed"]["anyOf"]
+    assert "anyOf" not in schemas["ItemFields"]["properties"]["n"]

@@ -119,7 +119,7 @@ BAD = [  # (body, status, what the message must say)
     (sampling(top_p=1.1), 400, "top_p is 1.1"),
     (sampling(top_k=-1), 400, "top_k is -1"),
     (sampling(min_p=2), 400, "min_p is 2"),
-    (sampling(max_tokens=0), 400, "max_tokens is 0"),
+    (sampling(max_tokens=-1), 400, "max_tokens is -1"),
     (sampling(max_tokens=510), 400, "the limit here is 509"),
     (sampling(max_tokens=10**12), 400, "max_tokens is"),
     (sampling(min_tokens=9, max_tokens=8), 400, "min_tokens is 9"),

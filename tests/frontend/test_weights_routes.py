@@ -113,6 +113,8 @@ REFUSED: dict[str, tuple[str, ...]] = {
     '{"version": "v", "path": "p", "tensors": [{"name": "w", "chksum": "x"}]}': ("tensors[0].chksum", "did you mean checksum?"),
     '{"version": "v", "path": "p", "tensors": [{"dtype": "float32"}]}': ("tensors[0].name is missing",),
     '{"version": "v", "path": "p", "tensors": 3}': ("tensors is 3",),
+    '{"version": "v", "path": "p", "tensors": [{"name": "w", "shape": [-1]}]}': ("tensors[0].shape[0] is -1", "at least 0"),
+    '{"version": "v", "path": "p", "tensors": [{"name": "w", "shape": [9223372036854775808]}]}': ("at most 9223372036854775807",),
     '{"version": "a\\nb", "path": "p"}': ("version is",),
     '{"version": "a/b", "path": "p"}': ("version is 'a/b'",),
     '{"version": "' + "v" * 300 + '", "path": "p"}': ("256",),

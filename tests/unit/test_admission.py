@@ -341,3 +341,12 @@ def test_without_the_forecast_goodput_collapses(peak: float, monkeypatch: pytest
     monkeypatch.setattr(Admission, "_check_time", lambda self, demand: None)
     engine = simulated(10.0, 3 * peak / MEAN, 60)
     assert engine.good / 60 < 0.6 * peak and engine.late > 2000
+
+
+def test_a_prompt_that_is_only_scored_teaches_nothing() -> None:
+    admission = Admission(max_queue=8, max_queue_tokens=1000, max_page_forecast=4)
+    request = GenerateRequest(id="a", token_ids=[1, 2], sampling=Sampling(max_tokens=0), seed=0)
+    admission.open([request])
+    admission.take(StepOutput(id="a", token_ids=[], logprobs=[], finish_reason="length"))
+    admission.check()
+    assert len(admission) == 0 and admission.forecast.share == Admission(max_queue=1, max_queue_tokens=1, max_page_forecast=1).forecast.share

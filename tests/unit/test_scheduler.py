@@ -28,6 +28,8 @@ def target(tokens: list[int], seed: int) -> int:
 def alone(request: GenerateRequest) -> tuple[list[int], str]:
     """The slow twin: no batch, no pages."""
     tokens = list(request.token_ids)
+    if not request.sampling.max_tokens:
+        return [], "length"
     while True:
         tokens.append(target(tokens, request.seed))
         if tokens[-1] == EOS:
@@ -134,7 +136,7 @@ def collect(outputs: list[StepOutput], into: dict[str, list[StepOutput]]) -> Non
     max_running=st.integers(1, 5),
     max_rows=st.integers(1, 12),
     seed=st.integers(0, 2**32),
-    jobs=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 10), st.integers(1, 12), st.integers(0, 12)), min_size=1, max_size=9),
+    jobs=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 10), st.integers(0, 12), st.integers(0, 12)), min_size=1, max_size=9),
     aborts=st.sets(st.integers(0, 8), max_size=2),
     pushes=st.dictionaries(st.integers(1, 30), st.tuples(st.sampled_from(["v1", "v2", "v3"]),
                                                          st.sampled_from(["continue", "recompute", "abort", "drain"])), max_size=4),

@@ -27,7 +27,7 @@ def draft_batch(works: list[Work], page_table_SP: NDArray[np.int32]) -> DraftBat
         seed_B=np.array([s.request.seed for s in sequences], np.uint64),
         temperature_B=np.array([s.request.sampling.temperature for s in sequences], np.float32),
         salts=[s.request.salt for s in sequences],
-        max_depth_B=np.array([min(s.remaining - 1, s.capacity - s.length) for s in sequences], np.int32),
+        max_depth_B=np.array([max(0, min(s.remaining - 1, s.capacity - s.length)) for s in sequences], np.int32),
     )
 
 

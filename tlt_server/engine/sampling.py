@@ -62,7 +62,7 @@ class SamplingState:
     def _check_generated(self, request: GenerateRequest, vocab_size: int) -> None:
         generated, max_tokens = request.generated, request.sampling.max_tokens
         where = f"request {request.id}: generated has"
-        if len(generated) >= max_tokens:
+        if generated and len(generated) >= max_tokens:
             raise InvalidRequest(f"{where} {len(generated)} tokens and max_tokens is {max_tokens}; it has ended, so do not submit it again")
         if ended := self.stop_ids & set(generated):
             raise InvalidRequest(f"{where} the stop token {min(ended)}; it has ended, so do not submit it again")

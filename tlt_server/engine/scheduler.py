@@ -291,14 +291,15 @@ class Scheduler:
 
     def _truncate(self, sequence: Sequence, emission: Emission) -> tuple[str | None, int | None]:
         """Cut the emission behind the first stop token or at max_tokens; say how the sequence ends, if it does."""
-        stops = sequence.state.stop_ids
-        for i, token in enumerate(emission.tokens):
-            if token in stops or i + 1 == sequence.remaining:
-                for values in (emission.tokens, emission.logprobs, emission.raw_logprobs, emission.top_logprobs):
-                    if values is not None:
-                        del values[i + 1 :]
-                return ("stop", token) if token in stops else ("length", None)
-        return None, None
+        stops, room = sequence.state.stop_ids, sequence.remaining
+        stopped = next((i for i, token in enumerate(emission.tokens[:room]) if token in stops), None)
+        if stopped is None and len(emission.tokens) < room:
+            return None, None
+        kept = room if stopped is None else stopped + 1
+        for values in (emission.tokens, emission.logprobs, emission.raw_logprobs, emission.top_logprobs):
+            if values is not None:
+                del values[kept:]
+        return ("length", None) if stopped is None else ("stop", emission.tokens[stopped])
 
     def _publish(self, sequence: Sequence) -> None:
         if sequence.spanning:

@@ -162,6 +162,8 @@ class Admission:
         opened.given += len(output.token_ids)
         if output.finish_reason is not None:
             self.close(output.id)
+            if not opened.max_tokens:
+                return  # a prompt that was only scored tells nothing of outputs
             if output.finish_reason in ("stop", "length"):
                 self.forecast.ended(opened.given, opened.max_tokens)
             elif output.error is not None and output.error[0] == DeadlineExceeded.code and opened.given:

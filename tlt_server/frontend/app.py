@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
+from typing import Any
 
 import msgspec
 from fastapi import FastAPI
@@ -24,28 +25,31 @@ from tlt_server.frontend.endpoints import Endpoint
 from tlt_server.frontend.generation import Service
 from tlt_server.frontend.limits import BodyLimits, ConnectionLimit
 from tlt_server.frontend.openapi import document
-from tlt_server.frontend.replies import error_body, error_response, unexpected
+from tlt_server.frontend.replies import error_reply, error_response, unexpected
 
 
 def build_app(service: Service, keys: Keys | None, dialects: Iterable[str] = DIALECTS) -> ASGIApp:
     tables: dict[str, list[Endpoint]] = {name: DIALECTS.resolve(name)(service) for name in dialects}
-    about = msgspec.json.encode(document(tables, keyed=keys is not None))
 
     async def openapi(request: Request) -> Response:
+        """This document."""
         return Response(about, media_type="application/json")
 
-    routes = [*(endpoint for table in tables.values() for endpoint in table), Endpoint("GET", "/openapi.json", openapi)]
-    shapes = {endpoint.path: endpoint.error_shape for endpoint in routes}
-    known = ", ".join(sorted(shapes))
-    methods = {path: ", ".join(endpoint.method for endpoint in routes if endpoint.path == path) for path in shapes}
+    tables["document"] = [Endpoint("GET", "/openapi.json", openapi, gives=dict[str, Any])]
+    about = msgspec.json.encode(document(tables, keyed=keys is not None))
+    routes = [endpoint for table in tables.values() for endpoint in table]
+    known = ", ".join(sorted({endpoint.path for endpoint in routes}))
 
-    def refuse(path: str, error: TltError, *, close: bool = False) -> Response:
-        service.rejected(error)
-        return error_response(error, shapes.get(path, error_body), close=close)
+    def at(path: str) -> list[Endpoint]:
+        return [endpoint for endpoint in routes if endpoint.path_regex.match(path)]
 
     def template(path: str) -> str:
         """The route of a path, or "none": a bounded set, whatever clients ask for."""
-        return path if path in shapes else next((route.path for route in routes if route.path_regex.match(path)), "none")
+        return next((endpoint.path for endpoint in at(path)), "none")
+
+    def refuse(path: str, error: TltError, *, close: bool = False) -> Response:
+        service.rejected(error)
+        return error_response(error, next((endpoint.error_shape for endpoint in at(path)), error_reply), close=close)
 
     async def refused(request: Request, error: Exception) -> Response:
         assert isinstance(error, TltError)
@@ -55,9 +59,9 @@ def build_app(service: Service, keys: Keys | None, dialects: Iterable[str] = DIA
         assert isinstance(error, HTTPException)
         path = request.url.path
         if error.status_code == 405:
-            allowed = methods[template(path)]
-            response = refuse(path, MethodNotAllowed(f"{request.method[:20]} is not a method of {path[:200]}; use {allowed}"))
-            response.headers["allow"] = allowed
+            methods = ", ".join(endpoint.method for endpoint in at(path))
+            response = refuse(path, MethodNotAllowed(f"{request.method[:20]} is not a method of {path[:200]}; use {methods}"))
+            response.headers["allow"] = methods
             return response
         return refuse(path, NotFound(f"there is no {path[:200]}; known are {known}"))
 
@@ -71,6 +75,7 @@ def build_app(service: Service, keys: Keys | None, dialects: Iterable[str] = DIA
     app = FastAPI(
         routes=[*routes],
         openapi_url=None,
+        redirect_slashes=False,
         middleware=[
             Middleware(ConnectionLimit, max_connections=config.max_connections, refuse=closing),
             Middleware(Authentication, keys=keys, refuse=closing),

@@ -1,32 +1,47 @@
 """A route that also says what it takes, what it gives and in which shape it tells its errors.
 
 Handlers parse with `takes` and encode `gives`, so the OpenAPI document (`openapi.document`) is made of the types that are in use; its
-words are the handlers' docstrings.
+words are the handlers' docstrings and the fields' descriptions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
-from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from tlt_server.errors import TltError
-from tlt_server.frontend.replies import error_body
+from tlt_server.frontend.replies import error_reply
 
 Handler = Callable[[Request], Awaitable[Response]]
 
 
+class Parameter(NamedTuple):
+    """What a client says beside the body; those of the path are always required."""
+
+    name: str
+    place: Literal["path", "query", "header"]
+    sentence: str
+    schema: Mapping[str, Any] = {"type": "string"}
+
+
 class Endpoint(Route):
-    def __init__(self, method: str, path: str, handler: Handler, *, takes: type[BaseModel] | None = None, gives: Any = str,
-                 text: str = "text/plain", others: Mapping[int, Any] = MappingProxyType({}), streams: bool = False,
-                 error_shape: Callable[[TltError], Any] = error_body) -> None:
-        """`gives` is a msgspec type, or `str` for the media type `text`; `others`: what it gives with a status other than 200 that is
-        no error; `streams`: server-sent events instead, where the request asks for them."""
+    def __init__(self, method: str, path: str, handler: Handler, *, parameters: tuple[Parameter, ...] = (), takes: Any = None,
+                 optional_body: bool = False, example: Mapping[str, Any] | None = None, gives: Any = str, text: str = "text/plain",
+                 gives_also_at: tuple[int, ...] = (), others: Mapping[int, Any] = MappingProxyType({}),
+                 streams: tuple[tuple[str, Any], ...] = (), raises: tuple[type[TltError], ...] = (),
+                 error_shape: Callable[[TltError], Any] = error_reply) -> None:
+        """`takes`: a pydantic model or a union of them, `example` a body that is accepted. `gives`: a msgspec type, or `str` for a text
+        of the media type `text`, at 200 and `gives_also_at`; `others`: what it gives with other statuses. `streams`: names and types of
+        the server-sent events that come instead, where the request asks for them. `raises`: errors of the handler; those that every
+        route has (`openapi`) are not repeated.
+        """
         super().__init__(path, handler, methods=[method])
-        self.method, self.handler, self.takes, self.gives, self.streams = method, handler, takes, gives, streams
-        self.text, self.others, self.error_shape = text, others, error_shape
+        self.method, self.handler, self.parameters = method, handler, parameters
+        self.takes, self.optional_body, self.example = takes, optional_body, example
+        self.gives, self.text, self.gives_also_at, self.others, self.streams = gives, text, gives_also_at, others, streams
+        self.raises, self.error_shape = raises, error_shape

@@ -30,8 +30,11 @@ log = structlog.get_logger()
 
 
 class TokenEvent(NamedTuple):
+    """What a choice gained. The one that ends it holds the choice, and its delta may be empty."""
+
     id: str
     delta: Delta
+    ended: Choice | None
 
 
 class ItemResult(NamedTuple):
@@ -103,10 +106,11 @@ class Items:
         if item.failed:
             return []
         events: list[Event] = []
-        if self._stream and (delta.token_ids or delta.text):
-            events.append(TokenEvent(item.id, delta))
-        if output.finish_reason is not None:
-            item.choices[sequence.index] = sequence.choice()
+        choice = sequence.choice() if output.finish_reason is not None else None
+        if self._stream and (delta.token_ids or delta.text or choice is not None):
+            events.append(TokenEvent(item.id, delta, choice))
+        if choice is not None:
+            item.choices[sequence.index] = choice
             if len(item.choices) == len(item.sequences):
                 events.append(item.result())
         return events

@@ -6,6 +6,7 @@ Both wrap the app; what no application sees (headers, replies left unread) is bo
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -14,6 +15,8 @@ from tlt_server.errors import InvalidRequest, RequestTimeout, TltError, TooLarge
 
 Refuse = Callable[[str, TltError], ASGIApp]  # the answer in the shape of the path
 CONNECTIONS = "connections"  # in the scope's state: how many there were when this one was made, itself included
+
+DISCARD_S = 1.0
 
 
 class ConnectionLimit:
@@ -33,8 +36,8 @@ class ConnectionLimit:
 
 
 class BodyLimits:
-    """Refuses a body before it is all here: 413 when it is too large, 408 when it is too slow. Then the connection is closed, so
-    that what is left of the body is never read."""
+    """Refuses a body before it is all here: 413 when it is too large, 408 when it is too slow. The reply goes out at once; then the
+    connection is closed, once a bounded part of what is left of the body was thrown away."""
 
     def __init__(self, app: ASGIApp, *, max_body_bytes: int, body_timeout_s: float, refuse: Refuse) -> None:
         self.app, self.refuse = app, refuse
@@ -44,21 +47,28 @@ class BodyLimits:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        body = _Body(receive, self.max_body_bytes, self.body_timeout_s, complete=not _has_body(scope))
+
+        async def closing_send(message: Message) -> None:
+            if body.complete:
+                await send(message)
+            elif message["type"] == "http.response.start":
+                await send({**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]})
+            elif message.get("more_body", False):
+                await send(message)
+            else:
+                await send({**message, "more_body": True})
+                await body.discard()
+                await send({"type": "http.response.body"})
+
         try:
             declared = _content_length(scope)
             if declared > self.max_body_bytes:
                 raise _too_large(f"{declared} bytes", self.max_body_bytes)
         except TltError as error:
-            await self.refuse(scope["path"], error)(scope, receive, send)
-            return
-        body = _Body(receive, self.max_body_bytes, self.body_timeout_s, complete=declared == 0 and not _chunked(scope))
-
-        async def closing_send(message: Message) -> None:
-            if message["type"] == "http.response.start" and not body.complete:
-                message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
-            await send(message)
-
-        await self.app(scope, body.receive, closing_send)
+            await self.refuse(scope["path"], error)(scope, body.receive, closing_send)
+        else:
+            await self.app(scope, body.receive, closing_send)
 
 
 class _Body:
@@ -87,13 +97,24 @@ class _Body:
                 raise _too_large(f"more than {self._limit_bytes} bytes", self._limit_bytes)
         return message
 
+    async def discard(self) -> None:
+        """Take what still comes, for a moment and up to twice the limit in all: a connection that is closed with bytes unread is reset,
+        and the reset may overtake the reply."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DISCARD_S):
+                while self._bytes <= 2 * self._limit_bytes:
+                    message = await self._receive()
+                    self._bytes += len(message.get("body", b""))
+                    if not message.get("more_body", False):
+                        return
+
 
 def _too_large(size: str, limit_bytes: int) -> TooLarge:
     return TooLarge(f"the body has {size}; the limit is {limit_bytes} bytes (max_body_mb): split the request")
 
 
-def _chunked(scope: Scope) -> bool:
-    return any(name == b"transfer-encoding" for name, _ in scope["headers"])
+def _has_body(scope: Scope) -> bool:
+    return any(name == b"transfer-encoding" or (name == b"content-length" and value != b"0") for name, value in scope["headers"])
 
 
 def _content_length(scope: Scope) -> int:

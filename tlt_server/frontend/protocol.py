@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tlt_server.config import Config
+from tlt_server.errors import InvalidRequest
 from tlt_server.frontend.limits import CONNECTIONS
+from tlt_server.frontend.replies import error_reply
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -43,7 +46,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._header_bytes += len(data)
         super().data_received(data)
         if self._in_headers and self._header_bytes > self.max_header_bytes and not self.transport.is_closing():
-            self.send_400_response(f"The headers are over the limit of {self.max_header_bytes} bytes (max_header_kb).")
+            self._refuse(f"the headers are over the limit of {self.max_header_bytes} bytes (max_header_kb): send fewer or shorter ones")
 
     def on_message_begin(self) -> None:
         if self.cycle is not None and not self.cycle.response_complete:
@@ -60,7 +63,14 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         if not self._pipelined:  # the connection belongs to the reply of the running request
-            super().send_400_response(msg)
+            self._refuse("what came is not an HTTP/1.1 request; check its request line, headers and body framing")
+
+    def _refuse(self, message: str) -> None:
+        """The answer to what no application can see."""
+        body = msgspec.json.encode(error_reply(InvalidRequest(message)))
+        self.transport.write(b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
+                             b"connection: close\r\n\r\n" % len(body) + body)
+        self.transport.close()
 
     def pause_writing(self) -> None:
         super().pause_writing()

@@ -1,6 +1,6 @@
 """JSON replies, and errors as `{"error": ...}` with Retry-After where it helps.
 
-`error_body` is the shape of what is inside; a borrowed dialect has its own (see `endpoints.Endpoint.error_shape`).
+`error_reply` is the shape of the body; a borrowed dialect has its own (see `endpoints.Endpoint.error_shape`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import structlog
+from msgspec import Struct
 from starlette.responses import Response
 
 from tlt_client.wire import WireError
@@ -28,12 +29,22 @@ def json_response(content: Any, status: int = 200, *, retry_after_s: float | Non
     return response
 
 
+class Refusal(Struct, frozen=True):
+    """The body of every reply that is an error."""
+
+    error: WireError
+
+
 def error_body(error: TltError) -> WireError:
     return WireError(error.code, error.message, error.retryable)
 
 
-def error_response(error: TltError, shape: Callable[[TltError], Any] = error_body, *, close: bool = False) -> Response:
-    response = json_response({"error": shape(error)}, error.http_status, retry_after_s=error.retry_after_s)
+def error_reply(error: TltError) -> Refusal:
+    return Refusal(error_body(error))
+
+
+def error_response(error: TltError, shape: Callable[[TltError], Any] = error_reply, *, close: bool = False) -> Response:
+    response = json_response(shape(error), error.http_status, retry_after_s=error.retry_after_s)
     if error.http_status == 401:
         response.headers["www-authenticate"] = "Bearer"
     if close:

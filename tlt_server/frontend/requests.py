@@ -22,6 +22,7 @@ TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=MAX_INT32)]], Field(fail
 ShortName = Annotated[str, Field(min_length=1, max_length=256)]
 Salt = Annotated[str, Field(max_length=256)]
 Count = Annotated[int, Field(ge=1, le=MAX_INT32)]
+Length = Annotated[int, Field(ge=0, le=MAX_INT32)]
 Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -33,53 +34,67 @@ class Strict(BaseModel):
 class SharedSampling(Strict):
     """The fields that all dialects spell and mean alike."""
 
-    temperature: float = Field(1.0, ge=0, le=100)
-    top_p: float = Field(1.0, gt=0, le=1)
-    min_p: float = Field(0.0, ge=0, le=1)
-    min_tokens: int = Field(0, ge=0, le=MAX_INT32)
-    stop: str | list[str] = Field(default_factory=list)
-    stop_token_ids: TokenIds = Field(default_factory=list)
-    ignore_eos: bool = False
-    repetition_penalty: float = Field(1.0, ge=0.01, le=100)
-    presence_penalty: float = Field(0.0, ge=-2, le=2)
-    frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict)
+    temperature: float = Field(1.0, ge=0, le=100, description="0: the most likely token always")
+    top_p: float = Field(1.0, gt=0, le=1, description="keep the most likely tokens up to this probability in all")
+    min_p: float = Field(0.0, ge=0, le=1, description="drop tokens below this fraction of the most likely one's probability")
+    min_tokens: int = Field(0, ge=0, le=MAX_INT32, description="no stop token, and no end at a stop string, before this many output tokens")
+    stop: str | list[str] = Field(default_factory=list, description="end before one of these texts")
+    stop_token_ids: TokenIds = Field(default_factory=list, description="end with one of these tokens")
+    ignore_eos: bool = Field(False, description="the model's own end tokens do not end the output")
+    repetition_penalty: float = Field(1.0, ge=0.01, le=100, description="on tokens of the prompt and the output; 1: none")
+    presence_penalty: float = Field(0.0, ge=-2, le=2, description="taken off the logits of tokens that the output has")
+    frequency_penalty: float = Field(0.0, ge=-2, le=2, description="taken off for each time that the output has the token")
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field(
+        default_factory=dict, description="token id -> what is added to its logit")
 
 
 class SamplingFields(SharedSampling):
-    """Partial: an item's fields win over the batch's, those over the defaults of `records.Sampling`."""
+    """Partial: an item's fields win over the batch's, those over the defaults."""
 
-    top_k: int = Field(0, ge=0, le=MAX_INT32)
-    max_tokens: Count | None = Field(256, description="null: what the prompt leaves of the model's length")
-    logprobs: int = Field(0, ge=0, le=MAX_INT32)
-    raw_logprobs: bool = False
-    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_INT32)
+    top_k: int = Field(0, ge=0, le=MAX_INT32, description="keep so many most likely tokens; 0: all")
+    max_tokens: Length | None = Field(256, description="null: what the prompt leaves of the model's length; 0: only read the prompt")
+    logprobs: int = Field(0, ge=0, le=MAX_INT32, description="alternatives reported per token; the token's own log-prob always is")
+    raw_logprobs: bool = Field(False, description="report log-probs under the unprocessed distribution too")
+    prompt_logprobs: int | None = Field(
+        None, ge=-1, le=MAX_INT32, description="alternatives per prompt token; null: not reported, -1: the whole vocabulary")
 
 
 class Message(Strict):
-    role: ShortName
-    content: str
-    name: str | None = None
+    role: ShortName = Field(description="whose turn it is, as the chat template knows it")
+    content: str = Field(description="what was said")
+    name: str | None = Field(None, description="who said it, for templates that ask")
+
+
+PROMPTS = ("prompt", "token_ids", "messages")
+
+
+def one_of(names: Sequence[str]) -> dict[str, Any]:
+    """The JSON schema of an object that has exactly one of these fields, null being absent."""
+    return {"oneOf": [{"required": [name], "properties": {name: {"not": {"type": "null"}}}} for name in names]}
 
 
 class ItemFields(Strict):
-    id: ShortName | None = None
-    prompt: str | None = None
-    token_ids: TokenIds | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
-    group_id: ShortName | None = None
-    salt: Salt = ""
-    n: Count = 1
-    seed: Seed | None = None
-    sd: bool = True
-    sampling: SamplingFields | None = None
+    """One prompt, in one of three forms, and how many choices to make of it."""
+
+    model_config = ConfigDict(json_schema_extra=one_of(PROMPTS))
+
+    id: ShortName | None = Field(None, description="comes back with the results; ids of one batch differ")
+    prompt: str | None = Field(None, description="a text")
+    token_ids: TokenIds | None = Field(None, description="a text as the model's tokens")
+    messages: Annotated[list[Message], Field(min_length=1)] | None = Field(None, description="a conversation, for the chat template")
+    group_id: ShortName | None = Field(None, description="siblings draft from each other's text; absent: the choices of this item")
+    salt: Salt = Field("", description="requests share cached prefixes only with those of the same salt")
+    n: Count = Field(1, description="choices")
+    seed: Seed | None = Field(None, description="keys the choices' noise: the same seed gives the same tokens; absent: the server's own")
+    sd: bool = Field(True, description="false: never speculate on this item; its tokens are the same")
+    sampling: SamplingFields | None = Field(None, description="fields that differ from the batch's")
 
 
 class NativeRequest(Strict):
-    requests: list[ItemFields] = Field(min_length=1)
-    sampling: SamplingFields = Field(default_factory=SamplingFields)
-    stream: bool = False
-    timeout_s: float | None = Field(None, gt=0)
+    requests: list[ItemFields] = Field(min_length=1, description="the batch; all of it is admitted or nothing")
+    sampling: SamplingFields = Field(default_factory=SamplingFields, description="for items that say nothing else")
+    stream: bool = Field(False, description="server-sent events as tokens come, instead of one reply")
+    timeout_s: float | None = Field(None, gt=0, description="the batch's deadline, from its arrival")
     queue_timeout_s: float | None = Field(None, gt=0, description="a sequence not begun by then ends with the error queue_timeout")
     detach: bool = Field(False, description="answer at once with an id; GET /rollouts/{id} has the results")
 

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 from tlt_server.config import Config
 from tlt_server.errors import InvalidRequest, TooLarge
 from tlt_server.frontend.admission import Demand
-from tlt_server.frontend.requests import ItemFields, NativeRequest, SamplingFields, shown
+from tlt_server.frontend.requests import PROMPTS, ItemFields, NativeRequest, SamplingFields, shown
 from tlt_server.frontend.text import Text
 from tlt_server.records import EngineInfo, GenerateRequest, Sampling
 
@@ -123,9 +123,9 @@ class Validator:
 
     def _check_shape(self, words: Words, i: int, item: ItemFields) -> None:
         where, field = words.item.format(i=i), words.field.format(i=i)
-        given = [name for name in ("prompt", "token_ids", "messages") if getattr(item, name) is not None]
+        given = [name for name in PROMPTS if getattr(item, name) is not None]
         if len(given) != 1:
-            raise InvalidRequest(f"{where} has {' and '.join(given) or 'no prompt'}; give exactly one of prompt, token_ids, messages")
+            raise InvalidRequest(f"{where} has {' and '.join(given) or 'no prompt'}; give exactly one of {', '.join(PROMPTS)}")
         self._check_choices(field, item.n)
 
     def _check_choices(self, field: str, n: int) -> None:
@@ -190,13 +190,16 @@ class Validator:
         if 0 < get("temperature") < LEAST_TEMPERATURE:
             raise InvalidRequest(f"{where}temperature is {get('temperature'):g}; it must be 0 or at least {LEAST_TEMPERATURE:g}: "
                                  "use 0 for greedy decoding")
-        for name in ("logprobs", "prompt_logprobs"):
-            if (get(name) or 0) > self._config.max_logprobs:
-                raise InvalidRequest(f"{where}{name} is {get(name)}; the limit is {self._config.max_logprobs} (max_logprobs): "
+        prompt_logprobs = info.vocab_size if get("prompt_logprobs") == -1 else get("prompt_logprobs")
+        for name, count in (("logprobs", get("logprobs")), ("prompt_logprobs", prompt_logprobs or 0)):
+            if count > self._config.max_logprobs:
+                all = f", which is all {count} of the vocabulary" if get(name) == -1 else ""
+                raise InvalidRequest(f"{where}{name} is {get(name)}{all}; the limit is {self._config.max_logprobs} (max_logprobs): "
                                      "ask for fewer")
         fields = {name: get(name) for name in SamplingFields.model_fields}
         fields |= {
             "max_tokens": max_tokens,
+            "prompt_logprobs": prompt_logprobs,
             "stop": self._stop(where, get("stop")),
             "stop_token_ids": self._stop_token_ids(where, get("stop_token_ids"), info),
             "logit_bias": self._logit_bias(where, get("logit_bias"), info),

@@ -17,11 +17,24 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tlt_client.wire import Reply, RolloutStatus
-from tlt_server.errors import InvalidRequest, TltError
+from tlt_client import wire
+from tlt_client.wire import Done, Reply, RolloutStatus, Token
+from tlt_server.errors import (
+    Conflict,
+    DeadlineExceeded,
+    EngineFailed,
+    InvalidRequest,
+    Overloaded,
+    Poisoned,
+    QueueFull,
+    QueueTimeout,
+    StorageFailed,
+    TltError,
+    Unavailable,
+)
 from tlt_server.frontend.admission import Demand
 from tlt_server.frontend.delivery import EventStream, reply, while_connected
-from tlt_server.frontend.endpoints import Endpoint
+from tlt_server.frontend.endpoints import Endpoint, Parameter
 from tlt_server.frontend.generation import Event, Generation, ItemError, ItemResult, Service, TokenEvent
 from tlt_server.frontend.replies import error_body, json_response, unexpected
 from tlt_server.frontend.requests import NativeRequest, parse, shown
@@ -29,6 +42,8 @@ from tlt_server.frontend.rollout import Rollout
 from tlt_server.frontend.validation import Batch
 
 MAX_KEY = 256
+IDEMPOTENCY_KEY = Parameter("Idempotency-Key", "header", "names the batch, so that it never runs twice: 1 to 256 printable characters",
+                            {"type": "string", "minLength": 1, "maxLength": MAX_KEY, "pattern": "^[!-~]+$"})
 
 
 class Usage(msgspec.Struct):
@@ -48,10 +63,11 @@ def routes(service: Service) -> list[Endpoint]:
     async def generate(request: Request) -> Response:
         """Generate n choices for each prompt of a batch.
 
-        All of the batch is admitted or nothing. The reply has one entry per item, in order: choices or an error. With `stream`,
-        server-sent events: `token`, then `result` or `error` per item, and a last `done`. With `detach` the reply comes at once, with
-        status 202 and the id of a rollout, which `GET /rollouts/{id}` follows. With the header Idempotency-Key the batch goes on when
-        the client leaves, and the same request with the same key gets the same reply, never a second run.
+        All of the batch is admitted or nothing. The reply has one entry per item, in order: choices or an error; where no item
+        succeeded, its status is the first error's. With `stream`, server-sent events: `token`, then `result` or `error` per item, and
+        a last `done`. With `detach` the reply comes at once, with status 202 and the id of a rollout, which `GET /rollouts/{id}`
+        follows. With the header Idempotency-Key the batch goes on when the client leaves, and the same request with the same key gets
+        the same reply, never a second run.
         """
         key = _key(request)
         if not key:
@@ -89,7 +105,13 @@ def routes(service: Service) -> list[Endpoint]:
         told = Told(await rollouts.results(rollout))
         return told.whole(service, told.by_id)
 
-    return [Endpoint("POST", "/generate", generate, takes=NativeRequest, gives=Reply, others={202: RolloutStatus}, streams=True)]
+    ends = (QueueTimeout, DeadlineExceeded, EngineFailed, Poisoned, StorageFailed, Unavailable)  # of an item
+    example = {"requests": [{"prompt": "2+2=", "n": 2, "seed": 7}], "sampling": {"max_tokens": 16, "temperature": 0.8}}
+    return [Endpoint(
+        "POST", "/generate", generate, parameters=(IDEMPOTENCY_KEY,), takes=NativeRequest, example=example, gives=Reply,
+        gives_also_at=tuple({400, *(error.http_status for error in ends)}), others={202: RolloutStatus},
+        streams=(("token", Token), ("result", wire.ItemResult), ("error", wire.ItemResult), ("done", Done)),
+        raises=(Conflict, QueueFull, Overloaded, *ends))]
 
 
 def _key(request: Request) -> str:
@@ -154,7 +176,10 @@ async def _frames(service: Service, batch: Batch, generation: Generation) -> Asy
         async for event in generation.events():
             if isinstance(event, ItemResult):
                 usage.add(event)
-            if not isinstance(event, TokenEvent):
+            if isinstance(event, TokenEvent):
+                if not event.delta.token_ids and not event.delta.text:
+                    continue  # the end of a choice, which the item's result tells
+            else:
                 waiting.discard(event.id)
             yield _frame(*phrase(event))
     except Exception as error:  # our own bug, but the status line is long gone: say so in the stream

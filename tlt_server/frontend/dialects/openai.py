@@ -11,30 +11,42 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tlt_server.errors import InvalidRequest, NotFound, TltError
+from tlt_server.errors import (
+    DeadlineExceeded,
+    EngineFailed,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    Poisoned,
+    QueueFull,
+    QueueTimeout,
+    TltError,
+    Unavailable,
+)
 from tlt_server.frontend.admission import Demand
 from tlt_server.frontend.delivery import EventStream, reply
 from tlt_server.frontend.endpoints import Endpoint
 from tlt_server.frontend.generation import Generation, ItemError, ItemResult, Service, TokenEvent
 from tlt_server.frontend.openai.logprobs import Speller
-from tlt_server.frontend.openai.phrases import ChatPhrase, CompletionPhrase
+from tlt_server.frontend.openai.phrases import ChatPhrase, CompletionPhrase, whole
 from tlt_server.frontend.openai.replies import (
     CachedTokens,
     ChatCompletion,
     Completion,
     Detokenized,
+    Failure,
     Model,
     Models,
     OpenAIUsage,
     Tokens,
-    problem,
+    failure,
 )
 from tlt_server.frontend.openai.requests import (
     CHAT,
@@ -67,8 +79,8 @@ def routes(service: Service) -> list[Endpoint]:
     async def completions(request: Request) -> Response:
         """Complete one prompt or a batch of prompts, given as text or token ids.
 
-        Choices are prompt-major: choice i of prompt p has the index p * n + i. Server-sent chunks with `stream`. Unknown fields are
-        ignored; null is the same as absent.
+        Choices are prompt-major: choice i of prompt p has the index p * n + i. With `stream`, server-sent chunks and a last `[DONE]`.
+        Unknown fields are ignored; null is the same as absent.
         """
         asked, info = await _read(service, request, CompletionRequest)
         prompts = [{"prompt" if isinstance(prompt, str) else "token_ids": prompt} for prompt in asked.prompts()]
@@ -77,7 +89,7 @@ def routes(service: Service) -> list[Endpoint]:
     async def chat(request: Request) -> Response:
         """Answer a conversation, put into the model's chat template with tools and chat_template_kwargs.
 
-        Server-sent chunks with `stream`. Unknown fields are ignored; null is the same as absent.
+        With `stream`, server-sent chunks and a last `[DONE]`. Unknown fields are ignored; null is the same as absent.
         """
         asked, info = await _read(service, request, ChatRequest)
         service.validator.check_choices(asked.n)
@@ -119,13 +131,20 @@ def routes(service: Service) -> list[Endpoint]:
             return EventStream(_chunks(phrase, batch, generation, usage=asked.stream_options.include_usage), generation)
         return await reply(request, _whole(phrase, batch, generation), generation)
 
-    post = partial(Endpoint, "POST", error_shape=problem)
+    read = partial(Endpoint, "POST", error_shape=failure, raises=(NotFound, Unavailable))
+    generate = partial(Endpoint, "POST", error_shape=failure,
+                       raises=(NotFound, QueueFull, Overloaded, QueueTimeout, DeadlineExceeded, EngineFailed, Poisoned, Unavailable))
+    question = [{"role": "user", "content": "Compute 3*4+5."}]
     return [
-        Endpoint("GET", "/v1/models", models, gives=Models, error_shape=problem),
-        post("/v1/completions", completions, takes=CompletionRequest, gives=Completion, streams=True),
-        post("/v1/chat/completions", chat, takes=ChatRequest, gives=ChatCompletion, streams=True),
-        post("/tokenize", tokenize, takes=TokenizeRequest, gives=Tokens),
-        post("/detokenize", detokenize, takes=DetokenizeRequest, gives=Detokenized),
+        Endpoint("GET", "/v1/models", models, gives=Models, error_shape=failure),
+        generate("/v1/completions", completions, takes=CompletionRequest, gives=Completion,
+                 example={"prompt": ["2+2=", "3*4="], "n": 2, "max_tokens": 16, "seed": 7, "return_token_ids": True},
+                 streams=(("message", Completion), ("message", Failure), ("message", Literal["[DONE]"]))),
+        generate("/v1/chat/completions", chat, takes=ChatRequest, gives=ChatCompletion,
+                 example={"messages": question, "max_completion_tokens": 64, "logprobs": True},
+                 streams=(("message", ChatCompletion), ("message", Failure), ("message", Literal["[DONE]"]))),
+        read("/tokenize", tokenize, takes=TokenizeRequest, gives=Tokens, example={"messages": question}),
+        read("/detokenize", detokenize, takes=DetokenizeRequest, gives=Detokenized, example={"tokens": [17, 18, 19]}),
     ]
 
 
@@ -170,7 +189,7 @@ async def _whole(phrase: Phrase, batch: Batch, generation: Generation) -> Respon
             raise event.error
         if isinstance(event, ItemResult):
             count.add(event)
-            parts += [phrase.ended(places[event.id], choice) for choice in event.choices]
+            parts += [phrase.part(places[event.id], whole(choice), choice) for choice in event.choices]
     parts.sort(key=lambda part: part.index)
     return json_response(phrase.reply(parts, count.usage()))  # type: ignore[arg-type]
 
@@ -180,20 +199,18 @@ async def _chunks(phrase: Phrase, batch: Batch, generation: Generation, *, usage
     try:
         async for event in generation.events():
             match event:
-                case TokenEvent(id, delta):
-                    yield _frame(phrase.reply([phrase.grown(places[id], delta)], no_usage))  # type: ignore[list-item]
-                case ItemResult(id, choices):
+                case TokenEvent(id, delta, ended):
+                    yield _frame(phrase.reply([phrase.part(places[id], delta, ended)], no_usage))  # type: ignore[list-item]
+                case ItemResult():
                     count.add(event)
-                    for choice in choices:
-                        yield _frame(phrase.reply([phrase.ended(places[id], choice)], no_usage))  # type: ignore[list-item]
                 case ItemError(_, error):
                     raise error
         if usage:
             yield _frame(phrase.reply([], count.usage()))
     except TltError as error:
-        yield _frame({"error": problem(error)})
+        yield _frame(failure(error))
     except Exception as error:  # our own bug, but the status line is long gone: say so in the stream
-        yield _frame({"error": problem(unexpected(error))})
+        yield _frame(failure(unexpected(error)))
     yield b"data: [DONE]\n\n"
 
 

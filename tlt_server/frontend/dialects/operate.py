@@ -69,10 +69,10 @@ def routes(service: Service) -> list[Endpoint]:
         return json_response(_server_info(service))
 
     return [
-        Endpoint("GET", "/health", ready, gives=Status),
-        Endpoint("GET", "/readyz", ready, gives=Status),
-        Endpoint("GET", "/livez", live, gives=Status),
-        Endpoint("GET", "/startupz", started, gives=Startup),
+        Endpoint("GET", "/health", ready, gives=Status, raises=(Unavailable,)),
+        Endpoint("GET", "/readyz", ready, gives=Status, raises=(Unavailable,)),
+        Endpoint("GET", "/livez", live, gives=Status, raises=(Unavailable,)),
+        Endpoint("GET", "/startupz", started, gives=Startup, gives_also_at=(503,)),
         Endpoint("GET", "/metrics", metrics),
         Endpoint("GET", "/server_info", server_info, gives=ServerInfo),
     ]

@@ -9,16 +9,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tlt_client.wire import Progress, RolloutList, RolloutReply, RolloutStatus, RolloutSummary
-from tlt_server.errors import InvalidRequest
+from tlt_server.errors import InvalidRequest, NotFound
 from tlt_server.frontend.delivery import while_connected
 from tlt_server.frontend.dialects.native import Told
-from tlt_server.frontend.endpoints import Endpoint
+from tlt_server.frontend.endpoints import Endpoint, Parameter
 from tlt_server.frontend.generation import Service
 from tlt_server.frontend.replies import json_response
 from tlt_server.frontend.requests import shown
 from tlt_server.frontend.rollout import Rollout
 
 MAX_WAIT_S = 60.0
+ID = Parameter("id", "path", "of the reply to the request that began it")
+WAIT_S = Parameter("wait_s", "query", "the longest time to wait for its end", {"type": "number", "minimum": 0, "maximum": MAX_WAIT_S})
 
 
 def routes(service: Service) -> list[Endpoint]:
@@ -57,8 +59,8 @@ def routes(service: Service) -> list[Endpoint]:
 
     return [
         Endpoint("GET", "/rollouts", every, gives=RolloutList),
-        Endpoint("GET", "/rollouts/{id}", fetch, gives=RolloutReply),
-        Endpoint("DELETE", "/rollouts/{id}", delete, gives=RolloutStatus),
+        Endpoint("GET", "/rollouts/{id}", fetch, parameters=(ID, WAIT_S), gives=RolloutReply, raises=(InvalidRequest, NotFound)),
+        Endpoint("DELETE", "/rollouts/{id}", delete, parameters=(ID,), gives=RolloutStatus, raises=(NotFound,)),
     ]
 
 

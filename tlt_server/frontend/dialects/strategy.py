@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tlt_server.config import nearest, parse_strategy
-from tlt_server.errors import InvalidRequest, StartupError
+from tlt_server.errors import InvalidRequest, StartupError, Unavailable
 from tlt_server.frontend.endpoints import Endpoint
 from tlt_server.frontend.generation import Service
 from tlt_server.frontend.replies import json_response
@@ -26,7 +26,7 @@ LIMITS = {"depth": 64, "width": 32, "rows": 256}  # of a strategy set while serv
 
 
 class PolicyFields(Strict):
-    policy: Annotated[str, Field(json_schema_extra={"enum": list(POLICIES)})]
+    policy: Annotated[str, Field(description="who chooses each step's strategy", json_schema_extra={"enum": list(POLICIES)})]
     strategy: Annotated[str | None, Field(description="for the policy fixed: drafter:DEPTHxWIDTHxROWS, such as eagle:7x4x16")] = None
 
 
@@ -62,8 +62,8 @@ def routes(service: Service) -> list[Endpoint]:
         return json_response(_state(service))
 
     return [
-        Endpoint("GET", "/strategy", get, gives=StrategyState),
-        Endpoint("PUT", "/strategy", put, takes=PolicyFields, gives=StrategyState),
+        Endpoint("GET", "/strategy", get, gives=StrategyState, raises=(Unavailable,)),
+        Endpoint("PUT", "/strategy", put, takes=PolicyFields, example={"policy": "off"}, gives=StrategyState, raises=(Unavailable,)),
     ]
 
 

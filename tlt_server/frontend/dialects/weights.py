@@ -6,15 +6,26 @@ A reply comes when the push has ended: committed, staged (with `"commit": false`
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from msgspec import Struct
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tlt_server.errors import InvalidRequest, from_code
-from tlt_server.frontend.endpoints import Endpoint
+from tlt_server.errors import (
+    Conflict,
+    EngineFailed,
+    Forbidden,
+    InvalidRequest,
+    NotFound,
+    PushFailed,
+    Unavailable,
+    WeightsRefused,
+    from_code,
+)
+from tlt_server.frontend.endpoints import Endpoint, Parameter
 from tlt_server.frontend.generation import Service
 from tlt_server.frontend.replies import json_response
 from tlt_server.frontend.requests import Strict, checked, read_object
@@ -37,26 +48,36 @@ Version = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^/\x00-
 
 
 class TensorFields(Strict):
-    name: str
+    name: Annotated[str, Field(description="as the checkpoint names it; with role all, the drafter's begin with `draft.`")]
     dtype: Annotated[str, Field(description='as torch names it, such as "bfloat16"')] = ""
-    shape: list[int] | None = None
+    shape: Annotated[list[Annotated[int, Field(ge=0, le=2**63 - 1)]] | None, Field(description="absent: not compared")] = None
     checksum: Annotated[str, Field(description='"sha256:<hex>" or "xxh3:<hex>" over the bytes pushed')] = ""
 
 
 class ManifestFields(Strict):
     version: Version
     path: Annotated[str, Field(min_length=1, description="directory of safetensors, absolute or below the weight root")]
-    role: Literal["target", "drafter", "all"] = "target"
-    channel: Literal["disk"] = "disk"
+    role: Annotated[Literal["target", "drafter", "all"], Field(description="what is pushed; all: both in one transaction")] = "target"
+    channel: Annotated[Literal["disk"], Field(description="how the tensors come")] = "disk"
     drafter_path: Annotated[str, Field(description="with role all: the drafter's directory")] = ""
     tensors: Annotated[list[TensorFields], Field(description="what must be there; empty: whatever the model has")] = []
     in_flight: Annotated[InFlight, Field(description="what becomes of running requests when the target changes")] = "continue"
     commit: Annotated[bool, Field(description="false: stay staged until POST /weights/{version}/commit")] = True
 
 
+class DirectoryFields(BaseModel):
+    """What trainers with a shared disk send; other fields are ignored."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
+
+    weight_dir: Annotated[str, Field(min_length=1, description="directory of safetensors, absolute or below the weight root")]
+    weight_version: Annotated[Version | None, Field(description="absent: the directory's name and digest")] = None
+    version: Annotated[Version | None, Field(description="the same, where weight_version is absent")] = None
+
+
 class RollbackFields(Strict):
     to: Annotated[str, Field(description="the version to be live after it; makes a repeated call safe")] = ""
-    in_flight: InFlight = "continue"
+    in_flight: Annotated[InFlight, Field(description="what becomes of running requests when the target changes")] = "continue"
 
 
 class NoFields(Strict):
@@ -64,7 +85,7 @@ class NoFields(Strict):
 
 
 class CheckFields(Strict):
-    action: Literal["checksum", "compare", "reset"] = "checksum"
+    action: Annotated[Literal["checksum", "compare", "reset"], Field(description="reset: remember them for compare")] = "checksum"
     baseline: Annotated[dict[str, str] | None, Field(description="for compare; without it, what reset remembered")] = None
 
 
@@ -153,14 +174,19 @@ def routes(service: Service) -> list[Endpoint]:
             return json_response(CheckReply(match=not mismatches, mismatches=mismatches))
         return json_response(CheckReply(checksums=sums))
 
+    gone = (EngineFailed, Unavailable)
+    pushed = partial(Endpoint, "POST", parameters=(Parameter("version", "path", "the version that the push named"),), takes=NoFields,
+                     optional_body=True, gives=PushReply)
     return [
-        Endpoint("POST", "/update_weights", update, takes=ManifestFields, gives=PushReply),
-        Endpoint("GET", "/weights", look, gives=WeightState),
-        Endpoint("POST", "/weights/rollback", rollback, takes=RollbackFields, gives=PushReply),
-        Endpoint("POST", "/weights/{version}/commit", commit, takes=NoFields, gives=PushReply),
-        Endpoint("POST", "/weights/{version}/abort", abort, takes=NoFields, gives=PushReply),
-        Endpoint("POST", "/weight_checker", check, takes=CheckFields, gives=CheckReply),
-        Endpoint("GET", "/weight_info", info, gives=WeightInfo),
+        Endpoint("POST", "/update_weights", update, takes=ManifestFields | DirectoryFields, example={"version": "step-7", "path": "step-7"},
+                 gives=PushReply, raises=(Forbidden, NotFound, Conflict, WeightsRefused, PushFailed, *gone)),
+        Endpoint("GET", "/weights", look, gives=WeightState, raises=gone),
+        Endpoint("POST", "/weights/rollback", rollback, takes=RollbackFields, optional_body=True, gives=PushReply,
+                 raises=(Conflict, PushFailed, *gone)),
+        pushed("/weights/{version}/commit", commit, raises=(NotFound, Conflict, WeightsRefused, PushFailed, *gone)),
+        pushed("/weights/{version}/abort", abort, raises=(NotFound, Conflict, *gone)),
+        Endpoint("POST", "/weight_checker", check, takes=CheckFields, optional_body=True, gives=CheckReply, raises=gone),
+        Endpoint("GET", "/weight_info", info, gives=WeightInfo, raises=gone),
     ]
 
 
@@ -180,11 +206,10 @@ def _manifest(body: dict[str, Any]) -> Manifest:
         raise InvalidRequest("update_info announces tensors over the network, which this server does not take; write safetensors below the "
                              'weight root and push their directory: {"version": ..., "path": ...}')
     if "weight_dir" in body:
-        if not isinstance(body["weight_dir"], str) or not body["weight_dir"]:
+        if not body["weight_dir"]:
             raise InvalidRequest(f"weight_dir is {body['weight_dir']!r}; name a directory below the weight root")
-        version = body.get("weight_version") or body.get("version")
-        checked(ManifestFields, {"version": version or "derived", "path": body["weight_dir"]})
-        return Manifest(version=version or "", path=body["weight_dir"])
+        directory = checked(DirectoryFields, body)
+        return Manifest(version=directory.weight_version or directory.version or "", path=directory.weight_dir)
     asked = checked(ManifestFields, body)
     if (asked.role == "all") != bool(asked.drafter_path):
         raise InvalidRequest(f"role is {asked.role!r} and drafter_path is {asked.drafter_path[:80]!r}; "

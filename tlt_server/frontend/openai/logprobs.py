@@ -61,11 +61,15 @@ class Scored(NamedTuple):
     best: TokenLogprobs
 
 
-def scored_prompt(token_ids: list[int], logprobs: list[TokenLogprobs | None]) -> list[Scored]:
-    """Prompt log-probs as the engine gives them: None for the first token, then the token itself followed by the best."""
+def scored_prompt(token_ids: list[int], logprobs: list[TokenLogprobs | None], count: int) -> list[Scored]:
+    """Prompt log-probs as the engine gives them: None for the first token, then the token itself followed by the best.
+
+    `count` of these are kept, -1 for all. The list is empty for a sequence that ended before its prompt was read.
+    """
+    end = None if count < 0 else 1 + count
     return [Scored(token_id, None, NONE) if found is None else
-            Scored(token_id, found.logprobs[0], TokenLogprobs(found.token_ids[1:], found.logprobs[1:]))
-            for token_id, found in zip(token_ids, logprobs, strict=True)]
+            Scored(token_id, found.logprobs[0], TokenLogprobs(found.token_ids[1:end], found.logprobs[1:end]))
+            for token_id, found in zip(token_ids, logprobs, strict=bool(logprobs))]
 
 
 class Speller:

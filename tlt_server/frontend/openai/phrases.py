@@ -1,4 +1,4 @@
-"""How a choice is put into words: a phrase turns what the choice gained into a part, and its end into the last part.
+"""How a choice is put into words: a phrase turns what the choice gained into a part; the last part also tells how it ended.
 
 A whole reply is the one part of each choice, made by the same code from the choice itself, so a stream's chunks add up to it.
 """
@@ -16,7 +16,7 @@ from tlt_server.frontend.text import Text
 from tlt_server.frontend.validation import Batch
 
 
-def _whole(choice: Choice) -> Delta:
+def whole(choice: Choice) -> Delta:
     """A choice as the only thing that it ever gained."""
     return Delta(index=choice.index, token_ids=choice.token_ids, text=choice.text, logprobs=choice.logprobs,
                  top_logprobs=choice.top_logprobs, prompt_logprobs=choice.prompt_logprobs)
@@ -25,10 +25,6 @@ def _whole(choice: Choice) -> Delta:
 def _scored(delta: Delta) -> list[Scored]:
     best = [NONE] * len(delta.token_ids) if delta.top_logprobs is UNSET else delta.top_logprobs
     return [Scored(*each) for each in zip(delta.token_ids, delta.logprobs, best, strict=True)]
-
-
-def _rest(choice: Choice, begun: bool) -> Delta:
-    return Delta(index=choice.index, token_ids=[], text="", logprobs=[]) if begun else _whole(choice)
 
 
 class _Ending(Struct, frozen=True):
@@ -60,7 +56,8 @@ class CompletionPhrase:
         metrics = parts[0].metrics if len(self._prompt_ids) == self._asked.n == 1 and parts else UNSET
         return msgspec.structs.replace(self._head, choices=parts, usage=usage, metrics=metrics)
 
-    def grown(self, prompt: int, delta: Delta) -> CompletionChoice:
+    def part(self, prompt: int, delta: Delta, ended: Choice | None) -> CompletionChoice:
+        """What choice `delta.index` of that prompt gained; with `ended`, its last part."""
         asked, index = self._asked, prompt * self._asked.n + delta.index
         part = CompletionChoice(index=index, text=delta.text or "")
         scored = _scored(delta) if asked.alternatives() is not None else []
@@ -71,6 +68,8 @@ class CompletionPhrase:
             part.logprobs, self._offsets[index] = self._speller.completion(scored, self._offsets[index])
         if asked.return_token_ids:
             part.token_ids = delta.token_ids
+        if ended is not None:
+            self._ending.put(part, ended)
         return part
 
     def _begin(self, part: CompletionChoice, prompt: int, delta: Delta) -> list[Scored]:
@@ -79,19 +78,14 @@ class CompletionPhrase:
         self._offsets[part.index] = 0
         if asked.return_token_ids:
             part.prompt_token_ids = token_ids
-        scored = scored_prompt(token_ids, delta.prompt_logprobs) if delta.prompt_logprobs else []
         if asked.prompt_logprobs is not None:
-            part.prompt_logprobs = self._speller.prompt(scored)
+            part.prompt_logprobs = self._speller.prompt(scored_prompt(token_ids, delta.prompt_logprobs or [], asked.prompt_logprobs))
         if not asked.echo:
             return []
         given = self._prompts[prompt]
         part.text = (given if isinstance(given, str) else self._text.decode(given)) + part.text
-        return scored if asked.alternatives() is not None else []
-
-    def ended(self, prompt: int, choice: Choice) -> CompletionChoice:
-        part = self.grown(prompt, _rest(choice, prompt * self._asked.n + choice.index in self._offsets))
-        self._ending.put(part, choice)
-        return part
+        count = asked.alternatives()
+        return scored_prompt(token_ids, delta.prompt_logprobs or [], count) if count is not None else []
 
 
 class ChatPhrase:
@@ -114,21 +108,20 @@ class ChatPhrase:
         self._head.prompt_token_ids = self._head.prompt_logprobs = UNSET  # said once
         return reply
 
-    def grown(self, prompt: int, delta: Delta) -> ChatChoice:
+    def part(self, prompt: int, delta: Delta, ended: Choice | None) -> ChatChoice:
+        """What choice `delta.index` gained; with `ended`, its last part."""
         asked, first = self._asked, delta.index not in self._begun
         speech = Speech(role="assistant" if first else UNSET, content=delta.text or "")
         part = ChatChoice(index=delta.index, delta=speech) if asked.stream else ChatChoice(index=delta.index, message=speech)
         if first:
             self._begun.add(delta.index)
             if asked.prompt_logprobs is not None and len(self._begun) == 1:
-                self._head.prompt_logprobs = self._speller.prompt(scored_prompt(self._prompt_ids, delta.prompt_logprobs or []))
+                self._head.prompt_logprobs = self._speller.prompt(
+                    scored_prompt(self._prompt_ids, delta.prompt_logprobs or [], asked.prompt_logprobs))
         if asked.alternatives() is not None and (first or delta.token_ids):
             part.logprobs = self._speller.chat(_scored(delta))
         if asked.return_token_ids:
             part.token_ids = delta.token_ids
-        return part
-
-    def ended(self, prompt: int, choice: Choice) -> ChatChoice:
-        part = self.grown(prompt, _rest(choice, choice.index in self._begun))
-        self._ending.put(part, choice)
+        if ended is not None:
+            self._ending.put(part, ended)
         return part

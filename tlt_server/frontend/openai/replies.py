@@ -22,6 +22,12 @@ class Problem(Struct, frozen=True):
     code: str
 
 
+class Failure(Struct, frozen=True):
+    """The error envelope."""
+
+    error: Problem
+
+
 class Speculation(Struct, frozen=True):
     """Speculation of one choice. `acceptance_histogram[k]`: steps that accepted k drafts; `num_spec_tokens`: the most that one did."""
 
@@ -128,12 +134,12 @@ class Detokenized(Struct, frozen=True):
     prompt: str
 
 
-def problem(error: TltError) -> Problem:
-    """The error envelope's inside. Refusals begin with the field that they are about."""
+def failure(error: TltError) -> Failure:
+    """Refusals begin with the field that they are about."""
     word = error.message.split(" ")[0].split("[")[0].split(".")[0]
     known = CompletionRequest.model_fields.keys() | ChatRequest.model_fields.keys() | {"tokens", "add_special_tokens"}
     kind = TYPES.get(error.http_status, "invalid_request_error" if error.http_status < 500 else "server_error")
-    return Problem(error.message, kind, word if error.http_status < 500 and word in known else None, error.code)
+    return Failure(Problem(error.message, kind, word if error.http_status < 500 and word in known else None, error.code))
 
 
 def figures(sd: SdReport) -> Metrics:

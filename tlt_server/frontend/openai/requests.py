@@ -5,6 +5,7 @@ Clients send many fields that mean nothing here, so unknown ones are ignored, an
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
@@ -15,6 +16,7 @@ from tlt_server.frontend.requests import (
     MAX_INT32,
     Count,
     ItemFields,
+    Length,
     Model,
     NativeRequest,
     Salt,
@@ -24,6 +26,7 @@ from tlt_server.frontend.requests import (
     ShortName,
     TokenIds,
     checked,
+    one_of,
     read_object,
 )
 from tlt_server.frontend.validation import Words
@@ -38,42 +41,50 @@ class Tolerant(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True, frozen=True, allow_inf_nan=False)
 
 
+def null_is_absent(schema: dict[str, Any]) -> None:
+    """What `read` does, said in a body's JSON schema: a field that may be absent may be null."""
+    for name, field in schema["properties"].items():
+        if name not in schema.get("required", ()) and {"type": "null"} not in field.get("anyOf", ()):
+            said = {key: field.pop(key) for key in ("title", "description", "default") if key in field}
+            schema["properties"][name] = said | {"anyOf": [field, {"type": "null"}]}
+
+
 def read(model: type[Model], body: bytes) -> Model:
     content = read_object(body, next((name for name, field in model.model_fields.items() if field.is_required()), "prompt"))
     return checked(model, {name: value for name, value in content.items() if value is not None})
 
 
 class StreamOptions(Tolerant):
-    include_usage: bool = False
+    include_usage: bool = Field(False, description="a last chunk with the usage of all choices")
 
 
 class Asked(SharedSampling):
     """What completions and chat completions have in common."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="ignore", json_schema_extra=null_is_absent)
 
     model: str = Field("", description="served_model_name, or absent")
-    n: Count = 1
+    n: Count = Field(1, description="choices per prompt")
     seed: Seed | None = Field(None, description="keys the choices' noise: the same seed gives the same tokens, here and on /generate")
     top_k: int = Field(0, ge=-1, le=MAX_INT32, description="0 or -1: all tokens")
     logprobs: bool | int = Field(False, description="true, or a number of alternatives")
-    prompt_logprobs: int | None = None
-    stream: bool = False
-    stream_options: StreamOptions = StreamOptions()
-    return_token_ids: bool = False
-    return_tokens_as_token_ids: bool = False
-    return_weight_versions: bool = False
+    prompt_logprobs: int | None = Field(None, description="alternatives per prompt token; -1: the whole vocabulary")
+    stream: bool = Field(False, description="server-sent chunks as tokens come, instead of one reply")
+    stream_options: StreamOptions = Field(StreamOptions(), description="what a stream holds besides")
+    return_token_ids: bool = Field(False, description="token_ids of the choices and prompt_token_ids")
+    return_tokens_as_token_ids: bool = Field(False, description="tokens in log-probs are named token_id:<id>")
+    return_weight_versions: bool = Field(False, description="which weight version computed which tokens")
     cache_salt: Salt = Field("", description="requests share cached prefixes only with those of the same salt")
     priority: int = Field(0, description="accepted and without effect: requests are served in the order of arrival")
     user: str = Field("", description="accepted and without effect")
 
+    @abstractmethod
     def alternatives(self) -> int | None:
         """Alternatives per token; None: no log-probs are reported."""
-        raise NotImplementedError
 
+    @abstractmethod
     def length(self) -> int | None:
         """The longest output; None: what the prompt leaves."""
-        raise NotImplementedError
 
     def scored_prompt(self) -> int | None:
         return self.prompt_logprobs
@@ -105,8 +116,8 @@ Prompt = Annotated[
 
 
 class CompletionRequest(Asked):
-    prompt: Prompt
-    max_tokens: Count = 16
+    prompt: Prompt = Field(description="a text, texts, token ids, or lists of these")
+    max_tokens: Length = Field(16, description="the longest output; 0: only read the prompt")
     echo: bool = Field(False, description="the choice's text, tokens and log-probs begin with the prompt's")
 
     def alternatives(self) -> int | None:
@@ -119,7 +130,7 @@ class CompletionRequest(Asked):
 
     def scored_prompt(self) -> int | None:
         counts = [count for count in (self.prompt_logprobs, self.alternatives() if self.echo else None) if count is not None]
-        return max(counts, default=None)
+        return max(counts, default=None) if -1 not in counts else -1
 
     def prompts(self) -> list[str] | list[list[int]]:
         prompt: Any = self.prompt
@@ -127,8 +138,8 @@ class CompletionRequest(Asked):
 
 
 class Part(Tolerant):
-    type: Literal["text"]
-    text: str
+    type: Literal["text"] = Field(description="other types are refused")
+    text: str = Field(description="a piece of what was said")
 
 
 class ChatMessage(BaseModel):
@@ -136,9 +147,10 @@ class ChatMessage(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
-    role: ShortName
+    role: ShortName = Field(description="whose turn it is, as the chat template knows it")
     content: Annotated[Annotated[str | None, Tag("str")] | Annotated[list[Part], Tag("list[Part]")],
-                       Discriminator(lambda value: "list[Part]" if isinstance(value, list) else "str")] = ""
+                       Discriminator(lambda value: "list[Part]" if isinstance(value, list) else "str")] = Field(
+                           "", description="what was said")
 
     def for_template(self) -> dict[str, Any]:
         content = "\n".join(part.text for part in self.content) if isinstance(self.content, list) else self.content or ""
@@ -165,10 +177,12 @@ Messages = Annotated[list[ChatMessage], Field(min_length=1)]
 class TemplateFields(Tolerant):
     """What the chat template takes besides the messages."""
 
+    model_config = ConfigDict(json_schema_extra=null_is_absent)
+
     tools: list[dict[str, Any]] = Field(default_factory=list, description="passed to the chat template")
     chat_template_kwargs: dict[str, Scalar | None] = Field(
         default_factory=dict, description="scalars; the template sees those that it reads by name, such as enable_thinking")
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool = Field(True, description="open the assistant's turn")
 
     def template_arguments(self, messages: list[ChatMessage]) -> dict[str, Any]:
         return {"messages": [message.for_template() for message in messages], "tools": self.tools or None,
@@ -176,11 +190,11 @@ class TemplateFields(Tolerant):
 
 
 class ChatRequest(Asked, TemplateFields):
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="ignore", json_schema_extra=null_is_absent)
 
-    messages: Messages
-    max_tokens: Count | None = Field(None, description="absent: what the prompt leaves of the model's length")
-    max_completion_tokens: Count | None = Field(None, description="the newer name of max_tokens")
+    messages: Messages = Field(description="the conversation so far")
+    max_tokens: Length | None = Field(None, description="absent: what the prompt leaves of the model's length; 0: only read the prompt")
+    max_completion_tokens: Length | None = Field(None, description="the newer name of max_tokens")
     top_logprobs: int | None = Field(None, description="alternatives per token; needs logprobs")
 
     def alternatives(self) -> int | None:
@@ -191,18 +205,27 @@ class ChatRequest(Asked, TemplateFields):
         return self.top_logprobs if self.top_logprobs is not None else int(self.logprobs) if self.logprobs is not True else 0
 
     def length(self) -> int | None:
-        return self.max_completion_tokens or self.max_tokens
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+def _text_or_conversation(schema: dict[str, Any]) -> None:
+    null_is_absent(schema)
+    schema |= one_of(("prompt", "messages"))
 
 
 class TokenizeRequest(TemplateFields):
     """A text, or a conversation."""
 
-    prompt: str | None = None
-    messages: Messages | None = None
+    model_config = ConfigDict(json_schema_extra=_text_or_conversation)
+
+    prompt: str | None = Field(None, description="a text")
+    messages: Messages | None = Field(None, description="a conversation, put into the chat template")
     add_special_tokens: bool | None = Field(None, description="absent: true for a text, false for a conversation")
-    model: str = ""
+    model: str = Field("", description="served_model_name, or absent")
 
 
 class DetokenizeRequest(Tolerant):
-    tokens: TokenIds
-    model: str = ""
+    model_config = ConfigDict(json_schema_extra=null_is_absent)
+
+    tokens: TokenIds = Field(description="ids of the model's vocabulary")
+    model: str = Field("", description="served_model_name, or absent")

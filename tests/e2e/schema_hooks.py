@@ -1,0 +1,13 @@
+"""Loaded by the schemathesis command of `test_schema`: the check that says when a 5xx is right."""
+
+import schemathesis
+
+SHORT_S = 5  # a deadline below it may pass before a request of the test's size is done
+
+
+@schemathesis.check
+def only_deliberate_5xx(context: schemathesis.CheckContext, response: schemathesis.Response, case: schemathesis.Case) -> None:
+    """No 5xx, but a 504 for a request that named so short a deadline itself."""
+    timeout_s = case.body.get("timeout_s") if isinstance(case.body, dict) else None
+    short = isinstance(timeout_s, int | float) and 0 < timeout_s < SHORT_S
+    assert response.status_code < 500 or (response.status_code == 504 and short), response.text
