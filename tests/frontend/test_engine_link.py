@@ -1,0 +1,55 @@
+"""One life of the engine: when it can be given commands."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import zmq
+import zmq.asyncio
+
+from tests.frontend.fake_engine import INFO
+from tlt_server.frontend.engine_link import EngineLink
+from tlt_server.records import Event, Ready, SetPolicy, decode_command, encode
+
+
+class Process:
+    """One that exits when it is told to."""
+
+    def __init__(self) -> None:
+        self.exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    async def wait(self) -> int:
+        return await self.exited
+
+    def kill(self) -> None:
+        self.exited.set_result(-9)
+
+
+def test_who_hears_that_the_engine_is_ready_can_give_it_commands(tmp_path: Path) -> None:
+    """Its two sockets connect in any order: its commands here long after it could speak."""
+    received: list[object] = []
+    sent: list[bool] = []
+
+    async def run() -> None:
+        link, process = EngineLink(tmp_path, startup_timeout_s=10, hang_timeout_s=10), Process()
+        context = zmq.asyncio.Context()
+        events, commands = context.socket(zmq.PUSH), context.socket(zmq.PULL)
+
+        def take(event: Event) -> None:
+            sent.append(link.send(SetPolicy("off")))
+
+        living = asyncio.create_task(link.live(process, take))
+        events.connect(f"ipc://{tmp_path}/events")
+        await events.send(encode(Ready(INFO)))
+        await asyncio.sleep(0.2)
+        assert sent == []
+        commands.connect(f"ipc://{tmp_path}/commands")
+        received.append(decode_command(await asyncio.wait_for(commands.recv(), 5)))
+        process.exited.set_result(0)
+        assert (await living).ending == "exited"
+        context.destroy(linger=0)
+        link.close()
+
+    asyncio.run(run())
+    assert sent == [True] and received == [SetPolicy("off")]
