@@ -278,8 +278,9 @@ class Scheduler:
             if emission.error is not None:
                 outputs.append(self._end(sequence, "error", error=(emission.error.code, emission.error.message)))
                 continue
-            emission.accepted, emission.weight_version = len(emission.tokens) - 1, batch.weight_version
+            emission.accepted = len(emission.tokens) - 1
             finish_reason, stop_reason = self._truncate(sequence, emission)
+            emission.weight_version = batch.weight_version if emission.tokens else ""  # none where only the prompt was wanted
             sequence.append(emission.tokens)
             sequence.computed = min(work.end + emission.accepted, sequence.length - 1)
             self._publish(sequence)
