@@ -39,7 +39,8 @@ def _sampling(rng: random.Random) -> Body:
 
 def generate(rng: random.Random) -> Body:
     items = [_item(rng) | {"id": str(i)} for i in range(rng.randint(1, 3))]
-    return {"requests": items, "sampling": _sampling(rng)} | rng.choice([{}, {"stream": True}, {"timeout_s": 20}])
+    batch = rng.choice([{}, {"stream": True}, {"timeout_s": 20}, {"queue_timeout_s": 20}, {"detach": True}])
+    return {"requests": items, "sampling": _sampling(rng)} | batch
 
 
 def _openai(rng: random.Random) -> Body:
@@ -73,7 +74,7 @@ SOUND: dict[tuple[str, str], Callable[[random.Random], Body]] = {
 }
 READ = (
     "/health", "/readyz", "/livez", "/startupz", "/metrics", "/server_info", "/openapi.json", "/v1/models", "/strategy", "/weights",
-    "/weight_info",
+    "/weight_info", "/rollouts", "/rollouts/r0", "/rollouts/r0?wait_s=nan", "/",
 )
 OFTEN = [("POST", "/generate")] * 6 + [("POST", "/v1/completions")] * 4 + [("POST", "/v1/chat/completions")] * 4 + list(SOUND)
 
@@ -135,7 +136,7 @@ def spoil(body: Body, rng: random.Random) -> str:
     elif kind == "other":  # a field that belongs elsewhere
         name = rng.choice(
             [
-                "prompt", "token_ids", "messages", "n", "sampling", "requests", "stream", "timeout_s", "max_tokens", "text", "input_ids",
+                "prompt", "token_ids", "messages", "n", "sampling", "requests", "stream", "timeout_s", "max_tokens", "text", "detach",
                 "logprobs", "top_logprobs", "stop", "model", "weight_dir", "update_info", "best_of", "id", "prompt_logprobs",
             ]
         )

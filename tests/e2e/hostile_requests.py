@@ -231,7 +231,10 @@ def _connections(rng: random.Random) -> Attempt:
 def _request(method: str, target: str, body: bytes, rng: random.Random) -> bytes:
     kind = rng.choice(["application/json"] * 6 + ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "", "a" * 200])
     length = f"Content-Length: {len(body)}\r\n" if body or method in ("POST", "PUT") else ""
-    return f"{method} {target} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: {kind}\r\n{length}\r\n".encode() + body
+    named = rng.choice(["k1", "k2", "a b", "k" * 300, "", "caf\u00e9"])
+    key = f"Idempotency-Key: {named}\r\n" if rng.random() < 0.05 else ""
+    head = f"{method} {target} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: {kind}\r\n{key}{length}\r\n"
+    return head.encode() + body
 
 
 if __name__ == "__main__":

@@ -193,8 +193,7 @@ def test_without_output_tokens_a_prompt_is_scored_with_the_same_bits(name: str, 
     expected = bits(run(base, full)[0])
     for i, request in enumerate(full):
         [output] = said[f"s{i}"]
-        assert (output.token_ids, output.logprobs, output.finish_reason, output.weight_versions) == ([], [], "length", [])
-        assert output.sd is not None and output.sd.steps == 0
+        assert (output.token_ids, output.logprobs, output.finish_reason, output.drafted) == ([], [], "length", 0)
         assert bits(said)[f"s{i}"][4] == expected[request.id][4] and len(output.prompt_logprobs or []) == len(request.token_ids)
     assert [o.prompt_logprobs for o in said["one"]] == [[None]]
     assert bits({r.id: said[r.id] for r in others}) == bits(run(base, others)[0])
