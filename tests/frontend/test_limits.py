@@ -85,7 +85,7 @@ def test_a_body_without_length_is_cut_at_the_limit(server: LiveServer) -> None:
 def test_a_client_that_sends_all_before_it_reads_gets_its_refusal(server: LiveServer, path: str, chunked: bool) -> None:
     size = 2**21 - 2**12  # over the limit, and not twice as much
     with connect(server) as connection:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # so that it must wait for the server to take it all
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**16)  # so that it must wait for the server to take it all
         if chunked:
             connection.sendall(head(path, transfer_encoding="chunked") + b"%x\r\n" % size + b"x" * size + b"\r\n0\r\n\r\n")
         else:
