@@ -80,12 +80,19 @@ def test_what_does_not_fit_beside_the_open_ones_is_429(limits: dict[str, float],
 @pytest.mark.parametrize(("limits", "asked", "says"), [
     ({"max_queue": 10}, Demand(11), r"11 sequences \(items x n\); the limit is 10 \(max_queue\): split it"),
     ({"max_queue_tokens": 200}, Demand(1, 1, 200), r"201 tokens \(prompt \+ max_tokens\); the limit is 200 \(max_queue_tokens\): split it"),
-    ({"max_page_forecast": 0.01}, Demand(1, 200), r"13 KV pages \(by forecast\); the limit is 10 \(max_page_forecast, x 1000 pages\)"),
 ])
 def test_what_could_never_fit_is_413(limits: dict[str, float], asked: Demand, says: str) -> None:
     with pytest.raises(TooLarge, match=says) as caught:
         make(**limits).admit(asked)  # type: ignore[arg-type]
     assert caught.value.http_status == 413 and not caught.value.retryable
+
+
+def test_alone_a_request_passes_every_forecast() -> None:
+    admission, many = make(max_page_forecast=0.01), Demand(1, 200)  # 13 pages, of 10
+    admission.admit(many)
+    admission.open(sequences(["small"]))
+    with pytest.raises(QueueFull, match=r"13 more are over the limit of 10 \(max_page_forecast, x 1000 pages\)"):
+        admission.admit(many)
 
 
 def test_a_full_queue_says_when_it_should_have_room() -> None:
@@ -229,7 +236,7 @@ def test_no_bound_is_ever_passed_and_everything_returns_to_zero(seed: int, max_q
                     assert fits
                     admission.open(batch)
                     twin.update((r.id, (len(r.token_ids), r.sampling.max_tokens)) for r in batch)
-                    assert admission.pages <= max_page_forecast * ENGINE.pages * (1 + 1e-9)
+                    assert admission.pages <= max_page_forecast * ENGINE.pages * (1 + 1e-9) or len(twin) == len(batch), "beside others"
             case "give" if twin:
                 admission.take(output(draw.choice(list(twin)), draw.randint(1, 5)))
             case "end" if twin:

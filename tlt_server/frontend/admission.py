@@ -1,8 +1,9 @@
 """Who gets in: what is open in sequences, tokens and forecast KV pages, and how long a newcomer would wait.
 
-A request gets in whole or not at all. What is over a bound by itself is `TooLarge` (413); what does not fit beside the open ones is
-`QueueFull`, and what would wait for them beyond its time is `Overloaded` (both 429, with the seconds after which it should pass).
-Asked by the engine client, first of all before a prompt is tokenised: a refusal costs a few sums.
+A request gets in whole or not at all. What is over a bound by itself is `TooLarge` (413), but for the forecast, which alone it always
+passes; what does not fit beside the open ones is `QueueFull`, and what would wait for them beyond its time is `Overloaded` (both 429,
+with the seconds after which it should pass). Asked by the engine client, first of all before a prompt is tokenised: a refusal costs a
+few sums.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ class _Bound(NamedTuple):
     open: float
     asked: float
     limit: float
+    known: bool = True  # False: by forecast, which another hour's ends may change
 
 
 class Admission:
@@ -85,10 +87,10 @@ class Admission:
     def admit(self, demand: Demand) -> None:
         """Raise if it cannot get in now; changes nothing."""
         for bound in self._bounds(demand):
-            if bound.asked > bound.limit:
+            if bound.known and bound.asked > bound.limit:
                 raise TooLarge(f"the request has {bound.asked:.0f} {bound.unit} ({bound.made_of}); the limit is {bound.limit:.0f} "
                                f"({bound.setting}): split it")
-            if bound.open + bound.asked > bound.limit:
+            if bound.open and bound.open + bound.asked > bound.limit:
                 over = bound.open + bound.asked - bound.limit
                 raise QueueFull(f"{bound.open:.0f} {bound.unit} are open and {bound.asked:.0f} more are over the limit of "
                                 f"{bound.limit:.0f} ({bound.setting}); wait for some to end",
@@ -106,7 +108,8 @@ class Admission:
         held = self.engine.pages if self.engine is not None else math.inf
         return [_Bound("sequences", "items x n", "max_queue", len(self), demand.sequences, self.max_queue),
                 _Bound("tokens", "prompt + max_tokens", "max_queue_tokens", self.tokens, tokens, self.max_queue_tokens),
-                _Bound("KV pages", "by forecast", f"max_page_forecast, x {held} pages", self.pages, pages, self.max_page_forecast * held)]
+                _Bound("KV pages", "by forecast", f"max_page_forecast, x {held} pages", self.pages, pages, self.max_page_forecast * held,
+                       known=False)]
 
     def _check_time(self, demand: Demand) -> None:
         """Waiting for others must not take it beyond its time. What it needs itself is its own affair: alone it always gets in."""
