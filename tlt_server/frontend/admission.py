@@ -19,7 +19,9 @@ from tlt_server.errors import DeadlineExceeded, Overloaded, QueueFull, TooLarge
 from tlt_server.frontend.forecast import Forecast
 from tlt_server.records import Cycle, EngineInfo, GenerateRequest, StepOutput
 
-CAUTION = 1.2  # times what is forecast: the wait is a mean, and half of all waits are longer
+# Times what is forecast. Half of all waits are longer than their mean, and work that ends too late is lost, while a refusal costs nothing
+# as long as others wait.
+CAUTION = 1.5
 
 
 class Demand(NamedTuple):
