@@ -21,6 +21,7 @@ import structlog
 
 from tests.frontend.fake_engine import DIES, FAILS
 from tests.frontend.live_server import LiveServer, live_server
+from tests.frontend.test_limits import eventually
 from tlt_server.frontend.logs import left_behind, write_logs
 
 PROMPT, COMPLETION, KEY = "canaryprompt", "yrpanac", "canarykey"  # the fake engine echoes the prompt
@@ -141,6 +142,20 @@ def test_no_line_holds_a_prompt_a_completion_or_a_key(keyed: LiveServer, stream:
     assert any("validation" in place or "native" in place for line in lines(stream) for place in line.get("frames", []))
     for secret in (PROMPT, COMPLETION, KEY, "canary", str(list(PROMPT.encode()))[1:-1]):
         assert secret not in said, secret
+
+
+def test_the_log_leads_from_a_death_to_the_request_that_ran(keyed: LiveServer, stream: io.StringIO) -> None:
+    killer = {"requests": [{"token_ids": [65, DIES]}]}
+    for step in range(3):
+        ask(keyed, killer, **{"x-request-id": f"step-{step}"})
+        eventually(lambda: not keyed.client.failure)
+    accesses(stream, 3)
+    batches = {line["request_id"]: line["batch"] for line in lines(stream) if line["event"] == "generated"}
+    for step, death in enumerate(line for line in lines(stream) if line["event"] == "engine_gone"):
+        assert [f"{batches[f'step-{step}']}-0.0"] == death["ran"] and death["ran_in_all"] == 1
+    assert step == 1
+    (refused,) = [line for line in lines(stream) if line["event"] == "poisoned"]
+    assert (refused["id"], refused["request_id"], refused["level"]) == (f"{batches['step-2']}-0.0", "step-2", "warning")
 
 
 def slow_body(server: LiveServer) -> None:

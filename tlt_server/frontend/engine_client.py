@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 
 import msgspec
+import structlog
 
 from tlt_server.errors import DeadlineExceeded, EngineFailed, Poisoned, TltError, Unavailable
 from tlt_server.frontend.admission import Admission, Demand
@@ -38,6 +39,8 @@ from tlt_server.records import (
     WeightCommand,
     WeightReport,
 )
+
+log = structlog.get_logger()
 
 
 class EngineClient:
@@ -147,6 +150,7 @@ class EngineClient:
 
     def _refuse(self, requests: Sequence[GenerateRequest]) -> None:
         for request in requests:
+            log.warning("poisoned", id=request.id)
             self._end(request.id, Poisoned(
                 "was running at two crashes of the engine and got no further in between, so it is not run again; leave it out, or change "
                 f"its prompt or sampling, or wait {KEPT_S / 60:g} minutes"))

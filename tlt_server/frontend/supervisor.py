@@ -25,6 +25,7 @@ from tlt_server.metrics import Metrics
 from tlt_server.records import Event, Phase, Ready
 
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.5, 30.0
+NAMED = 16  # sequences in the log line of a death
 
 log = structlog.get_logger()
 
@@ -73,7 +74,7 @@ class Supervisor:
                 raise error if isinstance(error, StartupError) else StartupError(error.message)
             delay_s = self._backoff.death(time.monotonic())
             log.error("engine_gone", ending=death.ending, code=error.code, reason=error.message, lived_s=round(lived_s, 3),
-                      open_sequences=len(self._client), restart_in_s=delay_s)
+                      open_sequences=len(self._client), ran=sorted(death.begun)[:NAMED], ran_in_all=len(death.begun), restart_in_s=delay_s)
             waiting = self._client.died(death, delay_s)
             if delay_s is None:
                 reason = (f"the engine ended more often than max_restarts {self._config.max_restarts} allows within "
