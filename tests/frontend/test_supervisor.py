@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -114,6 +115,22 @@ def test_probes_are_red_while_the_engine_is_gone_and_say_when_to_come_again(mode
         server.call(server.may_launch.set)
         eventually(lambda: httpx.get(f"{server.url}/livez").status_code == 200)
         assert httpx.get(f"{server.url}/readyz").status_code == 200
+
+
+def test_how_long_a_start_took_is_measured_from_outside_and_said(model: Path) -> None:
+    with live_server(model, **OFTEN) as server, Client(server.url, timeout_s=10) as client:
+        server.call(server.may_launch.clear)
+        client.generate([{"token_ids": [DIES]}])
+        time.sleep(1.1)  # as library imports do, of which the engine's phases know nothing
+        server.call(server.may_launch.set)
+        eventually(lambda: not server.client.failure)
+        (back,) = re.findall(r"the engine is back after ([\d.]+) s", server.said.getvalue())
+        assert 1.1 <= float(back) < 5
+        server.call(server.may_launch.clear)
+        client.generate([{"token_ids": [66, DIES]}])
+        assert 2 <= int(httpx.get(f"{server.url}/readyz").headers["retry-after"]) < 6
+        server.call(server.may_launch.set)
+        eventually(lambda: not server.client.failure)
 
 
 def test_what_can_resume_is_submitted_again_in_order_before_anything_new(server: LiveServer) -> None:

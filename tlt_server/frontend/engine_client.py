@@ -91,12 +91,12 @@ class EngineClient:
             case WeightReport():
                 self._answered(event)
 
-    def died(self, death: Death, restart_in_s: float | None) -> int:
-        """Everything open ends with a typed error, but for what can resume: how much that is. `restart_in_s`: None for never."""
-        assert self.info is not None
+    def died(self, death: Death, restart_in_s: float | None, start_s: float) -> int:
+        """Everything open ends with a typed error, but for what can resume: how much that is. `restart_in_s`: None for never; `start_s`:
+        that a start takes from there."""
         self._link = None
         self.failure = f"the engine is gone and {'will not be' if restart_in_s is None else 'is being'} restarted: {death.error.message}"
-        self._again_s = (restart_in_s or 0.0) + sum(self.info.phases.values())
+        self._again_s = (restart_in_s or 0.0) + start_s
         self._metrics.engine_gone()
         running = [self._routes[id] for id in death.begun if id in self._routes]
         self._suspects.crashed([(route.request, route.tokens) for route in running], time.monotonic())
