@@ -161,7 +161,7 @@ def test_requests_by_route_method_and_status(own: LiveServer) -> None:
     assert counted == expected
     assert found["tlt_http_request_seconds_count"]["none",] == 2
     refused = {reason: count for (reason,), count in found["tlt_requests_rejected_total"].items()}
-    assert {reason: count for reason, count in refused.items() if count} == {"not_found": 2, "method_not_allowed": 2, "invalid_request": 1}
+    assert {reason: count for reason, count in refused.items() if count} == {"not_found": 2, "method_not_allowed": 1, "invalid_request": 1}
     assert refused["queue_full"] == 0, "a series that appears with its first refusal hides that one from `increase`"
 
 
@@ -170,6 +170,9 @@ def test_ready_is_what_readyz_says(model: Path) -> None:
         assert scraped(server)["tlt_ready"] == {(): 1}
         server.call(lambda: setattr(server.client, "draining", True))
         assert httpx.get(f"{server.url}/readyz").status_code == 503 and scraped(server)["tlt_ready"] == {(): 0}
+        assert httpx.post(f"{server.url}/generate", json={"requests": [{"prompt": "a"}]}).status_code == 503
+        refused = scraped(server)["tlt_requests_rejected_total"]
+        assert refused["unavailable",] == 1, "a probe is no request refused"
 
 
 def test_an_engine_step_costs_the_frontend_little() -> None:
