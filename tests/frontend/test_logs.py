@@ -88,7 +88,9 @@ def test_an_id_that_is_not_well_formed_is_replaced(given: str | None, keyed: Liv
 
 @pytest.mark.parametrize(("method", "path", "status", "route", "level"), [
     ("GET", "/livez", 200, "/livez", "debug"),
-    ("GET", "/metrics", 401, "/metrics", "debug"),
+    ("GET", "/metrics", 401, "/metrics", "warning"),
+    ("GET", "/strategy", 401, "/strategy", "warning"),
+    ("PURGE", "/livez", 405, "/livez", "warning"),
     ("GET", "/canarypath", 401, "none", "warning"),
     ("POST", "/weights/canaryversion/commit", 401, "/weights/{version}/commit", "warning"),
     ("PURGE", "/generate", 401, "/generate", "warning"),
@@ -100,6 +102,15 @@ def test_lines_name_the_route_and_their_level_says_how_it_went(
     (line,) = accesses(stream, 1)
     assert (line["route"], line["status"], line["level"]) == (route, status, level)
     assert "canary" not in stream.getvalue().lower()
+
+
+def test_what_is_polled_is_quiet_also_where_a_probe_says_no(keyed: LiveServer, stream: io.StringIO) -> None:
+    keyed.call(lambda: setattr(keyed.client, "draining", True))
+    asked = {"/metrics": 200, "/server_info": 200, "/strategy": 503, "/readyz": 503, "/livez": 200}
+    for path, status in asked.items():
+        assert httpx.get(f"{keyed.url}{path}", headers={"authorization": f"Bearer {KEY}"}).status_code == status
+    levels = {line["route"]: line["level"] for line in accesses(stream, len(asked))}
+    assert levels == dict.fromkeys(asked, "debug") | {"/strategy": "warning"}
 
 
 def test_a_method_that_a_templated_route_does_not_take_is_refused(keyed: LiveServer) -> None:
