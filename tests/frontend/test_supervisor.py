@@ -95,6 +95,7 @@ def test_a_dead_engine_is_restarted_and_what_was_open_ends_with_one_typed_error(
         assert line in metrics.splitlines()
     assert not (server.directory / "1").exists() and (server.directory / "2").stat().st_mode & 0o777 == 0o700
     died, back = server.said.getvalue().splitlines()[-3::2]
+    assert "see its messages above" in died and "messages above" not in str(replies[0].results)  # clients do not see standard error
     assert "status 7" in died and "restarting now" in died and "the engine is back" in back and "weights v0" in back
 
 

@@ -74,17 +74,17 @@ class Supervisor:
             self._gone_s = time.monotonic()
             error, lived_s = death.error, self._gone_s - self._began_s
             if self._client.info is None:
-                raise error if isinstance(error, StartupError) else StartupError(error.message)
+                raise error if isinstance(error, StartupError) else StartupError(death.told)
             delay_s = self._backoff.death(self._gone_s)
             log.error("engine_gone", ending=death.ending, code=error.code, reason=error.message, lived_s=round(lived_s, 3),
                       open_sequences=len(self._client), ran=sorted(death.begun)[:NAMED], ran_in_all=len(death.begun), restart_in_s=delay_s)
             waiting = self._client.died(death, delay_s, self._start_s)
             if delay_s is None:
                 reason = (f"the engine ended more often than max_restarts {self._config.max_restarts} allows within "
-                          f"{self._config.restart_window_s:g} s (restart_window_s), at last because {error.message}")
+                          f"{self._config.restart_window_s:g} s (restart_window_s), at last because {death.told}")
                 self._progress.gave_up(reason)
                 return EngineFailed(reason)
-            self._progress.died(error.message, delay_s, waiting)
+            self._progress.died(death.told, delay_s, waiting)
             self._metrics.restarts.labels(death.ending).inc()
             await asyncio.sleep(delay_s)
 
