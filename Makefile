@@ -17,7 +17,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 CODE := tlt_server clients tests $(wildcard kernels examples benchmarks)
 
-.PHONY: setup demo test lint browser screenshots bench soak clean help
+.PHONY: setup demo test lint programs screenshots bench soak clean help
 
 help: ## this list
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -40,13 +40,13 @@ lint: $(STAMP) ## ruff, mypy, import-linter
 	"$(BIN)/mypy"
 	"$(BIN)/lint-imports"
 
-browser: ## a Chromium for the page's tests: the machine's own, else Debian's
-	@tests/browser.sh
+programs: ## a Chromium and Prometheus for the tests: the machine's own, else Debian's
+	@tests/programs.sh
 
-test: $(STAMP) browser lint ## lint, then all tests that need no GPU
+test: $(STAMP) programs lint ## lint, then all tests that need no GPU
 	"$(BIN)/python" -m pytest -m "not gpu and not soak" $(PYTEST_ARGS) $(ARGS)
 
-screenshots: $(STAMP) browser ## renew the pictures of the built-in page under docs/images
+screenshots: $(STAMP) programs ## renew the pictures of the built-in page under docs/images
 	"$(BIN)/python" -m examples.page.screenshots
 
 bench: $(STAMP) ## exactness and rollout benchmarks, quick

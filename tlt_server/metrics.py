@@ -45,7 +45,8 @@ GAUGES = {  # name in Outputs.gauges -> (metric, sentence)
 TOTALS = {  # likewise, counted by the engine since it started
     "preemptions": ("tlt_preemptions", "Sequences preempted: their pages were taken for older ones."),
 }
-PUSH_RESULTS = ("committed", "forbidden", "model", "weights_refused", "conflict", "push_failed")
+PUSH_RESULTS = ("committed", "staged", "unchanged", "aborted", "rolled_back",  # and the codes of errors that a weight command ends with
+                "forbidden", "not_found", "model", "weights_refused", "conflict", "push_failed")
 STRATEGIES = 64  # label values; strategies beyond them count as "other"
 POSITIONS = 16  # label values; places further down a draft count in tlt_sd_accepted_tokens_total only
 
@@ -68,7 +69,7 @@ class Metrics:
         self.http_requests = counter("tlt_http_requests", "HTTP requests answered.", "method", "route", "status")
         self.http_s = histogram("tlt_http_request_seconds", "From a request's headers to the end of its reply.", LATENCY_S, "route")
         self.sequences = counter("tlt_sequences", "Sequences ended, by finish reason or error code.", "result")
-        self.rejected = counter("tlt_requests_rejected", "HTTP requests refused, by error code.", "reason")
+        self.rejected = counter("tlt_requests_rejected", "HTTP requests refused, by error code; probes and scrapes do not count.", "reason")
         self.ready = gauge("tlt_ready", "1 when a request sent now would be taken, as /readyz says.")
         self.open_sequences = gauge("tlt_open_sequences", "Sequences accepted and not ended.")
         self.open_tokens = gauge("tlt_open_tokens", "Prompt plus max_tokens of sequences accepted and not ended.")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 import socket
 import subprocess
 import time
@@ -17,12 +16,12 @@ import pytest
 import yaml
 
 from tests.frontend.board import BOARD, DOCKER, RULES, board_expressions, plain
+from tests.programs import require
 from tlt_client import Client, ServerError
 from tlt_server.demo.push import perturbed_copy
 from tlt_server.demo.server import ServerProcess
 from tlt_server.demo.workload import PAIR, TARGET
 
-pytestmark = pytest.mark.skipif(shutil.which("prometheus") is None, reason="needs Prometheus (Debian: apt-get install prometheus)")
 KEY = "key-of-the-test"
 SCRAPES = 4  # after which rates have values
 PATIENCE_S = 60
@@ -105,6 +104,8 @@ def load(client: Client, root: Path) -> None:
 
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+    require("prometheus")
+    require("promtool")
     place = tmp_path_factory.mktemp("watched")
     perturbed_copy(TARGET, place / "weights" / "step-1")
     with ServerProcess(*command(place)) as server:

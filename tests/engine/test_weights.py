@@ -331,6 +331,7 @@ def test_the_same_push_twice_at_once_is_one_push_and_another_is_a_conflict(engin
     other = engine.send_push(root / "newer", "v2")
     assert [engine.report(id).result for id in (*ids, other)] == ["committed", "committed", "conflict"]
     assert "'v1' is being pushed" in engine.report(other).error[1]  # type: ignore[index]
+    assert (engine.report(other).role, engine.report(other).version) == ("target", "v2")
 
 
 def test_a_staged_push_waits_for_its_commit_or_its_abort(engine: Pushable, root: Path) -> None:

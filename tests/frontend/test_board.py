@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,12 +15,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.frontend.board import BOARD, DOCKER, PANELS, RULES, asked, board_expressions, in_legend
 from tests.frontend.live_server import live_server
+from tests.programs import require
 from tlt_client import Client
 
 PAGE = DOCKER.parent / "docs" / "operators.md"
 TARGET_LABELS = {"job", "instance"}  # that Prometheus itself adds
 OWN = {"up": set[str]()}  # that Prometheus itself makes
-PROMTOOL = pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool (Debian: apt-get install prometheus)")
 
 
 @pytest.fixture(scope="module")
@@ -112,9 +111,9 @@ def test_the_operators_page_lists_every_metric_with_its_type_and_labels(families
     assert listed == found
 
 
-@PROMTOOL
 @pytest.mark.parametrize("arguments", [["check", "rules", "docker/alerts.yml"], ["test", "rules", "tests/frontend/alerts_test.yml"]])
 def test_promtool_agrees(arguments: list[str]) -> None:
+    require("promtool")
     done = subprocess.run(["promtool", *arguments], cwd=DOCKER.parent, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 

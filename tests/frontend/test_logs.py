@@ -21,6 +21,7 @@ import structlog
 
 from tests.frontend.fake_engine import DIES, FAILS
 from tests.frontend.live_server import LiveServer, live_server
+from tests.frontend.test_limits import eventually
 from tlt_server.frontend.logs import left_behind, write_logs
 
 PROMPT, COMPLETION, KEY = "canaryprompt", "yrpanac", "canarykey"  # the fake engine echoes the prompt
@@ -87,7 +88,9 @@ def test_an_id_that_is_not_well_formed_is_replaced(given: str | None, keyed: Liv
 
 @pytest.mark.parametrize(("method", "path", "status", "route", "level"), [
     ("GET", "/livez", 200, "/livez", "debug"),
-    ("GET", "/metrics", 401, "/metrics", "debug"),
+    ("GET", "/metrics", 401, "/metrics", "warning"),
+    ("GET", "/strategy", 401, "/strategy", "warning"),
+    ("PURGE", "/livez", 405, "/livez", "warning"),
     ("GET", "/canarypath", 401, "none", "warning"),
     ("POST", "/weights/canaryversion/commit", 401, "/weights/{version}/commit", "warning"),
     ("PURGE", "/generate", 401, "/generate", "warning"),
@@ -99,6 +102,15 @@ def test_lines_name_the_route_and_their_level_says_how_it_went(
     (line,) = accesses(stream, 1)
     assert (line["route"], line["status"], line["level"]) == (route, status, level)
     assert "canary" not in stream.getvalue().lower()
+
+
+def test_what_is_polled_is_quiet_also_where_a_probe_says_no(keyed: LiveServer, stream: io.StringIO) -> None:
+    keyed.call(lambda: setattr(keyed.client, "draining", True))
+    asked = {"/metrics": 200, "/server_info": 200, "/strategy": 503, "/readyz": 503, "/livez": 200}
+    for path, status in asked.items():
+        assert httpx.get(f"{keyed.url}{path}", headers={"authorization": f"Bearer {KEY}"}).status_code == status
+    levels = {line["route"]: line["level"] for line in accesses(stream, len(asked))}
+    assert levels == dict.fromkeys(asked, "debug") | {"/strategy": "warning"}
 
 
 def test_a_method_that_a_templated_route_does_not_take_is_refused(keyed: LiveServer) -> None:
@@ -141,6 +153,20 @@ def test_no_line_holds_a_prompt_a_completion_or_a_key(keyed: LiveServer, stream:
     assert any("validation" in place or "native" in place for line in lines(stream) for place in line.get("frames", []))
     for secret in (PROMPT, COMPLETION, KEY, "canary", str(list(PROMPT.encode()))[1:-1]):
         assert secret not in said, secret
+
+
+def test_the_log_leads_from_a_death_to_the_request_that_ran(keyed: LiveServer, stream: io.StringIO) -> None:
+    killer = {"requests": [{"token_ids": [65, DIES]}]}
+    for step in range(3):
+        ask(keyed, killer, **{"x-request-id": f"step-{step}"})
+        eventually(lambda: not keyed.client.failure)
+    accesses(stream, 3)
+    batches = {line["request_id"]: line["batch"] for line in lines(stream) if line["event"] == "generated"}
+    for step, death in enumerate(line for line in lines(stream) if line["event"] == "engine_gone"):
+        assert [f"{batches[f'step-{step}']}-0.0"] == death["ran"] and death["ran_in_all"] == 1
+    assert step == 1
+    (refused,) = [line for line in lines(stream) if line["event"] == "poisoned"]
+    assert (refused["id"], refused["request_id"], refused["level"]) == (f"{batches['step-2']}-0.0", "step-2", "warning")
 
 
 def slow_body(server: LiveServer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import time
 from collections.abc import Sequence
@@ -12,9 +13,11 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+import tlt_server
 from tests.frontend.fake_engine import INFO
 from tests.frontend.live_server import LiveServer, live_server
 from tlt_client import Client, ItemResult
+from tlt_server import errors
 from tlt_server.metrics import POSITIONS, STRATEGIES, Metrics
 from tlt_server.records import OFF, Cycle, Outputs, StepContext, Strategy, WeightReport, WeightState
 
@@ -161,8 +164,22 @@ def test_requests_by_route_method_and_status(own: LiveServer) -> None:
     assert counted == expected
     assert found["tlt_http_request_seconds_count"]["none",] == 2
     refused = {reason: count for (reason,), count in found["tlt_requests_rejected_total"].items()}
-    assert {reason: count for reason, count in refused.items() if count} == {"not_found": 2, "method_not_allowed": 2, "invalid_request": 1}
+    assert {reason: count for reason, count in refused.items() if count} == {"not_found": 2, "method_not_allowed": 1, "invalid_request": 1}
     assert refused["queue_full"] == 0, "a series that appears with its first refusal hides that one from `increase`"
+
+
+def test_a_weight_command_ends_with_nothing_that_has_no_series_from_the_start() -> None:
+    package = Path(tlt_server.__file__).parent
+    raised, said = set[str](), set[str]()
+    for file in (*(package / "weights").glob("*.py"), package / "engine" / "pushes.py", package / "models" / "loader.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                error = getattr(errors, node.func.id, None)
+                raised |= {error.code} if error is not None else set()
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("_report", "_answer"):
+                said |= {argument.value for argument in node.args if isinstance(argument, ast.Constant)}
+    assert {"conflict", "push_failed"} < raised and {"committed", "rolled_back"} < said
+    assert raised - {"startup"} | said - {"looked"} == {result for result, _ in shown(Metrics())["tlt_weight_pushes_total"]}
 
 
 def test_ready_is_what_readyz_says(model: Path) -> None:
@@ -170,6 +187,9 @@ def test_ready_is_what_readyz_says(model: Path) -> None:
         assert scraped(server)["tlt_ready"] == {(): 1}
         server.call(lambda: setattr(server.client, "draining", True))
         assert httpx.get(f"{server.url}/readyz").status_code == 503 and scraped(server)["tlt_ready"] == {(): 0}
+        assert httpx.post(f"{server.url}/generate", json={"requests": [{"prompt": "a"}]}).status_code == 503
+        refused = scraped(server)["tlt_requests_rejected_total"]
+        assert refused["unavailable",] == 1, "a probe is no request refused"
 
 
 def test_an_engine_step_costs_the_frontend_little() -> None:

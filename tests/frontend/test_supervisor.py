@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -94,6 +95,7 @@ def test_a_dead_engine_is_restarted_and_what_was_open_ends_with_one_typed_error(
         assert line in metrics.splitlines()
     assert not (server.directory / "1").exists() and (server.directory / "2").stat().st_mode & 0o777 == 0o700
     died, back = server.said.getvalue().splitlines()[-3::2]
+    assert "see its messages above" in died and "messages above" not in str(replies[0].results)  # clients do not see standard error
     assert "status 7" in died and "restarting now" in died and "the engine is back" in back and "weights v0" in back
 
 
@@ -114,6 +116,22 @@ def test_probes_are_red_while_the_engine_is_gone_and_say_when_to_come_again(mode
         server.call(server.may_launch.set)
         eventually(lambda: httpx.get(f"{server.url}/livez").status_code == 200)
         assert httpx.get(f"{server.url}/readyz").status_code == 200
+
+
+def test_how_long_a_start_took_is_measured_from_outside_and_said(model: Path) -> None:
+    with live_server(model, **OFTEN) as server, Client(server.url, timeout_s=10) as client:
+        server.call(server.may_launch.clear)
+        client.generate([{"token_ids": [DIES]}])
+        time.sleep(1.1)  # as library imports do, of which the engine's phases know nothing
+        server.call(server.may_launch.set)
+        eventually(lambda: not server.client.failure)
+        (back,) = re.findall(r"the engine is back after ([\d.]+) s", server.said.getvalue())
+        assert 1.1 <= float(back) < 5
+        server.call(server.may_launch.clear)
+        client.generate([{"token_ids": [66, DIES]}])
+        assert 2 <= int(httpx.get(f"{server.url}/readyz").headers["retry-after"]) < 6
+        server.call(server.may_launch.set)
+        eventually(lambda: not server.client.failure)
 
 
 def test_what_can_resume_is_submitted_again_in_order_before_anything_new(server: LiveServer) -> None:

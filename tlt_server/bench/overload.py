@@ -201,8 +201,7 @@ def _counts(client: Client) -> Counts:
         value = {sample.name: sample.value for sample in samples}
         counts = Counts(value["tlt_open_sequences"], value["tlt_pages_total"] - value["tlt_pages_free"],
                         {s.labels["result"]: s.value for s in samples if s.name == "tlt_sequences_total"},
-                        {s.labels["reason"]: s.value for s in samples if s.name == "tlt_requests_rejected_total"
-                         and s.labels["reason"] != "unavailable"})  # that is how it answers before it is ready
+                        {s.labels["reason"]: s.value for s in samples if s.name == "tlt_requests_rejected_total"})
         if not (counts.open_sequences or counts.pages_held) or time.monotonic() > give_up_s:
             return counts
         time.sleep(0.1)

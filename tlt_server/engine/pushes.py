@@ -60,7 +60,8 @@ class WeightPushes:
         try:
             self._apply(command)
         except TltError as error:
-            self._report(command.id, error.code, error=error)
+            of = command.manifest if isinstance(command, PushWeights) else None
+            self._report(command.id, error.code, error=error, version=of.version if of else "", role=of.role if of else "")
 
     def advance(self) -> list[StepOutput]:
         """Between two steps: commit what is staged, if its moment has come. Returns the sequences that end of it."""

@@ -17,7 +17,8 @@ from tlt_server.metrics import Metrics
 
 HEADER = b"x-request-id"
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"})
-QUIET = frozenset({"/health", "/livez", "/readyz", "/startupz", "/metrics"})  # asked every few seconds: logged at debug
+QUIET = frozenset({"/health", "/livez", "/readyz", "/startupz", "/metrics"})  # probes and scrapes: asked every few seconds
+POLLED = frozenset({"/server_info", "/strategy"})  # likewise, by GETs of an open page
 _WELL_FORMED = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
 
 log = structlog.get_logger()
@@ -51,7 +52,9 @@ class Access:
         method = scope["method"] if scope["method"] in METHODS else "other"
         self._metrics.http_requests.labels(method, route, str(status)).inc()
         self._metrics.http_s.labels(route).observe(seconds)
-        write = log.debug if route in QUIET else log.info if 0 < status < 400 or status == 499 else log.warning
+        quiet = route in QUIET or (method == "GET" and route in POLLED)
+        answered = 0 < status < 400 or (route in QUIET and status == 503)  # that is how a probe says no
+        write = log.debug if quiet and answered else log.info if answered or status == 499 else log.warning
         write("request", method=method, route=route, status=status, seconds=round(seconds, 6), request_bytes=request.received,
               response_bytes=request.sent, client=scope["client"][0] if scope.get("client") else "")
 

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from tlt_server.errors import Cancelled, MethodNotAllowed, NotFound, TltError
-from tlt_server.frontend.access import Access
+from tlt_server.frontend.access import QUIET, Access
 from tlt_server.frontend.auth import Authentication, Keys
 from tlt_server.frontend.dialects import DIALECTS
 from tlt_server.frontend.endpoints import Endpoint
@@ -48,7 +48,8 @@ def build_app(service: Service, keys: Keys | None, dialects: Iterable[str] = DIA
         return next((endpoint.path for endpoint in at(path)), "none")
 
     def refuse(path: str, error: TltError, *, close: bool = False) -> Response:
-        service.rejected(error)
+        if template(path) not in QUIET:  # a probe that is answered with no is no request refused
+            service.rejected(error)
         return error_response(error, next((endpoint.error_shape for endpoint in at(path)), error_reply), close=close)
 
     async def refused(request: Request, error: Exception) -> Response:

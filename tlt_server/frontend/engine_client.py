@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 
 import msgspec
+import structlog
 
 from tlt_server.errors import DeadlineExceeded, EngineFailed, Poisoned, TltError, Unavailable
 from tlt_server.frontend.admission import Admission, Demand
@@ -38,6 +39,8 @@ from tlt_server.records import (
     WeightCommand,
     WeightReport,
 )
+
+log = structlog.get_logger()
 
 
 class EngineClient:
@@ -88,12 +91,12 @@ class EngineClient:
             case WeightReport():
                 self._answered(event)
 
-    def died(self, death: Death, restart_in_s: float | None) -> int:
-        """Everything open ends with a typed error, but for what can resume: how much that is. `restart_in_s`: None for never."""
-        assert self.info is not None
+    def died(self, death: Death, restart_in_s: float | None, start_s: float) -> int:
+        """Everything open ends with a typed error, but for what can resume: how much that is. `restart_in_s`: None for never; `start_s`:
+        that a start takes from there."""
         self._link = None
         self.failure = f"the engine is gone and {'will not be' if restart_in_s is None else 'is being'} restarted: {death.error.message}"
-        self._again_s = (restart_in_s or 0.0) + sum(self.info.phases.values())
+        self._again_s = (restart_in_s or 0.0) + start_s
         self._metrics.engine_gone()
         running = [self._routes[id] for id in death.begun if id in self._routes]
         self._suspects.crashed([(route.request, route.tokens) for route in running], time.monotonic())
@@ -147,6 +150,7 @@ class EngineClient:
 
     def _refuse(self, requests: Sequence[GenerateRequest]) -> None:
         for request in requests:
+            log.warning("poisoned", id=request.id)
             self._end(request.id, Poisoned(
                 "was running at two crashes of the engine and got no further in between, so it is not run again; leave it out, or change "
                 f"its prompt or sampling, or wait {KEPT_S / 60:g} minutes"))

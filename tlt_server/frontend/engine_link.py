@@ -36,6 +36,12 @@ class Death(NamedTuple):
     ending: Ending
     error: TltError
     begun: set[str]  # ids of the sequences that ran
+    see: str = ""  # where standard error says more
+
+    @property
+    def told(self) -> str:
+        """To whoever reads standard error; clients get the error's message alone."""
+        return f"{self.error.message}; see {self.see}" if self.see else self.error.message
 
 
 class EngineLink:
@@ -83,18 +89,17 @@ class EngineLink:
             status = await exited
             for task in (failed, silent):
                 task.cancel()
-        ending, error = self._how(status, failed, silent)
-        return Death(ending, error, read_begun(self._directory))
+        return self._death(status, failed, silent, read_begun(self._directory))
 
-    def _how(self, status: int, failed: asyncio.Task[TltError], silent: asyncio.Task[TltError]) -> tuple[Ending, TltError]:
+    def _death(self, status: int, failed: asyncio.Task[TltError], silent: asyncio.Task[TltError], begun: set[str]) -> Death:
         if failed.done() and not failed.cancelled():
-            return "failed", failed.result()
+            return Death("failed", failed.result(), begun)
         if silent.done() and not silent.cancelled():
-            return "hung", silent.result()
+            return Death("hung", silent.result(), begun, "" if self._ready else "its messages above")
         how = f"exited with status {status}" if status >= 0 else f"was ended by {signal.Signals(-status).name}"
         when = f" after the phase {self._phase!r}" if self._phase and not self._ready else ""
         where = "its messages above" if status >= 0 else "its messages above, and the system's log if memory was short"
-        return "exited", EngineFailed(f"the engine process {how}{when}; see {where}")
+        return Death("exited", EngineFailed(f"the engine process {how}{when}"), begun, where)
 
     async def _listen(self, take: Callable[[Event], None]) -> TltError:
         """Until the engine says, or shows, that it cannot go on."""
@@ -129,7 +134,8 @@ class EngineLink:
             else:
                 silent_s += tick_s
             if silent_s >= limit_s and not self._ready:
-                return EngineFailed(f"the engine was not ready within {limit_s:g} s (startup_timeout_s); raise it, or see above")
+                return EngineFailed(f"the engine was not ready within {limit_s:g} s (startup_timeout_s); raise it if a start may take that "
+                                    "long")
             if silent_s >= limit_s:
                 return EngineFailed(f"the engine said nothing for {limit_s:g} s (hang_timeout_s) and was killed; raise it if a step may "
                                     "take that long")

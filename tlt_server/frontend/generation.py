@@ -86,6 +86,11 @@ class Items:
             self._owner.update((sequence.request.id, (item, sequence)) for sequence in sequences)
         self._open = set(self._owner)
 
+    @property
+    def batch(self) -> str:
+        """What the ids of its sequences begin with, up to the first `-`."""
+        return next(iter(self._owner), "").partition("-")[0]
+
     def __getitem__(self, id: str) -> Sequence:
         return self._owner[id][1]
 
@@ -176,7 +181,7 @@ class Generation:
     def close(self) -> None:
         left = len(self._submission.open)
         self._submission.close()
-        log.info("generated", sequences=len(self._items), tokens=self._items.tokens, abandoned=left,
+        log.info("generated", batch=self._items.batch, sequences=len(self._items), tokens=self._items.tokens, abandoned=left,
                  seconds=round(self._service.clock() - self._accepted_s, 3))
 
     def _take(self, output: StepOutput) -> list[Event]:

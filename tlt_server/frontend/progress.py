@@ -32,9 +32,8 @@ class Progress:
         when = f"in {restart_in_s:g} s" if restart_in_s else "now"
         self._say(f"tlt: {reason} | restarting {when} | {waiting} sequences wait to resume, the others ended with a retryable error")
 
-    def back(self, info: EngineInfo, waiting: int) -> None:
-        self._say(f"tlt: the engine is back after {sum(info.phases.values()):.1f} s | weights {info.weight_version} | {waiting} sequences "
-                  "resume")
+    def back(self, info: EngineInfo, after_s: float, waiting: int) -> None:
+        self._say(f"tlt: the engine is back after {after_s:.1f} s | weights {info.weight_version} | {waiting} sequences resume")
 
     def gave_up(self, reason: str) -> None:
         self._say(f"tlt: {reason}; the server stops with status 1")

@@ -22,9 +22,10 @@ from tlt_server.frontend.engine_client import EngineClient
 from tlt_server.frontend.engine_link import EngineLink, EngineProcess
 from tlt_server.frontend.progress import Progress
 from tlt_server.metrics import Metrics
-from tlt_server.records import Event, Phase, Ready
+from tlt_server.records import EngineInfo, Event, Phase, Ready
 
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.5, 30.0
+NAMED = 16  # sequences in the log line of a death
 
 log = structlog.get_logger()
 
@@ -54,6 +55,8 @@ class Supervisor:
         self._client, self._metrics, self._progress = client, metrics, progress
         self._backoff = Backoff(config.max_restarts, config.restart_window_s)
         self._lives = 0
+        self._began_s = self._gone_s = 0.0  # when this life was launched, when the one before was gone
+        self._start_s = 0.0  # that the last life took from its launch until it was ready
 
     async def run(self) -> EngineFailed:
         """One life after another; why there will be no further one. `StartupError` when the first was never ready. Cancelled, it ends
@@ -62,25 +65,26 @@ class Supervisor:
             self._lives += 1
             directory = self._directory / str(self._lives)
             directory.mkdir(mode=0o700)
-            began_s = time.monotonic()
+            self._began_s = time.monotonic()
             link = EngineLink(directory, startup_timeout_s=self._config.startup_timeout_s, hang_timeout_s=self._config.hang_timeout_s)
             with contextlib.closing(link):
                 self._client.connect(link)
                 death = await link.live(await self._launch(directory), self._take)
             shutil.rmtree(directory)
-            error, lived_s = death.error, time.monotonic() - began_s
+            self._gone_s = time.monotonic()
+            error, lived_s = death.error, self._gone_s - self._began_s
             if self._client.info is None:
-                raise error if isinstance(error, StartupError) else StartupError(error.message)
-            delay_s = self._backoff.death(time.monotonic())
+                raise error if isinstance(error, StartupError) else StartupError(death.told)
+            delay_s = self._backoff.death(self._gone_s)
             log.error("engine_gone", ending=death.ending, code=error.code, reason=error.message, lived_s=round(lived_s, 3),
-                      open_sequences=len(self._client), restart_in_s=delay_s)
-            waiting = self._client.died(death, delay_s)
+                      open_sequences=len(self._client), ran=sorted(death.begun)[:NAMED], ran_in_all=len(death.begun), restart_in_s=delay_s)
+            waiting = self._client.died(death, delay_s, self._start_s)
             if delay_s is None:
                 reason = (f"the engine ended more often than max_restarts {self._config.max_restarts} allows within "
-                          f"{self._config.restart_window_s:g} s (restart_window_s), at last because {error.message}")
+                          f"{self._config.restart_window_s:g} s (restart_window_s), at last because {death.told}")
                 self._progress.gave_up(reason)
                 return EngineFailed(reason)
-            self._progress.died(error.message, delay_s, waiting)
+            self._progress.died(death.told, delay_s, waiting)
             self._metrics.restarts.labels(death.ending).inc()
             await asyncio.sleep(delay_s)
 
@@ -88,8 +92,14 @@ class Supervisor:
         self._client.take(event)
         if isinstance(event, Phase):
             self._progress.phase(event)
-        if isinstance(event, Ready) and self._lives > 1:
-            log.warning("engine_back", life=self._lives, seconds=round(sum(event.info.phases.values()), 3), lost=event.info.lost)
-            self._progress.back(event.info, len(self._client))
-            if self._client.versions.lost:
-                self._progress.lost(self._client.versions.reason)
+        if isinstance(event, Ready):
+            now_s = time.monotonic()
+            self._start_s = now_s - self._began_s
+            if self._lives > 1:
+                self._back(event.info, now_s - self._gone_s)
+
+    def _back(self, info: EngineInfo, after_s: float) -> None:
+        log.warning("engine_back", life=self._lives, seconds=round(after_s, 3), lost=info.lost)
+        self._progress.back(info, after_s, len(self._client))
+        if self._client.versions.lost:
+            self._progress.lost(self._client.versions.reason)
