@@ -75,9 +75,12 @@ class Prometheus:
 
     def query(self, expression: str) -> list[dict[str, Any]]:
         try:
-            answer = httpx.get(f"{self.url}/api/v1/query", params={"query": expression}, timeout=10).json()
+            reply = httpx.get(f"{self.url}/api/v1/query", params={"query": expression}, timeout=10)
         except httpx.TransportError:
             return []  # not up yet
+        if reply.status_code == 503:
+            return []  # up, and still reading its files: a text instead of JSON
+        answer = reply.json()
         assert answer["status"] in ("success", "error") and "parse" not in answer.get("error", ""), answer
         return list(answer["data"]["result"]) if answer["status"] == "success" else []
 
