@@ -92,6 +92,8 @@ class Config(Settings, BaseModel):
             raise StartupError(f"model is {self.model}, which is not a directory; name one that holds config.json and safetensors files")
         if self.drafter not in ("none", "history") and not Path(self.drafter).is_dir():
             raise StartupError(f"drafter is {self.drafter!r}; it must be a directory, history or none")
+        if self.weight_root is not None and not self.weight_root.is_dir():
+            raise StartupError(f"weight_root is {self.weight_root}, which is not a directory; make it (mkdir -p), or name another")
         if self.policy in ("fixed", "beg") and self.drafter == "none":
             raise StartupError(f"policy is {self.policy} but drafter is none; name a drafter, or use policy off")
         if (self.policy == "fixed") != bool(self.sd_strategy):

@@ -57,6 +57,7 @@ def test_yaml_off_is_the_policy_and_not_a_boolean(model: Path, tmp_path: Path) -
     ({"host": "0.0.0.0"}, "api_key_file"),
     ({"host": "example.org"}, "api_key_file"),
     ({"model": "/does/not/exist"}, "not a directory"),
+    ({"weight_root": "/does/not/exist"}, "weight_root is /does/not/exist, which is not a directory; make it"),
     ({"drafter": "/does/not/exist"}, "must be a directory, history or none"),
     ({"policy": "beg"}, "drafter is none"),
     ({"policy": "fixed", "drafter": "history"}, "eagle:7x4x32"),

@@ -43,8 +43,8 @@ def weight_root(config: Config) -> Finding:
     root = config.weight_root
     if root is None:
         return ok("none: weight pushes are refused")
-    if not root.is_dir() or not os.access(root, os.R_OK | os.X_OK):
-        return fail(f"{root} is not a directory that this user may read", f"mkdir -p {root}, or name another --weight-root")
+    if not os.access(root, os.R_OK | os.X_OK):
+        return fail(f"{root} is a directory that this user may not read", f"chmod u+rx {root}, or name another --weight-root")
     if root.stat().st_mode & stat.S_IWOTH:
         return warn(f"every user of this machine may write below {root}", f"chmod o-w {root}")
     return ok(str(root))
