@@ -34,7 +34,7 @@ def paired(statuses: list[str], codes: list[str]) -> list[tuple[str, str]]:
     return list(zip(statuses * len(codes) if len(statuses) == 1 else statuses, codes, strict=True))
 
 
-@pytest.mark.parametrize("error", tree(TltError), ids=lambda error: error.code)
+@pytest.mark.parametrize("error", list(tree(TltError)), ids=lambda error: error.code)
 def test_every_error_that_a_client_can_see_is_in_the_table(error: type[TltError]) -> None:
     assert (error.http_status, error.code) in table()
 
