@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import shutil
 import socket
@@ -75,6 +76,12 @@ def test_people_get_a_line_per_check_and_the_remedy_below(tmp_path: Path) -> Non
     assert status == 1 and lines[-1].startswith(f"2 of {len(CHECKS) + 1} checks failed: port, state directory")
     place = next(i for i, line in enumerate(lines) if line.startswith("fail port"))
     assert "Address already in use" in lines[place] and "remedy: choose another --host or --port" in lines[place + 1]
+
+
+def test_a_warning_is_counted_beside_what_passed(tmp_path: Path) -> None:
+    status, output = doctor("--port", "0", "--weight-root", str(tmp_path))
+    assert status == 0 and re.fullmatch(rf"{len(CHECKS) + 1} checks, none failed, \d with a warning", output.splitlines()[-1])
+    assert "warn state directory" in output
 
 
 def test_settings_that_cannot_be_used_leave_what_needs_none() -> None:
