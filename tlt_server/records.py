@@ -121,7 +121,7 @@ class StepOutput(Struct, frozen=True, kw_only=True, omit_defaults=True):
 class EngineInfo(Struct, frozen=True, kw_only=True):
     """What the engine says of itself once it is ready."""
 
-    model: Annotated[str, Meta(description="directory of the target")]
+    model: Annotated[str, Meta(description="the name of the served model")]
     weight_version: Annotated[str, Meta(description="the target's version that is live")]
     drafter_version: Annotated[str, Meta(description="empty where no drafter can be pushed")] = ""
     vocab_size: Annotated[int, Meta(description="token ids end below it")]
