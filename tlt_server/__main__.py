@@ -81,16 +81,15 @@ def _later(module: str):  # type: ignore[no-untyped-def]
 
 def _nearest(name: str, parser: argparse.ArgumentParser, argv: list[str]) -> str:
     """The closest flag of the verb in use."""
-    import difflib
+    from tlt_server.config import nearest
 
     options: list[str] = []
     for word in argv:
         choices = next((a.choices for a in parser._actions if isinstance(a, argparse._SubParsersAction)), {})
         if word in choices:
             parser = choices[word]
-    options = [option for action in parser._actions for option in action.option_strings]
-    near = difflib.get_close_matches(name.partition("=")[0], options, n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+    options = [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
+    return nearest(name.partition("=")[0], options)
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ async def _serve(config: Config, engine_command: Sequence[str]) -> int:
     if config.state_dir is not None:
         metrics.watch_disk(config.state_dir)
     client = EngineClient(admission(config), metrics)
-    with _listener(config) as listener, tempfile.TemporaryDirectory(prefix="tlt-") as name:  # a directory of mode 0700
+    with listening(config) as listener, tempfile.TemporaryDirectory(prefix="tlt-") as name:  # a directory of mode 0700
         async with contextlib.AsyncExitStack() as stack:
             rollouts = Rollouts((config.state_dir or Path(name)) / "rollouts", config, metrics)
             service = Service(config, client, text, _validator(config, text, client), metrics, rollouts)
@@ -164,14 +164,15 @@ def engine_settings(config: Config) -> EngineSettings:
 
 
 @contextlib.contextmanager
-def _listener(config: Config) -> Iterator[socket.socket]:
+def listening(config: Config) -> Iterator[socket.socket]:
+    """The bound socket, or `StartupError`."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((config.host, config.port))
         except OSError as error:
-            raise StartupError(f"cannot bind {config.host}:{config.port}: {error.strerror}; choose another host or port "
+            raise StartupError(f"cannot bind {config.host}:{config.port}: {error.strerror}; choose another --host or --port "
                                "(0 = a free one)") from None
         yield listener
 

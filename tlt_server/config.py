@@ -92,6 +92,8 @@ class Config(Settings, BaseModel):
             raise StartupError(f"model is {self.model}, which is not a directory; name one that holds config.json and safetensors files")
         if self.drafter not in ("none", "history") and not Path(self.drafter).is_dir():
             raise StartupError(f"drafter is {self.drafter!r}; it must be a directory, history or none")
+        if self.weight_root is not None and not self.weight_root.is_dir():
+            raise StartupError(f"weight_root is {self.weight_root}, which is not a directory; make it (mkdir -p), or name another")
         if self.policy in ("fixed", "beg") and self.drafter == "none":
             raise StartupError(f"policy is {self.policy} but drafter is none; name a drafter, or use policy off")
         if (self.policy == "fixed") != bool(self.sd_strategy):
@@ -103,7 +105,8 @@ class Config(Settings, BaseModel):
             raise StartupError(f"dtype is {self.dtype}, and the engine computes in float32 on a CPU; use auto or float32 (a checkpoint in "
                                "half precision is read exactly)")
         if self.default_timeout_s > self.max_timeout_s:
-            raise StartupError(f"default_timeout_s is {self.default_timeout_s:g} s, above max_timeout_s ({self.max_timeout_s:g})")
+            raise StartupError(f"default_timeout_s is {_plain(self.default_timeout_s)} s, above max_timeout_s "
+                               f"({_plain(self.max_timeout_s)}); lower it, or raise that")
         return self
 
     def resolved(self) -> Self:
@@ -123,11 +126,18 @@ class Config(Settings, BaseModel):
 def _model_limit(model: Path) -> int:
     path = model / "config.json"
     try:
-        declared = json.loads(path.read_text())["max_position_embeddings"]
+        content = json.loads(path.read_text())
     except FileNotFoundError:
         raise StartupError(f"there is no {path}; model must name a directory that holds config.json and safetensors files") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise StartupError(f"cannot read max_position_embeddings of {path} ({type(error).__name__}); set max_model_len") from None
+    except OSError as error:
+        raise StartupError(f"cannot read {path}: {error.strerror}; make it readable for this user") from None
+    except ValueError as error:
+        raise StartupError(f"{path} is not JSON ({error}); copy it anew from where the model came from") from None
+    if not isinstance(content, dict):
+        raise StartupError(f"{path} holds a {type(content).__name__}; it must be an object: copy it anew from where the model came from")
+    if "max_position_embeddings" not in content:
+        raise StartupError(f"{path} has no max_position_embeddings; set max_model_len")
+    declared = content["max_position_embeddings"]
     if not isinstance(declared, int) or declared < 2:
         raise StartupError(f"max_position_embeddings of {path} is {declared!r}; set max_model_len")
     return declared
@@ -188,8 +198,11 @@ def _read(file: Path) -> dict[Any, Any]:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {near[0]}?" if near else ""
+    """What all begin with (`--`, `TLT_`) makes nothing alike."""
+    names = list(known)
+    shared = os.path.commonprefix([name, *names]) if len(names) > 1 else ""
+    near = difflib.get_close_matches(name.removeprefix(shared), [other.removeprefix(shared) for other in names], n=1, cutoff=0.5)
+    return f"; did you mean {shared}{near[0]}?" if near else ""
 
 
 def _refuse_unknown(kind: str, unknown: Iterable[str], known: list[str]) -> None:
@@ -215,6 +228,11 @@ def _explain(errors: Sequence[ErrorDetails], flags: Mapping[str, Any]) -> str:
     if error["type"] == "missing":
         return f"{setting.name} is not set; give {setting.flag}, {setting.variable} or the key {setting.name}: {setting.doc.sentence}"
     source = setting.flag if setting.name in flags else setting.variable if setting.variable in os.environ else "the configuration file"
-    bounds = f", from {setting.doc.low:g} to {setting.doc.high:g}" if setting.doc.low is not None and setting.doc.high is not None else ""
-    must = "be" if error["type"] == "value_error" else requirement([other for other in errors if other["loc"][0] == setting.name])
-    return f"{setting.name} is {str(error['input'])[:80]!r} ({source}); it must {must}: {setting.doc.unit}{bounds}. {setting.doc.sentence}"
+    must, (low, high) = requirement([other for other in errors if other["loc"][0] == setting.name]), (setting.doc.low, setting.doc.high)
+    if low is not None and high is not None:
+        must = f"{'be' if error['type'] == 'value_error' else f'{must},'} from {_plain(low)} to {_plain(high)}"
+    return f"{setting.name} is {str(error['input'])[:80]!r} ({source}); it must {must} ({setting.doc.unit}). {setting.doc.sentence}"
+
+
+def _plain(number: float) -> str:
+    return str(int(number)) if float(number).is_integer() else f"{number:g}"

@@ -99,14 +99,6 @@ class TokenLogprobs(Struct, frozen=True, array_like=True):
     logprobs: list[float]
 
 
-class VersionSpan(Struct, frozen=True):
-    """Output tokens [start, end) were computed by weight version `version`."""
-
-    version: str
-    start: int
-    end: int
-
-
 class StepOutput(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What one step gave to one request; the last one carries `finish_reason`. Whoever holds all of them has all of the request."""
 
@@ -129,26 +121,26 @@ class StepOutput(Struct, frozen=True, kw_only=True, omit_defaults=True):
 class EngineInfo(Struct, frozen=True, kw_only=True):
     """What the engine says of itself once it is ready."""
 
-    model: str
-    weight_version: str
-    drafter_version: str = ""  # empty where no drafter can be pushed
-    vocab_size: int
-    max_model_len: int
-    eos_token_ids: list[int]
-    pages: int
-    page_size: int
-    max_running: int
-    drafter: str
-    policy: str
-    numerics: str
-    attention: str
-    dtype: str
-    device: str
-    threads: int
-    phases: dict[str, float]  # start-up phase -> seconds
-    pid: int = 0  # of the engine process
-    spooled: bool = False  # committed versions are kept for a restart
-    lost: dict[str, str] = {}  # role -> which committed version is not what is live, and why
+    model: Annotated[str, Meta(description="the name of the served model")]
+    weight_version: Annotated[str, Meta(description="the target's version that is live")]
+    drafter_version: Annotated[str, Meta(description="empty where no drafter can be pushed")] = ""
+    vocab_size: Annotated[int, Meta(description="token ids end below it")]
+    max_model_len: Annotated[int, Meta(description="the longest prompt plus output, in tokens")]
+    eos_token_ids: Annotated[list[int], Meta(description="that end an output")]
+    pages: Annotated[int, Meta(description="of KV")]
+    page_size: Annotated[int, Meta(description="positions per page")]
+    max_running: Annotated[int, Meta(description="sequences that decode at once")]
+    drafter: Annotated[str, Meta(description="where draft tokens come from")]
+    policy: Annotated[str, Meta(description="who chooses each step's strategy")]
+    numerics: Annotated[str, Meta(description="the guarantee that the tokens have, with how it is kept")]
+    attention: Annotated[str, Meta(description="the attention backend")]
+    dtype: Annotated[str, Meta(description="of weights and KV")]
+    device: Annotated[str, Meta(description="that computes")]
+    threads: Annotated[int, Meta(description="that compute")]
+    phases: Annotated[dict[str, float], Meta(description="start-up phase -> seconds")]
+    pid: Annotated[int, Meta(description="of the engine process")] = 0
+    spooled: Annotated[bool, Meta(description="whether committed versions are kept for a restart")] = False
+    lost: Annotated[dict[str, str], Meta(description="role -> which committed version is not what is live, and why")] = {}
 
 
 class Submit(Struct, frozen=True, tag="submit"):
@@ -248,9 +240,9 @@ class Ready(Struct, frozen=True, tag="ready"):
 class Phase(Struct, frozen=True, tag="phase"):
     """A start-up phase has ended."""
 
-    name: str
-    seconds: float
-    detail: str = ""
+    name: Annotated[str, Meta(description="of the start-up phase")]
+    seconds: Annotated[float, Meta(description="that it took")]
+    detail: Annotated[str, Meta(description="what it found")] = ""
 
 
 class Heartbeat(Struct, frozen=True, tag="heartbeat"):
@@ -266,13 +258,13 @@ class Outputs(Struct, frozen=True, tag="outputs"):
 
 
 class WeightState(Struct, frozen=True, kw_only=True):
-    """What is live, what could be rolled back to, what is on its way. `drafter` is empty where there is none to push."""
+    """What is live, what could be rolled back to, what is on its way."""
 
-    target: str
-    drafter: str = ""
-    previous: dict[str, str] = {}  # role -> version that a rollback restores
-    open: dict[str, str] = {}  # version, role and state of a push on its way
-    spooled: bool = False  # committed versions are kept for a restart
+    target: Annotated[str, Meta(description="the version that is live")]
+    drafter: Annotated[str, Meta(description="the drafter's; empty where there is none to push")] = ""
+    previous: Annotated[dict[str, str], Meta(description="role -> version that a rollback restores")] = {}
+    open: Annotated[dict[str, str], Meta(description="version, role and state of a push on its way; empty without one")] = {}
+    spooled: Annotated[bool, Meta(description="whether committed versions are kept for a restart")] = False
 
 
 class WeightReport(Struct, frozen=True, kw_only=True, tag="weight_report"):

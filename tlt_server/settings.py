@@ -46,7 +46,7 @@ class Settings:
         "directory", "Weights may be pushed from below this directory; none: pushes are refused.")] = None
     weight_marker: Annotated[str, Doc("file name", "A pushed directory must hold this file; empty: no such file is asked for.")] = ""
     state_dir: Annotated[Path | None, Doc(
-        "directory", "Keeps committed weights and rollouts over a restart; none: it serves the model directory, without rollouts.")] = None
+        "directory", "Keeps committed weights and rollouts over a restart; none: they end with the process that holds them.")] = None
 
     # rollouts: batches that outlive their connection
     max_rollouts: Annotated[int, Doc("rollouts", "Rollouts kept, running and finished; above it new ones get 429.", 1, 2**20)] = 256

@@ -11,12 +11,29 @@
 from __future__ import annotations
 
 from tlt_client.client import AsyncClient, Client
-from tlt_client.errors import ConnectionFailed, ServerError
+from tlt_client.errors import ConnectionFailed, ServerError, TltClientError
 from tlt_client.rollouts import AsyncRollout, Rollout
-from tlt_client.wire import Choice, Item, ItemResult, Reply, RolloutReply, SamplingFields
+from tlt_client.wire import (
+    Choice,
+    Done,
+    Item,
+    ItemResult,
+    Progress,
+    Reply,
+    RolloutReply,
+    RolloutSummary,
+    SamplingFields,
+    SdReport,
+    StreamEvent,
+    Token,
+    Usage,
+    VersionSpan,
+    WireError,
+)
 
 __version__ = "0.1.0"
 __all__ = [
-    "AsyncClient", "AsyncRollout", "Choice", "Client", "ConnectionFailed", "Item", "ItemResult", "Reply", "Rollout", "RolloutReply",
-    "SamplingFields", "ServerError",
+    "AsyncClient", "AsyncRollout", "Choice", "Client", "ConnectionFailed", "Done", "Item", "ItemResult", "Progress", "Reply", "Rollout",
+    "RolloutReply", "RolloutSummary", "SamplingFields", "SdReport", "ServerError", "StreamEvent", "TltClientError", "Token", "Usage",
+    "VersionSpan", "WireError",
 ]

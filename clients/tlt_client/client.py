@@ -15,7 +15,7 @@ import httpx
 import msgspec
 
 from tlt_client.errors import ConnectionFailed
-from tlt_client.responses import connection_errors, json_object, raise_for, whole_reply
+from tlt_client.responses import connection_errors, in_path, json_object, raise_for, whole_reply
 from tlt_client.rollouts import AsyncRollout, Rollout, rollout_id, summaries
 from tlt_client.wire import (
     Done,
@@ -126,6 +126,16 @@ class Client:
         with connection_errors():
             return json_object(self._http.post("/update_weights", json={"path": fspath(path), "version": version, **fields}))
 
+    def commit_weights(self, version: str) -> Mapping[str, Any]:
+        """Make a push live that was staged with `commit=False`."""
+        with connection_errors():
+            return json_object(self._http.post(f"/weights/{in_path(version)}/commit"))
+
+    def abort_weights(self, version: str) -> Mapping[str, Any]:
+        """End a push that is not committed; nothing changes."""
+        with connection_errors():
+            return json_object(self._http.post(f"/weights/{in_path(version)}/abort"))
+
     def roll_back_weights(self, **fields: Any) -> Mapping[str, Any]:
         """Make the version before the last commit live again; `to` names it, which makes a repeated call safe."""
         with connection_errors():
@@ -140,6 +150,17 @@ class Client:
         """sha256 of every live tensor's float32 values."""
         with connection_errors():
             return json_object(self._http.post("/weight_checker", json={"action": "checksum"}))["checksums"]
+
+    def remember_weight_checksums(self) -> Mapping[str, str]:
+        """The same; the server remembers them for `compare_weights`."""
+        with connection_errors():
+            return json_object(self._http.post("/weight_checker", json={"action": "reset"}))["checksums"]
+
+    def compare_weights(self, baseline: Mapping[str, str] | None = None) -> list[str]:
+        """Names of tensors that differ from a `baseline` of checksums, or without one from those that the server remembers."""
+        fields = {"action": "compare"} if baseline is None else {"action": "compare", "baseline": dict(baseline)}
+        with connection_errors():
+            return json_object(self._http.post("/weight_checker", json=fields))["mismatches"]
 
     def metrics(self) -> str:
         """The Prometheus exposition, as text."""
@@ -237,6 +258,16 @@ class AsyncClient:
         with connection_errors():
             return json_object(await self._http.post("/update_weights", json={"path": fspath(path), "version": version, **fields}))
 
+    async def commit_weights(self, version: str) -> Mapping[str, Any]:
+        """Make a push live that was staged with `commit=False`."""
+        with connection_errors():
+            return json_object(await self._http.post(f"/weights/{in_path(version)}/commit"))
+
+    async def abort_weights(self, version: str) -> Mapping[str, Any]:
+        """End a push that is not committed; nothing changes."""
+        with connection_errors():
+            return json_object(await self._http.post(f"/weights/{in_path(version)}/abort"))
+
     async def roll_back_weights(self, **fields: Any) -> Mapping[str, Any]:
         """Make the version before the last commit live again; `to` names it, which makes a repeated call safe."""
         with connection_errors():
@@ -251,6 +282,17 @@ class AsyncClient:
         """sha256 of every live tensor's float32 values."""
         with connection_errors():
             return json_object(await self._http.post("/weight_checker", json={"action": "checksum"}))["checksums"]
+
+    async def remember_weight_checksums(self) -> Mapping[str, str]:
+        """The same; the server remembers them for `compare_weights`."""
+        with connection_errors():
+            return json_object(await self._http.post("/weight_checker", json={"action": "reset"}))["checksums"]
+
+    async def compare_weights(self, baseline: Mapping[str, str] | None = None) -> list[str]:
+        """Names of tensors that differ from a `baseline` of checksums, or without one from those that the server remembers."""
+        fields = {"action": "compare"} if baseline is None else {"action": "compare", "baseline": dict(baseline)}
+        with connection_errors():
+            return json_object(await self._http.post("/weight_checker", json=fields))["mismatches"]
 
     async def metrics(self) -> str:
         """The Prometheus exposition, as text."""

@@ -1,10 +1,11 @@
-"""Responses of the server as wire objects, or as the error that they stand for."""
+"""Names in a request's path; responses of the server as wire objects, or as the error that they stand for."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import msgspec
@@ -44,6 +45,11 @@ def raise_for(response: httpx.Response) -> None:
 def json_object(response: httpx.Response) -> Mapping[str, Any]:
     raise_for(response)
     return msgspec.json.decode(response.content, type=dict[str, Any])
+
+
+def in_path(name: str) -> str:
+    """One segment of a path, whatever the name holds."""
+    return quote(name, safe="")
 
 
 @contextmanager

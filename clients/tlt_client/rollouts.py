@@ -10,7 +10,7 @@ import httpx
 import msgspec
 
 from tlt_client.errors import ConnectionFailed, ServerError
-from tlt_client.responses import connection_errors, raise_for
+from tlt_client.responses import connection_errors, in_path, raise_for
 from tlt_client.wire import Reply, RolloutList, RolloutReply, RolloutStatus, RolloutSummary
 
 LONGEST_POLL_S = 20.0
@@ -26,7 +26,7 @@ class Rollout:
     def fetch(self, wait_s: float = 0.0) -> RolloutReply:
         """What has ended so far; with `wait_s` (at most 60), once all has ended or that time is up."""
         with connection_errors():
-            return _fetched(self._http.get(f"/rollouts/{self.id}", **_poll(self._http, wait_s)))
+            return _fetched(self._http.get(f"/rollouts/{in_path(self.id)}", **_poll(self._http, wait_s)))
 
     def result(self, timeout_s: float = 3600.0) -> Reply:
         """The whole reply. Waits also while the server restarts; `TimeoutError` when time is up, and the rollout goes on."""
@@ -47,7 +47,7 @@ class Rollout:
     def delete(self) -> None:
         """Abort what runs of it, and forget it."""
         with connection_errors():
-            raise_for(self._http.delete(f"/rollouts/{self.id}"))
+            raise_for(self._http.delete(f"/rollouts/{in_path(self.id)}"))
 
 
 class AsyncRollout:
@@ -58,7 +58,7 @@ class AsyncRollout:
 
     async def fetch(self, wait_s: float = 0.0) -> RolloutReply:
         with connection_errors():
-            return _fetched(await self._http.get(f"/rollouts/{self.id}", **_poll(self._http, wait_s)))
+            return _fetched(await self._http.get(f"/rollouts/{in_path(self.id)}", **_poll(self._http, wait_s)))
 
     async def result(self, timeout_s: float = 3600.0) -> Reply:
         give_up = time.monotonic() + timeout_s
@@ -77,7 +77,7 @@ class AsyncRollout:
 
     async def delete(self) -> None:
         with connection_errors():
-            raise_for(await self._http.delete(f"/rollouts/{self.id}"))
+            raise_for(await self._http.delete(f"/rollouts/{in_path(self.id)}"))
 
 
 def rollout_id(response: httpx.Response) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+FinishReason = Literal["stop", "length", "abort"]
 
 
 class SamplingFields(Struct, kw_only=True, omit_defaults=True):
@@ -56,119 +58,127 @@ class GenerateBody(Struct, kw_only=True, omit_defaults=True):
 class VersionSpan(Struct, frozen=True):
     """Output tokens [start, end) were computed by weight version `version`."""
 
-    version: str
-    start: int
-    end: int
+    version: Annotated[str, Meta(description="the weight version that computed these output tokens")]
+    start: Annotated[int, Meta(description="the first of them, counted from 0")]
+    end: Annotated[int, Meta(description="one past the last")]
 
 
 class SdReport(Struct, frozen=True):
-    steps: int = 0
-    draft_steps: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    mean_accept_length: float | None = None
-    histogram: list[int] = []
+    """Speculation of one choice."""
+
+    steps: Annotated[int, Meta(description="that emitted tokens")] = 0
+    draft_steps: Annotated[int, Meta(description="of those, with at least one draft row")] = 0
+    drafted: Annotated[int, Meta(description="draft rows verified")] = 0
+    accepted: Annotated[int, Meta(description="drafts accepted, also those that a stop cut off")] = 0
+    mean_accept_length: Annotated[float | None, Meta(
+        description="tokens per step that had a draft, the bonus token included; null without such a step")] = None
+    histogram: Annotated[list[int], Meta(description="entry k: draft steps with k drafts accepted")] = []
 
 
 Alternatives = tuple[list[int], list[float]]  # token ids and their log-probs, best first
 
 
 class Choice(Struct, frozen=True, kw_only=True):
-    index: int
-    token_ids: list[int]
-    text: str | None
-    logprobs: list[float]
-    finish_reason: str
-    stop_reason: int | str | None
-    weight_versions: list[VersionSpan]
-    seed: int
-    sd: SdReport
-    raw_logprobs: list[float] | None = None
-    top_logprobs: list[Alternatives] | None = None
-    prompt_logprobs: list[Alternatives | None] | None = None
+    index: Annotated[int, Meta(description="which of the item's n choices, from 0")]
+    token_ids: Annotated[list[int], Meta(description="the output, its stop token included")]
+    text: Annotated[str | None, Meta(
+        description="the output as text, without stop token or stop string; null where the model has no tokenizer")]
+    logprobs: Annotated[list[float], Meta(description="one per token, under the distribution that was sampled from")]
+    finish_reason: Annotated[FinishReason, Meta(description="what ended it: a stop token or string, its length, or an abort")]
+    stop_reason: Annotated[int | str | None, Meta(description="the stop token's id or the stop string; null for another end")]
+    weight_versions: Annotated[list[VersionSpan], Meta(description="which weights computed which tokens")]
+    seed: Annotated[int, Meta(description="with which the choice can be repeated")]
+    sd: Annotated[SdReport, Meta(description="figures of its speculation")]
+    raw_logprobs: Annotated[list[float] | None, Meta(
+        description="one per token, under the unprocessed distribution; where asked for")] = None
+    top_logprobs: Annotated[list[Alternatives] | None, Meta(description="per token the most likely alternatives; where asked for")] = None
+    prompt_logprobs: Annotated[list[Alternatives | None] | None, Meta(
+        description="per prompt token its own and the most likely alternatives, null for the first; where asked for")] = None
 
 
 class WireError(Struct, frozen=True):
-    code: str
-    message: str
-    retryable: bool = False
+    code: Annotated[str, Meta(description="the kind of error, for programs")]
+    message: Annotated[str, Meta(description="the value, the limit and the remedy")]
+    retryable: Annotated[bool, Meta(description="whether the same request may succeed later")] = False
 
 
 class ItemResult(Struct, frozen=True):
     """One item's end: choices, or an error."""
 
-    id: str
-    choices: list[Choice] = []
-    error: WireError | None = None
+    id: Annotated[str, Meta(description="of the item, as the request gave it or as it was numbered")]
+    choices: Annotated[list[Choice], Meta(description="the item's n choices; empty where it failed")] = []
+    error: Annotated[WireError | None, Meta(description="why there are no choices; else null")] = None
 
 
 class Usage(Struct, frozen=True):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cached_tokens: int = 0
+    prompt_tokens: Annotated[int, Meta(description="of all items, each prompt counted once")] = 0
+    completion_tokens: Annotated[int, Meta(description="of all choices")] = 0
+    cached_tokens: Annotated[int, Meta(description="prompt tokens whose KV was there already")] = 0
 
 
 class Reply(Struct, frozen=True):
-    results: list[ItemResult]
-    usage: Usage
-    numerics: str
+    results: Annotated[list[ItemResult], Meta(description="one per item, in the order of the request")]
+    usage: Annotated[Usage, Meta(description="tokens of the whole batch")]
+    numerics: Annotated[str, Meta(description="the guarantee that the tokens have: strict or fast, with how it is kept")]
 
 
 class Progress(Struct, frozen=True):
-    items: int
-    items_ended: int
-    tokens: int
+    items: Annotated[int, Meta(description="of the batch")]
+    items_ended: Annotated[int, Meta(description="with a result or an error")]
+    tokens: Annotated[int, Meta(description="generated so far")]
 
 
 class RolloutStatus(Struct, frozen=True):
-    """`status`: running or done; of a rollout just deleted, deleted."""
+    """What became of one rollout."""
 
-    id: str
-    status: str
+    id: Annotated[str, Meta(description="with which it is followed, fetched and deleted")]
+    status: Annotated[Literal["running", "done", "deleted"], Meta(description="running or done; of a rollout just deleted, deleted")]
 
 
 class RolloutSummary(Struct, frozen=True):
-    """Times are Unix seconds; `detached`: asked for with `detach`, else with an Idempotency-Key alone."""
+    """A rollout without its prompts and results."""
 
-    id: str
-    status: str
-    detached: bool
-    created_s: float
-    done_s: float | None
-    bytes: int
-    progress: Progress
+    id: Annotated[str, Meta(description="with which it is followed, fetched and deleted")]
+    status: Annotated[Literal["running", "done"], Meta(description="whether all items have ended")]
+    detached: Annotated[bool, Meta(description="asked for with `detach`, else with an Idempotency-Key alone")]
+    created_s: Annotated[float, Meta(description="when it was begun, in Unix seconds")]
+    done_s: Annotated[float | None, Meta(description="when its last item ended, in Unix seconds; null while it runs")]
+    bytes: Annotated[int, Meta(description="size of its journal")]
+    progress: Annotated[Progress, Meta(description="how far it is")]
 
 
 class RolloutList(Struct, frozen=True):
-    rollouts: list[RolloutSummary]
+    rollouts: Annotated[list[RolloutSummary], Meta(description="all that are kept, oldest first")]
 
 
 class RolloutReply(Struct, frozen=True):
-    """`results`: of the items that have ended, in the order of the request; all of them once `status` is done."""
+    """A rollout with all results that there are; once `status` is done, with all of them."""
 
-    id: str
-    status: str
-    progress: Progress
-    results: list[ItemResult]
-    usage: Usage
-    numerics: str
+    id: Annotated[str, Meta(description="of the rollout")]
+    status: Annotated[Literal["running", "done"], Meta(description="whether all items have ended")]
+    progress: Annotated[Progress, Meta(description="how far it is")]
+    results: Annotated[list[ItemResult], Meta(description="of the items that have ended, in the order of the request")]
+    usage: Annotated[Usage, Meta(description="tokens of these items")]
+    numerics: Annotated[str, Meta(description="the guarantee that the tokens have: strict or fast, with how it is kept")]
 
 
 class Token(Struct, frozen=True, kw_only=True):
     """Streamed: new tokens of choice `index` of item `id`; text may lag behind the tokens."""
 
-    id: str
-    index: int
-    token_ids: list[int]
-    text: str | None
-    logprobs: list[float]
-    top_logprobs: list[Alternatives] | None = None
-    prompt_logprobs: list[Alternatives | None] | None = None  # with the choice's first tokens
+    id: Annotated[str, Meta(description="of the item")]
+    index: Annotated[int, Meta(description="which of the item's n choices, from 0")]
+    token_ids: Annotated[list[int], Meta(description="the new tokens")]
+    text: Annotated[str | None, Meta(description="the new text, which may lag behind the tokens; null where the model has no tokenizer")]
+    logprobs: Annotated[list[float], Meta(description="one per new token, under the distribution that was sampled from")]
+    top_logprobs: Annotated[list[Alternatives] | None, Meta(
+        description="per new token the most likely alternatives; where asked for")] = None
+    prompt_logprobs: Annotated[list[Alternatives | None] | None, Meta(
+        description="with the choice's first tokens, as in the choice; where asked for")] = None
 
 
 class Done(Struct, frozen=True):
-    usage: Usage
-    numerics: str
+    usage: Annotated[Usage, Meta(description="tokens of the whole batch")]
+    numerics: Annotated[str, Meta(description="the guarantee that the tokens have: strict or fast, with how it is kept")]
 
 
 StreamEvent = Token | ItemResult | Done

@@ -227,4 +227,9 @@ def test_a_port_in_use_is_a_message_and_status_2(model: Path) -> None:
         with served("plain", model, "--port", port) as second:
             assert second.ended() == 2
             second._ready.wait(5)
-            assert "choose another host or port" in second.lines[-1]
+            assert "choose another --host or --port" in second.lines[-1]
+
+
+def test_an_argument_like_no_other_gets_no_suggestion() -> None:
+    result = tlt("serve", "--bogus")
+    assert result.returncode == 2 and "unknown argument --bogus" in result.stderr and "did you mean" not in result.stderr

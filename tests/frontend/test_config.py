@@ -43,20 +43,24 @@ def test_yaml_off_is_the_policy_and_not_a_boolean(model: Path, tmp_path: Path) -
 
 @pytest.mark.parametrize(("flags", "says"), [
     ({"max_qeue": "1"}, "unknown flag max_qeue; did you mean max_queue"),
-    ({"port": "65536"}, "port is '65536' (--port); it must be: TCP port, from 0 to 65535"),
+    ({"port": "65536"}, "port is '65536' (--port); it must be from 0 to 65535 (TCP port). Port"),
     ({"port": "eighty"}, "port is 'eighty'"),
     ({"port": "80.5"}, "port is '80.5'"),
     ({"policy": "bge"}, "policy is 'bge'"),
     ({"threads": "0"}, "from 1 to 1024"),
     ({"threads": "many"}, "threads is 'many'"),
-    ({"header_timeout_s": "nan"}, "header_timeout_s is 'nan' (--header-timeout-s); it must be a finite number: s, from 0.1 to 3600"),
+    ({"header_timeout_s": "nan"}, "header_timeout_s is 'nan' (--header-timeout-s); it must be a finite number, from 0.1 to 3600 (s)"),
     ({"policy": "bge"}, "it must be 'auto', 'off', 'fixed' or 'beg'"),
-    ({"port": "eighty"}, "it must be a whole number: TCP port, from 0 to 65535. Port to bind"),
-    ({"threads": "many"}, "it must be a whole number or 'auto': threads, from 1 to 1024"),
-    ({"header_timeout_s": "soon"}, "it must be a number: s, from"),
+    ({"port": "eighty"}, "it must be a whole number, from 0 to 65535 (TCP port). Port to bind"),
+    ({"threads": "many"}, "it must be a whole number or 'auto', from 1 to 1024 (threads)"),
+    ({"header_timeout_s": "soon"}, "it must be a number, from 0.1 to 3600 (s)"),
+    ({"max_queue": "0"}, "from 1 to 16777216 (sequences)"),
+    ({"max_timeout_s": "0"}, "from 0.1 to 1000000 (s)"),
+    ({"default_timeout_s": "1000000"}, "default_timeout_s is 1000000 s, above max_timeout_s (86400); lower it"),
     ({"host": "0.0.0.0"}, "api_key_file"),
     ({"host": "example.org"}, "api_key_file"),
     ({"model": "/does/not/exist"}, "not a directory"),
+    ({"weight_root": "/does/not/exist"}, "weight_root is /does/not/exist, which is not a directory; make it"),
     ({"drafter": "/does/not/exist"}, "must be a directory, history or none"),
     ({"policy": "beg"}, "drafter is none"),
     ({"policy": "fixed", "drafter": "history"}, "eagle:7x4x32"),
@@ -90,6 +94,22 @@ def test_bad_files_are_refused(model: Path, tmp_path: Path, text: str, says: str
         load({"model": str(model)}, file=yaml_file(tmp_path, text))
     assert says in caught.value.message
     assert not any(raw in caught.value.message for raw in RAW)
+
+
+@pytest.mark.parametrize("flags", [{"bogus": "1"}, {"zzz": "1"}])
+def test_what_is_like_nothing_gets_no_suggestion(model: Path, flags: dict[str, str]) -> None:
+    with pytest.raises(StartupError) as caught:
+        load({"model": str(model), **flags})
+    assert "unknown flag" in caught.value.message and "did you mean" not in caught.value.message
+
+
+@pytest.mark.parametrize(("content", "says"), [
+    ("{", "is not JSON"), ("[]", "holds a list"), ("{}", "has no max_position_embeddings; set max_model_len"),
+])
+def test_a_config_json_that_cannot_be_used_is_told_apart(content: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(StartupError, match=says):
+        load({"model": str(tmp_path)}).resolved()
 
 
 @pytest.mark.parametrize(("name", "value", "says"), [

@@ -56,7 +56,9 @@ def test_every_route_is_described(document: dict[str, Any]) -> None:
     assert len({about["operationId"] for about in found.values()}) == len(found)
 
 
-def test_every_field_that_a_client_sets_is_described(document: dict[str, Any]) -> None:
+def fields_below(document: dict[str, Any], bodies: list[dict[str, Any]]) -> dict[str, str]:
+    """Field of a component -> its description, for all components that these refer to."""
+
     def fields(schema: Any) -> Iterator[tuple[str, str]]:
         if isinstance(schema, dict):
             if "$ref" in schema:
@@ -73,10 +75,35 @@ def test_every_field_that_a_client_sets_is_described(document: dict[str, Any]) -
                 yield from fields(part)
 
     seen: set[str] = set()
-    bodies = [about["requestBody"] for _, _, about in operations(document) if "requestBody" in about]
-    found = dict(fields(bodies))
+    return dict(fields(bodies))
+
+
+def test_every_field_that_a_client_sets_is_described(document: dict[str, Any]) -> None:
+    found = fields_below(document, [about["requestBody"] for _, _, about in operations(document) if "requestBody" in about])
     assert {"SamplingFields.min_p", "ItemFields.salt", "Message.name", "CompletionRequest.echo", "ChatMessage.role"} <= found.keys()
     assert [name for name, description in found.items() if not description] == []
+
+
+def test_every_field_of_a_reply_is_described(document: dict[str, Any]) -> None:
+    found = fields_below(document, [about["responses"] for _, _, about in operations(document)])
+    assert {"Reply.numerics", "Choice.finish_reason", "SdReport.histogram", "Token.text", "Completion.usage", "ChatChoice.delta",
+            "EngineInfo.pages", "StrategyState.in_force", "PushReply.state", "RolloutSummary.status", "WireError.code"} <= found.keys()
+    assert [name for name, description in found.items() if not description] == ["Phase.type"], "a struct's tag takes no words"
+    schemas = document["components"]["schemas"]
+    assert all(re.fullmatch(r"\w+", name) for name in schemas), "a name without its module"
+    assert schemas["Choice"]["properties"]["finish_reason"]["enum"] == ["abort", "length", "stop"]
+    assert schemas["RolloutReply"]["properties"]["status"]["enum"] == ["done", "running"]
+
+
+def test_headers_of_replies_are_listed_and_sent(document: dict[str, Any], server: LiveServer) -> None:
+    for _, path, about in operations(document):
+        assert all("X-Request-Id" in response["headers"] for response in about["responses"].values()), path
+    listed = document["paths"]["/generate"]["post"]["responses"]
+    assert "X-Rollout-Id" in listed["200"]["headers"].keys() & listed["202"]["headers"].keys()
+    assert "X-Rollout-Id" not in listed["413"]["headers"], "nothing was begun"
+    body = {"requests": [{"prompt": "a"}], "sampling": {"max_tokens": 1}, "detach": True}
+    assert {"x-request-id", "x-rollout-id"} <= httpx.post(f"{server.url}/generate", json=body).headers.keys()
+    assert "x-request-id" in httpx.get(f"{server.url}/weights/none").headers
 
 
 def test_every_status_is_listed_with_the_errors_that_have_it(document: dict[str, Any]) -> None:

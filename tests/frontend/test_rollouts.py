@@ -118,6 +118,12 @@ def test_a_deadline_ends_what_nobody_watches(client: Client, server: LiveServer)
     assert not server.engine.running
 
 
+def test_an_id_stays_one_part_of_the_path(client: Client) -> None:
+    with pytest.raises(ServerError) as refused:
+        client.rollout("../weights?x#y").fetch()
+    assert refused.value.status == 404 and "weights" in refused.value.message
+
+
 def test_the_same_for_asyncio(server: LiveServer) -> None:
     async def run() -> None:
         async with AsyncClient(server.url, timeout_s=10) as client:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ import pytest
 
 from tests.frontend.fake_engine import DIES
 from tests.frontend.live_server import LiveServer, live_server
-from tlt_client import Client
+from tlt_client import AsyncClient, Client, ServerError
 from tlt_server.records import AbortWeights, CommitWeights, Manifest, PushWeights, RollbackWeights, TensorEntry
 
 
@@ -64,13 +65,39 @@ def test_the_form_of_trainers_with_a_shared_disk(server: LiveServer) -> None:
 
 def test_stage_commit_abort_and_roll_back(client: Client, server: LiveServer) -> None:
     assert client.update_weights("p", "step 7", commit=False)["state"] == "staged" and client.weights()["target"] == "v0"
-    assert post(server, "/weights/step%207/commit").json()["state"] == "committed"
-    assert post(server, "/weights/step%207/abort").json()["state"] == "aborted"
+    assert client.commit_weights("step 7")["state"] == "committed"
+    assert client.abort_weights("step 7")["state"] == "aborted"
     assert client.roll_back_weights(to="v0", in_flight="recompute")["weight_version"] == "v0"
     assert post(server, "/weights/rollback").json()["state"] == "rolled_back"
     commands = [(type(c), getattr(c, "version", getattr(c, "to", ""))) for c in server.engine.weight_commands
                 if isinstance(c, CommitWeights | AbortWeights | RollbackWeights)]
     assert commands == [(CommitWeights, "step 7"), (AbortWeights, "step 7"), (RollbackWeights, "v0"), (RollbackWeights, "")]
+
+
+@pytest.mark.parametrize("version", ["a?b#c", "100%", "ü"])
+def test_a_version_may_hold_what_a_path_does_not(version: str, client: Client, server: LiveServer) -> None:
+    client.commit_weights(version)
+    assert [c.version for c in server.engine.weight_commands if isinstance(c, CommitWeights)] == [version]
+
+
+def test_the_client_compares_checksums(client: Client) -> None:
+    with pytest.raises(ServerError, match="nothing to compare with"):
+        client.compare_weights()
+    assert client.remember_weight_checksums() == {"w": "sha256:v0"} and client.compare_weights() == []
+    client.update_weights("p", "v1")
+    assert client.compare_weights() == ["w"] and client.compare_weights({"w": "sha256:v1"}) == []
+
+
+def test_the_asyncio_client_stages_and_compares(server: LiveServer) -> None:
+    async def run() -> None:
+        async with AsyncClient(server.url, timeout_s=10) as client:
+            await client.update_weights("p", "step 7", commit=False)
+            assert (await client.commit_weights("step 7"))["state"] == "committed"
+            assert (await client.abort_weights("step 8"))["state"] == "aborted"
+            sums = await client.remember_weight_checksums()
+            assert await client.compare_weights() == await client.compare_weights(sums) == []
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("code, status", [("forbidden", 403), ("weights_refused", 422), ("conflict", 409), ("push_failed", 500)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import shutil
 import socket
@@ -70,11 +71,17 @@ def test_people_get_a_line_per_check_and_the_remedy_below(tmp_path: Path) -> Non
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        status, output = doctor("--port", str(taken.getsockname()[1]), "--weight-root", str(tmp_path / "nowhere"))
+        status, output = doctor("--port", str(taken.getsockname()[1]), "--state-dir", "/dev/null/state")
     lines = output.splitlines()
-    assert status == 1 and lines[-1].startswith(f"2 of {len(CHECKS) + 1} checks failed: port, weight root")
+    assert status == 1 and lines[-1].startswith(f"2 of {len(CHECKS) + 1} checks failed: port, state directory")
     place = next(i for i, line in enumerate(lines) if line.startswith("fail port"))
     assert "Address already in use" in lines[place] and "remedy: choose another --host or --port" in lines[place + 1]
+
+
+def test_a_warning_is_counted_beside_what_passed(tmp_path: Path) -> None:
+    status, output = doctor("--port", "0", "--weight-root", str(tmp_path))
+    assert status == 0 and re.fullmatch(rf"{len(CHECKS) + 1} checks, none failed, \d with a warning", output.splitlines()[-1])
+    assert "warn state directory" in output
 
 
 def test_settings_that_cannot_be_used_leave_what_needs_none() -> None:
@@ -177,7 +184,9 @@ def test_api_keys(tmp_path: Path) -> None:
 
 
 def test_weight_root(tmp_path: Path) -> None:
-    expect(found(places.weight_root, configured(weight_root=tmp_path / "none")), "fail", "mkdir -p", "--weight-root")
+    status, output = doctor("--json", "--weight-root", str(tmp_path / "none"))
+    assert status == 1
+    expect(findings(output)["settings"], "fail", "weight_root is", "mkdir -p")
     tmp_path.chmod(0o777)
     expect(found(places.weight_root, configured(weight_root=tmp_path)), "warn", f"chmod o-w {tmp_path}")
 

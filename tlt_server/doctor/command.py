@@ -42,8 +42,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.as_json:
         print(json.dumps({"ok": not failed, "checks": [msgspec.structs.asdict(finding) for finding in findings]}, indent=1))
     else:
-        console.print(f"{len(failed)} of {len(findings)} checks failed: {', '.join(failed)}" if failed else
-                      f"all {len(findings)} checks passed", style="bold")
+        warned = sum(finding.status == "warn" for finding in findings)
+        beside = f", {warned} with a warning" if warned else ""
+        console.print(f"{len(failed)} of {len(findings)} checks failed: {', '.join(failed)}{beside}" if failed else
+                      f"{len(findings)} checks, none failed{beside}" if warned else f"all {len(findings)} checks passed", style="bold")
     return 1 if failed else 0
 
 

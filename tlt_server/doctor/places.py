@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import socket
 import stat
 from pathlib import Path
 
+from tlt_server.build import listening
 from tlt_server.config import Config
 from tlt_server.doctor.finding import Finding, fail, ok, warn
 from tlt_server.frontend.auth import Keys
@@ -19,13 +19,7 @@ SPARE_BYTES = 64 * 2**20
 
 
 def port(config: Config) -> Finding:
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((config.host, config.port))
-        except OSError as error:
-            return fail(f"cannot bind {config.host}:{config.port}: {error.strerror}", "choose another --host or --port (0 = a free one)")
+    with listening(config) as listener:
         return ok(f"{config.host}:{config.port or listener.getsockname()[1]} is free")
 
 
@@ -43,8 +37,8 @@ def weight_root(config: Config) -> Finding:
     root = config.weight_root
     if root is None:
         return ok("none: weight pushes are refused")
-    if not root.is_dir() or not os.access(root, os.R_OK | os.X_OK):
-        return fail(f"{root} is not a directory that this user may read", f"mkdir -p {root}, or name another --weight-root")
+    if not os.access(root, os.R_OK | os.X_OK):
+        return fail(f"{root} is a directory that this user may not read", f"chmod u+rx {root}, or name another --weight-root")
     if root.stat().st_mode & stat.S_IWOTH:
         return warn(f"every user of this machine may write below {root}", f"chmod o-w {root}")
     return ok(str(root))

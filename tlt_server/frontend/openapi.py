@@ -38,6 +38,8 @@ HEADERS: dict[type[TltError], tuple[str, str, str]] = {  # error -> a header tha
     **dict.fromkeys((QueueFull, Overloaded, QueueTimeout, Unavailable), ("Retry-After", "integer", "Seconds to wait.")),
 }
 
+REQUEST_ID = ("X-Request-Id", "string", "The request's own, or one that the server made; its log line has it.")
+
 
 def document(dialects: Mapping[str, Iterable[Endpoint]], *, keyed: bool) -> dict[str, Any]:
     """`dialects`: name -> its endpoints. `keyed`: whether requests need an API key."""
@@ -104,7 +106,8 @@ def _responses(endpoint: Endpoint, gives: dict[Any, Any], keyed: bool) -> dict[s
     for error in dict.fromkeys((*endpoint.raises, *_in_front(endpoint, keyed))):
         errors.setdefault(error.http_status, []).append(error)
     replies = {200, *endpoint.gives_also_at}
-    others = {str(status): {"description": "The reply.", "content": {"application/json": {"schema": gives[type]}}}
+    others = {str(status): {"description": "The reply.", "content": {"application/json": {"schema": gives[type]}},
+                            "headers": _headers(endpoint, [], replies=True)}
               for status, type in endpoint.others.items()}
     return others | {str(status): _response(endpoint, gives, errors.get(status, []), replies=status in replies)
                      for status in sorted(replies | errors.keys())}
@@ -131,10 +134,15 @@ def _response(endpoint: Endpoint, gives: dict[Any, Any], errors: list[type[TltEr
         content["application/json"] = {"schema": schemas[0] if len(schemas) == 1 else {"anyOf": schemas}}
     if replies and endpoint.streams and not errors:
         content["text/event-stream"] = _event_stream(endpoint, gives)
-    response = {"description": " ".join([*(["The reply."] if replies else []), *words]), "content": content}
-    headers = {name: {"description": sentence, "schema": {"type": kind}}
-               for name, kind, sentence in (HEADERS[error] for error in errors if error in HEADERS)}
-    return response | ({"headers": headers} if headers else {})
+    return {"description": " ".join([*(["The reply."] if replies else []), *words]), "content": content,
+            "headers": _headers(endpoint, errors, replies=replies)}
+
+
+def _headers(endpoint: Endpoint, errors: list[type[TltError]], *, replies: bool) -> dict[str, Any]:
+    """Those that every reply has, the endpoint's own, and those of the errors."""
+    own = [(name, "string", sentence) for name, sentence in endpoint.headers.items()] if replies else []
+    return {name: {"description": sentence, "schema": {"type": kind}}
+            for name, kind, sentence in (REQUEST_ID, *own, *(HEADERS[error] for error in errors if error in HEADERS))}
 
 
 def _event_stream(endpoint: Endpoint, gives: dict[Any, Any]) -> dict[str, Any]:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import structlog
-from msgspec import Struct
+from msgspec import Meta, Struct
 from starlette.responses import Response
 
 from tlt_client.wire import WireError
@@ -32,7 +32,7 @@ def json_response(content: Any, status: int = 200, *, retry_after_s: float | Non
 class Refusal(Struct, frozen=True):
     """The body of every reply that is an error."""
 
-    error: WireError
+    error: Annotated[WireError, Meta(description="what went wrong")]
 
 
 def error_body(error: TltError) -> WireError:

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from tlt_server.errors import NotFound, TltError
 from tlt_server.frontend.generation import ItemError, ItemResult, Items
@@ -40,7 +40,7 @@ class Rollout:
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
-    def status(self) -> str:
+    def status(self) -> Literal["running", "done"]:
         return "running" if self.done_s is None else "done"
 
     @property

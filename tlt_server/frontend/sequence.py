@@ -7,12 +7,14 @@ it by an abort and may send more tokens first; they are dropped. A stop token (o
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
+from tlt_client.wire import FinishReason, VersionSpan
 from tlt_server.frontend.text import Incremental, StopStrings, Text
-from tlt_server.records import GenerateRequest, StepOutput, TokenLogprobs, VersionSpan
+from tlt_server.records import GenerateRequest, StepOutput, TokenLogprobs
 
 
 class SdReport(Struct, frozen=True):
@@ -34,7 +36,7 @@ class Choice(Struct, frozen=True, kw_only=True):
     raw_logprobs: list[float] | UnsetType = UNSET
     top_logprobs: list[TokenLogprobs] | UnsetType = UNSET
     prompt_logprobs: list[TokenLogprobs | None] | UnsetType = UNSET
-    finish_reason: str
+    finish_reason: FinishReason
     stop_reason: int | str | None
     weight_versions: list[VersionSpan]
     seed: int
@@ -158,7 +160,7 @@ class Sequence:
             raw_logprobs=self._raw if sampling.raw_logprobs else UNSET,
             top_logprobs=self._top if sampling.logprobs else UNSET,
             prompt_logprobs=self._prompt_logprobs or [] if sampling.prompt_logprobs is not None else UNSET,
-            finish_reason=finish_reason,
+            finish_reason=cast(FinishReason, finish_reason),
             stop_reason=matched if matched is not None else last.stop_reason,
             weight_versions=self.weight_versions, seed=self.request.seed, sd=self._sd(),
         )

@@ -110,6 +110,7 @@ def routes(service: Service) -> list[Endpoint]:
     return [Endpoint(
         "POST", "/generate", generate, parameters=(IDEMPOTENCY_KEY,), takes=NativeRequest, example=example, gives=Reply,
         gives_also_at=tuple({400, *(error.http_status for error in ends)}), others={202: RolloutStatus},
+        headers={"X-Rollout-Id": "The rollout, of a batch that is detached or has an Idempotency-Key."},
         streams=(("token", Token), ("result", wire.ItemResult), ("error", wire.ItemResult), ("done", Done)),
         raises=(Conflict, QueueFull, Overloaded, *ends))]
 

@@ -6,9 +6,9 @@ request sent now would be taken.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -22,23 +22,23 @@ from tlt_server.records import EngineInfo, Phase
 
 
 class Status(Struct, frozen=True):
-    status: str = "ok"
+    status: Annotated[Literal["ok"], Meta(description="the answer is yes; a no is an error")] = "ok"
 
 
 class Startup(Struct, frozen=True):
-    started: bool
-    phases: list[Phase]
+    started: Annotated[bool, Meta(description="whether the engine has been ready")]
+    phases: Annotated[list[Phase], Meta(description="that have ended, in order")]
 
 
 class ServerInfo(Struct, frozen=True, kw_only=True):
-    version: str
-    served_model_name: str
-    ready: bool
-    numerics: str
-    engine: EngineInfo | None
-    open_sequences: int
-    max_queue: int
-    config: dict[str, Any]
+    version: Annotated[str, Meta(description="of the server")]
+    served_model_name: Annotated[str, Meta(description="the name to send as `model`")]
+    ready: Annotated[bool, Meta(description="whether a request sent now would be taken")]
+    numerics: Annotated[str, Meta(description="the guarantee that the tokens have: strict or fast, with how it is kept")]
+    engine: Annotated[EngineInfo | None, Meta(description="what the engine says of itself; null until it has been ready")]
+    open_sequences: Annotated[int, Meta(description="accepted and not finished")]
+    max_queue: Annotated[int, Meta(description="the most of them")]
+    config: Annotated[dict[str, Any], Meta(description="every setting by name, but for the file of API keys")]
 
 
 def routes(service: Service) -> list[Endpoint]:

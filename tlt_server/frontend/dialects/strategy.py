@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
@@ -31,14 +31,14 @@ class PolicyFields(Strict):
 
 
 class StrategyState(Struct, frozen=True):
-    """`in_force` is what the last step used; `arms` are the strategies that a policy chooses from."""
+    """What decides how much is speculated, and what could."""
 
-    policy: str
-    strategy: str | None
-    in_force: str | None
-    arms: list[str]
-    policies: list[str]
-    drafters: list[str]
+    policy: Annotated[str, Meta(description="who chooses each step's strategy")]
+    strategy: Annotated[str | None, Meta(description="the one of the policy fixed; else null")]
+    in_force: Annotated[str | None, Meta(description="what the last step used; null before the first")]
+    arms: Annotated[list[str], Meta(description="the strategies that a policy chooses from")]
+    policies: Annotated[list[str], Meta(description="that can be set")]
+    drafters: Annotated[list[str], Meta(description="that are loaded")]
 
 
 def routes(service: Service) -> list[Endpoint]:

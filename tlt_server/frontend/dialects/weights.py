@@ -7,9 +7,9 @@ A reply comes when the push has ended: committed, staged (with `"commit": false`
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
@@ -89,29 +89,33 @@ class CheckFields(Strict):
     baseline: Annotated[dict[str, str] | None, Field(description="for compare; without it, what reset remembered")] = None
 
 
-class PushReply(Struct, frozen=True):
-    """`state`: committed, staged, unchanged (a repeated push), aborted or rolled_back; `weight_version` is live now."""
+PushState = Literal["committed", "staged", "unchanged", "aborted", "rolled_back"]
 
-    state: str
-    version: str
-    role: str
-    weight_version: str
-    checksums: dict[str, str]
-    phases_s: dict[str, float]
-    pause_ms: float
+
+class PushReply(Struct, frozen=True):
+    """What became of a push, a commit, an abort or a rollback."""
+
+    state: Annotated[PushState, Meta(description="what became of it; unchanged: the same push had been committed before")]
+    version: Annotated[str, Meta(description="of the push")]
+    role: Annotated[str, Meta(description="what was pushed")]
+    weight_version: Annotated[str, Meta(description="the target's version that is live now")]
+    checksums: Annotated[dict[str, str], Meta(description="of the tensors pushed: sha256 of their float32 values, by name")]
+    phases_s: Annotated[dict[str, float], Meta(description="what the push took, by phase, in seconds")]
+    pause_ms: Annotated[float, Meta(description="for which the commit kept the loop from stepping")]
 
 
 class WeightInfo(Struct, frozen=True):
-    weight_version: str
-    drafter_version: str
+    weight_version: Annotated[str, Meta(description="the target's version that is live")]
+    drafter_version: Annotated[str, Meta(description="the drafter's; empty where none can be pushed")]
 
 
 class CheckReply(Struct, frozen=True, omit_defaults=True):
-    """`checksums` (sha256 of the float32 values) of what is live, or with action compare whether they `match`."""
+    """Checksums of what is live, or how they compare."""
 
-    checksums: dict[str, str] | None = None
-    match: bool | None = None
-    mismatches: list[str] | None = None
+    checksums: Annotated[dict[str, str] | None, Meta(
+        description="of what is live: sha256 of the float32 values, by tensor; with the actions checksum and reset")] = None
+    match: Annotated[bool | None, Meta(description="whether nothing differs; with the action compare")] = None
+    mismatches: Annotated[list[str] | None, Meta(description="names of the tensors that differ; with the action compare")] = None
 
 
 def routes(service: Service) -> list[Endpoint]:
@@ -196,8 +200,8 @@ def _content(body: bytes, field: str) -> dict[str, Any]:
 
 
 def _outcome(report: WeightReport) -> Response:
-    return json_response(PushReply(report.result, report.version, report.role, report.state.target, report.checksums, report.phases,
-                                   report.pause_ms))
+    return json_response(PushReply(cast(PushState, report.result), report.version, report.role, report.state.target,
+                                   report.checksums, report.phases, report.pause_ms))
 
 
 def _manifest(body: dict[str, Any]) -> Manifest:

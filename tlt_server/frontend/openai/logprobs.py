@@ -7,9 +7,9 @@ characters of the choice's text before a stop string is cut off, so they do not 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from tlt_server.frontend.pieces import Pieces
 from tlt_server.records import TokenLogprobs
@@ -18,35 +18,36 @@ from tlt_server.records import TokenLogprobs
 class Logprobs(Struct, frozen=True):
     """The shape of completions. The token itself is always among its `top_logprobs`."""
 
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None]
-    text_offset: list[int]
+    tokens: Annotated[list[str], Meta(description="the tokens as text, or as `token_id:<id>` where the request asks for that")]
+    token_logprobs: Annotated[list[float | None], Meta(description="one per token; null for the first of a prompt")]
+    top_logprobs: Annotated[list[dict[str, float] | None], Meta(
+        description="per token the log-probs of the most likely alternatives and of itself, by text; null for the first of a prompt")]
+    text_offset: Annotated[list[int], Meta(description="where each token begins, in characters")]
 
 
 class Alternative(Struct, frozen=True):
-    token: str
-    logprob: float
-    bytes: list[int]
+    token: Annotated[str, Meta(description="its text, or `token_id:<id>`")]
+    logprob: Annotated[float, Meta(description="under the distribution that was sampled from")]
+    bytes: Annotated[list[int], Meta(description="of the token in UTF-8; it may be a part of a character")]
 
 
 class ChatToken(Struct, frozen=True):
-    token: str
-    logprob: float
-    bytes: list[int]
-    top_logprobs: list[Alternative]
+    token: Annotated[str, Meta(description="its text, or `token_id:<id>`")]
+    logprob: Annotated[float, Meta(description="under the distribution that was sampled from")]
+    bytes: Annotated[list[int], Meta(description="of the token in UTF-8; it may be a part of a character")]
+    top_logprobs: Annotated[list[Alternative], Meta(description="the most likely tokens at this place, best first")]
 
 
 class ChatLogprobs(Struct, frozen=True):
-    content: list[ChatToken]
+    content: Annotated[list[ChatToken], Meta(description="one per token of the answer")]
 
 
 class PromptToken(Struct, frozen=True):
-    """`rank` counts from 1 and is null for a token that is not among the alternatives asked for."""
+    """What the prompt's token, or an alternative to it, would have been worth."""
 
-    logprob: float
-    rank: int | None
-    decoded_token: str
+    logprob: Annotated[float, Meta(description="under the unprocessed distribution")]
+    rank: Annotated[int | None, Meta(description="from 1; null for a token that is not among the alternatives asked for")]
+    decoded_token: Annotated[str, Meta(description="its text")]
 
 
 PromptLogprobs = list[dict[str, PromptToken] | None]

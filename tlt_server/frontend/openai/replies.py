@@ -2,136 +2,144 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Meta, Struct, UnsetType
 
+from tlt_client.wire import FinishReason, VersionSpan
 from tlt_server.errors import TltError
 from tlt_server.frontend.openai.logprobs import ChatLogprobs, Logprobs, PromptLogprobs
 from tlt_server.frontend.openai.requests import ChatRequest, CompletionRequest
 from tlt_server.frontend.sequence import SdReport
-from tlt_server.records import VersionSpan
 
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
 class Problem(Struct, frozen=True):
-    message: str
-    type: str
-    param: str | None
-    code: str
+    message: Annotated[str, Meta(description="the value, the limit and the remedy")]
+    type: Annotated[str, Meta(description="the kind of error as this API names it")]
+    param: Annotated[str | None, Meta(description="the field of the request that it is about; null where it is about none")]
+    code: Annotated[str, Meta(description="the kind of error as the native dialect names it")]
 
 
 class Failure(Struct, frozen=True):
     """The error envelope."""
 
-    error: Problem
+    error: Annotated[Problem, Meta(description="what went wrong")]
 
 
 class Speculation(Struct, frozen=True):
-    """Speculation of one choice. `acceptance_histogram[k]`: steps that accepted k drafts; `num_spec_tokens`: the most that one did."""
+    """Speculation of one choice."""
 
-    mean_acceptance_length: float
-    draft_acceptance_rate: float
-    acceptance_histogram: list[int]
-    num_spec_steps: int
-    num_accepted_draft_tokens: int
-    num_draft_tokens: int
-    num_spec_tokens: int
+    mean_acceptance_length: Annotated[float, Meta(description="tokens per step that had a draft, the bonus token included")]
+    draft_acceptance_rate: Annotated[float, Meta(description="of the drafts verified, those accepted")]
+    acceptance_histogram: Annotated[list[int], Meta(description="entry k: steps that accepted k drafts")]
+    num_spec_steps: Annotated[int, Meta(description="steps that had a draft")]
+    num_accepted_draft_tokens: Annotated[int, Meta(description="drafts accepted")]
+    num_draft_tokens: Annotated[int, Meta(description="drafts verified")]
+    num_spec_tokens: Annotated[int, Meta(description="the most that one step accepted")]
 
 
 class Metrics(Struct, frozen=True):
-    """`speculative_decoding` is null for a choice that never had a draft."""
+    """Figures beside the answer."""
 
-    speculative_decoding: Speculation | None
+    speculative_decoding: Annotated[Speculation | None, Meta(description="null for a choice that never had a draft")]
 
 
 class CompletionChoice(Struct, kw_only=True):
-    index: int
-    text: str
-    logprobs: Logprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    token_ids: list[int] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
-    weight_versions: list[VersionSpan] | UnsetType = UNSET
-    metrics: Metrics | UnsetType = UNSET
+    index: Annotated[int, Meta(description="p * n + i for choice i of prompt p")]
+    text: Annotated[str, Meta(description="what was generated, or in a chunk what was added; behind the prompt with `echo`")]
+    logprobs: Annotated[Logprobs | None, Meta(description="of the tokens, where asked for")] = None
+    finish_reason: Annotated[FinishReason | None, Meta(description="what ended it; null in a chunk that does not")] = None
+    stop_reason: Annotated[int | str | None, Meta(description="the stop token's id or the stop string; null for another end")] = None
+    token_ids: Annotated[list[int] | UnsetType, Meta(description="the tokens; with `return_token_ids`")] = UNSET
+    prompt_token_ids: Annotated[list[int] | UnsetType, Meta(description="the prompt's tokens; with `return_token_ids`")] = UNSET
+    prompt_logprobs: Annotated[PromptLogprobs | UnsetType, Meta(
+        description="per prompt token, null for the first; where asked for")] = UNSET
+    weight_versions: Annotated[list[VersionSpan] | UnsetType, Meta(
+        description="which weights computed which tokens; with `return_weight_versions`")] = UNSET
+    metrics: Annotated[Metrics | UnsetType, Meta(description="figures of its speculation")] = UNSET
 
 
 class Speech(Struct):
-    role: Literal["assistant"] | UnsetType = UNSET
-    content: str | UnsetType = UNSET
+    role: Annotated[Literal["assistant"] | UnsetType, Meta(description="who speaks")] = UNSET
+    content: Annotated[str | UnsetType, Meta(description="what was said, or in a chunk what was added")] = UNSET
 
 
 class ChatChoice(Struct, kw_only=True):
     """`message` in a whole reply, `delta` in a chunk of a stream."""
 
-    index: int
-    message: Speech | UnsetType = UNSET
-    delta: Speech | UnsetType = UNSET
-    logprobs: ChatLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    token_ids: list[int] | UnsetType = UNSET
-    weight_versions: list[VersionSpan] | UnsetType = UNSET
-    metrics: Metrics | UnsetType = UNSET
+    index: Annotated[int, Meta(description="which of the n choices, from 0")]
+    message: Annotated[Speech | UnsetType, Meta(description="the answer; in a whole reply")] = UNSET
+    delta: Annotated[Speech | UnsetType, Meta(description="what was added to the answer; in a chunk")] = UNSET
+    logprobs: Annotated[ChatLogprobs | None, Meta(description="of the tokens, where asked for")] = None
+    finish_reason: Annotated[FinishReason | None, Meta(description="what ended it; null in a chunk that does not")] = None
+    stop_reason: Annotated[int | str | None, Meta(description="the stop token's id or the stop string; null for another end")] = None
+    token_ids: Annotated[list[int] | UnsetType, Meta(description="the tokens; with `return_token_ids`")] = UNSET
+    weight_versions: Annotated[list[VersionSpan] | UnsetType, Meta(
+        description="which weights computed which tokens; with `return_weight_versions`")] = UNSET
+    metrics: Annotated[Metrics | UnsetType, Meta(description="figures of its speculation")] = UNSET
 
 
 class CachedTokens(Struct, frozen=True):
-    cached_tokens: int
+    cached_tokens: Annotated[int, Meta(description="prompt tokens whose KV was there already")]
 
 
 class OpenAIUsage(Struct, frozen=True):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: CachedTokens
+    prompt_tokens: Annotated[int, Meta(description="of all prompts, each counted once")]
+    completion_tokens: Annotated[int, Meta(description="of all choices")]
+    total_tokens: Annotated[int, Meta(description="both")]
+    prompt_tokens_details: Annotated[CachedTokens, Meta(description="what of the prompts was not computed anew")]
 
 
 class Completion(Struct, kw_only=True):
-    id: str
-    object: str = "text_completion"
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    usage: OpenAIUsage | None | UnsetType = UNSET
-    metrics: Metrics | UnsetType = UNSET  # of a reply's only choice
+    id: Annotated[str, Meta(description="of the reply; all its chunks have the same")]
+    object: Annotated[Literal["text_completion"], Meta(description="the kind of reply")] = "text_completion"
+    created: Annotated[int, Meta(description="Unix seconds")]
+    model: Annotated[str, Meta(description="the name of the served model")]
+    choices: Annotated[list[CompletionChoice], Meta(
+        description="of all prompts; in a chunk those that gained something, in the last one with `usage` none")]
+    usage: Annotated[OpenAIUsage | None | UnsetType, Meta(
+        description="tokens of the whole request; in chunks null but for the last one, with `include_usage`")] = UNSET
+    metrics: Annotated[Metrics | UnsetType, Meta(description="of a reply's only choice")] = UNSET
 
 
 class ChatCompletion(Struct, kw_only=True):
-    id: str
-    object: str = "chat.completion"
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: OpenAIUsage | None | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
-    metrics: Metrics | UnsetType = UNSET  # of a reply's only choice
+    id: Annotated[str, Meta(description="of the reply; all its chunks have the same")]
+    object: Annotated[Literal["chat.completion", "chat.completion.chunk"], Meta(description="the kind of reply")] = "chat.completion"
+    created: Annotated[int, Meta(description="Unix seconds")]
+    model: Annotated[str, Meta(description="the name of the served model")]
+    choices: Annotated[list[ChatChoice], Meta(
+        description="of the conversation; in a chunk those that gained something, in the last one with `usage` none")]
+    usage: Annotated[OpenAIUsage | None | UnsetType, Meta(
+        description="tokens of the whole request; in chunks null but for the last one, with `include_usage`")] = UNSET
+    prompt_token_ids: Annotated[list[int] | UnsetType, Meta(description="the conversation's tokens; with `return_token_ids`")] = UNSET
+    prompt_logprobs: Annotated[PromptLogprobs | UnsetType, Meta(
+        description="per prompt token, null for the first; where asked for")] = UNSET
+    metrics: Annotated[Metrics | UnsetType, Meta(description="of a reply's only choice")] = UNSET
 
 
 class Model(Struct, frozen=True):
-    id: str
-    max_model_len: int
-    created: int = 0
-    object: str = "model"
-    owned_by: str = "tlt"
+    id: Annotated[str, Meta(description="the name to send as `model`")]
+    max_model_len: Annotated[int, Meta(description="the longest prompt plus output, in tokens")]
+    created: Annotated[int, Meta(description="not known: 0")] = 0
+    object: Annotated[Literal["model"], Meta(description="the kind of entry")] = "model"
+    owned_by: Annotated[Literal["tlt"], Meta(description="always the same")] = "tlt"
 
 
 class Models(Struct, frozen=True):
-    data: list[Model]
-    object: str = "list"
+    data: Annotated[list[Model], Meta(description="the one model that is served")]
+    object: Annotated[Literal["list"], Meta(description="the kind of reply")] = "list"
 
 
 class Tokens(Struct, frozen=True):
-    tokens: list[int]
-    count: int
-    max_model_len: int
+    tokens: Annotated[list[int], Meta(description="token ids")]
+    count: Annotated[int, Meta(description="how many")]
+    max_model_len: Annotated[int, Meta(description="the longest prompt plus output, in tokens")]
 
 
 class Detokenized(Struct, frozen=True):
-    prompt: str
+    prompt: Annotated[str, Meta(description="the text of the tokens")]
 
 
 def failure(error: TltError) -> Failure:
