@@ -16,6 +16,11 @@ def request(prompt: int = 1, id: str = "a", **sampling: object) -> GenerateReque
     return GenerateRequest(id=id, token_ids=[prompt, 2, 3], sampling=msgspec.structs.replace(Sampling(), **sampling), seed=hash(id) % 1000)
 
 
+def crash(suspects: Suspects, running: list[tuple[GenerateRequest, int]], now_s: float) -> None:
+    """The last one is on trial."""
+    suspects.crashed(running, running[-1][0], now_s)
+
+
 def refused(suspects: Suspects, requests: list[GenerateRequest], now_s: float) -> list[str]:
     kinds = suspects.sort(requests, now_s)
     assert sorted(r.id for kind in kinds for r in kind) == sorted(r.id for r in requests)
@@ -24,56 +29,56 @@ def refused(suspects: Suspects, requests: list[GenerateRequest], now_s: float) -
 
 def test_two_crashes_without_progress_refuse_a_request_by_what_it_computes() -> None:
     suspects = Suspects()
-    suspects.crashed([(request(), 5), (request(2), 5)], 0.0)
+    crash(suspects, [(request(), 5), (request(2), 5)], 0.0)
     assert not refused(suspects, [request(), request(2)], 0.0)
-    suspects.crashed([(request(id="again"), 5)], 1.0)
+    crash(suspects, [(request(id="again"), 5)], 1.0)
     asked = [request(id="x"), request(2, "y"), request(id="z", max_tokens=9), request(3, "w")]
     assert refused(suspects, asked, 1.0) == ["x"], "another prompt or other sampling is another request"
 
 
 def test_who_ended_elsewhere_the_second_time_goes_on() -> None:
     suspects = Suspects()
-    for crash, tokens in enumerate((0, 3, 100, 101, 101 - module.UNHEARD - 1, 90)):
-        suspects.crashed([(request(), tokens)], float(crash))
-        assert not refused(suspects, [request()], float(crash))
-    suspects.crashed([(request(), 90 - module.UNHEARD)], 6.0)
+    for time_s, tokens in enumerate((0, 3, 100, 101, 101 - module.UNHEARD - 1, 90)):
+        crash(suspects, [(request(), tokens)], float(time_s))
+        assert not refused(suspects, [request()], float(time_s))
+    crash(suspects, [(request(), 90 - module.UNHEARD)], 6.0)
     assert refused(suspects, [request()], 6.0)
 
 
 def test_choices_of_one_prompt_count_as_the_furthest() -> None:
     suspects = Suspects()
-    suspects.crashed([(request(id="1"), 3), (request(id="2"), 8)], 0.0)
+    crash(suspects, [(request(id="1"), 3), (request(id="2"), 8)], 0.0)
     assert not refused(suspects, [request()], 0.0), "one crash, however many choices"
-    suspects.crashed([(request(id="1"), 9), (request(id="2"), 1)], 1.0)
+    crash(suspects, [(request(id="1"), 9), (request(id="2"), 1)], 1.0)
     assert not refused(suspects, [request()], 1.0)
 
 
 def test_a_refused_request_stays_refused_until_the_time_is_over() -> None:
     suspects = Suspects()
-    for crash in range(2):
-        suspects.crashed([(request(), 0)], float(crash))
-    suspects.crashed([(request(), 100)], 2.0)  # it was running already when it was found out
+    for time_s in range(2):
+        crash(suspects, [(request(), 0)], float(time_s))
+    crash(suspects, [(request(), 100)], 2.0)  # it was running already when it was found out
     assert refused(suspects, [request()], 2.0 + module.KEPT_S - 1) == ["a"]
     assert not refused(suspects, [request()], 2.0 + module.KEPT_S)
-    suspects.crashed([(request(), 0)], 2.0 + module.KEPT_S)
+    crash(suspects, [(request(), 0)], 2.0 + module.KEPT_S)
     assert not refused(suspects, [request()], 2.0 + module.KEPT_S), "what was forgotten counts as a first crash"
 
 
 def test_one_that_completes_is_cleared() -> None:
     suspects = Suspects()
-    suspects.crashed([(request(), 5)], 0.0)
+    crash(suspects, [(request(), 5)], 0.0)
     assert [r.id for r in suspects.sort([request(), request(2, "b")], 0.0).suspect] == ["a"]
     suspects.completed(request(id="other seed"))
     assert suspects.sort([request()], 0.0).free
-    suspects.crashed([(request(), 5)], 1.0)
+    crash(suspects, [(request(), 5)], 1.0)
     assert not refused(suspects, [request()], 1.0)
 
 
 def test_memory_is_bounded() -> None:
     suspects = Suspects()
-    suspects.crashed([(request(0), 0)], 0.0)
-    suspects.crashed([(request(i), 0) for i in range(1, module.KEPT + 1)], 1.0)
-    suspects.crashed([(request(0), 0), (request(module.KEPT), 0)], 2.0)
+    crash(suspects, [(request(0), 0)], 0.0)
+    crash(suspects, [(request(i), 0) for i in range(1, module.KEPT + 1)], 1.0)
+    crash(suspects, [(request(0), 0), (request(module.KEPT), 0)], 2.0)
     assert len(suspects._suspects) == module.KEPT
     assert refused(suspects, [request(0, "0"), request(module.KEPT, "last")], 2.0) == ["last"], "the oldest was forgotten"
 
@@ -89,3 +94,20 @@ def test_what_was_begun_is_what_the_last_note_says(tmp_path: Path) -> None:
     assert not (tmp_path / "begun").stat().st_mode & 0o077
     Begun(tmp_path)
     assert read_begun(tmp_path) == set(), "a new life has begun nothing"
+
+
+def test_company_of_a_killer_is_no_reason_to_refuse() -> None:
+    suspects, killer, others = Suspects(), request(1, "killer"), [request(i, str(i)) for i in range(2, 6)]
+    everyone = [(r, 7) for r in (*others, killer)]
+    for time_s in range(3):
+        suspects.crashed(everyone, None, float(time_s))  # all at once, at the same place each time
+        assert not refused(suspects, [*others, killer], float(time_s))
+    assert suspects.trial(killer) == 7 and suspects.trial(request(9)) == 0
+    suspects.crashed(everyone, killer, 3.0)
+    assert refused(suspects, [*others, killer], 3.0) == ["killer"]
+
+
+def test_the_first_trial_is_one_step() -> None:
+    suspects = Suspects()
+    suspects.crashed([(request(), 500)], None, 0.0)
+    assert suspects.trial(request()) == 0

@@ -80,3 +80,12 @@ def test_what_the_engine_says_it_lost_is_lost_and_may_come_back() -> None:
         versions.check()
     versions.begin(info("v7", spooled=True), unanswered=False)  # type: ignore[arg-type]
     versions.check()
+
+
+def test_a_push_that_finds_its_version_live_ends_the_wait() -> None:
+    versions = begun(info("v0"), info("v1"))  # committed, but the engine died before it said so
+    assert list(versions.lost) == ["target"]
+    versions.reported(report("unchanged", "target", "v1"))
+    versions.check()
+    versions.begin(info("v1"), unanswered=False)  # type: ignore[arg-type]
+    versions.check()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import math
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -53,9 +54,10 @@ class EngineClient:
         self._link: EngineLink | None = None
         self._routes: dict[str, Route] = {}  # in order of arrival
         self._queue: deque[tuple[list[GenerateRequest], bool]] = deque()  # batches for the engine; True: one request, and on trial
-        self._on_trial = ""  # id; nothing is given before it has gone a step
+        self._on_trial = ""  # id; nothing is given before it is through with that
+        self._trial_tokens = 0  # when it has more of them it is through
         self._answers: dict[str, asyncio.Future[WeightReport]] = {}  # of weight commands, by id
-        self._unanswered = False  # weight commands were open when the engine died last
+        self._unanswered = False  # weight commands were open when an engine died, and no life has been ready since
         self._command_ids = itertools.count(1)
         self._started = asyncio.Event()
         self._idle = asyncio.Event()
@@ -99,10 +101,11 @@ class EngineClient:
         self._again_s = (restart_in_s or 0.0) + start_s
         self._metrics.engine_gone()
         running = [self._routes[id] for id in death.begun if id in self._routes]
-        self._suspects.crashed([(route.request, route.tokens) for route in running], time.monotonic())
+        tried = next((route.request for route in running if len(running) == 1 or route.request.id == self._on_trial), None)
+        self._suspects.crashed([(route.request, route.tokens) for route in running], tried, time.monotonic())
         self._queue.clear()
         self._on_trial = ""
-        self._unanswered = bool(self._answers)
+        self._unanswered |= bool(self._answers)
         for answer in self._answers.values():
             if not answer.done():
                 answer.set_exception(EngineFailed(f"{death.error.message}; GET /weights says what is live once the engine is back"))
@@ -120,6 +123,7 @@ class EngineClient:
         self.failure = ""
         self._metrics.engine_ready(info)
         self.versions.begin(info, unanswered=self._unanswered)
+        self._unanswered = False
         if self.policy is not None:
             self._send(self.policy)
         if not self.versions.lost:
@@ -162,13 +166,14 @@ class EngineClient:
             left = [request for request in batch if request.id in self._routes]
             if left:
                 self._on_trial = left[0].id if trial else ""
+                self._trial_tokens = self._suspects.trial(left[0]) if trial else 0
                 for request in left:
                     self._routes[request.id].held = False
                 self._send(Submit(left))
 
-    def _tried(self, id: str) -> None:
-        """It has given tokens, or ended."""
-        if id == self._on_trial:
+    def _tried(self, id: str, tokens: float = math.inf) -> None:
+        """It has so many tokens, or has ended."""
+        if id == self._on_trial and tokens > self._trial_tokens:
             self._on_trial = ""
             self._advance()
 
@@ -199,7 +204,8 @@ class EngineClient:
         self._count()
         free, suspect, refused = self._suspects.sort(requests, time.monotonic())
         self._refuse(refused)
-        self._queue.append((free + suspect, False))
+        self._queue.append((free, False))
+        self._queue += [([request], True) for request in suspect]
         self._advance()
         if submission.open and deadline_s is not None:
             submission.expire_at(deadline_s, lambda: self._expire(submission))
@@ -300,7 +306,7 @@ class EngineClient:
             if output.finish_reason in ("stop", "length"):
                 self._suspects.completed(route.request)
         route.submission.put(output)
-        self._tried(output.id)
+        self._tried(output.id, math.inf if output.finish_reason is not None else route.tokens)
 
     def _expire(self, submission: Submission) -> None:
         ids = list(submission.open)

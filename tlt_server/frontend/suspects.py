@@ -1,8 +1,9 @@
-"""Requests that may have killed the engine: running at two of its crashes, the second time no further, a request is refused.
+"""Requests that may have killed the engine: running at two of its crashes, on trial and no further the second time, one is refused.
 
 Known by what it computes (prompt and sampling), not by its id or by a seed that the server chose. One that ended elsewhere the second
-time was more likely a bystander, and one that completes is cleared. So that bystanders are not caught in the first step of another
-request, the engine client tries suspects one at a time. Bounded, and forgotten after a while.
+time was more likely a bystander, and one that completes is cleared. Nobody is refused for the company of a killer: the engine client
+tries suspects one at a time, each until it has gone a step, or, where it ended twice at the same place, past that place. Only what was
+on trial at a crash, or ran alone, can be refused. Bounded, and forgotten after a while.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ UNHEARD = 16  # output tokens that may have died with the engine, so the same en
 class _Suspect:
     tokens: int  # output tokens it had at the last crash
     at_s: float
+    again: bool  # at the crash before it was as far
     refused: bool
 
 
@@ -41,17 +43,20 @@ class Suspects:
     def __init__(self) -> None:
         self._suspects: OrderedDict[bytes, _Suspect] = OrderedDict()  # by the time of the last crash
 
-    def crashed(self, running: Iterable[tuple[GenerateRequest, int]], now_s: float) -> None:
-        """The engine died while these ran; each with the output tokens it had given. Choices of one request count as the furthest one."""
+    def crashed(self, running: Iterable[tuple[GenerateRequest, int]], tried: GenerateRequest | None, now_s: float) -> None:
+        """The engine died while these ran; each with the output tokens it had given. Choices of one request count as the furthest one.
+        `tried` is the one on trial, or the only one."""
         furthest: dict[bytes, int] = {}
         for request, tokens in running:
             key = fingerprint(request)
             furthest[key] = max(tokens, furthest.get(key, 0))
         self._forget(now_s)
+        alone = fingerprint(tried) if tried is not None else b""
         for key, tokens in furthest.items():
             before = self._suspects.get(key)
-            refused = before is not None and (before.refused or before.tokens - UNHEARD <= tokens <= before.tokens)
-            self._suspects[key] = _Suspect(tokens, now_s, refused)
+            again = before is not None and before.tokens - UNHEARD <= tokens <= before.tokens
+            refused = before is not None and (before.refused or (again and key == alone))
+            self._suspects[key] = _Suspect(tokens, now_s, again, refused)
             self._suspects.move_to_end(key)
         while len(self._suspects) > KEPT:
             self._suspects.popitem(last=False)
@@ -68,6 +73,11 @@ class Suspects:
             known = self._suspects.get(key)
             (kinds.free if known is None else kinds.refused if known.refused else kinds.suspect).append(request)
         return kinds
+
+    def trial(self, request: GenerateRequest) -> int:
+        """How many output tokens its trial takes: it is over when the request has more of them."""
+        known = self._suspects.get(fingerprint(request))
+        return known.tokens if known is not None and known.again else 0
 
     def completed(self, request: GenerateRequest) -> None:
         if self._suspects:

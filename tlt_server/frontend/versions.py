@@ -29,11 +29,13 @@ class Versions:
         self._wanted |= {role: held[role] for role in ROLES if role not in self.lost}
 
     def reported(self, report: WeightReport) -> None:
-        if report.result in ("committed", "rolled_back"):
+        """A push that finds its version live has what it asked for, as much as one that is committed."""
+        if report.result in ("committed", "rolled_back", "unchanged"):
             live = {"target": report.state.target, "drafter": report.state.drafter}
-            for role in ROLES if report.role == "all" else (report.role,):
-                self._wanted[role] = live[role]
-                self.lost.pop(role, None)
+            for role in ROLES if report.role in ("all", "") else (report.role,):
+                if report.result != "unchanged" or live[role] == report.version:
+                    self._wanted[role] = live[role]
+                    self.lost.pop(role, None)
 
     @property
     def reason(self) -> str:
