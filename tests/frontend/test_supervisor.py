@@ -216,6 +216,17 @@ def test_after_a_crash_those_that_ran_are_tried_one_by_one_so_that_only_the_kill
     server.call(waiting.submission.close)
 
 
+def test_a_prompt_that_was_sent_beside_a_killer_is_not_refused_to_others(server: LiveServer) -> None:
+    def together(attempt: int) -> dict[str, tuple[str | None, str | None]]:
+        eventually(lambda: not server.client.failure)
+        return Collected(server, request(f"copy{attempt}", (70,), 300), request(f"killer{attempt}", (65, DIES)), resumes=False).ends()
+
+    for attempt in range(2):  # both together, then one after the other: by now the killer is known
+        assert together(attempt) == {f"copy{attempt}": ("error", "engine_failed"), f"killer{attempt}": ("error", "engine_failed")}
+    assert together(2) == {"copy2": ("length", None), "killer2": ("error", "poisoned")}
+    assert Collected(server, request("victim", (70,), 300)).ends() == {"victim": ("length", None)}
+
+
 def test_one_that_is_given_up_on_trial_makes_room_for_the_next(server: LiveServer) -> None:
     hanging, behind = Collected(server, request("h", (HANGS, 65))), Collected(server, request("n", (66,), 10**6))
     eventually(lambda: behind.outputs)
