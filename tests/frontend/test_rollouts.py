@@ -420,3 +420,35 @@ def test_what_was_begun_with_another_model_is_not_continued(model: Path, tmp_pat
         [result] = client.rollout(rollout.id).result(10).results
         assert result.error is not None and result.error.code == "conflict" and str(model) in result.error.message
         assert not second.engine.submitted
+
+
+def test_what_was_accepted_goes_on_under_smaller_bounds_and_a_copied_file_is_put_aside(model: Path, tmp_path: Path) -> None:
+    with live_server(model, engine={"step_s": 0.05, "per_step": 1}, state_dir=tmp_path) as first, Client(first.url) as client:
+        rollouts = [client.generate([{"prompt": "abc", "n": 4}], sampling={"max_tokens": 20}, detach=True) for _ in range(2)]
+        eventually(lambda: all(rollout.fetch().progress.tokens > 8 for rollout in rollouts))
+    path = tmp_path / "rollouts" / f"{rollouts[0].id}.journal"
+    path.with_name("copy.journal").write_bytes(path.read_bytes())
+    with live_server(model, state_dir=tmp_path, max_queue=1) as second, Client(second.url) as client:
+        for rollout in rollouts:
+            assert [choice.text for choice in client.rollout(rollout.id).result(10).results[0].choices] == ["abcabcabcabcabcabcab"] * 4
+        assert len(client.rollouts()) == 2 and path.with_name("copy.journal.damaged").exists()
+
+
+def test_a_rollout_of_which_only_the_end_is_not_written_is_done(model: Path, tmp_path: Path) -> None:
+    with live_server(model, state_dir=tmp_path) as first, Client(first.url) as client:
+        rollout = client.generate([{"prompt": "abc"}], sampling={"max_tokens": 5}, detach=True)
+        reply = rollout.result(10)
+    path = tmp_path / "rollouts" / f"{rollout.id}.journal"
+    os.truncate(path, path.stat().st_size - 1)
+    with live_server(model, state_dir=tmp_path) as second, Client(second.url) as client:
+        assert client.rollout(rollout.id).result(10).results == reply.results and not second.engine.submitted
+
+
+def test_a_deadline_ends_a_rollout_that_no_engine_can_take_up(model: Path, tmp_path: Path) -> None:
+    with live_server(model, engine={"step_s": 0.05, "per_step": 1}, state_dir=tmp_path) as first, Client(first.url) as client:
+        client.update_weights("p", "v1")
+        rollout = client.generate([{"prompt": "abc"}], sampling={"max_tokens": 200}, timeout_s=3, detach=True)
+        eventually(lambda: rollout.fetch().progress.tokens > 3)
+    with live_server(model, engine={"lost": {"target": "v1 is gone"}}, state_dir=tmp_path) as second, Client(second.url) as client:
+        [result] = client.rollout(rollout.id).result(10).results
+        assert result.error is not None and result.error.code == "deadline_exceeded" and not second.engine.submitted

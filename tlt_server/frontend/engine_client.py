@@ -191,13 +191,17 @@ class EngineClient:
 
     # sequences
 
-    def submit(self, requests: Sequence[GenerateRequest], *, deadline_s: float | None = None, resume: Resume | None = None) -> Submission:
-        """Hand over a batch, all of it or nothing. `Unavailable` or an error of `Admission` when it cannot be taken.
+    def submit(self, requests: Sequence[GenerateRequest], *, deadline_s: float | None = None, resume: Resume | None = None,
+               accepted: bool = False) -> Submission:
+        """Hand over a batch, all of it or nothing. `Unavailable` or (unless it was `accepted` before) an error of `Admission` when it
+        cannot be taken.
 
         When the engine dies, `resume(id)` is asked for the rest of each sequence that is open, which the next life is given; its id
         stays. Without `resume` they end with `engine_failed`. A request that may have killed the engine ends with `poisoned`.
         """
-        self.check_room(Demand.of(requests))
+        self.check_available()
+        if not accepted:
+            self.admission.admit(Demand.of(requests))
         submission = Submission([request.id for request in requests], self._abandon, resume)
         self.admission.open(requests)
         self._routes.update((request.id, Route(submission, request, held=True)) for request in requests)

@@ -163,10 +163,13 @@ class Service:
 class Generation:
     """What is open of a batch, on its way: iterate `events` once, then `close`."""
 
-    def __init__(self, service: Service, items: Items, deadline_s: float, keep: Callable[[list[StepOutput]], None] | None = None) -> None:
-        """`keep` is told outputs before anything is made of them; whoever has it can also go on after a crash of the engine."""
+    def __init__(self, service: Service, items: Items, deadline_s: float, keep: Callable[[list[StepOutput]], None] | None = None,
+                 *, accepted: bool = False) -> None:
+        """`keep` is told outputs before anything is made of them; whoever has it can also go on after a crash of the engine. `accepted`:
+        by a process before this one, so that no bound refuses it now."""
         self._service, self._items, self._keep = service, items, keep
-        self._submission = service.engine.submit(items.open(), deadline_s=deadline_s, resume=self._resume if keep else None)
+        self._submission = service.engine.submit(items.open(), deadline_s=deadline_s, resume=self._resume if keep else None,
+                                                 accepted=accepted)
         self._accepted_s = service.clock()
         self._last_token_s: dict[str, float] = {}
 

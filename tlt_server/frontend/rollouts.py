@@ -18,7 +18,17 @@ from pathlib import Path
 import structlog
 
 from tlt_server.config import Config
-from tlt_server.errors import Cancelled, Conflict, NotFound, QueueFull, StartupError, StorageFailed, TltError, Unavailable
+from tlt_server.errors import (
+    Cancelled,
+    Conflict,
+    DeadlineExceeded,
+    NotFound,
+    QueueFull,
+    StartupError,
+    StorageFailed,
+    TltError,
+    Unavailable,
+)
 from tlt_server.frontend.generation import Generation, ItemError, ItemResult, Service
 from tlt_server.frontend.journal import End, Grown, Header, Journal, KeptItem, frame, journals, past
 from tlt_server.frontend.replies import unexpected
@@ -43,6 +53,7 @@ class Rollouts:
         self._lock = -1
         self._service: Service
         self._resuming: asyncio.Task[None] | None = None
+        self._replaying = asyncio.Semaphore(1)
 
     # a process's beginning and end
 
@@ -106,7 +117,7 @@ class Rollouts:
         """Write down and submit a batch, or (with a typed error) neither."""
         if len(self._by_id) >= self._most and not self._make_room():
             raise QueueFull(f"{len(self._by_id)} rollouts are kept, the limit is {self._most} (max_rollouts); fetch or delete finished "
-                            "ones, or wait for some to end", retry_after_s=5)
+                            "ones, or wait for some to end", retry_after_s=self._next_expiry_s())
         now = time.time()
         header = Header(id=f"r-{secrets.token_hex(16)}", model=self._model, detached=detached, key=key, digest=digest, created_s=now,
                         deadline_s=now + batch.deadline_s - time.monotonic(), items=[KeptItem.of(item) for item in batch.items])
@@ -132,7 +143,8 @@ class Rollouts:
                 rollout.journal.close()
                 rollout.journal = rollout.ended = None
         if ended is None:
-            ended = (await asyncio.to_thread(rollout.replayed, self._service.items)).ended
+            async with self._replaying:  # one at a time: each holds a whole rollout
+                ended = (await asyncio.to_thread(rollout.replayed, self._service.items)).ended
         return [ended[id] for id in rollout.item_ids if id in ended]
 
     def delete(self, rollout: Rollout) -> None:
@@ -144,9 +156,10 @@ class Rollouts:
 
     def _found(self, path: Path) -> Rollout | None:
         said = past(path.read_bytes())
-        if said is None:
-            log.warning("rollout_lost", file=path.name, reason="its first record is not whole, so nobody was told of it, or it is damaged")
-            path.unlink()
+        if said is None or said.header.id != path.stem:
+            log.warning("rollout_lost", file=path.name, reason="its first record is damaged, or not whole (then nobody was told "
+                        "of it), or it is a copy; the file is put aside with .damaged behind its name")
+            path.rename(f"{path}.damaged")
             return None
         rollout = Rollout(said.header, path)
         rollout.bytes = said.length
@@ -159,26 +172,34 @@ class Rollouts:
 
     async def _resume(self, rollouts: list[Rollout]) -> None:
         await self._service.engine.ready()
-        for rollout in rollouts:
-            try:
-                await self._take_up(rollout)
-            except Exception as error:
-                if not rollout.is_over:  # not deleted meanwhile
-                    self._finish(rollout, error if isinstance(error, TltError) else unexpected(error))
+        await asyncio.gather(*(self._try(rollout) for rollout in rollouts))  # none waits for another
+
+    async def _try(self, rollout: Rollout) -> None:
+        try:
+            await self._take_up(rollout)
+        except Exception as error:
+            if not rollout.is_over:  # not deleted meanwhile
+                self._finish(rollout, error if isinstance(error, TltError) else unexpected(error))
 
     async def _take_up(self, rollout: Rollout) -> None:
-        """Where the process before left it. Waits while the engine cannot take it."""
+        """Where the process before left it. Waits while the engine cannot take it, at the longest until its deadline."""
         if rollout.header.model != self._model:
             raise Conflict(f"the rollout was begun with the model {rollout.header.model}, this server serves {self._model}; "
                            "send its request again")
-        length, items, ended = await asyncio.to_thread(rollout.replayed, self._service.items)
+        async with self._replaying:
+            length, items, ended = await asyncio.to_thread(rollout.replayed, self._service.items)
         if rollout.is_over:
             return
         rollout.items, rollout.ended, rollout.journal = items, ended, Journal(rollout.path, length)
         resumed = len(items.open())
+        if not resumed:  # only that it has ended was not written down
+            self._finish(rollout, None)
         while not rollout.is_over:
+            if time.monotonic() >= rollout.deadline_s:
+                raise DeadlineExceeded("the deadline (timeout_s) passed before the engine could take the rollout up again; ask for "
+                                       "more time")
             try:
-                self._run(rollout, rollout.deadline_s)
+                self._run(rollout, rollout.deadline_s, accepted=True)
                 self._metrics.resumed.inc(resumed)
                 return
             except TltError as error:
@@ -186,9 +207,10 @@ class Rollouts:
                     raise
             await asyncio.sleep(RETRY_S)
 
-    def _run(self, rollout: Rollout, deadline_s: float) -> None:
+    def _run(self, rollout: Rollout, deadline_s: float, *, accepted: bool = False) -> None:
         assert rollout.items is not None
-        generation = Generation(self._service, rollout.items, deadline_s, lambda outputs: self._append(rollout, frame(Grown(outputs))))
+        generation = Generation(self._service, rollout.items, deadline_s, lambda outputs: self._append(rollout, frame(Grown(outputs))),
+                                accepted=accepted)
         rollout.task = asyncio.create_task(self._collect(rollout, generation))
 
     async def _collect(self, rollout: Rollout, generation: Generation) -> None:
@@ -238,6 +260,10 @@ class Rollouts:
             self._forget(rollout)
         return rollout is not None
 
+    def _next_expiry_s(self) -> float:
+        """When the next of those that have finished makes room; with none, soon enough to ask again."""
+        return min((max(1.0, r.done_s + self._ttl_s - time.time()) for r in self._by_id.values() if r.done_s is not None), default=5.0)
+
     def _keep(self, rollout: Rollout) -> None:
         self._by_id[rollout.header.id] = rollout
         if rollout.header.key:
@@ -254,7 +280,7 @@ class Rollouts:
             rollout.task.cancel()
         if rollout.expiry is not None:
             rollout.expiry.cancel()
-        del self._by_id[rollout.header.id]
+        self._by_id.pop(rollout.header.id, None)
         if self._by_key.get(rollout.header.key) is rollout:
             del self._by_key[rollout.header.key]
         self._remove(rollout)

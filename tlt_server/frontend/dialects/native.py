@@ -7,6 +7,7 @@ has an Idempotency-Key, runs as a rollout.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import re
 from collections.abc import AsyncIterator, Iterable
@@ -102,7 +103,7 @@ def routes(service: Service) -> list[Endpoint]:
 
     async def _done(rollout: Rollout) -> Response:
         await rollout.wait()
-        told = Told(await rollouts.results(rollout))
+        told = await asyncio.to_thread(Told, await rollouts.results(rollout))
         return told.whole(service, told.by_id)
 
     ends = (QueueTimeout, DeadlineExceeded, EngineFailed, Poisoned, StorageFailed, Unavailable)  # of an item

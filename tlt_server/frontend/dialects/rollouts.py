@@ -5,6 +5,8 @@ None of these needs the engine: results can be fetched while it restarts.
 
 from __future__ import annotations
 
+import asyncio
+
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -37,7 +39,7 @@ def routes(service: Service) -> list[Endpoint]:
         async def when_done() -> Response:
             if wait_s and rollout.done_s is None:
                 await rollout.wait(wait_s)
-            told = Told(await rollouts.results(rollout))
+            told = await asyncio.to_thread(Told, await rollouts.results(rollout))
             results = told.content(service, told.by_id)
             return json_response({"id": rollout.header.id, "status": rollout.status, "progress": _progress(rollout), **results})
 
