@@ -83,7 +83,7 @@ def test_deadlines_agree_with_a_look_at_every_sequence(seed: int, steps: int) ->
             scheduler.abort([gone])
             del twin[gone]
         if batch := scheduler.next_batch():
-            for output in scheduler.commit(batch, run(batch, kv, draw)):
+            for output in scheduler.commit(batch, run(scheduler, batch, kv, draw)):
                 if output.finish_reason is not None:
                     del twin[output.id]
         scheduler.check()

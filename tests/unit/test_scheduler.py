@@ -45,6 +45,7 @@ class FakeKV:
         self.slot: dict[int, tuple[int, ...]] = {}
         self.made: dict[int, str] = {}  # the weight version that computed the slot
         self.begun: list[str] = []  # what the scheduler announced last
+        self.tokens: dict[tuple[Sequence, int], list[int]] = {}  # by sequence and life: what the device knows, ahead of the host
 
     def save(self, pages: list[int]) -> list[tuple[tuple[int, ...] | None, str | None]]:
         return [(self.slot.get(slot), self.made.get(slot)) for page in pages for slot in range(page * PAGE, (page + 1) * PAGE)]
@@ -66,8 +67,7 @@ class FakeKV:
     def begin(self, ids: list[str]) -> None:
         self.begun = ids
 
-    def extend(self, sequence: Sequence, start: int, end: int, version: str) -> None:
-        tokens = sequence.tokens.tolist()
+    def extend(self, sequence: Sequence, tokens: list[int], start: int, end: int, version: str) -> None:
         for position in range(start):
             assert self.slot[self.at(sequence, position)] == tuple(tokens[: position + 1]), f"{sequence.id} reads foreign KV at {position}"
         for position in range(start, end):
@@ -86,23 +86,35 @@ class FakeKV:
         return sequence.pages[position // PAGE] * PAGE + position % PAGE
 
 
-def run(batch: Batch, kv: FakeKV, draw: random.Random) -> list[Emission]:
+def run(scheduler: Scheduler, batch: Batch, kv: FakeKV, draw: random.Random) -> list[Emission]:
+    """Launch the batch on a device that knows at once what the host will be told later."""
+    scheduler.launched(batch, 3)
     emissions = []
     for work in batch.works:
         sequence = work.sequence
         assert sequence.id in kv.begun, "it is computed and was not announced"
-        kv.extend(sequence, work.start, work.end, batch.weight_version)
+        tokens = kv.tokens.setdefault((sequence, sequence.life), sequence.tokens.tolist())
+        remaining = sequence.length + sequence.remaining - len(tokens)
+        output = tokens[sequence.prompt_len :]
+        if output and (output[-1] == EOS or not remaining):
+            emissions.append(Emission())  # it has ended on the device
+            continue
+        start, end = (len(tokens) - 1, len(tokens)) if work.decodes else (work.start, work.end)
+        assert start <= work.start and end <= work.end, "the host's bounds are wrong"
+        kv.extend(sequence, tokens, start, end, batch.weight_version)
         if not work.samples:
             emissions.append(Emission())
             continue
-        depth = draw.randint(0, max(0, min(sequence.remaining - 1, sequence.capacity - sequence.length, 3))) if work.decodes else 0
-        tokens = sequence.tokens.tolist()
+        before = len(tokens)
+        depth = draw.randint(0, max(0, min(remaining - 1, sequence.capacity - before, 3))) if work.decodes else 0
         for _ in range(depth + 1):
             tokens.append(target(tokens, sequence.request.seed))
-        new = tokens[sequence.length :]
+        new = tokens[before:]
         for i in range(depth):
-            kv.slot[kv.at(sequence, sequence.length + i)] = tuple(tokens[: sequence.length + i + 1])
-            kv.made[kv.at(sequence, sequence.length + i)] = batch.weight_version
+            kv.slot[kv.at(sequence, before + i)] = tuple(tokens[: before + i + 1])
+            kv.made[kv.at(sequence, before + i)] = batch.weight_version
+        if EOS in new:
+            del tokens[before + new.index(EOS) + 1 :]
         emissions.append(Emission(tokens=new, logprobs=[0.0] * len(new), drafted=depth))
     return emissions
 
@@ -135,6 +147,7 @@ def collect(outputs: list[StepOutput], into: dict[str, list[StepOutput]]) -> Non
     pages=st.integers(6, 24),
     max_running=st.integers(1, 5),
     max_rows=st.integers(1, 12),
+    behind=st.integers(0, 1),
     seed=st.integers(0, 2**32),
     jobs=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 10), st.integers(0, 12), st.integers(0, 12)), min_size=1, max_size=9),
     aborts=st.sets(st.integers(0, 8), max_size=2),
@@ -142,10 +155,11 @@ def collect(outputs: list[StepOutput], into: dict[str, list[StepOutput]]) -> Non
                                                          st.sampled_from(["continue", "recompute", "abort", "drain"])), max_size=4),
 )
 def test_every_sequence_ends_as_if_alone(
-    pages: int, max_running: int, max_rows: int, seed: int, jobs: list[tuple[int, int, int, int]], aborts: set[int],
+    pages: int, max_running: int, max_rows: int, behind: int, seed: int, jobs: list[tuple[int, int, int, int]], aborts: set[int],
     pushes: dict[int, tuple[str, InFlight]]
 ) -> None:
-    """Also through weight pushes: the fake model is the same in all versions, so only wrong KV could change a token."""
+    """Also through weight pushes: the fake model is the same in all versions, so only wrong KV could change a token. Also on a device
+    that tells its results `behind` steps late."""
     scheduler, kv = make(pages, max_running=max_running, max_rows=max_rows)
     draw = random.Random(seed)
     sequences = {
@@ -159,7 +173,18 @@ def test_every_sequence_ends_as_if_alone(
     versions: dict[str, list[str]] = {s.id: [] for s in sequences.values()}
     due: list[tuple[str, InFlight]] = []
 
+    flying: list[tuple[Batch, list[Emission]]] = []
+
+    def land() -> None:
+        batch, emissions = flying.pop(0)
+        outputs = scheduler.commit(batch, emissions)
+        for output in outputs:
+            versions[output.id] += [batch.weight_version] * len(output.token_ids)
+        collect(outputs, seen)
+
     def push() -> None:
+        while flying:
+            land()
         version, in_flight = due[0]
         scheduler.holding = in_flight == "drain" and scheduler.begun > 0
         if not scheduler.holding:
@@ -183,10 +208,9 @@ def test_every_sequence_ends_as_if_alone(
         if batch := scheduler.next_batch():
             scheduler.check()
             assert sum(w.end - w.start for w in batch.works) <= max(max_rows, sum(w.decodes for w in batch.works))
-            outputs = scheduler.commit(batch, run(batch, kv, draw))
-            for output in outputs:
-                versions[output.id] += [batch.weight_version] * len(output.token_ids)
-            collect(outputs, seen)
+            flying.append((batch, run(scheduler, batch, kv, draw)))
+        while len(flying) > (behind if batch else 0):
+            land()
         scheduler.check()
         kv.check_published(scheduler.pool)
         kv.check_versions(scheduler)
@@ -212,7 +236,7 @@ def finish(scheduler: Scheduler, kv: FakeKV, steps: int = 400) -> dict[str, list
         batch = scheduler.next_batch()
         if batch is None:
             break
-        collect(scheduler.commit(batch, run(batch, kv, draw)), seen)
+        collect(scheduler.commit(batch, run(scheduler, batch, kv, draw)), seen)
         scheduler.check()
     return seen
 
@@ -225,7 +249,7 @@ def test_a_group_computes_its_prompt_once() -> None:
     seen: dict[str, list[StepOutput]] = {}
     while batch := scheduler.next_batch():
         rows += sum(w.end - w.start for w in batch.works if not w.sequence.output_len)
-        collect(scheduler.commit(batch, run(batch, kv, random.Random(0))), seen)
+        collect(scheduler.commit(batch, run(scheduler, batch, kv, random.Random(0))), seen)
     assert rows == 17 + 5 * 1  # four full pages are shared, one row is left to each sibling
     assert sorted(outputs[0].cached_tokens for outputs in seen.values()) == [0] + [16] * 5
 
@@ -254,7 +278,7 @@ def test_a_prompt_half_read_starts_over_under_the_new_version() -> None:
     scheduler.submit([sequence(0, list(range(10)), 3, 0)])
     batch = scheduler.next_batch()
     assert batch is not None and not batch.works[0].samples
-    scheduler.commit(batch, run(batch, kv, random.Random(0)))
+    scheduler.commit(batch, run(scheduler, batch, kv, random.Random(0)))
     scheduler.change_version("v2", "continue")
     batch = scheduler.next_batch()
     assert batch is not None and (batch.works[0].start, batch.weight_version) == (0, "v2")
@@ -270,7 +294,7 @@ def test_recompute_also_drops_kv_that_was_saved_from_preemption() -> None:
     def step() -> None:
         batch = scheduler.next_batch()
         assert batch is not None
-        collect(scheduler.commit(batch, run(batch, kv, random.Random(0))), seen)
+        collect(scheduler.commit(batch, run(scheduler, batch, kv, random.Random(0))), seen)
         scheduler.check()
         kv.check_versions(scheduler)
 

@@ -39,6 +39,9 @@ from tlt_server.speculation.policies import Policy
 class Runner(Protocol):
     """Computes batches in order; a pipelined one may keep its newest result back while `busy`."""
 
+    @property
+    def in_flight(self) -> int: ...  # batches launched whose result was not collected
+
     def launch(self, batch: Batch, strategy: Strategy) -> None: ...
 
     def collect(self, *, busy: bool) -> Finished | None: ...
@@ -63,6 +66,7 @@ class Engine:
         self._make_policy, self._make_sequence = make_policy, make_sequence
         self._commands: deque[Command] = deque()
         self._ended: list[StepOutput] = []  # ends decided between steps
+        pushes.settle = self._settle
 
     def send(self, command: Command) -> None:
         """Queue a command; it takes effect before the next step."""
@@ -71,7 +75,7 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Nothing to do until the next command."""
-        return not self._commands and (self.scheduler.idle or self.scheduler.paused)
+        return not self._commands and (self.scheduler.idle or self.scheduler.paused) and not self.runner.in_flight
 
     @property
     def finished(self) -> bool:
@@ -91,7 +95,8 @@ class Engine:
         if batch:
             strategy = self.policy.choose(batch.context())  # "no speculation" is an ordinary arm
             self.runner.launch(batch, strategy)  # draft -> verify -> sample -> accept -> commit KV
-        finished = self.runner.collect(busy=batch is not None)  # on a CPU at once
+            self.scheduler.launched(batch, strategy.depth)
+        finished = self.runner.collect(busy=batch is not None)  # on a CPU at once, on a GPU one step late
         outputs, self._ended = self._ended, []
         if finished is None:
             self.last_cycle = None
@@ -101,6 +106,13 @@ class Engine:
         emitted = sum(len(emission.tokens) for emission in finished.emissions)  # what a stop cut off is gone by now
         self.last_cycle = msgspec.structs.replace(finished.cycle, emitted=emitted, step_s=self._last_end - started)
         self.policy.observe(self.last_cycle)
+        return outputs
+
+    def _settle(self) -> list[StepOutput]:
+        """Take in every step in flight, because what they computed with is about to change."""
+        outputs: list[StepOutput] = []
+        while (finished := self.runner.collect(busy=False)) is not None:
+            outputs += self.scheduler.commit(finished.batch, finished.emissions)
         return outputs
 
     def _apply_commands(self) -> None:

@@ -40,6 +40,7 @@ class WeightPushes:
 
     def __init__(self, transaction: Transaction, scheduler: Scheduler, install: Callable[[Parts, Parts], None]) -> None:
         self.transaction, self._scheduler, self._install = transaction, scheduler, install
+        self.settle: Callable[[], list[StepOutput]] = list  # takes in the steps in flight; the loop's
         self._reports: deque[WeightReport] = deque()  # appended to by threads, too
         self._summing = 0
         self._waiting: list[str] = []  # ids of the commands that the open push answers
@@ -156,6 +157,7 @@ class WeightPushes:
         self._reset()
 
     def _take_over(self, live: Parts, changed: Parts, in_flight: InFlight) -> None:
+        self._ended += self.settle()
         self._install(live, changed)
         if changed.target is not None:
             self._ended += self._scheduler.change_version(changed.target.version, in_flight)

@@ -43,6 +43,10 @@ class CpuRunner:
         self.sample = sample
         self._finished: Finished | None = None
 
+    @property
+    def in_flight(self) -> int:
+        return int(self._finished is not None)
+
     def collect(self, *, busy: bool) -> Finished | None:
         """The batch just launched: nothing is held back on a CPU, `busy` or not."""
         finished, self._finished = self._finished, None

@@ -24,14 +24,24 @@ from tlt_server.records import InFlight, StepContext, StepOutput, TokenLogprobs
 
 
 class Work:
-    """Positions [start, end) of one sequence are this step's certain rows; it samples if they reach its end."""
+    """Positions [start, end) of one sequence are this step's certain rows; it samples if they reach its end.
 
-    __slots__ = ("decodes", "end", "samples", "sequence", "start")
+    While a step that samples is in flight, the end is not known yet: the work is its last position, wherever that will be, and
+    start and end are upper bounds.
+    """
+
+    __slots__ = ("decodes", "end", "life", "most", "samples", "sequence", "start")
 
     def __init__(self, sequence: Sequence, start: int, end: int) -> None:
-        self.sequence, self.start, self.end = sequence, start, end
-        self.samples = end == sequence.length
+        self.sequence, self.start, self.end, self.life = sequence, start, end, sequence.life
+        self.samples = end == sequence.length + sequence.ahead
         self.decodes = self.samples and end - start == 1
+        self.most = 0  # tokens it may append, once launched
+
+    @property
+    def void(self) -> bool:
+        """The sequence was preempted or has ended since: what this step says of it is dropped."""
+        return self.life != self.sequence.life
 
 
 @dataclass(frozen=True)
@@ -163,10 +173,10 @@ class Scheduler:
         """The rows of the next step, pages reserved; None when nothing can run."""
         if self.paused:
             return None
-        works = [work for sequence in list(self._running) if sequence.decoding and (work := self._decode_work(sequence))]
+        works = [work for sequence in list(self._running) if sequence.unlaunched <= 1 and (work := self._decode_work(sequence))]
         rows = len(works)
         for sequence in list(self._running):
-            if not sequence.decoding and rows < self.max_rows:
+            if sequence.unlaunched > 1 and rows < self.max_rows:
                 works.append(self._prompt_work(sequence, self.max_rows - rows))
                 rows += works[-1].end - works[-1].start
         running = len(self._running)
@@ -177,17 +187,29 @@ class Scheduler:
             self._on_begin([sequence.id for sequence in self._running])
         return Batch(works, self.weight_version) if works else None
 
+    def launched(self, batch: Batch, depth: int) -> None:
+        """The batch is on its way, with draft trees of at most this depth; `commit` is told of it later, in order."""
+        for work in batch.works:
+            sequence = work.sequence
+            sequence.launched = min(work.end, sequence.length)
+            if work.samples:
+                work.most = 1 + depth if work.decodes else 1
+                sequence.sure, sequence.ahead = sequence.sure + 1, sequence.ahead + work.most
+
     def _decode_work(self, sequence: Sequence) -> Work | None:
+        if sequence.sure and sequence.sure >= sequence.remaining:
+            return None  # what is in flight ends it
         while sequence.slot >= 0:
-            if self._reserve(sequence, sequence.length):
-                self._reserve(sequence, min(sequence.length + self.lookahead, sequence.length + sequence.remaining))
-                return Work(sequence, sequence.computed, sequence.length)
+            root_end = min(sequence.length + sequence.ahead, sequence.length + sequence.remaining)
+            if self._reserve(sequence, root_end):
+                self._reserve(sequence, min(root_end + self.lookahead, sequence.length + sequence.remaining))
+                return Work(sequence, sequence.length + sequence.ahead - 1, sequence.length + sequence.ahead)
             self._preempt(self._running[-1])
         return None
 
     @staticmethod
     def _prompt_work(sequence: Sequence, max_rows: int) -> Work:
-        return Work(sequence, sequence.computed, min(sequence.length, sequence.computed + max_rows))
+        return Work(sequence, sequence.launched, min(sequence.length, sequence.launched + max_rows))
 
     def _reserve(self, sequence: Sequence, positions: int) -> bool:
         need = -(-positions // self.pool.page_size) - len(sequence.pages)
@@ -224,12 +246,13 @@ class Scheduler:
             self._running.append(sequence)
             sequence.slot = self._slots.pop()
             sequence.pages, sequence.published = pages, len(pages)
-            sequence.computed = len(pages) * self.pool.page_size
+            sequence.computed = sequence.launched = len(pages) * self.pool.page_size
             self.page_table_SP[sequence.slot, : len(pages)] = pages
             self._reserve(sequence, sequence.length)
             if saved is not None:
                 self._restore(saved.kv, sequence.pages)
                 sequence.computed, sequence.saved = saved.computed, None
+                sequence.launched = sequence.computed
             if sequence.cached_tokens is None:
                 sequence.cached_tokens = sequence.computed
             if sequence.queued_s is None:
@@ -261,6 +284,8 @@ class Scheduler:
         self._slots.append(sequence.slot)
         self.pool.release(sequence.pages)
         sequence.slot, sequence.pages, sequence.computed, sequence.published = -1, [], 0, 0
+        sequence.launched = sequence.sure = sequence.ahead = 0
+        sequence.life += 1
 
     # -- after a step --------------------------------------------------------------------------------------------
 
@@ -269,6 +294,10 @@ class Scheduler:
         outputs = []
         for work, emission in zip(batch.works, emissions, strict=True):
             sequence = work.sequence
+            if work.void:
+                continue
+            if work.samples:
+                sequence.sure, sequence.ahead = sequence.sure - 1, sequence.ahead - work.most
             if emission.prompt_logprobs is not None:
                 self._prompt_logprobs.setdefault(sequence.id, []).extend(emission.prompt_logprobs)
             if not work.samples:
@@ -282,7 +311,8 @@ class Scheduler:
             finish_reason, stop_reason = self._truncate(sequence, emission)
             emission.weight_version = batch.weight_version if emission.tokens else ""  # none where only the prompt was wanted
             sequence.append(emission.tokens)
-            sequence.computed = min(work.end + emission.accepted, sequence.length - 1)
+            sequence.computed = sequence.length - 1
+            sequence.launched = sequence.length if sequence.sure else sequence.computed
             self._publish(sequence)
             if finish_reason:
                 outputs.append(self._end(sequence, finish_reason, stop_reason, emission=emission))

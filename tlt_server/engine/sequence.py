@@ -1,8 +1,9 @@
 """One sequence while the engine owns it: its tokens, pages and progress. Changed by the scheduler alone.
 
-`computed` positions have committed KV. A decoding sequence has computed = length - 1: its last token is the root of
-the next step. A preempted one has computed = 0 and takes the same way as a fresh prompt; so does one that an engine before this
-one began (`GenerateRequest.generated`).
+`computed` positions have committed KV. A decoding sequence has computed = length - 1: its last token is the root of the next step. A
+runner may tell its results a step late, so steps can be in flight: `launched` positions are certain rows of steps taken or in flight,
+and what is in flight will append at least `sure` and at most `ahead` tokens. A preempted sequence has computed = 0 and takes the same
+way as a fresh prompt; so does one that an engine before this one began (`GenerateRequest.generated`).
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ class Sequence:
         self.length = self.prompt_len + len(request.generated)
         self._tokens = np.empty(self.prompt_len + request.sampling.max_tokens, np.int32)
         self._tokens[: self.length] = request.token_ids + request.generated
-        self.computed = 0
+        self.computed = self.launched = 0
+        self.sure = self.ahead = 0
+        self.life = 0  # what was launched in an earlier one is void: the sequence was preempted or has ended since
         self.cached_tokens: int | None = None  # prompt tokens found in the prefix index at first admission
         self.arrived_s = 0.0  # by the scheduler's clock
         self.queued_s: float | None = None  # from then until its first admission
@@ -72,6 +75,11 @@ class Sequence:
     def decoding(self) -> bool:
         """Only its last token is not computed: one row makes it sample, and draft rows may hang off that row."""
         return self.computed == self.length - 1
+
+    @property
+    def unlaunched(self) -> int:
+        """Known positions that no step computes yet, the root of the next decoding step among them."""
+        return self.length - self.launched
 
     @property
     def has_begun(self) -> bool:
