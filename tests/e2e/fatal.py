@@ -29,7 +29,7 @@ if __name__ == "__main__":
                 os.kill(os.getpid(), signal.SIGKILL)
             super().launch(batch, strategy)
 
-    from tlt_server.engine import assembly
+    from tlt_server.engine.devices import cpu
 
-    assembly.CpuRunner = FatalRunner  # type: ignore[misc]
+    cpu.CpuRunner = FatalRunner  # type: ignore[misc]
     sys.exit(process.main())

@@ -32,7 +32,7 @@ def test_a_fresh_server_says_what_it_was_started_with(model: Path) -> None:
     with live_server(model, engine={"drafter": "history"}, drafter="history") as server, Client(server.url) as client:
         state = client.strategy()
         assert (state["policy"], state["strategy"], state["in_force"]) == ("beg", None, None)
-        assert state["drafters"] == ["history"] and state["arms"] == [arm.name for arm in ladder(["history"])]
+        assert state["drafters"] == ["history"] and state["arms"] == [arm.name for arm in ladder(["history"]).arms]
         client.generate([{"prompt": "a"}], sampling={"max_tokens": 4})
         assert client.strategy()["in_force"] == "off"
 
@@ -48,7 +48,7 @@ def test_a_policy_reaches_the_engine_and_is_reported(client: Client, server: Liv
 
 def test_every_arm_that_is_reported_can_be_set(client: Client) -> None:
     arms = client.strategy()["arms"]
-    assert arms == [arm.name for arm in ladder(["eagle", "history"])]
+    assert arms == [arm.name for arm in ladder(["eagle", "history"]).arms]
     for arm in arms[1:]:
         assert client.set_strategy("fixed", arm)["strategy"] == arm
 

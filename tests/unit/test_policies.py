@@ -6,13 +6,13 @@ import pytest
 
 from tlt_server.records import OFF, Cycle, StepContext, Strategy
 from tlt_server.speculation.policies import POLICIES
-from tlt_server.speculation.policies.arms import CPU_LADDERS, affordable, ladder
+from tlt_server.speculation.policies.arms import CPU_ROWS, LADDERS, affordable, ladder
 from tlt_server.speculation.policies.beg import Beg, BegSettings
 from tlt_server.speculation.policies.capped import Capped
 from tlt_server.speculation.policies.fixed import Fixed
 from tlt_server.speculation.policies.rewards import Rewards
 
-ARMS = ladder(["eagle", "history"])
+ARMS = ladder(["eagle", "history"]).arms
 
 
 def context(decoding=4, prefill_rows=0, speculable=None):
@@ -59,7 +59,7 @@ class World:
             self.used.append(arm)
             self.seconds += step_s
             self.tokens += emitted
-            arms = affordable(ARMS, next(rows for start, rows in reversed(BegSettings().buckets) if batch >= start))
+            arms = affordable(ARMS, next(rows for start, rows in reversed(CPU_ROWS) if batch >= start))
             spent += self.step_s(arm, batch)
             needed += self.step_s(arm, batch) * self.rate(arm, batch) / self.rate(self.best(arms, batch), batch)
         return spent / needed
@@ -97,7 +97,7 @@ def test_fixed_uses_its_strategy_and_an_operator_may_cap_it():
 def test_every_bucket_has_several_arms_and_off():
     for bucket in Beg(ARMS).buckets:
         assert bucket.arms[0] == OFF and len(bucket.arms) >= 3
-    assert set(ladder(["eagle"])) == {OFF, *(Strategy("eagle", *arm) for arm in CPU_LADDERS["eagle"])}
+    assert set(ladder(["eagle"]).arms) == {OFF, *(Strategy("eagle", *arm) for arm in LADDERS["cpu"][0]["eagle"])}
 
 
 @pytest.mark.parametrize("batch", [1, 4, 16, 64])

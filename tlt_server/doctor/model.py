@@ -10,7 +10,7 @@ import torch
 from tlt_server.build import engine_settings
 from tlt_server.config import Config
 from tlt_server.doctor.finding import Finding, fail, ok, warn
-from tlt_server.engine.assembly import kv_pages, served_length
+from tlt_server.engine.sizing import kv_pages, served_length
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.decoder import Decoder
 from tlt_server.models.eagle import VOCABULARY_MAP, Eagle3, feature_layers

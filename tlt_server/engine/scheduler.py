@@ -97,7 +97,7 @@ class Scheduler:
         self.holding = False  # start nothing new; what has begun goes on
         self.preemptions = 0
         self.page_table_SP: NDArray[np.int32] = np.zeros((max_running, max_pages_per_sequence), np.int32)
-        self._on_begin, self._on_end, self._save, self._restore, self._clock = on_begin, on_end, save, restore, clock
+        self._on_begin, self.on_end, self._save, self._restore, self._clock = on_begin, on_end, save, restore, clock
         self._waiting: OrderedDict[str, Sequence] = OrderedDict()  # by id, the next one first
         self._running: list[Sequence] = []  # in order of admission
         self._slots = list(range(max_running - 1, -1, -1))
@@ -160,7 +160,7 @@ class Scheduler:
         else:
             del self._waiting[sequence.id]
         del self._by_id[sequence.id]
-        self._on_end(sequence)
+        self.on_end(sequence)
         return self._output(sequence, emission or Emission(), finish_reason, stop_reason, error)
 
     # -- the next step -------------------------------------------------------------------------------------------
@@ -197,8 +197,8 @@ class Scheduler:
                 sequence.sure, sequence.ahead = sequence.sure + 1, sequence.ahead + work.most
 
     def _decode_work(self, sequence: Sequence) -> Work | None:
-        if sequence.sure and sequence.sure >= sequence.remaining:
-            return None  # what is in flight ends it
+        if sequence.sure and (sequence.sure >= sequence.remaining or sequence.by_host):
+            return None  # what is in flight ends it, or has to be seen first
         while sequence.slot >= 0:
             root_end = min(sequence.length + sequence.ahead, sequence.length + sequence.remaining)
             if self._reserve(sequence, root_end):

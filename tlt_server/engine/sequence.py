@@ -82,6 +82,11 @@ class Sequence:
         return self.length - self.launched
 
     @property
+    def by_host(self) -> bool:
+        """Its sampling needs what only the host computes, so no step of it may be planned before the last one is known."""
+        return self.state.edits or self.state.raw or self.state.alternatives > 0
+
+    @property
     def has_begun(self) -> bool:
         return self.output_len > 0 or self.slot >= 0 or self.preemptions > 0
 

@@ -16,11 +16,14 @@ class EngineSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     policy: str = "beg"
     strategy: Strategy | None = None  # for the policy `fixed`
     numerics: Literal["strict", "fast"] = "strict"
+    device: str = "cpu"  # a name of `devices.DEVICES`
+    dtype: str = "float32"  # of weights, activations and KV
     attention: str = "cpu"
     threads: int = 2
     page_size: int = 16  # tokens
     pages: int = 0  # 0 = as many as kv_memory_mb holds
-    kv_memory_mb: int = 1024
+    kv_memory_mb: int = 1024  # 0 = what memory_fraction leaves
+    memory_fraction: float = 0.9  # of a GPU's memory, for everything: weights, KV, graphs
     max_model_len: int = 0  # tokens; 0 = what the model allows
     max_running: int = 64  # sequences
     max_rows: int = 512  # certain rows (roots and prompt rows) per step
@@ -30,4 +33,14 @@ class EngineSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     weight_root: str = ""  # directory that pushes may come from; empty = none
     weight_marker: str = ""  # file that a complete pushed directory holds
     state_dir: str = ""  # directory that keeps committed weights for a restart; empty = none
+    graphs: bool = True  # capture CUDA graphs at start
     parent: int = 0  # process that started this one; when it is gone, so is whoever could ask
+
+    @property
+    def drafter_is_network(self) -> bool:
+        return self.drafter not in ("none", "history")
+
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        """Names of the drafters to be loaded: the one with weights, if there is one, and every one that needs none."""
+        return () if self.drafter == "none" else ("eagle", "history") if self.drafter_is_network else ("history",)

@@ -75,7 +75,7 @@ def _state(service: Service) -> StrategyState:
         policy=policy.policy,
         strategy=policy.strategy.name if policy.strategy else None,
         in_force=engine.last_cycle.strategy.name if engine.last_cycle else None,
-        arms=[arm.name for arm in ladder(_drafters(engine.info))],
+        arms=[arm.name for arm in ladder(_drafters(engine.info), engine.info.device).arms],
         policies=list(POLICIES),
         drafters=_drafters(engine.info),
     )
@@ -95,7 +95,7 @@ def _parse(body: bytes, info: EngineInfo) -> SetPolicy:
         raise InvalidRequest(f"policy is {policy!r} but no drafter is loaded; use off, or restart the server with --drafter")
     if (policy == "fixed") != (text is not None):
         raise InvalidRequest(f"policy is {policy!r} and strategy is {shown(text)}; strategy is for policy fixed, which needs one, "
-                             f"for example {ladder(loaded)[-1].name if loaded else 'eagle:7x4x16'}")
+                             f"for example {ladder(loaded, info.device).arms[-1].name if loaded else 'eagle:7x4x16'}")
     return SetPolicy(policy, _strategy(text, loaded) if text is not None else None)
 
 

@@ -1,6 +1,6 @@
 """Policies: which strategy the next step uses. "No speculation" is an ordinary arm. No torch here.
 
-One file each, one table line each. A policy is built as `Policy(arms: Sequence[Strategy])`.
+One file each, one table line each. A policy is built as `Policy(arms, rows=...)`, see `arms.Ladder`.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tlt_server.records import OFF, Cycle, StepContext, Strategy
-from tlt_server.speculation.policies.arms import CPU_ROWS, affordable
+from tlt_server.speculation.policies.arms import CPU_ROWS, Rows, affordable
 from tlt_server.speculation.policies.rewards import Rewards
 
 RETURN = 3  # cycles within which a drafter that comes back has little to catch up with
@@ -30,7 +30,6 @@ RETURN = 3  # cycles within which a drafter that comes back has little to catch 
 class BegSettings:
     epsilon: float = 0.05  # share of cycles, at most, that retry an arm already measured
     window: int = 96  # cycles of rewards remembered per bucket and arm
-    buckets: tuple[tuple[int, int], ...] = CPU_ROWS  # (smallest batch in requests, most verify rows per request)
     regret_share: float = 0.015  # share of a bucket's decode time that exploration may lose
     credit_steps: float = 2.5  # steps' worth of time that a bucket may lose at once; its account never holds more than twice that
     first_cycles: int = 8  # cycles of the leader before anything else is tried in a bucket
@@ -94,11 +93,12 @@ class Bucket:
 
 
 class Beg:
-    def __init__(self, arms: Sequence[Strategy], settings: BegSettings = BegSettings(), rng: random.Random | None = None) -> None:
+    def __init__(self, arms: Sequence[Strategy], settings: BegSettings = BegSettings(), rng: random.Random | None = None,
+                 rows: Rows = CPU_ROWS) -> None:
         self.settings = settings
         self.rng = rng or random.Random(settings.seed)
-        self.starts = [start for start, _ in settings.buckets]
-        self.buckets = [Bucket(affordable(arms, rows), settings) for _, rows in settings.buckets]
+        self.starts = [start for start, _ in rows]
+        self.buckets = [Bucket(affordable(arms, most), settings) for _, most in rows]
         self._nearest = [sorted(range(len(self.buckets)), key=lambda other: abs(other - i)) for i in range(len(self.buckets))]
         self._cycle = 0
         self._last_used: dict[str, int] = {}  # the cycle that last used a drafter

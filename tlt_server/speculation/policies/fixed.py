@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from tlt_server.records import OFF, Cycle, StepContext, Strategy
+from tlt_server.speculation.policies.arms import CPU_ROWS, Rows
 
 
 class Fixed:
-    def __init__(self, arms: Sequence[Strategy]) -> None:
+    def __init__(self, arms: Sequence[Strategy], rows: Rows = CPU_ROWS) -> None:
         """The first arm that speculates; OFF if there is none."""
         self.strategy = next((arm for arm in arms if arm != OFF), OFF)
 

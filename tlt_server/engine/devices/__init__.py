@@ -1,0 +1,58 @@
+"""Devices that an engine computes on: one file each, one table line each, named as `torch.device` names them.
+
+`assembly.py` builds every engine in the same order: `load`, `allocate`, `equip`; afterwards the loop calls `install` when pushed
+weights are committed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tlt_server.engine.loop import Runner
+from tlt_server.engine.sequence import Sequence
+from tlt_server.models.config import ModelConfig
+from tlt_server.registry import Registry
+from tlt_server.speculation.policies.arms import Ladder
+from tlt_server.weights.parts import Parts
+
+DEVICES = Registry("device", {
+    "cpu": "tlt_server.engine.devices.cpu:CpuDevice",
+    "cuda": "tlt_server.engine.devices.cuda:CudaDevice",
+})
+
+
+@dataclass(frozen=True)
+class Memory:
+    """KV pages, and what the scheduler does with them."""
+
+    pages: int
+    on_reuse: Callable[[Iterable[int]], None]
+    save: Callable[[list[int]], object]
+    restore: Callable[[Any, list[int]], None]
+
+
+class Device(Protocol):
+    name: str  # for `/server_info`
+    dtype: str
+    attention: str  # the backend in use
+
+    @property
+    def numerics(self) -> str:
+        """The guarantee that tokens have, with how it is kept."""
+
+    def load(self, config: ModelConfig) -> Parts:
+        """Target and drafter as they lie on disk, verified."""
+
+    def allocate(self, live: Parts, max_model_len: int) -> Memory:
+        """KV pages as asked for, or as many as fit."""
+
+    def equip(self, live: Parts, ladder: Ladder, page_table_SP: NDArray[np.int32]) -> tuple[Runner, Callable[[Sequence], None]]:
+        """The runner, drafters and all, and what is to be told when a sequence has ended."""
+
+    def install(self, live: Parts, changed: Parts) -> None:
+        """Committed weights take over, between two steps."""

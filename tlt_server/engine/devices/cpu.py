@@ -1,0 +1,98 @@
+"""The CPU: float32, compiled kernels, a runner that is done when `launch` returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tlt_server.attention.rows import KVCache
+from tlt_server.engine.devices import Memory
+from tlt_server.engine.runner import CpuRunner
+from tlt_server.engine.sampling import compile_kernels
+from tlt_server.engine.sequence import Sequence
+from tlt_server.engine.settings import EngineSettings
+from tlt_server.engine.sizing import kv_pages
+from tlt_server.models.config import ModelConfig
+from tlt_server.models.eagle import Eagle3, feature_layers
+from tlt_server.models.loader import load_target
+from tlt_server.models.numerics import Numerics
+from tlt_server.speculation.drafters import DRAFTERS, Drafter
+from tlt_server.speculation.drafters.eagle import Eagle
+from tlt_server.speculation.policies.arms import Ladder
+from tlt_server.speculation.survival import Calibration
+from tlt_server.weights.parts import Drafter as DrafterPart
+from tlt_server.weights.parts import Parts, Target
+
+
+class CpuDevice:
+    name, dtype = "cpu", "float32"
+
+    def __init__(self, settings: EngineSettings) -> None:
+        torch.set_num_threads(settings.threads)
+        self._settings, self.attention = settings, settings.attention
+        self._numerics = Numerics(settings.numerics, threads=settings.threads)
+        self._cache: KVCache | None = None
+        self._runner: CpuRunner | None = None
+        self._drafters: dict[str, Drafter] = {}
+
+    @property
+    def numerics(self) -> str:
+        return self._numerics.describe()
+
+    def load(self, config: ModelConfig) -> Parts:
+        settings = self._settings
+        eagle = Path(settings.drafter) if settings.drafter_is_network else None
+        target = load_target(
+            settings.model,
+            config=config,
+            numerics=self._numerics,
+            attention=settings.attention,
+            page_size=settings.page_size,
+            feature_layers=feature_layers(eagle, config) if eagle else (),
+        )
+        parts = Parts(Target(settings.weight_version, target, {}))
+        if eagle is None:
+            return parts
+        return Parts(parts.target, DrafterPart(settings.weight_version, Eagle3.load(eagle, target), Calibration.load(eagle), {}))
+
+    def allocate(self, live: Parts, max_model_len: int) -> Memory:
+        assert live.target is not None
+        settings, model = self._settings, live.target.network
+        bytes_per_page = model.make_cache(1, settings.page_size, 0).bytes_per_slot * settings.page_size
+        pages = kv_pages(settings, bytes_per_page, max_model_len)
+        self._cache = cache = model.make_cache(pages, settings.page_size, settings.max_draft_rows)
+        return Memory(pages, cache.reuse, cache.save, cache.restore)
+
+    def equip(self, live: Parts, ladder: Ladder, page_table_SP: NDArray[np.int32]) -> tuple[CpuRunner, Callable[[Sequence], None]]:
+        assert live.target is not None and self._cache is not None
+        compile_kernels()
+        for name in ladder.drafters:
+            self._drafters[name] = self._eagle(live) if name == "eagle" else DRAFTERS.resolve(name)()
+        self._runner = CpuRunner(live.target.network, self._cache, self._drafters, page_table_SP)
+        return self._runner, self._on_end
+
+    def install(self, live: Parts, changed: Parts) -> None:
+        assert live.target is not None and self._runner is not None
+        self._runner.model = live.target.network
+        eagle = self._drafters.get("eagle")
+        if live.drafter is not None and isinstance(eagle, Eagle):
+            live.drafter.network.follow(self._runner.model)
+            if changed.drafter is not None:
+                assert isinstance(live.drafter.calibration, Calibration)
+                eagle.adopt(live.drafter.network, live.drafter.calibration)
+            eagle.forget()  # its KV was made from features of the target before
+
+    def _eagle(self, live: Parts) -> Eagle:
+        assert live.target is not None and live.drafter is not None and isinstance(live.drafter.calibration, Calibration)
+        assert self._cache is not None
+        live.drafter.network.follow(live.target.network)
+        return Eagle(live.drafter.network, self._cache, live.drafter.calibration, max_requests=self._settings.max_running,
+                     max_rows=self._settings.max_draft_rows)
+
+    def _on_end(self, sequence: Sequence) -> None:
+        for drafter in self._drafters.values():
+            drafter.finish(sequence.id, sequence.request.group_id, sequence.tokens, sequence.prompt_len, sequence.request.salt)

@@ -1,0 +1,42 @@
+"""How long a sequence may be and how many KV pages there are: what was asked for, held against the model and the memory."""
+
+from __future__ import annotations
+
+import os
+
+from tlt_server.engine.settings import EngineSettings
+from tlt_server.errors import StartupError
+from tlt_server.models.config import ModelConfig
+
+MOST_POSITIONS = 1 << 22  # the rotary table of so many takes 4 GB at a head width of 128
+
+
+def served_length(settings: EngineSettings, config: ModelConfig) -> int:
+    """Positions of the longest sequence; `StartupError` when the model or this server has fewer than asked for."""
+    if settings.max_model_len > config.max_position:
+        raise StartupError(f"max_model_len {settings.max_model_len} exceeds the model's {config.max_position} positions; lower it")
+    chosen = settings.max_model_len or config.max_position
+    if chosen > MOST_POSITIONS:
+        raise StartupError(f"max_model_len {chosen} is above the most this server takes, {MOST_POSITIONS}; set max_model_len lower")
+    return chosen
+
+
+def kv_pages(settings: EngineSettings, bytes_per_page: int, max_model_len: int) -> int:
+    """Pages as asked for, or as many as fit and could be in use at once; `StartupError` when they are too few or too many."""
+    need = -(-max_model_len // settings.page_size)
+    pages = settings.pages
+    if not pages:
+        pages = settings.kv_memory_mb * 2**20 // bytes_per_page
+        if pages < need:
+            raise StartupError(
+                f"kv_memory_mb {settings.kv_memory_mb} holds {pages} pages, one sequence of max_model_len {max_model_len} needs {need}; "
+                f"raise it to {-(-need * bytes_per_page // 2**20)} or lower max_model_len"
+            )
+        pages = min(pages, need * settings.max_running)  # more could never be in use at once
+    installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if pages * bytes_per_page > installed:
+        raise StartupError(
+            f"{pages} pages of {settings.page_size} tokens take {pages * bytes_per_page // 2**20} MiB, this machine has "
+            f"{installed // 2**20}; lower pages, page_size or kv_memory_mb"
+        )
+    return pages
