@@ -78,12 +78,12 @@ class KVCache:
     def save(self, pages: list[int]) -> SavedPages:
         """A copy of everything these pages hold, for a sequence that loses them and cannot compute them again."""
         slots_S = self._slots(pages)
-        return SavedPages(self.k[:, slots_S], self.v[:, slots_S], self.features_SF[slots_S])
+        return SavedPages(*(array.cpu() for array in (self.k[:, slots_S], self.v[:, slots_S], self.features_SF[slots_S])))
 
     def restore(self, saved: SavedPages, pages: list[int]) -> None:
         """Write a copy into other pages; there may be more of them than were saved."""
         slots_S = self._slots(pages)[: saved.k.shape[1]]
-        self.k[:, slots_S], self.v[:, slots_S], self.features_SF[slots_S] = saved
+        self.k[:, slots_S], self.v[:, slots_S], self.features_SF[slots_S] = (array.to(self.k.device) for array in saved)
 
     def _slots(self, pages: list[int]) -> Tensor:
         first_P1 = torch.tensor(pages, dtype=torch.int64)[:, None] * self.page_size

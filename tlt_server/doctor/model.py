@@ -39,7 +39,7 @@ def _model(config: Config) -> Decoder:
 
 def target(config: Config) -> Finding:
     model = _model(config)
-    check_files(model.parameters(), config.model, ignored=unread(model))
+    check_files(model.parameters(), config.model, ignored=unread(model.config))
     return ok(f"{model.config.architecture}, {_values(model) / 1e6:,.1f} M parameters, every tensor is there")
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -48,6 +49,86 @@ def feature_layers(directory: str | Path, target: ModelConfig) -> tuple[int, ...
     return tuple(i + shift for i in ids)
 
 
+class Described(NamedTuple):
+    """What a drafter's directory says of itself."""
+
+    config: ModelConfig
+    draft_vocab_size: int
+    own_embedding: bool
+
+
+class Served(Protocol):
+    """What a drafter must fit, on whatever device."""
+
+    config: ModelConfig
+    feature_layers: tuple[int, ...]
+    hidden_size: int
+    vocab_size: int
+    max_position: int
+
+
+class Network(Protocol):
+    """An EAGLE-3 network on whatever device."""
+
+    draft_vocab_size: int
+    vocab_size: int
+
+    def parameters(self) -> dict[str, Tensor]: ...
+
+    def set_vocabulary(self, d2t_C: Tensor, t2d_V: Tensor, path: Path) -> None: ...
+
+
+def describe(directory: Path, target: Served) -> Described:
+    """`ModelError` when it does not fit the target."""
+    source = directory / "config.json"
+    raw = read_json(source)
+    config = ModelConfig.parse(raw, str(source))
+    if config.architecture != ARCHITECTURE:
+        raise ModelError(f"{source}: architecture {config.architecture!r} is not a drafter; expected {ARCHITECTURE!r}")
+    wanted = feature_layers(directory, target.config)
+    if target.feature_layers != wanted:
+        raise ModelError(f"{source}: the drafter reads target layers {wanted}, the target gives {target.feature_layers}; "
+                         "load the target with the drafter's feature layers")
+    for field in ("hidden_size", "vocab_size"):
+        found, expected = getattr(config, field), getattr(target, field)
+        if found != expected:
+            raise ModelError(f"{source}: {field!r} is {found}, the target's is {expected}; use a drafter trained for this target")
+    draft_vocab = raw.get("draft_vocab_size") or config.vocab_size
+    if type(draft_vocab) is not int or not 0 < draft_vocab <= config.vocab_size:
+        raise ModelError(f"{source}: 'draft_vocab_size' is {draft_vocab!r}; expected 1 to {config.vocab_size}")
+    config = replace(config, max_position=target.max_position)
+    return Described(config, draft_vocab, own_embedding="embed_tokens.weight" in tensor_files(directory))
+
+
+def fill_drafter(network: Network, directory: Path) -> None:
+    """Weights and vocabulary map of a published checkpoint."""
+    fill(network.parameters(), directory, ignored=VOCABULARY_MAP)
+    files, vocab, count = tensor_files(directory), network.vocab_size, network.draft_vocab_size
+    expected = {"d2t": torch.empty(count, dtype=torch.int64), "t2d": torch.empty(vocab, dtype=torch.bool)}
+    absent = [name for name in expected if name not in files]
+    if absent:
+        if len(absent) == 2 and count == vocab:
+            return  # the whole vocabulary: identity
+        raise ModelError(f"{directory}: tensor {absent[0]!r} is missing, expected shape {list(expected[absent[0]].shape)}; "
+                         "export the drafter again with its vocabulary map")
+    found = {}
+    for name in expected:
+        ((_, found[name]),) = read_tensors(files[name], [name])
+    network.set_vocabulary(found["d2t"], found["t2d"], files["d2t"])
+
+
+def target_ids(d2t_C: Tensor, t2d_V: Tensor, count: int, vocab: int, path: Path) -> Tensor:
+    """Draft id -> target id, int64 [C], as a checkpoint's two tensors say; `ModelError` where they disagree."""
+    check_tensor("d2t", d2t_C, torch.empty(count, dtype=torch.int64), path)
+    check_tensor("t2d", t2d_V, torch.empty(vocab, dtype=torch.bool), path)
+    ids = torch.arange(count) + d2t_C
+    within = bool(((ids >= 0) & (ids < vocab)).all())
+    if not within or not t2d_V[ids].all() or int(t2d_V.sum()) != count:
+        raise ModelError(f"{path}: tensors 'd2t' and 't2d' contradict each other or leave the vocabulary of {vocab}; "
+                         "export the drafter again")
+    return ids
+
+
 class Eagle3:
     """Layers and storage of one drafter, sharing the target's numerics, page size and (where absent) embedding."""
 
@@ -80,32 +161,15 @@ class Eagle3:
         """Raises `ModelError`. The target must have been built with this drafter's `feature_layers`."""
         directory = Path(directory)
         drafter = cls.empty(directory, target)
-        fill(drafter.parameters(), directory, ignored=VOCABULARY_MAP)
-        drafter._load_vocabulary(tensor_files(directory), target.vocab_size)
+        fill_drafter(drafter, directory)
         drafter._load_calibration(directory / "calibration.safetensors")
         return drafter
 
     @classmethod
     def empty(cls, directory: Path, target: Decoder) -> Eagle3:
         """The network that the directory describes, its storage not filled; `ModelError` when it does not fit the target."""
-        source = directory / "config.json"
-        raw = read_json(source)
-        config = ModelConfig.parse(raw, str(source))
-        if config.architecture != ARCHITECTURE:
-            raise ModelError(f"{source}: architecture {config.architecture!r} is not a drafter; expected {ARCHITECTURE!r}")
-        wanted = feature_layers(directory, target.config)
-        if target.feature_layers != wanted:
-            raise ModelError(f"{source}: the drafter reads target layers {wanted}, the target gives {target.feature_layers}; "
-                             "load the target with the drafter's feature layers")
-        for field in ("hidden_size", "vocab_size"):
-            found, expected = getattr(config, field), getattr(target, field)
-            if found != expected:
-                raise ModelError(f"{source}: {field!r} is {found}, the target's is {expected}; use a drafter trained for this target")
-        draft_vocab = raw.get("draft_vocab_size") or config.vocab_size
-        if type(draft_vocab) is not int or not 0 < draft_vocab <= config.vocab_size:
-            raise ModelError(f"{source}: 'draft_vocab_size' is {draft_vocab!r}; expected 1 to {config.vocab_size}")
-        config = replace(config, max_position=target.max_position)
-        return cls(config, draft_vocab, target, own_embedding="embed_tokens.weight" in tensor_files(directory))
+        described = describe(directory, target)
+        return cls(described.config, described.draft_vocab_size, target, own_embedding=described.own_embedding)
 
     def blank(self, target: Decoder, *, own_embedding: bool) -> Eagle3:
         """The same network with storage of its own, to be filled with other weights; the vocabulary map is kept until set anew."""
@@ -118,30 +182,9 @@ class Eagle3:
         if not self.own_embedding:
             self.embedding_VH = target.embedding_VH
 
-    def _load_vocabulary(self, files: dict[str, Path], vocab: int) -> None:
-        expected = {"d2t": torch.empty(self.draft_vocab_size, dtype=torch.int64), "t2d": torch.empty(vocab, dtype=torch.bool)}
-        absent = [name for name in expected if name not in files]
-        if absent:
-            if len(absent) == 2 and self.draft_vocab_size == vocab:
-                return  # the whole vocabulary: identity
-            raise ModelError(f"{files['lm_head.weight'].parent}: tensor {absent[0]!r} is missing, expected shape "
-                             f"{list(expected[absent[0]].shape)}; export the drafter again with its vocabulary map")
-        found = {}
-        for name in expected:
-            ((_, found[name]),) = read_tensors(files[name], [name])
-        self.set_vocabulary(found["d2t"], found["t2d"], files["d2t"])
-
     def set_vocabulary(self, d2t_C: Tensor, t2d_V: Tensor, path: Path) -> None:
         """Map draft ids to target ids as a checkpoint's two tensors say; they must agree. `path` names them in errors."""
-        vocab = self.vocab_size
-        check_tensor("d2t", d2t_C, torch.empty(self.draft_vocab_size, dtype=torch.int64), path)
-        check_tensor("t2d", t2d_V, torch.empty(vocab, dtype=torch.bool), path)
-        ids = torch.arange(self.draft_vocab_size) + d2t_C
-        within = bool(((ids >= 0) & (ids < vocab)).all())
-        if not within or not t2d_V[ids].all() or int(t2d_V.sum()) != self.draft_vocab_size:
-            raise ModelError(f"{path}: tensors 'd2t' and 't2d' contradict each other or leave the vocabulary of {vocab}; "
-                             "export the drafter again")
-        self.target_ids = ids
+        self.target_ids = target_ids(d2t_C, t2d_V, self.draft_vocab_size, self.vocab_size, path)
 
     def _load_calibration(self, path: Path) -> None:
         if not path.exists():

@@ -31,7 +31,7 @@ def load_target(directory: str | Path, *, numerics: Numerics, config: ModelConfi
     """
     model = empty_target(directory, numerics=numerics, config=config, attention=attention, page_size=page_size,
                          feature_layers=feature_layers)
-    fill(model.parameters(), Path(directory), ignored=unread(model))
+    fill(model.parameters(), Path(directory), ignored=unread(model.config))
     model.self_test()
     return model
 
@@ -40,18 +40,22 @@ def empty_target(directory: str | Path, *, numerics: Numerics, config: ModelConf
                  page_size: int = 16, feature_layers: tuple[int, ...] = ()) -> Decoder:
     """The model that the directory's JSON files describe, its storage not filled; on torch's device `meta` it takes no memory."""
     directory = Path(directory)
-    config = config or ModelConfig.read(directory)
-    generation = directory / "generation_config.json"
-    if generation.exists():
-        ids = token_ids(read_json(generation), str(generation))
-        config = replace(config, eos_token_ids=ids or config.eos_token_ids)
+    config = eos_token_ids(config or ModelConfig.read(directory), directory)
     family: type[Decoder] = FAMILIES.resolve(config.architecture)
     return family(config, numerics=numerics, attention=attention, page_size=page_size, feature_layers=feature_layers)
 
 
-def unread(model: Decoder) -> set[str]:
+def eos_token_ids(config: ModelConfig, directory: Path) -> ModelConfig:
+    """The config with the end tokens that `generation_config.json` names, where there is one."""
+    generation = directory / "generation_config.json"
+    if not generation.exists():
+        return config
+    return replace(config, eos_token_ids=token_ids(read_json(generation), str(generation)) or config.eos_token_ids)
+
+
+def unread(config: ModelConfig) -> set[str]:
     """Tensors that a checkpoint of this model may hold and nobody reads."""
-    return {"lm_head.weight"} if model.config.tied_embeddings else set()
+    return {"lm_head.weight"} if config.tied_embeddings else set()
 
 
 def fill(parameters: dict[str, Tensor], directory: Path, *, ignored: Collection[str] = ()) -> None:
@@ -61,8 +65,9 @@ def fill(parameters: dict[str, Tensor], directory: Path, *, ignored: Collection[
     for path in sorted(set(files.values())):
         names = [name for name in parameters if files[name] == path]
         for name, tensor in read_tensors(path, names):
-            check_tensor(name, tensor, parameters[name], path)
-            parameters[name].copy_(tensor)
+            values = tensor.to(parameters[name].device)
+            check_tensor(name, values, parameters[name], path)
+            parameters[name].copy_(values)
 
 
 def check_files(parameters: Mapping[str, Tensor], directory: Path, *, ignored: Collection[str] = ()) -> None:

@@ -35,7 +35,12 @@ def checksum(kind: str, tensor: Tensor) -> str:
 
 def live_sums(parameters: Mapping[str, Tensor]) -> dict[str, str]:
     """sha256 of every tensor's values in the checkpoint's own shape, whatever the layout they live in."""
-    return {name: checksum("sha256", tensor.contiguous()) for name, tensor in parameters.items()}
+    return {name: checksum("sha256", values(tensor).contiguous().cpu()) for name, tensor in parameters.items()}
+
+
+def values(tensor: Tensor) -> Tensor:
+    """What a sum is taken over: float32 whatever the type of storage."""
+    return tensor.float() if tensor.is_floating_point() else tensor
 
 
 def digest(sums: Mapping[str, str]) -> str:

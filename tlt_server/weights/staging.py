@@ -18,7 +18,7 @@ from tlt_server.models.decoder import Decoder
 from tlt_server.models.loader import check_names, check_tensor
 from tlt_server.records import Manifest, TensorEntry
 from tlt_server.weights.checkpoint import Checkpoint
-from tlt_server.weights.checksums import checksum, digest, kind_of
+from tlt_server.weights.checksums import checksum, digest, kind_of, values
 from tlt_server.weights.parts import DRAFTER_PREFIX, Drafter, Parts, Target
 from tlt_server.weights.source import Source
 
@@ -147,10 +147,10 @@ class _Staging:
                 check_tensor(name, tensor, parameters.get(name, tensor), path)
                 _compare(tensor, declared.get(name), path)
                 self.steps.enter("fill")
-                values = tensor.float() if tensor.is_floating_point() else tensor
-                sums[name] = checksum("sha256", values)
+                stored = tensor.to(parameters[name].dtype) if name in parameters else tensor
+                sums[name] = checksum("sha256", values(stored))
                 if name in parameters:
-                    parameters[name].copy_(values)
+                    parameters[name].copy_(stored)
                 elif found is not None:
                     found[name] = tensor
             self.steps.enter("spool")

@@ -23,6 +23,7 @@ from tlt_server.weights.parts import Parts
 DEVICES = Registry("device", {
     "cpu": "tlt_server.engine.devices.cpu:CpuDevice",
     "cuda": "tlt_server.engine.devices.cuda:CudaDevice",
+    "interpreter": "tlt_server.engine.devices.cuda:Interpreted",
 })
 
 

@@ -1,0 +1,93 @@
+"""Attention on a GPU by name: planned once per step for its rows, then called by every layer.
+
+A backend is built as `Backend(heads=..., kv_heads=..., head_dim=..., context=..., device=...)`; `planned(rows)` gives what a pass of so
+many rows calls, with buffers of its own, so that a captured graph may hold it. Partial results of all passes share one workspace: only
+one runs at a time. In strict numerics a row's bits depend only on its own query and keys, see `tlt_kernels.gpu.attention`.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tlt_kernels import reference
+from tlt_kernels.gpu import attention as kernels
+from tlt_kernels.gpu.tensors import PAGE_SIZE, Rows
+from tlt_server.registry import Registry
+
+GPU_BACKENDS = Registry("GPU attention backend", {
+    "triton": "tlt_server.attention.gpu:TritonPaged",
+    "torch": "tlt_server.attention.gpu:TorchGathered",
+})
+
+
+class Planned(Protocol):
+    def plan(self, rows: Rows, page_table_QP: Tensor) -> None:
+        """These are the rows of the step."""
+
+    def __call__(self, q_RND: Tensor, k_SKD: Tensor, v_SKD: Tensor, *, first: int = 0) -> Tensor: ...
+
+
+class GpuAttention(Protocol):
+    capturable: bool
+
+    def planned(self, rows: int, *, tiles: bool = True) -> Planned:
+        """For so many rows; without `tiles` no two of them belong to one request."""
+
+
+class TritonPaged:
+    capturable = True
+
+    def __init__(self, *, heads: int, kv_heads: int, head_dim: int, context: int, device: torch.device) -> None:
+        self._shape = {"heads": heads, "kv_heads": kv_heads, "width": head_dim, "context": context, "device": device}
+        self._scale = head_dim**-0.5
+        self._workspace: kernels.Plan | None = None
+
+    def planned(self, rows: int, *, tiles: bool = True) -> TritonPlanned:
+        plan = kernels.allocate(rows=rows, tiles=tiles, **self._shape)  # type: ignore[arg-type]
+        if self._workspace is None or len(self._workspace.top_WN) < len(plan.top_WN):
+            self._workspace = plan  # passes made before keep the one they have
+        shared, states = self._workspace, len(plan.top_WN)
+        plan = plan._replace(top_WN=shared.top_WN[:states], sum_WN=shared.sum_WN[:states], acc_WND=shared.acc_WND[:states])
+        return TritonPlanned(plan, self._scale)
+
+
+class TritonPlanned:
+    def __init__(self, plan: kernels.Plan, scale: float) -> None:
+        self._plan, self._scale = plan, scale
+        self._rows: kernels.PagedRows | None = None
+
+    def plan(self, rows: Rows, page_table_QP: Tensor) -> None:
+        self._rows = kernels.PagedRows(rows.position_R, rows.place_R, rows.base_R, rows.path_RD, page_table_QP)
+        kernels.plan(self._rows, self._plan)
+
+    def __call__(self, q_RND: Tensor, k_SKD: Tensor, v_SKD: Tensor, *, first: int = 0) -> Tensor:
+        assert self._rows is not None
+        return kernels.attend(q_RND, k_SKD, v_SKD, self._rows, self._plan, first=first, scale=self._scale)
+
+
+class TorchGathered:
+    """The slow twin: row by row, and it waits for the device, so nothing with it is captured."""
+
+    capturable = False
+
+    def __init__(self, *, heads: int, kv_heads: int, head_dim: int, context: int, device: torch.device) -> None:
+        self._scale = head_dim**-0.5
+
+    def planned(self, rows: int, *, tiles: bool = True) -> TorchPlanned:
+        return TorchPlanned(self._scale)
+
+
+class TorchPlanned:
+    def __init__(self, scale: float) -> None:
+        self._scale = scale
+        self._arguments: tuple[Tensor, ...] = ()
+
+    def plan(self, rows: Rows, page_table_QP: Tensor) -> None:
+        each_R = torch.arange(len(rows.position_R), device=rows.position_R.device)
+        self._arguments = rows.position_R, each_R, rows.base_R, page_table_QP[rows.place_R.long()], rows.path_RD
+
+    def __call__(self, q_RND: Tensor, k_SKD: Tensor, v_SKD: Tensor, *, first: int = 0) -> Tensor:
+        return reference.attend_rows(q_RND, k_SKD, v_SKD, *self._arguments, PAGE_SIZE, first, self._scale)

@@ -1,0 +1,261 @@
+"""A GPU: Triton kernels with a fixed order of addition, captured cycles, a runner that is told results a step late.
+
+Pushed weights are exchanged with the live ones in place, because CUDA graphs hold addresses: the staged copy then holds the version
+before. `Interpreted` is the same engine on Triton's CPU interpreter, for tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tlt_kernels.gpu.places import UploadLayout
+from tlt_kernels.gpu.tensors import PAGE_SIZE, Calibration, Places
+from tlt_server.attention.gpu import GPU_BACKENDS, GpuAttention
+from tlt_server.attention.rows import KVCache
+from tlt_server.engine.devices import Memory
+from tlt_server.engine.gpu.buckets import LEAST_DEPTH, MOST_VERIFIED, TREE_ROWS, batch_buckets, reachable
+from tlt_server.engine.gpu.drafts import DeviceDrafter
+from tlt_server.engine.gpu.drafts.eagle import EagleDrafts
+from tlt_server.engine.gpu.drafts.history import HistoryDrafts
+from tlt_server.engine.gpu.graphs import GraphPool
+from tlt_server.engine.gpu.runner import GpuRunner
+from tlt_server.engine.gpu.state import DeviceState, Slots
+from tlt_server.engine.sequence import Sequence
+from tlt_server.engine.settings import EngineSettings
+from tlt_server.errors import StartupError
+from tlt_server.models.config import ModelConfig
+from tlt_server.models.eagle import describe, feature_layers, fill_drafter
+from tlt_server.models.gpu.decoder import GpuDecoder
+from tlt_server.models.gpu.eagle import GpuEagle3
+from tlt_server.models.gpu.layers import Placement
+from tlt_server.models.gpu.products import PRODUCTS
+from tlt_server.models.loader import eos_token_ids, fill, unread
+from tlt_server.speculation.drafters.history import prior
+from tlt_server.speculation.policies.arms import Ladder
+from tlt_server.speculation.survival import Calibration as HostCalibration
+from tlt_server.weights.parts import Drafter, Parts, Target
+
+GIB = 2**30
+STOPS = 8  # stop ids per request that the device knows; the host sees to the others
+RESERVE = 2 * GIB  # for graphs, libraries and fragmentation
+EXTENSIONS = 4  # upload entries for new pages, per running sequence
+
+
+class CudaDevice:
+    def __init__(self, settings: EngineSettings, device: torch.device | None = None) -> None:
+        self._settings = settings
+        self.device = device or _first_gpu()
+        if settings.page_size != PAGE_SIZE:
+            raise StartupError(f"page_size is {settings.page_size}; the kernels of a GPU have pages of {PAGE_SIZE}: leave the setting out")
+        self.dtype, self.attention = settings.dtype, settings.attention
+        self._placement = Placement(self.device, getattr(torch, settings.dtype), PRODUCTS[settings.numerics]())
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._runner: GpuRunner | None = None
+        self._eagle: EagleDrafts | None = None
+        self._cache: KVCache | None = None
+
+    @property
+    def name(self) -> str:
+        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "interpreter"
+
+    @property
+    def numerics(self) -> str:
+        if self._settings.numerics == "fast":
+            return "fast: library products as they come; exact in distribution, not bit for bit"
+        return "strict: kernels that add in an order fixed by the weights' shapes and absolute positions"
+
+    # -- weights -------------------------------------------------------------------------------------------------
+
+    def load(self, config: ModelConfig) -> Parts:
+        settings, directory = self._settings, Path(self._settings.model)
+        eagle = Path(settings.drafter) if settings.drafter_is_network else None
+        config = eos_token_ids(config, directory)
+        with self._memory("the weights", "serve a smaller model, or dtype bfloat16"):
+            target = GpuDecoder(config, placement=self._placement, feature_layers=feature_layers(eagle, config) if eagle else ())
+            fill(target.parameters(), directory, ignored=unread(config))
+            parts = Parts(Target(settings.weight_version, target, {}))
+            if eagle is None:
+                return parts
+            described = describe(eagle, target)
+            network = GpuEagle3(described.config, described.draft_vocab_size, target, own_embedding=described.own_embedding)
+            fill_drafter(network, eagle)
+        return Parts(parts.target, Drafter(settings.weight_version, network, HostCalibration.load(eagle), {}))
+
+    def install(self, live: Parts, changed: Parts) -> None:
+        assert self._runner is not None and isinstance(live.target, Target)
+        if self._stream is not None:
+            torch.cuda.synchronize(self.device)  # staging copied on another stream
+        if changed.target is not None:
+            exchange(self._runner.state.model, changed.target.network)
+            self._runner.state.model = changed.target.network
+        if changed.drafter is not None and self._eagle is not None:
+            exchange(self._eagle.network, changed.drafter.network)
+            self._eagle.network = changed.drafter.network
+            self._eagle.adopt(changed.drafter.calibration)
+
+    # -- memory --------------------------------------------------------------------------------------------------
+
+    def allocate(self, live: Parts, max_model_len: int) -> Memory:
+        assert live.target is not None
+        settings, model = self._settings, live.target.network
+        network = live.drafter.network if live.drafter else None
+        per_page = PAGE_SIZE * _bytes_per_slot(model.config, self._placement.dtype)
+        if network is not None:
+            per_page += PAGE_SIZE * _bytes_per_slot(network.config, self._placement.dtype, layers=1)
+            per_page += network.config.hidden_size * self._placement.dtype.itemsize
+        need = -(-max_model_len // PAGE_SIZE)
+        pages = settings.pages or self._affordable_pages(per_page, model, need)
+        pages = min(pages, need * settings.max_running) if not settings.pages else pages
+        with self._memory(f"{pages} KV pages", "lower pages, max_model_len or max_running"):
+            self._slots = Slots(pages * PAGE_SIZE, max(MOST_VERIFIED, settings.max_running), TREE_ROWS)
+            scratch = self._slots.verified + 1
+            self._cache = _cache(model.config, pages, scratch, self._placement, model.config.layers)
+            self._draft_cache = _cache(network.config, pages, scratch + self._slots.tree, self._placement, 1) if network else None
+            self._page_hint_PH = torch.zeros(pages, network.config.hidden_size, dtype=self._placement.dtype,
+                                             device=self.device) if network else None
+        return Memory(pages, self._cache.reuse, self._save, self._restore)
+
+    def _affordable_pages(self, per_page: int, model: GpuDecoder, need: int) -> int:
+        settings = self._settings
+        if settings.kv_memory_mb:
+            budget, asked = settings.kv_memory_mb * 2**20, f"kv_memory_mb {settings.kv_memory_mb}"
+        else:
+            free, total = torch.cuda.mem_get_info(self.device)
+            weights = sum(view.numel() * view.element_size() for view in model.parameters().values())
+            staging = 2 * weights if settings.weight_root else 0  # a staged version, and the one before
+            activations = settings.max_rows * (8 * model.config.intermediate_size + 64 * model.config.hidden_size)
+            logits = 4 * model.config.vocab_size * (MOST_VERIFIED + settings.max_running)
+            kept_free = total * (1 - settings.memory_fraction)
+            budget = int(free - kept_free - staging - activations - logits - RESERVE)
+            asked = (f"memory_fraction {settings.memory_fraction} of {total / GIB:.0f} GiB leaves {max(budget, 0) / GIB:.1f} GiB beside "
+                     f"{weights / GIB:.1f} of weights{f' and {staging / GIB:.1f} for pushed ones' if staging else ''}, which")
+        if budget // per_page < need:
+            held = max(budget, 0) // per_page
+            raise StartupError(f"{asked} holds {held} KV pages, one sequence of max_model_len {need * PAGE_SIZE} needs {need} "
+                               f"({need * per_page / GIB:.2f} GiB); lower max_model_len to {held * PAGE_SIZE}, or give more")
+        return budget // per_page
+
+    def _save(self, pages: list[int]) -> object:
+        return [cache.save(pages) for cache in self._caches]
+
+    def _restore(self, saved: object, pages: list[int]) -> None:
+        assert isinstance(saved, list)
+        for cache, kept in zip(self._caches, saved, strict=True):
+            cache.restore(kept, pages)
+
+    @property
+    def _caches(self) -> list[KVCache]:
+        assert self._cache is not None
+        return [self._cache, *([self._draft_cache] if self._draft_cache is not None else [])]
+
+    # -- the runner ----------------------------------------------------------------------------------------------
+
+    def equip(self, live: Parts, ladder: Ladder, page_table_SP: NDArray[np.int32]) -> tuple[GpuRunner, Callable[[Sequence], None]]:
+        assert live.target is not None and self._cache is not None
+        settings, model = self._settings, live.target.network
+        with self._memory("buffers and graphs", f"lower memory_fraction (now {settings.memory_fraction}) by 0.05, or max_running"):
+            state = self._state(model, ladder, page_table_SP.shape[1])
+            attention = self._backend(model.config)
+            drafters = self._drafters(live, state)
+            capture = settings.graphs and attention.capturable and self._stream is not None
+            self._runner = GpuRunner(state, attention, drafters, GraphPool(self._stream if capture else None),
+                                     max_running=settings.max_running, stream=self._stream, page_hint_PH=self._page_hint_PH)
+            if capture:
+                self._runner.prepare(reachable(ladder.arms, ladder.rows, settings.max_running), lambda done, of: None)
+        return self._runner, lambda sequence: None
+
+    def _state(self, model: GpuDecoder, ladder: Ladder, pages_per_sequence: int) -> DeviceState:
+        settings, tokens = self._settings, pages_per_sequence * PAGE_SIZE
+        assert self._cache is not None
+        batch = batch_buckets(settings.max_running)[-1]
+        layout = UploadLayout(batch=batch, works=batch, admissions=max(16, batch), extensions=EXTENSIONS * batch, stops=STOPS,
+                              payload=max(65536, 2 * tokens), idle=batch)
+        places = Places.allocate(batch + 1, tokens, hidden=self._hidden, stops=STOPS, dtype=self._placement.dtype, device=self.device.type)
+        upload_U = torch.zeros(layout.size, dtype=torch.int32, device=self.device)
+        depth = max(LEAST_DEPTH, *(arm.depth for arm in ladder.arms))
+        return DeviceState(model, self._cache, self._slots, places, layout, upload_U, depth, STOPS, model.max_position)
+
+    @property
+    def _hidden(self) -> int:
+        return self._page_hint_PH.shape[1] if self._page_hint_PH is not None else 1
+
+    def _backend(self, config: ModelConfig) -> GpuAttention:
+        return GPU_BACKENDS.resolve(self.attention)(heads=config.heads, kv_heads=config.kv_heads, head_dim=config.head_dim,
+                                                    context=config.max_position, device=self.device)
+
+    def _drafters(self, live: Parts, state: DeviceState) -> dict[str, DeviceDrafter]:
+        drafters: dict[str, DeviceDrafter] = {}
+        if live.drafter is not None:
+            network = live.drafter.network
+            host = live.drafter.calibration
+            assert isinstance(host, HostCalibration) and self._draft_cache is not None and self._page_hint_PH is not None
+            self._eagle = drafters["eagle"] = EagleDrafts(
+                state, network, self._draft_cache, self._backend(network.config), Calibration.of(self._floats(host.survival_K)),
+                self._floats(host.gap_edges), self._page_hint_PH)
+        if self._settings.drafter != "none":
+            drafters["history"] = HistoryDrafts(state, Calibration.of(self._floats(prior())))
+        return drafters
+
+    def _floats(self, values: NDArray[np.float32]) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values, np.float32)).to(self.device)
+
+    def _memory(self, what: str, remedy: str) -> _OutOfMemory:
+        return _OutOfMemory(what, remedy)
+
+
+class Interpreted(CudaDevice):
+    """The GPU engine without a GPU."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        super().__init__(settings, torch.device("cpu"))
+
+
+class _OutOfMemory:
+    """Turns a device's out-of-memory error into one that names the remedy."""
+
+    def __init__(self, what: str, remedy: str) -> None:
+        self._what, self._remedy = what, remedy
+
+    def __enter__(self) -> None:
+        """Nothing to set up."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, torch.OutOfMemoryError):
+            free, total = torch.cuda.mem_get_info()
+            raise StartupError(f"the GPU has no room for {self._what}: {free / GIB:.1f} of {total / GIB:.1f} GiB are free; {self._remedy}, "
+                               "or end what else uses this GPU (nvidia-smi lists it)") from error
+
+
+def exchange(resident: object, other: object) -> None:
+    """`other` takes over the storage that graphs know, with its own values in it; `resident` keeps its values in the other storage."""
+    mine, theirs = resident.parameters(), other.parameters()  # type: ignore[attr-defined]
+    for name, view in mine.items():
+        kept = view.clone()
+        view.copy_(theirs[name])
+        theirs[name].copy_(kept)
+    resident.__dict__, other.__dict__ = other.__dict__, resident.__dict__
+
+
+def _first_gpu() -> torch.device:
+    if not torch.cuda.is_available():
+        raise StartupError("device is cuda, but torch finds no GPU; start with --device cpu, or check the driver with nvidia-smi")
+    major, minor = torch.cuda.get_device_capability()
+    if major < 8:
+        raise StartupError(f"the GPU has compute capability {major}.{minor}; 8.0 or later is needed: start with --device cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _bytes_per_slot(config: ModelConfig, dtype: torch.dtype, layers: int | None = None) -> int:
+    return 2 * (layers or config.layers) * config.kv_heads * config.head_dim * dtype.itemsize
+
+
+def _cache(config: ModelConfig, pages: int, scratch: int, placement: Placement, layers: int) -> KVCache:
+    return KVCache(layers=layers, pages=pages, page_size=PAGE_SIZE, scratch=scratch, kv_heads=config.kv_heads, head_dim=config.head_dim,
+                   dtype=placement.dtype, device=str(placement.device))
+

@@ -1,0 +1,81 @@
+"""Rare sampling features of a GPU step, done by the host: penalties, biases, masks, alternatives, raw and prompt log-probs.
+
+The rows' logits come up, the CPU sampler takes them as it does on a CPU, and its tokens go down before the walk. Such a request is
+never speculated on and never decodes ahead of the host, so its row is the root alone and all its state is known here.
+
+Legend: S samples, V vocabulary, B batch bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tlt_server.engine.gpu.extend import Extend
+from tlt_server.engine.sampling import prompt_logprobs, sample
+from tlt_server.engine.scheduler import Emission, Work
+from tlt_server.records import TokenLogprobs
+
+
+@dataclass
+class HostSampling:
+    """What the device's outcome of an entry does not say."""
+
+    raw_logprob: float | None = None
+    top: TokenLogprobs | None = None
+    prompt: list[TokenLogprobs | None] | None = None
+
+    def add_to(self, emission: Emission) -> None:
+        if emission.tokens and self.raw_logprob is not None:
+            emission.raw_logprobs = [self.raw_logprob]
+        if emission.tokens and self.top is not None:
+            emission.top_logprobs = [self.top]
+        emission.prompt_logprobs = self.prompt
+
+
+def sample_by_host(extend: Extend, hosted: Mapping[int, Work], prompts: Sequence[Work]) -> dict[int, HostSampling]:
+    """Run the pass with the host's samples for the entries of `hosted`; waits for the device."""
+    logits_SV = extend.forward()
+    extend.sample(logits_SV)
+    found = _sample(extend, logits_SV, hosted) if hosted else {}
+    row = extend.key.decode_rows
+    for w, work in enumerate(prompts):
+        if work.sequence.request.sampling.prompt_logprobs is not None and work.sequence.output_len == 0:
+            found.setdefault(extend.key.batch + w, HostSampling()).prompt = _score(extend, work, row)
+        row += work.end - work.start
+    extend.finish()
+    return found
+
+
+def _sample(extend: Extend, logits_SV: torch.Tensor, hosted: Mapping[int, Work]) -> dict[int, HostSampling]:
+    batch, decode_rows = extend.key.batch, extend.key.decode_rows
+    root_E = extend.trees.root_E.tolist()  # of a decoding entry its row, which is also its sample
+    samples = [root_E[entry] if entry < batch else decode_rows + entry - batch for entry in hosted]
+    index_S = torch.tensor(samples, dtype=torch.int64, device=logits_SV.device)
+    sequences = [work.sequence for work in hosted.values()]
+    position_S = np.array([sequence.length for sequence in sequences], np.int64)
+    of_S, path_SD = np.arange(len(samples)), np.zeros((len(samples), 0), np.int32)
+    sampled = sample(logits_SV[index_S].cpu(), [sequence.state for sequence in sequences], of_S, position_S, path_SD)
+    into = extend.sampled
+    into.token_S[index_S] = torch.from_numpy(sampled.token_S).to(into.token_S)
+    into.logprob_S[index_S] = torch.from_numpy(sampled.logprob_S).to(into.logprob_S)
+    raw_S = sampled.raw_logprob_S.tolist() if sampled.raw_logprob_S is not None else []
+    return {
+        entry: HostSampling(raw_S[s] if sequence.state.raw else None, sampled.top[s])
+        for s, (entry, sequence) in enumerate(zip(hosted, sequences, strict=True))
+    }
+
+
+def _score(extend: Extend, work: Work, first_row: int) -> list[TokenLogprobs | None]:
+    """Log-probs of the prompt tokens behind the work's rows: row p gives those of position p + 1."""
+    sequence, count = work.sequence, work.sequence.request.sampling.prompt_logprobs
+    assert count is not None
+    found: list[TokenLogprobs | None] = [None] if work.start == 0 else []
+    rows = min(work.end, sequence.prompt_len - 1) - work.start
+    if rows > 0:
+        logits_RV = extend.state.model.logits(extend.forwarded.hidden_RH[first_row : first_row + rows])
+        found += prompt_logprobs(logits_RV.cpu(), sequence.tokens[work.start + 1 : work.start + 1 + rows].tolist(), count)
+    return found

@@ -1,0 +1,45 @@
+"""Drafters on the device: one file each, one table line each. They fill a table of candidate nodes and never wait for the host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from tlt_kernels.gpu.tensors import Kept, Nodes, Rows, Trees
+from tlt_server.registry import Registry
+
+DEVICE_DRAFTERS = Registry("device drafter", {
+    "eagle": "tlt_server.engine.gpu.drafts.eagle:EagleDrafts",
+    "history": "tlt_server.engine.gpu.drafts.history:HistoryDrafts",
+})
+
+
+class DraftKey(NamedTuple):
+    """Static shapes of a draft pass."""
+
+    drafter: str
+    batch: int
+    depth: int
+    width: int
+
+
+class DraftPass(Protocol):
+    """The pass of one key, with its buffers; captured."""
+
+    nodes: Nodes
+
+    def run(self) -> None: ...
+
+
+class DeviceDrafter(Protocol):
+    def draft_pass(self, key: DraftKey) -> DraftPass: ...
+
+    def follow(self, rows: Rows, kept: Kept, features_RF: Tensor) -> None:
+        """Part of every extend pass: keep up with what the target has computed."""
+
+    def observe(self, trees: Trees, kept: Kept, nodes: Nodes, rows: Rows, decode_rows: int) -> None:
+        """Learn from what was accepted of the nodes."""
+
+    def gauges(self) -> Mapping[str, float]: ...

@@ -1,0 +1,86 @@
+"""EAGLE-3 on the device: a best-first tree grown with the noise the target will sample with, depth passes in one graph.
+
+Its KV is always kept: every extend pass also fuses the features of its rows and stores the drafter's keys and values at the rows' own
+slots, so speculation turns on without any catching up. Legend: B requests, X draft rows, M rows of a level, H hidden, F features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from tlt_kernels.gpu.accept import calibrate, commit_kv, store_hints
+from tlt_kernels.gpu.children import children
+from tlt_kernels.gpu.gather import gather, previous_hints
+from tlt_kernels.gpu.growth import columns, grow, roots
+from tlt_kernels.gpu.tensors import Calibration, Draft, Kept, Nodes, Rows, Trees
+from tlt_server.attention.gpu import GpuAttention
+from tlt_server.attention.rows import KVCache
+from tlt_server.engine.gpu.drafts import DraftKey
+from tlt_server.engine.gpu.state import DeviceState
+from tlt_server.models.gpu.eagle import GpuEagle3
+from tlt_server.models.gpu.layers import RowTensors
+from tlt_server.speculation.survival import Calibration as OnlineTable
+
+
+class EagleDrafts:
+    def __init__(self, state: DeviceState, network: GpuEagle3, cache: KVCache, attention: GpuAttention, calibration: Calibration,
+                 gap_edge_G: Tensor, page_hint_PH: Tensor) -> None:
+        """`page_hint_PH` [pages, H]: the hint behind each page's last position, for whoever finds the page by its prefix."""
+        self.state, self.network, self.cache, self.attention = state, network, cache, attention
+        self.calibration, self.gap_edge_G, self.page_hint_PH = calibration, gap_edge_G, page_hint_PH
+
+    def adopt(self, calibration: OnlineTable) -> None:
+        """Another network's table, over buckets of its own; nothing observed yet."""
+        self.gap_edge_G.copy_(torch.from_numpy(calibration.gap_edges))
+        fresh = Calibration.of(torch.from_numpy(calibration.survival_K))
+        for mine, value in zip(self.calibration, fresh, strict=True):
+            mine.copy_(value)
+
+    def draft_pass(self, key: DraftKey) -> EaglePass:
+        return EaglePass(key, self)
+
+    def follow(self, rows: Rows, kept: Kept, features_RF: Tensor) -> None:
+        places = self.state.places
+        g_RH = self.network.fuse(features_RF)
+        previous_RH = previous_hints(g_RH, rows.parent_R, places.hint_QH, rows.place_R)
+        self.network.store(RowTensors(rows.token_R, rows.position_R, rows.slot_R), previous_RH, self.cache)
+        commit_kv(kept, self.cache.k, self.cache.v)
+        store_hints(kept, g_RH, places, self.page_hint_PH)
+
+    def observe(self, trees: Trees, kept: Kept, nodes: Nodes, rows: Rows, decode_rows: int) -> None:
+        calibrate(trees, kept, nodes, rows, self.calibration, decode_rows=decode_rows)
+
+    def gauges(self) -> Mapping[str, float]:
+        return {}
+
+
+class EaglePass:
+    def __init__(self, key: DraftKey, drafts: EagleDrafts) -> None:
+        self.key, self._drafts = key, drafts
+        device = drafts.state.upload_U.device.type
+        self.draft = Draft.allocate(key.batch, key.depth, key.width, device=device)
+        self.nodes = Nodes.allocate(key.batch, columns(key.depth, key.width), device=device)
+        self._attend = [drafts.attention.planned(Draft.level(key.batch, key.width, level)[1], tiles=level > 0 and key.width > 1)
+                        for level in range(key.depth)]
+
+    def run(self) -> None:
+        key, draft, drafts = self.key, self.draft, self._drafts
+        state, network = drafts.state, drafts.network
+        roots(state.place_B(key.batch), state.places, draft, self.nodes, depth=key.depth, trash=state.slots.trash)
+        hidden_XH = torch.empty(len(draft.source_X), network.config.hidden_size, dtype=state.places.hint_QH.dtype,
+                                device=state.upload_U.device)
+        for level in range(key.depth):
+            first, count = Draft.level(key.batch, key.width, level)
+            rows, source_M = draft.rows.part(first, count), draft.source_X[first : first + count]
+            g_MH = gather(hidden_XH if level else state.places.hint_QH, source_M)
+            attend = self._attend[level]
+            attend.plan(rows, state.places.page_table_QP)
+            h_MH, logits_MC = network.forward(RowTensors(rows.token_R, rows.position_R, rows.slot_R), g_MH, drafts.cache, attend)
+            hidden_XH[first : first + count].copy_(h_MH)
+            token_ML, z_ML = children(logits_MC, network.target_ids_C, rows.place_R, rows.position_R, state.places.seed_Q,
+                                      state.places.temperature_Q, width=key.width)
+            grow(level, token_ML, z_ML, draft, self.nodes, drafts.calibration, drafts.gap_edge_G, requests=key.batch, depth=key.depth,
+                 width=key.width, first_slot=state.slots.tree_start, trash=state.slots.trash, idle=state.places.idle)

@@ -1,0 +1,43 @@
+"""Model-free drafting on the device: what followed a request's last tokens before, in its own text and its siblings'."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from tlt_kernels.gpu.accept import calibrate
+from tlt_kernels.gpu.history import history_nodes, workspace
+from tlt_kernels.gpu.tensors import Calibration, Kept, Nodes, Rows, Trees
+from tlt_server.engine.gpu.drafts import DraftKey
+from tlt_server.engine.gpu.state import DeviceState
+
+
+class HistoryDrafts:
+    def __init__(self, state: DeviceState, calibration: Calibration) -> None:
+        self.state, self.calibration = state, calibration
+
+    def draft_pass(self, key: DraftKey) -> HistoryPass:
+        return HistoryPass(key, self)
+
+    def follow(self, rows: Rows, kept: Kept, features_RF: Tensor) -> None:
+        """The places' text is all it reads."""
+
+    def observe(self, trees: Trees, kept: Kept, nodes: Nodes, rows: Rows, decode_rows: int) -> None:
+        calibrate(trees, kept, nodes, rows, self.calibration, decode_rows=decode_rows)
+
+    def gauges(self) -> Mapping[str, float]:
+        return {}
+
+
+class HistoryPass:
+    def __init__(self, key: DraftKey, drafts: HistoryDrafts) -> None:
+        self.key, self._drafts = key, drafts
+        device = drafts.state.upload_U.device.type
+        self.nodes = Nodes.allocate(key.batch, key.depth * key.width, device=device)
+        self._match_BJW = workspace(key.batch, key.width, device=device)
+
+    def run(self) -> None:
+        key, state = self.key, self._drafts.state
+        history_nodes(state.place_B(key.batch), state.places, self.nodes, self._drafts.calibration, self._match_BJW, depth=key.depth,
+                      width=key.width)

@@ -1,0 +1,83 @@
+"""The extend pass: a step's rows through the target, its samples, the walk, and the KV that is kept. Captured per key.
+
+Plain decoding is the pass with one row per request; prompt rows ride behind. Rows are laid out before (`select`), because how many
+nodes there are to choose from depends on the draft; so an extend graph is shared by all depths.
+
+Legend: V decode rows, P prompt rows, R = V + P, W prompt works, S = V + W samples, B batch bucket, E = B + W entries, F fields.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tlt_kernels.gpu.accept import accept, commit_kv, fields
+from tlt_kernels.gpu.gather import gather
+from tlt_kernels.gpu.rows import layout_prefill, select_rows
+from tlt_kernels.gpu.sampling import sample
+from tlt_kernels.gpu.tensors import Kept, Nodes, Rows, Trees
+from tlt_server.attention.gpu import GpuAttention
+from tlt_server.engine.gpu.drafts import DeviceDrafter
+from tlt_server.engine.gpu.state import DeviceState
+from tlt_server.models.gpu.layers import RowTensors
+
+
+class ExtendKey(NamedTuple):
+    """Static shapes of a pass. `filtered`: some request has top-k, top-p or min-p."""
+
+    batch: int
+    decode_rows: int
+    prompt_rows: int = 0
+    works: int = 0
+    filtered: bool = False
+
+
+class Extend:
+    """The pass of one key, with its buffers."""
+
+    def __init__(self, key: ExtendKey, state: DeviceState, attention: GpuAttention, followers: list[DeviceDrafter]) -> None:
+        self.key, self.state, self._followers = key, state, followers
+        rows, device = key.decode_rows + key.prompt_rows, state.upload_U.device.type
+        self.rows = Rows.allocate(rows, state.depth, device=device)
+        self.trees = Trees.allocate(key.batch, key.works, key.decode_rows, device=device)
+        self.kept = Kept.allocate(key.batch, key.works, key.decode_rows, key.prompt_rows, state.depth, device=device)
+        self.outcome_EF = torch.empty(key.batch + key.works, fields(state.depth), dtype=torch.int32, device=state.upload_U.device)
+        self.attend = attention.planned(rows, tiles=rows > key.batch)
+
+    def select(self, nodes: Nodes | None) -> None:
+        """Lay out the decode rows: every live root and the nodes most likely to be accepted."""
+        state, key = self.state, self.key
+        select_rows(state.place_B(key.batch), state.places, nodes, self.rows, self.trees, self.kept, decode_rows=key.decode_rows,
+                    scratch_start=state.slots.start, trash=state.slots.trash)
+
+    def run(self) -> None:
+        self.sample(self.forward())
+        self.finish()
+
+    def forward(self) -> Tensor:
+        """The target over all rows; logits of the samples [S, V] fp32. Drafters take what they need of the rows' features."""
+        state, key, rows = self.state, self.key, self.rows
+        if key.prompt_rows:
+            layout_prefill(*state.layout.works_W(state.upload_U, key.works), state.places, rows, self.trees, self.kept,
+                           decode_rows=key.decode_rows, prefill_rows=key.prompt_rows, trash=state.slots.trash)
+        self.attend.plan(rows, state.places.page_table_QP)
+        self.forwarded = state.model.forward(RowTensors(rows.token_R, rows.position_R, rows.slot_R), state.cache, self.attend)
+        hidden_SH = gather(self.forwarded.hidden_RH, self.trees.sample_row_S) if key.prompt_rows else self.forwarded.hidden_RH
+        return state.model.logits(hidden_SH)
+
+    def sample(self, logits_SV: Tensor) -> None:
+        places = self.state.places
+        self.sampled = sample(logits_SV, self.trees.sample_row_S, self.rows.position_R, self.rows.place_R, places.seed_Q,
+                              places.temperature_Q, places.top_k_Q, places.top_p_Q, places.min_p_Q, filtered=self.key.filtered)
+
+    def finish(self) -> None:
+        """Walk, truncate, append; keep the KV of what was accepted."""
+        state, key = self.state, self.key
+        place_W = state.layout.works_W(state.upload_U, key.works)[0] if key.works else None
+        accept(state.place_B(key.batch), place_W, self.sampled.token_S, self.sampled.logprob_S, state.places, self.rows, self.trees,
+               self.kept, self.outcome_EF, decode_rows=key.decode_rows)
+        commit_kv(self.kept, state.cache.k, state.cache.v)
+        for drafter in self._followers:
+            drafter.follow(self.rows, self.kept, self.forwarded.features_RF)

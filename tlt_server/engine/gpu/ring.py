@@ -1,0 +1,41 @@
+"""Pinned host buffers that a copy may still be reading or filling: each is handed out again once its copy has passed."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+class PinnedRing:
+    def __init__(self, count: int, ints: int, *, pinned: bool) -> None:
+        self._tensors = [torch.zeros(ints, dtype=torch.int32, pin_memory=pinned) for _ in range(count)]
+        self._events: list[torch.cuda.Event | None] = [torch.cuda.Event() if pinned else None for _ in range(count)]
+        self._next = 0
+
+    def take(self) -> Slot:
+        """The next buffer, after the copy that used it last."""
+        at, self._next = self._next, (self._next + 1) % len(self._tensors)
+        slot = Slot(self._tensors[at], self._events[at])
+        slot.wait()
+        return slot
+
+
+class Slot:
+    def __init__(self, tensor: Tensor, event: torch.cuda.Event | None) -> None:
+        self.tensor, self._event = tensor, event
+
+    @property
+    def array(self) -> NDArray[np.int32]:
+        return self.tensor.numpy()
+
+    def mark(self) -> None:
+        """A copy of this buffer has just been queued on the current stream."""
+        if self._event is not None:
+            self._event.record()
+
+    def wait(self) -> None:
+        """Until that copy is done."""
+        if self._event is not None:
+            self._event.synchronize()

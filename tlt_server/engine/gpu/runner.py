@@ -1,0 +1,250 @@
+"""The GPU runner: tells the device what the scheduler decided, launches draft and extend passes, takes results in a step late.
+
+`launch` costs the host one upload and a few graph launches and never waits for the step it launches; `collect` takes in the step
+before. Lengths, positions and whether a sequence has ended are known to the device first, so a step can follow one whose outcome the
+host has not seen. A request with rare features is sampled by the host (`by_host.py`), in a step of its own time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from hashlib import blake2b
+from typing import NamedTuple
+
+import torch
+
+from tlt_kernels.gpu.accept import Outcome, parse
+from tlt_kernels.gpu.places import Upload, apply
+from tlt_server.attention.gpu import GpuAttention
+from tlt_server.engine.gpu.buckets import batch_buckets, bucket, decode_rows, draft_key, fitted, prompt_sizes
+from tlt_server.engine.gpu.by_host import HostSampling, sample_by_host
+from tlt_server.engine.gpu.drafts import DeviceDrafter, DraftKey, DraftPass
+from tlt_server.engine.gpu.extend import Extend, ExtendKey
+from tlt_server.engine.gpu.graphs import GraphPool
+from tlt_server.engine.gpu.ring import PinnedRing, Slot
+from tlt_server.engine.gpu.state import DeviceState
+from tlt_server.engine.runner import NOT_FINITE, Finished
+from tlt_server.engine.scheduler import Batch, Emission, Work
+from tlt_server.engine.sequence import Sequence
+from tlt_server.errors import EngineFailed
+from tlt_server.records import OFF, Cycle, StepContext, Strategy
+
+RING = 8  # uploads, and outcomes, that may be on their way
+
+
+class Flight(NamedTuple):
+    """A step whose outcome is on its way."""
+
+    batch: Batch
+    context: StepContext
+    strategy: Strategy
+    key: ExtendKey
+    decoding: list[Work]
+    prompts: list[Work]
+    outcome: Slot
+    by_host: dict[int, HostSampling]  # entry -> what the host found beside the token
+    started_s: float
+
+
+class Held(NamedTuple):
+    """What the device knows of a place."""
+
+    sequence: Sequence
+    life: int
+    pages: int
+
+
+class GpuRunner:
+    def __init__(self, state: DeviceState, attention: GpuAttention, drafters: dict[str, DeviceDrafter], graphs: GraphPool, *,
+                 max_running: int, stream: torch.cuda.Stream | None, page_hint_PH: torch.Tensor | None) -> None:
+        self.state, self.graphs = state, graphs
+        self._attention, self._drafters, self._stream, self._page_hint_PH = attention, drafters, stream, page_hint_PH
+        self._buckets = batch_buckets(max_running)
+        pinned = state.upload_U.device.type == "cuda"
+        self._uploads = PinnedRing(RING, state.layout.size, pinned=pinned)
+        entries = self._buckets[-1] + state.layout.works
+        self._outcomes = PinnedRing(RING, entries * (4 + 2 * (state.depth + 1)), pinned=pinned)
+        self._held: dict[int, Held] = {}
+        self._flights: deque[Flight] = deque()
+        self._extends: dict[ExtendKey, Extend] = {}
+        self._drafts: dict[DraftKey, DraftPass] = {}
+        self._last_batch: tuple[list[int], list[tuple[int, int, int]]] | None = None
+
+    # -- the loop's side -----------------------------------------------------------------------------------------
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._flights)
+
+    def gauges(self) -> dict[str, float]:
+        return {name: value for drafter in self._drafters.values() for name, value in drafter.gauges().items()}
+
+    def launch(self, batch: Batch, strategy: Strategy) -> None:
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            self._launch(batch, strategy)
+
+    def collect(self, *, busy: bool) -> Finished | None:
+        """The oldest step in flight; while `busy`, only once another has been launched behind it."""
+        if len(self._flights) <= int(busy):
+            return None
+        flight = self._flights.popleft()
+        flight.outcome.wait()
+        entries = flight.key.batch + flight.key.works
+        size = entries * (4 + 2 * (self.state.depth + 1))
+        outcome = parse(flight.outcome.array[:size].reshape(entries, -1))
+        of_work = self._entries(flight.decoding, flight.prompts, flight.key.batch)
+        emissions = {id(work): self._emission(outcome, e, work, flight) for e, work in of_work}
+        cycle = Cycle(
+            context=flight.context,
+            strategy=flight.strategy,
+            rows=flight.key.decode_rows + flight.key.prompt_rows,
+            accepted=tuple(int(a) for a in outcome.accepted_E[: len(flight.decoding)]),
+            drafted=int(outcome.verified_E[: len(flight.decoding)].sum()),
+            draft_s=0.0,
+        )
+        return Finished(flight.batch, [emissions[id(work)] for work in flight.batch.works], cycle)
+
+    def prepare(self, keys: list[DraftKey | ExtendKey], on_key: Callable[[int, int], None]) -> None:
+        """Capture these keys, in this order; `on_key(done, of)` follows."""
+        self._upload([], [])
+        for done, key in enumerate(keys):
+            with torch.inference_mode(), torch.cuda.stream(self._stream):
+                if isinstance(key, ExtendKey):
+                    extend = self._extend(key)
+                    extend.select(None)
+                    self.graphs.capture(key, extend.run)
+                else:
+                    self.graphs.capture(key, self._draft(key).run)
+            on_key(done + 1, len(keys))
+
+    # -- launching -----------------------------------------------------------------------------------------------
+
+    def _launch(self, batch: Batch, strategy: Strategy) -> None:
+        started_s = time.perf_counter()
+        decoding = [work for work in batch.works if work.decodes]
+        prompts = [work for work in batch.works if not work.decodes]
+        works = [(work.sequence.slot, work.start, work.end - work.start) for work in prompts]
+        for work in batch.works:
+            self._hold(work)
+        self._upload([work.sequence.slot for work in decoding], works)
+
+        size = bucket(self._buckets, max(1, len(decoding)))
+        strategy = fitted(strategy, size, self.state.depth) if decoding else OFF
+        rows = sum(count for _, _, count in works)
+        key = ExtendKey(size, decode_rows(size, strategy), *prompt_sizes(rows, len(works), self.state.layout.works),
+                        filtered=any(_filters(work.sequence) for work in batch.works if work.samples))
+        extend = self._extend(key)
+        drafted: DraftPass | None = None
+        if strategy.drafter:
+            name = draft_key(size, strategy)
+            drafted = self._draft(name)
+            self.graphs.run(name, drafted.run)
+        extend.select(drafted.nodes if drafted else None)
+        hosted = {e: work for e, work in self._entries(decoding, prompts, size) if work.sequence.by_host and work.samples}
+        by_host: dict[int, HostSampling] = {}
+        if hosted or any(work.sequence.request.sampling.prompt_logprobs is not None for work in prompts):
+            by_host = sample_by_host(extend, hosted, prompts)
+        else:
+            self.graphs.run(key, extend.run)
+        if drafted:
+            self._drafters[strategy.drafter].observe(extend.trees, extend.kept, drafted.nodes, extend.rows, key.decode_rows)
+        outcome = self._outcomes.take()
+        outcome.tensor[: extend.outcome_EF.numel()].copy_(extend.outcome_EF.view(-1), non_blocking=True)
+        outcome.mark()
+        self._flights.append(Flight(batch, batch.context(), strategy, key, decoding, prompts, outcome, by_host, started_s))
+
+    @staticmethod
+    def _entries(decoding: list[Work], prompts: list[Work], size: int) -> list[tuple[int, Work]]:
+        return [*enumerate(decoding), *((size + w, work) for w, work in enumerate(prompts))]
+
+    def _hold(self, work: Work) -> None:
+        """Tell the device of a sequence that has begun, and of pages that a place has got since."""
+        sequence = work.sequence
+        held = self._held.get(sequence.slot)
+        if held is None or held.sequence is not sequence or held.life != sequence.life:
+            self._begin(sequence, work.start)
+            held = Held(sequence, sequence.life, 0)
+        if len(sequence.pages) > held.pages:
+            self._change(lambda upload: upload.extend_pages(sequence.slot, held.pages, sequence.pages[held.pages :]))
+        self._held[sequence.slot] = Held(sequence, sequence.life, len(sequence.pages))
+
+    def _begin(self, sequence: Sequence, start: int) -> None:
+        sampling, request, size = sequence.request.sampling, sequence.request, self.state.cache.page_size
+        reads_page = self._page_hint_PH is not None and start > 0 and start % size == 0
+        self._change(lambda upload: upload.admit(
+            sequence.slot, sequence.tokens, limit=sequence.length + sequence.remaining, seed=request.seed,
+            temperature=sampling.temperature, top_p=sampling.top_p, min_p=sampling.min_p, top_k=sampling.top_k,
+            stop_ids=sorted(sequence.state.stop_ids)[: self.state.stops],  # the host sees to the others, a step later
+            drafts=request.sd and not sequence.by_host, group=_group(sequence),
+            hint_page=sequence.pages[start // size - 1] if reads_page else -1))
+
+    def _change(self, write: Callable[[Upload], bool]) -> None:
+        """Put a change into the upload; what is in it goes first when there is no room."""
+        if not write(self._open()):
+            self._send()
+            assert write(self._open()), "one sequence does not fit an empty upload"
+
+    def _open(self) -> Upload:
+        if self._writing is None:
+            self._slot = self._uploads.take()
+            self._writing = Upload(self.state.layout, self._slot.array)
+            self._writing.begin()
+        return self._writing
+
+    _writing: Upload | None = None
+
+    def _send(self) -> None:
+        upload, slot = self._open(), self._slot
+        used = upload.used
+        self.state.upload_U[:used].copy_(slot.tensor[:used], non_blocking=True)
+        slot.mark()
+        if upload.changes:
+            apply(self.state.upload_U, self.state.layout, self.state.places, self._page_hint_PH)
+        self._writing, self._last_batch = None, None
+
+    def _upload(self, places: list[int], works: list[tuple[int, int, int]]) -> None:
+        """Everything the step needs to be told, unless it is what the device was told last."""
+        if self._writing is None and self._last_batch == (places, works):
+            return
+        self._open().batch(places, works)
+        self._send()
+        self._last_batch = places, works
+
+    def _extend(self, key: ExtendKey) -> Extend:
+        if key not in self._extends:
+            self._extends[key] = Extend(key, self.state, self._attention, list(self._drafters.values()))
+        return self._extends[key]
+
+    def _draft(self, key: DraftKey) -> DraftPass:
+        if key not in self._drafts:
+            self._drafts[key] = self._drafters[key.drafter].draft_pass(key)
+        return self._drafts[key]
+
+    # -- taking in -----------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _emission(outcome: Outcome, entry: int, work: Work, flight: Flight) -> Emission:
+        emission = Emission()
+        if work.samples:
+            if outcome.broken_E[entry]:
+                return Emission(error=EngineFailed(NOT_FINITE))
+            count = int(outcome.count_E[entry])
+            emission = Emission(tokens=outcome.token_EA[entry, :count].tolist(), logprobs=outcome.logprob_EA[entry, :count].tolist(),
+                                drafted=int(outcome.verified_E[entry]))
+        if entry in flight.by_host:
+            flight.by_host[entry].add_to(emission)
+        return emission
+
+
+def _group(sequence: Sequence) -> int:
+    """Sequences that may draft from each other's text have the same."""
+    request = sequence.request
+    own = request.group_id.encode() if request.group_id else sequence.tokens[: sequence.prompt_len].tobytes()
+    return int.from_bytes(blake2b(len(request.salt).to_bytes(4) + request.salt.encode() + own, digest_size=4).digest()) >> 1
+
+
+def _filters(sequence: Sequence) -> bool:
+    sampling = sequence.request.sampling
+    return sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0)

@@ -1,0 +1,96 @@
+"""The decoder of every family on a GPU: embedding, pre-norm layers, final norm, LM head.
+
+Activations in the weights' type, the residual stream and the logits in fp32. In strict numerics a row's bits depend on its prefix
+only. Filled through `parameters()`; CUDA graphs hold the addresses, so new weights are written into the same storage (`swap`).
+
+Legend: R rows, H hidden, F feature width, V vocabulary, S slots, K KV heads, D head width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tlt_kernels.gpu.norm import add_rms_norm, embed, rms_norm
+from tlt_server.attention.rows import KVCache
+from tlt_server.errors import ModelError
+from tlt_server.models import FAMILIES, Forward
+from tlt_server.models.config import ModelConfig
+from tlt_server.models.gpu.layers import Attend, GatedMlp, Parameters, Placement, RowTensors, SelfAttention
+from tlt_server.models.layers import LayerShape
+from tlt_server.models.rope import RotaryTable, rotary_table
+
+
+class DecoderLayer:
+    def __init__(self, config: ModelConfig, shape: LayerShape, table: RotaryTable, placement: Placement) -> None:
+        self.input_norm_H, self.post_attention_norm_H = placement.empty(config.hidden_size), placement.empty(config.hidden_size)
+        self.self_attention = SelfAttention(
+            config.hidden_size, config.hidden_size, config.heads, config.kv_heads, config.head_dim, shape=shape, norm_eps=config.norm_eps,
+            table=table, placement=placement,
+        )
+        self.mlp = GatedMlp(config.hidden_size, config.intermediate_size, bias=shape.mlp_bias, placement=placement)
+
+    def parameters(self, prefix: str) -> Parameters:
+        yield f"{prefix}input_layernorm.weight", self.input_norm_H
+        yield f"{prefix}post_attention_layernorm.weight", self.post_attention_norm_H
+        yield from self.self_attention.parameters(f"{prefix}self_attn.")
+        yield from self.mlp.parameters(f"{prefix}mlp.")
+
+
+class GpuDecoder:
+    def __init__(self, config: ModelConfig, *, placement: Placement, feature_layers: tuple[int, ...] = ()) -> None:
+        """`feature_layers`: layers whose inputs `forward` returns (Hugging Face `hidden_states[i]`), 0 <= i < layers."""
+        wrong = [layer for layer in feature_layers if not 0 <= layer < config.layers]
+        if wrong:
+            raise ModelError(f"feature layers {wrong} do not exist: the target has 0 to {config.layers - 1}; use a drafter made for it")
+        self.config, self.placement, self.feature_layers = config, placement, feature_layers
+        self.vocab_size, self.hidden_size, self.max_position = config.vocab_size, config.hidden_size, config.max_position
+        self.eos_token_ids = config.eos_token_ids
+        self.feature_width = len(feature_layers) * config.hidden_size
+        self.embedding_VH = placement.empty(config.vocab_size, config.hidden_size)
+        self.head_VH = self.embedding_VH if config.tied_embeddings else placement.empty(config.vocab_size, config.hidden_size)
+        self.final_norm_H = placement.empty(config.hidden_size)
+        table = device_table(config, placement)
+        shape = FAMILIES.resolve(config.architecture).shape(config)
+        self.layers = [DecoderLayer(config, shape, table, placement) for _ in range(config.layers)]
+
+    def blank(self) -> GpuDecoder:
+        """The same model with storage of its own, to be filled with other weights."""
+        return GpuDecoder(self.config, placement=self.placement, feature_layers=self.feature_layers)
+
+    def forward(self, rows: RowTensors, cache: KVCache, attend: Attend) -> Forward:
+        """Extend by `rows`: writes their KV at `slot_R` in every layer. Features are in the weights' type."""
+        eps, keys, values = self.config.norm_eps, cache.k.unbind(0), cache.v.unbind(0)
+        residual_RH = embed(rows.token_R, self.embedding_VH)
+        features_RF = self.placement.empty(len(residual_RH), self.feature_width)
+        normed_RH = rms_norm(residual_RH, self.layers[0].input_norm_H, eps)
+        for index, layer in enumerate(self.layers):
+            if index in self.feature_layers:
+                at = self.feature_layers.index(index) * self.hidden_size
+                features_RF[:, at : at + self.hidden_size].copy_(residual_RH)
+            part_PRH = layer.self_attention(normed_RH, keys[index], values[index], rows, attend)
+            normed_RH = add_rms_norm(part_PRH, residual_RH, layer.post_attention_norm_H, eps)
+            next_norm_H = self.layers[index + 1].input_norm_H if index + 1 < len(self.layers) else self.final_norm_H
+            normed_RH = add_rms_norm(layer.mlp(normed_RH), residual_RH, next_norm_H, eps)
+        return Forward(normed_RH, features_RF)
+
+    def logits(self, hidden_RH: Tensor) -> Tensor:
+        """[R, V] fp32, from `Forward.hidden_RH` or any of its rows."""
+        return self.placement.products.linear(hidden_RH, self.head_VH, out_dtype=torch.float32)
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Hugging Face name -> view [out, in] of the live storage. A tied `lm_head.weight` is not listed."""
+        return dict(self._parameters())
+
+    def _parameters(self) -> Parameters:
+        yield "model.embed_tokens.weight", self.embedding_VH
+        for index, layer in enumerate(self.layers):
+            yield from layer.parameters(f"model.layers.{index}.")
+        yield "model.norm.weight", self.final_norm_H
+        if not self.config.tied_embeddings:
+            yield "lm_head.weight", self.head_VH
+
+
+def device_table(config: ModelConfig, placement: Placement) -> RotaryTable:
+    cos_PD2, sin_PD2 = rotary_table(config.rope, config.head_dim, config.max_position)
+    return RotaryTable(cos_PD2.to(placement.device), sin_PD2.to(placement.device))

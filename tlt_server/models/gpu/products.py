@@ -1,0 +1,51 @@
+"""Matrix products on a GPU by numerics: `strict` adds in an order fixed by the weight's shape, `fast` is the library's choice.
+
+Legend: M rows, K inputs, N outputs, I intermediate, P partial sums.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tlt_kernels.gpu import gemm
+from tlt_kernels.gpu.activation import silu_mul
+from tlt_server.models.numerics import Mode
+
+
+class Products(Protocol):
+    def linear(self, x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None, *, out_dtype: torch.dtype | None = None) -> Tensor:
+        """x @ weight.T (+ bias): [M, N]."""
+
+    def partials(self, x_MK: Tensor, weight_NK: Tensor) -> Tensor:
+        """Sums whose total over the first axis, taken in order, is x @ weight.T: [P, M, N]."""
+
+    def gated(self, x_MK: Tensor, weight_XK: Tensor) -> Tensor:
+        """silu(gate) * up of a weight [2I, K], gate rows first: [M, I]."""
+
+
+class Strict:
+    linear = staticmethod(gemm.linear)
+    gated = staticmethod(gemm.gated)
+    partials = staticmethod(gemm.partials)
+
+
+class Fast:
+    @staticmethod
+    def linear(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None, *, out_dtype: torch.dtype | None = None) -> Tensor:
+        out_MN = functional.linear(x_MK, weight_NK, bias_N)
+        return out_MN if out_dtype is None else out_MN.to(out_dtype)
+
+    @staticmethod
+    def partials(x_MK: Tensor, weight_NK: Tensor) -> Tensor:
+        return functional.linear(x_MK, weight_NK)[None]
+
+    @staticmethod
+    def gated(x_MK: Tensor, weight_XK: Tensor) -> Tensor:
+        return silu_mul(functional.linear(x_MK, weight_XK))
+
+
+PRODUCTS: dict[Mode, type[Strict] | type[Fast]] = {"strict": Strict, "fast": Fast}
