@@ -36,8 +36,10 @@ def _prefetch(weight_NK, row, last_row, k, K, ROWS: tl.constexpr, CHUNKS: tl.con
 @triton.jit
 def _multiply(x, weight, acc, SWAP: tl.constexpr):
     if SWAP:
-        return dot(weight, x.T, acc)
-    return dot(x, weight.T, acc)
+        acc = dot(weight, x.T, acc)
+    else:
+        acc = dot(x, weight.T, acc)
+    return acc
 
 
 @triton.jit
