@@ -1,0 +1,80 @@
+"""Matrix products against float64, at odd shapes; on a GPU every tile that ships, and the bits of a row whatever tile computes it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.kernels.triton_tests import DEVICE, assert_close, assert_same_bits, gpu
+from tlt_kernels.gpu.gemm import gated, linear, partials
+from tlt_kernels.gpu.gemm_tiles import segments_of
+
+DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=gpu)]
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3}  # sums of K products in float32; one rounding of the result
+SHAPES = [(1, 40, 32), (3, 96, 160), (17, 33, 264), (130, 72, 136)]
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(shape, generator=generator).to(DEVICE, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("m, n, k", SHAPES)
+def test_linear(m: int, n: int, k: int, dtype: torch.dtype) -> None:
+    x, weight, bias = draw(m, k, dtype=dtype), draw(n, k, dtype=dtype, seed=1), draw(n, dtype=dtype, seed=2)
+    expected = x.double() @ weight.double().T
+    assert linear(x, weight).dtype == dtype
+    assert_close("product", linear(x, weight), expected, TOLERANCE[dtype])
+    assert_close("with bias", linear(x, weight, bias, out_dtype=torch.float32), expected + bias.double(), 1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("segments", [1, 2, 4])
+@pytest.mark.parametrize("m, n, k", SHAPES)
+def test_partials_add_up(m: int, n: int, k: int, segments: int, dtype: torch.dtype) -> None:
+    x, weight = draw(m, k, dtype=dtype), draw(n, k, dtype=dtype, seed=1)
+    parts = partials(x, weight, segments=segments)
+    assert parts.dtype == torch.float32 and len(parts) <= segments
+    assert_close("sum of parts", parts.sum(0), x.double() @ weight.double().T, 1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("m, n, k", SHAPES)
+def test_gated(m: int, n: int, k: int, dtype: torch.dtype) -> None:
+    x, weight = draw(m, k, dtype=dtype), draw(2 * n, k, dtype=dtype, seed=1) * 0.2
+    gate, up = (x.double() @ weight.double().T).chunk(2, dim=1)
+    assert_close("gated", gated(x, weight), torch.nn.functional.silu(gate) * up, TOLERANCE[dtype])
+
+
+def test_no_rows_launch_nothing() -> None:
+    x, weight = draw(0, 32), draw(8, 32)
+    assert linear(x, weight).shape == (0, 8) and gated(x, weight).shape == (0, 4) and partials(x, weight, segments=2).shape[1:] == (0, 8)
+
+
+def added(part_PMN: torch.Tensor) -> torch.Tensor:
+    total = part_PMN[0].clone()
+    for part in part_PMN[1:]:
+        total += part
+    return total
+
+
+@gpu
+@pytest.mark.parametrize("outliers", [False, True])
+@pytest.mark.parametrize("n, k", [(4608, 3584), (3584, 3584), (1008, 18944), (200, 168)])
+def test_bits_of_a_row_do_not_depend_on_the_rows_beside_it(n: int, k: int, outliers: bool) -> None:
+    x, weight = draw(4096, k, dtype=torch.bfloat16), draw(n, k, dtype=torch.bfloat16, seed=1) * 0.02
+    if outliers:
+        x[:, :: k // 7] *= 100
+    order = torch.randperm(4096, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    segments = segments_of(n, k)
+    kernels = {
+        "linear": lambda rows: linear(rows, weight, out_dtype=torch.float32),
+        "partials": lambda rows: added(partials(rows, weight, segments=segments)),
+        "gated": lambda rows: gated(rows, weight),
+    }
+    for name, kernel in kernels.items():
+        whole = kernel(x)
+        assert_same_bits(f"{name}, permuted", kernel(x[order]), whole[order])
+        for rows in (1, 8, 16, 17, 32, 33, 64, 65, 128, 129, 256, 300, 512, 2048):
+            assert_same_bits(f"{name}, {rows} of 4096 rows", kernel(x[:rows]), whole[:rows])
