@@ -1,0 +1,120 @@
+"""Paged attention of decode, tree and prefill rows: exact to the bit whatever the batch, the tree or the chunking.
+
+`plan` once per step, then `attend` per layer. Here: the rows' kernel, where one row's query heads of one KV head meet keys found
+through the row's own slots, so that a draft ancestor stands where it will stand once it is committed. It also folds the states
+that tiles left for the row, or, as the last of several programs of a row, those that they all left.
+
+The kernel right before `attend` must let its dependents start only after its own `pdl_wait`, as `rope_store` does: work items and
+page tables are read before this one waits.
+
+Legend: R rows, N query heads, K KV heads, D head width, S slots, M queries of a program (the group, padded to 16), T keys of a block.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tlt_kernels.gpu.attention_algebra import BLOCK, LANES, LOWEST, extend, fold, nothing, quotient, scaled_sum, starts_split
+from tlt_kernels.gpu.attention_plan import FIELDS, PAGE, PagedRows, Plan, allocate, plan
+from tlt_kernels.gpu.attention_tiles import attend_tiles
+from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
+
+__all__ = ["PagedRows", "Plan", "allocate", "attend", "plan"]
+
+_M = 16
+
+
+@triton.jit
+def _fold_states(state_top, state_sum, state_acc, first, states, head, scale,
+                 HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, M: tl.constexpr):
+    """States [first, first + states) of a row, in order. Read past the first-level cache, which other programs do not write."""
+    m_M, d_D = tl.arange(0, M), tl.arange(0, D)
+    top_M, sum_ML, acc_MD = nothing(M, D)
+    for i in tl.range(0, states, num_stages=4):
+        at_M = (first + i) * HEADS + head * GROUP + m_M
+        next_top_M = tl.load(state_top + at_M, m_M < GROUP, other=LOWEST, cache_modifier=".cg")
+        next_sum_M = tl.load(state_sum + at_M, m_M < GROUP, other=0.0, cache_modifier=".cg")
+        next_acc_MD = tl.load(state_acc + at_M[:, None] * D + d_D[None, :], (m_M < GROUP)[:, None], other=0.0, cache_modifier=".cg")
+        next_sum_ML = next_sum_M[:, None] + tl.zeros([M, LANES], tl.float32)
+        top_M, sum_ML, acc_MD = fold(top_M, sum_ML, acc_MD, next_top_M, next_sum_ML, next_acc_MD, scale)
+    return top_M, sum_ML, acc_MD
+
+
+@triton.jit
+def _attend_rows(q, k_cache, v_cache, out, path, page_table, items, count, counter, state_top, state_sum, state_acc, scale, pages, depth,
+                 FIRST: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
+                 M: tl.constexpr, PROGRAMS: tl.constexpr, STAGES: tl.constexpr):
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    m_M, t_T, d_D = tl.arange(0, M), tl.arange(0, BLOCK), tl.arange(0, D)
+    pdl_launch()
+    work = tl.load(count) * KV_HEADS
+    for w in range(tl.program_id(0), work, PROGRAMS):
+        head = w % KV_HEADS
+        item = items + w // KV_HEADS * FIELDS
+        row, place, base, begin, end = (tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3), tl.load(item + 4))
+        before, arrivals, first_state, piece = tl.load(item + 5), tl.load(item + 6), tl.load(item + 7), tl.load(item + 8)
+        k_head, v_head, table, own = k_cache + head * D, v_cache + head * D, page_table + place * pages, path + row * depth
+        at_MD = (row * HEADS + head * GROUP + m_M)[:, None] * D + d_D[None, :]
+        pdl_wait()
+        q_MD = tl.load(q + at_MD, (m_M < GROUP)[:, None], other=0.0)
+        total_top_M, total_ML, total_MD = _fold_states(
+            state_top, state_sum, state_acc, first_state, before, head, scale, HEADS, GROUP, D, M)
+        top_M, sum_ML, acc_MD = nothing(M, D)
+        for start in tl.range(begin, end, BLOCK, num_stages=STAGES):
+            fresh = starts_split(start)  # fold the split before, without a branch that would break the loop's pipeline
+            best_M = tl.where(fresh, tl.maximum(total_top_M, top_M), total_top_M)
+            old_M, new_M = tl.exp2((total_top_M - best_M) * scale), tl.where(fresh, tl.exp2(tl.minimum(top_M - best_M, 0.0) * scale), 0.0)
+            total_ML, total_MD = scaled_sum(sum_ML, new_M, total_ML, old_M), scaled_sum(acc_MD, new_M, total_MD, old_M)
+            total_top_M, top_M = best_M, tl.where(fresh, LOWEST, top_M)
+            sum_ML, acc_MD = tl.where(fresh, 0.0, sum_ML), tl.where(fresh, 0.0, acc_MD)
+            p_T = start + t_T
+            visible_T = (p_T >= FIRST) & (p_T < end)
+            paged_T = tl.load(table + p_T // PAGE, visible_T & (p_T < base), other=0) * PAGE + p_T % PAGE
+            slot_T = tl.where(p_T < base, paged_T, tl.load(own + p_T - base, visible_T & (p_T >= base), other=0)).to(tl.int64)
+            key_TD = slot_T[:, None] * (KV_HEADS * D) + d_D[None, :]
+            k_TD = tl.load(k_head + key_TD, visible_T[:, None], other=0.0)
+            v_TD = tl.load(v_head + key_TD, visible_T[:, None], other=0.0)
+            top_M, sum_ML, acc_MD = extend(q_MD, k_TD, v_TD, visible_T[None, :], top_M, sum_ML, acc_MD, scale)
+        total_top_M, total_ML, total_MD = fold(total_top_M, total_ML, total_MD, top_M, sum_ML, acc_MD, scale)
+        if arrivals > 0:
+            to_M = (first_state + piece) * HEADS + head * GROUP + m_M
+            tl.store(state_top + to_M, total_top_M, m_M < GROUP)
+            tl.store(state_sum + to_M, tl.max(total_ML, axis=1), m_M < GROUP)
+            tl.store(state_acc + to_M[:, None] * D + d_D[None, :], total_MD, (m_M < GROUP)[:, None])
+            tl.debug_barrier()
+            arrived = tl.atomic_add(counter + row * KV_HEADS + head, 1, sem="acq_rel", scope="gpu") + 1
+            if arrived == arrivals:
+                tl.store(counter + row * KV_HEADS + head, 0)
+                _, sum_all_ML, acc_all_MD = _fold_states(
+                    state_top, state_sum, state_acc, first_state, arrivals, head, scale, HEADS, GROUP, D, M)
+                tl.store(out + at_MD, quotient(sum_all_ML, acc_all_MD).to(out.dtype.element_ty), (m_M < GROUP)[:, None])
+        else:
+            tl.store(out + at_MD, quotient(total_ML, total_MD).to(out.dtype.element_ty), (m_M < GROUP)[:, None])
+    pdl_wait()
+
+
+def attend(q_RND: Tensor, k_SKD: Tensor, v_SKD: Tensor, rows: PagedRows, work: Plan, *, first: int, scale: float) -> Tensor:
+    """[R, N, D] in the dtype of q: row r attends to key positions [first, position_R[r]]; 0 if there are none, anything if it is dead."""
+    (_, heads, width), kv_heads = q_RND.shape, k_SKD.shape[1]
+    assert width in (16, 32, 64, 128, 256), f"head_dim {width} is no power of two from 16 to 256"
+    assert q_RND.is_contiguous() and k_SKD.is_contiguous() and v_SKD.is_contiguous()
+    out_RND = torch.empty_like(q_RND)
+    pages, depth, scale_2 = rows.page_table_QP.shape[1], rows.path_RD.shape[1], scale * math.log2(math.e)
+    states = (work.top_WN, work.sum_WN, work.acc_WND)
+    if work.tiles:
+        attend_tiles[(work.tile_programs,)](
+            q_RND, k_SKD, v_SKD, out_RND, rows.position_R, rows.page_table_QP, work.tile_item_IF, work.count_2, work.state_R, *states,
+            scale_2, pages, FIRST=first, HEADS=heads, KV_HEADS=kv_heads, D=width, PAGE=PAGE, M=work.tile, PROGRAMS=work.tile_programs,
+            STAGES=3, num_warps=8 if work.tile == 128 else 4, **PDL,
+        )
+    _attend_rows[(work.row_programs,)](
+        q_RND, k_SKD, v_SKD, out_RND, rows.path_RD, rows.page_table_QP, work.row_item_IF, work.count_2, work.counter_RK, *states,
+        scale_2, pages, depth, FIRST=first, HEADS=heads, KV_HEADS=kv_heads, D=width, PAGE=PAGE, M=_M, PROGRAMS=work.row_programs,
+        STAGES=3, num_warps=4, **PDL,
+    )
+    return out_RND

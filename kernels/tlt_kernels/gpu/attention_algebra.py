@@ -1,0 +1,85 @@
+"""What an attention output is, bit for bit: splits at fixed absolute positions, and one left fold over them.
+
+Keys are cut into splits whose bounds are the same for every row. Inside a split an online softmax goes over blocks of 64 keys in
+ascending order; splits are folded in ascending order onto (LOWEST, 0, 0). Every step is per row: a maximum, a product sum on the
+matrix units, or one explicit fused multiply-add, so a row's bits do not depend on the tile that it shares. A block or split of
+which a row sees nothing changes no bit of it. Splits grow with position: short ones give a short context many programs, long
+ones keep the fold of a long context short.
+
+Legend: M queries of a tile, T keys of a block, D head width, L lanes that all hold the same sum (the narrowest matrix product).
+`scale` is the softmax scale times log2(e); tops are maxima of unscaled scores.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tlt_kernels.gpu.target import dot
+
+BLOCK = tl.constexpr(64)
+LANES = tl.constexpr(16)
+LOWEST = tl.constexpr(-1.0e30)  # the maximum over no keys
+
+
+@triton.jit
+def split_of(p):
+    """Index of the split that holds position p: 128 keys each below 1024, then 256 below 3072, then 512."""
+    return tl.where(p < 1024, p // 128, tl.where(p < 3072, p // 256 + 4, p // 512 + 10))
+
+
+@triton.jit
+def split_start(s):
+    return tl.where(s < 8, s * 128, tl.where(s < 16, s * 256 - 1024, s * 512 - 5120))
+
+
+@triton.jit
+def starts_split(p):
+    return p % tl.where(p < 1024, 128, tl.where(p < 3072, 256, 512)) == 0
+
+
+def split_count(keys: int) -> int:
+    """Splits of a context of that many keys."""
+    last = keys - 1
+    return 1 + (last // 128 if last < 1024 else last // 256 + 4 if last < 3072 else last // 512 + 10)
+
+
+@triton.jit
+def nothing(M: tl.constexpr, D: tl.constexpr):
+    """(top_M, sum_ML, acc_MD) over no keys."""
+    return tl.full([M], LOWEST, tl.float32), tl.zeros([M, LANES], tl.float32), tl.zeros([M, D], tl.float32)
+
+
+@triton.jit
+def extend(q_MD, k_TD, v_TD, visible, top_M, sum_ML, acc_MD, scale):
+    """The next block of a split. `visible` broadcasts to [M, T], or is None where every query sees every key."""
+    score_MT = dot(q_MD, tl.trans(k_TD), tl.zeros([q_MD.shape[0], k_TD.shape[0]], tl.float32))
+    if visible is not None:
+        score_MT = tl.where(visible, score_MT, float("-inf"))
+    best_M = tl.maximum(top_M, tl.max(score_MT, axis=1))
+    decay_M = tl.exp2((top_M - best_M) * scale)
+    weight_MT = tl.exp2(tl.fma(score_MT, tl.zeros_like(score_MT) + scale, -(best_M * scale)[:, None] + tl.zeros_like(score_MT)))
+    weight_MT = weight_MT.to(v_TD.dtype)
+    ones_TL = tl.full([k_TD.shape[0], LANES], 1.0, v_TD.dtype)
+    return best_M, dot(weight_MT, ones_TL, sum_ML * decay_M[:, None]), dot(weight_MT, v_TD, acc_MD * decay_M[:, None])
+
+
+@triton.jit
+def fold(top_M, sum_ML, acc_MD, next_top_M, next_sum_ML, next_acc_MD, scale):
+    """The fold's state after one more split."""
+    best_M = tl.maximum(top_M, next_top_M)
+    old_M, new_M = tl.exp2((top_M - best_M) * scale), tl.exp2((next_top_M - best_M) * scale)
+    return best_M, scaled_sum(next_sum_ML, new_M, sum_ML, old_M), scaled_sum(next_acc_MD, new_M, acc_MD, old_M)
+
+
+@triton.jit
+def scaled_sum(next_MX, new_M, total_MX, old_M):
+    return tl.fma(next_MX, new_M[:, None] + tl.zeros_like(next_MX), total_MX * old_M[:, None])
+
+
+@triton.jit
+def quotient(sum_ML, acc_MD):
+    """The output; 0 where nothing was visible, and never a negative zero."""
+    sum_M = tl.max(sum_ML, axis=1)
+    out_MD = acc_MD * (1.0 / tl.maximum(sum_M, 1.0))[:, None]  # the largest weight is 1: only an empty sum is below
+    return tl.where(out_MD == 0, 0.0, out_MD)

@@ -1,0 +1,73 @@
+"""Attention of a tile of rows against committed keys, which are read once for all of them: prefill, and what tree rows share.
+
+The tile is rows of one request times the query heads of one KV head. An item covers all that its rows see and writes their
+outputs, or it leaves one state per row for `attention` to fold.
+
+Legend: M queries of a tile, T keys of a block, D head width, L equal lanes of a sum.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tlt_kernels.gpu.attention_algebra import BLOCK, extend, fold, nothing, quotient, starts_split
+from tlt_kernels.gpu.attention_plan import FIELDS
+from tlt_kernels.gpu.target import pdl_launch, pdl_wait
+
+
+@triton.jit
+def attend_tiles(q, k_cache, v_cache, out, position, page_table, items, count, state, state_top, state_sum, state_acc, scale, pages,
+                 FIRST: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
+                 M: tl.constexpr, PROGRAMS: tl.constexpr, STAGES: tl.constexpr):
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    m_M, t_T, d_D = tl.arange(0, M), tl.arange(0, BLOCK), tl.arange(0, D)
+    pdl_wait()
+    pdl_launch()  # after the wait: the row kernel may then read what this one reads before its own wait
+    work = tl.load(count + 1) * KV_HEADS
+    for w in range(tl.program_id(0), work, PROGRAMS):
+        head = (work - 1 - w) % KV_HEADS
+        item = items + (work - 1 - w) // KV_HEADS * FIELDS  # the longest of a prompt's tiles come last in the list: start with them
+        row, place, size, begin, end = (tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3), tl.load(item + 4))
+        states, piece = tl.load(item + 5), tl.load(item + 6)
+        row_M, member_M = row + m_M // GROUP, m_M // GROUP < size
+        query_M = row_M * HEADS + head * GROUP + m_M % GROUP
+        position_M = tl.load(position + row_M, member_M, other=-1)
+        q_MD = tl.load(q + query_M[:, None] * D + d_D[None, :], member_M[:, None], other=0.0)
+        k_head, v_head, table = k_cache + head * D, v_cache + head * D, page_table + place * pages
+        whole = tl.min(tl.where(member_M, position_M, end), axis=0) + 1
+        whole = tl.maximum(tl.minimum(whole, end) // BLOCK * BLOCK, begin)  # every row sees every key below it
+        total_top_M, total_ML, total_MD = nothing(M, D)
+        top_M, sum_ML, acc_MD = nothing(M, D)
+        for edge in tl.static_range(2):
+            for start in tl.range(whole if edge else begin, end if edge else whole, BLOCK, num_stages=STAGES):
+                if starts_split(start):
+                    total_top_M, total_ML, total_MD = fold(total_top_M, total_ML, total_MD, top_M, sum_ML, acc_MD, scale)
+                    top_M, sum_ML, acc_MD = nothing(M, D)
+                p_T = start + t_T
+                if edge:
+                    slot_T = tl.load(table + p_T // PAGE, p_T < end, other=0).to(tl.int64) * PAGE + p_T % PAGE
+                    at_TD = slot_T[:, None] * (KV_HEADS * D) + d_D[None, :]
+                    k_TD, v_TD = (tl.load(k_head + at_TD, (p_T < end)[:, None], other=0.0),
+                                  tl.load(v_head + at_TD, (p_T < end)[:, None], other=0.0))
+                    visible = (p_T[None, :] <= position_M[:, None]) & (p_T >= FIRST)[None, :]
+                    top_M, sum_ML, acc_MD = extend(q_MD, k_TD, v_TD, visible, top_M, sum_ML, acc_MD, scale)
+                else:
+                    slot_T = tl.load(table + p_T // PAGE).to(tl.int64) * PAGE + p_T % PAGE
+                    at_TD = slot_T[:, None] * (KV_HEADS * D) + d_D[None, :]
+                    if FIRST > 0:
+                        k_TD, v_TD = (tl.load(k_head + at_TD, (p_T >= FIRST)[:, None], other=0.0),
+                                      tl.load(v_head + at_TD, (p_T >= FIRST)[:, None], other=0.0))
+                        top_M, sum_ML, acc_MD = extend(q_MD, k_TD, v_TD, (p_T >= FIRST)[None, :], top_M, sum_ML, acc_MD, scale)
+                    else:
+                        top_M, sum_ML, acc_MD = extend(q_MD, tl.load(k_head + at_TD), tl.load(v_head + at_TD), None,
+                                                       top_M, sum_ML, acc_MD, scale)
+        total_top_M, total_ML, total_MD = fold(total_top_M, total_ML, total_MD, top_M, sum_ML, acc_MD, scale)
+        if states == 0:
+            out_MD = quotient(total_ML, total_MD).to(out.dtype.element_ty)
+            tl.store(out + query_M[:, None] * D + d_D[None, :], out_MD, member_M[:, None])
+        else:
+            to_M = (tl.load(state + row_M, member_M, other=0) + piece) * HEADS + head * GROUP + m_M % GROUP
+            tl.store(state_top + to_M, total_top_M, member_M)
+            tl.store(state_sum + to_M, tl.max(total_ML, axis=1), member_M)
+            tl.store(state_acc + to_M[:, None] * D + d_D[None, :], total_MD, member_M[:, None])

@@ -1,0 +1,228 @@
+"""Paged attention against its slow twin, and every row's bits alone, in company, as a tree row, committed, and in prompt chunks.
+
+Caches are NaN wherever no row may look. Tolerances: float32 sums of a few hundred products err by about 1e-7 and the exponential
+by 2 ulp; bfloat16 rounds weights and outputs to 2^-9.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels.triton_tests import DEVICE, assert_close, assert_same_bits, gpu
+
+# isort: split
+import triton
+import triton.language as tl
+
+from tlt_kernels import reference
+from tlt_kernels.gpu.attention import PagedRows, Plan, allocate, attend, plan
+from tlt_kernels.gpu.attention_algebra import split_count, split_of, split_start, starts_split
+
+PAGE = 16
+TILE = 16  # of bit tests on the interpreter: the matrix products behind it depend on the height of a tile
+
+
+def noise(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+@dataclass
+class Step:
+    """Rows of some requests over one cache; `rows_of[b]` are request b's."""
+
+    q_RND: Tensor
+    k_SKD: Tensor
+    v_SKD: Tensor
+    rows: PagedRows
+    context: int
+    rows_of: list[list[int]]
+
+    def only(self, chosen: list[int]) -> Step:
+        rows = self.rows
+        return replace(self, q_RND=self.q_RND[chosen].contiguous(), rows=PagedRows(
+            rows.position_R[chosen], rows.place_R[chosen], rows.base_R[chosen], rows.path_RD[chosen].contiguous(), rows.page_table_QP))
+
+    def work(self, **options) -> Plan:
+        rows, heads, width = self.q_RND.shape
+        return allocate(rows=rows, context=self.context, heads=heads, kv_heads=self.k_SKD.shape[1], width=width, device=DEVICE, **options)
+
+    def attend(self, first: int = 0, work: Plan | None = None, **options) -> Tensor:
+        work = work or self.work(**options)
+        plan(self.rows, work)
+        out_RND = attend(self.q_RND, self.k_SKD, self.v_SKD, self.rows, work, first=first, scale=self.q_RND.shape[-1] ** -0.5)
+        assert not work.counter_RK.any(), "counters were not left at zero"
+        return out_RND
+
+    def expected(self, first: int = 0) -> Tensor:
+        rows = self.rows
+        return reference.attend_rows(
+            self.q_RND, self.k_SKD, self.v_SKD, rows.position_R, torch.arange(len(rows.position_R)), rows.base_R,
+            rows.page_table_QP[rows.place_R.long()], rows.path_RD, PAGE, first, self.q_RND.shape[-1] ** -0.5, double=True)
+
+
+def a_step(shape: tuple[int, int, int], requests: list[tuple[int, int]], *, dtype: torch.dtype = torch.float32, dead: int = 0,
+           root_in_pages: bool = True) -> Step:
+    """Per request (known, rows): positive rows are a random tree of draft rows after position known - 1 (its root is the first), negative
+    ones are the last -rows of `known` prompt tokens. Places are dealt in reverse, pages at random."""
+    heads, kv_heads, width = shape
+    generator = torch.Generator().manual_seed(sum(known + count for known, count in requests))
+    depth = max([count for _, count in requests] + [1])
+    context = max(known + max(count, 0) for known, count in requests)
+    per_place = -(-context // PAGE)
+    pages = len(requests) * per_place
+    scratch = pages * PAGE
+    slots = scratch + sum(max(count, 0) for _, count in requests) + 3
+    k_SKD, v_SKD = torch.full((2, slots, kv_heads, width), float("nan"))
+    table_QP = torch.full((len(requests) + 1, per_place), -1, dtype=torch.int32)
+    order = torch.randperm(pages, generator=generator).to(torch.int32)
+    position, place, base, path, rows_of, taken = [], [], [], [], [], scratch
+    for b, (known, count) in enumerate(requests):
+        q = len(requests) - 1 - b
+        used = -(-known // PAGE)
+        table_QP[q, :used] = order[b * per_place : b * per_place + used]
+        committed = known if count < 0 or root_in_pages else known - 1
+        held = table_QP[q, torch.arange(committed) // PAGE].long() * PAGE + torch.arange(committed) % PAGE
+        k_SKD[held], v_SKD[held] = noise(committed, kv_heads, width, seed=b), noise(committed, kv_heads, width, seed=50 + b)
+        rows_of.append(list(range(len(position), len(position) + abs(count))))
+        if count < 0:
+            position += range(known + count, known)
+            path += [[]] * -count
+        paths: list[list[int]] = []
+        for r in range(max(count, 0)):
+            above = paths[int(torch.randint(len(paths), (), generator=generator))] if r else []
+            depth_of_root = 1 if root_in_pages else 0
+            mine = [] if r == 0 and root_in_pages else [*above, taken + r]
+            k_SKD[taken + r], v_SKD[taken + r] = noise(kv_heads, width, seed=100 + taken + r), noise(kv_heads, width, seed=200 + taken + r)
+            paths.append(mine)
+            position.append(known - 1 + len(mine) - (1 - depth_of_root))
+        path += paths
+        place += [q] * abs(count)
+        base += [committed] * abs(count)
+        taken += max(count, 0)
+    position += [-1] * dead
+    place += [len(requests)] * dead
+    base += [0] * dead
+    path += [[]] * dead
+    rows = PagedRows(*(torch.tensor(values, dtype=torch.int32, device=DEVICE) for values in (
+        position, place, base, [row + [-1] * (depth - len(row)) for row in path])), table_QP.to(DEVICE))
+    q_RND = noise(len(position), heads, width) * 2
+    return Step(q_RND.to(DEVICE, dtype), k_SKD.to(DEVICE, dtype), v_SKD.to(DEVICE, dtype), rows, context, rows_of)
+
+
+@triton.jit
+def _splits(split, start, fresh, COUNT: tl.constexpr):
+    p = tl.arange(0, COUNT)
+    tl.store(split + p, split_of(p))
+    tl.store(start + p, split_start(split_of(p)))
+    tl.store(fresh + p, starts_split(p).to(tl.int32))
+
+
+def test_splits_are_consecutive_and_hold_whole_blocks():
+    count = 4096
+    split_P, start_P, fresh_P = torch.empty((3, count), dtype=torch.int32, device=DEVICE)
+    _splits[(1,)](split_P, start_P, fresh_P, COUNT=count)
+    positions = torch.arange(count, dtype=torch.int32, device=DEVICE)
+    assert split_P.diff(prepend=-torch.ones_like(split_P[:1])).tolist() == fresh_P.tolist()
+    assert torch.equal(positions[fresh_P == 1], start_P.unique())
+    assert not (start_P % 64).any()
+    assert split_P.tolist() == [split_count(p + 1) - 1 for p in range(count)]
+
+
+SHAPES = [(7, 1, 32), (4, 2, 16), (16, 2, 64)]
+REQUESTS = [(70, 3), (1, 1), (300, 1), (129, 11), (200, -13), (3, -3), (65, -1)]
+
+
+@pytest.mark.parametrize(("first", "root_in_pages"), [(0, True), (0, False), (1, True), (70, True)])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_attention_matches_its_twin_and_reads_nothing_invisible(shape, first, root_in_pages):
+    step = a_step(shape, REQUESTS, dead=2, root_in_pages=root_in_pages)
+    alive = (step.rows.position_R >= 0).nonzero()[:, 0]
+    found, expected = step.attend(first, tile=64)[alive], step.expected(first)[alive]
+    unseeing = step.rows.position_R[alive] < first
+    assert not found[unseeing].any(), "rows without keys are not 0"
+    assert_close("out_RND", found, expected, 1e-6)
+
+
+def test_a_long_context_folds_many_states():
+    step = a_step((2, 1, 16), [(3200, 1), (1300, 4), (20, 1)])
+    assert_close("out_RND", step.attend(tile=64), step.expected(), 1e-6)
+
+
+def same_in_any_company(step: Step, first: int, chosen: list[int], **options) -> None:
+    together = step.attend(first, **options)
+    for tiles in (True, False):
+        for r in chosen:
+            assert_same_bits(f"row {r}, tiles {tiles}", step.only([r]).attend(first, tiles=tiles)[0], together[r])
+    for chunk in (5, 18):
+        for rows in step.rows_of:
+            for start in range(0, len(rows), chunk):
+                part = rows[start : start + chunk]
+                assert_same_bits(f"rows {part}", step.only(part).attend(first, **options), together[part])
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_row_has_the_same_bits_alone_in_company_and_in_any_chunk(first):
+    step = a_step((6, 2, 16), [(70, 3), (1, 1), (300, 1), (129, 7), (280, -21)])
+    same_in_any_company(step, first, [0, 2, 3, 4, 11, 20, 32], tile=TILE)
+
+
+def committed(step: Step, row: int) -> Step:
+    """The row alone, its ancestors and itself moved from scratch to pages."""
+    rows = step.rows
+    place, base, last = int(rows.place_R[row]), int(rows.base_R[row]), int(rows.position_R[row])
+    table_QP = rows.page_table_QP.clone()
+    spare = (len(step.k_SKD) + PAGE - 1) // PAGE
+    count = -(-(last + 1) // PAGE)
+    k_SKD, v_SKD = (
+        torch.cat([cache, torch.full_like(cache[:1], float("nan")).expand((spare + count) * PAGE - len(cache), -1, -1)])
+        for cache in (step.k_SKD, step.v_SKD))
+    for page in range(count):
+        if table_QP[place, page] < 0:
+            table_QP[place, page] = spare + page
+    for p in range(base, last + 1):
+        to, source = int(table_QP[place, p // PAGE]) * PAGE + p % PAGE, int(rows.path_RD[row, p - base])
+        k_SKD[to], v_SKD[to] = step.k_SKD[source], step.v_SKD[source]
+    alone = step.only([row])
+    return replace(alone, k_SKD=k_SKD, v_SKD=v_SKD,
+                   rows=alone.rows._replace(base_R=torch.full_like(alone.rows.base_R, last + 1), page_table_QP=table_QP))
+
+
+@pytest.mark.parametrize("root_in_pages", [True, False])
+def test_a_tree_row_has_the_bits_it_has_once_committed(root_in_pages):
+    step = a_step((7, 1, 32), [(126, 9), (250, 6)], root_in_pages=root_in_pages)
+    together = step.attend(tile=TILE)
+    for r in (1, 5, 8, 9, 14):
+        assert_same_bits(f"row {r}", committed(step, r).attend()[0], together[r])
+
+
+def test_a_small_workspace_changes_no_bits():
+    step = a_step((6, 2, 16), [(700, 1), (650, 9), (520, -30)])
+    work = step.work(tile=TILE)
+    small = work._replace(top_WN=work.top_WN[:48], sum_WN=work.sum_WN[:48], acc_WND=work.acc_WND[:48].fill_(float("nan")))
+    assert_same_bits("out_RND", step.attend(work=small), step.attend(work=work))
+
+
+BIG = [(640, 32), (400, 1), (5000, 1), (5100, 8), (1500, -700), (130, -130)]
+
+
+@gpu
+@pytest.mark.parametrize("tile", [64, 128])
+@pytest.mark.parametrize("shape", [(28, 4, 128), (32, 8, 64), (4, 2, 32), (32, 4, 128)])
+def test_on_the_gpu_attention_matches_its_twin_and_itself(shape, tile):
+    step = a_step(shape, BIG, dtype=torch.bfloat16)
+    chosen = [0, 7, 31, 32, 33, 34, 41, 42, 300, 741, 742, 800, 871]
+    found = step.attend(tile=tile)
+    assert_close("out_RND", found[chosen], step.only(chosen).expected(), 5e-3)
+    same_in_any_company(step, 0, chosen, tile=tile)
+    for r in (5, 31, 36):
+        assert_same_bits(f"row {r} committed", committed(step, r).attend()[0], found[r])
+
+
+@gpu
+def test_the_drafters_rows_start_at_position_one():
+    step = a_step((28, 4, 128), BIG, dtype=torch.bfloat16)
+    same_in_any_company(step, 1, [0, 31, 33, 40, 500], tile=128)
