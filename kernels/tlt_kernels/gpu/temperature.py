@@ -1,0 +1,31 @@
+"""z = logits / T on the GPU, in the same bits wherever it is computed.
+
+A product with 1/T and one correction by explicit fused multiply-adds: the rounded quotient, but for rare last bits, at a third of the
+cost of a division; exact at T = 1. A temperature below `GREEDY_BELOW` is greedy: z = logits, no noise, no filters.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tlt_kernels.gpu.target import INTERPRETED
+
+GREEDY_BELOW = tl.constexpr(1e-5)
+
+
+@triton.jit
+def divided(logits, temperature):
+    """logits / temperature; infinities and NaN pass through."""
+    if INTERPRETED:  # its multiply-add rounds twice
+        return logits / temperature
+    inverse = tl.div_rn(1.0, temperature)
+    quotient = logits * inverse
+    corrected = tl.fma(tl.fma(0.0 - quotient, temperature, logits), inverse, quotient)
+    return tl.where(corrected == corrected, corrected, quotient)
+
+
+@triton.jit
+def scale_of(temperature):
+    """The temperature to divide by: 1 for a greedy row."""
+    return tl.where(temperature < GREEDY_BELOW, 1.0, temperature)
