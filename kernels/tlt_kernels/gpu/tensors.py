@@ -55,7 +55,8 @@ class Places(NamedTuple):
             token_QT=zeros(q, tokens), length_Q=zeros(q), limit_Q=zeros(q), capacity_Q=zeros(q),
             page_table_QP=zeros(q, -(-tokens // PAGE_SIZE)), seed_Q=zeros(q, dtype=torch.int64), temperature_Q=zeros(q, dtype=f),
             top_p_Q=torch.ones(q, dtype=f, device=device), min_p_Q=zeros(q, dtype=f), top_k_Q=zeros(q), stop_QK=none(q, stops),
-            done_Q=torch.ones(q, dtype=torch.int32, device=device), drafts_Q=zeros(q), group_Q=none(q), hint_QH=zeros(q, hidden, dtype=dtype))
+            done_Q=torch.ones(q, dtype=torch.int32, device=device), drafts_Q=zeros(q), group_Q=none(q),
+            hint_QH=zeros(q, hidden, dtype=dtype))
 
 
 class Rows(NamedTuple):
@@ -114,7 +115,7 @@ class Draft(NamedTuple):
     limit_B: Tensor  # deepest draft token that is of use; 0 = none
 
     @staticmethod
-    def count(requests: int, depth: int, width: int) -> int:
+    def size(requests: int, depth: int, width: int) -> int:
         """Draft rows of a graph."""
         return requests + max(depth - 1, 0) * requests * width
 
@@ -125,7 +126,7 @@ class Draft(NamedTuple):
 
     @staticmethod
     def allocate(requests: int, depth: int, width: int, *, device: str = "cuda") -> Draft:
-        count = Draft.count(requests, depth, width)
+        count = Draft.size(requests, depth, width)
 
         def none(size: int) -> Tensor:
             return torch.full((size,), -1, dtype=torch.int32, device=device)
