@@ -95,10 +95,11 @@ def _grow(token_ML, z_ML, L: tl.constexpr, token_X, position_X, slot_X, place_X,
     child_W1 = (b * level_rows + j_W1) * L
     planted_WW = run_W1 & (rank_1W < W)
     token_WW = tl.load(token_ML + child_W1 + rank_1W, mask=planted_WW, other=-1)
-    z_WW = tl.load(z_ML + child_W1 + rank_1W, mask=planted_WW, other=0.0)
     best_W1 = tl.load(z_ML + child_W1, mask=run_W1, other=0.0)
     second_W1 = tl.load(z_ML + child_W1 + 1, mask=run_W1, other=0.0)
-    gap_WW = best_W1 - tl.where(rank_1W == 0, second_W1, z_WW)
+    z_WW = tl.load(z_ML + child_W1 + rank_1W, mask=planted_WW, other=0.0)
+    other_WW = tl.maximum(tl.where(rank_1W == 0, second_W1, z_WW), -1e30)  # missing children have -inf
+    gap_WW = tl.maximum(best_W1, -1e30) - other_WW
     bucket_WW = tl.zeros([WP, WP], tl.int32)
     for g in tl.static_range(BUCKETS - 1):
         bucket_WW += (gap_WW > tl.load(gap_edge_G + g)).to(tl.int32)
