@@ -73,7 +73,8 @@ def grow_and_check(requests: int, depth: int, width: int, seed: int, *, spare_co
     table = calibration(rng)
     edges = torch.from_numpy(EDGES).to(DEVICE)
     host = numpy_of(places)
-    trees = [GrownTree(limit, max(int(host.length_Q[q]) - 1, 0)) for q, limit in zip(place_B, draft_limits(host, place_B, depth), strict=True)]
+    limits = draft_limits(host, place_B, depth)
+    trees = [GrownTree(limit, max(int(host.length_Q[q]) - 1, 0)) for q, limit in zip(place_B, limits, strict=True)]
 
     roots(torch.from_numpy(place_B).to(DEVICE), places, draft, nodes, depth=depth, trash=TRASH)
     check_level(trees, draft, nodes, Places(*host), place_B, 0, 1)

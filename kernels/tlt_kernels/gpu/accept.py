@@ -133,7 +133,7 @@ def accept(place_B: Tensor, place_W: Tensor | None, token_S: Tensor, logprob_S: 
     requests, path_depth = place_B.shape[0], rows.path_RD.shape[1]
     works = place_W.shape[0] if place_W is not None else 0
     assert outcome_EF.shape[1] == fields(path_depth) and kept.source_BD.shape[1] == path_depth
-    block = max(triton.next_power_of_2(decode_rows - requests + 1), 2)
+    block = max(triton.next_power_of_2(decode_rows), 2)  # one request may have all rows
     _accept[(requests + works,)](
         place_B, place_W if place_W is not None else place_B, requests, token_S, logprob_S, places.token_QT, places.token_QT.shape[1],
         places.length_Q, places.limit_Q, places.page_table_QP, places.page_table_QP.shape[1], places.stop_QK, places.done_Q, rows.token_R,
