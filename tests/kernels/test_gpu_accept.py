@@ -140,10 +140,10 @@ def check_cycle(cycle: Cycle) -> tuple[int, int]:
     return total_accepted, ended
 
 
-@pytest.mark.parametrize(("requests", "depth", "width", "decode_rows"), [(2, 3, 2, 9), (5, 4, 2, 24), (7, 5, 1, 20), (4, 2, 3, 4)])
+@pytest.mark.parametrize(("requests", "depth", "width", "decode_rows"), [(2, 3, 2, 9), (5, 3, 2, 24), (6, 4, 1, 20), (4, 1, 3, 4)])
 def test_whole_cycles_emit_what_the_engines_walk_emits(requests: int, depth: int, width: int, decode_rows: int) -> None:
     accepted = ended = 0
-    for seed in range(5):
+    for seed in range(3):
         found = check_cycle(Cycle(seed, requests=requests, depth=depth, width=width, decode_rows=decode_rows))
         accepted, ended = accepted + found[0], ended + found[1]
     assert accepted or decode_rows == requests, "the test never accepts a draft"
@@ -156,7 +156,7 @@ def test_without_prefill_works() -> None:
 
 def test_a_broken_logprob_ends_the_sequence_with_nothing_emitted() -> None:
     outcomes = []
-    for seed in range(4):
+    for seed in range(2):
         cycle = Cycle(seed, requests=5, depth=3, width=2, decode_rows=16, broken=0.3)
         check_cycle(cycle)
         outcomes.append(int(cycle.places.done_Q.sum()))
@@ -203,8 +203,8 @@ def test_the_table_learns_as_the_cpu_engines_does() -> None:
     table = Calibration.of(torch.from_numpy(prior_Z).to(DEVICE))
     hits_Z, trials_Z, survival_Z = np.zeros(256), np.zeros(256), prior_Z.copy()
     counted = 0
-    for seed in range(6):
-        cycle = Cycle(seed, requests=5, depth=4, width=2, decode_rows=26)
+    for seed in range(3):
+        cycle = Cycle(seed, requests=5, depth=3, width=2, decode_rows=26)
         cycle.accept()
         calibrate(cycle.trees, cycle.kept, cycle.nodes, cycle.rows, table, decode_rows=26)
         node_V, on_path_V, parent_R = (t.cpu().numpy() for t in (cycle.trees.node_V, cycle.kept.on_path_V, cycle.rows.parent_R))

@@ -26,6 +26,14 @@ def columns(depth: int, width: int) -> int:
 
 
 @triton.jit
+def draft_limit(place, length, depth, limit_Q, capacity_Q, done_Q, drafts_Q):
+    """The deepest draft token that is of use to a place: a bonus token follows it, and pages hold its KV. 0 = none."""
+    room = tl.minimum(tl.load(limit_Q + place) - length - 1, tl.load(capacity_Q + place) - length)
+    able = (tl.load(done_Q + place) == 0) & (tl.load(drafts_Q + place) != 0) & (length >= 2)  # no feature precedes the first token
+    return tl.where(able, tl.maximum(tl.minimum(room, depth), 0), 0)
+
+
+@triton.jit
 def _roots(place_B, token_QT, T, length_Q, limit_Q, capacity_Q, page_table_QP, P, done_Q, drafts_Q, token_X, position_X, slot_X, place_X,
            base_X, path_XD, D: tl.constexpr, source_X, node_X, survival_X, root_position_B, limit_B, survival_BC, C, depth, trash, idle,
            PAGE: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr):
@@ -35,9 +43,7 @@ def _roots(place_B, token_QT, T, length_Q, limit_Q, capacity_Q, page_table_QP, P
     place = tl.load(place_B + b)
     length = tl.load(length_Q + place)
     position = tl.maximum(length - 1, 0)
-    room = tl.minimum(tl.load(limit_Q + place) - length - 1, tl.load(capacity_Q + place) - length)
-    able = (tl.load(done_Q + place) == 0) & (tl.load(drafts_Q + place) != 0) & (length >= 2)  # no feature precedes the first token
-    limit = tl.where(able, tl.maximum(tl.minimum(room, depth), 0), 0)
+    limit = draft_limit(place, length, depth, limit_Q, capacity_Q, done_Q, drafts_Q)
     alive = limit > 0
     token = tl.load(token_QT + place.to(tl.int64) * T + position, mask=alive, other=0)
     page = tl.load(page_table_QP + place * P + position // PAGE, mask=alive, other=0)

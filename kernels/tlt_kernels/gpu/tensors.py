@@ -72,12 +72,14 @@ class Rows(NamedTuple):
 
     def part(self, first: int, count: int) -> Rows:
         """Views of rows [first, first + count). `parent_R` keeps counting from the start of the whole."""
-        return Rows(*(t[first:first + count] for t in self))
+        return Rows._make(t[first:first + count] for t in self)
 
     @staticmethod
     def allocate(rows: int, depth: int, *, device: str = "cuda") -> Rows:
-        one_R = [torch.full((rows,), -1, dtype=torch.int32, device=device) for _ in range(6)]
-        return Rows(*one_R[:5], torch.full((rows, max(depth, 1)), -1, dtype=torch.int32, device=device), one_R[5])
+        def none(*shape: int) -> Tensor:
+            return torch.full(shape, -1, dtype=torch.int32, device=device)
+
+        return Rows(none(rows), none(rows), none(rows), none(rows), none(rows), none(rows, max(depth, 1)), none(rows))
 
 
 class Nodes(NamedTuple):
@@ -93,12 +95,14 @@ class Nodes(NamedTuple):
 
     def head(self, requests: int) -> Nodes:
         """Views of the first requests."""
-        return Nodes(*(t[:requests] for t in self))
+        return Nodes._make(t[:requests] for t in self)
 
     @staticmethod
     def allocate(requests: int, columns: int, *, device: str = "cuda") -> Nodes:
-        six = [torch.full((requests, columns), -1, dtype=torch.int32, device=device) for _ in range(6)]
-        return Nodes(*six, torch.full((requests, columns), -1.0, device=device))
+        def none(dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.full((requests, columns), -1, dtype=dtype, device=device)
+
+        return Nodes(none(), none(), none(), none(), none(), none(), none(torch.float32))
 
 
 class Draft(NamedTuple):
