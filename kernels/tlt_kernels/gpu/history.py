@@ -77,8 +77,8 @@ def _scan(place_B, token_QT, T, length_Q, limit_Q, capacity_Q, done_Q, drafts_Q,
 
 @triton.jit
 def _merge(place_B, token_QT, T, length_Q, limit_Q, capacity_Q, done_Q, drafts_Q, match_BJW, parent_BC, token_BC, depth_BC, cell_BC,
-           source_BC, slot_BC, survival_BC, C, survival_Z, first_cell, depth, W: tl.constexpr, WP: tl.constexpr, J: tl.constexpr, SHARES: tl.constexpr,
-           DEPTHS: tl.constexpr, BLOCK: tl.constexpr):
+           source_BC, slot_BC, survival_BC, C, survival_Z, first_cell, depth, W: tl.constexpr, WP: tl.constexpr, J: tl.constexpr,
+           SHARES: tl.constexpr, DEPTHS: tl.constexpr, BLOCK: tl.constexpr):
     """One program per request: the W best keys, then level by level which matches still go the same way."""
     pdl_launch()
     b = tl.program_id(0)
@@ -137,8 +137,8 @@ def history_nodes(place_B: Tensor, places: Places, nodes: Nodes, calibration: Ca
     """Fill `nodes` (at least depth * width columns): the continuations of the `width` best matches, merged into a trie.
 
     calibration: from `first_cell` on 7 match lengths x 8 shares x 8 depths, so that one table can serve several drafters.
-    survival = the parent's times the table at (match length, share of the parent's matches that agree, depth). Column d * width + m is the node of depth d + 1 that match m was the first to reach.
-    Matches less than half as long as the longest are dropped.
+    survival = the parent's times the table at (match length, share of the parent's matches that agree, depth). Column d * width + m
+    is the node of depth d + 1 that match m was the first to reach. Matches less than half as long as the longest are dropped.
     """
     requests, columns, count = place_B.shape[0], nodes.survival_BC.shape[1], places.length_Q.shape[0]
     assert depth * width <= columns and count <= 1 << 16 and calibration.prior_Z.shape[0] >= first_cell + LENGTHS * SHARES * DEPTHS
@@ -149,5 +149,5 @@ def history_nodes(place_B: Tensor, places: Places, nodes: Nodes, calibration: Ca
         place_B, *text, places.group_Q, count, match_BJW, depth, W=width, WP=block_width, QP=triton.next_power_of_2(count), BLOCK=1024,
         LONGEST=LONGEST, num_warps=4, **PDL)
     _merge[(requests,)](
-        place_B, *text, match_BJW, *nodes, columns, calibration.survival_Z, first_cell, depth, W=width, WP=block_width, J=scanners, SHARES=SHARES,
-        DEPTHS=DEPTHS, BLOCK=128, num_warps=2, **PDL)
+        place_B, *text, match_BJW, *nodes, columns, calibration.survival_Z, first_cell, depth, W=width, WP=block_width, J=scanners,
+        SHARES=SHARES, DEPTHS=DEPTHS, BLOCK=128, num_warps=2, **PDL)
