@@ -1,0 +1,185 @@
+"""Growth of draft trees on the device: the roots of a draft graph, then one `grow` between two forwards of the drafter.
+
+Every level's rows, nodes and slots have fixed places in their tables, so a graph can hold the whole proposal: level 0 plants W
+nodes per request (columns 0 .. W - 1), each later level W * W. Which nodes are expanded is best-first: per request the W most
+probable unexpanded nodes of any depth. At width 1 that is a chain.
+
+Legend: as in `tensors.py`; W width, M rows of a level, L children given per row (at least 2: the best child's gap needs the second).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
+from tlt_kernels.gpu.tensors import PAGE_SIZE, Calibration, Draft, Nodes, Places
+
+FLOOR = 0.02  # a node that survives less is not expanded: its row costs more than it brings
+RANKS, BUCKETS = tl.constexpr(8), tl.constexpr(16)  # of the calibration table, behind its two phases
+
+
+def columns(depth: int, width: int) -> int:
+    """Nodes per request that a graph plants."""
+    return width + (depth - 1) * width * width if depth else 0
+
+
+@triton.jit
+def draft_limit(place, length, depth, limit_Q, capacity_Q, done_Q, drafts_Q):
+    """The deepest draft token that is of use to a place: a bonus token follows it, and pages hold its KV. 0 = none."""
+    room = tl.minimum(tl.load(limit_Q + place) - length - 1, tl.load(capacity_Q + place) - length)
+    able = (tl.load(done_Q + place) == 0) & (tl.load(drafts_Q + place) != 0) & (length >= 2)  # no feature precedes the first token
+    return tl.where(able, tl.maximum(tl.minimum(room, depth), 0), 0)
+
+
+@triton.jit
+def _roots(place_B, token_QT, T, length_Q, limit_Q, capacity_Q, page_table_QP, P, done_Q, drafts_Q, token_X, position_X, slot_X, place_X,
+           base_X, path_XD, D: tl.constexpr, source_X, node_X, survival_X, root_position_B, limit_B, survival_BC, C, depth, trash, idle,
+           PAGE: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr):
+    pdl_launch()
+    b = tl.program_id(0)
+    pdl_wait()
+    place = tl.load(place_B + b)
+    length = tl.load(length_Q + place)
+    position = tl.maximum(length - 1, 0)
+    limit = draft_limit(place, length, depth, limit_Q, capacity_Q, done_Q, drafts_Q)
+    alive = limit > 0
+    token = tl.load(token_QT + place.to(tl.int64) * T + position, mask=alive, other=0)
+    page = tl.load(page_table_QP + place * P + position // PAGE, mask=alive, other=0)
+    tl.store(token_X + b, token)
+    tl.store(position_X + b, tl.where(alive, position, -1))
+    tl.store(slot_X + b, tl.where(alive, page * PAGE + position % PAGE, trash))
+    tl.store(place_X + b, tl.where(alive, place, idle))
+    tl.store(base_X + b, tl.where(alive, length, 0))
+    d_D = tl.arange(0, DP)
+    tl.store(path_XD + b * D + d_D, -1, mask=d_D < D)
+    tl.store(source_X + b, place)
+    tl.store(node_X + b, -1)
+    tl.store(survival_X + b, tl.where(alive, 1.0, -1.0))
+    tl.store(root_position_B + b, position)
+    tl.store(limit_B + b, limit)
+    for first in range(0, C, BLOCK):
+        c_C = first + tl.arange(0, BLOCK)
+        tl.store(survival_BC + b * C + c_C, -1.0, mask=c_C < C)
+
+
+def roots(place_B: Tensor, places: Places, draft: Draft, nodes: Nodes, *, depth: int, trash: int) -> None:
+    """Lay out level 0: per request its last known token, and how deep drafts are of use to it; empty the node table.
+
+    A request is dead here when it is done, is never speculated on, or has no room for a draft token and a bonus token.
+    """
+    rows, path_depth = draft.rows, draft.rows.path_RD.shape[1]
+    _roots[(place_B.shape[0],)](
+        place_B, places.token_QT, places.token_QT.shape[1], places.length_Q, places.limit_Q, places.capacity_Q, places.page_table_QP,
+        places.page_table_QP.shape[1], places.done_Q, places.drafts_Q, rows.token_R, rows.position_R, rows.slot_R, rows.place_R,
+        rows.base_R, rows.path_RD, path_depth, draft.source_X, draft.node_X, draft.survival_X, draft.root_position_B, draft.limit_B,
+        nodes.survival_BC, nodes.survival_BC.shape[1], depth, trash, places.idle, PAGE=PAGE_SIZE,
+        DP=triton.next_power_of_2(path_depth), BLOCK=128, num_warps=1, **PDL)
+
+
+@triton.jit(do_not_specialize=["level_rows", "first_row", "first_column", "next_row", "first_slot"])
+def _grow(token_ML, z_ML, L: tl.constexpr, token_X, position_X, slot_X, place_X, base_X, path_XD, D: tl.constexpr, source_X, node_X,
+          survival_X, root_position_B, limit_B, parent_BC, token_BC, depth_BC, cell_BC, source_BC, slot_BC, survival_BC, C, survival_Z,
+          gap_edge_G, level_rows, first_row, first_column, next_row, last, first_slot, trash, idle, floor, W: tl.constexpr,
+          WP: tl.constexpr, CP: tl.constexpr, DP: tl.constexpr, RANKS: tl.constexpr, BUCKETS: tl.constexpr):
+    """One program per request. level_rows: its rows on this level, 1 or W."""
+    pdl_launch()
+    b = tl.program_id(0)
+    pdl_wait()
+    root_position = tl.load(root_position_B + b)
+    limit = tl.load(limit_B + b)
+
+    # plant the children of the rows just run
+    j_W1 = tl.arange(0, WP)[:, None]
+    rank_1W = tl.arange(0, WP)[None, :]
+    row_W1 = first_row + b * level_rows + j_W1
+    run_W1 = j_W1 < level_rows
+    node_W1 = tl.load(node_X + row_W1, mask=run_W1, other=-1)
+    depth_W1 = tl.load(position_X + row_W1, mask=run_W1, other=-1) - root_position + 1
+    above_W1 = tl.load(survival_X + row_W1, mask=run_W1, other=-1.0)
+    child_W1 = (b * level_rows + j_W1) * L
+    planted_WW = run_W1 & (rank_1W < W)
+    token_WW = tl.load(token_ML + child_W1 + rank_1W, mask=planted_WW, other=-1)
+    best_W1 = tl.load(z_ML + child_W1, mask=run_W1, other=0.0)
+    second_W1 = tl.load(z_ML + child_W1 + 1, mask=run_W1, other=0.0)
+    z_WW = tl.load(z_ML + child_W1 + rank_1W, mask=planted_WW, other=0.0)
+    other_WW = tl.maximum(tl.where(rank_1W == 0, second_W1, z_WW), -1e30)  # missing children have -inf
+    gap_WW = tl.maximum(best_W1, -1e30) - other_WW
+    bucket_WW = tl.zeros([WP, WP], tl.int32)
+    for g in tl.static_range(BUCKETS - 1):
+        bucket_WW += (gap_WW > tl.load(gap_edge_G + g)).to(tl.int32)
+    cell_WW = (tl.where(node_W1 < 0, 0, RANKS) + tl.minimum(rank_1W, RANKS - 1)) * BUCKETS + bucket_WW
+    alive_WW = planted_WW & (token_WW >= 0) & (above_W1 > 0.0) & (depth_W1 <= limit)
+    chance_WW = tl.load(survival_Z + cell_WW, mask=alive_WW, other=0.0)
+    survival_WW = tl.where(alive_WW, above_W1 * tl.minimum(tl.maximum(chance_WW, 0.0), 1.0), -1.0)
+    at_WW = b * C + first_column + j_W1 * W + rank_1W
+    whole_WW = tl.zeros([WP, WP], tl.int32)
+    tl.store(parent_BC + at_WW, whole_WW + node_W1, mask=planted_WW)
+    tl.store(token_BC + at_WW, token_WW, mask=planted_WW)
+    tl.store(depth_BC + at_WW, whole_WW + depth_W1, mask=planted_WW)
+    tl.store(cell_BC + at_WW, cell_WW, mask=planted_WW)
+    tl.store(source_BC + at_WW, whole_WW + row_W1, mask=planted_WW)
+    tl.store(slot_BC + at_WW, whole_WW - 1, mask=planted_WW)
+    tl.store(survival_BC + at_WW, survival_WW, mask=planted_WW)
+    if last:
+        return
+    tl.debug_barrier()  # below, threads read nodes that others have just written
+
+    # pick the next rows
+    c_C = tl.arange(0, CP)
+    known_C = c_C < first_column + level_rows * W
+    survival_C = tl.load(survival_BC + b * C + c_C, mask=known_C, other=-1.0)
+    expandable_C = (survival_C > floor) & (tl.load(slot_BC + b * C + c_C, mask=known_C, other=0) < 0)
+    expandable_C &= tl.load(depth_BC + b * C + c_C, mask=known_C, other=0) < limit
+    bits_C = survival_C.to(tl.int32, bitcast=True).to(tl.int64)  # positive floats order like their bits
+    key_C = tl.where(expandable_C, bits_C * CP + (CP - 1 - c_C), -1)
+    w_W = tl.arange(0, WP)
+    node_W = tl.full([WP], -1, tl.int32)
+    for w in range(W):
+        best = tl.max(key_C, axis=0)
+        node_W = tl.where((w_W == w) & (best >= 0), CP - 1 - (best & (CP - 1)).to(tl.int32), node_W)
+        key_C = tl.where(key_C == best, -1, key_C)
+    alive_W = node_W >= 0
+    at_W = b * C + node_W
+    token_W = tl.load(token_BC + at_W, mask=alive_W, other=0)
+    depth_W = tl.load(depth_BC + at_W, mask=alive_W, other=0)
+    source_W = tl.load(source_BC + at_W, mask=alive_W, other=0)
+    next_survival_W = tl.load(survival_BC + at_W, mask=alive_W, other=-1.0)
+    place = tl.load(place_X + b)
+    x_W = next_row + b * W + w_W
+    laid_W = w_W < W
+    slot_W = tl.where(alive_W, first_slot + x_W - tl.num_programs(0), trash)
+    tl.store(slot_BC + at_W, slot_W, mask=alive_W)
+    tl.store(token_X + x_W, token_W, mask=laid_W)
+    tl.store(position_X + x_W, tl.where(alive_W, root_position + depth_W, -1), mask=laid_W)
+    tl.store(slot_X + x_W, slot_W, mask=laid_W)
+    tl.store(place_X + x_W, tl.where(alive_W, place, idle), mask=laid_W)
+    tl.store(base_X + x_W, tl.where(alive_W, root_position + 1, 0), mask=laid_W)
+    tl.store(source_X + x_W, source_W, mask=laid_W)
+    tl.store(node_X + x_W, node_W, mask=laid_W)
+    tl.store(survival_X + x_W, next_survival_W, mask=laid_W)
+    d_1D = tl.arange(0, DP)[None, :]
+    path_WD = tl.load(path_XD + source_W[:, None] * D + d_1D, mask=alive_W[:, None] & (d_1D < D), other=-1)
+    path_WD = tl.where(alive_W[:, None] & (d_1D == depth_W[:, None] - 1), slot_W[:, None], path_WD)
+    tl.store(path_XD + x_W[:, None] * D + d_1D, path_WD, mask=laid_W[:, None] & (d_1D < D))
+
+
+def grow(level: int, token_ML: Tensor, z_ML: Tensor, draft: Draft, nodes: Nodes, calibration: Calibration, gap_edge_G: Tensor, *,
+         requests: int, depth: int, width: int, first_slot: int, trash: int, idle: int, floor: float = FLOOR) -> None:
+    """Plant the children of level `level`, whose rows have just run, and lay out level `level + 1` (none behind the last one).
+
+    token_ML int32 target ids, best first (-1 = none), z_ML float32 their perturbed logits. Draft row x > level 0 has the slot
+    first_slot + x - requests of the drafter's cache. survival = the parent's times the table at (phase, rank, bucket of the gap).
+    """
+    given, known, path_depth = token_ML.shape[1], nodes.survival_BC.shape[1], draft.rows.path_RD.shape[1]
+    assert given >= max(width, 2) and columns(depth, width) <= known and max(depth - 1, 1) <= path_depth and z_ML.shape == token_ML.shape
+    assert gap_edge_G.shape[0] == BUCKETS.value - 1
+    rows, block = draft.rows, triton.next_power_of_2(columns(depth, width))
+    first_row, level_rows = Draft.level(requests, width, level)
+    _grow[(requests,)](
+        token_ML, z_ML, given, rows.token_R, rows.position_R, rows.slot_R, rows.place_R, rows.base_R, rows.path_RD, path_depth,
+        draft.source_X, draft.node_X, draft.survival_X, draft.root_position_B, draft.limit_B, *nodes, known, calibration.survival_Z,
+        gap_edge_G, level_rows // requests, first_row, columns(level, width), first_row + level_rows, int(level == depth - 1),
+        first_slot, trash, idle, floor, W=width, WP=triton.next_power_of_2(width), CP=block, DP=triton.next_power_of_2(path_depth),
+        RANKS=RANKS, BUCKETS=BUCKETS, num_warps=1 if block <= 256 else 4, **PDL)

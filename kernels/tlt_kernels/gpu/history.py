@@ -1,0 +1,153 @@
+"""Model-free drafting on the device: what followed a request's last tokens before, in its own text and its siblings'.
+
+A brute-force scan over the text of every place of the same group, ended ones included (the host reuses the place that ended
+longest ago first, so a group's earlier responses serve it for a while). The longest, then latest occurrences become one trie.
+
+Legend: as in `tensors.py`; J scanning programs per request, W matches kept, I positions of a block.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tlt_kernels.gpu.growth import draft_limit
+from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
+from tlt_kernels.gpu.tensors import Calibration, Nodes, Places
+
+LONGEST, SHORTEST = 16, 2  # tokens compared; a single token in common is no occurrence
+SCANNERS = 64  # programs per request
+LENGTHS, SHARES, DEPTHS = 7, 8, 8  # of the calibration table
+
+
+def workspace(requests: int, width: int, *, scanners: int = SCANNERS, device: str = "cuda") -> Tensor:
+    """match_BJW: int64 keys of the matches that each scanning program found; `scanners` is a power of two."""
+    return torch.empty(requests, scanners, triton.next_power_of_2(width), dtype=torch.int64, device=device)
+
+
+@triton.jit
+def _scan(place_B, token_QT, T, length_Q, limit_Q, capacity_Q, done_Q, drafts_Q, group_Q, Q, match_BJW, depth, W: tl.constexpr,
+          WP: tl.constexpr, QP: tl.constexpr, BLOCK: tl.constexpr, LONGEST: tl.constexpr):
+    """Program (b, j) scans every J-th block of the texts that request b may draft from. Keys: match length, position, place."""
+    pdl_launch()
+    b, j, programs = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    pdl_wait()
+    place = tl.load(place_B + b)
+    length = tl.load(length_Q + place)
+    group = tl.load(group_Q + place)
+    w_W = tl.arange(0, WP)
+    best_W = tl.where(w_W < W, (-1 - w_W).to(tl.int64), tl.full([WP], 1 << 62, tl.int64))  # all different; negative = empty
+    members = 0
+    q_Q = tl.arange(0, QP)
+    group_Q_ = tl.load(group_Q + q_Q, mask=q_Q < Q, other=-1)
+    member_Q = (q_Q == place) | ((group_Q_ >= 0) & (group_Q_ == group))
+    number_Q = tl.cumsum(member_Q.to(tl.int32), axis=0) - 1
+    if draft_limit(place, length, depth, limit_Q, capacity_Q, done_Q, drafts_Q) > 0:
+        members = tl.sum(member_Q.to(tl.int32))
+    own = token_QT + place.to(tl.int64) * T + length - 1
+    last, second = tl.load(own, mask=members > 0, other=0), tl.load(own - 1, mask=members > 0, other=0)
+    for member in range(0, members):
+        q = tl.sum(tl.where(member_Q & (number_Q == member), q_Q, 0))
+        known = tl.load(length_Q + q)
+        text = token_QT + q.to(tl.int64) * T
+        for first in range(((j + member * 7) % programs) * BLOCK, known - 1, programs * BLOCK):
+            i_I = first + tl.arange(0, BLOCK)
+            inside_I = (i_I >= 1) & (i_I < known - 1)  # something must follow
+            last_I = tl.load(text + i_I, mask=inside_I, other=-1)
+            second_I = tl.load(text + i_I - 1, mask=inside_I, other=-1)
+            run_I = inside_I & (last_I == last) & (second_I == second)
+            if tl.max(run_I.to(tl.int32)) > 0:
+                common_I = tl.where(run_I, 2, 0)
+                hit_I = run_I
+                for k in range(2, LONGEST):
+                    suffix = tl.load(own - k, mask=k < length, other=-1)
+                    run_I = run_I & (i_I >= k) & (k < length)
+                    run_I = run_I & (tl.load(text + i_I - k, mask=run_I, other=-2) == suffix)
+                    common_I += run_I.to(tl.int32)
+                key_I = tl.where(hit_I, (common_I.to(tl.int64) << 48) | (i_I.to(tl.int64) << 16) | q, -1)
+                best, least = tl.max(key_I), tl.min(best_W)
+                while best > tl.maximum(least, 0):
+                    best_W = tl.where(best_W == least, best, best_W)
+                    key_I = tl.where(key_I == best, -1, key_I)
+                    best, least = tl.max(key_I), tl.min(best_W)
+    tl.store(match_BJW + (b * programs + j) * WP + w_W, best_W, mask=w_W < W)
+
+
+@triton.jit
+def _merge(place_B, token_QT, T, length_Q, limit_Q, capacity_Q, done_Q, drafts_Q, match_BJW, parent_BC, token_BC, depth_BC, cell_BC,
+           source_BC, slot_BC, survival_BC, C, survival_Z, first_cell, depth, W: tl.constexpr, WP: tl.constexpr, J: tl.constexpr,
+           SHARES: tl.constexpr, DEPTHS: tl.constexpr, BLOCK: tl.constexpr):
+    """One program per request: the W best keys, then level by level which matches still go the same way."""
+    pdl_launch()
+    b = tl.program_id(0)
+    pdl_wait()
+    place = tl.load(place_B + b)
+    limit = draft_limit(place, tl.load(length_Q + place), depth, limit_Q, capacity_Q, done_Q, drafts_Q)
+    x_X = tl.arange(0, J * WP)
+    key_X = tl.load(match_BJW + b * J * WP + x_X, mask=x_X % WP < W, other=-1)
+    w_W = tl.arange(0, WP)
+    key_W = tl.full([WP], -1, tl.int64)
+    for w in range(W):
+        best = tl.max(key_X)
+        key_W = tl.where(w_W == w, best, key_W)
+        key_X = tl.where(key_X == best, -1, key_X)
+    common_W = (key_W >> 48).to(tl.int32)
+    alive_W = (key_W >= 0) & (2 * common_W >= tl.max(common_W))  # much shorter matches only blur the shares
+    next_W = ((key_W >> 16) & 0xffffffff).to(tl.int32) + 1
+    q_W = tl.where(alive_W, key_W & 0xffff, 0)
+    known_W = tl.load(length_Q + q_W, mask=alive_W, other=0)
+    together_WW = tl.full([WP, WP], 1, tl.int1)  # pairs of matches that have gone the same way so far
+    survival_W = tl.full([WP], 1.0, tl.float32)
+    node_W = tl.full([WP], -1, tl.int32)
+    column_W = b * C + w_W
+    for d in range(depth):
+        alive_W = alive_W & (next_W + d < known_W) & (d < limit)
+        token_W = tl.load(token_QT + q_W * T + next_W + d, mask=alive_W, other=-1)
+        together_WW = together_WW & alive_W[:, None] & alive_W[None, :]
+        total_W = tl.sum(together_WW.to(tl.int32), axis=1)
+        together_WW = together_WW & (token_W[:, None] == token_W[None, :])
+        count_W = tl.sum(together_WW.to(tl.int32), axis=1)
+        first_W = tl.min(tl.where(together_WW, w_W[None, :], WP), axis=1)
+        length_W = tl.max(tl.where(together_WW, common_W[None, :], 0), axis=1) + d
+        bucket_W = (length_W >= 3).to(tl.int32) + (length_W >= 4).to(tl.int32) + (length_W >= 6).to(tl.int32)
+        bucket_W += (length_W >= 9).to(tl.int32) + (length_W >= 13).to(tl.int32) + (length_W >= 16).to(tl.int32)
+        share_W = (count_W * SHARES + total_W - 1) // tl.maximum(total_W, 1) - 1
+        cell_W = first_cell + (bucket_W * SHARES + share_W) * DEPTHS + tl.minimum(d, DEPTHS - 1)
+        chance_W = tl.load(survival_Z + cell_W, mask=alive_W, other=0.0)
+        survival_W *= tl.minimum(tl.maximum(chance_W, 0.0), 1.0)
+        stored_W = w_W < W
+        tl.store(parent_BC + column_W, node_W, mask=stored_W)
+        tl.store(token_BC + column_W, token_W, mask=stored_W)
+        tl.store(depth_BC + column_W, d + 1, mask=stored_W)
+        tl.store(cell_BC + column_W, cell_W, mask=stored_W)
+        tl.store(source_BC + column_W, -1, mask=stored_W)
+        tl.store(slot_BC + column_W, -1, mask=stored_W)
+        tl.store(survival_BC + column_W, tl.where(alive_W & (first_W == w_W), survival_W, -1.0), mask=stored_W)
+        node_W = d * W + first_W
+        column_W += W
+    for first in range(depth * W, C, BLOCK):
+        c_C = first + tl.arange(0, BLOCK)
+        tl.store(survival_BC + b * C + c_C, -1.0, mask=c_C < C)
+
+
+def history_nodes(place_B: Tensor, places: Places, nodes: Nodes, calibration: Calibration, match_BJW: Tensor, *, depth: int,
+                  width: int, first_cell: int = 0) -> None:
+    """Fill `nodes` (at least depth * width columns): the continuations of the `width` best matches, merged into a trie.
+
+    calibration: from `first_cell` on 7 match lengths x 8 shares x 8 depths, so that one table can serve several drafters.
+    survival = the parent's times the table at (match length, share of the parent's matches that agree, depth). Column d * width + m
+    is the node of depth d + 1 that match m was the first to reach. Matches less than half as long as the longest are dropped.
+    """
+    requests, columns, count = place_B.shape[0], nodes.survival_BC.shape[1], places.length_Q.shape[0]
+    assert depth * width <= columns and count <= 1 << 16 and calibration.prior_Z.shape[0] >= first_cell + LENGTHS * SHARES * DEPTHS
+    _, scanners, block_width = match_BJW.shape
+    assert match_BJW.shape[0] == requests and block_width == triton.next_power_of_2(width)
+    text = places.token_QT, places.token_QT.shape[1], places.length_Q, places.limit_Q, places.capacity_Q, places.done_Q, places.drafts_Q
+    _scan[(requests, scanners)](
+        place_B, *text, places.group_Q, count, match_BJW, depth, W=width, WP=block_width, QP=triton.next_power_of_2(count), BLOCK=1024,
+        LONGEST=LONGEST, num_warps=4, **PDL)
+    _merge[(requests,)](
+        place_B, *text, match_BJW, *nodes, columns, calibration.survival_Z, first_cell, depth, W=width, WP=block_width, J=scanners,
+        SHARES=SHARES, DEPTHS=DEPTHS, BLOCK=128, num_warps=2, **PDL)

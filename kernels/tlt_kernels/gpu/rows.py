@@ -1,0 +1,201 @@
+"""The rows of an extend: which draft nodes are verified, and where prompt chunks stand.
+
+Rows 0 .. V - 1 are roots and draft nodes, request after request, parents first; rows V .. V + P - 1 are prompt chunks. A node
+never survives better than its parent, so the best nodes of the batch are whole trees.
+
+Legend: as in `tensors.py`; P prefill rows.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
+from tlt_kernels.gpu.tensors import PAGE_SIZE, Kept, Nodes, Places, Rows, Trees
+
+MAX_NODES = 1 << 16  # of a batch: 16 bits of a node's key say which it is
+
+
+@triton.jit
+def _key(survival, order):
+    """Positive int32 keys, all different, larger = better: 11 bits per octave of survival down to 2^-16, then the lower order first."""
+    octaves = (survival.to(tl.int32, bitcast=True) - 0x37800000) >> 12
+    key = (tl.minimum(tl.maximum(octaves, 0), 32766) << 16) | (65535 - order)
+    return tl.where(survival > 0.0, key, -1)
+
+
+@triton.jit
+def _select_rows(place_B, B, token_QT, T, length_Q, page_table_QP, P, done_Q, parent_BC, token_BC, depth_BC, survival_BC, C, token_R,
+                 position_R, slot_R, place_R, base_R, path_RD, D: tl.constexpr, parent_R, root_E, count_E, node_V, sample_row_S, page_R, V,
+                 scratch_start, trash, idle, PAGE: tl.constexpr, DRAFTS: tl.constexpr, BP: tl.constexpr, NP: tl.constexpr,
+                 CP: tl.constexpr, VP: tl.constexpr, DP: tl.constexpr):
+    """One program per request; each finds the batch's cut by itself."""
+    pdl_launch()
+    b = tl.program_id(0)
+    pdl_wait()
+    b_B = tl.arange(0, BP)
+    place_B_ = tl.load(place_B + b_B, mask=b_B < B, other=idle)
+    live_B = (tl.load(done_Q + place_B_) == 0).to(tl.int32)
+    rows = tl.sum(live_B)
+    first = tl.sum(tl.where(b_B < b, live_B, 0))
+    live = tl.sum(tl.where(b_B == b, live_B, 0)) > 0
+    place = tl.load(place_B + b)
+    length = tl.load(length_Q + place)
+    position = tl.maximum(length - 1, 0)
+    token = tl.load(token_QT + place.to(tl.int64) * T + position)
+    page = tl.load(page_table_QP + place * P + position // PAGE)
+    d_D = tl.arange(0, DP)
+
+    count = 0
+    if DRAFTS:
+        n_N = tl.arange(0, NP)
+        request_N = n_N // C
+        key_N = _key(tl.load(survival_BC + n_N, mask=n_N < B * C, other=-1.0), (n_N % C) * B + request_N)
+        budget = V - rows
+        low, high = 0, 0x7fffffff
+        low = tl.where(tl.sum((key_N >= 0).to(tl.int32)) <= budget, high, low)
+        cut = tl.where(low == high, 0, high)
+        while high - low > 1:  # the least key that leaves no more than the budget
+            middle = low + (high - low) // 2
+            above = tl.sum((key_N >= middle).to(tl.int32))
+            low = tl.where(above >= budget, middle, low)
+            high = tl.where(above <= budget, middle, high)
+            cut = high
+        chosen_N = key_N >= cut
+        first += tl.sum((chosen_N & (request_N < b)).to(tl.int32))
+        rows += tl.sum(chosen_N.to(tl.int32))
+
+        c_C = tl.arange(0, CP)
+        at_C = b * C + c_C
+        column_C = c_C < C
+        chosen_C = _key(tl.load(survival_BC + at_C, mask=column_C, other=-1.0), c_C * B + b) >= cut
+        parent_C = tl.load(parent_BC + at_C, mask=column_C, other=-1)
+        token_C = tl.load(token_BC + at_C, mask=chosen_C, other=0)
+        depth_C = tl.load(depth_BC + at_C, mask=chosen_C, other=0)
+        count = tl.sum(chosen_C.to(tl.int32))
+        row_C = first + tl.cumsum(chosen_C.to(tl.int32), axis=0)
+        parent_row_C = tl.where(parent_C < 0, first, tl.gather(row_C, tl.maximum(parent_C, 0), 0))
+        tl.store(token_R + row_C, token_C, mask=chosen_C)
+        tl.store(position_R + row_C, position + depth_C, mask=chosen_C)
+        tl.store(slot_R + row_C, scratch_start + row_C, mask=chosen_C)
+        tl.store(place_R + row_C, place, mask=chosen_C)
+        tl.store(base_R + row_C, length, mask=chosen_C)
+        tl.store(parent_R + row_C, parent_row_C, mask=chosen_C)
+        tl.store(node_V + row_C, at_C, mask=chosen_C)
+        above_C = c_C
+        for d in range(D):  # column d above the row itself; columns from the depth on are empty
+            column = depth_C - 1 - d
+            slot_C = scratch_start + tl.gather(row_C, above_C, 0)
+            tl.store(path_RD + row_C * D + column, slot_C, mask=chosen_C & (column >= 0))
+            tl.store(path_RD + row_C * D + d, -1, mask=chosen_C & (d >= depth_C))
+            above_C = tl.maximum(tl.gather(parent_C, above_C, 0), 0)
+
+    if live:
+        tl.store(token_R + first, token)
+        tl.store(position_R + first, position)
+        tl.store(slot_R + first, page * PAGE + position % PAGE)
+        tl.store(place_R + first, place)
+        tl.store(base_R + first, length)
+        tl.store(parent_R + first, -1)
+        tl.store(node_V + first, -1)
+        tl.store(path_RD + first * D + d_D, -1, mask=d_D < D)
+    tl.store(root_E + b, tl.where(live, first, -1))
+    tl.store(count_E + b, tl.where(live, 1 + count, 0))
+
+    v_V = tl.arange(0, VP)
+    mine_V = (v_V < V) & (v_V % B == b)
+    tl.store(sample_row_S + v_V, tl.where(v_V < rows, v_V, -1), mask=mine_V)
+    tl.store(page_R + v_V, -1, mask=mine_V)
+    dead_V = mine_V & (v_V >= rows)
+    tl.store(token_R + v_V, 0, mask=dead_V)
+    tl.store(position_R + v_V, -1, mask=dead_V)
+    tl.store(slot_R + v_V, trash, mask=dead_V)
+    tl.store(place_R + v_V, idle, mask=dead_V)
+    tl.store(base_R + v_V, 0, mask=dead_V)
+    tl.store(parent_R + v_V, -1, mask=dead_V)
+    tl.store(node_V + v_V, -1, mask=dead_V)
+    tl.store(path_RD + v_V[:, None] * D + d_D[None, :], -1, mask=dead_V[:, None] & (d_D[None, :] < D))
+
+
+def select_rows(place_B: Tensor, places: Places, nodes: Nodes | None, rows: Rows, trees: Trees, kept: Kept, *, decode_rows: int,
+                scratch_start: int, trash: int) -> None:
+    """Lay out rows 0 .. V - 1: a root per live request and the V - live nodes of the batch that survive best.
+
+    Ties (11 bits of the survival count) go to the lower column, then to the earlier request. Draft row v writes its KV to
+    scratch_start + v. Without nodes, or where all columns are empty, this is plain decoding. Fills `trees` for entries < B and
+    samples < V, and empties `kept.page_R` for rows < V.
+    """
+    requests, path_depth = place_B.shape[0], rows.path_RD.shape[1]
+    columns = nodes.survival_BC.shape[1] if nodes else 1
+    assert requests <= decode_rows and requests * columns <= MAX_NODES
+    parent_BC, token_BC, depth_BC, survival_BC = (
+        (nodes.parent_BC, nodes.token_BC, nodes.depth_BC, nodes.survival_BC) if nodes else (rows.token_R,) * 4)
+    block = max(triton.next_power_of_2(requests * columns), 2)
+    _select_rows[(requests,)](
+        place_B, requests, places.token_QT, places.token_QT.shape[1], places.length_Q, places.page_table_QP, places.page_table_QP.shape[1],
+        places.done_Q, parent_BC, token_BC, depth_BC, survival_BC, columns, rows.token_R, rows.position_R, rows.slot_R, rows.place_R,
+        rows.base_R, rows.path_RD, path_depth, rows.parent_R, trees.root_E, trees.count_E, trees.node_V, trees.sample_row_S, kept.page_R,
+        decode_rows, scratch_start, trash, places.idle, PAGE=PAGE_SIZE, DRAFTS=nodes is not None, BP=triton.next_power_of_2(requests),
+        NP=block, CP=max(triton.next_power_of_2(columns), 2), VP=triton.next_power_of_2(decode_rows), DP=triton.next_power_of_2(path_depth),
+        num_warps=2 if block <= 512 else 4 if block <= 4096 else 8 if block <= 16384 else 16, **PDL)
+
+
+@triton.jit
+def _layout_prefill(place_W, start_W, count_W, W, token_QT, T, length_Q, page_table_QP, P, token_R, position_R, slot_R, place_R, base_R,
+                    path_RD, D: tl.constexpr, parent_R, root_E, count_E, sample_row_S, page_R, B, V, prefill_rows, trash, idle,
+                    PAGE: tl.constexpr, WP: tl.constexpr, BLOCK: tl.constexpr, DP: tl.constexpr):
+    """One program per block of rows; the first one also describes the works."""
+    pdl_launch()
+    pdl_wait()
+    i_P = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    w_W = tl.arange(0, WP)
+    rows_W = tl.load(count_W + w_W, mask=w_W < W, other=0)
+    end_W = tl.cumsum(rows_W, axis=0)
+    if tl.program_id(0) == 0:
+        work_W = w_W < W
+        first_position_W = tl.load(start_W + w_W, mask=work_W, other=0)
+        known_W = tl.load(length_Q + tl.load(place_W + w_W, mask=work_W, other=idle))
+        row_W = V + end_W - 1
+        samples_W = (rows_W > 0) & (first_position_W + rows_W == known_W)
+        tl.store(root_E + B + w_W, tl.where(rows_W > 0, row_W, -1), mask=work_W)
+        tl.store(count_E + B + w_W, samples_W.to(tl.int32), mask=work_W)
+        tl.store(sample_row_S + V + w_W, tl.where(samples_W, row_W, -1), mask=work_W)
+    work_P = tl.sum((end_W[None, :] <= i_P[:, None]).to(tl.int32), axis=1)
+    before_P = tl.sum(tl.where(w_W[None, :] < work_P[:, None], rows_W[None, :], 0), axis=1)
+    alive_P = (i_P < prefill_rows) & (work_P < W)
+    start_P = tl.load(start_W + work_P, mask=alive_P, other=0)
+    place_P = tl.load(place_W + work_P, mask=alive_P, other=idle)
+    position_P = start_P + i_P - before_P
+    token_P = tl.load(token_QT + place_P.to(tl.int64) * T + position_P, mask=alive_P, other=0)
+    page_P = tl.load(page_table_QP + place_P * P + position_P // PAGE, mask=alive_P, other=0)
+    row_P = V + i_P
+    stored_P = i_P < prefill_rows
+    tl.store(token_R + row_P, token_P, mask=stored_P)
+    tl.store(position_R + row_P, tl.where(alive_P, position_P, -1), mask=stored_P)
+    tl.store(slot_R + row_P, tl.where(alive_P, page_P * PAGE + position_P % PAGE, trash), mask=stored_P)
+    tl.store(place_R + row_P, place_P, mask=stored_P)
+    base_P = start_P + tl.load(count_W + work_P, mask=alive_P, other=0)
+    tl.store(base_R + row_P, base_P, mask=stored_P)
+    tl.store(parent_R + row_P, tl.where(alive_P & (i_P > before_P), row_P - 1, -1), mask=stored_P)
+    tl.store(page_R + row_P, tl.where(alive_P & (position_P % PAGE == PAGE - 1), page_P, -1), mask=stored_P)
+    d_1D = tl.arange(0, DP)[None, :]
+    tl.store(path_RD + row_P[:, None] * D + d_1D, -1, mask=stored_P[:, None] & (d_1D < D))
+
+
+def layout_prefill(place_W: Tensor, start_W: Tensor, count_W: Tensor, places: Places, rows: Rows, trees: Trees, kept: Kept, *,
+                   requests: int, decode_rows: int, prefill_rows: int, trash: int) -> None:
+    """Lay out rows V .. V + P - 1: positions [start, start + count) of every work in turn; a count of 0 is no work.
+
+    A work samples if it reaches its sequence's end. Fills `trees` for entries B + w (root_E: the work's last row, whether or not it
+    samples; count_E: 1 if it samples) and samples V + w, and `kept.page_R` from row V on.
+    """
+    works, path_depth = place_W.shape[0], rows.path_RD.shape[1]
+    block = min(128, max(triton.next_power_of_2(prefill_rows), 2))
+    _layout_prefill[(triton.cdiv(prefill_rows, block),)](
+        place_W, start_W, count_W, works, places.token_QT, places.token_QT.shape[1], places.length_Q, places.page_table_QP,
+        places.page_table_QP.shape[1], rows.token_R, rows.position_R, rows.slot_R, rows.place_R, rows.base_R, rows.path_RD, path_depth,
+        rows.parent_R, trees.root_E, trees.count_E, trees.sample_row_S, kept.page_R, requests, decode_rows, prefill_rows, trash,
+        places.idle, PAGE=PAGE_SIZE, WP=max(triton.next_power_of_2(works), 2), BLOCK=block, DP=triton.next_power_of_2(path_depth),
+        num_warps=4, **PDL)

@@ -1,0 +1,189 @@
+"""The tensors that the kernels of a cycle hand to each other: one NamedTuple per group, all static in size, all on the device.
+
+int32 unless said. "-1 = none" holds for every index; a dead row has position -1, the idle place, the trash slot and base 0.
+
+Legend: Q places (the last one is idle), T tokens, P pages per place, K stop ids, H hidden, R rows, V decode rows (the first of R),
+X draft rows, D longest path, B requests of the batch, W prefill works, E = B + W entries, S = V + W samples, C nodes per request,
+N = B * C nodes, Z calibration cells.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+PAGE_SIZE = 16
+
+
+class Places(NamedTuple):
+    """What the device knows of sequences. A place that has ended keeps its text until it is begun again: siblings draft from it."""
+
+    token_QT: Tensor  # prompt + output
+    length_Q: Tensor  # tokens known
+    limit_Q: Tensor  # prompt + max_tokens
+    capacity_Q: Tensor  # positions that the reserved pages hold
+    page_table_QP: Tensor
+    seed_Q: Tensor  # int64, bits of a uint64
+    temperature_Q: Tensor  # float32
+    top_p_Q: Tensor  # float32
+    min_p_Q: Tensor  # float32
+    top_k_Q: Tensor
+    stop_QK: Tensor  # stop ids, -1 padded
+    done_Q: Tensor
+    drafts_Q: Tensor  # 0: never speculated on
+    group_Q: Tensor  # sequences that may draft from each other's text; -1 none
+    hint_QH: Tensor  # activation dtype: the drafter's fused feature of the last position computed
+
+    @property
+    def idle(self) -> int:
+        return self.token_QT.shape[0] - 1
+
+    @staticmethod
+    def allocate(places: int, tokens: int, *, hidden: int, stops: int = 8, dtype: torch.dtype = torch.bfloat16,
+                 device: str = "cuda") -> Places:
+        """`places` counts the idle one."""
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        def none(*shape: int) -> Tensor:
+            return torch.full(shape, -1, dtype=torch.int32, device=device)
+
+        f, q = torch.float32, places
+        return Places(
+            token_QT=zeros(q, tokens), length_Q=zeros(q), limit_Q=zeros(q), capacity_Q=zeros(q),
+            page_table_QP=zeros(q, -(-tokens // PAGE_SIZE)), seed_Q=zeros(q, dtype=torch.int64), temperature_Q=zeros(q, dtype=f),
+            top_p_Q=torch.ones(q, dtype=f, device=device), min_p_Q=zeros(q, dtype=f), top_k_Q=zeros(q), stop_QK=none(q, stops),
+            done_Q=torch.ones(q, dtype=torch.int32, device=device), drafts_Q=zeros(q), group_Q=none(q),
+            hint_QH=zeros(q, hidden, dtype=dtype))
+
+
+class Rows(NamedTuple):
+    """Rows of an extend. Key position p of row r lies in the pages of place_R[r] for p < base_R[r], else at path_RD[r, p - base_R[r]]."""
+
+    token_R: Tensor
+    position_R: Tensor  # -1 = dead
+    slot_R: Tensor  # where the row's own KV goes
+    place_R: Tensor
+    base_R: Tensor
+    path_RD: Tensor  # slots of the in-flight ancestors and of the row itself, root side first
+    parent_R: Tensor  # the row of the position before, in this step
+
+    def part(self, first: int, count: int) -> Rows:
+        """Views of rows [first, first + count). `parent_R` keeps counting from the start of the whole."""
+        return Rows._make(t[first:first + count] for t in self)
+
+    @staticmethod
+    def allocate(rows: int, depth: int, *, device: str = "cuda") -> Rows:
+        def none(*shape: int) -> Tensor:
+            return torch.full(shape, -1, dtype=torch.int32, device=device)
+
+        return Rows(none(rows), none(rows), none(rows), none(rows), none(rows), none(rows, max(depth, 1)), none(rows))
+
+
+class Nodes(NamedTuple):
+    """Draft trees, one table of C columns per request, parents in lower columns than their children."""
+
+    parent_BC: Tensor  # column; -1 = the root
+    token_BC: Tensor
+    depth_BC: Tensor  # 1 = child of the root
+    cell_BC: Tensor  # of the calibration table
+    source_BC: Tensor  # draft row whose hidden state predicted the node
+    slot_BC: Tensor  # where its KV lies in the drafter's cache; -1 = not expanded
+    survival_BC: Tensor  # float32; never above the parent's; -1 = no node in this column
+
+    def head(self, requests: int) -> Nodes:
+        """Views of the first requests."""
+        return Nodes._make(t[:requests] for t in self)
+
+    @staticmethod
+    def allocate(requests: int, columns: int, *, device: str = "cuda") -> Nodes:
+        def none(dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.full((requests, columns), -1, dtype=dtype, device=device)
+
+        return Nodes(none(), none(), none(), none(), none(), none(), none(torch.float32))
+
+
+class Draft(NamedTuple):
+    """Rows of a draft graph, all levels: level 0 = rows [0, B), level l > 0 = rows [B + (l - 1) B width, B + l B width).
+
+    `source_X` says whose hidden state is the row's feature g: on level 0 a place (its `hint_QH`), later a draft row.
+    """
+
+    rows: Rows
+    source_X: Tensor
+    node_X: Tensor  # column of the node that the row expands; -1 = the root
+    survival_X: Tensor  # float32, of that node; 1 for a root, -1 for a dead row
+    root_position_B: Tensor
+    limit_B: Tensor  # deepest draft token that is of use; 0 = none
+
+    @staticmethod
+    def size(requests: int, depth: int, width: int) -> int:
+        """Draft rows of a graph."""
+        return requests + max(depth - 1, 0) * requests * width
+
+    @staticmethod
+    def level(requests: int, width: int, level: int) -> tuple[int, int]:
+        """(first row, rows) of a level."""
+        return (0, requests) if level == 0 else (requests + (level - 1) * requests * width, requests * width)
+
+    @staticmethod
+    def allocate(requests: int, depth: int, width: int, *, device: str = "cuda") -> Draft:
+        count = Draft.size(requests, depth, width)
+
+        def none(size: int) -> Tensor:
+            return torch.full((size,), -1, dtype=torch.int32, device=device)
+
+        return Draft(Rows.allocate(count, depth, device=device), none(count), none(count), torch.full((count,), -1.0, device=device),
+                     none(requests), none(requests))
+
+
+class Trees(NamedTuple):
+    """What is to be verified. Entry e < B is request e of the batch; entry B + w is prefill work w, a tree of its last row alone."""
+
+    root_E: Tensor  # row
+    count_E: Tensor  # rows from the root on; 0 = nothing
+    node_V: Tensor  # per decode row request * C + column of its node; -1 = root or dead
+    sample_row_S: Tensor  # row whose logits sample s needs; sample v < V is decode row v, sample V + w the last row of work w
+
+    @staticmethod
+    def allocate(requests: int, works: int, decode_rows: int, *, device: str = "cuda") -> Trees:
+        sizes = requests + works, requests + works, decode_rows, decode_rows + works
+        return Trees(*(torch.full((size,), -1, dtype=torch.int32, device=device) for size in sizes))
+
+
+class Kept(NamedTuple):
+    """What is left of an extend: which KV moves to its pages, whose features are needed again."""
+
+    on_path_V: Tensor  # 1 = on the walk (also behind a stop id)
+    count_B: Tensor  # accepted draft rows that become text
+    source_BD: Tensor  # their slots, in path order
+    target_BD: Tensor  # and where their KV goes
+    hint_row_E: Tensor  # the last row that became text; -1 = none
+    hint_place_E: Tensor
+    page_R: Tensor  # the page that this kept row fills; -1 = none
+
+    @staticmethod
+    def allocate(requests: int, works: int, decode_rows: int, prefill_rows: int, depth: int, *, device: str = "cuda") -> Kept:
+        def none(*shape: int) -> Tensor:
+            return torch.full(shape, -1, dtype=torch.int32, device=device)
+
+        entries, depth = requests + works, max(depth, 1)
+        return Kept(none(decode_rows), none(requests), none(requests, depth), none(requests, depth), none(entries), none(entries),
+                    none(decode_rows + prefill_rows))
+
+
+class Calibration(NamedTuple):
+    """Probabilities that a node is on the path given that its parent is: a prior, corrected by what verification accepts."""
+
+    prior_Z: Tensor  # float32
+    survival_Z: Tensor  # float32, in force
+    hits_Z: Tensor  # float32
+    trials_Z: Tensor  # float32
+
+    @staticmethod
+    def of(prior_Z: Tensor) -> Calibration:
+        """Nothing observed yet. The prior lies in [0, 1]."""
+        prior_Z = prior_Z.float().contiguous()
+        return Calibration(prior_Z, prior_Z.clone(), torch.zeros_like(prior_Z), torch.zeros_like(prior_Z))

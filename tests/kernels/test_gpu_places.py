@@ -1,0 +1,96 @@
+"""One copy tells the device about a step: what it takes over is what the host meant."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from tests.kernels.triton_tests import DEVICE, gpu  # isort: skip
+from tests.kernels.tree_twins import numpy_of
+from tlt_kernels.gpu.places import Upload, UploadLayout, apply
+from tlt_kernels.gpu.tensors import Places
+
+LAYOUT = UploadLayout(batch=5, works=3, admissions=4, extensions=6, stops=3, payload=3000, idle=7)
+
+
+def make(tokens: int = 2500) -> tuple[Places, Upload, np.ndarray]:
+    places = Places.allocate(8, tokens, hidden=6, stops=3, dtype=torch.float32, device=DEVICE)
+    buffer_U = np.full(LAYOUT.size, -77, np.int32)
+    return places, Upload(LAYOUT, buffer_U), buffer_U
+
+
+def send(upload: Upload, buffer_U: np.ndarray) -> torch.Tensor:
+    device_U = torch.full((LAYOUT.size,), -99, dtype=torch.int32, device=DEVICE)
+    device_U[:upload.used] = torch.from_numpy(buffer_U[:upload.used]).to(DEVICE)
+    return device_U
+
+
+def test_admissions_and_pages_arrive() -> None:
+    rng = np.random.default_rng(0)
+    places, upload, buffer_U = make()
+    page_hint_PH = torch.randn(300, 6, device=DEVICE)
+    expected = Places(*numpy_of(places))
+    for place, length, first_page in ((3, 5, 10), (0, 2100, 20)):
+        tokens, pages = rng.integers(0, 1000, length).astype(np.int32), list(range(first_page, first_page + -(-length // 16)))
+        seed = int(rng.integers(0, 2**64, dtype=np.uint64)) | 1 << 63 | 1 << 31
+        assert upload.admit(place, tokens, pages, limit=length + 9, seed=seed, temperature=0.7, top_p=0.9, min_p=0.05, top_k=40,
+                            stop_ids=[2, 11], drafts=place == 0, group=place + 4, hint_page=12 if place == 3 else -1)
+        expected.token_QT[place, :length] = tokens
+        expected.page_table_QP[place, :len(pages)] = pages
+        expected.seed_Q[place] = np.array([seed], np.uint64).view(np.int64)[0]
+        for name, value in (("length", length), ("limit", length + 9), ("capacity", len(pages) * 16), ("temperature", 0.7), ("top_p", 0.9),
+                            ("min_p", 0.05), ("top_k", 40), ("done", 0), ("drafts", place == 0), ("group", place + 4)):
+            getattr(expected, f"{name}_Q")[place] = value
+        expected.stop_QK[place] = 2, 11, -1
+        expected.hint_QH[place] = page_hint_PH[12].cpu().numpy() if place == 3 else 0
+    assert upload.extend_pages(5, 2, [77, 78])
+    expected.page_table_QP[5, 2:4] = 77, 78
+    expected.capacity_Q[5] = 64
+    apply(send(upload, buffer_U), LAYOUT, places, page_hint_PH)
+    for name, array in expected._asdict().items():
+        np.testing.assert_array_equal(getattr(Places(*numpy_of(places)), name), array, err_msg=name)
+
+
+def test_the_batch_lies_in_the_buffer() -> None:
+    _, upload, buffer_U = make()
+    upload.batch([4, 2], [(1, 16, 30), (6, 0, 5)])
+    assert not upload.changes
+    device_U = send(upload, buffer_U)
+    assert LAYOUT.place_B(device_U, 4).tolist() == [4, 2, 7, 7]
+    assert [t.tolist() for t in LAYOUT.works_W(device_U, 3)] == [[1, 6, 7], [16, 0, 0], [30, 5, 0]]
+    upload.batch([1])
+    assert LAYOUT.place_B(send(upload, buffer_U), 2).tolist() == [1, 7]
+
+
+def test_an_upload_without_changes_changes_nothing() -> None:
+    places, upload, buffer_U = make()
+    before = numpy_of(places)
+    upload.extend_pages(1, 0, [3])
+    upload.begin()
+    apply(send(upload, buffer_U), LAYOUT, places)
+    for name, array in Places(*before)._asdict().items():
+        np.testing.assert_array_equal(getattr(Places(*numpy_of(places)), name), array, err_msg=name)
+
+
+def test_what_does_not_fit_is_refused_whole() -> None:
+    _, upload, buffer_U = make()
+    tokens = np.arange(1400, dtype=np.int32)
+    assert upload.admit(0, tokens, range(88), limit=1500, seed=1)
+    used, held = upload.used, buffer_U[:upload.used].copy()
+    assert not upload.admit(1, np.arange(1500, dtype=np.int32), range(94), limit=1600, seed=1)
+    assert not upload.extend_pages(2, 0, range(1600))
+    assert upload.used == used and (buffer_U[:used] == held).all()
+    for x in range(5):
+        assert upload.extend_pages(3, x, [x])
+    assert not upload.extend_pages(3, 5, [5])
+    assert not upload.admit(4, tokens[:3], [9], limit=9, seed=1), "no room for its pages"
+
+
+@gpu
+def test_a_place_is_begun_anew_in_stream_order() -> None:
+    places, upload, buffer_U = make()
+    for length in (300, 20):
+        upload.begin()
+        assert upload.admit(2, np.full(length, length, np.int32), range(length // 16 + 1), limit=400, seed=length)
+        apply(send(upload, buffer_U), LAYOUT, places)
+    assert places.length_Q[2] == 20 and (places.token_QT[2, :20] == 20).all() and (places.token_QT[2, 20:300] == 300).all()
