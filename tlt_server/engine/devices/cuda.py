@@ -48,6 +48,8 @@ EXTENSIONS = 4  # upload entries for new pages, per running sequence
 
 
 class CudaDevice:
+    name = "cuda"
+
     def __init__(self, settings: EngineSettings, device: torch.device | None = None) -> None:
         self._settings = settings
         self.device = device or _first_gpu()
@@ -59,10 +61,6 @@ class CudaDevice:
         self._runner: GpuRunner | None = None
         self._eagle: EagleDrafts | None = None
         self._cache: KVCache | None = None
-
-    @property
-    def name(self) -> str:
-        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "interpreter"
 
     @property
     def numerics(self) -> str:
@@ -211,6 +209,8 @@ class CudaDevice:
 
 class Interpreted(CudaDevice):
     """The GPU engine without a GPU."""
+
+    name = "interpreter"
 
     def __init__(self, settings: EngineSettings) -> None:
         super().__init__(settings, torch.device("cpu"))

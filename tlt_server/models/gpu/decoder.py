@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tlt_kernels.gpu.norm import add_rms_norm, embed, rms_norm
+from tlt_kernels.gpu.norm import add_rms_norm, embed_rms_norm
 from tlt_server.attention.rows import KVCache
 from tlt_server.errors import ModelError
 from tlt_server.models import FAMILIES, Forward
@@ -61,9 +61,8 @@ class GpuDecoder:
     def forward(self, rows: RowTensors, cache: KVCache, attend: Attend) -> Forward:
         """Extend by `rows`: writes their KV at `slot_R` in every layer. Features are in the weights' type."""
         eps, keys, values = self.config.norm_eps, cache.k.unbind(0), cache.v.unbind(0)
-        residual_RH = embed(rows.token_R, self.embedding_VH)
+        residual_RH, normed_RH = embed_rms_norm(rows.token_R, self.embedding_VH, self.layers[0].input_norm_H, eps)
         features_RF = self.placement.empty(len(residual_RH), self.feature_width)
-        normed_RH = rms_norm(residual_RH, self.layers[0].input_norm_H, eps)
         for index, layer in enumerate(self.layers):
             if index in self.feature_layers:
                 at = self.feature_layers.index(index) * self.hidden_size

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from tlt_kernels.gpu import gemm
 from tlt_kernels.gpu.activation import silu_mul
+from tlt_kernels.gpu.gemm_tiles import segments_of
 from tlt_server.models.numerics import Mode
 
 
@@ -30,7 +31,10 @@ class Products(Protocol):
 class Strict:
     linear = staticmethod(gemm.linear)
     gated = staticmethod(gemm.gated)
-    partials = staticmethod(gemm.partials)
+
+    @staticmethod
+    def partials(x_MK: Tensor, weight_NK: Tensor) -> Tensor:
+        return gemm.partials(x_MK, weight_NK, segments=segments_of(*weight_NK.shape))
 
 
 class Fast:

@@ -27,6 +27,9 @@ LADDERS: dict[str, tuple[Rungs, Rows]] = {  # by device
 }
 
 
+LADDERS["interpreter"] = LADDERS["cuda"]
+
+
 @dataclass(frozen=True)
 class Ladder:
     """The arms a policy may choose from, OFF first, and what each batch size can afford."""
