@@ -19,7 +19,7 @@ from tlt_kernels.gpu.tensors import PAGE_SIZE, Calibration, Places
 from tlt_server.attention.gpu import GPU_BACKENDS, GpuAttention
 from tlt_server.attention.rows import KVCache
 from tlt_server.engine.devices import Memory
-from tlt_server.engine.gpu.buckets import LEAST_DEPTH, MOST_VERIFIED, TREE_ROWS, batch_buckets, reachable
+from tlt_server.engine.gpu.buckets import LEAST_DEPTH, MOST_VERIFIED, PROMPT_WORKS, TREE_ROWS, batch_buckets, reachable
 from tlt_server.engine.gpu.drafts import DeviceDrafter
 from tlt_server.engine.gpu.drafts.eagle import EagleDrafts
 from tlt_server.engine.gpu.drafts.history import HistoryDrafts
@@ -172,7 +172,7 @@ class CudaDevice:
         settings, tokens = self._settings, pages_per_sequence * PAGE_SIZE
         assert self._cache is not None
         batch = batch_buckets(settings.max_running)[-1]
-        layout = UploadLayout(batch=batch, works=batch, admissions=max(16, batch), extensions=EXTENSIONS * batch, stops=STOPS,
+        layout = UploadLayout(batch=batch, works=max(batch, PROMPT_WORKS), admissions=max(16, batch), extensions=EXTENSIONS * batch, stops=STOPS,
                               payload=max(65536, 2 * tokens), idle=batch)
         places = Places.allocate(batch + 1, tokens, hidden=self._hidden, stops=STOPS, dtype=self._placement.dtype, device=self.device.type)
         upload_U = torch.zeros(layout.size, dtype=torch.int32, device=self.device)

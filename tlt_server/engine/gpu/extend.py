@@ -61,7 +61,7 @@ class Extend:
         state, key, rows = self.state, self.key, self.rows
         if key.prompt_rows:
             layout_prefill(*state.layout.works_W(state.upload_U, key.works), state.places, rows, self.trees, self.kept,
-                           decode_rows=key.decode_rows, prefill_rows=key.prompt_rows, trash=state.slots.trash)
+                           requests=key.batch, decode_rows=key.decode_rows, prefill_rows=key.prompt_rows, trash=state.slots.trash)
         self.attend.plan(rows, state.places.page_table_QP)
         self.forwarded = state.model.forward(RowTensors(rows.token_R, rows.position_R, rows.slot_R), state.cache, self.attend)
         hidden_SH = gather(self.forwarded.hidden_RH, self.trees.sample_row_S) if key.prompt_rows else self.forwarded.hidden_RH

@@ -165,8 +165,7 @@ class GpuRunner:
         held = self._held.get(sequence.slot)
         if held is None or held.sequence is not sequence or held.life != sequence.life:
             self._begin(sequence, work.start)
-            held = Held(sequence, sequence.life, 0)
-        if len(sequence.pages) > held.pages:
+        elif len(sequence.pages) > held.pages:
             self._change(lambda upload: upload.extend_pages(sequence.slot, held.pages, sequence.pages[held.pages :]))
         self._held[sequence.slot] = Held(sequence, sequence.life, len(sequence.pages))
 
@@ -174,7 +173,7 @@ class GpuRunner:
         sampling, request, size = sequence.request.sampling, sequence.request, self.state.cache.page_size
         reads_page = self._page_hint_PH is not None and start > 0 and start % size == 0
         self._change(lambda upload: upload.admit(
-            sequence.slot, sequence.tokens, limit=sequence.length + sequence.remaining, seed=request.seed,
+            sequence.slot, sequence.tokens, sequence.pages, limit=sequence.length + sequence.remaining, seed=request.seed,
             temperature=sampling.temperature, top_p=sampling.top_p, min_p=sampling.min_p, top_k=sampling.top_k,
             stop_ids=sorted(sequence.state.stop_ids)[: self.state.stops],  # the host sees to the others, a step later
             drafts=request.sd and not sequence.by_host, group=_group(sequence),
