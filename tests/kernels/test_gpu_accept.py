@@ -223,12 +223,13 @@ def test_counts_are_halved_at_their_limit() -> None:
     cycle = Cycle(2, requests=4, depth=3, width=2, decode_rows=20)
     cycle.accept()
     table = Calibration.of(torch.full((256,), 0.5, device=DEVICE))
-    table.trials_Z.fill_(100.0)
-    table.hits_Z.fill_(60.0)
-    calibrate(cycle.trees, cycle.kept, cycle.nodes, cycle.rows, table, decode_rows=20, limit=100.0)
-    seen_Z = table.trials_Z != 100.0
-    assert seen_Z.any() and (table.trials_Z[seen_Z] > 50.0).all() and (table.trials_Z[seen_Z] < 100.0).all()
-    assert (table.hits_Z[seen_Z] >= 30.0).all() and (table.survival_Z[~seen_Z] == 0.5).all()
+    table.trials_Z.fill_(100)
+    table.hits_Z.fill_(60)
+    calibrate(cycle.trees, cycle.kept, cycle.nodes, cycle.rows, table, decode_rows=20, limit=100)
+    seen_Z = table.trials_Z != 100
+    assert seen_Z.any() and (table.trials_Z[seen_Z] >= 50).all() and (table.trials_Z[seen_Z] < 60).all()
+    assert (table.hits_Z[seen_Z] >= 30).all() and (table.survival_Z[~seen_Z] == 0.5).all()
+    assert ((table.survival_Z[seen_Z] - 92 / 164).abs() < 0.02).all(), "prior 32 of 64, then 60 of 100 and a few more"
 
 
 @gpu

@@ -204,36 +204,33 @@ def store_hints(kept: Kept, g_RH: Tensor, places: Places, page_hint_PH: Tensor) 
 
 
 @triton.jit
-def _calibrate(node_V, on_path_V, parent_R, cell_N, prior_Z, survival_Z, hits_Z, trials_Z, V, prior_weight, limit, Z: tl.constexpr,
-               ZP: tl.constexpr, VP: tl.constexpr):
-    """One program in all."""
+def _calibrate(node_V, on_path_V, parent_R, cell_N, prior_Z, survival_Z, hits_Z, trials_Z, V, prior_weight, limit, VP: tl.constexpr):
+    """One program in all. Rows of one cell write the same values."""
     pdl_launch()
-    pdl_wait()
     v_V = tl.arange(0, VP)
+    pdl_wait()
     node_V_ = tl.load(node_V + v_V, mask=v_V < V, other=-1)
-    draft_V = node_V_ >= 0
-    parent_V = tl.load(parent_R + v_V, mask=draft_V, other=0)
-    hit_V = tl.load(on_path_V + v_V, mask=draft_V, other=0) > 0
-    tried_V = draft_V & (tl.load(on_path_V + parent_V, mask=draft_V, other=0) > 0)
+    parent_V = tl.load(parent_R + v_V, mask=node_V_ >= 0, other=0)
+    tried_V = (node_V_ >= 0) & (tl.load(on_path_V + parent_V, mask=node_V_ >= 0, other=0) > 0)
+    hit_V = tl.load(on_path_V + v_V, mask=tried_V, other=0)
     cell_V = tl.load(cell_N + node_V_, mask=tried_V, other=0)
-    z_Z = tl.arange(0, ZP)
-    new_trials_Z = tl.histogram(cell_V, ZP, mask=tried_V).to(tl.float32)
-    new_hits_Z = tl.histogram(cell_V, ZP, mask=tried_V & hit_V).to(tl.float32)
-    seen_Z = (z_Z < Z) & (new_trials_Z > 0.0)
-    trials_Z_ = tl.load(trials_Z + z_Z, mask=seen_Z, other=0.0)
-    keep_Z = tl.where(trials_Z_ >= limit, 0.5, 1.0)
-    trials_Z_ = trials_Z_ * keep_Z + new_trials_Z
-    hits_Z_ = tl.load(hits_Z + z_Z, mask=seen_Z, other=0.0) * keep_Z + new_hits_Z
-    prior_Z_ = tl.load(prior_Z + z_Z, mask=seen_Z, other=0.0)
-    tl.store(trials_Z + z_Z, trials_Z_, mask=seen_Z)
-    tl.store(hits_Z + z_Z, hits_Z_, mask=seen_Z)
-    tl.store(survival_Z + z_Z, (prior_weight * prior_Z_ + hits_Z_) / (prior_weight + trials_Z_), mask=seen_Z)
+    tl.atomic_add(trials_Z + cell_V, 1, mask=tried_V)
+    tl.atomic_add(hits_Z + cell_V, hit_V, mask=tried_V)
+    tl.debug_barrier()
+    trials_V = tl.load(trials_Z + cell_V, mask=tried_V, other=0)
+    hits_V = tl.load(hits_Z + cell_V, mask=tried_V, other=0)
+    prior_V = tl.load(prior_Z + cell_V, mask=tried_V, other=0.0)
+    tl.debug_barrier()
+    tl.store(survival_Z + cell_V, (prior_weight * prior_V + hits_V) / (prior_weight + trials_V), mask=tried_V)
+    full_V = tried_V & (trials_V >= limit)
+    tl.store(trials_Z + cell_V, trials_V // 2, mask=full_V)
+    tl.store(hits_Z + cell_V, hits_V // 2, mask=full_V)
 
 
 def calibrate(trees: Trees, kept: Kept, nodes: Nodes, rows: Rows, calibration: Calibration, *, decode_rows: int, prior_weight: float = 64.0,
-              limit: float = 4096.0) -> None:
-    """Count every verified node whose parent is on the path, halve a cell's counts at `limit` trials, refresh the table in force."""
-    cells = calibration.prior_Z.shape[0]
+              limit: int = 4096) -> None:
+    """Count every verified node whose parent is on the path, refresh the table in force, halve counts that reach `limit` trials."""
+    block = max(triton.next_power_of_2(decode_rows), 2)
     _calibrate[(1,)](
-        trees.node_V, kept.on_path_V, rows.parent_R, nodes.cell_BC, *calibration, decode_rows, prior_weight, limit, Z=cells,
-        ZP=triton.next_power_of_2(cells), VP=max(triton.next_power_of_2(decode_rows), 128), num_warps=4, **PDL)
+        trees.node_V, kept.on_path_V, rows.parent_R, nodes.cell_BC, *calibration, decode_rows, prior_weight, limit, VP=block,
+        num_warps=1 if block <= 128 else 4, **PDL)

@@ -18,12 +18,14 @@ from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
 from tlt_kernels.gpu.tensors import Calibration, Nodes, Places
 
 LONGEST, SHORTEST = 16, 2  # tokens compared; a single token in common is no occurrence
-SCANNERS = 64  # programs per request
+BLOCK = 2048  # positions that a scanning program compares at once
+PROGRAMS = 1024  # that scan, about
 LENGTHS, SHARES, DEPTHS = 7, 8, 8  # of the calibration table
 
 
-def workspace(requests: int, width: int, *, scanners: int = SCANNERS, device: str = "cuda") -> Tensor:
-    """match_BJW: int64 keys of the matches that each scanning program found; `scanners` is a power of two."""
+def workspace(requests: int, width: int, *, scanners: int = 0, device: str = "cuda") -> Tensor:
+    """match_BJW: int64 keys of the matches that each scanning program found; `scanners` is a power of two, 0 = suits a GPU."""
+    scanners = scanners or min(max(triton.next_power_of_2(PROGRAMS // requests), 16), 256)
     return torch.empty(requests, scanners, triton.next_power_of_2(width), dtype=torch.int64, device=device)
 
 
@@ -52,8 +54,9 @@ def _scan(place_B, token_QT, T, length_Q, limit_Q, capacity_Q, done_Q, drafts_Q,
         q = tl.sum(tl.where(member_Q & (number_Q == member), q_Q, 0))
         known = tl.load(length_Q + q)
         text = token_QT + q.to(tl.int64) * T
-        for first in range(((j + member * 7) % programs) * BLOCK, known - 1, programs * BLOCK):
-            i_I = first + tl.arange(0, BLOCK)
+        blocks = tl.cdiv(known - 1, BLOCK)
+        for block in range((j + member * 7) % programs, blocks, programs):  # the latest first: most inserts happen early
+            i_I = (blocks - 1 - block) * BLOCK + tl.arange(0, BLOCK)
             inside_I = (i_I >= 1) & (i_I < known - 1)  # something must follow
             last_I = tl.load(text + i_I, mask=inside_I, other=-1)
             second_I = tl.load(text + i_I - 1, mask=inside_I, other=-1)
@@ -78,7 +81,7 @@ def _scan(place_B, token_QT, T, length_Q, limit_Q, capacity_Q, done_Q, drafts_Q,
 @triton.jit
 def _merge(place_B, token_QT, T, length_Q, limit_Q, capacity_Q, done_Q, drafts_Q, match_BJW, parent_BC, token_BC, depth_BC, cell_BC,
            source_BC, slot_BC, survival_BC, C, survival_Z, first_cell, depth, W: tl.constexpr, WP: tl.constexpr, J: tl.constexpr,
-           SHARES: tl.constexpr, DEPTHS: tl.constexpr, BLOCK: tl.constexpr):
+           DP: tl.constexpr, SHARES: tl.constexpr, DEPTHS: tl.constexpr, BLOCK: tl.constexpr):
     """One program per request: the W best keys, then level by level which matches still go the same way."""
     pdl_launch()
     b = tl.program_id(0)
@@ -102,9 +105,12 @@ def _merge(place_B, token_QT, T, length_Q, limit_Q, capacity_Q, done_Q, drafts_Q
     survival_W = tl.full([WP], 1.0, tl.float32)
     node_W = tl.full([WP], -1, tl.int32)
     column_W = b * C + w_W
+    d_1D = tl.arange(0, DP)[None, :]
+    goes_on_WD = alive_W[:, None] & (next_W[:, None] + d_1D < known_W[:, None]) & (d_1D < limit)
+    token_WD = tl.load(token_QT + (q_W * T + next_W)[:, None] + d_1D, mask=goes_on_WD, other=-1)
     for d in range(depth):
         alive_W = alive_W & (next_W + d < known_W) & (d < limit)
-        token_W = tl.load(token_QT + q_W * T + next_W + d, mask=alive_W, other=-1)
+        token_W = tl.sum(tl.where(d_1D == d, token_WD, 0), axis=1)
         together_WW = together_WW & alive_W[:, None] & alive_W[None, :]
         total_W = tl.sum(together_WW.to(tl.int32), axis=1)
         together_WW = together_WW & (token_W[:, None] == token_W[None, :])
@@ -146,8 +152,9 @@ def history_nodes(place_B: Tensor, places: Places, nodes: Nodes, calibration: Ca
     assert match_BJW.shape[0] == requests and block_width == triton.next_power_of_2(width)
     text = places.token_QT, places.token_QT.shape[1], places.length_Q, places.limit_Q, places.capacity_Q, places.done_Q, places.drafts_Q
     _scan[(requests, scanners)](
-        place_B, *text, places.group_Q, count, match_BJW, depth, W=width, WP=block_width, QP=triton.next_power_of_2(count), BLOCK=1024,
+        place_B, *text, places.group_Q, count, match_BJW, depth, W=width, WP=block_width, QP=triton.next_power_of_2(count), BLOCK=BLOCK,
         LONGEST=LONGEST, num_warps=4, **PDL)
     _merge[(requests,)](
         place_B, *text, match_BJW, *nodes, columns, calibration.survival_Z, first_cell, depth, W=width, WP=block_width, J=scanners,
-        SHARES=SHARES, DEPTHS=DEPTHS, BLOCK=128, num_warps=2, **PDL)
+        DP=triton.next_power_of_2(depth), SHARES=SHARES, DEPTHS=DEPTHS, BLOCK=128,
+        num_warps=4 if scanners * block_width > 1024 else 2, **PDL)

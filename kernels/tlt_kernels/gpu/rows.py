@@ -119,6 +119,10 @@ def _select_rows(place_B, B, token_QT, T, length_Q, page_table_QP, P, done_Q, pa
     tl.store(path_RD + v_V[:, None] * D + d_D[None, :], -1, mask=dead_V[:, None] & (d_D[None, :] < D))
 
 
+def _warps(block: int) -> int:
+    return 1 if block <= 256 else 2 if block <= 1024 else 4 if block <= 4096 else 8 if block <= 16384 else 16
+
+
 def select_rows(place_B: Tensor, places: Places, nodes: Nodes | None, rows: Rows, trees: Trees, kept: Kept, *, decode_rows: int,
                 scratch_start: int, trash: int) -> None:
     """Lay out rows 0 .. V - 1: a root per live request and the V - live nodes of the batch that survive best.
@@ -139,7 +143,7 @@ def select_rows(place_B: Tensor, places: Places, nodes: Nodes | None, rows: Rows
         rows.base_R, rows.path_RD, path_depth, rows.parent_R, trees.root_E, trees.count_E, trees.node_V, trees.sample_row_S, kept.page_R,
         decode_rows, scratch_start, trash, places.idle, PAGE=PAGE_SIZE, DRAFTS=nodes is not None, BP=triton.next_power_of_2(requests),
         NP=block, CP=max(triton.next_power_of_2(columns), 2), VP=triton.next_power_of_2(decode_rows), DP=triton.next_power_of_2(path_depth),
-        num_warps=2 if block <= 512 else 4 if block <= 4096 else 8 if block <= 16384 else 16, **PDL)
+        num_warps=_warps(block), **PDL)
 
 
 @triton.jit

@@ -179,11 +179,12 @@ class Calibration(NamedTuple):
 
     prior_Z: Tensor  # float32
     survival_Z: Tensor  # float32, in force
-    hits_Z: Tensor  # float32
-    trials_Z: Tensor  # float32
+    hits_Z: Tensor
+    trials_Z: Tensor
 
     @staticmethod
     def of(prior_Z: Tensor) -> Calibration:
         """Nothing observed yet. The prior lies in [0, 1]."""
         prior_Z = prior_Z.float().contiguous()
-        return Calibration(prior_Z, prior_Z.clone(), torch.zeros_like(prior_Z), torch.zeros_like(prior_Z))
+        hits_Z, trials_Z = (torch.zeros_like(prior_Z, dtype=torch.int32) for _ in range(2))
+        return Calibration(prior_Z, prior_Z.clone(), hits_Z, trials_Z)
