@@ -45,15 +45,15 @@ def _fold_states(state_top, state_sum, state_acc, first, states, head, scale,
     return top_M, sum_ML, acc_MD
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pages", "depth"])
 def _attend_rows(q, k_cache, v_cache, out, path, page_table, items, count, counter, state_top, state_sum, state_acc, scale, pages, depth,
                  FIRST: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
-                 M: tl.constexpr, PROGRAMS: tl.constexpr, STAGES: tl.constexpr):
+                 M: tl.constexpr, STAGES: tl.constexpr):
     GROUP: tl.constexpr = HEADS // KV_HEADS
     m_M, t_T, d_D = tl.arange(0, M), tl.arange(0, BLOCK), tl.arange(0, D)
     pdl_launch()
     work = tl.load(count) * KV_HEADS
-    for w in range(tl.program_id(0), work, PROGRAMS):
+    for w in range(tl.program_id(0), work, tl.num_programs(0)):
         head = w % KV_HEADS
         item = items + w // KV_HEADS * FIELDS
         row, place, base, begin, end = (tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3), tl.load(item + 4))
@@ -109,12 +109,11 @@ def attend(q_RND: Tensor, k_SKD: Tensor, v_SKD: Tensor, rows: PagedRows, work: P
     if work.tiles:
         attend_tiles[(work.tile_programs,)](
             q_RND, k_SKD, v_SKD, out_RND, rows.position_R, rows.page_table_QP, work.tile_item_IF, work.count_2, work.state_R, *states,
-            scale_2, pages, FIRST=first, HEADS=heads, KV_HEADS=kv_heads, D=width, PAGE=PAGE, M=work.tile, PROGRAMS=work.tile_programs,
+            scale_2, pages, FIRST=first, HEADS=heads, KV_HEADS=kv_heads, D=width, PAGE=PAGE, M=work.tile,
             STAGES=3, num_warps=8 if work.tile == 128 else 4, **PDL,
         )
     _attend_rows[(work.row_programs,)](
         q_RND, k_SKD, v_SKD, out_RND, rows.path_RD, rows.page_table_QP, work.row_item_IF, work.count_2, work.counter_RK, *states,
-        scale_2, pages, depth, FIRST=first, HEADS=heads, KV_HEADS=kv_heads, D=width, PAGE=PAGE, M=_M, PROGRAMS=work.row_programs,
-        STAGES=3, num_warps=4, **PDL,
+        scale_2, pages, depth, FIRST=first, HEADS=heads, KV_HEADS=kv_heads, D=width, PAGE=PAGE, M=_M, STAGES=3, num_warps=4, **PDL,
     )
     return out_RND

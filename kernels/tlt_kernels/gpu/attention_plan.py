@@ -138,7 +138,7 @@ def _put(item, mask, a, b, c, d, e, f, g, h, i):
     tl.store(item + 8, i, mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "states"])
 def _plan(position, place, base, count, row_item, tile_item, state, rows, states, programs,
           KV_HEADS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
     pdl_wait()
@@ -196,5 +196,5 @@ def plan(rows: PagedRows, work: Plan) -> None:
     _plan[(1,)](
         rows.position_R, rows.place_R, rows.base_R, work.count_2, work.row_item_IF, work.tile_item_IF, work.state_R, count,
         len(work.top_WN), work.programs, KV_HEADS=kv_heads, TILE=tile_rows, WINDOW=window,
-        CHUNK=min(_CHUNK, triton.next_power_of_2(max(count, 16))), num_warps=4, **PDL,
+        CHUNK=min(_CHUNK // (8 if work.tiles else 1), triton.next_power_of_2(max(count, 16))), num_warps=4, **PDL,
     )

@@ -16,16 +16,16 @@ from tlt_kernels.gpu.attention_plan import FIELDS
 from tlt_kernels.gpu.target import pdl_launch, pdl_wait
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pages"])
 def attend_tiles(q, k_cache, v_cache, out, position, page_table, items, count, state, state_top, state_sum, state_acc, scale, pages,
                  FIRST: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
-                 M: tl.constexpr, PROGRAMS: tl.constexpr, STAGES: tl.constexpr):
+                 M: tl.constexpr, STAGES: tl.constexpr):
     GROUP: tl.constexpr = HEADS // KV_HEADS
     m_M, t_T, d_D = tl.arange(0, M), tl.arange(0, BLOCK), tl.arange(0, D)
     pdl_wait()
     pdl_launch()  # after the wait: the row kernel may then read what this one reads before its own wait
     work = tl.load(count + 1) * KV_HEADS
-    for w in range(tl.program_id(0), work, PROGRAMS):
+    for w in range(tl.program_id(0), work, tl.num_programs(0)):
         head = (work - 1 - w) % KV_HEADS
         item = items + (work - 1 - w) // KV_HEADS * FIELDS  # the longest of a prompt's tiles come last in the list: start with them
         row, place, size, begin, end = (tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3), tl.load(item + 4))

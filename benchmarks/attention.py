@@ -1,0 +1,148 @@
+"""Rotary embedding, KV write and paged attention of one layer, per shape of step: microseconds inside a CUDA graph.
+
+`python benchmarks/attention.py [case ...]` prints a table and, as its last line, the same as JSON. A graph holds many layers, each
+with its own KV cache, so that keys come from device memory as they do between the weights of a real step. Floor: reading every
+key and value of every request once at 4.3 TB/s. Qwen2.5-7B: 28 query heads, 4 KV heads of 128, bfloat16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from typing import NamedTuple
+
+import torch
+
+from tlt_kernels.gpu.attention import PAGE, PagedRows, allocate, attend, plan
+from tlt_kernels.gpu.rope import rope_store
+
+HEADS, KV_HEADS, WIDTH = 28, 4, 128
+BANDWIDTH = 4.3e12
+
+
+class Case(NamedTuple):
+    requests: int
+    context: int
+    rows: int  # per request
+    prompt: bool = False
+
+
+CASES = {
+    "b1 640": Case(1, 640, 1),
+    "b1 16k": Case(1, 16384, 1),
+    "b1 tree32 640": Case(1, 640, 32),
+    "b1 tree32 16k": Case(1, 16384, 32),
+    "b8 tree8 640": Case(8, 640, 8),
+    "b64 400": Case(64, 400, 1),
+    "b256 400": Case(256, 400, 1),
+    "prefill 8x2048": Case(8, 2048, 2048, True),
+    "prefill 64 of 16k": Case(1, 16384, 64, True),
+}
+
+
+def rows_of(case: Case, device: str) -> tuple[PagedRows, torch.Tensor, int]:
+    """The step's rows, the slots they write, and the cache's slots."""
+    per_place = -(-(case.context + case.rows) // PAGE)
+    pages = case.requests * per_place
+    table_QP = torch.randperm(pages, dtype=torch.int32).view(case.requests, per_place)
+    position, base, path, slot, depth = [], [], [], [], min(case.rows, 8)
+    for b in range(case.requests):
+        for r in range(case.rows):
+            if case.prompt:
+                p, mine, seen = case.context - case.rows + r, [], case.context
+            else:  # chains of 8 below the root, each node in scratch
+                mine = [pages * PAGE + b * case.rows + max(r - i, 0) for i in reversed(range(r % depth + 1))] if r else []
+                p, seen = case.context - 1 + len(mine), case.context
+            position.append(p)
+            base.append(seen)
+            path.append(mine + [-1] * (depth - len(mine)))
+            slot.append(mine[-1] if mine else int(table_QP[b, p // PAGE]) * PAGE + p % PAGE)
+    place = [b for b in range(case.requests) for _ in range(case.rows)]
+    integers = (torch.tensor(values, dtype=torch.int32, device=device) for values in (position, place, base, path))
+    return PagedRows(*integers, table_QP.to(device)), torch.tensor(slot, dtype=torch.int32, device=device), pages * PAGE + len(position)
+
+
+def microseconds(function, repeats: int = 15) -> float:
+    """Median of a captured graph's replays."""
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        function()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side):
+            function()
+    torch.cuda.synchronize()
+    times = []
+    for _ in range(repeats):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3)
+    return statistics.median(times[2:])
+
+
+def sdpa(case: Case, layers: int) -> float:
+    q, k, v = (torch.randn(layers, case.requests, heads, case.context, WIDTH, device="cuda", dtype=torch.bfloat16)
+               for heads in (HEADS, KV_HEADS, KV_HEADS))
+
+    def run() -> None:
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+            for i in range(layers):
+                torch.nn.functional.scaled_dot_product_attention(q[i], k[i], v[i], is_causal=True, enable_gqa=True)
+
+    return microseconds(run, 7) / layers
+
+
+def measure(case: Case, tile: int) -> dict[str, float]:
+    rows, slot_R, slots = rows_of(case, "cuda")
+    count, kv_bytes = len(slot_R), case.requests * case.context * KV_HEADS * WIDTH * 4
+    layers = max(4, min(96, 400_000_000 // kv_bytes))
+    cache = torch.randn(layers, 2, slots, KV_HEADS, WIDTH, device="cuda", dtype=torch.bfloat16)
+    qkv_RX = torch.randn(count, (HEADS + 2 * KV_HEADS) * WIDTH, device="cuda", dtype=torch.bfloat16)
+    angle = torch.randn(case.context + 64, WIDTH // 2, device="cuda")
+    cos, sin = angle.cos(), angle.sin()
+    work = allocate(rows=count, context=case.context + 16, heads=HEADS, kv_heads=KV_HEADS, width=WIDTH, device="cuda",
+                    tiles=case.rows > 1, tile=tile)
+    scale = WIDTH**-0.5
+
+    def layer(i: int) -> None:
+        q_RND = rope_store(qkv_RX, rows.position_R, slot_R, cos, sin, cache[i, 0], cache[i, 1], heads=HEADS)
+        attend(q_RND, cache[i, 0], cache[i, 1], rows, work, first=0, scale=scale)
+
+    def only_rope() -> None:
+        for i in range(layers):
+            rope_store(qkv_RX, rows.position_R, slot_R, cos, sin, cache[i, 0], cache[i, 1], heads=HEADS)
+
+    def step() -> None:
+        plan(rows, work)
+        for i in range(layers):
+            layer(i)
+
+    def only_plan() -> None:
+        for _ in range(50):
+            plan(rows, work)
+
+    result = {"us": microseconds(step) / layers, "rope_us": microseconds(only_rope) / layers, "plan_us": microseconds(only_plan) / 50}
+    result |= {"floor_us": kv_bytes / BANDWIDTH * 1e6, "row_items": work.count_2[0].item(), "tile_items": work.count_2[1].item()}
+    if case.prompt and case.rows == case.context:
+        result["sdpa_us"] = sdpa(case, layers)
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("case", nargs="*", choices=[[], *CASES])
+    parser.add_argument("--tile", type=int, default=128)
+    chosen = parser.parse_args()
+    torch.manual_seed(0)
+    results = {}
+    for name in chosen.case or CASES:
+        results[name] = measure(CASES[name], chosen.tile)
+        print(f"{name:20}" + "".join(f"  {key} {value:9.2f}" for key, value in results[name].items()), flush=True)
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
