@@ -20,14 +20,15 @@ DESCRIPTION = """\
 Embed a small trained pair (target and EAGLE-3 drafter) in the shapes of a large model.
 
 The result has the large model's tensor names, shapes and dtypes, so a step costs what the large model's step
-costs, and says what the small pair says, so drafts are accepted as often as a trained drafter's are. The extra
-weights are random, not zero. Use it to measure speculative decoding where no large weights are at hand, with this
-server or any other engine that loads Hugging Face and EAGLE-3 checkpoints.
+costs, and says what the small pair says, so the acceptance is that of a trained drafter on real answers: the small
+pair's, which may be higher than a large model's on harder text. The extra weights are random, not zero. Use it to
+measure speculative decoding where no large weights are at hand, with this server or any other engine that loads
+Hugging Face and EAGLE-3 checkpoints.
 """
 EXAMPLES = """\
 examples:
   python -m benchmarks.pad --shape mid --out /tmp/mid                  small enough for a laptop's CPU
-  python -m benchmarks.pad --shape qwen2.5-7b --out /data/padded-7b    15.2 GB target, 1.3 GB drafter
+  python -m benchmarks.pad --shape qwen2.5-7b --out /data/padded-7b    15.2 GB target, 0.8 GB drafter
   tlt serve --model /tmp/mid/target --drafter /tmp/mid/drafter
 
 what fits: a Qwen2 or Llama target whose head width is the shape's. A Llama shape gets attention biases if the small
