@@ -65,14 +65,18 @@ def _scan(place_B, token_QT, T, length_Q, limit_Q, capacity_Q, done_Q, drafts_Q,
             last_I = tl.load(text + i_I, mask=inside_I, other=-1)
             second_I = tl.load(text + i_I - 1, mask=inside_I, other=-1)
             run_I = inside_I & (last_I == last) & (second_I == second)
-            if tl.max(run_I.to(tl.int32)) > 0:
-                common_I = tl.where(run_I, 2, 0)
+            longest = 2 * tl.max(run_I.to(tl.int32))
+            if longest > 0:
                 hit_I = run_I
-                for k in range(2, LONGEST):
-                    suffix = tl.load(own - k, mask=k < length, other=-1)
-                    run_I = run_I & (i_I >= k) & (k < length)
-                    run_I = run_I & (tl.load(text + i_I - k, mask=run_I, other=-2) == suffix)
+                common_I = tl.where(run_I, 2, 0)
+                compared = 2
+                while longest == compared:  # some occurrence goes on
+                    suffix = tl.load(own - compared, mask=compared < length, other=-1)
+                    run_I = run_I & (i_I >= compared) & (compared < tl.minimum(length, LONGEST))
+                    run_I = run_I & (tl.load(text + i_I - compared, mask=run_I, other=-2) == suffix)
                     common_I += run_I.to(tl.int32)
+                    longest += tl.max(run_I.to(tl.int32))
+                    compared += 1
                 key_I = tl.where(hit_I, (common_I.to(tl.int64) << 48) | (i_I.to(tl.int64) << 16) | q, -1)
                 best, least = tl.max(key_I), tl.min(best_W)
                 while best > tl.maximum(least, 0):
@@ -96,10 +100,13 @@ def _merge(place_B, token_QT, T, length_Q, limit_Q, capacity_Q, done_Q, drafts_Q
     key_X = tl.load(match_BJW + b * J * WP + x_X, mask=x_X % WP < W, other=-1)
     w_W = tl.arange(0, WP)
     key_W = tl.full([WP], -1, tl.int64)
-    for w in range(W):
-        best = tl.max(key_X)
-        key_W = tl.where(w_W == w, best, key_W)
+    best = tl.max(key_X)
+    found = 0
+    while (best >= 0) & (found < W):
+        key_W = tl.where(w_W == found, best, key_W)
         key_X = tl.where(key_X == best, -1, key_X)
+        best = tl.max(key_X)
+        found += 1
     common_W = (key_W >> 48).to(tl.int32)
     alive_W = (key_W >= 0) & (2 * common_W >= tl.max(common_W))  # much shorter matches only blur the shares
     next_W = ((key_W >> 16) & 0xffffffff).to(tl.int32) + 1
@@ -113,7 +120,8 @@ def _merge(place_B, token_QT, T, length_Q, limit_Q, capacity_Q, done_Q, drafts_Q
     cell_WD = tl.zeros([WP, DP], tl.int32)
     together_WW = tl.full([WP, WP], 1, tl.int1)  # pairs of matches that have gone the same way so far
     node_W = tl.full([WP], -1, tl.int32)
-    for d in range(depth):
+    deepest = tl.max(tl.sum(alive_WD.to(tl.int32), axis=1))
+    for d in range(deepest):
         now_1D = d_1D == d
         token_W = tl.sum(tl.where(now_1D, token_WD, 0), axis=1)
         goes_on_W = tl.sum((now_1D & alive_WD).to(tl.int32), axis=1) > 0
