@@ -18,6 +18,7 @@ from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
 from tlt_kernels.gpu.tensors import Calibration, Nodes, Places
 
 LONGEST, SHORTEST = 16, 2  # tokens compared; a single token in common is no occurrence
+CERTAIN = tl.constexpr(0.999)  # no node is surer than that: below it, rounding cannot lift a survival above the parent's
 BLOCK = 2048  # positions that a scanning program compares at once
 PROGRAMS = 1024  # that scan, about
 LENGTHS, SHARES, DEPTHS = 7, 8, 8  # of the calibration table
@@ -25,14 +26,14 @@ LENGTHS, SHARES, DEPTHS = 7, 8, 8  # of the calibration table
 
 def workspace(requests: int, width: int, *, scanners: int = 0, device: str = "cuda") -> Tensor:
     """match_BJW: int64 keys of the matches that each scanning program found; `scanners` is a power of two, 0 = suits a GPU."""
-    scanners = scanners or min(max(triton.next_power_of_2(PROGRAMS // requests), 16), 256)
+    scanners = scanners or min(max(triton.next_power_of_2(PROGRAMS // requests), 16), 128)
     return torch.empty(requests, scanners, triton.next_power_of_2(width), dtype=torch.int64, device=device)
 
 
 @triton.jit
 def _scan(place_B, token_QT, T, length_Q, limit_Q, capacity_Q, done_Q, drafts_Q, group_Q, Q, match_BJW, depth, W: tl.constexpr,
           WP: tl.constexpr, QP: tl.constexpr, BLOCK: tl.constexpr, LONGEST: tl.constexpr):
-    """Program (b, j) scans every J-th block of the texts that request b may draft from. Keys: match length, position, place."""
+    """Program (b, j) scans a part of a text that request b may draft from, or whole texts. Keys: match length, position, place."""
     pdl_launch()
     b, j, programs = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     pdl_wait()
@@ -50,25 +51,32 @@ def _scan(place_B, token_QT, T, length_Q, limit_Q, capacity_Q, done_Q, drafts_Q,
         members = tl.sum(member_Q.to(tl.int32))
     own = token_QT + place.to(tl.int64) * T + length - 1
     last, second = tl.load(own, mask=members > 0, other=0), tl.load(own - 1, mask=members > 0, other=0)
-    for member in range(0, members):
+    some = tl.maximum(members, 1)
+    parts = tl.maximum(programs // some, 1)  # programs that share a text; with more texts than programs, each takes several
+    part = j // some
+    for member in range(j % some, tl.where(part < parts, members, 0), programs):
         q = tl.sum(tl.where(member_Q & (number_Q == member), q_Q, 0))
         known = tl.load(length_Q + q)
         text = token_QT + q.to(tl.int64) * T
         blocks = tl.cdiv(known - 1, BLOCK)
-        for block in range((j + member * 7) % programs, blocks, programs):  # the latest first: most inserts happen early
+        for block in range(part, blocks, parts):  # the latest first: most inserts happen early
             i_I = (blocks - 1 - block) * BLOCK + tl.arange(0, BLOCK)
             inside_I = (i_I >= 1) & (i_I < known - 1)  # something must follow
             last_I = tl.load(text + i_I, mask=inside_I, other=-1)
             second_I = tl.load(text + i_I - 1, mask=inside_I, other=-1)
             run_I = inside_I & (last_I == last) & (second_I == second)
-            if tl.max(run_I.to(tl.int32)) > 0:
-                common_I = tl.where(run_I, 2, 0)
+            longest = 2 * tl.max(run_I.to(tl.int32))
+            if longest > 0:
                 hit_I = run_I
-                for k in range(2, LONGEST):
-                    suffix = tl.load(own - k, mask=k < length, other=-1)
-                    run_I = run_I & (i_I >= k) & (k < length)
-                    run_I = run_I & (tl.load(text + i_I - k, mask=run_I, other=-2) == suffix)
+                common_I = tl.where(run_I, 2, 0)
+                compared = 2
+                while longest == compared:  # some occurrence goes on
+                    suffix = tl.load(own - compared, mask=compared < length, other=-1)
+                    run_I = run_I & (i_I >= compared) & (compared < tl.minimum(length, LONGEST))
+                    run_I = run_I & (tl.load(text + i_I - compared, mask=run_I, other=-2) == suffix)
                     common_I += run_I.to(tl.int32)
+                    longest += tl.max(run_I.to(tl.int32))
+                    compared += 1
                 key_I = tl.where(hit_I, (common_I.to(tl.int64) << 48) | (i_I.to(tl.int64) << 16) | q, -1)
                 best, least = tl.max(key_I), tl.min(best_W)
                 while best > tl.maximum(least, 0):
@@ -81,7 +89,7 @@ def _scan(place_B, token_QT, T, length_Q, limit_Q, capacity_Q, done_Q, drafts_Q,
 @triton.jit
 def _merge(place_B, token_QT, T, length_Q, limit_Q, capacity_Q, done_Q, drafts_Q, match_BJW, parent_BC, token_BC, depth_BC, cell_BC,
            source_BC, slot_BC, survival_BC, C, survival_Z, first_cell, depth, W: tl.constexpr, WP: tl.constexpr, J: tl.constexpr,
-           DP: tl.constexpr, SHARES: tl.constexpr, DEPTHS: tl.constexpr, BLOCK: tl.constexpr):
+           DP: tl.constexpr, SHARES: tl.constexpr, DEPTHS: tl.constexpr, CERTAIN: tl.constexpr, BLOCK: tl.constexpr):
     """One program per request: the W best keys, then level by level which matches still go the same way."""
     pdl_launch()
     b = tl.program_id(0)
@@ -92,26 +100,32 @@ def _merge(place_B, token_QT, T, length_Q, limit_Q, capacity_Q, done_Q, drafts_Q
     key_X = tl.load(match_BJW + b * J * WP + x_X, mask=x_X % WP < W, other=-1)
     w_W = tl.arange(0, WP)
     key_W = tl.full([WP], -1, tl.int64)
-    for w in range(W):
-        best = tl.max(key_X)
-        key_W = tl.where(w_W == w, best, key_W)
+    best = tl.max(key_X)
+    found = 0
+    while (best >= 0) & (found < W):
+        key_W = tl.where(w_W == found, best, key_W)
         key_X = tl.where(key_X == best, -1, key_X)
+        best = tl.max(key_X)
+        found += 1
     common_W = (key_W >> 48).to(tl.int32)
     alive_W = (key_W >= 0) & (2 * common_W >= tl.max(common_W))  # much shorter matches only blur the shares
     next_W = ((key_W >> 16) & 0xffffffff).to(tl.int32) + 1
     q_W = tl.where(alive_W, key_W & 0xffff, 0)
     known_W = tl.load(length_Q + q_W, mask=alive_W, other=0)
-    together_WW = tl.full([WP, WP], 1, tl.int1)  # pairs of matches that have gone the same way so far
-    survival_W = tl.full([WP], 1.0, tl.float32)
-    node_W = tl.full([WP], -1, tl.int32)
-    column_W = b * C + w_W
     d_1D = tl.arange(0, DP)[None, :]
-    goes_on_WD = alive_W[:, None] & (next_W[:, None] + d_1D < known_W[:, None]) & (d_1D < limit)
-    token_WD = tl.load(token_QT + (q_W * T + next_W)[:, None] + d_1D, mask=goes_on_WD, other=-1)
-    for d in range(depth):
-        alive_W = alive_W & (next_W + d < known_W) & (d < limit)
-        token_W = tl.sum(tl.where(d_1D == d, token_WD, 0), axis=1)
-        together_WW = together_WW & alive_W[:, None] & alive_W[None, :]
+    alive_WD = alive_W[:, None] & (next_W[:, None] + d_1D < known_W[:, None]) & (d_1D < limit)
+    token_WD = tl.load(token_QT + (q_W * T + next_W)[:, None] + d_1D, mask=alive_WD, other=-1)
+    parent_WD = tl.zeros([WP, DP], tl.int32)
+    first_WD = tl.zeros([WP, DP], tl.int32)
+    cell_WD = tl.zeros([WP, DP], tl.int32)
+    together_WW = tl.full([WP, WP], 1, tl.int1)  # pairs of matches that have gone the same way so far
+    node_W = tl.full([WP], -1, tl.int32)
+    deepest = tl.max(tl.sum(alive_WD.to(tl.int32), axis=1))
+    for d in range(deepest):
+        now_1D = d_1D == d
+        token_W = tl.sum(tl.where(now_1D, token_WD, 0), axis=1)
+        goes_on_W = tl.sum((now_1D & alive_WD).to(tl.int32), axis=1) > 0
+        together_WW = together_WW & goes_on_W[:, None] & goes_on_W[None, :]
         total_W = tl.sum(together_WW.to(tl.int32), axis=1)
         together_WW = together_WW & (token_W[:, None] == token_W[None, :])
         count_W = tl.sum(together_WW.to(tl.int32), axis=1)
@@ -121,18 +135,23 @@ def _merge(place_B, token_QT, T, length_Q, limit_Q, capacity_Q, done_Q, drafts_Q
         bucket_W += (length_W >= 9).to(tl.int32) + (length_W >= 13).to(tl.int32) + (length_W >= 16).to(tl.int32)
         share_W = (count_W * SHARES + total_W - 1) // tl.maximum(total_W, 1) - 1
         cell_W = first_cell + (bucket_W * SHARES + share_W) * DEPTHS + tl.minimum(d, DEPTHS - 1)
-        chance_W = tl.load(survival_Z + cell_W, mask=alive_W, other=0.0)
-        survival_W *= tl.minimum(tl.maximum(chance_W, 0.0), 1.0)
-        stored_W = w_W < W
-        tl.store(parent_BC + column_W, node_W, mask=stored_W)
-        tl.store(token_BC + column_W, token_W, mask=stored_W)
-        tl.store(depth_BC + column_W, d + 1, mask=stored_W)
-        tl.store(cell_BC + column_W, cell_W, mask=stored_W)
-        tl.store(source_BC + column_W, -1, mask=stored_W)
-        tl.store(slot_BC + column_W, -1, mask=stored_W)
-        tl.store(survival_BC + column_W, tl.where(alive_W & (first_W == w_W), survival_W, -1.0), mask=stored_W)
+        parent_WD = tl.where(now_1D, node_W[:, None], parent_WD)
+        first_WD = tl.where(now_1D, first_W[:, None], first_WD)
+        cell_WD = tl.where(now_1D, cell_W[:, None], cell_WD)
         node_W = d * W + first_W
-        column_W += W
+    chance_WD = tl.load(survival_Z + cell_WD, mask=alive_WD, other=0.0)
+    survival_WD = tl.cumprod(tl.minimum(tl.maximum(chance_WD, 0.0), CERTAIN), axis=1)
+    w_W1 = w_W[:, None]
+    at_WD = b * C + d_1D * W + w_W1
+    stored_WD = (w_W1 < W) & (d_1D < depth)
+    whole_WD = tl.zeros([WP, DP], tl.int32)
+    tl.store(parent_BC + at_WD, parent_WD, mask=stored_WD)
+    tl.store(token_BC + at_WD, token_WD, mask=stored_WD)
+    tl.store(depth_BC + at_WD, whole_WD + d_1D + 1, mask=stored_WD)
+    tl.store(cell_BC + at_WD, cell_WD, mask=stored_WD)
+    tl.store(source_BC + at_WD, whole_WD - 1, mask=stored_WD)
+    tl.store(slot_BC + at_WD, whole_WD - 1, mask=stored_WD)
+    tl.store(survival_BC + at_WD, tl.where(alive_WD & (first_WD == w_W1), survival_WD, -1.0), mask=stored_WD)
     for first in range(depth * W, C, BLOCK):
         c_C = first + tl.arange(0, BLOCK)
         tl.store(survival_BC + b * C + c_C, -1.0, mask=c_C < C)
@@ -156,5 +175,5 @@ def history_nodes(place_B: Tensor, places: Places, nodes: Nodes, calibration: Ca
         LONGEST=LONGEST, num_warps=4, **PDL)
     _merge[(requests,)](
         place_B, *text, match_BJW, *nodes, columns, calibration.survival_Z, first_cell, depth, W=width, WP=block_width, J=scanners,
-        DP=triton.next_power_of_2(depth), SHARES=SHARES, DEPTHS=DEPTHS, BLOCK=128,
-        num_warps=4 if scanners * block_width > 1024 else 2, **PDL)
+        DP=triton.next_power_of_2(depth), SHARES=SHARES, DEPTHS=DEPTHS, CERTAIN=CERTAIN, BLOCK=128,
+        num_warps=1 if scanners * block_width <= 1024 else 4, **PDL)

@@ -120,7 +120,7 @@ def _select_rows(place_B, B, token_QT, T, length_Q, page_table_QP, P, done_Q, pa
 
 
 def _warps(block: int) -> int:
-    return 1 if block <= 256 else 2 if block <= 1024 else 4 if block <= 4096 else 8 if block <= 16384 else 16
+    return 1 if block <= 64 else 2 if block <= 256 else 4 if block <= 4096 else 8 if block <= 16384 else 16
 
 
 def select_rows(place_B: Tensor, places: Places, nodes: Nodes | None, rows: Rows, trees: Trees, kept: Kept, *, decode_rows: int,
