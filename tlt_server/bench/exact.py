@@ -105,7 +105,11 @@ def settings_of(args: argparse.Namespace) -> EngineSettings:
     from tlt_server.demo.workload import DRAFTER, TARGET
 
     threads = args.threads or len(os.sched_getaffinity(0))
-    return EngineSettings(model=str(args.model or TARGET), drafter=str(args.drafter or DRAFTER), threads=threads, kv_memory_mb=2048)
+    on_gpu = args.device == "cuda"
+    return EngineSettings(
+        model=str(args.model or TARGET), drafter=str(args.drafter or DRAFTER), threads=threads, device=args.device,
+        dtype=args.dtype or ("bfloat16" if on_gpu else "float32"), attention="triton" if on_gpu else "cpu", numerics=args.numerics,
+        kv_memory_mb=0 if on_gpu else 2048)
 
 
 def wide_console() -> Console:

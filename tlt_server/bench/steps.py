@@ -56,6 +56,7 @@ def time_steps(engine: Engine, requests: list[GenerateRequest], strategy: Strate
     engine.send(Abort([], all=True))
     while not engine.idle:
         engine.step()
-    low, middle, high = statistics.quantiles(durations, n=4) if len(durations) > 1 else durations * 3
+    assert len(durations) > 1, f"a batch of {batch} never decoded as a whole for more than {SETTLE} steps: give longer requests"
+    low, middle, high = statistics.quantiles(durations, n=4)
     return Timed(batch, strategy.name, context, len(durations), middle * 1e3, (low * 1e3, high * 1e3), tokens / sum(durations),
                  tokens / batch / len(durations))

@@ -37,10 +37,11 @@ def assemble(
     settings: EngineSettings,
     on_phase: OnPhase = lambda name, seconds, detail: None,
     on_begin: Callable[[list[str]], None] = lambda ids: None,
+    device: Device | None = None,
 ) -> tuple[Engine, EngineInfo]:
     """A ready engine and what it says of itself. `StartupError` names what cannot be used and the remedy.
 
-    `on_begin`: see `Scheduler`.
+    `on_begin`: see `Scheduler`. `device`: made from these settings before, else the one they name.
     """
     phases: dict[str, float] = {}
 
@@ -52,7 +53,7 @@ def assemble(
         phases[name] = time.perf_counter() - started
         on_phase(name, phases[name], "".join(detail))
 
-    device: Device = DEVICES.resolve(settings.device)(settings)
+    device = device or DEVICES.resolve(settings.device)(settings)
     spool = Spool(Path(settings.state_dir), str(Path(settings.model).resolve())) if settings.state_dir else None
     with phase("load model") as detail:
         config = ModelConfig.read(Path(settings.model))

@@ -33,6 +33,7 @@ class GraphPool:
         with torch.cuda.stream(self._stream):
             work()
             self._stream.synchronize()
+            torch.cuda.empty_cache()  # what the run left behind is no part of the graph
             free, _ = torch.cuda.mem_get_info()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
