@@ -5,7 +5,8 @@ through the row's own slots, so that a draft ancestor stands where it will stand
 that tiles left for the row, or, as the last of several programs of a row, those that they all left.
 
 The kernel right before `attend` must let its dependents start only after its own `pdl_wait`, as `rope_store` does: work items and
-page tables are read before this one waits.
+page tables are read, and keys prefetched, before this one waits. The tiles' kernel does so too: the rows' kernel reads everything
+but the states that tiles leave before it waits for them.
 
 Legend: R rows, N query heads, K KV heads, D head width, S slots, M queries of a program (the group, padded to 16), T keys of a block.
 """
@@ -19,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tlt_kernels.gpu.attention_algebra import BLOCK, LANES, LOWEST, extend, fold, nothing, quotient, scaled_sum, starts_split
+from tlt_kernels.gpu.attention_algebra import BLOCK, LANES, LOWEST, extend, fold, nothing, prefetch_rows, quotient, scaled_sum, starts_split
 from tlt_kernels.gpu.attention_plan import FIELDS, PAGE, PagedRows, Plan, allocate, plan
 from tlt_kernels.gpu.attention_tiles import attend_tiles
 from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
@@ -27,28 +28,33 @@ from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
 __all__ = ["PagedRows", "Plan", "allocate", "attend", "plan"]
 
 _M = 16
+_TILE_STAGES = 3
+_PREFETCH = 8  # blocks of an item whose keys and values are asked for before the wait
+_STAGES = 5  # of the loop over blocks; half of them find the slots
 
 
 @triton.jit
 def _fold_states(state_top, state_sum, state_acc, first, states, head, scale,
-                 HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, M: tl.constexpr):
+                 HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, M: tl.constexpr, AT_ONCE: tl.constexpr):
     """States [first, first + states) of a row, in order. Read past the first-level cache, which other programs do not write."""
     m_M, d_D = tl.arange(0, M), tl.arange(0, D)
     top_M, sum_ML, acc_MD = nothing(M, D)
-    for i in tl.range(0, states, num_stages=4):
-        at_M = (first + i) * HEADS + head * GROUP + m_M
-        next_top_M = tl.load(state_top + at_M, m_M < GROUP, other=LOWEST, cache_modifier=".cg")
-        next_sum_M = tl.load(state_sum + at_M, m_M < GROUP, other=0.0, cache_modifier=".cg")
-        next_acc_MD = tl.load(state_acc + at_M[:, None] * D + d_D[None, :], (m_M < GROUP)[:, None], other=0.0, cache_modifier=".cg")
-        next_sum_ML = next_sum_M[:, None] + tl.zeros([M, LANES], tl.float32)
-        top_M, sum_ML, acc_MD = fold(top_M, sum_ML, acc_MD, next_top_M, next_sum_ML, next_acc_MD, scale)
+    for i in range(0, states, AT_ONCE):
+        for j in tl.static_range(AT_ONCE):  # unrolled, so that the loads are in flight together
+            mask_M = (m_M < GROUP) & (i + j < states)
+            at_M = (first + i + j) * HEADS + head * GROUP + m_M
+            next_top_M = tl.load(state_top + at_M, mask_M, other=LOWEST, cache_modifier=".cg")
+            next_sum_M = tl.load(state_sum + at_M, mask_M, other=0.0, cache_modifier=".cg")
+            next_acc_MD = tl.load(state_acc + at_M[:, None] * D + d_D[None, :], mask_M[:, None], other=0.0, cache_modifier=".cg")
+            next_sum_ML = next_sum_M[:, None] + tl.zeros([M, LANES], tl.float32)
+            top_M, sum_ML, acc_MD = fold(top_M, sum_ML, acc_MD, next_top_M, next_sum_ML, next_acc_MD, scale)
     return top_M, sum_ML, acc_MD
 
 
 @triton.jit(do_not_specialize=["pages", "depth"])
 def _attend_rows(q, k_cache, v_cache, out, path, page_table, items, count, counter, state_top, state_sum, state_acc, scale, pages, depth,
                  FIRST: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
-                 M: tl.constexpr, STAGES: tl.constexpr):
+                 M: tl.constexpr, M_FOLD: tl.constexpr, TILES: tl.constexpr, PREFETCH: tl.constexpr, STAGES: tl.constexpr):
     GROUP: tl.constexpr = HEADS // KV_HEADS
     m_M, t_T, d_D = tl.arange(0, M), tl.arange(0, BLOCK), tl.arange(0, D)
     pdl_launch()
@@ -57,18 +63,25 @@ def _attend_rows(q, k_cache, v_cache, out, path, page_table, items, count, count
         head = w % KV_HEADS
         item = items + w // KV_HEADS * FIELDS
         row, place, base, begin, end = (tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3), tl.load(item + 4))
-        before, arrivals, first_state, piece = tl.load(item + 5), tl.load(item + 6), tl.load(item + 7), tl.load(item + 8)
+        piece, arrivals, states, first_state = tl.load(item + 5), tl.load(item + 6), tl.load(item + 7), tl.load(item + 8)
         k_head, v_head, table, own = k_cache + head * D, v_cache + head * D, page_table + place * pages, path + row * depth
+        for start in range(begin, tl.minimum(end, begin + PREFETCH * BLOCK), BLOCK):
+            p_T = start + t_T
+            mask_T = p_T < tl.minimum(base, end)
+            paged_T = tl.load(table + p_T // PAGE, mask_T, other=0) * PAGE + p_T % PAGE
+            prefetch_rows(k_head, paged_T.to(tl.int64) * (KV_HEADS * D), mask_T, D)
+            prefetch_rows(v_head, paged_T.to(tl.int64) * (KV_HEADS * D), mask_T, D)
+        if not TILES:
+            pdl_wait()
         at_MD = (row * HEADS + head * GROUP + m_M)[:, None] * D + d_D[None, :]
-        pdl_wait()
         q_MD = tl.load(q + at_MD, (m_M < GROUP)[:, None], other=0.0)
-        total_top_M, total_ML, total_MD = _fold_states(
-            state_top, state_sum, state_acc, first_state, before, head, scale, HEADS, GROUP, D, M)
+        total_top_M, total_ML, total_MD = nothing(M, D)
         top_M, sum_ML, acc_MD = nothing(M, D)
         for start in tl.range(begin, end, BLOCK, num_stages=STAGES):
             fresh = starts_split(start)  # fold the split before, without a branch that would break the loop's pipeline
             best_M = tl.where(fresh, tl.maximum(total_top_M, top_M), total_top_M)
-            old_M, new_M = tl.exp2((total_top_M - best_M) * scale), tl.where(fresh, tl.exp2(tl.minimum(top_M - best_M, 0.0) * scale), 0.0)
+            old_M = tl.exp2((total_top_M - best_M) * scale)
+            new_M = tl.where(fresh, tl.exp2(tl.minimum(top_M - best_M, 0.0) * scale), 0.0)
             total_ML, total_MD = scaled_sum(sum_ML, new_M, total_ML, old_M), scaled_sum(acc_MD, new_M, total_MD, old_M)
             total_top_M, top_M = best_M, tl.where(fresh, LOWEST, top_M)
             sum_ML, acc_MD = tl.where(fresh, 0.0, sum_ML), tl.where(fresh, 0.0, acc_MD)
@@ -81,20 +94,28 @@ def _attend_rows(q, k_cache, v_cache, out, path, page_table, items, count, count
             v_TD = tl.load(v_head + key_TD, visible_T[:, None], other=0.0)
             top_M, sum_ML, acc_MD = extend(q_MD, k_TD, v_TD, visible_T[None, :], top_M, sum_ML, acc_MD, scale)
         total_top_M, total_ML, total_MD = fold(total_top_M, total_ML, total_MD, top_M, sum_ML, acc_MD, scale)
-        if arrivals > 0:
-            to_M = (first_state + piece) * HEADS + head * GROUP + m_M
-            tl.store(state_top + to_M, total_top_M, m_M < GROUP)
-            tl.store(state_sum + to_M, tl.max(total_ML, axis=1), m_M < GROUP)
-            tl.store(state_acc + to_M[:, None] * D + d_D[None, :], total_MD, (m_M < GROUP)[:, None])
-            tl.debug_barrier()
-            arrived = tl.atomic_add(counter + row * KV_HEADS + head, 1, sem="acq_rel", scope="gpu") + 1
-            if arrived == arrivals:
-                tl.store(counter + row * KV_HEADS + head, 0)
-                _, sum_all_ML, acc_all_MD = _fold_states(
-                    state_top, state_sum, state_acc, first_state, arrivals, head, scale, HEADS, GROUP, D, M)
-                tl.store(out + at_MD, quotient(sum_all_ML, acc_all_MD).to(out.dtype.element_ty), (m_M < GROUP)[:, None])
-        else:
+        if states == 0:
             tl.store(out + at_MD, quotient(total_ML, total_MD).to(out.dtype.element_ty), (m_M < GROUP)[:, None])
+        else:
+            to_M = (first_state + piece) * HEADS + head * GROUP + m_M
+            own_M = (m_M < GROUP) & (piece >= 0)
+            tl.store(state_top + to_M, total_top_M, own_M)
+            tl.store(state_sum + to_M, tl.max(total_ML, axis=1), own_M)
+            tl.store(state_acc + to_M[:, None] * D + d_D[None, :], total_MD, own_M[:, None])
+            tl.debug_barrier()
+            arrived = 1
+            if arrivals > 1:
+                arrived = tl.atomic_add(counter + row * KV_HEADS + head, 1, sem="acq_rel", scope="gpu") + 1
+            if arrived >= arrivals:
+                if arrivals > 1:
+                    tl.store(counter + row * KV_HEADS + head, 0)
+                if TILES:
+                    pdl_wait()  # for the states that tiles left
+                _, all_ML, all_MD = _fold_states(
+                    state_top, state_sum, state_acc, first_state, states, head, scale, HEADS, GROUP, D, M_FOLD, 8)
+                m_F = tl.arange(0, M_FOLD)
+                at_FD = (row * HEADS + head * GROUP + m_F)[:, None] * D + d_D[None, :]
+                tl.store(out + at_FD, quotient(all_ML, all_MD).to(out.dtype.element_ty), (m_F < GROUP)[:, None])
     pdl_wait()
 
 
@@ -110,10 +131,11 @@ def attend(q_RND: Tensor, k_SKD: Tensor, v_SKD: Tensor, rows: PagedRows, work: P
         attend_tiles[(work.tile_programs,)](
             q_RND, k_SKD, v_SKD, out_RND, rows.position_R, rows.page_table_QP, work.tile_item_IF, work.count_2, work.state_R, *states,
             scale_2, pages, FIRST=first, HEADS=heads, KV_HEADS=kv_heads, D=width, PAGE=PAGE, M=work.tile,
-            STAGES=3, num_warps=8 if work.tile == 128 else 4, **PDL,
+            PREFETCH=_PREFETCH, STAGES=_TILE_STAGES, num_warps=8 if work.tile == 128 else 4, **PDL,
         )
     _attend_rows[(work.row_programs,)](
         q_RND, k_SKD, v_SKD, out_RND, rows.path_RD, rows.page_table_QP, work.row_item_IF, work.count_2, work.counter_RK, *states,
-        scale_2, pages, depth, FIRST=first, HEADS=heads, KV_HEADS=kv_heads, D=width, PAGE=PAGE, M=_M, STAGES=3, num_warps=4, **PDL,
+        scale_2, pages, depth, FIRST=first, HEADS=heads, KV_HEADS=kv_heads, D=width, PAGE=PAGE, M=_M,
+        M_FOLD=triton.next_power_of_2(heads // kv_heads), TILES=work.tiles, PREFETCH=_PREFETCH, STAGES=_STAGES, num_warps=4, **PDL,
     )
     return out_RND

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tlt_kernels.gpu.target import dot
+from tlt_kernels.gpu.target import INTERPRETED, dot
 
 BLOCK = tl.constexpr(64)
 LANES = tl.constexpr(16)
@@ -83,3 +83,15 @@ def quotient(sum_ML, acc_MD):
     sum_M = tl.max(sum_ML, axis=1)
     out_MD = acc_MD * (1.0 / tl.maximum(sum_M, 1.0))[:, None]  # the largest weight is 1: only an empty sum is below
     return tl.where(out_MD == 0, 0.0, out_MD)
+
+
+@triton.jit
+def prefetch_rows(head, offset_T, mask_T, D: tl.constexpr):
+    """Ask the second-level cache for rows of D elements; harmless where they are being written."""
+    if not INTERPRETED:
+        LINE: tl.constexpr = 1024 // head.dtype.element_ty.primitive_bitwidth  # elements of 128 bytes
+        LINES: tl.constexpr = (D + LINE - 1) // LINE
+        address_TI = head + offset_T[:, None] + tl.arange(0, LINES)[None, :] * LINE
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
+            "=r,l,r", [address_TI, mask_T.to(tl.int32)[:, None]], dtype=tl.int32, is_pure=False, pack=1)

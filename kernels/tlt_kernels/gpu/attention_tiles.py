@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tlt_kernels.gpu.attention_algebra import BLOCK, extend, fold, nothing, quotient, starts_split
+from tlt_kernels.gpu.attention_algebra import BLOCK, extend, fold, nothing, prefetch_rows, quotient, starts_split
 from tlt_kernels.gpu.attention_plan import FIELDS
 from tlt_kernels.gpu.target import pdl_launch, pdl_wait
 
@@ -19,11 +19,9 @@ from tlt_kernels.gpu.target import pdl_launch, pdl_wait
 @triton.jit(do_not_specialize=["pages"])
 def attend_tiles(q, k_cache, v_cache, out, position, page_table, items, count, state, state_top, state_sum, state_acc, scale, pages,
                  FIRST: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
-                 M: tl.constexpr, STAGES: tl.constexpr):
+                 M: tl.constexpr, PREFETCH: tl.constexpr, STAGES: tl.constexpr):
     GROUP: tl.constexpr = HEADS // KV_HEADS
     m_M, t_T, d_D = tl.arange(0, M), tl.arange(0, BLOCK), tl.arange(0, D)
-    pdl_wait()
-    pdl_launch()  # after the wait: the row kernel may then read what this one reads before its own wait
     work = tl.load(count + 1) * KV_HEADS
     for w in range(tl.program_id(0), work, tl.num_programs(0)):
         head = (work - 1 - w) % KV_HEADS
@@ -33,10 +31,17 @@ def attend_tiles(q, k_cache, v_cache, out, position, page_table, items, count, s
         row_M, member_M = row + m_M // GROUP, m_M // GROUP < size
         query_M = row_M * HEADS + head * GROUP + m_M % GROUP
         position_M = tl.load(position + row_M, member_M, other=-1)
-        q_MD = tl.load(q + query_M[:, None] * D + d_D[None, :], member_M[:, None], other=0.0)
         k_head, v_head, table = k_cache + head * D, v_cache + head * D, page_table + place * pages
+        for start in range(begin, tl.minimum(end, begin + PREFETCH * BLOCK), BLOCK):
+            p_T = start + t_T
+            paged_T = tl.load(table + p_T // PAGE, p_T < end, other=0) * PAGE + p_T % PAGE
+            prefetch_rows(k_head, paged_T.to(tl.int64) * (KV_HEADS * D), p_T < end, D)
+            prefetch_rows(v_head, paged_T.to(tl.int64) * (KV_HEADS * D), p_T < end, D)
         whole = tl.min(tl.where(member_M, position_M, end), axis=0) + 1
         whole = tl.maximum(tl.minimum(whole, end) // BLOCK * BLOCK, begin)  # every row sees every key below it
+        pdl_wait()
+        pdl_launch()  # after the wait: the rows' kernel may read, before its own wait, what the projections wrote
+        q_MD = tl.load(q + query_M[:, None] * D + d_D[None, :], member_M[:, None], other=0.0)
         total_top_M, total_ML, total_MD = nothing(M, D)
         top_M, sum_ML, acc_MD = nothing(M, D)
         for edge in tl.static_range(2):
@@ -71,3 +76,5 @@ def attend_tiles(q, k_cache, v_cache, out, position, page_table, items, count, s
             tl.store(state_top + to_M, total_top_M, member_M)
             tl.store(state_sum + to_M, tl.max(total_ML, axis=1), member_M)
             tl.store(state_acc + to_M[:, None] * D + d_D[None, :], total_MD, member_M[:, None])
+    pdl_wait()
+    pdl_launch()

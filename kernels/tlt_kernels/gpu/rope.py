@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
 
-_HEADS = 4  # of one program: 9 programs for a row of 28 + 4 + 4 heads
+_HEADS = 16  # of one program: 3 programs for a row of 28 + 4 + 4 heads
 
 
 @triton.jit
@@ -81,6 +81,6 @@ def rope_store(qkv_RX: Tensor, position_R: Tensor, slot_R: Tensor, cos_PD2: Tens
         qkv_RX, position_R, slot_R, cos_PD2, sin_PD2, k_SKD, v_SKD, q_RND,
         qkv_RX if q_weight_D is None else q_weight_D, qkv_RX if k_weight_D is None else k_weight_D, eps,
         Q_HEADS=heads, KV_HEADS=kv_heads, HALF=width // 2, Q_NORM=q_weight_D is not None, K_NORM=k_weight_D is not None,
-        BLOCK=_HEADS, num_warps=1, **PDL,
+        BLOCK=_HEADS, num_warps=4, **PDL,
     )
     return q_RND
