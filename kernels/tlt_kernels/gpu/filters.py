@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tlt_kernels.gpu.noise import log
+from tlt_kernels.gpu.noise import fast_exp, log
 from tlt_kernels.gpu.ordering import key_of, value_of
 from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
 from tlt_kernels.gpu.temperature import GREEDY_BELOW, divided
@@ -56,7 +56,7 @@ def _measure_groups(
         return
     z = divided(tl.load(logits_SV + s * V + tokens, mask=tokens < V, other=-float("inf")), temperature)
     top = tl.max(z, axis=1)
-    mass = tl.sum(tl.exp(z - tl.where(top == -float("inf"), 0.0, top)[:, None]), axis=1)
+    mass = tl.sum(fast_exp(z - tl.where(top == -float("inf"), 0.0, top)[:, None]), axis=1)
     tl.store(top_SG + s * G + groups, top, mask=groups < G)
     tl.store(mass_SG + s * G + groups, mass, mask=groups < G)
 
@@ -78,7 +78,7 @@ def _measured(logits_V, list_L, size, listed, temperature, top, key, last, MASS:
         z = divided(tl.load(logits_V + tokens, mask=inside, other=-float("inf")), temperature)
         keys = key_of(z)
         kept = inside & ((keys > key) | ((keys == key) & (tokens <= last)))
-        total += tl.where(kept, tl.exp(z - top), 0.0) if MASS else kept.to(tl.int32)
+        total += tl.where(kept, fast_exp(z - top), 0.0) if MASS else kept.to(tl.int32)
     return tl.sum(total)
 
 
@@ -144,7 +144,7 @@ def _cut_rows(
     top_G = tl.load(top_SG + s * G + groups, mask=groups < G, other=-float("inf"))
     mass_G = tl.load(mass_SG + s * G + groups, mask=groups < G, other=0.0)
     top = tl.max(top_G)
-    mass_G = mass_G * tl.exp(top_G - top)
+    mass_G = mass_G * fast_exp(top_G - top)
     total = tl.sum(mass_G)
     if not ((total >= 1.0) & (top < float("inf"))):
         return
@@ -158,7 +158,7 @@ def _cut_rows(
         middle = tl.where(depth == float("inf"), far, 0.5 * (near + far))
         reached = top_G >= top - middle
         enough = tl.sum(reached.to(tl.int32)) >= top_k
-        below = tl.sum(tl.where(reached, GROUP * tl.exp(0.0 - middle), mass_G))
+        below = tl.sum(tl.where(reached, GROUP * fast_exp(0.0 - middle), mass_G))
         enough = tl.where(restricted, enough, below <= (1.0 - top_p) * total * SLACK)
         depth = tl.where(enough, middle, depth)
         near, far = tl.where(enough, near, middle), tl.where(enough, middle, far)
