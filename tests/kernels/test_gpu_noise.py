@@ -35,20 +35,24 @@ def _gumbel_of_words(word_N, out_N, N: tl.constexpr):
 
 
 @triton.jit
-def _both_ways(seed_Q, position_Q, block_N, tokens_N, first, N: tl.constexpr):
+def _both_ways(seed_Q, position_Q, quads_4N, tokens_4N, above_4N, first, N: tl.constexpr):
     seed, position = tl.load(seed_Q), tl.load(position_Q)
-    lanes = tl.arange(0, N)
-    tl.store(block_N + lanes, noise.gumbel_block(seed, first, position, N))
-    tl.store(tokens_N + lanes, noise.gumbel_of_tokens(seed, first + lanes, position))
+    lanes = tl.arange(0, 4 * N)
+    tl.store(tokens_4N + lanes, noise.gumbel_of_tokens(seed, first + lanes, position))
+    words = noise.words_of_quads(seed, first, position, N)
+    for lane in tl.static_range(4):
+        tl.store(quads_4N + 4 * tl.arange(0, N) + lane, noise.gumbel_of_word(words[lane]))
+        tl.store(above_4N + 4 * tl.arange(0, N) + lane, noise.gumbel_above(words[lane]))
 
 
-def both_ways(seed: int, position: int, first: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+def both_ways(seed: int, position: int, first: int, size: int) -> torch.Tensor:
+    """[3, size]: G by quads, G token by token, and the bound of G."""
     signed = seed - 2**64 if seed >= 2**63 else seed
     seed_Q = torch.tensor([signed], dtype=torch.int64, device=DEVICE)
     position_Q = torch.tensor([position], dtype=torch.int32, device=DEVICE)
-    found = torch.full((2, size), float("nan"), device=DEVICE)
-    _both_ways[(1,)](seed_Q, position_Q, found[0], found[1], first, N=size)
-    return found[0].cpu(), found[1].cpu()
+    found = torch.full((3, size), float("nan"), device=DEVICE)
+    _both_ways[(1,)](seed_Q, position_Q, *found, first, N=size // 4)
+    return found.cpu()
 
 
 def error_in_ulps(found: np.ndarray, exact: np.ndarray) -> float:
@@ -90,12 +94,13 @@ def test_gumbel_is_accurate_over_the_whole_range_of_words():
 
 
 @pytest.mark.parametrize("seed", [*SEEDS, 2**64 - 1, 2**63])
-def test_gumbel_of_a_block_and_of_single_tokens_are_the_same_bits_and_the_reference(seed):
+def test_gumbel_of_quads_and_of_single_tokens_are_the_same_bits_and_the_reference(seed):
     for position, first in ((0, 0), (1, 4), (40_000, 151_040)):
-        block, tokens = both_ways(seed, position, first, 64)
-        assert_same_bits("gumbel_block", block, tokens)
+        quads, tokens, above = both_ways(seed, position, first, 64)
+        assert_same_bits("G of quads", quads, tokens)
         exact = twin.gumbel(seed, np.arange(first, first + 64), position).astype(np.float64)
-        assert error_in_ulps(block.numpy(), exact) < 3.0
+        assert error_in_ulps(quads.numpy(), exact) < 3.0
+        assert (above >= quads - 1e-4).all()
 
 
 @gpu

@@ -110,6 +110,13 @@ def test_flat_and_peaked_rows_pass_the_filters():
     assert check_against_twin(logits_SV, p, p.sample(logits_SV, filtered=True)) >= 8
 
 
+def test_neighbours_that_rival_each_other_are_compared_exactly():
+    logits_SV, p = np.zeros((24, 64), np.float32), Parameters(24, 12)
+    logits_SV[:, 8:12] = 40  # four in a row with nothing else near: the bounds of their scores lie far above the scores
+    logits_SV[12:, 10] = 40.3
+    assert check_against_twin(logits_SV, p, p.sample(logits_SV, filtered=False)) >= 23
+
+
 def test_ties_go_to_the_lowest_ids():
     logits_SV = np.zeros((4, 2050), np.float32)
     logits_SV[:, ::2] = np.float32(1.5)

@@ -1,9 +1,9 @@
 """min_p, top_k and top_p as one threshold per row: a token is kept if z > cut, or z == cut and its id is <= last.
 
 Each filter keeps the head of the row sorted by falling z, ties by rising id, so the three of them are one cut in that order. No sort:
-the first launch takes the maximum and the mass of every group of tokens; the second, one program a row, derives from them a value that
-the cut cannot lie below, lists the few tokens above it, and bisects over the bits of z. Where too many tokens remain (nearly flat
-rows) it bisects over the whole row instead, slower by the passes over the row. All sums are in an order that the row alone determines.
+every group of tokens is reduced to its maximum and mass; from these follows a floor that the cut cannot lie below; the few tokens
+above it are listed; and the list is bisected over the values of z. Where too many remain (nearly even rows) the whole row is bisected
+instead, slower by its passes over the row. Masses of tokens are integers, so neither the order of a list nor its tiles matter.
 
 Legend: S sampled rows, V vocabulary, G groups of `GROUP` tokens, L listed tokens, Q places.
 """
@@ -14,18 +14,20 @@ import torch
 import triton
 import triton.language as tl
 
-from tlt_kernels.gpu.noise import log
+from tlt_kernels.gpu.noise import fast_exp, log
 from tlt_kernels.gpu.ordering import key_of, value_of
 from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
 from tlt_kernels.gpu.temperature import GREEDY_BELOW, divided
 
 GROUP = 128  # tokens that share a maximum and a mass
-GROUPS = 8  # of one program of the first launch
-TILE = 2048  # tokens that the second launch handles at once
-CAPACITY = 8192  # listed tokens
-WARPS = 8
-SLACK = tl.constexpr(1.0 - 1e-3)  # covers the rounding of masses where only a bound is wanted
-REFINEMENTS = tl.constexpr(14)  # halvings on the way to the value that the cut cannot lie below
+GROUPS = 8  # groups of one program
+BLOCK = 1024  # tokens of one program that lists
+TILE = 2048  # tokens that a bisection reads at once
+CAPACITY = 16384  # listed tokens
+FLOOR_WARPS, CUT_WARPS = 8, 8
+REFINEMENTS = tl.constexpr(12)  # halvings on the way to the floor
+SLACK = tl.constexpr(1.0 - 1e-3)  # covers the rounding of a mass where only a bound is wanted
+ONE = tl.constexpr(2.0**40)  # mass of the likeliest token
 
 
 @triton.jit
@@ -56,131 +58,161 @@ def _measure_groups(
         return
     z = divided(tl.load(logits_SV + s * V + tokens, mask=tokens < V, other=-float("inf")), temperature)
     top = tl.max(z, axis=1)
-    mass = tl.sum(tl.exp(z - tl.where(top == -float("inf"), 0.0, top)[:, None]), axis=1)
+    mass = tl.sum(fast_exp(z - tl.where(top == -float("inf"), 0.0, top)[:, None]), axis=1)
     tl.store(top_SG + s * G + groups, top, mask=groups < G)
     tl.store(mass_SG + s * G + groups, mass, mask=groups < G)
 
 
 @triton.jit
-def _tokens_of(list_L, start, size, listed, TILE: tl.constexpr):
-    """A tile of listed tokens, or of the row itself where nothing is listed, and which of its lanes hold one."""
-    lanes = start + tl.arange(0, TILE)
-    inside = lanes < size
-    return tl.where(listed, tl.load(list_L + lanes, mask=lanes < tl.where(listed, size, 0), other=0), lanes), inside
-
-
-@triton.jit
-def _measured(logits_V, list_L, size, listed, temperature, top, key, last, MASS: tl.constexpr, TILE: tl.constexpr):
-    """Mass (relative to the maximum) or number of the tokens whose key is larger, or equal with an id up to `last`."""
-    total = tl.zeros((TILE,), tl.float32) if MASS else tl.zeros((TILE,), tl.int32)
-    for start in range(0, size, TILE):
-        tokens, inside = _tokens_of(list_L, start, size, listed, TILE)
-        z = divided(tl.load(logits_V + tokens, mask=inside, other=-float("inf")), temperature)
-        keys = key_of(z)
-        kept = inside & ((keys > key) | ((keys == key) & (tokens <= last)))
-        total += tl.where(kept, tl.exp(z - top), 0.0) if MASS else kept.to(tl.int32)
-    return tl.sum(total)
-
-
-@triton.jit
-def _cut(logits_V, list_L, size, listed, temperature, top, low_key, low_last, target, MASS: tl.constexpr, TILE: tl.constexpr, V):
-    """(key, last) of the shortest head that measures `target`; the head that ends at (low_key, low_last) is known to."""
-    low, high = low_key.to(tl.int64), key_of(top).to(tl.int64) + 1
-    while high - low > 1:
-        middle = (low + high) >> 1
-        reached = _measured(logits_V, list_L, size, listed, temperature, top, middle.to(tl.int32), V, MASS, TILE) >= target
-        low, high = tl.where(reached, middle, low), tl.where(reached, high, middle)
-    key = low.to(tl.int32)
-    last = tl.where(key == low_key, low_last, V)
-    ties = _measured(logits_V, list_L, size, listed, temperature, top, key, last, False, TILE)
-    ties -= _measured(logits_V, list_L, size, listed, temperature, top, key, -1, False, TILE)
-    if ties > 1:
-        first = tl.full((), -1, tl.int32)
-        last = tl.minimum(last, V - 1)
-        while last - first > 1:
-            middle_id = (first + last) >> 1
-            reached = _measured(logits_V, list_L, size, listed, temperature, top, key, middle_id, MASS, TILE) >= target
-            first, last = tl.where(reached, first, middle_id), tl.where(reached, middle_id, last)
-    return key, last
-
-
-@triton.jit
-def _list_tokens(logits_V, top_G, group_G, list_L, temperature, floor, V, G,
-                 GROUP: tl.constexpr, G_TILE: tl.constexpr, TILE: tl.constexpr, CAPACITY: tl.constexpr):  # fmt: skip
-    """List the tokens with z >= floor by rising id, as far as there is room; returns how many there are."""
+def _find_floors(
+    row_S, place_R, temperature_Q, top_k_Q, top_p_Q, min_p_Q, top_SG, mass_SG, floor_S, top_S, total_S, listed_S,
+    V, G, GROUP: tl.constexpr, G_TILE: tl.constexpr,
+):  # fmt: skip
+    """Floor, maximum and mass of every row; mass 0 where nothing is cut or the row is broken, floor -inf where no bound was found."""
+    pdl_launch()
+    s = tl.program_id(0).to(tl.int64)
     groups = tl.arange(0, G_TILE)
-    active = (tl.load(top_G + groups, mask=groups < G, other=-float("inf")) >= floor) & (groups < G)
-    tl.store(group_G + tl.cumsum(active.to(tl.int32)) - 1, groups, mask=active)
-    tl.debug_barrier()
-    size = tl.sum(active.to(tl.int32)) * GROUP
-    found = 0
+    pdl_wait()
+    tl.store(listed_S + s, 0)
+    cutting, temperature, top_k, top_p, min_p = _parameters(row_S, place_R, temperature_Q, top_k_Q, top_p_Q, min_p_Q, s, V)
+    inside = groups < tl.where(cutting, G, 0)
+    top_G = tl.load(top_SG + s * G + groups, mask=inside, other=-float("inf"))
+    mass_G = tl.load(mass_SG + s * G + groups, mask=inside, other=0.0)
+    top = tl.max(top_G)
+    best_G = fast_exp(top_G - top)
+    mass_G = mass_G * best_G
+    total = tl.sum(mass_G)
+    if not (cutting & (total >= 1.0) & (top < float("inf"))):
+        tl.store(floor_S + s, float("inf"))
+        tl.store(total_S + s, 0.0)
+        return
+
+    # No token that min_p and top_k keep lies below the floor; without both, those below it weigh less than top_p leaves out.
+    restricted = (min_p > 0.0) | (top_k < V)
+    allowed = tl.where(restricted, -top_k.to(tl.float32), (1.0 - top_p) * total * SLACK)
+    near, far = tl.full((), 0.0, tl.float32), top - tl.min(tl.where(top_G > -float("inf"), top_G, top))
+    depth, middle = tl.full((), float("inf"), tl.float32), far
+    for _ in range(REFINEMENTS):
+        rest_G = tl.minimum(GROUP * fast_exp(0.0 - middle), mass_G - best_G)
+        reached = top_G >= top - middle
+        enough = tl.sum(tl.where(restricted, tl.where(reached, -1.0, 0.0), tl.where(reached, rest_G, mass_G))) <= allowed
+        depth = tl.where(enough, middle, depth)
+        near, far = tl.where(enough, near, middle), tl.where(enough, middle, far)
+        middle = 0.5 * (near + far)
+    floor = top - depth
+    if min_p > 0.0:
+        floor = tl.maximum(floor, top + log(tl.minimum(min_p, 1.0)))
+    tl.store(floor_S + s, floor)
+    tl.store(top_S + s, top)
+    tl.store(total_S + s, total)
+
+
+@triton.jit
+def _list_tokens(
+    logits_SV, row_S, place_R, temperature_Q, floor_S, listed_S, z_SL, token_SL, V, BLOCK: tl.constexpr, CAPACITY: tl.constexpr
+):
+    """List the tokens with z >= floor, in any order, as far as there is room; listed_S counts them all."""
+    pdl_launch()
+    s = tl.program_id(1).to(tl.int64)
+    tokens = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    pdl_wait()
+    logits = tl.load(logits_SV + s * V + tokens, mask=tokens < V, other=-float("inf"))
+    floor = tl.load(floor_S + s)
+    if (floor == -float("inf")) | (floor == float("inf")):
+        return
+    z = divided(logits, tl.load(temperature_Q + tl.load(place_R + tl.load(row_S + s))))
+    wanted = z >= floor
+    count = tl.sum(wanted.to(tl.int32))
+    if count > 0:
+        at = tl.atomic_add(listed_S + s, count, sem="relaxed") + tl.cumsum(wanted.to(tl.int32)) - 1
+        wanted &= at < CAPACITY
+        tl.store(z_SL + s * CAPACITY + at, z, mask=wanted)
+        tl.store(token_SL + s * CAPACITY + at, tokens, mask=wanted)
+
+
+@triton.jit
+def _measured(logits_V, z_L, token_L, size, listed, temperature, top, key, last, MASS: tl.constexpr, TILE: tl.constexpr):
+    """(number, mass) of the tokens whose key is larger, or equal with an id up to `last`; without MASS the number is the mass."""
+    count = tl.zeros((TILE,), tl.int32)
+    mass = tl.zeros((TILE,), tl.int64)
     for start in range(0, size, TILE):
         lanes = start + tl.arange(0, TILE)
-        tokens = tl.load(group_G + lanes // GROUP, mask=lanes < size, other=0) * GROUP + lanes % GROUP
-        inside = (lanes < size) & (tokens < V)
-        z = divided(tl.load(logits_V + tokens, mask=inside, other=-float("inf")), temperature)
-        wanted = inside & (z >= floor)
-        at = found + tl.cumsum(wanted.to(tl.int32)) - 1
-        tl.store(list_L + at, tokens, mask=wanted & (at < CAPACITY))
-        found += tl.sum(wanted.to(tl.int32))
-    tl.debug_barrier()
-    return found
+        if listed:
+            z = tl.load(z_L + lanes, mask=lanes < size, other=-float("inf"))
+            tokens = tl.load(token_L + lanes, mask=lanes < size, other=0)
+        else:
+            z = divided(tl.load(logits_V + lanes, mask=lanes < size, other=-float("inf")), temperature)
+            tokens = lanes
+        keys = key_of(z)
+        kept = (lanes < size) & ((keys > key) | ((keys == key) & (tokens <= last)))
+        count += kept.to(tl.int32)
+        if MASS:
+            mass += tl.where(kept, fast_exp(z - top) * ONE, 0.0).to(tl.int64)
+    number = tl.sum(count)
+    return number, tl.sum(mass) if MASS else number.to(tl.int64)
+
+
+@triton.jit
+def _shorten(logits_V, z_L, token_L, size, listed, temperature, top, low_key, low_last, target, V, MASS: tl.constexpr, TILE: tl.constexpr):
+    """(key, last) of the shortest head that measures `target`; the head that ends at (low_key, low_last) is known to."""
+    low, high = low_key, key_of(top) + 1
+    count_low = _measured(logits_V, z_L, token_L, size, listed, temperature, top, low, low_last, False, TILE)[0]
+    count_high = tl.zeros_like(count_low)
+    halve_keys = False
+    while (count_low - count_high > 1) & (high - 1 > low):
+        middle = key_of(0.5 * (value_of(low) + value_of(high)))  # tokens lie more evenly over values than over keys
+        if halve_keys | (middle <= low) | (middle >= high):
+            middle = ((low.to(tl.int64) + high) >> 1).to(tl.int32)
+        halve_keys = not halve_keys
+        count, mass = _measured(logits_V, z_L, token_L, size, listed, temperature, top, middle, V, MASS, TILE)
+        if mass >= target:
+            low, count_low = middle, count
+        else:
+            high, count_high = middle, count
+    last = tl.where(low == low_key, low_last, V)
+    if count_low - count_high > 1:  # ties
+        before = tl.full((), -1, tl.int32)
+        last = tl.minimum(last, V - 1)
+        while last - before > 1:
+            middle = (before + last) >> 1
+            head = _measured(logits_V, z_L, token_L, size, listed, temperature, top, low, middle, MASS, TILE)[1]
+            if head >= target:
+                last = middle
+            else:
+                before = middle
+    return low, last
 
 
 @triton.jit
 def _cut_rows(
-    logits_SV, row_S, place_R, temperature_Q, top_k_Q, top_p_Q, min_p_Q, top_SG, mass_SG, group_SG, list_SL, cut_S, last_S,
-    V, G, GROUP: tl.constexpr, G_TILE: tl.constexpr, TILE: tl.constexpr, CAPACITY: tl.constexpr,
+    logits_SV, row_S, place_R, temperature_Q, top_k_Q, top_p_Q, min_p_Q, floor_S, top_S, total_S, listed_S, z_SL, token_SL,
+    cut_S, last_S, V, TILE: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
     pdl_launch()
     s = tl.program_id(0).to(tl.int64)
     pdl_wait()
-    tl.store(cut_S + s, -float("inf"))
-    tl.store(last_S + s, V)
-    cutting, temperature, top_k, top_p, min_p = _parameters(row_S, place_R, temperature_Q, top_k_Q, top_p_Q, min_p_Q, s, V)
-    if not cutting:
+    total = tl.load(total_S + s)
+    if total == 0.0:
+        tl.store(cut_S + s, -float("inf"))
+        tl.store(last_S + s, V)
         return
-    groups = tl.arange(0, G_TILE)
-    top_G = tl.load(top_SG + s * G + groups, mask=groups < G, other=-float("inf"))
-    mass_G = tl.load(mass_SG + s * G + groups, mask=groups < G, other=0.0)
-    top = tl.max(top_G)
-    mass_G = mass_G * tl.exp(top_G - top)
-    total = tl.sum(mass_G)
-    if not ((total >= 1.0) & (top < float("inf"))):
-        return
-
-    # A floor: no token that min_p and top_k keep lies below; without both, the tokens below weigh less than top_p leaves out.
-    restricted = (min_p > 0.0) | (top_k < V)
-    near = tl.full((), 0.0, tl.float32)
-    far = top - tl.min(tl.where(top_G > -float("inf"), top_G, top))
-    depth = tl.full((), float("inf"), tl.float32)
-    for _ in range(REFINEMENTS):
-        middle = tl.where(depth == float("inf"), far, 0.5 * (near + far))
-        reached = top_G >= top - middle
-        enough = tl.sum(reached.to(tl.int32)) >= top_k
-        below = tl.sum(tl.where(reached, GROUP * tl.exp(0.0 - middle), mass_G))
-        enough = tl.where(restricted, enough, below <= (1.0 - top_p) * total * SLACK)
-        depth = tl.where(enough, middle, depth)
-        near, far = tl.where(enough, near, middle), tl.where(enough, middle, far)
-    floor = top - depth
-    if min_p > 0.0:
-        floor = tl.maximum(floor, top + log(tl.minimum(min_p, 1.0)))
-
-    logits_V, list_L = logits_SV + s * V, list_SL + s * CAPACITY
-    size = tl.full((), V, tl.int32)
-    if floor > -float("inf"):
-        size = _list_tokens(logits_V, top_SG + s * G, group_SG + s * G, list_L, temperature, floor, V, G, GROUP, G_TILE, TILE, CAPACITY)
+    _, temperature, top_k, top_p, min_p = _parameters(row_S, place_R, temperature_Q, top_k_Q, top_p_Q, min_p_Q, s, V)
+    floor, top, size = tl.load(floor_S + s), tl.load(top_S + s), tl.load(listed_S + s)
     listed = (floor > -float("inf")) & (size <= CAPACITY)
     size = tl.where(listed, size, V)
-    key = key_of(floor)
-    last = tl.full((), V, tl.int32)
+    logits_V, z_L, token_L = logits_SV + s * V, z_SL + s * CAPACITY, token_SL + s * CAPACITY
+    key, last = key_of(floor), tl.full((), V, tl.int32)
     if top_k < V:
-        if _measured(logits_V, list_L, size, listed, temperature, top, key, last, False, TILE) > top_k:
-            key, last = _cut(logits_V, list_L, size, listed, temperature, top, key, last, top_k, False, TILE, V)
+        count = _measured(logits_V, z_L, token_L, size, listed, temperature, top, key, last, False, TILE)[0]
+        if count > top_k:
+            key, last = _shorten(logits_V, z_L, token_L, size, listed, temperature, top, key, last, top_k, V, False, TILE)
     if top_p < 1.0:
-        if restricted:
-            total = _measured(logits_V, list_L, size, listed, temperature, top, key, last, True, TILE)
-        key, last = _cut(logits_V, list_L, size, listed, temperature, top, key, last, top_p * total, True, TILE, V)
+        target = total.to(tl.float64) * ONE
+        if (min_p > 0.0) | (top_k < V):
+            mass = _measured(logits_V, z_L, token_L, size, listed, temperature, top, key, last, True, TILE)[1]
+            target = mass.to(tl.float64)
+        target = (target * top_p).to(tl.int64)
+        key, last = _shorten(logits_V, z_L, token_L, size, listed, temperature, top, key, last, target, V, True, TILE)
     tl.store(cut_S + s, value_of(key))
     tl.store(last_S + s, last)
 
@@ -198,14 +230,23 @@ def cuts(
     S, V = logits_SV.shape
     G = triton.cdiv(V, GROUP)
     top_SG, mass_SG = logits_SV.new_empty((2, S, G)).unbind()
-    group_SG, list_SL = row_S.new_empty((S, G)), row_S.new_empty((S, CAPACITY))
-    cut_S, last_S = logits_SV.new_empty(S), torch.empty_like(row_S)
+    floor_S, top_S, total_S, cut_S = logits_SV.new_empty((4, S)).unbind()
+    listed_S, last_S = row_S.new_empty((2, S)).unbind()
+    z_SL, token_SL = logits_SV.new_empty((S, CAPACITY)), row_S.new_empty((S, CAPACITY))
     parameters = (row_S, place_R, temperature_Q, top_k_Q, top_p_Q, min_p_Q)
     _measure_groups[(triton.cdiv(G, GROUPS), S)](
         logits_SV, *parameters, top_SG, mass_SG, V, G, GROUP=GROUP, GROUPS=GROUPS, num_warps=4, **PDL
     )
+    _find_floors[(S,)](
+        *parameters, top_SG, mass_SG, floor_S, top_S, total_S, listed_S,
+        V, G, GROUP=GROUP, G_TILE=triton.next_power_of_2(G), num_warps=FLOOR_WARPS, **PDL,
+    )  # fmt: skip
+    _list_tokens[(triton.cdiv(V, BLOCK), S)](
+        logits_SV, row_S, place_R, temperature_Q, floor_S, listed_S, z_SL, token_SL,
+        V, BLOCK=BLOCK, CAPACITY=CAPACITY, num_warps=4, **PDL,
+    )  # fmt: skip
     _cut_rows[(S,)](
-        logits_SV, *parameters, top_SG, mass_SG, group_SG, list_SL, cut_S, last_S,
-        V, G, GROUP=GROUP, G_TILE=triton.next_power_of_2(G), TILE=TILE, CAPACITY=CAPACITY, num_warps=WARPS, **PDL,
+        logits_SV, *parameters, floor_S, top_S, total_S, listed_S, z_SL, token_SL, cut_S, last_S,
+        V, TILE=TILE, CAPACITY=CAPACITY, num_warps=CUT_WARPS, **PDL,
     )  # fmt: skip
     return cut_S, last_S

@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tlt_kernels.gpu.target import INTERPRETED
+
 MULTIPLY_0 = tl.constexpr(0xD2511F53)
 MULTIPLY_1 = tl.constexpr(0xCD9E8D57)
 WEYL_0 = tl.constexpr(0x9E3779B9)
@@ -86,18 +88,40 @@ def gumbel_of_word(word):
 
 
 @triton.jit
+def fast_log2(x):
+    """log2 of normal float32 x > 0 in one instruction; absolute error up to 1e-5."""
+    if INTERPRETED:
+        return tl.log2(x)
+    return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def fast_exp(x):
+    """exp(x) to 2e-7 and the rounding of x; 0 below the normal range."""
+    if INTERPRETED:
+        return tl.exp(x)
+    scaled = x * 1.4426950408889634
+    return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [scaled], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def split_seed(seed):
     """(key_0, key_1): the low and the high half of a 64-bit seed."""
     return seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
 
 
 @triton.jit
-def gumbel_block(seed, first, position, BLOCK: tl.constexpr):
-    """G of the BLOCK tokens that start at `first`, a multiple of 4: one Philox call serves four neighbours."""
+def words_of_quads(seed, first, position, N: tl.constexpr):
+    """Philox words of the 4 N tokens from `first`, a multiple of 4: the words of tokens first + 4 n, first + 4 n + 1, and so on."""
     key_0, key_1 = split_seed(seed)
-    quads = ((first >> 2) + tl.arange(0, BLOCK // 4)).to(tl.uint32)
-    w0, w1, w2, w3 = philox4x32(key_0, key_1, quads, position.to(tl.uint32))
-    return gumbel_of_word(tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (BLOCK,)))
+    quads = ((first >> 2) + tl.arange(0, N)).to(tl.uint32)
+    return philox4x32(key_0, key_1, quads, position.to(tl.uint32))
+
+
+@triton.jit
+def gumbel_above(word):
+    """A cheap bound: G <= gumbel_above + 1e-4, and near it where G is large (-log1p(-u) >= u)."""
+    return fast_log2(tl.fma(word.to(tl.float32), STEP, 0.5 * STEP)) * -0.6931471805599453
 
 
 @triton.jit

@@ -17,13 +17,14 @@ import triton
 import triton.language as tl
 
 from tlt_kernels.gpu.filters import cuts
-from tlt_kernels.gpu.noise import gumbel_block, log
+from tlt_kernels.gpu.noise import fast_exp, gumbel_above, gumbel_of_word, log, words_of_quads
 from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
 from tlt_kernels.gpu.temperature import GREEDY_BELOW, divided, scale_of
 
 BLOCK = 1024  # width of one partial sum; changing it changes bits
 BLOCK_WARPS = 4
 MERGE_WARPS = 1
+NONE = tl.constexpr(2**30)  # above every token
 
 
 class Sampled(NamedTuple):
@@ -33,8 +34,62 @@ class Sampled(NamedTuple):
 
 
 @triton.jit
-def _sum_of_exponentials(z, top):
-    return tl.sum(tl.exp(z - tl.where(top == -float("inf"), 0.0, top)))
+def _quads(tile, N: tl.constexpr):
+    """Lanes 4 n, 4 n + 1, 4 n + 2 and 4 n + 3 of a tile of 4 N."""
+    even, odd = tl.split(tl.reshape(tile, (N, 2, 2)))
+    a, c = tl.split(even)
+    b, d = tl.split(odd)
+    return a, b, c, d
+
+
+@triton.jit
+def _top(a, b, c, d):
+    return tl.max(tl.maximum(tl.maximum(a, b), tl.maximum(c, d)))
+
+
+@triton.jit
+def _first(best, a, b, c, d, first, N: tl.constexpr):
+    """The lowest token whose score is `best`."""
+    lane = tl.where(c == best, 2, tl.where(d == best, 3, NONE))
+    lane = tl.where(a == best, 0, tl.where(b == best, 1, lane))
+    return first + tl.min(lane + 4 * tl.arange(0, N))
+
+
+@triton.jit
+def _sum_of_exponentials(a, b, c, d, top):
+    shift = tl.where(top == -float("inf"), 0.0, top)
+    return tl.sum((fast_exp(a - shift) + fast_exp(b - shift)) + (fast_exp(c - shift) + fast_exp(d - shift)))
+
+
+@triton.jit
+def _better(bound_0, z_0, word_0, lane_0, bound_1, z_1, word_1, lane_1):
+    """The one with the larger bound, and the other's bound."""
+    other = bound_1 > bound_0
+    z, word, lane = tl.where(other, z_1, z_0), tl.where(other, word_1, word_0), tl.where(other, lane_1, lane_0)
+    return tl.maximum(bound_0, bound_1), z, word, lane, tl.minimum(bound_0, bound_1)
+
+
+@triton.jit
+def _best_noisy(a, b, c, d, seed, position, first, N: tl.constexpr):
+    """(best z + G, its token). Of four neighbours only the one with the largest bound of its score is computed exactly; where that
+    of another one reaches the best score found, all are."""
+    word_a, word_b, word_c, word_d = words_of_quads(seed, first, position, N)
+    bound_a, bound_b = a + gumbel_above(word_a), b + gumbel_above(word_b)
+    bound_c, bound_d = c + gumbel_above(word_c), d + gumbel_above(word_d)
+    bound_ab, z_ab, word_ab, lane_ab, lost_ab = _better(bound_a, a, word_a, 0, bound_b, b, word_b, 1)
+    bound_cd, z_cd, word_cd, lane_cd, lost_cd = _better(bound_c, c, word_c, 2, bound_d, d, word_d, 3)
+    _, z, word, lane, lost = _better(bound_ab, z_ab, word_ab, lane_ab, bound_cd, z_cd, word_cd, lane_cd)
+    score = z + gumbel_of_word(word)
+    best = tl.max(score)
+    token = first + tl.min(tl.where(score == best, lane + 4 * tl.arange(0, N), NONE))
+    rest = tl.max(tl.maximum(lost, tl.maximum(lost_ab, lost_cd)))
+    margin = 1e-3 + tl.abs(best) * 2.0**-20  # covers the bound's error and the rounding of the scores
+    if (rest >= best - margin) & (rest > -float("inf")):
+        score_a, score_b = a + gumbel_of_word(word_a), b + gumbel_of_word(word_b)
+        score_c, score_d = c + gumbel_of_word(word_c), d + gumbel_of_word(word_d)
+        best = _top(score_a, score_b, score_c, score_d)
+        token = _first(best, score_a, score_b, score_c, score_d, first, N)
+    return best, token
 
 
 @triton.jit
@@ -44,9 +99,11 @@ def _sample_blocks(
     V, B, FILTERED: tl.constexpr, RAW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     pdl_launch()
-    b = tl.program_id(0)
+    block = tl.program_id(0)
     s = tl.program_id(1).to(tl.int64)
-    tokens = b * BLOCK + tl.arange(0, BLOCK)
+    first = block * BLOCK
+    tokens = first + tl.arange(0, BLOCK)
+    N: tl.constexpr = BLOCK // 4
     pdl_wait()
     logits = tl.load(logits_SV + s * V + tokens, mask=tokens < V, other=-float("inf"))
     row = tl.load(row_S + s)
@@ -54,27 +111,31 @@ def _sample_blocks(
         return
     position = tl.load(position_R + row)
     place = tl.load(place_R + row)
-    temperature = tl.load(temperature_Q + place)
-    z = divided(logits, scale_of(temperature))
+    temperature, seed = tl.load(temperature_Q + place), tl.load(seed_Q + place)
+    z = logits
+    if temperature != 1.0:
+        z = divided(logits, scale_of(temperature))
     if FILTERED:
         cut, last = tl.load(cut_S + s), tl.load(last_S + s)
         z = tl.where((z < cut) | ((z == cut) & (tokens > last)), -float("inf"), z)
-    score = z
+    a, b, c, d = _quads(z, N)
+    top = _top(a, b, c, d)
     if temperature >= GREEDY_BELOW:
-        score = z + gumbel_block(tl.load(seed_Q + place), b * BLOCK, position + 1, BLOCK)
-    best = tl.max(score)
-    token = tl.minimum(tl.min(tl.where(score == best, tokens, V)), V - 1)
-    top = tl.max(z)
-    at = s * B + b
+        best, token = _best_noisy(a, b, c, d, seed, position + 1, first, N)
+    else:
+        best, token = top, _first(top, a, b, c, d, first, N)
+    token = tl.minimum(token, V - 1)
+    at = s * B + block
     tl.store(score_SB + at, best)
     tl.store(token_SB + at, token)
     tl.store(z_SB + at, divided(tl.load(logits_SV + s * V + token), scale_of(temperature)))
     tl.store(top_SB + at, top)
-    tl.store(sum_SB + at, _sum_of_exponentials(z, top))
+    tl.store(sum_SB + at, _sum_of_exponentials(a, b, c, d, top))
     if RAW:
-        raw_top = tl.max(logits)
+        a, b, c, d = _quads(logits, N)
+        raw_top = _top(a, b, c, d)
         tl.store(raw_top_SB + at, raw_top)
-        tl.store(raw_sum_SB + at, _sum_of_exponentials(logits, raw_top))
+        tl.store(raw_sum_SB + at, _sum_of_exponentials(a, b, c, d, raw_top))
 
 
 @triton.jit
@@ -82,7 +143,7 @@ def _log_of_softmax(x, top_B, sum_B):
     """x minus the logsumexp of the blocks; NaN if one is NaN or none is finite."""
     top = tl.max(top_B)
     finite = (top > -float("inf")) & (top < float("inf"))
-    total = tl.sum(sum_B * tl.exp(top_B - tl.where(finite, top, 0.0)))
+    total = tl.sum(sum_B * fast_exp(top_B - tl.where(finite, top, 0.0)))
     good = finite & (total >= 1.0)
     return tl.where(good, (x - top) - log(tl.where(good, total, 1.0)), float("nan")), good
 

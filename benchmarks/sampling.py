@@ -1,0 +1,108 @@
+"""Time of sampling and of choosing children on one GPU: `python benchmarks/sampling.py`; a table, then one line of JSON.
+
+Every figure is microseconds per call, from graphs of many calls over rotating logits (more than the cache holds), the median of
+replays. "head" rows fall off as rank^-1.5, "even" rows are normal with a deviation of 2.5, so that a top_p of 0.95 keeps thousands.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Callable
+
+import torch
+
+from tlt_kernels.gpu.children import children
+from tlt_kernels.gpu.sampling import sample
+
+VOCABULARY, DRAFT_VOCABULARY = 152_064, 32_000
+ROTATED_BYTES = 160 * 2**20
+CALLS, REPLAYS = 48, 15
+
+
+def time_us(calls: list[Callable[[], object]]) -> float:
+    """Microseconds per call of a graph that runs all of them, again and again, at least `CALLS` times."""
+    rounds = math.ceil(CALLS / len(calls))
+    for call in calls[:2]:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(rounds):
+            for call in calls:
+                call()
+    graph.replay()
+    times = []
+    for _ in range(REPLAYS):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / (rounds * len(calls)))
+    return statistics.median(times)
+
+
+def head_rows(count: int, size: int) -> torch.Tensor:
+    ranks = torch.rand(count, size, device="cuda").argsort(dim=1) + 1
+    return -1.5 * ranks.float().log() + 0.2 * torch.randn(count, size, device="cuda")
+
+
+def even_rows(count: int, size: int) -> torch.Tensor:
+    return 2.5 * torch.randn(count, size, device="cuda")
+
+
+def places(count: int, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> dict[str, torch.Tensor]:
+    def full(value: float, dtype: torch.dtype) -> torch.Tensor:
+        return torch.full((count,), value, dtype=dtype, device="cuda")
+
+    return {
+        "seed_Q": torch.randint(-(2**62), 2**62, (count,), device="cuda"),
+        "temperature_Q": full(0.9, torch.float32),
+        "top_k_Q": full(top_k, torch.int32),
+        "top_p_Q": full(top_p, torch.float32),
+        "min_p_Q": full(min_p, torch.float32),
+    }
+
+
+def buffers(count: int, size: int) -> int:
+    return max(2, min(CALLS, ROTATED_BYTES // (4 * count * size)))
+
+
+def sample_us(count: int, rows: Callable[[int, int], torch.Tensor], *, filtered: bool, raw: bool = False, **filters: float) -> float:
+    index = torch.arange(count, dtype=torch.int32, device="cuda")
+    table = places(count, **filters)  # type: ignore[arg-type]
+    logits = [rows(count, VOCABULARY) for _ in range(buffers(count, VOCABULARY))]
+    return time_us([lambda x=x: sample(x, index, index + 7, index, **table, filtered=filtered, raw=raw) for x in logits])
+
+
+def children_us(count: int, width: int) -> float:
+    index = torch.arange(count, dtype=torch.int32, device="cuda")
+    target_ids = torch.randperm(VOCABULARY, device="cuda")[:DRAFT_VOCABULARY].sort().values.int()
+    table = places(count)
+    seed, temperature = table["seed_Q"], table["temperature_Q"]
+    logits = [even_rows(count, DRAFT_VOCABULARY) for _ in range(buffers(count, DRAFT_VOCABULARY))]
+    return time_us([lambda x=x: children(x, target_ids, index, index, seed, temperature, width=width) for x in logits])
+
+
+def main() -> None:
+    figures: dict[str, float] = {}
+    for count in (1, 8, 64, 256):
+        figures[f"sample {count}"] = sample_us(count, head_rows, filtered=False)
+    figures["sample 64 raw"] = sample_us(64, head_rows, filtered=False, raw=True)
+    kinds = {"top_p": {"top_p": 0.95}, "top_k": {"top_k": 50}, "all": {"top_p": 0.9, "top_k": 100, "min_p": 0.01}}
+    for name, filters in kinds.items():
+        for count in (1, 64):
+            figures[f"sample {count} {name}, head"] = sample_us(count, head_rows, filtered=True, **filters)
+    for name, filters in kinds.items():
+        figures[f"sample 64 {name}, even"] = sample_us(64, even_rows, filtered=True, **filters)
+    for count, width in ((1, 2), (8, 2), (1, 8), (8, 8), (64, 8), (512, 8)):
+        figures[f"children {count} x {width}"] = children_us(count, width)
+    for name, figure in figures.items():
+        print(f"{name:32} {figure:8.2f} us")
+    print(json.dumps({"device": torch.cuda.get_device_name(), "us": figures}))
+
+
+if __name__ == "__main__":
+    main()
