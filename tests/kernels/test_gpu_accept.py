@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from tests.kernels.triton_tests import DEVICE, assert_close, gpu  # isort: skip
-from tests.kernels.test_gpu_growth import calibration, children
-from tests.kernels.tree_twins import EDGES, make_places, numpy_of, poison, slot_of
+from tests.kernels.tree_twins import EDGES, children, make_places, numpy_of, poison, slot_of, table
 from tlt_kernels.cpu.counts import tally
 from tlt_kernels.gpu.accept import accept, calibrate, commit_kv, fields, parse, store_hints
 from tlt_kernels.gpu.growth import columns, grow, roots
@@ -39,11 +38,11 @@ class Cycle:
         columns_ = columns(depth, width) + 2
         self.nodes = Nodes.allocate(requests, columns_, device=DEVICE)
         self.draft = Draft.allocate(requests, depth, width, device=DEVICE)
-        self.table = calibration(rng)
+        calibration = table(rng)
         roots(self.place_B, places, self.draft, self.nodes, depth=depth, trash=TRASH)
         for level in range(depth):
             token_ML, z_ML = children(rng, Draft.level(requests, width, level)[1], width)
-            grow(level, token_ML, z_ML, self.draft, self.nodes, self.table, torch.from_numpy(EDGES).to(DEVICE), requests=requests,
+            grow(level, token_ML, z_ML, self.draft, self.nodes, calibration, torch.from_numpy(EDGES).to(DEVICE), requests=requests,
                  depth=depth, width=width, first_slot=7000, trash=TRASH, idle=places.idle)
         prefill = 40 if works else 0
         self.rows = Rows.allocate(decode_rows + prefill, depth, device=DEVICE)
@@ -154,6 +153,14 @@ def test_without_prefill_works() -> None:
     check_cycle(Cycle(1, requests=3, depth=3, width=2, decode_rows=12, works=False))
 
 
+def test_a_sequence_that_wants_no_tokens_ends_with_none() -> None:
+    cycle = Cycle(0, requests=3, depth=2, width=2, decode_rows=8)
+    place = int(cycle.place_W[0])
+    cycle.places.limit_Q[place] = cycle.places.length_Q[place]
+    check_cycle(cycle)
+    assert cycle.places.done_Q[place] and cycle.kept.hint_row_E[3] >= 0
+
+
 def test_a_broken_logprob_ends_the_sequence_with_nothing_emitted() -> None:
     outcomes = []
     for seed in range(2):
@@ -200,13 +207,13 @@ def test_features_of_last_positions_and_of_page_ends_are_remembered() -> None:
 def test_the_table_learns_as_the_cpu_engines_does() -> None:
     rng = np.random.default_rng(0)
     prior_Z = rng.uniform(0, 1, 256).astype(np.float32)
-    table = Calibration.of(torch.from_numpy(prior_Z).to(DEVICE))
+    learned = Calibration.of(torch.from_numpy(prior_Z).to(DEVICE))
     hits_Z, trials_Z, survival_Z = np.zeros(256), np.zeros(256), prior_Z.copy()
     counted = 0
     for seed in range(3):
         cycle = Cycle(seed, requests=5, depth=3, width=2, decode_rows=26)
         cycle.accept()
-        calibrate(cycle.trees, cycle.kept, cycle.nodes, cycle.rows, table, decode_rows=26)
+        calibrate(cycle.trees, cycle.kept, cycle.nodes, cycle.rows, learned, decode_rows=26)
         node_V, on_path_V, parent_R = (t.cpu().numpy() for t in (cycle.trees.node_V, cycle.kept.on_path_V, cycle.rows.parent_R))
         drafts = np.flatnonzero(node_V >= 0)
         index_of = {int(row): n for n, row in enumerate(drafts)}
@@ -214,22 +221,47 @@ def test_the_table_learns_as_the_cpu_engines_does() -> None:
         counted += tally(cycle.nodes.cell_BC.cpu().numpy().reshape(-1)[node_V[drafts]], parents, on_path_V[drafts].astype(np.int8), prior_Z,
                          64.0, 4096.0, hits_Z, trials_Z, survival_Z)
     assert counted
-    assert_close("trials_Z", table.trials_Z, torch.from_numpy(trials_Z), 1e-6)
-    assert_close("hits_Z", table.hits_Z, torch.from_numpy(hits_Z), 1e-6)
-    assert_close("survival_Z", table.survival_Z, torch.from_numpy(survival_Z), 1e-6)
+    assert_close("trials_Z", learned.trials_Z, torch.from_numpy(trials_Z), 1e-6)
+    assert_close("hits_Z", learned.hits_Z, torch.from_numpy(hits_Z), 1e-6)
+    assert_close("survival_Z", learned.survival_Z, torch.from_numpy(survival_Z), 1e-6)
 
 
 def test_counts_are_halved_at_their_limit() -> None:
     cycle = Cycle(2, requests=4, depth=3, width=2, decode_rows=20)
     cycle.accept()
-    table = Calibration.of(torch.full((256,), 0.5, device=DEVICE))
-    table.trials_Z.fill_(100)
-    table.hits_Z.fill_(60)
-    calibrate(cycle.trees, cycle.kept, cycle.nodes, cycle.rows, table, decode_rows=20, limit=100)
-    seen_Z = table.trials_Z != 100
-    assert seen_Z.any() and (table.trials_Z[seen_Z] >= 50).all() and (table.trials_Z[seen_Z] < 60).all()
-    assert (table.hits_Z[seen_Z] >= 30).all() and (table.survival_Z[~seen_Z] == 0.5).all()
-    assert ((table.survival_Z[seen_Z] - 92 / 164).abs() < 0.02).all(), "prior 32 of 64, then 60 of 100 and a few more"
+    counts = Calibration.of(torch.full((256,), 0.5, device=DEVICE))
+    counts.trials_Z.fill_(100)
+    counts.hits_Z.fill_(60)
+    calibrate(cycle.trees, cycle.kept, cycle.nodes, cycle.rows, counts, decode_rows=20, limit=100)
+    seen_Z = counts.trials_Z != 100
+    assert seen_Z.any() and (counts.trials_Z[seen_Z] >= 50).all() and (counts.trials_Z[seen_Z] < 60).all()
+    assert (counts.hits_Z[seen_Z] >= 30).all() and (counts.survival_Z[~seen_Z] == 0.5).all()
+    assert ((counts.survival_Z[seen_Z] - 92 / 164).abs() < 0.02).all(), "prior 32 of 64, then 60 of 100 and a few more"
+
+
+@gpu
+@pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
+def test_a_captured_cycle_replays_what_launches_gave() -> None:
+    cycle = Cycle(3, requests=6, depth=4, width=2, decode_rows=30, works=False)
+    before = [t.clone() for t in cycle.places]
+    expected = cycle.accept()
+    found_EF = torch.zeros(6, fields(cycle.depth), dtype=torch.int32, device=DEVICE)
+    token_S, logprob_S = torch.from_numpy(cycle.token_S).to(DEVICE), torch.from_numpy(cycle.logprob_S).to(DEVICE)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        select_rows(cycle.place_B, cycle.places, cycle.nodes, cycle.rows, cycle.trees, cycle.kept, decode_rows=30, scratch_start=SCRATCH,
+                    trash=TRASH)
+        accept(cycle.place_B, None, token_S, logprob_S, cycle.places, cycle.rows, cycle.trees, cycle.kept, found_EF, decode_rows=30)
+    for _ in range(3):
+        for tensor, saved in zip(cycle.places, before, strict=True):
+            tensor.copy_(saved)
+        for group in (cycle.rows, cycle.trees, cycle.kept):
+            poison(group)
+        graph.replay()
+        found = parse(found_EF.cpu().numpy())
+        for e, count in enumerate(expected.count_E):
+            assert found.count_E[e] == count and found.done_E[e] == expected.done_E[e], f"entry {e}"
+            assert found.token_EA[e, :count].tolist() == expected.token_EA[e, :count].tolist(), f"token_EA[{e}]"
 
 
 @gpu

@@ -7,27 +7,11 @@ import pytest
 import torch
 
 from tests.kernels.triton_tests import DEVICE, gpu  # isort: skip
-from tests.kernels.tree_twins import EDGES, GrownTree, draft_limits, make_places, numpy_of, poison, slot_of
+from tests.kernels.tree_twins import EDGES, GrownTree, children, draft_limits, make_places, numpy_of, poison, slot_of, table
 from tlt_kernels.gpu.growth import FLOOR, columns, grow, roots
 from tlt_kernels.gpu.tensors import Calibration, Draft, Nodes, Places
 
 FIRST_SLOT, TRASH = 5000, 9999
-
-
-def children(rng: np.random.Generator, rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random children, some rows with fewer than asked for."""
-    given = max(width, 2)
-    token_ML = np.stack([rng.permutation(60)[:given] for _ in range(rows)]).astype(np.int32)
-    z_ML = -np.sort(-rng.normal(0, 3, (rows, given)).astype(np.float32), axis=1)
-    for m in range(rows):
-        missing = given - int(rng.integers(0, given + 1)) if rng.random() < 0.2 else 0
-        if missing:
-            token_ML[m, given - missing:], z_ML[m, given - missing:] = -1, -np.inf
-    return torch.from_numpy(token_ML).to(DEVICE), torch.from_numpy(z_ML).to(DEVICE)
-
-
-def calibration(rng: np.random.Generator) -> Calibration:
-    return Calibration.of(torch.from_numpy(rng.uniform(0.0, 1.0, 256).astype(np.float32)).to(DEVICE))
 
 
 def check_level(trees: list[GrownTree], draft: Draft, nodes: Nodes, places: Places, place_B: np.ndarray, first: int, per: int) -> None:
@@ -70,7 +54,7 @@ def grow_and_check(requests: int, depth: int, width: int, seed: int, *, spare_co
     nodes = Nodes.allocate(requests, columns(depth, width) + spare_columns, device=DEVICE)
     poison(draft)
     poison(nodes)
-    table = calibration(rng)
+    calibration = table(rng)
     edges = torch.from_numpy(EDGES).to(DEVICE)
     host = numpy_of(places)
     limits = draft_limits(host, place_B, depth)
@@ -82,13 +66,12 @@ def grow_and_check(requests: int, depth: int, width: int, seed: int, *, spare_co
         first, count = Draft.level(requests, width, level)
         per = count // requests
         token_ML, z_ML = children(rng, count, width)
-        grow(level, token_ML, z_ML, draft, nodes, table, edges, requests=requests, depth=depth, width=width, first_slot=FIRST_SLOT,
+        grow(level, token_ML, z_ML, draft, nodes, calibration, edges, requests=requests, depth=depth, width=width, first_slot=FIRST_SLOT,
              trash=TRASH, idle=places.idle, floor=floor)
         for b, tree in enumerate(trees):
             ids = [first + b * per + j for j in range(per)]
             mine = slice(b * per, (b + 1) * per)
-            tree.plant(columns(level, width), ids, token_ML[mine].cpu().numpy(), z_ML[mine].cpu().numpy(), table.survival_Z.cpu().numpy(),
-                       width)
+            tree.plant(columns(level, width), ids, *(t.cpu().numpy() for t in (token_ML[mine], z_ML[mine], calibration.survival_Z)), width)
             if level < depth - 1:
                 next_first, _ = Draft.level(requests, width, level + 1)
                 tree.pick(width, floor, [next_first + b * width + j for j in range(width)], FIRST_SLOT - requests)
@@ -113,8 +96,8 @@ def test_tied_survival_goes_to_the_lower_column() -> None:
     places.done_Q[0], places.drafts_Q[0], places.length_Q[0], places.limit_Q[0], places.capacity_Q[0] = 0, 1, 5, 40, 32
     draft, nodes = Draft.allocate(1, 2, 2, device=DEVICE), Nodes.allocate(1, columns(2, 2), device=DEVICE)
     roots(torch.tensor([0], dtype=torch.int32, device=DEVICE), places, draft, nodes, depth=2, trash=TRASH)
-    table = Calibration.of(torch.full((256,), 0.5, device=DEVICE))
-    grow(0, torch.tensor([[7, 8]], dtype=torch.int32, device=DEVICE), torch.zeros(1, 2, device=DEVICE), draft, nodes, table,
+    even = Calibration.of(torch.full((256,), 0.5, device=DEVICE))
+    grow(0, torch.tensor([[7, 8]], dtype=torch.int32, device=DEVICE), torch.zeros(1, 2, device=DEVICE), draft, nodes, even,
          torch.from_numpy(EDGES).to(DEVICE), requests=1, depth=2, width=2, first_slot=FIRST_SLOT, trash=TRASH, idle=places.idle)
     assert draft.node_X.tolist() == [-1, 0, 1]
     assert draft.rows.token_R.tolist()[1:] == [7, 8]

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from tests.kernels.triton_tests import DEVICE
-from tlt_kernels.gpu.tensors import PAGE_SIZE, Places
+from tlt_kernels.gpu.tensors import PAGE_SIZE, Calibration, Places
 
 EDGES = np.array((0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.35, 1.75, 2.25, 3.0, 4.0, 5.0, 6.5, 8.5, 11.0), np.float32)
 
@@ -43,6 +43,22 @@ def make_places(rng: np.random.Generator, places: int, tokens: int, *, vocabular
         made.done_Q[q] = int(rng.random() < 0.15)
         made.drafts_Q[q] = int(rng.random() < 0.85)
     return Places(*(t.to(DEVICE) for t in made))
+
+
+def children(rng: np.random.Generator, rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random children, some rows with fewer than asked for."""
+    given = max(width, 2)
+    token_ML = np.stack([rng.permutation(60)[:given] for _ in range(rows)]).astype(np.int32)
+    z_ML = -np.sort(-rng.normal(0, 3, (rows, given)).astype(np.float32), axis=1)
+    for m in range(rows):
+        missing = given - int(rng.integers(0, given + 1)) if rng.random() < 0.2 else 0
+        if missing:
+            token_ML[m, given - missing:], z_ML[m, given - missing:] = -1, -np.inf
+    return torch.from_numpy(token_ML).to(DEVICE), torch.from_numpy(z_ML).to(DEVICE)
+
+
+def table(rng: np.random.Generator) -> Calibration:
+    return Calibration.of(torch.from_numpy(rng.uniform(0.0, 1.0, 256).astype(np.float32)).to(DEVICE))
 
 
 def slot_of(places: Places, place: int, position: int) -> int:

@@ -88,7 +88,7 @@ def _accept(place_B, place_W, B, token_S, logprob_S, token_QT, T, length_Q, limi
 
     on_path_I = step_I >= 0
     ends_I = on_path_I & (stops_I | (length + step_I + 1 >= limit))
-    emitted = tl.minimum(tl.min(tl.where(ends_I, step_I + 1, IP)), steps)
+    emitted = tl.minimum(tl.min(tl.where(ends_I, step_I + 1, IP)), tl.minimum(steps, tl.maximum(limit - length, 0)))
     ended = tl.sum(ends_I.to(tl.int32)) > 0
     kept_I = on_path_I & (step_I < emitted)
     broken = tl.sum((kept_I & (logprob_I != logprob_I)).to(tl.int32)) > 0

@@ -172,8 +172,8 @@ def history_nodes(place_B: Tensor, places: Places, nodes: Nodes, calibration: Ca
     text = places.token_QT, places.token_QT.shape[1], places.length_Q, places.limit_Q, places.capacity_Q, places.done_Q, places.drafts_Q
     _scan[(requests, scanners)](
         place_B, *text, places.group_Q, count, match_BJW, depth, W=width, WP=block_width, QP=triton.next_power_of_2(count), BLOCK=BLOCK,
-        LONGEST=LONGEST, num_warps=4, **PDL)
+        LONGEST=LONGEST, num_warps=8, **PDL)
     _merge[(requests,)](
         place_B, *text, match_BJW, *nodes, columns, calibration.survival_Z, first_cell, depth, W=width, WP=block_width, J=scanners,
-        DP=triton.next_power_of_2(depth), SHARES=SHARES, DEPTHS=DEPTHS, CERTAIN=CERTAIN, BLOCK=128,
-        num_warps=1 if scanners * block_width <= 1024 else 4, **PDL)
+        DP=triton.next_power_of_2(depth), SHARES=SHARES, DEPTHS=DEPTHS, CERTAIN=CERTAIN, BLOCK=128, num_warps=2,
+        **PDL)
