@@ -83,11 +83,12 @@ class TorchGathered:
 class TorchPlanned:
     def __init__(self, scale: float) -> None:
         self._scale = scale
-        self._arguments: tuple[Tensor, ...] = ()
+        self._rows: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] | None = None
 
     def plan(self, rows: Rows, page_table_QP: Tensor) -> None:
         each_R = torch.arange(len(rows.position_R), device=rows.position_R.device)
-        self._arguments = rows.position_R, each_R, rows.base_R, page_table_QP[rows.place_R.long()], rows.path_RD
+        self._rows = rows.position_R, each_R, rows.base_R, page_table_QP[rows.place_R.long()], rows.path_RD
 
     def __call__(self, q_RND: Tensor, k_SKD: Tensor, v_SKD: Tensor, *, first: int = 0) -> Tensor:
-        return reference.attend_rows(q_RND, k_SKD, v_SKD, *self._arguments, PAGE_SIZE, first, self._scale)
+        assert self._rows is not None
+        return reference.attend_rows(q_RND, k_SKD, v_SKD, *self._rows, PAGE_SIZE, first, self._scale)

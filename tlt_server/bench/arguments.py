@@ -11,7 +11,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, metavar="DIR", help="target model [directory; default the shipped pair's]")
     parser.add_argument("--drafter", metavar="DIR", help="drafter [directory | history; default the shipped pair's]")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="what computes [default cpu]")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="type of weights and KV [default: float32 on a CPU, bfloat16 on a GPU]")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="of weights and KV [default float32 on a CPU, bfloat16 on a GPU]")
     parser.add_argument("--numerics", choices=("strict", "fast"), default="strict", help="decode, cycle: how products add [default strict]")
     parser.add_argument("--threads", type=int, metavar="N", help="compute threads [default: processors this process may use]")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the first response [default 0]")

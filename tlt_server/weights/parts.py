@@ -5,21 +5,55 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
 
-from tlt_server.models.decoder import Decoder
-from tlt_server.models.eagle import Eagle3
+from tlt_server.models.config import ModelConfig
 from tlt_server.weights.checksums import digest, live_sums
 
 DRAFTER_PREFIX = "draft."
 
 
+class TargetNetwork(Protocol):
+    """A target on whatever device."""
+
+    config: ModelConfig
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Hugging Face name -> view [out, in] of the live storage."""
+
+    def blank(self) -> Self:
+        """The same model with storage of its own, to be filled with other weights."""
+
+
+class DrafterNetwork(Protocol):
+    """An EAGLE-3 network on whatever device."""
+
+    config: ModelConfig
+    draft_vocab_size: int
+    own_embedding: bool
+
+    @property
+    def target_ids(self) -> Tensor:
+        """int64 [draft vocabulary], draft id -> target id."""
+
+    def parameters(self) -> dict[str, Tensor]: ...
+
+    def blank(self, target: Any, *, own_embedding: bool) -> Self:
+        """The same network beside `target`, with storage of its own."""
+
+    def set_vocabulary(self, d2t_C: Tensor, t2d_V: Tensor, path: Path) -> None: ...
+
+
 @dataclass(frozen=True)
 class Target:
     version: str
-    network: Decoder
+    network: TargetNetwork
     sums: Mapping[str, str]  # sha256 of the float32 values, by tensor
 
     @cached_property
@@ -34,7 +68,7 @@ class Target:
 @dataclass(frozen=True)
 class Drafter:
     version: str
-    network: Eagle3
+    network: DrafterNetwork
     calibration: object  # the drafter's own affair
     sums: Mapping[str, str]
 
@@ -95,6 +129,6 @@ class Parts:
         return {**sums.get("target", {}), **drafter}
 
 
-def drafter_tensors(network: Eagle3) -> dict[str, Tensor]:
+def drafter_tensors(network: DrafterNetwork) -> dict[str, Tensor]:
     """Everything that makes a version of the drafter, the vocabulary map included."""
     return {**network.parameters(), "d2t": network.target_ids - torch.arange(network.draft_vocab_size)}

@@ -14,12 +14,11 @@ from torch import Tensor
 
 from tlt_server.errors import ModelError, PushFailed, WeightsRefused
 from tlt_server.models.config import ModelConfig
-from tlt_server.models.decoder import Decoder
 from tlt_server.models.loader import check_names, check_tensor
 from tlt_server.records import Manifest, TensorEntry
 from tlt_server.weights.checkpoint import Checkpoint
 from tlt_server.weights.checksums import checksum, digest, kind_of, values
-from tlt_server.weights.parts import DRAFTER_PREFIX, Drafter, Parts, Target
+from tlt_server.weights.parts import DRAFTER_PREFIX, Drafter, Parts, Target, TargetNetwork
 from tlt_server.weights.source import Source
 
 CALIBRATION = "calibration.safetensors"
@@ -71,7 +70,7 @@ class _Staging:
         version = manifest.version or f"{Path(manifest.path).name}@{digest(Parts(target, drafter).sums)[:8]}"
         return Parts(target and replace(target, version=version), drafter and replace(drafter, version=version))
 
-    def _target(self, path: str, old: Decoder) -> Target:
+    def _target(self, path: str, old: TargetNetwork) -> Target:
         source = self._open(path, old.config)
         checkpoint, network = Checkpoint(source), old.blank()
         tied = {"lm_head.weight"} if old.config.tied_embeddings else set()
@@ -83,7 +82,7 @@ class _Staging:
         source.confirm()
         return Target("", network, sums)
 
-    def _drafter(self, path: str, target: Decoder) -> Drafter:
+    def _drafter(self, path: str, target: TargetNetwork) -> Drafter:
         assert self.live.drafter is not None
         old = self.live.drafter.network
         source = self._open(path, old.config)

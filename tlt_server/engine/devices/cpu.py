@@ -17,6 +17,7 @@ from tlt_server.engine.sequence import Sequence
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.engine.sizing import kv_pages
 from tlt_server.models.config import ModelConfig
+from tlt_server.models.decoder import Decoder
 from tlt_server.models.eagle import Eagle3, feature_layers
 from tlt_server.models.loader import load_target
 from tlt_server.models.numerics import Numerics
@@ -60,7 +61,7 @@ class CpuDevice:
         return Parts(parts.target, DrafterPart(settings.weight_version, Eagle3.load(eagle, target), Calibration.load(eagle), {}))
 
     def allocate(self, live: Parts, max_model_len: int) -> Memory:
-        assert live.target is not None
+        assert live.target is not None and isinstance(live.target.network, Decoder)
         settings, model = self._settings, live.target.network
         bytes_per_page = model.make_cache(1, settings.page_size, 0).bytes_per_slot * settings.page_size
         pages = kv_pages(settings, bytes_per_page, max_model_len)
@@ -68,7 +69,7 @@ class CpuDevice:
         return Memory(pages, cache.reuse, cache.save, cache.restore)
 
     def equip(self, live: Parts, ladder: Ladder, page_table_SP: NDArray[np.int32]) -> tuple[CpuRunner, Callable[[Sequence], None]]:
-        assert live.target is not None and self._cache is not None
+        assert live.target is not None and isinstance(live.target.network, Decoder) and self._cache is not None
         compile_kernels()
         for name in ladder.drafters:
             self._drafters[name] = self._eagle(live) if name == "eagle" else DRAFTERS.resolve(name)()
@@ -76,10 +77,11 @@ class CpuDevice:
         return self._runner, self._on_end
 
     def install(self, live: Parts, changed: Parts) -> None:
-        assert live.target is not None and self._runner is not None
+        assert live.target is not None and isinstance(live.target.network, Decoder) and self._runner is not None
         self._runner.model = live.target.network
         eagle = self._drafters.get("eagle")
         if live.drafter is not None and isinstance(eagle, Eagle):
+            assert isinstance(live.drafter.network, Eagle3)
             live.drafter.network.follow(self._runner.model)
             if changed.drafter is not None:
                 assert isinstance(live.drafter.calibration, Calibration)
@@ -87,8 +89,9 @@ class CpuDevice:
             eagle.forget()  # its KV was made from features of the target before
 
     def _eagle(self, live: Parts) -> Eagle:
-        assert live.target is not None and live.drafter is not None and isinstance(live.drafter.calibration, Calibration)
-        assert self._cache is not None
+        assert live.target is not None and isinstance(live.target.network, Decoder) and self._cache is not None
+        assert live.drafter is not None and isinstance(live.drafter.network, Eagle3)
+        assert isinstance(live.drafter.calibration, Calibration)
         live.drafter.network.follow(live.target.network)
         return Eagle(live.drafter.network, self._cache, live.drafter.calibration, max_requests=self._settings.max_running,
                      max_rows=self._settings.max_draft_rows)

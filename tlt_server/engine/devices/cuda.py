@@ -86,13 +86,15 @@ class CudaDevice:
         return Parts(parts.target, Drafter(settings.weight_version, network, HostCalibration.load(eagle), {}))
 
     def install(self, live: Parts, changed: Parts) -> None:
-        assert self._runner is not None and isinstance(live.target, Target)
+        assert self._runner is not None
         if self._stream is not None:
             torch.cuda.synchronize(self.device)  # staging copied on another stream
         if changed.target is not None:
+            assert isinstance(changed.target.network, GpuDecoder)
             exchange(self._runner.state.model, changed.target.network)
             self._runner.state.model = changed.target.network
         if changed.drafter is not None and self._eagle is not None:
+            assert isinstance(changed.drafter.network, GpuEagle3) and isinstance(changed.drafter.calibration, HostCalibration)
             exchange(self._eagle.network, changed.drafter.network)
             self._eagle.network = changed.drafter.network
             self._eagle.adopt(changed.drafter.calibration)
@@ -100,7 +102,7 @@ class CudaDevice:
     # -- memory --------------------------------------------------------------------------------------------------
 
     def allocate(self, live: Parts, max_model_len: int) -> Memory:
-        assert live.target is not None
+        assert live.target is not None and isinstance(live.target.network, GpuDecoder)
         settings, model = self._settings, live.target.network
         network = live.drafter.network if live.drafter else None
         per_page = PAGE_SIZE * _bytes_per_slot(model.config, self._placement.dtype)
@@ -155,7 +157,7 @@ class CudaDevice:
     # -- the runner ----------------------------------------------------------------------------------------------
 
     def equip(self, live: Parts, ladder: Ladder, page_table_SP: NDArray[np.int32]) -> tuple[GpuRunner, Callable[[Sequence], None]]:
-        assert live.target is not None and self._cache is not None
+        assert live.target is not None and isinstance(live.target.network, GpuDecoder) and self._cache is not None
         settings, model = self._settings, live.target.network
         with self._memory("buffers and graphs", f"lower memory_fraction (now {settings.memory_fraction}) by 0.05, or max_running"):
             state = self._state(model, ladder, page_table_SP.shape[1])
@@ -172,9 +174,10 @@ class CudaDevice:
         settings, tokens = self._settings, pages_per_sequence * PAGE_SIZE
         assert self._cache is not None
         batch = batch_buckets(settings.max_running)[-1]
-        layout = UploadLayout(batch=batch, works=max(batch, PROMPT_WORKS), admissions=max(16, batch), extensions=EXTENSIONS * batch, stops=STOPS,
-                              payload=max(65536, 2 * tokens), idle=batch)
-        places = Places.allocate(batch + 1, tokens, hidden=self._hidden, stops=STOPS, dtype=self._placement.dtype, device=self.device.type)
+        layout = UploadLayout(batch=batch, works=max(batch, PROMPT_WORKS), admissions=max(16, batch), extensions=EXTENSIONS * batch,
+                              stops=STOPS, payload=max(65536, 2 * tokens), idle=batch)
+        places = Places.allocate(
+            batch + 1, tokens, hidden=self._hidden, stops=STOPS, dtype=self._placement.dtype, device=self.device.type)
         upload_U = torch.zeros(layout.size, dtype=torch.int32, device=self.device)
         depth = max(LEAST_DEPTH, *(arm.depth for arm in ladder.arms))
         return DeviceState(model, self._cache, self._slots, places, layout, upload_U, depth, STOPS, model.max_position)
@@ -191,6 +194,7 @@ class CudaDevice:
         drafters: dict[str, DeviceDrafter] = {}
         if live.drafter is not None:
             network = live.drafter.network
+            assert isinstance(network, GpuEagle3)
             host = live.drafter.calibration
             assert isinstance(host, HostCalibration) and self._draft_cache is not None and self._page_hint_PH is not None
             self._eagle = drafters["eagle"] = EagleDrafts(
