@@ -1,0 +1,112 @@
+"""All matrix products of one Qwen2.5-7B step as one CUDA graph: time, bytes read per second, and cuBLAS beside it.
+
+`python benchmarks/gemm.py [--rows 1,8,64] [--layers 28]` prints a table and, last, a line of JSON. A step is per layer qkv, o, gate-up
+with SiLU and down with the two norms between them, then the LM head in float32; every layer has its own weights, so the L2 cache
+does not help. cuBLAS runs the same products with neither norms nor SiLU. Data are random: zeros run faster than any model does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tlt_kernels.gpu.gemm import gated, linear, partials
+from tlt_kernels.gpu.gemm_tiles import segments_of
+from tlt_kernels.gpu.norm import add_rms_norm
+
+HIDDEN, INTERMEDIATE, VOCABULARY, QKV = 3584, 18944, 152064, 4608
+READ_BYTES_PER_S = 4.3e12  # what a copy reaches on an H200
+EPS = 1e-6
+
+
+@dataclass
+class Layer:
+    qkv: Tensor
+    qkv_bias: Tensor
+    o: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16) * 0.02
+
+
+def strict(layers: list[Layer], head: Tensor, sampled: int, x: Tensor, attended: Tensor, residual: Tensor, norm: Tensor) -> Tensor:
+    normed = x
+    for layer in layers:
+        linear(normed, layer.qkv, layer.qkv_bias)
+        normed = add_rms_norm(partials(attended, layer.o, segments=segments_of(*layer.o.shape)), residual, norm, EPS)
+        inner = gated(normed, layer.gate_up)
+        normed = add_rms_norm(partials(inner, layer.down, segments=segments_of(*layer.down.shape)), residual, norm, EPS)
+    return linear(normed[:sampled], head, out_dtype=torch.float32)
+
+
+def cublas(layers: list[Layer], head: Tensor, sampled: int, x: Tensor, attended: Tensor, inner: Tensor) -> Tensor:
+    for layer in layers:
+        torch.nn.functional.linear(x, layer.qkv, layer.qkv_bias)
+        torch.mm(attended, layer.o.T)
+        torch.mm(x, layer.gate_up.T)
+        torch.mm(inner, layer.down.T)
+    return torch.mm(x[:sampled], head.T)
+
+
+def milliseconds(step: Callable[[], Tensor], repeats: int = 9) -> float:
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    graph.replay()
+    times = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", default="1,2,8,16,32,64,128,256,512,2048,8192")
+    parser.add_argument("--layers", type=int, default=28)
+    arguments = parser.parse_args()
+    layers = [
+        Layer(draw(QKV, HIDDEN), draw(QKV), draw(HIDDEN, HIDDEN), draw(2 * INTERMEDIATE, HIDDEN), draw(HIDDEN, INTERMEDIATE))
+        for _ in range(arguments.layers)
+    ]
+    head, norm = draw(VOCABULARY, HIDDEN), torch.ones(HIDDEN, device="cuda", dtype=torch.bfloat16)
+    weights = [head, *(w for layer in layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down))]
+    floor = sum(w.numel() for w in weights) * 2 / READ_BYTES_PER_S * 1e3
+    found = []
+    print(f"{'rows':>6} {'ms':>8} {'floor':>8} {'cuBLAS':>8} {'TB/s':>6} {'TFLOP/s':>8}")
+    for rows in (int(r) for r in arguments.rows.split(",")):
+        sampled = min(rows, 1024)  # a long prefill needs few logits
+        x, attended, inner = draw(rows, HIDDEN) * 50, draw(rows, HIDDEN) * 50, draw(rows, INTERMEDIATE) * 50
+        residual = torch.randn(rows, HIDDEN, device="cuda")
+
+        def ours(x: Tensor = x, attended: Tensor = attended, residual: Tensor = residual, sampled: int = sampled) -> Tensor:
+            return strict(layers, head, sampled, x, attended, residual, norm)
+
+        def theirs(x: Tensor = x, attended: Tensor = attended, inner: Tensor = inner, sampled: int = sampled) -> Tensor:
+            return cublas(layers, head, sampled, x, attended, inner)
+
+        ms, other = milliseconds(ours), milliseconds(theirs)
+        flops = 2 * (rows * sum(w.numel() for w in weights[1:]) + sampled * head.numel())
+        found.append({"rows": rows, "ms": round(ms, 4), "floor_ms": round(floor, 4), "cublas_ms": round(other, 4)})
+        rates = f"{floor / ms * READ_BYTES_PER_S / 1e12:6.2f} {flops / ms / 1e9:8.0f}"
+        print(f"{rows:6d} {ms:8.3f} {floor:8.3f} {other:8.3f} {rates}", flush=True)
+    print(json.dumps({"benchmark": "gemm", "device": torch.cuda.get_device_name(), "layers": arguments.layers, "steps": found}))
+
+
+if __name__ == "__main__":
+    main()
