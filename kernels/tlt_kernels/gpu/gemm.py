@@ -32,7 +32,6 @@ def _multiply(x, weight, acc, SWAP: tl.constexpr):
 def _gemm(x, weight, bias_N, out_PMN, M, N, K, segment, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr,
           GATED: tl.constexpr, BIASED: tl.constexpr, GROUP: tl.constexpr):
     """One tile of one segment. N counts outputs: a gated weight has 2N rows."""
-    pdl_launch()
     rows_of_tiles, tiles_per_row = tl.cdiv(M, BM), tl.cdiv(N, BN)
     program = tl.program_id(0)
     s = program // (rows_of_tiles * tiles_per_row)
@@ -55,6 +54,7 @@ def _gemm(x, weight, bias_N, out_PMN, M, N, K, segment, BM: tl.constexpr, BN: tl
     else:
         for k in range(first, last, BK):
             total = _multiply(x.load([m, k]), weight.load([n, k]), total, SWAP)
+    pdl_launch()  # not before: programs of the next kernel would crowd on the multiprocessors that are done first
     if SWAP:
         total = total.T
     column = n + tl.arange(0, BN)

@@ -19,7 +19,7 @@ from tlt_kernels.gpu.tensors import PAGE_SIZE, Calibration, Places
 from tlt_server.attention.gpu import GPU_BACKENDS, GpuAttention
 from tlt_server.attention.rows import KVCache
 from tlt_server.engine.devices import Memory
-from tlt_server.engine.gpu.buckets import LEAST_DEPTH, MOST_VERIFIED, PROMPT_WORKS, TREE_ROWS, batch_buckets, reachable
+from tlt_server.engine.gpu.buckets import LEAST_DEPTH, MOST_VERIFIED, PROMPT_WORKS, TREE_ROWS, batch_buckets, reachable, rehearsed
 from tlt_server.engine.gpu.drafts import DeviceDrafter
 from tlt_server.engine.gpu.drafts.eagle import EagleDrafts
 from tlt_server.engine.gpu.drafts.history import HistoryDrafts
@@ -167,7 +167,8 @@ class CudaDevice:
             self._runner = GpuRunner(state, attention, drafters, GraphPool(self._stream if capture else None),
                                      max_running=settings.max_running, stream=self._stream, page_hint_PH=self._page_hint_PH)
             if capture:
-                self._runner.prepare(reachable(ladder.arms, ladder.rows, settings.max_running), lambda done, of: None)
+                keys = [*rehearsed(settings.max_rows, settings.max_running), *reachable(ladder.arms, ladder.rows, settings.max_running)]
+                self._runner.prepare(keys, lambda done, of: None)
         return self._runner, lambda sequence: None
 
     def _state(self, model: GpuDecoder, ladder: Ladder, pages_per_sequence: int) -> DeviceState:

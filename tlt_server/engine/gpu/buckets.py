@@ -53,6 +53,17 @@ def prompt_sizes(rows: int, works: int, most_works: int) -> tuple[int, int]:
     return -(-rows // GRAIN) * GRAIN, PROMPT_WORKS if works <= PROMPT_WORKS else most_works
 
 
+def keeps(key: ExtendKey) -> bool:
+    """Worth a graph: steps that read long prompts come in too many sizes, and take the device longer than the host to launch."""
+    return key.prompt_rows <= PROMPT_ROWS
+
+
+def rehearsed(max_rows: int, max_running: int) -> list[ExtendKey]:
+    """Steps of the largest prompts, run once at start so that no request waits for a compiler."""
+    return [ExtendKey(1, 1, *prompt_sizes(rows, works, max(max_running, PROMPT_WORKS)))
+            for rows, works in ((max_rows, 1), (max_rows, PROMPT_WORKS + 1)) if rows > PROMPT_ROWS]
+
+
 def draft_key(batch: int, strategy: Strategy) -> DraftKey:
     return DraftKey(strategy.drafter, batch, strategy.depth, strategy.width)
 

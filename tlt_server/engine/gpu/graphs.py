@@ -2,7 +2,7 @@
 
 A key names static shapes; what is captured reads and writes the same buffers each time. Graphs share one memory pool, so their
 intermediates overlap: only one may run at a time, and keys are captured from the largest to the smallest. A key that was not captured
-runs launch by launch.
+runs launch by launch, and is recorded behind its first run if it is worth keeping.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Hashable
 
 import torch
+
+MOST = 1024  # graphs; a server with so many has clients that vary everything
 
 
 class GraphPool:
@@ -25,29 +27,29 @@ class GraphPool:
     def __contains__(self, key: Hashable) -> bool:
         return key in self._graphs
 
-    def capture(self, key: Hashable, work: Callable[[], None]) -> None:
-        """Run once, which compiles what is not compiled yet, then record."""
-        if self._stream is None or key in self._graphs:
+    def run(self, key: Hashable, work: Callable[[], None], *, keep: bool) -> None:
+        """Replay the key, or do its work launch by launch and, to `keep` it, record it for the next time."""
+        graph = self._graphs.get(key)
+        if graph is not None:
+            graph.replay()
             return
         started = time.perf_counter()
-        with torch.cuda.stream(self._stream):
-            work()
-            self._stream.synchronize()
-            torch.cuda.empty_cache()  # what the run left behind is no part of the graph
-            free, _ = torch.cuda.mem_get_info()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-                work()
-            after, _ = torch.cuda.mem_get_info()
-        self._graphs[key], self.bytes[key], self.seconds[key] = graph, free - after, time.perf_counter() - started
+        work()  # compiles what is not compiled yet
+        if keep and self._stream is not None and len(self._graphs) < MOST:
+            self._record(key, work)
+            self.seconds[key] = time.perf_counter() - started
 
-    def run(self, key: Hashable, work: Callable[[], None]) -> None:
-        """Replay the key, or do its work launch by launch."""
-        graph = self._graphs.get(key)
-        if graph is None:
+    def _record(self, key: Hashable, work: Callable[[], None]) -> None:
+        """Recording executes nothing."""
+        assert self._stream is not None
+        self._stream.synchronize()
+        torch.cuda.empty_cache()  # what runs left behind is no part of the graph
+        free, _ = torch.cuda.mem_get_info()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             work()
-        else:
-            graph.replay()
+        after, _ = torch.cuda.mem_get_info()
+        self._graphs[key], self.bytes[key] = graph, free - after
 
     @property
     def total_bytes(self) -> int:

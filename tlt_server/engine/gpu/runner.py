@@ -18,7 +18,7 @@ import torch
 from tlt_kernels.gpu.accept import Outcome, parse
 from tlt_kernels.gpu.places import Upload, apply
 from tlt_server.attention.gpu import GpuAttention
-from tlt_server.engine.gpu.buckets import batch_buckets, bucket, decode_rows, draft_key, fitted, prompt_sizes
+from tlt_server.engine.gpu.buckets import batch_buckets, bucket, decode_rows, draft_key, fitted, keeps, prompt_sizes
 from tlt_server.engine.gpu.by_host import HostSampling, sample_by_host
 from tlt_server.engine.gpu.drafts import DeviceDrafter, DraftKey, DraftPass
 from tlt_server.engine.gpu.extend import Extend, ExtendKey
@@ -107,16 +107,16 @@ class GpuRunner:
         return Finished(flight.batch, [emissions[id(work)] for work in flight.batch.works], cycle)
 
     def prepare(self, keys: list[DraftKey | ExtendKey], on_key: Callable[[int, int], None]) -> None:
-        """Capture these keys, in this order; `on_key(done, of)` follows."""
+        """Run these keys once, in this order, and capture those that are kept; `on_key(done, of)` follows."""
         self._upload([], [])
         for done, key in enumerate(keys):
             with torch.inference_mode(), torch.cuda.stream(self._stream):
                 if isinstance(key, ExtendKey):
                     extend = self._extend(key)
                     extend.select(None)
-                    self.graphs.capture(key, extend.run)
+                    self.graphs.run(key, extend.run, keep=keeps(key))
                 else:
-                    self.graphs.capture(key, self._draft(key).run)
+                    self.graphs.run(key, self._draft(key).run, keep=True)
             on_key(done + 1, len(keys))
 
     # -- launching -----------------------------------------------------------------------------------------------
@@ -140,14 +140,14 @@ class GpuRunner:
         if strategy.drafter:
             name = draft_key(size, strategy)
             drafted = self._draft(name)
-            self.graphs.run(name, drafted.run)
+            self.graphs.run(name, drafted.run, keep=True)
         extend.select(drafted.nodes if drafted else None)
         hosted = {e: work for e, work in self._entries(decoding, prompts, size) if work.sequence.by_host and work.samples}
         by_host: dict[int, HostSampling] = {}
         if hosted or any(work.sequence.request.sampling.prompt_logprobs is not None for work in prompts):
             by_host = sample_by_host(extend, hosted, prompts)
         else:
-            self.graphs.run(key, extend.run)
+            self.graphs.run(key, extend.run, keep=keeps(key))
         if drafted:
             self._drafters[strategy.drafter].observe(extend.trees, extend.kept, drafted.nodes, extend.rows, key.decode_rows)
         outcome = self._outcomes.take()
