@@ -109,18 +109,20 @@ def _find_floors(
 
 @triton.jit
 def _list_tokens(
-    logits_SV, row_S, place_R, temperature_Q, floor_S, listed_S, z_SL, token_SL, V, BLOCK: tl.constexpr, CAPACITY: tl.constexpr
-):
+    logits_SV, row_S, place_R, temperature_Q, top_SG, floor_S, listed_S, z_SL, token_SL,
+    V, G, GROUP: tl.constexpr, BLOCK: tl.constexpr, CAPACITY: tl.constexpr,
+):  # fmt: skip
     """List the tokens with z >= floor, in any order, as far as there is room; listed_S counts them all."""
     pdl_launch()
     s = tl.program_id(1).to(tl.int64)
     tokens = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     pdl_wait()
-    logits = tl.load(logits_SV + s * V + tokens, mask=tokens < V, other=-float("inf"))
     floor = tl.load(floor_S + s)
     if (floor == -float("inf")) | (floor == float("inf")):
         return
-    z = divided(logits, tl.load(temperature_Q + tl.load(place_R + tl.load(row_S + s))))
+    temperature = tl.load(temperature_Q + tl.load(place_R + tl.load(row_S + s)))
+    inside = tl.load(top_SG + s * G + tokens // GROUP, mask=tokens < V, other=-float("inf")) >= floor
+    z = divided(tl.load(logits_SV + s * V + tokens, mask=inside, other=-float("inf")), temperature)
     wanted = z >= floor
     count = tl.sum(wanted.to(tl.int32))
     if count > 0:
@@ -242,8 +244,8 @@ def cuts(
         V, G, GROUP=GROUP, G_TILE=triton.next_power_of_2(G), num_warps=FLOOR_WARPS, **PDL,
     )  # fmt: skip
     _list_tokens[(triton.cdiv(V, BLOCK), S)](
-        logits_SV, row_S, place_R, temperature_Q, floor_S, listed_S, z_SL, token_SL,
-        V, BLOCK=BLOCK, CAPACITY=CAPACITY, num_warps=4, **PDL,
+        logits_SV, row_S, place_R, temperature_Q, top_SG, floor_S, listed_S, z_SL, token_SL,
+        V, G, GROUP=GROUP, BLOCK=BLOCK, CAPACITY=CAPACITY, num_warps=4, **PDL,
     )  # fmt: skip
     _cut_rows[(S,)](
         logits_SV, *parameters, floor_S, top_S, total_S, listed_S, z_SL, token_SL, cut_S, last_S,

@@ -22,7 +22,7 @@ from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
 from tlt_kernels.gpu.temperature import GREEDY_BELOW, divided, scale_of
 
 BLOCK = 1024  # width of one partial sum; changing it changes bits
-BLOCK_WARPS = 4
+BLOCK_WARPS = 2
 MERGE_WARPS = 1
 NONE = tl.constexpr(2**30)  # above every token
 
@@ -120,7 +120,10 @@ def _sample_blocks(
         z = tl.where((z < cut) | ((z == cut) & (tokens > last)), -float("inf"), z)
     a, b, c, d = _quads(z, N)
     top = _top(a, b, c, d)
-    if temperature >= GREEDY_BELOW:
+    noisy = temperature >= GREEDY_BELOW
+    if FILTERED:
+        noisy = noisy & (top > -float("inf"))  # nothing to compare in most blocks
+    if noisy:
         best, token = _best_noisy(a, b, c, d, seed, position + 1, first, N)
     else:
         best, token = top, _first(top, a, b, c, d, first, N)
