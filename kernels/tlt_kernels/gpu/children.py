@@ -20,9 +20,9 @@ from tlt_kernels.gpu.ordering import key_of, value_of
 from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
 from tlt_kernels.gpu.temperature import GREEDY_BELOW
 
-BLOCK = 256  # draft tokens of one program
-BLOCK_WARPS = 1
-MERGE_WARPS = 4
+FEW = 32  # rows up to which a launch is too small to fill a GPU
+BLOCK_OF_FEW, BLOCK_OF_MANY = 128, 512  # draft tokens of one program, a warp
+MERGED = 512  # candidates that a warp merges
 NOTHING = tl.constexpr(-(2**31))  # key below those of all values: no candidate
 
 
@@ -97,16 +97,17 @@ def children(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(token_MW int32 target ids, z_MW float32), best first, W = max(width, 2); missing ones are (-1, -inf)."""
     M, C = logits_MC.shape
+    BLOCK = BLOCK_OF_FEW if M <= FEW else BLOCK_OF_MANY
     B, W = triton.cdiv(C, BLOCK), max(width, 2)
-    WIDE = triton.next_power_of_2(W)
+    TILE, WIDE = triton.next_power_of_2(B * W), triton.next_power_of_2(W)
     key_MBW, token_MBW = place_M.new_empty((2, M, B, W)).unbind()
     token_MW, z_MW = place_M.new_empty((M, W)), logits_MC.new_empty((M, W))
     _best_of_blocks[(B, M)](
         logits_MC, target_ids_C, place_M, position_M, seed_Q, temperature_Q, key_MBW, token_MBW,
-        C, B, W=W, WIDE=WIDE, BLOCK=BLOCK, num_warps=BLOCK_WARPS, **PDL,
+        C, B, W=W, WIDE=WIDE, BLOCK=BLOCK, num_warps=1, **PDL,
     )  # fmt: skip
     _best_of_rows[(M,)](
         key_MBW, token_MBW, position_M, token_MW, z_MW, B * W,
-        W=W, WIDE=WIDE, TILE=triton.next_power_of_2(B * W), num_warps=MERGE_WARPS, **PDL,
+        W=W, WIDE=WIDE, TILE=TILE, num_warps=min(8, max(1, TILE // MERGED)), **PDL,
     )  # fmt: skip
     return token_MW, z_MW

@@ -209,6 +209,7 @@ def sample(
     token_SB = row_S.new_empty((S, B))
     token_S, logprob_S = torch.empty_like(row_S), logits_SV.new_empty(S)
     raw_logprob_S = logits_SV.new_empty(S) if raw else None
+    filtered = filtered and V > 1  # filters leave the best token in any case
     cut_S, last_S = None, None
     if filtered:
         cut_S, last_S = cuts(logits_SV, row_S, place_R, temperature_Q, top_k_Q, top_p_Q, min_p_Q)
