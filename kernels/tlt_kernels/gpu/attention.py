@@ -5,7 +5,7 @@ through the row's own slots, so that a draft ancestor stands where it will stand
 that tiles left for the row, or, as the last of several programs of a row, those that they all left.
 
 The kernel right before `attend` must let its dependents start only after its own `pdl_wait`, as `rope_store` does: work items and
-page tables are read, and keys prefetched, before this one waits. The tiles' kernel does so too: the rows' kernel reads everything
+page tables are read before this one waits. The tiles' kernel does so too: the rows' kernel reads everything
 but the states that tiles leave before it waits for them.
 
 Legend: R rows, N query heads, K KV heads, D head width, S slots, M queries of a program (the group, padded to 16), T keys of a block.
@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tlt_kernels.gpu.attention_algebra import BLOCK, LANES, LOWEST, extend, fold, nothing, prefetch_rows, quotient, scaled_sum, starts_split
+from tlt_kernels.gpu.attention_algebra import BLOCK, LANES, LOWEST, extend, fold, nothing, paged_slots, quotient, scaled_sum, starts_split
 from tlt_kernels.gpu.attention_plan import FIELDS, PAGE, PagedRows, Plan, allocate, plan
 from tlt_kernels.gpu.attention_tiles import attend_tiles
 from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
@@ -29,8 +29,7 @@ __all__ = ["PagedRows", "Plan", "allocate", "attend", "plan"]
 
 _M = 16
 _TILE_STAGES = 3
-_PREFETCH = 8  # blocks of an item whose keys and values are asked for before the wait
-_STAGES = 5  # of the loop over blocks; half of them find the slots
+_STAGES = 3  # of the loop over blocks
 
 
 @triton.jit
@@ -51,10 +50,18 @@ def _fold_states(state_top, state_sum, state_acc, first, states, head, scale,
     return top_M, sum_ML, acc_MD
 
 
+@triton.jit
+def _slots(table, own, base, start, end, FIRST: tl.constexpr, PAGE: tl.constexpr):
+    """Slots of positions [start, start + BLOCK): in pages below `base`, then the row's own."""
+    p_T = start + tl.arange(0, BLOCK)
+    own_T = tl.load(own + p_T - base, (p_T >= base) & (p_T >= FIRST) & (p_T < end), other=0)
+    return tl.where(p_T < base, paged_slots(table, start, tl.minimum(base, end), PAGE), own_T)
+
+
 @triton.jit(do_not_specialize=["pages", "depth"])
 def _attend_rows(q, k_cache, v_cache, out, path, page_table, items, count, counter, state_top, state_sum, state_acc, scale, pages, depth,
                  FIRST: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
-                 M: tl.constexpr, M_FOLD: tl.constexpr, TILES: tl.constexpr, PREFETCH: tl.constexpr, STAGES: tl.constexpr):
+                 M: tl.constexpr, M_FOLD: tl.constexpr, TILES: tl.constexpr):
     GROUP: tl.constexpr = HEADS // KV_HEADS
     m_M, t_T, d_D = tl.arange(0, M), tl.arange(0, BLOCK), tl.arange(0, D)
     pdl_launch()
@@ -65,19 +72,14 @@ def _attend_rows(q, k_cache, v_cache, out, path, page_table, items, count, count
         row, place, base, begin, end = (tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3), tl.load(item + 4))
         piece, arrivals, states, first_state = tl.load(item + 5), tl.load(item + 6), tl.load(item + 7), tl.load(item + 8)
         k_head, v_head, table, own = k_cache + head * D, v_cache + head * D, page_table + place * pages, path + row * depth
-        for start in range(begin, tl.minimum(end, begin + PREFETCH * BLOCK), BLOCK):
-            p_T = start + t_T
-            mask_T = p_T < tl.minimum(base, end)
-            paged_T = tl.load(table + p_T // PAGE, mask_T, other=0) * PAGE + p_T % PAGE
-            prefetch_rows(k_head, paged_T.to(tl.int64) * (KV_HEADS * D), mask_T, D)
-            prefetch_rows(v_head, paged_T.to(tl.int64) * (KV_HEADS * D), mask_T, D)
+        slot_T = _slots(table, own, base, begin, end, FIRST, PAGE)
         if not TILES:
             pdl_wait()
         at_MD = (row * HEADS + head * GROUP + m_M)[:, None] * D + d_D[None, :]
         q_MD = tl.load(q + at_MD, (m_M < GROUP)[:, None], other=0.0)
         total_top_M, total_ML, total_MD = nothing(M, D)
         top_M, sum_ML, acc_MD = nothing(M, D)
-        for start in tl.range(begin, end, BLOCK, num_stages=STAGES):
+        for start in range(begin, end, BLOCK):
             fresh = starts_split(start)  # fold the split before, without a branch that would break the loop's pipeline
             best_M = tl.where(fresh, tl.maximum(total_top_M, top_M), total_top_M)
             old_M = tl.exp2((total_top_M - best_M) * scale)
@@ -87,11 +89,10 @@ def _attend_rows(q, k_cache, v_cache, out, path, page_table, items, count, count
             sum_ML, acc_MD = tl.where(fresh, 0.0, sum_ML), tl.where(fresh, 0.0, acc_MD)
             p_T = start + t_T
             visible_T = (p_T >= FIRST) & (p_T < end)
-            paged_T = tl.load(table + p_T // PAGE, visible_T & (p_T < base), other=0) * PAGE + p_T % PAGE
-            slot_T = tl.where(p_T < base, paged_T, tl.load(own + p_T - base, visible_T & (p_T >= base), other=0)).to(tl.int64)
-            key_TD = slot_T[:, None] * (KV_HEADS * D) + d_D[None, :]
+            key_TD = slot_T.to(tl.int64)[:, None] * (KV_HEADS * D) + d_D[None, :]
             k_TD = tl.load(k_head + key_TD, visible_T[:, None], other=0.0)
             v_TD = tl.load(v_head + key_TD, visible_T[:, None], other=0.0)
+            slot_T = _slots(table, own, base, start + BLOCK, end, FIRST, PAGE)
             top_M, sum_ML, acc_MD = extend(q_MD, k_TD, v_TD, visible_T[None, :], top_M, sum_ML, acc_MD, scale)
         total_top_M, total_ML, total_MD = fold(total_top_M, total_ML, total_MD, top_M, sum_ML, acc_MD, scale)
         if states == 0:
@@ -131,11 +132,11 @@ def attend(q_RND: Tensor, k_SKD: Tensor, v_SKD: Tensor, rows: PagedRows, work: P
         attend_tiles[(work.tile_programs,)](
             q_RND, k_SKD, v_SKD, out_RND, rows.position_R, rows.page_table_QP, work.tile_item_IF, work.count_2, work.state_R, *states,
             scale_2, pages, FIRST=first, HEADS=heads, KV_HEADS=kv_heads, D=width, PAGE=PAGE, M=work.tile,
-            PREFETCH=_PREFETCH, STAGES=_TILE_STAGES, num_warps=8 if work.tile == 128 else 4, **PDL,
+            num_warps=8 if work.tile == 128 else 4, num_stages=_TILE_STAGES, **PDL,
         )
     _attend_rows[(work.row_programs,)](
         q_RND, k_SKD, v_SKD, out_RND, rows.path_RD, rows.page_table_QP, work.row_item_IF, work.count_2, work.counter_RK, *states,
         scale_2, pages, depth, FIRST=first, HEADS=heads, KV_HEADS=kv_heads, D=width, PAGE=PAGE, M=_M,
-        M_FOLD=triton.next_power_of_2(heads // kv_heads), TILES=work.tiles, PREFETCH=_PREFETCH, STAGES=_STAGES, num_warps=4, **PDL,
+        M_FOLD=triton.next_power_of_2(heads // kv_heads), TILES=work.tiles, num_warps=4, num_stages=_STAGES, **PDL,
     )
     return out_RND

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tlt_kernels.gpu.target import INTERPRETED, dot
+from tlt_kernels.gpu.target import dot
 
 BLOCK = tl.constexpr(64)
 LANES = tl.constexpr(16)
@@ -86,12 +86,11 @@ def quotient(sum_ML, acc_MD):
 
 
 @triton.jit
-def prefetch_rows(head, offset_T, mask_T, D: tl.constexpr):
-    """Ask the second-level cache for rows of D elements; harmless where they are being written."""
-    if not INTERPRETED:
-        LINE: tl.constexpr = 1024 // head.dtype.element_ty.primitive_bitwidth  # elements of 128 bytes
-        LINES: tl.constexpr = (D + LINE - 1) // LINE
-        address_TI = head + offset_T[:, None] + tl.arange(0, LINES)[None, :] * LINE
-        tl.inline_asm_elementwise(
-            "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
-            "=r,l,r", [address_TI, mask_T.to(tl.int32)[:, None]], dtype=tl.int32, is_pure=False, pack=1)
+def paged_slots(table, start, end, PAGE: tl.constexpr):
+    """Slots of positions [start, start + BLOCK), anything past `end`. Page by page: one number per page costs no exchange of lanes."""
+    t_T = tl.arange(0, BLOCK)
+    slot_T = tl.zeros([BLOCK], tl.int32)
+    for i in tl.static_range(BLOCK // PAGE):
+        page = tl.load(table + start // PAGE + i, start + i * PAGE < end, other=0)
+        slot_T = tl.where(t_T // PAGE == i, page * PAGE + t_T % PAGE, slot_T)
+    return slot_T

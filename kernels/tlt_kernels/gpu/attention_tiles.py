@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tlt_kernels.gpu.attention_algebra import BLOCK, extend, fold, nothing, prefetch_rows, quotient, starts_split
+from tlt_kernels.gpu.attention_algebra import BLOCK, extend, fold, nothing, paged_slots, quotient, starts_split
 from tlt_kernels.gpu.attention_plan import FIELDS
 from tlt_kernels.gpu.target import pdl_launch, pdl_wait
 
@@ -19,7 +19,7 @@ from tlt_kernels.gpu.target import pdl_launch, pdl_wait
 @triton.jit(do_not_specialize=["pages"])
 def attend_tiles(q, k_cache, v_cache, out, position, page_table, items, count, state, state_top, state_sum, state_acc, scale, pages,
                  FIRST: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
-                 M: tl.constexpr, PREFETCH: tl.constexpr, STAGES: tl.constexpr):
+                 M: tl.constexpr):
     GROUP: tl.constexpr = HEADS // KV_HEADS
     m_M, t_T, d_D = tl.arange(0, M), tl.arange(0, BLOCK), tl.arange(0, D)
     work = tl.load(count + 1) * KV_HEADS
@@ -32,11 +32,7 @@ def attend_tiles(q, k_cache, v_cache, out, position, page_table, items, count, s
         query_M = row_M * HEADS + head * GROUP + m_M % GROUP
         position_M = tl.load(position + row_M, member_M, other=-1)
         k_head, v_head, table = k_cache + head * D, v_cache + head * D, page_table + place * pages
-        for start in range(begin, tl.minimum(end, begin + PREFETCH * BLOCK), BLOCK):
-            p_T = start + t_T
-            paged_T = tl.load(table + p_T // PAGE, p_T < end, other=0) * PAGE + p_T % PAGE
-            prefetch_rows(k_head, paged_T.to(tl.int64) * (KV_HEADS * D), p_T < end, D)
-            prefetch_rows(v_head, paged_T.to(tl.int64) * (KV_HEADS * D), p_T < end, D)
+        slot_T = paged_slots(table, begin, end, PAGE)
         whole = tl.min(tl.where(member_M, position_M, end), axis=0) + 1
         whole = tl.maximum(tl.minimum(whole, end) // BLOCK * BLOCK, begin)  # every row sees every key below it
         pdl_wait()
@@ -45,28 +41,22 @@ def attend_tiles(q, k_cache, v_cache, out, position, page_table, items, count, s
         total_top_M, total_ML, total_MD = nothing(M, D)
         top_M, sum_ML, acc_MD = nothing(M, D)
         for edge in tl.static_range(2):
-            for start in tl.range(whole if edge else begin, end if edge else whole, BLOCK, num_stages=STAGES):
+            for start in range(whole if edge else begin, end if edge else whole, BLOCK):
                 if starts_split(start):
                     total_top_M, total_ML, total_MD = fold(total_top_M, total_ML, total_MD, top_M, sum_ML, acc_MD, scale)
                     top_M, sum_ML, acc_MD = nothing(M, D)
                 p_T = start + t_T
-                if edge:
-                    slot_T = tl.load(table + p_T // PAGE, p_T < end, other=0).to(tl.int64) * PAGE + p_T % PAGE
-                    at_TD = slot_T[:, None] * (KV_HEADS * D) + d_D[None, :]
-                    k_TD, v_TD = (tl.load(k_head + at_TD, (p_T < end)[:, None], other=0.0),
-                                  tl.load(v_head + at_TD, (p_T < end)[:, None], other=0.0))
-                    visible = (p_T[None, :] <= position_M[:, None]) & (p_T >= FIRST)[None, :]
+                at_TD = slot_T.to(tl.int64)[:, None] * (KV_HEADS * D) + d_D[None, :]
+                if edge or FIRST > 0:
+                    inside_T = (p_T >= FIRST) & (p_T < end)
+                    k_TD = tl.load(k_head + at_TD, inside_T[:, None], other=0.0)
+                    v_TD = tl.load(v_head + at_TD, inside_T[:, None], other=0.0)
+                    visible = (p_T[None, :] <= position_M[:, None]) & inside_T[None, :]
                     top_M, sum_ML, acc_MD = extend(q_MD, k_TD, v_TD, visible, top_M, sum_ML, acc_MD, scale)
                 else:
-                    slot_T = tl.load(table + p_T // PAGE).to(tl.int64) * PAGE + p_T % PAGE
-                    at_TD = slot_T[:, None] * (KV_HEADS * D) + d_D[None, :]
-                    if FIRST > 0:
-                        k_TD, v_TD = (tl.load(k_head + at_TD, (p_T >= FIRST)[:, None], other=0.0),
-                                      tl.load(v_head + at_TD, (p_T >= FIRST)[:, None], other=0.0))
-                        top_M, sum_ML, acc_MD = extend(q_MD, k_TD, v_TD, (p_T >= FIRST)[None, :], top_M, sum_ML, acc_MD, scale)
-                    else:
-                        top_M, sum_ML, acc_MD = extend(q_MD, tl.load(k_head + at_TD), tl.load(v_head + at_TD), None,
-                                                       top_M, sum_ML, acc_MD, scale)
+                    k_TD, v_TD = tl.load(k_head + at_TD), tl.load(v_head + at_TD)
+                    top_M, sum_ML, acc_MD = extend(q_MD, k_TD, v_TD, None, top_M, sum_ML, acc_MD, scale)
+                slot_T = paged_slots(table, start + BLOCK, end, PAGE)
         total_top_M, total_ML, total_MD = fold(total_top_M, total_ML, total_MD, top_M, sum_ML, acc_MD, scale)
         if states == 0:
             out_MD = quotient(total_ML, total_MD).to(out.dtype.element_ty)

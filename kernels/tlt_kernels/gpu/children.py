@@ -20,25 +20,32 @@ from tlt_kernels.gpu.ordering import key_of, value_of
 from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
 from tlt_kernels.gpu.temperature import GREEDY_BELOW
 
-BLOCK = 256  # draft tokens of one program
-BLOCK_WARPS = 1
-MERGE_WARPS = 4
+FEW = 32  # rows up to which a launch is too small to fill a GPU
+BLOCK_OF_FEW, BLOCK_OF_MANY = 128, 512  # draft tokens of one program, a warp
+MERGED = 512  # candidates that a warp merges
 NOTHING = tl.constexpr(-(2**31))  # key below those of all values: no candidate
 
 
 @triton.jit
-def _take_best(key_N, N: tl.constexpr):
-    """(key, place) of the first of the best candidates, and the keys without it."""
+def best_of(key_N, N: tl.constexpr, W: tl.constexpr, WIDE: tl.constexpr):
+    """(keys, places) of the W best candidates, best first, ties by place; nothing is looked up before all of them are known."""
     places = tl.arange(0, N)
-    best = tl.max(key_N)
-    place = tl.min(tl.where(key_N == best, places, N))
-    return best, place, tl.where(places == place, NOTHING, key_N)
+    ranks = tl.arange(0, WIDE)
+    best_W = tl.full((WIDE,), NOTHING, tl.int32)
+    place_W = tl.zeros((WIDE,), tl.int32)
+    for w in tl.static_range(W):
+        best = tl.max(key_N)
+        place = tl.min(tl.where(key_N == best, places, N))
+        key_N = tl.where(places == place, NOTHING, key_N)
+        best_W = tl.where(ranks == w, best, best_W)
+        place_W = tl.where(ranks == w, place, place_W)
+    return best_W, place_W
 
 
 @triton.jit
 def _best_of_blocks(
     logits_MC, target_ids_C, place_M, position_M, seed_Q, temperature_Q, key_MBW, token_MBW,
-    C, B, W: tl.constexpr, BLOCK: tl.constexpr,
+    C, B, W: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     pdl_launch()
     b = tl.program_id(0)
@@ -55,25 +62,27 @@ def _best_of_blocks(
     if temperature >= GREEDY_BELOW:
         z = tl.fma(z, tl.div_rn(1.0, temperature), gumbel_of_tokens(seed, target_ids, position + 1))
     keys = tl.where(z > -float("inf"), key_of(z), NOTHING)
-    for w in tl.static_range(W):
-        best, at, keys = _take_best(keys, BLOCK)
-        tl.store(key_MBW + (m * B + b) * W + w, best)
-        tl.store(token_MBW + (m * B + b) * W + w, tl.load(target_ids_C + b * BLOCK + at, mask=best != NOTHING, other=-1))
+    best_W, at_W = best_of(keys, BLOCK, W, WIDE)
+    ranks = tl.arange(0, WIDE)
+    token_W = tl.load(target_ids_C + b * BLOCK + at_W, mask=best_W != NOTHING, other=-1)
+    tl.store(key_MBW + (m * B + b) * W + ranks, best_W, mask=ranks < W)
+    tl.store(token_MBW + (m * B + b) * W + ranks, token_W, mask=ranks < W)
 
 
 @triton.jit
-def _best_of_rows(key_MBW, token_MBW, position_M, token_MW, z_MW, size, W: tl.constexpr, TILE: tl.constexpr):
+def _best_of_rows(key_MBW, token_MBW, position_M, token_MW, z_MW, size, W: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr):
     pdl_launch()
     m = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, TILE)
     pdl_wait()
     keys = tl.load(key_MBW + m * size + lanes, mask=lanes < size, other=NOTHING)
     keys = tl.where(tl.load(position_M + m) < 0, NOTHING, keys)
-    for w in tl.static_range(W):
-        best, at, keys = _take_best(keys, TILE)
-        found = best != NOTHING
-        tl.store(token_MW + m * W + w, tl.load(token_MBW + m * size + at, mask=found, other=-1))
-        tl.store(z_MW + m * W + w, tl.where(found, value_of(best), -float("inf")))
+    best_W, at_W = best_of(keys, TILE, W, WIDE)
+    ranks = tl.arange(0, WIDE)
+    found = best_W != NOTHING
+    token_W = tl.load(token_MBW + m * size + at_W, mask=found, other=-1)
+    tl.store(token_MW + m * W + ranks, token_W, mask=ranks < W)
+    tl.store(z_MW + m * W + ranks, tl.where(found, value_of(best_W), -float("inf")), mask=ranks < W)
 
 
 def children(
@@ -88,15 +97,17 @@ def children(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(token_MW int32 target ids, z_MW float32), best first, W = max(width, 2); missing ones are (-1, -inf)."""
     M, C = logits_MC.shape
+    BLOCK = BLOCK_OF_FEW if M <= FEW else BLOCK_OF_MANY
     B, W = triton.cdiv(C, BLOCK), max(width, 2)
+    TILE, WIDE = triton.next_power_of_2(B * W), triton.next_power_of_2(W)
     key_MBW, token_MBW = place_M.new_empty((2, M, B, W)).unbind()
     token_MW, z_MW = place_M.new_empty((M, W)), logits_MC.new_empty((M, W))
     _best_of_blocks[(B, M)](
         logits_MC, target_ids_C, place_M, position_M, seed_Q, temperature_Q, key_MBW, token_MBW,
-        C, B, W=W, BLOCK=BLOCK, num_warps=BLOCK_WARPS, **PDL,
+        C, B, W=W, WIDE=WIDE, BLOCK=BLOCK, num_warps=1, **PDL,
     )  # fmt: skip
     _best_of_rows[(M,)](
         key_MBW, token_MBW, position_M, token_MW, z_MW, B * W,
-        W=W, TILE=triton.next_power_of_2(B * W), num_warps=MERGE_WARPS, **PDL,
+        W=W, WIDE=WIDE, TILE=TILE, num_warps=min(8, max(1, TILE // MERGED)), **PDL,
     )  # fmt: skip
     return token_MW, z_MW

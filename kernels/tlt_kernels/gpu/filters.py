@@ -53,10 +53,11 @@ def _measure_groups(
     groups = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
     tokens = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     pdl_wait()
+    logits = tl.load(logits_SV + s * V + tokens, mask=tokens < V, other=-float("inf"))
     cutting, temperature, _, _, _ = _parameters(row_S, place_R, temperature_Q, top_k_Q, top_p_Q, min_p_Q, s, V)
     if not cutting:
         return
-    z = divided(tl.load(logits_SV + s * V + tokens, mask=tokens < V, other=-float("inf")), temperature)
+    z = divided(logits, temperature)
     top = tl.max(z, axis=1)
     mass = tl.sum(fast_exp(z - tl.where(top == -float("inf"), 0.0, top)[:, None]), axis=1)
     tl.store(top_SG + s * G + groups, top, mask=groups < G)
@@ -65,8 +66,8 @@ def _measure_groups(
 
 @triton.jit
 def _find_floors(
-    row_S, place_R, temperature_Q, top_k_Q, top_p_Q, min_p_Q, top_SG, mass_SG, floor_S, top_S, total_S, listed_S,
-    V, G, GROUP: tl.constexpr, G_TILE: tl.constexpr,
+    row_S, place_R, temperature_Q, top_k_Q, top_p_Q, min_p_Q, top_SG, mass_SG,
+    floor_S, top_S, total_S, temperature_S, listed_S, V, G, GROUP: tl.constexpr, G_TILE: tl.constexpr,
 ):  # fmt: skip
     """Floor, maximum and mass of every row; mass 0 where nothing is cut or the row is broken, floor -inf where no bound was found."""
     pdl_launch()
@@ -105,29 +106,29 @@ def _find_floors(
     tl.store(floor_S + s, floor)
     tl.store(top_S + s, top)
     tl.store(total_S + s, total)
+    tl.store(temperature_S + s, temperature)
 
 
 @triton.jit
 def _list_tokens(
-    logits_SV, row_S, place_R, temperature_Q, floor_S, listed_S, z_SL, token_SL, V, BLOCK: tl.constexpr, CAPACITY: tl.constexpr
-):
-    """List the tokens with z >= floor, in any order, as far as there is room; listed_S counts them all."""
+    logits_SV, top_SG, floor_S, temperature_S, listed_S, z_SL, token_SL,
+    V, G, GROUP: tl.constexpr, BLOCK: tl.constexpr, CAPACITY: tl.constexpr,
+):  # fmt: skip
+    """List the tokens with z >= floor, in any order; listed_S counts them, or says that there are more than have room."""
     pdl_launch()
     s = tl.program_id(1).to(tl.int64)
     tokens = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     pdl_wait()
-    logits = tl.load(logits_SV + s * V + tokens, mask=tokens < V, other=-float("inf"))
-    floor = tl.load(floor_S + s)
-    if (floor == -float("inf")) | (floor == float("inf")):
+    floor, temperature, listed = tl.load(floor_S + s), tl.load(temperature_S + s), tl.load(listed_S + s)
+    top = tl.load(top_SG + s * G + tokens // GROUP, mask=tokens < V, other=-float("inf"))
+    if (floor == -float("inf")) | (floor == float("inf")) | (listed > CAPACITY):
         return
-    z = divided(logits, tl.load(temperature_Q + tl.load(place_R + tl.load(row_S + s))))
+    z = divided(tl.load(logits_SV + s * V + tokens, mask=top >= floor, other=-float("inf")), temperature)
     wanted = z >= floor
-    count = tl.sum(wanted.to(tl.int32))
-    if count > 0:
-        at = tl.atomic_add(listed_S + s, count, sem="relaxed") + tl.cumsum(wanted.to(tl.int32)) - 1
-        wanted &= at < CAPACITY
-        tl.store(z_SL + s * CAPACITY + at, z, mask=wanted)
-        tl.store(token_SL + s * CAPACITY + at, tokens, mask=wanted)
+    at = tl.atomic_add(listed_S + s + tl.zeros((BLOCK,), tl.int32), 1, mask=wanted, sem="relaxed")
+    wanted &= at < CAPACITY
+    tl.store(z_SL + s * CAPACITY + at, z, mask=wanted)
+    tl.store(token_SL + s * CAPACITY + at, tokens, mask=wanted)
 
 
 @triton.jit
@@ -185,8 +186,8 @@ def _shorten(logits_V, z_L, token_L, size, listed, temperature, top, low_key, lo
 
 @triton.jit
 def _cut_rows(
-    logits_SV, row_S, place_R, temperature_Q, top_k_Q, top_p_Q, min_p_Q, floor_S, top_S, total_S, listed_S, z_SL, token_SL,
-    cut_S, last_S, V, TILE: tl.constexpr, CAPACITY: tl.constexpr,
+    logits_SV, row_S, place_R, temperature_Q, top_k_Q, top_p_Q, min_p_Q, floor_S, top_S, total_S,
+    listed_S, z_SL, token_SL, cut_S, last_S, V, TILE: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
     pdl_launch()
     s = tl.program_id(0).to(tl.int64)
@@ -230,7 +231,7 @@ def cuts(
     S, V = logits_SV.shape
     G = triton.cdiv(V, GROUP)
     top_SG, mass_SG = logits_SV.new_empty((2, S, G)).unbind()
-    floor_S, top_S, total_S, cut_S = logits_SV.new_empty((4, S)).unbind()
+    floor_S, top_S, total_S, temperature_S, cut_S = logits_SV.new_empty((5, S)).unbind()
     listed_S, last_S = row_S.new_empty((2, S)).unbind()
     z_SL, token_SL = logits_SV.new_empty((S, CAPACITY)), row_S.new_empty((S, CAPACITY))
     parameters = (row_S, place_R, temperature_Q, top_k_Q, top_p_Q, min_p_Q)
@@ -238,12 +239,12 @@ def cuts(
         logits_SV, *parameters, top_SG, mass_SG, V, G, GROUP=GROUP, GROUPS=GROUPS, num_warps=4, **PDL
     )
     _find_floors[(S,)](
-        *parameters, top_SG, mass_SG, floor_S, top_S, total_S, listed_S,
+        *parameters, top_SG, mass_SG, floor_S, top_S, total_S, temperature_S, listed_S,
         V, G, GROUP=GROUP, G_TILE=triton.next_power_of_2(G), num_warps=FLOOR_WARPS, **PDL,
     )  # fmt: skip
     _list_tokens[(triton.cdiv(V, BLOCK), S)](
-        logits_SV, row_S, place_R, temperature_Q, floor_S, listed_S, z_SL, token_SL,
-        V, BLOCK=BLOCK, CAPACITY=CAPACITY, num_warps=4, **PDL,
+        logits_SV, top_SG, floor_S, temperature_S, listed_S, z_SL, token_SL,
+        V, G, GROUP=GROUP, BLOCK=BLOCK, CAPACITY=CAPACITY, num_warps=4, **PDL,
     )  # fmt: skip
     _cut_rows[(S,)](
         logits_SV, *parameters, floor_S, top_S, total_S, listed_S, z_SL, token_SL, cut_S, last_S,

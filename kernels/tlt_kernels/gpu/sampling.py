@@ -22,7 +22,7 @@ from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
 from tlt_kernels.gpu.temperature import GREEDY_BELOW, divided, scale_of
 
 BLOCK = 1024  # width of one partial sum; changing it changes bits
-BLOCK_WARPS = 4
+BLOCK_WARPS = 2
 MERGE_WARPS = 1
 NONE = tl.constexpr(2**30)  # above every token
 
@@ -120,7 +120,10 @@ def _sample_blocks(
         z = tl.where((z < cut) | ((z == cut) & (tokens > last)), -float("inf"), z)
     a, b, c, d = _quads(z, N)
     top = _top(a, b, c, d)
-    if temperature >= GREEDY_BELOW:
+    noisy = temperature >= GREEDY_BELOW
+    if FILTERED:
+        noisy = noisy & (top > -float("inf"))  # nothing to compare in most blocks
+    if noisy:
         best, token = _best_noisy(a, b, c, d, seed, position + 1, first, N)
     else:
         best, token = top, _first(top, a, b, c, d, first, N)
@@ -206,6 +209,7 @@ def sample(
     token_SB = row_S.new_empty((S, B))
     token_S, logprob_S = torch.empty_like(row_S), logits_SV.new_empty(S)
     raw_logprob_S = logits_SV.new_empty(S) if raw else None
+    filtered = filtered and V > 1  # filters leave the best token in any case
     cut_S, last_S = None, None
     if filtered:
         cut_S, last_S = cuts(logits_SV, row_S, place_R, temperature_Q, top_k_Q, top_p_Q, min_p_Q)
