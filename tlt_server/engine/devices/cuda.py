@@ -89,6 +89,11 @@ class CudaDevice:
         assert self._runner is not None
         if self._stream is not None:
             torch.cuda.synchronize(self.device)  # staging copied on another stream
+        with torch.cuda.stream(self._stream):
+            self._exchange(changed)
+
+    def _exchange(self, changed: Parts) -> None:
+        assert self._runner is not None
         if changed.target is not None:
             assert isinstance(changed.target.network, GpuDecoder)
             exchange(self._runner.state.model, changed.target.network)

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from tlt_kernels.gpu.growth import columns
+from tlt_kernels.gpu.rows import MAX_NODES
 from tlt_server.engine.gpu.drafts import DraftKey
 from tlt_server.engine.gpu.extend import ExtendKey
 from tlt_server.records import OFF, Strategy
@@ -36,6 +38,8 @@ def fitted(strategy: Strategy, batch: int, depth: int) -> Strategy:
     """The strategy cut to what the device's buffers hold: paths of `depth`, TREE_ROWS draft rows, MOST_WIDTH children."""
     depth = min(strategy.depth, depth)
     width = min(strategy.width, MOST_WIDTH, max(1, TREE_ROWS // (batch * max(1, depth - 1))))
+    while width > 1 and batch * columns(depth, width) > MAX_NODES:
+        width -= 1
     return msgspec.structs.replace(strategy, depth=depth, width=width)
 
 

@@ -96,12 +96,13 @@ class GpuRunner:
         outcome = parse(flight.outcome.array[:size].reshape(entries, -1))
         of_work = self._entries(flight.decoding, flight.prompts, flight.key.batch)
         emissions = {id(work): self._emission(outcome, e, work, flight) for e, work in of_work}
+        verified = int(outcome.verified_E[: len(flight.decoding)].sum())
         cycle = Cycle(
             context=flight.context,
             strategy=flight.strategy,
-            rows=flight.key.decode_rows + flight.key.prompt_rows,
+            rows=len(flight.decoding) + verified + flight.context.prefill_rows,
             accepted=tuple(int(a) for a in outcome.accepted_E[: len(flight.decoding)]),
-            drafted=int(outcome.verified_E[: len(flight.decoding)].sum()),
+            drafted=verified,
             draft_s=0.0,
         )
         return Finished(flight.batch, [emissions[id(work)] for work in flight.batch.works], cycle)
