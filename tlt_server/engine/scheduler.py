@@ -8,7 +8,7 @@ submitted sequence ends in exactly one output with a `finish_reason`.
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -100,7 +100,7 @@ class Scheduler:
         self._on_begin, self.on_end, self._save, self._restore, self._clock = on_begin, on_end, save, restore, clock
         self._waiting: OrderedDict[str, Sequence] = OrderedDict()  # by id, the next one first
         self._running: list[Sequence] = []  # in order of admission
-        self._slots = list(range(max_running - 1, -1, -1))
+        self._slots = deque(range(max_running))  # the one free for longest is taken first: on a GPU its text may still be drafted from
         self._by_id: dict[str, Sequence] = {}
         self._deadlines = Deadlines(self._by_id)
         self._prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
@@ -244,7 +244,7 @@ class Scheduler:
                 return None
             del self._waiting[sequence.id]
             self._running.append(sequence)
-            sequence.slot = self._slots.pop()
+            sequence.slot = self._slots.popleft()
             sequence.pages, sequence.published = pages, len(pages)
             sequence.computed = sequence.launched = len(pages) * self.pool.page_size
             self.page_table_SP[sequence.slot, : len(pages)] = pages
@@ -410,7 +410,7 @@ class Scheduler:
         """Assert every invariant; called by the property tests after each operation."""
         self.pool.check([s.pages for s in self._running])
         self._deadlines.check()
-        assert sorted(self._slots + [s.slot for s in self._running]) == list(range(self.max_running)), "slots leak"
+        assert sorted([*self._slots, *(s.slot for s in self._running)]) == list(range(self.max_running)), "slots leak"
         assert {s.id for s in self._running} | self._waiting.keys() == set(self._by_id), "a sequence is lost"
         assert len(self._running) + len(self._waiting) == len(self._by_id), "a sequence stands in two places"
         for s in self._running:
