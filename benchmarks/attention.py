@@ -104,7 +104,7 @@ def measure(case: Case, tile: int) -> dict[str, float]:
     angle = torch.randn(case.context + 64, WIDTH // 2, device="cuda")
     cos, sin = angle.cos(), angle.sin()
     work = allocate(rows=count, context=case.context + 16, heads=HEADS, kv_heads=KV_HEADS, width=WIDTH, device="cuda",
-                    tiles=case.rows > 1, prefill=case.prompt, tile=tile)
+                    tiles=case.rows > 1, tile=tile)
     scale = WIDTH**-0.5
 
     def layer(i: int) -> None:

@@ -22,15 +22,15 @@ from torch import Tensor
 
 from tlt_kernels.gpu.attention_algebra import BLOCK, LOWEST, extend, fold, nothing, paged_slots, quotient, scaled_sum, starts_split
 from tlt_kernels.gpu.attention_plan import FIELDS, PAGE, PagedRows, Plan, allocate, plan
-from tlt_kernels.gpu.attention_tiles import attend_shared, attend_tiles
+from tlt_kernels.gpu.attention_tiles import attend_tiles
 from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
 
 __all__ = ["PagedRows", "Plan", "allocate", "attend", "plan"]
 
 _M = 16
-_TILE_STAGES, _SHARED_STAGES = 2, 3
-_AT_ONCE = 8  # states in flight
+_TILE_STAGES = 2
 _STAGES = 3  # of the loop over blocks
+_AT_ONCE = 8  # states in flight
 
 
 @triton.jit
@@ -129,17 +129,11 @@ def attend(q_RND: Tensor, k_SKD: Tensor, v_SKD: Tensor, rows: PagedRows, work: P
     out_RND = torch.empty_like(q_RND)
     pages, depth, scale_2 = rows.page_table_QP.shape[1], rows.path_RD.shape[1], scale * math.log2(math.e)
     states = (work.top_WN, work.sum_WN, work.acc_WND)
-    if work.tiles and not work.prefill:
-        attend_shared[(work.tile_programs,)](
-            q_RND, k_SKD, v_SKD, rows.page_table_QP, work.tile_item_IF, work.count_2, work.state_R, *states, scale_2, pages,
-            FIRST=first, HEADS=heads, KV_HEADS=kv_heads, D=width, PAGE=PAGE, M=work.tile,
-            num_warps=work.tile // 16, num_stages=_SHARED_STAGES, **PDL,
-        )
-    elif work.tiles:
+    if work.tiles:
         attend_tiles[(work.tile_programs,)](
             q_RND, k_SKD, v_SKD, out_RND, rows.position_R, rows.page_table_QP, work.tile_item_IF, work.count_2, work.state_R, *states,
             scale_2, pages, FIRST=first, HEADS=heads, KV_HEADS=kv_heads, D=width, PAGE=PAGE, M=work.tile,
-            num_warps=work.tile // 16, num_stages=_TILE_STAGES, **PDL,
+            num_warps=8 if work.tile == 128 else 4, num_stages=_TILE_STAGES, **PDL,
         )
     _attend_rows[(work.row_programs,)](
         q_RND, k_SKD, v_SKD, out_RND, rows.path_RD, rows.page_table_QP, work.row_item_IF, work.count_2, work.counter_RK, *states,

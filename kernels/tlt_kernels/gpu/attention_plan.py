@@ -46,7 +46,6 @@ class Plan(NamedTuple):
     rows: int
     tile: int  # queries of a tile
     tiles: bool  # whether rows may share tiles at all
-    prefill: bool  # whether tiles finish their certain rows
     programs: int  # multiprocessors of the device
     row_programs: int
     tile_programs: int
@@ -61,17 +60,16 @@ class Plan(NamedTuple):
 
 
 def allocate(*, rows: int, context: int, heads: int, kv_heads: int, width: int, device: torch.device | str, tiles: bool = True,
-             prefill: bool = True, tile: int = 64, programs: int | None = None) -> Plan:
-    """Tensors for plans of up to `rows` rows and `context` keys.
+             tile: int = 64, programs: int | None = None) -> Plan:
+    """Tensors for plans of up to `rows` rows and `context` keys. `tiles` False: no two rows share a request (plain decoding).
 
-    `tiles` False: no two rows share a request (plain decoding). `prefill` False is faster for trees, slower for prompts.
+    The workspace must hold three states per tree row at the least (4,600 states with 28 heads of 128); the planner cannot refuse more.
     """
     assert heads % kv_heads == 0 and heads // kv_heads <= 16, f"{heads} query heads over {kv_heads} KV heads"
     if programs is None:
         on_gpu = torch.device(device).type == "cuda"
         programs = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 4
     states = min(_WORKSPACE // (4 * heads * (width + 2)), rows * split_count(context))
-    states = states if prefill else max(states, 4 * rows)  # the least that trees need: what is shared, and up to three splits
     items = rows + states
 
     def integers(*shape: int) -> Tensor:
@@ -80,9 +78,8 @@ def allocate(*, rows: int, context: int, heads: int, kv_heads: int, width: int, 
     def floats(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=device)
 
-    row_programs = min(items * kv_heads, max(4 * programs, min(rows * kv_heads, 8 * programs)))
     return Plan(
-        rows, tile, tiles, prefill, programs, row_programs, min(items * kv_heads, programs * max(1, 128 // tile)),
+        rows, tile, tiles, programs, min(items * kv_heads, 4 * programs), min(items * kv_heads, programs * max(1, 128 // tile)),
         integers(2), integers(items, FIELDS.value), integers(items, FIELDS.value), integers(rows), integers(rows, kv_heads),
         floats(states, heads), floats(states, heads), floats(states, heads, width),
     )
@@ -110,31 +107,31 @@ def _follows(r_C, start, position, place, base, rows, CHUNK: tl.constexpr):
 
 @triton.jit
 def _tiles(start, position, place, base, rows, TILE: tl.constexpr, TILES: tl.constexpr, CHUNK: tl.constexpr):
-    """Of rows [start, start + CHUNK): index, position, place, base; its tile's first row, size, first and last row's position."""
+    """Of rows [start, start + CHUNK): index, position, place, base; first row and size of its tile, position of the tile's last row."""
     r_C = start + tl.arange(0, CHUNK)
     position_C = tl.load(position + r_C, r_C < rows, other=-1)
     place_C, base_C = tl.load(place + r_C, r_C < rows, other=0), tl.load(base + r_C, r_C < rows, other=0)
     alive_C = position_C >= 0
     if not TILES:
-        return r_C, position_C, place_C, base_C, r_C, tl.where(alive_C, 1, 0), position_C, position_C
+        return r_C, position_C, place_C, base_C, r_C, tl.where(alive_C, 1, 0), position_C
     run_C = tl.associative_scan(tl.where(_follows(r_C, start, position, place, base, rows, CHUNK), 0, r_C), 0, _later)
     tile_C = r_C - (r_C - run_C) % TILE
     inner_C = _follows(r_C + 1, start, position, place, base, rows, CHUNK) & (r_C + 1 - tile_C < TILE)
     after_C = tl.associative_scan(tl.where(inner_C, start + CHUNK, r_C + 1), 0, _earlier, reverse=True)
-    first_C, last_C = tl.load(position + tile_C, alive_C, other=-1), tl.load(position + after_C - 1, alive_C, other=-1)
-    return r_C, position_C, place_C, base_C, tile_C, tl.where(alive_C, after_C - tile_C, 0), first_C, last_C
+    last_C = tl.load(position + after_C - 1, alive_C, other=-1)
+    return r_C, position_C, place_C, base_C, tile_C, tl.where(alive_C, after_C - tile_C, 0), last_C
 
 
 @triton.jit
-def _pieces(position_C, base_C, size_C, first_C, last_C, row_quota, tile_quota, prefix, PREFILL: tl.constexpr):
+def _pieces(position_C, base_C, size_C, last_C, row_quota, tile_quota):
     """Of a row's shared part (all of it, if the row is alone or the whole tile certain): splits, keys, splits of the first item, items;
-    of the row: items beyond them, items, states. A tile's certain rows come before its drafts, in order of position."""
+    of the row: items, states. A tile's certain rows come before its drafts, in order of position."""
     alone_C = size_C == 1
-    whole_C = alone_C | ((base_C > last_C) & PREFILL)
-    splits_C = tl.where(whole_C, split_of(tl.maximum(last_C, 0)) + 1, split_of(tl.minimum(base_C, first_C + 1)))
+    whole_C = alone_C | (base_C > last_C)
+    splits_C = tl.where(whole_C, split_of(tl.maximum(last_C, 0)) + 1, split_of(base_C))
     keys_C = tl.where(whole_C, last_C + 1, split_start(splits_C))
     quota_C = tl.where(alone_C, row_quota, tile_quota)
-    prefix_C = tl.where(2 * keys_C <= 3 * quota_C, splits_C, tl.minimum(tl.maximum(split_of(tl.minimum(quota_C, prefix)), 1), splits_C))
+    prefix_C = tl.where(2 * keys_C <= 3 * quota_C, splits_C, tl.minimum(tl.maximum(split_of(quota_C), 1), splits_C))
     items_C = tl.where((size_C > 0) & (splits_C > 0), 1 + splits_C - prefix_C, 0)
     rest_C = tl.where((size_C > 1) & ~whole_C, split_of(position_C) + 1 - splits_C, 0)
     row_items_C = tl.where(alone_C, items_C, tl.where(whole_C & (items_C > 1), 1, rest_C))
@@ -144,32 +141,29 @@ def _pieces(position_C, base_C, size_C, first_C, last_C, row_quota, tile_quota, 
 
 @triton.jit
 def _plan(position, place, base, count, row_item, tile_item, state, rows, states, programs,
-          KV_HEADS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, PREFILL: tl.constexpr, CHUNK: tl.constexpr,
-          PIECES: tl.constexpr):
+          KV_HEADS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, CHUNK: tl.constexpr, PIECES: tl.constexpr):
     pdl_wait()
     pdl_launch()
     row_keys, tile_keys = 0, 0
     for start in range(0, rows, CHUNK):
-        r_C, position_C, _, base_C, tile_C, size_C, first_C, last_C = _tiles(start, position, place, base, rows, TILE, TILES, CHUNK)
-        _, keys_C, _, _, _, _, _ = _pieces(position_C, base_C, size_C, first_C, last_C, 0, 0, 0, PREFILL)
+        r_C, position_C, _, base_C, tile_C, size_C, last_C = _tiles(start, position, place, base, rows, TILE, TILES, CHUNK)
+        _, keys_C, _, _, _, _, _ = _pieces(position_C, base_C, size_C, last_C, 0, 0)
         row_keys += tl.sum(tl.where(size_C == 1, keys_C, 0), axis=0)
         tile_keys += tl.sum(tl.where((size_C > 1) & (tile_C == r_C), keys_C, 0), axis=0)
-    row_quota, tile_quota = row_keys // (2 * programs) * KV_HEADS, tile_keys // programs * KV_HEADS if PREFILL else 0
-    needed, prefix = states + 1, 512
-    while (needed > states) & (prefix < 1 << 24):  # cut less finely until the states fit
+    row_quota, tile_quota = row_keys // (2 * programs) * KV_HEADS, tile_keys // programs * KV_HEADS
+    needed = states + 1
+    while (needed > states) & (row_quota < 1 << 24):  # cut less finely until the states fit
         needed = 0
         for start in range(0, rows, CHUNK):
-            _, position_C, _, base_C, _, size_C, first_C, last_C = _tiles(start, position, place, base, rows, TILE, TILES, CHUNK)
-            _, _, _, _, _, _, states_C = _pieces(
-                position_C, base_C, size_C, first_C, last_C, row_quota, tile_quota, prefix, PREFILL)
+            _, position_C, _, base_C, _, size_C, last_C = _tiles(start, position, place, base, rows, TILE, TILES, CHUNK)
+            _, _, _, _, _, _, states_C = _pieces(position_C, base_C, size_C, last_C, row_quota, tile_quota)
             needed += tl.sum(states_C, axis=0)
         if needed > states:
-            row_quota, tile_quota, prefix = 2 * row_quota + 128, 2 * tile_quota + 128, 2 * prefix
+            row_quota, tile_quota = 2 * row_quota + 128, 2 * tile_quota + 128
     row_count, tile_count, state_count = 0, 0, 0
     for start in range(0, rows, CHUNK):
-        r_C, position_C, place_C, base_C, tile_C, size_C, first_C, last_C = _tiles(start, position, place, base, rows, TILE, TILES, CHUNK)
-        splits_C, _, prefix_C, items_C, rest_C, row_items_C, states_C = _pieces(
-                position_C, base_C, size_C, first_C, last_C, row_quota, tile_quota, prefix, PREFILL)
+        r_C, position_C, place_C, base_C, tile_C, size_C, last_C = _tiles(start, position, place, base, rows, TILE, TILES, CHUNK)
+        splits_C, _, prefix_C, items_C, rest_C, row_items_C, states_C = _pieces(position_C, base_C, size_C, last_C, row_quota, tile_quota)
         state_C = state_count + tl.cumsum(states_C, axis=0) - states_C
         tl.store(state + r_C, state_C, r_C < rows)
         tile_items_C = tl.where((size_C > 1) & (tile_C == r_C), items_C, 0)
@@ -219,6 +213,6 @@ def plan(rows: PagedRows, work: Plan) -> None:
     tile_rows = work.tile // (work.top_WN.shape[1] // kv_heads)
     _plan[(1,)](
         rows.position_R, rows.place_R, rows.base_R, work.count_2, work.row_item_IF, work.tile_item_IF, work.state_R, count,
-        len(work.top_WN), work.programs, KV_HEADS=kv_heads, TILE=tile_rows, TILES=work.tiles, PREFILL=work.prefill,
+        len(work.top_WN), work.programs, KV_HEADS=kv_heads, TILE=tile_rows, TILES=work.tiles,
         CHUNK=min(_CHUNK, triton.next_power_of_2(max(count, 32))), PIECES=8, num_warps=8, **PDL,
     )

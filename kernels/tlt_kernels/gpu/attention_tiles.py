@@ -1,8 +1,7 @@
 """Attention of a tile of rows against committed keys, which are read once for all of them: prefill, and what tree rows share.
 
-The tile is rows of one request times the query heads of one KV head. An item of `attend_tiles` covers all that its rows see and
-writes their outputs, or it leaves one state per row for `attention` to fold. `attend_shared`, for steps without prompts, does only
-the latter, for splits that every row sees whole: half the code and registers, so twice as much is in flight.
+The tile is rows of one request times the query heads of one KV head. An item covers all that its rows see and writes their
+outputs, or it leaves one state per row for `attention` to fold.
 
 Legend: M queries of a tile, T keys of a block, D head width, L equal lanes of a sum.
 """
@@ -12,18 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tlt_kernels.gpu.attention_algebra import (
-    BLOCK,
-    LOWEST,
-    extend,
-    fold,
-    nothing,
-    paged_slots,
-    quotient,
-    split_of,
-    split_start,
-    starts_split,
-)
+from tlt_kernels.gpu.attention_algebra import BLOCK, extend, fold, nothing, paged_slots, quotient, starts_split
 from tlt_kernels.gpu.attention_plan import FIELDS
 from tlt_kernels.gpu.target import pdl_launch, pdl_wait
 
@@ -78,50 +66,5 @@ def attend_tiles(q, k_cache, v_cache, out, position, page_table, items, count, s
             tl.store(state_top + to_M, total_top_M, member_M)
             tl.store(state_sum + to_M, tl.max(total_ML, axis=1), member_M)
             tl.store(state_acc + to_M[:, None] * D + d_D[None, :], total_MD, member_M[:, None])
-    pdl_wait()
-    pdl_launch()
-
-
-@triton.jit(do_not_specialize=["pages"])
-def attend_shared(q, k_cache, v_cache, page_table, items, count, state, state_top, state_sum, state_acc, scale, pages,
-                  FIRST: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
-                  M: tl.constexpr):
-    GROUP: tl.constexpr = HEADS // KV_HEADS
-    m_M, t_T, d_D = tl.arange(0, M), tl.arange(0, BLOCK), tl.arange(0, D)
-    work = tl.load(count + 1) * KV_HEADS
-    for w in range(tl.program_id(0), work, tl.num_programs(0)):
-        head, item = w % KV_HEADS, items + w // KV_HEADS * FIELDS
-        row, place, size, begin, end = (tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3), tl.load(item + 4))
-        member_M, head_M = m_M // GROUP < size, head * GROUP + m_M % GROUP
-        k_head, v_head, table = k_cache + head * D, v_cache + head * D, page_table + place * pages
-        to_M = (tl.load(state + row + m_M // GROUP, member_M, other=0) + tl.load(item + 6)) * HEADS + head_M
-        slot_T = paged_slots(table, begin, end, PAGE)
-        pdl_wait()
-        pdl_launch()
-        q_MD = tl.load(q + ((row + m_M // GROUP) * HEADS + head_M)[:, None] * D + d_D[None, :], member_M[:, None], other=0.0)
-        for split in range(split_of(begin), split_of(end - 1) + 1):
-            top_M, sum_ML, acc_MD = nothing(M, D)
-            for start in range(split_start(split), split_start(split + 1), BLOCK):
-                at_TD = slot_T.to(tl.int64)[:, None] * (KV_HEADS * D) + d_D[None, :]
-                if FIRST > 0:
-                    visible_T = start + t_T >= FIRST
-                    k_TD = tl.load(k_head + at_TD, visible_T[:, None], other=0.0)
-                    v_TD = tl.load(v_head + at_TD, visible_T[:, None], other=0.0)
-                    top_M, sum_ML, acc_MD = extend(q_MD, k_TD, v_TD, visible_T[None, :], top_M, sum_ML, acc_MD, scale)
-                else:
-                    k_TD, v_TD = tl.load(k_head + at_TD), tl.load(v_head + at_TD)
-                    top_M, sum_ML, acc_MD = extend(q_MD, k_TD, v_TD, None, top_M, sum_ML, acc_MD, scale)
-                slot_T = paged_slots(table, start + BLOCK, end, PAGE)
-            sum_M1 = tl.max(sum_ML, axis=1)[:, None]
-            to_MD = to_M[:, None] * D + d_D[None, :]
-            if split > split_of(begin):  # too many states for the workspace: fold onto the one that this program left before
-                tl.debug_barrier()
-                before_M, before_M1 = tl.load(state_top + to_M, member_M, other=LOWEST), tl.load(state_sum + to_M, member_M, other=0.0)
-                before_MD = tl.load(state_acc + to_MD, member_M[:, None], other=0.0)
-                top_M, sum_M1, acc_MD = fold(before_M, before_M1[:, None], before_MD, top_M, sum_M1, acc_MD, scale)
-                tl.debug_barrier()
-            tl.store(state_top + to_M, top_M, member_M)
-            tl.store(state_sum + to_M, tl.max(sum_M1, axis=1), member_M)
-            tl.store(state_acc + to_MD, acc_MD, member_M[:, None])
     pdl_wait()
     pdl_launch()
