@@ -60,8 +60,11 @@ class Plan(NamedTuple):
 
 
 def allocate(*, rows: int, context: int, heads: int, kv_heads: int, width: int, device: torch.device | str, tiles: bool = True,
-             tile: int = 128, programs: int | None = None) -> Plan:
-    """Tensors for plans of up to `rows` rows and `context` keys. `tiles` False: no two rows share a request (plain decoding)."""
+             tile: int = 64, programs: int | None = None) -> Plan:
+    """Tensors for plans of up to `rows` rows and `context` keys. `tiles` False: no two rows share a request (plain decoding).
+
+    The workspace must hold three states per tree row at the least (4,600 states with 28 heads of 128); the planner cannot refuse more.
+    """
     assert heads % kv_heads == 0 and heads // kv_heads <= 16, f"{heads} query heads over {kv_heads} KV heads"
     if programs is None:
         on_gpu = torch.device(device).type == "cuda"
@@ -149,7 +152,7 @@ def _plan(position, place, base, count, row_item, tile_item, state, rows, states
         tile_keys += tl.sum(tl.where((size_C > 1) & (tile_C == r_C), keys_C, 0), axis=0)
     row_quota, tile_quota = row_keys // (2 * programs) * KV_HEADS, tile_keys // programs * KV_HEADS
     needed = states + 1
-    while needed > states:  # cut less finely until the states fit
+    while (needed > states) & (row_quota < 1 << 24):  # cut less finely until the states fit
         needed = 0
         for start in range(0, rows, CHUNK):
             _, position_C, _, base_C, _, size_C, last_C = _tiles(start, position, place, base, rows, TILE, TILES, CHUNK)
