@@ -18,6 +18,7 @@ PROMPT_ROWS, PROMPT_WORKS = 512, 16  # of a captured step that reads prompts, to
 GRAIN = 256  # prompt rows of larger steps are a multiple of it
 MOST_VERIFIED = 512  # decode rows of a step, at most; a larger batch has its roots
 MOST_WIDTH = 8  # children of a node
+MOST_DRAFTED = 512  # rows of one level of a drafter's pass
 TREE_ROWS = 8192  # rows of a drafter's pass, without the roots
 LEAST_DEPTH = 12  # draft paths of so many tokens are possible, whatever the default strategies are
 
@@ -35,9 +36,9 @@ def bucket(sizes: Sequence[int], count: int) -> int:
 
 
 def fitted(strategy: Strategy, batch: int, depth: int) -> Strategy:
-    """The strategy cut to what the device's buffers hold: paths of `depth`, TREE_ROWS draft rows, MOST_WIDTH children."""
+    """The strategy cut to what the device's buffers hold: paths of `depth`, TREE_ROWS and per level MOST_DRAFTED draft rows, MOST_WIDTH children."""
     depth = min(strategy.depth, depth)
-    width = min(strategy.width, MOST_WIDTH, max(1, TREE_ROWS // (batch * max(1, depth - 1))))
+    width = min(strategy.width, MOST_WIDTH, max(1, MOST_DRAFTED // batch), max(1, TREE_ROWS // (batch * max(1, depth - 1))))
     while width > 1 and batch * columns(depth, width) > MAX_NODES:
         width -= 1
     return msgspec.structs.replace(strategy, depth=depth, width=width)
