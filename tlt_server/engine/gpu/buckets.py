@@ -36,7 +36,7 @@ def bucket(sizes: Sequence[int], count: int) -> int:
 
 
 def fitted(strategy: Strategy, batch: int, depth: int) -> Strategy:
-    """The strategy cut to what the device's buffers hold: paths of `depth`, TREE_ROWS and per level MOST_DRAFTED draft rows, MOST_WIDTH children."""
+    """The strategy cut to what the device holds: paths of `depth`, TREE_ROWS and per level MOST_DRAFTED draft rows, MOST_WIDTH children."""
     depth = min(strategy.depth, depth)
     width = min(strategy.width, MOST_WIDTH, max(1, MOST_DRAFTED // batch), max(1, TREE_ROWS // (batch * max(1, depth - 1))))
     while width > 1 and batch * columns(depth, width) > MAX_NODES:
