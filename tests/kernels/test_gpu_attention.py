@@ -53,6 +53,8 @@ class Step:
     def attend(self, first: int = 0, work: Plan | None = None, **options) -> Tensor:
         work = work or self.work(**options)
         plan(self.rows, work)
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()  # `attend` reads the plan before it waits: in a step other kernels lie between
         out_RND = attend(self.q_RND, self.k_SKD, self.v_SKD, self.rows, work, first=first, scale=self.q_RND.shape[-1] ** -0.5)
         assert not work.counter_RK.any(), "counters were not left at zero"
         return out_RND
