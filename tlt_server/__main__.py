@@ -6,6 +6,7 @@ User errors (`StartupError`) end in one line on stderr and exit status 2.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -46,12 +47,10 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     import_module("tlt_server.doctor.arguments").add_arguments(doctor)
     doctor.set_defaults(run=_later("tlt_server.doctor.command"))
     benches = verbs.add_parser("bench", help="benchmarks", allow_abbrev=False).add_subparsers(metavar="NAME", required=True)
-    for name, sentence in (("exact", "compare tokens and log-probs with plain decoding, bit by bit"),
-                           ("rollout", "time a rollout with a long tail, speculation off and on"),
-                           ("overload", "ask a server for three times what it can do; goodput, refusals and memory")):
+    for name, (sentence, run) in BENCHES.items():
         bench = benches.add_parser(name, help=sentence, description=sentence, allow_abbrev=False)
-        import_module("tlt_server.bench.arguments").add_arguments(bench)
-        bench.set_defaults(run=_later(f"tlt_server.bench.{name}"))
+        import_module("tlt_server.bench.arguments").add_arguments(bench, name)
+        bench.set_defaults(run=run(f"tlt_server.bench.{name}"))
     known, unknown = parser.parse_known_args(argv)
     if unknown:
         parser.error(f"unknown argument {unknown[0]}{_nearest(unknown[0], parser, argv)}")
@@ -77,6 +76,28 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 def _later(module: str):  # type: ignore[no-untyped-def]
     return lambda arguments: import_module(module).run(arguments)
+
+
+def _with_engine(module: str):  # type: ignore[no-untyped-def]
+    """A verb with an engine in this process, whose libraries read the environment when they are loaded."""
+
+    def run(arguments: argparse.Namespace) -> int:
+        from tlt_server.models.environment import library_environment
+
+        os.environ.update(library_environment(arguments.numerics))
+        return int(import_module(module).run(arguments))
+
+    return run
+
+
+BENCHES = {
+    "exact": ("compare tokens and log-probs with plain decoding, bit by bit", _with_engine),
+    "decode": ("time plain decoding steps, and what strict numerics cost", _with_engine),
+    "cycle": ("time cycles of drafting and verifying; accept length, idle GPU", _with_engine),
+    "graphs": ("start an engine; what its CUDA graphs take, and each phase", _with_engine),
+    "rollout": ("time a rollout with a long tail, speculation off and on", _later),
+    "overload": ("ask a server for three times what it can do; goodput, refusals and memory", _later),
+}
 
 
 def _nearest(name: str, parser: argparse.ArgumentParser, argv: list[str]) -> str:

@@ -14,7 +14,10 @@ def bench(name: str, file: Path) -> dict[str, Any]:
     done = subprocess.run(command, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     last = json.loads(done.stdout.strip().splitlines()[-1])
-    assert json.loads(file.read_text()) == last, "the file and the last line differ"
+    entry = json.loads(file.read_text())
+    assert entry["figures"] == last, "the file and the last line differ"
+    assert entry["command"] == f"tlt bench {name} --quick --json {file}" and entry["commit"] and "cores of" in entry["machine"]
+    assert entry["date"].startswith("20") and {"python", "torch"} <= set(entry["versions"])
     return dict(last)
 
 
@@ -32,3 +35,27 @@ def test_rollout_saves_passes(tmp_path: Path) -> None:
     assert eagle["passes"] <= plain["passes"] / 3 and beg["passes"] <= plain["passes"]
     assert eagle["accept_length"] >= 3.5 and eagle["tokens_per_pass"] >= 3 * plain["tokens_per_pass"]
     assert beg["speedup"] >= 0.4  # a floor for a busy machine
+
+
+def test_decode_and_cycle_time_whole_batches(tmp_path: Path) -> None:
+    plain, drafted = bench("decode", tmp_path / "decode.json"), bench("cycle", tmp_path / "cycle.json")
+    for row in plain["rows"] + drafted["rows"]:
+        low, high = row["quartiles_ms"]
+        assert 0 < low <= row["step_ms"] <= high and row["steps"] > 20 and row["tokens_per_s"] > 0
+    assert [row["batch"] for row in plain["rows"]] == [1, 8] and {row["accept_length"] for row in plain["rows"]} == {1.0}
+    assert [(row["batch"], row["strategy"]) for row in drafted["rows"]] == [(1, "eagle:7x4x32"), (1, "eagle:7x1x8"), (8, "eagle:7x1x8")]
+    assert all(row["accept_length"] > 3 for row in drafted["rows"] if row["batch"] == 1)
+
+
+def test_graphs_reports_phases_of_the_start(tmp_path: Path) -> None:
+    said = bench("graphs", tmp_path / "graphs.json")
+    assert said["graphs"] == said["graph_bytes"] == 0, "a CPU captures nothing"
+    assert 0 < sum(said["phases_s"].values()) <= said["ready_s"] < 400
+
+
+def test_what_cannot_be_measured_is_refused() -> None:
+    for flags, remedy in ((["decode", "--against", "fast"], "--device cuda"), (["cycle", "--drafter", "history"], "EAGLE-3"),
+                          (["decode", "--context", "16000"], "max_model_len 16400 exceeds the model's 4096"),
+                          (["rollout", "--numerics", "fast"], "leave the flag out")):
+        done = subprocess.run([sys.executable, "-m", "tlt_server", "bench", *flags], capture_output=True, text=True, timeout=100)
+        assert done.returncode == 2 and remedy in done.stderr, done.stderr[-2000:]

@@ -9,7 +9,7 @@ import pytest
 
 from tests.engine.tiny import VOCAB, write_eagle, write_target
 from tlt_server.bench.covering import covering_array, pairs
-from tlt_server.bench.exact import FACTORS, REFERENCE, Size, compare, pages_for, rollout
+from tlt_server.bench.exact import PLANS, Size, compare, pages_for, rollout
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.records import GenerateRequest, Sampling
 
@@ -31,19 +31,21 @@ def requests() -> list[GenerateRequest]:
     ]
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("seed", range(5))
-def test_every_pair_of_levels_meets(seed: int) -> None:
-    array = covering_array(FACTORS, seed)
+def test_every_pair_of_levels_meets(seed: int, device: str) -> None:
+    factors = PLANS[device].factors
+    array = covering_array(factors, seed)
     met = set().union(*(pairs(configuration) for configuration in array))
     wanted = {
-        ((a, x), (b, y)) for (a, xs), (b, ys) in itertools.combinations(FACTORS.items(), 2) for x, y in itertools.product(xs, ys)
+        ((a, x), (b, y)) for (a, xs), (b, ys) in itertools.combinations(factors.items(), 2) for x, y in itertools.product(xs, ys)
     }
     assert met == wanted
-    assert len(array) <= 24 and covering_array(FACTORS, seed) == array
+    assert len(array) <= 24 and covering_array(factors, seed) == array
 
 
 def test_green_on_a_sound_engine_and_red_on_one_ulp(base: EngineSettings, requests: list[GenerateRequest]) -> None:
-    reference, _ = rollout(base, REFERENCE, requests, SIZE)
+    reference, _ = rollout(base, PLANS["cpu"].reference, requests, SIZE)
     configuration = {"arm": "eagle medium", "batch": 7, "pages": "scarce", "chunk": 16}
     found, counts = rollout(base, configuration, requests, SIZE)
     sound = compare(configuration, reference, found, counts, 0.0)

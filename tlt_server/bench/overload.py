@@ -27,8 +27,8 @@ from rich.table import Table
 
 from tlt_client import Client
 from tlt_client.wire import Reply, WireError
-from tlt_server.bench.exact import wide_console
 from tlt_server.bench.load import ANSWER_S, Answer, Connections, closed_loop, open_loop
+from tlt_server.bench.record import finish, wide_console
 from tlt_server.demo.server import ServerProcess
 from tlt_server.errors import StartupError
 from tlt_server.records import GenerateRequest
@@ -238,10 +238,7 @@ def report(console: Console, phases: dict[str, Phase], counts: Counts, args: arg
     summary = {"bench": "overload", "quick": bool(args.quick), **found, "sent": sent, "ended": counts.ended, "refused": counts.refused,
                "open_sequences": counts.open_sequences, "pages_held": counts.pages_held, "exactly_one_end": exactly_once,
                "untyped_sheds": sum(phase.untyped_sheds for phase in phases.values()), "missed": missed + faults}
-    line = msgspec.json.encode(summary).decode()
-    if args.json:
-        args.json.write_text(line + "\n")
-    print(line)
+    finish(args, summary)
     return 1 if faults or (missed and not args.quick) else 0
 
 

@@ -1,6 +1,7 @@
 """`tlt bench rollout`: what speculation is worth on the shipped pair, against our own engine without it in the same run.
 
-Two engine processes, strict and fast numerics; arms take turns within each round, so that a machine's moods fall on all alike.
+Two engine processes, strict and fast numerics, which share a GPU; arms take turns within each round, so that a machine's moods fall on
+all alike.
 Two workloads: `tail` (one batch of 64, run to its end: the batch shrinks to one) and `full` (64 running all the time).
 Speed-ups are medians over rounds of the arm's rate over the faster of the two plain engines' rate in the same round.
 """
@@ -8,21 +9,23 @@ Speed-ups are medians over rounds of the arm's rate over the faster of the two p
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import time
 from typing import NamedTuple
 
 import msgspec
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from tlt_server.bench.exact import settings_of, wide_console
+from tlt_server.bench.record import finish, progress_bar, wide_console
+from tlt_server.bench.settings import at_most_what_it_takes, described, settings_of
 from tlt_server.engine.child import EngineChild
+from tlt_server.engine.settings import EngineSettings
+from tlt_server.errors import StartupError
 from tlt_server.records import Cycle, GenerateRequest, Outputs, SetPolicy, Strategy, Submit
 
 EAGLE = Strategy("eagle", 7, 1, 8)
+TREE = Strategy("eagle", 7, 4, 32)
 HISTORY = Strategy("history", 7, 1, 8)
 TAIL = 2  # running requests at most: the cycles that long responses dominate
 ROUNDS = 5
@@ -33,14 +36,13 @@ class Arm(NamedTuple):
     policy: SetPolicy
 
 
+PLAIN = {"off": Arm("strict", SetPolicy("off")), "off, fast": Arm("fast", SetPolicy("off"))}
+BEG = {"beg": Arm("strict", SetPolicy("beg"))}
 ARMS = {
-    "off": Arm("strict", SetPolicy("off")),
-    "off, fast": Arm("fast", SetPolicy("off")),
-    "eagle": Arm("strict", SetPolicy("fixed", EAGLE)),
-    "history": Arm("strict", SetPolicy("fixed", HISTORY)),
-    "beg": Arm("strict", SetPolicy("beg")),
+    "cpu": {**PLAIN, "eagle": Arm("strict", SetPolicy("fixed", EAGLE)), "history": Arm("strict", SetPolicy("fixed", HISTORY)), **BEG},
+    "cuda": {**PLAIN, "eagle": Arm("strict", SetPolicy("fixed", EAGLE)), "eagle tree": Arm("strict", SetPolicy("fixed", TREE)), **BEG},
 }
-PLAIN = ("off", "off, fast")
+GPU_KV_MB, GPU_MODEL_LEN = 16384, 4096  # of each of the two engines
 
 
 class Figures(NamedTuple):
@@ -67,7 +69,11 @@ def run(args: argparse.Namespace) -> int:
     """Print a table and one line of JSON; 0 when every arm gave the tokens of `off`, else 1 (fast numerics may differ)."""
     from tlt_server.demo.workload import problems_as_requests
 
-    base = settings_of(args)
+    base, arms = settings_of(args), ARMS[args.device]
+    if args.numerics != "strict":
+        raise StartupError("--numerics is fast; a rollout is timed in both strict and fast numerics: leave the flag out")
+    if args.device == "cuda":
+        base = msgspec.structs.replace(base, kv_memory_mb=GPU_KV_MB, max_model_len=at_most_what_it_takes(base.model, GPU_MODEL_LEN))
     rounds = 1 if args.quick else ROUNDS
     batch = problems_as_requests(base.model, 64, group=8, seed=args.seed, max_tokens=256 if args.quick else 2000)
     steady = [
@@ -81,18 +87,16 @@ def run(args: argparse.Namespace) -> int:
     with (
         EngineChild(base) as strict,
         EngineChild(msgspec.structs.replace(base, numerics="fast", drafter="none", policy="off")) as fast,
-        Progress(
-            TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn(), console=console
-        ) as progress,
+        progress_bar(console) as progress,
     ):
         engines = {"strict": strict, "fast": fast}
-        task = progress.add_task("warm up", total=rounds * len(ARMS) * len(workloads))
+        task = progress.add_task("warm up", total=rounds * len(arms) * len(workloads))
         for engine in engines.values():
             rollout(engine, renamed(steady[:16], "warm"))
         for turn in range(rounds):
             for workload, requests in workloads.items():
                 expected: dict[str, list[int]] = {}
-                for name, arm in ARMS.items():
+                for name, arm in arms.items():
                     progress.update(task, description=f"{workload}: {name}")
                     engine = engines[arm.numerics]
                     engine.send(arm.policy)
@@ -102,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
                         expected = expected or tokens
                         differing += sum(tokens[i] != expected[i] for i in tokens)
                     progress.advance(task)
-    return report(console, seen, differing, args)
+    return report(console, seen, differing, base, args)
 
 
 def shortened(request: GenerateRequest, max_tokens: int) -> GenerateRequest:
@@ -157,7 +161,9 @@ def speedup(seen: dict[tuple[str, str], list[Figures]], workload: str, name: str
     return statistics.median(getattr(f, rate) / p if p else 0.0 for f, p in zip(seen[workload, name], plain, strict=True))
 
 
-def report(console: Console, seen: dict[tuple[str, str], list[Figures]], differing: int, args: argparse.Namespace) -> int:
+def report(
+    console: Console, seen: dict[tuple[str, str], list[Figures]], differing: int, base: EngineSettings, args: argparse.Namespace
+) -> int:
     table = Table(title="tlt bench rollout: medians; speed-up against the faster of the two plain engines")
     for heading in (
         "workload",
@@ -175,7 +181,8 @@ def report(console: Console, seen: dict[tuple[str, str], list[Figures]], differi
         "bench": "rollout",
         "quick": bool(args.quick),
         "rounds": len(seen["tail", "off"]),
-        "threads": args.threads or len(os.sched_getaffinity(0)),
+        "threads": base.threads,
+        **described(base),
     }
     for (workload, name), found in seen.items():
         median = {
@@ -213,8 +220,5 @@ def report(console: Console, seen: dict[tuple[str, str], list[Figures]], differi
         }
     summary["responses_differing"] = differing
     console.print(table)
-    line = msgspec.json.encode(summary).decode()
-    if args.json:
-        args.json.write_text(line + "\n")
-    print(line)
+    finish(args, summary)
     return 1 if differing else 0

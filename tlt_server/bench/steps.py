@@ -1,20 +1,26 @@
-"""What one engine step takes: `tlt bench decode` (plain, several batch sizes) and `tlt bench cycle` (draft, verify, accept).
+"""What engine steps take, as the host sees them: the timing behind `tlt bench decode` and `tlt bench cycle`.
 
 One engine in this process, its requests submitted straight to the loop. Timed are full-batch decode steps from the end of one to the
-end of the next, as the host sees them, so nothing is left out that a server would pay; the figure is their median.
+end of the next, so nothing is left out that a server would pay; the figure is their median.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
+
 from tlt_server.engine.loop import Engine
-from tlt_server.records import OFF, Abort, GenerateRequest, Strategy, Submit
+from tlt_server.errors import EngineFailed
+from tlt_server.records import OFF, Abort, Cycle, GenerateRequest, Sampling, Strategy, Submit
 from tlt_server.speculation.policies.fixed import Fixed
 
 SETTLE = 8  # steps at full batch before any is timed
+BRIEFLY = 3  # the same where requests take turns
+FIRST_IDS = 512  # random prompts are of the first token ids: every vocabulary has so many, and values cost nothing
 
 
 class Timed(NamedTuple):
@@ -29,34 +35,115 @@ class Timed(NamedTuple):
     rate: float  # tokens per second of the whole batch, over all timed steps
     accept_length: float  # tokens per request and step
 
+    def figures(self) -> dict[str, object]:
+        """As benches write them."""
+        low, high = self.quartiles_ms
+        return {"batch": self.batch, "strategy": self.strategy, "context": self.context, "steps": self.steps,
+                "step_ms": round(self.step_ms, 4), "quartiles_ms": [round(low, 4), round(high, 4)],
+                "tokens_per_s": round(self.rate, 1), "accept_length": round(self.accept_length, 3)}
+
+
+class _Steps(NamedTuple):
+    durations: list[float]  # s
+    tokens: int
+    context: int
+
+
+def random_requests(count: int, prompt: int, new: int, *, seed: int) -> list[GenerateRequest]:
+    """Of exactly `new` tokens, each behind a prompt of its own."""
+    draw = np.random.default_rng(seed)
+    return [
+        GenerateRequest(id=f"random-{seed}-{i}", token_ids=draw.integers(1, FIRST_IDS, prompt).tolist(), seed=i + 1,
+                        sampling=Sampling(max_tokens=new, ignore_eos=True), group_id=f"{seed}-{i}")
+        for i in range(count)
+    ]
+
 
 def time_steps(engine: Engine, requests: list[GenerateRequest], strategy: Strategy = OFF, *, most: int = 400) -> Timed:
     """Run these requests as one batch until the first of them ends or `most` steps are timed; then they are aborted."""
+    return _timed(len(requests), strategy, [_steps(engine, requests, strategy, most, SETTLE)])
+
+
+def time_in_turn(engine: Engine, requests: list[GenerateRequest], strategy: Strategy, *, most: int = 400) -> Timed:
+    """The same at batch 1, one request after another, each to its own end."""
+    found: list[_Steps] = []
+    for request in requests:
+        left = most - sum(len(steps.durations) for steps in found)
+        if left > 0:
+            found.append(_steps(engine, [request], strategy, left, BRIEFLY))
+    return _timed(1, strategy, found)
+
+
+def time_prefill(engine: Engine, prompts: int, length: int, *, rounds: int, seed: int = 0) -> float:
+    """Prompt tokens per second of so many new prompts at once, from their submission to their first tokens; the median round."""
+    engine.policy = Fixed([OFF])
+    rates = []
+    for turn in range(rounds + 1):
+        started = time.perf_counter()
+        engine.send(Submit(random_requests(prompts, length, 1, seed=10_000 * (seed + 1) + turn)))
+        finish(engine)
+        rates.append(prompts * length / (time.perf_counter() - started))
+    return statistics.median(rates[1:])
+
+
+def finish(engine: Engine) -> None:
+    """Step until nothing is left to do."""
+    while not engine.idle:
+        _step(engine)
+
+
+def whole_cycles(engine: Engine, requests: list[GenerateRequest], strategy: Strategy) -> Iterator[Cycle]:
+    """Run them as one batch and give each cycle of all of them together; ends when there are fewer. Whoever stops early aborts them."""
     engine.policy = Fixed([strategy])
     engine.send(Submit(requests))
-    batch, seen = len(requests), 0
+    began = False
+    while not engine.idle:
+        cycle = _step(engine)
+        if cycle is None:
+            continue
+        if cycle.context.decoding == len(requests) and not cycle.context.prefill_rows and cycle.emitted:
+            began = True
+            yield cycle
+        elif began:
+            break
+
+
+def abort_all(engine: Engine) -> None:
+    engine.send(Abort([], all=True))
+    finish(engine)
+
+
+def _steps(engine: Engine, requests: list[GenerateRequest], strategy: Strategy, most: int, settle: int) -> _Steps:
     durations: list[float] = []
     tokens = context = 0
     last = 0.0
-    while not engine.idle and len(durations) < most:
-        engine.step()
-        now, cycle = time.perf_counter(), engine.last_cycle
-        if cycle is None:
-            continue
-        if cycle.context.decoding < batch or cycle.context.prefill_rows:
-            if durations:
-                break
-            continue
-        seen += 1
-        if seen > SETTLE:
+    for seen, cycle in enumerate(whole_cycles(engine, requests, strategy)):
+        now = time.perf_counter()
+        if seen >= settle:
             durations.append(now - last)
             tokens += cycle.emitted
             context = context or int(cycle.context.mean_context)
         last = now
-    engine.send(Abort([], all=True))
-    while not engine.idle:
-        engine.step()
-    assert len(durations) > 1, f"a batch of {batch} never decoded as a whole for more than {SETTLE} steps: give longer requests"
+        if len(durations) == most:
+            break
+    abort_all(engine)
+    return _Steps(durations, tokens, context)
+
+
+def _step(engine: Engine) -> Cycle | None:
+    for output in engine.step():
+        if output.error is not None:
+            raise EngineFailed(f"request {output.id} of the bench ended with an error, {output.error[0]}: {output.error[1]}")
+    return engine.last_cycle
+
+
+def _timed(batch: int, strategy: Strategy, found: list[_Steps]) -> Timed:
+    durations = [duration for steps in found for duration in steps.durations]
+    assert len(durations) > 1, f"a batch of {batch} hardly decoded as a whole: give longer requests"
     low, middle, high = statistics.quantiles(durations, n=4)
+    tokens = sum(steps.tokens for steps in found)
+    context = next(steps.context for steps in found if steps.durations)
     return Timed(batch, strategy.name, context, len(durations), middle * 1e3, (low * 1e3, high * 1e3), tokens / sum(durations),
                  tokens / batch / len(durations))
+
+

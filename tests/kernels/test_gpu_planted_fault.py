@@ -1,0 +1,49 @@
+"""The fault that `tlt bench exact` plants on a GPU: one ulp on the sampled tokens' logits, seen in the log-probs, gone afterwards."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.kernels.triton_tests import DEVICE
+from tlt_server.bench.faults import CALLS, planted
+from tlt_server.engine.gpu.extend import Extend, ExtendKey
+
+ROWS, VOCAB = 5, 97
+
+
+def extend() -> Extend:
+    """The sampling part of a pass over so many rows, each of a request of its own; the last row is dead."""
+    def integers(values: Any) -> torch.Tensor:
+        return torch.tensor(list(values), dtype=torch.int32, device=DEVICE)
+
+    made: Any = Extend.__new__(Extend)
+    floats = {name: torch.zeros(ROWS, device=DEVICE) for name in ("temperature_Q", "top_p_Q", "min_p_Q")}
+    floats["temperature_Q"] += 1
+    places = SimpleNamespace(seed_Q=torch.arange(ROWS, device=DEVICE), top_k_Q=integers([0] * ROWS), **floats)
+    made.key, made.state = ExtendKey(ROWS, ROWS), SimpleNamespace(places=places)
+    made.trees = SimpleNamespace(sample_row_S=integers([*range(ROWS - 1), -1]))
+    made.rows = SimpleNamespace(position_R=integers(range(ROWS)), place_R=integers(range(ROWS)))
+    return made
+
+
+def calls(count: int) -> list[np.ndarray]:
+    """Bits of the live rows' log-probs, call by call over the same logits."""
+    logits_SV = torch.randn(ROWS, VOCAB, generator=torch.Generator().manual_seed(0)) * 3
+    one, found = extend(), []
+    for _ in range(count):
+        one.sample(logits_SV.to(DEVICE, copy=True))
+        found.append(one.sampled.logprob_S[: ROWS - 1].cpu().numpy().view(np.int32).copy())
+    return found
+
+
+def test_thirty_calls_err_and_none_afterwards() -> None:
+    sound = calls(1)[0]
+    with planted(SimpleNamespace(runner=None)):  # type: ignore[arg-type]
+        inside = calls(CALLS.stop + 2)
+    wrong = [i for i, bits in enumerate(inside) if (bits != sound).any()]
+    assert wrong == list(CALLS)
+    assert (calls(CALLS.start + 1)[-1] == sound).all()

@@ -1,0 +1,72 @@
+"""What benches make of timings and profiles, and what they write beside their figures."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tlt_server.bench.arguments import add_arguments
+from tlt_server.bench.cycle import cases_of
+from tlt_server.bench.decode import prices
+from tlt_server.bench.device_time import busy, device_time
+from tlt_server.bench.record import entry_of, finish
+
+
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 12))))
+def test_busy_counts_what_overlaps_once(pieces: list[tuple[int, int]]) -> None:
+    covered = {unit for start, length in pieces for unit in range(start, start + length)}
+    assert busy((start, start + length) for start, length in pieces) == len(covered)
+
+
+def test_idle_time_is_the_span_no_kernel_covers() -> None:
+    events = [("a", 0.0, 400.0), ("b", 300.0, 500.0), ("a", 1000.0, 1500.0), ("c", 1900.0, 2000.0)]  # microseconds
+    found = device_time(events, steps=2)
+    assert (found.span_ms, found.busy_ms, found.kernels) == (1.0, 0.55, 2)
+    assert found.idle_percent == pytest.approx(45.0)
+    assert found.longest == [("a", 0.45), ("b", 0.1), ("c", 0.05)]
+
+
+def test_the_price_is_time_over_time_less_one() -> None:
+    rows = [{"numerics": kind, "batch": batch, "prompt": 128, "step_ms": ms}
+            for kind, batch, ms in (("strict", 1, 4.2), ("strict", 8, 4.0), ("fast", 1, 4.0), ("fast", 8, 5.0))]
+    prefill = [{"numerics": kind, "prompts": 1, "length": 4096, "tokens_per_s": rate} for kind, rate in (("strict", 40.0), ("fast", 50.0))]
+    found = prices(rows, prefill, "strict", "fast")
+    assert [row["percent"] for row in found] == [5.0, -20.0, 25.0] and found[-1]["ratio"] == 0.8
+
+
+def test_trees_are_timed_where_their_rows_are_affordable() -> None:
+    assert [case.name for case in cases_of((1, 8), 16000)] == [
+        "batch 1, eagle:7x4x32", "batch 1, eagle:7x1x8", "batch 8, eagle:7x1x8", "batch 1, eagle:7x4x32, context 16000",
+        "batch 1, eagle:7x1x8, context 16000"]
+
+
+def arguments(*flags: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser, "decode")
+    return parser.parse_args(flags)
+
+
+def test_a_list_of_batches() -> None:
+    assert arguments("--batch", "1,64").batch == (1, 64)
+    for wrong in ("0", "1,,2", "a"):
+        with pytest.raises(SystemExit):
+            arguments("--batch", wrong)
+
+
+def test_a_file_says_where_and_how(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["/usr/bin/tlt", "bench", "decode", "--model", "my model"])
+    file = tmp_path / "new" / "decode.json"
+    finish(arguments("--json", str(file), "--commit", "abc1234"), {"bench": "decode"})
+    entry = json.loads(file.read_text())
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == entry["figures"] == {"bench": "decode"}
+    assert entry["command"] == "tlt bench decode --model 'my model'" and entry["commit"] == "abc1234"
+
+
+def test_the_commit_is_asked_of_git_unless_named() -> None:
+    assert entry_of({}, "x", on_gpu=False)["commit"]
+    assert entry_of({}, "x", on_gpu=False, commit="named")["commit"] == "named"

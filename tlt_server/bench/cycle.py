@@ -1,0 +1,122 @@
+"""`tlt bench cycle`: cycles of drafting, verifying and accepting; milliseconds, tokens per second, accept length, idle GPU.
+
+The text is the demo task's, so that acceptance is a trained drafter's on real answers: at batch 1 one problem after another, each to its
+end; larger batches write on behind the end, which keeps them whole. `--context` adds one request behind a long random prompt: its time
+counts, its acceptance says little.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from tlt_server.bench.decode import LONG_NEW, longest
+from tlt_server.bench.engines import LoadedOnce, release
+from tlt_server.bench.record import finish, progress_bar, wide_console
+from tlt_server.bench.settings import described, settings_of
+from tlt_server.bench.steps import random_requests, time_in_turn, time_steps
+from tlt_server.engine.assembly import assemble
+from tlt_server.engine.loop import Engine
+from tlt_server.engine.settings import EngineSettings
+from tlt_server.errors import StartupError
+from tlt_server.records import GenerateRequest, Strategy
+
+TREE, CHAIN = Strategy("eagle", 7, 4, 32), Strategy("eagle", 7, 1, 8)
+MOST_TREES = 2  # requests that the tree's rows are affordable for
+PROFILED = 20  # steps
+NEW = 256  # tokens of an answer, at most; exactly so many in a batch that stays whole
+LASTING = 640  # tokens, so that no request ends while it is profiled
+PROBLEMS = 32  # at batch 1
+QUICK_PROBLEMS = 4
+
+
+class Case(NamedTuple):
+    batch: int
+    strategy: Strategy
+    context: int = 0  # of a random prompt; 0: problems of the task
+
+    @property
+    def name(self) -> str:
+        return f"batch {self.batch}, {self.strategy.name}" + (f", context {self.context}" if self.context else "")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print a table and one line of JSON."""
+    batches = args.batch or args.batches[args.quick]
+    settings = settings_of(args)
+    if not settings.drafter_is_network:
+        raise StartupError(f"--drafter is {settings.drafter}; cycles are timed with an EAGLE-3 drafter: name its directory")
+    settings = msgspec.structs.replace(settings, max_running=max(batches), max_model_len=longest(settings.model, args.context),
+                                       max_rows=4096 if args.device == "cuda" else 512)
+    cases = cases_of(batches, args.context)
+    console = wide_console()
+    with progress_bar(console) as progress:
+        task = progress.add_task("load", total=1 + len(cases))
+        rows = measure(settings, cases, quick=args.quick, seed=args.seed,
+                       on_part=lambda name: progress.update(task, advance=1, description=name))
+    figures = {"bench": "cycle", "quick": bool(args.quick), **described(settings), "rows": rows}
+    report(console, rows)
+    finish(args, figures)
+    return 0
+
+
+def cases_of(batches: tuple[int, ...], context: int | None) -> list[Case]:
+    cases = [Case(batch, strategy) for batch in batches for strategy in ((TREE, CHAIN) if batch <= MOST_TREES else (CHAIN,))]
+    return cases + ([Case(1, TREE, context), Case(1, CHAIN, context)] if context else [])
+
+
+def measure(settings: EngineSettings, cases: list[Case], *, quick: bool = False, seed: int = 0,
+            on_part: Callable[[str], None] = lambda name: None) -> list[dict[str, Any]]:
+    engine, _ = assemble(settings, device=LoadedOnce().device(settings))
+    on_part(cases[0].name)
+    rows = []
+    for done, case in enumerate(cases):
+        rows.append({"prompt": case.context or "problem", **_measured(engine, settings, case, quick=quick, seed=seed)})
+        on_part(cases[min(done + 1, len(cases) - 1)].name)
+    del engine
+    release()
+    return rows
+
+
+def _measured(engine: Engine, settings: EngineSettings, case: Case, *, quick: bool, seed: int) -> dict[str, Any]:
+    most = 60 if quick else 400
+    if case.context:
+        timed = time_steps(engine, random_requests(1, case.context, LONG_NEW, seed=seed), case.strategy, most=LONG_NEW // 8)
+    elif case.batch == 1:
+        problems = problems_of(settings.model, QUICK_PROBLEMS if quick else PROBLEMS, NEW, whole=False, seed=seed)
+        timed = time_in_turn(engine, problems, case.strategy, most=most)
+    else:
+        timed = time_steps(engine, problems_of(settings.model, case.batch, NEW, whole=True, seed=seed), case.strategy, most=most)
+    figures = timed.figures()
+    if settings.device == "cuda":
+        from tlt_server.bench.device_time import profile
+
+        requests = (random_requests(1, case.context, LONG_NEW, seed=seed + 1) if case.context
+                    else problems_of(settings.model, case.batch, LASTING, whole=True, seed=seed + 1))
+        figures |= profile(engine, requests, case.strategy, steps=PROFILED).figures()
+    return figures
+
+
+def problems_of(model: str, count: int, new: int, *, whole: bool, seed: int) -> list[GenerateRequest]:
+    """Problems of the task; `whole`: answers go on behind their end, to `new` tokens."""
+    from tlt_server.demo.workload import problems_as_requests
+
+    requests = problems_as_requests(model, count, group=1, seed=seed, max_tokens=new)
+    return [msgspec.structs.replace(r, sampling=msgspec.structs.replace(r.sampling, ignore_eos=whole)) for r in requests]
+
+
+def report(console: Console, rows: list[dict[str, Any]]) -> None:
+    table = Table(title="tlt bench cycle: draft, verify, accept; medians")
+    for heading in ("strategy", "batch", "context", "cycles", "ms per cycle", "quartiles", "tokens/s", "accept length", "GPU idle"):
+        table.add_column(heading, justify="left" if heading == "strategy" else "right")
+    for row in rows:
+        low, high = row["quartiles_ms"]
+        table.add_row(row["strategy"], str(row["batch"]), str(row["context"]), str(row["steps"]), f"{row['step_ms']:.3f}",
+                      f"{low:.3f} - {high:.3f}", f"{row['tokens_per_s']:.0f}", f"{row['accept_length']:.2f}",
+                      f"{row['gpu_idle_percent']:.2f} %" if "gpu_idle_percent" in row else "")
+    console.print(table)

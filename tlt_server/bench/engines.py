@@ -1,0 +1,74 @@
+"""Engines of a bench's own process, one after another: weights that stay loaded from one to the next, memory given back.
+
+One engine at a time: drop the one before, then `release`, then the next finds the memory free.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tlt_server.engine.devices import DEVICES, Device, Memory
+from tlt_server.engine.loop import Runner
+from tlt_server.engine.sequence import Sequence
+from tlt_server.engine.settings import EngineSettings
+from tlt_server.models.config import ModelConfig
+from tlt_server.speculation.policies.arms import Ladder
+from tlt_server.weights.parts import Parts
+
+
+def release() -> None:
+    """Take down engines that nothing refers to any more."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+class LoadedOnce:
+    """Makes devices that share one copy of the weights: the first engine loads it. Nothing may be pushed to such engines."""
+
+    def __init__(self) -> None:
+        self.parts: Parts | None = None
+
+    def device(self, settings: EngineSettings) -> Device:
+        return _Shared(DEVICES.resolve(settings.device)(settings), settings, self)
+
+
+class _Shared:
+    """A device whose weights may be there already, and which prepares for the strategies in use, not for all there are."""
+
+    def __init__(self, device: Device, settings: EngineSettings, source: LoadedOnce) -> None:
+        self._device, self._settings, self._source = device, settings, source
+        self.name, self.dtype, self.attention = device.name, device.dtype, device.attention
+
+    @property
+    def numerics(self) -> str:
+        return self._device.numerics
+
+    def load(self, config: ModelConfig) -> Parts:
+        if self._source.parts is None:
+            self._source.parts = self._device.load(config)
+        return self._source.parts
+
+    def allocate(self, live: Parts, max_model_len: int) -> Memory:
+        return self._device.allocate(live, max_model_len)
+
+    def equip(self, live: Parts, ladder: Ladder, page_table_SP: NDArray[np.int32]) -> tuple[Runner, Callable[[Sequence], None]]:
+        return self._device.equip(live, reachable(ladder, self._settings), page_table_SP)
+
+    def install(self, live: Parts, changed: Parts) -> None:
+        raise AssertionError("weights that engines share do not change")
+
+
+def reachable(ladder: Ladder, settings: EngineSettings) -> Ladder:
+    """The arms that this policy may choose, a fixed one at every batch size."""
+    if settings.policy == "off":
+        return replace(ladder, arms=ladder.arms[:1])
+    if settings.policy == "fixed" and settings.strategy is not None:
+        return replace(ladder, arms=(ladder.arms[0], settings.strategy), rows=((1, settings.strategy.rows),))
+    return ladder

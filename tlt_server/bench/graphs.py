@@ -1,0 +1,85 @@
+"""`tlt bench graphs`: what starting an engine takes, and its CUDA graphs: how many, how much memory, how long to capture.
+
+The engine is the default one of the device, so graphs are those that its policy can reach. Time to ready counts from the start of this
+process, imports included. `--cold` begins with an empty Triton cache; on a CPU there are no graphs, and the phases are reported alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from tlt_server.bench.record import finish, progress_bar, wide_console
+from tlt_server.bench.settings import described, settings_of
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print a table and one line of JSON."""
+    with tempfile.TemporaryDirectory(prefix="tlt-triton-") as cold:
+        if args.cold:
+            os.environ["TRITON_CACHE_DIR"] = cold  # before triton is imported
+        return _run(args)
+
+
+def _run(args: argparse.Namespace) -> int:
+    warm = cache_is_warm()
+    settings = msgspec.structs.replace(settings_of(args), max_running=args.max_running)
+    console = wide_console()
+    with progress_bar(console) as progress:
+        task = progress.add_task("start", total=4)
+        from tlt_server.engine.assembly import assemble
+
+        engine, info = assemble(settings, lambda name, seconds, detail: progress.update(task, advance=1, description=name))
+        ready_s = since_start()
+    pool: Any = getattr(engine.runner, "graphs", None)  # a CPU's runner has none
+    keys = list(pool.bytes) if pool is not None else []
+    figures = {
+        "bench": "graphs", "quick": bool(args.quick), **described(settings),
+        "graphs": len(keys), "graph_bytes": sum(pool.bytes[key] for key in keys),
+        "capture_s": round(sum(pool.seconds[key] for key in keys), 3),
+        "phases_s": {name: round(seconds, 3) for name, seconds in info.phases.items()}, "ready_s": round(ready_s, 3),
+        "triton_cache": "warm" if warm else "cold", "pages": info.pages, "policy": settings.policy,
+    }
+    report(console, figures)
+    if args.keys:
+        table = Table(title="graphs, in the order of capture")
+        for heading in ("key", "MiB", "seconds"):
+            table.add_column(heading, justify="left" if heading == "key" else "right")
+        for key in keys:
+            table.add_row(str(key), f"{pool.bytes[key] / 2**20:.1f}", f"{pool.seconds[key]:.3f}")
+        console.print(table)
+        figures["keys"] = [{"key": str(key), "bytes": pool.bytes[key], "seconds": round(pool.seconds[key], 4)} for key in keys]
+    finish(args, figures)
+    return 0
+
+
+def cache_is_warm() -> bool:
+    """Triton has kept compiled kernels from runs before."""
+    cache = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
+    return cache.is_dir() and any(cache.iterdir())
+
+
+def since_start() -> float:
+    """Seconds that this process has been running."""
+    started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started
+
+
+def report(console: Console, figures: dict[str, Any]) -> None:
+    console.print(f"ready after {figures['ready_s']:.1f} s, Triton cache {figures['triton_cache']}")
+    table = Table(title="tlt bench graphs")
+    table.add_column("phase")
+    table.add_column("seconds", justify="right")
+    for name, seconds in figures["phases_s"].items():
+        table.add_row(name, f"{seconds:.2f}")
+    table.add_section()
+    table.add_row(f"{figures['graphs']} graphs, {figures['graph_bytes'] / 2**20:.0f} MiB", f"{figures['capture_s']:.2f}")
+    console.print(table)

@@ -1,0 +1,112 @@
+"""What a bench leaves behind: its last line on stdout, one line of JSON, and with `--json` a file that also says where and how."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+PACKAGES = ("torch", "triton", "numba", "numpy")
+DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def wide_console() -> Console:
+    """The terminal, or 150 columns where output goes to a file."""
+    console = Console()
+    return console if console.is_terminal else Console(width=150)
+
+
+def progress_bar(console: Console) -> Progress:
+    return Progress(TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn(),
+                    console=console)
+
+
+def finish(args: argparse.Namespace, figures: Mapping[str, Any]) -> None:
+    """Print the line; write the file if one is asked for."""
+    if args.json:
+        entry = entry_of(figures, f"tlt {shlex.join(sys.argv[1:])}", on_gpu=args.device == "cuda", commit=args.commit)
+        write_entry(args.json, entry)
+    print(msgspec.json.encode(figures).decode(), flush=True)
+
+
+def entry_of(figures: Mapping[str, Any], command: str, *, on_gpu: bool, commit: str | None = None) -> dict[str, Any]:
+    """Figures with all that is needed to measure them again."""
+    return {"command": command, "commit": commit or commit_here(), "date": time.strftime("%Y-%m-%d", time.gmtime()),
+            "machine": machine(on_gpu=on_gpu), "versions": versions(on_gpu=on_gpu), "figures": figures}
+
+
+def write_entry(file: Path, entry: Mapping[str, Any]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(msgspec.json.format(msgspec.json.encode(entry), indent=1) + b"\n")
+
+
+def machine(*, on_gpu: bool) -> str:
+    """GPUs only where they were used."""
+    cores = len(os.sched_getaffinity(0))
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    host = f"{cores} cores of {_processor()}, {memory:.0f} GiB, {platform.system()}"
+    return f"{_gpus()}; {host}" if on_gpu else host
+
+
+def versions(*, on_gpu: bool) -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    if on_gpu:
+        import torch
+
+        found |= {"cuda": torch.version.cuda or "none", "driver": _driver()}
+    return found
+
+
+def commit_here() -> str:
+    """Of the directory that this code lies in; `unknown` outside a repository, `+` for changes that are not committed."""
+    root = Path(__file__).parents[2]
+    name = _said(["git", "-C", str(root), "rev-parse", "--short", "HEAD"])
+    return (name + "+" * bool(_said(["git", "-C", str(root), "status", "--porcelain", "--untracked-files=no"]))) if name else "unknown"
+
+
+def _processor() -> str:
+    try:
+        found = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return found[1] if found else platform.machine()
+
+
+def _gpus() -> str:
+    import torch
+
+    if not torch.cuda.is_available():
+        return "no GPU"
+    kinds = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return f"{len(kinds)} x {kinds[0].name} ({kinds[0].total_memory / 2**30:.0f} GiB)"
+
+
+def _driver() -> str:
+    if DRIVER.exists() and (found := re.search(r"\b(\d+\.\d+(\.\d+)?)\b", DRIVER.read_text())):
+        return found[1]
+    return _said(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]).partition("\n")[0] or "unknown"
+
+
+def _said(command: list[str]) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
