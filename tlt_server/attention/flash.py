@@ -1,9 +1,9 @@
 """The `flash_attn` backend: prompt rows of large steps through the flash-attn library, every other row through Triton.
 
-The library adds in an order of its own, so this is for numerics `fast` only. It reads keys that lie together (its own pages would be a
-multiple of 256 positions): a layer first gathers those of the step's requests. Where its sequences begin is known to the host only, so
-`plan` copies two small tensors from the device and waits for them. Steps with so many prompt rows are not captured; captured ones,
-with LARGE at the most, and drafters' passes run in Triton entirely.
+The library adds in an order of its own, so this is for numerics `fast` only. It reads keys that lie together (its own pages would be
+multiples of 256 positions), so each layer gathers those of the step's prompts. How many there are sizes tensors, which the host has to
+know: `plan` copies two small tensors from the device and waits for them. Steps with more than LARGE prompt rows are not captured; those
+with fewer, and drafters' passes, are Triton's entirely.
 
 Legend: R rows, P prompt rows, W runs of a call, T keys of a call, Q places.
 """
