@@ -1,8 +1,9 @@
 """Attention on a GPU by name: planned once per step for its rows, then called by every layer.
 
-A backend is built as `Backend(heads=..., kv_heads=..., head_dim=..., context=..., device=...)`; `planned(rows)` gives what a pass of so
-many rows calls, with buffers of its own, so that a captured graph may hold it. Partial results of all passes share one workspace: only
-one runs at a time. In strict numerics a row's bits depend only on its own query and keys, see `tlt_kernels.gpu.attention`.
+A backend is built as `Backend(heads=..., kv_heads=..., head_dim=..., context=..., device=..., dtype=..., numerics=...)` and refuses what
+it cannot serve; `planned(rows)` gives what a pass of so many rows calls, with buffers of its own, so that a captured graph may hold it.
+Partial results of all passes share one workspace: only one runs at a time. In strict numerics a row's bits depend only on its own query
+and keys, see `tlt_kernels.gpu.attention`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from tlt_server.registry import Registry
 GPU_BACKENDS = Registry("GPU attention backend", {
     "triton": "tlt_server.attention.gpu:TritonPaged",
     "torch": "tlt_server.attention.gpu:TorchGathered",
+    "flash_attn": "tlt_server.attention.flash:FlashPaged",
 })
 
 
@@ -33,19 +35,20 @@ class Planned(Protocol):
 class GpuAttention(Protocol):
     capturable: bool
 
-    def planned(self, rows: int, *, tiles: bool = True) -> Planned:
-        """For so many rows; without `tiles` no two of them belong to one request."""
+    def planned(self, rows: int, *, tiles: bool = True, prompt_rows: int = 0) -> Planned:
+        """For so many rows, the last `prompt_rows` of which are of prompts; without `tiles` no two of them belong to one request."""
 
 
 class TritonPaged:
     capturable = True
 
-    def __init__(self, *, heads: int, kv_heads: int, head_dim: int, context: int, device: torch.device) -> None:
+    def __init__(self, *, heads: int, kv_heads: int, head_dim: int, context: int, device: torch.device,
+                 dtype: torch.dtype | None = None, numerics: str = "strict") -> None:
         self._shape = {"heads": heads, "kv_heads": kv_heads, "width": head_dim, "context": context, "device": device}
         self._scale = head_dim**-0.5
         self._workspace: kernels.Plan | None = None
 
-    def planned(self, rows: int, *, tiles: bool = True) -> TritonPlanned:
+    def planned(self, rows: int, *, tiles: bool = True, prompt_rows: int = 0) -> TritonPlanned:
         plan = kernels.allocate(rows=rows, tiles=tiles, **self._shape)  # type: ignore[arg-type]
         if self._workspace is None or len(self._workspace.top_WN) < len(plan.top_WN):
             self._workspace = plan  # passes made before keep the one they have
@@ -73,10 +76,11 @@ class TorchGathered:
 
     capturable = False
 
-    def __init__(self, *, heads: int, kv_heads: int, head_dim: int, context: int, device: torch.device) -> None:
+    def __init__(self, *, heads: int, kv_heads: int, head_dim: int, context: int, device: torch.device,
+                 dtype: torch.dtype | None = None, numerics: str = "strict") -> None:
         self._scale = head_dim**-0.5
 
-    def planned(self, rows: int, *, tiles: bool = True) -> TorchPlanned:
+    def planned(self, rows: int, *, tiles: bool = True, prompt_rows: int = 0) -> TorchPlanned:
         return TorchPlanned(self._scale)
 
 

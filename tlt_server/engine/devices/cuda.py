@@ -71,6 +71,7 @@ class CudaDevice:
     # -- weights -------------------------------------------------------------------------------------------------
 
     def load(self, config: ModelConfig) -> Parts:
+        self._backend(config)  # what it refuses is refused before anything is read
         settings, directory = self._settings, Path(self._settings.model)
         eagle = Path(settings.drafter) if settings.drafter_is_network else None
         config = eos_token_ids(config, directory)
@@ -194,7 +195,8 @@ class CudaDevice:
 
     def _backend(self, config: ModelConfig) -> GpuAttention:
         return GPU_BACKENDS.resolve(self.attention)(heads=config.heads, kv_heads=config.kv_heads, head_dim=config.head_dim,
-                                                    context=config.max_position, device=self.device)
+                                                    context=config.max_position, device=self.device,
+                                                    dtype=self._placement.dtype, numerics=self._settings.numerics)
 
     def _drafters(self, live: Parts, state: DeviceState) -> dict[str, DeviceDrafter]:
         drafters: dict[str, DeviceDrafter] = {}

@@ -44,7 +44,7 @@ class Extend:
         self.trees = Trees.allocate(key.batch, key.works, key.decode_rows, device=device)
         self.kept = Kept.allocate(key.batch, key.works, key.decode_rows, key.prompt_rows, state.depth, device=device)
         self.outcome_EF = torch.empty(key.batch + key.works, fields(state.depth), dtype=torch.int32, device=state.upload_U.device)
-        self.attend = attention.planned(rows, tiles=rows > key.batch)
+        self.attend = attention.planned(rows, tiles=rows > key.batch, prompt_rows=key.prompt_rows)
 
     def select(self, nodes: Nodes | None) -> None:
         """Lay out the decode rows: every live root and the nodes most likely to be accepted."""
