@@ -244,11 +244,10 @@ class _OutOfMemory:
 
 def exchange(resident: object, other: object) -> None:
     """`other` takes over the storage that graphs know, with its own values in it; `resident` keeps its values in the other storage."""
-    mine, theirs = resident.parameters(), other.parameters()  # type: ignore[attr-defined]
-    for name, view in mine.items():
-        kept = view.clone()
-        view.copy_(theirs[name])
-        theirs[name].copy_(kept)
+    for mine, theirs in zip(resident.storage(), other.storage(), strict=True):  # type: ignore[attr-defined]
+        kept = mine.clone()
+        mine.copy_(theirs)
+        theirs.copy_(kept)
     resident.__dict__, other.__dict__ = other.__dict__, resident.__dict__
 
 
