@@ -1,4 +1,5 @@
-"""Before anything imports torch: its libraries' environment; then two torch threads, as on the smallest machine we serve.
+"""Before anything imports torch: its libraries' environment; then two torch threads, as on the smallest machine we serve, and without
+a GPU Triton's CPU interpreter, which must be chosen before a kernel is imported.
 
 Under xdist a worker runs whole files, so that what a file's fixtures build is built once; the end-to-end tests share one server.
 """
@@ -18,6 +19,8 @@ os.environ.update(library_environment())
 import torch  # noqa: E402
 
 torch.set_num_threads(2)
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 class ByFile(LoadScopeScheduling):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -12,56 +13,75 @@ VOCAB, HIDDEN, LAYERS, HEAD_DIM = 97, 64, 6, 32
 EOS = 96
 
 
-def write_target(directory: Path, seed: int = 0) -> Path:
+@dataclass(frozen=True)
+class Shape:
+    vocab: int = VOCAB
+    hidden: int = HIDDEN
+    layers: int = LAYERS
+    head_dim: int = HEAD_DIM
+    mlp: int = 96
+    features: tuple[int, int, int] = (2, LAYERS // 2, LAYERS - 3)  # layers that the drafter reads
+
+    @property
+    def eos(self) -> int:
+        return self.vocab - 1
+
+
+SMALLEST = Shape(vocab=64, hidden=32, layers=2, head_dim=16, mlp=48, features=(1, 0, 1))  # for the interpreter: milliseconds a row
+
+
+def write_target(directory: Path, seed: int = 0, shape: Shape = Shape()) -> Path:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(seed)
     config = Qwen2Config(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        intermediate_size=96,
-        num_hidden_layers=LAYERS,
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.mlp,
+        num_hidden_layers=shape.layers,
         num_attention_heads=2,
         num_key_value_heads=1,
-        head_dim=HEAD_DIM,
+        head_dim=shape.head_dim,
         max_position_embeddings=1024,
         tie_word_embeddings=True,
-        eos_token_id=EOS,
+        eos_token_id=shape.eos,
         initializer_range=0.15,
     )
     model = Qwen2ForCausalLM(config)
-    model.generation_config.eos_token_id = EOS
+    model.generation_config.eos_token_id = shape.eos
     model.save_pretrained(directory)
     return directory
 
 
-def write_eagle(directory: Path, seed: int = 1, draft_vocab: int = 60) -> Path:
+def write_eagle(directory: Path, seed: int = 1, draft_vocab: int = 60, shape: Shape = Shape(), own_embedding: bool = False) -> Path:
     torch.manual_seed(seed)
+    vocab, hidden, head_dim, mlp = shape.vocab, shape.hidden, shape.head_dim, shape.mlp
     directory.mkdir(parents=True, exist_ok=True)
 
-    def weight(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape) * 0.1
+    def weight(*sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes) * 0.1
 
-    ids = torch.randperm(VOCAB)[:draft_vocab].sort().values
-    t2d = torch.zeros(VOCAB, dtype=torch.bool)
+    ids = torch.randperm(vocab)[:draft_vocab].sort().values
+    t2d = torch.zeros(vocab, dtype=torch.bool)
     t2d[ids] = True
     save_file(
         {
-            "fc.weight": weight(HIDDEN, 3 * HIDDEN),
-            "midlayer.input_layernorm.weight": torch.ones(HIDDEN),
-            "midlayer.hidden_norm.weight": torch.ones(HIDDEN),
-            "midlayer.self_attn.q_proj.weight": weight(2 * HEAD_DIM, 2 * HIDDEN),
-            "midlayer.self_attn.k_proj.weight": weight(HEAD_DIM, 2 * HIDDEN),
-            "midlayer.self_attn.v_proj.weight": weight(HEAD_DIM, 2 * HIDDEN),
-            "midlayer.self_attn.o_proj.weight": weight(HIDDEN, 2 * HEAD_DIM),
-            "midlayer.post_attention_layernorm.weight": torch.ones(HIDDEN),
-            "midlayer.mlp.gate_proj.weight": weight(96, HIDDEN),
-            "midlayer.mlp.up_proj.weight": weight(96, HIDDEN),
-            "midlayer.mlp.down_proj.weight": weight(HIDDEN, 96),
-            "norm.weight": torch.ones(HIDDEN),
-            "lm_head.weight": weight(draft_vocab, HIDDEN),
+            "fc.weight": weight(hidden, 3 * hidden),
+            "midlayer.input_layernorm.weight": torch.ones(hidden),
+            "midlayer.hidden_norm.weight": torch.ones(hidden),
+            "midlayer.self_attn.q_proj.weight": weight(2 * head_dim, 2 * hidden),
+            "midlayer.self_attn.k_proj.weight": weight(head_dim, 2 * hidden),
+            "midlayer.self_attn.v_proj.weight": weight(head_dim, 2 * hidden),
+            "midlayer.self_attn.o_proj.weight": weight(hidden, 2 * head_dim),
+            "midlayer.post_attention_layernorm.weight": torch.ones(hidden),
+            "midlayer.mlp.gate_proj.weight": weight(mlp, hidden),
+            "midlayer.mlp.up_proj.weight": weight(mlp, hidden),
+            "midlayer.mlp.down_proj.weight": weight(hidden, mlp),
+            "norm.weight": torch.ones(hidden),
+            "lm_head.weight": weight(draft_vocab, hidden),
             "d2t": ids - torch.arange(draft_vocab),
             "t2d": t2d,
+            **({"embed_tokens.weight": weight(vocab, hidden)} if own_embedding else {}),
         },
         directory / "model.safetensors",
     )
@@ -70,19 +90,20 @@ def write_eagle(directory: Path, seed: int = 1, draft_vocab: int = 60) -> Path:
             {
                 "architectures": ["LlamaForCausalLMEagle3"],
                 "model_type": "llama",
-                "hidden_size": HIDDEN,
-                "intermediate_size": 96,
+                "hidden_size": hidden,
+                "intermediate_size": mlp,
                 "num_attention_heads": 2,
                 "num_key_value_heads": 1,
-                "head_dim": HEAD_DIM,
+                "head_dim": head_dim,
                 "num_hidden_layers": 1,
-                "vocab_size": VOCAB,
+                "vocab_size": vocab,
                 "draft_vocab_size": draft_vocab,
                 "rms_norm_eps": 1e-6,
                 "rope_theta": 10000.0,
                 "max_position_embeddings": 1024,
                 "hidden_act": "silu",
                 "tie_word_embeddings": False,
+                "eagle_aux_hidden_state_layer_ids": list(shape.features),
             }
         )
     )

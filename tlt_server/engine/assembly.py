@@ -105,7 +105,8 @@ def assemble(
     with phase("warm up"):
         arms = rungs.arms
         per_drafter = [arms[0], *(max((a for a in arms if a.drafter == name), key=lambda arm: arm.rows) for name in rungs.drafters)]
-        _warm_up(engine, [Fixed([arm]) for arm in per_drafter], model.vocab_size, max_model_len)
+        if device.warms_up:
+            _warm_up(engine, [Fixed([arm]) for arm in per_drafter], model.vocab_size, max_model_len)
         engine.policy = policy
     info = EngineInfo(
         model=settings.served_model_name or Path(settings.model).resolve().name,

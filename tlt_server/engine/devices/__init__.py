@@ -40,6 +40,7 @@ class Memory:
 class Device(Protocol):
     name: str  # for `/server_info`
     dtype: str
+    warms_up: bool  # a first rollout compiles what no request should wait for
     attention: str  # the backend in use
 
     @property

@@ -31,6 +31,7 @@ from tlt_server.weights.parts import Parts, Target
 
 class CpuDevice:
     name, dtype = "cpu", "float32"
+    warms_up = True
 
     def __init__(self, settings: EngineSettings) -> None:
         torch.set_num_threads(settings.threads)

@@ -19,7 +19,17 @@ from tlt_kernels.gpu.tensors import PAGE_SIZE, Calibration, Places
 from tlt_server.attention.gpu import GPU_BACKENDS, GpuAttention
 from tlt_server.attention.rows import KVCache
 from tlt_server.engine.devices import Memory
-from tlt_server.engine.gpu.buckets import LEAST_DEPTH, MOST_VERIFIED, PROMPT_WORKS, TREE_ROWS, batch_buckets, reachable, rehearsed
+from tlt_server.engine.gpu.buckets import (
+    CAPTURED,
+    LEAST_DEPTH,
+    MOST_VERIFIED,
+    PROMPT_WORKS,
+    TREE_ROWS,
+    PromptShape,
+    batch_buckets,
+    reachable,
+    rehearsed,
+)
 from tlt_server.engine.gpu.drafts import DeviceDrafter
 from tlt_server.engine.gpu.drafts.eagle import EagleDrafts
 from tlt_server.engine.gpu.drafts.history import HistoryDrafts
@@ -49,6 +59,8 @@ EXTENSIONS = 4  # upload entries for new pages, per running sequence
 
 class CudaDevice:
     name = "cuda"
+    warms_up = True
+    prompts = CAPTURED
 
     def __init__(self, settings: EngineSettings, device: torch.device | None = None) -> None:
         self._settings = settings
@@ -171,7 +183,8 @@ class CudaDevice:
             drafters = self._drafters(live, state)
             capture = settings.graphs and attention.capturable and self._stream is not None
             self._runner = GpuRunner(state, attention, drafters, GraphPool(self._stream if capture else None),
-                                     max_running=settings.max_running, stream=self._stream, page_hint_PH=self._page_hint_PH)
+                                     max_running=settings.max_running, stream=self._stream, page_hint_PH=self._page_hint_PH,
+                                     prompts=self.prompts)
             if capture:
                 keys = [*rehearsed(settings.max_rows, settings.max_running), *reachable(ladder.arms, ladder.rows, settings.max_running)]
                 self._runner.prepare(keys, lambda done, of: None)
@@ -223,6 +236,8 @@ class Interpreted(CudaDevice):
     """The GPU engine without a GPU."""
 
     name = "interpreter"
+    warms_up = False  # nothing is compiled
+    prompts = PromptShape(rows=4, works=2, grain=4)  # a padded row costs as much as a real one
 
     def __init__(self, settings: EngineSettings) -> None:
         super().__init__(settings, torch.device("cpu"))
@@ -246,11 +261,10 @@ class _OutOfMemory:
 
 def exchange(resident: object, other: object) -> None:
     """`other` takes over the storage that graphs know, with its own values in it; `resident` keeps its values in the other storage."""
-    mine, theirs = resident.parameters(), other.parameters()  # type: ignore[attr-defined]
-    for name, view in mine.items():
-        kept = view.clone()
-        view.copy_(theirs[name])
-        theirs[name].copy_(kept)
+    for mine, theirs in zip(resident.storage(), other.storage(), strict=True):  # type: ignore[attr-defined]
+        kept = mine.clone()
+        mine.copy_(theirs)
+        theirs.copy_(kept)
     resident.__dict__, other.__dict__ = other.__dict__, resident.__dict__
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -15,12 +16,22 @@ from tlt_server.records import OFF, Strategy
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
 PROMPT_ROWS, PROMPT_WORKS = 512, 16  # of a captured step that reads prompts, too
-GRAIN = 256  # prompt rows of larger steps are a multiple of it
 MOST_VERIFIED = 512  # decode rows of a step, at most; a larger batch has its roots
 MOST_WIDTH = 8  # children of a node
 MOST_DRAFTED = 512  # rows of one level of a drafter's pass
 TREE_ROWS = 8192  # rows of a drafter's pass, without the roots
 LEAST_DEPTH = 12  # draft paths of so many tokens are possible, whatever the default strategies are
+
+
+class PromptShape(NamedTuple):
+    """What the prompt rows of a step are padded to."""
+
+    rows: int = PROMPT_ROWS
+    works: int = PROMPT_WORKS
+    grain: int = 256  # rows of larger steps are a multiple of it
+
+
+CAPTURED = PromptShape()
 
 
 def batch_buckets(max_running: int) -> tuple[int, ...]:
@@ -49,13 +60,13 @@ def decode_rows(batch: int, strategy: Strategy) -> int:
     return max(batch, min(batch * strategy.rows, MOST_VERIFIED))
 
 
-def prompt_sizes(rows: int, works: int, most_works: int) -> tuple[int, int]:
+def prompt_sizes(rows: int, works: int, most_works: int, shape: PromptShape = CAPTURED) -> tuple[int, int]:
     """(prompt rows, prompt works) of a step that reads so many; what a captured step holds, else rounded up coarsely."""
     if not works:
         return 0, 0
-    if rows <= PROMPT_ROWS and works <= PROMPT_WORKS:
-        return PROMPT_ROWS, PROMPT_WORKS
-    return -(-rows // GRAIN) * GRAIN, PROMPT_WORKS if works <= PROMPT_WORKS else most_works
+    if rows <= shape.rows and works <= shape.works:
+        return shape.rows, shape.works
+    return -(-rows // shape.grain) * shape.grain, shape.works if works <= shape.works else most_works
 
 
 def keeps(key: ExtendKey) -> bool:

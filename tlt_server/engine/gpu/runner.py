@@ -18,7 +18,7 @@ import torch
 from tlt_kernels.gpu.accept import Outcome, parse
 from tlt_kernels.gpu.places import Upload, apply
 from tlt_server.attention.gpu import GpuAttention
-from tlt_server.engine.gpu.buckets import batch_buckets, bucket, decode_rows, draft_key, fitted, keeps, prompt_sizes
+from tlt_server.engine.gpu.buckets import CAPTURED, PromptShape, batch_buckets, bucket, decode_rows, draft_key, fitted, keeps, prompt_sizes
 from tlt_server.engine.gpu.by_host import HostSampling, sample_by_host
 from tlt_server.engine.gpu.drafts import DeviceDrafter, DraftKey, DraftPass
 from tlt_server.engine.gpu.extend import Extend, ExtendKey
@@ -58,8 +58,9 @@ class Held(NamedTuple):
 
 class GpuRunner:
     def __init__(self, state: DeviceState, attention: GpuAttention, drafters: dict[str, DeviceDrafter], graphs: GraphPool, *,
-                 max_running: int, stream: torch.cuda.Stream | None, page_hint_PH: torch.Tensor | None) -> None:
-        self.state, self.graphs = state, graphs
+                 max_running: int, stream: torch.cuda.Stream | None, page_hint_PH: torch.Tensor | None,
+                 prompts: PromptShape = CAPTURED) -> None:
+        self.state, self.graphs, self._prompts = state, graphs, prompts
         self._attention, self._drafters, self._stream, self._page_hint_PH = attention, drafters, stream, page_hint_PH
         self._buckets = batch_buckets(max_running)
         pinned = state.upload_U.device.type == "cuda"
@@ -134,7 +135,7 @@ class GpuRunner:
         size = bucket(self._buckets, max(1, len(decoding)))
         strategy = fitted(strategy, size, self.state.depth) if decoding else OFF
         rows = sum(count for _, _, count in works)
-        key = ExtendKey(size, decode_rows(size, strategy), *prompt_sizes(rows, len(works), self.state.layout.works),
+        key = ExtendKey(size, decode_rows(size, strategy), *prompt_sizes(rows, len(works), self.state.layout.works, self._prompts),
                         filtered=any(_filters(work.sequence) for work in batch.works if work.samples))
         extend = self._extend(key)
         drafted: DraftPass | None = None

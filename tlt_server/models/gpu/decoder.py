@@ -64,9 +64,9 @@ class GpuDecoder:
         residual_RH, normed_RH = embed_rms_norm(rows.token_R, self.embedding_VH, self.layers[0].input_norm_H, eps)
         features_RF = self.placement.empty(len(residual_RH), self.feature_width)
         for index, layer in enumerate(self.layers):
-            if index in self.feature_layers:
-                at = self.feature_layers.index(index) * self.hidden_size
-                features_RF[:, at : at + self.hidden_size].copy_(residual_RH)
+            for at, wanted in enumerate(self.feature_layers):  # a small target may give one layer twice
+                if wanted == index:
+                    features_RF[:, at * self.hidden_size : (at + 1) * self.hidden_size].copy_(residual_RH)
             part_PRH = layer.self_attention(normed_RH, keys[index], values[index], rows, attend)
             normed_RH = add_rms_norm(part_PRH, residual_RH, layer.post_attention_norm_H, eps)
             next_norm_H = self.layers[index + 1].input_norm_H if index + 1 < len(self.layers) else self.final_norm_H
@@ -80,6 +80,10 @@ class GpuDecoder:
     def parameters(self) -> dict[str, Tensor]:
         """Hugging Face name -> view [out, in] of the live storage. A tied `lm_head.weight` is not listed."""
         return dict(self._parameters())
+
+    def storage(self) -> list[Tensor]:
+        """Everything that makes a version, in a fixed order."""
+        return list(self.parameters().values())
 
     def _parameters(self) -> Parameters:
         yield "model.embed_tokens.weight", self.embedding_VH

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tlt_kernels.gpu.norm import add_rms_norm, embed_norms
 from tlt_server.attention.rows import KVCache
+from tlt_server.errors import ModelError
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.eagle import target_ids
 from tlt_server.models.gpu.decoder import GpuDecoder, device_table
@@ -51,7 +52,15 @@ class GpuEagle3:
         self.target_ids_C.copy_(target_ids(d2t_C, t2d_V, self.draft_vocab_size, self.vocab_size, path))
 
     def blank(self, target: GpuDecoder, *, own_embedding: bool) -> GpuEagle3:
-        """The same network with storage of its own, to be filled with other weights; the vocabulary map is kept until set anew."""
+        """The same network with storage of its own, to be filled with other weights; the vocabulary map is kept until set anew.
+
+        `ModelError` where one of the two has an embedding of its own and the other has not: their storage could not be exchanged.
+        """
+        if own_embedding != self.own_embedding:
+            pushed, resident = ("brings", "has none") if own_embedding else ("lacks", "has one")
+            remedy = "leave it out of the push" if own_embedding else "push it, too"
+            raise ModelError(f"the drafter {pushed} 'embed_tokens.weight', the one in use {resident}, and a running GPU engine cannot "
+                             f"change that; {remedy}, or restart the server with --drafter naming the other")
         network = GpuEagle3(self.config, self.draft_vocab_size, target, own_embedding=own_embedding)
         network.target_ids_C.copy_(self.target_ids_C)
         return network
@@ -78,6 +87,10 @@ class GpuEagle3:
     def parameters(self) -> dict[str, Tensor]:
         """Published name -> view [out, in] of the live storage; `d2t` and `t2d` are `target_ids_C`."""
         return dict(self._parameters())
+
+    def storage(self) -> list[Tensor]:
+        """Everything that makes a version, in a fixed order."""
+        return [*self.parameters().values(), self.target_ids_C]
 
     def _parameters(self) -> Parameters:
         if self.own_embedding:

@@ -1,0 +1,90 @@
+"""The GPU engine on the interpreter: plain decoding equals the CPU engine's, and speculation changes no bit of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from tests.engine.fast_interpreter import patched_once
+from tests.engine.gpu_engine import PAGE, assert_agree, bits, checkpoints, drafting, on_cpu, prompt, request
+from tests.engine.pushing import Pushable
+from tlt_server.engine.settings import EngineSettings
+from tlt_server.records import GenerateRequest
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineSettings]:
+    with patched_once():
+        yield checkpoints(tmp_path_factory.mktemp("smallest"))
+
+
+def mixed() -> list[GenerateRequest]:
+    """One of each kind of device sampling; `r5` finds a page of `r4`, which is gone by then."""
+    first = prompt(4, PAGE + 2)
+    return [
+        request(0, 3, max_tokens=8),
+        request(1, 9, temperature=0.0),
+        request(2, 6, temperature=0.6, ignore_eos=False, stop_token_ids=list(range(0, 60, 3))),
+        request(3, 5, temperature=0.8, top_k=12, top_p=0.9),
+        msgspec.structs.replace(request(4, max_tokens=3), token_ids=first),
+        msgspec.structs.replace(request(5, max_tokens=5), token_ids=[*first, 7]),
+        msgspec.structs.replace(request(6, 4, temperature=0.7, min_p=0.02), sd=False),
+    ]
+
+
+IDS = [r.id for r in mixed()]
+
+
+@pytest.fixture(scope="module")
+def cpu(settings: EngineSettings) -> Pushable:
+    engine = Pushable(on_cpu(settings))
+    engine.run(*mixed())
+    return engine
+
+
+@pytest.fixture(scope="module")
+def plain(settings: EngineSettings) -> Pushable:
+    engine = Pushable(msgspec.structs.replace(settings, max_rows=12))  # prompts are read in pieces
+    engine.run(*mixed())
+    return engine
+
+
+def test_tokens_equal_the_cpu_engines(plain: Pushable, cpu: Pushable) -> None:
+    assert_agree(plain, cpu, IDS)
+    assert plain.said["r2"][-1].finish_reason == "stop", "a stop id must have been met"
+    assert plain.said["r5"][0].cached_tokens == PAGE
+
+
+def test_all_pages_are_free_again_and_nothing_is_in_flight(plain: Pushable) -> None:
+    gauges = plain.engine.gauges()
+    assert gauges["pages_free"] == plain.info.pages and gauges["running"] == 0 and plain.engine.runner.in_flight == 0
+
+
+@pytest.mark.parametrize("strategy", [("eagle", 2, 2, 4), ("eagle", 3, 1, 4), ("history", 3, 2, 4)], ids=["tree", "chain", "history"])
+def test_speculation_changes_no_bit(strategy: tuple[str, int, int, int], settings: EngineSettings, plain: Pushable) -> None:
+    engine = Pushable(drafting(settings, *strategy))
+    passes = accepted = drafted = 0
+    engine.submit(*mixed())
+    while not engine.engine.idle:
+        engine.step()
+        if cycle := engine.engine.last_cycle:
+            passes, accepted, drafted = passes + 1, accepted + sum(cycle.accepted), drafted + cycle.drafted
+    assert bits(engine, IDS) == bits(plain, IDS)
+    said = [output for id in IDS for output in engine.said[id]]
+    assert sum(output.drafted for output in said) == drafted > 0
+    assert sum(output.accepted for output in said) == accepted <= drafted
+    assert accepted > 0 or strategy[0] == "history", "the drafter shares the noise: some of its tokens must hit"
+    assert all(output.drafted == 0 for output in engine.said["r6"]), "it is never speculated on"
+    assert engine.engine.gauges()["pages_free"] == engine.info.pages
+
+
+def test_preemption_changes_no_bit(settings: EngineSettings) -> None:
+    """Two sequences of three pages each, on four."""
+    asked = [request(0, PAGE - 1, max_tokens=PAGE + 3), request(1, PAGE - 2, max_tokens=PAGE + 3)]
+    wide, scarce = Pushable(settings), Pushable(msgspec.structs.replace(drafting(settings, "eagle", 3, 1, 4), pages=4, max_rows=12))
+    wide.run(*asked)
+    scarce.run(*asked)
+    assert bits(scarce, ["r0", "r1"]) == bits(wide, ["r0", "r1"])
+    assert scarce.engine.gauges()["preemptions"] > 0 and scarce.engine.gauges()["pages_free"] == 4

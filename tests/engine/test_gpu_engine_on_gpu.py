@@ -1,0 +1,188 @@
+"""The demo pair on a real GPU, bfloat16, captured: nothing that the engine may decide changes a token or a bit of a log-prob."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.engine.pushing import Pushable
+from tests.unit.test_distribution import P_LOWEST, p_value
+from tlt_server.demo.workload import DRAFTER, TARGET, problems_as_requests
+from tlt_server.engine.gpu.buckets import reachable
+from tlt_server.engine.settings import EngineSettings
+from tlt_server.errors import StartupError
+from tlt_server.records import GenerateRequest, Sampling, SetPolicy, Strategy
+from tlt_server.speculation.policies.arms import ladder
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+GIB = 2**30
+Bits = dict[str, tuple[list[int], bytes]]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Versions of the pair that can be pushed, in the type they are served in."""
+    root = tmp_path_factory.mktemp("pair")
+    generator = torch.Generator().manual_seed(1)
+    for name, scale in (("base", 0.0), ("new", 0.003)):
+        shutil.copytree(TARGET, root / name)
+        tensors = load_file(TARGET / "model.safetensors")
+        moved = {k: (t.float() + scale * torch.randn(t.shape, generator=generator)).to(torch.bfloat16) for k, t in tensors.items()}
+        save_file(moved, root / name / "model.safetensors")
+    return root
+
+
+@pytest.fixture(scope="module")
+def settings(root: Path) -> EngineSettings:
+    return EngineSettings(
+        model=str(root / "base"), drafter=str(DRAFTER), policy="off", device="cuda", dtype="bfloat16", attention="triton",
+        kv_memory_mb=2048, max_model_len=512, max_running=64, max_rows=512, weight_root=str(root))
+
+
+@pytest.fixture(scope="module")
+def engine(settings: EngineSettings) -> Iterator[Pushable]:
+    yield Pushable(settings)
+
+
+def requests() -> list[GenerateRequest]:
+    """64, of all kinds of device sampling, a few never speculated on."""
+    kinds = [{}, {"temperature": 0.0}, {"temperature": 0.7, "top_k": 20}, {"top_p": 0.9}, {"temperature": 0.5, "min_p": 0.05}]
+    asked = problems_as_requests(TARGET, 64, group=4, seed=0, max_tokens=48)
+    return [msgspec.structs.replace(r, sampling=msgspec.structs.replace(r.sampling, **kinds[i % 5]), sd=i % 16 != 7)
+            for i, r in enumerate(asked)]
+
+
+def bits(engine: Pushable, asked: list[GenerateRequest], policy: str = "off", strategy: Strategy | None = None) -> Bits:
+    engine.engine.send(SetPolicy(policy, strategy))
+    said = engine.run(*asked)
+    return {id: (tokens, np.array(logprobs, np.float32).tobytes()) for id, (tokens, logprobs) in said.items()}
+
+
+@pytest.fixture(scope="module")
+def plain(engine: Pushable) -> Bits:
+    return bits(engine, requests())
+
+
+def assert_same(found: Bits, expected: Bits) -> None:
+    tokens = sum(a != b for id in found for a, b in zip(found[id][0], expected[id][0], strict=True))
+    assert tokens == 0, f"{tokens} tokens differ"
+    logprobs = sum(int((np.frombuffer(found[id][1], np.int32) != np.frombuffer(expected[id][1], np.int32)).sum()) for id in found)
+    assert logprobs == 0, f"{logprobs} log-probs differ in their bits"
+
+
+def test_what_policies_reach_is_captured_within_its_memory(engine: Pushable, plain: Bits) -> None:
+    """`plain` has run: keys of mixed steps are there already, and nothing of these was captured twice."""
+    graphs, rungs = engine.engine.runner.graphs, ladder(("eagle", "history"), "cuda")
+    keys = reachable(rungs.arms, rungs.rows, 64)
+    assert all(key in graphs for key in keys)
+    assert [key for key in graphs.bytes if key in set(keys)] == keys, "from the largest to the smallest"
+    assert 0 < graphs.total_bytes < 2 * GIB
+
+
+@pytest.mark.parametrize("arm", ["eagle 7 4 32", "eagle 7 1 8", "eagle 7 4 16", "history 12 2 16", "beg"])
+@pytest.mark.parametrize("batch", [64, 7, 1])
+def test_speculation_changes_no_bit(arm: str, batch: int, engine: Pushable, plain: Bits) -> None:
+    drafter, *numbers = arm.split()
+    policy, strategy = ("fixed", Strategy(drafter, *map(int, numbers))) if numbers else ("beg", None)
+    assert_same(bits(engine, requests()[:batch] if batch > 1 else requests()[5:6], policy, strategy), plain)
+    if policy == "fixed":
+        assert sum(o.accepted for outputs in engine.said.values() for o in outputs) > 0
+
+
+def test_batch_and_chunks_change_no_bit(engine: Pushable, plain: Bits) -> None:
+    scheduler = engine.engine.scheduler
+    assert_same(bits(engine, requests()[:1]), plain)
+    kept, scheduler.max_rows = scheduler.max_rows, 24
+    try:
+        assert_same(bits(engine, requests()[:12], "fixed", Strategy("eagle", 7, 4, 16)), plain)
+    finally:
+        scheduler.max_rows = kept
+
+
+def test_without_graphs_and_with_few_pages_the_bits_are_the_same(settings: EngineSettings, plain: Bits) -> None:
+    scarce = Pushable(msgspec.structs.replace(settings, graphs=False, pages=32, max_running=12, max_rows=96))
+    asked = requests()[:24]
+    assert_same(bits(scarce, asked), plain)
+    assert_same(bits(scarce, asked, "fixed", Strategy("eagle", 7, 4, 16)), plain)
+    assert scarce.engine.gauges()["preemptions"] > 0 and not scarce.engine.runner.graphs.bytes
+
+
+def test_graphs_compute_with_pushed_weights_and_with_the_old_ones_after_a_rollback(
+        engine: Pushable, settings: EngineSettings, root: Path, plain: Bits) -> None:
+    model = engine.engine.runner.state.model
+    where, sums = {name: view.data_ptr() for name, view in model.parameters().items()}, engine.checksums()
+    report = engine.push(root / "new", "v1")
+    assert report.result == "committed"
+    assert {name: view.data_ptr() for name, view in engine.engine.runner.state.model.parameters().items()} == where
+    after = bits(engine, requests()[:16], "fixed", Strategy("eagle", 7, 1, 8))
+    fresh = Pushable(msgspec.structs.replace(settings, model=str(root / "new"), graphs=False, max_running=16))
+    assert_same(after, bits(fresh, requests()[:16]))
+    assert after != {id: plain[id] for id in after}
+    assert engine.roll_back("initial").result == "rolled_back" and engine.checksums() == sums
+    assert_same(bits(engine, requests()[:16], "fixed", Strategy("eagle", 7, 1, 8)), plain)
+
+
+def test_a_push_while_graphs_run_is_marked_at_the_token(engine: Pushable, root: Path, plain: Bits) -> None:
+    long = [msgspec.structs.replace(r, sampling=Sampling(max_tokens=200, ignore_eos=True)) for r in requests()[:4]]
+    for r in long:
+        engine.said.pop(r.id, None)
+    engine.engine.send(SetPolicy("fixed", Strategy("eagle", 7, 1, 8)))
+    engine.submit(*long)
+    engine.step(3)
+    assert engine.push(root / "new", "v2", in_flight="continue").result == "committed"
+    engine.finish()
+    for r in long:
+        (_, _, first), (version, _, end) = engine.spans(r.id)
+        assert version == "v2" and 0 < first < end == 200
+    assert engine.roll_back("initial").result == "rolled_back"
+
+
+def test_weights_that_are_not_finite_end_requests_with_one_typed_error(engine: Pushable, plain: Bits) -> None:
+    norm_H = engine.engine.runner.state.model.final_norm_H
+    kept_H = norm_H.clone()
+    norm_H.fill_(float("nan"))
+    torch.cuda.synchronize()
+    asked = requests()[:3]
+    bits(engine, asked)
+    norm_H.copy_(kept_H)
+    torch.cuda.synchronize()
+    for r in asked:
+        last = engine.said[r.id][-1]
+        assert last.finish_reason == "error" and last.error is not None and last.error[0] == "engine_failed" and "finite" in last.error[1]
+    engine.engine.scheduler.pool.clear_index()
+    assert_same(bits(engine, asked), plain)
+
+
+def test_pages_without_number_are_refused_with_a_remedy(settings: EngineSettings, engine: Pushable) -> None:
+    with pytest.raises(StartupError, match=r"KV pages.*lower .*pages"):
+        Pushable(msgspec.structs.replace(settings, pages=10**9, graphs=False))
+
+
+def test_fast_numerics_sample_the_models_distribution(settings: EngineSettings) -> None:
+    """First tokens over seeds against the softmax in float64 of one row's fp32 logits; drawn beside each other, so by other products."""
+    fast = Pushable(msgspec.structs.replace(settings, numerics="fast", graphs=False))
+    assert "fast" in fast.info.numerics
+    asked, draws, vocab = requests()[0], 3000, fast.info.vocab_size
+    every = msgspec.structs.replace(asked, id="every", sampling=Sampling(max_tokens=1, logprobs=vocab, temperature=1.6))
+    fast.run(every)
+    (top,) = [t for output in fast.said["every"] for t in output.top_logprobs or []]
+    p = np.zeros(vocab)
+    p[top.token_ids] = np.exp(np.array(top.logprobs, np.float64))
+    assert abs(p.sum() - 1) < 1e-4
+    one = msgspec.structs.replace(asked, sampling=Sampling(max_tokens=1, temperature=1.6))
+    said = fast.run(*[msgspec.structs.replace(one, id=f"d{i}", seed=i) for i in range(draws)])
+    counts = np.bincount([tokens[0] for tokens, _ in said.values()], minlength=vocab)
+    rare = p * draws < 5
+    grouped_p, grouped = np.append(p[~rare], p[rare].sum()), np.append(counts[~rare], counts[rare].sum())
+    if grouped_p[-1] * draws < 5:  # too few to be told apart: into the last of the others
+        grouped_p, grouped = np.append(grouped_p[:-2], grouped_p[-2:].sum()), np.append(grouped[:-2], grouped[-2:].sum())
+    assert len(grouped) > 2, "one token has it all; choose another prompt"
+    assert p_value(grouped, grouped_p / grouped_p.sum()) > P_LOWEST

@@ -1,0 +1,113 @@
+"""What the host decides while a step is in flight, and what only the host samples; on the interpreter, against the CPU engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+import pytest
+
+from tests.engine.fast_interpreter import patched_once
+from tests.engine.gpu_engine import LOGPROB_TOLERANCE, assert_agree, bits, checkpoints, drafting, on_cpu, request
+from tests.engine.pushing import Pushable
+from tlt_server.engine.settings import EngineSettings
+from tlt_server.records import Abort, StepOutput, TokenLogprobs
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineSettings]:
+    with patched_once():
+        yield checkpoints(tmp_path_factory.mktemp("smallest"))
+
+
+def test_the_place_and_pages_of_an_aborted_request_serve_the_next_while_its_step_is_in_flight(settings: EngineSettings) -> None:
+    narrow = msgspec.structs.replace(drafting(settings, "eagle", 2, 1, 3), max_running=1, pages=2)
+    first, second = request(0, 12, max_tokens=20), request(1, 7, max_tokens=6)
+    engine, cpu = Pushable(narrow), Pushable(on_cpu(narrow))
+    engine.submit(first, second)
+    engine.step(4)
+    assert engine.engine.runner.in_flight == 1
+    engine.engine.send(Abort(["r0"], finish_reason="stop"))  # as for a stop string
+    engine.finish()
+    cpu.run(first, second)
+    assert engine.said["r0"][-1].finish_reason == "stop"
+    got = engine.tokens("r0")
+    assert 0 < len(got) < 20 and got == cpu.tokens("r0")[: len(got)], "what was said before the abort stays said, nothing after it"
+    assert_agree(engine, cpu, ["r1"])
+    assert engine.engine.gauges()["pages_free"] == 2
+
+
+def test_weights_that_are_not_finite_end_a_request_with_one_typed_error(settings: EngineSettings) -> None:
+    engine = Pushable(settings)
+    engine.submit(request(0))
+    engine.step(3)
+    norm_H = engine.engine.runner.state.model.final_norm_H
+    kept_H = norm_H.clone()
+    norm_H.fill_(float("nan"))
+    engine.finish()
+    last = engine.said["r0"][-1]
+    assert last.finish_reason == "error" and last.error is not None and last.error[0] == "engine_failed" and "finite" in last.error[1]
+    norm_H.copy_(kept_H)
+    assert len(engine.run(request(1, 3, max_tokens=2))["r1"][0]) == 2, "its place serves the next"
+
+
+def by_host() -> list:
+    """Requests that need the host's sampler, beside ordinary ones."""
+    return [
+        request(0, 6, max_tokens=7),
+        request(1, 4, temperature=0.7, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2),
+        request(2, 5, max_tokens=5, logprobs=3, raw_logprobs=True),
+        request(3, 9, max_tokens=4, prompt_logprobs=2),
+        request(4, 4, max_tokens=5, ignore_eos=False, stop_token_ids=list(range(56)), min_tokens=3, logit_bias={40: 1.5, 3: -60.0}),
+        request(5, 8, max_tokens=0, prompt_logprobs=1),
+    ]
+
+
+@pytest.fixture(scope="module")
+def twin(settings: EngineSettings) -> Pushable:
+    cpu = Pushable(on_cpu(settings))
+    cpu.run(*by_host())
+    return cpu
+
+
+@pytest.fixture(scope="module")
+def engine(settings: EngineSettings) -> Pushable:
+    engine = Pushable(msgspec.structs.replace(drafting(settings, "eagle", 2, 1, 3), max_rows=10))
+    engine.run(*by_host())
+    return engine
+
+
+def test_requests_sampled_by_the_host_agree_beside_ordinary_ones(engine: Pushable, twin: Pushable) -> None:
+    assert_agree(engine, twin, [f"r{i}" for i in range(6)])
+    assert engine.said["r4"][-1].finish_reason == "stop" and len(engine.tokens("r4")) >= 3
+
+
+def joined(outputs: list[StepOutput], field: str) -> list:
+    return [value for output in outputs for value in getattr(output, field) or []]
+
+
+def assert_alternatives_agree(found: list[TokenLogprobs | None], expected: list[TokenLogprobs | None]) -> None:
+    assert len(found) == len(expected) > 0
+    for mine, theirs in zip(found, expected, strict=True):
+        assert (mine is None) == (theirs is None)
+        if mine is not None and theirs is not None:
+            assert mine.token_ids == theirs.token_ids
+            np.testing.assert_allclose(mine.logprobs, theirs.logprobs, atol=LOGPROB_TOLERANCE)
+
+
+def test_alternatives_and_raw_logprobs_agree(engine: Pushable, twin: Pushable) -> None:
+    found, expected = engine.said["r2"], twin.said["r2"]
+    np.testing.assert_allclose(joined(found, "raw_logprobs"), joined(expected, "raw_logprobs"), atol=LOGPROB_TOLERANCE)
+    assert_alternatives_agree(joined(found, "top_logprobs"), joined(expected, "top_logprobs"))
+
+
+@pytest.mark.parametrize("id", ["r3", "r5"], ids=["read in pieces", "scored only"])
+def test_prompt_logprobs_agree(id: str, engine: Pushable, twin: Pushable) -> None:
+    assert_alternatives_agree(joined(engine.said[id], "prompt_logprobs"), joined(twin.said[id], "prompt_logprobs"))
+
+
+def test_an_ordinary_request_has_the_bits_it_has_alone(engine: Pushable, settings: EngineSettings) -> None:
+    alone = Pushable(settings)
+    alone.run(by_host()[0])
+    assert bits(alone, ["r0"]) == bits(engine, ["r0"])

@@ -1,0 +1,150 @@
+"""Pushes into the GPU engine on the interpreter: weights are exchanged where they lie, whole, and come back bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from tests.engine.fast_interpreter import patched_once
+from tests.engine.gpu_engine import LOGPROB_TOLERANCE, bits, checkpoints, drafting, on_cpu, request
+from tests.engine.pushing import Pushable
+from tests.engine.tiny import SMALLEST, write_eagle
+from tlt_server.engine.settings import EngineSettings
+from tlt_server.records import GenerateRequest
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineSettings]:
+    root = tmp_path_factory.mktemp("smallest")
+    with patched_once():
+        settings = checkpoints(root)
+        write_eagle(root / "new-drafter", seed=5, shape=SMALLEST, draft_vocab=40)  # another vocabulary, too
+        write_eagle(root / "embedding-drafter", shape=SMALLEST, draft_vocab=40, own_embedding=True)
+        yield settings
+
+
+@pytest.fixture(scope="module")
+def root(settings: EngineSettings) -> Path:
+    return Path(settings.weight_root)
+
+
+def storage(engine: Pushable) -> dict[str, torch.Tensor]:
+    """What a captured graph would read."""
+    runner = engine.engine.runner
+    tensors = {f"target {name}": tensor for name, tensor in runner.state.model.parameters().items()}
+    network = runner._drafters["eagle"].network
+    return {**tensors, **{f"drafter {name}": tensor for name, tensor in network.parameters().items()},
+            "drafter embedding": network.embedding_VH, "drafter vocabulary": network.target_ids_C,
+            "drafter gap edges": runner._drafters["eagle"].gap_edge_G}
+
+
+def addresses(engine: Pushable) -> dict[str, int]:
+    return {name: tensor.data_ptr() for name, tensor in storage(engine).items()}
+
+
+def values(engine: Pushable) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in storage(engine).items()}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def asked(max_tokens: int = 5) -> list[GenerateRequest]:
+    return [request(i, 4 + i, max_tokens=max_tokens) for i in range(2)]
+
+
+def said(engine: Pushable, *requests: GenerateRequest) -> dict[str, tuple[object, ...]]:
+    for r in requests:
+        engine.said.pop(r.id, None)
+    engine.run(*requests)
+    return bits(engine, [r.id for r in requests])
+
+
+def test_a_target_is_exchanged_in_place_and_rolled_back_bit_for_bit(settings: EngineSettings, root: Path) -> None:
+    engine = Pushable(settings)
+    where, old = addresses(engine), values(engine)
+    before, sums = said(engine, *asked()), engine.checksums()
+    report = engine.push(root / "new", "v1")
+    assert report.result == "committed" and addresses(engine) == where and not same(values(engine), old)
+    live = engine.checksums()
+    assert {name: live[name] for name in report.checksums} == report.checksums != {name: sums[name] for name in report.checksums}
+    fresh = Pushable(msgspec.structs.replace(settings, model=str(root / "new")))
+    after = said(engine, *asked())
+    assert after == said(fresh, *asked()) != before
+    report = engine.roll_back("initial")
+    assert report.result == "rolled_back" and addresses(engine) == where and same(values(engine), old)
+    assert engine.checksums() == sums and said(engine, *asked()) == before
+
+
+def test_in_flight_requests_continue_or_are_recomputed(settings: EngineSettings, root: Path) -> None:
+    engine = Pushable(drafting(settings, "eagle", 2, 1, 3))
+    cpu = Pushable(on_cpu(msgspec.structs.replace(settings, model=str(root / "new"))))
+    for mode, id in (("continue", "r0"), ("recompute", "r1")):
+        r = asked(12)[int(id[1])]
+        engine.submit(r)
+        engine.step(3)
+        if mode == "recompute":
+            engine.roll_back("initial")
+            engine.step(2)
+        assert engine.engine.runner.in_flight
+        assert engine.push(root / "new", f"v-{mode}", in_flight=mode).result == "committed"
+        engine.finish()
+        spans = engine.spans(id)
+        assert spans[-1][0] == f"v-{mode}" and spans[-1][2] == 12 == len(engine.tokens(id)) and len(spans) > 1
+        if mode == "recompute":
+            at = spans[-1][1]
+            rest = msgspec.structs.replace(r, id="rest", token_ids=r.token_ids + engine.tokens(id)[:at],
+                                           sampling=msgspec.structs.replace(r.sampling, max_tokens=12 - at))
+            tokens, logprobs = cpu.run(rest)["rest"]
+            assert engine.tokens(id)[at:] == tokens
+            assert engine.logprobs(id)[at:] == pytest.approx(logprobs, abs=LOGPROB_TOLERANCE)
+
+
+def test_a_drafter_is_exchanged_with_its_vocabulary_and_changes_no_token(settings: EngineSettings, root: Path) -> None:
+    engine = Pushable(drafting(settings, "eagle", 2, 2, 4))
+    where, old = addresses(engine), values(engine)
+    before = said(engine, *asked())
+    assert engine.push(root / "new-drafter", "d1", role="drafter").result == "committed"
+    new = values(engine)
+    assert addresses(engine) == where
+    assert not torch.equal(new["drafter vocabulary"], old["drafter vocabulary"])
+    fresh = Pushable(msgspec.structs.replace(settings, drafter=str(root / "new-drafter")))
+    assert same(new, values(fresh)) and engine.checksums() == fresh.checksums()
+    assert said(engine, *asked()) == before
+    assert engine.roll_back().result == "rolled_back"
+    assert addresses(engine) == where and same(values(engine), old)
+
+
+def test_both_at_once_share_the_new_embedding(settings: EngineSettings, root: Path) -> None:
+    engine = Pushable(settings)
+    where, old = addresses(engine), values(engine)
+    report = engine.push(root / "new", "both", role="all", drafter_path=str(root / "new-drafter"))
+    assert report.result == "committed" and addresses(engine) == where
+    fresh = Pushable(msgspec.structs.replace(settings, model=str(root / "new"), drafter=str(root / "new-drafter")))
+    assert same(values(engine), values(fresh)) and engine.checksums() == fresh.checksums()
+    assert engine.roll_back().result == "rolled_back" and same(values(engine), old)
+
+
+@pytest.mark.parametrize(("resident", "pushed", "word"), [
+    ("drafter", "embedding-drafter", "brings"), ("embedding-drafter", "drafter", "lacks")])
+def test_an_embedding_can_neither_come_nor_go(resident: str, pushed: str, word: str, settings: EngineSettings, root: Path) -> None:
+    engine = Pushable(msgspec.structs.replace(settings, drafter=str(root / resident)))
+    old = values(engine)
+    report = engine.push(root / pushed, "d1", role="drafter")
+    assert report.result == "weights_refused" and report.error is not None
+    assert f"{word} 'embed_tokens.weight'" in report.error[1] and "restart" in report.error[1]
+    assert same(values(engine), old) and engine.push(root / resident, "d2", role="drafter").result == "committed"
+
+
+def test_a_layer_that_a_drafter_reads_twice_is_given_twice(settings: EngineSettings) -> None:
+    """Features (1, 0, 1) of a target of two layers: the first and the last third are one layer's."""
+    engine = Pushable(settings)
+    engine.run(request(0, 4, max_tokens=1))
+    features_RF = next(iter(engine.engine.runner._extends.values())).forwarded.features_RF
+    first, between, last = features_RF.split(SMALLEST.hidden, dim=1)
+    assert torch.equal(first, last) and not torch.equal(first, between)

@@ -1,0 +1,57 @@
+"""Host buffers that copies use in turns."""
+
+from __future__ import annotations
+
+from tlt_server.engine.gpu.ring import PinnedRing, Slot
+
+
+class Copy:
+    """Stands for an event: notes when somebody waited for it."""
+
+    def __init__(self) -> None:
+        self.recorded = self.waited = 0
+
+    def record(self) -> None:
+        self.recorded += 1
+
+    def synchronize(self) -> None:
+        self.waited += 1
+
+
+def ring(count: int) -> tuple[PinnedRing, list[Copy]]:
+    ring, copies = PinnedRing(count, 4, pinned=False), [Copy() for _ in range(count)]
+    ring._events = copies  # type: ignore[assignment]
+    return ring, copies
+
+
+def test_buffers_take_turns_and_keep_what_was_written() -> None:
+    ring_, _ = ring(3)
+    slots = [ring_.take() for _ in range(3)]
+    for i, slot in enumerate(slots):
+        slot.array[:] = i
+    assert [slot.tensor.tolist() for slot in slots] == [[0] * 4, [1] * 4, [2] * 4]
+    assert ring_.take().tensor.data_ptr() == slots[0].tensor.data_ptr()
+
+
+def test_a_buffer_is_handed_out_again_only_after_its_copy() -> None:
+    ring_, copies = ring(2)
+    ring_.take().mark()
+    ring_.take().mark()
+    before = [copy.waited for copy in copies]
+    ring_.take()
+    assert [copy.waited for copy in copies] == [before[0] + 1, before[1]]
+
+
+def test_marking_and_waiting_are_one_buffers_own() -> None:
+    ring_, copies = ring(2)
+    slot = ring_.take()
+    slot.mark()
+    slot.wait()
+    assert [copy.recorded for copy in copies] == [1, 0] and copies[1].waited == 0
+
+
+def test_without_a_device_nothing_is_waited_for() -> None:
+    slot = PinnedRing(1, 2, pinned=False).take()
+    slot.mark()
+    slot.wait()
+    assert isinstance(slot, Slot) and slot.array.tolist() == [0, 0]
