@@ -44,7 +44,7 @@ class _Shared:
 
     def __init__(self, device: Device, settings: EngineSettings, source: LoadedOnce) -> None:
         self._device, self._settings, self._source = device, settings, source
-        self.name, self.dtype, self.attention = device.name, device.dtype, device.attention
+        self.name, self.dtype, self.attention, self.warms_up = device.name, device.dtype, device.attention, device.warms_up
 
     @property
     def numerics(self) -> str:
