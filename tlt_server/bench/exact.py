@@ -74,7 +74,7 @@ PLANS = {
     "cuda": Plan(  # the smaller chunk leaves 16 prompt rows beside a full batch; the full size is minutes for a 7B model
         ON_GPU, {"arm": tuple(ON_GPU), "batch": (1, 7, 64), "pages": ("ample", "scarce"), "chunk": (80, 1024)},
         {"arm": "off", "batch": 64, "pages": "ample", "chunk": 1024},
-        Size(192, 192, 8, 1000, 16), Size(48, 48, 2, 256, 6), 2048),
+        Size(192, 128, 4, 600, 12), Size(48, 48, 2, 256, 6), 2048),
 }
 PLANS["interpreter"] = PLANS["cuda"]
 
