@@ -2,6 +2,8 @@
 #   PYTHON      interpreter for the environment: 3.11 or 3.12
 #   TORCH_SPEC  what pip is asked for torch, e.g. TORCH_SPEC="torch==2.13.0+cpu" with PIP_ARGS naming an index that has it
 #   PIP_ARGS    further arguments of pip install
+#   PAIR        directory of the padded pair that bench-gpu measures; made there if it is missing
+#   SHAPE       sizes of that pair, see python -m benchmarks.pad --help
 .DEFAULT_GOAL := help
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -13,14 +15,18 @@ TORCH_SPEC ?= torch
 PIP_ARGS ?=
 ARGS ?=
 PYTEST_ARGS ?= -n 2
+PAIR ?= /tmp/padded-7b
+SHAPE ?= qwen2.5-7b
+RESULTS ?= benchmarks/results
+ON_PAIR = --device cuda --model "$(PAIR)/target" --drafter "$(PAIR)/drafter" $(ARGS)
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 CODE := tlt_server clients tests $(wildcard kernels examples benchmarks)
 
-.PHONY: setup demo test lint programs screenshots bench soak clean help
+.PHONY: setup demo test test-gpu lint programs screenshots bench bench-gpu soak clean help
 
 help: ## this list
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
 
 $(STAMP): pyproject.toml kernels/pyproject.toml clients/pyproject.toml constraints.txt
 	@if [ -z "$(PYTHON)" ]; then echo "No Python 3.11 or 3.12 found: install one, or name it: make setup PYTHON=/path/to/python3.11" >&2; exit 2; fi
@@ -46,12 +52,23 @@ programs: ## a Chromium and Prometheus for the tests: the machine's own, else De
 test: $(STAMP) programs lint ## lint, then all tests that need no GPU
 	"$(BIN)/python" -m pytest -m "not gpu and not soak" $(PYTEST_ARGS) $(ARGS)
 
+test-gpu: $(STAMP) ## on a machine with a GPU: its tests, the kernels' tests, exactness; renews benchmarks/results/test-gpu.json
+	"$(BIN)/python" -m benchmarks.record_tests $(ARGS)
+
 screenshots: $(STAMP) programs ## renew the pictures of the built-in page under docs/images
 	"$(BIN)/python" -m examples.page.screenshots
 
 bench: $(STAMP) ## exactness and rollout benchmarks, quick
 	"$(BIN)/tlt" bench exact --quick $(ARGS)
 	"$(BIN)/tlt" bench rollout --quick $(ARGS)
+
+bench-gpu: $(STAMP) ## decode, cycle, graphs and rollout on a GPU, with a pair padded to SHAPE; renews benchmarks/results and docs/performance.md
+	test -d "$(PAIR)/drafter" || "$(BIN)/python" -m benchmarks.pad --shape "$(SHAPE)" --out "$(PAIR)" --device cuda
+	"$(BIN)/tlt" bench graphs $(ON_PAIR) --json "$(RESULTS)/graphs-gpu.json"
+	"$(BIN)/tlt" bench decode $(ON_PAIR) --against fast --context 16000 --json "$(RESULTS)/decode-gpu.json"
+	"$(BIN)/tlt" bench cycle $(ON_PAIR) --context 16000 --json "$(RESULTS)/cycle-gpu.json"
+	"$(BIN)/tlt" bench rollout $(ON_PAIR) --json "$(RESULTS)/rollout-gpu.json"
+	"$(BIN)/python" -m benchmarks.report
 
 soak: $(STAMP) ## the long tests
 	"$(BIN)/python" -m pytest -m soak $(ARGS)

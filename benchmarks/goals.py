@@ -1,0 +1,77 @@
+"""The figures to reach, from `goals.json`, and which of the measured ones answers each: the newest of the goals' machine and shapes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+GOALS = Path(__file__).with_name("goals.json")
+
+
+class Result(NamedTuple):
+    """One file of `benchmarks/results`."""
+
+    name: str  # of the file
+    entry: dict[str, Any]
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        return dict(self.entry["figures"])
+
+    @property
+    def bench(self) -> str:
+        return str(self.figures["bench"])
+
+
+class Found(NamedTuple):
+    value: float
+    name: str  # of the file
+    commit: str
+
+
+def results(directory: Path) -> list[Result]:
+    """Every file, the oldest first."""
+    read = [Result(path.name, json.loads(path.read_text())) for path in sorted(directory.glob("*.json"))]
+    return sorted(read, key=lambda result: str(result.entry["date"]))
+
+
+def goals() -> dict[str, Any]:
+    return dict(json.loads(GOALS.read_text()))
+
+
+def comparable(found: Iterable[Result], wanted: Mapping[str, Any]) -> list[Result]:
+    """Full runs on the goals' machine, with the goals' shapes."""
+    return [result for result in found if wanted["machine"] in result.entry["machine"] and not result.figures.get("quick")
+            and matches(result.figures.get("shape", {}), wanted["shape"])]
+
+
+def matches(row: Mapping[str, Any], where: Mapping[str, Any]) -> bool:
+    """A list in `where` means any of its values."""
+    return all(key in row and (row[key] in value if isinstance(value, list) else row[key] == value) for key, value in where.items())
+
+
+def answer(goal: Mapping[str, Any], found: Iterable[Result]) -> Found | None:
+    """The goal's figure in the newest result that has it."""
+    answers = [Found(_taken(goal, values) * goal.get("scale", 1), result.name, result.entry["commit"])
+               for result in found if result.bench == goal["bench"] and (values := list(_values(goal, result.figures)))]
+    return answers[-1] if answers else None
+
+
+def _values(goal: Mapping[str, Any], figures: Mapping[str, Any]) -> Iterator[float]:
+    for row in figures.get(goal["of"], ()) if "of" in goal else (figures,):
+        if matches(row, goal.get("where", {})) and goal["field"] in row:
+            yield row[goal["field"]]
+
+
+def _taken(goal: Mapping[str, Any], values: list[float]) -> float:
+    return max(values) if goal.get("take") == "max" else values[0]
+
+
+def verdict(goal: Mapping[str, Any], value: float) -> str:
+    """How it stands to the goal."""
+    sign = -1 if goal.get("higher") else 1
+    if sign * value <= sign * goal["stretch"]:
+        return "stretch reached"
+    return "reached" if sign * value <= sign * goal["must"] else "short"

@@ -1,0 +1,61 @@
+"""`python -m benchmarks.record_tests [pytest arguments]`: run on a GPU what needs one, and record what came of it.
+
+Tests marked `gpu`, the kernels' other tests, which take the GPU where there is one, and `tlt bench exact --quick` on the shipped pair.
+The last result is benchmarks/results/test-gpu.json, red ones included.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from tlt_server.bench.record import entry_of, write_entry
+
+RECORD = Path(__file__).with_name("results") / "test-gpu.json"
+RUNS = {"marked gpu": ("tests", "-m", "gpu"), "kernels": ("tests/kernels", "-m", "not gpu and not soak")}
+EXACT = ("-m", "tlt_server", "bench", "exact", "--device", "cuda", "--quick")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """0 if everything passed, 1 if not, 2 without a GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        print("benchmarks.record_tests: torch finds no GPU; run this on a machine that has one (nvidia-smi lists it)", file=sys.stderr)
+        return 2
+    with tempfile.TemporaryDirectory() as folder:
+        red, tests = False, {}
+        for name, selection in RUNS.items():
+            report = Path(folder) / f"{name}.xml"
+            red |= bool(subprocess.run([sys.executable, "-m", "pytest", *selection, f"--junitxml={report}", *arguments]).returncode)
+            tests[name] = counts(report)
+        file = Path(folder) / "exact.json"
+        red |= bool(subprocess.run([sys.executable, *EXACT, "--json", str(file)]).returncode)
+        exact = json.loads(file.read_text())["figures"] if file.exists() else {}
+    write_entry(RECORD, entry_of(figures(tests, exact, red=red), "make test-gpu", on_gpu=True))
+    print(f"{RECORD.name}: {'red' if red else 'green'}")
+    return int(red)
+
+
+def figures(tests: dict[str, dict[str, float]], exact: dict[str, Any], *, red: bool) -> dict[str, Any]:
+    return {"bench": "test-gpu", "green": not red, "tests": tests, "exact": exact}
+
+
+def counts(report: Path) -> dict[str, float]:
+    """Of a JUnit report; a run that ended before it wrote one has no counts and one failure."""
+    if not report.exists():
+        return {"passed": 0, "failed": 1, "skipped": 0, "seconds": 0.0}
+    suites = list(ElementTree.parse(report).getroot().iter("testsuite"))
+    ran, failed, errors, skipped = (sum(int(suite.get(name, 0)) for suite in suites) for name in ("tests", "failures", "errors", "skipped"))
+    return {"passed": ran - failed - errors - skipped, "failed": failed + errors, "skipped": skipped,
+            "seconds": round(sum(float(suite.get("time", 0)) for suite in suites), 1)}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

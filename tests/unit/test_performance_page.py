@@ -1,0 +1,109 @@
+"""docs/performance.md is what its generator makes of the committed results; every kind of result finds its place in it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.goals import Result, answer, comparable, goals, results, verdict
+from benchmarks.record_tests import counts, figures
+from benchmarks.report import NOTES, PAGE, RESULTS, page
+
+SHAPE = {"layers": 28, "hidden": 3584, "intermediate": 18944, "heads": 28, "kv_heads": 4, "vocab": 152064}
+COMMON = {"quick": False, "shape": SHAPE, "drafter": "eagle", "device": "cuda", "dtype": "bfloat16", "attention": "triton",
+          "numerics": "strict", "max_running": 256}
+STEP = {"context": 137, "steps": 400, "quartiles_ms": [3.9, 4.1], "tokens_per_s": 250.4, "accept_length": 1.0}
+TEST_REPORT = '<testsuites><testsuite tests="9" failures="1" errors="1" skipped="2" time="3.25"></testsuite></testsuites>'
+
+
+def result(name: str, date: str = "2026-11-22", machine: str = "1 x NVIDIA H200 (140 GiB); 16 cores of a host", **said: Any) -> Result:
+    return Result(name, {"command": "tlt bench x", "commit": "abc1234", "date": date, "machine": machine, "versions": {"torch": "2.11.0"},
+                         "figures": {**COMMON, **said}})
+
+
+def decode(name: str, step_ms: float, **how: Any) -> Result:
+    rows = [{"numerics": kind, "prompt": 128, "batch": batch, "strategy": "off", "step_ms": step_ms, **STEP}
+            for kind in ("strict", "fast") for batch in (1, 8, 32, 64, 256)]
+    price = [{"what": "decode", "batch": batch, "prompt": 128, "percent": batch / 10} for batch in (1, 8, 32, 64, 256)]
+    price += [{"what": "prefill", "prompts": 8, "length": 2048, "percent": 11.1, "ratio": 0.9}]
+    prefill = [{"numerics": "strict", "prompts": 8, "length": 2048, "tokens_per_s": 45000.0}]
+    return result(name, bench="decode", prompt=128, rows=rows, price=price, prefill=prefill, **how)
+
+
+EXAMPLES = [
+    decode("decode-h200.json", 3.8),
+    result("cycle-h200.json", bench="cycle", rows=[
+        {**STEP, "prompt": "problem", "batch": 1, "strategy": "eagle:7x4x32", "step_ms": 5.5, "gpu_idle_percent": 0.4, "profiled_steps": 20,
+         "profiled_step_ms": 5.4, "kernels_per_step": 300, "longest_kernels_ms": [["gemm", 3.0]]}]),
+    result("graphs-h200.json", bench="graphs", graphs=40, graph_bytes=1_500_000_000, capture_s=12.0, phases_s={"load model": 9.0},
+           ready_s=40.0, triton_cache="warm", pages=100, policy="beg"),
+    result("exact-h200.json", bench="exact", configurations=18, requests=2304, tokens=200_000, preemptions=50, differing_tokens=0,
+           differing_logprob_bits=0, differing_responses=0, differing_token_rate=0.0),
+    result("test-gpu.json", **figures({"marked gpu": {"passed": 5, "failed": 0, "skipped": 0, "seconds": 2.0}}, {}, red=False)),
+]
+
+
+def goal(what: str) -> dict[str, Any]:
+    return next(goal for goal in goals()["goals"] if goal["what"] == what)
+
+
+def test_the_committed_page_is_what_the_generator_makes() -> None:
+    assert PAGE.read_text() == page(results(RESULTS), NOTES.read_text()), "run: python -m benchmarks.report"
+
+
+def test_every_file_of_results_is_on_the_page() -> None:
+    for file in RESULTS.glob("*.json"):
+        assert f"](../benchmarks/results/{file.name}): `" in PAGE.read_text(), f"{file.name} is of a bench that the page has no section for"
+
+
+def test_each_kind_of_result_has_its_section_goals_and_source() -> None:
+    text = page(EXAMPLES, "# Notes on performance\n\nFirst.\n\n## An entry\n")
+    for line in ("| plain decode, batch 1 | ms per step | 4.1 | 3.7 | 3.80 | reached | [decode-h200.json]",
+                 "| SD cycle of depth 7, batch 1, 32 rows | ms per cycle | 6.0 | 5.2 | 5.50 | reached | [cycle-h200.json]",
+                 "| price of strict, decode, batch 1-64 | % more time | 3 | 0 | 6.40 | short |",
+                 "| all graphs of the default configuration, memory | GB | 2 | 1 | 1.50 | reached |",
+                 "| exactness: requests compared | requests | 2000 | 2000 | 2304 | stretch reached |",
+                 "| TLT Server, plain | 3.80 | 3.80 | 3.80 | 3.80 | 3.80 |", "| `gemm` | 3.000 |", "| marked gpu | 5 | 0 | 0 | 2 |"):
+        assert line in text, line
+    assert all(f"](../benchmarks/results/{example.name}): `tlt bench x` at abc1234" in text for example in EXAMPLES)
+    assert "\n## Notes on performance\n" in text and text.count("\n# ") == 0
+
+
+def test_the_newest_full_run_on_the_goals_machine_counts() -> None:
+    found = [decode("old.json", 4.5, date="2026-11-21"), decode("new.json", 4.0), decode("quick.json", 1.0, quick=True),
+             decode("other.json", 2.0, machine="1 x NVIDIA A100"), decode("small.json", 0.5, shape={**SHAPE, "layers": 8})]
+    answered = answer(goal("plain decode, batch 1"), comparable(found, goals()))
+    assert answered is not None and (answered.value, answered.name) == (4.0, "new.json")
+
+
+@pytest.mark.parametrize(("what", "value", "expected"), [
+    ("plain decode, batch 1", 3.7, "stretch reached"), ("plain decode, batch 1", 4.1, "reached"), ("plain decode, batch 1", 4.11, "short"),
+    ("batch 1, padded demo pair, with SD", 799.0, "short"), ("batch 1, padded demo pair, with SD", 1300.0, "stretch reached"),
+    ("exactness: differing tokens", 1, "short")])
+def test_verdicts(what: str, value: float, expected: str) -> None:
+    assert verdict(goal(what), value) == expected
+
+
+def test_goals_ask_for_fields_that_benches_write() -> None:
+    asked = {(g["bench"], g["field"]) for g in goals()["goals"]}
+    written = {(r.bench, field) for r in EXAMPLES for part in (r.figures, *r.figures.get("rows", ()), *r.figures.get("price", ()))
+               for field in part}
+    assert asked <= written
+
+
+def test_counts_of_a_test_run(tmp_path: Path) -> None:
+    report = tmp_path / "report.xml"
+    assert counts(report)["failed"] == 1, "a run that never finished is red"
+    report.write_text(TEST_REPORT)
+    assert counts(report) == {"passed": 5, "failed": 2, "skipped": 2, "seconds": 3.2}
+
+
+def test_results_are_of_one_form() -> None:
+    for file in RESULTS.glob("*.json"):
+        entry = json.loads(file.read_text())
+        assert {"command", "commit", "date", "machine", "versions", "figures"} <= set(entry), file.name
+        assert re.fullmatch(r"\d{4}-\d\d-\d\d", entry["date"])
