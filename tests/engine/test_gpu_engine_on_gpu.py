@@ -135,9 +135,10 @@ def test_a_push_while_graphs_run_is_marked_at_the_token(engine: Pushable, root: 
     for r in long:
         engine.said.pop(r.id, None)
     engine.engine.send(SetPolicy("fixed", Strategy("eagle", 7, 1, 8)))
+    assert engine.push(root / "new", "v2", in_flight="continue", commit=False).result == "staged"  # which takes longer than they run
     engine.submit(*long)
-    engine.step(3)
-    assert engine.push(root / "new", "v2", in_flight="continue").result == "committed"
+    engine.step(6)
+    assert engine.engine.runner.in_flight and engine.commit("v2").result == "committed"
     engine.finish()
     for r in long:
         (_, _, first), (version, _, end) = engine.spans(r.id)
