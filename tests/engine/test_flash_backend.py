@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.engine.tiny import write_target
 from tests.kernels.test_gpu_attention import Step, a_step
 from tests.kernels.triton_tests import DEVICE, assert_close, assert_same_bits, gpu
 
@@ -24,8 +25,11 @@ from tlt_kernels.gpu.tensors import Rows
 from tlt_server.attention import flash
 from tlt_server.attention.flash import LARGE, FlashPaged, Run, parts_of, runs_of
 from tlt_server.attention.gpu import GPU_BACKENDS, TritonPaged
+from tlt_server.engine.devices.cuda import Interpreted
 from tlt_server.engine.gpu.buckets import PROMPT_ROWS
+from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import StartupError
+from tlt_server.models.config import ModelConfig
 
 SHAPES = [(7, 1, 32), (4, 2, 16)]
 DECODING = [(70, 3), (1, 1), (129, 5)]  # trees and plain decoding
@@ -89,9 +93,13 @@ def attend(backend: object, step: Step, prompt_rows: int, first: int = 0) -> Ten
     paged, none_R = step.rows, torch.full_like(step.rows.position_R, -1)
     planned = backend.planned(len(none_R), prompt_rows=prompt_rows)
     planned.plan(Rows(none_R, paged.position_R, none_R, paged.place_R, paged.base_R, paged.path_RD, none_R), paged.page_table_QP)
-    out_RND = planned(step.q_RND, step.k_SKD, step.v_SKD, first=first)
-    assert_same_live_rows("a second layer", planned(step.q_RND, step.k_SKD, step.v_SKD, first=first), out_RND, step)
-    return out_RND
+    layers = []
+    for _ in range(2):
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()  # Triton's rows read the plan before they wait: in a step other kernels lie between
+        layers.append(planned(step.q_RND, step.k_SKD, step.v_SKD, first=first))
+    assert_same_live_rows("a second layer", layers[1], layers[0], step)
+    return layers[0]
 
 
 def assert_same_live_rows(name: str, found: Tensor, expected: Tensor, step: Step) -> None:
@@ -163,6 +171,13 @@ def test_what_it_cannot_serve_is_refused_with_the_remedy(library, monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", None)  # importing it fails
     message = refused(step)
     assert "use attention triton" in message and "pip install 'tlt-server[flash-attn]'" in message
+
+
+def test_an_engine_is_refused_before_its_weights_are_read(tmp_path):
+    config = ModelConfig.read(write_target(tmp_path / "target"))
+    settings = EngineSettings(model="/nowhere", device="interpreter", dtype="bfloat16", attention="flash_attn", numerics="strict")
+    with pytest.raises(StartupError, match="numerics is strict"):
+        Interpreted(settings).load(config)
 
 
 @gpu
