@@ -134,7 +134,7 @@ def measure(case: Case, tile: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("case", nargs="*", choices=[[], *CASES])
-    parser.add_argument("--tile", type=int, default=128)
+    parser.add_argument("--tile", type=int, default=64)
     chosen = parser.parse_args()
     torch.manual_seed(0)
     results = {}

@@ -96,11 +96,10 @@ def a_step(shape: tuple[int, int, int], requests: list[tuple[int, int]], *, dtyp
         paths: list[list[int]] = []
         for r in range(max(count, 0)):
             above = paths[int(torch.randint(len(paths), (), generator=generator))] if r else []
-            depth_of_root = 1 if root_in_pages else 0
             mine = [] if r == 0 and root_in_pages else [*above, taken + r]
             k_SKD[taken + r], v_SKD[taken + r] = noise(kv_heads, width, seed=100 + taken + r), noise(kv_heads, width, seed=200 + taken + r)
             paths.append(mine)
-            position.append(known - 1 + len(mine) - (1 - depth_of_root))
+            position.append(committed - 1 + len(mine))
         path += paths
         place += [q] * abs(count)
         base += [committed] * abs(count)

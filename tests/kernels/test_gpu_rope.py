@@ -20,7 +20,7 @@ def noise(*shape: int, seed: int = 0) -> torch.Tensor:
 def run(module, dtype, rows, heads, kv_heads, width, heads_norm, *, chosen=None, tables=torch.float32):
     chosen = list(range(rows)) if chosen is None else chosen
     slots, positions = 3 * rows + 1, 64
-    qkv_RX = noise(rows, (heads + 2 * kv_heads) * width).to(dtype if dtype is not torch.float64 else torch.float64)
+    qkv_RX = noise(rows, (heads + 2 * kv_heads) * width).to(dtype)
     angle = noise(positions, width // 2)
     generator = torch.Generator().manual_seed(3)
     position_R = torch.randint(0, positions, (rows,), generator=generator, dtype=torch.int32).to(DEVICE)

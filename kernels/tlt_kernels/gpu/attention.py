@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tlt_kernels.gpu.attention_algebra import BLOCK, LANES, LOWEST, extend, fold, nothing, paged_slots, quotient, scaled_sum, starts_split
+from tlt_kernels.gpu.attention_algebra import BLOCK, LOWEST, extend, fold, nothing, paged_slots, quotient, scaled_sum, starts_split
 from tlt_kernels.gpu.attention_plan import FIELDS, PAGE, PagedRows, Plan, allocate, plan
 from tlt_kernels.gpu.attention_tiles import attend_tiles
 from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
@@ -28,8 +28,9 @@ from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
 __all__ = ["PagedRows", "Plan", "allocate", "attend", "plan"]
 
 _M = 16
-_TILE_STAGES = 3
+_TILE_STAGES = 2
 _STAGES = 3  # of the loop over blocks
+_AT_ONCE = 8  # states in flight
 
 
 @triton.jit
@@ -37,7 +38,8 @@ def _fold_states(state_top, state_sum, state_acc, first, states, head, scale,
                  HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, M: tl.constexpr, AT_ONCE: tl.constexpr):
     """States [first, first + states) of a row, in order. Read past the first-level cache, which other programs do not write."""
     m_M, d_D = tl.arange(0, M), tl.arange(0, D)
-    top_M, sum_ML, acc_MD = nothing(M, D)
+    top_M, _, acc_MD = nothing(M, D)
+    sum_M1 = tl.zeros([M, 1], tl.float32)
     for i in range(0, states, AT_ONCE):
         for j in tl.static_range(AT_ONCE):  # unrolled, so that the loads are in flight together
             mask_M = (m_M < GROUP) & (i + j < states)
@@ -45,9 +47,8 @@ def _fold_states(state_top, state_sum, state_acc, first, states, head, scale,
             next_top_M = tl.load(state_top + at_M, mask_M, other=LOWEST, cache_modifier=".cg")
             next_sum_M = tl.load(state_sum + at_M, mask_M, other=0.0, cache_modifier=".cg")
             next_acc_MD = tl.load(state_acc + at_M[:, None] * D + d_D[None, :], mask_M[:, None], other=0.0, cache_modifier=".cg")
-            next_sum_ML = next_sum_M[:, None] + tl.zeros([M, LANES], tl.float32)
-            top_M, sum_ML, acc_MD = fold(top_M, sum_ML, acc_MD, next_top_M, next_sum_ML, next_acc_MD, scale)
-    return top_M, sum_ML, acc_MD
+            top_M, sum_M1, acc_MD = fold(top_M, sum_M1, acc_MD, next_top_M, next_sum_M[:, None], next_acc_MD, scale)
+    return sum_M1, acc_MD
 
 
 @triton.jit
@@ -61,7 +62,7 @@ def _slots(table, own, base, start, end, FIRST: tl.constexpr, PAGE: tl.constexpr
 @triton.jit(do_not_specialize=["pages", "depth"])
 def _attend_rows(q, k_cache, v_cache, out, path, page_table, items, count, counter, state_top, state_sum, state_acc, scale, pages, depth,
                  FIRST: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
-                 M: tl.constexpr, M_FOLD: tl.constexpr, TILES: tl.constexpr):
+                 M: tl.constexpr, M_FOLD: tl.constexpr, TILES: tl.constexpr, AT_ONCE: tl.constexpr):
     GROUP: tl.constexpr = HEADS // KV_HEADS
     m_M, t_T, d_D = tl.arange(0, M), tl.arange(0, BLOCK), tl.arange(0, D)
     pdl_launch()
@@ -112,11 +113,11 @@ def _attend_rows(q, k_cache, v_cache, out, path, page_table, items, count, count
                     tl.store(counter + row * KV_HEADS + head, 0)
                 if TILES:
                     pdl_wait()  # for the states that tiles left
-                _, all_ML, all_MD = _fold_states(
-                    state_top, state_sum, state_acc, first_state, states, head, scale, HEADS, GROUP, D, M_FOLD, 8)
+                all_M1, all_MD = _fold_states(
+                    state_top, state_sum, state_acc, first_state, states, head, scale, HEADS, GROUP, D, M_FOLD, AT_ONCE)
                 m_F = tl.arange(0, M_FOLD)
                 at_FD = (row * HEADS + head * GROUP + m_F)[:, None] * D + d_D[None, :]
-                tl.store(out + at_FD, quotient(all_ML, all_MD).to(out.dtype.element_ty), (m_F < GROUP)[:, None])
+                tl.store(out + at_FD, quotient(all_M1, all_MD).to(out.dtype.element_ty), (m_F < GROUP)[:, None])
     pdl_wait()
 
 
@@ -137,6 +138,7 @@ def attend(q_RND: Tensor, k_SKD: Tensor, v_SKD: Tensor, rows: PagedRows, work: P
     _attend_rows[(work.row_programs,)](
         q_RND, k_SKD, v_SKD, out_RND, rows.path_RD, rows.page_table_QP, work.row_item_IF, work.count_2, work.counter_RK, *states,
         scale_2, pages, depth, FIRST=first, HEADS=heads, KV_HEADS=kv_heads, D=width, PAGE=PAGE, M=_M,
-        M_FOLD=triton.next_power_of_2(heads // kv_heads), TILES=work.tiles, num_warps=4, num_stages=_STAGES, **PDL,
+        M_FOLD=triton.next_power_of_2(heads // kv_heads), TILES=work.tiles, AT_ONCE=_AT_ONCE,
+        num_warps=4, num_stages=_STAGES, **PDL,
     )
     return out_RND

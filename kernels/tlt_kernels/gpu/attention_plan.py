@@ -60,8 +60,11 @@ class Plan(NamedTuple):
 
 
 def allocate(*, rows: int, context: int, heads: int, kv_heads: int, width: int, device: torch.device | str, tiles: bool = True,
-             tile: int = 128, programs: int | None = None) -> Plan:
-    """Tensors for plans of up to `rows` rows and `context` keys. `tiles` False: no two rows share a request (plain decoding)."""
+             tile: int = 64, programs: int | None = None) -> Plan:
+    """Tensors for plans of up to `rows` rows and `context` keys. `tiles` False: no two rows share a request (plain decoding).
+
+    The workspace must hold three states per tree row at the least (4,600 states with 28 heads of 128); the planner cannot refuse more.
+    """
     assert heads % kv_heads == 0 and heads // kv_heads <= 16, f"{heads} query heads over {kv_heads} KV heads"
     if programs is None:
         on_gpu = torch.device(device).type == "cuda"
