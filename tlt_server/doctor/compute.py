@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+import re
+from importlib import metadata
 from pathlib import Path
 
 from tlt_server.doctor.finding import Finding, fail, ok, warn
+from tlt_server.engine.devices.choice import MIB, dotted, look
 
 DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -23,16 +25,34 @@ def torch_import() -> Finding:
 
 
 def gpu() -> Finding:
+    found, driver = look(), _driver()
+    if not (found.name or driver):
+        return ok("none: the engine computes on the CPU")
+    if found.unusable:
+        return warn(f"driver {driver or 'unknown'}, but {found.unusable}: --device auto computes on the CPU",
+                    "install a CUDA build of torch that this driver supports, and Triton; or say --device cpu")
     import torch
 
-    driver, built = DRIVER.exists(), torch.version.cuda
-    if not driver:
-        return ok("none: the engine computes on the CPU")
-    if not torch.cuda.is_available():
-        return warn(f"a driver is loaded, but this torch ({'built for CUDA ' + built if built else 'CPU-only'}) sees no device",
-                    "to use it later, install a CUDA build of torch that this driver supports; this version computes on the CPU")
-    triton = "with" if find_spec("triton") else "without"
-    return ok(f"{torch.cuda.get_device_name()} (CUDA {built}, {triton} Triton), left alone: this version computes on the CPU")
+    from tlt_server.attention.gpu import GPU_BACKENDS
+
+    return ok(f"{found.name}, compute capability {dotted(found.capability)}, {found.free_bytes // MIB} of {found.total_bytes // MIB} MiB "
+              f"free; driver {driver or 'unknown'}, torch for CUDA {torch.version.cuda}, Triton {_version('triton')}; "
+              f"attention {', '.join(GPU_BACKENDS)}")
+
+
+def _driver() -> str:
+    """Version of the NVIDIA driver that is loaded; empty without one."""
+    if not DRIVER.exists():
+        return ""
+    version = re.search(r"\d+\.\d+(\.\d+)?", DRIVER.read_text())
+    return version[0] if version else "unknown"
+
+
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "unknown"
 
 
 def kernels() -> Finding:
