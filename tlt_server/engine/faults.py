@@ -4,37 +4,25 @@ from __future__ import annotations
 
 import sys
 
-MARKS = ("CUDA error", "CUDA driver error", "Triton Error [CUDA]", "CUBLAS", "cuBLAS")
+MARKS = ("CUDA error", "CUDA driver error", "Triton Error [CUDA]")  # of messages, by torch and Triton
 
 
 def told(error: BaseException, *, ready: bool) -> str:
     """One sentence for clients and operators. `ready`: the engine had been, so another one follows."""
-    kind, first = _kind(error), (str(error).splitlines() or [""])[0]
+    torch = sys.modules.get("torch")
     then = "; the engine restarts" if ready else ""
-    if kind == "memory":
-        lower = "lower memory_fraction, max_running or max_rows, or end what else uses this GPU"
-        return f"the GPU ran out of memory: {first}{then}: {lower}" if ready else f"the GPU ran out of memory: {first}; {lower}"
-    if kind == "gpu":
-        return f"the GPU reported {_reported(first)!r}{then}"
+    link: BaseException | None = error
+    while link is not None:  # what followed a GPU's error was its doing
+        first = (str(link).splitlines() or [""])[0]
+        if torch is not None and isinstance(link, torch.OutOfMemoryError):
+            return f"the GPU ran out of memory: {first}{then}; lower memory_fraction, max_running or max_rows if it happens again"
+        if (torch is not None and isinstance(link, torch.AcceleratorError)) or (isinstance(link, RuntimeError) and first.startswith(MARKS)):
+            return f"the GPU reported {_reported(first)!r}{then}"
+        link = link.__cause__ or link.__context__
     return f"{type(error).__name__}: {error}"
 
 
-def _kind(error: BaseException) -> str:
-    """gpu | memory | other; the errors behind it count, too."""
-    torch = sys.modules.get("torch")
-    chain: BaseException | None = error
-    while chain is not None:
-        if torch is not None and isinstance(chain, torch.OutOfMemoryError):
-            return "memory"
-        if torch is not None and isinstance(chain, torch.AcceleratorError):
-            return "gpu"
-        if isinstance(chain, RuntimeError) and str(chain).startswith(MARKS):
-            return "gpu"
-        chain = chain.__cause__ or chain.__context__
-    return "other"
-
-
 def _reported(first: str) -> str:
-    for mark in ("CUDA error: ", "CUDA driver error: ", "Triton Error [CUDA]: "):
-        first = first.removeprefix(mark)
+    for mark in MARKS:
+        first = first.removeprefix(f"{mark}: ")
     return first

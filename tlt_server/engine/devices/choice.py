@@ -16,7 +16,7 @@ from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import StartupError
 
 MIB = 2**20
-LEAST_CAPABILITY = (8, 0)
+LEAST_CAPABILITY = (9, 0)  # the kernels use programmatic dependent launch
 CPU_KV_MB = 1024
 
 

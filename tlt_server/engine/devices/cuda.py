@@ -68,6 +68,7 @@ class CudaDevice:
         if settings.page_size != PAGE_SIZE:
             raise StartupError(f"page_size is {settings.page_size}; the kernels of a GPU have pages of {PAGE_SIZE}: leave the setting out")
         self._placement = Placement(self.device, getattr(torch, settings.dtype), PRODUCTS[settings.numerics]())
+        GPU_BACKENDS.resolve(settings.attention)  # an unknown name is refused before weights are read
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._runner: GpuRunner | None = None
         self._eagle: EagleDrafts | None = None
