@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 from importlib import metadata
 from pathlib import Path
 
 from tlt_server.doctor.finding import Finding, fail, ok, warn
-from tlt_server.engine.devices.choice import MIB, dotted, look
 
 DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -25,7 +26,9 @@ def torch_import() -> Finding:
 
 
 def gpu() -> Finding:
-    found, driver = look(), _driver()
+    from tlt_server.engine.devices import choice  # imports torch, which may be what is wrong
+
+    found, driver = choice.look(), _driver()
     if not (found.name or driver):
         return ok("none: the engine computes on the CPU")
     if found.unusable:
@@ -35,9 +38,11 @@ def gpu() -> Finding:
 
     from tlt_server.attention.gpu import GPU_BACKENDS
 
-    return ok(f"{found.name}, compute capability {dotted(found.capability)}, {found.free_bytes // MIB} of {found.total_bytes // MIB} MiB "
-              f"free; driver {driver or 'unknown'}, torch for CUDA {torch.version.cuda}, Triton {_version('triton')}; "
-              f"attention {', '.join(GPU_BACKENDS)}")
+    about = (f"{found.told}, {found.free_bytes // choice.MIB} MiB free; driver {driver or 'unknown'}, "
+             f"torch for CUDA {torch.version.cuda}, Triton {_version('triton')}; attention {', '.join(GPU_BACKENDS)}")
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return warn(f"{about}; no C compiler", "install gcc: Triton needs one for whatever is not in its cache yet")
+    return ok(about)
 
 
 def _driver() -> str:

@@ -5,14 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import torch
 
+from tlt_server.attention import BACKENDS
 from tlt_server.build import engine_settings
 from tlt_server.config import Config
 from tlt_server.doctor.finding import Finding, fail, ok, warn
-from tlt_server.engine.devices.choice import Choice, Gpu, choose, look
+from tlt_server.engine.devices.choice import Choice, Gpu, choose, for_cpu, look
 from tlt_server.engine.gpu.memory import Needs, check_weights, plan_pages
 from tlt_server.engine.sizing import kv_pages, served_length
+from tlt_server.errors import StartupError
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.decoder import Decoder
 from tlt_server.models.eagle import VOCABULARY_MAP, Eagle3, feature_layers
@@ -39,7 +42,14 @@ def _choice(config: Config) -> tuple[Choice, Gpu]:
 
 
 def device(config: Config) -> Finding:
-    return ok(_choice(config)[0].told())
+    choice, _ = _choice(config)
+    if choice.settings.device == "cuda":
+        from tlt_server.attention.gpu import GPU_BACKENDS
+
+        GPU_BACKENDS.resolve(choice.settings.attention)
+    else:
+        BACKENDS.resolve(choice.settings.attention)
+    return ok(choice.told())
 
 
 def _model(config: Config) -> Decoder:
@@ -88,16 +98,10 @@ def numerics(config: Config) -> Finding:
 
 
 def memory(config: Config) -> Finding:
-    (chosen, gpu), model = _choice(config), _model(config)
-    settings = chosen.settings
-    if settings.device == "cuda":
-        directory = _drafter_directory(config)
-        network = _network(config, directory) if directory else None
-        values = _values(model) + (sum(view.numel() for view in network.parameters().values()) if network else 0)
-        needs = Needs.of(settings, model.config, network.config if network else None, values)
-        check_weights(settings, needs, gpu.free_bytes, gpu.total_bytes)
-        budget = plan_pages(settings, needs, model.max_position, free=gpu.free_bytes - needs.weights, total=gpu.total_bytes)
-        return ok(budget.told(needs))
+    model = _model(config)
+    if _on_gpu(config):
+        return _gpu_memory(config, model)
+    settings = for_cpu(msgspec.structs.replace(engine_settings(config), dtype="auto")).settings
     per_page = model.make_cache(1, settings.page_size, 0).bytes_per_slot * settings.page_size
     pages = kv_pages(settings, per_page, model.max_position)
     versions = 3 if config.weight_root is not None else 1  # live, before that, and the one being staged
@@ -111,6 +115,16 @@ def memory(config: Config) -> Finding:
     return ok(found) if need <= available else warn(found, f"end other programs, or {remedy}")
 
 
+def _gpu_memory(config: Config, model: Decoder) -> Finding:
+    (chosen, gpu), directory = _choice(config), _drafter_directory(config)
+    settings, network = chosen.settings, _network(config, directory) if directory else None
+    values = _values(model) + (sum(view.numel() for view in network.parameters().values()) if network else 0)
+    needs = Needs.of(settings, model.config, network.config if network else None, values)
+    check_weights(settings, needs, gpu.free_bytes, gpu.total_bytes)
+    budget = plan_pages(settings, needs, model.max_position, free=gpu.free_bytes - needs.weights, total=gpu.total_bytes)
+    return ok(budget.told(needs))
+
+
 def _network(config: Config, directory: Path) -> Eagle3:
     """The drafter without storage."""
     with torch.device("meta"):
@@ -118,7 +132,11 @@ def _network(config: Config, directory: Path) -> Eagle3:
 
 
 def _on_gpu(config: Config) -> bool:
-    return _choice(config)[0].settings.device == "cuda"
+    """Not where the check `device` fails: the others then look at what they can."""
+    try:
+        return _choice(config)[0].settings.device == "cuda"
+    except StartupError:
+        return False
 
 
 def committed_weights(config: Config) -> Finding:
