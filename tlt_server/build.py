@@ -156,11 +156,11 @@ async def _launch(config: Config, command: Sequence[str], directory: Path) -> Pr
 
 
 def engine_settings(config: Config) -> EngineSettings:
-    """The engine's part of a resolved configuration."""
+    """The engine's part of a resolved configuration; what is "auto" in it still the engine decides."""
     chosen = {name: getattr(config, name, None) for name in EngineSettings.__struct_fields__}
     given = {name: value for name, value in chosen.items() if value not in ("auto", None)}
     paths = {name: str(value.resolve()) for name, value in given.items() if isinstance(value, Path)}
-    return EngineSettings(**{**given, **paths, "model": str(config.model), "strategy": config.strategy})
+    return EngineSettings(**{**given, **paths, "model": str(config.model), "device": config.device, "strategy": config.strategy})
 
 
 @contextlib.contextmanager

@@ -31,7 +31,8 @@ _REQUIREMENTS = {  # pydantic's kind of error -> what it must be or have
     "int_type": "be a whole number", "int_parsing": "be a whole number", "int_from_float": "be a whole number",
     "int_parsing_size": "be a smaller whole number",
     "float_type": "be a number", "float_parsing": "be a number", "finite_number": "be a finite number",
-    "bool_type": "be true or false", "string_type": "be a string", "path_type": "be a path", "literal_error": "be {expected}",
+    "bool_type": "be true or false", "bool_parsing": "be true or false",
+    "string_type": "be a string", "path_type": "be a path", "literal_error": "be {expected}",
     "list_type": "be a list", "dict_type": "be an object", "model_type": "be an object", "model_attributes_type": "be an object",
     "greater_than_equal": "be at least {ge}", "greater_than": "be greater than {gt}",
     "less_than_equal": "be at most {le}", "less_than": "be less than {lt}",
@@ -67,8 +68,8 @@ class Config(Settings, BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _no_bool_for_number(cls, value: Any) -> Any:
-        if isinstance(value, bool):
+    def _no_bool_for_number(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, bool) and not isinstance(_TABLE[str(info.field_name)].default, bool):
             raise ValueError("true and false are not values of this setting")
         return value
 
@@ -101,16 +102,17 @@ class Config(Settings, BaseModel):
                                "which needs one, for example eagle:7x4x32")
         if self.strategy is not None and self.strategy.drafter == "eagle" and self.drafter == "history":
             raise StartupError(f"sd_strategy names the drafter {self.strategy.drafter!r} but drafter is {self.drafter!r}; make them agree")
-        if self.dtype not in ("auto", "float32"):
-            raise StartupError(f"dtype is {self.dtype}, and the engine computes in float32 on a CPU; use auto or float32 (a checkpoint in "
-                               "half precision is read exactly)")
+        if self.device == "cpu" and self.dtype not in ("auto", "float32"):
+            raise StartupError(f"dtype is {self.dtype}, and a CPU computes in float32; use auto or float32 (a checkpoint in half "
+                               "precision is read exactly), or device cuda")
         if self.default_timeout_s > self.max_timeout_s:
             raise StartupError(f"default_timeout_s is {_plain(self.default_timeout_s)} s, above max_timeout_s "
                                f"({_plain(self.max_timeout_s)}); lower it, or raise that")
         return self
 
     def resolved(self) -> Self:
-        """A new object in which every "auto" that needs no device has a value; what does (dtype, device, pages) the engine reports."""
+        """A new object in which every "auto" that needs no device has a value; of the others (device, dtype, attention, memory, sizes of
+        a step) the engine reports what it chose."""
         longest = _model_limit(self.model) if self.max_model_len == "auto" else self.max_model_len
         fill = lambda value, auto: auto if value == "auto" else value  # noqa: E731
         return self.model_copy(update={

@@ -133,9 +133,13 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     drafter: Annotated[str, Meta(description="where draft tokens come from")]
     policy: Annotated[str, Meta(description="who chooses each step's strategy")]
     numerics: Annotated[str, Meta(description="the guarantee that the tokens have, with how it is kept")]
+    max_rows: Annotated[int, Meta(description="prompt rows that one step processes")] = 0
     attention: Annotated[str, Meta(description="the attention backend")]
     dtype: Annotated[str, Meta(description="of weights and KV")]
-    device: Annotated[str, Meta(description="that computes")]
+    device: Annotated[str, Meta(description="that computes: cpu or cuda")]
+    gpu: Annotated[str, Meta(description="the GPU's name, memory and compute capability; empty on a CPU")] = ""
+    graphs: Annotated[bool, Meta(description="whether steps are captured as CUDA graphs")] = False
+    choices: Annotated[dict[str, str], Meta(description="setting that was left to what is found here -> its value and why")] = {}
     threads: Annotated[int, Meta(description="that compute")]
     phases: Annotated[dict[str, float], Meta(description="start-up phase -> seconds")]
     pid: Annotated[int, Meta(description="of the engine process")] = 0
@@ -245,6 +249,14 @@ class Phase(Struct, frozen=True, tag="phase"):
     detail: Annotated[str, Meta(description="what it found")] = ""
 
 
+class PhaseProgress(Struct, frozen=True, tag="phase_progress"):
+    """A start-up phase that takes long goes on."""
+
+    name: str
+    done: int  # steps
+    of: int
+
+
 class Heartbeat(Struct, frozen=True, tag="heartbeat"):
     """The loop goes round and has had nothing else to say for a while."""
 
@@ -288,7 +300,7 @@ class Failed(Struct, frozen=True, tag="failed"):
     message: str
 
 
-Event = Ready | Phase | Heartbeat | Outputs | WeightReport | Failed
+Event = Ready | Phase | PhaseProgress | Heartbeat | Outputs | WeightReport | Failed
 
 
 def encode(message: Any) -> bytes:

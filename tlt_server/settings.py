@@ -33,9 +33,13 @@ class Settings:
     sd_max_batch: Annotated[int, Doc(
         "requests", "Never speculate above this many decoding requests; 0 = the policy decides.", 0, 65536)] = 0
     served_model_name: Annotated[str, Doc("name", "Name reported to clients; auto is the directory's name.")] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], Doc(
+        "device", "What computes; auto is cuda where torch sees a GPU that the kernels run on, else cpu.")] = "auto"
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], Doc(
-        "type", "Type of weights and KV; a CPU computes in float32, which is auto.")] = "auto"
-    attention: Annotated[str, Doc("backend", "Attention backend by name; auto picks for the device.")] = "auto"
+        "type", "Type of weights and KV; auto is float32 on a CPU, on a GPU the checkpoint's own half precision, else bfloat16.")] = "auto"
+    attention: Annotated[str, Doc(
+        "backend", "Attention backend: cpu or torch on a CPU, triton or torch on a GPU; auto is the first.")] = "auto"
+    graphs: Annotated[bool, Doc("true | false", "Capture CUDA graphs at start; false launches kernel by kernel.")] = True
     numerics: Annotated[Literal["strict", "fast"], Doc(
         "mode", "strict: the same bits whatever the batch and the strategy; fast: exact in distribution only.")] = "strict"
     threads: Annotated[int | Auto, Doc(
@@ -57,9 +61,14 @@ class Settings:
     max_model_len: Annotated[int | Auto, Doc("tokens", "Longest prompt plus output; auto is the model's own limit.", 2, 2**24)] = "auto"
     page_size: Annotated[int, Doc("tokens", "Positions per KV page.", 1, 1024)] = 16
     pages: Annotated[int | Auto, Doc("pages", "KV pages; auto is what kv_memory_mb holds.", 1, 2**31)] = "auto"
-    kv_memory_mb: Annotated[int | Auto, Doc("MiB", "Memory for KV pages; auto is sized by the engine for its device.", 1, 2**24)] = "auto"
-    max_running: Annotated[int, Doc("sequences", "Sequences that decode at once.", 1, 65536)] = 64
-    max_rows: Annotated[int, Doc("rows", "Prompt rows that one step processes.", 1, 65536)] = 512
+    kv_memory_mb: Annotated[int | Auto, Doc(
+        "MiB", "Memory for KV pages; auto is 1024 on a CPU, and what memory_fraction leaves on a GPU.", 1, 2**24)] = "auto"
+    memory_fraction: Annotated[float, Doc(
+        "share", "Share of a GPU's memory for everything: weights, those being pushed, KV, graphs.", 0.05, 0.99)] = 0.9
+    max_running: Annotated[int | Auto, Doc(
+        "sequences", "Sequences that decode at once; auto is 64 on a CPU, 256 on a GPU.", 1, 65536)] = "auto"
+    max_rows: Annotated[int | Auto, Doc(
+        "rows", "Prompt rows that one step processes; auto is 512 on a CPU, 4096 on a GPU.", 1, 65536)] = "auto"
 
     # where it listens
     host: Annotated[str, Doc("address", "Address to bind; any but a loopback address needs api_key_file.")] = "127.0.0.1"

@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -15,9 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
+import zmq
 
 from tests.e2e.fatal import FATAL
+from tests.e2e.gpu_fault import FAULTY, REPORTED
 from tests.e2e.test_lifecycle import FAST_START, LONG, QUESTION, engine_pid, gauge, until
 from tlt_client import Client, ServerError
 from tlt_client.wire import Done, ItemResult
@@ -26,6 +30,8 @@ from tlt_server.demo.push import perturbed_copy
 from tlt_server.demo.rounds import look
 from tlt_server.demo.server import ServerProcess
 from tlt_server.demo.workload import TARGET
+from tlt_server.engine.settings import EngineSettings
+from tlt_server.records import Failed, GenerateRequest, Ready, Sampling, Submit, decode_event, encode
 
 AT_ONCE = ("--max-restarts", "1000", "--restart-window-s", "1")  # every death is the first of its window
 ASKED = [{"prompt": f"Compute {i}*4+5.", "seed": i} for i in range(24)]
@@ -206,6 +212,57 @@ def test_a_request_that_kills_the_engine_is_refused_by_name(monkeypatch: pytest.
         assert httpx.post(f"{server.url}/generate", json={"requests": batch[:1], "sampling": {"max_tokens": 400, "ignore_eos": True}}
                           ).status_code == 422
         assert children(server) == alive
+
+
+def test_a_gpus_error_ends_what_is_open_with_one_typed_error_and_restarts_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = (sys.executable, str(Path(__file__).with_name("gpu_fault.py")), "serve", "--port", "0")
+    monkeypatch.setattr(demo_server, "COMMAND", program)
+    with ServerProcess(*FAST_START, *AT_ONCE) as server, Client(server.url, timeout_s=60) as client:
+        replies: list[Any] = []
+        asking = threading.Thread(target=lambda: replies.append(client.generate([{"messages": QUESTION, "n": 3}], sampling=LONG)))
+        asking.start()
+        with Client(server.url, timeout_s=60) as other:
+            until(lambda: look(other).running == 3)
+            [pid], began = children(server), time.monotonic()
+            [faulty] = other.generate([{"token_ids": [*FAULTY, 14]}], sampling={"max_tokens": 4}).results
+            asking.join(10)
+            [bystander] = replies[0].results
+            for error in (faulty.error, bystander.error):
+                assert error is not None and (error.code, error.retryable) == ("engine_failed", True)
+                assert f"the GPU reported '{REPORTED}'; the engine restarts" in error.message and "asynchronously" not in error.message
+            until(lambda: not Path(f"/proc/{pid}").exists(), timeout_s=5)
+            assert time.monotonic() - began < 8, "it did not wait for what cannot be freed"
+            until(other.is_ready, timeout_s=30)
+            assert 'tlt_engine_restarts_total{reason="failed"} 1.0' in other.metrics().splitlines()
+            assert len(other.generate(ASKED[:1], sampling={"max_tokens": 5, "ignore_eos": True}).results[0].choices[0].token_ids) == 5
+        gone = [line for line in server.lines if "engine_gone" in line]
+        assert len(gone) == 1 and REPORTED in gone[0] and not any("freed" in line for line in server.lines)
+
+
+def test_an_engine_that_had_a_gpus_error_leaves_by_itself(tmp_path: Path) -> None:
+    with zmq.Context() as context, context.socket(zmq.PUSH) as commands, context.socket(zmq.PULL) as events:
+        commands.bind(f"ipc://{tmp_path}/commands")
+        events.bind(f"ipc://{tmp_path}/events")
+        events.setsockopt(zmq.RCVTIMEO, 60_000)
+        program = [sys.executable, str(Path(__file__).with_name("gpu_fault.py")), str(tmp_path)]
+        settings = EngineSettings(model=str(TARGET), drafter="none", policy="off", kv_memory_mb=64, parent=os.getpid())
+        process = subprocess.Popen(program, stdin=subprocess.PIPE, stderr=subprocess.PIPE)
+        assert process.stdin is not None and process.stderr is not None
+        try:
+            process.stdin.write(msgspec.json.encode(settings) + b"\n")
+            process.stdin.flush()
+            while not isinstance(event := decode_event(events.recv()), Ready):
+                pass
+            commands.send(encode(Submit([GenerateRequest(id="a", token_ids=FAULTY, seed=1, sampling=Sampling(max_tokens=4))])))
+            while not isinstance(event := decode_event(events.recv()), Failed):
+                pass
+            assert event == Failed("engine_failed", f"the GPU reported '{REPORTED}'; the engine restarts")
+            assert process.wait(5) == 1, "nothing of it was freed, which would have taken an hour"
+            said = process.stderr.read().decode()
+            assert "freed" not in said and "AcceleratorError" in said
+        finally:
+            process.kill()
+            process.wait()
 
 
 def test_an_engine_whose_server_was_killed_leaves() -> None:

@@ -67,8 +67,12 @@ def test_yaml_off_is_the_policy_and_not_a_boolean(model: Path, tmp_path: Path) -
     ({"sd_strategy": "history:4x1x5", "drafter": "history"}, "sd_strategy is for policy fixed"),
     ({"policy": "fixed", "drafter": "history", "sd_strategy": "eagle:4x1x5"}, "make them agree"),
     ({"default_timeout_s": "90000"}, "max_timeout_s"),
-    ({"dtype": "bfloat16"}, "dtype is bfloat16, and the engine computes in float32 on a CPU; use auto or float32"),
-    ({"dtype": "float16"}, "use auto or float32"),
+    ({"device": "cpu", "dtype": "bfloat16"}, "dtype is bfloat16, and a CPU computes in float32; use auto or float32"),
+    ({"device": "cpu", "dtype": "float16"}, "use auto or float32"),
+    ({"device": "gpu"}, "device is 'gpu' (--device); it must be 'auto', 'cpu' or 'cuda'"),
+    ({"graphs": "maybe"}, "graphs is 'maybe' (--graphs); it must be true or false"),
+    ({"memory_fraction": "1.5"}, "memory_fraction is '1.5' (--memory-fraction); it must be from 0.05 to 0.99 (share)"),
+    ({"max_running": "0"}, "max_running is '0'"),
 ])
 def test_bad_flags_name_value_limit_and_remedy(model: Path, flags: dict[str, str], says: str) -> None:
     with pytest.raises(StartupError) as caught:
@@ -139,9 +143,29 @@ def test_auto_resolves_once_into_a_new_frozen_object(model: Path) -> None:
         resolved.port = 1  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("dtype", ["auto", "float32"])
-def test_the_dtypes_that_the_engine_has_are_taken(model: Path, dtype: str) -> None:
-    assert load({"model": str(model), "dtype": dtype}).resolved().dtype == dtype
+@pytest.mark.parametrize(("device", "dtype"), [
+    ("auto", "auto"), ("cpu", "auto"), ("cpu", "float32"), ("auto", "bfloat16"), ("cuda", "float16"), ("cuda", "float32"),
+])
+def test_what_a_device_can_compute_in_is_taken(model: Path, device: str, dtype: str) -> None:
+    config = load({"model": str(model), "device": device, "dtype": dtype}).resolved()
+    assert (config.device, config.dtype) == (device, dtype)
+
+
+@pytest.mark.parametrize(("value", "graphs"), [("false", False), ("true", True)])
+def test_a_setting_that_is_true_or_false(model: Path, tmp_path: Path, value: str, graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load({"model": str(model), "graphs": value}).graphs is graphs
+    assert load({"model": str(model)}, file=yaml_file(tmp_path, f"graphs: {value}\n")).graphs is graphs
+    monkeypatch.setenv("TLT_GRAPHS", value)
+    assert load({"model": str(model)}).graphs is graphs
+
+
+def test_what_needs_the_device_is_left_to_the_engine(model: Path) -> None:
+    told = engine_settings(load({"model": str(model)}).resolved())
+    assert (told.device, told.dtype, told.attention, told.graphs, told.memory_fraction) == ("auto", "auto", "auto", True, 0.9)
+    assert (told.max_running, told.max_rows, told.kv_memory_mb, told.pages) == (0, 0, 0, 0)
+    flags = {"model": str(model), "device": "cuda", "dtype": "float16", "attention": "torch", "graphs": "false", "memory_fraction": "0.5"}
+    told = engine_settings(load(flags).resolved())
+    assert (told.device, told.dtype, told.attention, told.graphs, told.memory_fraction) == ("cuda", "float16", "torch", False, 0.5)
 
 
 def test_the_configuration_crosses_to_the_engine_as_json(model: Path) -> None:

@@ -14,6 +14,7 @@ import yaml
 from tests.frontend.board import BOARD
 from tlt_server.__main__ import _parse
 from tlt_server.frontend.auth import OPEN_PATHS
+from tlt_server.settings import settings
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"
@@ -66,6 +67,20 @@ def test_commands_are_taken_by_the_command_line() -> None:
     for command in (json.loads(all_of("CMD")[0]), SERVER["command"]):
         assert _parse(command).model.startswith("/opt/tlt/pair/")
     assert any("/opt/tlt/pair" in rest and "tlt_server.demo.workload import PAIR" in rest for rest in all_of("RUN"))
+
+
+def test_the_gpu_variant_changes_the_server_and_nothing_else() -> None:
+    overlay: dict[str, Any] = yaml.safe_load((DOCKER / "compose.gpu.yaml").read_text())
+    server = overlay["services"].pop("server")
+    assert overlay == {"services": {}} and not server.keys() & {"command", "ports", "volumes", "secrets", "read_only"}
+    assert server["image"] != SERVER["image"], "the two are built from other bases"
+    (device,) = server["deploy"]["resources"]["reservations"]["devices"]
+    assert device == {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}
+    base = next(rest for rest in all_of("ARG") if rest.startswith("PYTHON_IMAGE=")).partition("=")[2]
+    assert server["build"]["args"] == {"PYTHON_IMAGE": base.replace("-slim", "")}
+    variables = {setting.variable for setting in settings()}
+    assert {name for name in server["environment"] if name.startswith("TLT_")} <= variables
+    assert "compute" in server["environment"]["NVIDIA_DRIVER_CAPABILITIES"]
 
 
 def test_a_server_that_others_can_reach_has_keys() -> None:

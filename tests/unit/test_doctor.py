@@ -25,6 +25,8 @@ from tlt_server.demo.workload import DRAFTER, TARGET
 from tlt_server.doctor import compute, host, model, places
 from tlt_server.doctor.checks import CHECKS
 from tlt_server.doctor.finding import Finding, examine
+from tlt_server.engine.devices import choice
+from tlt_server.engine.devices.choice import Gpu
 
 ROOT = Path(__file__).parents[2]
 GIB = 2**30
@@ -311,14 +313,67 @@ def test_committed_weights(tmp_path: Path) -> None:
     expect(found(model.committed_weights, config), "fail", "belongs to the model /another", "another --state-dir")
 
 
+CARD = Gpu("Card 9000", (9, 0), 70 * GIB, 80 * GIB)
+CLEAR = re.compile(r"(\d+) pages")
+
+
 def test_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(compute, "DRIVER", tmp_path)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    expect(found(compute.gpu), "warn", "a driver is loaded", "CUDA build")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Card 9000")
+    monkeypatch.setattr(compute, "DRIVER", tmp_path / "version")
+    monkeypatch.setattr(choice, "look", lambda: Gpu(unusable="this torch is built without CUDA"))
+    assert found(compute.gpu) == Finding("ok", "none: the engine computes on the CPU", check="planted"), "no finding to act on"
+    (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu\nGCC version: 12.2.0\n")
+    expect(found(compute.gpu), "warn", "driver 570.86.15", "built without CUDA", "CUDA build")
+    monkeypatch.setattr(choice, "look", lambda: CARD._replace(unusable="Card 9000 has compute capability 7.5"))
+    expect(found(compute.gpu), "warn", "7.5", "--device cpu")
+    monkeypatch.setattr(choice, "look", lambda: CARD)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert found(compute.gpu).status == "ok" and "Card 9000 (CUDA 13.0" in found(compute.gpu).found
+    monkeypatch.setenv("CC", "cc")
+    finding = found(compute.gpu)
+    assert finding.status == "ok"
+    for part in ("Card 9000, 81920 MiB, compute capability 9.0, 71680 MiB free", "driver 570.86.15", "CUDA 13.0", "Triton ",
+                 "attention triton, torch"):
+        assert part in finding.found
+    monkeypatch.delenv("CC")
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    expect(found(compute.gpu), "warn", "no C compiler", "install gcc")
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model, "look", lambda: CARD)
+
+
+def test_device(monkeypatch: pytest.MonkeyPatch, card: None) -> None:
+    told = found(model.device, configured()).found
+    assert told.startswith("cuda, bfloat16, attention triton, up to 256 sequences") and "torch sees Card 9000" in told
+    assert found(model.device, configured(device="cpu")).found == "cpu, float32, attention cpu, up to 64 sequences"
+    expect(found(model.device, configured(attention="tirton")), "fail", "unknown GPU attention backend", "triton")
+    monkeypatch.setattr(model, "look", lambda: CARD._replace(unusable="torch finds no GPU"))
+    assert "device cpu: torch finds no GPU" in found(model.device, configured()).found
+    expect(found(model.device, configured(device="cuda")), "fail", "torch finds no GPU", "--device cpu")
+    assert found(model.target, configured(device="cuda")).status == "ok", "one cause is one finding"
+
+
+def test_what_a_gpu_holds(card: None, tmp_path: Path) -> None:
+    finding = found(model.memory, configured(max_model_len=4096))
+    assert finding.status == "ok" and "of weights" in finding.found and int(CLEAR.search(finding.found)[1]) == 256 * 256  # type: ignore[index]
+    less = found(model.memory, configured(max_model_len=4096, memory_fraction=0.16))
+    assert less.status == "ok" and int(CLEAR.search(less.found)[1]) < 256 * 256  # type: ignore[index]
+    assert "for pushed ones" in found(model.memory, configured(weight_root=tmp_path)).found
+    expect(found(model.memory, configured(memory_fraction=0.13)), "fail", "MiB short of one sequence", "raise memory_fraction to 0.")
+    assert "not here" in found(model.numerics, configured()).found
+
+
+def test_models_that_a_gpu_refuses(pair: Path, card: None) -> None:
+    assert found(model.target, broken(pair)).status == found(model.drafter, broken(pair)).status == "ok"
+    target, head = pair / "target" / "config.json", pair / "drafter" / "config.json"
+    rewrite(head, mlp_bias=True)
+    expect(found(model.drafter, broken(pair)), "fail", "'mlp_bias' true", "--device cpu")
+    rewrite(target, head_dim=48)
+    expect(found(model.target, broken(pair)), "fail", "'head_dim' 48", "--device cpu")
+    expect(found(model.target, broken(pair, device="cpu")), "fail", "has shape")
+    rewrite(target, architectures=["LlamaForCausalLM"], attention_bias=True)
+    expect(found(model.target, broken(pair)), "fail", "'attention_bias' true", "--device cpu")
 
 
 def test_torch_without_vector_instructions(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,7 +72,7 @@ def cases_of(batches: tuple[int, ...], context: int | None) -> list[Case]:
 
 def measure(settings: EngineSettings, cases: list[Case], *, quick: bool = False, seed: int = 0,
             on_part: Callable[[str], None] = lambda name: None) -> list[dict[str, Any]]:
-    engine, _ = assemble(settings, device=LoadedOnce().device(settings))
+    engine, _ = assemble(settings, make_device=LoadedOnce().device)
     on_part(cases[0].name)
     rows = []
     for done, case in enumerate(cases):

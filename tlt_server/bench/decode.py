@@ -76,7 +76,7 @@ def longest(model: str, context: int | None) -> int:
 def measure(settings: EngineSettings, batches: tuple[int, ...], context: int | None, prefills: tuple[tuple[int, int], ...], *,
             quick: bool = False, seed: int = 0, on_part: Callable[[str], None] = lambda name: None) -> tuple[list[Row], list[Row]]:
     """Rows of decoding and of prefill on one engine, which is taken down again."""
-    engine, _ = assemble(settings, device=LoadedOnce().device(settings))
+    engine, _ = assemble(settings, make_device=LoadedOnce().device)
     on_part("batch")
     rows: list[Row] = []
     for batch in batches:

@@ -6,16 +6,13 @@ One engine at a time: drop the one before, then `release`, then the next finds t
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tlt_server.engine.devices import DEVICES, Device, Memory
-from tlt_server.engine.loop import Runner
-from tlt_server.engine.sequence import Sequence
+from tlt_server.engine.devices import Device, Equipped, Memory, OnProgress, make_device
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.models.config import ModelConfig
 from tlt_server.speculation.policies.arms import Ladder
@@ -36,7 +33,7 @@ class LoadedOnce:
         self.parts: Parts | None = None
 
     def device(self, settings: EngineSettings) -> Device:
-        return _Shared(DEVICES.resolve(settings.device)(settings), settings, self)
+        return _Shared(make_device(settings), settings, self)
 
 
 class _Shared:
@@ -44,7 +41,7 @@ class _Shared:
 
     def __init__(self, device: Device, settings: EngineSettings, source: LoadedOnce) -> None:
         self._device, self._settings, self._source = device, settings, source
-        self.name, self.dtype, self.attention, self.warms_up = device.name, device.dtype, device.attention, device.warms_up
+        self.name, self.warms_up = device.name, device.warms_up
 
     @property
     def numerics(self) -> str:
@@ -58,8 +55,8 @@ class _Shared:
     def allocate(self, live: Parts, max_model_len: int) -> Memory:
         return self._device.allocate(live, max_model_len)
 
-    def equip(self, live: Parts, ladder: Ladder, page_table_SP: NDArray[np.int32]) -> tuple[Runner, Callable[[Sequence], None]]:
-        return self._device.equip(live, reachable(ladder, self._settings), page_table_SP)
+    def equip(self, live: Parts, ladder: Ladder, page_table_SP: NDArray[np.int32], on_progress: OnProgress) -> Equipped:
+        return self._device.equip(live, reachable(ladder, self._settings), page_table_SP, on_progress)
 
     def install(self, live: Parts, changed: Parts) -> None:
         raise AssertionError("weights that engines share do not change")

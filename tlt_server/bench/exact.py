@@ -167,7 +167,7 @@ def rollout(
         graphs=base.graphs and not fault,  # a captured step cannot be told to err
     )
     release()
-    engine, _ = assemble(settings, device=(source or LoadedOnce()).device(settings))
+    engine, _ = assemble(settings, make_device=(source or LoadedOnce()).device)
     engine.send(Submit(requests))
     tokens: dict[str, list[int]] = {r.id: [] for r in requests}
     logprobs: dict[str, list[float]] = {r.id: [] for r in requests}

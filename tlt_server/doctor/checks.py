@@ -46,6 +46,7 @@ CHECKS = (
     Check("torch", "compute:torch_import", needs_settings=False, in_child=True),
     Check("gpu", "compute:gpu", needs_settings=False, in_child=True),
     Check("kernels", "compute:kernels", needs_settings=False, in_child=True),
+    Check("device", "model:device", in_child=True),
     Check("model", "model:target", in_child=True),
     Check("drafter", "model:drafter", in_child=True),
     Check("numerics", "model:numerics", in_child=True),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+import os
+import re
+import shutil
+from importlib import metadata
 from pathlib import Path
 
 from tlt_server.doctor.finding import Finding, fail, ok, warn
@@ -23,16 +26,38 @@ def torch_import() -> Finding:
 
 
 def gpu() -> Finding:
+    from tlt_server.engine.devices import choice  # imports torch, which may be what is wrong
+
+    found, driver = choice.look(), _driver()
+    if not (found.name or driver):
+        return ok("none: the engine computes on the CPU")
+    if found.unusable:
+        return warn(f"driver {driver or 'unknown'}, but {found.unusable}: --device auto computes on the CPU",
+                    "install a CUDA build of torch that this driver supports, and Triton; or say --device cpu")
     import torch
 
-    driver, built = DRIVER.exists(), torch.version.cuda
-    if not driver:
-        return ok("none: the engine computes on the CPU")
-    if not torch.cuda.is_available():
-        return warn(f"a driver is loaded, but this torch ({'built for CUDA ' + built if built else 'CPU-only'}) sees no device",
-                    "to use it later, install a CUDA build of torch that this driver supports; this version computes on the CPU")
-    triton = "with" if find_spec("triton") else "without"
-    return ok(f"{torch.cuda.get_device_name()} (CUDA {built}, {triton} Triton), left alone: this version computes on the CPU")
+    from tlt_server.attention.gpu import GPU_BACKENDS
+
+    about = (f"{found.told}, {found.free_bytes // choice.MIB} MiB free; driver {driver or 'unknown'}, "
+             f"torch for CUDA {torch.version.cuda}, Triton {_version('triton')}; attention {', '.join(GPU_BACKENDS)}")
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return warn(f"{about}; no C compiler", "install gcc: Triton needs one for whatever is not in its cache yet")
+    return ok(about)
+
+
+def _driver() -> str:
+    """Version of the NVIDIA driver that is loaded; empty without one."""
+    if not DRIVER.exists():
+        return ""
+    version = re.search(r"\d+\.\d+(\.\d+)?", DRIVER.read_text())
+    return version[0] if version else "unknown"
+
+
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "unknown"
 
 
 def kernels() -> Finding:

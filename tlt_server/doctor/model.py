@@ -5,16 +5,23 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import torch
 
+from tlt_server.attention import BACKENDS
 from tlt_server.build import engine_settings
 from tlt_server.config import Config
 from tlt_server.doctor.finding import Finding, fail, ok, warn
+from tlt_server.engine.devices.choice import Choice, Gpu, choose, for_cpu, look
+from tlt_server.engine.gpu.memory import Needs, check_weights, plan_pages
 from tlt_server.engine.sizing import kv_pages, served_length
+from tlt_server.errors import StartupError
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.decoder import Decoder
 from tlt_server.models.eagle import VOCABULARY_MAP, Eagle3, feature_layers
-from tlt_server.models.loader import check_files, empty_target, unread
+from tlt_server.models.gpu.limits import check_shape
+from tlt_server.models.layers import LayerShape
+from tlt_server.models.loader import check_files, empty_target, own_dtype, unread
 from tlt_server.models.numerics import Numerics
 from tlt_server.speculation.survival import Calibration
 from tlt_server.weights.spool import Spool
@@ -28,6 +35,23 @@ def _drafter_directory(config: Config) -> Path | None:
     return None if config.drafter in ("none", "history") else Path(config.drafter)
 
 
+def _choice(config: Config) -> tuple[Choice, Gpu]:
+    """What the engine would compute on, and with; as it would choose."""
+    gpu = look()
+    return choose(engine_settings(config), gpu, lambda: own_dtype(config.model)), gpu
+
+
+def device(config: Config) -> Finding:
+    choice, _ = _choice(config)
+    if choice.settings.device == "cuda":
+        from tlt_server.attention.gpu import GPU_BACKENDS
+
+        GPU_BACKENDS.resolve(choice.settings.attention)
+    else:
+        BACKENDS.resolve(choice.settings.attention)
+    return ok(choice.told())
+
+
 def _model(config: Config) -> Decoder:
     """The target without storage."""
     settings, raw = engine_settings(config), ModelConfig.read(config.model)
@@ -39,6 +63,8 @@ def _model(config: Config) -> Decoder:
 
 def target(config: Config) -> Finding:
     model = _model(config)
+    if _on_gpu(config):
+        check_shape(model.config, model.shape(model.config), str(config.model))
     check_files(model.parameters(), config.model, ignored=unread(model.config))
     return ok(f"{model.config.architecture}, {_values(model) / 1e6:,.1f} M parameters, every tensor is there")
 
@@ -47,8 +73,9 @@ def drafter(config: Config) -> Finding:
     directory = _drafter_directory(config)
     if directory is None:
         return ok(config.drafter)
-    with torch.device("meta"):
-        network = Eagle3.empty(directory, _model(config))
+    network = _network(config, directory)
+    if _on_gpu(config):
+        check_shape(network.config, LayerShape(mlp_bias=network.config.mlp_bias), str(directory))
     check_files(network.parameters(), directory, ignored=VOCABULARY_MAP)
     Calibration.load(directory)
     return ok(f"EAGLE-3, {sum(view.numel() for view in network.parameters().values()) / 1e6:,.1f} M parameters, fits the target")
@@ -60,6 +87,8 @@ def numerics(config: Config) -> Finding:
     torch.set_num_threads(config.threads)
     if config.numerics == "fast":
         return warn("fast: exact in distribution, not bit for bit", "--numerics strict where tokens must not depend on the batch")
+    if _on_gpu(config):
+        return ok("strict: kernels that add in a fixed order, tested where they are made and not here")
     tested, generator = Numerics("strict", threads=config.threads), torch.Generator().manual_seed(0)
     shapes = {tuple(view.shape) for view in _model(config).parameters().values() if view.dim() == 2}
     tested.self_test((torch.randn(inputs, min(outputs, WIDEST), generator=generator), None) for outputs, inputs in sorted(shapes))
@@ -69,7 +98,10 @@ def numerics(config: Config) -> Finding:
 
 
 def memory(config: Config) -> Finding:
-    settings, model = engine_settings(config), _model(config)
+    model = _model(config)
+    if _on_gpu(config):
+        return _gpu_memory(config, model)
+    settings = for_cpu(msgspec.structs.replace(engine_settings(config), dtype="auto")).settings
     per_page = model.make_cache(1, settings.page_size, 0).bytes_per_slot * settings.page_size
     pages = kv_pages(settings, per_page, model.max_position)
     versions = 3 if config.weight_root is not None else 1  # live, before that, and the one being staged
@@ -81,6 +113,30 @@ def memory(config: Config) -> Finding:
     if need > total:
         return fail(f"{found}, {total / GIB:.2f} in all", remedy)
     return ok(found) if need <= available else warn(found, f"end other programs, or {remedy}")
+
+
+def _gpu_memory(config: Config, model: Decoder) -> Finding:
+    (chosen, gpu), directory = _choice(config), _drafter_directory(config)
+    settings, network = chosen.settings, _network(config, directory) if directory else None
+    values = _values(model) + (sum(view.numel() for view in network.parameters().values()) if network else 0)
+    needs = Needs.of(settings, model.config, network.config if network else None, values)
+    check_weights(settings, needs, gpu.free_bytes, gpu.total_bytes)
+    budget = plan_pages(settings, needs, model.max_position, free=gpu.free_bytes - needs.weights, total=gpu.total_bytes)
+    return ok(budget.told(needs))
+
+
+def _network(config: Config, directory: Path) -> Eagle3:
+    """The drafter without storage."""
+    with torch.device("meta"):
+        return Eagle3.empty(directory, _model(config))
+
+
+def _on_gpu(config: Config) -> bool:
+    """Not where the check `device` fails: the others then look at what they can."""
+    try:
+        return _choice(config)[0].settings.device == "cuda"
+    except StartupError:
+        return False
 
 
 def committed_weights(config: Config) -> Finding:

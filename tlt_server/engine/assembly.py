@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from tlt_server.engine.devices import DEVICES, Device
+from tlt_server.engine.devices import Device, make_device
+from tlt_server.engine.devices.choice import Gpu, choose, look
 from tlt_server.engine.loop import Engine
 from tlt_server.engine.pages import PagePool
 from tlt_server.engine.pushes import WeightPushes
@@ -20,6 +21,7 @@ from tlt_server.engine.settings import EngineSettings
 from tlt_server.engine.sizing import served_length
 from tlt_server.errors import InvalidRequest
 from tlt_server.models.config import ModelConfig
+from tlt_server.models.loader import own_dtype
 from tlt_server.records import EngineInfo, GenerateRequest, Sampling, SetPolicy, Submit
 from tlt_server.speculation.policies import POLICIES, Policy
 from tlt_server.speculation.policies.arms import ladder
@@ -31,17 +33,20 @@ from tlt_server.weights.spool import Spool
 from tlt_server.weights.transaction import Options, Transaction
 
 OnPhase = Callable[[str, float, str], None]
+OnProgress = Callable[[str, int, int], None]
 
 
 def assemble(
     settings: EngineSettings,
     on_phase: OnPhase = lambda name, seconds, detail: None,
     on_begin: Callable[[list[str]], None] = lambda ids: None,
-    device: Device | None = None,
+    on_progress: OnProgress = lambda name, done, of: None,
+    make_device: Callable[[EngineSettings], Device] = make_device,
 ) -> tuple[Engine, EngineInfo]:
     """A ready engine and what it says of itself. `StartupError` names what cannot be used and the remedy.
 
-    `on_begin`: see `Scheduler`. `device`: made from these settings before, else the one they name.
+    `on_begin`: see `Scheduler`. `on_progress`: a phase that is long has done so many steps. `make_device`: of settings in which nothing is
+    left to the device.
     """
     phases: dict[str, float] = {}
 
@@ -53,7 +58,12 @@ def assemble(
         phases[name] = time.perf_counter() - started
         on_phase(name, phases[name], "".join(detail))
 
-    device = device or DEVICES.resolve(settings.device)(settings)
+    with phase("choose device") as detail:
+        gpu = look() if settings.device in ("auto", "cuda") else Gpu()
+        choice = choose(settings, gpu, lambda: own_dtype(Path(settings.model)))
+        settings = choice.settings
+        device = make_device(settings)
+        detail.append(choice.told())
     spool = Spool(Path(settings.state_dir), str(Path(settings.model).resolve())) if settings.state_dir else None
     with phase("load model") as detail:
         config = ModelConfig.read(Path(settings.model))
@@ -96,12 +106,13 @@ def assemble(
     with phase("prepare runner") as detail:
         if settings.strategy is not None:
             rungs = rungs.with_arm(settings.strategy)
-        runner, scheduler.on_end = device.equip(live, rungs, scheduler.page_table_SP)
-        detail.append(f"drafters: {', '.join(rungs.drafters) or 'none'}")
+        equipped = device.equip(live, rungs, scheduler.page_table_SP, lambda done, of: on_progress("prepare runner", done, of))
+        scheduler.on_end = equipped.on_end
+        detail.append("; ".join(part for part in (f"drafters: {', '.join(rungs.drafters) or 'none'}", equipped.detail) if part))
     options = Options(Path(settings.weight_root) if settings.weight_root else None, settings.weight_marker, spool)
     pushes = WeightPushes(Transaction(live, options, Calibration.parse), scheduler, device.install)
     policy = make_policy(SetPolicy(settings.policy, settings.strategy))
-    engine = Engine(scheduler, runner, policy, make_policy, make_sequence, pushes)
+    engine = Engine(scheduler, equipped.runner, policy, make_policy, make_sequence, pushes)
     with phase("warm up"):
         arms = rungs.arms
         per_drafter = [arms[0], *(max((a for a in arms if a.drafter == name), key=lambda arm: arm.rows) for name in rungs.drafters)]
@@ -121,9 +132,13 @@ def assemble(
         drafter="+".join(rungs.drafters) or "none",
         policy=settings.policy,
         numerics=device.numerics,
-        attention=device.attention,
-        dtype=device.dtype,
+        max_rows=settings.max_rows,
+        attention=settings.attention,
+        dtype=settings.dtype,
         device=device.name,
+        gpu=gpu.told if device.name == "cuda" else "",
+        graphs=settings.graphs,
+        choices=choice.reasons,
         threads=settings.threads,
         phases=phases,
         pid=os.getpid(),

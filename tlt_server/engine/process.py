@@ -1,7 +1,8 @@
 """The engine process: settings as one line on stdin, commands and events over two ZeroMQ sockets, one loop.
 
 Started by `build.py` as `python -m tlt_server.engine.process DIR`; the environment that strict numerics needs was set by
-the parent, before torch is imported here. Leaves when told to, when its parent is gone, or with one `Failed` event.
+the parent, before torch is imported here. Leaves when told to, when its parent is gone, or with one `Failed` event. After a fault it
+leaves at once: freeing what lies on a GPU whose context is lost may hang or abort.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ import msgspec
 import zmq
 
 from tlt_server.begun import Begun
+from tlt_server.engine.faults import told
 from tlt_server.engine.settings import EngineSettings
-from tlt_server.errors import TltError
-from tlt_server.records import Event, Failed, Heartbeat, Outputs, Phase, Ready, decode_command, encode
+from tlt_server.errors import EngineFailed, TltError
+from tlt_server.records import Event, Failed, Heartbeat, Outputs, Phase, PhaseProgress, Ready, decode_command, encode
 
 NICENESS = 5  # behind the frontend, which must answer at once also while every core computes
 IDLE_POLL_MS = 200
@@ -35,7 +37,8 @@ def serve(settings: EngineSettings, commands: zmq.Socket[bytes], send: Callable[
     from tlt_server.engine.assembly import assemble  # here, because it takes a while and may fail: a phase like the others
 
     send(Phase("import libraries", time.perf_counter() - started))
-    engine, info = assemble(settings, lambda name, seconds, detail: send(Phase(name, seconds, detail)), begun.note)
+    engine, info = assemble(settings, lambda name, seconds, detail: send(Phase(name, seconds, detail)), begun.note,
+                            lambda name, done, of: send(PhaseProgress(name, done, of)))
     gc.collect()
     gc.freeze()  # what was loaded stays; looking through it again would stop the loop for a quarter of a second
     send(Ready(info))
@@ -68,17 +71,26 @@ def main() -> int:
     commands.connect(f"ipc://{directory}/commands")
     events.connect(f"ipc://{directory}/events")
     events.setsockopt(zmq.LINGER, 2000)
+    ready = False
+
+    def send(event: Event) -> None:
+        nonlocal ready
+        ready = ready or isinstance(event, Ready)
+        events.send(encode(event))
+
     try:
         settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineSettings)
-        serve(settings, commands, lambda event: events.send(encode(event)), Begun(Path(directory)))
+        serve(settings, commands, send, Begun(Path(directory)))
         return 0
     except TltError as error:
-        events.send(encode(Failed(error.code, error.message)))
+        send(Failed(error.code, error.message))
         return 2
     except Exception as error:
         traceback.print_exc()
-        events.send(encode(Failed("engine_failed", f"{type(error).__name__}: {error}")))
-        return 1
+        send(Failed(EngineFailed.code, told(error, ready=ready)))
+        context.destroy(linger=2000)
+        sys.stderr.flush()
+        os._exit(1)  # here, where the traceback still holds everything that would be freed
     finally:
         context.destroy(linger=2000)
 

@@ -1,4 +1,7 @@
-"""What the engine process is told at start: resolved, frozen, checked once more on arrival."""
+"""What the engine process is told at start: frozen, checked once more on arrival.
+
+`devices.choice.choose` gives what is left to the device ("auto", or 0) a value; everything behind it sees only values.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +19,17 @@ class EngineSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     policy: str = "beg"
     strategy: Strategy | None = None  # for the policy `fixed`
     numerics: Literal["strict", "fast"] = "strict"
-    device: str = "cpu"  # a name of `devices.DEVICES`
-    dtype: str = "float32"  # of weights, activations and KV
-    attention: str = "cpu"
+    device: str = "cpu"  # a name of `devices.DEVICES`, or auto
+    dtype: str = "auto"  # of weights, activations and KV
+    attention: str = "auto"
     threads: int = 2
     page_size: int = 16  # tokens
     pages: int = 0  # 0 = as many as kv_memory_mb holds
-    kv_memory_mb: int = 1024  # 0 = what memory_fraction leaves
+    kv_memory_mb: int = 0  # 0 = what suits the device: a constant on a CPU, what memory_fraction leaves on a GPU
     memory_fraction: float = 0.9  # of a GPU's memory, for everything: weights, KV, graphs
     max_model_len: int = 0  # tokens; 0 = what the model allows
-    max_running: int = 64  # sequences
-    max_rows: int = 512  # certain rows (roots and prompt rows) per step
+    max_running: int = 0  # sequences; 0 = what suits the device
+    max_rows: int = 0  # certain rows (roots and prompt rows) per step; 0 = what suits the device
     max_draft_rows: int = 1024  # draft rows per step
     sd_max_batch: int = 0  # decoding requests above which nothing is drafted; 0 = the policy decides
     weight_version: str = "initial"  # of what the model directories hold

@@ -1,20 +1,38 @@
-"""What an operator reads while the server starts: one line per phase, and one line that says what runs."""
+"""What an operator reads while the server starts: one line per phase, and one line that says what runs.
+
+A phase that takes long shows how far it is: on a terminal in one line that is written over, elsewhere in a line every ten seconds.
+"""
 
 from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Callable
 from typing import TextIO
 
 from tlt_server.config import Config
-from tlt_server.records import EngineInfo, Phase
+from tlt_server.records import EngineInfo, Phase, PhaseProgress
+
+EVERY_S = 10.0
+ANEW = "\r\x1b[K"  # to the line's begin, and clear it
 
 
 class Progress:
-    def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = stream or sys.stderr
+    def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream, self._clock = stream or sys.stderr, clock
+        self._said_s = clock()
+        self._unfinished = False  # the cursor is behind a line that will be written over
 
     def phase(self, phase: Phase) -> None:
         self._say(f"  {phase.name:<28} {phase.seconds:8.2f} s  {phase.detail}".rstrip())
+
+    def phase_progress(self, phase: PhaseProgress) -> None:
+        line = f"  {phase.name:<28} {phase.done:>4} of {phase.of}"
+        if self._stream.isatty():
+            print(f"{ANEW}{line}", end="", file=self._stream, flush=True)
+            self._unfinished = True
+        elif self._clock() - self._said_s >= EVERY_S:
+            self._say(line)
 
     def listening(self, url: str) -> None:
         self._say(f"tlt: listening on {url}; the engine is starting")
@@ -23,7 +41,8 @@ class Progress:
         full_length = info.pages * info.page_size // info.max_model_len
         self._say(f"tlt: ready at {url} | model {config.served_model_name} | weights {info.weight_version} | {info.pages} pages of "
                   f"{info.page_size} | up to {info.max_running} sequences ({full_length} at full length) | "
-                  f"drafter {info.drafter or 'none'} | policy {info.policy} | numerics {info.numerics.partition(':')[0]}")
+                  f"drafter {info.drafter or 'none'} | policy {info.policy} | numerics {info.numerics.partition(':')[0]} | "
+                  f"{info.gpu or info.device}, {info.dtype}, attention {info.attention}")
 
     def lost(self, reason: str) -> None:
         self._say(f"tlt: nothing is generated: {reason}")
@@ -42,4 +61,5 @@ class Progress:
         self._say(f"tlt: draining {open_sequences} sequences (up to {timeout_s:g} s); send the signal again to stop at once")
 
     def _say(self, line: str) -> None:
-        print(line, file=self._stream, flush=True)
+        print(f"{ANEW if self._unfinished else ''}{line}", file=self._stream, flush=True)
+        self._unfinished, self._said_s = False, self._clock()

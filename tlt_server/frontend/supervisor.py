@@ -22,7 +22,7 @@ from tlt_server.frontend.engine_client import EngineClient
 from tlt_server.frontend.engine_link import EngineLink, EngineProcess
 from tlt_server.frontend.progress import Progress
 from tlt_server.metrics import Metrics
-from tlt_server.records import EngineInfo, Event, Phase, Ready
+from tlt_server.records import EngineInfo, Event, Phase, PhaseProgress, Ready
 
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.5, 30.0
 NAMED = 16  # sequences in the log line of a death
@@ -92,10 +92,17 @@ class Supervisor:
         self._client.take(event)
         if isinstance(event, Phase):
             self._progress.phase(event)
+        if isinstance(event, PhaseProgress):
+            self._progress.phase_progress(event)
         if isinstance(event, Ready):
             now_s = time.monotonic()
             self._start_s = now_s - self._began_s
-            if self._lives > 1:
+            if self._lives == 1:
+                info = event.info
+                log.info("engine_ready", seconds=round(self._start_s, 3), device=info.device, gpu=info.gpu, dtype=info.dtype,
+                         attention=info.attention, graphs=info.graphs, max_running=info.max_running, pages=info.pages,
+                         choices=info.choices)
+            else:
                 self._back(event.info, now_s - self._gone_s)
 
     def _back(self, info: EngineInfo, after_s: float) -> None:

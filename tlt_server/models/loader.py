@@ -53,6 +53,14 @@ def eos_token_ids(config: ModelConfig, directory: Path) -> ModelConfig:
     return replace(config, eos_token_ids=token_ids(read_json(generation), str(generation)) or config.eos_token_ids)
 
 
+def own_dtype(directory: Path) -> str:
+    """The type of the checkpoint's embedding, as torch names it; of some tensor, where there is no such one."""
+    files = tensor_files(directory)
+    name = "model.embed_tokens.weight" if "model.embed_tokens.weight" in files else min(files)
+    with _open(files[name]) as file:
+        return {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}.get(file.get_slice(name).get_dtype(), "float32")
+
+
 def unread(config: ModelConfig) -> set[str]:
     """Tensors that a checkpoint of this model may hold and nobody reads."""
     return {"lm_head.weight"} if config.tied_embeddings else set()

@@ -1,20 +1,21 @@
 """Devices that an engine computes on: one file each, one table line each, named as `torch.device` names them.
 
-`assembly.py` builds every engine in the same order: `load`, `allocate`, `equip`; afterwards the loop calls `install` when pushed
-weights are committed.
+`choice.py` says which, and with what. `assembly.py` builds every engine in the same order: `load`, `allocate`, `equip`; afterwards the
+loop calls `install` when pushed weights are committed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tlt_server.engine.loop import Runner
 from tlt_server.engine.sequence import Sequence
+from tlt_server.engine.settings import EngineSettings
 from tlt_server.models.config import ModelConfig
 from tlt_server.registry import Registry
 from tlt_server.speculation.policies.arms import Ladder
@@ -27,6 +28,15 @@ DEVICES = Registry("device", {
 })
 
 
+OnProgress = Callable[[int, int], None]  # steps done, of how many
+
+
+class Equipped(NamedTuple):
+    runner: Runner
+    on_end: Callable[[Sequence], None]  # is to be told when a sequence has ended
+    detail: str = ""  # for the start-up report
+
+
 @dataclass(frozen=True)
 class Memory:
     """KV pages, and what the scheduler does with them."""
@@ -37,11 +47,15 @@ class Memory:
     restore: Callable[[Any, list[int]], None]
 
 
+def make_device(settings: EngineSettings) -> Device:
+    """That these settings name; nothing in them is left to the device."""
+    device: Device = DEVICES.resolve(settings.device)(settings)
+    return device
+
+
 class Device(Protocol):
     name: str  # for `/server_info`
-    dtype: str
     warms_up: bool  # a first rollout compiles what no request should wait for
-    attention: str  # the backend in use
 
     @property
     def numerics(self) -> str:
@@ -53,8 +67,8 @@ class Device(Protocol):
     def allocate(self, live: Parts, max_model_len: int) -> Memory:
         """KV pages as asked for, or as many as fit."""
 
-    def equip(self, live: Parts, ladder: Ladder, page_table_SP: NDArray[np.int32]) -> tuple[Runner, Callable[[Sequence], None]]:
-        """The runner, drafters and all, and what is to be told when a sequence has ended."""
+    def equip(self, live: Parts, ladder: Ladder, page_table_SP: NDArray[np.int32], on_progress: OnProgress) -> Equipped:
+        """The runner, drafters, captured graphs and all."""
 
     def install(self, live: Parts, changed: Parts) -> None:
         """Committed weights take over, between two steps."""

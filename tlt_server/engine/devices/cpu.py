@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from tlt_server.attention.rows import KVCache
-from tlt_server.engine.devices import Memory
+from tlt_server.engine.devices import Equipped, Memory, OnProgress
 from tlt_server.engine.runner import CpuRunner
 from tlt_server.engine.sampling import compile_kernels
 from tlt_server.engine.sequence import Sequence
@@ -30,12 +29,12 @@ from tlt_server.weights.parts import Parts, Target
 
 
 class CpuDevice:
-    name, dtype = "cpu", "float32"
+    name = "cpu"
     warms_up = True
 
     def __init__(self, settings: EngineSettings) -> None:
         torch.set_num_threads(settings.threads)
-        self._settings, self.attention = settings, settings.attention
+        self._settings = settings
         self._numerics = Numerics(settings.numerics, threads=settings.threads)
         self._cache: KVCache | None = None
         self._runner: CpuRunner | None = None
@@ -69,13 +68,13 @@ class CpuDevice:
         self._cache = cache = model.make_cache(pages, settings.page_size, settings.max_draft_rows)
         return Memory(pages, cache.reuse, cache.save, cache.restore)
 
-    def equip(self, live: Parts, ladder: Ladder, page_table_SP: NDArray[np.int32]) -> tuple[CpuRunner, Callable[[Sequence], None]]:
+    def equip(self, live: Parts, ladder: Ladder, page_table_SP: NDArray[np.int32], on_progress: OnProgress) -> Equipped:
         assert live.target is not None and isinstance(live.target.network, Decoder) and self._cache is not None
         compile_kernels()
         for name in ladder.drafters:
             self._drafters[name] = self._eagle(live) if name == "eagle" else DRAFTERS.resolve(name)()
         self._runner = CpuRunner(live.target.network, self._cache, self._drafters, page_table_SP)
-        return self._runner, self._on_end
+        return Equipped(self._runner, self._on_end)
 
     def install(self, live: Parts, changed: Parts) -> None:
         assert live.target is not None and isinstance(live.target.network, Decoder) and self._runner is not None

@@ -6,7 +6,9 @@ before. `Interpreted` is the same engine on Triton's CPU interpreter, for tests.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +20,7 @@ from tlt_kernels.gpu.places import UploadLayout
 from tlt_kernels.gpu.tensors import PAGE_SIZE, Calibration, Places
 from tlt_server.attention.gpu import GPU_BACKENDS, GpuAttention
 from tlt_server.attention.rows import KVCache
-from tlt_server.engine.devices import Memory
+from tlt_server.engine.devices import Equipped, Memory, OnProgress
 from tlt_server.engine.gpu.buckets import (
     CAPTURED,
     LEAST_DEPTH,
@@ -34,9 +36,9 @@ from tlt_server.engine.gpu.drafts import DeviceDrafter
 from tlt_server.engine.gpu.drafts.eagle import EagleDrafts
 from tlt_server.engine.gpu.drafts.history import HistoryDrafts
 from tlt_server.engine.gpu.graphs import GraphPool
+from tlt_server.engine.gpu.memory import MIB, Needs, check_weights, exhausted, plan_pages
 from tlt_server.engine.gpu.runner import GpuRunner
 from tlt_server.engine.gpu.state import DeviceState, Slots
-from tlt_server.engine.sequence import Sequence
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import StartupError
 from tlt_server.models.config import ModelConfig
@@ -51,9 +53,7 @@ from tlt_server.speculation.policies.arms import Ladder
 from tlt_server.speculation.survival import Calibration as HostCalibration
 from tlt_server.weights.parts import Drafter, Parts, Target
 
-GIB = 2**30
 STOPS = 8  # stop ids per request that the device knows; the host sees to the others
-RESERVE = 2 * GIB  # for graphs, libraries and fragmentation
 EXTENSIONS = 4  # upload entries for new pages, per running sequence
 
 
@@ -64,11 +64,11 @@ class CudaDevice:
 
     def __init__(self, settings: EngineSettings, device: torch.device | None = None) -> None:
         self._settings = settings
-        self.device = device or _first_gpu()
+        self.device = device or torch.device("cuda", torch.cuda.current_device())
         if settings.page_size != PAGE_SIZE:
             raise StartupError(f"page_size is {settings.page_size}; the kernels of a GPU have pages of {PAGE_SIZE}: leave the setting out")
-        self.dtype, self.attention = settings.dtype, settings.attention
         self._placement = Placement(self.device, getattr(torch, settings.dtype), PRODUCTS[settings.numerics]())
+        GPU_BACKENDS.resolve(settings.attention)  # an unknown name is refused before weights are read
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._runner: GpuRunner | None = None
         self._eagle: EagleDrafts | None = None
@@ -87,16 +87,25 @@ class CudaDevice:
         settings, directory = self._settings, Path(self._settings.model)
         eagle = Path(settings.drafter) if settings.drafter_is_network else None
         config = eos_token_ids(config, directory)
-        with self._memory("the weights", "serve a smaller model, or dtype bfloat16"):
+        self._needs = self._needs_of(config, eagle)
+        check_weights(settings, self._needs, *self._free())
+        with self._memory("the weights"):
             target = GpuDecoder(config, placement=self._placement, feature_layers=feature_layers(eagle, config) if eagle else ())
             fill(target.parameters(), directory, ignored=unread(config))
             parts = Parts(Target(settings.weight_version, target, {}))
             if eagle is None:
                 return parts
-            described = describe(eagle, target)
-            network = GpuEagle3(described.config, described.draft_vocab_size, target, own_embedding=described.own_embedding)
+            network = _empty_drafter(eagle, target)
             fill_drafter(network, eagle)
         return Parts(parts.target, Drafter(settings.weight_version, network, HostCalibration.load(eagle), {}))
+
+    def _needs_of(self, config: ModelConfig, eagle: Path | None) -> Needs:
+        """By a model and a drafter without storage."""
+        nowhere = replace(self._placement, device=torch.device("meta"))
+        target = GpuDecoder(config, placement=nowhere, feature_layers=feature_layers(eagle, config) if eagle else ())
+        drafter = _empty_drafter(eagle, target) if eagle else None
+        views = [*target.parameters().values(), *(drafter.parameters().values() if drafter else ())]
+        return Needs.of(self._settings, config, drafter.config if drafter else None, sum(view.numel() for view in views))
 
     def install(self, live: Parts, changed: Parts) -> None:
         assert self._runner is not None
@@ -123,14 +132,9 @@ class CudaDevice:
         assert live.target is not None and isinstance(live.target.network, GpuDecoder)
         settings, model = self._settings, live.target.network
         network = live.drafter.network if live.drafter else None
-        per_page = PAGE_SIZE * _bytes_per_slot(model.config, self._placement.dtype)
-        if network is not None:
-            per_page += PAGE_SIZE * _bytes_per_slot(network.config, self._placement.dtype, layers=1)
-            per_page += network.config.hidden_size * self._placement.dtype.itemsize
-        need = -(-max_model_len // PAGE_SIZE)
-        pages = settings.pages or self._affordable_pages(per_page, model, need)
-        pages = min(pages, need * settings.max_running) if not settings.pages else pages
-        with self._memory(f"{pages} KV pages", "lower pages, max_model_len or max_running"):
+        free, total = self._free()
+        pages = plan_pages(settings, self._needs, max_model_len, free=free, total=total).pages
+        with self._memory(f"{pages} KV pages"):
             self._slots = Slots(pages * PAGE_SIZE, max(MOST_VERIFIED, settings.max_running), TREE_ROWS)
             scratch = self._slots.verified + 1
             self._cache = _cache(model.config, pages, scratch, self._placement, model.config.layers)
@@ -138,26 +142,6 @@ class CudaDevice:
             self._page_hint_PH = torch.zeros(pages, network.config.hidden_size, dtype=self._placement.dtype,
                                              device=self.device) if network else None
         return Memory(pages, self._cache.reuse, self._save, self._restore)
-
-    def _affordable_pages(self, per_page: int, model: GpuDecoder, need: int) -> int:
-        settings = self._settings
-        if settings.kv_memory_mb:
-            budget, asked = settings.kv_memory_mb * 2**20, f"kv_memory_mb {settings.kv_memory_mb}"
-        else:
-            free, total = torch.cuda.mem_get_info(self.device)
-            weights = sum(view.numel() * view.element_size() for view in model.parameters().values())
-            staging = 2 * weights if settings.weight_root else 0  # a staged version, and the one before
-            activations = settings.max_rows * (8 * model.config.intermediate_size + 64 * model.config.hidden_size)
-            logits = 4 * model.config.vocab_size * (MOST_VERIFIED + settings.max_running)
-            kept_free = total * (1 - settings.memory_fraction)
-            budget = int(free - kept_free - staging - activations - logits - RESERVE)
-            asked = (f"memory_fraction {settings.memory_fraction} of {total / GIB:.0f} GiB leaves {max(budget, 0) / GIB:.1f} GiB beside "
-                     f"{weights / GIB:.1f} of weights{f' and {staging / GIB:.1f} for pushed ones' if staging else ''}, which")
-        if budget // per_page < need:
-            held = max(budget, 0) // per_page
-            raise StartupError(f"{asked} holds {held} KV pages, one sequence of max_model_len {need * PAGE_SIZE} needs {need} "
-                               f"({need * per_page / GIB:.2f} GiB); lower max_model_len to {held * PAGE_SIZE}, or give more")
-        return budget // per_page
 
     def _save(self, pages: list[int]) -> object:
         return [cache.save(pages) for cache in self._caches]
@@ -174,10 +158,10 @@ class CudaDevice:
 
     # -- the runner ----------------------------------------------------------------------------------------------
 
-    def equip(self, live: Parts, ladder: Ladder, page_table_SP: NDArray[np.int32]) -> tuple[GpuRunner, Callable[[Sequence], None]]:
+    def equip(self, live: Parts, ladder: Ladder, page_table_SP: NDArray[np.int32], on_progress: OnProgress) -> Equipped:
         assert live.target is not None and isinstance(live.target.network, GpuDecoder) and self._cache is not None
         settings, model = self._settings, live.target.network
-        with self._memory("buffers and graphs", f"lower memory_fraction (now {settings.memory_fraction}) by 0.05, or max_running"):
+        with self._memory("buffers and graphs"):
             state = self._state(model, ladder, page_table_SP.shape[1])
             attention = self._backend(model.config)
             drafters = self._drafters(live, state)
@@ -187,8 +171,10 @@ class CudaDevice:
                                      prompts=self.prompts)
             if capture:
                 keys = [*rehearsed(settings.max_rows, settings.max_running), *reachable(ladder.arms, ladder.rows, settings.max_running)]
-                self._runner.prepare(keys, lambda done, of: None)
-        return self._runner, lambda sequence: None
+                self._runner.prepare(keys, on_progress)
+        graphs = self._runner.graphs
+        taken = f"{len(graphs.bytes)} graphs, {graphs.total_bytes // MIB} MiB, {sum(graphs.seconds.values()):.1f} s"
+        return Equipped(self._runner, lambda sequence: None, taken if capture else "launched kernel by kernel")
 
     def _state(self, model: GpuDecoder, ladder: Ladder, pages_per_sequence: int) -> DeviceState:
         settings, tokens = self._settings, pages_per_sequence * PAGE_SIZE
@@ -207,9 +193,9 @@ class CudaDevice:
         return self._page_hint_PH.shape[1] if self._page_hint_PH is not None else 1
 
     def _backend(self, config: ModelConfig) -> GpuAttention:
-        return GPU_BACKENDS.resolve(self.attention)(heads=config.heads, kv_heads=config.kv_heads, head_dim=config.head_dim,
-                                                    context=config.max_position, device=self.device,
-                                                    dtype=self._placement.dtype, numerics=self._settings.numerics)
+        return GPU_BACKENDS.resolve(self._settings.attention)(
+            heads=config.heads, kv_heads=config.kv_heads, head_dim=config.head_dim, context=config.max_position, device=self.device,
+            dtype=self._placement.dtype, numerics=self._settings.numerics)
 
     def _drafters(self, live: Parts, state: DeviceState) -> dict[str, DeviceDrafter]:
         drafters: dict[str, DeviceDrafter] = {}
@@ -228,8 +214,18 @@ class CudaDevice:
     def _floats(self, values: NDArray[np.float32]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values, np.float32)).to(self.device)
 
-    def _memory(self, what: str, remedy: str) -> _OutOfMemory:
-        return _OutOfMemory(what, remedy)
+    def _free(self) -> tuple[int, int]:
+        """Bytes of the device: free, and in all."""
+        return torch.cuda.mem_get_info(self.device)
+
+    @contextmanager
+    def _memory(self, what: str) -> Iterator[None]:
+        """Turns the allocator's error into one that names the remedy."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            free, total = self._free()
+            raise StartupError(exhausted(self._settings, what, str(error), free=free, total=total)) from error
 
 
 class Interpreted(CudaDevice):
@@ -242,21 +238,8 @@ class Interpreted(CudaDevice):
     def __init__(self, settings: EngineSettings) -> None:
         super().__init__(settings, torch.device("cpu"))
 
-
-class _OutOfMemory:
-    """Turns a device's out-of-memory error into one that names the remedy."""
-
-    def __init__(self, what: str, remedy: str) -> None:
-        self._what, self._remedy = what, remedy
-
-    def __enter__(self) -> None:
-        """Nothing to set up."""
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, torch.OutOfMemoryError):
-            free, total = torch.cuda.mem_get_info()
-            raise StartupError(f"the GPU has no room for {self._what}: {free / GIB:.1f} of {total / GIB:.1f} GiB are free; {self._remedy}, "
-                               "or end what else uses this GPU (nvidia-smi lists it)") from error
+    def _free(self) -> tuple[int, int]:
+        return 2**40, 2**40
 
 
 def exchange(resident: object, other: object) -> None:
@@ -268,20 +251,11 @@ def exchange(resident: object, other: object) -> None:
     resident.__dict__, other.__dict__ = other.__dict__, resident.__dict__
 
 
-def _first_gpu() -> torch.device:
-    if not torch.cuda.is_available():
-        raise StartupError("device is cuda, but torch finds no GPU; start with --device cpu, or check the driver with nvidia-smi")
-    major, minor = torch.cuda.get_device_capability()
-    if major < 8:
-        raise StartupError(f"the GPU has compute capability {major}.{minor}; 8.0 or later is needed: start with --device cpu")
-    return torch.device("cuda", torch.cuda.current_device())
-
-
-def _bytes_per_slot(config: ModelConfig, dtype: torch.dtype, layers: int | None = None) -> int:
-    return 2 * (layers or config.layers) * config.kv_heads * config.head_dim * dtype.itemsize
+def _empty_drafter(directory: Path, target: GpuDecoder) -> GpuEagle3:
+    described = describe(directory, target)
+    return GpuEagle3(described.config, described.draft_vocab_size, target, own_embedding=described.own_embedding)
 
 
 def _cache(config: ModelConfig, pages: int, scratch: int, placement: Placement, layers: int) -> KVCache:
     return KVCache(layers=layers, pages=pages, page_size=PAGE_SIZE, scratch=scratch, kv_heads=config.kv_heads, head_dim=config.head_dim,
                    dtype=placement.dtype, device=str(placement.device))
-

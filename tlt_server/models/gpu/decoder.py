@@ -17,6 +17,7 @@ from tlt_server.errors import ModelError
 from tlt_server.models import FAMILIES, Forward
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.gpu.layers import Attend, GatedMlp, Parameters, Placement, RowTensors, SelfAttention
+from tlt_server.models.gpu.limits import check_shape
 from tlt_server.models.layers import LayerShape
 from tlt_server.models.rope import RotaryTable, rotary_table
 
@@ -43,6 +44,8 @@ class GpuDecoder:
         wrong = [layer for layer in feature_layers if not 0 <= layer < config.layers]
         if wrong:
             raise ModelError(f"feature layers {wrong} do not exist: the target has 0 to {config.layers - 1}; use a drafter made for it")
+        shape = FAMILIES.resolve(config.architecture).shape(config)
+        check_shape(config, shape, "the target")
         self.config, self.placement, self.feature_layers = config, placement, feature_layers
         self.vocab_size, self.hidden_size, self.max_position = config.vocab_size, config.hidden_size, config.max_position
         self.eos_token_ids = config.eos_token_ids
@@ -51,7 +54,6 @@ class GpuDecoder:
         self.head_VH = self.embedding_VH if config.tied_embeddings else placement.empty(config.vocab_size, config.hidden_size)
         self.final_norm_H = placement.empty(config.hidden_size)
         table = device_table(config, placement)
-        shape = FAMILIES.resolve(config.architecture).shape(config)
         self.layers = [DecoderLayer(config, shape, table, placement) for _ in range(config.layers)]
 
     def blank(self) -> GpuDecoder:

@@ -19,6 +19,7 @@ from tlt_server.models.config import ModelConfig
 from tlt_server.models.eagle import target_ids
 from tlt_server.models.gpu.decoder import GpuDecoder, device_table
 from tlt_server.models.gpu.layers import Attend, GatedMlp, Parameters, Projection, RowTensors, SelfAttention
+from tlt_server.models.gpu.limits import check_shape
 from tlt_server.models.layers import LayerShape
 
 
@@ -27,13 +28,14 @@ class GpuEagle3:
 
     def __init__(self, config: ModelConfig, draft_vocab_size: int, target: GpuDecoder, *, own_embedding: bool) -> None:
         placement, hidden = target.placement, config.hidden_size
+        shape = LayerShape(qkv_bias=config.attention_bias, mlp_bias=config.mlp_bias)
+        check_shape(config, shape, "the drafter")
         self.config, self.placement, self.draft_vocab_size, self.own_embedding = config, placement, draft_vocab_size, own_embedding
         self.vocab_size = target.vocab_size
         self.embedding_VH = placement.empty(target.vocab_size, hidden) if own_embedding else target.embedding_VH
         self.fusion = Projection(target.feature_width, {"fc": hidden}, bias=False, placement=placement)
         self.embedding_norm_H, self.feature_norm_H = placement.empty(hidden), placement.empty(hidden)
         self.post_attention_norm_H, self.final_norm_H = placement.empty(hidden), placement.empty(hidden)
-        shape = LayerShape(qkv_bias=config.attention_bias, mlp_bias=config.mlp_bias)
         self.self_attention = SelfAttention(
             2 * hidden, hidden, config.heads, config.kv_heads, config.head_dim, shape=shape, norm_eps=config.norm_eps,
             table=device_table(config, placement), placement=placement,

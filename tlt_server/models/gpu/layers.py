@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from tlt_kernels.gpu.rope import rope_store
-from tlt_server.errors import ModelError
 from tlt_server.models.gpu.products import Products
 from tlt_server.models.layers import LayerShape
 from tlt_server.models.rope import RotaryTable
@@ -70,8 +69,7 @@ class Projection:
 class SelfAttention:
     def __init__(self, inputs: int, hidden: int, heads: int, kv_heads: int, head_dim: int, *, shape: LayerShape, norm_eps: float,
                  table: RotaryTable, placement: Placement) -> None:
-        if shape.output_bias:
-            raise ModelError("an output projection with a bias cannot be served on a GPU; start with --device cpu")
+        assert not shape.output_bias, "see limits.check_shape"
         self.heads, self.query_width, self.norm_eps, self.table = heads, heads * head_dim, norm_eps, table
         self.products = placement.products
         kv_width = kv_heads * head_dim
@@ -110,8 +108,7 @@ class SelfAttention:
 
 class GatedMlp:
     def __init__(self, hidden: int, intermediate: int, *, bias: bool, placement: Placement) -> None:
-        if bias:
-            raise ModelError("an MLP with biases cannot be served on a GPU; start with --device cpu")
+        assert not bias, "see limits.check_shape"
         self.products = placement.products
         self.gate_up = Projection(hidden, {"gate_proj": intermediate, "up_proj": intermediate}, bias=False, placement=placement)
         self.down = Projection(intermediate, {"down_proj": hidden}, bias=False, placement=placement)

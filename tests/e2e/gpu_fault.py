@@ -1,0 +1,45 @@
+"""`tlt serve` with a planted fault: the real engine gets a GPU's error in the step that is to compute a prompt which begins with FAULTY.
+
+What lies on the GPU cannot be freed afterwards: whoever tries waits for ever, as with a context that is lost.
+As a program: `gpu_fault.py serve FLAGS` is the server, `gpu_fault.py DIR` its engine.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import time
+
+FAULTY = [21, 22, 23]
+REPORTED = "an illegal memory access was encountered"
+
+if __name__ == "__main__":
+    if sys.argv[1] == "serve":
+        from tlt_server import __main__, build
+
+        build.ENGINE = (sys.executable, __file__)
+        sys.exit(__main__.main(sys.argv[1:]))
+
+    import torch
+
+    from tlt_server.engine import process
+    from tlt_server.engine.devices import cpu
+    from tlt_server.engine.runner import CpuRunner
+    from tlt_server.engine.scheduler import Batch
+    from tlt_server.records import Strategy
+
+    class Resident:
+        def __del__(self) -> None:
+            print("freed what lies on the GPU", file=sys.stderr, flush=True)
+            time.sleep(3600)
+
+    class FaultyRunner(CpuRunner):
+        def launch(self, batch: Batch, strategy: Strategy) -> None:
+            if any(work.sequence.tokens[: len(FAULTY)].tolist() == FAULTY for work in batch.works):
+                resident = Resident()
+                atexit.register(time.sleep, 3600)
+                raise torch.AcceleratorError(f"CUDA error: {REPORTED}\nCUDA kernel errors might be asynchronously reported, {resident}.")
+            super().launch(batch, strategy)
+
+    cpu.CpuRunner = FaultyRunner  # type: ignore[misc]
+    sys.exit(process.main())

@@ -1,0 +1,35 @@
+"""Start-up lines: phases as they end, and how far one is that takes long."""
+
+from __future__ import annotations
+
+import io
+
+from tlt_server.frontend.progress import ANEW, Progress
+from tlt_server.records import Phase, PhaseProgress
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_shows_each_step_in_one_line_that_the_next_one_writes_over() -> None:
+    stream = Terminal()
+    progress = Progress(stream, clock=lambda: 0.0)
+    for done in (1, 2):
+        progress.phase_progress(PhaseProgress("prepare runner", done, 57))
+    progress.phase(Phase("prepare runner", 9.5, "57 graphs"))
+    first, second, third = stream.getvalue().split(ANEW)[1:]
+    assert first.split() == ["prepare", "runner", "1", "of", "57"] and "\n" not in first + second
+    assert third.endswith("57 graphs\n")
+    progress.listening("http://x")
+    assert stream.getvalue().count(ANEW) == 3
+
+
+def test_elsewhere_a_line_every_ten_seconds() -> None:
+    stream, now = io.StringIO(), 0.0
+    progress = Progress(stream, clock=lambda: now)
+    for done in range(1, 26):
+        now += 1.0
+        progress.phase_progress(PhaseProgress("prepare runner", done, 57))
+    assert [line.split()[2] for line in stream.getvalue().splitlines()] == ["10", "20"]

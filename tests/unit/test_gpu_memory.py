@@ -1,0 +1,164 @@
+"""A GPU's memory as arithmetic: pages that fit, and refusals whose remedy works when it is followed."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from tlt_server.engine.gpu.memory import GIB, MIB, RESERVE, Needs, check_weights, exhausted, plan_pages
+from tlt_server.engine.settings import EngineSettings
+from tlt_server.errors import ModelError, StartupError
+from tlt_server.models.config import ModelConfig, Rope
+from tlt_server.models.gpu.limits import check_shape
+from tlt_server.models.layers import LayerShape
+
+CONFIG = ModelConfig(  # as Qwen2.5-7B
+    architecture="Qwen2ForCausalLM", vocab_size=152064, hidden_size=3584, intermediate_size=18944, layers=28, heads=28, kv_heads=4,
+    head_dim=128, max_position=32768, norm_eps=1e-6, rope=Rope(), tied_embeddings=False, attention_bias=False, mlp_bias=False,
+    eos_token_ids=(0,),
+)
+VALUES = 7_615_616_512
+TOTAL = 140 * GIB
+
+
+def settings(**changes: Any) -> EngineSettings:
+    return EngineSettings(**{"model": "m", "device": "cuda", "dtype": "bfloat16", "max_running": 256, "max_rows": 4096, **changes})
+
+
+def needs(given: EngineSettings, drafter: ModelConfig | None = None) -> Needs:
+    return Needs.of(given, CONFIG, drafter, VALUES)
+
+
+def pages(given: EngineSettings, free: int, length: int = 32768, total: int = TOTAL) -> int:
+    return plan_pages(given, needs(given), length, free=free, total=total).pages
+
+
+def refusal(given: EngineSettings, free: int, length: int = 32768, total: int = TOTAL) -> str:
+    with pytest.raises(StartupError) as caught:
+        pages(given, free, length, total)
+    return caught.value.message
+
+
+def offered(message: str, setting: str) -> float:
+    found = re.search(rf"{setting} to ([\d.]+)", message)
+    assert found is not None, message
+    return float(found[1])
+
+
+def test_what_a_model_needs() -> None:
+    given = settings()
+    assert needs(given).weights == 2 * VALUES and needs(given).per_page == 16 * 2 * 28 * 4 * 128 * 2
+    assert needs(settings(dtype="float32")).per_page == 2 * needs(given).per_page
+    assert needs(given, replace(CONFIG, layers=1)).per_page - needs(given).per_page == 2 * (16 * 2 * 4 * 128 + 3584)
+
+
+def test_pages_are_what_the_fraction_leaves() -> None:
+    given, free = settings(), TOTAL - 15 * GIB
+    budget = plan_pages(given, needs(given), 32768, free=free, total=TOTAL)
+    left = free - budget.kv - budget.working - RESERVE - TOTAL * (1 - given.memory_fraction)
+    assert 0 <= left < needs(given).per_page and budget.staging == 0
+    assert f"{budget.pages} pages" in budget.told(needs(given)) and "14.2 GiB of weights" in budget.told(needs(given))
+    pushed = plan_pages(settings(weight_root="/w"), needs(given), 32768, free=free, total=TOTAL)
+    assert pushed.staging == 2 * needs(given).weights and 0 <= budget.kv - pushed.kv - pushed.staging < needs(given).per_page
+
+
+def test_no_more_than_could_be_in_use() -> None:
+    assert pages(settings(max_running=2), TOTAL, length=1600) == 200
+    assert pages(settings(max_running=2, kv_memory_mb=1024), TOTAL, length=1600) == 200
+
+
+def test_what_other_programs_hold_is_not_counted_twice() -> None:
+    assert pages(settings(), 60 * GIB) < pages(settings(), 61 * GIB)
+
+
+@pytest.mark.parametrize("free_gib", [18.2, 19.0, 19.5])
+def test_too_little_for_one_sequence_names_what_would_do(free_gib: float) -> None:
+    given, free = settings(), int(free_gib * GIB)
+    message = refusal(given, free)
+    assert re.search(r"140\.0 GiB is \d+ MiB short of one sequence of max_model_len 32768; ", message) and "nvidia-smi" in message
+    assert pages(msgspec.structs.replace(given, memory_fraction=offered(message, "memory_fraction")), free) >= 2048
+    length = int(offered(message, "max_model_len"))
+    assert pages(given, free, length) >= length // 16
+    with pytest.raises(StartupError):
+        pages(given, free, length + 17)
+
+
+def test_fewer_rows_and_no_pushes_are_named_where_they_would_do() -> None:
+    free = int(13.3 * GIB)
+    message = refusal(settings(memory_fraction=0.98), free, length=131072)
+    rows = int(offered(message, "max_rows"))
+    assert 512 <= rows < 4096 and pages(settings(memory_fraction=0.98, max_rows=rows), free, length=131072) >= 8192
+    assert "memory_fraction to" not in message, "it is as high as we advise"
+    root = refusal(settings(weight_root="/w"), 40 * GIB)
+    assert "leave weight_root out" in root and pages(settings(), 40 * GIB) >= 2048
+
+
+def test_nothing_fits_at_all() -> None:
+    message = refusal(settings(memory_fraction=0.98), 2 * GIB)
+    assert "max_model_len to" not in message and message.endswith("end what else uses this GPU (nvidia-smi lists it)")
+
+
+def test_memory_that_was_asked_for() -> None:
+    message = refusal(settings(kv_memory_mb=100), TOTAL)
+    assert message.startswith("kv_memory_mb 100 holds 114 pages, one sequence of max_model_len 32768 needs 2048; raise it to 1792")
+    assert pages(settings(kv_memory_mb=1792), TOTAL) == 2048 and pages(settings(kv_memory_mb=100), TOTAL, length=1824) == 114
+    message = refusal(settings(kv_memory_mb=50 * 1024), 30 * GIB)
+    assert "short" in message and pages(settings(kv_memory_mb=int(offered(message, "kv_memory_mb"))), 30 * GIB) > 2048
+    message = refusal(settings(pages=10**6), 30 * GIB)
+    assert pages(settings(pages=int(offered(message, "pages"))), 30 * GIB) > 2048
+
+
+def test_weights_that_do_not_fit_are_refused_before_they_are_read() -> None:
+    given = settings()
+    check_weights(given, needs(given), 15 * GIB, TOTAL)
+    with pytest.raises(StartupError, match=r"weights take 14.2 GiB in bfloat16, 10.0 GiB of the GPU's 140.0 GiB are free, 4286 MiB too"):
+        check_weights(given, needs(given), 10 * GIB, TOTAL)
+    with pytest.raises(StartupError, match=r"dtype bfloat16 \(halves them\)"):
+        check_weights(settings(dtype="float32"), needs(settings(dtype="float32")), 20 * GIB, TOTAL)
+
+
+SAID = "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 139.81 GiB of which 1.50 GiB is free."
+
+
+def test_memory_that_runs_out_in_spite_of_the_plan() -> None:
+    message = exhausted(settings(), "buffers and graphs", SAID, free=int(1.5 * GIB), total=TOTAL)
+    assert "no room for buffers and graphs: 20.0 GiB more were asked for and 1536 MiB of its 140.0 GiB are free" in message
+    assert "lower memory_fraction to 0.76" in message
+    assert "lower memory_fraction to 0.89" in exhausted(settings(), "graphs", "out of memory", free=GIB, total=TOTAL)
+    assert "lower kv_memory_mb or pages" in exhausted(settings(kv_memory_mb=99), "graphs", SAID, free=MIB, total=TOTAL)
+
+
+def test_the_device_turns_the_allocators_error_into_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(os.environ, "TRITON_INTERPRET", "1")
+    from tlt_server.engine.devices.cuda import Interpreted
+
+    device = Interpreted(settings(device="interpreter", dtype="float32", attention="triton"))
+    monkeypatch.setattr(device, "_free", lambda: (3 * GIB, TOTAL))
+    with pytest.raises(StartupError, match="no room for 77 KV pages: 20.0 GiB more were asked for and 3072 MiB of its 140.0 GiB are free"):
+        with device._memory("77 KV pages"):
+            raise torch.OutOfMemoryError(SAID)
+    with pytest.raises(ZeroDivisionError), device._memory("77 KV pages"):
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize(("shape", "head_dim", "says"), [
+    (LayerShape(output_bias=True), 128, "the target has 'attention_bias' true"),
+    (LayerShape(mlp_bias=True), 128, "the target has 'mlp_bias' true"),
+    (LayerShape(), 80, "the target has 'head_dim' 80, and the kernels of a GPU have 16, 32, 64, 128, 256"),
+    (LayerShape(), 512, "'head_dim' 512"),
+])
+def test_shapes_that_a_gpu_refuses(shape: LayerShape, head_dim: int, says: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        check_shape(replace(CONFIG, head_dim=head_dim), shape, "the target")
+    assert says in caught.value.message and caught.value.message.endswith("start with --device cpu")
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 128, 256])
+def test_shapes_that_a_gpu_takes(head_dim: int) -> None:
+    check_shape(replace(CONFIG, head_dim=head_dim), LayerShape(qkv_bias=True, qk_norm=True), "the target")

@@ -1,0 +1,119 @@
+"""What an engine computes on and with: everything that its settings leave to the device, decided once, with the reason.
+
+`look` asks torch which GPU there is; the rest are pure functions of the settings, that answer and the checkpoint's type. Called by
+`assembly.py`, which reports the choice once, and by `tlt doctor`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import msgspec
+
+from tlt_server.engine.settings import EngineSettings
+from tlt_server.errors import StartupError
+
+MIB = 2**20
+LEAST_CAPABILITY = (9, 0)  # the kernels use programmatic dependent launch
+CPU_KV_MB = 1024
+
+
+class Gpu(NamedTuple):
+    """The GPU that torch would use, or why there is none to be used."""
+
+    name: str = ""
+    capability: tuple[int, int] = (0, 0)
+    free_bytes: int = 0
+    total_bytes: int = 0
+    unusable: str = ""  # why; empty: it can be used
+
+    @property
+    def told(self) -> str:
+        """For `/server_info`; empty without one."""
+        return f"{self.name}, {self.total_bytes // MIB} MiB, compute capability {dotted(self.capability)}" if self.name else ""
+
+
+class Choice(NamedTuple):
+    settings: EngineSettings  # nothing in them is left to the device
+    reasons: dict[str, str]  # setting whose value depends on what was found -> the value and why
+
+    def told(self) -> str:
+        """One line for start-up."""
+        settings = self.settings
+        chosen = f"{settings.device}, {settings.dtype}, attention {settings.attention}, up to {settings.max_running} sequences"
+        return " | ".join([chosen, *(f"{name} {reason}" for name, reason in self.reasons.items())])
+
+
+def look() -> Gpu:
+    """What torch sees; nothing is allocated but the context that the engine would use."""
+    import torch
+
+    if torch.version.cuda is None:
+        return Gpu(unusable="this torch is built without CUDA")
+    try:
+        if not torch.cuda.is_available():
+            return Gpu(unusable="torch finds no GPU")
+        found = Gpu(torch.cuda.get_device_name(), torch.cuda.get_device_capability(), *torch.cuda.mem_get_info())
+    except RuntimeError as error:
+        return Gpu(unusable=f"torch cannot use the GPU ({str(error).splitlines()[0]})")
+    if found.capability < LEAST_CAPABILITY:
+        return found._replace(unusable=f"{found.name} has compute capability {dotted(found.capability)}, and the kernels need "
+                                       f"{dotted(LEAST_CAPABILITY)}")
+    if find_spec("triton") is None:
+        return found._replace(unusable="Triton, which compiles the kernels of a GPU, is not installed")
+    return found
+
+
+def dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
+
+
+def choose(settings: EngineSettings, gpu: Gpu, own_dtype: Callable[[], str]) -> Choice:
+    """Settings with nothing left open. `StartupError` where what was asked for cannot be had; `own_dtype`: of the checkpoint."""
+    if settings.device == "cpu":
+        return for_cpu(settings)
+    if settings.device == "interpreter":
+        return for_interpreter(settings)
+    if settings.device == "cuda":
+        if gpu.unusable:
+            raise StartupError(f"device is cuda, but {gpu.unusable}; start with --device cpu, or check the machine with tlt doctor")
+        return for_cuda(settings, own_dtype)
+    if settings.device != "auto":
+        raise StartupError(f"device is {settings.device!r}; it must be auto, cpu or cuda")
+    chosen = for_cpu(settings) if gpu.unusable else for_cuda(settings, own_dtype)
+    because = f"{chosen.settings.device}: {gpu.unusable or f'torch sees {gpu.told}'}"
+    return Choice(chosen.settings, {"device": because, **chosen.reasons})
+
+
+def for_cpu(settings: EngineSettings) -> Choice:
+    if settings.dtype not in ("auto", "float32"):
+        raise StartupError(f"dtype is {settings.dtype}, and a CPU computes in float32; use auto or float32 (a checkpoint in half "
+                           "precision is read exactly)")
+    suited = filled(settings, dtype="float32", attention="cpu", kv_memory_mb=CPU_KV_MB, max_running=64, max_rows=512)
+    return Choice(msgspec.structs.replace(suited, device="cpu", graphs=False), {})
+
+
+def for_cuda(settings: EngineSettings, own_dtype: Callable[[], str]) -> Choice:
+    reasons, dtype = {}, settings.dtype
+    if dtype == "auto":
+        own = own_dtype()
+        dtype = own if own in ("bfloat16", "float16") else "bfloat16"
+        reasons["dtype"] = f"{dtype}: {'as the checkpoint' if dtype == own else f'half the size of the checkpoint in {own}'}"
+    suited = filled(settings, attention="triton", max_running=256, max_rows=4096)
+    if suited.attention == "torch" and suited.graphs:
+        reasons["graphs"] = "off: attention torch waits for the device, which no graph can"
+        suited = msgspec.structs.replace(suited, graphs=False)
+    return Choice(msgspec.structs.replace(suited, device="cuda", dtype=dtype), reasons)
+
+
+def for_interpreter(settings: EngineSettings) -> Choice:
+    """The GPU engine without a GPU, for tests: small."""
+    suited = filled(settings, dtype="float32", attention="triton", kv_memory_mb=16, max_running=8, max_rows=64)
+    return Choice(msgspec.structs.replace(suited, graphs=False), {})
+
+
+def filled(settings: EngineSettings, **suited: Any) -> EngineSettings:
+    """With `suited` wherever the settings leave it open."""
+    return msgspec.structs.replace(settings, **{name: value for name, value in suited.items() if getattr(settings, name) in ("auto", 0)})

@@ -1,0 +1,21 @@
+"""What the GPU's layers cannot compute, refused by name before anything is allocated. Imports no kernel."""
+
+from __future__ import annotations
+
+from tlt_server.errors import ModelError
+from tlt_server.models.config import ModelConfig
+from tlt_server.models.layers import LayerShape
+
+HEAD_DIMS = (16, 32, 64, 128, 256)
+
+
+def check_shape(config: ModelConfig, shape: LayerShape, what: str) -> None:
+    """`ModelError` names the key of config.json. `what`: the model, in errors."""
+    remedy = "serve another model, or start with --device cpu"
+    if shape.output_bias:
+        raise ModelError(f"{what} has 'attention_bias' true, which gives its output projections biases, and a GPU's have none; {remedy}")
+    if shape.mlp_bias:
+        raise ModelError(f"{what} has 'mlp_bias' true, and a GPU's MLP has no biases; {remedy}")
+    if config.head_dim not in HEAD_DIMS:
+        known = ", ".join(map(str, HEAD_DIMS))
+        raise ModelError(f"{what} has 'head_dim' {config.head_dim}, and the kernels of a GPU have {known}; {remedy}")
