@@ -38,7 +38,7 @@ class Settings:
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], Doc(
         "type", "Type of weights and KV; auto is float32 on a CPU, on a GPU the checkpoint's own half precision, else bfloat16.")] = "auto"
     attention: Annotated[str, Doc(
-        "backend", "Attention backend: cpu or torch on a CPU, triton or torch on a GPU; auto is the first.")] = "auto"
+        "backend", "Attention backend: cpu or torch on a CPU, triton, torch or flash_attn on a GPU; auto is the first.")] = "auto"
     graphs: Annotated[bool, Doc("true | false", "Capture CUDA graphs at start; false launches kernel by kernel.")] = True
     numerics: Annotated[Literal["strict", "fast"], Doc(
         "mode", "strict: the same bits whatever the batch and the strategy; fast: exact in distribution only.")] = "strict"

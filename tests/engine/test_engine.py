@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from tests.engine.tiny import VOCAB, write_eagle, write_target
+from tlt_server.engine import assembly
 from tlt_server.engine.assembly import assemble
+from tlt_server.engine.devices.choice import Gpu
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import StartupError
 from tlt_server.records import Abort, GenerateRequest, Pause, Sampling, SetPolicy, StepOutput, Strategy, Submit
@@ -260,3 +262,17 @@ def test_memory_that_cannot_be_had_is_refused_with_value_and_remedy(base: Engine
         assemble(msgspec.structs.replace(base, kv_memory_mb=1))
     _, info = assemble(msgspec.structs.replace(base, pages=3))
     assert info.max_model_len == 48, "what the pages hold limits a sequence"
+
+
+def test_an_engine_says_what_it_chose(base: EngineSettings) -> None:
+    phases: list[tuple[str, str]] = []
+    settings = msgspec.structs.replace(base, device="auto", max_running=0, max_rows=0)
+    gpu = Gpu(unusable="torch finds no GPU")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(assembly, "look", lambda: gpu)
+        engine, info = assemble(settings, lambda name, seconds, detail: phases.append((name, detail)))
+    assert (info.device, info.gpu, info.dtype, info.attention, info.graphs) == ("cpu", "", "float32", "cpu", False)
+    assert (info.max_running, info.max_rows, engine.scheduler.max_running, engine.scheduler.max_rows) == (64, 512, 64, 512)
+    assert info.choices == {"device": "cpu: torch finds no GPU"}
+    assert [detail for name, detail in phases if name == "choose device"] == [
+        "cpu, float32, attention cpu, up to 64 sequences | device cpu: torch finds no GPU"]

@@ -346,6 +346,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_device(monkeypatch: pytest.MonkeyPatch, card: None) -> None:
     told = found(model.device, configured()).found
     assert told.startswith("cuda, bfloat16, attention triton, up to 256 sequences") and "torch sees Card 9000" in told
+    expect(found(model.device, configured(attention="flash_attn")), "fail", "numerics is strict", "attention triton")
     assert found(model.device, configured(device="cpu")).found == "cpu, float32, attention cpu, up to 64 sequences"
     expect(found(model.device, configured(attention="tirton")), "fail", "unknown GPU attention backend", "triton")
     monkeypatch.setattr(model, "look", lambda: CARD._replace(unusable="torch finds no GPU"))

@@ -34,7 +34,7 @@ def _run(args: argparse.Namespace) -> int:
     settings = msgspec.structs.replace(settings_of(args), max_running=args.max_running)
     console = wide_console()
     with progress_bar(console) as progress:
-        task = progress.add_task("start", total=4)
+        task = progress.add_task("start", total=5)
         from tlt_server.engine.assembly import assemble
 
         engine, info = assemble(settings, lambda name, seconds, detail: progress.update(task, advance=1, description=name))

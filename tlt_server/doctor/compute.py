@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 from tlt_server.doctor.finding import Finding, fail, ok, warn
@@ -38,8 +39,9 @@ def gpu() -> Finding:
 
     from tlt_server.attention.gpu import GPU_BACKENDS
 
+    backends = [name for name in GPU_BACKENDS if name != "flash_attn" or find_spec(name)]
     about = (f"{found.told}, {found.free_bytes // choice.MIB} MiB free; driver {driver or 'unknown'}, "
-             f"torch for CUDA {torch.version.cuda}, Triton {_version('triton')}; attention {', '.join(GPU_BACKENDS)}")
+             f"torch for CUDA {torch.version.cuda}, Triton {_version('triton')}; attention {', '.join(backends)}")
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         return warn(f"{about}; no C compiler", "install gcc: Triton needs one for whatever is not in its cache yet")
     return ok(about)

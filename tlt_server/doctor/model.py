@@ -46,7 +46,10 @@ def device(config: Config) -> Finding:
     if choice.settings.device == "cuda":
         from tlt_server.attention.gpu import GPU_BACKENDS
 
-        GPU_BACKENDS.resolve(choice.settings.attention)
+        raw, settings = ModelConfig.read(config.model), choice.settings
+        GPU_BACKENDS.resolve(settings.attention)(  # refuses what it cannot serve
+            heads=raw.heads, kv_heads=raw.kv_heads, head_dim=raw.head_dim, context=raw.max_position, device=torch.device("cuda"),
+            dtype=getattr(torch, settings.dtype), numerics=settings.numerics)
     else:
         BACKENDS.resolve(choice.settings.attention)
     return ok(choice.told())

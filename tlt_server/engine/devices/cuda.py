@@ -68,7 +68,6 @@ class CudaDevice:
         if settings.page_size != PAGE_SIZE:
             raise StartupError(f"page_size is {settings.page_size}; the kernels of a GPU have pages of {PAGE_SIZE}: leave the setting out")
         self._placement = Placement(self.device, getattr(torch, settings.dtype), PRODUCTS[settings.numerics]())
-        GPU_BACKENDS.resolve(settings.attention)  # an unknown name is refused before weights are read
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._runner: GpuRunner | None = None
         self._eagle: EagleDrafts | None = None
@@ -87,8 +86,7 @@ class CudaDevice:
         settings, directory = self._settings, Path(self._settings.model)
         eagle = Path(settings.drafter) if settings.drafter_is_network else None
         config = eos_token_ids(config, directory)
-        self._needs = self._needs_of(config, eagle)
-        check_weights(settings, self._needs, *self._free())
+        check_weights(settings, self._needs_before(config, eagle), *self._free())
         with self._memory("the weights"):
             target = GpuDecoder(config, placement=self._placement, feature_layers=feature_layers(eagle, config) if eagle else ())
             fill(target.parameters(), directory, ignored=unread(config))
@@ -99,13 +97,15 @@ class CudaDevice:
             fill_drafter(network, eagle)
         return Parts(parts.target, Drafter(settings.weight_version, network, HostCalibration.load(eagle), {}))
 
-    def _needs_of(self, config: ModelConfig, eagle: Path | None) -> Needs:
-        """By a model and a drafter without storage."""
+    def _needs_before(self, config: ModelConfig, eagle: Path | None) -> Needs:
+        """Of what will be loaded, by a model and a drafter without storage."""
         nowhere = replace(self._placement, device=torch.device("meta"))
         target = GpuDecoder(config, placement=nowhere, feature_layers=feature_layers(eagle, config) if eagle else ())
-        drafter = _empty_drafter(eagle, target) if eagle else None
+        return self._needs(target, _empty_drafter(eagle, target) if eagle else None)
+
+    def _needs(self, target: GpuDecoder, drafter: GpuEagle3 | None) -> Needs:
         views = [*target.parameters().values(), *(drafter.parameters().values() if drafter else ())]
-        return Needs.of(self._settings, config, drafter.config if drafter else None, sum(view.numel() for view in views))
+        return Needs.of(self._settings, target.config, drafter.config if drafter else None, sum(view.numel() for view in views))
 
     def install(self, live: Parts, changed: Parts) -> None:
         assert self._runner is not None
@@ -132,8 +132,9 @@ class CudaDevice:
         assert live.target is not None and isinstance(live.target.network, GpuDecoder)
         settings, model = self._settings, live.target.network
         network = live.drafter.network if live.drafter else None
+        assert network is None or isinstance(network, GpuEagle3)
         free, total = self._free()
-        pages = plan_pages(settings, self._needs, max_model_len, free=free, total=total).pages
+        pages = plan_pages(settings, self._needs(model, network), max_model_len, free=free, total=total).pages
         with self._memory(f"{pages} KV pages"):
             self._slots = Slots(pages * PAGE_SIZE, max(MOST_VERIFIED, settings.max_running), TREE_ROWS)
             scratch = self._slots.verified + 1
