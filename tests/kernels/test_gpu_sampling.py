@@ -11,7 +11,6 @@ import torch
 from tests.kernels.triton_tests import DEVICE, assert_same_bits, gpu
 from tlt_kernels import reference_sampling as twin
 from tlt_kernels.gpu import filters, sampling
-from tlt_kernels.gpu.alternatives import top_logprobs
 
 NEAR = 2e-5  # a float threshold nearer than this to a probability may fall either way
 V_TARGET = 152_064
@@ -186,29 +185,6 @@ def test_rows_without_filters_keep_their_bits_beside_rows_with_filters():
     mixed = p.sample(logits_SV, filtered=True)
     assert mixed.token_S[1::2].tolist() == plain.token_S[1::2].tolist()
     assert_same_bits("logprob_S", mixed.logprob_S[1::2], plain.logprob_S[1::2])
-
-
-@pytest.mark.parametrize(("size", "k", "filtered"), [(5, 8, False), (1100, 3, True), (2100, 20, False)])
-def test_top_logprobs_are_the_best_of_the_processed_distribution(size, k, filtered):
-    logits_SV, p = rows_of(size, 6, 13), Parameters(6, 13)
-    p.temperature[:] = [1, 0.7, 0, 1.3, 1, 1]
-    p.top_k[1], p.top_p[3] = (2, 0.9) if filtered else (0, 1)
-    logits_SV[4, 3] = np.nan
-    rows = [0, 1, 2, 3, 4, -1]
-    arguments = p.arguments(logits_SV, rows)
-    sampled = sampling.sample(**arguments, filtered=filtered)
-    del arguments["position_R"], arguments["seed_Q"]
-    ids_SK, logprobs_SK = top_logprobs(**arguments, sampled=sampled, k=k, filtered=filtered)
-    assert (ids_SK[4:] == -1).all() and logprobs_SK[4:].isneginf().all()
-    for s in range(4):
-        _, exact, distance = twin.sample(logits_SV[s], p.temperature[s], 0, int(p.top_k[s]), float(p.top_p[s]), np.zeros(size, np.float32))
-        assert distance > NEAR
-        expected = np.argsort(-exact, kind="stable")[: min(k, int((exact > -np.inf).sum()))]
-        assert ids_SK[s].tolist() == [*expected.tolist(), *[-1] * (k - len(expected))]
-        assert np.abs(logprobs_SK[s, : len(expected)].cpu().numpy() - exact[expected]).max() < 2e-5
-        place = (ids_SK[s] == sampled.token_S[s]).nonzero()
-        if len(place):
-            assert_same_bits("logprobs_SK", logprobs_SK[s, place[0]], sampled.logprob_S[s : s + 1])
 
 
 @pytest.mark.parametrize("filtered", [False, True])
