@@ -63,13 +63,14 @@ def allocate(*, rows: int, context: int, heads: int, kv_heads: int, width: int, 
              tile: int = 64, programs: int | None = None) -> Plan:
     """Tensors for plans of up to `rows` rows and `context` keys. `tiles` False: no two rows share a request (plain decoding).
 
-    The workspace must hold three states per tree row at the least (4,600 states with 28 heads of 128); the planner cannot refuse more.
+    The workspace holds three states per tree row at the least, which the planner cannot do without: no more rows than that allows.
     """
     assert heads % kv_heads == 0 and heads // kv_heads <= 16, f"{heads} query heads over {kv_heads} KV heads"
     if programs is None:
         on_gpu = torch.device(device).type == "cuda"
         programs = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 4
-    states = min(_WORKSPACE // (4 * heads * (width + 2)), rows * split_count(context))
+    fitting = _WORKSPACE // (4 * heads * (width + 2))
+    states = min(fitting, rows * max(3, split_count(context)))
     items = rows + states
 
     def integers(*shape: int) -> Tensor:
