@@ -17,7 +17,8 @@ from tlt_server.attention.rows import KVCache, Rows
 from tlt_server.errors import ModelError
 from tlt_server.models import Forward
 from tlt_server.models.config import ModelConfig
-from tlt_server.models.layers import GatedMlp, LayerShape, Parameters, SelfAttention
+from tlt_server.models.layers import GatedMlp, LayerShape, SelfAttention
+from tlt_server.models.names import target_parameters
 from tlt_server.models.numerics import Numerics
 from tlt_server.models.rope import RotaryTable, rotary_table
 
@@ -31,12 +32,6 @@ class DecoderLayer:
             table=table, attention=attention, numerics=numerics,
         )
         self.mlp = GatedMlp(config.hidden_size, config.intermediate_size, bias=shape.mlp_bias, numerics=numerics)
-
-    def parameters(self, prefix: str) -> Parameters:
-        yield f"{prefix}input_layernorm.weight", self.input_norm_H
-        yield f"{prefix}post_attention_layernorm.weight", self.post_attention_norm_H
-        yield from self.self_attention.parameters(f"{prefix}self_attn.")
-        yield from self.mlp.parameters(f"{prefix}mlp.")
 
 
 class Decoder:
@@ -103,15 +98,7 @@ class Decoder:
 
     def parameters(self) -> dict[str, Tensor]:
         """Hugging Face name -> view [out, in] of the live storage. A tied `lm_head.weight` is not listed."""
-        return dict(self._parameters())
-
-    def _parameters(self) -> Parameters:
-        yield "model.embed_tokens.weight", self.embedding_VH
-        for index, layer in enumerate(self.layers):
-            yield from layer.parameters(f"model.layers.{index}.")
-        yield "model.norm.weight", self.final_norm_H
-        if not self.config.tied_embeddings:
-            yield "lm_head.weight", self.head_HV.t()
+        return dict(target_parameters(self, self.head_HV.t()))
 
     def self_test(self) -> None:
         """Check strict numerics on this model's own products; see `Numerics.self_test`."""

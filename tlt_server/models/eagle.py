@@ -21,8 +21,9 @@ from tlt_server.attention.rows import KVCache, Rows
 from tlt_server.errors import ModelError
 from tlt_server.models.config import ModelConfig, read_json
 from tlt_server.models.decoder import Decoder
-from tlt_server.models.layers import GatedMlp, LayerShape, Parameters, Projection, SelfAttention
+from tlt_server.models.layers import GatedMlp, LayerShape, Projection, SelfAttention
 from tlt_server.models.loader import check_tensor, fill, read_tensors, tensor_files
+from tlt_server.models.names import drafter_parameters
 from tlt_server.models.rope import rotary_table
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
@@ -223,16 +224,4 @@ class Eagle3:
 
     def parameters(self) -> dict[str, Tensor]:
         """Published name -> view [out, in] of the live storage; `d2t` and `t2d` are `target_ids`."""
-        return dict(self._parameters())
-
-    def _parameters(self) -> Parameters:
-        if self.own_embedding:
-            yield "embed_tokens.weight", self.embedding_VH
-        yield from self.fusion.parameters()
-        yield "midlayer.input_layernorm.weight", self.embedding_norm_H
-        yield "midlayer.hidden_norm.weight", self.feature_norm_H
-        yield "midlayer.post_attention_layernorm.weight", self.post_attention_norm_H
-        yield from self.self_attention.parameters("midlayer.self_attn.")
-        yield from self.mlp.parameters("midlayer.mlp.")
-        yield "norm.weight", self.final_norm_H
-        yield from self.head.parameters()
+        return dict(drafter_parameters(self))

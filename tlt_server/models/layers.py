@@ -1,14 +1,12 @@
 """The pieces of a decoder layer on fused weights, shared by every family and by the EAGLE drafter.
 
-A piece owns its storage and knows the Hugging Face name of every part of it (`parameters`): loading a checkpoint and pushing new
-weights both write through these views, so the mapping lives here only.
+A piece owns its storage; what its parts are called in a checkpoint is in `names.py`.
 
 Legend: R rows, H hidden, I intermediate, N query heads, K KV heads (or a product's inputs), D head width, S slots, X fused width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -17,10 +15,9 @@ from torch import Tensor
 from tlt_kernels.cpu import elementwise
 from tlt_server.attention import Attention
 from tlt_server.attention.rows import Rows
+from tlt_server.models.names import Parameters
 from tlt_server.models.numerics import Numerics
 from tlt_server.models.rope import RotaryTable
-
-Parameters = Iterator[tuple[str, Tensor]]
 
 
 class Projection:
@@ -84,13 +81,6 @@ class SelfAttention:
             heads=heads, q_weight_D=self.q_weight_D, k_weight_D=self.k_weight_D, eps=self.norm_eps,
         )
 
-    def parameters(self, prefix: str) -> Parameters:
-        yield from self.qkv.parameters(prefix)
-        yield from self.output.parameters(prefix)
-        if self.q_weight_D is not None and self.k_weight_D is not None:
-            yield f"{prefix}q_norm.weight", self.q_weight_D
-            yield f"{prefix}k_norm.weight", self.k_weight_D
-
 
 class GatedMlp:
     def __init__(self, hidden: int, intermediate: int, *, bias: bool, numerics: Numerics) -> None:
@@ -99,7 +89,3 @@ class GatedMlp:
 
     def __call__(self, x_RH: Tensor) -> Tensor:
         return self.down(elementwise.silu_mul(self.gate_up(x_RH)))
-
-    def parameters(self, prefix: str) -> Parameters:
-        yield from self.gate_up.parameters(prefix)
-        yield from self.down.parameters(prefix)

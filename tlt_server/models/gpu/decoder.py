@@ -1,7 +1,7 @@
 """The decoder of every family on a GPU: embedding, pre-norm layers, final norm, LM head.
 
 Activations in the weights' type, the residual stream and the logits in fp32. In strict numerics a row's bits depend on its prefix
-only. Filled through `parameters()`; CUDA graphs hold the addresses, so new weights are written into the same storage (`swap`).
+only. Filled through `parameters()`; CUDA graphs hold the addresses, so new weights change places with the old (`devices.cuda.exchange`).
 
 Legend: R rows, H hidden, F feature width, V vocabulary, S slots, K KV heads, D head width.
 """
@@ -16,9 +16,10 @@ from tlt_server.attention.rows import KVCache
 from tlt_server.errors import ModelError
 from tlt_server.models import FAMILIES, Forward
 from tlt_server.models.config import ModelConfig
-from tlt_server.models.gpu.layers import Attend, GatedMlp, Parameters, Placement, RowTensors, SelfAttention
+from tlt_server.models.gpu.layers import Attend, GatedMlp, Placement, RowTensors, SelfAttention
 from tlt_server.models.gpu.limits import check_shape
 from tlt_server.models.layers import LayerShape
+from tlt_server.models.names import target_parameters
 from tlt_server.models.rope import RotaryTable, rotary_table
 
 
@@ -30,12 +31,6 @@ class DecoderLayer:
             table=table, placement=placement,
         )
         self.mlp = GatedMlp(config.hidden_size, config.intermediate_size, bias=shape.mlp_bias, placement=placement)
-
-    def parameters(self, prefix: str) -> Parameters:
-        yield f"{prefix}input_layernorm.weight", self.input_norm_H
-        yield f"{prefix}post_attention_layernorm.weight", self.post_attention_norm_H
-        yield from self.self_attention.parameters(f"{prefix}self_attn.")
-        yield from self.mlp.parameters(f"{prefix}mlp.")
 
 
 class GpuDecoder:
@@ -81,19 +76,11 @@ class GpuDecoder:
 
     def parameters(self) -> dict[str, Tensor]:
         """Hugging Face name -> view [out, in] of the live storage. A tied `lm_head.weight` is not listed."""
-        return dict(self._parameters())
+        return dict(target_parameters(self, self.head_VH))
 
     def storage(self) -> list[Tensor]:
         """Everything that makes a version, in a fixed order."""
         return list(self.parameters().values())
-
-    def _parameters(self) -> Parameters:
-        yield "model.embed_tokens.weight", self.embedding_VH
-        for index, layer in enumerate(self.layers):
-            yield from layer.parameters(f"model.layers.{index}.")
-        yield "model.norm.weight", self.final_norm_H
-        if not self.config.tied_embeddings:
-            yield "lm_head.weight", self.head_VH
 
 
 def device_table(config: ModelConfig, placement: Placement) -> RotaryTable:

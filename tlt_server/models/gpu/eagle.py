@@ -18,9 +18,10 @@ from tlt_server.errors import ModelError
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.eagle import target_ids
 from tlt_server.models.gpu.decoder import GpuDecoder, device_table
-from tlt_server.models.gpu.layers import Attend, GatedMlp, Parameters, Projection, RowTensors, SelfAttention
+from tlt_server.models.gpu.layers import Attend, GatedMlp, Projection, RowTensors, SelfAttention
 from tlt_server.models.gpu.limits import check_shape
 from tlt_server.models.layers import LayerShape
+from tlt_server.models.names import drafter_parameters
 
 
 class GpuEagle3:
@@ -88,20 +89,8 @@ class GpuEagle3:
 
     def parameters(self) -> dict[str, Tensor]:
         """Published name -> view [out, in] of the live storage; `d2t` and `t2d` are `target_ids_C`."""
-        return dict(self._parameters())
+        return dict(drafter_parameters(self))
 
     def storage(self) -> list[Tensor]:
         """Everything that makes a version, in a fixed order."""
         return [*self.parameters().values(), self.target_ids_C]
-
-    def _parameters(self) -> Parameters:
-        if self.own_embedding:
-            yield "embed_tokens.weight", self.embedding_VH
-        yield from self.fusion.parameters()
-        yield "midlayer.input_layernorm.weight", self.embedding_norm_H
-        yield "midlayer.hidden_norm.weight", self.feature_norm_H
-        yield "midlayer.post_attention_layernorm.weight", self.post_attention_norm_H
-        yield from self.self_attention.parameters("midlayer.self_attn.")
-        yield from self.mlp.parameters("midlayer.mlp.")
-        yield "norm.weight", self.final_norm_H
-        yield from self.head.parameters()

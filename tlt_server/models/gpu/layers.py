@@ -1,4 +1,4 @@
-"""The pieces of a decoder layer on a GPU. A piece owns its storage and knows the Hugging Face name of every part of it.
+"""The pieces of a decoder layer on a GPU. A piece owns its storage; what its parts are called in a checkpoint is in `models/names.py`.
 
 Fused weights lie as in the checkpoint, [out, in], one part's rows after the other's, so every parameter is a contiguous view.
 
@@ -8,7 +8,6 @@ P partial sums.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -18,9 +17,8 @@ from torch import Tensor
 from tlt_kernels.gpu.rope import rope_store
 from tlt_server.models.gpu.products import Products
 from tlt_server.models.layers import LayerShape
+from tlt_server.models.names import Parameters
 from tlt_server.models.rope import RotaryTable
-
-Parameters = Iterator[tuple[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -98,13 +96,6 @@ class SelfAttention:
             q_weight_D=self.q_weight_D, k_weight_D=self.k_weight_D, eps=self.norm_eps,
         )
 
-    def parameters(self, prefix: str) -> Parameters:
-        yield from self.qkv.parameters(prefix)
-        yield from self.output.parameters(prefix)
-        if self.q_weight_D is not None and self.k_weight_D is not None:
-            yield f"{prefix}q_norm.weight", self.q_weight_D
-            yield f"{prefix}k_norm.weight", self.k_weight_D
-
 
 class GatedMlp:
     def __init__(self, hidden: int, intermediate: int, *, bias: bool, placement: Placement) -> None:
@@ -116,7 +107,3 @@ class GatedMlp:
     def __call__(self, x_RH: Tensor) -> Tensor:
         """Partial sums [P, R, H]."""
         return self.products.partials(self.products.gated(x_RH, self.gate_up.weight_XK), self.down.weight_XK)
-
-    def parameters(self, prefix: str) -> Parameters:
-        yield from self.gate_up.parameters(prefix)
-        yield from self.down.parameters(prefix)

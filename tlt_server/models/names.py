@@ -1,0 +1,55 @@
+"""Hugging Face's names of a model's tensors, once for every device: each function yields (name, view of the live storage).
+
+The models of a device differ in how weights lie and are computed with, not in what they are called: a piece is any object with the
+attributes that are read here. Loading a checkpoint and pushing new weights both write through these views.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+Parameters = Iterator[tuple[str, Tensor]]
+
+
+def attention_parameters(attention: Any, prefix: str) -> Parameters:
+    yield from attention.qkv.parameters(prefix)
+    yield from attention.output.parameters(prefix)
+    if attention.q_weight_D is not None and attention.k_weight_D is not None:
+        yield f"{prefix}q_norm.weight", attention.q_weight_D
+        yield f"{prefix}k_norm.weight", attention.k_weight_D
+
+
+def mlp_parameters(mlp: Any, prefix: str) -> Parameters:
+    yield from mlp.gate_up.parameters(prefix)
+    yield from mlp.down.parameters(prefix)
+
+
+def target_parameters(model: Any, head_VH: Tensor) -> Parameters:
+    """A tied `lm_head.weight` is not listed."""
+    yield "model.embed_tokens.weight", model.embedding_VH
+    for index, layer in enumerate(model.layers):
+        prefix = f"model.layers.{index}."
+        yield f"{prefix}input_layernorm.weight", layer.input_norm_H
+        yield f"{prefix}post_attention_layernorm.weight", layer.post_attention_norm_H
+        yield from attention_parameters(layer.self_attention, f"{prefix}self_attn.")
+        yield from mlp_parameters(layer.mlp, f"{prefix}mlp.")
+    yield "model.norm.weight", model.final_norm_H
+    if not model.config.tied_embeddings:
+        yield "lm_head.weight", head_VH
+
+
+def drafter_parameters(network: Any) -> Parameters:
+    """Of an EAGLE-3 checkpoint, without its vocabulary map."""
+    if network.own_embedding:
+        yield "embed_tokens.weight", network.embedding_VH
+    yield from network.fusion.parameters()
+    yield "midlayer.input_layernorm.weight", network.embedding_norm_H
+    yield "midlayer.hidden_norm.weight", network.feature_norm_H
+    yield "midlayer.post_attention_layernorm.weight", network.post_attention_norm_H
+    yield from attention_parameters(network.self_attention, "midlayer.self_attn.")
+    yield from mlp_parameters(network.mlp, "midlayer.mlp.")
+    yield "norm.weight", network.final_norm_H
+    yield from network.head.parameters()
