@@ -14,10 +14,9 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from tlt_kernels.gpu.places import UploadLayout
-from tlt_kernels.gpu.tensors import PAGE_SIZE, Calibration, Places
+from tlt_kernels.gpu.tensors import PAGE_SIZE, Places
 from tlt_server.attention.gpu import GPU_BACKENDS, GpuAttention
 from tlt_server.attention.rows import KVCache
 from tlt_server.engine.devices import Equipped, Memory, OnProgress
@@ -32,9 +31,8 @@ from tlt_server.engine.gpu.buckets import (
     reachable,
     rehearsed,
 )
-from tlt_server.engine.gpu.drafts import DeviceDrafter
+from tlt_server.engine.gpu.drafts import DEVICE_DRAFTERS
 from tlt_server.engine.gpu.drafts.eagle import EagleDrafts
-from tlt_server.engine.gpu.drafts.history import HistoryDrafts
 from tlt_server.engine.gpu.graphs import GraphPool
 from tlt_server.engine.gpu.memory import MIB, Needs, check_weights, exhausted, plan_pages
 from tlt_server.engine.gpu.runner import GpuRunner
@@ -48,9 +46,8 @@ from tlt_server.models.gpu.eagle import GpuEagle3
 from tlt_server.models.gpu.layers import Placement
 from tlt_server.models.gpu.products import PRODUCTS
 from tlt_server.models.loader import eos_token_ids, fill, unread
-from tlt_server.speculation.drafters.history import prior
 from tlt_server.speculation.policies.arms import Ladder
-from tlt_server.speculation.survival import Calibration as HostCalibration
+from tlt_server.speculation.survival import Calibration
 from tlt_server.weights.parts import Drafter, Parts, Target
 
 STOPS = 8  # stop ids per request that the device knows; the host sees to the others
@@ -95,7 +92,7 @@ class CudaDevice:
                 return parts
             network = _empty_drafter(eagle, target)
             fill_drafter(network, eagle)
-        return Parts(parts.target, Drafter(settings.weight_version, network, HostCalibration.load(eagle), {}))
+        return Parts(parts.target, Drafter(settings.weight_version, network, Calibration.load(eagle), {}))
 
     def _needs_before(self, config: ModelConfig, eagle: Path | None) -> Needs:
         """Of what will be loaded, by a model and a drafter without storage."""
@@ -121,7 +118,7 @@ class CudaDevice:
             exchange(self._runner.state.model, changed.target.network)
             self._runner.state.model = changed.target.network
         if changed.drafter is not None and self._eagle is not None:
-            assert isinstance(changed.drafter.network, GpuEagle3) and isinstance(changed.drafter.calibration, HostCalibration)
+            assert isinstance(changed.drafter.network, GpuEagle3) and isinstance(changed.drafter.calibration, Calibration)
             exchange(self._eagle.network, changed.drafter.network)
             self._eagle.network = changed.drafter.network
             self._eagle.adopt(changed.drafter.calibration)
@@ -165,7 +162,8 @@ class CudaDevice:
         with self._memory("buffers and graphs"):
             state = self._state(model, ladder, page_table_SP.shape[1])
             attention = self._backend(model.config)
-            drafters = self._drafters(live, state)
+            drafters = {name: self._eagle_drafts(live, state) if name == "eagle" else DEVICE_DRAFTERS.resolve(name)(state)
+                        for name in ladder.drafters}
             capture = settings.graphs and attention.capturable and self._stream is not None
             self._runner = GpuRunner(state, attention, drafters, GraphPool(self._stream if capture else None),
                                      max_running=settings.max_running, stream=self._stream, page_hint_PH=self._page_hint_PH,
@@ -187,7 +185,7 @@ class CudaDevice:
             batch + 1, tokens, hidden=self._hidden, stops=STOPS, dtype=self._placement.dtype, device=self.device.type)
         upload_U = torch.zeros(layout.size, dtype=torch.int32, device=self.device)
         depth = max(LEAST_DEPTH, *(arm.depth for arm in ladder.arms))
-        return DeviceState(model, self._cache, self._slots, places, layout, upload_U, depth, STOPS, model.max_position)
+        return DeviceState(model, self._cache, self._slots, places, layout, upload_U, depth)
 
     @property
     def _hidden(self) -> int:
@@ -198,22 +196,12 @@ class CudaDevice:
             heads=config.heads, kv_heads=config.kv_heads, head_dim=config.head_dim, context=config.max_position, device=self.device,
             dtype=self._placement.dtype, numerics=self._settings.numerics)
 
-    def _drafters(self, live: Parts, state: DeviceState) -> dict[str, DeviceDrafter]:
-        drafters: dict[str, DeviceDrafter] = {}
-        if live.drafter is not None:
-            network = live.drafter.network
-            assert isinstance(network, GpuEagle3)
-            host = live.drafter.calibration
-            assert isinstance(host, HostCalibration) and self._draft_cache is not None and self._page_hint_PH is not None
-            self._eagle = drafters["eagle"] = EagleDrafts(
-                state, network, self._draft_cache, self._backend(network.config), Calibration.of(self._floats(host.survival_K)),
-                self._floats(host.gap_edges), self._page_hint_PH)
-        if self._settings.drafter != "none":
-            drafters["history"] = HistoryDrafts(state, Calibration.of(self._floats(prior())))
-        return drafters
-
-    def _floats(self, values: NDArray[np.float32]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values, np.float32)).to(self.device)
+    def _eagle_drafts(self, live: Parts, state: DeviceState) -> EagleDrafts:
+        assert live.drafter is not None and isinstance(live.drafter.network, GpuEagle3)
+        network, calibration = live.drafter.network, live.drafter.calibration
+        assert isinstance(calibration, Calibration) and self._draft_cache is not None and self._page_hint_PH is not None
+        self._eagle = EagleDrafts(state, network, self._draft_cache, self._backend(network.config), calibration, self._page_hint_PH)
+        return self._eagle
 
     def _free(self) -> tuple[int, int]:
         """Bytes of the device: free, and in all."""

@@ -7,7 +7,6 @@ host has not seen. A request with rare features is sampled by the host (`by_host
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable
 from hashlib import blake2b
@@ -15,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from tlt_kernels.gpu.accept import Outcome, parse
+from tlt_kernels.gpu.accept import Outcome, fields, parse
 from tlt_kernels.gpu.places import Upload, apply
 from tlt_server.attention.gpu import GpuAttention
 from tlt_server.engine.gpu.buckets import CAPTURED, PromptShape, batch_buckets, bucket, decode_rows, draft_key, fitted, keeps, prompt_sizes
@@ -45,7 +44,6 @@ class Flight(NamedTuple):
     prompts: list[Work]
     outcome: Slot
     by_host: dict[int, HostSampling]  # entry -> what the host found beside the token
-    started_s: float
 
 
 class Held(NamedTuple):
@@ -66,11 +64,12 @@ class GpuRunner:
         pinned = state.upload_U.device.type == "cuda"
         self._uploads = PinnedRing(RING, state.layout.size, pinned=pinned)
         entries = self._buckets[-1] + state.layout.works
-        self._outcomes = PinnedRing(RING, entries * (4 + 2 * (state.depth + 1)), pinned=pinned)
+        self._outcomes = PinnedRing(RING, entries * fields(state.depth), pinned=pinned)
         self._held: dict[int, Held] = {}
         self._flights: deque[Flight] = deque()
         self._extends: dict[ExtendKey, Extend] = {}
         self._drafts: dict[DraftKey, DraftPass] = {}
+        self._writing: Upload | None = None  # what the device has not been told yet
         self._last_batch: tuple[list[int], list[tuple[int, int, int]]] | None = None
 
     # -- the loop's side -----------------------------------------------------------------------------------------
@@ -80,7 +79,7 @@ class GpuRunner:
         return len(self._flights)
 
     def gauges(self) -> dict[str, float]:
-        return {name: value for drafter in self._drafters.values() for name, value in drafter.gauges().items()}
+        return {}
 
     def launch(self, batch: Batch, strategy: Strategy) -> None:
         with torch.inference_mode(), torch.cuda.stream(self._stream):
@@ -93,8 +92,8 @@ class GpuRunner:
         flight = self._flights.popleft()
         flight.outcome.wait()
         entries = flight.key.batch + flight.key.works
-        size = entries * (4 + 2 * (self.state.depth + 1))
-        outcome = parse(flight.outcome.array[:size].reshape(entries, -1))
+        width = fields(self.state.depth)
+        outcome = parse(flight.outcome.array[: entries * width].reshape(entries, width))
         of_work = self._entries(flight.decoding, flight.prompts, flight.key.batch)
         emissions = {id(work): self._emission(outcome, e, work, flight) for e, work in of_work}
         verified = int(outcome.verified_E[: len(flight.decoding)].sum())
@@ -124,7 +123,6 @@ class GpuRunner:
     # -- launching -----------------------------------------------------------------------------------------------
 
     def _launch(self, batch: Batch, strategy: Strategy) -> None:
-        started_s = time.perf_counter()
         decoding = [work for work in batch.works if work.decodes]
         prompts = [work for work in batch.works if not work.decodes]
         works = [(work.sequence.slot, work.start, work.end - work.start) for work in prompts]
@@ -155,7 +153,7 @@ class GpuRunner:
         outcome = self._outcomes.take()
         outcome.tensor[: extend.outcome_EF.numel()].copy_(extend.outcome_EF.view(-1), non_blocking=True)
         outcome.mark()
-        self._flights.append(Flight(batch, batch.context(), strategy, key, decoding, prompts, outcome, by_host, started_s))
+        self._flights.append(Flight(batch, batch.context(), strategy, key, decoding, prompts, outcome, by_host))
 
     @staticmethod
     def _entries(decoding: list[Work], prompts: list[Work], size: int) -> list[tuple[int, Work]]:
@@ -177,7 +175,7 @@ class GpuRunner:
         self._change(lambda upload: upload.admit(
             sequence.slot, sequence.tokens, sequence.pages, limit=sequence.length + sequence.remaining, seed=request.seed,
             temperature=sampling.temperature, top_p=sampling.top_p, min_p=sampling.min_p, top_k=sampling.top_k,
-            stop_ids=sorted(sequence.state.stop_ids)[: self.state.stops],  # the host sees to the others, a step later
+            stop_ids=sorted(sequence.state.stop_ids)[: self.state.layout.stops],  # the host sees to the others, a step later
             drafts=request.sd and not sequence.by_host, group=_group(sequence),
             hint_page=sequence.pages[start // size - 1] if reads_page else -1))
 
@@ -193,8 +191,6 @@ class GpuRunner:
             self._writing = Upload(self.state.layout, self._slot.array)
             self._writing.begin()
         return self._writing
-
-    _writing: Upload | None = None
 
     def _send(self) -> None:
         upload, slot = self._open(), self._slot

@@ -1,7 +1,7 @@
 """What lives on the device while the engine runs: weights, KV, places, and the slots behind the pages.
 
 Slots of both KV caches are numbered alike: [pages | verified draft rows | trash | the drafter's own tree rows], the last of which only
-the drafter's cache has. A row that does not count writes to the trash slot. Made by `device.py`, read by everything that is captured.
+the drafter's cache has. A row that does not count writes to the trash slot. Made by `devices/cuda.py`, read by everything that is captured.
 
 Legend: P pages, H hidden, U upload.
 """
@@ -46,8 +46,6 @@ class DeviceState:
     layout: UploadLayout
     upload_U: Tensor
     depth: int  # longest draft path
-    stops: int
-    max_model_len: int
 
     def place_B(self, batch: int) -> Tensor:
         return self.layout.place_B(self.upload_U, batch)

@@ -6,8 +6,6 @@ slots, so speculation turns on without any catching up. Legend: B requests, X dr
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
@@ -26,11 +24,13 @@ from tlt_server.speculation.survival import Calibration as OnlineTable
 
 
 class EagleDrafts:
-    def __init__(self, state: DeviceState, network: GpuEagle3, cache: KVCache, attention: GpuAttention, calibration: Calibration,
-                 gap_edge_G: Tensor, page_hint_PH: Tensor) -> None:
+    def __init__(self, state: DeviceState, network: GpuEagle3, cache: KVCache, attention: GpuAttention,
+                 calibration: OnlineTable, page_hint_PH: Tensor) -> None:
         """`page_hint_PH` [pages, H]: the hint behind each page's last position, for whoever finds the page by its prefix."""
         self.state, self.network, self.cache, self.attention = state, network, cache, attention
-        self.calibration, self.gap_edge_G, self.page_hint_PH = calibration, gap_edge_G, page_hint_PH
+        self.page_hint_PH = page_hint_PH
+        self.calibration = Calibration.of(torch.tensor(calibration.survival_K, device=state.upload_U.device))
+        self.gap_edge_G = torch.tensor(calibration.gap_edges, device=state.upload_U.device)
 
     def adopt(self, calibration: OnlineTable) -> None:
         """Another network's table, over buckets of its own; nothing observed yet."""
@@ -52,9 +52,6 @@ class EagleDrafts:
 
     def observe(self, trees: Trees, kept: Kept, nodes: Nodes, rows: Rows, decode_rows: int) -> None:
         calibrate(trees, kept, nodes, rows, self.calibration, decode_rows=decode_rows)
-
-    def gauges(self) -> Mapping[str, float]:
-        return {}
 
 
 class EaglePass:

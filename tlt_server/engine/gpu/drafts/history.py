@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
+import torch
 from torch import Tensor
 
 from tlt_kernels.gpu.accept import calibrate
@@ -11,11 +10,12 @@ from tlt_kernels.gpu.history import history_nodes, workspace
 from tlt_kernels.gpu.tensors import Calibration, Kept, Nodes, Rows, Trees
 from tlt_server.engine.gpu.drafts import DraftKey
 from tlt_server.engine.gpu.state import DeviceState
+from tlt_server.speculation.drafters.history import prior
 
 
 class HistoryDrafts:
-    def __init__(self, state: DeviceState, calibration: Calibration) -> None:
-        self.state, self.calibration = state, calibration
+    def __init__(self, state: DeviceState) -> None:
+        self.state, self.calibration = state, Calibration.of(torch.tensor(prior(), device=state.upload_U.device))
 
     def draft_pass(self, key: DraftKey) -> HistoryPass:
         return HistoryPass(key, self)
@@ -25,9 +25,6 @@ class HistoryDrafts:
 
     def observe(self, trees: Trees, kept: Kept, nodes: Nodes, rows: Rows, decode_rows: int) -> None:
         calibrate(trees, kept, nodes, rows, self.calibration, decode_rows=decode_rows)
-
-    def gauges(self) -> Mapping[str, float]:
-        return {}
 
 
 class HistoryPass:
