@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.kernels.triton_tests import DEVICE, assert_close, assert_same_bits, gpu
@@ -134,7 +136,7 @@ def test_splits_are_consecutive_and_hold_whole_blocks():
 
 
 SHAPES = [(7, 1, 32), (4, 2, 16), (16, 2, 64)]
-REQUESTS = [(70, 3), (1, 1), (300, 1), (129, 11), (200, -13), (3, -3), (65, -1)]
+REQUESTS = [(70, 3), (1, 1), (300, 1), (129, 11), (128, 5), (256, 4), (200, -13), (3, -3), (65, -1)]  # some end where a split does
 
 
 @pytest.mark.parametrize(("first", "root_in_pages"), [(0, True), (0, False), (1, True), (70, True)])
@@ -151,6 +153,49 @@ def test_attention_matches_its_twin_and_reads_nothing_invisible(shape, first, ro
 def test_a_long_context_folds_many_states():
     step = a_step((2, 1, 16), [(3200, 1), (1300, 4), (20, 1)])
     assert_close("out_RND", step.attend(tile=64), step.expected(), 1e-6)
+
+
+def covers_every_row(step: Step, work: Plan) -> None:
+    """Every key of every row lies in exactly one item, and the row's states, if it has any, are all folded by an item of its own."""
+    counts, positions = work.count_2.tolist(), step.rows.position_R.tolist()
+    row_items = [item[:9] for item in work.row_item_IF[: counts[0]].tolist()]
+    tile_items = [item[:7] for item in work.tile_item_IF[: counts[1]].tolist()]
+    taken: set[int] = set()
+    for r, position in enumerate(positions):
+        mine = [item for item in row_items if item[0] == r]
+        shared = [item for item in tile_items if item[0] <= r < item[0] + item[2]]
+        if position < 0:
+            assert not mine and not shared
+            continue
+        ranges = [(item[3], min(item[4], position + 1)) for item in (*shared, *mine)]
+        keys = sorted((begin, end) for begin, end in ranges if begin < end)
+        assert [begin for begin, _ in keys] == [0, *(end for _, end in keys[:-1])] and keys[-1][1] == position + 1, (r, keys)
+        states = {item[5] for item in shared} | {item[7] for item in mine}
+        assert len(states) == 1 or 0 not in states, (r, states)  # a tile's item carries the states of its first row
+        if states == {0}:
+            assert len(ranges) == 1
+            continue
+        first, folded = mine[0][8], mine[0][7]
+        assert work.state_R[r] == first and all(item[6:9] == [len(mine), folded, first] for item in mine)
+        assert sorted([item[6] for item in shared] + [item[5] for item in mine if item[5] >= 0]) == list(range(folded))
+        assert taken.isdisjoint(range(first, first + folded)) and first + folded <= len(work.top_WN)
+        taken.update(range(first, first + folded))
+
+
+REQUEST = st.one_of(
+    st.tuples(st.integers(1, 1700), st.integers(1, 20)),
+    st.tuples(st.sampled_from([64, 127, 128, 129, 256, 1024, 1280, 3072, 3584]), st.integers(1, 20)),
+    st.integers(1, 1700).flatmap(lambda known: st.tuples(st.just(known), st.integers(-min(known, 40), -1))),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(REQUEST, min_size=1, max_size=6), st.sampled_from([1, 4, 132]), st.booleans())
+def test_a_plan_covers_every_key_of_every_row_once(requests, programs, root_in_pages):
+    step = a_step((2, 1, 16), requests, dead=1, root_in_pages=root_in_pages)
+    work = step.work(tile=TILE, programs=programs)
+    plan(step.rows, work)
+    covers_every_row(step, work)
 
 
 def same_in_any_company(step: Step, first: int, chosen: list[int], **options) -> None:
@@ -194,9 +239,9 @@ def committed(step: Step, row: int) -> Step:
 
 @pytest.mark.parametrize("root_in_pages", [True, False])
 def test_a_tree_row_has_the_bits_it_has_once_committed(root_in_pages):
-    step = a_step((7, 1, 32), [(126, 9), (250, 6)], root_in_pages=root_in_pages)
+    step = a_step((7, 1, 32), [(126, 9), (250, 6), (128, 4)], root_in_pages=root_in_pages)
     together = step.attend(tile=TILE)
-    for r in (1, 5, 8, 9, 14):
+    for r in (1, 5, 8, 9, 14, 16, 18):
         assert_same_bits(f"row {r}", committed(step, r).attend()[0], together[r])
 
 

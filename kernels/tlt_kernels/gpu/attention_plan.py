@@ -108,28 +108,29 @@ def _follows(r_C, start, position, place, base, rows, CHUNK: tl.constexpr):
 
 @triton.jit
 def _tiles(start, position, place, base, rows, TILE: tl.constexpr, TILES: tl.constexpr, CHUNK: tl.constexpr):
-    """Of rows [start, start + CHUNK): index, position, place, base; first row and size of its tile, position of the tile's last row."""
+    """Of rows [start, start + CHUNK): index, position, place, base; first row and size of its tile, positions of its first and last row."""
     r_C = start + tl.arange(0, CHUNK)
     position_C = tl.load(position + r_C, r_C < rows, other=-1)
     place_C, base_C = tl.load(place + r_C, r_C < rows, other=0), tl.load(base + r_C, r_C < rows, other=0)
     alive_C = position_C >= 0
     if not TILES:
-        return r_C, position_C, place_C, base_C, r_C, tl.where(alive_C, 1, 0), position_C
+        return r_C, position_C, place_C, base_C, r_C, tl.where(alive_C, 1, 0), position_C, position_C
     run_C = tl.associative_scan(tl.where(_follows(r_C, start, position, place, base, rows, CHUNK), 0, r_C), 0, _later)
     tile_C = r_C - (r_C - run_C) % TILE
     inner_C = _follows(r_C + 1, start, position, place, base, rows, CHUNK) & (r_C + 1 - tile_C < TILE)
     after_C = tl.associative_scan(tl.where(inner_C, start + CHUNK, r_C + 1), 0, _earlier, reverse=True)
-    last_C = tl.load(position + after_C - 1, alive_C, other=-1)
-    return r_C, position_C, place_C, base_C, tile_C, tl.where(alive_C, after_C - tile_C, 0), last_C
+    first_C, last_C = tl.load(position + tile_C, alive_C, other=-1), tl.load(position + after_C - 1, alive_C, other=-1)
+    return r_C, position_C, place_C, base_C, tile_C, tl.where(alive_C, after_C - tile_C, 0), first_C, last_C
 
 
 @triton.jit
-def _pieces(position_C, base_C, size_C, last_C, row_quota, tile_quota):
+def _pieces(position_C, base_C, size_C, first_C, last_C, row_quota, tile_quota):
     """Of a row's shared part (all of it, if the row is alone or the whole tile certain): splits, keys, splits of the first item, items;
-    of the row: items, states. A tile's certain rows come before its drafts, in order of position."""
+    of the row: splits past the shared ones, items, states. A tile's certain rows come before its drafts, in order of position. What a
+    tile with drafts shares ends before any of its rows does: every row then has an item of its own, which folds the row's states."""
     alone_C = size_C == 1
     whole_C = alone_C | (base_C > last_C)
-    splits_C = tl.where(whole_C, split_of(tl.maximum(last_C, 0)) + 1, split_of(base_C))
+    splits_C = tl.where(whole_C, split_of(tl.maximum(last_C, 0)) + 1, split_of(tl.minimum(base_C, tl.maximum(first_C, 0))))
     keys_C = tl.where(whole_C, last_C + 1, split_start(splits_C))
     quota_C = tl.where(alone_C, row_quota, tile_quota)
     prefix_C = tl.where(2 * keys_C <= 3 * quota_C, splits_C, tl.minimum(tl.maximum(split_of(quota_C), 1), splits_C))
@@ -147,8 +148,8 @@ def _plan(position, place, base, count, row_item, tile_item, state, rows, states
     pdl_launch()
     row_keys, tile_keys = 0, 0
     for start in range(0, rows, CHUNK):
-        r_C, position_C, _, base_C, tile_C, size_C, last_C = _tiles(start, position, place, base, rows, TILE, TILES, CHUNK)
-        _, keys_C, _, _, _, _, _ = _pieces(position_C, base_C, size_C, last_C, 0, 0)
+        r_C, position_C, _, base_C, tile_C, size_C, first_C, last_C = _tiles(start, position, place, base, rows, TILE, TILES, CHUNK)
+        _, keys_C, _, _, _, _, _ = _pieces(position_C, base_C, size_C, first_C, last_C, 0, 0)
         row_keys += tl.sum(tl.where(size_C == 1, keys_C, 0), axis=0)
         tile_keys += tl.sum(tl.where((size_C > 1) & (tile_C == r_C), keys_C, 0), axis=0)
     row_quota, tile_quota = row_keys // (2 * programs) * KV_HEADS, tile_keys // programs * KV_HEADS
@@ -156,15 +157,16 @@ def _plan(position, place, base, count, row_item, tile_item, state, rows, states
     while (needed > states) & (row_quota < 1 << 24):  # cut less finely until the states fit
         needed = 0
         for start in range(0, rows, CHUNK):
-            _, position_C, _, base_C, _, size_C, last_C = _tiles(start, position, place, base, rows, TILE, TILES, CHUNK)
-            _, _, _, _, _, _, states_C = _pieces(position_C, base_C, size_C, last_C, row_quota, tile_quota)
+            _, position_C, _, base_C, _, size_C, first_C, last_C = _tiles(start, position, place, base, rows, TILE, TILES, CHUNK)
+            _, _, _, _, _, _, states_C = _pieces(position_C, base_C, size_C, first_C, last_C, row_quota, tile_quota)
             needed += tl.sum(states_C, axis=0)
         if needed > states:
             row_quota, tile_quota = 2 * row_quota + 128, 2 * tile_quota + 128
     row_count, tile_count, state_count = 0, 0, 0
     for start in range(0, rows, CHUNK):
-        r_C, position_C, place_C, base_C, tile_C, size_C, last_C = _tiles(start, position, place, base, rows, TILE, TILES, CHUNK)
-        splits_C, _, prefix_C, items_C, rest_C, row_items_C, states_C = _pieces(position_C, base_C, size_C, last_C, row_quota, tile_quota)
+        r_C, position_C, place_C, base_C, tile_C, size_C, first_C, last_C = _tiles(start, position, place, base, rows, TILE, TILES, CHUNK)
+        splits_C, _, prefix_C, items_C, rest_C, row_items_C, states_C = _pieces(
+            position_C, base_C, size_C, first_C, last_C, row_quota, tile_quota)
         state_C = state_count + tl.cumsum(states_C, axis=0) - states_C
         tl.store(state + r_C, state_C, r_C < rows)
         tile_items_C = tl.where((size_C > 1) & (tile_C == r_C), items_C, 0)
