@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from tests.kernels.triton_tests import DEVICE, assert_close, assert_same_bits, gpu
+from tlt_kernels.gpu import gemm_portable
 from tlt_kernels.gpu.gemm import gated, linear, partials
-from tlt_kernels.gpu.gemm_tiles import segments_of
+from tlt_kernels.gpu.gemm_tiles import SEGMENT_UNIT, Kind, portable_tile, segments_of, stream_tile
 
 DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=gpu)]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3}  # sums of K products in float32; one rounding of the result
@@ -52,6 +53,17 @@ def test_no_rows_launch_nothing() -> None:
     assert linear(x, weight).shape == (0, 8) and gated(x, weight).shape == (0, 4) and partials(x, weight, segments=2).shape[1:] == (0, 8)
 
 
+@pytest.mark.parametrize("rows", [1, 32, 64, 128, 256, 512])
+def test_tiles_fit_shared_memory_and_end_where_segments_end(rows: int) -> None:
+    for kind in Kind:
+        streamed, portable = stream_tile(kind, rows), portable_tile(rows, torch.bfloat16)
+        if streamed:
+            assert SEGMENT_UNIT % streamed.depth == 0 and streamed.depth % 64 == 0
+            assert (streamed.rows + streamed.columns) * streamed.depth * 2 * streamed.stages * streamed.programs <= 216 * 1024
+        assert SEGMENT_UNIT % portable.depth == 0
+        assert (portable.rows + 2 * portable.columns) * portable.depth * 2 * portable.stages <= 216 * 1024
+
+
 def added(part_PMN: torch.Tensor) -> torch.Tensor:
     total = part_PMN[0].clone()
     for part in part_PMN[1:]:
@@ -78,3 +90,14 @@ def test_bits_of_a_row_do_not_depend_on_the_rows_beside_it(n: int, k: int, outli
         assert_same_bits(f"{name}, permuted", kernel(x[order]), whole[order])
         for rows in (1, 8, 16, 17, 32, 33, 64, 65, 128, 129, 256, 300, 512, 2048):
             assert_same_bits(f"{name}, {rows} of 4096 rows", kernel(x[:rows]), whole[:rows])
+
+
+@gpu
+@pytest.mark.parametrize("rows", [1, 16, 64, 200, 300])
+def test_both_kernels_give_the_same_bits(rows: int) -> None:
+    x, weight = draw(rows, 3584, dtype=torch.bfloat16), draw(1200, 3584, dtype=torch.bfloat16, seed=1) * 0.02
+    tile = portable_tile(rows, torch.bfloat16)
+    for name, found, is_gated in (("linear", linear(x, weight, out_dtype=torch.float32), False), ("gated", gated(x, weight), True)):
+        other = torch.full_like(found, float("nan"))
+        gemm_portable.multiply(tile, x, weight, None, other, 3584, is_gated)
+        assert_same_bits(f"{name} of {rows} rows", found, other)

@@ -11,12 +11,11 @@ from enum import Enum
 import torch
 
 SEGMENT_UNIT = 128  # elements of K; a multiple of every tile's depth, so that no step crosses a segment's end
-HEAD_COLUMNS = 16384  # from here on a weight has enough rows for every multiprocessor whatever the tile
 
 
 class Kind(Enum):
     LINEAR = "linear"
-    HEAD = "head"
+    HEAD = "head"  # a linear layer with so many outputs that any tile gives every multiprocessor work
     PARTIALS = "partials"
     GATED = "gated"
 
@@ -24,55 +23,67 @@ class Kind(Enum):
 @dataclass(frozen=True)
 class Tile:
     rows: int  # of x
-    columns: int  # rows of the weight; of each half where gated
+    columns: int  # rows of the weight; where gated, `gemm_stream` counts both halves and `gemm_portable` one
     depth: int  # elements of K per step
     warps: int
-    stages: int  # tiles in flight, the one in use included
-    swap: bool = True  # the weight is the tensor cores' first operand: fewer rows of x than 64 then waste nothing
+    stages: int  # steps in flight, the one in use included
+    programs: int = 1  # on a multiprocessor at a time
     group: int = 1  # tiles along M that run side by side on the same weights
 
 
-_FLOAT32 = Tile(16, 32, 32, 4, 2)
-
-_TILES: dict[Kind, tuple[tuple[int, Tile], ...]] = {
+_MANY = 1 << 30
+_WIDE = (_MANY, Tile(256, 128, 64, 8, 4, group=8))
+_STREAM: dict[Kind, tuple[tuple[int, Tile], ...]] = {  # (rows at most, tile)
     Kind.LINEAR: (
-        (16, Tile(16, 64, 128, 4, 5)),
+        (16, Tile(16, 64, 128, 4, 10)),
         (32, Tile(32, 64, 128, 4, 8)),
-        (64, Tile(64, 64, 128, 4, 6)),
+        (64, Tile(64, 64, 64, 4, 12)),
         (128, Tile(128, 64, 64, 4, 8)),
-        (256, Tile(64, 256, 64, 4, 5, swap=False, group=4)),
+        (256, Tile(128, 128, 64, 8, 6, group=4)),
+        _WIDE,
     ),
     Kind.HEAD: (
-        (16, Tile(16, 64, 128, 4, 5)),
-        (32, Tile(32, 128, 64, 4, 5)),
-        (64, Tile(64, 128, 64, 4, 3)),
+        (16, Tile(16, 64, 128, 4, 10)),
+        (32, Tile(32, 64, 128, 4, 8)),
+        (64, Tile(64, 64, 64, 4, 12)),
+        (128, Tile(128, 128, 64, 8, 6)),
+        _WIDE,
     ),
     Kind.PARTIALS: (
-        (16, Tile(16, 64, 128, 4, 7)),
+        (16, Tile(16, 64, 128, 4, 10)),
         (32, Tile(32, 64, 128, 4, 8)),
-        (64, Tile(64, 64, 64, 4, 8)),
-        (128, Tile(128, 64, 64, 4, 8)),
-        (256, Tile(128, 128, 64, 4, 6, group=4)),
+        (64, Tile(64, 64, 128, 4, 5)),
+        (128, Tile(128, 64, 64, 4, 6)),
+        (256, Tile(128, 128, 64, 8, 6, group=4)),
+        _WIDE,
     ),
     Kind.GATED: (
-        (16, Tile(16, 32, 128, 4, 3)),
-        (32, Tile(32, 64, 128, 4, 5)),
-        (64, Tile(64, 64, 128, 4, 4)),
-        (256, Tile(128, 64, 64, 4, 6, group=4)),
+        (16, Tile(16, 64, 128, 4, 6)),
+        (32, Tile(32, 64, 128, 4, 6)),
+        (64, Tile(64, 64, 64, 4, 8)),
+        (128, Tile(128, 64, 64, 4, 6)),
     ),
 }
-_WIDE: dict[Kind, Tile] = {
-    Kind.LINEAR: Tile(128, 128, 64, 8, 6, group=16),
-    Kind.HEAD: Tile(128, 256, 64, 8, 4, swap=False, group=4),
-    Kind.PARTIALS: Tile(128, 256, 64, 8, 3, swap=False, group=4),
-    Kind.GATED: Tile(256, 64, 64, 8, 4, group=16),
-}
+_PORTABLE = (
+    (16, Tile(16, 64, 64, 4, 4)),
+    (64, Tile(64, 64, 64, 4, 4)),
+    (256, Tile(128, 64, 64, 4, 6, group=4)),
+    (_MANY, Tile(256, 64, 64, 8, 4, group=16)),
+)
+_PORTABLE_FLOAT32 = Tile(16, 32, 32, 4, 2)
 
 
-def tile_for(kind: Kind, rows: int, dtype: torch.dtype) -> Tile:
-    if dtype == torch.float32:
-        return _FLOAT32
-    return next((tile for most, tile in _TILES[kind] if rows <= most), _WIDE[kind])
+def kind_of_linear(n: int) -> Kind:
+    return Kind.HEAD if n >= 16384 else Kind.LINEAR
+
+
+def stream_tile(kind: Kind, rows: int) -> Tile | None:
+    """None: many gated rows are the portable kernel's."""
+    return next((tile for most, tile in _STREAM[kind] if rows <= most), None)
+
+
+def portable_tile(rows: int, dtype: torch.dtype) -> Tile:
+    return _PORTABLE_FLOAT32 if dtype == torch.float32 else next(tile for most, tile in _PORTABLE if rows <= most)
 
 
 def segments_of(n: int, k: int) -> int:

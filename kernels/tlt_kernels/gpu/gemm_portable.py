@@ -1,0 +1,58 @@
+"""The matrix product for every GPU and dtype that Triton knows, and for its CPU interpreter; same bits as `gemm_stream.py`.
+
+One program per tile and segment, copies pipelined by the compiler. On Hopper it still has the gated product of many rows. Called by
+`gemm.py`, which has the rule about the order of addition.
+
+Legend: M rows, N outputs, K inputs, P segments of K; BM, BN, BK tile of rows of x, rows of the weight, and K.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tlt_kernels.gpu.gemm_tiles import Tile
+from tlt_kernels.gpu.target import PDL, dot, pdl_launch, pdl_wait
+
+
+@triton.jit(do_not_specialize=["M"])
+def _multiply(x, weight, bias_N, out_PMN, M, N, K, segment, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GATED: tl.constexpr,
+              BIASED: tl.constexpr, GROUP: tl.constexpr):
+    """N counts outputs: a gated weight has 2N rows. The weight is the first operand of each product, so sums lie [BN, BM]."""
+    m_tiles, n_tiles, s = tl.cdiv(M, BM), tl.cdiv(N, BN), tl.program_id(1)
+    start = tl.program_id(0) // (GROUP * n_tiles) * GROUP  # GROUP tiles along M run side by side on the same weights
+    height = tl.minimum(m_tiles - start, GROUP)
+    within = tl.program_id(0) % (GROUP * n_tiles)
+    m, n = (start + within % height) * BM, within // height * BN
+    first = s * segment
+    last = tl.minimum(first + segment, K)
+    pdl_wait()
+    total_NM = tl.zeros((BN, BM), tl.float32)
+    if GATED:
+        up_NM = tl.zeros((BN, BM), tl.float32)
+        for k in range(first, last, BK):
+            x_KM = x.load([m, k]).T
+            total_NM = dot(weight.load([n, k]), x_KM, total_NM)
+            up_NM = dot(weight.load([n + N, k]), x_KM, up_NM)
+        total_NM = total_NM / (1.0 + tl.exp(-total_NM)) * up_NM
+    else:
+        for k in range(first, last, BK):
+            total_NM = dot(weight.load([n, k]), x.load([m, k]).T, total_NM)
+    pdl_launch()  # not before: programs of the next kernel would crowd on the multiprocessors that are done first
+    row, column = m + tl.arange(0, BM), n + tl.arange(0, BN)
+    total = total_NM.T
+    if BIASED:
+        total += tl.load(bias_N + column, mask=column < N, other=0.0).to(tl.float32)[None, :]
+    target = out_PMN + (s.to(tl.int64) * M + row[:, None]) * N + column[None, :]
+    tl.store(target, total.to(out_PMN.dtype.element_ty), mask=(row < M)[:, None] & (column < N)[None, :])
+
+
+def multiply(tile: Tile, x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_PMN: Tensor, segment: int, gated: bool) -> None:
+    (m, k), n = x_MK.shape, out_PMN.shape[-1]
+    _multiply[(triton.cdiv(m, tile.rows) * triton.cdiv(n, tile.columns), out_PMN.numel() // (m * n))](
+        TensorDescriptor.from_tensor(x_MK, [tile.rows, tile.depth]), TensorDescriptor.from_tensor(weight_NK, [tile.columns, tile.depth]),
+        bias_N, out_PMN, m, n, k, segment, tile.rows, tile.columns, tile.depth, gated, bias_N is not None,
+        tile.group, num_warps=tile.warps, num_stages=tile.stages, **PDL,
+    )
