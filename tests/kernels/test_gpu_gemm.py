@@ -8,7 +8,7 @@ import torch
 from tests.kernels.triton_tests import DEVICE, assert_close, assert_same_bits, gpu
 from tlt_kernels.gpu import gemm_portable
 from tlt_kernels.gpu.gemm import gated, linear, partials
-from tlt_kernels.gpu.gemm_tiles import SEGMENT_UNIT, Kind, portable_tile, segments_of, stream_tile
+from tlt_kernels.gpu.gemm_tiles import SEGMENT_UNIT, Kind, portable_tile, segments_of, split_last_round, stream_tile
 
 DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=gpu)]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3}  # sums of K products in float32; one rounding of the result
@@ -57,11 +57,22 @@ def test_no_rows_launch_nothing() -> None:
 def test_tiles_fit_shared_memory_and_end_where_segments_end(rows: int) -> None:
     for kind in Kind:
         streamed, portable = stream_tile(kind, rows), portable_tile(rows, torch.bfloat16)
-        if streamed:
-            assert SEGMENT_UNIT % streamed.depth == 0 and streamed.depth % 64 == 0
-            assert (streamed.rows + streamed.columns) * streamed.depth * 2 * streamed.stages * streamed.programs <= 216 * 1024
+        assert SEGMENT_UNIT % streamed.depth == 0 and streamed.depth % 64 == 0
+        assert streamed.rows % streamed.pieces == 0 and streamed.piece >= 8
+        assert (streamed.rows + streamed.columns) * streamed.depth * 2 * streamed.stages * streamed.programs <= 216 * 1024
         assert SEGMENT_UNIT % portable.depth == 0
         assert (portable.rows + 2 * portable.columns) * portable.depth * 2 * portable.stages <= 216 * 1024
+
+
+@pytest.mark.parametrize("tiles, pieces, expected", [
+    (132, 4, (132, 132)),  # no tile is left over
+    (264 + 32, 4, (264 + 128, 264)),  # one round of pieces
+    (72, 2, (72, 72)),  # two rounds of half tiles take longer than one of tiles
+    (20, 4, (80, 0)),
+    (264 + 32, 1, (296, 296)),
+])
+def test_a_last_round_is_cut_where_that_ends_sooner(tiles: int, pieces: int, expected: tuple[int, int]) -> None:
+    assert split_last_round(tiles, 132, pieces) == expected
 
 
 def added(part_PMN: torch.Tensor) -> torch.Tensor:

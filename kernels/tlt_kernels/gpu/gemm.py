@@ -35,11 +35,11 @@ def _multiply(kind: Kind, x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None
     rows = len(x_MK)
     if rows == 0:
         return
-    tile = stream_tile(kind, rows) if x_MK.dtype == torch.bfloat16 and _streams(x_MK.device) else None
-    if tile:
+    interleaves = kind is not Kind.GATED or out_PMN.shape[-1] % 8 == 0  # eight rows of gate beside eight of up
+    if x_MK.dtype == torch.bfloat16 and interleaves and _streams(x_MK.device):
         from tlt_kernels.gpu import gemm_stream
 
-        gemm_stream.multiply(tile, x_MK, weight_NK, bias_N, out_PMN, segment, kind is Kind.GATED)
+        gemm_stream.multiply(stream_tile(kind, rows), x_MK, weight_NK, bias_N, out_PMN, segment, kind is Kind.GATED)
     else:
         gemm_portable.multiply(portable_tile(rows, x_MK.dtype), x_MK, weight_NK, bias_N, out_PMN, segment, kind is Kind.GATED)
 

@@ -1,7 +1,6 @@
 """The matrix product for every GPU and dtype that Triton knows, and for its CPU interpreter; same bits as `gemm_stream.py`.
 
-One program per tile and segment, copies pipelined by the compiler. On Hopper it still has the gated product of many rows. Called by
-`gemm.py`, which has the rule about the order of addition.
+One program per tile and segment, copies pipelined by the compiler. Called by `gemm.py`, which has the rule about the order of addition.
 
 Legend: M rows, N outputs, K inputs, P segments of K; BM, BN, BK tile of rows of x, rows of the weight, and K.
 """

@@ -2,7 +2,8 @@
 
 A program stays on its multiprocessor and takes tile after tile, so the ring never drains between tiles; and it fills the ring with
 weights before it waits for the kernel ahead, so memory stays busy while that one ends. The weight is the tensor cores' first
-operand, read where it lies: few rows of x waste nothing. Called by `gemm.py`, which has the rule about the order of addition.
+operand, read where it lies: few rows of x waste nothing. Gate and up lie interleaved there, eight rows of each, so that one thread
+gets both. Called by `gemm.py`, which has the rule about the order of addition.
 
 Legend: M rows, N outputs, K inputs, P segments of K; BM, BN, BK tile of rows of x, rows of the weight, and K.
 """
@@ -20,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tlt_kernels.gpu.gemm_tiles import Tile
+from tlt_kernels.gpu.gemm_tiles import Tile, split_last_round
 from tlt_kernels.gpu.target import PDL
 
 PANEL = gl.constexpr(64)  # elements of K in one 128-byte row of shared memory
@@ -28,57 +29,66 @@ _barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # Triton 3.7 renam
 
 
 @gluon.jit
-def _place(unit, m_tiles, n_tiles, GROUP: gl.constexpr):
-    """Unit -> tile along M, tile along N, segment. GROUP tiles along M run side by side on the same weights."""
+def _place(item, whole, m_tiles, n_tiles, GROUP: gl.constexpr, PIECES: gl.constexpr):
+    """Item -> tile along M, piece of it, tile along N, segment. GROUP tiles along M run side by side on the same weights."""
+    piece = gl.where(item < whole, 0, (item - whole) % PIECES)
+    unit = gl.where(item < whole, item, whole + (item - whole) // PIECES)
     s, place = unit // (m_tiles * n_tiles), unit % (m_tiles * n_tiles)
     start = place // (GROUP * n_tiles) * GROUP
     height = gl.minimum(m_tiles - start, GROUP)
     within = place % (GROUP * n_tiles)
-    return start + within % height, within // height, s
+    return start + within % height, piece, within // height, s
 
 
 @gluon.jit
-def _copy_weights(weight, ready, buffer, n, N, k, stage, WIDTH: gl.constexpr, PANELS: gl.constexpr, GATED: gl.constexpr):
+def _copy_weights(weight, ready, buffer, n, k, stage, PANELS: gl.constexpr, GATED: gl.constexpr):
     for p in gl.static_range(PANELS):
-        target = buffer.index(stage * PANELS + p)
         if GATED:
-            tma.async_copy_global_to_shared(weight, [n, k + p * PANEL], ready.index(stage), target.slice(0, WIDTH))
-            tma.async_copy_global_to_shared(weight, [n + N, k + p * PANEL], ready.index(stage), target.slice(WIDTH, WIDTH))
+            tma.async_copy_global_to_shared(weight, [n // 8, 0, 0, k + p * PANEL], ready.index(stage), buffer.index(stage * PANELS + p))
         else:
-            tma.async_copy_global_to_shared(weight, [n, k + p * PANEL], ready.index(stage), target)
+            tma.async_copy_global_to_shared(weight, [n, k + p * PANEL], ready.index(stage), buffer.index(stage * PANELS + p))
 
 
 @gluon.jit
-def _copy_rows(x, ready, buffer, m, k, stage, PANELS: gl.constexpr):
+def _copy_rows(x, ready, buffer, m, k, stage, BM: gl.constexpr, PANELS: gl.constexpr):
     for p in gl.static_range(PANELS):
-        tma.async_copy_global_to_shared(x, [m, k + p * PANEL], ready.index(stage), buffer.index(stage * PANELS + p))
+        tma.async_copy_global_to_shared(x, [m, k + p * PANEL], ready.index(stage), buffer.index(stage * PANELS + p).slice(0, BM))
 
 
 @gluon.jit
-def _copy(x, weight, x_buffer, w_buffer, ready, free, N, units, m_tiles, n_tiles, segment, BM: gl.constexpr, BN: gl.constexpr,
-          WIDTH: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, GROUP: gl.constexpr):
+def _expect(barrier, whole, BM: gl.constexpr, PIECE: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr):
+    mbarrier.expect(barrier, (BM + BN) * BK * 2, pred=whole)
+    if PIECE < BM:
+        mbarrier.expect(barrier, (PIECE + BN) * BK * 2, pred=~whole)
+
+
+@gluon.jit
+def _copy(x, x_piece, weight, x_buffer, w_buffer, ready, free, items, whole, m_tiles, n_tiles, segment, BM: gl.constexpr,
+          PIECE: gl.constexpr, BN: gl.constexpr, WIDTH: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr,
+          GROUP: gl.constexpr):
     BK: gl.constexpr = PANELS * PANEL
-    BYTES: gl.constexpr = (BM + BN) * BK * 2
     program, programs = gl.program_id(0), gl.num_programs(0)
     steps = gl.cdiv(segment, BK)
-    mt, nt, s = _place(program, m_tiles, n_tiles, GROUP)
+    mt, piece, nt, s = _place(program, whole, m_tiles, n_tiles, GROUP, BM // PIECE)
     early = gl.minimum(steps, STAGES)
     for t in range(early):
-        mbarrier.expect(ready.index(t), BYTES)
-        _copy_weights(weight, ready, w_buffer, nt * WIDTH, N, s * segment + t * BK, t, WIDTH, PANELS, GATED)
+        _expect(ready.index(t), program < whole, BM, PIECE, BN, BK)
+        _copy_weights(weight, ready, w_buffer, nt * WIDTH, s * segment + t * BK, t, PANELS, GATED)
     gdc_wait()
-    for t in range(early):
-        _copy_rows(x, ready, x_buffer, mt * BM, s * segment + t * BK, t, PANELS)
-    stage = early % STAGES
-    phase = 1 - early // STAGES
-    for unit in range(program, units, programs):
-        mt, nt, s = _place(unit, m_tiles, n_tiles, GROUP)
-        for t in range(gl.where(unit == program, early, 0), steps):
-            mbarrier.wait(free.index(stage), phase)
-            mbarrier.expect(ready.index(stage), BYTES)
+    stage = 0
+    phase = 1
+    for item in range(program, items, programs):
+        mt, piece, nt, s = _place(item, whole, m_tiles, n_tiles, GROUP, BM // PIECE)
+        for t in range(steps):
             k = s * segment + t * BK
-            _copy_weights(weight, ready, w_buffer, nt * WIDTH, N, k, stage, WIDTH, PANELS, GATED)
-            _copy_rows(x, ready, x_buffer, mt * BM, k, stage, PANELS)
+            if (item != program) | (t >= early):
+                mbarrier.wait(free.index(stage), phase)
+                _expect(ready.index(stage), item < whole, BM, PIECE, BN, BK)
+                _copy_weights(weight, ready, w_buffer, nt * WIDTH, k, stage, PANELS, GATED)
+            if (PIECE == BM) | (item < whole):
+                _copy_rows(x, ready, x_buffer, mt * BM, k, stage, BM, PANELS)
+            else:
+                _copy_rows(x_piece, ready, x_buffer, mt * BM + piece * PIECE, k, stage, PIECE, PANELS)
             stage += 1
             if stage == STAGES:
                 stage = 0
@@ -93,52 +103,72 @@ def _release(free, stage, STAGES: gl.constexpr, pred):
 
 
 @gluon.jit
-def _multiply(x_buffer, w_buffer, ready, free, bias_N, out_PMN, M, N, units, m_tiles, n_tiles, segment, BM: gl.constexpr,
-              BN: gl.constexpr, WIDTH: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr,
-              BIASED: gl.constexpr, GROUP: gl.constexpr, WARPS: gl.constexpr):
+def _multiply_tile(x_buffer, w_buffer, ready, free, bias_N, out_PMN, M, N, m, n, s, steps, stage, phase, BM: gl.constexpr,
+                   BN: gl.constexpr, WIDTH: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr,
+                   BIASED: gl.constexpr, WARPS: gl.constexpr):
     sums: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BM, 16])
-    pairs: gl.constexpr = gl.BlockedLayout([1, 1, 2], [32, 1, 1], [1, WARPS, 1], [2, 0, 1])
     flat: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, WARPS], [0, 1])
+    acc = gl.zeros([BN, BM], gl.float32, sums)
+    for t in range(steps):
+        mbarrier.wait(ready.index(stage), phase)
+        for p in gl.static_range(PANELS):
+            weights = w_buffer.index(stage * PANELS + p)
+            if GATED:
+                weights = weights.reshape([BN, PANEL])
+            acc = warpgroup_mma(weights, x_buffer.index(stage * PANELS + p).slice(0, BM).permute((1, 0)), acc, is_async=True)
+        acc = warpgroup_mma_wait(PANELS, deps=[acc])  # all but this step's
+        _release(free, stage, STAGES, t > 0)
+        stage += 1
+        if stage == STAGES:
+            stage = 0
+            phase ^= 1
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    _release(free, stage, STAGES, True)
+    if GATED:  # eight rows of gate, then the eight rows of up that belong to them: both in one thread
+        gate, up = acc.reshape([BN // 16, 2, 8, BM]).permute([0, 2, 3, 1]).split()
+        total_NM = (gate / (1.0 + gl.exp(-gate)) * up).reshape([WIDTH, BM])
+    else:
+        total_NM = acc
+    if BIASED:
+        column = n + gl.arange(0, WIDTH, gl.SliceLayout(1, sums))
+        total_NM += gl.load(bias_N + column, mask=column < N, other=0.0).to(gl.float32)[:, None]
+    total_NM = gl.convert_layout(total_NM.to(out_PMN.dtype.element_ty), flat)
+    row = m + gl.arange(0, BM, gl.SliceLayout(0, flat))
+    column = n + gl.arange(0, WIDTH, gl.SliceLayout(1, flat))
+    target = out_PMN + (s.to(gl.int64) * M + row[None, :]) * N + column[:, None]
+    gl.store(target, total_NM, mask=(row < M)[None, :] & (column < N)[:, None])
+    return stage, phase
+
+
+@gluon.jit
+def _multiply(x_buffer, w_buffer, ready, free, bias_N, out_PMN, M, N, items, whole, m_tiles, n_tiles, segment, BM: gl.constexpr,
+              PIECE: gl.constexpr, BN: gl.constexpr, WIDTH: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr,
+              GATED: gl.constexpr, BIASED: gl.constexpr, GROUP: gl.constexpr, WARPS: gl.constexpr):
+    program, programs = gl.program_id(0), gl.num_programs(0)
     steps = gl.cdiv(segment, PANELS * PANEL)
     stage = 0
     phase = 0
-    for unit in range(gl.program_id(0), units, gl.num_programs(0)):
-        acc = gl.zeros([BN, BM], gl.float32, sums)
-        for t in range(steps):
-            mbarrier.wait(ready.index(stage), phase)
-            for p in gl.static_range(PANELS):
-                x_KM = x_buffer.index(stage * PANELS + p).permute((1, 0))
-                acc = warpgroup_mma(w_buffer.index(stage * PANELS + p), x_KM, acc, is_async=True)
-            acc = warpgroup_mma_wait(PANELS, deps=[acc])  # all but this step's
-            _release(free, stage, STAGES, t > 0)
-            stage += 1
-            if stage == STAGES:
-                stage = 0
-                phase ^= 1
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        _release(free, stage, STAGES, True)
-        if GATED:
-            gate, up = gl.convert_layout(acc.reshape([2, WIDTH, BM]).permute([1, 2, 0]), pairs).split()
-            total_NM = gate / (1.0 + gl.exp(-gate)) * up
-        else:
-            total_NM = acc
-        total_NM = gl.convert_layout(total_NM, flat)
-        mt, nt, s = _place(unit, m_tiles, n_tiles, GROUP)
-        row = mt * BM + gl.arange(0, BM, gl.SliceLayout(0, flat))
-        column = nt * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(1, flat))
-        if BIASED:
-            total_NM += gl.load(bias_N + column, mask=column < N, other=0.0).to(gl.float32)[:, None]
-        target = out_PMN + (s.to(gl.int64) * M + row[None, :]) * N + column[:, None]
-        gl.store(target, total_NM.to(out_PMN.dtype.element_ty), mask=(row < M)[None, :] & (column < N)[:, None])
+    for item in range(program, whole, programs):
+        mt, piece, nt, s = _place(item, whole, m_tiles, n_tiles, GROUP, BM // PIECE)
+        stage, phase = _multiply_tile(x_buffer, w_buffer, ready, free, bias_N, out_PMN, M, N, mt * BM, nt * WIDTH, s, steps, stage, phase,
+                                      BM, BN, WIDTH, PANELS, STAGES, GATED, BIASED, WARPS)
+    if PIECE < BM:
+        for item in range(program + gl.cdiv(gl.maximum(whole - program, 0), programs) * programs, items, programs):
+            mt, piece, nt, s = _place(item, whole, m_tiles, n_tiles, GROUP, BM // PIECE)
+            stage, phase = _multiply_tile(x_buffer, w_buffer, ready, free, bias_N, out_PMN, M, N, mt * BM + piece * PIECE, nt * WIDTH, s,
+                                          steps, stage, phase, PIECE, BN, WIDTH, PANELS, STAGES, GATED, BIASED, WARPS)
 
 
-@gluon.jit(do_not_specialize=["M", "units", "m_tiles", "n_tiles"])
-def _stream(x, weight, bias_N, out_PMN, M, N, units, m_tiles, n_tiles, segment, BM: gl.constexpr, BN: gl.constexpr,
-            PANELS: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, BIASED: gl.constexpr, GROUP: gl.constexpr,
+@gluon.jit(do_not_specialize=["M", "items", "whole", "m_tiles", "n_tiles"])
+def _stream(x, x_piece, weight, bias_N, out_PMN, M, N, items, whole, m_tiles, n_tiles, segment, BM: gl.constexpr, PIECE: gl.constexpr,
+            BN: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, BIASED: gl.constexpr, GROUP: gl.constexpr,
             WARPS: gl.constexpr):
     gdc_launch_dependents()
     WIDTH: gl.constexpr = BN // 2 if GATED else BN  # outputs of a tile
-    w_buffer = gl.allocate_shared_memory(weight.dtype, [STAGES * PANELS, BN, PANEL], weight.layout)
+    if GATED:
+        w_buffer = gl.allocate_shared_memory(weight.dtype, [STAGES * PANELS, BN // 16, 2, 8, PANEL], weight.layout)
+    else:
+        w_buffer = gl.allocate_shared_memory(weight.dtype, [STAGES * PANELS, BN, PANEL], weight.layout)
     x_buffer = gl.allocate_shared_memory(x.dtype, [STAGES * PANELS, BM, PANEL], x.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -147,10 +177,10 @@ def _stream(x, weight, bias_N, out_PMN, M, N, units, m_tiles, n_tiles, segment, 
         mbarrier.init(free.index(i), count=1)
     fence_async_shared()
     gl.warp_specialize([
-        (_multiply, (x_buffer, w_buffer, ready, free, bias_N, out_PMN, M, N, units, m_tiles, n_tiles, segment, BM, BN, WIDTH, PANELS,
-                     STAGES, GATED, BIASED, GROUP, WARPS)),
-        (_copy, (x, weight, x_buffer, w_buffer, ready, free, N, units, m_tiles, n_tiles, segment, BM, BN, WIDTH, PANELS, STAGES,
-                 GATED, GROUP)),
+        (_multiply, (x_buffer, w_buffer, ready, free, bias_N, out_PMN, M, N, items, whole, m_tiles, n_tiles, segment, BM, PIECE, BN, WIDTH,
+                     PANELS, STAGES, GATED, BIASED, GROUP, WARPS)),
+        (_copy, (x, x_piece, weight, x_buffer, w_buffer, ready, free, items, whole, m_tiles, n_tiles, segment, BM, PIECE, BN, WIDTH,
+                 PANELS, STAGES, GATED, GROUP)),
     ], [1], [40])
 
 
@@ -160,16 +190,21 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def multiply(tile: Tile, x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_PMN: Tensor, segment: int, gated: bool) -> None:
-    m, n = len(x_MK), out_PMN.shape[-1]
+    (m, k), n = x_MK.shape, out_PMN.shape[-1]
     width = tile.columns // 2 if gated else tile.columns
     m_tiles, n_tiles = triton.cdiv(m, tile.rows), triton.cdiv(n, width)
-    units = m_tiles * n_tiles * (out_PMN.numel() // (m * n))
+    programs = _multiprocessors(x_MK.device) * tile.programs
+    items, whole = split_last_round(m_tiles * n_tiles * (out_PMN.numel() // (m * n)), programs, tile.pieces)
     layout = gl.NVMMASharedLayout(128, 16, rank=2)
-    x = TensorDescriptor.from_tensor(x_MK, [tile.rows, PANEL.value], layout)
-    weight = TensorDescriptor.from_tensor(weight_NK, [width, PANEL.value], layout)
-    _stream[(min(units, _multiprocessors(x_MK.device) * tile.programs),)](
-        x, weight, bias_N, out_PMN, m, n, units, m_tiles, n_tiles, segment, tile.rows, tile.columns, tile.depth // PANEL.value,
-        tile.stages, gated, bias_N is not None, tile.group, tile.warps, num_warps=tile.warps,
+    x, x_piece = (TensorDescriptor.from_tensor(x_MK, [rows, PANEL.value], layout) for rows in (tile.rows, tile.piece))
+    if gated:
+        weight = TensorDescriptor(weight_NK, [n // 8, 2, 8, k], [8 * k, n * k, k, 1], [width // 8, 2, 8, PANEL.value],
+                                  gl.NVMMASharedLayout(128, 16, rank=4))
+    else:
+        weight = TensorDescriptor.from_tensor(weight_NK, [width, PANEL.value], layout)
+    _stream[(min(items, programs),)](
+        x, x_piece, weight, bias_N, out_PMN, m, n, items, whole, m_tiles, n_tiles, segment, tile.rows, tile.piece, tile.columns,
+        tile.depth // PANEL.value, tile.stages, gated, bias_N is not None, tile.group, tile.warps, num_warps=tile.warps,
         # few accumulators: leave registers to the small kernels that start beside this one
         maxnreg=128 if tile.rows * tile.columns <= tile.warps * 32 * 64 and tile.warps == 4 else None, **PDL,
     )

@@ -10,6 +10,7 @@ from enum import Enum
 
 import torch
 
+PIECE_COST = 1.5  # of a piece of a tile, in shares of a tile: it reads as many weights for fewer products
 SEGMENT_UNIT = 128  # elements of K; a multiple of every tile's depth, so that no step crosses a segment's end
 
 
@@ -29,6 +30,11 @@ class Tile:
     stages: int  # steps in flight, the one in use included
     programs: int = 1  # on a multiprocessor at a time
     group: int = 1  # tiles along M that run side by side on the same weights
+    pieces: int = 1  # into which tiles of a last round that does not fill the machine are cut along M
+
+    @property
+    def piece(self) -> int:
+        return self.rows // self.pieces
 
 
 _MANY = 1 << 30
@@ -40,6 +46,7 @@ _STREAM: dict[Kind, tuple[tuple[int, Tile], ...]] = {  # (rows at most, tile)
         (64, Tile(64, 64, 64, 4, 12)),
         (128, Tile(128, 64, 64, 4, 8)),
         (256, Tile(128, 128, 64, 8, 6, group=4)),
+        (512, Tile(128, 128, 64, 8, 6, group=4, pieces=4)),
         _WIDE,
     ),
     Kind.HEAD: (
@@ -61,7 +68,9 @@ _STREAM: dict[Kind, tuple[tuple[int, Tile], ...]] = {  # (rows at most, tile)
         (16, Tile(16, 64, 128, 4, 6)),
         (32, Tile(32, 64, 128, 4, 6)),
         (64, Tile(64, 64, 64, 4, 8)),
-        (128, Tile(128, 64, 64, 4, 6)),
+        (128, Tile(128, 128, 64, 8, 6, pieces=4)),
+        (256, Tile(128, 128, 64, 8, 6, group=4, pieces=2)),
+        (_MANY, Tile(256, 128, 64, 8, 4, group=16, pieces=4)),
     ),
 }
 _PORTABLE = (
@@ -77,9 +86,8 @@ def kind_of_linear(n: int) -> Kind:
     return Kind.HEAD if n >= 16384 else Kind.LINEAR
 
 
-def stream_tile(kind: Kind, rows: int) -> Tile | None:
-    """None: many gated rows are the portable kernel's."""
-    return next((tile for most, tile in _STREAM[kind] if rows <= most), None)
+def stream_tile(kind: Kind, rows: int) -> Tile:
+    return next(tile for most, tile in _STREAM[kind] if rows <= most)
 
 
 def portable_tile(rows: int, dtype: torch.dtype) -> Tile:
@@ -89,3 +97,12 @@ def portable_tile(rows: int, dtype: torch.dtype) -> Tile:
 def segments_of(n: int, k: int) -> int:
     """In how many segments the K of an o or down projection [n, k] is cut: two let 64-row tiles of few-row products fill the chip."""
     return 2
+
+
+def split_last_round(tiles: int, programs: int, pieces: int) -> tuple[int, int]:
+    """Items of work, and how many of them are whole tiles: what is left for a last round of programs is cut into `pieces` where that
+    ends sooner than tiles on a few programs would."""
+    whole = tiles // programs * programs
+    cut = (tiles - whole) * pieces
+    sooner = -(-cut // programs) * PIECE_COST < pieces
+    return (whole + cut, whole) if cut and sooner else (tiles, tiles)
