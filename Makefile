@@ -62,10 +62,11 @@ bench: $(STAMP) ## exactness and rollout benchmarks, quick
 	"$(BIN)/tlt" bench exact --quick $(ARGS)
 	"$(BIN)/tlt" bench rollout --quick $(ARGS)
 
-bench-gpu: $(STAMP) ## decode, cycle, graphs and rollout on a GPU, with a pair padded to SHAPE; renews benchmarks/results and docs/performance.md
+bench-gpu: $(STAMP) ## decode, prefill, cycle, graphs and rollout on a GPU, with a pair padded to SHAPE; renews benchmarks/results and docs/performance.md
 	test -d "$(PAIR)/drafter" || "$(BIN)/python" -m benchmarks.pad --shape "$(SHAPE)" --out "$(PAIR)" --device cuda
 	"$(BIN)/tlt" bench graphs $(ON_PAIR) --json "$(RESULTS)/graphs-gpu.json"
 	"$(BIN)/tlt" bench decode $(ON_PAIR) --against fast --context 16000 --json "$(RESULTS)/decode-gpu.json"
+	"$(BIN)/python" -m benchmarks.prefill --json "$(RESULTS)/prefill-gpu.json"
 	"$(BIN)/tlt" bench cycle $(ON_PAIR) --context 16000 --json "$(RESULTS)/cycle-gpu.json"
 	"$(BIN)/tlt" bench rollout $(ON_PAIR) --json "$(RESULTS)/rollout-gpu.json"
 	"$(BIN)/python" -m benchmarks.report

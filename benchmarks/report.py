@@ -10,7 +10,7 @@ from benchmarks.goals import Result, answer, comparable, goals, matches, results
 
 ROOT = Path(__file__).parents[1]
 RESULTS, PAGE, NOTES = ROOT / "benchmarks" / "results", ROOT / "docs" / "performance.md", ROOT / "docs" / "performance_notes.md"
-BENCHES = ("decode", "cycle", "graphs", "exact", "rollout", "overload", "test-gpu")
+BENCHES = ("decode", "prefill", "cycle", "graphs", "exact", "rollout", "overload", "test-gpu")
 
 INTRODUCTION = """\
 # Performance
@@ -28,6 +28,7 @@ make bench-gpu PAIR=/data/padded-7b        # pads the shipped pair if PAIR is no
 python -m benchmarks.pad --shape qwen2.5-7b --out /data/padded-7b --device cuda
 P="--device cuda --model /data/padded-7b/target --drafter /data/padded-7b/drafter"
 tlt bench decode $P --against fast --context 16000 --json benchmarks/results/decode-h200.json
+python -m benchmarks.prefill --json benchmarks/results/prefill-h200.json
 tlt bench cycle $P --context 16000 --json benchmarks/results/cycle-h200.json
 tlt bench graphs $P --json benchmarks/results/graphs-h200.json
 tlt bench graphs $P --cold --json benchmarks/results/graphs-cold-h200.json
@@ -128,6 +129,12 @@ def _decode(figures: dict[str, Any]) -> Iterator[str]:
              f"{r['percent']:+.1f} %") for r in figures["price"]))
 
 
+def _prefill(figures: dict[str, Any]) -> Iterator[str]:
+    yield table(("prompts", "with", "ms", "tokens/s", "throughput against cuBLAS + SDPA"), (
+        (f"{r['prompts']} x {r['length']}", r["with"], f"{r['ms']:.1f}", _number(r["tokens_per_s"]), f"{r['ratio']:.2f}x")
+        for r in figures["rows"]))
+
+
 def _cycle(figures: dict[str, Any]) -> Iterator[str]:
     yield _model(figures)
     headings = ("strategy", "batch", "prompt", "context", "cycles", "ms per cycle", "quartiles", "tokens/s", "accept length", "GPU idle")
@@ -189,6 +196,7 @@ def _tests(figures: dict[str, Any]) -> Iterator[str]:
 
 SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], Iterator[str]]]] = {
     "decode": ("Plain decoding", _decode),
+    "prefill": ("Prefill against the libraries", _prefill),
     "cycle": ("Cycles of speculation", _cycle),
     "graphs": ("Graphs and start-up", _graphs),
     "exact": ("Exactness", _exact),

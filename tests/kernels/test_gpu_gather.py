@@ -1,12 +1,10 @@
-"""Gathers with holes, and the gated activation, against plain indexing."""
+"""Gathers with holes, against plain indexing."""
 
 from __future__ import annotations
 
 import torch
 
-from tests.kernels.triton_tests import DEVICE, assert_close
-from tlt_kernels import reference
-from tlt_kernels.gpu.activation import silu_mul
+from tests.kernels.triton_tests import DEVICE
 from tlt_kernels.gpu.gather import gather, previous_hints
 
 
@@ -23,8 +21,3 @@ def test_a_row_without_a_parent_takes_the_hint_of_its_place() -> None:
     parent_R, place_R = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([-1, 0, 1, -1], [2, 2, 2, 0]))
     found = previous_hints(g_RH, parent_R, hint_QH, place_R)
     assert torch.equal(found, torch.stack([hint_QH[2], g_RH[0], g_RH[1], hint_QH[0]]))
-
-
-def test_the_gated_activation_matches_its_twin() -> None:
-    gate_up_RX = torch.randn(3, 2 * 1100, device=DEVICE) * 8
-    assert_close("silu_mul", silu_mul(gate_up_RX), reference.silu_mul(gate_up_RX.double()), 1e-6)

@@ -1,4 +1,4 @@
-"""Matrix products on a GPU by numerics: `strict` adds in an order fixed by the weight's shape, `fast` is the library's choice.
+"""Matrix products on a GPU by numerics: `strict` adds in an order fixed by the weight's shape, `fast` in whichever is quicker.
 
 Legend: M rows, K inputs, N outputs, I intermediate, P partial sums.
 """
@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from tlt_kernels.gpu import gemm
-from tlt_kernels.gpu.activation import silu_mul
 from tlt_kernels.gpu.gemm_tiles import segments_of
 from tlt_server.models.numerics import Mode
+
+FEW_ROWS = 64  # up to here products wait for weights, which the kernels of `Strict` read sooner than the library does
 
 
 class Products(Protocol):
@@ -37,19 +38,19 @@ class Strict:
         return gemm.partials(x_MK, weight_NK, segments=segments_of(*weight_NK.shape))
 
 
-class Fast:
+class Fast(Strict):
+    """Whatever is quicker: the library for products of many rows that have nothing fused to them, else the kernels of `Strict`."""
+
     @staticmethod
     def linear(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None, *, out_dtype: torch.dtype | None = None) -> Tensor:
+        if len(x_MK) <= FEW_ROWS:
+            return Strict.linear(x_MK, weight_NK, bias_N, out_dtype=out_dtype)
         out_MN = functional.linear(x_MK, weight_NK, bias_N)
         return out_MN if out_dtype is None else out_MN.to(out_dtype)
 
     @staticmethod
     def partials(x_MK: Tensor, weight_NK: Tensor) -> Tensor:
-        return functional.linear(x_MK, weight_NK)[None]
-
-    @staticmethod
-    def gated(x_MK: Tensor, weight_XK: Tensor) -> Tensor:
-        return silu_mul(functional.linear(x_MK, weight_XK))
+        return Strict.partials(x_MK, weight_NK) if len(x_MK) <= FEW_ROWS else functional.linear(x_MK, weight_NK)[None]
 
 
-PRODUCTS: dict[Mode, type[Strict] | type[Fast]] = {"strict": Strict, "fast": Fast}
+PRODUCTS: dict[Mode, type[Strict]] = {"strict": Strict, "fast": Fast}

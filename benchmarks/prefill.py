@@ -1,0 +1,159 @@
+"""Prefill of a model of Qwen2.5-7B's shapes against the libraries: cuBLAS and torch's flash attention in the same decoder.
+
+`python -m benchmarks.prefill [--json FILE]` prints a table and, last, a line of JSON. Weights and prompts are random. A step has 4,096
+prompt rows at most, as in the engine; the time is that of all steps, by CUDA events, the median of seven. The libraries' attention
+gets keys and values that lie as it likes them best, not in pages; their gate and up pass through one kernel of silu(gate) * up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.activation import silu_mul
+from tlt_kernels.gpu.tensors import PAGE_SIZE, Rows
+from tlt_server.attention.gpu import TritonPaged
+from tlt_server.attention.rows import KVCache
+from tlt_server.bench.record import entry_of, write_entry
+from tlt_server.models.config import ModelConfig
+from tlt_server.models.gpu.decoder import GpuDecoder
+from tlt_server.models.gpu.layers import Placement, RowTensors
+from tlt_server.models.gpu.products import PRODUCTS, Fast, Strict
+
+MODEL = {
+    "architectures": ["Qwen2ForCausalLM"], "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+    "num_attention_heads": 28, "num_key_value_heads": 4, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+    "attention_bias": True,
+}
+STEP_ROWS = 4096
+PROMPTS = ((1, 4096), (8, 2048))  # prompts, tokens of each
+REPEATS = 7
+LIBRARIES = "cuBLAS + SDPA"
+
+
+class Library(Fast):
+    """Every product is cuBLAS's."""
+
+    @staticmethod
+    def linear(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None, *, out_dtype: torch.dtype | None = None) -> Tensor:
+        out_MN = functional.linear(x_MK, weight_NK, bias_N)
+        return out_MN if out_dtype is None else out_MN.to(out_dtype)
+
+    @staticmethod
+    def partials(x_MK: Tensor, weight_NK: Tensor) -> Tensor:
+        return functional.linear(x_MK, weight_NK)[None]
+
+    @staticmethod
+    def gated(x_MK: Tensor, weight_XK: Tensor) -> Tensor:
+        return silu_mul(functional.linear(x_MK, weight_XK))
+
+
+class Step:
+    """Prompts that are computed together, from their first token to their last."""
+
+    def __init__(self, prompts: int, length: int, model: GpuDecoder, cache: KVCache, attention: TritonPaged) -> None:
+        self.prompts, self.length, self.model, self.cache = prompts, length, model, cache
+        count = prompts * length
+        self.rows = Rows.allocate(count, 1)
+        place_R, position_R = torch.arange(prompts).repeat_interleave(length), torch.arange(length).repeat(prompts)
+        pages = torch.randperm(count // PAGE_SIZE, dtype=torch.int32).view(prompts, -1)
+        self.rows.token_R.random_(0, 1000)
+        self.rows.place_R.copy_(place_R)
+        self.rows.position_R.copy_(position_R)
+        self.rows.base_R.fill_(length)
+        self.rows.slot_R.copy_(pages[place_R, position_R // PAGE_SIZE] * PAGE_SIZE + position_R % PAGE_SIZE)
+        self.tensors = RowTensors(self.rows.token_R, self.rows.position_R, self.rows.slot_R)
+        self.pages = pages.cuda()
+        self.planned = attention.planned(count)
+        config = model.config
+        self.keys, self.values = torch.randn(2, prompts, config.kv_heads, length, config.head_dim, device="cuda", dtype=torch.bfloat16)
+
+    def ours(self) -> None:
+        self.planned.plan(self.rows, self.pages)
+        self.model.forward(self.tensors, self.cache, self.planned)
+
+    def theirs(self) -> None:
+        def attend(q_RND: Tensor, k_SKD: Tensor, v_SKD: Tensor, *, first: int = 0) -> Tensor:
+            q = q_RND.view(self.prompts, self.length, *q_RND.shape[1:]).transpose(1, 2)
+            out = functional.scaled_dot_product_attention(q, self.keys, self.values, is_causal=True, enable_gqa=True)
+            return out.transpose(1, 2).reshape(q_RND.shape)
+
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            self.model.forward(self.tensors, self.cache, attend)
+
+
+def milliseconds(run: Callable[[], None]) -> float:
+    run()
+    times = []
+    for _ in range(REPEATS):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return statistics.median(times)
+
+
+def decoder() -> GpuDecoder:
+    config = ModelConfig.parse(MODEL, "prefill")
+    model = GpuDecoder(config, placement=Placement(torch.device("cuda"), torch.bfloat16, Strict()))
+    for _, parameter in model.parameters().items():
+        parameter.normal_(0, 0.02)
+    return model
+
+
+def use(model: GpuDecoder, products: Strict) -> None:
+    for layer in model.layers:
+        layer.self_attention.products = layer.mlp.products = products
+
+
+def measure() -> Iterator[dict[str, Any]]:
+    model = decoder()
+    config = model.config
+    cache = KVCache(layers=config.layers, pages=STEP_ROWS // PAGE_SIZE, page_size=PAGE_SIZE, scratch=1, kv_heads=config.kv_heads,
+                    head_dim=config.head_dim, dtype=torch.bfloat16, device="cuda")
+    attention = TritonPaged(heads=config.heads, kv_heads=config.kv_heads, head_dim=config.head_dim, context=STEP_ROWS,
+                            device=torch.device("cuda"))
+    for prompts, length in PROMPTS:
+        together = STEP_ROWS // length
+        step, steps = Step(together, length, model, cache, attention), prompts // together
+        found = {}
+        for name, products, run in (("strict", PRODUCTS["strict"](), step.ours), ("fast", PRODUCTS["fast"](), step.ours),
+                                    (LIBRARIES, Library(), step.theirs)):
+            use(model, products)
+            found[name] = milliseconds(run) * steps
+        for name, ms in found.items():
+            yield {"with": name, "prompts": prompts, "length": length, "ms": round(ms, 3),
+                   "tokens_per_s": round(prompts * length / ms * 1e3), "ratio": round(found[LIBRARIES] / ms, 4)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures, with machine, versions and commit, as JSON")
+    parser.add_argument("--commit", metavar="NAME", help="of the code that runs [default: what git says]")
+    arguments = parser.parse_args()
+    rows = []
+    print(f"{'with':16} {'prompts':>8} {'tokens':>7} {'ms':>9} {'tokens/s':>9} {'x library':>9}")
+    with torch.inference_mode():
+        for row in measure():
+            rows.append(row)
+            print(f"{row['with']:16} {row['prompts']:8} {row['length']:7} {row['ms']:9.2f} {row['tokens_per_s']:9} {row['ratio']:9.3f}",
+                  flush=True)
+    figures = {"bench": "prefill", "shape": {"layers": MODEL["num_hidden_layers"], "hidden": MODEL["hidden_size"]}, "rows": rows}
+    if arguments.json:
+        write_entry(arguments.json, entry_of(figures, "python -m benchmarks.prefill", on_gpu=True, commit=arguments.commit))
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()
