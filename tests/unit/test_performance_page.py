@@ -36,6 +36,8 @@ def decode(name: str, step_ms: float, **how: Any) -> Result:
 
 EXAMPLES = [
     decode("decode-h200.json", 3.8),
+    result("prefill-h200.json", bench="prefill", rows=[
+        {"with": "strict", "prompts": 8, "length": 2048, "ms": 380.0, "tokens_per_s": 43000, "ratio": 0.93}]),
     result("cycle-h200.json", bench="cycle", rows=[
         {**STEP, "prompt": "problem", "batch": 1, "strategy": "eagle:7x4x32", "step_ms": 5.5, "gpu_idle_percent": 0.4, "profiled_steps": 20,
          "profiled_step_ms": 5.4, "kernels_per_step": 300, "longest_kernels_ms": [["gemm", 3.0]]}]),
