@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
     with progress_bar(console) as progress:
         task = progress.add_task("reference", total=len(configurations) + 1)
         reference, _ = rollout(base, plan.reference, requests, size, source=source)
-        progress.advance(task)
+        progress.update(task, advance=1)
         results = []
         for i, configuration in enumerate(configurations):
             progress.update(task, description=" ".join(str(level) for level in configuration.values()))
@@ -131,7 +131,7 @@ def run(args: argparse.Namespace) -> int:
             started = time.perf_counter()
             found, counts = rollout(base, configuration, chosen, size, fault=fault, source=source)
             results.append(compare(configuration, reference, found, counts, time.perf_counter() - started))
-            progress.advance(task)
+            progress.update(task, advance=1)
     return report(console, results, base, args)
 
 

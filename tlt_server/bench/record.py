@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 PACKAGES = ("torch", "triton", "numba", "numpy")
 DRIVER = Path("/proc/driver/nvidia/version")
@@ -29,9 +29,16 @@ def wide_console() -> Console:
     return console if console.is_terminal else Console(width=150)
 
 
+class StillProgress(Progress):
+    """Drawn only when something is said: a thread that redraws would take the interpreter from what is being timed."""
+
+    def update(self, task_id: TaskID, **change: Any) -> None:
+        super().update(task_id, refresh=True, **change)
+
+
 def progress_bar(console: Console) -> Progress:
-    return Progress(TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn(),
-                    console=console)
+    return StillProgress(TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn(),
+                         console=console, auto_refresh=False)
 
 
 def finish(args: argparse.Namespace, figures: Mapping[str, Any]) -> None:

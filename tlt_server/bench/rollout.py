@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
                     if arm.numerics == "strict":
                         expected = expected or tokens
                         differing += sum(tokens[i] != expected[i] for i in tokens)
-                    progress.advance(task)
+                    progress.update(task, advance=1)
     return report(console, seen, differing, base, args)
 
 
