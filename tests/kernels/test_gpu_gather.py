@@ -11,9 +11,11 @@ from tlt_kernels.gpu.gather import gather, previous_hints
 def test_a_gather_takes_rows_and_gives_zeros_for_holes() -> None:
     table_NH = torch.randn(7, 1030, device=DEVICE)
     index = [3, -1, 0, 6, 3]
-    found = gather(table_NH, torch.tensor(index, dtype=torch.int32, device=DEVICE))
-    for row, i in zip(found, index, strict=True):
-        assert torch.equal(row, table_NH[i] if i >= 0 else torch.zeros_like(row))
+    index_R = torch.tensor(index, dtype=torch.int32, device=DEVICE)
+    into_RH = torch.full((5, 1030), float("nan"), dtype=torch.float64, device=DEVICE)
+    for found in (gather(table_NH, index_R), gather(table_NH, index_R, out_RH=into_RH)):
+        for row, i in zip(found, index, strict=True):
+            assert torch.equal(row, table_NH[i].to(row.dtype) if i >= 0 else torch.zeros_like(row))
 
 
 def test_a_row_without_a_parent_takes_the_hint_of_its_place() -> None:

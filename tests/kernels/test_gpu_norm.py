@@ -49,10 +49,10 @@ def test_embeddings_are_looked_up_clamped_and_normed(dtype: torch.dtype) -> None
     embedded = embed_rms_norm(token, embedding, weight, EPS)
     assert_close("residual", embedded.residual_RH, embedding[known], 0.0)
     assert_close("normed", embedded.normed_RH, reference.rms_norm(embedding[known].double(), weight.double(), EPS), TOLERANCE[dtype])
-    g = draw(5, 160, dtype=dtype, seed=4)
-    both = embed_norms(token, embedding, weight, g, feature_weight, EPS)
-    assert_close("embedding half", both[:, :160], embedded.normed_RH, 1e-12)
-    assert_close("feature half", both[:, 160:], reference.rms_norm(g.double(), feature_weight.double(), EPS), TOLERANCE[dtype])
+    for g in (draw(5, 160, dtype=dtype, seed=4), draw(5, 160, seed=4)):  # a target's fused feature, and the hint of a draft row
+        both = embed_norms(token, embedding, weight, g, feature_weight, EPS)
+        assert_close("embedding half", both[:, :160], embedded.normed_RH, 1e-12)
+        assert_close("feature half", both[:, 160:], reference.rms_norm(g.double(), feature_weight.double(), EPS), TOLERANCE[dtype])
 
 
 def test_no_rows_launch_nothing() -> None:

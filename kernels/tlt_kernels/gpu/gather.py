@@ -31,9 +31,10 @@ def _gather(table_ptr, index_R, other_ptr, other_R, out_ptr, width, OTHER: tl.co
     tl.store(out_ptr + r * width + h, value, inside)
 
 
-def gather(table_NH: Tensor, index_R: Tensor) -> Tensor:
-    """table[index], zeros where index is -1: [R, H] in the table's dtype."""
-    out_RH = torch.empty(len(index_R), table_NH.shape[1], dtype=table_NH.dtype, device=table_NH.device)
+def gather(table_NH: Tensor, index_R: Tensor, *, out_RH: Tensor | None = None) -> Tensor:
+    """table[index], zeros where index is -1: [R, H] in the dtype of `out_RH`, or the table's."""
+    if out_RH is None:
+        out_RH = torch.empty(len(index_R), table_NH.shape[1], dtype=table_NH.dtype, device=table_NH.device)
     grid = len(index_R), triton.cdiv(table_NH.shape[1], _BLOCK)
     _gather[grid](table_NH, index_R, table_NH, index_R, out_RH, table_NH.shape[1], OTHER=False, BLOCK=_BLOCK, **PDL)
     return out_RH

@@ -86,10 +86,9 @@ def _embed_norms(token_R, embedding_VH, w_embed_H, g_RH, w_feature_H, out_RX, ep
     pdl_wait()
     if half == 0:
         token = tl.minimum(tl.maximum(tl.load(token_R + r), 0), vocabulary - 1).to(tl.int64)
-        source = embedding_VH + token * H
+        x = tl.load(embedding_VH + token * H + h, mask=inside, other=0.0).to(tl.float32)
     else:
-        source = g_RH + r * H
-    x = tl.load(source + h, mask=inside, other=0.0).to(tl.float32)
+        x = tl.load(g_RH + r * H + h, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_RX + (r * 2 + half) * H + h, _normed(x, weight, eps, H).to(out_RX.dtype.element_ty), mask=inside)
 
 

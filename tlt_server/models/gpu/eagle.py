@@ -72,13 +72,14 @@ class GpuEagle3:
         """The target's features of a position as the hint of the next: [R, H]."""
         return self.placement.products.linear(features_RF, self.fusion.weight_XK)
 
-    def forward(self, rows: RowTensors, g_RH: Tensor, cache: KVCache, attend: Attend) -> tuple[Tensor, Tensor]:
-        """Rows (x_p, g_{p-1}) at positions p >= 1: writes their KV. Returns (h_RH, the hint of what is drafted behind them; logits_RC)."""
-        eps, residual_RH = self.config.norm_eps, g_RH.float()
+    def forward(self, rows: RowTensors, g_RH: Tensor, cache: KVCache, attend: Attend) -> Tensor:
+        """Rows (x_p, g_{p-1}) at positions p >= 1: writes their KV and returns logits_RC. `g_RH`, float32, becomes the residual stream's
+        end, the hint of what is drafted behind the rows."""
+        eps = self.config.norm_eps
         part_PRH = self.self_attention(self._normed(rows, g_RH), cache.k[0], cache.v[0], rows, attend, first=1)
-        normed_RH = add_rms_norm(part_PRH, residual_RH, self.post_attention_norm_H, eps)
-        normed_RH = add_rms_norm(self.mlp(normed_RH), residual_RH, self.final_norm_H, eps)
-        return residual_RH, self.placement.products.linear(normed_RH, self.head.weight_XK, out_dtype=torch.float32)
+        normed_RH = add_rms_norm(part_PRH, g_RH, self.post_attention_norm_H, eps)
+        normed_RH = add_rms_norm(self.mlp(normed_RH), g_RH, self.final_norm_H, eps)
+        return self.placement.products.linear(normed_RH, self.head.weight_XK, out_dtype=torch.float32)
 
     def store(self, rows: RowTensors, g_RH: Tensor, cache: KVCache) -> None:
         """Write the rows' KV and compute nothing else."""

@@ -67,16 +67,14 @@ class EaglePass:
         key, draft, drafts = self.key, self.draft, self._drafts
         state, network = drafts.state, drafts.network
         roots(state.place_B(key.batch), state.places, draft, self.nodes, depth=key.depth, trash=state.slots.trash)
-        hidden_XH = torch.empty(len(draft.source_X), network.config.hidden_size, dtype=state.places.hint_QH.dtype,
-                                device=state.upload_U.device)
+        hint_XH = torch.empty(len(draft.source_X), network.config.hidden_size, device=state.upload_U.device)
         for level in range(key.depth):
             first, count = Draft.level(key.batch, key.width, level)
             rows, source_M = draft.rows.part(first, count), draft.source_X[first : first + count]
-            g_MH = gather(hidden_XH if level else state.places.hint_QH, source_M)
+            hint_MH = gather(hint_XH if level else state.places.hint_QH, source_M, out_RH=hint_XH[first : first + count])
             attend = self._attend[level]
             attend.plan(rows, state.places.page_table_QP)
-            h_MH, logits_MC = network.forward(RowTensors(rows.token_R, rows.position_R, rows.slot_R), g_MH, drafts.cache, attend)
-            hidden_XH[first : first + count].copy_(h_MH)
+            logits_MC = network.forward(RowTensors(rows.token_R, rows.position_R, rows.slot_R), hint_MH, drafts.cache, attend)
             token_ML, z_ML = children(logits_MC, network.target_ids_C, rows.place_R, rows.position_R, state.places.seed_Q,
                                       state.places.temperature_Q, width=key.width)
             grow(level, token_ML, z_ML, draft, self.nodes, drafts.calibration, drafts.gap_edge_G, requests=key.batch, depth=key.depth,
