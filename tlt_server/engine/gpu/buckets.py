@@ -47,7 +47,10 @@ def bucket(sizes: Sequence[int], count: int) -> int:
 
 
 def fitted(strategy: Strategy, batch: int, depth: int) -> Strategy:
-    """The strategy cut to what the device holds: paths of `depth`, TREE_ROWS and per level MOST_DRAFTED draft rows, MOST_WIDTH children."""
+    """The strategy cut to what the device holds: paths of `depth`, TREE_ROWS and per level MOST_DRAFTED draft rows, MOST_WIDTH children;
+    OFF where no draft could be verified."""
+    if decode_rows(batch, strategy) == batch:
+        return OFF
     depth = min(strategy.depth, depth)
     width = min(strategy.width, MOST_WIDTH, max(1, MOST_DRAFTED // batch), max(1, TREE_ROWS // (batch * max(1, depth - 1))))
     while width > 1 and batch * columns(depth, width) > MAX_NODES:
@@ -99,7 +102,7 @@ def reachable(arms: Iterable[Strategy], affordable_rows: Sequence[tuple[int, int
             if arm == OFF:
                 keys[ExtendKey(batch, batch)] = None
                 keys[ExtendKey(batch, batch, PROMPT_ROWS, PROMPT_WORKS)] = None
-            elif arm.rows <= most:
+            elif arm.rows <= most and fitted(arm, batch, arm.depth) != OFF:
                 keys[ExtendKey(batch, decode_rows(batch, arm))] = None
                 keys[draft_key(batch, arm)] = None
     return sorted(keys, key=_size, reverse=True)

@@ -1,7 +1,7 @@
 """The extend pass: a step's rows through the target, its samples, the walk, and the KV that is kept. Captured per key.
 
-Plain decoding is the pass with one row per request; prompt rows ride behind. Rows are laid out before (`select`), because how many
-nodes there are to choose from depends on the draft; so an extend graph is shared by all depths.
+Plain decoding is the pass with one row per request; prompt rows ride behind. Where there are drafts rows are laid out before
+(`select`), because how many nodes there are to choose from depends on the draft; so an extend graph is shared by all depths.
 
 Legend: V decode rows, P prompt rows, R = V + P, W prompt works, S = V + W samples, B batch bucket, E = B + W entries, F fields.
 """
@@ -33,6 +33,10 @@ class ExtendKey(NamedTuple):
     works: int = 0
     filtered: bool = False
 
+    @property
+    def plain(self) -> bool:
+        return self.decode_rows == self.batch
+
 
 class Extend:
     """The pass of one key, with its buffers."""
@@ -59,6 +63,8 @@ class Extend:
     def forward(self) -> Tensor:
         """The target over all rows; logits of the samples [S, V] fp32. Drafters take what they need of the rows' features."""
         state, key, rows = self.state, self.key, self.rows
+        if key.plain:
+            self.select(None)
         if key.prompt_rows:
             layout_prefill(*state.layout.works_W(state.upload_U, key.works), state.places, rows, self.trees, self.kept,
                            requests=key.batch, decode_rows=key.decode_rows, prefill_rows=key.prompt_rows, trash=state.slots.trash)

@@ -114,7 +114,8 @@ class GpuRunner:
             with torch.inference_mode(), torch.cuda.stream(self._stream):
                 if isinstance(key, ExtendKey):
                     extend = self._extend(key)
-                    extend.select(None)
+                    if not key.plain:
+                        extend.select(None)
                     self.graphs.run(key, extend.run, keep=keeps(key))
                 else:
                     self.graphs.run(key, self._draft(key).run, keep=True)
@@ -141,7 +142,7 @@ class GpuRunner:
             name = draft_key(size, strategy)
             drafted = self._draft(name)
             self.graphs.run(name, drafted.run, keep=True)
-        extend.select(drafted.nodes if drafted else None)
+            extend.select(drafted.nodes)
         hosted = {e: work for e, work in self._entries(decoding, prompts, size) if work.sequence.by_host and work.samples}
         by_host: dict[int, HostSampling] = {}
         if hosted or any(work.sequence.request.sampling.prompt_logprobs is not None for work in prompts):
