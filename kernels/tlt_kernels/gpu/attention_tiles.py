@@ -47,6 +47,8 @@ def attend_tiles(q, k_cache, v_cache, out, position, page_table, items, count, s
         total_top_M, total_ML, total_MD = nothing(M, D)
         top_M, sum_ML, acc_MD = nothing(M, D)
         for edge in tl.static_range(2):
+            if edge:  # again, not carried over: that would take shared memory, which three stages leave none of
+                slot_T = paged_slots(table, whole, end, PAGE)
             for start in range(whole if edge else begin, end if edge else whole, BLOCK):
                 if starts_split(start):
                     total_top_M, total_ML, total_MD = fold(total_top_M, total_ML, total_MD, top_M, sum_ML, acc_MD, scale)
