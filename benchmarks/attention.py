@@ -36,6 +36,7 @@ CASES = {
     "b8 tree8 640": Case(8, 640, 8),
     "b64 400": Case(64, 400, 1),
     "b256 400": Case(256, 400, 1),
+    "b256 640": Case(256, 640, 1),
     "prefill 8x2048": Case(8, 2048, 2048, True),
     "prefill 64 of 16k": Case(1, 16384, 64, True),
 }

@@ -198,6 +198,19 @@ def test_a_plan_covers_every_key_of_every_row_once(requests, programs, root_in_p
     covers_every_row(step, work)
 
 
+def test_programs_get_nearly_even_shares_of_a_long_context():
+    step = a_step((7, 1, 16), [(8200, 32)])
+    work = step.work(tile=64, programs=8)
+    plan(step.rows, work)
+    items = work.tile_item_IF[: work.count_2[1].item()].flip(0)
+    blocks = ((items[:, 4] - items[:, 3] + 63) // 64).tolist()
+    dealt = [0] * work.tile_programs
+    for turn in range(0, len(blocks), len(dealt)):  # to and fro, as the kernel does
+        for i, item in enumerate(blocks[turn : turn + len(dealt)]):
+            dealt[-1 - i if turn // len(dealt) % 2 else i] += item
+    assert max(blocks) == blocks[0] and max(dealt) <= sum(dealt) / len(dealt) + 8, dealt  # 8: blocks of the longest split
+
+
 def same_in_any_company(step: Step, first: int, chosen: list[int], **options) -> None:
     together = step.attend(first, **options)
     for tiles in (True, False):

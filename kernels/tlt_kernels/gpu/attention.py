@@ -28,9 +28,11 @@ from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
 __all__ = ["PagedRows", "Plan", "allocate", "attend", "plan"]
 
 _M = 16
-_TILE_STAGES = 2
-_STAGES = 3  # of the loop over blocks
-_AT_ONCE = 8  # states in flight
+_WARPS = 4
+_REGISTERS = 1 << 16  # of a multiprocessor
+_TILE_STAGES = 3  # what is asked for at a block's end arrives during the next one: with two stages every block waits
+_TILE_BYTES = 224 << 10  # of shared memory for a program's queries and keys; beyond it two stages
+_AT_ONCE = 16  # states in flight
 
 
 @triton.jit
@@ -130,15 +132,16 @@ def attend(q_RND: Tensor, k_SKD: Tensor, v_SKD: Tensor, rows: PagedRows, work: P
     pages, depth, scale_2 = rows.page_table_QP.shape[1], rows.path_RD.shape[1], scale * math.log2(math.e)
     states = (work.top_WN, work.sum_WN, work.acc_WND)
     if work.tiles:
+        tile_bytes = (work.tile + 2 * _TILE_STAGES * BLOCK.value) * width * q_RND.element_size()
         attend_tiles[(work.tile_programs,)](
             q_RND, k_SKD, v_SKD, out_RND, rows.position_R, rows.page_table_QP, work.tile_item_IF, work.count_2, work.state_R, *states,
             scale_2, pages, FIRST=first, HEADS=heads, KV_HEADS=kv_heads, D=width, PAGE=PAGE, M=work.tile,
-            num_warps=8 if work.tile == 128 else 4, num_stages=_TILE_STAGES, **PDL,
+            num_warps=8 if work.tile == 128 else 4, num_stages=_TILE_STAGES if tile_bytes <= _TILE_BYTES else 2, **PDL,
         )
     _attend_rows[(work.row_programs,)](
         q_RND, k_SKD, v_SKD, out_RND, rows.path_RD, rows.page_table_QP, work.row_item_IF, work.count_2, work.counter_RK, *states,
         scale_2, pages, depth, FIRST=first, HEADS=heads, KV_HEADS=kv_heads, D=width, PAGE=PAGE, M=_M,
         M_FOLD=triton.next_power_of_2(heads // kv_heads), TILES=work.tiles, AT_ONCE=_AT_ONCE,
-        num_warps=4, num_stages=_STAGES, **PDL,
+        num_warps=_WARPS, num_stages=work.row_stages, maxnreg=min(248, _REGISTERS // (32 * _WARPS * work.row_residents) // 8 * 8), **PDL,
     )
     return out_RND

@@ -18,7 +18,7 @@ import triton.language as tl
 from tlt_kernels.gpu.target import dot
 
 BLOCK = tl.constexpr(64)
-LANES = tl.constexpr(16)
+LANES = tl.constexpr(8)
 LOWEST = tl.constexpr(-1.0e30)  # the maximum over no keys
 
 

@@ -4,7 +4,8 @@ Rows of one request form tiles. What all rows of a tile see, committed, is read 
 certain rows (position < base) is done with that. Every other row has `row` items: a row that is alone in its tile for all its
 splits, others for what lies past the shared splits. Where there is too little work to fill the machine a context is cut: its
 first item folds a prefix of splits, each further split is an item of its own, and every one leaves a state (top, sum, acc) in
-the workspace, folded in order by whoever is last. How work is cut changes no bit of a result.
+the workspace, folded in order by whoever is last. How work is cut changes no bit of a result. Tile items are listed the shortest
+first, by kind: single short splits, single longest ones, then what starts a context. Their kernel walks the list from its end.
 
 Legend: R rows, Q places, P pages of a place, D longest draft path, I items, W states, N query heads, K KV heads.
 """
@@ -23,8 +24,12 @@ from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
 
 PAGE = 16
 FIELDS = tl.constexpr(16)  # int32 of an item
+_LONGEST = tl.constexpr(16)  # the first of the splits that hold the most keys
 _CHUNK = 256  # rows that the planner looks at together
 _WORKSPACE = 64 << 20  # bytes for states
+_ROW_SHARES = 2  # parts per multiprocessor that rows' work is cut into, at the least
+_FEW_ROWS, _MANY_ROWS = (2, 4), (3, 3)  # programs per multiprocessor, stages: few wait for latency, many for each other
+_TILE_SHARES = 2  # of a program's even share of the keys of tiles: the first item of a tile that is cut has one
 
 
 class PagedRows(NamedTuple):
@@ -47,6 +52,8 @@ class Plan(NamedTuple):
     tile: int  # queries of a tile
     tiles: bool  # whether rows may share tiles at all
     programs: int  # multiprocessors of the device
+    row_residents: int  # programs of the rows' kernel on a multiprocessor, all resident at once
+    row_stages: int  # of its loop over blocks
     row_programs: int
     tile_programs: int
     count_2: Tensor  # row items, tile items
@@ -79,8 +86,10 @@ def allocate(*, rows: int, context: int, heads: int, kv_heads: int, width: int, 
     def floats(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=device)
 
+    residents, stages = _FEW_ROWS if rows * kv_heads <= 2 * programs else _MANY_ROWS
     return Plan(
-        rows, tile, tiles, programs, min(items * kv_heads, 4 * programs), min(items * kv_heads, programs * max(1, 128 // tile)),
+        rows, tile, tiles, programs, residents, stages, min(items * kv_heads, residents * programs),
+        min(items * kv_heads, programs * max(1, 128 // tile)),
         integers(2), integers(items, FIELDS.value), integers(items, FIELDS.value), integers(rows), integers(rows, kv_heads),
         floats(states, heads), floats(states, heads), floats(states, heads, width),
     )
@@ -142,7 +151,15 @@ def _pieces(position_C, base_C, size_C, first_C, last_C, row_quota, tile_quota):
 
 
 @triton.jit
-def _plan(position, place, base, count, row_item, tile_item, state, rows, states, programs,
+def _by_length(items_C, prefix_C):
+    """Items of a tile: first ones, later ones of a short split, later ones of a longest split."""
+    later_C = tl.maximum(items_C - 1, 0)
+    short_C = tl.minimum(later_C, tl.maximum(-prefix_C + _LONGEST, 0))
+    return items_C - later_C, short_C, later_C - short_C
+
+
+@triton.jit
+def _plan(position, place, base, count, row_item, tile_item, state, rows, states, row_shares, tile_shares,
           KV_HEADS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, CHUNK: tl.constexpr, PIECES: tl.constexpr):
     pdl_wait()
     pdl_launch()
@@ -152,17 +169,21 @@ def _plan(position, place, base, count, row_item, tile_item, state, rows, states
         _, keys_C, _, _, _, _, _ = _pieces(position_C, base_C, size_C, first_C, last_C, 0, 0)
         row_keys += tl.sum(tl.where(size_C == 1, keys_C, 0), axis=0)
         tile_keys += tl.sum(tl.where((size_C > 1) & (tile_C == r_C), keys_C, 0), axis=0)
-    row_quota, tile_quota = row_keys // (2 * programs) * KV_HEADS, tile_keys // programs * KV_HEADS
-    needed = states + 1
+    row_quota, tile_quota = row_keys * KV_HEADS // row_shares, tile_keys * KV_HEADS // tile_shares
+    needed, short_tile_items, later_tile_items = states + 1, 0, 0
     while (needed > states) & (row_quota < 1 << 24):  # cut less finely until the states fit
-        needed = 0
+        needed, short_tile_items, later_tile_items = 0, 0, 0
         for start in range(0, rows, CHUNK):
-            _, position_C, _, base_C, _, size_C, first_C, last_C = _tiles(start, position, place, base, rows, TILE, TILES, CHUNK)
-            _, _, _, _, _, _, states_C = _pieces(position_C, base_C, size_C, first_C, last_C, row_quota, tile_quota)
+            r_C, position_C, _, base_C, tile_C, size_C, first_C, last_C = _tiles(start, position, place, base, rows, TILE, TILES, CHUNK)
+            _, _, prefix_C, items_C, _, _, states_C = _pieces(position_C, base_C, size_C, first_C, last_C, row_quota, tile_quota)
             needed += tl.sum(states_C, axis=0)
+            _, shorts_C, longs_C = _by_length(tl.where((size_C > 1) & (tile_C == r_C), items_C, 0), prefix_C)
+            short_tile_items += tl.sum(shorts_C, axis=0)
+            later_tile_items += tl.sum(shorts_C + longs_C, axis=0)
         if needed > states:
             row_quota, tile_quota = 2 * row_quota + 128, 2 * tile_quota + 128
-    row_count, tile_count, state_count = 0, 0, 0
+    row_count, state_count = 0, 0
+    short_count, long_count, tile_count = 0, short_tile_items, later_tile_items
     for start in range(0, rows, CHUNK):
         r_C, position_C, place_C, base_C, tile_C, size_C, first_C, last_C = _tiles(start, position, place, base, rows, TILE, TILES, CHUNK)
         splits_C, _, prefix_C, items_C, rest_C, row_items_C, states_C = _pieces(
@@ -171,7 +192,10 @@ def _plan(position, place, base, count, row_item, tile_item, state, rows, states
         tl.store(state + r_C, state_C, r_C < rows)
         tile_items_C = tl.where((size_C > 1) & (tile_C == r_C), items_C, 0)
         row_at_C = row_count + tl.cumsum(row_items_C, axis=0) - row_items_C
-        tile_at_C = tile_count + tl.cumsum(tile_items_C, axis=0) - tile_items_C
+        firsts_C, shorts_C, longs_C = _by_length(tile_items_C, prefix_C)
+        first_at_C = tile_count + tl.cumsum(firsts_C, axis=0) - firsts_C
+        short_at_C = short_count + tl.cumsum(shorts_C, axis=0) - shorts_C
+        long_at_C = long_count + tl.cumsum(longs_C, axis=0) - longs_C
         before_C = tl.where((size_C > 1) & (rest_C > 0), items_C, 0)
         fold_only_C = (size_C > 1) & (rest_C == 0)
         for first_piece in range(0, tl.max(tl.maximum(row_items_C, tile_items_C), axis=0), PIECES):
@@ -194,7 +218,8 @@ def _plan(position, place, base, count, row_item, tile_item, state, rows, states
             if TILES:
                 begin_CJ = tl.where(j_CJ == 0, 0, split_start(prefix_C[:, None] + j_CJ - 1))
                 mask_CJ = j_CJ < tile_items_C[:, None]
-                item_CJ = tile_item + (tile_at_C[:, None] + j_CJ) * FIELDS
+                later_at_CJ = j_CJ - 1 + tl.where(j_CJ <= shorts_C[:, None], short_at_C[:, None], (long_at_C - shorts_C)[:, None])
+                item_CJ = tile_item + tl.where(j_CJ == 0, first_at_C[:, None], later_at_CJ) * FIELDS
                 tl.store(item_CJ, r_C[:, None], mask_CJ)
                 tl.store(item_CJ + 1, place_C[:, None], mask_CJ)
                 tl.store(item_CJ + 2, size_C[:, None], mask_CJ)
@@ -203,7 +228,9 @@ def _plan(position, place, base, count, row_item, tile_item, state, rows, states
                 tl.store(item_CJ + 5, states_C[:, None], mask_CJ)
                 tl.store(item_CJ + 6, j_CJ, mask_CJ)
         row_count += tl.sum(row_items_C, axis=0)
-        tile_count += tl.sum(tile_items_C, axis=0)
+        tile_count += tl.sum(firsts_C, axis=0)
+        short_count += tl.sum(shorts_C, axis=0)
+        long_count += tl.sum(longs_C, axis=0)
         state_count += tl.sum(states_C, axis=0)
     tl.store(count, row_count)
     tl.store(count + 1, tile_count)
@@ -213,9 +240,10 @@ def plan(rows: PagedRows, work: Plan) -> None:
     """Fill `work` for these rows. Launched once, before the layers whose `attend` uses it."""
     count, kv_heads = len(rows.position_R), work.counter_RK.shape[1]
     assert count <= work.rows, f"{count} rows in a plan for {work.rows}"
+    tile_programs = work.programs * max(1, 128 // work.tile)
     tile_rows = work.tile // (work.top_WN.shape[1] // kv_heads)
     _plan[(1,)](
         rows.position_R, rows.place_R, rows.base_R, work.count_2, work.row_item_IF, work.tile_item_IF, work.state_R, count,
-        len(work.top_WN), work.programs, KV_HEADS=kv_heads, TILE=tile_rows, TILES=work.tiles,
+        len(work.top_WN), _ROW_SHARES * work.programs, _TILE_SHARES * tile_programs, KV_HEADS=kv_heads, TILE=tile_rows, TILES=work.tiles,
         CHUNK=min(_CHUNK, triton.next_power_of_2(max(count, 32))), PIECES=8, num_warps=8, **PDL,
     )

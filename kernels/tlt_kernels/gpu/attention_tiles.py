@@ -23,9 +23,15 @@ def attend_tiles(q, k_cache, v_cache, out, position, page_table, items, count, s
     GROUP: tl.constexpr = HEADS // KV_HEADS
     m_M, t_T, d_D = tl.arange(0, M), tl.arange(0, BLOCK), tl.arange(0, D)
     work = tl.load(count + 1) * KV_HEADS
-    for w in range(tl.program_id(0), work, tl.num_programs(0)):
-        head = (work - 1 - w) % KV_HEADS
-        item = items + (work - 1 - w) // KV_HEADS * FIELDS  # the longest of a prompt's tiles come last in the list: start with them
+    ahead, programs = tl.program_id(0), tl.num_programs(0)
+    behind = programs - 1 - ahead
+    turns = work // programs
+    turns += (tl.where(turns % 2 == 0, ahead, behind) < work % programs).to(tl.int32)
+    for turn in range(0, turns):
+        # The longest items come last in the list: start with them. To and fro, so that who had the longest gets the shortest next.
+        w = work - 1 - turn * programs - tl.where(turn % 2 == 0, ahead, behind)
+        head = w % KV_HEADS
+        item = items + w // KV_HEADS * FIELDS
         row, place, size, begin, end = (tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3), tl.load(item + 4))
         states, piece = tl.load(item + 5), tl.load(item + 6)
         row_M, member_M = row + m_M // GROUP, m_M // GROUP < size
@@ -41,6 +47,8 @@ def attend_tiles(q, k_cache, v_cache, out, position, page_table, items, count, s
         total_top_M, total_ML, total_MD = nothing(M, D)
         top_M, sum_ML, acc_MD = nothing(M, D)
         for edge in tl.static_range(2):
+            if edge:  # again, not carried over: that would take shared memory, which three stages leave none of
+                slot_T = paged_slots(table, whole, end, PAGE)
             for start in range(whole if edge else begin, end if edge else whole, BLOCK):
                 if starts_split(start):
                     total_top_M, total_ML, total_MD = fold(total_top_M, total_ML, total_MD, top_M, sum_ML, acc_MD, scale)
