@@ -58,7 +58,6 @@ class CpuRunner:
     @torch.inference_mode()
     def launch(self, batch: Batch, strategy: Strategy) -> None:
         started = time.perf_counter()
-        context = batch.context()
         drafts = _Drafts(batch, strategy, self._drafters, self._page_table_SP, self._cache.scratch)
         drafted_at = time.perf_counter()
 
@@ -75,7 +74,7 @@ class CpuRunner:
         accepted_R[walk.row_A] = 1
         drafts.observe(accepted_R[step.layout.parent_R >= 0])
         cycle = Cycle(
-            context=context,
+            context=batch.context,
             strategy=strategy,
             rows=len(step.rows),
             accepted=tuple(len(emission.tokens) - 1 for work, emission in zip(batch.works, emissions, strict=True) if work.decodes),

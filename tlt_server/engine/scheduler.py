@@ -11,6 +11,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,7 @@ class Batch:
     works: list[Work]
     weight_version: str = ""  # that computes it
 
+    @cached_property
     def context(self) -> StepContext:
         decoding = [work for work in self.works if work.decodes]
         return StepContext(
