@@ -12,8 +12,9 @@ import msgspec
 
 from tlt_server.engine.pushes import WeightPushes
 from tlt_server.engine.runner import Finished
-from tlt_server.engine.scheduler import Batch, Scheduler
+from tlt_server.engine.scheduler import Scheduler
 from tlt_server.engine.sequence import Sequence
+from tlt_server.engine.work import Batch
 from tlt_server.errors import EngineFailed, TltError
 from tlt_server.records import (
     Abort,

@@ -18,7 +18,7 @@ from tlt_kernels.cpu.elementwise import copy_slots
 from tlt_server.attention.rows import KVCache
 from tlt_server.engine.batching import Step, draft_batch, lay_out
 from tlt_server.engine.sampling import Sampled, prompt_logprobs, sample
-from tlt_server.engine.scheduler import Batch, Emission
+from tlt_server.engine.work import Batch, Emission
 from tlt_server.errors import EngineFailed
 from tlt_server.models import Forward
 from tlt_server.models.decoder import Decoder

@@ -25,8 +25,8 @@ from tlt_server.engine.gpu.graphs import GraphPool
 from tlt_server.engine.gpu.ring import PinnedRing, Slot
 from tlt_server.engine.gpu.state import DeviceState
 from tlt_server.engine.runner import NOT_FINITE, Finished
-from tlt_server.engine.scheduler import Batch, Emission, Work
 from tlt_server.engine.sequence import Sequence
+from tlt_server.engine.work import Batch, Emission, Work
 from tlt_server.errors import EngineFailed
 from tlt_server.records import OFF, Cycle, Strategy
 
