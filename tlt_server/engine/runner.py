@@ -7,7 +7,6 @@ every row is fixed by weights, prefix, parameters and seed, and drafts only deci
 from __future__ import annotations
 
 import math
-import time
 from typing import NamedTuple
 
 import numpy as np
@@ -57,9 +56,7 @@ class CpuRunner:
 
     @torch.inference_mode()
     def launch(self, batch: Batch, strategy: Strategy) -> None:
-        started = time.perf_counter()
         drafts = _Drafts(batch, strategy, self._drafters, self._page_table_SP, self._cache.scratch)
-        drafted_at = time.perf_counter()
 
         step = lay_out(batch, self._page_table_SP, self._cache, drafts.work_N, drafts.parent_N, drafts.candidates, drafts.chosen_N)
         forward = self.model.forward(step.rows, self._cache)
@@ -79,7 +76,6 @@ class CpuRunner:
             rows=len(step.rows),
             accepted=tuple(len(emission.tokens) - 1 for work, emission in zip(batch.works, emissions, strict=True) if work.decodes),
             drafted=len(drafts.chosen_N),
-            draft_s=drafted_at - started,
         )
         self._finished = Finished(batch, emissions, cycle)
 

@@ -78,7 +78,7 @@ class GpuRunner:
         return len(self._flights)
 
     def gauges(self) -> dict[str, float]:
-        return {}
+        return {name: value for drafter in self._drafters.values() for name, value in drafter.gauges().items()}
 
     def launch(self, batch: Batch, strategy: Strategy) -> None:
         with torch.inference_mode(), torch.cuda.stream(self._stream):
@@ -102,7 +102,6 @@ class GpuRunner:
             rows=len(flight.decoding) + verified + flight.batch.context.prefill_rows,
             accepted=tuple(int(a) for a in outcome.accepted_E[: len(flight.decoding)]),
             drafted=verified,
-            draft_s=0.0,
         )
         return Finished(flight.batch, [emissions[id(work)] for work in flight.batch.works], cycle)
 
