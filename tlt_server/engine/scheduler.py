@@ -249,6 +249,7 @@ class Scheduler:
                 self._publish(sequence)
                 continue
             if emission.error is not None:
+                self.pool.withdraw(sequence.pages)  # where its KV went wrong is not known
                 outputs.append(self._end(sequence, "error", error=(emission.error.code, emission.error.message)))
                 continue
             emission.accepted = len(emission.tokens) - 1
