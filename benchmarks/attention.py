@@ -1,6 +1,6 @@
 """Rotary embedding, KV write and paged attention of one layer, per shape of step: microseconds inside a CUDA graph.
 
-`python benchmarks/attention.py [case ...]` prints a table and, as its last line, the same as JSON. A graph holds many layers, each
+`python -m benchmarks.attention [case ...]` prints a table and, as its last line, the same as JSON. A graph holds many layers, each
 with its own KV cache, so that keys come from device memory as they do between the weights of a real step. Floor: reading every
 key and value of every request once at 4.3 TB/s. Qwen2.5-7B: 28 query heads, 4 KV heads of 128, bfloat16.
 """
@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 from typing import NamedTuple
 
 import torch
 
+from benchmarks.graph_time import microseconds
 from tlt_kernels.gpu.attention import PAGE, PagedRows, allocate, attend, plan
 from tlt_kernels.gpu.rope import rope_store
 
@@ -62,26 +62,6 @@ def rows_of(case: Case, device: str) -> tuple[PagedRows, torch.Tensor, int]:
     place = [b for b in range(case.requests) for _ in range(case.rows)]
     integers = (torch.tensor(values, dtype=torch.int32, device=device) for values in (position, place, base, path))
     return PagedRows(*integers, table_QP.to(device)), torch.tensor(slot, dtype=torch.int32, device=device), pages * PAGE + len(position)
-
-
-def microseconds(function, repeats: int = 15) -> float:
-    """Median of a captured graph's replays."""
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        function()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=side):
-            function()
-    torch.cuda.synchronize()
-    times = []
-    for _ in range(repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3)
-    return statistics.median(times[2:])
 
 
 def sdpa(case: Case, layers: int) -> float:

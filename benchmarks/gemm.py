@@ -1,6 +1,6 @@
 """All matrix products of one Qwen2.5-7B step as one CUDA graph: time, bytes read per second, and cuBLAS beside it.
 
-`python benchmarks/gemm.py [--rows 1,8,64] [--layers 28]` prints a table and, last, a line of JSON. A step is per layer qkv, o, gate-up
+`python -m benchmarks.gemm [--rows 1,8,64] [--layers 28]` prints a table and, last, a line of JSON. A step is per layer qkv, o, gate-up
 with SiLU and down with the two norms between them, then the LM head in float32; every layer has its own weights, so the L2 cache
 does not help. cuBLAS runs the same products with neither norms nor SiLU. Data are random: zeros run faster than any model does.
 """
@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from benchmarks.graph_time import milliseconds
 from tlt_kernels.gpu.gemm import gated, linear, partials
 from tlt_kernels.gpu.gemm_tiles import segments_of
 from tlt_kernels.gpu.norm import add_rms_norm
@@ -55,24 +54,6 @@ def cublas(layers: list[Layer], head: Tensor, sampled: int, x: Tensor, attended:
         torch.mm(x, layer.gate_up.T)
         torch.mm(inner, layer.down.T)
     return torch.mm(x[:sampled], head.T)
-
-
-def milliseconds(step: Callable[[], Tensor], repeats: int = 9) -> float:
-    step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    graph.replay()
-    times = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times)
 
 
 def main() -> None:

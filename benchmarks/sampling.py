@@ -1,4 +1,4 @@
-"""Time of sampling and of choosing children on one GPU: `python benchmarks/sampling.py`; a table, then one line of JSON.
+"""Time of sampling and of choosing children on one GPU: `python -m benchmarks.sampling`; a table, then one line of JSON.
 
 Every figure is microseconds per call, from graphs of many calls over rotating logits (more than the cache holds), the median of
 replays. "head" rows fall off as rank^-1.5, "even" rows are normal with a deviation of 2.5, so that a top_p of 0.95 keeps thousands.
@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 from collections.abc import Callable
 
 import torch
 
+from benchmarks.graph_time import microseconds
 from tlt_kernels.gpu.children import children
 from tlt_kernels.gpu.sampling import sample
 
@@ -24,24 +24,13 @@ CALLS, REPLAYS = 48, 15
 def time_us(calls: list[Callable[[], object]]) -> float:
     """Microseconds per call of a graph that runs all of them, again and again, at least `CALLS` times."""
     rounds = math.ceil(CALLS / len(calls))
-    for call in calls[:2]:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def run() -> None:
         for _ in range(rounds):
             for call in calls:
                 call()
-    graph.replay()
-    times = []
-    for _ in range(REPLAYS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / (rounds * len(calls)))
-    return statistics.median(times)
+
+    return microseconds(run, REPLAYS) / (rounds * len(calls))
 
 
 def head_rows(count: int, size: int) -> torch.Tensor:

@@ -88,7 +88,6 @@ class Cycle(Struct, frozen=True, kw_only=True):
     emitted: int = 0  # tokens given to requests, bonus tokens included, surplus behind a stop not
     accepted: tuple[int, ...]  # draft tokens accepted, per decoding request
     drafted: int  # draft rows verified
-    draft_s: float
     step_s: float = 0.0  # wall time since the previous step ended, or since this one began after idling
 
 

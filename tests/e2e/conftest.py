@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from playwright.sync_api import Browser, Page
 
-from tests.e2e.browser import Open
-from tests.e2e.browser import browser as open_browser
 from tlt_client import Client
 from tlt_server.demo.server import ServerProcess
 from tlt_server.demo.workload import DRAFTER, TARGET
+
+if TYPE_CHECKING:  # a machine without a browser runs the tests that need none
+    from playwright.sync_api import Browser, Page
+
+    from tests.e2e.browser import Open
 
 PAIR = ("--model", str(TARGET), "--drafter", str(DRAFTER))
 
@@ -32,6 +34,8 @@ def client(server: ServerProcess) -> Iterator[Client]:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     """Per module, because other modules run asyncio loops of their own."""
+    from tests.e2e.browser import browser as open_browser
+
     with open_browser() as running:
         yield running
 

@@ -20,7 +20,7 @@ if __name__ == "__main__":
 
     from tlt_server.engine import process
     from tlt_server.engine.runner import CpuRunner
-    from tlt_server.engine.scheduler import Batch
+    from tlt_server.engine.work import Batch
     from tlt_server.records import Strategy
 
     class FatalRunner(CpuRunner):

@@ -1,6 +1,7 @@
 """`tlt serve` with a planted fault: the real engine gets a GPU's error in the step that is to compute a prompt which begins with FAULTY.
 
-What lies on the GPU cannot be freed afterwards: whoever tries waits for ever, as with a context that is lost.
+On a GPU the error is a real one, found when that step's outcome is waited for. On a CPU it is raised, and what would lie on the GPU
+cannot be freed afterwards: whoever tries waits for ever, as with a context that is lost.
 As a program: `gpu_fault.py serve FLAGS` is the server, `gpu_fault.py DIR` its engine.
 """
 
@@ -23,9 +24,10 @@ if __name__ == "__main__":
     import torch
 
     from tlt_server.engine import process
-    from tlt_server.engine.devices import cpu
+    from tlt_server.engine.devices import cpu, cuda
+    from tlt_server.engine.gpu.runner import GpuRunner
     from tlt_server.engine.runner import CpuRunner
-    from tlt_server.engine.scheduler import Batch
+    from tlt_server.engine.work import Batch
     from tlt_server.records import Strategy
 
     class Resident:
@@ -33,13 +35,24 @@ if __name__ == "__main__":
             print("freed what lies on the GPU", file=sys.stderr, flush=True)
             time.sleep(3600)
 
+    def is_faulty(batch: Batch) -> bool:
+        return any(work.sequence.tokens[: len(FAULTY)].tolist() == FAULTY for work in batch.works)
+
+    class FaultyGpuRunner(GpuRunner):
+        def launch(self, batch: Batch, strategy: Strategy) -> None:
+            if is_faulty(batch):
+                with torch.cuda.stream(self._stream):
+                    torch.zeros(4, device="cuda")[torch.full((4,), 1 << 30, device="cuda")]  # out of bounds
+            super().launch(batch, strategy)
+
     class FaultyRunner(CpuRunner):
         def launch(self, batch: Batch, strategy: Strategy) -> None:
-            if any(work.sequence.tokens[: len(FAULTY)].tolist() == FAULTY for work in batch.works):
+            if is_faulty(batch):
                 resident = Resident()
                 atexit.register(time.sleep, 3600)
                 raise torch.AcceleratorError(f"CUDA error: {REPORTED}\nCUDA kernel errors might be asynchronously reported, {resident}.")
             super().launch(batch, strategy)
 
     cpu.CpuRunner = FaultyRunner  # type: ignore[misc]
+    cuda.GpuRunner = FaultyGpuRunner  # type: ignore[misc]
     sys.exit(process.main())

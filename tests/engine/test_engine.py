@@ -12,7 +12,8 @@ from tlt_server.engine.assembly import assemble
 from tlt_server.engine.devices.choice import Gpu
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import StartupError
-from tlt_server.records import Abort, GenerateRequest, Pause, Sampling, SetPolicy, StepOutput, Strategy, Submit
+from tlt_server.records import Abort, GenerateRequest, Pause, Sampling, SetPolicy, StepContext, StepOutput, Strategy, Submit
+from tlt_server.speculation.policies.fixed import Fixed
 
 
 @pytest.fixture(scope="module")
@@ -167,6 +168,23 @@ def test_policies_change_between_steps_without_changing_tokens(base: EngineSetti
         if engine.idle:
             break
     assert bits(said) == expected
+
+
+def test_a_step_reports_the_very_context_that_its_strategy_was_chosen_for(base: EngineSettings) -> None:
+    engine, _ = assemble(base)
+    seen: list[StepContext] = []
+
+    class Watching(Fixed):
+        def choose(self, context: StepContext) -> Strategy:
+            seen.append(context)
+            return super().choose(context)
+
+    engine.policy = Watching([Strategy("eagle", 4, 1, 5)])
+    engine.send(Submit(requests(3)))
+    while not engine.idle:
+        engine.step()
+        assert engine.last_cycle is None or engine.last_cycle.context is seen[-1], "it was worked out twice"
+    assert {context.decoding for context in seen} > {0, 3}
 
 
 def test_abort_frees_everything_and_reports_what_there_is(base: EngineSettings) -> None:

@@ -10,8 +10,10 @@ import pytest
 from tests.engine.fast_interpreter import patched_once
 from tests.engine.gpu_engine import PAGE, assert_agree, bits, checkpoints, drafting, on_cpu, prompt, request
 from tests.engine.pushing import Pushable
+from tlt_server.engine.gpu.drafts import drift
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.records import GenerateRequest
+from tlt_server.speculation.survival import OnlineTable
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +65,9 @@ def test_all_pages_are_free_again_and_nothing_is_in_flight(plain: Pushable) -> N
 
 
 @pytest.mark.parametrize("strategy", [("eagle", 2, 2, 4), ("eagle", 3, 1, 4), ("history", 3, 2, 4)], ids=["tree", "chain", "history"])
-def test_speculation_changes_no_bit(strategy: tuple[str, int, int, int], settings: EngineSettings, plain: Pushable) -> None:
+def test_speculation_changes_no_bit(strategy: tuple[str, int, int, int], settings: EngineSettings, plain: Pushable,
+                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drift, "EVERY", 1)
     engine = Pushable(drafting(settings, *strategy))
     passes = accepted = drafted = 0
     engine.submit(*mixed())
@@ -77,7 +81,13 @@ def test_speculation_changes_no_bit(strategy: tuple[str, int, int, int], setting
     assert sum(output.accepted for output in said) == accepted <= drafted
     assert accepted > 0 or strategy[0] == "history", "the drafter shares the noise: some of its tokens must hit"
     assert all(output.drafted == 0 for output in engine.said["r6"]), "it is never speculated on"
-    assert engine.engine.gauges()["pages_free"] == engine.info.pages
+    gauges = engine.engine.gauges()
+    assert gauges["pages_free"] == engine.info.pages
+    table = engine.engine.runner._drafters[strategy[0]].calibration
+    online = OnlineTable(table.prior_Z.numpy())
+    online.survival_K, online.trials_K = table.survival_Z.numpy(), table.trials_Z.numpy()
+    assert gauges["calibration_drift" if strategy[0] == "eagle" else "history_table_drift"] == pytest.approx(online.drift)
+    assert online.drift > 0 or strategy[0] == "history"
 
 
 def test_preemption_changes_no_bit(settings: EngineSettings) -> None:

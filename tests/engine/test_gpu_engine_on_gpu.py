@@ -158,7 +158,6 @@ def test_weights_that_are_not_finite_end_requests_with_one_typed_error(engine: P
     for r in asked:
         last = engine.said[r.id][-1]
         assert last.finish_reason == "error" and last.error is not None and last.error[0] == "engine_failed" and "finite" in last.error[1]
-    engine.engine.scheduler.pool.clear_index()
     assert_same(bits(engine, asked), plain)
 
 

@@ -190,7 +190,7 @@ class FakeEngine:
                     del self.running[id]
         if outputs:
             context = StepContext(len(outputs), 0, 10.0, 0)
-            cycle = Cycle(context=context, strategy=OFF, rows=1, emitted=1, accepted=(2,), drafted=3, draft_s=0.0, step_s=self.step_s)
+            cycle = Cycle(context=context, strategy=OFF, rows=1, emitted=1, accepted=(2,), drafted=3, step_s=self.step_s)
             gauges = {"running": float(len(self.running)), "pages_free": 60.0, "odd_gauge": 1.0}
             await self._events.send(encode(Outputs(outputs, gauges, cycle)))
 

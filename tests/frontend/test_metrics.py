@@ -26,7 +26,7 @@ EAGLE = Strategy("eagle", 7, 4, 16)
 
 def cycle(strategy: Strategy, accepted: Sequence[int], drafted: int = 0) -> Cycle:
     return Cycle(context=StepContext(len(accepted), 0, 10.0, 0), strategy=strategy, rows=1, accepted=tuple(accepted), drafted=drafted,
-                 draft_s=0.0, step_s=0.01)
+                 step_s=0.01)
 
 
 def step(metrics: Metrics, strategy: Strategy, accepted: Sequence[int], drafted: int = 0, **gauges: float) -> None:

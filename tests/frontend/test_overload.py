@@ -34,7 +34,7 @@ def full(server: LiveServer, *, tokens_per_s: float = 100.0) -> None:
     """Teach the forecast: steps of a full engine that gives so many tokens, ends of sequences at half of max_tokens."""
     def teach() -> None:
         cycle = Cycle(context=StepContext(8, 0, 10.0, 0), strategy=OFF, rows=8, emitted=int(tokens_per_s), accepted=(), drafted=0,
-                      draft_s=0.0, step_s=1.0)
+                      step_s=1.0)
         for _ in range(20):
             server.client.admission.stepped(cycle, waiting=1)
         for _ in range(20):

@@ -49,7 +49,7 @@ def output(id: object, tokens: int, finish_reason: str | None = None, error: tup
 
 def step(decoding: int, emitted: int, step_s: float) -> Cycle:
     return Cycle(context=StepContext(decoding, 0, 10.0, 0), strategy=OFF, rows=decoding, emitted=emitted, accepted=(), drafted=0,
-                 draft_s=0.0, step_s=step_s)
+                 step_s=step_s)
 
 
 def experienced(admission: Admission, *, tokens_per_s: float = 100.0, running: int = 8, share: float = 0.5) -> Admission:

@@ -10,6 +10,7 @@ from tlt_kernels.gpu.growth import columns
 from tlt_kernels.gpu.rows import MAX_NODES
 from tlt_server.engine.gpu.buckets import (
     LEAST_DEPTH,
+    MOST_DRAFTED,
     MOST_VERIFIED,
     MOST_WIDTH,
     PROMPT_ROWS,
@@ -99,6 +100,7 @@ def test_a_fitted_strategy_fits_the_buffers(batch: int, strategy: Strategy) -> N
         return
     assert 1 <= cut.depth <= LEAST_DEPTH and 1 <= cut.width <= MOST_WIDTH
     assert cut.width == 1 or batch * cut.width * (cut.depth - 1) <= TREE_ROWS
+    assert cut.width == 1 or batch * cut.width <= MOST_DRAFTED
     assert cut.width == 1 or batch * columns(cut.depth, cut.width) <= MAX_NODES
     assert batch <= decode_rows(batch, cut) <= max(batch, MOST_VERIFIED)
     assert fitted(cut, batch, LEAST_DEPTH) == cut

@@ -115,6 +115,16 @@ class TestWhatTorchSees:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
         assert choice.look().unusable == "Card 9000 has compute capability 7.5, and the kernels need 9.0"
 
+    def test_an_old_one_is_left_alone_or_refused_before_a_kernel_is_launched(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Kernels begin with instructions that only newer ones have."""
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
+        old = "Card 9000 has compute capability 8.9, and the kernels need 9.0"
+        told = chosen(choice.look(), unread, device="auto").told()
+        assert told == f"cpu, float32, attention cpu, up to 64 sequences | device cpu: {old}"
+        with pytest.raises(StartupError) as caught:
+            chosen(choice.look(), unread, device="cuda")
+        assert caught.value.message == f"device is cuda, but {old}; start with --device cpu, or check the machine with tlt doctor"
+
     def test_no_triton(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(choice, "find_spec", lambda name: None)
         assert "Triton" in choice.look().unusable

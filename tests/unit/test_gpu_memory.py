@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import torch
 
+from tlt_server.attention.gpu import TREE_ROWS, TritonPaged
 from tlt_server.engine.gpu.memory import GIB, MIB, RESERVE, Needs, check_weights, exhausted, plan_pages
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import ModelError, StartupError
@@ -162,3 +163,14 @@ def test_shapes_that_a_gpu_refuses(shape: LayerShape, head_dim: int, says: str) 
 @pytest.mark.parametrize("head_dim", [16, 64, 128, 256])
 def test_shapes_that_a_gpu_takes(head_dim: int) -> None:
     check_shape(replace(CONFIG, head_dim=head_dim), LayerShape(qkv_bias=True, qk_norm=True), "the target")
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(28, 4, 128), (64, 8, 128), (8, 1, 256)])
+def test_attention_has_room_for_the_trees_of_a_step(heads: int, kv_heads: int, head_dim: int) -> None:
+    TritonPaged(heads=heads, kv_heads=kv_heads, head_dim=head_dim, context=4096, device=torch.device("cpu"))
+
+
+def test_attention_without_room_for_the_trees_of_a_step_is_refused_at_start() -> None:
+    says = f"128 query heads of 128: .* room for 336 rows .* may have {TREE_ROWS}; start with --attention torch"
+    with pytest.raises(StartupError, match=says):
+        TritonPaged(heads=128, kv_heads=8, head_dim=128, context=4096, device=torch.device("cpu"))

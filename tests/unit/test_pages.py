@@ -71,6 +71,13 @@ class PoolAgainstTwin(RuleBasedStateMachine):
             if not self.counts(page) and page in self.key_of and page not in self.idle:
                 self.idle.append(page)
 
+    @precondition(lambda self: self.holds)
+    @rule(data=st.data())
+    def withdraw(self, data: st.DataObject) -> None:
+        hold = data.draw(st.sampled_from(self.holds))
+        self.pool.withdraw(hold)
+        self.key_of = {page: key for page, key in self.key_of.items() if page not in hold}
+
     @rule()
     def clear(self) -> None:
         self.pool.clear_index()

@@ -55,7 +55,7 @@ class World:
             step_s = self.step_s(arm, batch) * self.rng.uniform(0.95, 1.05) * (10 if self.rng.random() < 0.003 else 1)
             emitted = batch + sum(accepted)
             policy.observe(Cycle(context=seen, strategy=arm, rows=batch * arm.rows, emitted=emitted, accepted=accepted,
-                                 drafted=batch * (arm.rows - 1), draft_s=0.0, step_s=step_s))
+                                 drafted=batch * (arm.rows - 1), step_s=step_s))
             self.used.append(arm)
             self.seconds += step_s
             self.tokens += emitted
@@ -184,7 +184,7 @@ def test_the_first_cycle_of_another_drafter_is_not_rewarded():
     policy, arm = Beg(ARMS), ARMS[1]
     seen = context(4)
     policy.choose(seen)
-    cycle = Cycle(context=seen, strategy=arm, rows=8, emitted=8, accepted=(1,) * 4, drafted=4, draft_s=0.0, step_s=1.0)
+    cycle = Cycle(context=seen, strategy=arm, rows=8, emitted=8, accepted=(1,) * 4, drafted=4, step_s=1.0)
     policy.observe(cycle)
     rewards = policy.buckets[policy._index(seen)].rewards[arm]
     assert len(rewards) == 0

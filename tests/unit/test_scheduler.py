@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from tlt_server.engine.pages import PagePool
 from tlt_server.engine.sampling import SamplingState
-from tlt_server.engine.scheduler import Batch, Emission, Scheduler
+from tlt_server.engine.scheduler import Scheduler
 from tlt_server.engine.sequence import Sequence
+from tlt_server.engine.work import Batch, Emission
 from tlt_server.errors import InvalidRequest
 from tlt_server.records import GenerateRequest, InFlight, Sampling, StepOutput
 

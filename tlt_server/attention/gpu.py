@@ -16,6 +16,7 @@ from torch import Tensor
 from tlt_kernels import reference
 from tlt_kernels.gpu import attention as kernels
 from tlt_kernels.gpu.tensors import PAGE_SIZE, Rows
+from tlt_server.errors import StartupError
 from tlt_server.registry import Registry
 
 GPU_BACKENDS = Registry("GPU attention backend", {
@@ -23,6 +24,10 @@ GPU_BACKENDS = Registry("GPU attention backend", {
     "torch": "tlt_server.attention.gpu:TorchGathered",
     "flash_attn": "tlt_server.attention.flash:FlashPaged",
 })
+
+
+TREE_ROWS = 512  # of a pass, at most, rows of requests that have more than one; whoever plans passes keeps to it
+STATES = 3  # of a tree row, at the least: what it shares with its tree, and up to two splits of its own
 
 
 class Planned(Protocol):
@@ -44,6 +49,13 @@ class TritonPaged:
 
     def __init__(self, *, heads: int, kv_heads: int, head_dim: int, context: int, device: torch.device,
                  dtype: torch.dtype | None = None, numerics: str = "strict") -> None:
+        """`StartupError` where the workspace has no room for TREE_ROWS."""
+        room = len(kernels.allocate(rows=TREE_ROWS, context=1, heads=heads, kv_heads=kv_heads, width=head_dim, device="meta",
+                                    programs=1).top_WN) // STATES
+        if room < TREE_ROWS:
+            raise StartupError(f"the model has {heads} query heads of {head_dim}: attention triton has room for {room} rows of draft "
+                               f"trees, and a step may have {TREE_ROWS}; start with --attention torch, which is slow, or serve a model "
+                               "with fewer heads")
         self._shape = {"heads": heads, "kv_heads": kv_heads, "width": head_dim, "context": context, "device": device}
         self._scale = head_dim**-0.5
         self._workspace: kernels.Plan | None = None

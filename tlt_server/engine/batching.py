@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from tlt_kernels.cpu.rows import RowLayout, layout_rows
 from tlt_server.attention.rows import KVCache, Rows
-from tlt_server.engine.scheduler import Batch, Work
+from tlt_server.engine.work import Batch, Work
 from tlt_server.speculation.batch import Candidates, DraftBatch
 
 

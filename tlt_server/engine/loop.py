@@ -12,8 +12,9 @@ import msgspec
 
 from tlt_server.engine.pushes import WeightPushes
 from tlt_server.engine.runner import Finished
-from tlt_server.engine.scheduler import Batch, Scheduler
+from tlt_server.engine.scheduler import Scheduler
 from tlt_server.engine.sequence import Sequence
+from tlt_server.engine.work import Batch
 from tlt_server.errors import EngineFailed, TltError
 from tlt_server.records import (
     Abort,
@@ -93,7 +94,7 @@ class Engine:
         self._apply_commands()  # only between steps
         batch = self.scheduler.next_batch()  # None when nothing can run
         if batch:
-            strategy = self.policy.choose(batch.context())  # "no speculation" is an ordinary arm
+            strategy = self.policy.choose(batch.context)  # "no speculation" is an ordinary arm
             self.runner.launch(batch, strategy)  # draft -> verify -> sample -> accept -> commit KV
             self.scheduler.launched(batch, strategy.depth)
         finished = self.runner.collect(busy=batch is not None)  # on a CPU at once, on a GPU one step late

@@ -85,6 +85,13 @@ class PagePool:
             self._index[key] = page
             self._key[page] = key
 
+    def withdraw(self, pages: Iterable[int]) -> None:
+        """Held pages that nobody shall find any more: whoever holds them keeps them, and they are free afterwards."""
+        for page in pages:
+            assert self._count[page] > 0, f"page {page} is withdrawn but not held"
+            if page in self._key:
+                del self._index[self._key.pop(page)]
+
     def release(self, pages: Iterable[int]) -> None:
         """Drop one hold of each page, last page first so that a chain is evicted from its end."""
         for page in reversed(list(pages)):

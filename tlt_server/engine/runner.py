@@ -7,7 +7,6 @@ every row is fixed by weights, prefix, parameters and seed, and drafts only deci
 from __future__ import annotations
 
 import math
-import time
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +17,7 @@ from tlt_kernels.cpu.elementwise import copy_slots
 from tlt_server.attention.rows import KVCache
 from tlt_server.engine.batching import Step, draft_batch, lay_out
 from tlt_server.engine.sampling import Sampled, prompt_logprobs, sample
-from tlt_server.engine.scheduler import Batch, Emission
+from tlt_server.engine.work import Batch, Emission
 from tlt_server.errors import EngineFailed
 from tlt_server.models import Forward
 from tlt_server.models.decoder import Decoder
@@ -57,10 +56,7 @@ class CpuRunner:
 
     @torch.inference_mode()
     def launch(self, batch: Batch, strategy: Strategy) -> None:
-        started = time.perf_counter()
-        context = batch.context()
         drafts = _Drafts(batch, strategy, self._drafters, self._page_table_SP, self._cache.scratch)
-        drafted_at = time.perf_counter()
 
         step = lay_out(batch, self._page_table_SP, self._cache, drafts.work_N, drafts.parent_N, drafts.candidates, drafts.chosen_N)
         forward = self.model.forward(step.rows, self._cache)
@@ -75,12 +71,11 @@ class CpuRunner:
         accepted_R[walk.row_A] = 1
         drafts.observe(accepted_R[step.layout.parent_R >= 0])
         cycle = Cycle(
-            context=context,
+            context=batch.context,
             strategy=strategy,
             rows=len(step.rows),
             accepted=tuple(len(emission.tokens) - 1 for work, emission in zip(batch.works, emissions, strict=True) if work.decodes),
             drafted=len(drafts.chosen_N),
-            draft_s=drafted_at - started,
         )
         self._finished = Finished(batch, emissions, cycle)
 

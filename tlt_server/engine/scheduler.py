@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,59 +18,9 @@ from numpy.typing import NDArray
 from tlt_server.engine.deadlines import Deadlines
 from tlt_server.engine.pages import PageKey, PagePool
 from tlt_server.engine.sequence import SavedKV, Sequence
+from tlt_server.engine.work import Batch, Emission, Work
 from tlt_server.errors import DeadlineExceeded, InvalidRequest, QueueTimeout, TltError
-from tlt_server.records import InFlight, StepContext, StepOutput, TokenLogprobs
-
-
-class Work:
-    """Positions [start, end) of one sequence are this step's certain rows; it samples if they reach its end.
-
-    While a step that samples is in flight, the end is not known yet: the work is its last position, wherever that will be, and
-    start and end are upper bounds.
-    """
-
-    __slots__ = ("decodes", "end", "life", "most", "samples", "sequence", "start")
-
-    def __init__(self, sequence: Sequence, start: int, end: int) -> None:
-        self.sequence, self.start, self.end, self.life = sequence, start, end, sequence.life
-        self.samples = end == sequence.length + sequence.ahead
-        self.decodes = self.samples and end - start == 1
-        self.most = 0  # tokens it may append, once launched
-
-    @property
-    def void(self) -> bool:
-        """The sequence was preempted or has ended since: what this step says of it is dropped."""
-        return self.life != self.sequence.life
-
-
-@dataclass(frozen=True)
-class Batch:
-    works: list[Work]
-    weight_version: str = ""  # that computes it
-
-    def context(self) -> StepContext:
-        decoding = [work for work in self.works if work.decodes]
-        return StepContext(
-            decoding=len(decoding),
-            prefill_rows=sum(work.end - work.start for work in self.works if not work.decodes),
-            mean_context=sum(work.end for work in decoding) / max(1, len(decoding)),
-            speculable=sum(work.sequence.request.sd for work in decoding),
-        )
-
-
-@dataclass
-class Emission:
-    """What one work gave in a step: draft tokens accepted plus the bonus token, or nothing from a prompt chunk."""
-
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    raw_logprobs: list[float] | None = None
-    top_logprobs: list[TokenLogprobs] | None = None
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
-    drafted: int = 0
-    accepted: int = 0
-    weight_version: str = ""
-    error: TltError | None = None  # the sequence cannot go on
+from tlt_server.records import InFlight, StepOutput, TokenLogprobs
 
 
 class Scheduler:
@@ -190,11 +139,7 @@ class Scheduler:
     def launched(self, batch: Batch, depth: int) -> None:
         """The batch is on its way, with draft trees of at most this depth; `commit` is told of it later, in order."""
         for work in batch.works:
-            sequence = work.sequence
-            sequence.launched = min(work.end, sequence.length)
-            if work.samples:
-                work.most = 1 + depth if work.decodes else 1
-                sequence.sure, sequence.ahead = sequence.sure + 1, sequence.ahead + work.most
+            work.launch(depth)
 
     def _decode_work(self, sequence: Sequence) -> Work | None:
         if sequence.sure and (sequence.sure >= sequence.remaining or sequence.by_host):
@@ -296,8 +241,7 @@ class Scheduler:
             sequence = work.sequence
             if work.void:
                 continue
-            if work.samples:
-                sequence.sure, sequence.ahead = sequence.sure - 1, sequence.ahead - work.most
+            work.land()
             if emission.prompt_logprobs is not None:
                 self._prompt_logprobs.setdefault(sequence.id, []).extend(emission.prompt_logprobs)
             if not work.samples:
@@ -305,6 +249,7 @@ class Scheduler:
                 self._publish(sequence)
                 continue
             if emission.error is not None:
+                self.pool.withdraw(sequence.pages)  # where its KV went wrong is not known
                 outputs.append(self._end(sequence, "error", error=(emission.error.code, emission.error.message)))
                 continue
             emission.accepted = len(emission.tokens) - 1
@@ -415,6 +360,8 @@ class Scheduler:
         assert len(self._running) + len(self._waiting) == len(self._by_id), "a sequence stands in two places"
         for s in self._running:
             assert 0 <= s.computed < s.length and s.computed <= s.capacity, f"{s.id}: computed {s.computed}, capacity {s.capacity}"
+            assert 0 <= s.sure <= s.ahead and bool(s.sure) == bool(s.ahead), f"{s.id}: {s.sure} to {s.ahead} tokens are in flight"
+            assert s.computed <= s.launched <= s.length, f"{s.id}: launched {s.launched}, computed {s.computed} of {s.length}"
             assert self.page_table_SP[s.slot, : len(s.pages)].tolist() == s.pages, f"{s.id}: page table differs"
         for s in self._waiting.values():
             assert s.slot < 0 and not s.pages and s.computed == 0, f"{s.id} waits but holds something"

@@ -10,15 +10,16 @@ import msgspec
 
 from tlt_kernels.gpu.growth import columns
 from tlt_kernels.gpu.rows import MAX_NODES
+from tlt_server.attention import gpu as attention
 from tlt_server.engine.gpu.drafts import DraftKey
 from tlt_server.engine.gpu.extend import ExtendKey
 from tlt_server.records import OFF, Strategy
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
 PROMPT_ROWS, PROMPT_WORKS = 512, 16  # of a captured step that reads prompts, too
-MOST_VERIFIED = 512  # decode rows of a step, at most; a larger batch has its roots
+MOST_VERIFIED = attention.TREE_ROWS  # decode rows of a step, at most; a larger batch has its roots
 MOST_WIDTH = 8  # children of a node
-MOST_DRAFTED = 512  # rows of one level of a drafter's pass
+MOST_DRAFTED = attention.TREE_ROWS  # rows of one level of a drafter's pass; a larger batch has one each
 TREE_ROWS = 8192  # rows of a drafter's pass, without the roots
 LEAST_DEPTH = 12  # draft paths of so many tokens are possible, whatever the default strategies are
 

@@ -16,7 +16,7 @@ import torch
 
 from tlt_server.engine.gpu.extend import Extend
 from tlt_server.engine.sampling import prompt_logprobs, sample
-from tlt_server.engine.scheduler import Emission, Work
+from tlt_server.engine.work import Emission, Work
 from tlt_server.records import TokenLogprobs
 
 

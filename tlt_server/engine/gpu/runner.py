@@ -25,10 +25,10 @@ from tlt_server.engine.gpu.graphs import GraphPool
 from tlt_server.engine.gpu.ring import PinnedRing, Slot
 from tlt_server.engine.gpu.state import DeviceState
 from tlt_server.engine.runner import NOT_FINITE, Finished
-from tlt_server.engine.scheduler import Batch, Emission, Work
 from tlt_server.engine.sequence import Sequence
+from tlt_server.engine.work import Batch, Emission, Work
 from tlt_server.errors import EngineFailed
-from tlt_server.records import OFF, Cycle, StepContext, Strategy
+from tlt_server.records import OFF, Cycle, Strategy
 
 RING = 8  # uploads, and outcomes, that may be on their way
 
@@ -37,7 +37,6 @@ class Flight(NamedTuple):
     """A step whose outcome is on its way."""
 
     batch: Batch
-    context: StepContext
     strategy: Strategy
     key: ExtendKey
     decoding: list[Work]
@@ -79,7 +78,7 @@ class GpuRunner:
         return len(self._flights)
 
     def gauges(self) -> dict[str, float]:
-        return {}
+        return {name: value for drafter in self._drafters.values() for name, value in drafter.gauges().items()}
 
     def launch(self, batch: Batch, strategy: Strategy) -> None:
         with torch.inference_mode(), torch.cuda.stream(self._stream):
@@ -98,12 +97,11 @@ class GpuRunner:
         emissions = {id(work): self._emission(outcome, e, work, flight) for e, work in of_work}
         verified = int(outcome.verified_E[: len(flight.decoding)].sum())
         cycle = Cycle(
-            context=flight.context,
+            context=flight.batch.context,
             strategy=flight.strategy,
-            rows=len(flight.decoding) + verified + flight.context.prefill_rows,
+            rows=len(flight.decoding) + verified + flight.batch.context.prefill_rows,
             accepted=tuple(int(a) for a in outcome.accepted_E[: len(flight.decoding)]),
             drafted=verified,
-            draft_s=0.0,
         )
         return Finished(flight.batch, [emissions[id(work)] for work in flight.batch.works], cycle)
 
@@ -154,7 +152,7 @@ class GpuRunner:
         outcome = self._outcomes.take()
         outcome.tensor[: extend.outcome_EF.numel()].copy_(extend.outcome_EF.view(-1), non_blocking=True)
         outcome.mark()
-        self._flights.append(Flight(batch, batch.context(), strategy, key, decoding, prompts, outcome, by_host))
+        self._flights.append(Flight(batch, strategy, key, decoding, prompts, outcome, by_host))
 
     @staticmethod
     def _entries(decoding: list[Work], prompts: list[Work], size: int) -> list[tuple[int, Work]]:

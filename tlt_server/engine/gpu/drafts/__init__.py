@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -40,3 +41,6 @@ class DeviceDrafter(Protocol):
 
     def observe(self, trees: Trees, kept: Kept, nodes: Nodes, rows: Rows, decode_rows: int) -> None:
         """Learn from what was accepted of the nodes."""
+
+    def gauges(self) -> Mapping[str, float]:
+        """Of the recent past; never waits for the device."""

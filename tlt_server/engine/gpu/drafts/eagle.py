@@ -6,6 +6,8 @@ slots, so speculation turns on without any catching up. Legend: B requests, X dr
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,7 @@ from tlt_kernels.gpu.tensors import Calibration, Draft, Kept, Nodes, Rows, Trees
 from tlt_server.attention.gpu import GpuAttention
 from tlt_server.attention.rows import KVCache
 from tlt_server.engine.gpu.drafts import DraftKey
+from tlt_server.engine.gpu.drafts.drift import Drift
 from tlt_server.engine.gpu.state import DeviceState
 from tlt_server.models.gpu.eagle import GpuEagle3
 from tlt_server.models.gpu.layers import RowTensors
@@ -30,6 +33,7 @@ class EagleDrafts:
         self.state, self.network, self.cache, self.attention = state, network, cache, attention
         self.page_hint_PH = page_hint_PH
         self.calibration = Calibration.of(torch.tensor(calibration.survival_K, device=state.upload_U.device))
+        self._drift = Drift(self.calibration)
         self.gap_edge_G = torch.tensor(calibration.gap_edges, device=state.upload_U.device)
 
     def adopt(self, calibration: OnlineTable) -> None:
@@ -52,6 +56,10 @@ class EagleDrafts:
 
     def observe(self, trees: Trees, kept: Kept, nodes: Nodes, rows: Rows, decode_rows: int) -> None:
         calibrate(trees, kept, nodes, rows, self.calibration, decode_rows=decode_rows)
+        self._drift.observed()
+
+    def gauges(self) -> Mapping[str, float]:
+        return {"calibration_drift": self._drift.value}
 
 
 class EaglePass:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,7 @@ from tlt_kernels.gpu.accept import calibrate
 from tlt_kernels.gpu.history import history_nodes, workspace
 from tlt_kernels.gpu.tensors import Calibration, Kept, Nodes, Rows, Trees
 from tlt_server.engine.gpu.drafts import DraftKey
+from tlt_server.engine.gpu.drafts.drift import Drift
 from tlt_server.engine.gpu.state import DeviceState
 from tlt_server.speculation.drafters.history import prior
 
@@ -16,6 +19,7 @@ from tlt_server.speculation.drafters.history import prior
 class HistoryDrafts:
     def __init__(self, state: DeviceState) -> None:
         self.state, self.calibration = state, Calibration.of(torch.tensor(prior(), device=state.upload_U.device))
+        self._drift = Drift(self.calibration)
 
     def draft_pass(self, key: DraftKey) -> HistoryPass:
         return HistoryPass(key, self)
@@ -25,6 +29,10 @@ class HistoryDrafts:
 
     def observe(self, trees: Trees, kept: Kept, nodes: Nodes, rows: Rows, decode_rows: int) -> None:
         calibrate(trees, kept, nodes, rows, self.calibration, decode_rows=decode_rows)
+        self._drift.observed()
+
+    def gauges(self) -> Mapping[str, float]:
+        return {"history_table_drift": self._drift.value}
 
 
 class HistoryPass:

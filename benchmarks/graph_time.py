@@ -1,0 +1,35 @@
+"""How long a GPU takes for what a function launches, by itself: captured as one CUDA graph, replayed, timed by events."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+
+import torch
+
+WARMING = 2  # replays that are not counted
+
+
+def milliseconds(function: Callable[[], object], repeats: int = 15) -> float:
+    """Median of the replays. It runs once as it is, so that nothing is compiled inside the capture."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        function()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side):
+            function()
+    torch.cuda.synchronize()
+    times = []
+    for _ in range(WARMING + repeats):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return statistics.median(times[WARMING:])
+
+
+def microseconds(function: Callable[[], object], repeats: int = 15) -> float:
+    return 1e3 * milliseconds(function, repeats)

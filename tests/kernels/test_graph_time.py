@@ -1,0 +1,25 @@
+"""The benches' clock: it measures what the GPU does, not how long the host takes to launch it."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from benchmarks.graph_time import microseconds, milliseconds
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+def test_it_counts_the_gpus_time_and_nothing_of_the_hosts() -> None:
+    def spin(cycles: int) -> float:
+        def run() -> None:
+            torch.cuda._sleep(cycles)
+            time.sleep(0.01)
+
+        return milliseconds(run, 5)
+
+    short, long = spin(2_000_000), spin(8_000_000)  # one to six milliseconds, as the clock is: less than the host sleeps
+    assert 2 < long / short < 8 and 0.5 < short < 10
+    assert 500 < microseconds(lambda: torch.cuda._sleep(2_000_000), 5) < 10_000

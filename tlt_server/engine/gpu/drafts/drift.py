@@ -1,0 +1,37 @@
+"""How far a device's calibration table has moved from its prior: a gauge, read now and then by a copy that nobody waits for."""
+
+from __future__ import annotations
+
+import torch
+
+from tlt_kernels.gpu.tensors import Calibration
+
+EVERY = 64  # verified passes between two readings; a reading is a few small kernels on the passes' own stream
+
+
+class Drift:
+    def __init__(self, calibration: Calibration) -> None:
+        self._calibration = calibration
+        on_gpu = calibration.prior_Z.is_cuda
+        self._read_1 = torch.zeros(1, pin_memory=on_gpu)
+        self._event = torch.cuda.Event() if on_gpu else None
+        self._passes, self._reading, self._value = 0, False, 0.0
+
+    def observed(self) -> None:
+        """A pass has just been queued on the current stream."""
+        self._passes += 1
+        if self._passes % EVERY:
+            return
+        table = self._calibration
+        weighed = ((table.survival_Z - table.prior_Z).abs() * table.trials_Z).sum(0, keepdim=True)
+        self._read_1.copy_(weighed / table.trials_Z.sum().clamp(min=1), non_blocking=True)
+        if self._event is not None:
+            self._event.record()
+        self._reading = True
+
+    @property
+    def value(self) -> float:
+        """Mean distance of the table from its prior, over the nodes seen, as of the last reading that has arrived."""
+        if self._reading and (self._event is None or self._event.query()):
+            self._value, self._reading = float(self._read_1), False
+        return self._value
