@@ -72,6 +72,19 @@ def test_an_upload_without_changes_changes_nothing() -> None:
         np.testing.assert_array_equal(getattr(Places(*numpy_of(places)), name), array, err_msg=name)
 
 
+def test_an_upload_is_taken_over_once() -> None:
+    places, upload, buffer_U = make()
+    assert upload.admit(2, np.full(40, 7, np.int32), range(3), limit=90, seed=1)
+    device_U = send(upload, buffer_U)
+    apply(device_U, LAYOUT, places)
+    places.length_Q[2] = 41  # a step has written
+    apply(device_U, LAYOUT, places)
+    assert places.length_Q[2] == 41 and places.capacity_Q[2] == 48
+    assert upload.extend_pages(2, 3, [9])
+    apply(send(upload, buffer_U), LAYOUT, places)
+    assert places.capacity_Q[2] == 64, "the next upload is"
+
+
 def test_what_does_not_fit_is_refused_whole() -> None:
     _, upload, buffer_U = make()
     tokens = np.arange(1400, dtype=np.int32)

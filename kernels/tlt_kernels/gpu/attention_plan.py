@@ -28,7 +28,7 @@ _LONGEST = tl.constexpr(16)  # the first of the splits that hold the most keys
 _CHUNK = 256  # rows that the planner looks at together
 _WORKSPACE = 64 << 20  # bytes for states
 _ROW_SHARES = 2  # parts per multiprocessor that rows' work is cut into, at the least
-_FEW_ROWS, _MANY_ROWS = (2, 4), (3, 3)  # programs per multiprocessor, stages: few wait for latency, many for each other
+_FEW_ROWS, _MANY_ROWS = (2, 3), (4, 2)  # programs per multiprocessor, stages: few wait for keys, many for each other
 _TILE_SHARES = 2  # of a program's even share of the keys of tiles: the first item of a tile that is cut has one
 
 
@@ -86,7 +86,8 @@ def allocate(*, rows: int, context: int, heads: int, kv_heads: int, width: int, 
     def floats(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=device)
 
-    residents, stages = _FEW_ROWS if rows * kv_heads <= 2 * programs else _MANY_ROWS
+    few = programs if tiles else 2 * programs  # what is left of a row behind its tile is short
+    residents, stages = _FEW_ROWS if rows * kv_heads <= few else _MANY_ROWS
     return Plan(
         rows, tile, tiles, programs, residents, stages, min(items * kv_heads, residents * programs),
         min(items * kv_heads, programs * max(1, 128 // tile)),

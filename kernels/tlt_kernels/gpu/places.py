@@ -1,7 +1,7 @@
 """What the host tells the device before a step: the batch, newly begun sequences, new pages. One buffer, one copy.
 
 The host fills an `Upload` (plain numpy over pinned memory), copies its first `used` ints to the device's buffer of the same
-layout, and `apply` takes it over into the places. The batch (`place_B`, works) is read by the graphs where it lies in that buffer.
+layout, and `apply` takes it over into the places, once. The batch (`place_B`, works) is read by the graphs where it lies in that buffer.
 
 Layout (int32): header [4] | place_B | place_W | start_W | count_W | admissions | extensions | payload (tokens and page ids).
 """
@@ -20,7 +20,7 @@ from torch import Tensor
 from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
 from tlt_kernels.gpu.tensors import PAGE_SIZE, Places
 
-HEADER = 4  # admissions, extensions, two unused
+HEADER = 4  # admissions, extensions, programs that have taken over their part, one unused
 ADMISSION = 13  # place, tokens, payload, limit, seed (2), temperature, top_p, min_p, top_k, drafts, group, hint page; stop ids follow
 EXTENSION = 5  # place, capacity, first page, pages, payload
 PROGRAMS = 32
@@ -159,7 +159,7 @@ class Upload:
 def _apply(upload_U, admission_AF, extension_XF, payload_U, token_QT, T, length_Q, limit_Q, capacity_Q, page_table_QP, P, seed_Q,
            temperature_Q, top_p_Q, min_p_Q, top_k_Q, stop_QK, done_Q, drafts_Q, group_Q, hint_QH, page_hint_PH, ADMISSION: tl.constexpr,
            EXTENSION: tl.constexpr, K: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, BLOCK: tl.constexpr):
-    """Programs share out admissions, extensions and blocks of tokens."""
+    """Programs share out admissions, extensions and blocks of tokens; the last one to finish leaves an upload without any."""
     pdl_launch()
     program, programs = tl.program_id(0), tl.num_programs(0)
     i_I = tl.arange(0, BLOCK)
@@ -199,10 +199,16 @@ def _apply(upload_U, admission_AF, extension_XF, payload_U, token_QT, T, length_
         for done in range(program * BLOCK, tokens, programs * BLOCK):
             token_I = tl.load(payload_U + at + done + i_I, mask=done + i_I < tokens, other=0)
             tl.store(token_QT + place.to(tl.int64) * T + done + i_I, token_I, mask=done + i_I < tokens)
+    if admissions + extensions > 0:
+        tl.debug_barrier()  # every thread has read its part
+        if tl.atomic_add(upload_U + 2, 1, sem="acq_rel") == programs - 1:
+            tl.store(upload_U, 0)
+            tl.store(upload_U + 1, 0)
+            tl.store(upload_U + 2, 0)
 
 
 def apply(upload_U: Tensor, layout: UploadLayout, places: Places, page_hint_PH: Tensor | None = None) -> None:
-    """Take over admissions and extensions. A static grid, so it may stand in a graph; an upload without any costs an empty kernel.
+    """Take over admissions and extensions, and note that it is done: a graph may begin with it whether or not there is something new.
 
     page_hint_PH: stored features of filled pages (None: there is no drafter); an admission without a hint page gets zeros.
     """

@@ -114,9 +114,9 @@ class GpuRunner:
                     extend = self._extend(key)
                     if not key.plain:
                         extend.select(None)
-                    self.graphs.run(key, extend.run, keep=keeps(key))
+                    self.graphs.run(key, self._work(extend), keep=keeps(key))
                 else:
-                    self.graphs.run(key, self._draft(key).run, keep=True)
+                    self.graphs.run(key, self._work(self._draft(key)), keep=True)
             on_key(done + 1, len(keys))
 
     # -- launching -----------------------------------------------------------------------------------------------
@@ -139,14 +139,15 @@ class GpuRunner:
         if strategy.drafter:
             name = draft_key(size, strategy)
             drafted = self._draft(name)
-            self.graphs.run(name, drafted.run, keep=True)
+            self.graphs.run(name, self._work(drafted), keep=True)
             extend.select(drafted.nodes)
         hosted = {e: work for e, work in self._entries(decoding, prompts, size) if work.sequence.by_host and work.samples}
         by_host: dict[int, HostSampling] = {}
         if hosted or any(work.sequence.request.sampling.prompt_logprobs is not None for work in prompts):
+            self._take_over()
             by_host = sample_by_host(extend, hosted, prompts)
         else:
-            self.graphs.run(key, extend.run, keep=keeps(key))
+            self.graphs.run(key, self._work(extend), keep=keeps(key))
         if drafted:
             self._drafters[strategy.drafter].observe(extend.trees, extend.kept, drafted.nodes, extend.rows, key.decode_rows)
         outcome = self._outcomes.take()
@@ -182,6 +183,7 @@ class GpuRunner:
         """Put a change into the upload; what is in it goes first when there is no room."""
         if not write(self._open()):
             self._send()
+            self._take_over()
             assert write(self._open()), "one sequence does not fit an empty upload"
 
     def _open(self) -> Upload:
@@ -196,9 +198,22 @@ class GpuRunner:
         used = upload.used
         self.state.upload_U[:used].copy_(slot.tensor[:used], non_blocking=True)
         slot.mark()
-        if upload.changes:
-            apply(self.state.upload_U, self.state.layout, self.state.places, self._page_hint_PH)
         self._writing, self._last_batch = None, None
+
+    def _take_over(self) -> None:
+        """What was sent, unless that has been done."""
+        apply(self.state.upload_U, self.state.layout, self.state.places, self._page_hint_PH)
+
+    def _work(self, part: DraftPass | Extend) -> Callable[[], None]:
+        """Of a pass. The first one of a step takes over what was sent, which costs less there than as a launch of its own."""
+        if isinstance(part, Extend) and not part.key.plain:
+            return part.run
+
+        def run() -> None:
+            self._take_over()
+            part.run()
+
+        return run
 
     def _upload(self, places: list[int], works: list[tuple[int, int, int]]) -> None:
         """Everything the step needs to be told, unless it is what the device was told last."""
