@@ -1,7 +1,7 @@
 """Prefill of a model of Qwen2.5-7B's shapes against the libraries: cuBLAS and torch's flash attention in the same decoder.
 
 `python -m benchmarks.prefill [--json FILE]` prints a table and, last, a line of JSON. Weights and prompts are random. A step has 4,096
-prompt rows at most, as in the engine; the time is that of all steps, by CUDA events, the median of seven. The libraries' attention
+prompt rows at most, as in the engine; the time is that of all steps, by CUDA events, the median of nine. The libraries' attention
 gets keys and values that lie as it likes them best, not in pages; their gate and up pass through one kernel of silu(gate) * up.
 """
 
@@ -11,6 +11,7 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from tlt_server.models.config import ModelConfig
 from tlt_server.models.gpu.decoder import GpuDecoder
 from tlt_server.models.gpu.layers import Placement, RowTensors
 from tlt_server.models.gpu.products import PRODUCTS, Fast, Strict
+from tlt_server.models.numerics import Mode
 
 MODEL = {
     "architectures": ["Qwen2ForCausalLM"], "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
@@ -36,7 +38,7 @@ MODEL = {
 }
 STEP_ROWS = 4096
 PROMPTS = ((1, 4096), (8, 2048))  # prompts, tokens of each
-REPEATS = 7
+REPEATS = 9
 LIBRARIES = "cuBLAS + SDPA"
 
 
@@ -60,7 +62,7 @@ class Library(Fast):
 class Step:
     """Prompts that are computed together, from their first token to their last."""
 
-    def __init__(self, prompts: int, length: int, model: GpuDecoder, cache: KVCache, attention: TritonPaged) -> None:
+    def __init__(self, prompts: int, length: int, model: GpuDecoder, cache: KVCache) -> None:
         self.prompts, self.length, self.model, self.cache = prompts, length, model, cache
         count = prompts * length
         self.rows = Rows.allocate(count, 1)
@@ -73,13 +75,16 @@ class Step:
         self.rows.slot_R.copy_(pages[place_R, position_R // PAGE_SIZE] * PAGE_SIZE + position_R % PAGE_SIZE)
         self.tensors = RowTensors(self.rows.token_R, self.rows.position_R, self.rows.slot_R)
         self.pages = pages.cuda()
-        self.planned = attention.planned(count)
         config = model.config
+        self.planned = {numerics: TritonPaged(heads=config.heads, kv_heads=config.kv_heads, head_dim=config.head_dim, context=STEP_ROWS,
+                                              device=torch.device("cuda"), numerics=numerics).planned(count) for numerics in PRODUCTS}
         self.keys, self.values = torch.randn(2, prompts, config.kv_heads, length, config.head_dim, device="cuda", dtype=torch.bfloat16)
 
-    def ours(self) -> None:
-        self.planned.plan(self.rows, self.pages)
-        self.model.forward(self.tensors, self.cache, self.planned)
+    def ours(self, numerics: Mode) -> None:
+        use(self.model, PRODUCTS[numerics]())
+        planned = self.planned[numerics]
+        planned.plan(self.rows, self.pages)
+        self.model.forward(self.tensors, self.cache, planned)
 
     def theirs(self) -> None:
         def attend(q_RND: Tensor, k_SKD: Tensor, v_SKD: Tensor, *, first: int = 0) -> Tensor:
@@ -87,21 +92,24 @@ class Step:
             out = functional.scaled_dot_product_attention(q, self.keys, self.values, is_causal=True, enable_gqa=True)
             return out.transpose(1, 2).reshape(q_RND.shape)
 
+        use(self.model, Library())
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             self.model.forward(self.tensors, self.cache, attend)
 
 
-def milliseconds(run: Callable[[], None]) -> float:
-    run()
-    times = []
-    for _ in range(REPEATS):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        run()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return statistics.median(times)
+def milliseconds(runs: dict[str, Callable[[], None]]) -> dict[str, float]:
+    """Medians; the runs take turns, so that a GPU that slows down under load slows them all."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(REPEATS + 1):
+        for name, run in runs.items():
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            run()
+            end.record()
+            end.synchronize()
+            if turn:
+                times[name].append(begin.elapsed_time(end))
+    return {name: statistics.median(values) for name, values in times.items()}
 
 
 def decoder() -> GpuDecoder:
@@ -122,16 +130,11 @@ def measure() -> Iterator[dict[str, Any]]:
     config = model.config
     cache = KVCache(layers=config.layers, pages=STEP_ROWS // PAGE_SIZE, page_size=PAGE_SIZE, scratch=1, kv_heads=config.kv_heads,
                     head_dim=config.head_dim, dtype=torch.bfloat16, device="cuda")
-    attention = TritonPaged(heads=config.heads, kv_heads=config.kv_heads, head_dim=config.head_dim, context=STEP_ROWS,
-                            device=torch.device("cuda"))
     for prompts, length in PROMPTS:
         together = STEP_ROWS // length
-        step, steps = Step(together, length, model, cache, attention), prompts // together
-        found = {}
-        for name, products, run in (("strict", PRODUCTS["strict"](), step.ours), ("fast", PRODUCTS["fast"](), step.ours),
-                                    (LIBRARIES, Library(), step.theirs)):
-            use(model, products)
-            found[name] = milliseconds(run) * steps
+        step, steps = Step(together, length, model, cache), prompts // together
+        runs: dict[str, Callable[[], None]] = {numerics: partial(step.ours, numerics) for numerics in PRODUCTS}
+        found = {name: ms * steps for name, ms in milliseconds({**runs, LIBRARIES: step.theirs}).items()}
         for name, ms in found.items():
             yield {"with": name, "prompts": prompts, "length": length, "ms": round(ms, 3),
                    "tokens_per_s": round(prompts * length / ms * 1e3), "ratio": round(found[LIBRARIES] / ms, 4)}

@@ -52,12 +52,13 @@ class Step:
         rows, heads, width = self.q_RND.shape
         return allocate(rows=rows, context=self.context, heads=heads, kv_heads=self.k_SKD.shape[1], width=width, device=DEVICE, **options)
 
-    def attend(self, first: int = 0, work: Plan | None = None, **options) -> Tensor:
+    def attend(self, first: int = 0, work: Plan | None = None, *, strict: bool = True, **options) -> Tensor:
         work = work or self.work(**options)
         plan(self.rows, work)
         if DEVICE == "cuda":
             torch.cuda.synchronize()  # `attend` reads the plan before it waits: in a step other kernels lie between
-        out_RND = attend(self.q_RND, self.k_SKD, self.v_SKD, self.rows, work, first=first, scale=self.q_RND.shape[-1] ** -0.5)
+        out_RND = attend(self.q_RND, self.k_SKD, self.v_SKD, self.rows, work, first=first, scale=self.q_RND.shape[-1] ** -0.5,
+                         strict=strict)
         assert not work.counter_RK.any(), "counters were not left at zero"
         return out_RND
 
@@ -150,9 +151,10 @@ def test_attention_matches_its_twin_and_reads_nothing_invisible(shape, first, ro
     assert_close("out_RND", found, expected, 1e-6)
 
 
-def test_a_long_context_folds_many_states():
-    step = a_step((2, 1, 16), [(3200, 1), (1300, 4), (20, 1)])
-    assert_close("out_RND", step.attend(tile=64), step.expected(), 1e-6)
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_long_context_folds_many_states(strict):
+    step = a_step((2, 1, 16), [(3200, 1), (1300, 4), (20, 1), (150, -150)])
+    assert_close("out_RND", step.attend(tile=64, strict=strict), step.expected(), 1e-6)
 
 
 def covers_every_row(step: Step, work: Plan) -> None:
@@ -279,6 +281,13 @@ def test_on_the_gpu_attention_matches_its_twin_and_itself(shape, tile):
     same_in_any_company(step, 0, chosen, tile=tile)
     for r in (5, 31, 36):
         assert_same_bits(f"row {r} committed", committed(step, r).attend()[0], found[r])
+
+
+@gpu
+def test_on_the_gpu_attention_without_an_order_of_splits_matches_its_twin():
+    step = a_step((28, 4, 128), BIG, dtype=torch.bfloat16)
+    chosen = [0, 7, 31, 32, 33, 41, 300, 741, 742, 871]
+    assert_close("out_RND", step.attend(tile=64, strict=False)[chosen], step.only(chosen).expected(), 5e-3)
 
 
 @gpu

@@ -57,7 +57,7 @@ class TritonPaged:
                                f"trees, and a step may have {TREE_ROWS}; start with --attention torch, which is slow, or serve a model "
                                "with fewer heads")
         self._shape = {"heads": heads, "kv_heads": kv_heads, "width": head_dim, "context": context, "device": device}
-        self._scale = head_dim**-0.5
+        self._scale, self._strict = head_dim**-0.5, numerics == "strict"
         self._workspace: kernels.Plan | None = None
 
     def planned(self, rows: int, *, tiles: bool = True, prompt_rows: int = 0) -> TritonPlanned:
@@ -66,12 +66,12 @@ class TritonPaged:
             self._workspace = plan  # passes made before keep the one they have
         shared, states = self._workspace, len(plan.top_WN)
         plan = plan._replace(top_WN=shared.top_WN[:states], sum_WN=shared.sum_WN[:states], acc_WND=shared.acc_WND[:states])
-        return TritonPlanned(plan, self._scale)
+        return TritonPlanned(plan, self._scale, strict=self._strict)
 
 
 class TritonPlanned:
-    def __init__(self, plan: kernels.Plan, scale: float) -> None:
-        self._plan, self._scale = plan, scale
+    def __init__(self, plan: kernels.Plan, scale: float, *, strict: bool) -> None:
+        self._plan, self._scale, self._strict = plan, scale, strict
         self._rows: kernels.PagedRows | None = None
 
     def plan(self, rows: Rows, page_table_QP: Tensor) -> None:
@@ -80,7 +80,7 @@ class TritonPlanned:
 
     def __call__(self, q_RND: Tensor, k_SKD: Tensor, v_SKD: Tensor, *, first: int = 0) -> Tensor:
         assert self._rows is not None
-        return kernels.attend(q_RND, k_SKD, v_SKD, self._rows, self._plan, first=first, scale=self._scale)
+        return kernels.attend(q_RND, k_SKD, v_SKD, self._rows, self._plan, first=first, scale=self._scale, strict=self._strict)
 
 
 class TorchGathered:

@@ -123,8 +123,12 @@ def _attend_rows(q, k_cache, v_cache, out, path, page_table, items, count, count
     pdl_wait()
 
 
-def attend(q_RND: Tensor, k_SKD: Tensor, v_SKD: Tensor, rows: PagedRows, work: Plan, *, first: int, scale: float) -> Tensor:
-    """[R, N, D] in the dtype of q: row r attends to key positions [first, position_R[r]]; 0 if there are none, anything if it is dead."""
+def attend(q_RND: Tensor, k_SKD: Tensor, v_SKD: Tensor, rows: PagedRows, work: Plan, *, first: int, scale: float,
+           strict: bool = True) -> Tensor:
+    """[R, N, D] in the dtype of q: row r attends to key positions [first, position_R[r]]; 0 if there are none, anything if it is dead.
+
+    Not `strict`: tiles keep no order of splits, so a row's bits depend on its company.
+    """
     (_, heads, width), kv_heads = q_RND.shape, k_SKD.shape[1]
     assert width in (16, 32, 64, 128, 256), f"head_dim {width} is no power of two from 16 to 256"
     assert q_RND.is_contiguous() and k_SKD.is_contiguous() and v_SKD.is_contiguous()
@@ -135,7 +139,7 @@ def attend(q_RND: Tensor, k_SKD: Tensor, v_SKD: Tensor, rows: PagedRows, work: P
         tile_bytes = (work.tile + 2 * _TILE_STAGES * BLOCK.value) * width * q_RND.element_size()
         attend_tiles[(work.tile_programs,)](
             q_RND, k_SKD, v_SKD, out_RND, rows.position_R, rows.page_table_QP, work.tile_item_IF, work.count_2, work.state_R, *states,
-            scale_2, pages, FIRST=first, HEADS=heads, KV_HEADS=kv_heads, D=width, PAGE=PAGE, M=work.tile,
+            scale_2, pages, FIRST=first, HEADS=heads, KV_HEADS=kv_heads, D=width, PAGE=PAGE, M=work.tile, SPLITS=strict,
             num_warps=8 if work.tile == 128 else 4, num_stages=_TILE_STAGES if tile_bytes <= _TILE_BYTES else 2, **PDL,
         )
     _attend_rows[(work.row_programs,)](

@@ -19,7 +19,8 @@ from tlt_kernels.gpu.target import pdl_launch, pdl_wait
 @triton.jit(do_not_specialize=["pages"])
 def attend_tiles(q, k_cache, v_cache, out, position, page_table, items, count, state, state_top, state_sum, state_acc, scale, pages,
                  FIRST: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
-                 M: tl.constexpr):
+                 M: tl.constexpr, SPLITS: tl.constexpr):
+    """Without SPLITS an item is one split, whatever lies in it: fewer registers and no folds, and bits that depend on the tiling."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
     m_M, t_T, d_D = tl.arange(0, M), tl.arange(0, BLOCK), tl.arange(0, D)
     work = tl.load(count + 1) * KV_HEADS
@@ -50,7 +51,7 @@ def attend_tiles(q, k_cache, v_cache, out, position, page_table, items, count, s
             if edge:  # again, not carried over: that would take shared memory, which three stages leave none of
                 slot_T = paged_slots(table, whole, end, PAGE)
             for start in range(whole if edge else begin, end if edge else whole, BLOCK):
-                if starts_split(start):
+                if SPLITS and starts_split(start):
                     total_top_M, total_ML, total_MD = fold(total_top_M, total_ML, total_MD, top_M, sum_ML, acc_MD, scale)
                     top_M, sum_ML, acc_MD = nothing(M, D)
                 p_T = start + t_T
@@ -65,7 +66,10 @@ def attend_tiles(q, k_cache, v_cache, out, position, page_table, items, count, s
                     k_TD, v_TD = tl.load(k_head + at_TD), tl.load(v_head + at_TD)
                     top_M, sum_ML, acc_MD = extend(q_MD, k_TD, v_TD, None, top_M, sum_ML, acc_MD, scale)
                 slot_T = paged_slots(table, start + BLOCK, end, PAGE)
-        total_top_M, total_ML, total_MD = fold(total_top_M, total_ML, total_MD, top_M, sum_ML, acc_MD, scale)
+        if SPLITS:
+            total_top_M, total_ML, total_MD = fold(total_top_M, total_ML, total_MD, top_M, sum_ML, acc_MD, scale)
+        else:
+            total_top_M, total_ML, total_MD = top_M, sum_ML, acc_MD
         if states == 0:
             out_MD = quotient(total_ML, total_MD).to(out.dtype.element_ty)
             tl.store(out + query_M[:, None] * D + d_D[None, :], out_MD, member_M[:, None])
