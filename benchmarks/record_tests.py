@@ -1,4 +1,4 @@
-"""`python -m benchmarks.record_tests [pytest arguments]`: run on a GPU what needs one, and record what came of it.
+"""`python -m benchmarks.record_tests [--commit NAME] [pytest arguments]`: run on a GPU what needs one, and record what came of it.
 
 Tests marked `gpu`, the kernels' other tests, which take the GPU where there is one, and `tlt bench exact --quick` on the shipped pair.
 The last result is benchmarks/results/test-gpu.json, red ones included.
@@ -6,7 +6,9 @@ The last result is benchmarks/results/test-gpu.json, red ones included.
 
 from __future__ import annotations
 
+import argparse
 import json
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -29,16 +31,20 @@ def main(arguments: Sequence[str]) -> int:
     if not torch.cuda.is_available():
         print("benchmarks.record_tests: torch finds no GPU; run this on a machine that has one (nvidia-smi lists it)", file=sys.stderr)
         return 2
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--commit", metavar="NAME", help="of the code that runs [default: what git says]")
+    asked, for_pytest = parser.parse_known_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         red, tests = False, {}
         for name, selection in RUNS.items():
             report = Path(folder) / f"{name}.xml"
-            red |= bool(subprocess.run([sys.executable, "-m", "pytest", *selection, f"--junitxml={report}", *arguments]).returncode)
+            red |= bool(subprocess.run([sys.executable, "-m", "pytest", *selection, f"--junitxml={report}", *for_pytest]).returncode)
             tests[name] = counts(report)
         file = Path(folder) / "exact.json"
         red |= bool(subprocess.run([sys.executable, *EXACT, "--json", str(file)]).returncode)
         exact = json.loads(file.read_text())["figures"] if file.exists() else {}
-    write_entry(RECORD, entry_of(figures(tests, exact, red=red), "make test-gpu", on_gpu=True))
+    command = "make test-gpu" + (f" ARGS={shlex.quote(shlex.join(for_pytest))}" if for_pytest else "")
+    write_entry(RECORD, entry_of(figures(tests, exact, red=red), command, on_gpu=True, commit=asked.commit))
     print(f"{RECORD.name}: {'red' if red else 'green'}")
     return int(red)
 
