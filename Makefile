@@ -62,8 +62,12 @@ bench: $(STAMP) ## exactness and rollout benchmarks, quick
 	"$(BIN)/tlt" bench exact --quick $(ARGS)
 	"$(BIN)/tlt" bench rollout --quick $(ARGS)
 
-bench-gpu: $(STAMP) ## decode, prefill, cycle, graphs and rollout on a GPU, with a pair padded to SHAPE; renews benchmarks/results and docs/performance.md
-	test -d "$(PAIR)/drafter" || "$(BIN)/python" -m benchmarks.pad --shape "$(SHAPE)" --out "$(PAIR)" --device cuda
+bench-gpu: $(STAMP) ## on a GPU: exactness first, then graphs, decode, prefill, cycle, rollout, with a pair padded to SHAPE; renews benchmarks/results and docs/performance.md
+	test -f "$(PAIR)/drafter/config.json" || "$(BIN)/python" -m benchmarks.pad --shape "$(SHAPE)" --out "$(PAIR)" --device cuda
+	"$(BIN)/tlt" bench exact $(ON_PAIR) --json "$(RESULTS)/exact-gpu.json"
+	"$(BIN)/tlt" bench exact --device cuda --json "$(RESULTS)/exact-demo-gpu.json"
+	"$(BIN)/tlt" bench exact --device cuda --numerics fast --json "$(RESULTS)/exact-fast-gpu.json"
+	"$(BIN)/tlt" bench graphs $(ON_PAIR) --cold --json "$(RESULTS)/graphs-cold-gpu.json"
 	"$(BIN)/tlt" bench graphs $(ON_PAIR) --json "$(RESULTS)/graphs-gpu.json"
 	"$(BIN)/tlt" bench decode $(ON_PAIR) --against fast --context 16000 --json "$(RESULTS)/decode-gpu.json"
 	"$(BIN)/python" -m benchmarks.prefill --json "$(RESULTS)/prefill-gpu.json"

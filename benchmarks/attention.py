@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks.graph_time import microseconds
+from benchmarks.graph_time import microseconds, require_gpu
 from tlt_kernels.gpu.attention import PAGE, PagedRows, allocate, attend, plan
 from tlt_kernels.gpu.rope import rope_store
 
@@ -117,6 +117,7 @@ def main() -> None:
     parser.add_argument("case", nargs="*", choices=[[], *CASES])
     parser.add_argument("--tile", type=int, default=64)
     chosen = parser.parse_args()
+    require_gpu("benchmarks.attention")
     torch.manual_seed(0)
     results = {}
     for name in chosen.case or CASES:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.graph_time import milliseconds
+from benchmarks.graph_time import milliseconds, require_gpu
 from tlt_kernels.gpu.gemm import gated, linear, partials
 from tlt_kernels.gpu.gemm_tiles import segments_of
 from tlt_kernels.gpu.norm import add_rms_norm
@@ -61,6 +61,7 @@ def main() -> None:
     parser.add_argument("--rows", default="1,2,8,16,32,64,128,256,512,2048,8192")
     parser.add_argument("--layers", type=int, default=28)
     arguments = parser.parse_args()
+    require_gpu("benchmarks.gemm")
     layers = [
         Layer(draw(QKV, HIDDEN), draw(QKV), draw(HIDDEN, HIDDEN), draw(2 * INTERMEDIATE, HIDDEN), draw(HIDDEN, INTERMEDIATE))
         for _ in range(arguments.layers)

@@ -42,9 +42,10 @@ def goals() -> dict[str, Any]:
 
 
 def comparable(found: Iterable[Result], wanted: Mapping[str, Any]) -> list[Result]:
-    """Full runs on the goals' machine, with the goals' shapes."""
+    """Full runs on the goals' machine, with the goals' shapes and, where a result says what ran, the goals' kind of engine."""
     return [result for result in found if wanted["machine"] in result.entry["machine"] and not result.figures.get("quick")
-            and matches(result.figures.get("shape", {}), wanted["shape"])]
+            and matches(result.figures.get("shape", {}), wanted["shape"])
+            and all(result.figures.get(key, value) == value for key, value in wanted["engine"].items())]
 
 
 def matches(row: Mapping[str, Any], where: Mapping[str, Any]) -> bool:

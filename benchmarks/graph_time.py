@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Callable
 
 import torch
 
 WARMING = 2  # replays that are not counted
+
+
+def require_gpu(program: str) -> None:
+    if not torch.cuda.is_available():
+        print(f"{program}: torch finds no GPU; run this on a machine that has one (nvidia-smi lists it)", file=sys.stderr)
+        sys.exit(2)
 
 
 def milliseconds(function: Callable[[], object], repeats: int = 15) -> float:

@@ -1,7 +1,7 @@
 """Prefill of a model of Qwen2.5-7B's shapes against the libraries: cuBLAS and torch's flash attention in the same decoder.
 
-`python -m benchmarks.prefill [--json FILE]` prints a table and, last, a line of JSON. Weights and prompts are random. A step has 4,096
-prompt rows at most, as in the engine; the time is that of all steps, by CUDA events, the median of nine. The libraries' attention
+`python -m benchmarks.prefill [--json FILE]` prints a table and, last, a line of JSON. Weights and prompts are random. Prompts are computed
+in steps of 4,096 rows, as in the engine; the time is that of all steps, by CUDA events, the median of nine. The libraries' attention
 gets keys and values that lie as it likes them best, not in pages; their gate and up pass through one kernel of silu(gate) * up.
 """
 
@@ -21,10 +21,11 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.activation import silu_mul
+from benchmarks.graph_time import require_gpu
 from tlt_kernels.gpu.tensors import PAGE_SIZE, Rows
 from tlt_server.attention.gpu import TritonPaged
 from tlt_server.attention.rows import KVCache
-from tlt_server.bench.record import entry_of, write_entry
+from tlt_server.bench.record import entry_of, told, write_entry
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.gpu.decoder import GpuDecoder
 from tlt_server.models.gpu.layers import Placement, RowTensors
@@ -112,6 +113,11 @@ def milliseconds(runs: dict[str, Callable[[], None]]) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in times.items()}
 
 
+def times(count: int, run: Callable[[], None]) -> None:
+    for _ in range(count):
+        run()
+
+
 def decoder() -> GpuDecoder:
     config = ModelConfig.parse(MODEL, "prefill")
     model = GpuDecoder(config, placement=Placement(torch.device("cuda"), torch.bfloat16, Strict()))
@@ -134,7 +140,7 @@ def measure() -> Iterator[dict[str, Any]]:
         together = STEP_ROWS // length
         step, steps = Step(together, length, model, cache), prompts // together
         runs: dict[str, Callable[[], None]] = {numerics: partial(step.ours, numerics) for numerics in PRODUCTS}
-        found = {name: ms * steps for name, ms in milliseconds({**runs, LIBRARIES: step.theirs}).items()}
+        found = milliseconds({name: partial(times, steps, run) for name, run in {**runs, LIBRARIES: step.theirs}.items()})
         for name, ms in found.items():
             yield {"with": name, "prompts": prompts, "length": length, "ms": round(ms, 3),
                    "tokens_per_s": round(prompts * length / ms * 1e3), "ratio": round(found[LIBRARIES] / ms, 4)}
@@ -145,6 +151,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures, with machine, versions and commit, as JSON")
     parser.add_argument("--commit", metavar="NAME", help="of the code that runs [default: what git says]")
     arguments = parser.parse_args()
+    require_gpu("benchmarks.prefill")
     rows = []
     print(f"{'with':16} {'prompts':>8} {'tokens':>7} {'ms':>9} {'tokens/s':>9} {'x library':>9}")
     with torch.inference_mode():
@@ -154,7 +161,8 @@ def main() -> None:
                   flush=True)
     figures = {"bench": "prefill", "shape": {"layers": MODEL["num_hidden_layers"], "hidden": MODEL["hidden_size"]}, "rows": rows}
     if arguments.json:
-        write_entry(arguments.json, entry_of(figures, "python -m benchmarks.prefill", on_gpu=True, commit=arguments.commit))
+        command = f"python -m benchmarks.prefill --json {told(str(arguments.json))}"
+        write_entry(arguments.json, entry_of(figures, command, on_gpu=True, commit=arguments.commit))
     print(json.dumps(figures))
 
 

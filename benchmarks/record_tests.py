@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from benchmarks.graph_time import require_gpu
 from tlt_server.bench.record import entry_of, write_entry
 
 RECORD = Path(__file__).with_name("results") / "test-gpu.json"
@@ -25,15 +26,11 @@ EXACT = ("-m", "tlt_server", "bench", "exact", "--device", "cuda", "--quick")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """0 if everything passed, 1 if not, 2 without a GPU."""
-    import torch
-
-    if not torch.cuda.is_available():
-        print("benchmarks.record_tests: torch finds no GPU; run this on a machine that has one (nvidia-smi lists it)", file=sys.stderr)
-        return 2
+    """0 if everything passed, 1 if not; exits with 2 without a GPU."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--commit", metavar="NAME", help="of the code that runs [default: what git says]")
     asked, for_pytest = parser.parse_known_args(arguments)
+    require_gpu("benchmarks.record_tests")
     with tempfile.TemporaryDirectory() as folder:
         red, tests = False, {}
         for name, selection in RUNS.items():

@@ -24,16 +24,16 @@ HOW_TO_RUN = """\
 
 ```console
 make test-gpu                              # tests and exactness on a GPU; renews benchmarks/results/test-gpu.json
-make bench-gpu PAIR=/data/padded-7b        # pads the shipped pair if PAIR is not there (16 GB), then decode, cycle, graphs, rollout
+make bench-gpu PAIR=/data/padded-7b        # pads the shipped pair if PAIR is not there (16 GB), then all below
 python -m benchmarks.pad --shape qwen2.5-7b --out /data/padded-7b --device cuda
 P="--device cuda --model /data/padded-7b/target --drafter /data/padded-7b/drafter"
-tlt bench decode $P --against fast --context 16000 --json benchmarks/results/decode-h200.json
-python -m benchmarks.prefill --json benchmarks/results/prefill-h200.json
-tlt bench cycle $P --context 16000 --json benchmarks/results/cycle-h200.json
-tlt bench graphs $P --json benchmarks/results/graphs-h200.json
-tlt bench graphs $P --cold --json benchmarks/results/graphs-cold-h200.json
-tlt bench rollout $P --json benchmarks/results/rollout-h200.json
-tlt bench exact $P --json benchmarks/results/exact-h200.json
+tlt bench decode $P --against fast --context 16000 --json benchmarks/results/decode-gpu.json
+python -m benchmarks.prefill --json benchmarks/results/prefill-gpu.json
+tlt bench cycle $P --context 16000 --json benchmarks/results/cycle-gpu.json
+tlt bench graphs $P --json benchmarks/results/graphs-gpu.json
+tlt bench graphs $P --cold --json benchmarks/results/graphs-cold-gpu.json
+tlt bench rollout $P --json benchmarks/results/rollout-gpu.json
+tlt bench exact $P --json benchmarks/results/exact-gpu.json
 tlt bench overload                         # on a CPU
 python -m benchmarks.report                # then this page
 ```
@@ -79,20 +79,28 @@ def _goals(found: Sequence[Result]) -> Iterator[str]:
     usable = comparable(found, wanted)
     yield f"## Figures to reach\n\nFor {wanted['setting']}."
 
+    commits: dict[str, None] = {}
+
     def row(goal: dict[str, Any]) -> list[object]:
         answered = answer(goal, usable)
+        if answered:
+            commits[answered.commit] = None
         ours = [_number(answered.value), verdict(goal, answered.value), f"{_file(answered.name)} at {answered.commit}"] if answered else [
             "", "not measured", ""]
         return [goal["what"], goal["unit"], goal["must"], goal["stretch"], *ours]
 
     yield table(("what", "unit", "must", "stretch", "measured", "", "file"), map(row, wanted["goals"]))
+    if len(commits) > 1:
+        yield (f"Not all of one commit, but of {', '.join(commits)}: what is exact at one of them need not be the code that is fast at "
+               "another.")
 
 
 def _others(found: Sequence[Result]) -> Iterator[str]:
     wanted = goals()
     others = wanted["others"]
     batches = [int(column) for column in others["columns"]]
-    yield f"## Beside other engines\n\nMilliseconds per step or cycle by batch. Other engines: {others['where']}."
+    yield (f"## Beside other engines\n\nMilliseconds per step or cycle by batch. Other engines: {others['where']}. Ours: the small pair "
+           "that comes with the server in those shapes, from the engine's loop, without text and HTTP.")
     rows: list[list[object]] = [
         [line["engine"], *("" if v is None else f"{v:.2f}" for v in line["values"]), ""] for line in others["step_ms"]]
     for line in others["ours"]:
@@ -103,7 +111,15 @@ def _others(found: Sequence[Result]) -> Iterator[str]:
                 rows.append([line["engine"], *(f"{mine[b]['step_ms']:.2f}" if b in mine else "" for b in batches), _file(result.name)])
                 break
     yield table(("engine", *(f"batch {batch}" for batch in batches), "file"), rows)
-    yield str(others["note"])
+    length = others["accept_length"]
+    columns = others["columns"][: len(others["tokens_per_s"][0]["values"])]
+    yield f"Tokens per second at an accept length of {length}, if it were that (ours: batch x {length} / time of a cycle):"
+    rates: list[list[object]] = [[line["engine"], *line["values"]] for line in others["tokens_per_s"]]
+    chain = next((row for row in rows if "TLT Server, EAGLE-3 chain" in str(row[0])), None)
+    if chain:
+        rates.append([str(chain[0]).removesuffix(", per cycle"), *(
+            round(int(b) * length / float(str(ms)) * 1e3) if ms else "" for b, ms in zip(columns, chain[1:], strict=False))])
+    yield table(("engine", *(f"batch {batch}" for batch in columns)), rates)
 
 
 # -- one section per bench -------------------------------------------------------------------------------------------
@@ -130,6 +146,7 @@ def _decode(figures: dict[str, Any]) -> Iterator[str]:
 
 
 def _prefill(figures: dict[str, Any]) -> Iterator[str]:
+    yield "The decoder's layers alone: no LM head, no drafter, no scheduler. The three take turns."
     yield table(("prompts", "with", "ms", "tokens/s", "throughput against cuBLAS + SDPA"), (
         (f"{r['prompts']} x {r['length']}", r["with"], f"{r['ms']:.1f}", _number(r["tokens_per_s"]), f"{r['ratio']:.2f}x")
         for r in figures["rows"]))
@@ -137,6 +154,8 @@ def _prefill(figures: dict[str, Any]) -> Iterator[str]:
 
 def _cycle(figures: dict[str, Any]) -> Iterator[str]:
     yield _model(figures)
+    yield ("Behind random prompts, answers are noise to the drafter; `problem`: problems of the demo task, one after another, each to its "
+           "end, without the prompt and the first 3 cycles of each.")
     headings = ("strategy", "batch", "prompt", "context", "cycles", "ms per cycle", "quartiles", "tokens/s", "accept length", "GPU idle")
     yield table(headings, (
         (r["strategy"], r["batch"], r["prompt"], r["context"], r["steps"], f"{r['step_ms']:.3f}",
@@ -145,7 +164,8 @@ def _cycle(figures: dict[str, Any]) -> Iterator[str]:
     profiled = next((r for r in figures["rows"] if "longest_kernels_ms" in r), None)
     if profiled:
         yield (f"Where a cycle of {profiled['strategy']} at batch {profiled['batch']} goes, by the profiler: "
-               f"{profiled['kernels_per_step']} kernels and copies in {profiled['profiled_step_ms']:.3f} ms.")
+               f"{profiled['kernels_per_step']} kernels and copies in {profiled['profiled_step_ms']:.3f} ms. A kernel may be resident "
+               "while it waits for the one before; a moment that several share counts for the first of them. Idle is when there is none.")
         yield table(("kernel", "ms per cycle"), ((f"`{name}`", f"{ms:.3f}") for name, ms in profiled["longest_kernels_ms"]))
 
 
@@ -158,7 +178,8 @@ def _graphs(figures: dict[str, Any]) -> Iterator[str]:
 
 def _exact(figures: dict[str, Any]) -> Iterator[str]:
     yield _model(figures)
-    headings = ("numerics", "configurations", "requests", "tokens", "preemptions", "tokens differ", "log-prob bits differ", "tokens' rate")
+    headings = ("numerics", "configurations", "runs of requests", "tokens", "preemptions", "tokens differ", "log-prob bits differ",
+                "tokens' rate")
     yield table(headings, [
         (figures["numerics"], figures["configurations"], figures["requests"], figures["tokens"], figures["preemptions"],
          figures["differing_tokens"], figures["differing_logprob_bits"], f"{figures['differing_token_rate']:.2%}")])

@@ -76,6 +76,7 @@ def children_us(count: int, width: int) -> float:
 
 
 def main() -> None:
+    require_gpu("benchmarks.sampling")
     figures: dict[str, float] = {}
     for count in (1, 8, 64, 256):
         figures[f"sample {count}"] = sample_us(count, head_rows, filtered=False)

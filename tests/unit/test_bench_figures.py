@@ -13,14 +13,21 @@ from hypothesis import strategies as st
 from tlt_server.bench.arguments import add_arguments
 from tlt_server.bench.cycle import cases_of
 from tlt_server.bench.decode import prices
-from tlt_server.bench.device_time import busy, device_time
+from tlt_server.bench.device_time import device_time
 from tlt_server.bench.record import entry_of, finish
 
 
-@given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 12))))
-def test_busy_counts_what_overlaps_once(pieces: list[tuple[int, int]]) -> None:
-    covered = {unit for start, length in pieces for unit in range(start, start + length)}
-    assert busy((start, start + length) for start, length in pieces) == len(covered)
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 60), st.integers(0, 12)), min_size=1))
+def test_every_moment_counts_once_for_the_kernel_that_began_first(pieces: list[tuple[str, int, int]]) -> None:
+    found = device_time([(name, float(start), float(start + length)) for name, start, length in pieces], steps=1)
+    order = sorted(pieces, key=lambda piece: (piece[1], piece[1] + piece[2]))
+    owner: dict[int, str] = {}
+    for name, start, length in order:
+        for moment in range(start, start + length):
+            owner.setdefault(moment, name)
+    assert found.busy_ms == pytest.approx(len(owner) / 1e3)
+    for name, ms in found.longest:
+        assert ms == pytest.approx(sum(of == name for of in owner.values()) / 1e3)
 
 
 def test_idle_time_is_the_span_no_kernel_covers() -> None:
@@ -28,7 +35,7 @@ def test_idle_time_is_the_span_no_kernel_covers() -> None:
     found = device_time(events, steps=2)
     assert (found.span_ms, found.busy_ms, found.kernels) == (1.0, 0.55, 2)
     assert found.idle_percent == pytest.approx(45.0)
-    assert found.longest == [("a", 0.45), ("b", 0.1), ("c", 0.05)]
+    assert found.longest == [("a", 0.45), ("b", 0.05), ("c", 0.05)], "b waits for a as long as both are there"
 
 
 def test_the_price_is_time_over_time_less_one() -> None:
@@ -41,8 +48,9 @@ def test_the_price_is_time_over_time_less_one() -> None:
 
 def test_trees_are_timed_where_their_rows_are_affordable() -> None:
     assert [case.name for case in cases_of((1, 8), 16000)] == [
-        "batch 1, eagle:7x4x32", "batch 1, eagle:7x1x8", "batch 8, eagle:7x1x8", "batch 1, eagle:7x4x32, context 16000",
-        "batch 1, eagle:7x1x8, context 16000"]
+        "batch 1, eagle:7x4x32, prompt 128", "batch 1, eagle:7x1x8, prompt 128", "batch 8, eagle:7x1x8, prompt 128",
+        "batch 1, eagle:7x4x32, prompt problem", "batch 1, eagle:7x1x8, prompt problem", "batch 1, eagle:7x4x32, prompt 16000",
+        "batch 1, eagle:7x1x8, prompt 16000"]
 
 
 def arguments(*flags: str) -> argparse.Namespace:
@@ -53,18 +61,33 @@ def arguments(*flags: str) -> argparse.Namespace:
 
 def test_a_list_of_batches() -> None:
     assert arguments("--batch", "1,64").batch == (1, 64)
-    for wrong in ("0", "1,,2", "a"):
+    for wrong in ("0", "1,,2", "a", "-1", "5000000"):
         with pytest.raises(SystemExit):
             arguments("--batch", wrong)
 
 
+@pytest.mark.parametrize("flag", ["--context", "--max-rows", "--threads"])
+@pytest.mark.parametrize("wrong", ["-5", "0", "1e9", "99999999999"])
+def test_numbers_are_bounded(flag: str, wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        arguments(flag, wrong)
+    assert f"'{wrong}' is no whole number from 1 to 1048576" in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for wrong in (tmp_path, tmp_path / "none" / "decode.json"):
+        with pytest.raises(SystemExit):
+            arguments("--json", str(wrong))
+        assert "name a file in a directory that exists" in capsys.readouterr().err
+
+
 def test_a_file_says_where_and_how(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["/usr/bin/tlt", "bench", "decode", "--model", "my model"])
-    file = tmp_path / "new" / "decode.json"
+    monkeypatch.setattr("sys.argv", ["/usr/bin/tlt", "bench", "decode", "--model", "/disks/1/my model"])
+    file = tmp_path / "decode.json"
     finish(arguments("--json", str(file), "--commit", "abc1234"), {"bench": "decode"})
     entry = json.loads(file.read_text())
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == entry["figures"] == {"bench": "decode"}
-    assert entry["command"] == "tlt bench decode --model 'my model'" and entry["commit"] == "abc1234"
+    assert entry["command"] == "tlt bench decode --model '.../my model'" and entry["commit"] == "abc1234"
 
 
 def test_the_commit_is_asked_of_git_unless_named() -> None:

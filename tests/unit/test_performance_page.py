@@ -39,9 +39,9 @@ EXAMPLES = [
     result("prefill-h200.json", bench="prefill", rows=[
         {"with": "strict", "prompts": 8, "length": 2048, "ms": 380.0, "tokens_per_s": 43000, "ratio": 0.93}]),
     result("cycle-h200.json", bench="cycle", rows=[
-        {**STEP, "prompt": "problem", "batch": 1, "strategy": "eagle:7x4x32", "step_ms": 5.5, "gpu_idle_percent": 0.4, "profiled_steps": 20,
+        {**STEP, "prompt": 128, "batch": 1, "strategy": "eagle:7x4x32", "step_ms": 5.5, "gpu_idle_percent": 0.4, "profiled_steps": 20,
          "profiled_step_ms": 5.4, "kernels_per_step": 300, "longest_kernels_ms": [["gemm", 3.0]]}]),
-    result("graphs-h200.json", bench="graphs", graphs=40, graph_bytes=1_500_000_000, capture_s=12.0, phases_s={"load model": 9.0},
+    result("graphs-h200.json", bench="graphs", default=True, graphs=40, graph_bytes=1_500_000_000, capture_s=12.0, phases_s={"load model": 9.0},
            ready_s=40.0, triton_cache="warm", pages=100, policy="beg"),
     result("exact-h200.json", bench="exact", configurations=18, requests=2304, tokens=200_000, preemptions=50, differing_tokens=0,
            differing_logprob_bits=0, differing_responses=0, differing_token_rate=0.0),

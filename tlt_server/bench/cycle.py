@@ -1,21 +1,21 @@
 """`tlt bench cycle`: cycles of drafting, verifying and accepting; milliseconds, tokens per second, accept length, idle GPU.
 
-The text is the demo task's, so that acceptance is a trained drafter's on real answers: at batch 1 one problem after another, each to its
-end; larger batches write on behind the end, which keeps them whole. `--context` adds one request behind a long random prompt: its time
-counts, its acceptance says little.
+Times of cycles are those behind random prompts of 128 tokens, up to 512 tokens later, as `tlt bench decode` has them; what is accepted
+there says little. What a drafter is worth is timed on the demo task, at batch 1: one problem after another, each to its end, without the
+prompt and the first cycles. `--context` adds one request behind a long prompt.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from tlt_server.bench.decode import LONG_NEW, longest
+from tlt_server.bench.decode import LONG_NEW, NEW, PROMPT, longest
 from tlt_server.bench.engines import LoadedOnce, release
 from tlt_server.bench.record import finish, progress_bar, wide_console
 from tlt_server.bench.settings import described, settings_of
@@ -29,20 +29,21 @@ from tlt_server.records import GenerateRequest, Strategy
 TREE, CHAIN = Strategy("eagle", 7, 4, 32), Strategy("eagle", 7, 1, 8)
 MOST_TREES = 2  # requests that the tree's rows are affordable for
 PROFILED = 20  # steps
-NEW = 256  # tokens of an answer, at most; exactly so many in a batch that stays whole
-LASTING = 640  # tokens, so that no request ends while it is profiled
-PROBLEMS = 32  # at batch 1
+LONG_STEPS = 100  # behind a long prompt
+ANSWER = 256  # tokens of an answer, at most
+PROBLEMS = 32
 QUICK_PROBLEMS = 4
+PROBLEM: Literal["problem"] = "problem"
 
 
 class Case(NamedTuple):
     batch: int
     strategy: Strategy
-    context: int = 0  # of a random prompt; 0: problems of the task
+    prompt: int | Literal["problem"] = PROMPT  # random tokens, or problems of the task
 
     @property
     def name(self) -> str:
-        return f"batch {self.batch}, {self.strategy.name}" + (f", context {self.context}" if self.context else "")
+        return f"batch {self.batch}, {self.strategy.name}, prompt {self.prompt}"
 
 
 def run(args: argparse.Namespace) -> int:
@@ -67,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
 
 def cases_of(batches: tuple[int, ...], context: int | None) -> list[Case]:
     cases = [Case(batch, strategy) for batch in batches for strategy in ((TREE, CHAIN) if batch <= MOST_TREES else (CHAIN,))]
+    cases += [Case(1, TREE, PROBLEM), Case(1, CHAIN, PROBLEM)]
     return cases + ([Case(1, TREE, context), Case(1, CHAIN, context)] if context else [])
 
 
@@ -76,7 +78,7 @@ def measure(settings: EngineSettings, cases: list[Case], *, quick: bool = False,
     on_part(cases[0].name)
     rows = []
     for done, case in enumerate(cases):
-        rows.append({"prompt": case.context or "problem", **_measured(engine, settings, case, quick=quick, seed=seed)})
+        rows.append({"prompt": case.prompt, **_measured(engine, settings, case, quick=quick, seed=seed)})
         on_part(cases[min(done + 1, len(cases) - 1)].name)
     del engine
     release()
@@ -85,38 +87,40 @@ def measure(settings: EngineSettings, cases: list[Case], *, quick: bool = False,
 
 def _measured(engine: Engine, settings: EngineSettings, case: Case, *, quick: bool, seed: int) -> dict[str, Any]:
     most = 60 if quick else 400
-    if case.context:
-        timed = time_steps(engine, random_requests(1, case.context, LONG_NEW, seed=seed), case.strategy, most=LONG_NEW // 8)
-    elif case.batch == 1:
-        problems = problems_of(settings.model, QUICK_PROBLEMS if quick else PROBLEMS, NEW, whole=False, seed=seed)
+    if case.prompt == PROBLEM:
+        problems = problems_of(settings.model, QUICK_PROBLEMS if quick else PROBLEMS, seed=seed)
         timed = time_in_turn(engine, problems, case.strategy, most=most)
+    elif case.prompt == PROMPT:
+        timed = time_steps(engine, _random(case, seed), case.strategy, most=most)
     else:
-        timed = time_steps(engine, problems_of(settings.model, case.batch, NEW, whole=True, seed=seed), case.strategy, most=most)
+        timed = time_steps(engine, _random(case, seed), case.strategy, most=min(most, LONG_STEPS))
     figures = timed.figures()
-    if settings.device == "cuda":
+    if settings.device == "cuda" and case.prompt != PROBLEM:
         from tlt_server.bench.device_time import profile
 
-        requests = (random_requests(1, case.context, LONG_NEW, seed=seed + 1) if case.context
-                    else problems_of(settings.model, case.batch, LASTING, whole=True, seed=seed + 1))
-        figures |= profile(engine, requests, case.strategy, steps=PROFILED).figures()
+        figures |= profile(engine, _random(case, seed + 1), case.strategy, steps=PROFILED).figures()
     return figures
 
 
-def problems_of(model: str, count: int, new: int, *, whole: bool, seed: int) -> list[GenerateRequest]:
-    """Problems of the task; `whole`: answers go on behind their end, to `new` tokens."""
+def _random(case: Case, seed: int) -> list[GenerateRequest]:
+    assert isinstance(case.prompt, int)
+    return random_requests(case.batch, case.prompt, NEW if case.prompt == PROMPT else LONG_NEW, seed=seed)
+
+
+def problems_of(model: str, count: int, *, seed: int) -> list[GenerateRequest]:
+    """Problems of the task, answered to their end."""
     from tlt_server.demo.workload import problems_as_requests
 
-    requests = problems_as_requests(model, count, group=1, seed=seed, max_tokens=new)
-    return [msgspec.structs.replace(r, sampling=msgspec.structs.replace(r.sampling, ignore_eos=whole)) for r in requests]
+    return problems_as_requests(model, count, group=1, seed=seed, max_tokens=ANSWER)
 
 
 def report(console: Console, rows: list[dict[str, Any]]) -> None:
     table = Table(title="tlt bench cycle: draft, verify, accept; medians")
-    for heading in ("strategy", "batch", "context", "cycles", "ms per cycle", "quartiles", "tokens/s", "accept length", "GPU idle"):
+    for heading in ("strategy", "batch", "prompt", "cycles", "ms per cycle", "quartiles", "tokens/s", "accept length", "GPU idle"):
         table.add_column(heading, justify="left" if heading == "strategy" else "right")
     for row in rows:
         low, high = row["quartiles_ms"]
-        table.add_row(row["strategy"], str(row["batch"]), str(row["context"]), str(row["steps"]), f"{row['step_ms']:.3f}",
+        table.add_row(row["strategy"], str(row["batch"]), str(row["prompt"]), str(row["steps"]), f"{row['step_ms']:.3f}",
                       f"{low:.3f} - {high:.3f}", f"{row['tokens_per_s']:.0f}", f"{row['accept_length']:.2f}",
                       f"{row['gpu_idle_percent']:.2f} %" if "gpu_idle_percent" in row else "")
     console.print(table)

@@ -1,9 +1,10 @@
-"""Where a GPU's time goes during a few steps, from torch's profiler: how long it idles, and which kernels take longest."""
+"""Where a GPU's time goes during a few steps, from torch's profiler: how long it idles, and which kernels take longest.
+
+A kernel may be resident while it waits for the one before it. A moment that several share counts once, for the one that began first.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
 from itertools import islice
 from typing import NamedTuple
 
@@ -22,7 +23,7 @@ class DeviceTime(NamedTuple):
     span_ms: float  # from the first kernel's start to the last one's end
     busy_ms: float  # some kernel or copy runs
     kernels: int  # launches per step
-    longest: list[tuple[str, float]]  # kernels that take most, with their milliseconds
+    longest: list[tuple[str, float]]  # kernels that take most, with the milliseconds that count for them
 
     @property
     def idle_percent(self) -> float:
@@ -31,15 +32,6 @@ class DeviceTime(NamedTuple):
     def figures(self) -> dict[str, object]:
         return {"profiled_steps": self.steps, "profiled_step_ms": round(self.span_ms, 4), "gpu_idle_percent": round(self.idle_percent, 3),
                 "kernels_per_step": self.kernels, "longest_kernels_ms": [[name, round(ms, 4)] for name, ms in self.longest]}
-
-
-def busy(intervals: Iterable[tuple[float, float]]) -> float:
-    """Length of the union."""
-    total, end = 0.0, float("-inf")
-    for begin, stop in sorted(intervals):
-        total += max(0.0, stop - max(begin, end))
-        end = max(end, stop)
-    return total
 
 
 def profile(engine: Engine, requests: list[GenerateRequest], strategy: Strategy, *, steps: int) -> DeviceTime:
@@ -64,10 +56,12 @@ def profile(engine: Engine, requests: list[GenerateRequest], strategy: Strategy,
 
 def device_time(events: list[tuple[str, float, float]], steps: int) -> DeviceTime:
     """From (name, start, end) in microseconds."""
-    span = max(end for _, _, end in events) - min(start for _, start, _ in events)
-    by_name: Counter[str] = Counter()
-    for name, start, end in events:
-        by_name[name] += end - start  # type: ignore[assignment]
+    by_name: dict[str, float] = {}
+    reached = first = min(start for _, start, _ in events)
+    for name, start, end in sorted(events, key=lambda event: event[1:]):
+        by_name[name] = by_name.get(name, 0.0) + max(0.0, end - max(start, reached))
+        reached = max(reached, end)
     per_step = 1e3 * steps
-    return DeviceTime(steps, span / per_step, busy((start, end) for _, start, end in events) / per_step, len(events) // steps,
-                      [(name[:80], micros / per_step) for name, micros in by_name.most_common(SHOWN)])
+    longest = sorted(by_name.items(), key=lambda item: -item[1])[:SHOWN]
+    return DeviceTime(steps, (reached - first) / per_step, sum(by_name.values()) / per_step, len(events) // steps,
+                      [(name[:80], micros / per_step) for name, micros in longest])

@@ -42,7 +42,8 @@ def _run(args: argparse.Namespace) -> int:
     pool: Any = getattr(engine.runner, "graphs", None)  # a CPU's runner has none
     keys = list(pool.bytes) if pool is not None else []
     figures = {
-        "bench": "graphs", "quick": bool(args.quick), **described(settings),
+        "bench": "graphs", "quick": bool(args.quick),
+        **described(msgspec.structs.replace(settings, max_running=engine.scheduler.max_running)), "default": args.max_running == 0,
         "graphs": len(keys), "graph_bytes": sum(pool.bytes[key] for key in keys),
         "capture_s": round(sum(pool.seconds[key] for key in keys), 3),
         "phases_s": {name: round(seconds, 3) for name, seconds in info.phases.items()}, "ready_s": round(ready_s, 3),

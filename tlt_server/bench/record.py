@@ -43,10 +43,15 @@ def progress_bar(console: Console) -> Progress:
 
 def finish(args: argparse.Namespace, figures: Mapping[str, Any]) -> None:
     """Print the line; write the file if one is asked for."""
-    if args.json:
-        entry = entry_of(figures, f"tlt {shlex.join(sys.argv[1:])}", on_gpu=args.device == "cuda", commit=args.commit)
-        write_entry(args.json, entry)
     print(msgspec.json.encode(figures).decode(), flush=True)
+    if args.json:
+        command = f"tlt {shlex.join(told(argument) for argument in sys.argv[1:])}"
+        write_entry(args.json, entry_of(figures, command, on_gpu=args.device == "cuda", commit=args.commit))
+
+
+def told(argument: str) -> str:
+    """Of a path only its end: where a machine keeps its files helps nobody."""
+    return f".../{Path(argument).name}" if argument.startswith("/") else argument
 
 
 def entry_of(figures: Mapping[str, Any], command: str, *, on_gpu: bool, commit: str | None = None) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """What engine steps take, as the host sees them: the timing behind `tlt bench decode` and `tlt bench cycle`.
 
 One engine in this process, its requests submitted straight to the loop. Timed are full-batch decode steps from the end of one to the
-end of the next, so nothing is left out that a server would pay; the figure is their median.
+end of the next, whatever the loop does in between; the figure is their median. Text, HTTP and the link to a server's other process are
+not in it.
 """
 
 from __future__ import annotations
