@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.graph_time import microseconds
+from benchmarks.graph_time import microseconds, require_gpu
 from tlt_kernels.gpu.children import children
 from tlt_kernels.gpu.sampling import sample
 

@@ -41,8 +41,8 @@ EXAMPLES = [
     result("cycle-h200.json", bench="cycle", rows=[
         {**STEP, "prompt": 128, "batch": 1, "strategy": "eagle:7x4x32", "step_ms": 5.5, "gpu_idle_percent": 0.4, "profiled_steps": 20,
          "profiled_step_ms": 5.4, "kernels_per_step": 300, "longest_kernels_ms": [["gemm", 3.0]]}]),
-    result("graphs-h200.json", bench="graphs", default=True, graphs=40, graph_bytes=1_500_000_000, capture_s=12.0, phases_s={"load model": 9.0},
-           ready_s=40.0, triton_cache="warm", pages=100, policy="beg"),
+    result("graphs-h200.json", bench="graphs", default=True, graphs=40, graph_bytes=1_500_000_000, capture_s=12.0,
+           phases_s={"load model": 9.0}, ready_s=40.0, triton_cache="warm", pages=100, policy="beg"),
     result("exact-h200.json", bench="exact", configurations=18, requests=2304, tokens=200_000, preemptions=50, differing_tokens=0,
            differing_logprob_bits=0, differing_responses=0, differing_token_rate=0.0),
     result("test-gpu.json", **figures({"marked gpu": {"passed": 5, "failed": 0, "skipped": 0, "seconds": 2.0}}, {}, red=False)),
