@@ -18,6 +18,7 @@ from tlt_server.demo.workload import DRAFTER, TARGET, problems_as_requests
 from tlt_server.engine.gpu.buckets import reachable
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import StartupError
+from tlt_server.models.gpu.products import FEW_ROWS
 from tlt_server.records import GenerateRequest, Sampling, SetPolicy, Strategy
 from tlt_server.speculation.policies.arms import ladder
 
@@ -168,7 +169,8 @@ def test_pages_without_number_are_refused_with_a_remedy(settings: EngineSettings
 
 def test_fast_numerics_sample_the_models_distribution(settings: EngineSettings) -> None:
     """First tokens over seeds against the softmax in float64 of one row's fp32 logits; drawn beside each other, so by other products."""
-    fast = Pushable(msgspec.structs.replace(settings, numerics="fast", graphs=False))
+    many = 2 * FEW_ROWS  # of which the library computes what it may
+    fast = Pushable(msgspec.structs.replace(settings, numerics="fast", graphs=False, max_running=many))
     assert "fast" in fast.info.numerics
     asked, draws, vocab = requests()[0], 3000, fast.info.vocab_size
     every = msgspec.structs.replace(asked, id="every", sampling=Sampling(max_tokens=1, logprobs=vocab, temperature=1.6))

@@ -92,18 +92,19 @@ def test_the_last_bucket_holds_every_batch(max_running: int) -> None:
     assert all(bucket(sizes, batch) >= batch for batch in range(1, max_running + 1))
 
 
-@given(st.integers(1, 512), st.builds(Strategy, st.just("eagle"), st.integers(1, 40), st.integers(1, 20), st.integers(1, 200)))
-def test_a_fitted_strategy_fits_the_buffers(batch: int, strategy: Strategy) -> None:
-    cut = fitted(strategy, batch, LEAST_DEPTH)
+@given(st.integers(1, 512), st.builds(Strategy, st.just("eagle"), st.integers(1, 60), st.integers(1, 20), st.integers(1, 200)),
+       st.integers(LEAST_DEPTH, 60))
+def test_a_fitted_strategy_fits_the_buffers(batch: int, strategy: Strategy, longest: int) -> None:
+    cut = fitted(strategy, batch, longest)
     assert (cut == OFF) == (strategy.rows == 1 or batch >= MOST_VERIFIED), "off only where roots leave no room for a draft"
     if cut == OFF:
         return
-    assert 1 <= cut.depth <= LEAST_DEPTH and 1 <= cut.width <= MOST_WIDTH
-    assert cut.width == 1 or batch * cut.width * (cut.depth - 1) <= TREE_ROWS
+    assert 1 <= cut.depth <= longest and 1 <= cut.width <= MOST_WIDTH
+    assert batch * cut.width * (cut.depth - 1) <= TREE_ROWS
     assert cut.width == 1 or batch * cut.width <= MOST_DRAFTED
     assert cut.width == 1 or batch * columns(cut.depth, cut.width) <= MAX_NODES
     assert batch <= decode_rows(batch, cut) <= max(batch, MOST_VERIFIED)
-    assert fitted(cut, batch, LEAST_DEPTH) == cut
+    assert fitted(cut, batch, longest) == cut
 
 
 SHAPES = [PromptShape(), PromptShape(rows=4, works=2, grain=4)]
@@ -122,10 +123,11 @@ def test_prompt_steps_of_any_size_within_the_capture_share_one_key() -> None:
         (PROMPT_ROWS, PROMPT_WORKS)}
 
 
-def test_the_largest_prompts_are_rehearsed_but_not_kept() -> None:
-    keys = rehearsed(8192, 64)
+def test_the_largest_prompts_are_rehearsed_but_not_kept_and_filters_are_both() -> None:
+    *keys, filters = rehearsed(8192, 64)
+    assert filters.filtered and keeps(filters)
     assert {key.works for key in keys} == {PROMPT_WORKS, 64} and not any(keeps(key) for key in keys)
-    assert rehearsed(PROMPT_ROWS, 64) == [] and keeps(ExtendKey(1, 1, PROMPT_ROWS, PROMPT_WORKS))
+    assert rehearsed(PROMPT_ROWS, 64) == [ExtendKey(1, 1, filtered=True)] and keeps(ExtendKey(1, 1, PROMPT_ROWS, PROMPT_WORKS))
 
 
 def test_ceilings_never_grow_with_the_batch() -> None:

@@ -160,6 +160,17 @@ def test_shapes_that_a_gpu_refuses(shape: LayerShape, head_dim: int, says: str) 
     assert says in caught.value.message and caught.value.message.endswith("start with --device cpu")
 
 
+@pytest.mark.parametrize(("changes", "says"), [
+    ({"heads": 34, "kv_heads": 2}, "34 query heads over 2 KV heads, and the kernels of a GPU have at most 16"),
+    ({"intermediate_size": 18945}, "'intermediate_size' 18945, and the kernels of a GPU need a multiple of 8"),
+    ({"hidden_size": 3588}, "'hidden_size' 3588"),
+])
+def test_sizes_that_a_gpu_refuses(changes: dict[str, int], says: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        check_shape(replace(CONFIG, **changes), LayerShape(), "the target")
+    assert says in caught.value.message and caught.value.message.endswith("start with --device cpu")
+
+
 @pytest.mark.parametrize("head_dim", [16, 64, 128, 256])
 def test_shapes_that_a_gpu_takes(head_dim: int) -> None:
     check_shape(replace(CONFIG, head_dim=head_dim), LayerShape(qkv_bias=True, qk_norm=True), "the target")

@@ -47,17 +47,19 @@ def _on_device() -> Iterator[None]:
     """Every row's token: which rows are live is known to the device alone."""
     import torch
 
+    from tlt_kernels.gpu.sampling import Sampled
     from tlt_server.engine.gpu.extend import Extend
 
     calls, sound = itertools.count(), Extend.sample
 
-    def faulty(extend: Extend, logits_SV: torch.Tensor) -> None:
-        sound(extend, logits_SV)
+    def faulty(extend: Extend, logits_SV: torch.Tensor) -> Sampled:
+        sampled = sound(extend, logits_SV)
         if next(calls) in CALLS:
-            token_S1 = extend.sampled.token_S.clamp(0, logits_SV.shape[1] - 1).to(torch.int64)[:, None]  # of a dead row anything
+            token_S1 = sampled.token_S.clamp(0, logits_SV.shape[1] - 1).to(torch.int64)[:, None]  # of a dead row anything
             value_S1 = logits_SV.gather(1, token_S1)
             logits_SV.scatter_(1, token_S1, value_S1.nextafter(torch.full_like(value_S1, torch.inf)))
-            sound(extend, logits_SV)
+            sampled = sound(extend, logits_SV)
+        return sampled
 
     Extend.sample = faulty  # type: ignore[method-assign, assignment]
     try:

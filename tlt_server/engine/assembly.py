@@ -79,6 +79,8 @@ def assemble(
         max_model_len = min(max_model_len, memory.pages * settings.page_size)
         detail.append(f"{memory.pages} pages of {settings.page_size} tokens, sequences of up to {max_model_len}")
     rungs = ladder(settings.drafters, settings.device)
+    if settings.strategy is not None:
+        rungs = rungs.with_arm(settings.strategy)
 
     def make_policy(command: SetPolicy) -> Policy:
         strategy = command.strategy or rungs.arms[-1]
@@ -104,8 +106,6 @@ def assemble(
         restore=memory.restore,
     )
     with phase("prepare runner") as detail:
-        if settings.strategy is not None:
-            rungs = rungs.with_arm(settings.strategy)
         equipped = device.equip(live, rungs, scheduler.page_table_SP, lambda done, of: on_progress("prepare runner", done, of))
         scheduler.on_end = equipped.on_end
         detail.append("; ".join(part for part in (f"drafters: {', '.join(rungs.drafters) or 'none'}", equipped.detail) if part))

@@ -30,9 +30,10 @@ from tlt_server.weights.transaction import Push, Transaction
 
 
 class _Rollback(NamedTuple):
-    """A rollback that waits for what runs to end."""
+    """A rollback that waits: for what runs to end, or for whoever reads the live storage."""
 
     id: str
+    in_flight: InFlight
 
 
 class WeightPushes:
@@ -42,7 +43,8 @@ class WeightPushes:
         self.transaction, self._scheduler, self._install = transaction, scheduler, install
         self.settle: Callable[[], list[StepOutput]] = list  # takes in the steps in flight; the loop's
         self._reports: deque[WeightReport] = deque()  # appended to by threads, too
-        self._summing = 0
+        self._readers: list[threading.Thread] = []  # of the live storage, which must not change meanwhile
+        self._unread: list[str] = []  # ids of commands for a reader that came while a change waited for others
         self._waiting: list[str] = []  # ids of the commands that the open push answers
         self._due = False  # the staged push is to be committed
         self._rollback: _Rollback | None = None
@@ -52,7 +54,7 @@ class WeightPushes:
     def busy(self) -> bool:
         """Something is on its way that no command will announce."""
         push = self.transaction.push
-        return self._rollback is not None or self._summing > 0 or (push is not None and (push.state == "staging" or push.manifest.commit))
+        return self._changing or self._reading or (push is not None and (push.state == "staging" or push.manifest.commit))
 
     def take_reports(self) -> list[WeightReport]:
         return [self._reports.popleft() for _ in range(len(self._reports))]
@@ -66,13 +68,28 @@ class WeightPushes:
 
     def advance(self) -> list[StepOutput]:
         """Between two steps: commit what is staged, if its moment has come. Returns the sequences that end of it."""
-        if self._rollback is not None and not self._scheduler.begun:
-            self._roll_back(self._rollback.id, "drain")
+        if self._rollback is not None and not self._reading and not self._drains(self._rollback.in_flight, self.transaction.previous):
+            self._roll_back(self._rollback.id, self._rollback.in_flight)
         push = self.transaction.poll()
         if push is not None:
             self._advance(push)
+        if self._unread and not self._changing:
+            for id in self._unread:
+                self._read(id)
+            self._unread.clear()
         ended, self._ended = self._ended, []
         return ended
+
+    @property
+    def _reading(self) -> bool:
+        self._readers = [thread for thread in self._readers if thread.is_alive()]
+        return bool(self._readers)
+
+    @property
+    def _changing(self) -> bool:
+        """Whether the live storage is about to change."""
+        push = self.transaction.push
+        return self._rollback is not None or (push is not None and push.state == "staged" and (push.manifest.commit or self._due))
 
     def _apply(self, command: WeightCommand) -> None:
         transaction = self.transaction
@@ -92,26 +109,39 @@ class WeightPushes:
                 self._check_no_rollback()
                 if not transaction.check_rollback(to):
                     self._report(id, "unchanged", version=to)
-                elif in_flight == "drain" and transaction.previous.target is not None and self._scheduler.begun:
-                    self._scheduler.holding, self._rollback = True, _Rollback(id)
+                elif self._reading or self._drains(in_flight, transaction.previous):
+                    self._rollback = _Rollback(id, in_flight)
                 else:
                     self._roll_back(id, in_flight)
             case LookAtWeights(id, checksums):
-                if checksums:  # in a thread, as it takes a while; live storage is replaced, never written
-                    self._summing += 1
-                    threading.Thread(target=self._sum, args=(id, transaction.live), name="checksum weights", daemon=True).start()
-                else:
+                if not checksums:
                     self._report(id, "looked")
+                elif self._changing:
+                    self._unread.append(id)
+                else:
+                    self._read(id)
 
-    def _sum(self, id: str, live: Parts) -> None:
-        try:
+    def _drains(self, in_flight: InFlight, changed: Parts) -> bool:
+        """Whether what runs must end before these parts change; then nothing new begins."""
+        if in_flight != "drain" or changed.target is None or not self._scheduler.begun:
+            return False
+        self._scheduler.holding = True
+        return True
+
+    def _read(self, id: str) -> None:
+        """Checksums of the live storage, in a thread, as they take a while."""
+        live = self.transaction.live
+
+        def read() -> None:
             self._report(id, "looked", parts=live, checksums=live.live_sums())
-        finally:
-            self._summing -= 1
+
+        thread = threading.Thread(target=read, name="checksum weights", daemon=True)
+        self._readers.append(thread)
+        thread.start()
 
     def _check_no_rollback(self) -> None:
         if self._rollback is not None:
-            raise Conflict("a rollback waits for running requests to end; send this again after it is answered")
+            raise Conflict("a rollback waits for its moment; send this again after it is answered")
 
     def _advance(self, push: Push) -> None:
         if push.state == "failed":
@@ -123,8 +153,7 @@ class WeightPushes:
             self._close()
         elif push.manifest.commit or self._due:
             assert push.parts is not None
-            if push.parts.target is not None and push.manifest.in_flight == "drain" and self._scheduler.begun:
-                self._scheduler.holding = True
+            if self._reading or self._drains(push.manifest.in_flight, push.parts):
                 return
             self._commit(push)
         elif self._waiting:

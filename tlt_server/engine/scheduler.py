@@ -252,9 +252,9 @@ class Scheduler:
                 self.pool.withdraw(sequence.pages)  # where its KV went wrong is not known
                 outputs.append(self._end(sequence, "error", error=(emission.error.code, emission.error.message)))
                 continue
-            emission.accepted = len(emission.tokens) - 1
+            emission.accepted = max(0, len(emission.tokens) - 1)  # none where only the prompt was wanted
             finish_reason, stop_reason = self._truncate(sequence, emission)
-            emission.weight_version = batch.weight_version if emission.tokens else ""  # none where only the prompt was wanted
+            emission.weight_version = batch.weight_version if emission.tokens else ""
             sequence.append(emission.tokens)
             sequence.computed = sequence.length - 1
             sequence.launched = sequence.length if sequence.sure else sequence.computed

@@ -109,7 +109,7 @@ class Parts:
         return self._merged({role: part.live_sums() for role, part in self.by_role.items()})
 
     def complete(self) -> Parts:
-        """The same with sums, computed where they are missing. The storage is never written, so any thread may read it."""
+        """The same with sums, computed where they are missing; the storage must not change meanwhile."""
         target, drafter = self.target, self.drafter
         return Parts(target and (target if target.sums else replace(target, sums=target.live_sums())),
                      drafter and (drafter if drafter.sums else replace(drafter, sums=drafter.live_sums())))

@@ -105,11 +105,14 @@ class CudaDevice:
         return Needs.of(self._settings, target.config, drafter.config if drafter else None, sum(view.numel() for view in views))
 
     def install(self, live: Parts, changed: Parts) -> None:
-        assert self._runner is not None
-        if self._stream is not None:
-            torch.cuda.synchronize(self.device)  # staging copied on another stream
+        self._synchronize()  # staging copied on another stream
         with torch.cuda.stream(self._stream):
             self._exchange(changed)
+        self._synchronize()  # the storage of the version before may be given back and filled on another stream
+
+    def _synchronize(self) -> None:
+        if self._stream is not None:
+            torch.cuda.synchronize(self.device)
 
     def _exchange(self, changed: Parts) -> None:
         assert self._runner is not None
@@ -142,12 +145,20 @@ class CudaDevice:
         return Memory(pages, self._cache.reuse, self._save, self._restore)
 
     def _save(self, pages: list[int]) -> object:
-        return [cache.save(pages) for cache in self._caches]
+        """Behind the step in flight, which may still write there."""
+        with torch.cuda.stream(self._stream):
+            hints = None if self._page_hint_PH is None else self._page_hint_PH[pages].cpu()
+            return [cache.save(pages) for cache in self._caches], hints
 
     def _restore(self, saved: object, pages: list[int]) -> None:
-        assert isinstance(saved, list)
-        for cache, kept in zip(self._caches, saved, strict=True):
-            cache.restore(kept, pages)
+        """Behind the step in flight, which may still write what was there before, and ahead of the next."""
+        assert isinstance(saved, tuple)
+        kept, hints = saved
+        with torch.cuda.stream(self._stream):
+            for cache, pieces in zip(self._caches, kept, strict=True):
+                cache.restore(pieces, pages)
+            if self._page_hint_PH is not None:
+                self._page_hint_PH[pages[: len(hints)]] = hints.to(self.device)
 
     @property
     def _caches(self) -> list[KVCache]:
@@ -168,6 +179,7 @@ class CudaDevice:
             self._runner = GpuRunner(state, attention, drafters, GraphPool(self._stream if capture else None),
                                      max_running=settings.max_running, stream=self._stream, page_hint_PH=self._page_hint_PH,
                                      prompts=self.prompts)
+            self._synchronize()  # what the runner's stream will read was written on another
             if capture:
                 keys = [*rehearsed(settings.max_rows, settings.max_running), *reachable(ladder.arms, ladder.rows, settings.max_running)]
                 self._runner.prepare(keys, on_progress)

@@ -52,7 +52,7 @@ def fitted(strategy: Strategy, batch: int, depth: int) -> Strategy:
     OFF where no draft could be verified."""
     if decode_rows(batch, strategy) == batch:
         return OFF
-    depth = min(strategy.depth, depth)
+    depth = min(strategy.depth, depth, 1 + TREE_ROWS // batch)
     width = min(strategy.width, MOST_WIDTH, max(1, MOST_DRAFTED // batch), max(1, TREE_ROWS // (batch * max(1, depth - 1))))
     while width > 1 and batch * columns(depth, width) > MAX_NODES:
         width -= 1
@@ -79,9 +79,10 @@ def keeps(key: ExtendKey) -> bool:
 
 
 def rehearsed(max_rows: int, max_running: int) -> list[ExtendKey]:
-    """Steps of the largest prompts, run once at start so that no request waits for a compiler."""
-    return [ExtendKey(1, 1, *prompt_sizes(rows, works, max(max_running, PROMPT_WORKS)))
-            for rows, works in ((max_rows, 1), (max_rows, PROMPT_WORKS + 1)) if rows > PROMPT_ROWS]
+    """Steps of the largest prompts, and one with filters, run once at start so that no request waits for a compiler."""
+    large = [ExtendKey(1, 1, *prompt_sizes(rows, works, max(max_running, PROMPT_WORKS)))
+             for rows, works in ((max_rows, 1), (max_rows, PROMPT_WORKS + 1)) if rows > PROMPT_ROWS]
+    return [*large, ExtendKey(1, 1, filtered=True)]
 
 
 def draft_key(batch: int, strategy: Strategy) -> DraftKey:

@@ -14,9 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from tlt_kernels.gpu.sampling import Sampled
 from tlt_server.engine.gpu.extend import Extend
 from tlt_server.engine.sampling import prompt_logprobs, sample
 from tlt_server.engine.work import Emission, Work
+from tlt_server.models import Forward
 from tlt_server.records import TokenLogprobs
 
 
@@ -38,19 +40,20 @@ class HostSampling:
 
 def sample_by_host(extend: Extend, hosted: Mapping[int, Work], prompts: Sequence[Work]) -> dict[int, HostSampling]:
     """Run the pass with the host's samples for the entries of `hosted`; waits for the device."""
-    logits_SV = extend.forward()
-    extend.sample(logits_SV)
-    found = _sample(extend, logits_SV, hosted) if hosted else {}
+    forwarded, logits_SV = extend.forward()
+    sampled = extend.sample(logits_SV)
+    found = _sample(extend, logits_SV, sampled, hosted) if hosted else {}
     row = extend.key.decode_rows
     for w, work in enumerate(prompts):
         if work.sequence.request.sampling.prompt_logprobs is not None and work.sequence.output_len == 0:
-            found.setdefault(extend.key.batch + w, HostSampling()).prompt = _score(extend, work, row)
+            found.setdefault(extend.key.batch + w, HostSampling()).prompt = _score(extend, forwarded, work, row)
         row += work.end - work.start
-    extend.finish()
+    extend.finish(forwarded, sampled)
     return found
 
 
-def _sample(extend: Extend, logits_SV: torch.Tensor, hosted: Mapping[int, Work]) -> dict[int, HostSampling]:
+def _sample(extend: Extend, logits_SV: torch.Tensor, into: Sampled, hosted: Mapping[int, Work]) -> dict[int, HostSampling]:
+    """Takes the place of the device's samples in `into`."""
     batch, decode_rows = extend.key.batch, extend.key.decode_rows
     root_E = extend.trees.root_E.tolist()  # of a decoding entry its row, which is also its sample
     samples = [root_E[entry] if entry < batch else decode_rows + entry - batch for entry in hosted]
@@ -59,7 +62,6 @@ def _sample(extend: Extend, logits_SV: torch.Tensor, hosted: Mapping[int, Work])
     position_S = np.array([sequence.length for sequence in sequences], np.int64)
     of_S, path_SD = np.arange(len(samples)), np.zeros((len(samples), 0), np.int32)
     sampled = sample(logits_SV[index_S].cpu(), [sequence.state for sequence in sequences], of_S, position_S, path_SD)
-    into = extend.sampled
     into.token_S[index_S] = torch.from_numpy(sampled.token_S).to(into.token_S)
     into.logprob_S[index_S] = torch.from_numpy(sampled.logprob_S).to(into.logprob_S)
     raw_S = sampled.raw_logprob_S.tolist() if sampled.raw_logprob_S is not None else []
@@ -69,13 +71,13 @@ def _sample(extend: Extend, logits_SV: torch.Tensor, hosted: Mapping[int, Work])
     }
 
 
-def _score(extend: Extend, work: Work, first_row: int) -> list[TokenLogprobs | None]:
+def _score(extend: Extend, forwarded: Forward, work: Work, first_row: int) -> list[TokenLogprobs | None]:
     """Log-probs of the prompt tokens behind the work's rows: row p gives those of position p + 1."""
     sequence, count = work.sequence, work.sequence.request.sampling.prompt_logprobs
     assert count is not None
     found: list[TokenLogprobs | None] = [None] if work.start == 0 else []
     rows = min(work.end, sequence.prompt_len - 1) - work.start
     if rows > 0:
-        logits_RV = extend.state.model.logits(extend.forwarded.hidden_RH[first_row : first_row + rows])
+        logits_RV = extend.state.model.logits(forwarded.hidden_RH[first_row : first_row + rows])
         found += prompt_logprobs(logits_RV.cpu(), sequence.tokens[work.start + 1 : work.start + 1 + rows].tolist(), count)
     return found

@@ -16,11 +16,12 @@ from torch import Tensor
 from tlt_kernels.gpu.accept import accept, commit_kv, fields
 from tlt_kernels.gpu.gather import gather
 from tlt_kernels.gpu.rows import layout_prefill, select_rows
-from tlt_kernels.gpu.sampling import sample
+from tlt_kernels.gpu.sampling import Sampled, sample
 from tlt_kernels.gpu.tensors import Kept, Nodes, Rows, Trees
 from tlt_server.attention.gpu import GpuAttention
 from tlt_server.engine.gpu.drafts import DeviceDrafter
 from tlt_server.engine.gpu.state import DeviceState
+from tlt_server.models import Forward
 from tlt_server.models.gpu.layers import RowTensors
 
 
@@ -57,11 +58,12 @@ class Extend:
                     scratch_start=state.slots.start, trash=state.slots.trash)
 
     def run(self) -> None:
-        self.sample(self.forward())
-        self.finish()
+        """Nothing of the activations outlives it."""
+        forwarded, logits_SV = self.forward()
+        self.finish(forwarded, self.sample(logits_SV))
 
-    def forward(self) -> Tensor:
-        """The target over all rows; logits of the samples [S, V] fp32. Drafters take what they need of the rows' features."""
+    def forward(self) -> tuple[Forward, Tensor]:
+        """The target over all rows, and the logits of the samples [S, V] fp32."""
         state, key, rows = self.state, self.key, self.rows
         if key.plain:
             self.select(None)
@@ -69,21 +71,21 @@ class Extend:
             layout_prefill(*state.layout.works_W(state.upload_U, key.works), state.places, rows, self.trees, self.kept,
                            requests=key.batch, decode_rows=key.decode_rows, prefill_rows=key.prompt_rows, trash=state.slots.trash)
         self.attend.plan(rows, state.places.page_table_QP)
-        self.forwarded = state.model.forward(RowTensors(rows.token_R, rows.position_R, rows.slot_R), state.cache, self.attend)
-        hidden_SH = gather(self.forwarded.hidden_RH, self.trees.sample_row_S) if key.prompt_rows else self.forwarded.hidden_RH
-        return state.model.logits(hidden_SH)
+        forwarded = state.model.forward(RowTensors(rows.token_R, rows.position_R, rows.slot_R), state.cache, self.attend)
+        hidden_SH = gather(forwarded.hidden_RH, self.trees.sample_row_S) if key.prompt_rows else forwarded.hidden_RH
+        return forwarded, state.model.logits(hidden_SH)
 
-    def sample(self, logits_SV: Tensor) -> None:
+    def sample(self, logits_SV: Tensor) -> Sampled:
         places = self.state.places
-        self.sampled = sample(logits_SV, self.trees.sample_row_S, self.rows.position_R, self.rows.place_R, places.seed_Q,
-                              places.temperature_Q, places.top_k_Q, places.top_p_Q, places.min_p_Q, filtered=self.key.filtered)
+        return sample(logits_SV, self.trees.sample_row_S, self.rows.position_R, self.rows.place_R, places.seed_Q,
+                      places.temperature_Q, places.top_k_Q, places.top_p_Q, places.min_p_Q, filtered=self.key.filtered)
 
-    def finish(self) -> None:
-        """Walk, truncate, append; keep the KV of what was accepted."""
+    def finish(self, forwarded: Forward, sampled: Sampled) -> None:
+        """Walk, truncate, append; keep the KV of what was accepted. Drafters take what they need of the rows' features."""
         state, key = self.state, self.key
         place_W = state.layout.works_W(state.upload_U, key.works)[0] if key.works else None
-        accept(state.place_B(key.batch), place_W, self.sampled.token_S, self.sampled.logprob_S, state.places, self.rows, self.trees,
+        accept(state.place_B(key.batch), place_W, sampled.token_S, sampled.logprob_S, state.places, self.rows, self.trees,
                self.kept, self.outcome_EF, decode_rows=key.decode_rows)
         commit_kv(self.kept, state.cache.k, state.cache.v)
         for drafter in self._followers:
-            drafter.follow(self.rows, self.kept, self.forwarded.features_RF)
+            drafter.follow(self.rows, self.kept, forwarded.features_RF)

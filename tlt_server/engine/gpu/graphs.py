@@ -2,7 +2,7 @@
 
 A key names static shapes; what is captured reads and writes the same buffers each time. Graphs share one memory pool, so their
 intermediates overlap: only one may run at a time, and keys are captured from the largest to the smallest. A key that was not captured
-runs launch by launch, and is recorded behind its first run if it is worth keeping.
+runs launch by launch, and is recorded behind its first run if it is worth keeping and the memory set aside for graphs lasts.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections.abc import Callable, Hashable
 
 import torch
 
-MOST = 1024  # graphs; a server with so many has clients that vary everything
+MOST_BYTES = 2 << 30  # of graphs; `memory.plan_pages` leaves it free
 
 
 class GraphPool:
-    def __init__(self, stream: torch.cuda.Stream | None) -> None:
+    def __init__(self, stream: torch.cuda.Stream | None, most_bytes: int = MOST_BYTES) -> None:
         """Without a stream nothing is captured."""
-        self._stream = stream
+        self._stream, self._most_bytes = stream, most_bytes
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle() if stream is not None else None
         self.bytes: dict[Hashable, int] = {}  # device memory that capturing the key took
@@ -35,21 +35,25 @@ class GraphPool:
             return
         started = time.perf_counter()
         work()  # compiles what is not compiled yet
-        if keep and self._stream is not None and len(self._graphs) < MOST:
+        if keep and self._stream is not None and self.total_bytes < self._most_bytes:
             self._record(key, work)
             self.seconds[key] = time.perf_counter() - started
 
     def _record(self, key: Hashable, work: Callable[[], None]) -> None:
-        """Recording executes nothing."""
+        """Recording executes nothing. Other threads may allocate meanwhile, as staging does; what they take is counted here, too."""
         assert self._stream is not None
         self._stream.synchronize()
         torch.cuda.empty_cache()  # what runs left behind is no part of the graph
         free, _ = torch.cuda.mem_get_info()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-            work()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                work()
+        except torch.OutOfMemoryError:  # the key runs launch by launch from now on, as every one that is not recorded yet
+            self._most_bytes = 0
+            return
         after, _ = torch.cuda.mem_get_info()
-        self._graphs[key], self.bytes[key] = graph, free - after
+        self._graphs[key], self.bytes[key] = graph, max(0, free - after)
 
     @property
     def total_bytes(self) -> int:

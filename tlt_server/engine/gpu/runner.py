@@ -107,7 +107,8 @@ class GpuRunner:
 
     def prepare(self, keys: list[DraftKey | ExtendKey], on_key: Callable[[int, int], None]) -> None:
         """Run these keys once, in this order, and capture those that are kept; `on_key(done, of)` follows."""
-        self._upload([], [])
+        with torch.cuda.stream(self._stream):
+            self._upload([], [])
         for done, key in enumerate(keys):
             with torch.inference_mode(), torch.cuda.stream(self._stream):
                 if isinstance(key, ExtendKey):
@@ -224,9 +225,13 @@ class GpuRunner:
         self._last_batch = places, works
 
     def _extend(self, key: ExtendKey) -> Extend:
-        if key not in self._extends:
-            self._extends[key] = Extend(key, self.state, self._attention, list(self._drafters.values()))
-        return self._extends[key]
+        """A pass that is never captured is made for its one step: there are too many sizes to keep their buffers."""
+        extend = self._extends.get(key)
+        if extend is None:
+            extend = Extend(key, self.state, self._attention, list(self._drafters.values()))
+            if keeps(key):
+                self._extends[key] = extend
+        return extend
 
     def _draft(self, key: DraftKey) -> DraftPass:
         if key not in self._drafts:

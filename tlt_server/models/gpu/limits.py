@@ -7,6 +7,8 @@ from tlt_server.models.config import ModelConfig
 from tlt_server.models.layers import LayerShape
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
+MOST_GROUP = 16  # query heads of one KV head
+WIDTHS = 8  # elements that a row of a weight is a multiple of, for the copy engine
 
 
 def check_shape(config: ModelConfig, shape: LayerShape, what: str) -> None:
@@ -19,3 +21,9 @@ def check_shape(config: ModelConfig, shape: LayerShape, what: str) -> None:
     if config.head_dim not in HEAD_DIMS:
         known = ", ".join(map(str, HEAD_DIMS))
         raise ModelError(f"{what} has 'head_dim' {config.head_dim}, and the kernels of a GPU have {known}; {remedy}")
+    if config.heads > MOST_GROUP * config.kv_heads:
+        raise ModelError(f"{what} has {config.heads} query heads over {config.kv_heads} KV heads, and the kernels of a GPU have at most "
+                         f"{MOST_GROUP} for one; {remedy}")
+    for name in ("hidden_size", "intermediate_size"):
+        if getattr(config, name) % WIDTHS:
+            raise ModelError(f"{what} has {name!r} {getattr(config, name)}, and the kernels of a GPU need a multiple of {WIDTHS}; {remedy}")
