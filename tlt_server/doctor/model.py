@@ -13,7 +13,8 @@ from tlt_server.build import engine_settings
 from tlt_server.config import Config
 from tlt_server.doctor.finding import Finding, fail, ok, warn
 from tlt_server.engine.devices.choice import Choice, Gpu, choose, for_cpu, look
-from tlt_server.engine.gpu.memory import Needs, check_weights, plan_pages
+from tlt_server.engine.gpu.memory import Needs, Plan
+from tlt_server.engine.gpu.refusals import check_plan, check_weights
 from tlt_server.engine.sizing import kv_pages, served_length
 from tlt_server.errors import StartupError
 from tlt_server.models.config import ModelConfig
@@ -124,8 +125,9 @@ def _gpu_memory(config: Config, model: Decoder) -> Finding:
     values = _values(model) + (sum(view.numel() for view in network.parameters().values()) if network else 0)
     needs = Needs.of(settings, model.config, network.config if network else None, values)
     check_weights(settings, needs, gpu.free_bytes, gpu.total_bytes)
-    budget = plan_pages(settings, needs, model.max_position, free=gpu.free_bytes - needs.weights, total=gpu.total_bytes)
-    return ok(budget.told(needs))
+    plan = Plan(settings, needs, model.max_position, gpu.free_bytes - needs.weights, gpu.total_bytes)
+    check_plan(plan)
+    return ok(plan.told())
 
 
 def _network(config: Config, directory: Path) -> Eagle3:

@@ -34,7 +34,8 @@ from tlt_server.engine.gpu.buckets import (
 from tlt_server.engine.gpu.drafts import DEVICE_DRAFTERS
 from tlt_server.engine.gpu.drafts.eagle import EagleDrafts
 from tlt_server.engine.gpu.graphs import GraphPool
-from tlt_server.engine.gpu.memory import MIB, Needs, check_weights, exhausted, plan_pages
+from tlt_server.engine.gpu.memory import MIB, Needs, Plan
+from tlt_server.engine.gpu.refusals import check_plan, check_weights, exhausted
 from tlt_server.engine.gpu.runner import GpuRunner
 from tlt_server.engine.gpu.state import DeviceState, Slots
 from tlt_server.engine.settings import EngineSettings
@@ -69,6 +70,7 @@ class CudaDevice:
         self._runner: GpuRunner | None = None
         self._eagle: EagleDrafts | None = None
         self._cache: KVCache | None = None
+        self._plan: Plan | None = None
 
     @property
     def numerics(self) -> str:
@@ -133,8 +135,9 @@ class CudaDevice:
         settings, model = self._settings, live.target.network
         network = live.drafter.network if live.drafter else None
         assert network is None or isinstance(network, GpuEagle3)
-        free, total = self._free()
-        pages = plan_pages(settings, self._needs(model, network), max_model_len, free=free, total=total).pages
+        self._plan = Plan(settings, self._needs(model, network), max_model_len, *self._free())
+        check_plan(self._plan)
+        pages = self._plan.pages
         with self._memory(f"{pages} KV pages"):
             self._slots = Slots(pages * PAGE_SIZE, max(MOST_VERIFIED, settings.max_running), TREE_ROWS)
             scratch = self._slots.verified + 1
@@ -226,7 +229,7 @@ class CudaDevice:
             yield
         except torch.OutOfMemoryError as error:
             free, total = self._free()
-            raise StartupError(exhausted(self._settings, what, str(error), free=free, total=total)) from error
+            raise StartupError(exhausted(self._plan, what, str(error), free=free, total=total)) from error
 
 
 class Interpreted(CudaDevice):
