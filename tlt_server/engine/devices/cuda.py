@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from tlt_kernels.gpu.places import UploadLayout
 from tlt_kernels.gpu.tensors import PAGE_SIZE, Places
-from tlt_server.attention.gpu import GPU_BACKENDS, GpuAttention
+from tlt_server.attention import GPU_BACKENDS
+from tlt_server.attention.gpu import GpuAttention
 from tlt_server.attention.rows import KVCache
 from tlt_server.engine.devices import Equipped, Memory, OnProgress
 from tlt_server.engine.gpu.buckets import (
