@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from tlt_kernels.gpu import gemm
 from tlt_kernels.gpu.places import UploadLayout
 from tlt_kernels.gpu.tensors import PAGE_SIZE, Places
 from tlt_server.attention import GPU_BACKENDS
@@ -189,7 +190,8 @@ class CudaDevice:
                 self._runner.prepare(keys, on_progress)
         graphs = self._runner.graphs
         taken = f"{len(graphs.bytes)} graphs, {graphs.total_bytes // MIB} MiB, {sum(graphs.seconds.values()):.1f} s"
-        return Equipped(self._runner, lambda sequence: None, taken if capture else "launched kernel by kernel")
+        products = gemm.in_use(self._placement.dtype, self.device, model.config.intermediate_size)
+        return Equipped(self._runner, lambda sequence: None, taken if capture else "launched kernel by kernel", products)
 
     def _state(self, model: GpuDecoder, ladder: Ladder, pages_per_sequence: int) -> DeviceState:
         settings, tokens = self._settings, pages_per_sequence * PAGE_SIZE
