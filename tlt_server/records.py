@@ -137,6 +137,7 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     dtype: Annotated[str, Meta(description="of weights and KV")]
     device: Annotated[str, Meta(description="that computes: cpu or cuda")]
     gpu: Annotated[str, Meta(description="the GPU's name, memory and compute capability; empty on a CPU")] = ""
+    products: Annotated[str, Meta(description="the kernel of matrix products: streaming, or portable and why; empty on a CPU")] = ""
     graphs: Annotated[bool, Meta(description="whether steps are captured as CUDA graphs")] = False
     choices: Annotated[dict[str, str], Meta(description="setting that was left to what is found here -> its value and why")] = {}
     threads: Annotated[int, Meta(description="that compute")]

@@ -56,6 +56,9 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser().parse_args(arguments)
     shape = SHAPES[args.shape] if args.layers is None else replace(SHAPES[args.shape], layers=args.layers)
     dtype = getattr(torch, args.dtype)
+    if why := unusable(args.device):
+        print(f"benchmarks.pad: --device {args.device} cannot be used: {why}; use cpu, or cuda on a machine with a GPU", file=sys.stderr)
+        return 2
     console = Console(width=None if sys.stdout.isatty() else 150)
     try:
         total = weight_bytes(pad(args.target, args.drafter, shape, dtype, device="meta"))
@@ -70,6 +73,15 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     console.print(f"tlt serve --model {args.out}/target --drafter {args.out}/drafter", highlight=False, soft_wrap=True)
     return 0
+
+
+def unusable(device: str) -> str:
+    """Why no random number can be made there and read; empty: it can."""
+    try:
+        torch.empty(1, device=device).normal_().item()
+    except (RuntimeError, AssertionError, ImportError) as error:  # AssertionError: what a torch without CUDA raises
+        return str(error).splitlines()[0]
+    return ""
 
 
 def weight_bytes(pair: Pair) -> int:

@@ -60,7 +60,9 @@ def check_fit(target: ModelConfig, drafter: ModelConfig, draft_vocab: int, shape
             "num_key_value_heads": (small.kv_heads, shape.kv_heads),
             "query heads per KV head": (small.heads // small.kv_heads, shape.heads // shape.kv_heads),
         })
-    _check_sizes("target", {"num_hidden_layers": (target.layers, shape.layers), "vocab_size": (target.vocab_size, shape.vocab)})
+    if target.layers > shape.layers:
+        raise ModelError(f"the small target has {target.layers} layers, the large one {shape.layers}; raise --layers to {target.layers}")
+    _check_sizes("target", {"vocab_size": (target.vocab_size, shape.vocab)})
     _check_sizes("drafter", {"draft_vocab_size": (draft_vocab, shape.draft_vocab),
                              "further draft ids": (shape.draft_vocab - draft_vocab, shape.vocab - target.vocab_size)})
 

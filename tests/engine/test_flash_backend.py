@@ -22,9 +22,9 @@ from tests.kernels.triton_tests import DEVICE, assert_close, assert_same_bits, g
 
 # isort: split
 from tlt_kernels.gpu.tensors import Rows
-from tlt_server.attention import flash
+from tlt_server.attention import GPU_BACKENDS, flash
 from tlt_server.attention.flash import LARGE, FlashPaged, Run, parts_of, runs_of
-from tlt_server.attention.gpu import GPU_BACKENDS, TritonPaged
+from tlt_server.attention.gpu import TritonPaged
 from tlt_server.engine.devices.cuda import Interpreted
 from tlt_server.engine.gpu.buckets import PROMPT_ROWS
 from tlt_server.engine.settings import EngineSettings

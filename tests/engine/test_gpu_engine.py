@@ -10,6 +10,7 @@ import pytest
 from tests.engine.fast_interpreter import patched_once
 from tests.engine.gpu_engine import PAGE, assert_agree, bits, checkpoints, drafting, on_cpu, prompt, request
 from tests.engine.pushing import Pushable
+from tlt_server.engine.assembly import assemble
 from tlt_server.engine.gpu.drafts import drift
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.records import GenerateRequest
@@ -57,6 +58,14 @@ def test_tokens_equal_the_cpu_engines(plain: Pushable, cpu: Pushable) -> None:
     assert_agree(plain, cpu, IDS)
     assert plain.said["r2"][-1].finish_reason == "stop", "a stop id must have been met"
     assert plain.said["r5"][0].cached_tokens == PAGE
+
+
+def test_it_says_which_kernel_computes_products(settings: EngineSettings, plain: Pushable, cpu: Pushable) -> None:
+    why = "portable: the type is float32, and the streaming kernel is for bfloat16"
+    assert plain.info.products == why and cpu.info.products == ""
+    said = {}
+    assemble(settings, on_phase=lambda name, seconds, detail: said.update({name: detail}))
+    assert said["prepare runner"].split("; ")[1] == f"products {why}"
 
 
 def test_all_pages_are_free_again_and_nothing_is_in_flight(plain: Pushable) -> None:

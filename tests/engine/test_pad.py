@@ -219,7 +219,7 @@ def test_the_norms_epsilon_is_the_small_ones():
 
 @pytest.mark.parametrize(("changes", "words"), [
     ({"hidden": 256}, ("hidden_size", "257", "256")),
-    ({"layers": 7}, ("num_hidden_layers", "8", "7")),
+    ({"layers": 7}, ("8 layers", "7", "raise --layers to 8")),
     ({"heads": 2}, ("query heads per KV head", "2", "1")),
     ({"head_dim": 64}, ("head_dim", "128", "64")),
     ({"draft_vocab": 6000}, ("further draft ids", "5744", "5000")),
@@ -254,3 +254,17 @@ def test_the_command_writes_a_pair_and_leaves_another_alone(tmp_path, capsys):
     assert (config.layers, config.hidden_size) == (8, MID.hidden) and (tmp_path / "drafter" / "calibration.safetensors").exists()
     assert main(arguments) == 1
     assert "not empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("device", ["foo", "meta", *(() if torch.cuda.is_available() else ("cuda",))])
+def test_a_device_that_is_not_there_is_one_line(device, tmp_path, capsys):
+    assert main(["--shape", "mid", "--device", device, "--out", str(tmp_path / "out")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"benchmarks.pad: --device {device} cannot be used: ")
+    assert line.endswith("; use cpu, or cuda on a machine with a GPU")
+    assert not (tmp_path / "out").exists()
+
+
+def test_too_few_layers_name_the_flag(tmp_path, capsys):
+    assert main(["--shape", "mid", "--layers", "2", "--out", str(tmp_path / "out")]) == 1
+    assert capsys.readouterr().err.strip().endswith("has 8 layers, the large one 2; raise --layers to 8")

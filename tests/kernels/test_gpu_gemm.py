@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+
 import pytest
 import torch
 
 from tests.kernels.triton_tests import DEVICE, assert_close, assert_same_bits, gpu
-from tlt_kernels.gpu import gemm_portable
-from tlt_kernels.gpu.gemm import gated, linear, partials
+from tlt_kernels.gpu import gemm, gemm_portable
+from tlt_kernels.gpu.gemm import gated, in_use, linear, partials
 from tlt_kernels.gpu.gemm_tiles import SEGMENT_UNIT, Kind, portable_tile, segments_of, split_last_round, stream_tile
 
 DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=gpu)]
@@ -51,6 +55,45 @@ def test_gated(m: int, n: int, k: int, dtype: torch.dtype) -> None:
 def test_no_rows_launch_nothing() -> None:
     x, weight = draw(0, 32), draw(8, 32)
     assert linear(x, weight).shape == (0, 8) and gated(x, weight).shape == (0, 4) and partials(x, weight, segments=2).shape[1:] == (0, 8)
+
+
+class TestWhichKernel:
+    GPU = torch.device("cuda", 0)
+
+    @pytest.fixture(autouse=True)
+    def hopper(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        """A GPU and a Triton that have all that the streaming kernel needs."""
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        monkeypatch.setitem(sys.modules, "tlt_kernels.gpu.gemm_stream", ModuleType("gemm_stream"))
+        hindrance = gemm._hindrance
+        hindrance.cache_clear()
+        yield
+        hindrance.cache_clear()
+
+    def test_streaming(self) -> None:
+        assert in_use(torch.bfloat16, self.GPU, 18944) == "streaming"
+
+    def test_portable_says_why(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert in_use(torch.float16, self.GPU, 64) == "portable: the type is float16, and the streaming kernel is for bfloat16"
+        assert in_use(torch.bfloat16, torch.device("cpu"), 64) == "portable: the device is cpu, and the streaming kernel is for a GPU"
+        assert in_use(torch.bfloat16, self.GPU, 100) == "portable: the intermediate size 100 is no multiple of 8"
+        gemm._hindrance.cache_clear()
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 3))
+        assert "compute capability 10.3, and the streaming kernel is for 9.x" in in_use(torch.bfloat16, self.GPU, 64)
+
+    def test_a_triton_without_what_it_is_written_in(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "tlt_kernels.gpu.gemm_stream", None)
+        assert in_use(torch.bfloat16, self.GPU, 64).startswith("portable: Triton 3.")
+
+    @pytest.mark.parametrize(("kind", "width", "streams"), [(Kind.LINEAR, 33, True), (Kind.GATED, 40, True), (Kind.GATED, 36, False)])
+    def test_what_is_said_is_what_runs(self, kind: Kind, width: int, streams: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        ran = []
+        monkeypatch.setattr(sys.modules["tlt_kernels.gpu.gemm_stream"], "multiply", lambda *_: ran.append("streaming"), raising=False)
+        monkeypatch.setattr("tlt_kernels.gpu.gemm_stream", sys.modules["tlt_kernels.gpu.gemm_stream"], raising=False)
+        monkeypatch.setattr(gemm_portable, "multiply", lambda *_: ran.append("portable"))
+        monkeypatch.setattr(gemm, "_hindrance", lambda dtype, device: "")
+        gemm._multiply(kind, torch.zeros(2, 16), torch.zeros(2 * width, 16), None, torch.zeros(2, width), 16)
+        assert ran == ["streaming" if streams else "portable"]
 
 
 @pytest.mark.parametrize("rows", [1, 32, 64, 128, 256, 512])

@@ -69,6 +69,12 @@ def test_attention_that_waits_for_the_device_is_not_captured() -> None:
     ({"device": "cuda"}, CARD._replace(unusable="Triton is not installed"), "but Triton is not installed"),
     ({"device": "cpu", "dtype": "bfloat16"}, CARD, "dtype is bfloat16, and a CPU computes in float32; use auto"),
     ({"device": "auto", "dtype": "float16"}, NONE, "dtype is float16"),
+    ({"device": "cpu", "attention": "flash_attn"}, CARD,
+     "attention is 'flash_attn', which needs a GPU (device cuda); use auto, cpu or torch"),
+    ({"device": "auto", "attention": "triton"}, NONE, "attention is 'triton', which needs a GPU (device cuda); use auto, cpu or torch"),
+    ({"device": "cpu", "attention": "foo"}, CARD, "attention is 'foo', which no device has; use auto, cpu or torch"),
+    ({"device": "cuda", "attention": "cpu"}, CARD,
+     "attention is 'cpu', which needs a CPU (device cpu); use auto, triton, torch or flash_attn"),
     ({"device": "tpu"}, CARD, "device is 'tpu'; it must be auto, cpu or cuda"),
 ])
 def test_what_cannot_be_had_is_refused(settings: dict[str, str], gpu: Gpu, says: str) -> None:

@@ -320,7 +320,7 @@ CLEAR = re.compile(r"(\d+) pages")
 def test_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(compute, "DRIVER", tmp_path / "version")
     monkeypatch.setattr(choice, "look", lambda: Gpu(unusable="this torch is built without CUDA"))
-    assert found(compute.gpu) == Finding("ok", "none: the engine computes on the CPU", check="planted"), "no finding to act on"
+    assert found(compute.gpu) == Finding("ok", "none", check="planted"), "what follows is for the check device to say"
     (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu\nGCC version: 12.2.0\n")
     expect(found(compute.gpu), "warn", "driver 570.86.15", "built without CUDA", "CUDA build")
     monkeypatch.setattr(choice, "look", lambda: CARD._replace(unusable="Card 9000 has compute capability 7.5"))
@@ -348,11 +348,16 @@ def test_device(monkeypatch: pytest.MonkeyPatch, card: None) -> None:
     assert told.startswith("cuda, bfloat16, attention triton, up to 256 sequences") and "torch sees Card 9000" in told
     expect(found(model.device, configured(attention="flash_attn")), "fail", "numerics is strict", "attention triton")
     assert found(model.device, configured(device="cpu")).found == "cpu, float32, attention cpu, up to 64 sequences"
-    expect(found(model.device, configured(attention="tirton")), "fail", "unknown GPU attention backend", "triton")
+    expect(found(model.device, configured(attention="tirton")), "fail", "attention is 'tirton', which no device has", "use auto, triton")
+    on_cpu = configured(device="cpu", attention="flash_attn")
+    expect(found(model.device, on_cpu), "fail", "needs a GPU (device cuda)", "use auto, cpu or torch")
     monkeypatch.setattr(model, "look", lambda: CARD._replace(unusable="torch finds no GPU"))
     assert "device cpu: torch finds no GPU" in found(model.device, configured()).found
     expect(found(model.device, configured(device="cuda")), "fail", "torch finds no GPU", "--device cpu")
-    assert found(model.target, configured(device="cuda")).status == "ok", "one cause is one finding"
+    assert found(model.target, configured(device="cuda")).status == "ok", "a checkpoint is read all the same"
+    for check in (model.memory, model.numerics):
+        for wrong in ({"device": "cuda"}, {"attention": "foo"}):
+            expect(found(check, configured(**wrong)), "fail", "not checked, as nothing is chosen that would compute", "the check device")
 
 
 def test_what_a_gpu_holds(card: None, tmp_path: Path) -> None:
@@ -360,7 +365,7 @@ def test_what_a_gpu_holds(card: None, tmp_path: Path) -> None:
     assert finding.status == "ok" and "of weights" in finding.found and int(CLEAR.search(finding.found)[1]) == 256 * 256  # type: ignore[index]
     less = found(model.memory, configured(max_model_len=4096, memory_fraction=0.16))
     assert less.status == "ok" and int(CLEAR.search(less.found)[1]) < 256 * 256  # type: ignore[index]
-    assert "for pushed ones" in found(model.memory, configured(weight_root=tmp_path)).found
+    assert "for pushed weights" in found(model.memory, configured(weight_root=tmp_path)).found
     expect(found(model.memory, configured(memory_fraction=0.13)), "fail", "MiB short of one sequence", "raise memory_fraction to 0.")
     assert "not here" in found(model.numerics, configured()).found
 

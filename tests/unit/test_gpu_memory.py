@@ -10,14 +10,19 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from hypothesis import given as given_by
+from hypothesis import settings as settings_of_hypothesis
+from hypothesis import strategies as st
 
 from tlt_server.attention.gpu import TREE_ROWS, TritonPaged
-from tlt_server.engine.gpu.memory import GIB, MIB, RESERVE, Needs, check_weights, exhausted, plan_pages
+from tlt_server.engine.gpu.memory import GIB, MIB, RESERVE, Needs, Plan
+from tlt_server.engine.gpu.refusals import BUSY, CONTEXT, SMALLER, check_plan, check_weights, exhausted
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import ModelError, StartupError
 from tlt_server.models.config import ModelConfig, Rope
 from tlt_server.models.gpu.limits import check_shape
 from tlt_server.models.layers import LayerShape
+from tlt_server.settings import settings as all_settings
 
 CONFIG = ModelConfig(  # as Qwen2.5-7B
     architecture="Qwen2ForCausalLM", vocab_size=152064, hidden_size=3584, intermediate_size=18944, layers=28, heads=28, kv_heads=4,
@@ -36,8 +41,14 @@ def needs(given: EngineSettings, drafter: ModelConfig | None = None) -> Needs:
     return Needs.of(given, CONFIG, drafter, VALUES)
 
 
+def plan(given: EngineSettings, free: int, length: int = 32768, total: int = TOTAL) -> Plan:
+    return Plan(given, needs(given), length, free, total)
+
+
 def pages(given: EngineSettings, free: int, length: int = 32768, total: int = TOTAL) -> int:
-    return plan_pages(given, needs(given), length, free=free, total=total).pages
+    accepted = plan(given, free, length, total)
+    check_plan(accepted)
+    return accepted.pages
 
 
 def refusal(given: EngineSettings, free: int, length: int = 32768, total: int = TOTAL) -> str:
@@ -61,11 +72,12 @@ def test_what_a_model_needs() -> None:
 
 def test_pages_are_what_the_fraction_leaves() -> None:
     given, free = settings(), TOTAL - 15 * GIB
-    budget = plan_pages(given, needs(given), 32768, free=free, total=TOTAL)
+    budget = plan(given, free)
     left = free - budget.kv - budget.working - RESERVE - TOTAL * (1 - given.memory_fraction)
     assert 0 <= left < needs(given).per_page and budget.staging == 0
-    assert f"{budget.pages} pages" in budget.told(needs(given)) and "14.2 GiB of weights" in budget.told(needs(given))
-    pushed = plan_pages(settings(weight_root="/w"), needs(given), 32768, free=free, total=TOTAL)
+    assert f"{budget.pages} pages" in budget.told() and "14.2 GiB of weights" in budget.told() and "pushed" not in budget.told()
+    pushed = plan(settings(weight_root="/w"), free)
+    assert "28.4 GiB for pushed weights" in pushed.told()
     assert pushed.staging == 2 * needs(given).weights and 0 <= budget.kv - pushed.kv - pushed.staging < needs(given).per_page
 
 
@@ -82,7 +94,8 @@ def test_what_other_programs_hold_is_not_counted_twice() -> None:
 def test_too_little_for_one_sequence_names_what_would_do(free_gib: float) -> None:
     given, free = settings(), int(free_gib * GIB)
     message = refusal(given, free)
-    assert re.search(r"140\.0 GiB is \d+ MiB short of one sequence of max_model_len 32768; ", message) and "nvidia-smi" in message
+    assert re.search(r"140\.0 GiB is \d+ MiB short of one sequence of max_model_len 32768 beside 1934 MiB for steps, ", message)
+    assert "nvidia-smi" in message
     assert pages(msgspec.structs.replace(given, memory_fraction=offered(message, "memory_fraction")), free) >= 2048
     length = int(offered(message, "max_model_len"))
     assert pages(given, free, length) >= length // 16
@@ -102,17 +115,109 @@ def test_fewer_rows_and_no_pushes_are_named_where_they_would_do() -> None:
 
 def test_nothing_fits_at_all() -> None:
     message = refusal(settings(memory_fraction=0.98), 2 * GIB)
-    assert "max_model_len to" not in message and message.endswith("end what else uses this GPU (nvidia-smi lists it)")
+    assert "max_model_len to" not in message and message.endswith("for graphs; end what else uses this GPU (nvidia-smi lists it)")
+    assert refusal(settings(), GIB, total=16 * GIB).endswith(f"; {SMALLER}")
 
 
 def test_memory_that_was_asked_for() -> None:
     message = refusal(settings(kv_memory_mb=100), TOTAL)
-    assert message.startswith("kv_memory_mb 100 holds 114 pages, one sequence of max_model_len 32768 needs 2048; raise it to 1792")
+    assert message.startswith("kv_memory_mb 100 holds 114 pages, one sequence of max_model_len 32768 needs 2048; raise kv_memory_mb to "
+                              "1792, or lower max_model_len to 1824")
     assert pages(settings(kv_memory_mb=1792), TOTAL) == 2048 and pages(settings(kv_memory_mb=100), TOTAL, length=1824) == 114
     message = refusal(settings(kv_memory_mb=50 * 1024), 30 * GIB)
     assert "short" in message and pages(settings(kv_memory_mb=int(offered(message, "kv_memory_mb"))), 30 * GIB) > 2048
     message = refusal(settings(pages=10**6), 30 * GIB)
     assert pages(settings(pages=int(offered(message, "pages"))), 30 * GIB) > 2048
+
+
+@pytest.mark.parametrize("named", [{"kv_memory_mb": 50 * 1024}, {"pages": 60_000}])
+def test_memory_that_was_asked_for_leaves_room_for_graphs_and_pushed_weights(named: dict[str, int]) -> None:
+    asked = plan(settings(**named), 0)
+    enough = asked.kv + asked.working + RESERVE
+    assert pages(asked.settings, enough) == asked.pages
+    assert " for graphs; lower " in refusal(asked.settings, enough - 1)
+    pushed = settings(weight_root="/w", **named)
+    message = refusal(pushed, enough + asked.needs.weights)
+    assert "28.4 GiB for pushed weights, " in message and "leave weight_root out (28.4 GiB are kept" in message
+    assert pages(pushed, enough + 2 * asked.needs.weights) == asked.pages
+
+
+def test_too_little_for_one_sequence_offers_no_less_memory() -> None:
+    message = refusal(settings(kv_memory_mb=50 * 1024), 5 * GIB)
+    assert "kv_memory_mb to" not in message and "lower max_model_len to" in message
+    assert refusal(settings(pages=10**6), 5 * GIB).endswith("; lower pages to 2789 and lower max_rows to 512"), "neither is enough alone"
+    assert refusal(settings(pages=10**6), GIB).endswith(f"; {BUSY} and lower pages to 142103")
+    assert "raise kv_memory_mb" not in refusal(settings(kv_memory_mb=100), 5 * GIB), "it would be refused next"
+
+
+def test_more_sequences_than_a_small_gpu_has_logits_for() -> None:
+    total = 24 * GIB
+    free = total - 2 * VALUES - GIB // 2
+    message = refusal(settings(max_running=65536), free, total=total)
+    assert "beside 38.9 GiB for steps" in message and "nvidia-smi" not in message, "nothing else uses it"
+    most = int(offered(message, "max_running"))
+    assert pages(settings(max_running=most), free, total=total) >= 2048
+    with pytest.raises(StartupError):
+        pages(settings(max_running=most + 1), free, total=total)
+
+
+def test_two_settings_where_one_is_not_enough() -> None:
+    total = 24 * GIB
+    given, free = settings(max_running=65536, weight_root="/w"), total - 2 * VALUES - GIB // 2
+    message = refusal(given, free, total=total)
+    found = re.search(r"; lower max_running to (\d+) and leave weight_root out \(28\.4 GiB are kept for pushed weights\)$", message)
+    assert found is not None, message
+    assert pages(settings(max_running=int(found[1])), free, total=total) >= 2048
+
+
+DOCS = {setting.name: setting.doc for setting in all_settings()}
+VALUE = re.compile(r"(lower|raise) (\w+) to ([\d.]+)")
+
+
+def followed(refused: Plan, remedy: str) -> Plan:
+    """The plan after one remedy, whose values must be such as the settings take."""
+    changes: dict[str, Any] = {}
+    free = refused.free
+    for part in remedy.split(" and "):
+        if part == BUSY:
+            free = refused.total - refused.needs.weights - CONTEXT
+            continue
+        if part.startswith("leave weight_root out"):
+            changes["weight_root"] = ""
+            continue
+        found = VALUE.fullmatch(part)
+        assert found is not None, remedy
+        name, value = found[2], float(found[3]) if found[2] == "memory_fraction" else int(found[3])
+        before = refused.max_model_len if name == "max_model_len" else getattr(refused.settings, name)
+        assert (value < before) == (found[1] == "lower") and value != before
+        assert DOCS[name].low <= value <= DOCS[name].high, remedy  # type: ignore[operator]
+        changes[name] = value
+    length = changes.pop("max_model_len", refused.max_model_len)
+    return plan(msgspec.structs.replace(refused.settings, **changes), free, length, refused.total)
+
+
+@settings_of_hypothesis(max_examples=400, deadline=None, derandomize=True)
+@given_by(st.data())
+def test_every_remedy_that_is_offered_works(data: st.DataObject) -> None:
+    """Whatever the sizes: what a refusal says, followed to the letter, is accepted."""
+    draw = data.draw
+    named = draw(st.sampled_from([{}, {"pages": 0}, {"kv_memory_mb": 0}]))
+    total = draw(st.sampled_from([24, 80, 140])) * GIB
+    asked = settings(
+        **{name: draw(st.integers(1, 2**20)) for name in named},
+        max_running=draw(st.one_of(st.integers(1, 512), st.integers(1, 65536))), max_rows=draw(st.integers(1, 65536)),
+        memory_fraction=draw(st.integers(5, 99)) / 100, weight_root=draw(st.sampled_from(["", "/w"])))
+    refused = plan(asked, draw(st.integers(0, total - 2 * VALUES)), draw(st.integers(2, 131072)), total)
+    if refused.fits:
+        check_plan(refused)
+        return
+    with pytest.raises(StartupError) as caught:
+        check_plan(refused)
+    remedies = caught.value.message.partition("; ")[2].split(", or ")
+    for remedy in remedies if remedies != [SMALLER] else []:
+        accepted = followed(refused, remedy)
+        check_plan(accepted)
+        assert accepted.pages >= min(accepted.least, accepted.settings.pages or accepted.least), remedy
 
 
 def test_weights_that_do_not_fit_are_refused_before_they_are_read() -> None:
@@ -128,11 +233,28 @@ SAID = "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capac
 
 
 def test_memory_that_runs_out_in_spite_of_the_plan() -> None:
-    message = exhausted(settings(), "buffers and graphs", SAID, free=int(1.5 * GIB), total=TOTAL)
+    made = plan(settings(), TOTAL - 2 * VALUES)
+    message = exhausted(made, "buffers and graphs", SAID, free=int(1.5 * GIB), total=TOTAL)
     assert "no room for buffers and graphs: 20.0 GiB more were asked for and 1536 MiB of its 140.0 GiB are free" in message
-    assert "lower memory_fraction to 0.76" in message
-    assert "lower memory_fraction to 0.89" in exhausted(settings(), "graphs", "out of memory", free=GIB, total=TOTAL)
-    assert "lower kv_memory_mb or pages" in exhausted(settings(kv_memory_mb=99), "graphs", SAID, free=MIB, total=TOTAL)
+    assert "lower memory_fraction to 0.76, or lower max_running, or end what" in message
+    assert "lower memory_fraction to 0.89" in exhausted(made, "graphs", "out of memory", free=GIB, total=TOTAL)
+
+
+@pytest.mark.parametrize("named", [{}, {"kv_memory_mb": 40 * 1024}, {"pages": 40_000}])
+def test_less_kv_than_was_planned_holds_a_sequence_or_is_not_offered(named: dict[str, int]) -> None:
+    made = plan(settings(**named), TOTAL - 2 * VALUES)
+    for gib in (1, 5, 30, 100, 300):
+        remedies = exhausted(made, "graphs", f"Tried to allocate {gib}.00 GiB", free=0, total=TOTAL).partition("; ")[2].split(", or ")
+        if VALUE.fullmatch(remedies[0]) is None:
+            assert gib >= 100 or (named and gib >= 40) and remedies == ["lower max_running", BUSY]
+            continue
+        less = followed(made, remedies[0])
+        check_plan(less)
+        assert less.kv <= made.kv - gib * GIB and less.pages >= less.least
+
+
+def test_weights_for_which_memory_runs_out_are_helped_by_no_setting() -> None:
+    assert exhausted(None, "the weights", SAID, free=MIB, total=TOTAL).endswith(f"; {SMALLER}, or {BUSY}")
 
 
 def test_the_device_turns_the_allocators_error_into_ours(monkeypatch: pytest.MonkeyPatch) -> None:

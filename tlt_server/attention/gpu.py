@@ -17,14 +17,6 @@ from tlt_kernels import reference
 from tlt_kernels.gpu import attention as kernels
 from tlt_kernels.gpu.tensors import PAGE_SIZE, Rows
 from tlt_server.errors import StartupError
-from tlt_server.registry import Registry
-
-GPU_BACKENDS = Registry("GPU attention backend", {
-    "triton": "tlt_server.attention.gpu:TritonPaged",
-    "torch": "tlt_server.attention.gpu:TorchGathered",
-    "flash_attn": "tlt_server.attention.flash:FlashPaged",
-})
-
 
 TREE_ROWS = 512  # of a pass, at most, rows of requests that have more than one; whoever plans passes keeps to it
 STATES = 3  # of a tree row, at the least: what it shares with its tree, and up to two splits of its own

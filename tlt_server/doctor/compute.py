@@ -31,13 +31,13 @@ def gpu() -> Finding:
 
     found, driver = choice.look(), _driver()
     if not (found.name or driver):
-        return ok("none: the engine computes on the CPU")
+        return ok("none")
     if found.unusable:
         return warn(f"driver {driver or 'unknown'}, but {found.unusable}: --device auto computes on the CPU",
                     "install a CUDA build of torch that this driver supports, and Triton; or say --device cpu")
     import torch
 
-    from tlt_server.attention.gpu import GPU_BACKENDS
+    from tlt_server.attention import GPU_BACKENDS
 
     backends = [name for name in GPU_BACKENDS if name != "flash_attn" or find_spec(name)]
     about = (f"{found.told}, {found.free_bytes // choice.MIB} MiB free; driver {driver or 'unknown'}, "

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import torch
 
-from tlt_server.attention import BACKENDS
+from tlt_server.attention import BACKENDS, GPU_BACKENDS
 from tlt_server.build import engine_settings
 from tlt_server.config import Config
 from tlt_server.doctor.finding import Finding, fail, ok, warn
-from tlt_server.engine.devices.choice import Choice, Gpu, choose, for_cpu, look
-from tlt_server.engine.gpu.memory import Needs, check_weights, plan_pages
+from tlt_server.engine.devices.choice import Choice, Gpu, choose, look
+from tlt_server.engine.gpu.memory import Needs, Plan
+from tlt_server.engine.gpu.refusals import check_plan, check_weights
 from tlt_server.engine.sizing import kv_pages, served_length
 from tlt_server.errors import StartupError
 from tlt_server.models.config import ModelConfig
@@ -28,6 +28,7 @@ from tlt_server.weights.spool import Spool
 
 GIB = 2**30
 WIDEST = 8192  # outputs of a product that the self-test looks at
+UNDECIDED = fail("not checked, as nothing is chosen that would compute", "follow the remedy of the check device")
 MEMORY, MEMORY_LIMIT = Path("/proc/meminfo"), Path("/sys/fs/cgroup/memory.max")
 
 
@@ -44,8 +45,6 @@ def _choice(config: Config) -> tuple[Choice, Gpu]:
 def device(config: Config) -> Finding:
     choice, _ = _choice(config)
     if choice.settings.device == "cuda":
-        from tlt_server.attention.gpu import GPU_BACKENDS
-
         raw, settings = ModelConfig.read(config.model), choice.settings
         GPU_BACKENDS.resolve(settings.attention)(  # refuses what it cannot serve
             heads=raw.heads, kv_heads=raw.kv_heads, head_dim=raw.head_dim, context=raw.max_position, device=torch.device("cuda"),
@@ -86,6 +85,8 @@ def drafter(config: Config) -> Finding:
 
 def numerics(config: Config) -> Finding:
     """The loader's self-test on products of the model's shapes, with other values."""
+    if _chosen(config) is None:
+        return UNDECIDED
     assert isinstance(config.threads, int)
     torch.set_num_threads(config.threads)
     if config.numerics == "fast":
@@ -101,10 +102,12 @@ def numerics(config: Config) -> Finding:
 
 
 def memory(config: Config) -> Finding:
-    model = _model(config)
-    if _on_gpu(config):
+    chosen = _chosen(config)
+    if chosen is None:
+        return UNDECIDED
+    settings, model = chosen[0].settings, _model(config)
+    if settings.device == "cuda":
         return _gpu_memory(config, model)
-    settings = for_cpu(msgspec.structs.replace(engine_settings(config), dtype="auto")).settings
     per_page = model.make_cache(1, settings.page_size, 0).bytes_per_slot * settings.page_size
     pages = kv_pages(settings, per_page, model.max_position)
     versions = 3 if config.weight_root is not None else 1  # live, before that, and the one being staged
@@ -124,8 +127,9 @@ def _gpu_memory(config: Config, model: Decoder) -> Finding:
     values = _values(model) + (sum(view.numel() for view in network.parameters().values()) if network else 0)
     needs = Needs.of(settings, model.config, network.config if network else None, values)
     check_weights(settings, needs, gpu.free_bytes, gpu.total_bytes)
-    budget = plan_pages(settings, needs, model.max_position, free=gpu.free_bytes - needs.weights, total=gpu.total_bytes)
-    return ok(budget.told(needs))
+    plan = Plan(settings, needs, model.max_position, gpu.free_bytes - needs.weights, gpu.total_bytes)
+    check_plan(plan)
+    return ok(plan.told())
 
 
 def _network(config: Config, directory: Path) -> Eagle3:
@@ -134,12 +138,18 @@ def _network(config: Config, directory: Path) -> Eagle3:
         return Eagle3.empty(directory, _model(config))
 
 
-def _on_gpu(config: Config) -> bool:
-    """Not where the check `device` fails: the others then look at what they can."""
+def _chosen(config: Config) -> tuple[Choice, Gpu] | None:
+    """None where the check `device` fails."""
     try:
-        return _choice(config)[0].settings.device == "cuda"
+        return _choice(config)
     except StartupError:
-        return False
+        return None
+
+
+def _on_gpu(config: Config) -> bool:
+    """Not where the check `device` fails: those of files then look at what they can."""
+    chosen = _chosen(config)
+    return chosen is not None and chosen[0].settings.device == "cuda"
 
 
 def committed_weights(config: Config) -> Finding:

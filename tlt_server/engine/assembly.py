@@ -108,7 +108,8 @@ def assemble(
     with phase("prepare runner") as detail:
         equipped = device.equip(live, rungs, scheduler.page_table_SP, lambda done, of: on_progress("prepare runner", done, of))
         scheduler.on_end = equipped.on_end
-        detail.append("; ".join(part for part in (f"drafters: {', '.join(rungs.drafters) or 'none'}", equipped.detail) if part))
+        products = f"products {equipped.products}" if equipped.products else ""
+        detail.append("; ".join(part for part in (f"drafters: {', '.join(rungs.drafters) or 'none'}", products, equipped.detail) if part))
     options = Options(Path(settings.weight_root) if settings.weight_root else None, settings.weight_marker, spool)
     pushes = WeightPushes(Transaction(live, options, Calibration.parse), scheduler, device.install)
     policy = make_policy(SetPolicy(settings.policy, settings.strategy))
@@ -137,6 +138,7 @@ def assemble(
         dtype=settings.dtype,
         device=device.name,
         gpu=gpu.told if device.name == "cuda" else "",
+        products=equipped.products,
         graphs=settings.graphs,
         choices=choice.reasons,
         threads=settings.threads,

@@ -100,8 +100,8 @@ class Supervisor:
             if self._lives == 1:
                 info = event.info
                 log.info("engine_ready", seconds=round(self._start_s, 3), device=info.device, gpu=info.gpu, dtype=info.dtype,
-                         attention=info.attention, graphs=info.graphs, max_running=info.max_running, pages=info.pages,
-                         choices=info.choices)
+                         attention=info.attention, products=info.products, graphs=info.graphs, max_running=info.max_running,
+                         pages=info.pages, choices=info.choices)
             else:
                 self._back(event.info, now_s - self._gone_s)
 

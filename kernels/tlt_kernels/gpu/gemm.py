@@ -18,25 +18,40 @@ from torch import Tensor
 from tlt_kernels.gpu import gemm_portable
 from tlt_kernels.gpu.gemm_tiles import SEGMENT_UNIT, Kind, kind_of_linear, portable_tile, stream_tile
 
+INTERLEAVED = 8  # rows of gate that lie beside as many of up where `gemm_stream` reads them
+
 
 @cache
-def _streams(device: torch.device) -> bool:
-    """Whether the device is of the kind that `gemm_stream` is written for, and Triton has what it is written in."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
-        return False
+def _hindrance(dtype: torch.dtype, device: torch.device) -> str:
+    """Why `gemm_stream` is not used; empty: it is."""
+    if dtype != torch.bfloat16:
+        return f"the type is {str(dtype).removeprefix('torch.')}, and the streaming kernel is for bfloat16"
+    if device.type != "cuda":
+        return f"the device is {device.type}, and the streaming kernel is for a GPU"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major != 9:
+        return f"the GPU has compute capability {major}.{minor}, and the streaming kernel is for 9.x"
     try:
         import tlt_kernels.gpu.gemm_stream  # noqa: F401
-    except ImportError:
-        return False
-    return True
+    except ImportError as error:
+        return f"Triton {triton.__version__} lacks what the streaming kernel is written in ({error})"
+    return ""
+
+
+def in_use(dtype: torch.dtype, device: torch.device, intermediate: int) -> str:
+    """Which kernel computes the products of an MLP of so many units: "streaming", or "portable: " and why."""
+    why = _hindrance(dtype, device)
+    if not why and intermediate % INTERLEAVED:
+        why = f"the intermediate size {intermediate} is no multiple of {INTERLEAVED}"
+    return f"portable: {why}" if why else "streaming"
 
 
 def _multiply(kind: Kind, x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_PMN: Tensor, segment: int) -> None:
     rows = len(x_MK)
     if rows == 0:
         return
-    interleaves = kind is not Kind.GATED or out_PMN.shape[-1] % 8 == 0  # eight rows of gate beside eight of up
-    if x_MK.dtype == torch.bfloat16 and interleaves and _streams(x_MK.device):
+    width = out_PMN.shape[-1] if kind is Kind.GATED else 0
+    if in_use(x_MK.dtype, x_MK.device, width) == "streaming":
         from tlt_kernels.gpu import gemm_stream
 
         gemm_stream.multiply(stream_tile(kind, rows), x_MK, weight_NK, bias_N, out_PMN, segment, kind is Kind.GATED)

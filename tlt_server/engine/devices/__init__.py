@@ -35,6 +35,7 @@ class Equipped(NamedTuple):
     runner: Runner
     on_end: Callable[[Sequence], None]  # is to be told when a sequence has ended
     detail: str = ""  # for the start-up report
+    products: str = ""  # which kernel computes matrix products on a GPU, and why not the other
 
 
 @dataclass(frozen=True)

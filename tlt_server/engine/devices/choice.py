@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from tlt_server.attention import BACKENDS, GPU_BACKENDS
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import StartupError
 
@@ -91,11 +92,13 @@ def for_cpu(settings: EngineSettings) -> Choice:
     if settings.dtype not in ("auto", "float32"):
         raise StartupError(f"dtype is {settings.dtype}, and a CPU computes in float32; use auto or float32 (a checkpoint in half "
                            "precision is read exactly)")
+    check_attention(settings.attention, "cpu")
     suited = filled(settings, dtype="float32", attention="cpu", kv_memory_mb=CPU_KV_MB, max_running=64, max_rows=512)
     return Choice(msgspec.structs.replace(suited, device="cpu", graphs=False), {})
 
 
 def for_cuda(settings: EngineSettings, own_dtype: Callable[[], str]) -> Choice:
+    check_attention(settings.attention, "cuda")
     reasons, dtype = {}, settings.dtype
     if dtype == "auto":
         own = own_dtype()
@@ -112,6 +115,16 @@ def for_interpreter(settings: EngineSettings) -> Choice:
     """The GPU engine without a GPU, for tests: small."""
     suited = filled(settings, dtype="float32", attention="triton", kv_memory_mb=16, max_running=8, max_rows=64)
     return Choice(msgspec.structs.replace(suited, graphs=False), {})
+
+
+def check_attention(name: str, device: str) -> None:
+    """`StartupError` unless `name` is auto or a backend of the device, cpu or cuda."""
+    tables = {"cpu": BACKENDS, "cuda": GPU_BACKENDS}
+    if name == "auto" or name in tables[device]:
+        return
+    others = [f"needs {'a CPU' if other == 'cpu' else 'a GPU'} (device {other})" for other, table in tables.items() if name in table]
+    *first, last = "auto", *tables[device]
+    raise StartupError(f"attention is {name[:80]!r}, which {others[0] if others else 'no device has'}; use {', '.join(first)} or {last}")
 
 
 def filled(settings: EngineSettings, **suited: Any) -> EngineSettings:

@@ -15,9 +15,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from tlt_kernels.gpu import gemm
 from tlt_kernels.gpu.places import UploadLayout
 from tlt_kernels.gpu.tensors import PAGE_SIZE, Places
-from tlt_server.attention.gpu import GPU_BACKENDS, GpuAttention
+from tlt_server.attention import GPU_BACKENDS
+from tlt_server.attention.gpu import GpuAttention
 from tlt_server.attention.rows import KVCache
 from tlt_server.engine.devices import Equipped, Memory, OnProgress
 from tlt_server.engine.gpu.buckets import (
@@ -34,7 +36,8 @@ from tlt_server.engine.gpu.buckets import (
 from tlt_server.engine.gpu.drafts import DEVICE_DRAFTERS
 from tlt_server.engine.gpu.drafts.eagle import EagleDrafts
 from tlt_server.engine.gpu.graphs import GraphPool
-from tlt_server.engine.gpu.memory import MIB, Needs, check_weights, exhausted, plan_pages
+from tlt_server.engine.gpu.memory import MIB, Needs, Plan
+from tlt_server.engine.gpu.refusals import check_plan, check_weights, exhausted
 from tlt_server.engine.gpu.runner import GpuRunner
 from tlt_server.engine.gpu.state import DeviceState, Slots
 from tlt_server.engine.settings import EngineSettings
@@ -69,6 +72,7 @@ class CudaDevice:
         self._runner: GpuRunner | None = None
         self._eagle: EagleDrafts | None = None
         self._cache: KVCache | None = None
+        self._plan: Plan | None = None
 
     @property
     def numerics(self) -> str:
@@ -133,8 +137,9 @@ class CudaDevice:
         settings, model = self._settings, live.target.network
         network = live.drafter.network if live.drafter else None
         assert network is None or isinstance(network, GpuEagle3)
-        free, total = self._free()
-        pages = plan_pages(settings, self._needs(model, network), max_model_len, free=free, total=total).pages
+        self._plan = Plan(settings, self._needs(model, network), max_model_len, *self._free())
+        check_plan(self._plan)
+        pages = self._plan.pages
         with self._memory(f"{pages} KV pages"):
             self._slots = Slots(pages * PAGE_SIZE, max(MOST_VERIFIED, settings.max_running), TREE_ROWS)
             scratch = self._slots.verified + 1
@@ -185,7 +190,8 @@ class CudaDevice:
                 self._runner.prepare(keys, on_progress)
         graphs = self._runner.graphs
         taken = f"{len(graphs.bytes)} graphs, {graphs.total_bytes // MIB} MiB, {sum(graphs.seconds.values()):.1f} s"
-        return Equipped(self._runner, lambda sequence: None, taken if capture else "launched kernel by kernel")
+        products = gemm.in_use(self._placement.dtype, self.device, model.config.intermediate_size)
+        return Equipped(self._runner, lambda sequence: None, taken if capture else "launched kernel by kernel", products)
 
     def _state(self, model: GpuDecoder, ladder: Ladder, pages_per_sequence: int) -> DeviceState:
         settings, tokens = self._settings, pages_per_sequence * PAGE_SIZE
@@ -226,7 +232,7 @@ class CudaDevice:
             yield
         except torch.OutOfMemoryError as error:
             free, total = self._free()
-            raise StartupError(exhausted(self._settings, what, str(error), free=free, total=total)) from error
+            raise StartupError(exhausted(self._plan, what, str(error), free=free, total=total)) from error
 
 
 class Interpreted(CudaDevice):
