@@ -1,6 +1,7 @@
 """`python -m benchmarks.record_tests [--commit NAME] [pytest arguments]`: run on a GPU what needs one, and record what came of it.
 
-Tests marked `gpu`, the kernels' other tests, which take the GPU where there is one, and `tlt bench exact --quick` on the shipped pair.
+The kernels' tests, all of which take the GPU where there is one, the other tests marked `gpu`, and `tlt bench exact --quick` on the
+shipped pair.
 The last result is benchmarks/results/test-gpu.json, red ones included.
 """
 
@@ -21,7 +22,11 @@ from benchmarks.graph_time import require_gpu
 from tlt_server.bench.record import entry_of, write_entry
 
 RECORD = Path(__file__).with_name("results") / "test-gpu.json"
-RUNS = {"marked gpu": ("tests", "-m", "gpu"), "kernels": ("tests/kernels", "-m", "not gpu and not soak")}
+RUNS = {  # bits of kernels first: nothing counts before they are right
+    "bits of products and attention": ("tests/kernels/test_gpu_gemm.py", "tests/kernels/test_gpu_attention.py", "-m", "gpu"),
+    "kernels": ("tests/kernels",),
+    "engine and server": ("tests", "--ignore=tests/kernels", "-m", "gpu"),
+}
 EXACT = ("-m", "tlt_server", "bench", "exact", "--device", "cuda", "--quick")
 
 

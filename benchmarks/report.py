@@ -85,8 +85,10 @@ def _goals(found: Sequence[Result]) -> Iterator[str]:
         answered = answer(goal, usable)
         if answered:
             commits[answered.commit] = None
-        ours = [_number(answered.value), verdict(goal, answered.value), f"{_file(answered.name)} at {answered.commit}"] if answered else [
-            "", "not measured", ""]
+        if not answered:
+            return [goal["what"], goal["unit"], goal["must"], goal["stretch"], "", "not measured", ""]
+        value = f"{answered.value:.3f}" if goal["unit"] == "x" else _number(answered.value)
+        ours = [value, verdict(goal, answered.value), f"{_file(answered.name)} at {answered.commit}"]
         return [goal["what"], goal["unit"], goal["must"], goal["stretch"], *ours]
 
     yield table(("what", "unit", "must", "stretch", "measured", "", "file"), map(row, wanted["goals"]))

@@ -127,7 +127,7 @@ def added(part_PMN: torch.Tensor) -> torch.Tensor:
 
 @gpu
 @pytest.mark.parametrize("outliers", [False, True])
-@pytest.mark.parametrize("n, k", [(4608, 3584), (3584, 3584), (1008, 18944), (200, 168)])
+@pytest.mark.parametrize("n, k", [(4608, 3584), (3584, 3584), (1008, 18944), (37888, 3584), (200, 168)])
 def test_bits_of_a_row_do_not_depend_on_the_rows_beside_it(n: int, k: int, outliers: bool) -> None:
     x, weight = draw(4096, k, dtype=torch.bfloat16), draw(n, k, dtype=torch.bfloat16, seed=1) * 0.02
     if outliers:
