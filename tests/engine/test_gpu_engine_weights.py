@@ -148,6 +148,6 @@ def test_a_layer_that_a_drafter_reads_twice_is_given_twice(settings: EngineSetti
     sound = model.forward
     monkeypatch.setattr(model, "forward", lambda *given: found.append(sound(*given)) or found[-1])
     engine.run(request(0, 4, max_tokens=1))
-    features_RF = found[0].features_RF
+    features_RF = found[0].features_RF.nan_to_num()  # dead rows hold anything
     first, between, last = features_RF.split(SMALLEST.hidden, dim=1)
     assert torch.equal(first, last) and not torch.equal(first, between)

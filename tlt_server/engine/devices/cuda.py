@@ -33,8 +33,7 @@ from tlt_server.engine.gpu.buckets import (
     reachable,
     rehearsed,
 )
-from tlt_server.engine.gpu.drafts import DEVICE_DRAFTERS
-from tlt_server.engine.gpu.drafts.eagle import EagleDrafts
+from tlt_server.engine.gpu.drafts import DEVICE_DRAFTERS, DeviceDrafter, NetworkStorage
 from tlt_server.engine.gpu.graphs import GraphPool
 from tlt_server.engine.gpu.memory import MIB, Needs, Plan
 from tlt_server.engine.gpu.refusals import check_plan, check_weights, exhausted
@@ -46,6 +45,7 @@ from tlt_server.models.config import ModelConfig
 from tlt_server.models.eagle import describe, feature_layers, fill_drafter
 from tlt_server.models.gpu.decoder import GpuDecoder
 from tlt_server.models.gpu.eagle import GpuEagle3
+from tlt_server.models.gpu.exchange import exchange
 from tlt_server.models.gpu.layers import Placement
 from tlt_server.models.gpu.products import PRODUCTS
 from tlt_server.models.loader import eos_token_ids, fill, unread
@@ -70,7 +70,7 @@ class CudaDevice:
         self._placement = Placement(self.device, getattr(torch, settings.dtype), PRODUCTS[settings.numerics]())
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._runner: GpuRunner | None = None
-        self._eagle: EagleDrafts | None = None
+        self._drafters: list[DeviceDrafter] = []
         self._cache: KVCache | None = None
         self._plan: Plan | None = None
 
@@ -124,11 +124,9 @@ class CudaDevice:
             assert isinstance(changed.target.network, GpuDecoder)
             exchange(self._runner.state.model, changed.target.network)
             self._runner.state.model = changed.target.network
-        if changed.drafter is not None and self._eagle is not None:
-            assert isinstance(changed.drafter.network, GpuEagle3) and isinstance(changed.drafter.calibration, Calibration)
-            exchange(self._eagle.network, changed.drafter.network)
-            self._eagle.network = changed.drafter.network
-            self._eagle.adopt(changed.drafter.calibration)
+        if changed.drafter is not None:
+            for drafts in self._drafters:
+                drafts.install(changed.drafter)
 
     # -- memory --------------------------------------------------------------------------------------------------
 
@@ -178,8 +176,9 @@ class CudaDevice:
         with self._memory("buffers and graphs"):
             state = self._state(model, ladder, page_table_SP.shape[1])
             attention = self._backend(model.config)
-            drafters = {name: self._eagle_drafts(live, state) if name == "eagle" else DEVICE_DRAFTERS.resolve(name)(state)
-                        for name in ladder.drafters}
+            storage = self._network_storage(live)
+            drafters = {name: DEVICE_DRAFTERS.resolve(name).make(state, storage) for name in ladder.drafters}
+            self._drafters = list(drafters.values())
             capture = settings.graphs and attention.capturable and self._stream is not None
             self._runner = GpuRunner(state, attention, drafters, GraphPool(self._stream if capture else None),
                                      max_running=settings.max_running, stream=self._stream, page_hint_PH=self._page_hint_PH,
@@ -214,12 +213,11 @@ class CudaDevice:
             heads=config.heads, kv_heads=config.kv_heads, head_dim=config.head_dim, context=config.max_position, device=self.device,
             dtype=self._placement.dtype, numerics=self._settings.numerics)
 
-    def _eagle_drafts(self, live: Parts, state: DeviceState) -> EagleDrafts:
-        assert live.drafter is not None and isinstance(live.drafter.network, GpuEagle3)
-        network, calibration = live.drafter.network, live.drafter.calibration
-        assert isinstance(calibration, Calibration) and self._draft_cache is not None and self._page_hint_PH is not None
-        self._eagle = EagleDrafts(state, network, self._draft_cache, self._backend(network.config), calibration, self._page_hint_PH)
-        return self._eagle
+    def _network_storage(self, live: Parts) -> NetworkStorage | None:
+        if live.drafter is None:
+            return None
+        assert self._draft_cache is not None and self._page_hint_PH is not None
+        return NetworkStorage(live.drafter, self._draft_cache, self._backend(live.drafter.network.config), self._page_hint_PH)
 
     def _free(self) -> tuple[int, int]:
         """Bytes of the device: free, and in all."""
@@ -247,15 +245,6 @@ class Interpreted(CudaDevice):
 
     def _free(self) -> tuple[int, int]:
         return 2**40, 2**40
-
-
-def exchange(resident: object, other: object) -> None:
-    """`other` takes over the storage that graphs know, with its own values in it; `resident` keeps its values in the other storage."""
-    for mine, theirs in zip(resident.storage(), other.storage(), strict=True):  # type: ignore[attr-defined]
-        kept = mine.clone()
-        mine.copy_(theirs)
-        theirs.copy_(kept)
-    resident.__dict__, other.__dict__ = other.__dict__, resident.__dict__
 
 
 def _empty_drafter(directory: Path, target: GpuDecoder) -> GpuEagle3:

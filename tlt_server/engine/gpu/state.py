@@ -37,7 +37,7 @@ class Slots:
 
 @dataclass
 class DeviceState:
-    """Only `model` ever changes: to the object that holds the resident storage, see `devices.cuda.exchange`."""
+    """Only `model` ever changes: to the object that holds the resident storage, see `models.gpu.exchange`."""
 
     model: GpuDecoder
     cache: KVCache

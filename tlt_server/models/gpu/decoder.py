@@ -1,7 +1,7 @@
 """The decoder of every family on a GPU: embedding, pre-norm layers, final norm, LM head.
 
 Activations in the weights' type, the residual stream and the logits in fp32. In strict numerics a row's bits depend on its prefix
-only. Filled through `parameters()`; CUDA graphs hold the addresses, so new weights change places with the old (`devices.cuda.exchange`).
+only. Filled through `parameters()`; CUDA graphs hold the addresses, so new weights change places with the old (`models.gpu.exchange`).
 
 Legend: R rows, H hidden, F feature width, V vocabulary, S slots, K KV heads, D head width.
 """

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, Self
 
 from torch import Tensor
 
 from tlt_kernels.gpu.tensors import Kept, Nodes, Rows, Trees
+from tlt_server.attention.gpu import GpuAttention
+from tlt_server.attention.rows import KVCache
+from tlt_server.engine.gpu.state import DeviceState
 from tlt_server.registry import Registry
+from tlt_server.weights.parts import Drafter
 
 DEVICE_DRAFTERS = Registry("device drafter", {
     "eagle": "tlt_server.engine.gpu.drafts.eagle:EagleDrafts",
@@ -33,7 +38,23 @@ class DraftPass(Protocol):
     def run(self) -> None: ...
 
 
+@dataclass(frozen=True)
+class NetworkStorage:
+    """What the device keeps for the drafter's network, where there is one."""
+
+    drafter: Drafter
+    cache: KVCache
+    attention: GpuAttention
+    page_hint_PH: Tensor  # the hint behind each page's last position, for whoever finds the page by its prefix
+
+
 class DeviceDrafter(Protocol):
+    @classmethod
+    def make(cls, state: DeviceState, storage: NetworkStorage | None) -> Self: ...
+
+    def install(self, changed: Drafter) -> None:
+        """Another network's values and table are in force from the next step on."""
+
     def draft_pass(self, key: DraftKey) -> DraftPass: ...
 
     def follow(self, rows: Rows, kept: Kept, features_RF: Tensor) -> None:

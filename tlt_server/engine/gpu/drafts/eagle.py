@@ -16,30 +16,37 @@ from tlt_kernels.gpu.children import children
 from tlt_kernels.gpu.gather import gather, previous_hints
 from tlt_kernels.gpu.growth import columns, grow, roots
 from tlt_kernels.gpu.tensors import Calibration, Draft, Kept, Nodes, Rows, Trees
-from tlt_server.attention.gpu import GpuAttention
-from tlt_server.attention.rows import KVCache
-from tlt_server.engine.gpu.drafts import DraftKey
+from tlt_server.engine.gpu.drafts import DraftKey, NetworkStorage
 from tlt_server.engine.gpu.drafts.drift import Drift
 from tlt_server.engine.gpu.state import DeviceState
 from tlt_server.models.gpu.eagle import GpuEagle3
+from tlt_server.models.gpu.exchange import exchange
 from tlt_server.models.gpu.layers import RowTensors
 from tlt_server.speculation.survival import Calibration as OnlineTable
+from tlt_server.weights.parts import Drafter
 
 
 class EagleDrafts:
-    def __init__(self, state: DeviceState, network: GpuEagle3, cache: KVCache, attention: GpuAttention,
-                 calibration: OnlineTable, page_hint_PH: Tensor) -> None:
-        """`page_hint_PH` [pages, H]: the hint behind each page's last position, for whoever finds the page by its prefix."""
-        self.state, self.network, self.cache, self.attention = state, network, cache, attention
-        self.page_hint_PH = page_hint_PH
-        self.calibration = Calibration.of(torch.tensor(calibration.survival_K, device=state.upload_U.device))
+    def __init__(self, state: DeviceState, storage: NetworkStorage) -> None:
+        network, table = _of(storage.drafter)
+        self.state, self.network, self.cache, self.attention = state, network, storage.cache, storage.attention
+        self.page_hint_PH = storage.page_hint_PH
+        self.calibration = Calibration.of(torch.tensor(table.survival_K, device=state.upload_U.device))
         self._drift = Drift(self.calibration)
-        self.gap_edge_G = torch.tensor(calibration.gap_edges, device=state.upload_U.device)
+        self.gap_edge_G = torch.tensor(table.gap_edges, device=state.upload_U.device)
 
-    def adopt(self, calibration: OnlineTable) -> None:
-        """Another network's table, over buckets of its own; nothing observed yet."""
-        self.gap_edge_G.copy_(torch.from_numpy(calibration.gap_edges))
-        fresh = Calibration.of(torch.from_numpy(calibration.survival_K))
+    @classmethod
+    def make(cls, state: DeviceState, storage: NetworkStorage | None) -> EagleDrafts:
+        assert storage is not None, "a ladder names eagle only where a network was loaded"
+        return cls(state, storage)
+
+    def install(self, changed: Drafter) -> None:
+        """The values change places with those in use; of the table, over buckets of its own, nothing is observed yet."""
+        network, table = _of(changed)
+        exchange(self.network, network)
+        self.network = network
+        self.gap_edge_G.copy_(torch.from_numpy(table.gap_edges))
+        fresh = Calibration.of(torch.from_numpy(table.survival_K))
         for mine, value in zip(self.calibration, fresh, strict=True):
             mine.copy_(value)
 
@@ -60,6 +67,12 @@ class EagleDrafts:
 
     def gauges(self) -> Mapping[str, float]:
         return {"calibration_drift": self._drift.value}
+
+
+def _of(drafter: Drafter) -> tuple[GpuEagle3, OnlineTable]:
+    network, table = drafter.network, drafter.calibration
+    assert isinstance(network, GpuEagle3) and isinstance(table, OnlineTable)
+    return network, table
 
 
 class EaglePass:

@@ -10,16 +10,24 @@ from torch import Tensor
 from tlt_kernels.gpu.accept import calibrate
 from tlt_kernels.gpu.history import history_nodes, workspace
 from tlt_kernels.gpu.tensors import Calibration, Kept, Nodes, Rows, Trees
-from tlt_server.engine.gpu.drafts import DraftKey
+from tlt_server.engine.gpu.drafts import DraftKey, NetworkStorage
 from tlt_server.engine.gpu.drafts.drift import Drift
 from tlt_server.engine.gpu.state import DeviceState
 from tlt_server.speculation.drafters.history import prior
+from tlt_server.weights.parts import Drafter
 
 
 class HistoryDrafts:
     def __init__(self, state: DeviceState) -> None:
         self.state, self.calibration = state, Calibration.of(torch.tensor(prior(), device=state.upload_U.device))
         self._drift = Drift(self.calibration)
+
+    @classmethod
+    def make(cls, state: DeviceState, storage: NetworkStorage | None) -> HistoryDrafts:
+        return cls(state)
+
+    def install(self, changed: Drafter) -> None:
+        """There is no network in it."""
 
     def draft_pass(self, key: DraftKey) -> HistoryPass:
         return HistoryPass(key, self)
