@@ -29,7 +29,7 @@ from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import EngineFailed, StartupError
 from tlt_server.frontend.admission import Admission
 from tlt_server.frontend.app import build_app
-from tlt_server.frontend.auth import Keys
+from tlt_server.frontend.auth import Gate
 from tlt_server.frontend.engine_client import EngineClient
 from tlt_server.frontend.generation import Service
 from tlt_server.frontend.logs import left_behind, write_logs
@@ -38,6 +38,7 @@ from tlt_server.frontend.protocol import bounded_protocol
 from tlt_server.frontend.rollouts import Rollouts
 from tlt_server.frontend.supervisor import Supervisor
 from tlt_server.frontend.text import Text
+from tlt_server.frontend.tls import server_context
 from tlt_server.frontend.validation import Validator
 from tlt_server.metrics import Metrics
 from tlt_server.models.environment import library_environment
@@ -55,8 +56,8 @@ def serve(config: Config, *, engine_command: Sequence[str] | None = None) -> int
 
 
 async def _serve(config: Config, engine_command: Sequence[str]) -> int:
-    keys = Keys.read(config.api_key_file) if config.api_key_file is not None else None
     text, metrics, progress = Text.load(config.model), Metrics(), Progress()
+    gate, tls = Gate(config, metrics), server_context(config, partial(metrics.file_read, "certificates"))
     asyncio.get_running_loop().set_exception_handler(left_behind)
     if config.state_dir is not None:
         metrics.watch_disk(config.state_dir)
@@ -70,14 +71,15 @@ async def _serve(config: Config, engine_command: Sequence[str]) -> int:
             supervised = asyncio.create_task(supervisor.run())
             stack.push_async_callback(_cancel, supervised)
             server = _Server(uvicorn.Config(
-                build_app(service, keys), http=bounded_protocol(config), ws="none", lifespan="off", log_config=None, access_log=False,
+                build_app(service, gate), http=bounded_protocol(config), ws="none", lifespan="off", log_config=None, access_log=False,
                 proxy_headers=False, server_header=False, timeout_graceful_shutdown=FLUSH_S,
+                ssl_context_factory=None if tls is None else lambda *_: tls,
             ))
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             stack.push_async_callback(_finish, server, serving)
             stack.callback(client.close)  # what is still open ends with a typed error, which `_finish` lets out
             stack.push_async_callback(rollouts.close)  # first: that error is none of theirs where their journals last
-            url = _url(config.host, listener)
+            url = _url(config, listener)
             progress.listening(url)
             return await _run(config, client, supervised, rollouts, progress, url)
 
@@ -145,6 +147,7 @@ async def _finish(server: uvicorn.Server, serving: asyncio.Task[None]) -> None:
 async def _launch(config: Config, command: Sequence[str], directory: Path) -> Process:
     """An engine process. It ignores Ctrl-C, on which the frontend drains; both are in one session, where its niceness counts."""
     environment = {**os.environ, **library_environment(config.numerics)}
+    environment.pop(config.api_key_variable, None)  # an engine has no use for keys
     process = await asyncio.create_subprocess_exec(*command, str(directory), stdin=PIPE, env=environment)
     assert process.stdin is not None
     with contextlib.suppress(ConnectionError):  # it has exited already, as `wait` tells
@@ -177,5 +180,6 @@ def listening(config: Config) -> Iterator[socket.socket]:
         yield listener
 
 
-def _url(host: str, listener: socket.socket) -> str:
-    return f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+def _url(config: Config, listener: socket.socket) -> str:
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    return f"{'http' if config.tls_cert is None else 'https'}://{host}:{listener.getsockname()[1]}"

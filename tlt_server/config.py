@@ -87,8 +87,11 @@ class Config(Settings, BaseModel):
 
     def checked(self) -> Self:
         """Validation across fields; returns itself."""
-        if not is_loopback(self.host) and self.api_key_file is None:
+        if not is_loopback(self.host) and self.api_key_file is None and not self.api_key_variable:
             raise StartupError(f"host is {self.host}, which other machines can reach; name an api_key_file, or bind 127.0.0.1")
+        if (self.tls_cert is None) != (self.tls_key is None) or (self.tls_client_ca is not None and self.tls_cert is None):
+            raise StartupError(f"tls_cert is {_named(self.tls_cert)}, tls_key {_named(self.tls_key)} and tls_client_ca "
+                               f"{_named(self.tls_client_ca)}; give tls_cert and tls_key together, and tls_client_ca only with them")
         if not self.model.is_dir():
             raise StartupError(f"model is {self.model}, which is not a directory; name one that holds config.json and safetensors files")
         if self.drafter not in ("none", "history") and not Path(self.drafter).is_dir():
@@ -234,6 +237,10 @@ def _explain(errors: Sequence[ErrorDetails], flags: Mapping[str, Any]) -> str:
     if low is not None and high is not None:
         must = f"{'be' if error['type'] == 'value_error' else f'{must},'} from {_plain(low)} to {_plain(high)}"
     return f"{setting.name} is {str(error['input'])[:80]!r} ({source}); it must {must} ({setting.doc.unit}). {setting.doc.sentence}"
+
+
+def _named(path: Path | None) -> str:
+    return str(path) if path is not None else "none"
 
 
 def _plain(number: float) -> str:

@@ -42,7 +42,8 @@ class Unauthenticated(TltError):
 
 
 class Forbidden(TltError):
-    """Not from there, or not to there: a foreign Host or Origin, a path outside the weight root, a server that takes no weights."""
+    """Not by this key, not from there, or not to there: a key without the scope, a foreign Host or Origin, a path outside the weight
+    root, a server that takes no weights."""
 
     code, http_status, grpc_code = "forbidden", 403, "PERMISSION_DENIED"
 

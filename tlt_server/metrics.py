@@ -70,6 +70,9 @@ class Metrics:
         self.http_s = histogram("tlt_http_request_seconds", "From a request's headers to the end of its reply.", LATENCY_S, "route")
         self.sequences = counter("tlt_sequences", "Sequences ended, by finish reason or error code.", "result")
         self.rejected = counter("tlt_requests_rejected", "HTTP requests refused, by error code; probes and scrapes do not count.", "reason")
+        self.auth_refusals = counter("tlt_auth_refusals", "Requests without the key or scope that they need, by reason.", "reason")
+        self.file_reads = counter("tlt_file_reads", "Files of keys and certificates read at start and after a change, by result.",
+                                  "file", "result")
         self.ready = gauge("tlt_ready", "1 when a request sent now would be taken, as /readyz says.")
         self.open_sequences = gauge("tlt_open_sequences", "Sequences accepted and not ended.")
         self.open_tokens = gauge("tlt_open_tokens", "Prompt plus max_tokens of sequences accepted and not ended.")
@@ -115,6 +118,10 @@ class Metrics:
             self.rollouts.labels(status)
         for code in codes():  # from 0 on, so that the first one counts in an `increase`
             self.rejected.labels(code)
+        for reason in ("no_key", "unknown_key", "scope", "foreign_name"):
+            self.auth_refusals.labels(reason)
+        for file, result in itertools.product(("api_keys", "certificates"), ("read", "refused")):
+            self.file_reads.labels(file, result)
         for role, result in itertools.product(("target", "drafter", "all", "none"), PUSH_RESULTS):
             self.weight_pushes.labels(role, result)
         self._live = ("", "")  # target's and drafter's version
@@ -129,6 +136,9 @@ class Metrics:
         PlatformCollector(registry=self.registry)
         ProcessCollector(registry=self.registry)
         ProcessCollector("tlt_engine", pid=lambda: self._engine_pid, registry=self.registry)
+
+    def file_read(self, file: str, result: str) -> None:
+        self.file_reads.labels(file, result).inc()
 
     def watch_disk(self, directory: Path) -> None:
         """Report the file system of `directory`, made yet or not, from now on."""

@@ -71,10 +71,16 @@ class Settings:
         "rows", "Prompt rows that one step processes; auto is 512 on a CPU, 4096 on a GPU.", 1, 65536)] = "auto"
 
     # where it listens
-    host: Annotated[str, Doc("address", "Address to bind; any but a loopback address needs api_key_file.")] = "127.0.0.1"
+    host: Annotated[str, Doc("address", "Address to bind; any but a loopback address needs API keys.")] = "127.0.0.1"
     port: Annotated[int, Doc("TCP port", "Port to bind; 0 takes a free one.", 0, 65535)] = 8000
     api_key_file: Annotated[Path | None, Doc(
-        "file", "API keys, one per line, plain or as sha256:<hex>; clients send Authorization: Bearer.")] = None
+        "file", "API keys, one per line: the key or sha256:<hex>, then scopes=data,push-weights,operate and name=NAME; read again when it "
+        "changes.")] = None
+    api_key_variable: Annotated[str, Doc("variable", "Name of an environment variable that holds such lines, too.")] = ""
+    tls_cert: Annotated[Path | None, Doc(
+        "PEM file", "Certificate to serve HTTPS with, its chain below it; read again when it changes.")] = None
+    tls_key: Annotated[Path | None, Doc("PEM file", "The certificate's private key, without a passphrase.")] = None
+    tls_client_ca: Annotated[Path | None, Doc("PEM file", "Clients must show a certificate that one of these has signed.")] = None
 
     # limits of one request
     max_batch_items: Annotated[int, Doc("items", "Items in one request.", 1, 2**20)] = 4096

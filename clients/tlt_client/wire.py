@@ -145,6 +145,7 @@ class RolloutSummary(Struct, frozen=True):
     done_s: Annotated[float | None, Meta(description="when its last item ended, in Unix seconds; null while it runs")]
     bytes: Annotated[int, Meta(description="size of its journal")]
     progress: Annotated[Progress, Meta(description="how far it is")]
+    owner: Annotated[str, Meta(description="the name of the key that began it; empty on a server without keys")] = ""
 
 
 class RolloutList(Struct, frozen=True):

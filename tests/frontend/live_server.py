@@ -14,12 +14,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from tests.frontend.fake_engine import FakeEngine
 from tlt_server.build import admission
 from tlt_server.config import Config
 from tlt_server.frontend.app import build_app
-from tlt_server.frontend.auth import Keys
+from tlt_server.frontend.auth import Gate
 from tlt_server.frontend.engine_client import EngineClient
 from tlt_server.frontend.generation import Service
 from tlt_server.frontend.progress import Progress
@@ -27,6 +28,7 @@ from tlt_server.frontend.protocol import bounded_protocol
 from tlt_server.frontend.rollouts import Rollouts
 from tlt_server.frontend.supervisor import Supervisor
 from tlt_server.frontend.text import Text
+from tlt_server.frontend.tls import server_context
 from tlt_server.frontend.validation import Validator
 from tlt_server.metrics import Metrics
 
@@ -58,6 +60,7 @@ class LiveServer:
         self.client: EngineClient
         self.text: Text
         self.rollouts: Rollouts
+        self.app: ASGIApp
         self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), daemon=True)
 
     def start(self) -> None:
@@ -88,13 +91,14 @@ class LiveServer:
         self.rollouts = Rollouts((config.state_dir or self.directory) / "rollouts", config, metrics)
         service = Service(config, self.client, text, validator, metrics, self.rollouts)
         self.rollouts.open(service)
-        keys = Keys.read(config.api_key_file) if config.api_key_file else None
+        gate, tls = Gate(config, metrics), server_context(config)
+        self.app = build_app(service, gate)
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
-            self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            self.url = f"{'http' if tls is None else 'https'}://127.0.0.1:{listener.getsockname()[1]}"
             server = uvicorn.Server(uvicorn.Config(
-                build_app(service, keys), http=bounded_protocol(config), ws="none", lifespan="off", log_config=None, access_log=False,
-                proxy_headers=False))
+                self.app, http=bounded_protocol(config), ws="none", lifespan="off", log_config=None, access_log=False,
+                proxy_headers=False, ssl_context_factory=None if tls is None else lambda *_: tls))
             server.capture_signals = _no_signals
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             await self.client.ready()

@@ -59,6 +59,8 @@ def test_yaml_off_is_the_policy_and_not_a_boolean(model: Path, tmp_path: Path) -
     ({"default_timeout_s": "1000000"}, "default_timeout_s is 1000000 s, above max_timeout_s (86400); lower it"),
     ({"host": "0.0.0.0"}, "api_key_file"),
     ({"host": "example.org"}, "api_key_file"),
+    ({"tls_cert": "cert.pem"}, "tls_cert is cert.pem, tls_key none and tls_client_ca none; give tls_cert and tls_key together"),
+    ({"tls_client_ca": "ca.pem"}, "tls_client_ca only with them"),
     ({"model": "/does/not/exist"}, "not a directory"),
     ({"weight_root": "/does/not/exist"}, "weight_root is /does/not/exist, which is not a directory; make it"),
     ({"drafter": "/does/not/exist"}, "must be a directory, history or none"),

@@ -130,7 +130,9 @@ def test_with_keys_all_but_the_probes_may_answer_401(model: Path, tmp_path: Path
         document = httpx.get(f"{server.url}/openapi.json", headers={"authorization": "Bearer secret"}).json()
     assert document["security"] == [{"key": []}]
     for _, path, about in operations(document):
-        assert ("401" in about["responses"]) == (path not in OPEN) == ("security" not in about), path
+        assert ("401" in about["responses"]) == (path not in OPEN) == (about.get("security") != []), path
+        assert ("403" in about["responses"]) == bool(about.get("security") or path == "/update_weights"), path
+    assert document["paths"]["/strategy"]["put"]["security"] == [{"key": ["operate"]}]
 
 
 def test_streams_are_described_by_their_events(document: dict[str, Any], server: LiveServer) -> None:

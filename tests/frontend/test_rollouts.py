@@ -23,6 +23,7 @@ from tlt_client import AsyncClient, Client, Reply, ServerError
 from tlt_client.wire import Choice
 from tlt_server.errors import StartupError, StorageFailed
 from tlt_server.frontend.journal import Journal, past
+from tlt_server.frontend.keys import EVERYBODY
 from tlt_server.frontend.rollouts import Rollouts
 from tlt_server.records import WeightState
 
@@ -41,7 +42,7 @@ def slow(model: Path) -> Iterator[LiveServer]:
 
 def await_waiter(server: LiveServer, id: str) -> None:
     """Until somebody's request waits for the end of a rollout."""
-    eventually(lambda: server.call(lambda: server.rollouts[id]._over._callbacks))  # type: ignore[attr-defined]
+    eventually(lambda: server.call(lambda: server.rollouts.find(id, EVERYBODY)._over._callbacks))  # type: ignore[attr-defined]
 
 
 def choices(reply: Reply) -> dict[str, list[Choice]]:

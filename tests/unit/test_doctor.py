@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+import trustme
 from packaging.specifiers import SpecifierSet
 
 from tlt_server.config import Config
@@ -45,6 +46,10 @@ def expect(finding: Finding, status: str, *words: str) -> None:
     assert finding.remedy and not finding.remedy.startswith("see"), "whatever is not ok has a remedy"
     for word in words:
         assert word in finding.found + finding.remedy, f"{word!r} is not in {finding}"
+
+
+def expect_ok(finding: Finding, said: str) -> None:
+    assert (finding.status, finding.found) == ("ok", said)
 
 
 def doctor(*flags: str, **environment: str) -> tuple[int, str]:
@@ -182,7 +187,22 @@ def test_api_keys(tmp_path: Path) -> None:
     keys.chmod(0o644)
     expect(found(places.api_keys, configured(api_key_file=keys)), "warn", f"chmod 600 {keys}")
     keys.chmod(0o600)
-    assert found(places.api_keys, configured(api_key_file=keys)).status == "ok"
+    expect(found(places.api_keys, configured(api_key_file=keys)), "warn", "all scopes", "scopes=data")
+    keys.write_text("secret scopes=data name=trainer")
+    expect_ok(found(places.api_keys, configured(api_key_file=keys)), "trainer")
+
+
+def test_certificates(tmp_path: Path) -> None:
+    issued, (cert, key) = trustme.CA().issue_cert("127.0.0.1"), (tmp_path / "cert.pem", tmp_path / "key.pem")
+    issued.cert_chain_pems[0].write_to_path(cert)
+    settings = configured(tls_cert=cert, tls_key=key)
+    expect(found(places.certificates, settings), "fail", "cannot read tls_key", "PEM file")
+    issued.private_key_pem.write_to_path(key)
+    key.chmod(0o644)
+    expect(found(places.certificates, settings), "warn", f"chmod 600 {key}")
+    key.chmod(0o600)
+    expect_ok(found(places.certificates, settings), str(cert))
+    expect_ok(found(places.certificates, configured()), "none: plain HTTP")
 
 
 def test_weight_root(tmp_path: Path) -> None:

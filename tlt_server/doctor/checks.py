@@ -39,6 +39,7 @@ CHECKS = (
     Check("libraries", "host:libraries"),
     Check("port", "places:port"),
     Check("api keys", "places:api_keys"),
+    Check("certificates", "places:certificates"),
     Check("weight root", "places:weight_root"),
     Check("state directory", "places:state_directory"),
     Check("disk", "places:disk_space"),

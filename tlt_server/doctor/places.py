@@ -9,8 +9,9 @@ from pathlib import Path
 from tlt_server.build import listening
 from tlt_server.config import Config
 from tlt_server.doctor.finding import Finding, fail, ok, warn
-from tlt_server.frontend.auth import Keys
+from tlt_server.frontend.keys import REMEDY, read_keys
 from tlt_server.frontend.text import Text
+from tlt_server.frontend.tls import server_context
 from tlt_server.metrics import disk
 
 GIB = 2**30
@@ -24,13 +25,27 @@ def port(config: Config) -> Finding:
 
 
 def api_keys(config: Config) -> Finding:
-    path = config.api_key_file
-    if path is None:
+    keys, file = read_keys(config), config.api_key_file
+    if not keys:
         return ok("none: programs of this machine may call the server")
-    Keys.read(path)
-    if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-        return warn(f"other users may open {path}", f"chmod 600 {path}")
-    return ok(str(path))
+    if file is not None and _others_may_open(file):
+        return warn(f"other users may open {file}", f"chmod 600 {file}")
+    if keys.unscoped:
+        return warn(f"all scopes have the keys {', '.join(keys.unscoped)}", REMEDY)
+    return ok(", ".join(keys.names))
+
+
+def certificates(config: Config) -> Finding:
+    if server_context(config) is None:
+        return ok("none: plain HTTP")
+    assert config.tls_key is not None
+    if _others_may_open(config.tls_key):
+        return warn(f"other users may open {config.tls_key}", f"chmod 600 {config.tls_key}")
+    return ok(f"{config.tls_cert}" + (f", clients' by {config.tls_client_ca}" if config.tls_client_ca is not None else ""))
+
+
+def _others_may_open(file: Path) -> bool:
+    return bool(file.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO))
 
 
 def weight_root(config: Config) -> Finding:

@@ -1,6 +1,7 @@
 """What is kept of a request: an id in its reply and in every log line about it, one access line, its place in the metrics.
 
-Neither holds anything that a client wrote into the body, the query or the headers, but for a well-formed X-Request-Id.
+An admin call that was accepted has a second line, `audit`. None of these holds anything that a client wrote into the body, the query or
+the headers, but for a well-formed X-Request-Id and the version of weights that were pushed.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable
 import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from tlt_server.frontend.auth import is_admin_call
 from tlt_server.metrics import Metrics
 
 HEADER = b"x-request-id"
@@ -55,8 +57,11 @@ class Access:
         quiet = route in QUIET or (method == "GET" and route in POLLED)
         answered = 0 < status < 400 or (route in QUIET and status == 503)  # that is how a probe says no
         write = log.debug if quiet and answered else log.info if answered or status == 499 else log.warning
+        client = scope["client"][0] if scope.get("client") else ""
         write("request", method=method, route=route, status=status, seconds=round(seconds, 6), request_bytes=request.received,
-              response_bytes=request.sent, client=scope["client"][0] if scope.get("client") else "")
+              response_bytes=request.sent, client=client)
+        if 0 < status < 400 and is_admin_call(scope):
+            log.info("audit", method=method, route=route, status=status, client=client)
 
 
 class _Request:

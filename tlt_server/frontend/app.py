@@ -15,33 +15,41 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import ASGIApp
+from starlette.routing import Match
+from starlette.types import ASGIApp, Scope
 
 from tlt_server.errors import Cancelled, MethodNotAllowed, NotFound, TltError
 from tlt_server.frontend.access import QUIET, Access
-from tlt_server.frontend.auth import Authentication, Keys
+from tlt_server.frontend.auth import Authentication, Gate
 from tlt_server.frontend.dialects import DIALECTS
 from tlt_server.frontend.endpoints import Endpoint
 from tlt_server.frontend.generation import Service
+from tlt_server.frontend.keys import Needs
 from tlt_server.frontend.limits import BodyLimits, ConnectionLimit
 from tlt_server.frontend.openapi import document
 from tlt_server.frontend.replies import error_reply, error_response, unexpected
 
 
-def build_app(service: Service, keys: Keys | None, dialects: Iterable[str] = DIALECTS) -> ASGIApp:
+def build_app(service: Service, gate: Gate, dialects: Iterable[str] = DIALECTS) -> ASGIApp:
     tables: dict[str, list[Endpoint]] = {name: DIALECTS.resolve(name)(service) for name in dialects}
 
     async def openapi(request: Request) -> Response:
         """This document."""
         return Response(about, media_type="application/json")
 
-    tables["document"] = [Endpoint("GET", "/openapi.json", openapi, gives=dict[str, Any])]
-    about = msgspec.json.encode(document(tables, keyed=keys is not None))
+    tables["document"] = [Endpoint("GET", "/openapi.json", openapi, needs="any", gives=dict[str, Any])]
+    about = msgspec.json.encode(document(tables, keyed=gate.keyed))
     routes = [endpoint for table in tables.values() for endpoint in table]
     known = ", ".join(sorted({endpoint.path for endpoint in routes}))
 
     def at(path: str) -> list[Endpoint]:
         return [endpoint for endpoint in routes if endpoint.path_regex.match(path)]
+
+    def needs(scope: Scope) -> Needs:
+        """What the route that the router will take needs. That there is none is told to any key, and to everybody beside an open route."""
+        matches = [(endpoint.matches(scope)[0], endpoint.needs) for endpoint in routes]
+        taken = next((needs for match, needs in matches if match is Match.FULL), None)
+        return taken or ("open" if (Match.PARTIAL, "open") in matches else "any")
 
     def template(path: str) -> str:
         """The route of a path, or "none": a bounded set, whatever clients ask for."""
@@ -79,7 +87,7 @@ def build_app(service: Service, keys: Keys | None, dialects: Iterable[str] = DIA
         redirect_slashes=False,
         middleware=[
             Middleware(ConnectionLimit, max_connections=config.max_connections, refuse=closing),
-            Middleware(Authentication, keys=keys, refuse=closing),
+            Middleware(Authentication, gate=gate, needs=needs, refuse=closing),
             Middleware(BodyLimits, max_body_bytes=config.max_body_mb * 2**20, body_timeout_s=config.body_timeout_s, refuse=closing),
         ],
         exception_handlers={TltError: refused, HTTPException: no_such_route, ClientDisconnect: disconnected, Exception: broken},

@@ -1,77 +1,112 @@
-"""API keys: kept as SHA-256 digests, compared in constant time. No key file means an open server, on a loopback address only.
+"""Who may call which route. A route says what it needs (`Endpoint.needs`); what has no route needs a key to be told so.
 
-An open server still answers nobody but this machine's own programs: a web page that makes a browser call it shows in the headers
+A server without keys is open to this machine's own programs, with all scopes: a web page that makes a browser call it shows in the headers
 Host (a name that resolves to this machine) or Origin (a page from elsewhere), and is refused.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
-import re
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
+import structlog
+from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tlt_server.config import is_loopback
-from tlt_server.errors import Forbidden, StartupError, TltError, Unauthenticated
+from tlt_server.config import Config, is_loopback
+from tlt_server.errors import Forbidden, TltError, Unauthenticated
+from tlt_server.frontend.keys import EVERYBODY, NOBODY, Caller, Needs, watched_keys
+from tlt_server.metrics import Metrics
 
-OPEN_PATHS = frozenset({"/", "/health", "/livez", "/readyz", "/startupz"})  # probes, and the page, which is the same for everybody
-
-
-class Keys:
-    def __init__(self, digests: list[bytes]) -> None:
-        self._digests = digests
-
-    @classmethod
-    def read(cls, path: Path) -> Keys:
-        """One key per line, plain or `sha256:<hex>`; empty lines and lines that start with # are skipped."""
-        try:
-            lines = [line.strip() for line in path.read_text().splitlines()]
-        except (OSError, UnicodeDecodeError) as error:
-            raise StartupError(f"cannot read api_key_file {path}: {type(error).__name__}; name a text file with one key per line") from None
-        keys = [line for line in lines if line and not line.startswith("#")]
-        if not keys:
-            raise StartupError(f"api_key_file {path} holds no key; write one per line")
-        return cls([_digest_of(key) for key in keys])
-
-    def match(self, token: str) -> bool:
-        digest = hashlib.sha256(token.encode()).digest()
-        return sum(hmac.compare_digest(digest, known) for known in self._digests) > 0  # looks at all, whatever matches
+ADMITTED = "admitted"  # in the scope's state
 
 
-def _digest_of(line: str) -> bytes:
-    hashed = re.fullmatch(r"sha256:([0-9a-fA-F]{64})", line)
-    return bytes.fromhex(hashed[1]) if hashed else hashlib.sha256(line.encode()).digest()
+class Admitted(NamedTuple):
+    """What is known of an admitted request."""
+
+    caller: Caller
+    needs: Needs
+
+
+class Gate:
+    """The decision, whichever transport asks."""
+
+    def __init__(self, config: Config, metrics: Metrics) -> None:
+        self._keys, self._metrics = watched_keys(config, partial(metrics.file_read, "api_keys")), metrics
+
+    @property
+    def keyed(self) -> bool:
+        return self._keys is not None
+
+    def admit(self, token: str, needs: Needs) -> Caller:
+        """Whose token it is, or `Unauthenticated`, or `Forbidden` where that caller lacks the scope. `token`: empty without one."""
+        if needs == "open":
+            return NOBODY
+        if self._keys is None:
+            return EVERYBODY
+        caller = self._keys().find(token)
+        if caller is None:
+            self.refused("unknown_key" if token else "no_key")
+            raise Unauthenticated("the request carries no known API key; send the header Authorization: Bearer <key>")
+        if needs != "any" and not caller.may(needs):
+            self.refused("scope")
+            raise Forbidden(f"the key {caller.name} has the scopes {', '.join(sorted(caller.scopes))}, and this needs {needs}; use another "
+                            f"key, or have this one given scopes={','.join(sorted({*caller.scopes, needs}))}")
+        return caller
+
+    def refused(self, reason: str) -> None:
+        self._metrics.auth_refusals.labels(reason).inc()
 
 
 class Authentication:
-    """Refuses requests without a known key, or without keys those that come by way of a foreign name; `OPEN_PATHS` stay open."""
+    """Lets through what the gate admits, and tells handlers who calls."""
 
-    def __init__(self, app: ASGIApp, *, keys: Keys | None, refuse: Callable[[str, TltError], ASGIApp]) -> None:
-        """`refuse(path, error)` is the answer that closes the connection."""
-        self.app, self.keys, self.refuse = app, keys, refuse
+    def __init__(self, app: ASGIApp, *, gate: Gate, needs: Callable[[Scope], Needs], refuse: Callable[[str, TltError], ASGIApp]) -> None:
+        """`needs(scope)`: of the route that will be taken. `refuse(path, error)` is the answer that closes the connection."""
+        self.app, self.gate, self.needs, self.refuse = app, gate, needs, refuse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        error = self._refusal(scope) if scope["type"] == "http" and scope["path"] not in OPEN_PATHS else None
-        if error is None:
+        if scope["type"] != "http":
             await self.app(scope, receive, send)
-        else:
+            return
+        needs = self.needs(scope)
+        try:
+            if not self.gate.keyed and needs != "open":
+                self._check_names(scope)
+            caller = self.gate.admit(_token(scope), needs)
+        except TltError as error:
             await self.refuse(scope["path"], error)(scope, receive, send)
+        else:
+            scope.setdefault("state", {})[ADMITTED] = Admitted(caller, needs)
+            if caller.name:
+                structlog.contextvars.bind_contextvars(key=caller.name)  # in every line about this request
+            await self.app(scope, receive, send)
 
-    def _refusal(self, scope: Scope) -> TltError | None:
-        if self.keys is not None:
-            kind, _, token = _header(scope, b"authorization").partition(" ")
-            known = kind.lower() == "bearer" and self.keys.match(token.strip())
-            return None if known else Unauthenticated("the request carries no known API key; send the header Authorization: Bearer <key>")
+    def _check_names(self, scope: Scope) -> None:
         for name in ("host", "origin"):
             value = _header(scope, name.encode())
             if value and not _is_own(value):
-                return Forbidden(f"the header {name} is {value[:100]!r}; a server without API keys answers to localhost only: "
-                                 "call it by that name, or start it with --api-key-file")
-        return None
+                self.gate.refused("foreign_name")
+                raise Forbidden(f"the header {name} is {value[:100]!r}; a server without API keys answers to localhost only: "
+                                "call it by that name, or start it with --api-key-file")
+
+
+def caller_of(request: Request) -> Caller:
+    admitted: Admitted = request.scope["state"][ADMITTED]
+    return admitted.caller
+
+
+def is_admin_call(scope: Scope) -> bool:
+    """Whether a request was admitted to change the weights or what the server does."""
+    admitted: Admitted | None = scope.get("state", {}).get(ADMITTED)
+    return admitted is not None and admitted.needs in ("push-weights", "operate") and scope["method"] not in ("GET", "HEAD")
+
+
+def _token(scope: Scope) -> str:
+    kind, _, token = _header(scope, b"authorization").partition(" ")
+    return token.strip() if kind.lower() == "bearer" else ""
 
 
 def _header(scope: Scope, wanted: bytes) -> str:

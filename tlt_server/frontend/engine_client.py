@@ -264,7 +264,10 @@ class EngineClient:
         try:
             if not self._send(command):
                 raise Unavailable("the engine does not take commands; poll /livez", retry_after_s=2)
-            return await answer
+            report = await answer
+            if report.version:
+                structlog.contextvars.bind_contextvars(version=report.version)  # in what is still logged of the request, its audit line
+            return report
         finally:
             del self._answers[command.id]
 

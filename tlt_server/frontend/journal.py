@@ -47,7 +47,8 @@ class Header(Struct, frozen=True, kw_only=True, tag="rollout"):
     id: str
     model: str
     detached: bool
-    key: str  # of the client, empty without
+    owner: str = ""  # the name of the API key that began it; empty on a server without keys
+    key: str  # idempotency key of the client, empty without
     digest: str  # of the body that came with the key
     created_s: float
     deadline_s: float

@@ -27,7 +27,6 @@ from tlt_server.errors import (
     Unauthenticated,
     Unavailable,
 )
-from tlt_server.frontend.auth import OPEN_PATHS
 from tlt_server.frontend.endpoints import Endpoint
 
 REF = "#/components/schemas/{}"
@@ -58,8 +57,8 @@ def document(dialects: Mapping[str, Iterable[Endpoint]], *, keyed: bool) -> dict
             content = {"schema": takes[endpoint.takes]} | ({"example": endpoint.example} if endpoint.example is not None else {})
             operation["requestBody"] = {"required": not endpoint.optional_body, "content": {"application/json": content}}
         operation["responses"] = _responses(endpoint, gives, keyed)
-        if keyed and endpoint.path in OPEN_PATHS:
-            operation["security"] = []
+        if keyed and endpoint.needs != "any":
+            operation["security"] = [] if endpoint.needs == "open" else [{"key": [endpoint.needs]}]
         paths.setdefault(endpoint.path, {})[endpoint.method.lower()] = operation
     about: dict[str, Any] = {"openapi": "3.1.0", "info": {"title": "TLT Server", "version": __version__, "description": ABOUT},
                              "servers": [{"url": "/"}], "paths": paths, "components": {"schemas": components | replies}}
@@ -116,8 +115,10 @@ def _responses(endpoint: Endpoint, gives: dict[Any, Any], keyed: bool) -> dict[s
 def _in_front(endpoint: Endpoint, keyed: bool) -> Iterator[type[TltError]]:
     """What can be refused before a handler is called, or while it reads the body."""
     yield Unavailable  # too many connections
-    if endpoint.path not in OPEN_PATHS:
-        yield Unauthenticated if keyed else Forbidden
+    if endpoint.needs != "open" and keyed:
+        yield Unauthenticated
+    if endpoint.needs not in ("open", "any") or (endpoint.needs == "any" and not keyed):
+        yield Forbidden
     if endpoint.takes is not None:
         yield from (InvalidRequest, TooLarge, RequestTimeout)
 

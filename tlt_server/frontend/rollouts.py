@@ -31,6 +31,7 @@ from tlt_server.errors import (
 )
 from tlt_server.frontend.generation import Generation, ItemError, ItemResult, Service
 from tlt_server.frontend.journal import End, Grown, Header, Journal, KeptItem, frame, journals, past
+from tlt_server.frontend.keys import Caller
 from tlt_server.frontend.replies import unexpected
 from tlt_server.frontend.rollout import Rollout
 from tlt_server.frontend.validation import Batch
@@ -48,7 +49,7 @@ class Rollouts:
         self._model = str(config.model.resolve())
         self.lasting = config.state_dir is not None
         self._by_id: dict[str, Rollout] = {}  # in order of creation
-        self._by_key: dict[str, Rollout] = {}
+        self._by_key: dict[tuple[str, str], Rollout] = {}  # owner and key
         self._bytes = 0
         self._lock = -1
         self._service: Service
@@ -99,28 +100,30 @@ class Rollouts:
     def __iter__(self) -> Iterator[Rollout]:
         return iter(self._by_id.values())
 
-    def __getitem__(self, id: str) -> Rollout:
+    def find(self, id: str, caller: Caller) -> Rollout:
+        """`NotFound` also when it is another's: that it exists is none of the caller's business."""
         rollout = self._by_id.get(id)
-        if rollout is None:
+        if rollout is None or not caller.sees(rollout.header.owner):
             raise NotFound(f"there is no rollout {id[:80]!r}; it was deleted, or finished more than {self._ttl_s:g} s ago (rollout_ttl_s), "
                            "or begun by a server without this state_dir: send its request again")
         return rollout
 
-    def keyed(self, key: str, digest: str) -> Rollout | None:
-        """The rollout of an idempotency key; `Conflict` when it was begun with another body."""
-        rollout = self._by_key.get(key)
+    def keyed(self, owner: str, key: str, digest: str) -> Rollout | None:
+        """The rollout of an owner's idempotency key; `Conflict` when it was begun with another body."""
+        rollout = self._by_key.get((owner, key))
         if rollout is not None and rollout.header.digest != digest:
             raise Conflict(f"the Idempotency-Key {key[:80]!r} came before with another body; repeat that body, or use a new key")
         return rollout
 
-    def begin(self, batch: Batch, *, key: str, digest: str, detached: bool) -> Rollout:
+    def begin(self, batch: Batch, *, owner: str, key: str, digest: str, detached: bool) -> Rollout:
         """Write down and submit a batch, or (with a typed error) neither."""
         if len(self._by_id) >= self._most and not self._make_room():
             raise QueueFull(f"{len(self._by_id)} rollouts are kept, the limit is {self._most} (max_rollouts); fetch or delete finished "
                             "ones, or wait for some to end", retry_after_s=self._next_expiry_s())
         now = time.time()
-        header = Header(id=f"r-{secrets.token_hex(16)}", model=self._model, detached=detached, key=key, digest=digest, created_s=now,
-                        deadline_s=now + batch.deadline_s - time.monotonic(), items=[KeptItem.of(item) for item in batch.items])
+        header = Header(id=f"r-{secrets.token_hex(16)}", model=self._model, detached=detached, owner=owner, key=key, digest=digest,
+                        created_s=now, deadline_s=now + batch.deadline_s - time.monotonic(),
+                        items=[KeptItem.of(item) for item in batch.items])
         rollout = Rollout(header, self._directory / f"{header.id}.journal")
         rollout.items = self._service.items(batch)
         try:
@@ -267,7 +270,7 @@ class Rollouts:
     def _keep(self, rollout: Rollout) -> None:
         self._by_id[rollout.header.id] = rollout
         if rollout.header.key:
-            self._by_key[rollout.header.key] = rollout
+            self._by_key[rollout.header.owner, rollout.header.key] = rollout
         self._measure()
 
     def _expire_later(self, rollout: Rollout) -> None:
@@ -281,8 +284,8 @@ class Rollouts:
         if rollout.expiry is not None:
             rollout.expiry.cancel()
         self._by_id.pop(rollout.header.id, None)
-        if self._by_key.get(rollout.header.key) is rollout:
-            del self._by_key[rollout.header.key]
+        if self._by_key.get((rollout.header.owner, rollout.header.key)) is rollout:
+            del self._by_key[rollout.header.owner, rollout.header.key]
         self._remove(rollout)
         self._measure()
 

@@ -34,6 +34,7 @@ from tlt_server.errors import (
     Unavailable,
 )
 from tlt_server.frontend.admission import Demand
+from tlt_server.frontend.auth import caller_of
 from tlt_server.frontend.delivery import EventStream, reply, while_connected
 from tlt_server.frontend.endpoints import Endpoint, Parameter
 from tlt_server.frontend.generation import Event, Generation, ItemError, ItemResult, Service, TokenEvent
@@ -75,7 +76,8 @@ def routes(service: Service) -> list[Endpoint]:
             service.engine.check_available()
         body = await request.body()
         digest = hashlib.sha256(body).hexdigest() if key else ""
-        rollout = rollouts.keyed(key, digest)
+        owner = caller_of(request).name
+        rollout = rollouts.keyed(owner, key, digest)
         if rollout is not None:
             return await _attached(request, rollout)
         service.engine.check_room(Demand(sequences=1))  # the body may have taken its time; and where nothing fits, none is parsed
@@ -86,8 +88,8 @@ def routes(service: Service) -> list[Endpoint]:
         assert service.engine.info is not None
         batch = await service.validator.batch(asked, service.engine.info)
         if asked.detach or key:  # while this batch was tokenised its twin may have begun
-            rollout = rollouts.keyed(key, digest) or rollouts.begin(batch, key=key, digest=digest, detached=asked.detach)
-            return await _attached(request, rollout)
+            rollout = rollouts.keyed(owner, key, digest)
+            return await _attached(request, rollout or rollouts.begin(batch, owner=owner, key=key, digest=digest, detached=asked.detach))
         generation = service.start(batch)  # a batch that is not admitted is an HTTP error, not a stream
         if batch.stream:
             return EventStream(_frames(service, batch, generation), generation)
@@ -109,7 +111,7 @@ def routes(service: Service) -> list[Endpoint]:
     ends = (QueueTimeout, DeadlineExceeded, EngineFailed, Poisoned, StorageFailed, Unavailable)  # of an item
     example = {"requests": [{"prompt": "2+2=", "n": 2, "seed": 7}], "sampling": {"max_tokens": 16, "temperature": 0.8}}
     return [Endpoint(
-        "POST", "/generate", generate, parameters=(IDEMPOTENCY_KEY,), takes=NativeRequest, example=example, gives=Reply,
+        "POST", "/generate", generate, needs="data", parameters=(IDEMPOTENCY_KEY,), takes=NativeRequest, example=example, gives=Reply,
         gives_also_at=tuple({400, *(error.http_status for error in ends)}), others={202: RolloutStatus},
         headers={"X-Rollout-Id": "The rollout, of a batch that is detached or has an Idempotency-Key."},
         streams=(("token", Token), ("result", wire.ItemResult), ("error", wire.ItemResult), ("done", Done)),

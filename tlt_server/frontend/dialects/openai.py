@@ -131,12 +131,12 @@ def routes(service: Service) -> list[Endpoint]:
             return EventStream(_chunks(phrase, batch, generation, usage=asked.stream_options.include_usage), generation)
         return await reply(request, _whole(phrase, batch, generation), generation)
 
-    read = partial(Endpoint, "POST", error_shape=failure, raises=(NotFound, Unavailable))
-    generate = partial(Endpoint, "POST", error_shape=failure,
+    read = partial(Endpoint, "POST", needs="data", error_shape=failure, raises=(NotFound, Unavailable))
+    generate = partial(Endpoint, "POST", needs="data", error_shape=failure,
                        raises=(NotFound, QueueFull, Overloaded, QueueTimeout, DeadlineExceeded, EngineFailed, Poisoned, Unavailable))
     question = [{"role": "user", "content": "Compute 3*4+5."}]
     return [
-        Endpoint("GET", "/v1/models", models, gives=Models, error_shape=failure),
+        Endpoint("GET", "/v1/models", models, needs="data", gives=Models, error_shape=failure),
         generate("/v1/completions", completions, takes=CompletionRequest, gives=Completion,
                  example={"prompt": ["2+2=", "3*4="], "n": 2, "max_tokens": 16, "seed": 7, "return_token_ids": True},
                  streams=(("message", Completion), ("message", Failure), ("message", Literal["[DONE]"]))),

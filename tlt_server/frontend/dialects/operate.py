@@ -14,11 +14,16 @@ from starlette.responses import Response
 
 from tlt_server import __version__
 from tlt_server.errors import Unavailable
+from tlt_server.frontend.auth import caller_of
 from tlt_server.frontend.endpoints import Endpoint
 from tlt_server.frontend.engine_client import EngineClient
 from tlt_server.frontend.generation import Service
+from tlt_server.frontend.keys import Caller
 from tlt_server.frontend.replies import json_response
 from tlt_server.records import EngineInfo, Phase
+
+SECRETS = {"api_key_file", "api_key_variable", "tls_cert", "tls_key", "tls_client_ca"}
+PLACES = {"model", "drafter", "weight_root", "state_dir", "host", "port"}
 
 
 class Status(Struct, frozen=True):
@@ -38,7 +43,8 @@ class ServerInfo(Struct, frozen=True, kw_only=True):
     engine: Annotated[EngineInfo | None, Meta(description="what the engine says of itself; null until it has been ready")]
     open_sequences: Annotated[int, Meta(description="accepted and not finished")]
     max_queue: Annotated[int, Meta(description="the most of them")]
-    config: Annotated[dict[str, Any], Meta(description="every setting by name, but for the file of API keys")]
+    config: Annotated[dict[str, Any], Meta(description="every setting by name, but for those of keys and certificates; those that say "
+                                                      "where things are, only for a key that may push weights or operate")]
 
 
 def routes(service: Service) -> list[Endpoint]:
@@ -66,20 +72,21 @@ def routes(service: Service) -> list[Endpoint]:
 
     async def server_info(request: Request) -> Response:
         """What this server is: model, engine, limits and settings."""
-        return json_response(_server_info(service))
+        return json_response(_server_info(service, caller_of(request)))
 
     return [
-        Endpoint("GET", "/health", ready, gives=Status, raises=(Unavailable,)),
-        Endpoint("GET", "/readyz", ready, gives=Status, raises=(Unavailable,)),
-        Endpoint("GET", "/livez", live, gives=Status, raises=(Unavailable,)),
-        Endpoint("GET", "/startupz", started, gives=Startup, gives_also_at=(503,)),
-        Endpoint("GET", "/metrics", metrics),
-        Endpoint("GET", "/server_info", server_info, gives=ServerInfo),
+        Endpoint("GET", "/health", ready, needs="open", gives=Status, raises=(Unavailable,)),
+        Endpoint("GET", "/readyz", ready, needs="open", gives=Status, raises=(Unavailable,)),
+        Endpoint("GET", "/livez", live, needs="open", gives=Status, raises=(Unavailable,)),
+        Endpoint("GET", "/startupz", started, needs="open", gives=Startup, gives_also_at=(503,)),
+        Endpoint("GET", "/metrics", metrics, needs="operate"),
+        Endpoint("GET", "/server_info", server_info, needs="any", gives=ServerInfo),
     ]
 
 
-def _server_info(service: Service) -> ServerInfo:
+def _server_info(service: Service, caller: Caller) -> ServerInfo:
     info = service.engine.info
+    trusted = caller.may("push-weights") or caller.may("operate")
     return ServerInfo(
         version=__version__,
         served_model_name=service.config.served_model_name,
@@ -88,7 +95,7 @@ def _server_info(service: Service) -> ServerInfo:
         engine=info,
         open_sequences=len(service.engine),
         max_queue=service.config.max_queue,
-        config=service.config.model_dump(mode="json", exclude={"api_key_file"}),
+        config=service.config.model_dump(mode="json", exclude=SECRETS if trusted else SECRETS | PLACES),
     )
 
 

@@ -37,7 +37,7 @@ def routes(service: Service) -> list[Endpoint]:
             return Response(status_code=304, headers=headers)
         return Response(html, media_type="text/html", headers=headers)
 
-    return [Endpoint("GET", "/", page, text="text/html")]
+    return [Endpoint("GET", "/", page, needs="open", text="text/html")]
 
 
 def _policy(html: str) -> str:

@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from tlt_client.wire import Progress, RolloutList, RolloutReply, RolloutStatus, RolloutSummary
 from tlt_server.errors import InvalidRequest, NotFound
+from tlt_server.frontend.auth import caller_of
 from tlt_server.frontend.delivery import while_connected
 from tlt_server.frontend.dialects.native import Told
 from tlt_server.frontend.endpoints import Endpoint, Parameter
@@ -34,7 +35,7 @@ def routes(service: Service) -> list[Endpoint]:
         With `?wait_s=`, at most 60, the reply comes when it is done or that time is up. Fetching changes nothing, so it may be repeated;
         but once a finished rollout has been fetched, it may be forgotten early to make room for new ones.
         """
-        rollout, wait_s = rollouts[request.path_params["id"]], _wait_s(request)
+        rollout, wait_s = rollouts.find(request.path_params["id"], caller_of(request)), _wait_s(request)
 
         async def when_done() -> Response:
             if wait_s and rollout.done_s is None:
@@ -47,22 +48,23 @@ def routes(service: Service) -> list[Endpoint]:
 
     async def delete(request: Request) -> Response:
         """Abort what runs of a rollout, and forget it."""
-        rollout = rollouts[request.path_params["id"]]
+        rollout = rollouts.find(request.path_params["id"], caller_of(request))
         rollouts.delete(rollout)
         return json_response(RolloutStatus(rollout.header.id, "deleted"))
 
     async def every(request: Request) -> Response:
-        """All rollouts kept, oldest first, without prompts and results."""
+        """The rollouts kept that this key began, oldest first, without prompts and results; with the scope operate, all of them."""
         return json_response(RolloutList([
             RolloutSummary(rollout.header.id, rollout.status, rollout.header.detached, rollout.header.created_s, rollout.done_s,
-                           rollout.bytes, _progress(rollout))
-            for rollout in rollouts
+                           rollout.bytes, _progress(rollout), rollout.header.owner)
+            for rollout in rollouts if caller_of(request).sees(rollout.header.owner)
         ]))
 
     return [
-        Endpoint("GET", "/rollouts", every, gives=RolloutList),
-        Endpoint("GET", "/rollouts/{id}", fetch, parameters=(ID, WAIT_S), gives=RolloutReply, raises=(InvalidRequest, NotFound)),
-        Endpoint("DELETE", "/rollouts/{id}", delete, parameters=(ID,), gives=RolloutStatus, raises=(NotFound,)),
+        Endpoint("GET", "/rollouts", every, needs="data", gives=RolloutList),
+        Endpoint("GET", "/rollouts/{id}", fetch, needs="data", parameters=(ID, WAIT_S), gives=RolloutReply,
+                 raises=(InvalidRequest, NotFound)),
+        Endpoint("DELETE", "/rollouts/{id}", delete, needs="data", parameters=(ID,), gives=RolloutStatus, raises=(NotFound,)),
     ]
 
 

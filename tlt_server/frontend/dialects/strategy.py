@@ -62,8 +62,9 @@ def routes(service: Service) -> list[Endpoint]:
         return json_response(_state(service))
 
     return [
-        Endpoint("GET", "/strategy", get, gives=StrategyState, raises=(Unavailable,)),
-        Endpoint("PUT", "/strategy", put, takes=PolicyFields, example={"policy": "off"}, gives=StrategyState, raises=(Unavailable,)),
+        Endpoint("GET", "/strategy", get, needs="operate", gives=StrategyState, raises=(Unavailable,)),
+        Endpoint("PUT", "/strategy", put, needs="operate", takes=PolicyFields, example={"policy": "off"}, gives=StrategyState,
+                 raises=(Unavailable,)),
     ]
 
 

@@ -179,18 +179,20 @@ def routes(service: Service) -> list[Endpoint]:
         return json_response(CheckReply(checksums=sums))
 
     gone = (EngineFailed, Unavailable)
-    pushed = partial(Endpoint, "POST", parameters=(Parameter("version", "path", "the version that the push named"),), takes=NoFields,
-                     optional_body=True, gives=PushReply)
+    pushed = partial(Endpoint, "POST", needs="push-weights", takes=NoFields, optional_body=True, gives=PushReply,
+                     parameters=(Parameter("version", "path", "the version that the push named"),))
     return [
-        Endpoint("POST", "/update_weights", update, takes=ManifestFields | DirectoryFields, example={"version": "step-7", "path": "step-7"},
-                 gives=PushReply, raises=(Forbidden, NotFound, Conflict, WeightsRefused, PushFailed, *gone)),
-        Endpoint("GET", "/weights", look, gives=WeightState, raises=gone),
-        Endpoint("POST", "/weights/rollback", rollback, takes=RollbackFields, optional_body=True, gives=PushReply,
-                 raises=(Conflict, PushFailed, *gone)),
+        Endpoint("POST", "/update_weights", update, needs="push-weights", takes=ManifestFields | DirectoryFields,
+                 example={"version": "step-7", "path": "step-7"}, gives=PushReply,
+                 raises=(Forbidden, NotFound, Conflict, WeightsRefused, PushFailed, *gone)),
+        Endpoint("GET", "/weights", look, needs="push-weights", gives=WeightState, raises=gone),
+        Endpoint("POST", "/weights/rollback", rollback, needs="push-weights", takes=RollbackFields, optional_body=True,
+                 gives=PushReply, raises=(Conflict, PushFailed, *gone)),
         pushed("/weights/{version}/commit", commit, raises=(NotFound, Conflict, WeightsRefused, PushFailed, *gone)),
         pushed("/weights/{version}/abort", abort, raises=(NotFound, Conflict, *gone)),
-        Endpoint("POST", "/weight_checker", check, takes=CheckFields, optional_body=True, gives=CheckReply, raises=gone),
-        Endpoint("GET", "/weight_info", info, gives=WeightInfo, raises=gone),
+        Endpoint("POST", "/weight_checker", check, needs="push-weights", takes=CheckFields, optional_body=True, gives=CheckReply,
+                 raises=gone),
+        Endpoint("GET", "/weight_info", info, needs="any", gives=WeightInfo, raises=gone),
     ]
 
 
