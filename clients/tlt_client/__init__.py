@@ -1,4 +1,4 @@
-"""Client of TLT Server: `Client` and `AsyncClient` over HTTP, the wire models, the error tree. No torch.
+"""Client of TLT Server: `Client` and `AsyncClient` over HTTP, the wire models, the tree of errors (`tlt_client.errors`). No torch.
 
     from tlt_client import Client
 
@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from tlt_client.client import AsyncClient, Client
 from tlt_client.errors import ConnectionFailed, ServerError, TltClientError
+from tlt_client.retries import Retries
 from tlt_client.rollouts import AsyncRollout, Rollout
+from tlt_client.tls import Tls
 from tlt_client.wire import (
     Choice,
     Done,
@@ -33,7 +35,7 @@ from tlt_client.wire import (
 
 __version__ = "0.1.0"
 __all__ = [
-    "AsyncClient", "AsyncRollout", "Choice", "Client", "ConnectionFailed", "Done", "Item", "ItemResult", "Progress", "Reply", "Rollout",
-    "RolloutReply", "RolloutSummary", "SamplingFields", "SdReport", "ServerError", "StreamEvent", "TltClientError", "Token", "Usage",
-    "VersionSpan", "WireError",
+    "AsyncClient", "AsyncRollout", "Choice", "Client", "ConnectionFailed", "Done", "Item", "ItemResult", "Progress", "Reply", "Retries",
+    "Rollout", "RolloutReply", "RolloutSummary", "SamplingFields", "SdReport", "ServerError", "StreamEvent", "Tls", "TltClientError",
+    "Token", "Usage", "VersionSpan", "WireError",
 ]

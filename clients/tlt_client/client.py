@@ -1,62 +1,58 @@
-"""Synchronous and asyncio HTTP clients of the native dialect; both build requests and read replies with the same functions.
+"""Synchronous and asyncio HTTP clients of the native dialect: what to send and how to read it is in `calls` and `flows`, once for both.
 
-An item that failed inside a batch is an `ItemResult` with `error`; a request that was refused raises `ServerError`. A rollout is a
-batch that goes on without its client: `generate(..., detach=True)`.
+An item that failed inside a batch is an `ItemResult` with `error`; a request that was refused raises the `ServerError` of its code. A
+rollout is a batch that goes on without its client: `generate(..., detach=True)`.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
-from os import PathLike, fspath
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, Generator, Mapping
+from os import PathLike
 from types import TracebackType
-from typing import Any, Literal, Self, overload
+from typing import Any, Literal, Self, TypeVar, overload
 
 import httpx
-import msgspec
 
-from tlt_client.errors import ConnectionFailed
-from tlt_client.responses import connection_errors, in_path, json_object, raise_for, whole_reply
-from tlt_client.rollouts import AsyncRollout, Rollout, rollout_id, summaries
-from tlt_client.wire import (
-    Done,
-    EventParser,
-    GenerateBody,
-    Item,
-    Reply,
-    RolloutSummary,
-    SamplingFields,
-    StreamEvent,
-)
+from tlt_client import calls, flows
+from tlt_client.calls import Call, Fields, Items
+from tlt_client.errors import ConnectionFailed, TltClientError
+from tlt_client.flows import Flow, Pause
+from tlt_client.responses import connection_errors
+from tlt_client.retries import NEVER, Retries
+from tlt_client.rollouts import AsyncRollout, Rollout
+from tlt_client.tls import Tls
+from tlt_client.wire import Done, EventParser, Reply, RolloutSummary, StreamEvent
 
-Items = Sequence[Item | dict[str, Any]]
-Fields = SamplingFields | dict[str, Any] | None
+T = TypeVar("T")
+TRUNCATED = "the stream ended before its last event"
 
 
-def _options(url: str, api_key: str | None, timeout_s: float | None) -> dict[str, Any]:
+def _options(url: str, api_key: str | None, timeout_s: float | None, tls: Tls | None) -> dict[str, Any]:
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-    return {"base_url": url, "headers": headers, "timeout": httpx.Timeout(timeout_s, connect=10.0)}
+    verify = {"verify": tls.context()} if tls is not None else {}
+    return {"base_url": url, "headers": headers, "timeout": httpx.Timeout(timeout_s, connect=10.0), **verify}
 
 
-def _body(items: Items, sampling: Fields, timeout_s: float | None, queue_timeout_s: float | None, *, stream: bool = False,
-          detach: bool = False, key: str | None = None) -> dict[str, Any]:
-    body = GenerateBody(requests=list(items), stream=stream, sampling=sampling if sampling is not None else msgspec.UNSET,
-                        timeout_s=timeout_s if timeout_s is not None else msgspec.UNSET,
-                        queue_timeout_s=queue_timeout_s if queue_timeout_s is not None else msgspec.UNSET, detach=detach)
-    headers = {"content-type": "application/json"} | ({"idempotency-key": key} if key is not None else {})
-    return {"content": msgspec.json.encode(body), "headers": headers}
-
-
-def _policy(policy: str, strategy: str | None) -> dict[str, Any]:
-    content = {"policy": policy} if strategy is None else {"policy": policy, "strategy": strategy}
-    return {"content": msgspec.json.encode(content), "headers": {"content-type": "application/json"}}
+def _key(key: str | None, retries: Retries) -> str | None:
+    """A batch that may be sent twice has a name, so that it runs once."""
+    return key if key is not None or not retries.times else str(uuid.uuid4())
 
 
 class Client:
     """Blocking client. `timeout_s` bounds one wait for the network, not a generation: give `generate` a `timeout_s` for that, and a
-    `queue_timeout_s` for how long the engine may take to begin it."""
+    `queue_timeout_s` for how long the engine may take to begin it. `api_key` goes along as the bearer token, `tls` says whom to trust.
 
-    def __init__(self, url: str = "http://127.0.0.1:8000", *, api_key: str | None = None, timeout_s: float | None = None) -> None:
-        self._http = httpx.Client(**_options(url, api_key, timeout_s))
+    With `retries` what failed and may pass is sent again. So that a batch never runs twice it then has an idempotency key, yours or a new
+    one, and is a rollout: it goes on when this client leaves. A stream is sent again only until it has begun.
+    """
+
+    def __init__(self, url: str = "http://127.0.0.1:8000", *, api_key: str | None = None, timeout_s: float | None = None,
+                 tls: Tls | None = None, retries: Retries = NEVER) -> None:
+        self._http = httpx.Client(**_options(url, api_key, timeout_s, tls))
+        self.retries = retries
 
     @overload
     def generate(self, items: Items, *, sampling: Fields = None, timeout_s: float | None = None,
@@ -72,108 +68,117 @@ class Client:
 
         With an `idempotency_key`, such as a UUID, the same call may be repeated after any failure: it never runs twice.
         """
-        body = _body(items, sampling, timeout_s, queue_timeout_s, detach=detach, key=idempotency_key)
-        with connection_errors():
-            response = self._http.post("/generate", **body)
-        return Rollout(self._http, rollout_id(response)) if detach else whole_reply(response)
-
-    def rollout(self, id: str) -> Rollout:
-        """A handle of a rollout begun before; nothing is asked yet."""
-        return Rollout(self._http, id)
-
-    def rollouts(self) -> list[RolloutSummary]:
-        """All rollouts that the server keeps, oldest first."""
-        with connection_errors():
-            response = self._http.get("/rollouts")
-        return summaries(response)
+        asked, key = (items, sampling, timeout_s, queue_timeout_s), _key(idempotency_key, self.retries)
+        if detach:
+            return Rollout(self, self._ask(calls.detach(*asked, key)))
+        return self._ask(calls.generate(*asked, key))
 
     def stream(self, items: Items, *, sampling: Fields = None, timeout_s: float | None = None,
                queue_timeout_s: float | None = None) -> Generator[StreamEvent, None, None]:
         """Tokens as they come, each item as it ends, then one `Done`. Closing the iterator aborts what still runs."""
-        parser, body = EventParser(), _body(items, sampling, timeout_s, queue_timeout_s, stream=True)
-        with connection_errors(), self._http.stream("POST", "/generate", **body) as response:
-            if response.is_error:
-                response.read()
-                raise_for(response)
-            for line in response.iter_lines():
-                event = parser.feed(line)
-                if event is not None:
-                    yield event
-                if isinstance(event, Done):
-                    return
-        raise ConnectionFailed("the stream ended before its last event")
+        parser, response = EventParser(), self._ask(calls.stream(items, sampling, timeout_s, queue_timeout_s))
+        try:
+            with connection_errors():
+                for line in response.iter_lines():
+                    event = parser.feed(line)
+                    if event is not None:
+                        yield event
+                    if isinstance(event, Done):
+                        return
+        finally:
+            response.close()
+        raise ConnectionFailed(TRUNCATED)
+
+    def rollout(self, id: str) -> Rollout:
+        """A handle of a rollout begun before; nothing is asked yet."""
+        return Rollout(self, id)
+
+    def rollouts(self) -> list[RolloutSummary]:
+        """The rollouts that this key began, oldest first; with the scope operate, everybody's."""
+        return self._ask(calls.rollouts())
 
     def server_info(self) -> Mapping[str, Any]:
-        with connection_errors():
-            response = self._http.get("/server_info")
-        return json_object(response)
+        """What the server is: model, engine, limits and settings."""
+        return self._ask(calls.server_info())
 
     def strategy(self) -> Mapping[str, Any]:
         """The policy in force, the strategy of the last step, and the arms."""
-        with connection_errors():
-            return json_object(self._http.get("/strategy"))
+        return self._ask(calls.strategy())
 
     def set_strategy(self, policy: str, strategy: str | None = None) -> Mapping[str, Any]:
         """Replace the policy (`off`, `fixed` with a strategy such as "eagle:7x4x16", `beg`) between two steps; never changes a token."""
-        with connection_errors():
-            return json_object(self._http.put("/strategy", **_policy(policy, strategy)))
+        return self._ask(calls.set_strategy(policy, strategy))
 
     def update_weights(self, path: str | PathLike[str], version: str, **fields: Any) -> Mapping[str, Any]:
         """Push the safetensors directory `path`, below the server's weight root; returns once it is live (or staged, or refused).
 
         Further fields of the manifest: `role`, `drafter_path`, `tensors`, `in_flight` (continue, recompute, abort, drain), `commit`.
         """
-        with connection_errors():
-            return json_object(self._http.post("/update_weights", json={"path": fspath(path), "version": version, **fields}))
+        return self._ask(calls.update_weights(path, version, fields))
 
     def commit_weights(self, version: str) -> Mapping[str, Any]:
         """Make a push live that was staged with `commit=False`."""
-        with connection_errors():
-            return json_object(self._http.post(f"/weights/{in_path(version)}/commit"))
+        return self._ask(calls.commit_weights(version))
 
     def abort_weights(self, version: str) -> Mapping[str, Any]:
         """End a push that is not committed; nothing changes."""
-        with connection_errors():
-            return json_object(self._http.post(f"/weights/{in_path(version)}/abort"))
+        return self._ask(calls.abort_weights(version))
 
     def roll_back_weights(self, **fields: Any) -> Mapping[str, Any]:
         """Make the version before the last commit live again; `to` names it, which makes a repeated call safe."""
-        with connection_errors():
-            return json_object(self._http.post("/weights/rollback", json=fields))
+        return self._ask(calls.roll_back_weights(fields))
 
     def weights(self) -> Mapping[str, Any]:
         """Versions that are live, that a rollback would restore, and that are on their way."""
-        with connection_errors():
-            return json_object(self._http.get("/weights"))
+        return self._ask(calls.weights())
 
     def weight_checksums(self) -> Mapping[str, str]:
         """sha256 of every live tensor's float32 values."""
-        with connection_errors():
-            return json_object(self._http.post("/weight_checker", json={"action": "checksum"}))["checksums"]
+        return self._ask(calls.weight_checksums("checksum"))
 
     def remember_weight_checksums(self) -> Mapping[str, str]:
         """The same; the server remembers them for `compare_weights`."""
-        with connection_errors():
-            return json_object(self._http.post("/weight_checker", json={"action": "reset"}))["checksums"]
+        return self._ask(calls.weight_checksums("reset"))
 
     def compare_weights(self, baseline: Mapping[str, str] | None = None) -> list[str]:
         """Names of tensors that differ from a `baseline` of checksums, or without one from those that the server remembers."""
-        fields = {"action": "compare"} if baseline is None else {"action": "compare", "baseline": dict(baseline)}
-        with connection_errors():
-            return json_object(self._http.post("/weight_checker", json=fields))["mismatches"]
+        return self._ask(calls.compare_weights(baseline))
 
     def metrics(self) -> str:
         """The Prometheus exposition, as text."""
-        with connection_errors():
-            response = self._http.get("/metrics")
-        raise_for(response)
-        return response.text
+        return self._ask(calls.metrics())
 
     def is_ready(self) -> bool:
+        """Whether a request sent now would be taken; a server that is not reached is not ready."""
+        return self.run(flows.ready())
+
+    def _ask(self, call: Call[T]) -> T:
+        return self.run(flows.tried(call, self.retries))
+
+    def run(self, flow: Flow[T]) -> T:
+        """Take the steps of a flow."""
         try:
-            return self._http.get("/readyz").is_success
-        except httpx.TransportError:
-            return False
+            step = next(flow)
+            while True:
+                try:
+                    value = self._step(step)
+                except TltClientError as error:
+                    step = flow.throw(error)
+                else:
+                    step = flow.send(value)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+    def _step(self, step: Call[Any] | Pause) -> Any:
+        if isinstance(step, Pause):
+            time.sleep(step.seconds)
+            return None
+        with connection_errors():
+            response = self._http.send(step.request(self._http), stream=step.streams)
+            if step.streams and response.is_error:
+                response.read()
+        return step.read(response)
 
     def close(self) -> None:
         self._http.close()
@@ -188,8 +193,10 @@ class Client:
 class AsyncClient:
     """The same for asyncio."""
 
-    def __init__(self, url: str = "http://127.0.0.1:8000", *, api_key: str | None = None, timeout_s: float | None = None) -> None:
-        self._http = httpx.AsyncClient(**_options(url, api_key, timeout_s))
+    def __init__(self, url: str = "http://127.0.0.1:8000", *, api_key: str | None = None, timeout_s: float | None = None,
+                 tls: Tls | None = None, retries: Retries = NEVER) -> None:
+        self._http = httpx.AsyncClient(**_options(url, api_key, timeout_s, tls))
+        self.retries = retries
 
     @overload
     async def generate(self, items: Items, *, sampling: Fields = None, timeout_s: float | None = None,
@@ -204,108 +211,98 @@ class AsyncClient:
     async def generate(self, items: Items, *, sampling: Fields = None, timeout_s: float | None = None,
                        queue_timeout_s: float | None = None, idempotency_key: str | None = None,
                        detach: bool = False) -> Reply | AsyncRollout:
-        body = _body(items, sampling, timeout_s, queue_timeout_s, detach=detach, key=idempotency_key)
-        with connection_errors():
-            response = await self._http.post("/generate", **body)
-        return AsyncRollout(self._http, rollout_id(response)) if detach else whole_reply(response)
-
-    def rollout(self, id: str) -> AsyncRollout:
-        """A handle of a rollout begun before; nothing is asked yet."""
-        return AsyncRollout(self._http, id)
-
-    async def rollouts(self) -> list[RolloutSummary]:
-        """All rollouts that the server keeps, oldest first."""
-        with connection_errors():
-            response = await self._http.get("/rollouts")
-        return summaries(response)
+        asked, key = (items, sampling, timeout_s, queue_timeout_s), _key(idempotency_key, self.retries)
+        if detach:
+            return AsyncRollout(self, await self._ask(calls.detach(*asked, key)))
+        return await self._ask(calls.generate(*asked, key))
 
     async def stream(self, items: Items, *, sampling: Fields = None, timeout_s: float | None = None,
                      queue_timeout_s: float | None = None) -> AsyncGenerator[StreamEvent, None]:
-        parser, body = EventParser(), _body(items, sampling, timeout_s, queue_timeout_s, stream=True)
-        with connection_errors():
-            async with self._http.stream("POST", "/generate", **body) as response:
-                if response.is_error:
-                    await response.aread()
-                    raise_for(response)
+        parser, response = EventParser(), await self._ask(calls.stream(items, sampling, timeout_s, queue_timeout_s))
+        try:
+            with connection_errors():
                 async for line in response.aiter_lines():
                     event = parser.feed(line)
                     if event is not None:
                         yield event
                     if isinstance(event, Done):
                         return
-        raise ConnectionFailed("the stream ended before its last event")
+        finally:
+            await response.aclose()
+        raise ConnectionFailed(TRUNCATED)
+
+    def rollout(self, id: str) -> AsyncRollout:
+        """A handle of a rollout begun before; nothing is asked yet."""
+        return AsyncRollout(self, id)
+
+    async def rollouts(self) -> list[RolloutSummary]:
+        return await self._ask(calls.rollouts())
 
     async def server_info(self) -> Mapping[str, Any]:
-        with connection_errors():
-            response = await self._http.get("/server_info")
-        return json_object(response)
+        return await self._ask(calls.server_info())
 
     async def strategy(self) -> Mapping[str, Any]:
-        """The policy in force, the strategy of the last step, and the arms."""
-        with connection_errors():
-            return json_object(await self._http.get("/strategy"))
+        return await self._ask(calls.strategy())
 
     async def set_strategy(self, policy: str, strategy: str | None = None) -> Mapping[str, Any]:
-        """Replace the policy (`off`, `fixed` with a strategy such as "eagle:7x4x16", `beg`) between two steps; never changes a token."""
-        with connection_errors():
-            return json_object(await self._http.put("/strategy", **_policy(policy, strategy)))
+        return await self._ask(calls.set_strategy(policy, strategy))
 
     async def update_weights(self, path: str | PathLike[str], version: str, **fields: Any) -> Mapping[str, Any]:
-        """Push the safetensors directory `path`, below the server's weight root; returns once it is live (or staged, or refused).
-
-        Further fields of the manifest: `role`, `drafter_path`, `tensors`, `in_flight` (continue, recompute, abort, drain), `commit`.
-        """
-        with connection_errors():
-            return json_object(await self._http.post("/update_weights", json={"path": fspath(path), "version": version, **fields}))
+        return await self._ask(calls.update_weights(path, version, fields))
 
     async def commit_weights(self, version: str) -> Mapping[str, Any]:
-        """Make a push live that was staged with `commit=False`."""
-        with connection_errors():
-            return json_object(await self._http.post(f"/weights/{in_path(version)}/commit"))
+        return await self._ask(calls.commit_weights(version))
 
     async def abort_weights(self, version: str) -> Mapping[str, Any]:
-        """End a push that is not committed; nothing changes."""
-        with connection_errors():
-            return json_object(await self._http.post(f"/weights/{in_path(version)}/abort"))
+        return await self._ask(calls.abort_weights(version))
 
     async def roll_back_weights(self, **fields: Any) -> Mapping[str, Any]:
-        """Make the version before the last commit live again; `to` names it, which makes a repeated call safe."""
-        with connection_errors():
-            return json_object(await self._http.post("/weights/rollback", json=fields))
+        return await self._ask(calls.roll_back_weights(fields))
 
     async def weights(self) -> Mapping[str, Any]:
-        """Versions that are live, that a rollback would restore, and that are on their way."""
-        with connection_errors():
-            return json_object(await self._http.get("/weights"))
+        return await self._ask(calls.weights())
 
     async def weight_checksums(self) -> Mapping[str, str]:
-        """sha256 of every live tensor's float32 values."""
-        with connection_errors():
-            return json_object(await self._http.post("/weight_checker", json={"action": "checksum"}))["checksums"]
+        return await self._ask(calls.weight_checksums("checksum"))
 
     async def remember_weight_checksums(self) -> Mapping[str, str]:
-        """The same; the server remembers them for `compare_weights`."""
-        with connection_errors():
-            return json_object(await self._http.post("/weight_checker", json={"action": "reset"}))["checksums"]
+        return await self._ask(calls.weight_checksums("reset"))
 
     async def compare_weights(self, baseline: Mapping[str, str] | None = None) -> list[str]:
-        """Names of tensors that differ from a `baseline` of checksums, or without one from those that the server remembers."""
-        fields = {"action": "compare"} if baseline is None else {"action": "compare", "baseline": dict(baseline)}
-        with connection_errors():
-            return json_object(await self._http.post("/weight_checker", json=fields))["mismatches"]
+        return await self._ask(calls.compare_weights(baseline))
 
     async def metrics(self) -> str:
-        """The Prometheus exposition, as text."""
-        with connection_errors():
-            response = await self._http.get("/metrics")
-        raise_for(response)
-        return response.text
+        return await self._ask(calls.metrics())
 
     async def is_ready(self) -> bool:
+        return await self.run(flows.ready())
+
+    async def _ask(self, call: Call[T]) -> T:
+        return await self.run(flows.tried(call, self.retries))
+
+    async def run(self, flow: Flow[T]) -> T:
         try:
-            return (await self._http.get("/readyz")).is_success
-        except httpx.TransportError:
-            return False
+            step = next(flow)
+            while True:
+                try:
+                    value = await self._step(step)
+                except TltClientError as error:
+                    step = flow.throw(error)
+                else:
+                    step = flow.send(value)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+    async def _step(self, step: Call[Any] | Pause) -> Any:
+        if isinstance(step, Pause):
+            await asyncio.sleep(step.seconds)
+            return None
+        with connection_errors():
+            response = await self._http.send(step.request(self._http), stream=step.streams)
+            if step.streams and response.is_error:
+                await response.aread()
+        return step.read(response)
 
     async def close(self) -> None:
         await self._http.aclose()

@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 import httpx
 import msgspec
 
-from tlt_client.errors import ConnectionFailed, ServerError
+from tlt_client.errors import ConnectionFailed, NotReached, server_error
 from tlt_client.wire import Reply, WireError
 
+T = TypeVar("T")
 _REPLY = msgspec.json.Decoder(Reply)
 
 
 class _Refusal(msgspec.Struct):
     error: WireError
+
+
+def succeeded(response: httpx.Response) -> httpx.Response:
+    """The response, or the `ServerError` that it stands for."""
+    if not response.is_error:
+        return response
+    wait = response.headers.get("retry-after", "")
+    retry_after_s = float(wait) if wait.isdigit() else None
+    try:
+        error = msgspec.json.decode(response.content, type=_Refusal).error
+    except msgspec.MsgspecError:
+        error = WireError("unknown", response.text[:500], retryable=response.status_code in (429, 503))
+    raise server_error(error.code, error.message, status=response.status_code, retryable=error.retryable, retry_after_s=retry_after_s)
 
 
 def whole_reply(response: httpx.Response) -> Reply:
@@ -26,25 +40,16 @@ def whole_reply(response: httpx.Response) -> Reply:
         try:
             return _REPLY.decode(response.content)
         except msgspec.MsgspecError:
-            raise_for(response)
-    return _REPLY.decode(response.content)
+            pass
+    return _REPLY.decode(succeeded(response).content)
 
 
-def raise_for(response: httpx.Response) -> None:
-    if not response.is_error:
-        return
-    wait = response.headers.get("retry-after", "")
-    retry_after_s = float(wait) if wait.isdigit() else None
-    try:
-        error = msgspec.json.decode(response.content, type=_Refusal).error
-    except msgspec.MsgspecError:
-        error = WireError("unknown", response.text[:500], retryable=response.status_code in (429, 503))
-    raise ServerError(error.code, error.message, status=response.status_code, retryable=error.retryable, retry_after_s=retry_after_s)
+def read_as(type: type[T]) -> Callable[[httpx.Response], T]:
+    decoder = msgspec.json.Decoder(type)
+    return lambda response: decoder.decode(succeeded(response).content)
 
 
-def json_object(response: httpx.Response) -> Mapping[str, Any]:
-    raise_for(response)
-    return msgspec.json.decode(response.content, type=dict[str, Any])
+json_object: Callable[[httpx.Response], Mapping[str, Any]] = read_as(dict[str, Any])
 
 
 def in_path(name: str) -> str:
@@ -56,5 +61,7 @@ def in_path(name: str) -> str:
 def connection_errors() -> Iterator[None]:
     try:
         yield
+    except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
+        raise NotReached(f"{type(error).__name__}: {error}") from error
     except httpx.TransportError as error:
         raise ConnectionFailed(f"{type(error).__name__}: {error}") from error

@@ -1,0 +1,145 @@
+"""Every operation of the server as a value: the request it is, and how its reply is read. No network and no clock in here.
+
+`Client` and `AsyncClient` send these; an operation is written once, here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from os import PathLike, fspath
+from typing import Any, Generic, TypeVar
+
+import httpx
+import msgspec
+
+from tlt_client.responses import in_path, json_object, read_as, succeeded, whole_reply
+from tlt_client.wire import GenerateBody, Item, Reply, RolloutList, RolloutReply, RolloutStatus, RolloutSummary, SamplingFields
+
+Items = Sequence[Item | dict[str, Any]]
+Fields = SamplingFields | dict[str, Any] | None
+T = TypeVar("T")
+
+_rollout_reply, _status, _list = read_as(RolloutReply), read_as(RolloutStatus), read_as(RolloutList)
+
+
+@dataclass(frozen=True)
+class Call(Generic[T]):
+    method: str
+    path: str
+    read: Callable[[httpx.Response], T]  # the reply as a value, or the error that it stands for
+    content: bytes | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+    params: Mapping[str, float] = field(default_factory=dict)
+    repeatable: bool = False  # sent twice, it does what it does sent once
+    streams: bool = False  # the reply is read as it comes
+    wait_s: float = 0.0  # that the server may take on top of what a reply takes
+
+    def request(self, http: httpx.Client | httpx.AsyncClient) -> httpx.Request:
+        limits = http.timeout
+        read_s = None if limits.read is None else limits.read + self.wait_s
+        timeout = httpx.Timeout(connect=limits.connect, read=read_s, write=limits.write, pool=limits.pool)
+        return http.build_request(self.method, self.path, content=self.content, headers=dict(self.headers),
+                                  params=dict(self.params) or None, timeout=timeout)
+
+
+def _put(method: str, path: str, content: Any, read: Callable[[httpx.Response], T], headers: Mapping[str, str] | None = None,
+         **options: Any) -> Call[T]:
+    """A call with a JSON body."""
+    return Call(method, path, read, msgspec.json.encode(content), {"content-type": "application/json", **(headers or {})}, **options)
+
+
+# batches
+
+def _body(items: Items, sampling: Fields, timeout_s: float | None, queue_timeout_s: float | None, **how: bool) -> GenerateBody:
+    return GenerateBody(requests=list(items), sampling=sampling if sampling is not None else msgspec.UNSET,
+                        timeout_s=timeout_s if timeout_s is not None else msgspec.UNSET,
+                        queue_timeout_s=queue_timeout_s if queue_timeout_s is not None else msgspec.UNSET, **how)
+
+
+def _named(key: str | None) -> dict[str, str]:
+    return {"idempotency-key": key} if key is not None else {}
+
+
+def generate(items: Items, sampling: Fields, timeout_s: float | None, queue_timeout_s: float | None, key: str | None) -> Call[Reply]:
+    body = _body(items, sampling, timeout_s, queue_timeout_s)
+    return _put("POST", "/generate", body, whole_reply, _named(key), repeatable=key is not None)
+
+
+def detach(items: Items, sampling: Fields, timeout_s: float | None, queue_timeout_s: float | None, key: str | None) -> Call[str]:
+    """Gives the id of the rollout."""
+    body = _body(items, sampling, timeout_s, queue_timeout_s, detach=True)
+    return _put("POST", "/generate", body, lambda response: _status(response).id, _named(key), repeatable=key is not None)
+
+
+def stream(items: Items, sampling: Fields, timeout_s: float | None, queue_timeout_s: float | None) -> Call[httpx.Response]:
+    """Gives the response, open."""
+    return _put("POST", "/generate", _body(items, sampling, timeout_s, queue_timeout_s, stream=True), succeeded, streams=True)
+
+
+# rollouts
+
+def rollouts() -> Call[list[RolloutSummary]]:
+    return Call("GET", "/rollouts", lambda response: _list(response).rollouts, repeatable=True)
+
+
+def fetch(id: str, wait_s: float) -> Call[RolloutReply]:
+    return Call("GET", f"/rollouts/{in_path(id)}", _rollout_reply, params={"wait_s": wait_s}, repeatable=True, wait_s=wait_s)
+
+
+def delete(id: str) -> Call[httpx.Response]:
+    return Call("DELETE", f"/rollouts/{in_path(id)}", succeeded)
+
+
+# the server
+
+def ready() -> Call[bool]:
+    return Call("GET", "/readyz", lambda response: response.is_success)
+
+
+def server_info() -> Call[Mapping[str, Any]]:
+    return Call("GET", "/server_info", json_object, repeatable=True)
+
+
+def metrics() -> Call[str]:
+    return Call("GET", "/metrics", lambda response: succeeded(response).text, repeatable=True)
+
+
+def strategy() -> Call[Mapping[str, Any]]:
+    return Call("GET", "/strategy", json_object, repeatable=True)
+
+
+def set_strategy(policy: str, strategy: str | None) -> Call[Mapping[str, Any]]:
+    content = {"policy": policy} if strategy is None else {"policy": policy, "strategy": strategy}
+    return _put("PUT", "/strategy", content, json_object, repeatable=True)
+
+
+# weights
+
+def update_weights(path: str | PathLike[str], version: str, fields: Mapping[str, Any]) -> Call[Mapping[str, Any]]:
+    return _put("POST", "/update_weights", {"path": fspath(path), "version": version, **fields}, json_object, repeatable=True)
+
+
+def commit_weights(version: str) -> Call[Mapping[str, Any]]:
+    return _put("POST", f"/weights/{in_path(version)}/commit", {}, json_object)
+
+
+def abort_weights(version: str) -> Call[Mapping[str, Any]]:
+    return _put("POST", f"/weights/{in_path(version)}/abort", {}, json_object)
+
+
+def roll_back_weights(fields: Mapping[str, Any]) -> Call[Mapping[str, Any]]:
+    return _put("POST", "/weights/rollback", fields, json_object, repeatable=bool(fields.get("to")))
+
+
+def weights() -> Call[Mapping[str, Any]]:
+    return Call("GET", "/weights", json_object, repeatable=True)
+
+
+def weight_checksums(action: str) -> Call[Mapping[str, str]]:
+    return _put("POST", "/weight_checker", {"action": action}, lambda response: json_object(response)["checksums"], repeatable=True)
+
+
+def compare_weights(baseline: Mapping[str, str] | None) -> Call[list[str]]:
+    fields: dict[str, Any] = {"action": "compare"} if baseline is None else {"action": "compare", "baseline": dict(baseline)}
+    return _put("POST", "/weight_checker", fields, lambda response: json_object(response)["mismatches"], repeatable=True)

@@ -1,0 +1,71 @@
+"""What takes more than one call: tries until one succeeds, polls until a rollout is done. No network in here either.
+
+A flow is a generator of steps: a `Call` to send, whose value or error it is given, or a `Pause`. `Client` runs it blocking, `AsyncClient`
+in a loop.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Generator
+from typing import Any, NamedTuple, TypeVar
+
+from tlt_client import calls
+from tlt_client.calls import Call
+from tlt_client.errors import ConnectionFailed, ServerError, TltClientError
+from tlt_client.retries import Retries
+from tlt_client.wire import Reply
+
+LONGEST_POLL_S = 20.0
+AGAIN_S = 0.5  # while a server restarts
+
+T = TypeVar("T")
+
+
+class Pause(NamedTuple):
+    seconds: float
+
+
+Flow = Generator[Call[Any] | Pause, Any, T]
+
+
+def tried(call: Call[T], retries: Retries) -> Flow[T]:
+    """The value of a call, sent again as `retries` says."""
+    for count in itertools.count(1):
+        try:
+            value: T = yield call
+            return value
+        except TltClientError as error:
+            pause_s = retries.pause_s(count, error, repeatable=call.repeatable)
+            if pause_s is None:
+                raise
+        yield Pause(pause_s)
+    raise AssertionError("unreachable")
+
+
+def ready() -> Flow[bool]:
+    """No connection is a no."""
+    try:
+        value: bool = yield calls.ready()
+        return value
+    except ConnectionFailed:
+        return False
+
+
+def result(id: str, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> Flow[Reply]:
+    """A rollout's whole reply. Waits also while the server restarts; `TimeoutError` when time is up, and the rollout goes on."""
+    give_up_s = clock() + timeout_s
+    while True:
+        left_s = give_up_s - clock()
+        try:
+            found = yield calls.fetch(id, max(0.0, min(left_s, LONGEST_POLL_S)))
+        except (ConnectionFailed, ServerError) as error:
+            if left_s <= 0 or (isinstance(error, ServerError) and not error.retryable):
+                raise
+            yield Pause(AGAIN_S)
+        else:
+            if found.status == "done":
+                return Reply(found.results, found.usage, found.numerics)
+        if left_s <= 0:
+            raise TimeoutError(f"the rollout {id} is not done after {timeout_s:g} s; it goes on: ask again, or delete it")

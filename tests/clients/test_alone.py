@@ -1,0 +1,115 @@
+"""The client's distribution by itself: its folder and what its dependencies name, nothing else; so no torch, and none of the server.
+
+The environment is made of the files that are installed here, so it needs no network: a directory with these distributions' packages, and an
+interpreter that sees that directory and its own standard library.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from tests.frontend.live_server import LiveServer, live_server
+from tests.frontend.tiny_model import write_model
+
+CLIENTS = Path(__file__).parents[2] / "clients"
+HEAVY = ("torch", "transformers", "tlt_server", "pydantic", "starlette", "zmq")
+ASKS = """
+import asyncio, sys
+import tlt_client
+from tlt_client import AsyncClient, Client, Done, Retries, ServerError
+
+url, items, short = sys.argv[1], [{"id": "a", "prompt": "abc"}], {"max_tokens": 3}
+
+async def asked():
+    async with AsyncClient(url, api_key="key", timeout_s=20, retries=Retries(times=1)) as client:
+        return (await client.generate(items, sampling=short)).results[0].choices[0].text
+
+with Client(url, api_key="key", timeout_s=20) as client:
+    assert client.generate(items, sampling=short).results[0].choices[0].text == asyncio.run(asked()) == "abc"
+    assert isinstance(list(client.stream(items, sampling=short))[-1], Done)
+    rollout = client.generate(items, sampling=short, detach=True)
+    assert rollout.result(10).results[0].choices[0].text == "abc"
+    rollout.delete()
+    assert client.update_weights("p", "v1")["state"] == "committed" and client.weights()["target"] == "v1"
+    try:
+        client.set_strategy("beg")
+    except ServerError as error:
+        assert error.code == "invalid_request"
+print(*sorted({name.partition(".")[0] for name in sys.modules}))
+"""
+
+
+def closure(names: list[str]) -> Iterator[metadata.Distribution]:
+    """The distributions that these names stand for, and what they need here, without extras."""
+    seen, left = set[str](), list(names)
+    while left:
+        requirement = Requirement(left.pop())
+        name = requirement.name.lower().replace("_", "-")
+        if name in seen or (requirement.marker is not None and not requirement.marker.evaluate({"extra": ""})):
+            continue
+        seen.add(name)
+        found = metadata.distribution(name)
+        left += found.requires or []
+        yield found
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory that an interpreter can be given in place of its installed packages."""
+    place = tmp_path_factory.mktemp("alone")
+    (place / "tlt_client").symlink_to(CLIENTS / "tlt_client")
+    needs = tomllib.loads((CLIENTS / "pyproject.toml").read_text())["project"]["dependencies"]
+    for distribution in closure(needs):
+        for top in {file.parts[0] for file in distribution.files or () if file.parts[0] not in ("..", "__pycache__")}:
+            if not (place / top).exists():
+                (place / top).symlink_to(Path(str(distribution.locate_file(top))).resolve())
+    return place
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    directory = tmp_path_factory.mktemp("server")
+    (directory / "keys").write_text("key name=trainer scopes=data,push-weights,operate\n")
+    with live_server(write_model(directory), api_key_file=directory / "keys") as running:
+        yield running
+
+
+def python(alone: Path, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Isolated: no site packages, no variables; `alone` stands first in its path."""
+    begin = f"import sys; sys.path.insert(0, {str(alone)!r})\n"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "TLT_"))}
+    return subprocess.run([sys.executable, "-I", "-S", "-c", begin + script, *arguments], capture_output=True, text=True, timeout=60,
+                          env=environment, check=False)
+
+
+def test_it_works_against_a_server_and_loads_nothing_heavy(alone: Path, server: LiveServer) -> None:
+    done = python(alone, ASKS, server.url)
+    assert done.returncode == 0, done.stderr
+    loaded = set(done.stdout.split())
+    assert {"tlt_client", "httpx", "msgspec"} <= loaded and not loaded & set(HEAVY)
+
+
+@pytest.mark.parametrize("name", HEAVY)
+def test_there_is_nothing_heavy_to_load(alone: Path, name: str) -> None:
+    done = python(alone, f"import {name}")
+    assert done.returncode == 1 and f"No module named '{name}'" in done.stderr, "else the test before shows nothing"
+
+
+def test_every_module_of_it_is_imported_without_what_is_heavy(alone: Path) -> None:
+    """Also those that `tlt_client` does not import by itself; in an environment that has torch to load."""
+    modules = [".".join(path.relative_to(CLIENTS).with_suffix("").parts).removesuffix(".__init__")
+               for path in sorted((CLIENTS / "tlt_client").rglob("*.py"))]
+    script = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name)\nprint('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script, *modules], capture_output=True, text=True, timeout=60, check=False,
+                          env={**os.environ, "PYTHONPATH": str(CLIENTS)})
+    assert (done.returncode, done.stdout.strip()) == (0, "False"), done.stderr
+    assert len(modules) >= 10
