@@ -36,7 +36,7 @@ def weight_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def guarded(weight_root: Path) -> Iterator[ServerProcess]:
     """A server with keys, with a weight root, and with a name that is markup."""
-    (weight_root / "keys").write_text(KEY)
+    (weight_root / "keys").write_text(f"{KEY}\neval-key scopes=data name=eval\n")
     with ServerProcess(*FAST_START, "--api-key-file", str(weight_root / "keys"), "--weight-root", str(weight_root),
                        "--served-model-name", HOSTILE) as running:
         yield running
@@ -213,6 +213,9 @@ def test_a_key_is_asked_for_kept_in_the_tab_and_sent(open_page: Open, guarded: S
     page.get_by_role("button", name="Use this key").click()
     expect(page.locator("#key-said")).to_contain_text("refused this key", timeout=SOON_MS)
     expect(page.locator("#key-said")).to_contain_text("401")
+    page.fill("#key-field", "eval-key")
+    page.get_by_role("button", name="Use this key").click()
+    expect(page.locator("#key-said")).to_contain_text("the key eval has the scopes data, and this needs operate", timeout=SOON_MS)
     page.fill("#key-field", KEY)
     page.get_by_role("button", name="Use this key").click()
     expect(page.locator("#key")).to_be_hidden(timeout=SOON_MS)
