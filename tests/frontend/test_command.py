@@ -140,6 +140,22 @@ def test_serving_ends_start_up_in_one_line_and_sigterm_drains(model: Path, tmp_p
         assert not list(tmp_path.glob("tlt-*"))
 
 
+def test_keys_from_a_variable_are_asked_for_and_stay_in_the_frontend(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLOUT_KEYS", "canary-key scopes=data name=trainer\nwhole-key")
+    with served("plain", model, "--api-key-variable", "ROLLOUT_KEYS") as server:
+        server.wait_ready()
+        assert httpx.get(f"{server.url}/server_info").status_code == 401
+        with Client(server.url, api_key="canary-key", timeout_s=20) as client:
+            info = client.server_info()
+        environment = Path(f"/proc/{info['engine']['pid']}/environ").read_bytes()
+        assert b"PATH=" in environment and b"canary" not in environment and b"ROLLOUT_KEYS" not in environment
+        assert "canary" not in str(info) + "".join(server.lines)
+        [line] = [line for line in server.lines if "keys_with_all_scopes" in line]
+        assert "scopes=data" in line and line.count("sha256:") == 1, "of the second key alone, with the remedy"
+    with served("plain", model, "--api-key-variable", "NO_SUCH_VARIABLE") as server:
+        assert server.ended() == 2 and "'NO_SUCH_VARIABLE', which is not set" in server.lines[-1]
+
+
 def test_what_outlives_the_drain_ends_with_a_typed_error(model: Path) -> None:
     with served("plain", model, "--drain-timeout-s", "0.3") as server:
         server.wait_ready()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import zlib
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -48,6 +50,14 @@ def test_what_was_written_is_read_bit_for_bit_and_the_prompt_stands_there_once()
     said = past(WHOLE)
     assert said is not None and said.header.items[0].item(7.0) == ITEM
     assert FRAMES[0].count(b"\xce\x7f\xff\xff\xff") == 1  # the prompt's last token
+
+
+def test_a_rollout_from_before_rollouts_had_owners_is_read_and_nobodys() -> None:
+    before = {name: value for name, value in msgspec.to_builtins(HEADER).items() if name != "owner"}
+    payload = msgspec.msgpack.encode({**before, "items": [KeptItem.of(ITEM)]})
+    length = len(payload).to_bytes(4, "little")
+    said = past(length + zlib.crc32(payload, zlib.crc32(length)).to_bytes(4, "little") + payload)
+    assert said is not None and said.header == HEADER and said.header.owner == ""
 
 
 def test_cut_at_every_byte() -> None:
