@@ -16,7 +16,7 @@ def bench(name: str, file: Path) -> dict[str, Any]:
     last = json.loads(done.stdout.strip().splitlines()[-1])
     entry = json.loads(file.read_text())
     assert entry["figures"] == last, "the file and the last line differ"
-    assert entry["command"] == f"tlt bench {name} --quick --json {file}" and entry["commit"] and "cores of" in entry["machine"]
+    assert entry["command"] == f"tlt bench {name} --quick --json .../{file.name}" and entry["commit"] and "cores of" in entry["machine"]
     assert entry["date"].startswith("20") and {"python", "torch"} <= set(entry["versions"])
     return dict(last)
 
