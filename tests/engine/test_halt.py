@@ -99,7 +99,7 @@ def test_what_a_pause_stops_goes_on_with_the_same_bits(in_flight: str, engine: P
     assert bits(engine) == expected
 
 
-def test_an_aborting_pause_gives_what_there_is_and_what_comes_later_waits(engine: Pushable, expected: dict[str, tuple[list[int], list[float]]]
+def test_an_aborting_pause_gives_what_there_is_and_what_comes_later_waits(engine: Pushable, expected: dict[str, object]
                                                                            ) -> None:
     begun(engine)
     done(engine, Pause("p", "abort"))
@@ -169,7 +169,7 @@ def test_sleep_gives_memory_back_and_waking_takes_it_again(settings: EngineSetti
     assert sum(float(tensor.abs().sum()) for tensor in large) < 0.9 * sum(full), "whole pages are gone"
     done(engine, WakeUp("w", ["weights", "kv_cache"]))
     assert [float(tensor.abs().sum()) for tensor in large] == full
-    assert float(cache.k.abs().sum()) == 0.0
+    assert float(cache.k.abs().sum()) < 0.001 * cache.k.numel(), "but for what shares a page with other data"
     assert engine.run(request(0)) == Pushable(settings).run(request(0))
 
 

@@ -84,7 +84,7 @@ class KVCache:
             backing.free()
 
     def reclaim(self) -> None:
-        """Zeros again; `torch.OutOfMemoryError`, and everything is free as before, where there is no room."""
+        """Take it again, its content finite; `torch.OutOfMemoryError`, and everything is free as before, where there is no room."""
         try:
             for backing in self._backings:
                 backing.reclaim()
@@ -92,7 +92,7 @@ class KVCache:
             self.free()
             raise
         for backing in self._backings:
-            if backing.storage.device.type != "cpu":  # the host's pages are zeros by themselves
+            if backing.storage.device.type != "cpu":  # the host's are zeros, or what they were
                 backing.bytes.zero_()
 
     def save(self, pages: list[int]) -> SavedPages:

@@ -109,6 +109,9 @@ class Items:
             names.setdefault(item.id, []).append(id)
         return names
 
+    def cached_tokens(self, item: str) -> int:
+        return max(self._owner[id][1].cached_tokens for id in self.named[item])
+
     @property
     def tokens(self) -> int:
         return sum(len(sequence.token_ids) for _, sequence in self._owner.values())
@@ -207,6 +210,10 @@ class Generation:
             for output in outputs:
                 for event in self._take(output):
                     yield event
+
+    def cached_tokens(self, id: str) -> int:
+        """Prompt tokens of an item that the prefix index has served so far."""
+        return self._items.cached_tokens(id)
 
     def close(self) -> None:
         left = len(self._submission.open)

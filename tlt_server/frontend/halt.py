@@ -12,6 +12,8 @@ from tlt_server.errors import Unavailable
 from tlt_server.records import ClearCache, ControlCommand, InFlight, Memory, Pause, Resume, Sleep, WakeUp
 
 RETRY_S = 1
+ASLEEP = "the engine sleeps ({} given back); wake it with POST /wake_up or /resume_memory_occupation"
+PAUSED = "generation is paused and takes nothing new; send the request again after POST /resume"
 
 
 class Halt:
@@ -24,10 +26,9 @@ class Halt:
     def check(self) -> None:
         """`Unavailable` when new requests are refused."""
         if self.asleep:
-            raise Unavailable(f"the engine sleeps ({' and '.join(sorted(self.asleep))} given back); wake it with POST /wake_up or "
-                              "/resume_memory_occupation", retry_after_s=RETRY_S)
+            raise Unavailable(ASLEEP.format(" and ".join(sorted(self.asleep))), retry_after_s=RETRY_S)
         if self.refusing:
-            raise Unavailable("generation is paused and takes nothing new; send the request again after POST /resume", retry_after_s=RETRY_S)
+            raise Unavailable(PAUSED, retry_after_s=RETRY_S)
 
     def standing(self) -> list[ControlCommand]:
         """What a new life of the engine has to be told first."""
@@ -52,14 +53,20 @@ class Halt:
         await self._ask(Resume(self._command_id()))
         self.paused = self.refusing = False
 
-    async def sleep(self, memory: Collection[Memory]) -> None:
-        before = self.asleep
+    async def sleep(self, memory: Collection[Memory], in_flight: InFlight = "recompute") -> None:
+        """Nothing keeps its KV: what does not end goes on from its tokens when all is awake."""
+        before, paused = self.asleep, self.paused
         self.asleep |= frozenset(memory)
         try:
+            if in_flight != "recompute":
+                await self.pause(in_flight, refuse=self.refusing, clear_cache=True)
             await self._ask(Sleep(self._command_id(), sorted(memory)))
         except BaseException:
             self.asleep = before
             raise
+        finally:
+            if in_flight != "recompute" and not paused:
+                await self.resume()
 
     async def wake(self, memory: Collection[Memory]) -> None:
         await self._ask(WakeUp(self._command_id(), sorted(memory)))

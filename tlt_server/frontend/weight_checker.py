@@ -22,6 +22,7 @@ class WeightChecker:
         """Names whose sums differ from the baseline, or from those remembered."""
         expected = baseline or self._remembered
         if not expected:
-            raise InvalidRequest("there is nothing to compare with; give baseline as an object of checksums, or call with action reset first")
+            raise InvalidRequest("there is nothing to compare with; give baseline as an object of checksums, or call with action reset "
+                                 "first")
         sums = await self.sums()
         return sorted(name for name in sums.keys() | expected.keys() if sums.get(name) != expected.get(name))
