@@ -21,6 +21,7 @@ ROUTES = {
     ("post", "/v1/chat/completions"), ("post", "/tokenize"), ("post", "/detokenize"), ("get", "/openapi.json"),
     ("post", "/update_weights"), ("get", "/weights"), ("post", "/weights/rollback"), ("post", "/weights/{version}/commit"),
     ("post", "/weights/{version}/abort"), ("post", "/weight_checker"), ("get", "/weight_info"),
+    ("post", "/collective_rpc"),
     ("post", "/pause"), ("post", "/resume"), ("get", "/is_paused"), ("post", "/abort_requests"), ("get", "/get_world_size"),
     ("post", "/start_weight_update"), ("post", "/start_draft_weight_update"), ("post", "/finish_weight_update"),
     ("post", "/update_weight_version"), ("post", "/reset_prefix_cache"), ("post", "/sleep"), ("post", "/wake_up"), ("get", "/is_sleeping"),
@@ -159,7 +160,8 @@ def test_examples_are_accepted(document: dict[str, Any], server: LiveServer) -> 
     examples = {path: (method, content["example"]) for method, path, about in operations(document)
                 for content in about.get("requestBody", {}).get("content", {}).values() if "example" in content}
     assert examples.keys() == GENERATES | PUSHES | {
-        "/tokenize", "/detokenize", "/strategy", "/inference/v1/generate", "/abort_request", "/get_weights_by_name"}
+        "/tokenize", "/detokenize", "/strategy", "/inference/v1/generate", "/collective_rpc", "/abort_request",
+        "/get_weights_by_name"}
     for path, (method, example) in examples.items():
         response = httpx.request(method, server.url + path, json=example)
         assert response.status_code == 200, (path, response.text)

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tlt_server import __version__
+from tlt_server.config import nearest
 from tlt_server.errors import (
     Conflict,
     DeadlineExceeded,
@@ -40,7 +41,7 @@ from tlt_server.frontend.openai.replies import CachedTokens, OpenAIUsage
 from tlt_server.frontend.pieces import Pieces
 from tlt_server.frontend.queries import flag, word, words
 from tlt_server.frontend.replies import json_response
-from tlt_server.frontend.requests import Model, checked, read_object
+from tlt_server.frontend.requests import Model, checked, read_object, shown
 from tlt_server.frontend.sequence import Choice
 from tlt_server.frontend.validation import Words
 from tlt_server.frontend.vllm.replies import (
@@ -49,6 +50,7 @@ from tlt_server.frontend.vllm.replies import (
     IsSleeping,
     Load,
     Paused,
+    Results,
     ServerVersion,
     Succeeded,
     TokensChoice,
@@ -63,6 +65,7 @@ from tlt_server.frontend.vllm.requests import (
     CheckFields,
     FinishFields,
     NoBody,
+    RpcFields,
     StartFields,
     TokensRequest,
     VersionFields,
@@ -74,6 +77,7 @@ from tlt_server.records import InFlight, Memory
 MODES: dict[str, InFlight] = {"abort": "abort", "wait": "drain", "keep": "continue"}
 LEVELS: dict[str, list[Memory]] = {"1": ["kv_cache"], "2": ["weights", "kv_cache"]}
 TAGS: dict[str, list[Memory]] = {"weights": ["weights"], "kv_cache": ["kv_cache"], "scheduling": []}
+RPC = ("skyrl_start_weight_update", "skyrl_finish_weight_update")
 WORDS = Words("token_ids", "token_ids", "", "sampling_params.")
 
 
@@ -121,16 +125,31 @@ def routes(service: Service) -> list[Endpoint]:
         return await _start(request, "draft")
 
     async def _start(request: Request, selector: Selector) -> Response:
+        await _begin(await _read(StartFields, request), selector)
+        return json_response(Told("Weight update started"))
+
+    async def _begin(asked: StartFields, selector: Selector) -> None:
         engine.check_running()
-        if not (await _read(StartFields, request)).is_checkpoint_format:
+        if not asked.is_checkpoint_format:
             raise InvalidRequest("is_checkpoint_format is false; tensors are taken under their checkpoint's names only: send them so")
         await session.begin(selector)
-        return json_response(Told("Weight update started"))
 
     async def finish(request: Request) -> Response:
         """Make what was pushed since the update was begun live, in one commit between two steps."""
         asked = await _read(FinishFields, request)
         return outcome(await session.end(asked.weight_version or ""))
+
+    async def collective_rpc(request: Request) -> Response:
+        """Begin or finish a weight update under the names by which SkyRL calls it; no other method is called."""
+        asked = await _read(RpcFields, request)
+        match asked.method:
+            case "skyrl_start_weight_update":
+                await _begin(checked(StartFields, asked.arguments), "target")
+            case "skyrl_finish_weight_update":
+                await session.end(checked(FinishFields, asked.arguments).weight_version or "")
+            case unknown:
+                raise InvalidRequest(f"method is {shown(unknown)}{nearest(unknown, RPC)}; this server calls {' and '.join(RPC)} only")
+        return json_response(Results([None]))
 
     async def rename(request: Request) -> Response:
         """Name the version that the open update pushes, or else the one that is live; its content stays."""
@@ -237,6 +256,8 @@ def routes(service: Service) -> list[Endpoint]:
         post("/start_draft_weight_update", start_draft, takes=StartFields, gives=Told, raises=(NotFound, Conflict, *gone)),
         post("/finish_weight_update", finish, takes=FinishFields, gives=PushReply,
              raises=(NotFound, Conflict, WeightsRefused, PushFailed, *gone)),
+        Endpoint("POST", "/collective_rpc", collective_rpc, takes=RpcFields, example={"method": "skyrl_start_weight_update"}, gives=Results,
+                 raises=(NotFound, Conflict, WeightsRefused, PushFailed, *gone), error_shape=fault),
         Endpoint("POST", "/update_weight_version", rename, takes=VersionFields, example={"new_version": "step-8"}, gives=Told,
                  raises=(Conflict, PushFailed, *gone), error_shape=fault),
         get("/weight_info", info, gives=WeightInfo, raises=gone),

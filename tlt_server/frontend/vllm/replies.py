@@ -46,6 +46,10 @@ class Succeeded(Struct, frozen=True):
     success: Annotated[bool, Meta(description="always true: a failure is an error")] = True
 
 
+class Results(Struct, frozen=True):
+    results: Annotated[list[None], Meta(description="one null for the one rank")]
+
+
 class WorldSize(Struct, frozen=True):
     world_size: Annotated[int, Meta(description="ranks that take weights: one")] = 1
 
