@@ -72,9 +72,9 @@ class FinishFields(NullIsAbsent):
     weight_version: Version | None = Field(None, description="the name of what was pushed; absent: the one it was pushed with")
 
 
-class RpcFields(NullIsAbsent):
+class RpcFields(NullIsAbsent):  # type: ignore[no-redef]
     method: str = Field(max_length=256, description="skyrl_start_weight_update or skyrl_finish_weight_update; nothing else is called")
-    arguments: dict[str, Any] = Field({}, alias="kwargs", description="what the route of that purpose takes")
+    arguments: dict[str, Any] = Field({}, validation_alias="kwargs", description="what the route of that purpose takes")
 
 
 class VersionFields(NullIsAbsent):
