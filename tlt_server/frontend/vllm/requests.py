@@ -72,7 +72,7 @@ class FinishFields(NullIsAbsent):
     weight_version: Version | None = Field(None, description="the name of what was pushed; absent: the one it was pushed with")
 
 
-class RpcFields(NullIsAbsent):  # type: ignore[no-redef]
+class RpcFields(NullIsAbsent):  # type: ignore[no-redef]  # mypy's plugin has a `kwargs` of its own
     method: str = Field(max_length=256, description="skyrl_start_weight_update or skyrl_finish_weight_update; nothing else is called")
     arguments: dict[str, Any] = Field({}, validation_alias="kwargs", description="what the route of that purpose takes")
 
