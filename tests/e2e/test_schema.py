@@ -56,7 +56,8 @@ def schemathesis(server: ServerProcess, *flags: str) -> None:
 
 
 def test_every_operation_does_what_the_document_says(limited: ServerProcess) -> None:
-    schemathesis(limited, "--exclude-path-regex", HALTS, "--phases", "examples,coverage,fuzzing", "--max-examples", "15", "--seed", "1", "--workers", "2")
+    schemathesis(limited, "--exclude-path-regex", HALTS, "--phases", "examples,coverage,fuzzing", "--max-examples", "15",
+                 "--seed", "1", "--workers", "2")
     with Client(limited.url, timeout_s=30) as client:
         assert look(client).open == 0
         assert 'result="committed"' in client.metrics()  # the example was a real push
@@ -74,11 +75,13 @@ def test_what_stops_the_others_does_what_the_document_says(limited: ServerProces
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(2, 8))
 def test_every_operation_does_what_the_document_says_to_many_questions(limited: ServerProcess, seed: int) -> None:
-    schemathesis(limited, "--exclude-path-regex", HALTS, "--phases", "fuzzing", "--max-examples", "300", "--seed", str(seed), "--workers", "2")
+    schemathesis(limited, "--exclude-path-regex", HALTS, "--phases", "fuzzing", "--max-examples", "300", "--seed", str(seed),
+                 "--workers", "2")
 
 
 def test_with_keys_every_operation_asks_for_one(weight_root: Path, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("secret\n")
     with ServerProcess(*PAIR, *LIMITS, "--weight-root", str(weight_root), "--api-key-file", str(tmp_path / "keys")) as server:
         assert httpx.get(f"{server.url}/openapi.json").status_code == 401
-        schemathesis(server, "--exclude-path-regex", HALTS, "--header", "Authorization: Bearer secret", "--phases", "fuzzing", "--max-examples", "4", "--seed", "1")
+        schemathesis(server, "--exclude-path-regex", HALTS, "--header", "Authorization: Bearer secret", "--phases", "fuzzing",
+                     "--max-examples", "4", "--seed", "1")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
+import tempfile
 from pathlib import Path
 
 import msgspec
@@ -13,9 +15,11 @@ from tests.engine.tiny import VOCAB, write_eagle, write_target
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.records import (
     ClearCache,
+    CommitWeights,
     ControlCommand,
     ControlReport,
     GenerateRequest,
+    NameWeights,
     Pause,
     ReadWeights,
     Resume,
@@ -24,6 +28,7 @@ from tlt_server.records import (
     Sleep,
     Strategy,
     WakeUp,
+    WeightReport,
 )
 
 EAGLE = SetPolicy("fixed", Strategy("eagle", 4, 2, 8))
@@ -196,6 +201,71 @@ def test_sleeping_twice_and_waking_twice_change_nothing(engine: Pushable, expect
         done(engine, WakeUp("w", ["weights", "kv_cache"]))
     engine.finish()
     assert bits(engine) == expected
+
+
+def test_kv_of_two_versions_sleeps_and_is_not_computed_again(settings: EngineSettings, root: Path) -> None:
+    def run(*, sleeping: bool) -> dict[str, tuple[list[int], list[float]]]:
+        engine = Pushable(settings)
+        engine.push(root / "new", "v1", commit=False)
+        begun(engine, 6)
+        engine.commit("v1")
+        engine.step(2)
+        if sleeping:
+            assert all(len(engine.spans(f"r{i}")) == 2 for i in range(3)), "their KV is of two versions"
+            done(engine, Sleep("s", ["weights", "kv_cache"]))
+            done(engine, WakeUp("w", ["weights", "kv_cache"]))
+        engine.finish()
+        return bits(engine)
+
+    assert run(sleeping=True) == run(sleeping=False)
+
+
+def test_a_disk_that_is_full_leaves_the_weights_awake(engine: Pushable, expected: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun(engine)
+
+    def full(**options: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(tempfile, "TemporaryFile", full)
+        report = send(engine, Sleep("s", ["weights", "kv_cache"]))
+    assert report is not None and report.error is not None and report.error[0] == "storage_failed" and "No space" in report.error[1]
+    engine.finish()
+    assert bits(engine) == expected
+
+
+def test_what_is_live_can_be_named(settings: EngineSettings, root: Path, tmp_path: Path) -> None:
+    kept = msgspec.structs.replace(settings, state_dir=str(tmp_path))
+    engine = Pushable(kept)
+    begun(engine)
+
+    ids = (f"n{i}" for i in itertools.count())
+
+    def name(version: str) -> WeightReport:
+        id = next(ids)
+        engine.engine.send(NameWeights(id, version))
+        return engine.report(id)
+
+    assert name("first").result == "named" and name("first").result == "unchanged"
+    engine.finish()
+    assert [version for version, _, _ in engine.spans("r0")] == ["initial", "first"]
+    assert engine.push(root / "new", "v1").result == "committed"
+    refused = name("first")
+    assert refused.result == "conflict" and refused.error is not None and "other content" in refused.error[1]
+    assert engine.push(root / "base", "first").result == "committed", "the same content under its name"
+    assert name("second").state.target == "second"
+    assert Pushable(kept).info.weight_version == "second", "a restart knows the name"
+
+
+def test_a_staged_push_is_committed_under_the_name_given_last(settings: EngineSettings, root: Path, tmp_path: Path) -> None:
+    kept = msgspec.structs.replace(settings, state_dir=str(tmp_path))
+    engine = Pushable(kept)
+    assert engine.push(root / "new", "v1", commit=False).result == "staged"
+    engine.engine.send(CommitWeights("c", "v1", "one"))
+    report = engine.report("c")
+    assert (report.result, report.version, report.state.target) == ("committed", "one", "one")
+    assert engine.push(root / "base", "one").result == "conflict"
+    assert Pushable(kept).info.weight_version == "one"
 
 
 def test_weights_stay_while_a_push_is_staged_in_a_thread(engine: Pushable, root: Path) -> None:

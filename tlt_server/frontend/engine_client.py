@@ -36,6 +36,7 @@ from tlt_server.records import (
     Event,
     GenerateRequest,
     Outputs,
+    Pause,
     Phase,
     Ready,
     SetPolicy,
@@ -285,6 +286,8 @@ class EngineClient:
         return await self._ask(command, self._answers)
 
     async def _control(self, command: ControlCommand) -> None:
+        if isinstance(command, Pause) and command.in_flight == "abort":
+            self.abort([id for id, route in self._routes.items() if route.held])  # which the engine does not know
         report = await self._ask(command, self._done)
         if report.error is not None:
             raise from_code(*report.error)

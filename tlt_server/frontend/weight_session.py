@@ -61,7 +61,8 @@ class WeightSession:
         elif name and not drafter:
             report = await self.ask(NameWeights(self._engine.command_id(), name))
         else:
-            report = await self.look()
+            looked = await self.look()
+            report = msgspec.structs.replace(looked, result="unchanged", version=looked.state.target)
         self._ended = report
         return report
 

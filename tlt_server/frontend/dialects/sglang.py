@@ -138,6 +138,7 @@ def routes(service: Service) -> list[Endpoint]:
 
     async def flush(request: Request) -> Response:
         """Forget every cached prefix; 400 while sequences run or wait."""
+        await _read(NoFields, request)
         try:
             await halt.clear_cache(when_idle=True)
         except Conflict as busy:
@@ -166,6 +167,7 @@ def routes(service: Service) -> list[Endpoint]:
 
     async def from_tensor(request: Request) -> Response:
         """Refused, always: what comes here is pickled, and to read it is to run it."""
+        await _read(TensorFields, request)
         raise UnsafeChannel("update_weights_from_tensor carries pickled tensors, and reading a pickle runs what it says; write safetensors "
                             "below the weight root and POST /update_weights_from_disk, or push with POST /update_weights")
 

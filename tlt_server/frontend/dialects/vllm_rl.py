@@ -91,6 +91,7 @@ def routes(service: Service) -> list[Endpoint]:
         `abort` ends what runs with what it has, `wait` answers when it has ended; both refuse new requests with 503. `keep` freezes what
         runs with its KV, and new requests wait.
         """
+        await _read(NoBody, request)
         mode = word(request, "mode", MODES, "abort")
         clear = flag(request, "clear_cache", default=True)
         await halt.pause(MODES[mode], refuse=mode != "keep", clear_cache=clear and mode != "keep")
@@ -98,6 +99,7 @@ def routes(service: Service) -> list[Endpoint]:
 
     async def resume(request: Request) -> Response:
         """Go on with what was frozen or has waited, and take new requests."""
+        await _read(NoBody, request)
         await halt.resume()
         return json_response(Paused("resumed"))
 
@@ -171,6 +173,7 @@ def routes(service: Service) -> list[Endpoint]:
 
     async def reset_prefix_cache(request: Request) -> Response:
         """Forget every cached prefix; what runs keeps its own KV."""
+        await _read(NoBody, request)
         await halt.clear_cache(when_idle=False)
         return json_response(Succeeded())
 
@@ -179,12 +182,14 @@ def routes(service: Service) -> list[Endpoint]:
 
         `abort` ends what runs, `wait` lets it end first, `keep` drops its KV: it goes on with the same tokens after POST /wake_up.
         """
+        await _read(NoBody, request)
         level, mode = word(request, "level", LEVELS, "1"), word(request, "mode", MODES, "abort")
         await halt.sleep(LEVELS[level], "recompute" if mode == "keep" else MODES[mode])
         return json_response(Succeeded())
 
     async def wake_up(request: Request) -> Response:
         """Take memory again, weights bit for bit as they were; without tags all of it."""
+        await _read(NoBody, request)
         asked = words(request, "tags", TAGS)
         await halt.wake([memory for tag in asked or TAGS for memory in TAGS[tag]])
         return json_response(Succeeded())
@@ -244,7 +249,7 @@ def routes(service: Service) -> list[Endpoint]:
     level = Parameter("level", "query", "what is given back", {"type": "string", "enum": [*LEVELS], "default": "1"})
     tags = Parameter("tags", "query", "what to take again; absent: everything",
                      {"type": "array", "items": {"type": "string", "enum": [*TAGS]}})
-    dp = Parameter("include_dp", "query", "accepted and without effect: there is one replica", {"type": "boolean"})
+    dp = Parameter("include_dp", "query", "accepted and without effect: there is one replica")
     get, post = partial(Endpoint, "GET", error_shape=fault), partial(Endpoint, "POST", error_shape=fault, optional_body=True)
     return [
         post("/pause", pause, parameters=(mode, clear), takes=NoBody, gives=Paused, raises=gone),
@@ -278,5 +283,5 @@ def routes(service: Service) -> list[Endpoint]:
 async def _read(model: type[Model], request: Request) -> Model:
     """No body at all is an empty object."""
     body = await request.body()
-    content: dict[str, Any] = read_object(body, next(iter(model.model_fields))) if body else {}
+    content: dict[str, Any] = read_object(body, next(iter(model.model_fields), "nothing")) if body else {}
     return checked(model, without_nulls(content))

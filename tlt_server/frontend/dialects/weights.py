@@ -82,13 +82,14 @@ class NoFields(Strict):
     """Nothing; a body may be left out."""
 
 
-PushState = Literal["committed", "staged", "unchanged", "aborted", "rolled_back"]
+PushState = Literal["committed", "staged", "unchanged", "aborted", "named", "rolled_back"]
 
 
 class PushReply(Struct, frozen=True):
     """What became of a push, a commit, an abort or a rollback."""
 
-    state: Annotated[PushState, Meta(description="what became of it; unchanged: the same push had been committed before")]
+    state: Annotated[PushState, Meta(
+        description="what became of it; unchanged: the same push had been committed before, or nothing was pushed")]
     version: Annotated[str, Meta(description="of the push")]
     role: Annotated[str, Meta(description="what was pushed")]
     weight_version: Annotated[str, Meta(description="the target's version that is live now")]

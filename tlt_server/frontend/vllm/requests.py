@@ -91,5 +91,6 @@ class NoBody(Tolerant):
 
 
 def without_nulls(content: dict[str, Any]) -> dict[str, Any]:
-    """Null is the same as absent, also one level down."""
-    return {name: without_nulls(value) if isinstance(value, dict) else value for name, value in content.items() if value is not None}
+    """Null is the same as absent, in sampling_params too."""
+    return {name: without_nulls(value) if name == "sampling_params" and isinstance(value, dict) else value
+            for name, value in content.items() if value is not None}
