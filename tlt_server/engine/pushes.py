@@ -114,7 +114,10 @@ class WeightPushes:
                 self._report(id, "aborted", version=version)
             case NameWeights(id, version):
                 self._check_no_rollback()
-                self._report(id, "named" if self._name(version) else "unchanged", version=version, role="target")
+                if self._name(version):
+                    self._report(id, "named", version=version, role="target")
+                else:
+                    self._report(id, "unchanged", version=version, role="target")
             case ReadWeights(id, name, rows):
                 self._report(id, "looked", values=self._rows(name, rows))
             case RollbackWeights(id, to, in_flight):

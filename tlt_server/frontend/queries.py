@@ -21,7 +21,7 @@ def word(request: Request, name: str, known: Collection[str], default: str) -> s
 
 def words(request: Request, name: str, known: Collection[str]) -> list[str]:
     """Each of them given once, or several in one, with commas; empty without the parameter."""
-    values = [value for given in request.query_params.getlist(name) for value in given.split(",") if value]
+    values = [value for given in request.query_params.getlist(name) for value in given.split(",")]
     for value in values:
         if value not in known:
             raise InvalidRequest(f"{name} has {shown(value)}; it must be one of {', '.join(known)}")
