@@ -48,6 +48,11 @@ class Halt:
         self._reports: list[ControlReport] = []
         self._ended: list[StepOutput] = []
 
+    @property
+    def due(self) -> bool:
+        """A pause has waited for the end of what ran, and it has come."""
+        return bool(self._draining) and self._scheduler.idle
+
     def take_reports(self) -> list[ControlReport]:
         reports, self._reports = self._reports, []
         return reports
@@ -64,7 +69,7 @@ class Halt:
 
     def advance(self) -> None:
         """Between two steps: a pause that waits for the end of what ran may have come to it."""
-        if self._draining and self._scheduler.idle:
+        if self.due:
             draining, self._draining = self._draining, []
             for pause in draining:
                 self._begin(pause)

@@ -85,7 +85,8 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Nothing to do until the next command."""
-        return not self._commands and (self.scheduler.idle or self.scheduler.paused) and not self.runner.in_flight
+        return (not self._commands and not self.halt.due and (self.scheduler.idle or self.scheduler.paused)
+                and not self.runner.in_flight)
 
     @property
     def finished(self) -> bool:
