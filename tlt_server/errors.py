@@ -96,6 +96,12 @@ class QueueTimeout(TltError):
     code, http_status, grpc_code, retryable = "queue_timeout", 429, "RESOURCE_EXHAUSTED", True
 
 
+class UnsafeChannel(TltError):
+    """A form of weights that is not read because reading it runs code; the message names the safe ones."""
+
+    code, http_status, grpc_code = "unsafe_channel", 415, "UNIMPLEMENTED"
+
+
 class RequestTimeout(TltError):
     """The client took too long to send its request."""
 

@@ -159,8 +159,45 @@ class Abort(Struct, frozen=True, tag="abort"):
     all: bool = False  # whatever `ids` says
 
 
+InFlight = Literal["continue", "recompute", "abort", "drain"]
+Memory = Literal["weights", "kv_cache"]
+
+
 class Pause(Struct, frozen=True, tag="pause"):
-    paused: bool
+    """No further step until `Resume`; what is submitted meanwhile waits. `in_flight` says what becomes of what came before.
+
+    `continue` stays as it is, its KV included; `recompute` gives its KV back and goes on from its tokens; `abort` ends with what it has;
+    `drain` ends first, and only then the pause begins and is answered. Every command on this list is answered by one `ControlReport`.
+    """
+
+    id: str
+    in_flight: InFlight = "continue"
+    clear_cache: bool = False  # forget cached prefixes too, once the pause has begun
+
+
+class Resume(Struct, frozen=True, tag="resume"):
+    id: str
+
+
+class Sleep(Struct, frozen=True, tag="sleep"):
+    """No further step, and this memory is given back, until `WakeUp`; what runs gives up its KV and goes on from its tokens."""
+
+    id: str
+    memory: list[Memory]
+
+
+class WakeUp(Struct, frozen=True, tag="wake_up"):
+    """Take this memory again. Weights come back bit for bit; steps go on once nothing sleeps."""
+
+    id: str
+    memory: list[Memory]
+
+
+class ClearCache(Struct, frozen=True, tag="clear_cache"):
+    """Forget every cached prefix. `when_idle`: only if no sequence is there, else `Conflict`."""
+
+    id: str
+    when_idle: bool = False
 
 
 class SetPolicy(Struct, frozen=True, tag="set_policy"):
@@ -177,7 +214,6 @@ class Stop(Struct, frozen=True, tag="stop"):
 
 
 Ending = Literal["exited", "failed", "hung"]  # of an engine process: by itself or a signal; with its own last word; killed as it was silent
-InFlight = Literal["continue", "recompute", "abort", "drain"]
 Role = Literal["target", "drafter"]
 
 
@@ -211,8 +247,26 @@ class PushWeights(Struct, frozen=True, tag="push_weights"):
 
 
 class CommitWeights(Struct, frozen=True, tag="commit_weights"):
+    """Make the staged push of `version` live, as version `name` where that is given."""
+
     id: str
     version: str
+    name: str = ""
+
+
+class NameWeights(Struct, frozen=True, tag="name_weights"):
+    """Call the target's weights that are live `version` from now on; their content stays."""
+
+    id: str
+    version: str
+
+
+class ReadWeights(Struct, frozen=True, tag="read_weights"):
+    """The first `rows` rows of a live tensor, as numbers. Drafter names begin with `draft.`."""
+
+    id: str
+    name: str
+    rows: int
 
 
 class AbortWeights(Struct, frozen=True, tag="abort_weights"):
@@ -233,8 +287,9 @@ class LookAtWeights(Struct, frozen=True, tag="look_at_weights"):
     checksums: bool = False
 
 
-WeightCommand = PushWeights | CommitWeights | AbortWeights | RollbackWeights | LookAtWeights
-Command = Submit | Abort | Pause | SetPolicy | Stop | WeightCommand
+WeightCommand = PushWeights | CommitWeights | AbortWeights | NameWeights | ReadWeights | RollbackWeights | LookAtWeights
+ControlCommand = Pause | Resume | Sleep | WakeUp | ClearCache
+Command = Submit | Abort | SetPolicy | Stop | ControlCommand | WeightCommand
 
 
 class Ready(Struct, frozen=True, tag="ready"):
@@ -284,13 +339,21 @@ class WeightReport(Struct, frozen=True, kw_only=True, tag="weight_report"):
 
     id: str
     state: WeightState
-    result: str = ""  # committed | staged | unchanged | aborted | rolled_back | looked; an error's code otherwise
+    result: str = ""  # committed | staged | unchanged | aborted | named | rolled_back | looked; an error's code otherwise
     error: tuple[str, str] | None = None  # (code, message)
     version: str = ""
     role: str = ""
     checksums: dict[str, str] = {}  # tensor -> "sha256:..." of its float32 values; drafter names begin with "draft." where both are meant
     phases: dict[str, float] = {}  # seconds
     pause_ms: float = 0.0  # for which the commit kept the loop from stepping
+    values: list[Any] = []  # of a tensor that was read: numbers, or rows of them
+
+
+class ControlReport(Struct, frozen=True, tag="control_report"):
+    """The answer to one control command: what it asks for is done, unless there is an error."""
+
+    id: str
+    error: tuple[str, str] | None = None  # (code, message)
 
 
 class Failed(Struct, frozen=True, tag="failed"):
@@ -300,7 +363,7 @@ class Failed(Struct, frozen=True, tag="failed"):
     message: str
 
 
-Event = Ready | Phase | PhaseProgress | Heartbeat | Outputs | WeightReport | Failed
+Event = Ready | Phase | PhaseProgress | Heartbeat | Outputs | WeightReport | ControlReport | Failed
 
 
 def encode(message: Any) -> bytes:

@@ -27,6 +27,8 @@ LIMITS = ("--max-output-tokens", "24", "--max-n", "4", "--max-batch-items", "8",
 CHECKS = ("only_deliberate_5xx", "status_code_conformance", "content_type_conformance", "response_headers_conformance",
           "response_schema_conformance", "negative_data_rejection", "unsupported_method", "allow_header_conformance", "ignored_auth")
 
+HALTS = "^/(pause|resume|sleep|wake_up|is_|continue_|release_)"  # while one of these holds, the others say 503
+
 
 @pytest.fixture(scope="module")
 def weight_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -54,21 +56,32 @@ def schemathesis(server: ServerProcess, *flags: str) -> None:
 
 
 def test_every_operation_does_what_the_document_says(limited: ServerProcess) -> None:
-    schemathesis(limited, "--phases", "examples,coverage,fuzzing", "--max-examples", "15", "--seed", "1", "--workers", "2")
+    schemathesis(limited, "--exclude-path-regex", HALTS, "--phases", "examples,coverage,fuzzing", "--max-examples", "15",
+                 "--seed", "1", "--workers", "2")
     with Client(limited.url, timeout_s=30) as client:
         assert look(client).open == 0
         assert 'result="committed"' in client.metrics()  # the example was a real push
         assert client.generate([{"prompt": "2+2="}], sampling={"max_tokens": 4}).results[0].choices
 
 
+def test_what_stops_the_others_does_what_the_document_says(limited: ServerProcess) -> None:
+    schemathesis(limited, "--include-path-regex", HALTS, "--phases", "coverage,fuzzing", "--max-examples", "10", "--seed", "1")
+    with Client(limited.url, timeout_s=30) as client:
+        for path in ("/resume", "/wake_up"):
+            assert httpx.post(limited.url + path, timeout=30).status_code == 200
+        assert client.generate([{"prompt": "2+2="}], sampling={"max_tokens": 4}).results[0].choices
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(2, 8))
 def test_every_operation_does_what_the_document_says_to_many_questions(limited: ServerProcess, seed: int) -> None:
-    schemathesis(limited, "--phases", "fuzzing", "--max-examples", "300", "--seed", str(seed), "--workers", "2")
+    schemathesis(limited, "--exclude-path-regex", HALTS, "--phases", "fuzzing", "--max-examples", "300", "--seed", str(seed),
+                 "--workers", "2")
 
 
 def test_with_keys_every_operation_asks_for_one(weight_root: Path, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("secret\n")
     with ServerProcess(*PAIR, *LIMITS, "--weight-root", str(weight_root), "--api-key-file", str(tmp_path / "keys")) as server:
         assert httpx.get(f"{server.url}/openapi.json").status_code == 401
-        schemathesis(server, "--header", "Authorization: Bearer secret", "--phases", "fuzzing", "--max-examples", "4", "--seed", "1")
+        schemathesis(server, "--exclude-path-regex", HALTS, "--header", "Authorization: Bearer secret", "--phases", "fuzzing",
+                     "--max-examples", "4", "--seed", "1")

@@ -12,7 +12,7 @@ from tlt_server.engine.assembly import assemble
 from tlt_server.engine.devices.choice import Gpu
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import StartupError
-from tlt_server.records import Abort, GenerateRequest, Pause, Sampling, SetPolicy, StepContext, StepOutput, Strategy, Submit
+from tlt_server.records import Abort, GenerateRequest, Pause, Resume, Sampling, SetPolicy, StepContext, StepOutput, Strategy, Submit
 from tlt_server.speculation.policies.fixed import Fixed
 
 
@@ -228,9 +228,9 @@ def test_pause_freezes_and_resumes(base: EngineSettings) -> None:
     said: Said = {r.id: [] for r in batch}
     for step in range(400):
         if step == 4:
-            engine.send(Pause(True))
+            engine.send(Pause("p"))
         if step == 9:
-            engine.send(Pause(False))
+            engine.send(Resume("r"))
         outputs = engine.step()
         assert not outputs or not 4 <= step < 9
         for output in outputs:

@@ -14,7 +14,7 @@ from tests.engine.gpu_engine import LOGPROB_TOLERANCE, bits, checkpoints, drafti
 from tests.engine.pushing import Pushable
 from tests.engine.tiny import SMALLEST, write_eagle
 from tlt_server.engine.settings import EngineSettings
-from tlt_server.records import GenerateRequest
+from tlt_server.records import ControlReport, GenerateRequest, Sleep, WakeUp
 
 
 @pytest.fixture(scope="module")
@@ -151,3 +151,19 @@ def test_a_layer_that_a_drafter_reads_twice_is_given_twice(settings: EngineSetti
     features_RF = found[0].features_RF.nan_to_num()  # dead rows hold anything
     first, between, last = features_RF.split(SMALLEST.hidden, dim=1)
     assert torch.equal(first, last) and not torch.equal(first, between)
+
+
+def test_sleep_lends_memory_and_the_same_bits_come_back(settings: EngineSettings) -> None:
+    plain, slept = (Pushable(drafting(settings, "eagle", 2, 2, 4)) for _ in range(2))
+    before = values(slept)
+    for engine in (plain, slept):
+        engine.submit(*asked())
+        engine.step(3)
+    slept.engine.send(Sleep("s", ["weights", "kv_cache"]))
+    slept.step(2)
+    assert slept.engine.idle and not same(values(slept), before)
+    slept.engine.send(WakeUp("w", ["weights", "kv_cache"]))
+    plain.finish()
+    slept.finish()
+    assert slept.engine.control_reports() == [ControlReport("s"), ControlReport("w")] and same(values(slept), before)
+    assert bits(slept, ["r0", "r1"]) == bits(plain, ["r0", "r1"])

@@ -14,7 +14,7 @@ from tests.engine.pushing import Pushable, perturbed
 from tests.engine.tiny import VOCAB, write_eagle, write_target
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import StartupError
-from tlt_server.records import GenerateRequest, Pause, Sampling, SetPolicy, Strategy
+from tlt_server.records import GenerateRequest, Pause, Resume, Sampling, SetPolicy, Strategy
 from tlt_server.weights.checksums import checksum
 
 
@@ -171,12 +171,12 @@ def test_a_rollback_may_drain_first(engine: Pushable, settings: EngineSettings, 
 def test_a_paused_engine_takes_weights(engine: Pushable, settings: EngineSettings, root: Path) -> None:
     engine.submit(request())
     engine.step(5)
-    engine.engine.send(Pause(True))
+    engine.engine.send(Pause("p"))
     assert engine.push(root / "new", "v1", in_flight="recompute").result == "committed"
     before = len(engine.tokens("r0"))
     engine.step(3)
     assert len(engine.tokens("r0")) == before
-    engine.engine.send(Pause(False))
+    engine.engine.send(Resume("r"))
     engine.finish()
     check_spans(engine, "r0", ["initial", "v1"])
 

@@ -23,23 +23,32 @@ from tlt_server.records import (
     OFF,
     Abort,
     AbortWeights,
+    ClearCache,
     CommitWeights,
+    ControlCommand,
+    ControlReport,
     Cycle,
     EngineInfo,
     Failed,
     GenerateRequest,
     Heartbeat,
+    NameWeights,
     Outputs,
+    Pause,
     Phase,
     PushWeights,
+    ReadWeights,
     Ready,
+    Resume,
     RollbackWeights,
     SetPolicy,
+    Sleep,
     StepContext,
     StepOutput,
     Stop,
     Submit,
     TokenLogprobs,
+    WakeUp,
     WeightCommand,
     WeightReport,
     WeightState,
@@ -106,6 +115,10 @@ class FakeEngine:
     policies: list[SetPolicy] = field(default_factory=list)
     weight_commands: list[WeightCommand] = field(default_factory=list)
     weights: WeightState = WeightState(target="v0")
+    controls: list[ControlCommand] = field(default_factory=list)
+    paused: bool = False
+    asleep: set[str] = field(default_factory=set)
+    draining: list[str] = field(default_factory=list)
 
     async def run(self, *, startup: bool = True) -> int:
         """Until `Stop`; the result is the exit status."""
@@ -144,19 +157,54 @@ class FakeEngine:
                         self.policies.append(command)
                     case Stop():
                         return 0
+                    case Pause() | Resume() | Sleep() | WakeUp() | ClearCache():
+                        self.controls.append(command)
+                        await self._control(command)
                     case _:
                         self.weight_commands.append(command)
                         await self._answer(command)
             if self.dies or any(DIES in running.request.token_ids for running in self.running.values()):
                 return 7
-            await self._step()
+            if not self.paused and not self.asleep:
+                await self._step()
+            if not self.running:
+                self.paused |= bool(self.draining)
+                await self._done(self.draining)
             if time.monotonic() - beat_s > 0.2:
                 beat_s = time.monotonic()
                 await self._events.send(encode(Heartbeat()))
         return 0
 
+    async def _control(self, command: ControlCommand) -> None:
+        match command:
+            case Pause(id, "drain") if self.running:
+                self.draining.append(id)
+                return
+            case Pause(_, in_flight):
+                if in_flight == "abort":
+                    for running in self.running.values():
+                        running.aborted = "abort"
+                    await self._step()
+                self.paused = True
+            case Resume():
+                self.paused = False
+            case Sleep(_, memory):
+                self.asleep |= {*memory}
+            case WakeUp(_, memory):
+                self.asleep -= {*memory}
+            case ClearCache(id, when_idle) if when_idle and self.running:
+                await self._events.send(encode(ControlReport(id, ("conflict", "sequences run"))))
+                return
+        await self._done([command.id])
+
+    async def _done(self, ids: list[str]) -> None:
+        for id in list(ids):
+            await self._events.send(encode(ControlReport(id)))
+        self.draining = []
+
     async def _answer(self, command: WeightCommand) -> None:
         """Commits at once; a path that names an error's code is answered by that error, `hangs` not at all."""
+        values: list[float] = []
         result, error, version, role, sums = "looked", None, "", "", {"w": f"sha256:{self.weights.target}"}
         match command:
             case PushWeights(_, manifest):
@@ -165,8 +213,13 @@ class FakeEngine:
                     return
                 if manifest.path in ("forbidden", "weights_refused", "conflict", "push_failed"):
                     result, error = manifest.path, (manifest.path, f"{manifest.path}: out of luck")
-            case CommitWeights(_, version):
-                result, role = "committed", "target"
+            case CommitWeights(_, version, name):
+                result, role, version = "committed", "target", name or version
+            case NameWeights(_, version):
+                result, role = "named", "target"
+                self.weights = WeightState(target=version)
+            case ReadWeights(_, _, rows):
+                values = [0.5] * rows
             case AbortWeights(_, version):
                 result = "aborted"
             case RollbackWeights(_, to):
@@ -175,7 +228,7 @@ class FakeEngine:
             self.weights = WeightState(target=version, previous={"target": self.weights.target})
         await self._events.send(encode(WeightReport(
             id=command.id, state=self.weights, result=result, error=error, version=version, role=role, checksums=sums,
-            phases={"read": 0.2, "commit": 0.001} if result != "looked" else {}, pause_ms=1.0)))
+            phases={"read": 0.2, "commit": 0.001} if result != "looked" else {}, pause_ms=1.0, values=values)))
 
     async def _step(self) -> None:
         outputs = []

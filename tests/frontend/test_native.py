@@ -163,7 +163,7 @@ def test_probes_metrics_and_server_info(server: LiveServer, client: Client) -> N
 
 
 def test_unknown_paths_and_methods_are_typed(server: LiveServer) -> None:
-    assert "/generate" in httpx.get(f"{server.url}/nothing").json()["error"]["message"]
+    assert "did you mean /generate?" in httpx.get(f"{server.url}/generat").json()["error"]["message"]
     assert httpx.get(f"{server.url}/livez/").status_code == 404  # a path has one spelling
     response = httpx.get(f"{server.url}/generate")
     error = response.json()["error"]

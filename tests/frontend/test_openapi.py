@@ -21,8 +21,21 @@ ROUTES = {
     ("post", "/v1/chat/completions"), ("post", "/tokenize"), ("post", "/detokenize"), ("get", "/openapi.json"),
     ("post", "/update_weights"), ("get", "/weights"), ("post", "/weights/rollback"), ("post", "/weights/{version}/commit"),
     ("post", "/weights/{version}/abort"), ("post", "/weight_checker"), ("get", "/weight_info"),
+    ("post", "/collective_rpc"),
+    ("post", "/pause"), ("post", "/resume"), ("get", "/is_paused"), ("post", "/abort_requests"), ("get", "/get_world_size"),
+    ("post", "/start_weight_update"), ("post", "/start_draft_weight_update"), ("post", "/finish_weight_update"),
+    ("post", "/update_weight_version"), ("post", "/reset_prefix_cache"), ("post", "/sleep"), ("post", "/wake_up"), ("get", "/is_sleeping"),
+    ("post", "/inference/v1/generate"), ("get", "/load"), ("get", "/version"), ("get", "/ping"),
+    ("get", "/get_server_info"), ("get", "/health_generate"), ("get", "/get_model_info"), ("get", "/model_info"),
+    ("get", "/get_weight_version"), ("get", "/v1/loads"), ("post", "/pause_generation"), ("post", "/continue_generation"),
+    ("post", "/abort_request"), ("get", "/flush_cache"), ("post", "/flush_cache"), ("post", "/begin_weight_update"),
+    ("post", "/end_weight_update"), ("post", "/update_weights_from_disk"), ("post", "/update_weights_from_tensor"),
+    ("post", "/release_memory_occupation"), ("post", "/resume_memory_occupation"), ("post", "/weights_checker"),
+    ("get", "/get_weights_by_name"), ("post", "/get_weights_by_name"),
     ("get", "/rollouts"), ("get", "/rollouts/{id}"), ("delete", "/rollouts/{id}"),
 }
+SHAPES = {"openai": ["Failure"], "vllm_rl": ["Faulty"], "sglang": ["Refusal", "Outcome"]}  # of errors, by dialect
+PUSHES = {"/update_weights", "/update_weight_version", "/update_weights_from_disk"}
 GENERATES = {"/generate", "/v1/completions", "/v1/chat/completions"}
 
 
@@ -114,9 +127,8 @@ def test_every_status_is_listed_with_the_errors_that_have_it(document: dict[str,
         assert path not in GENERATES or {"422", "429", "500", "503", "504"} <= statuses, path
         for status in statuses - {"200", "202"}:
             [schema] = [content["schema"] for content in about["responses"][status]["content"].values()]
-            openai = path in ("/tokenize", "/detokenize") or path.startswith("/v1/")
-            expected = {"$ref": f"#/components/schemas/{'Failure' if openai else 'Refusal'}"}
-            assert expected in (schema, *schema.get("anyOf", [])), (path, status)
+            expected = [{"$ref": f"#/components/schemas/{name}"} for name in SHAPES.get(about["tags"][0], ["Refusal"])]
+            assert any(one in (schema, *schema.get("anyOf", [])) for one in expected), (path, status)
     assert "weights_refused: " in document["paths"]["/update_weights"]["post"]["responses"]["422"]["description"]
     assert document["paths"]["/v1/completions"]["post"]["responses"]["429"]["headers"]["Retry-After"]["schema"] == {"type": "integer"}
     startup = document["paths"]["/startupz"]["get"]["responses"]
@@ -143,13 +155,15 @@ def test_streams_are_described_by_their_events(document: dict[str, Any], server:
         body = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["example"]
         stream = httpx.post(server.url + path, json=body | {"stream": True}).text
         assert set(re.findall(r"^event: (\w+)$", stream, re.MULTILINE)) <= events
-        assert events == ({"token", "result", "error", "done"} if path == "/generate" else {"message"})
+        assert events == ({"token", "result", "error", "done", "message"} if path == "/generate" else {"message"})
 
 
 def test_examples_are_accepted(document: dict[str, Any], server: LiveServer) -> None:
     examples = {path: (method, content["example"]) for method, path, about in operations(document)
                 for content in about.get("requestBody", {}).get("content", {}).values() if "example" in content}
-    assert examples.keys() == GENERATES | {"/tokenize", "/detokenize", "/strategy", "/update_weights"}
+    assert examples.keys() == GENERATES | PUSHES | {
+        "/tokenize", "/detokenize", "/strategy", "/inference/v1/generate", "/collective_rpc", "/abort_request",
+        "/get_weights_by_name"}
     for path, (method, example) in examples.items():
         response = httpx.request(method, server.url + path, json=example)
         assert response.status_code == 200, (path, response.text)

@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tlt_server.attention.backing import Backing
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -68,12 +70,30 @@ class KVCache:
         self.k = _zeros(layers, slots, kv_heads, head_dim, dtype=dtype, device=device)
         self.v = _zeros(layers, slots, kv_heads, head_dim, dtype=dtype, device=device)
         self.features_SF = _zeros(slots, features, dtype=dtype, device=device)  # the target's hidden states that a drafter reads
+        self._backings = [Backing(array) for array in (self.k, self.v, self.features_SF)]
         self.on_reuse: list[Callable[[Iterable[int]], None]] = []  # who keeps something of its own under our page ids
 
     def reuse(self, pages: Iterable[int]) -> None:
         """These pages are about to hold other tokens."""
         for forget in self.on_reuse:
             forget(pages)
+
+    def free(self) -> None:
+        """Give the memory back, and with it what every page holds; nothing may run before `reclaim`."""
+        for backing in self._backings:
+            backing.free()
+
+    def reclaim(self) -> None:
+        """Take it again, its content finite; `torch.OutOfMemoryError`, and everything is free as before, where there is no room."""
+        try:
+            for backing in self._backings:
+                backing.reclaim()
+        except torch.OutOfMemoryError:
+            self.free()
+            raise
+        for backing in self._backings:
+            if backing.storage.device.type != "cpu":  # the host's are zeros, or what they were
+                backing.bytes.zero_()
 
     def save(self, pages: list[int]) -> SavedPages:
         """A copy of everything these pages hold, for a sequence that loses them and cannot compute them again."""

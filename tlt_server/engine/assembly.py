@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tlt_server.engine.devices import Device, make_device
 from tlt_server.engine.devices.choice import Gpu, choose, look
+from tlt_server.engine.halt import Halt
 from tlt_server.engine.loop import Engine
 from tlt_server.engine.pages import PagePool
 from tlt_server.engine.pushes import WeightPushes
@@ -28,6 +29,7 @@ from tlt_server.speculation.policies.arms import ladder
 from tlt_server.speculation.policies.capped import Capped
 from tlt_server.speculation.policies.fixed import Fixed
 from tlt_server.speculation.survival import Calibration
+from tlt_server.weights.dormant import Dormant
 from tlt_server.weights.restore import Restored, restore
 from tlt_server.weights.spool import Spool
 from tlt_server.weights.transaction import Options, Transaction
@@ -113,7 +115,8 @@ def assemble(
     options = Options(Path(settings.weight_root) if settings.weight_root else None, settings.weight_marker, spool)
     pushes = WeightPushes(Transaction(live, options, Calibration.parse), scheduler, device.install)
     policy = make_policy(SetPolicy(settings.policy, settings.strategy))
-    engine = Engine(scheduler, equipped.runner, policy, make_policy, make_sequence, pushes)
+    halt = Halt(scheduler, memory, pushes, Dormant(Path(settings.state_dir) if settings.state_dir else None))
+    engine = Engine(scheduler, equipped.runner, policy, make_policy, make_sequence, pushes, halt)
     with phase("warm up"):
         arms = rungs.arms
         per_drafter = [arms[0], *(max((a for a in arms if a.drafter == name), key=lambda arm: arm.rows) for name in rungs.drafters)]

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import msgspec
 
+from tlt_server.engine.halt import Halt
 from tlt_server.engine.pushes import WeightPushes
 from tlt_server.engine.runner import Finished
 from tlt_server.engine.scheduler import Scheduler
@@ -19,19 +20,26 @@ from tlt_server.errors import EngineFailed, TltError
 from tlt_server.records import (
     Abort,
     AbortWeights,
+    ClearCache,
     Command,
     CommitWeights,
+    ControlReport,
     Cycle,
     GenerateRequest,
     LookAtWeights,
+    NameWeights,
     Pause,
     PushWeights,
+    ReadWeights,
+    Resume,
     RollbackWeights,
     SetPolicy,
+    Sleep,
     StepOutput,
     Stop,
     Strategy,
     Submit,
+    WakeUp,
     WeightReport,
 )
 from tlt_server.speculation.policies import Policy
@@ -59,15 +67,16 @@ class Engine:
         make_policy: Callable[[SetPolicy], Policy],
         make_sequence: Callable[[GenerateRequest], Sequence],
         pushes: WeightPushes,
+        halt: Halt,
     ) -> None:
-        self.scheduler, self.runner, self.policy, self.pushes = scheduler, runner, policy, pushes
+        self.scheduler, self.runner, self.policy, self.pushes, self.halt = scheduler, runner, policy, pushes, halt
         self.last_cycle: Cycle | None = None
         self._last_end = 0.0
         self._stopping = False
         self._make_policy, self._make_sequence = make_policy, make_sequence
         self._commands: deque[Command] = deque()
         self._ended: list[StepOutput] = []  # ends decided between steps
-        pushes.settle = self._settle
+        pushes.settle = halt.settle = self._settle
 
     def send(self, command: Command) -> None:
         """Queue a command; it takes effect before the next step."""
@@ -76,7 +85,8 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Nothing to do until the next command."""
-        return not self._commands and (self.scheduler.idle or self.scheduler.paused) and not self.runner.in_flight
+        return (not self._commands and not self.halt.due and (self.scheduler.idle or self.scheduler.paused)
+                and not self.runner.in_flight)
 
     @property
     def finished(self) -> bool:
@@ -88,6 +98,10 @@ class Engine:
     def reports(self) -> list[WeightReport]:
         """Answers to weight commands since the last call."""
         return self.pushes.take_reports()
+
+    def control_reports(self) -> list[ControlReport]:
+        """Answers to control commands since the last call; what they ended is among the outputs of the step before."""
+        return self.halt.take_reports()
 
     def step(self) -> list[StepOutput]:
         started = self._last_end if self.last_cycle else time.perf_counter()
@@ -121,6 +135,7 @@ class Engine:
         while self._commands:
             self._apply(self._commands.popleft())
         self._ended += self.pushes.advance()
+        self.halt.advance()
 
     def _apply(self, command: Command) -> None:
         match command:
@@ -128,11 +143,12 @@ class Engine:
                 self._submit(requests)
             case Abort(ids, finish_reason, all):
                 self._ended += self.scheduler.abort(ids, finish_reason, all=all)
-            case Pause(paused):
-                self.scheduler.paused = paused
+            case Pause() | Resume() | Sleep() | WakeUp() | ClearCache():
+                self._ended += self.halt.apply(command)
             case SetPolicy():
                 self._set_policy(command)
-            case PushWeights() | CommitWeights() | AbortWeights() | RollbackWeights() | LookAtWeights():
+            case (PushWeights() | CommitWeights() | AbortWeights() | NameWeights() | ReadWeights() | RollbackWeights()
+                  | LookAtWeights()):
                 self.pushes.apply(command)
             case Stop(drain):
                 self._stopping = True

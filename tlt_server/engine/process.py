@@ -54,6 +54,7 @@ def serve(settings: EngineSettings, commands: zmq.Socket[bytes], send: Callable[
         if outputs or engine.last_cycle or gauges["waiting"] + gauges["running"] != reported:
             reported = gauges["waiting"] + gauges["running"]
             events.append(Outputs(outputs, gauges, engine.last_cycle))
+        events += engine.control_reports()  # behind the ends that they brought about
         if not events and time.monotonic() - said_s >= HEARTBEAT_S:
             events.append(Heartbeat())
         for event in events:

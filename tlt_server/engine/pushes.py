@@ -9,23 +9,25 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tlt_server.engine.scheduler import Scheduler
-from tlt_server.errors import Conflict, TltError
+from tlt_server.errors import Conflict, NotFound, TltError
 from tlt_server.records import (
     AbortWeights,
     CommitWeights,
     InFlight,
     LookAtWeights,
+    NameWeights,
     PushWeights,
+    ReadWeights,
     RollbackWeights,
     StepOutput,
     WeightCommand,
     WeightReport,
     WeightState,
 )
-from tlt_server.weights.parts import Parts
+from tlt_server.weights.parts import DRAFTER_PREFIX, Parts
 from tlt_server.weights.transaction import Push, Transaction
 
 
@@ -42,6 +44,7 @@ class WeightPushes:
     def __init__(self, transaction: Transaction, scheduler: Scheduler, install: Callable[[Parts, Parts], None]) -> None:
         self.transaction, self._scheduler, self._install = transaction, scheduler, install
         self.settle: Callable[[], list[StepOutput]] = list  # takes in the steps in flight; the loop's
+        self.asleep = False  # the weights are put away, and nothing may read or change them
         self._reports: deque[WeightReport] = deque()  # appended to by threads, too
         self._readers: list[threading.Thread] = []  # of the live storage, which must not change meanwhile
         self._unread: list[str] = []  # ids of commands for a reader that came while a change waited for others
@@ -93,18 +96,30 @@ class WeightPushes:
 
     def _apply(self, command: WeightCommand) -> None:
         transaction = self.transaction
+        if self.asleep and not isinstance(command, AbortWeights) and command != LookAtWeights(command.id):
+            raise Conflict("the weights sleep; wake them first (POST /wake_up?tags=weights, or /resume_memory_occupation)")
         match command:
             case PushWeights(id, manifest):
                 self._check_no_rollback()
                 transaction.begin(manifest)
                 self._waiting.append(id)
-            case CommitWeights(id, version):
+            case CommitWeights(id, version, name):
                 transaction.ready_to_commit(version)
+                if name:
+                    transaction.name_staged(name)
                 self._waiting.append(id)
                 self._due = True
             case AbortWeights(id, version):
                 transaction.abort(version)
                 self._report(id, "aborted", version=version)
+            case NameWeights(id, version):
+                self._check_no_rollback()
+                if self._name(version):
+                    self._report(id, "named", version=version, role="target")
+                else:
+                    self._report(id, "unchanged", version=version, role="target")
+            case ReadWeights(id, name, rows):
+                self._report(id, "looked", values=self._rows(name, rows))
             case RollbackWeights(id, to, in_flight):
                 self._check_no_rollback()
                 if not transaction.check_rollback(to):
@@ -127,6 +142,22 @@ class WeightPushes:
             return False
         self._scheduler.holding = True
         return True
+
+    def _name(self, version: str) -> bool:
+        if not self.transaction.name_live(version):
+            return False
+        self._ended += self.settle()
+        self._ended += self._scheduler.change_version(version, "continue")
+        return True
+
+    def _rows(self, name: str, rows: int) -> list[Any]:
+        live = self.transaction.live
+        part = live.drafter if name.startswith(DRAFTER_PREFIX) else live.target
+        tensor = part.network.parameters().get(name.removeprefix(DRAFTER_PREFIX)) if part is not None else None
+        if tensor is None:
+            raise NotFound(f"there is no tensor {name[:200]!r}; POST /weight_checker lists the names")
+        values: list[Any] = tensor[:rows].float().cpu().tolist()
+        return values
 
     def _read(self, id: str) -> None:
         """Checksums of the live storage, in a thread, as they take a while."""
@@ -207,12 +238,13 @@ class WeightPushes:
         self._waiting.clear()
 
     def _report(self, id: str, result: str, *, parts: Parts | None = None, error: TltError | None = None, version: str = "", role: str = "",
-                checksums: dict[str, str] | None = None, phases: dict[str, float] | None = None, pause_ms: float = 0.0) -> None:
+                checksums: dict[str, str] | None = None, phases: dict[str, float] | None = None, pause_ms: float = 0.0,
+                values: list[Any] | None = None) -> None:
         sums = dict(parts.sums) if parts and checksums is None else checksums or {}
         self._reports.append(WeightReport(
             id=id, state=self.state(), result=result, error=(error.code, error.message) if error else None,
             version=parts.version if parts else version, role=parts.role if parts else role,
-            checksums=sums, phases=dict(phases or {}), pause_ms=pause_ms))
+            checksums=sums, phases=dict(phases or {}), pause_ms=pause_ms, values=values or []))
 
     def state(self) -> WeightState:
         transaction, push = self.transaction, self.transaction.push

@@ -218,6 +218,12 @@ class Scheduler:
         self.preemptions += 1
         self._requeue(sequence)
 
+    def give_up_pages(self) -> None:
+        """Whatever runs waits again, without KV, before what has not begun; no step may be in flight. Cached prefixes are forgotten."""
+        for sequence in reversed(list(self._running)):
+            self._preempt(sequence)
+        self.pool.clear_index()
+
     def _requeue(self, sequence: Sequence) -> None:
         self._vacate(sequence)
         self._prompt_logprobs.pop(sequence.id, None)

@@ -18,6 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Match
 from starlette.types import ASGIApp, Scope
 
+from tlt_server.config import nearest
 from tlt_server.errors import Cancelled, MethodNotAllowed, NotFound, TltError
 from tlt_server.frontend.access import QUIET, Access
 from tlt_server.frontend.auth import Authentication, Gate
@@ -40,7 +41,7 @@ def build_app(service: Service, gate: Gate, dialects: Iterable[str] = DIALECTS) 
     tables["document"] = [Endpoint("GET", "/openapi.json", openapi, needs="any", gives=dict[str, Any])]
     about = msgspec.json.encode(document(tables, keyed=gate.keyed))
     routes = [endpoint for table in tables.values() for endpoint in table]
-    known = ", ".join(sorted({endpoint.path for endpoint in routes}))
+    known = sorted({endpoint.path for endpoint in routes})
 
     def at(path: str) -> list[Endpoint]:
         return [endpoint for endpoint in routes if endpoint.path_regex.match(path)]
@@ -72,7 +73,7 @@ def build_app(service: Service, gate: Gate, dialects: Iterable[str] = DIALECTS) 
             response = refuse(path, MethodNotAllowed(f"{request.method[:20]} is not a method of {path[:200]}; use {methods}"))
             response.headers["allow"] = methods
             return response
-        return refuse(path, NotFound(f"there is no {path[:200]}; known are {known}"))
+        return refuse(path, NotFound(f"there is no {path[:200]}{nearest(path[:200], known)}; GET /openapi.json lists the routes"))
 
     async def disconnected(request: Request, error: Exception) -> Response:
         return refuse(request.url.path, Cancelled("the client disconnected before its body was complete"))

@@ -12,14 +12,16 @@ import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 import structlog
 
-from tlt_server.errors import DeadlineExceeded, EngineFailed, Poisoned, TltError, Unavailable
+from tlt_server.errors import DeadlineExceeded, EngineFailed, Poisoned, TltError, Unavailable, from_code
 from tlt_server.frontend.admission import Admission, Demand
 from tlt_server.frontend.engine_link import Death, EngineLink
+from tlt_server.frontend.halt import Halt
 from tlt_server.frontend.submission import Resume, Route, Submission
 from tlt_server.frontend.suspects import KEPT_S, Suspects
 from tlt_server.frontend.versions import Versions
@@ -27,11 +29,14 @@ from tlt_server.metrics import Metrics
 from tlt_server.records import (
     Abort,
     Command,
+    ControlCommand,
+    ControlReport,
     Cycle,
     EngineInfo,
     Event,
     GenerateRequest,
     Outputs,
+    Pause,
     Phase,
     Ready,
     SetPolicy,
@@ -42,6 +47,7 @@ from tlt_server.records import (
 )
 
 log = structlog.get_logger()
+Report = TypeVar("Report")
 
 
 class EngineClient:
@@ -57,14 +63,17 @@ class EngineClient:
         self._on_trial = ""  # id; nothing is given before it is through with that
         self._trial_tokens = 0  # when it has more of them it is through
         self._answers: dict[str, asyncio.Future[WeightReport]] = {}  # of weight commands, by id
+        self._done: dict[str, asyncio.Future[ControlReport]] = {}  # of control commands, likewise
         self._unanswered = False  # weight commands were open when an engine died, and no life has been ready since
         self._command_ids = itertools.count(1)
         self._started = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
         self.info: EngineInfo | None = None  # of the last life that was ready
+        self.halt = Halt(self.command_id, self._control)
         self.policy: SetPolicy | None = None  # None = what the engine was started with
         self.last_cycle: Cycle | None = None
+        self.gauges: Mapping[str, float] = {}  # the engine's last
         self.phases: list[Phase] = []
         self.failure = ""  # why there is no engine, from a death until the next life is ready
         self._again_s = 0.0  # in which it may be
@@ -92,6 +101,8 @@ class EngineClient:
                 self._begin(info)
             case WeightReport():
                 self._answered(event)
+            case ControlReport(id):
+                _settle(self._done, id, event)
 
     def died(self, death: Death, restart_in_s: float | None, start_s: float) -> int:
         """Everything open ends with a typed error, but for what can resume: how much that is. `restart_in_s`: None for never; `start_s`:
@@ -106,7 +117,8 @@ class EngineClient:
         self._queue.clear()
         self._on_trial = ""
         self._unanswered |= bool(self._answers)
-        for answer in self._answers.values():
+        waiting: list[asyncio.Future[Any]] = [*self._answers.values(), *self._done.values()]
+        for answer in waiting:
             if not answer.done():
                 answer.set_exception(EngineFailed(f"{death.error.message}; GET /weights says what is live once the engine is back"))
         for id, route in list(self._routes.items()):
@@ -126,6 +138,8 @@ class EngineClient:
         self._unanswered = False
         if self.policy is not None:
             self._send(self.policy)
+        for command in self.halt.standing():
+            self._send(command)
         if not self.versions.lost:
             self._resume()
         self._started.set()
@@ -217,6 +231,11 @@ class EngineClient:
 
     def check_available(self) -> None:
         """`Unavailable` when nothing can be generated now."""
+        self.check_serving()
+        self.halt.check()
+
+    def check_serving(self) -> None:
+        """`Unavailable` when nothing can be generated now, and nobody asked for that by a pause or sleep."""
         self.check_running()
         self.versions.check()
 
@@ -238,6 +257,11 @@ class EngineClient:
         self.check_available()
         self.admission.admit(demand)
 
+    @property
+    def open_ids(self) -> list[str]:
+        """Of every sequence that has not ended."""
+        return list(self._routes)
+
     def abort(self, ids: Sequence[str], finish_reason: str = "abort") -> None:
         """Ask the engine to end these; their last outputs carry `finish_reason`."""
         live = [id for id in ids if id in self._routes]
@@ -255,12 +279,22 @@ class EngineClient:
         self.policy = policy
 
     def command_id(self) -> str:
-        return f"w{next(self._command_ids)}"
+        return f"c{next(self._command_ids)}"
 
     async def weights(self, command: WeightCommand) -> WeightReport:
         """The engine's answer. A caller that goes away does not stop what it asked for."""
+        return await self._ask(command, self._answers)
+
+    async def _control(self, command: ControlCommand) -> None:
+        if isinstance(command, Pause) and command.in_flight == "abort":
+            self.abort([id for id, route in self._routes.items() if route.held])  # which the engine does not know
+        report = await self._ask(command, self._done)
+        if report.error is not None:
+            raise from_code(*report.error)
+
+    async def _ask(self, command: WeightCommand | ControlCommand, answers: dict[str, asyncio.Future[Report]]) -> Report:
         self.check_running()
-        answer = self._answers[command.id] = asyncio.get_running_loop().create_future()
+        answer = answers[command.id] = asyncio.get_running_loop().create_future()
         try:
             if not self._send(command):
                 raise Unavailable("the engine does not take commands; poll /livez", retry_after_s=2)
@@ -269,7 +303,7 @@ class EngineClient:
                 structlog.contextvars.bind_contextvars(version=report.version)  # in what is still logged of the request, its audit line
             return report
         finally:
-            del self._answers[command.id]
+            del answers[command.id]
 
     def _answered(self, report: WeightReport) -> None:
         if self.info is not None:
@@ -279,9 +313,7 @@ class EngineClient:
         self.versions.reported(report)
         if waiting and not self.versions.lost:
             self._resume()
-        answer = self._answers.get(report.id)
-        if answer is not None and not answer.done():
-            answer.set_result(report)
+        _settle(self._answers, report.id, report)
 
     async def drain(self, timeout_s: float) -> bool:
         """Take nothing new and wait for what runs; False when time ran out (the rest then ends with a typed error)."""
@@ -295,6 +327,7 @@ class EngineClient:
 
     def _dispatch(self, message: Outputs) -> None:
         self._metrics.engine_outputs(message)
+        self.gauges = message.gauges
         if message.cycle is not None:
             self.last_cycle = message.cycle
             self.admission.stepped(message.cycle, message.gauges.get("waiting", 0.0))
@@ -343,3 +376,10 @@ class EngineClient:
     def _send(self, command: Command) -> bool:
         """Whether there is an engine that may take it."""
         return self._link is not None and self._link.send(command)
+
+
+def _settle(answers: Mapping[str, asyncio.Future[Report]], id: str, report: Report) -> None:
+    """Give a report to whoever waits for it; nobody does when the client has gone."""
+    answer = answers.get(id)
+    if answer is not None and not answer.done():
+        answer.set_result(report)

@@ -7,8 +7,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Callable, Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import structlog
@@ -16,10 +17,13 @@ import structlog
 from tlt_server.config import Config
 from tlt_server.errors import Cancelled, EngineFailed, Poisoned, TltError, from_code
 from tlt_server.frontend.engine_client import EngineClient
+from tlt_server.frontend.named import Named
 from tlt_server.frontend.requests import shown
 from tlt_server.frontend.sequence import Choice, Delta, Sequence
 from tlt_server.frontend.text import Text
 from tlt_server.frontend.validation import Batch, Validator
+from tlt_server.frontend.weight_checker import WeightChecker
+from tlt_server.frontend.weight_session import WeightSession
 from tlt_server.metrics import Metrics
 from tlt_server.records import GenerateRequest, StepOutput
 
@@ -98,6 +102,17 @@ class Items:
         return len(self._owner)
 
     @property
+    def named(self) -> dict[str, list[str]]:
+        """Item -> ids of its sequences."""
+        names: dict[str, list[str]] = {}
+        for id, (item, _) in self._owner.items():
+            names.setdefault(item.id, []).append(id)
+        return names
+
+    def cached_tokens(self, item: str) -> int:
+        return max(self._owner[id][1].cached_tokens for id in self.named[item])
+
+    @property
     def tokens(self) -> int:
         return sum(len(sequence.token_ids) for _, sequence in self._owner.values())
 
@@ -140,6 +155,19 @@ class Service:
     metrics: Metrics
     rollouts: Rollouts
     clock: Callable[[], float] = time.monotonic
+    named: Named = field(default_factory=Named)  # what is open, by the items' ids
+
+    @cached_property
+    def session(self) -> WeightSession:
+        return WeightSession(self.engine)
+
+    @cached_property
+    def checker(self) -> WeightChecker:
+        return WeightChecker(self.session)
+
+    def abort(self, names: Iterable[str] | None) -> None:
+        """End the items of these names, or all that is open, with what they have."""
+        self.engine.abort(self.engine.open_ids if names is None else self.named.find(names))
 
     def start(self, batch: Batch) -> Generation:
         """Admit and submit the batch, all of it or (with a typed error) nothing. The caller closes what it gets."""
@@ -171,6 +199,8 @@ class Generation:
         self._submission = service.engine.submit(items.open(), deadline_s=deadline_s, resume=self._resume if keep else None,
                                                  accepted=accepted)
         self._accepted_s = service.clock()
+        for name, ids in items.named.items():
+            service.named.open(name, ids)
         self._last_token_s: dict[str, float] = {}
 
     async def events(self) -> AsyncGenerator[Event, None]:
@@ -181,9 +211,15 @@ class Generation:
                 for event in self._take(output):
                     yield event
 
+    def cached_tokens(self, id: str) -> int:
+        """Prompt tokens of an item that the prefix index has served so far."""
+        return self._items.cached_tokens(id)
+
     def close(self) -> None:
         left = len(self._submission.open)
         self._submission.close()
+        for name, ids in self._items.named.items():
+            self._service.named.close(name, ids)
         log.info("generated", batch=self._items.batch, sequences=len(self._items), tokens=self._items.tokens, abandoned=left,
                  seconds=round(self._service.clock() - self._accepted_s, 3))
 

@@ -78,7 +78,8 @@ def _requests(endpoints: Iterable[Endpoint]) -> tuple[dict[Any, Any], dict[str, 
 def _replies(endpoints: Iterable[Endpoint]) -> tuple[dict[Any, Any], dict[str, Any]]:
     types = list(dict.fromkeys(
         type for endpoint in endpoints
-        for type in (endpoint.gives, *endpoint.others.values(), _error_type(endpoint), *(event for _, event in endpoint.streams))))
+        for type in (endpoint.gives, *endpoint.gives_instead, *endpoint.others.values(),
+                     _error_type(endpoint), *(event for _, event in endpoint.streams))))
     schemas, definitions = msgspec.json.schema_components(types, ref_template=REF.format("{name}"))
     return dict(zip(types, schemas, strict=True)), definitions
 
@@ -130,7 +131,7 @@ def _response(endpoint: Endpoint, gives: dict[Any, Any], errors: list[type[TltEr
     if replies and endpoint.gives is str:
         content[endpoint.text] = {"schema": gives[str]}
     elif replies:
-        schemas.append(gives[endpoint.gives])
+        schemas += [gives[type] for type in (endpoint.gives, *endpoint.gives_instead)]
     if schemas:
         content["application/json"] = {"schema": schemas[0] if len(schemas) == 1 else {"anyOf": schemas}}
     if replies and endpoint.streams and not errors:

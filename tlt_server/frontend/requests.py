@@ -99,14 +99,6 @@ class NativeRequest(Strict):
     detach: bool = Field(False, description="answer at once with an id; GET /rollouts/{id} has the results")
 
 
-def parse(body: bytes) -> NativeRequest:
-    content = read_object(body, "requests")
-    if "requests" not in content and content.keys() & {"text", "input_ids"}:
-        raise InvalidRequest("the body has text or input_ids but no requests; this server speaks the native form "
-                             '{"requests": [{"prompt" | "token_ids" | "messages": ...}]}')
-    return checked(NativeRequest, content)
-
-
 def read_object(body: bytes, field: str) -> dict[str, Any]:
     """The JSON object in a body; `field` is the one that the message asks for."""
     try:

@@ -30,7 +30,7 @@ class Versions:
 
     def reported(self, report: WeightReport) -> None:
         """A push that finds its version live has what it asked for, as much as one that is committed."""
-        if report.result in ("committed", "rolled_back", "unchanged"):
+        if report.result in ("committed", "named", "rolled_back", "unchanged"):
             live = {"target": report.state.target, "drafter": report.state.drafter}
             for role in ROLES if report.role in ("all", "") else (report.role,):
                 if report.result != "unchanged" or live[role] == report.version:

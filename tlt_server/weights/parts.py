@@ -114,6 +114,10 @@ class Parts:
         return Parts(target and (target if target.sums else replace(target, sums=target.live_sums())),
                      drafter and (drafter if drafter.sums else replace(drafter, sums=drafter.live_sums())))
 
+    def named(self, version: str) -> Parts:
+        """The same weights as another version."""
+        return Parts(self.target and replace(self.target, version=version), self.drafter and replace(self.drafter, version=version))
+
     def over(self, other: Parts) -> Parts:
         """These parts, and of `other` those that are missing here."""
         return Parts(self.target or other.target, self.drafter or other.drafter)

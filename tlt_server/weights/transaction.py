@@ -131,6 +131,42 @@ class Transaction:
             raise Conflict(f"version {version!r} is not staged yet ({push.state}); wait for the push to be answered, then commit")
         return push
 
+    def name_staged(self, version: str) -> None:
+        """Commit what is staged as this version; `Conflict` when that is the name of other content."""
+        push, spool = self.push, self._options.spool
+        assert push is not None and push.parts is not None
+        parts = push.parts.named(version)
+        self._check_known(parts)
+        if spool is not None:
+            try:
+                spool.prepare(parts, parts.over(self.live))
+            except OSError as error:
+                raise self._not_recorded(error) from None
+        push.parts = parts
+
+    def name_live(self, version: str) -> bool:
+        """Call the live target `version`; False where that is its name. `Conflict` during a push, or for the name of other content."""
+        target, spool = self.live.target, self._options.spool
+        assert target is not None
+        if target.version == version:
+            return False
+        if self.push is not None:
+            raise Conflict(f"version {self.push.version!r} is being pushed; wait for it or abort it, then name what is live")
+        if spool is not None:
+            self.live = self.live.complete()
+        renamed = self.live.only(["target"]).named(version)
+        self._check_known(renamed)
+        if spool is not None:
+            try:
+                spool.prepare(Parts(), renamed.over(self.live))
+                spool.commit()
+            except OSError as error:
+                raise self._not_recorded(error) from None
+        self.live = renamed.over(self.live)
+        if renamed.sums:
+            self._remember("target", renamed.by_role["target"])
+        return True
+
     def check_rollback(self, to: str) -> bool:
         """Whether there is something to do; `Conflict` when the version asked for is neither live nor the one before."""
         if self.push is not None:
@@ -180,17 +216,24 @@ class Transaction:
         elif push.error is None and push.parts is None:
             push.error = PushFailed("the staging thread ended without a result; nothing has changed: push again")
         elif push.error is None and push.parts is not None:
-            for role, part in push.parts.by_role.items():
-                known = self._known.get((role, part.version))
-                if known is not None and known != part.digest:
-                    push.error = Conflict(f"version {part.version!r} of the {role} was pushed before with other content (digest "
-                                          f"{known[:12]}, now {part.digest[:12]}); give changed weights a new version")
+            try:
+                self._check_known(push.parts)
+            except Conflict as error:
+                push.error = error
             live = self.live.by_role
             same = all(role in live and (live[role].version, live[role].digest) == (part.version, part.digest)
                        for role, part in push.parts.by_role.items())
             push.state = "unchanged" if same else "staged"
         if push.error is not None:
             push.state = "failed"
+
+    def _check_known(self, parts: Parts) -> None:
+        """`Conflict` when a version's name belongs to other content."""
+        for role, part in parts.by_role.items():
+            known = self._known.get((role, part.version))
+            if known is not None and known != part.digest:
+                raise Conflict(f"version {part.version!r} of the {role} was pushed before with other content (digest {known[:12]}, now "
+                               f"{part.digest[:12]}); give changed weights a new version")
 
     def _remember(self, role: str, part: Target | Drafter) -> None:
         self._known[role, part.version] = part.digest

@@ -40,12 +40,14 @@ class Equipped(NamedTuple):
 
 @dataclass(frozen=True)
 class Memory:
-    """KV pages, and what the scheduler does with them."""
+    """KV pages, and what is done with them."""
 
     pages: int
     on_reuse: Callable[[Iterable[int]], None]
     save: Callable[[list[int]], object]
     restore: Callable[[Any, list[int]], None]
+    free: Callable[[], None]  # give the pages' memory back, and whatever was recorded over it and over the weights
+    reclaim: Callable[[], None]  # take it again, empty; `torch.OutOfMemoryError` and no change where there is no room
 
 
 def make_device(settings: EngineSettings) -> Device:

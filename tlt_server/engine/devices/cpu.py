@@ -66,7 +66,22 @@ class CpuDevice:
         bytes_per_page = model.make_cache(1, settings.page_size, 0).bytes_per_slot * settings.page_size
         pages = kv_pages(settings, bytes_per_page, max_model_len)
         self._cache = cache = model.make_cache(pages, settings.page_size, settings.max_draft_rows)
-        return Memory(pages, cache.reuse, cache.save, cache.restore)
+        return Memory(pages, cache.reuse, cache.save, cache.restore, self._free, self._reclaim)
+
+    def _free(self) -> None:
+        for cache in self._caches():
+            cache.free()
+        for drafter in self._drafters.values():
+            if isinstance(drafter, Eagle):
+                drafter.forget()
+
+    def _reclaim(self) -> None:
+        for cache in self._caches():
+            cache.reclaim()
+
+    def _caches(self) -> list[KVCache]:
+        assert self._cache is not None
+        return [self._cache, *(drafter.cache for drafter in self._drafters.values() if isinstance(drafter, Eagle))]
 
     def equip(self, live: Parts, ladder: Ladder, page_table_SP: NDArray[np.int32], on_progress: OnProgress) -> Equipped:
         assert live.target is not None and isinstance(live.target.network, Decoder) and self._cache is not None

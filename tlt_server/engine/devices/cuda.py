@@ -145,7 +145,7 @@ class CudaDevice:
             self._draft_cache = _cache(network.config, pages, scratch + self._slots.tree, self._placement, 1) if network else None
             self._page_hint_PH = torch.zeros(pages, network.config.hidden_size, dtype=self._placement.dtype,
                                              device=self.device) if network else None
-        return Memory(pages, self._cache.reuse, self._save, self._restore)
+        return Memory(pages, self._cache.reuse, self._save, self._restore, self._free_pages, self._reclaim_pages)
 
     def _save(self, pages: list[int]) -> object:
         """Behind the step in flight, which may still write there."""
@@ -162,6 +162,22 @@ class CudaDevice:
                 cache.restore(pieces, pages)
             if self._page_hint_PH is not None:
                 self._page_hint_PH[pages[: len(hints)]] = hints.to(self.device)
+
+    def _free_pages(self) -> None:
+        if self._runner is not None:
+            self._runner.graphs.clear()  # they hold addresses; keys are recorded again as they are used
+        for cache in self._caches:
+            cache.free()
+        if self._stream is not None:
+            torch.cuda.empty_cache()
+
+    def _reclaim_pages(self) -> None:
+        try:
+            for cache in self._caches:
+                cache.reclaim()
+        except torch.OutOfMemoryError:
+            self._free_pages()
+            raise
 
     @property
     def _caches(self) -> list[KVCache]:

@@ -55,6 +55,15 @@ class GraphPool:
         after, _ = torch.cuda.mem_get_info()
         self._graphs[key], self.bytes[key] = graph, max(0, free - after)
 
+    def clear(self) -> None:
+        """Forget every graph and give its memory back, because addresses are about to change."""
+        if self._stream is not None:
+            self._stream.synchronize()
+            self._pool = torch.cuda.graph_pool_handle()
+        self._graphs.clear()
+        self.bytes.clear()
+        self.seconds.clear()
+
     @property
     def total_bytes(self) -> int:
         return sum(self.bytes.values())

@@ -14,6 +14,8 @@ DIALECTS = Registry("dialect", {
     "rollouts": "tlt_server.frontend.dialects.rollouts:routes",
     "operate": "tlt_server.frontend.dialects.operate:routes",
     "page": "tlt_server.frontend.dialects.page:routes",
+    "sglang": "tlt_server.frontend.dialects.sglang:routes",
     "strategy": "tlt_server.frontend.dialects.strategy:routes",
+    "vllm_rl": "tlt_server.frontend.dialects.vllm_rl:routes",
     "weights": "tlt_server.frontend.dialects.weights:routes",
 })

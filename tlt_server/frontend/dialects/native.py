@@ -11,7 +11,7 @@ import asyncio
 import hashlib
 import re
 from collections.abc import AsyncIterator, Iterable
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET
@@ -38,12 +38,16 @@ from tlt_server.frontend.auth import caller_of
 from tlt_server.frontend.delivery import EventStream, reply, while_connected
 from tlt_server.frontend.endpoints import Endpoint, Parameter
 from tlt_server.frontend.generation import Event, Generation, ItemError, ItemResult, Service, TokenEvent
-from tlt_server.frontend.replies import error_body, json_response, unexpected
-from tlt_server.frontend.requests import NativeRequest, parse, shown
+from tlt_server.frontend.replies import Refusal, error_body, json_response, unexpected
+from tlt_server.frontend.requests import NativeRequest, checked, read_object, shown
 from tlt_server.frontend.rollout import Rollout
+from tlt_server.frontend.sglang.generate import generate as sglang
+from tlt_server.frontend.sglang.replies import Generated
+from tlt_server.frontend.sglang.requests import GenerateFields
 from tlt_server.frontend.validation import Batch
 
 MAX_KEY = 256
+BORROWED = ("text", "input_ids")  # fields that make a body SGLang's
 IDEMPOTENCY_KEY = Parameter("Idempotency-Key", "header", "names the batch, so that it never runs twice: 1 to 256 printable characters",
                             {"type": "string", "minLength": 1, "maxLength": MAX_KEY, "pattern": "^[!-~]+$"})
 
@@ -70,6 +74,9 @@ def routes(service: Service) -> list[Endpoint]:
         a last `done`. With `detach` the reply comes at once, with status 202 and the id of a rollout, which `GET /rollouts/{id}`
         follows. With the header Idempotency-Key the batch goes on when the client leaves, and the same request with the same key gets
         the same reply, never a second run.
+
+        A body with `text` or `input_ids` in place of `requests` is taken as SGLang's, and so is the form of the reply: one object, or a
+        list for several prompts or choices; a stream has chunks with all that there is so far, and a last `[DONE]`.
         """
         key = _key(request)
         if not key:
@@ -81,7 +88,13 @@ def routes(service: Service) -> list[Endpoint]:
         if rollout is not None:
             return await _attached(request, rollout)
         service.engine.check_room(Demand(sequences=1))  # the body may have taken its time; and where nothing fits, none is parsed
-        asked = parse(body)
+        content = read_object(body, "requests")
+        borrowed = [name for name in BORROWED if name in content]
+        if borrowed and "requests" in content:
+            raise InvalidRequest(f"the body has requests and {borrowed[0]}; requests is the native form, {borrowed[0]} SGLang's: send one")
+        if borrowed:
+            return await sglang(service, request, content)
+        asked = checked(NativeRequest, content)
         if asked.stream and (asked.detach or key):
             raise InvalidRequest(f"stream is true with {'detach' if asked.detach else 'an Idempotency-Key'}; a rollout is fetched, not "
                                  "streamed: leave one of the two out")
@@ -111,10 +124,12 @@ def routes(service: Service) -> list[Endpoint]:
     ends = (QueueTimeout, DeadlineExceeded, EngineFailed, Poisoned, StorageFailed, Unavailable)  # of an item
     example = {"requests": [{"prompt": "2+2=", "n": 2, "seed": 7}], "sampling": {"max_tokens": 16, "temperature": 0.8}}
     return [Endpoint(
-        "POST", "/generate", generate, needs="data", parameters=(IDEMPOTENCY_KEY,), takes=NativeRequest, example=example, gives=Reply,
+        "POST", "/generate", generate, needs="data", parameters=(IDEMPOTENCY_KEY,), takes=NativeRequest | GenerateFields, example=example,
+        gives=Reply, gives_instead=(Generated, list[Generated]),
         gives_also_at=tuple({400, *(error.http_status for error in ends)}), others={202: RolloutStatus},
         headers={"X-Rollout-Id": "The rollout, of a batch that is detached or has an Idempotency-Key."},
-        streams=(("token", Token), ("result", wire.ItemResult), ("error", wire.ItemResult), ("done", Done)),
+        streams=(("token", Token), ("result", wire.ItemResult), ("error", wire.ItemResult), ("done", Done), ("message", Generated),
+                 ("message", Refusal), ("message", Literal["[DONE]"])),
         raises=(Conflict, QueueFull, Overloaded, *ends))]
 
 

@@ -23,7 +23,6 @@ from tlt_server.errors import (
     PushFailed,
     Unavailable,
     WeightsRefused,
-    from_code,
 )
 from tlt_server.frontend.endpoints import Endpoint, Parameter
 from tlt_server.frontend.generation import Service
@@ -38,7 +37,6 @@ from tlt_server.records import (
     PushWeights,
     RollbackWeights,
     TensorEntry,
-    WeightCommand,
     WeightReport,
     WeightState,
 )
@@ -84,18 +82,14 @@ class NoFields(Strict):
     """Nothing; a body may be left out."""
 
 
-class CheckFields(Strict):
-    action: Annotated[Literal["checksum", "compare", "reset"], Field(description="reset: remember them for compare")] = "checksum"
-    baseline: Annotated[dict[str, str] | None, Field(description="for compare; without it, what reset remembered")] = None
-
-
-PushState = Literal["committed", "staged", "unchanged", "aborted", "rolled_back"]
+PushState = Literal["committed", "staged", "unchanged", "aborted", "named", "rolled_back"]
 
 
 class PushReply(Struct, frozen=True):
     """What became of a push, a commit, an abort or a rollback."""
 
-    state: Annotated[PushState, Meta(description="what became of it; unchanged: the same push had been committed before")]
+    state: Annotated[PushState, Meta(
+        description="what became of it; unchanged: the same push had been committed before, or nothing was pushed")]
     version: Annotated[str, Meta(description="of the push")]
     role: Annotated[str, Meta(description="what was pushed")]
     weight_version: Annotated[str, Meta(description="the target's version that is live now")]
@@ -104,79 +98,41 @@ class PushReply(Struct, frozen=True):
     pause_ms: Annotated[float, Meta(description="for which the commit kept the loop from stepping")]
 
 
-class WeightInfo(Struct, frozen=True):
-    weight_version: Annotated[str, Meta(description="the target's version that is live")]
-    drafter_version: Annotated[str, Meta(description="the drafter's; empty where none can be pushed")]
-
-
-class CheckReply(Struct, frozen=True, omit_defaults=True):
-    """Checksums of what is live, or how they compare."""
-
-    checksums: Annotated[dict[str, str] | None, Meta(
-        description="of what is live: sha256 of the float32 values, by tensor; with the actions checksum and reset")] = None
-    match: Annotated[bool | None, Meta(description="whether nothing differs; with the action compare")] = None
-    mismatches: Annotated[list[str] | None, Meta(description="names of the tensors that differ; with the action compare")] = None
-
-
 def routes(service: Service) -> list[Endpoint]:
-    engine = service.engine
-    remembered: dict[str, str] = {}  # by the action `reset`, for `compare`
-
-    async def answer(command: WeightCommand) -> WeightReport:
-        report = await engine.weights(command)
-        if report.error is not None:
-            raise from_code(*report.error)
-        return report
+    engine, session, answer = service.engine, service.session, service.session.ask
 
     async def update(request: Request) -> Response:
         """Push weights from disk: stage and verify beside the running loop, commit between two steps.
 
         Until everything is verified nothing live changes. A repeated push of the same version and content is a success. With
-        weight_dir in place of version and path, the form of trainers with a shared disk, the version is the directory's name and digest.
+        weight_dir in place of version and path, the form of trainers with a shared disk, the version is the directory's name and digest;
+        between POST /start_weight_update and /finish_weight_update such a push is committed by the latter.
         """
         engine.check_running()
-        manifest = _manifest(_content(await request.body(), "version"))
-        return _outcome(await answer(PushWeights(engine.command_id(), manifest)))
+        body = _content(await request.body(), "version")
+        manifest = _manifest(body)
+        if "weight_dir" in body:
+            return outcome(await session.push(manifest))
+        return outcome(await answer(PushWeights(engine.command_id(), manifest)))
 
     async def commit(request: Request) -> Response:
         """Make a staged push live."""
         checked(NoFields, _content(await request.body(), "nothing"))
-        return _outcome(await answer(CommitWeights(engine.command_id(), request.path_params["version"])))
+        return outcome(await answer(CommitWeights(engine.command_id(), request.path_params["version"])))
 
     async def abort(request: Request) -> Response:
         """End a push that is not committed; nothing changes."""
         checked(NoFields, _content(await request.body(), "nothing"))
-        return _outcome(await answer(AbortWeights(engine.command_id(), request.path_params["version"])))
+        return outcome(await answer(AbortWeights(engine.command_id(), request.path_params["version"])))
 
     async def rollback(request: Request) -> Response:
         """Make the version before the last commit live again, bit for bit."""
         asked = checked(RollbackFields, _content(await request.body(), "to"))
-        return _outcome(await answer(RollbackWeights(engine.command_id(), asked.to, asked.in_flight)))
+        return outcome(await answer(RollbackWeights(engine.command_id(), asked.to, asked.in_flight)))
 
     async def look(request: Request) -> Response:
         """Which versions are live, kept for a rollback, and on their way."""
         return json_response((await answer(LookAtWeights(engine.command_id()))).state)
-
-    async def info(request: Request) -> Response:
-        """The versions that are live."""
-        state = (await answer(LookAtWeights(engine.command_id()))).state
-        return json_response(WeightInfo(state.target, state.drafter))
-
-    async def check(request: Request) -> Response:
-        """Checksums of everything live, computed anew; or compare them with a baseline."""
-        asked = checked(CheckFields, _content(await request.body(), "action"))
-        baseline = asked.baseline or dict(remembered)
-        if asked.action == "compare" and not baseline:
-            raise InvalidRequest("there is nothing to compare with; give baseline as an object of checksums, "
-                                 "or call with action reset first")
-        sums = (await answer(LookAtWeights(engine.command_id(), checksums=True))).checksums
-        if asked.action == "reset":
-            remembered.clear()
-            remembered.update(sums)
-        if asked.action == "compare":
-            mismatches = sorted(name for name in sums.keys() | baseline.keys() if sums.get(name) != baseline.get(name))
-            return json_response(CheckReply(match=not mismatches, mismatches=mismatches))
-        return json_response(CheckReply(checksums=sums))
 
     gone = (EngineFailed, Unavailable)
     pushed = partial(Endpoint, "POST", needs="push-weights", takes=NoFields, optional_body=True, gives=PushReply,
@@ -190,9 +146,6 @@ def routes(service: Service) -> list[Endpoint]:
                  gives=PushReply, raises=(Conflict, PushFailed, *gone)),
         pushed("/weights/{version}/commit", commit, raises=(NotFound, Conflict, WeightsRefused, PushFailed, *gone)),
         pushed("/weights/{version}/abort", abort, raises=(NotFound, Conflict, *gone)),
-        Endpoint("POST", "/weight_checker", check, needs="push-weights", takes=CheckFields, optional_body=True, gives=CheckReply,
-                 raises=gone),
-        Endpoint("GET", "/weight_info", info, needs="any", gives=WeightInfo, raises=gone),
     ]
 
 
@@ -201,7 +154,7 @@ def _content(body: bytes, field: str) -> dict[str, Any]:
     return read_object(body, field) if body else {}
 
 
-def _outcome(report: WeightReport) -> Response:
+def outcome(report: WeightReport) -> Response:
     return json_response(PushReply(cast(PushState, report.result), report.version, report.role, report.state.target,
                                    report.checksums, report.phases, report.pause_ms))
 

@@ -22,7 +22,7 @@ def whole(choice: Choice) -> Delta:
                  top_logprobs=choice.top_logprobs, prompt_logprobs=choice.prompt_logprobs)
 
 
-def _scored(delta: Delta) -> list[Scored]:
+def scored(delta: Delta) -> list[Scored]:
     best = [NONE] * len(delta.token_ids) if delta.top_logprobs is UNSET else delta.top_logprobs
     return [Scored(*each) for each in zip(delta.token_ids, delta.logprobs, best, strict=True)]
 
@@ -60,12 +60,12 @@ class CompletionPhrase:
         """What choice `delta.index` of that prompt gained; with `ended`, its last part."""
         asked, index = self._asked, prompt * self._asked.n + delta.index
         part = CompletionChoice(index=index, text=delta.text or "")
-        scored = _scored(delta) if asked.alternatives() is not None else []
+        tokens = scored(delta) if asked.alternatives() is not None else []
         first = index not in self._offsets
         if first:
-            scored = self._begin(part, prompt, delta) + scored
-        if asked.alternatives() is not None and (first or scored):
-            part.logprobs, self._offsets[index] = self._speller.completion(scored, self._offsets[index])
+            tokens = self._begin(part, prompt, delta) + tokens
+        if asked.alternatives() is not None and (first or tokens):
+            part.logprobs, self._offsets[index] = self._speller.completion(tokens, self._offsets[index])
         if asked.return_token_ids:
             part.token_ids = delta.token_ids
         if ended is not None:
@@ -119,7 +119,7 @@ class ChatPhrase:
                 self._head.prompt_logprobs = self._speller.prompt(
                     scored_prompt(self._prompt_ids, delta.prompt_logprobs or [], asked.prompt_logprobs))
         if asked.alternatives() is not None and (first or delta.token_ids):
-            part.logprobs = self._speller.chat(_scored(delta))
+            part.logprobs = self._speller.chat(scored(delta))
         if asked.return_token_ids:
             part.token_ids = delta.token_ids
         if ended is not None:

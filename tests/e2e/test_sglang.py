@@ -1,0 +1,134 @@
+"""The orders of calls that slime and AReaL document, on a real server, with rollouts running meanwhile."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.conftest import PAIR
+from tests.e2e.trainers import Calls, Rollout, check, rolling
+from tlt_server.demo.push import perturbed_copy
+from tlt_server.demo.server import ServerProcess
+from tlt_server.demo.workload import TARGET
+
+PROMPT = list(b"Compute 3*4+5.")
+
+
+@pytest.fixture(scope="module")
+def pushable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    root = tmp_path_factory.mktemp("weights")
+    for step in range(1, 5):
+        perturbed_copy(TARGET, root / f"iter_{step}", step)
+    with ServerProcess(*PAIR, "--weight-root", str(root)) as server:
+        yield server
+
+
+def generate(url: str, token_ids: list[int], seed: int, tokens: int) -> dict[str, Any]:
+    body = {"input_ids": token_ids, "return_logprob": True, "stream": False, "rid": f"s{seed}-{len(token_ids)}",
+            "sampling_params": {"max_new_tokens": tokens, "sampling_seed": seed, "ignore_eos": True, "temperature": 1.0, "top_k": -1,
+                                "skip_special_tokens": False, "no_stop_trim": True, "spaces_between_special_tokens": False}}
+    response = httpx.post(f"{url}/generate", json=body, timeout=60)
+    assert response.status_code == 200, response.text
+    reply: dict[str, Any] = response.json()
+    assert [token for _, token, _ in reply["meta_info"]["output_token_logprobs"]] == reply["output_ids"]
+    return reply
+
+
+def resumed(url: str, seed: int, tokens: int = 300) -> Rollout:
+    """As these trainers ask: what is aborted is sent again with what it had, until it is whole."""
+    output: list[int] = []
+    spans: list[dict[str, Any]] = []
+    aborted = False
+    while True:
+        reply = generate(url, PROMPT + output, seed, tokens - len(output))
+        for span in reply["meta_info"]["weight_versions"]:
+            moved = {"version": span["version"], "start": span["start"] + len(output), "end": span["end"] + len(output)}
+            if spans and spans[-1]["version"] == moved["version"]:
+                moved["start"] = spans.pop()["start"]
+            spans.append(moved)
+        output += reply["output_ids"]
+        kind = reply["meta_info"]["finish_reason"]["type"]
+        if kind != "abort":
+            assert kind == "length" and len(output) == tokens
+            return Rollout(output, spans, aborted)
+        aborted = True
+
+
+def test_the_order_of_slime(pushable: ServerProcess) -> None:
+    """Pause, flush, update under a name, continue. What was aborted goes on where it was."""
+    calls = Calls(pushable.url)
+    info = calls.get("/server_info")
+    assert (info["tp_size"], info["dp_size"], info["weight_version"]) == (1, 1, "initial")
+    assert calls.get("/health_generate") == {"status": "ok"}
+    with rolling(lambda i: resumed(pushable.url, i)) as rollouts:
+        time.sleep(0.4)
+        calls.post("/pause_generation", {"mode": "abort"})
+        time.sleep(0.2)
+        calls.post("/continue_generation", {})
+        time.sleep(0.4)
+        for step in (1, 2):
+            calls.post("/pause_generation", {"mode": "in_place" if step == 1 else "retract"})
+            assert httpx.get(f"{pushable.url}/flush_cache", timeout=30).status_code == 400, "sequences wait"
+            pushed = calls.post("/update_weights_from_disk", {"model_path": f"iter_{step}", "weight_version": str(step)})
+            assert pushed["success"] and pushed["num_paused_requests"] > 0
+            calls.post("/continue_generation", {})
+            assert calls.get("/get_weight_version") == {"weight_version": str(step)}
+            time.sleep(0.4)
+    check(rollouts, ["initial", "1", "2"])
+    assert any(rollout.aborted for rollout in rollouts) and calls.get("/flush_cache")["status"] == "ok"
+
+
+def test_what_was_aborted_and_sent_again_is_the_same_output(pushable: ServerProcess) -> None:
+    calls = Calls(pushable.url)
+    whole = resumed(pushable.url, 77)
+    assert not whole.aborted
+    aborted: list[Rollout] = []
+    for _ in range(20):
+        with rolling(lambda i: resumed(pushable.url, 77), workers=1) as rollouts:
+            time.sleep(0.1)
+            calls.post("/pause_generation", {})
+            calls.post("/continue_generation", {})
+        assert all(rollout.token_ids == whole.token_ids for rollout in rollouts)
+        aborted += [rollout for rollout in rollouts if rollout.aborted]
+        if aborted:
+            return
+    pytest.fail("no request was aborted")
+
+
+def test_the_order_of_areal(pushable: ServerProcess) -> None:
+    """Pause, update from disk with what runs aborted, continue; then the same in a session, named at its end."""
+    calls = Calls(pushable.url)
+    versions = [calls.get("/get_model_info")["weight_version"]]
+    with rolling(lambda i: resumed(pushable.url, 1000 + i)) as rollouts:
+        time.sleep(0.4)
+        calls.post("/pause_generation", {})
+        versions.append(calls.post("/update_weights_from_disk", {"model_path": "iter_3", "abort_all_requests": True})["new_version"])
+        calls.post("/continue_generation", {})
+        time.sleep(0.4)
+        calls.post("/begin_weight_update", {"selector": "target"})
+        calls.post("/update_weights_from_disk", {"model_path": "iter_4", "flush_cache": True})
+        calls.post("/update_weight_version", {"new_version": "four"})
+        assert calls.get("/get_weight_version")["weight_version"] == versions[-1], "not before the end of the session"
+        assert calls.post("/end_weight_update")["new_version"] == "four"
+        time.sleep(0.4)
+    check(rollouts, [*versions, "four"])
+
+
+def test_memory_is_lent_and_comes_back(pushable: ServerProcess) -> None:
+    calls = Calls(pushable.url)
+    before, sums = resumed(pushable.url, 3), calls.post("/weights_checker", {"action": "snapshot"})["checksums"]
+    calls.post("/release_memory_occupation", {})
+    assert httpx.post(f"{pushable.url}/generate", json={"text": "a"}, timeout=30).status_code == 503
+    calls.post("/resume_memory_occupation", {"tags": ["weights"]})
+    calls.post("/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]})
+    assert calls.post("/weights_checker", {"action": "compare"})["success"] and any(name.startswith("draft.") for name in sums)
+    assert resumed(pushable.url, 3).token_ids == before.token_ids
+
+
+def test_pickled_tensors_are_refused(pushable: ServerProcess) -> None:
+    refused = httpx.post(f"{pushable.url}/update_weights_from_tensor", json={"serialized_named_tensors": ["gASV"]}, timeout=30)
+    assert refused.status_code == 415 and "update_weights_from_disk" in refused.json()["message"]

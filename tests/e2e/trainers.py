@@ -1,0 +1,75 @@
+"""A trainer's side for the end-to-end tests of the dialects: checkpoints to push, and rollouts that run all the while."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import httpx
+
+Spans = list[dict[str, Any]]
+
+
+class Rollout(NamedTuple):
+    """One request from its first part to its last, which an abort may have ended."""
+
+    token_ids: list[int]
+    spans: Spans
+    aborted: bool
+
+
+class Calls:
+    """A client that expects every call to succeed."""
+
+    def __init__(self, url: str) -> None:
+        self._http = httpx.Client(base_url=url, timeout=60)
+
+    def post(self, path: str, body: object = None) -> Any:
+        response = self._http.post(path, json=body) if body is not None else self._http.post(path)
+        assert response.status_code == 200, (path, response.text)
+        return response.json()
+
+    def get(self, path: str) -> Any:
+        response = self._http.get(path)
+        assert response.status_code == 200, (path, response.text)
+        return response.json()
+
+
+@contextmanager
+def rolling(ask: Callable[[int], Rollout | None], workers: int = 3) -> Iterator[list[Rollout]]:
+    """`ask(i)` one rollout after another in each worker; None when it was refused. At the end none may be missing."""
+    done: list[Rollout] = []
+    stop = threading.Event()
+
+    def work(worker: int) -> None:
+        i = worker
+        while not stop.is_set():
+            rollout = ask(i)
+            if rollout is not None:
+                done.append(rollout)
+            else:
+                stop.wait(0.02)
+            i += workers
+
+    with ThreadPoolExecutor(workers) as pool:
+        running = [pool.submit(work, worker) for worker in range(workers)]
+        try:
+            yield done
+        finally:
+            stop.set()
+        for worker in running:
+            worker.result(60)
+
+
+def check(rollouts: list[Rollout], versions: list[str]) -> None:
+    """Every token has exactly one version, in the order in which they went live; every version made some."""
+    assert rollouts
+    for rollout in rollouts:
+        assert [span["start"] for span in rollout.spans] == [0, *(span["end"] for span in rollout.spans[:-1])][:len(rollout.spans)]
+        assert (rollout.spans[-1]["end"] if rollout.spans else 0) == len(rollout.token_ids)
+        places = [versions.index(span["version"]) for span in rollout.spans]
+        assert places == sorted(set(places)), rollout.spans
+    assert {span["version"] for rollout in rollouts for span in rollout.spans} == set(versions)

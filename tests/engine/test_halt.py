@@ -1,0 +1,299 @@
+"""Pause and sleep in a whole engine: what runs ends, waits or goes on with the same bits; memory is really given back."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import tempfile
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.engine.pushing import Pushable, perturbed
+from tests.engine.tiny import VOCAB, write_eagle, write_target
+from tlt_server.engine.settings import EngineSettings
+from tlt_server.records import (
+    ClearCache,
+    CommitWeights,
+    ControlCommand,
+    ControlReport,
+    GenerateRequest,
+    NameWeights,
+    Pause,
+    ReadWeights,
+    Resume,
+    Sampling,
+    SetPolicy,
+    Sleep,
+    Strategy,
+    WakeUp,
+    WeightReport,
+)
+
+EAGLE = SetPolicy("fixed", Strategy("eagle", 4, 2, 8))
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("weights")
+    write_target(root / "base")
+    write_eagle(root / "drafter")
+    perturbed(root / "base", root / "new", 1)
+    return root
+
+
+@pytest.fixture(scope="module")
+def settings(root: Path) -> EngineSettings:
+    return EngineSettings(model=str(root / "base"), drafter=str(root / "drafter"), policy="off", kv_memory_mb=16, weight_root=str(root))
+
+
+@pytest.fixture(scope="module")
+def expected(settings: EngineSettings) -> dict[str, tuple[list[int], list[float]]]:
+    return Pushable(settings).run(*(request(i) for i in range(3)))
+
+
+@pytest.fixture
+def engine(settings: EngineSettings) -> Pushable:
+    engine = Pushable(settings)
+    engine.engine.send(EAGLE)
+    return engine
+
+
+def request(i: int = 0, max_tokens: int = 40) -> GenerateRequest:
+    sampling = Sampling(max_tokens=max_tokens, ignore_eos=True)
+    return GenerateRequest(id=f"r{i}", token_ids=[(7 * i + 3 * p) % (VOCAB - 1) for p in range(21 + i)], sampling=sampling, seed=50 + i)
+
+
+def send(engine: Pushable, command: ControlCommand) -> ControlReport | None:
+    """Its report, if one came with the next step."""
+    engine.engine.send(command)
+    engine.step()
+    return next((report for report in engine.engine.control_reports() if report.id == command.id), None)
+
+
+def done(engine: Pushable, command: ControlCommand) -> None:
+    assert send(engine, command) == ControlReport(command.id)
+
+
+def begun(engine: Pushable, steps: int = 4) -> None:
+    engine.submit(*(request(i) for i in range(3)))
+    engine.step(steps)
+
+
+def bits(engine: Pushable) -> dict[str, tuple[list[int], list[float]]]:
+    return {f"r{i}": (engine.tokens(f"r{i}"), engine.logprobs(f"r{i}")) for i in range(3)}
+
+
+def resident_mb() -> float:
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("Rss:")).split()[1]) / 1024
+
+
+@pytest.mark.parametrize("in_flight", ["continue", "recompute"])
+def test_what_a_pause_stops_goes_on_with_the_same_bits(in_flight: str, engine: Pushable, expected: object) -> None:
+    begun(engine)
+    done(engine, Pause("p", in_flight))  # type: ignore[arg-type]
+    held = engine.engine.scheduler.pool.held
+    assert (held == 0) == (in_flight == "recompute")
+    before = bits(engine)
+    engine.step(5)
+    assert engine.engine.idle and bits(engine) == before
+    done(engine, Resume("r"))
+    engine.finish()
+    assert bits(engine) == expected
+
+
+def test_an_aborting_pause_gives_what_there_is_and_what_comes_later_waits(engine: Pushable, expected: dict[str, object]
+                                                                           ) -> None:
+    begun(engine)
+    done(engine, Pause("p", "abort"))
+    assert all(engine.said[f"r{i}"][-1].finish_reason == "abort" and 0 < len(engine.tokens(f"r{i}")) < 40 for i in range(3))
+    engine.said.clear()
+    engine.submit(request(1))
+    engine.step(3)
+    assert "r1" not in engine.said
+    done(engine, Resume("r"))
+    engine.finish()
+    assert (engine.tokens("r1"), engine.logprobs("r1")) == expected["r1"]
+
+
+def test_a_draining_pause_is_answered_when_all_has_ended(engine: Pushable, expected: object) -> None:
+    begun(engine)
+    assert send(engine, Pause("p", "drain")) is None
+    reports: list[ControlReport] = []
+    while not reports:
+        engine.step()
+        reports = engine.engine.control_reports()
+    assert reports == [ControlReport("p")] and engine.engine.scheduler.paused and bits(engine) == expected
+    engine.submit(request(1))
+    engine.said.clear()
+    engine.step(3)
+    assert not engine.said
+
+
+def test_a_resume_answers_a_pause_that_still_waits(engine: Pushable) -> None:
+    begun(engine)
+    assert send(engine, Pause("p", "drain")) is None
+    engine.engine.send(Resume("r"))
+    engine.step()
+    told = {report.id: report.error for report in engine.engine.control_reports()}
+    assert told["r"] is None and told["p"] is not None and told["p"][0] == "conflict"
+    engine.finish()
+
+
+@pytest.mark.parametrize("memory", [["kv_cache"], ["weights"], ["weights", "kv_cache"]])
+def test_what_slept_goes_on_with_the_same_bits(memory: list[str], engine: Pushable, expected: object) -> None:
+    sums = engine.checksums()
+    begun(engine)
+    assert any(output.drafted for said in engine.said.values() for output in said), "the drafter must be at work"
+    done(engine, Sleep("s", memory))  # type: ignore[arg-type]
+    assert engine.engine.scheduler.pool.held == 0
+    engine.step(3)
+    for memory_kind in memory:
+        assert engine.engine.scheduler.paused
+        done(engine, WakeUp("w", [memory_kind]))  # type: ignore[list-item]
+    engine.finish()
+    assert bits(engine) == expected and engine.checksums() == sums
+    assert sum(output.accepted for said in engine.said.values() for output in said[5:]) > 0, "the drafter is back"
+
+
+def test_sleep_gives_memory_back_and_waking_takes_it_again(settings: EngineSettings, root: Path, tmp_path: Path) -> None:
+    shutil.copytree(root / "base", tmp_path / "base")
+    engine = Pushable(msgspec.structs.replace(settings, kv_memory_mb=256, model=str(tmp_path / "base")))
+    cache = engine.engine.runner._cache  # type: ignore[attr-defined]
+    cache.k.fill_(1.0)
+    cache.v.fill_(1.0)
+    network = engine.engine.pushes.transaction.live.target.network
+    full = [float(tensor.abs().sum()) for tensor in network.parameters().values() if tensor.numel() >= 3000]
+    before, size = resident_mb(), 2 * cache.k.nbytes / 2**20
+    assert size > 90
+    done(engine, Sleep("s", ["weights", "kv_cache"]))
+    assert resident_mb() < before - 0.9 * size
+    large = [tensor for tensor in network.parameters().values() if tensor.numel() >= 3000]
+    assert sum(float(tensor.abs().sum()) for tensor in large) < 0.9 * sum(full), "whole pages are gone"
+    done(engine, WakeUp("w", ["weights", "kv_cache"]))
+    assert [float(tensor.abs().sum()) for tensor in large] == full
+    assert float(cache.k.abs().sum()) < 0.001 * cache.k.numel(), "but for what shares a page with other data"
+    assert engine.run(request(0)) == Pushable(settings).run(request(0))
+
+
+def test_weights_that_sleep_take_no_push_and_pages_that_sleep_do(engine: Pushable, settings: EngineSettings, root: Path) -> None:
+    done(engine, Sleep("s", ["weights", "kv_cache"]))
+    refused = engine.push(root / "new", "v1")
+    assert refused.result == "conflict" and refused.error is not None and "wake_up" in refused.error[1]
+    done(engine, WakeUp("w", ["weights"]))
+    assert engine.push(root / "new", "v1").result == "committed"
+    done(engine, WakeUp("w", ["kv_cache"]))
+    fresh = Pushable(msgspec.structs.replace(settings, model=str(root / "new")))
+    assert engine.run(request(0)) == fresh.run(request(0))
+    done(engine, Sleep("s", ["weights", "kv_cache"]))
+    done(engine, WakeUp("w", ["weights", "kv_cache"]))
+    assert engine.roll_back().result == "rolled_back", "the version before slept and came back, too"
+    assert engine.run(request(0)) == Pushable(settings).run(request(0))
+
+
+def test_sleeping_twice_and_waking_twice_change_nothing(engine: Pushable, expected: object) -> None:
+    begun(engine)
+    for _ in range(2):
+        done(engine, Sleep("s", ["weights", "kv_cache"]))
+    for _ in range(2):
+        done(engine, WakeUp("w", ["weights", "kv_cache"]))
+    engine.finish()
+    assert bits(engine) == expected
+
+
+def test_kv_of_two_versions_sleeps_and_is_not_computed_again(settings: EngineSettings, root: Path) -> None:
+    def run(*, sleeping: bool) -> dict[str, tuple[list[int], list[float]]]:
+        engine = Pushable(settings)
+        engine.push(root / "new", "v1", commit=False)
+        begun(engine, 6)
+        engine.commit("v1")
+        engine.step(2)
+        if sleeping:
+            assert all(len(engine.spans(f"r{i}")) == 2 for i in range(3)), "their KV is of two versions"
+            done(engine, Sleep("s", ["weights", "kv_cache"]))
+            done(engine, WakeUp("w", ["weights", "kv_cache"]))
+        engine.finish()
+        return bits(engine)
+
+    assert run(sleeping=True) == run(sleeping=False)
+
+
+def test_a_disk_that_is_full_leaves_the_weights_awake(engine: Pushable, expected: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun(engine)
+
+    def full(**options: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(tempfile, "TemporaryFile", full)
+        report = send(engine, Sleep("s", ["weights", "kv_cache"]))
+    assert report is not None and report.error is not None and report.error[0] == "storage_failed" and "No space" in report.error[1]
+    engine.finish()
+    assert bits(engine) == expected
+
+
+def test_what_is_live_can_be_named(settings: EngineSettings, root: Path, tmp_path: Path) -> None:
+    kept = msgspec.structs.replace(settings, state_dir=str(tmp_path))
+    engine = Pushable(kept)
+    begun(engine)
+
+    ids = (f"n{i}" for i in itertools.count())
+
+    def name(version: str) -> WeightReport:
+        id = next(ids)
+        engine.engine.send(NameWeights(id, version))
+        return engine.report(id)
+
+    assert name("first").result == "named" and name("first").result == "unchanged"
+    engine.finish()
+    assert [version for version, _, _ in engine.spans("r0")] == ["initial", "first"]
+    assert engine.push(root / "new", "v1").result == "committed"
+    refused = name("first")
+    assert refused.result == "conflict" and refused.error is not None and "other content" in refused.error[1]
+    assert engine.push(root / "base", "first").result == "committed", "the same content under its name"
+    assert name("second").state.target == "second"
+    assert Pushable(kept).info.weight_version == "second", "a restart knows the name"
+
+
+def test_a_staged_push_is_committed_under_the_name_given_last(settings: EngineSettings, root: Path, tmp_path: Path) -> None:
+    kept = msgspec.structs.replace(settings, state_dir=str(tmp_path))
+    engine = Pushable(kept)
+    assert engine.push(root / "new", "v1", commit=False).result == "staged"
+    engine.engine.send(CommitWeights("c", "v1", "one"))
+    report = engine.report("c")
+    assert (report.result, report.version, report.state.target) == ("committed", "one", "one")
+    assert engine.push(root / "base", "one").result == "conflict"
+    assert Pushable(kept).info.weight_version == "one"
+
+
+def test_weights_stay_while_a_push_is_staged_in_a_thread(engine: Pushable, root: Path) -> None:
+    id = engine.send_push(root / "new", "v1")
+    engine.engine.send(Sleep("s", ["weights"]))
+    engine.step()
+    [report] = engine.engine.control_reports()
+    assert report.error is not None and report.error[0] == "conflict"
+    assert engine.report(id).result == "committed"
+
+
+def test_cached_prefixes_are_forgotten_on_demand(engine: Pushable) -> None:
+    engine.run(request(0))
+    assert engine.engine.scheduler.pool.cached > 0
+    begun(engine)
+    refused = send(engine, ClearCache("c", when_idle=True))
+    assert refused is not None and refused.error is not None and refused.error[0] == "conflict"
+    engine.finish()
+    done(engine, ClearCache("c", when_idle=True))
+    assert engine.engine.scheduler.pool.cached == 0
+
+
+def test_rows_of_a_live_tensor_can_be_read(engine: Pushable) -> None:
+    name = "model.layers.0.self_attn.q_proj.weight"
+    engine.engine.send(ReadWeights("a", name, 2))
+    engine.engine.send(ReadWeights("b", "draft.norm.weight", 3))
+    engine.engine.send(ReadWeights("c", "no.such", 2))
+    rows, vector, missing = (engine.report(id) for id in "abc")
+    live = engine.engine.pushes.transaction.live.target.network.parameters()[name]
+    assert rows.values == live[:2].tolist() and len(vector.values) == 3
+    assert missing.error is not None and missing.error[0] == "not_found"

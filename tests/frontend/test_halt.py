@@ -1,0 +1,192 @@
+"""Pause, sleep and abort by either dialect, while requests run: who ends, who waits, who is refused; and what a new engine is told."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.frontend.fake_engine import DIES, HANGS
+from tests.frontend.live_server import LiveServer, live_server
+from tlt_server.records import Pause, Sleep
+
+LONG = {"input_ids": [65, 66, 67], "rid": "long", "sampling_params": {"max_new_tokens": 400}, "return_logprob": True}
+
+
+@pytest.fixture
+def server(model: Path) -> Iterator[LiveServer]:
+    with live_server(model, engine={"step_s": 0.01, "per_step": 1}) as running:
+        yield running
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(8) as pool:
+        yield pool
+
+
+def post(server: LiveServer, path: str, body: object = None) -> httpx.Response:
+    return httpx.post(f"{server.url}{path}", content=json.dumps(body) if body is not None else b"", timeout=20)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < give_up
+        time.sleep(0.005)
+
+
+def begun(server: LiveServer, pool: ThreadPoolExecutor, body: object = LONG) -> Future[httpx.Response]:
+    asked = pool.submit(post, server, "/generate", body)
+    until(lambda: any(running.sent > 2 for running in server.engine.running.values()))
+    return asked
+
+
+@pytest.mark.parametrize(("path", "body"), [
+    ("/pause_generation", {}), ("/pause?mode=abort", None), ("/abort_request", {"abort_all": True}), ("/abort_request", {"rid": "long"}),
+    ("/abort_requests", {}), ("/abort_requests", {"request_ids": ["long"]}), ("/sleep", None)])
+def test_what_is_aborted_comes_back_with_what_it_has(path: str, body: object, server: LiveServer, pool: ThreadPoolExecutor) -> None:
+    asked = begun(server, pool)
+    assert post(server, path, body).status_code == 200
+    reply = asked.result(5).json()
+    meta = reply["meta_info"]
+    assert meta["finish_reason"]["type"] == "abort" and 2 < meta["completion_tokens"] == len(reply["output_ids"]) < 400
+    assert len(meta["output_token_logprobs"]) == meta["completion_tokens"] and len(server.client) == 0
+    assert len(server.call(lambda: server.client._routes)) == 0
+
+
+def test_only_the_request_named_is_aborted(server: LiveServer, pool: ThreadPoolExecutor) -> None:
+    first, second = begun(server, pool), begun(server, pool, LONG | {"rid": "other", "sampling_params": {"max_new_tokens": 60}})
+    post(server, "/abort_request", {"rid": "long"})
+    assert first.result(5).json()["meta_info"]["finish_reason"]["type"] == "abort"
+    assert second.result(5).json()["meta_info"]["finish_reason"] == {"type": "length", "length": 60}
+    assert post(server, "/abort_request", {"rid": "long"}).status_code == 200, "it has ended already"
+    assert post(server, "/abort_request", {}).status_code == 400
+
+
+@pytest.mark.parametrize(("pause", "resume"), [("/pause_generation", "/continue_generation"), ("/pause?mode=keep", "/resume")])
+def test_what_comes_in_a_pause_that_takes_it_waits(pause: str, resume: str, server: LiveServer, pool: ThreadPoolExecutor) -> None:
+    assert post(server, pause, {} if "generation" in pause else None).status_code == 200
+    asked = pool.submit(post, server, "/generate", {"input_ids": [65], "sampling_params": {"max_new_tokens": 2}})
+    until(lambda: len(server.engine.running) == 1)
+    time.sleep(0.1)
+    assert not asked.done() and httpx.get(f"{server.url}/readyz").status_code == 200
+    assert post(server, resume).status_code == 200
+    assert asked.result(5).json()["output_ids"] == [65, 65]
+
+
+def test_a_waiting_pause_refuses_new_requests_and_is_answered_at_the_end(server: LiveServer, pool: ThreadPoolExecutor) -> None:
+    asked = begun(server, pool, LONG | {"sampling_params": {"max_new_tokens": 60}})
+    paused = pool.submit(post, server, "/pause?mode=wait")
+    until(lambda: httpx.get(f"{server.url}/is_paused").json()["is_paused"])
+    refused = post(server, "/v1/completions", {"prompt": "a", "max_tokens": 1})
+    assert refused.status_code == 503 and "POST /resume" in refused.text and int(refused.headers["retry-after"]) >= 1
+    assert not paused.done(), "it waits for what runs"
+    assert asked.result(5).json()["meta_info"]["finish_reason"]["type"] == "length"
+    assert paused.result(5).json() == {"status": "paused"}
+    assert post(server, "/resume").status_code == 200
+    assert post(server, "/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
+
+
+def test_a_cache_is_not_flushed_while_requests_run(server: LiveServer, pool: ThreadPoolExecutor) -> None:
+    asked = begun(server, pool)
+    for method in ("GET", "POST"):
+        assert httpx.request(method, f"{server.url}/flush_cache").status_code == 400
+    post(server, "/abort_request", {"abort_all": True})
+    asked.result(5)
+    assert httpx.get(f"{server.url}/flush_cache").status_code == 200
+
+
+def test_an_engine_that_is_started_anew_is_told_of_the_pause_and_the_sleep(server: LiveServer, pool: ThreadPoolExecutor) -> None:
+    post(server, "/pause?mode=keep")
+    killed = pool.submit(post, server, "/generate", {"input_ids": [DIES]})
+    first = server.engine
+    assert killed.result(5).status_code == 500
+    until(lambda: server.engine is not first and bool(server.engine.controls))
+    assert [type(command) for command in server.engine.controls] == [Pause] and server.engine.paused
+    post(server, "/resume")
+    post(server, "/sleep?level=2")
+    second = server.engine
+    second.dies = True
+    until(lambda: server.engine is not second and bool(server.engine.controls))
+    [told] = server.engine.controls
+    assert isinstance(told, Sleep) and told.memory == ["kv_cache", "weights"]
+    assert httpx.get(f"{server.url}/is_sleeping").json() == {"is_sleeping": True}
+
+
+def test_a_command_that_an_engine_dies_of_changes_nothing(server: LiveServer, pool: ThreadPoolExecutor) -> None:
+    hung = pool.submit(post, server, "/generate", {"input_ids": [HANGS]})
+    until(lambda: len(server.engine.running) == 1)
+    paused = pool.submit(post, server, "/pause?mode=wait")
+    until(lambda: bool(server.engine.draining))
+    server.engine.dies = True
+    assert paused.result(5).status_code == 500 and hung.result(5).status_code == 500
+    until(lambda: httpx.get(f"{server.url}/readyz").status_code == 200)
+    assert httpx.get(f"{server.url}/is_paused").json() == {"is_paused": False}
+
+
+def chunks(server: LiveServer, body: dict[str, Any]) -> list[Any]:
+    lines = [line.removeprefix("data: ") for line in post(server, "/generate", body | {"stream": True}).text.splitlines() if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def test_a_stream_has_all_that_there_is_so_far(server: LiveServer) -> None:
+    body = LONG | {"text": "abcdef", "sampling_params": {"max_new_tokens": 12, "sampling_seed": 1}}
+    del body["input_ids"]
+    whole, streamed = post(server, "/generate", body).json(), chunks(server, body)
+    assert len(streamed) > 3
+    for before, after in zip(streamed, streamed[1:], strict=False):
+        assert after["text"].startswith(before["text"]) and after["output_ids"][:len(before["output_ids"])] == before["output_ids"]
+        assert before["meta_info"]["finish_reason"] is None
+        assert len(after["meta_info"]["output_token_logprobs"]) == len(after["output_ids"]) == after["meta_info"]["completion_tokens"]
+    last = streamed[-1]
+    assert (last["text"], last["output_ids"]) == (whole["text"], whole["output_ids"]) and whole["text"]
+    ignored = {"e2e_latency", "spec_verify_ct", "spec_accept_length", "spec_accept_rate", "spec_draft_token_num", "spec_accept_token_num"}
+    assert {k: v for k, v in last["meta_info"].items() if k not in ignored} == {
+        k: v for k, v in whole["meta_info"].items() if k not in ignored}
+
+
+def test_a_stream_of_several_says_which_is_which(server: LiveServer) -> None:
+    streamed = chunks(server, {"input_ids": [[65, 66], [67]], "sampling_params": {"n": 2, "max_new_tokens": 3}})
+    ended = {chunk["index"]: chunk for chunk in streamed if chunk["meta_info"]["finish_reason"]}
+    assert sorted(ended) == [0, 1, 2, 3] and [ended[i]["output_ids"][0] for i in range(4)] == [65, 65, 67, 67]
+
+
+def test_texts_are_trimmed_as_asked(server: LiveServer) -> None:
+    def text(**params: object) -> str:
+        return post(server, "/generate", {"text": "abcdef", "sampling_params": {"max_new_tokens": 6} | params}).json()["text"]
+
+    whole = text()
+    assert len(whole) > 3
+    stop = whole[2]
+    assert text(stop=[stop]) == whole[:2] and text(stop=[stop], no_stop_trim=True) == whole[:3]
+    assert text(stop=[stop], skip_special_tokens=False) == whole[:2]
+
+
+def test_a_session_drops_what_an_earlier_one_left(server: LiveServer) -> None:
+    for _ in range(2):
+        assert post(server, "/start_weight_update").status_code == 200
+        assert post(server, "/update_weights", {"weight_dir": "a"}).json()["state"] == "staged"
+    assert [type(command).__name__ for command in server.engine.weight_commands] == ["PushWeights", "AbortWeights", "PushWeights"]
+    assert post(server, "/finish_weight_update").json()["state"] == "committed"
+
+
+def test_an_end_without_a_begin_is_a_conflict_and_no_error_to_retry(server: LiveServer) -> None:
+    assert post(server, "/finish_weight_update").status_code == 409
+    ended = post(server, "/end_weight_update")
+    assert ended.status_code == 409 and ended.json()["success"] is False
+
+
+def test_health_generate_makes_a_token(server: LiveServer) -> None:
+    assert httpx.get(f"{server.url}/health_generate").status_code == 200
+    [made] = server.engine.submitted
+    assert made.sampling.max_tokens == 1
+    post(server, "/pause")
+    assert httpx.get(f"{server.url}/health_generate").status_code == 503

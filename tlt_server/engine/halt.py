@@ -1,0 +1,150 @@
+"""Why the loop does not step: it was paused, or it sleeps and its memory is given back. The two are independent of each other.
+
+The loop hands every control command to `apply` and calls `advance` between steps; each command ends in exactly one `ControlReport`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from tlt_server.engine.pushes import WeightPushes
+from tlt_server.engine.scheduler import Scheduler
+from tlt_server.errors import Conflict, TltError, Unavailable
+from tlt_server.records import (
+    ClearCache,
+    ControlCommand,
+    ControlReport,
+    InFlight,
+    Memory,
+    Pause,
+    Resume,
+    Sleep,
+    StepOutput,
+    WakeUp,
+)
+from tlt_server.weights.dormant import Dormant
+
+
+class Pages(Protocol):
+    """The KV's memory; see `devices.Memory`."""
+
+    @property
+    def free(self) -> Callable[[], None]: ...
+
+    @property
+    def reclaim(self) -> Callable[[], None]: ...
+
+
+class Halt:
+    def __init__(self, scheduler: Scheduler, pages: Pages, pushes: WeightPushes, dormant: Dormant) -> None:
+        self._scheduler, self._pages, self._pushes, self._dormant = scheduler, pages, pushes, dormant
+        self.settle: Callable[[], list[StepOutput]] = list  # takes in the steps in flight; the loop's
+        self._paused = False
+        self._asleep: set[Memory] = set()
+        self._draining: list[Pause] = []  # not answered yet
+        self._reports: list[ControlReport] = []
+        self._ended: list[StepOutput] = []
+
+    @property
+    def due(self) -> bool:
+        """A pause has waited for the end of what ran, and it has come."""
+        return bool(self._draining) and self._scheduler.idle
+
+    def take_reports(self) -> list[ControlReport]:
+        reports, self._reports = self._reports, []
+        return reports
+
+    def apply(self, command: ControlCommand) -> list[StepOutput]:
+        """Returns the sequences that end of it, and what the steps in flight gave."""
+        try:
+            self._apply(command)
+        except TltError as error:
+            self._report(command.id, error)
+        self._scheduler.paused = self._paused or bool(self._asleep)
+        ended, self._ended = self._ended, []
+        return ended
+
+    def advance(self) -> None:
+        """Between two steps: a pause that waits for the end of what ran may have come to it."""
+        if self.due:
+            draining, self._draining = self._draining, []
+            for pause in draining:
+                self._begin(pause)
+            self._scheduler.paused = True
+
+    def _apply(self, command: ControlCommand) -> None:
+        match command:
+            case Pause(_, in_flight):
+                if in_flight == "drain" and not self._scheduler.idle:
+                    self._draining.append(command)
+                else:
+                    self._stop(in_flight)
+                    self._begin(command)
+            case Resume(id):
+                self._paused = False
+                for pause in self._draining:
+                    self._report(pause.id, Conflict("generation was resumed before everything had ended, so it was never paused"))
+                self._draining.clear()
+                self._report(id)
+            case Sleep(id, memory):
+                self._sleep({*memory} - self._asleep)
+                self._report(id)
+            case WakeUp(id, memory):
+                self._wake({*memory} & self._asleep)
+                self._report(id)
+            case ClearCache(id, when_idle):
+                if when_idle and not self._scheduler.idle:
+                    raise Conflict("sequences run or wait, and their KV is not forgotten while they do; wait for them or abort them first")
+                self._scheduler.pool.clear_index()
+                self._report(id)
+
+    def _stop(self, in_flight: InFlight) -> None:
+        self._ended += self.settle()
+        if in_flight == "abort":
+            self._ended += self._scheduler.abort([], all=True)
+        elif in_flight == "recompute":
+            self._scheduler.give_up_pages()
+
+    def _begin(self, pause: Pause) -> None:
+        self._paused = True
+        if pause.clear_cache:
+            self._scheduler.pool.clear_index()
+        self._report(pause.id)
+
+    def _sleep(self, memory: set[Memory]) -> None:
+        """Pages are given back whatever sleeps: without weights there is nothing to compute them with."""
+        transaction = self._pushes.transaction
+        if "weights" in memory:
+            if self._pushes.busy:
+                raise Conflict("a weight push, a rollback or a sum of checksums is under way; wait for it, then put the weights to sleep")
+            self._ended += self.settle()
+            self._dormant.put_away(transaction.live, transaction.previous)
+            self._pushes.asleep = True
+        if memory and not self._asleep:
+            self._stop("recompute")
+            self._pages.free()
+        self._asleep |= memory
+
+    def _wake(self, memory: set[Memory]) -> None:
+        transaction = self._pushes.transaction
+        try:
+            if "weights" in memory:
+                self._dormant.bring_back()
+            if memory and memory == self._asleep:
+                try:
+                    self._pages.reclaim()
+                except torch.OutOfMemoryError:
+                    if "weights" in memory:
+                        self._dormant.put_away(transaction.live, transaction.previous)
+                    raise
+        except torch.OutOfMemoryError:
+            raise Unavailable(f"there is no room for {' and '.join(sorted(memory))} now, so that sleeps on; free the memory that others "
+                              "took meanwhile, then wake it again") from None
+        self._pushes.asleep &= "weights" not in memory
+        self._asleep -= memory
+
+    def _report(self, id: str, error: TltError | None = None) -> None:
+        self._reports.append(ControlReport(id, (error.code, error.message) if error else None))

@@ -1,0 +1,109 @@
+"""What the dialect `sglang` replies. Errors of its weight routes say `success`, those of the others have the native shape."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from tlt_client.wire import VersionSpan
+from tlt_server.errors import TltError
+
+Scored = tuple[float | None, int, None]  # log-prob, token id, and its text, which is left out
+
+
+class Finish(Struct, frozen=True):
+    """What ended a choice."""
+
+    type: Annotated[Literal["stop", "length", "abort"], Meta(description="the kind of end")]
+    matched: Annotated[int | str | UnsetType, Meta(description="the stop token's id or the stop string; of a stop")] = UNSET
+    length: Annotated[int | UnsetType, Meta(description="output tokens; of an end by length")] = UNSET
+    message: Annotated[str | UnsetType, Meta(description="why; of an abort")] = UNSET
+
+
+class MetaInfo(Struct, frozen=True, kw_only=True):
+    id: Annotated[str, Meta(description="the request's rid, numbered where there are several choices")]
+    finish_reason: Annotated[Finish | None, Meta(description="what ended it; null in a chunk that does not")]
+    prompt_tokens: Annotated[int, Meta(description="of its prompt")]
+    completion_tokens: Annotated[int, Meta(description="of its output so far")]
+    cached_tokens: Annotated[int, Meta(description="prompt tokens whose KV was there already")]
+    weight_version: Annotated[str, Meta(description="that computed the last token; without one, the version that is live")]
+    weight_versions: Annotated[list[VersionSpan] | UnsetType, Meta(description="which weights computed which tokens; at the end")] = UNSET
+    e2e_latency: Annotated[float, Meta(description="seconds since the request was accepted")]
+    output_token_logprobs: Annotated[list[Scored] | UnsetType, Meta(
+        description="per output token its log-prob, its id and null; with return_logprob")] = UNSET
+    output_top_logprobs: Annotated[list[list[Scored]] | UnsetType, Meta(
+        description="per output token the best alternatives; with top_logprobs_num")] = UNSET
+    input_token_logprobs: Annotated[list[Scored] | UnsetType, Meta(
+        description="per prompt token from logprob_start_len on, the very first one's log-prob being null; where asked for")] = UNSET
+    input_top_logprobs: Annotated[list[list[Scored] | None] | UnsetType, Meta(
+        description="per prompt token the best alternatives; where asked for")] = UNSET
+    spec_verify_ct: Annotated[int | UnsetType, Meta(description="steps that verified a draft; at the end")] = UNSET
+    spec_accept_length: Annotated[float | UnsetType, Meta(
+        description="tokens per such step, the bonus token included; 1 without one; at the end")] = UNSET
+    spec_accept_rate: Annotated[float | UnsetType, Meta(description="of the drafts verified, those accepted; at the end")] = UNSET
+    spec_accept_token_num: Annotated[int | UnsetType, Meta(description="drafts accepted; at the end")] = UNSET
+    spec_draft_token_num: Annotated[int | UnsetType, Meta(description="drafts verified; at the end")] = UNSET
+
+
+class Generated(Struct, frozen=True, kw_only=True):
+    """One choice; in a stream all of it so far."""
+
+    text: Annotated[str, Meta(description="the output as text")]
+    output_ids: Annotated[list[int], Meta(description="the output, its stop token included")]
+    meta_info: Annotated[MetaInfo, Meta(description="figures of it")]
+    index: Annotated[int | UnsetType, Meta(description="p * n + i for choice i of prompt p; in a stream of several")] = UNSET
+
+
+class Outcome(Struct, frozen=True, kw_only=True):
+    """What became of a change."""
+
+    success: Annotated[bool, Meta(description="whether it was made")] = True
+    message: Annotated[str, Meta(description="what was done, or the value, the limit and the remedy")]
+    num_paused_requests: Annotated[int | UnsetType, Meta(description="sequences that are open while generation is paused")] = UNSET
+    new_version: Annotated[str | UnsetType, Meta(description="what the weights are called now")] = UNSET
+    checksums: Annotated[dict[str, str] | UnsetType, Meta(description="sha256 of the float32 values, by tensor")] = UNSET
+
+
+class Acknowledged(Struct, frozen=True):
+    message: Annotated[str, Meta(description="what was done")]
+    status: Annotated[Literal["ok"], Meta(description="always the same")] = "ok"
+
+
+class ModelInfo(Struct, frozen=True, kw_only=True):
+    model_path: Annotated[str, Meta(description="the directory of the model")]
+    tokenizer_path: Annotated[str, Meta(description="the same")]
+    is_generation: Annotated[bool, Meta(description="always true")] = True
+    weight_version: Annotated[str, Meta(description="the target's version that is live")]
+    served_model_name: Annotated[str, Meta(description="the name of the served model")]
+
+
+class VersionReply(Struct, frozen=True):
+    weight_version: Annotated[str, Meta(description="the target's version that is live")]
+
+
+class Loads(Struct, frozen=True, kw_only=True):
+    """Of one replica."""
+
+    dp_rank: Annotated[int, Meta(description="always 0")] = 0
+    num_running_reqs: Annotated[int, Meta(description="sequences that decode")]
+    num_waiting_reqs: Annotated[int, Meta(description="sequences that wait to")]
+    num_total_reqs: Annotated[int, Meta(description="sequences accepted and not ended")]
+    num_used_tokens: Annotated[int, Meta(description="positions of KV pages in use")]
+    max_total_num_tokens: Annotated[int, Meta(description="positions of all KV pages")]
+    max_running_requests: Annotated[int, Meta(description="sequences that decode at once")]
+    token_usage: Annotated[float, Meta(description="the part of the positions that is in use")]
+
+
+class LoadsReply(Struct, frozen=True, kw_only=True):
+    timestamp: Annotated[float, Meta(description="Unix seconds")]
+    version: Annotated[str, Meta(description="of the server")]
+    dp_rank_count: Annotated[int, Meta(description="always 1")] = 1
+    loads: Annotated[list[Loads], Meta(description="of the one replica")]
+
+
+Rows = list[Any]
+
+
+def outcome_of(error: TltError) -> Outcome:
+    return Outcome(success=False, message=error.message)

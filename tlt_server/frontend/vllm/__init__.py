@@ -1,0 +1,1 @@
+"""Shapes of the dialect `vllm_rl`: what trainers that drive vLLM send and expect."""
