@@ -22,9 +22,10 @@ from benchmarks.graph_time import require_gpu
 from tlt_server.bench.record import entry_of, write_entry
 
 RECORD = Path(__file__).with_name("results") / "test-gpu.json"
+BITS = ("tests/kernels/test_gpu_gemm.py", "tests/kernels/test_gpu_attention.py")
 RUNS = {  # bits of kernels first: nothing counts before they are right
-    "bits of products and attention": ("tests/kernels/test_gpu_gemm.py", "tests/kernels/test_gpu_attention.py", "-m", "gpu"),
-    "kernels": ("tests/kernels",),
+    "products and attention": BITS,
+    "other kernels": ("tests/kernels", *(f"--ignore={file}" for file in BITS)),
     "engine and server": ("tests", "--ignore=tests/kernels", "-m", "gpu"),
 }
 EXACT = ("-m", "tlt_server", "bench", "exact", "--device", "cuda", "--quick")

@@ -105,22 +105,19 @@ def _others(found: Sequence[Result]) -> Iterator[str]:
            "that comes with the server in those shapes, from the engine's loop, without text and HTTP.")
     rows: list[list[object]] = [
         [line["engine"], *("" if v is None else f"{v:.2f}" for v in line["values"]), ""] for line in others["step_ms"]]
+    rates: list[list[object]] = [[line["engine"], *line["values"]] for line in others["tokens_per_s"]]
+    length, columns = others["accept_length"], batches[: len(rates[0]) - 1]
     for line in others["ours"]:
         for result in comparable(found, wanted)[::-1]:
-            mine = {row["batch"]: row for row in result.figures.get("rows", ()) if result.bench == line["bench"]
+            mine = {row["batch"]: row["step_ms"] for row in result.figures.get("rows", ()) if result.bench == line["bench"]
                     and matches(row, line["where"])}
             if mine:
-                rows.append([line["engine"], *(f"{mine[b]['step_ms']:.2f}" if b in mine else "" for b in batches), _file(result.name)])
+                rows.append([line["engine"], *(f"{mine[b]:.2f}" if b in mine else "" for b in batches), _file(result.name)])
+                if line.get("rated"):
+                    rates.append([line["rated"], *(round(b * length / mine[b] * 1e3) if b in mine else "" for b in columns)])
                 break
     yield table(("engine", *(f"batch {batch}" for batch in batches), "file"), rows)
-    length = others["accept_length"]
-    columns = others["columns"][: len(others["tokens_per_s"][0]["values"])]
     yield f"Tokens per second at an accept length of {length}, if it were that (ours: batch x {length} / time of a cycle):"
-    rates: list[list[object]] = [[line["engine"], *line["values"]] for line in others["tokens_per_s"]]
-    chain = next((row for row in rows if "TLT Server, EAGLE-3 chain" in str(row[0])), None)
-    if chain:
-        rates.append([str(chain[0]).removesuffix(", per cycle"), *(
-            round(int(b) * length / float(str(ms)) * 1e3) if ms else "" for b, ms in zip(columns, chain[1:], strict=False))])
     yield table(("engine", *(f"batch {batch}" for batch in columns)), rates)
 
 

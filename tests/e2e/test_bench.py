@@ -43,8 +43,10 @@ def test_decode_and_cycle_time_whole_batches(tmp_path: Path) -> None:
         low, high = row["quartiles_ms"]
         assert 0 < low <= row["step_ms"] <= high and row["steps"] > 20 and row["tokens_per_s"] > 0
     assert [row["batch"] for row in plain["rows"]] == [1, 8] and {row["accept_length"] for row in plain["rows"]} == {1.0}
-    assert [(row["batch"], row["strategy"]) for row in drafted["rows"]] == [(1, "eagle:7x4x32"), (1, "eagle:7x1x8"), (8, "eagle:7x1x8")]
-    assert all(row["accept_length"] > 3 for row in drafted["rows"] if row["batch"] == 1)
+    assert [(row["batch"], row["strategy"], row["prompt"]) for row in drafted["rows"]] == [
+        (1, "eagle:7x4x32", 128), (1, "eagle:7x1x8", 128), (8, "eagle:7x1x8", 128), (1, "eagle:7x4x32", "problem"),
+        (1, "eagle:7x1x8", "problem")]
+    assert all(row["accept_length"] > 3 for row in drafted["rows"] if row["prompt"] == "problem")
 
 
 def test_graphs_reports_phases_of_the_start(tmp_path: Path) -> None:

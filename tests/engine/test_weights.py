@@ -98,9 +98,10 @@ def test_continue_keeps_kv_and_marks_the_change_at_the_token(engine: Pushable, s
 
 def test_recompute_continues_as_if_the_new_version_had_read_the_tokens(engine: Pushable, settings: EngineSettings, root: Path) -> None:
     asked = [request(i) for i in range(3)]
+    assert engine.push(root / "new", "v1", in_flight="recompute", commit=False).result == "staged"  # before anything could end
     engine.submit(*asked)
     engine.step(8)
-    assert engine.push(root / "new", "v1", in_flight="recompute").result == "committed"
+    assert engine.commit("v1").result == "committed"
     engine.finish()
     for r in asked:
         (_, change) = check_spans(engine, r.id, ["initial", "v1"])

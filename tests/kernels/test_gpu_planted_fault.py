@@ -35,8 +35,8 @@ def calls(count: int) -> list[np.ndarray]:
     logits_SV = torch.randn(ROWS, VOCAB, generator=torch.Generator().manual_seed(0)) * 3
     one, found = extend(), []
     for _ in range(count):
-        one.sample(logits_SV.to(DEVICE, copy=True))
-        found.append(one.sampled.logprob_S[: ROWS - 1].cpu().numpy().view(np.int32).copy())
+        sampled = one.sample(logits_SV.to(DEVICE, copy=True))
+        found.append(sampled.logprob_S[: ROWS - 1].cpu().numpy().view(np.int32).copy())
     return found
 
 

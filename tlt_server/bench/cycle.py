@@ -90,10 +90,8 @@ def _measured(engine: Engine, settings: EngineSettings, case: Case, *, quick: bo
     if case.prompt == PROBLEM:
         problems = problems_of(settings.model, QUICK_PROBLEMS if quick else PROBLEMS, seed=seed)
         timed = time_in_turn(engine, problems, case.strategy, most=most)
-    elif case.prompt == PROMPT:
-        timed = time_steps(engine, _random(case, seed), case.strategy, most=most)
     else:
-        timed = time_steps(engine, _random(case, seed), case.strategy, most=min(most, LONG_STEPS))
+        timed = time_steps(engine, _random(case, seed), case.strategy, most=most if case.prompt == PROMPT else min(most, LONG_STEPS))
     figures = timed.figures()
     if settings.device == "cuda" and case.prompt != PROBLEM:
         from tlt_server.bench.device_time import profile

@@ -48,9 +48,13 @@ def build_app(service: Service, gate: Gate, dialects: Iterable[str] = DIALECTS) 
 
     def needs(scope: Scope) -> Needs:
         """What the route that the router will take needs. That there is none is told to any key, and to everybody beside an open route."""
-        matches = [(endpoint.matches(scope)[0], endpoint.needs) for endpoint in routes]
-        taken = next((needs for match, needs in matches if match is Match.FULL), None)
-        return taken or ("open" if (Match.PARTIAL, "open") in matches else "any")
+        beside_open = False
+        for endpoint in routes:
+            match, _ = endpoint.matches(scope)
+            if match is Match.FULL:
+                return endpoint.needs
+            beside_open |= match is Match.PARTIAL and endpoint.needs == "open"
+        return "open" if beside_open else "any"
 
     def template(path: str) -> str:
         """The route of a path, or "none": a bounded set, whatever clients ask for."""

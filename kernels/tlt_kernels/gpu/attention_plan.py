@@ -90,10 +90,15 @@ def allocate(*, rows: int, context: int, heads: int, kv_heads: int, width: int, 
     residents, stages = _FEW_ROWS if rows * kv_heads <= few else _MANY_ROWS
     return Plan(
         rows, tile, tiles, programs, residents, stages, min(items * kv_heads, residents * programs),
-        min(items * kv_heads, programs * max(1, 128 // tile)),
+        min(items * kv_heads, programs * _tile_residents(tile)),
         integers(2), integers(items, FIELDS.value), integers(items, FIELDS.value), integers(rows), integers(rows, kv_heads),
         floats(states, heads), floats(states, heads), floats(states, heads, width),
     )
+
+
+def _tile_residents(tile: int) -> int:
+    """Programs of the tiles' kernel on a multiprocessor."""
+    return max(1, 128 // tile)
 
 
 @triton.jit
@@ -241,7 +246,7 @@ def plan(rows: PagedRows, work: Plan) -> None:
     """Fill `work` for these rows. Launched once, before the layers whose `attend` uses it."""
     count, kv_heads = len(rows.position_R), work.counter_RK.shape[1]
     assert count <= work.rows, f"{count} rows in a plan for {work.rows}"
-    tile_programs = work.programs * max(1, 128 // work.tile)
+    tile_programs = work.programs * _tile_residents(work.tile)
     tile_rows = work.tile // (work.top_WN.shape[1] // kv_heads)
     _plan[(1,)](
         rows.position_R, rows.place_R, rows.base_R, work.count_2, work.row_item_IF, work.tile_item_IF, work.state_R, count,

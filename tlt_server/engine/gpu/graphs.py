@@ -12,11 +12,11 @@ from collections.abc import Callable, Hashable
 
 import torch
 
-MOST_BYTES = 2 << 30  # of graphs; `memory.plan_pages` leaves it free
+from tlt_server.engine.gpu.memory import RESERVE
 
 
 class GraphPool:
-    def __init__(self, stream: torch.cuda.Stream | None, most_bytes: int = MOST_BYTES) -> None:
+    def __init__(self, stream: torch.cuda.Stream | None, most_bytes: int = RESERVE) -> None:
         """Without a stream nothing is captured."""
         self._stream, self._most_bytes = stream, most_bytes
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}

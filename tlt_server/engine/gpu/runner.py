@@ -107,10 +107,9 @@ class GpuRunner:
 
     def prepare(self, keys: list[DraftKey | ExtendKey], on_key: Callable[[int, int], None]) -> None:
         """Run these keys once, in this order, and capture those that are kept; `on_key(done, of)` follows."""
-        with torch.cuda.stream(self._stream):
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
             self._upload([], [])
-        for done, key in enumerate(keys):
-            with torch.inference_mode(), torch.cuda.stream(self._stream):
+            for done, key in enumerate(keys):
                 if isinstance(key, ExtendKey):
                     extend = self._extend(key)
                     if not key.plain:
@@ -118,7 +117,7 @@ class GpuRunner:
                     self.graphs.run(key, self._work(extend), keep=keeps(key))
                 else:
                     self.graphs.run(key, self._work(self._draft(key)), keep=True)
-            on_key(done + 1, len(keys))
+                on_key(done + 1, len(keys))
 
     # -- launching -----------------------------------------------------------------------------------------------
 
