@@ -46,7 +46,7 @@ TOTALS = {  # likewise, counted by the engine since it started
     "preemptions": ("tlt_preemptions", "Sequences preempted: their pages were taken for older ones."),
 }
 PUSH_RESULTS = ("committed", "staged", "unchanged", "aborted", "rolled_back",  # and the codes of errors that a weight command ends with
-                "forbidden", "not_found", "model", "weights_refused", "conflict", "push_failed")
+                "forbidden", "not_found", "model", "weights_refused", "channel_broken", "conflict", "push_failed")
 STRATEGIES = 64  # label values; strategies beyond them count as "other"
 POSITIONS = 16  # label values; places further down a draft count in tlt_sd_accepted_tokens_total only
 

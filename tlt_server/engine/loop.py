@@ -23,6 +23,8 @@ from tlt_server.records import (
     CommitWeights,
     Cycle,
     GenerateRequest,
+    JoinGroup,
+    LeaveGroup,
     LookAtWeights,
     Pause,
     PushWeights,
@@ -76,7 +78,7 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Nothing to do until the next command."""
-        return not self._commands and (self.scheduler.idle or self.scheduler.paused) and not self.runner.in_flight
+        return not self._commands and (self.scheduler.idle or self.scheduler.halted) and not self.runner.in_flight
 
     @property
     def finished(self) -> bool:
@@ -132,7 +134,7 @@ class Engine:
                 self.scheduler.paused = paused
             case SetPolicy():
                 self._set_policy(command)
-            case PushWeights() | CommitWeights() | AbortWeights() | RollbackWeights() | LookAtWeights():
+            case PushWeights() | CommitWeights() | AbortWeights() | RollbackWeights() | LookAtWeights() | JoinGroup() | LeaveGroup():
                 self.pushes.apply(command)
             case Stop(drain):
                 self._stopping = True
@@ -147,6 +149,8 @@ class Engine:
 
     def _submit(self, requests: list[GenerateRequest]) -> None:
         try:
+            if self.pushes.refusal is not None:
+                raise self.pushes.refusal
             self.scheduler.submit([self._make_sequence(request) for request in requests])
         except Exception as cause:  # all or none: the whole batch ends with the reason, and no other request feels it
             error = cause if isinstance(cause, TltError) else EngineFailed(f"this batch cannot be run: {type(cause).__name__}: {cause}")
