@@ -123,8 +123,33 @@ class Client:
 
         Further fields of the manifest: `role`, `drafter_path`, `tensors`, `in_flight` (continue, recompute, abort, drain), `commit`.
         """
+        return self.push_weights(version, path=fspath(path), **fields)
+
+    def push_weights(self, version: str, **fields: Any) -> Mapping[str, Any]:
+        """A push by any channel, as its manifest says; `tlt_client.channels` sends what belongs to it."""
         with connection_errors():
-            return json_object(self._http.post("/update_weights", json={"path": fspath(path), "version": version, **fields}))
+            return json_object(self._http.post("/update_weights", json={"version": version, **fields}))
+
+    def put_weights(self, version: str, part: str, data: bytes, *, start: int, total: int) -> Mapping[str, Any]:
+        """Send bytes `[start, start + len(data))` of a part of a version; the reply says how many are there."""
+        headers = {"content-range": f"bytes {start}-{start + len(data) - 1}/{total}", "content-type": "application/octet-stream"}
+        with connection_errors():
+            return json_object(self._http.put(f"/weights/{in_path(version)}/{in_path(part)}", content=data, headers=headers))
+
+    def weights_part(self, version: str, part: str) -> Mapping[str, Any]:
+        """How much of a part is there."""
+        with connection_errors():
+            return json_object(self._http.get(f"/weights/{in_path(version)}/{in_path(part)}"))
+
+    def join_group(self, name: str, **fields: Any) -> Mapping[str, Any]:
+        """Let the server join the process group `name`; it answers once all ranks are there. Fields: `master_address`, `master_port`,
+        `rank_offset`, `world_size`, `backend`, `prefixed`."""
+        with connection_errors():
+            return json_object(self._http.post("/weight_groups", json={"name": name, **fields}))
+
+    def leave_group(self, name: str) -> Mapping[str, Any]:
+        with connection_errors():
+            return json_object(self._http.delete(f"/weight_groups/{in_path(name)}"))
 
     def commit_weights(self, version: str) -> Mapping[str, Any]:
         """Make a push live that was staged with `commit=False`."""
@@ -255,8 +280,33 @@ class AsyncClient:
 
         Further fields of the manifest: `role`, `drafter_path`, `tensors`, `in_flight` (continue, recompute, abort, drain), `commit`.
         """
+        return await self.push_weights(version, path=fspath(path), **fields)
+
+    async def push_weights(self, version: str, **fields: Any) -> Mapping[str, Any]:
+        """A push by any channel, as its manifest says; `tlt_client.channels` sends what belongs to it."""
         with connection_errors():
-            return json_object(await self._http.post("/update_weights", json={"path": fspath(path), "version": version, **fields}))
+            return json_object(await self._http.post("/update_weights", json={"version": version, **fields}))
+
+    async def put_weights(self, version: str, part: str, data: bytes, *, start: int, total: int) -> Mapping[str, Any]:
+        """Send bytes `[start, start + len(data))` of a part of a version; the reply says how many are there."""
+        headers = {"content-range": f"bytes {start}-{start + len(data) - 1}/{total}", "content-type": "application/octet-stream"}
+        with connection_errors():
+            return json_object(await self._http.put(f"/weights/{in_path(version)}/{in_path(part)}", content=data, headers=headers))
+
+    async def weights_part(self, version: str, part: str) -> Mapping[str, Any]:
+        """How much of a part is there."""
+        with connection_errors():
+            return json_object(await self._http.get(f"/weights/{in_path(version)}/{in_path(part)}"))
+
+    async def join_group(self, name: str, **fields: Any) -> Mapping[str, Any]:
+        """Let the server join the process group `name`; it answers once all ranks are there. Fields: `master_address`, `master_port`,
+        `rank_offset`, `world_size`, `backend`, `prefixed`."""
+        with connection_errors():
+            return json_object(await self._http.post("/weight_groups", json={"name": name, **fields}))
+
+    async def leave_group(self, name: str) -> Mapping[str, Any]:
+        with connection_errors():
+            return json_object(await self._http.delete(f"/weight_groups/{in_path(name)}"))
 
     async def commit_weights(self, version: str) -> Mapping[str, Any]:
         """Make a push live that was staged with `commit=False`."""

@@ -18,10 +18,10 @@ from safetensors.torch import load_file, save_file
 
 from tests.engine.pushing import Pushable, perturbed
 from tests.engine.tiny import HIDDEN, VOCAB, write_eagle, write_target
-from tlt_server.engine.settings import EngineSettings
 from tlt_client.channels.errors import ContentRefused
-from tlt_server.records import GenerateRequest, Sampling, WeightReport
 from tlt_client.channels.source import Source
+from tlt_server.engine.settings import EngineSettings
+from tlt_server.records import GenerateRequest, Sampling, WeightReport
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 REFUSED = ("weights_refused", "forbidden", "push_failed", "conflict")

@@ -111,10 +111,10 @@ class Transaction:
         """A push that waits for `start`, or the same one where it is on its way already. `Forbidden` where the channel is closed,
         `Conflict` during another."""
         if manifest.channel not in self._options.channels:
-            raise Forbidden(f"this server takes {'weights by ' + ' and '.join(self._options.channels) if self._options.channels else 'no weights'}"
-                            f", not by {manifest.channel}: it was started without "
-                            + ("--weight-root DIR, the directory that pushes may come from" if manifest.channel == "disk" else
-                               f"{manifest.channel} among its --weight-channels"))
+            missing = ("--weight-root DIR, the directory that pushes may come from" if manifest.channel == "disk" else
+                       f"{manifest.channel} among its --weight-channels")
+            raise Forbidden(f"this server takes no weights by {manifest.channel} (open: {', '.join(self.channels) or 'no channel'}): it "
+                            f"was started without {missing}")
         if self.in_place and not manifest.commit:
             raise InvalidRequest("commit is false, but with --weight-staging none nothing can be staged beside the weights in use; push "
                                  "with commit true")
@@ -243,8 +243,8 @@ class Transaction:
         if push.error is not None:
             push.state = "failed"
             if push.overwritten:
-                push.error = type(push.error)(f"{push.error.message}; it had begun to write over the weights in use (--weight-staging none), "
-                                              "so nothing is generated until a push succeeds")
+                push.error = type(push.error)(f"{push.error.message}; it had begun to write over the weights in use (--weight-staging "
+                                              "none), so nothing is generated until a push succeeds")
 
     def _remember(self, role: str, part: Target | Drafter) -> None:
         self._known[role, part.version] = part.digest

@@ -88,7 +88,11 @@ class Batch(NamedTuple):
 class Receiver(Protocol):
     """The engine's half, of one push. Everything raises `ChannelError` with a remedy, or `OSError`."""
 
-    names: Mapping[str, Mapping[str, str]]  # role -> tensor that will come -> from where, for messages
+    @property
+    def names(self) -> Mapping[str, Mapping[str, str]]: ...  # role -> tensor that will come -> from where, for messages
+
+    @property
+    def places(self) -> Mapping[str, str]: ...  # role -> where its tensors come from, for messages
 
     def file(self, role: str, name: str) -> bytes | None:
         """A small file beside the tensors, if there is one."""

@@ -31,7 +31,8 @@ class Checkpoint:
         if source.has(INDEX):
             weight_map = source.read_json(INDEX).get("weight_map")
             if not isinstance(weight_map, dict) or not weight_map or not all(_plain(file) for file in weight_map.values()):
-                raise ContentRefused(f"{source.path / INDEX}: 'weight_map' must give each tensor a file name in this directory; write it again")
+                raise ContentRefused(f"{source.path / INDEX}: 'weight_map' must give each tensor a file name in this directory; "
+                                     "write it again")
             self.names: dict[str, Path] = {name: source.path / file for name, file in weight_map.items()}
             for name, file in weight_map.items():
                 self._expected.setdefault(file, set()).add(name)
@@ -47,7 +48,8 @@ class Checkpoint:
             shard = self._read(file)
             for name in sorted(expected ^ set(shard.tensors)):
                 where = "index places it there" if name in expected else "index does not list it"
-                raise ContentRefused(f"{self._source.path / file}: tensor {name!r} does not fit: the {where}; write index and shards together")
+                raise ContentRefused(f"{self._source.path / file}: tensor {name!r} does not fit: the {where}; write index and shards "
+                                     "together")
             yield shard
 
     def _read(self, file: str) -> Shard:

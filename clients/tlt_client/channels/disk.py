@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,8 +72,8 @@ class DiskSender:
                 folder = directory / whose
                 folder.mkdir()
                 paths["drafter_path" if (role, whose) == ("all", "drafter") else "path"] = str(folder.resolve())
-                entries += [said | {"name": names[said["name"]]} for said in write(((own, held[sent]) for own, sent in names.items()), folder,
-                                                                                    self._max_file_bytes)]
+                written = write(((own, held[sent]) for own, sent in names.items()), folder, self._max_file_bytes)
+                entries += [said | {"name": names[said["name"]]} for said in written]
             return self._client.push_weights(version, tensors=entries, **paths, **fields)
         finally:
             shutil.rmtree(directory)
@@ -87,12 +86,13 @@ def write(tensors: Tensors, directory: Path, max_file_bytes: int = FILE_BYTES) -
     """Safetensors files and, where there are several, their index; returns what a manifest says of the tensors."""
     from safetensors.torch import save_file
 
-    describe, entries, weight_map = partial(entry, checksum=True), [], {}
+    entries: list[dict[str, Any]] = []
+    weight_map: dict[str, str] = {}
     for count, group in enumerate(files(tensors, max_file_bytes), 1):
         file = f"model-{count:05}.safetensors"
         save_file(group, directory / file)
         weight_map |= dict.fromkeys(group, file)
-        entries += [describe(name, tensor) for name, tensor in group.items()]
+        entries += [entry(name, tensor, checksum=True) for name, tensor in group.items()]
     if len(set(weight_map.values())) == 1:
         (directory / file).rename(directory / SINGLE)
     else:

@@ -41,7 +41,7 @@ class Group:
     def __init__(self, member: Membership, store: Any = None) -> None:
         """`store`: rank 0's, from `host_store`."""
         import torch
-        from torch import distributed
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         if member.backend not in BACKENDS:
             raise ContentRefused(f"backend is {member.backend[:40]!r}; use {' or '.join(BACKENDS)}")
@@ -49,12 +49,11 @@ class Group:
         self.device = torch.device("cuda", torch.cuda.current_device()) if member.backend == "nccl" else torch.device("cpu")
         self._timeout = timedelta(seconds=member.timeout_s)
         with self._bounded("joining"):
-            self._store = store or distributed.TCPStore(
-                member.master_address, member.master_port, member.world_size, False, self._timeout, wait_for_workers=False)
+            self._store = store or TCPStore(member.master_address, member.master_port, member.world_size, False, self._timeout)
             self._groups = {device: self._backend(store) for device, store in self._stores(self._store).items()}
 
     def _stores(self, store: Any) -> dict[str, Any]:
-        from torch.distributed import PrefixStore
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
         if not self.member.prefixed:
             return {self.device.type: store}
@@ -69,7 +68,7 @@ class Group:
             options = distributed.ProcessGroupNCCL.Options()
             options._timeout = self._timeout
             return distributed.ProcessGroupNCCL(store, rank, size, options)
-        options = distributed.ProcessGroupGloo._Options()
+        options = distributed.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = self._timeout
         gloo = distributed.ProcessGroupGloo
         local = _is_loopback(self.member.master_address)
@@ -104,8 +103,8 @@ class Group:
             member = self.member
             said = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
             self.broken = (f"group {member.name!r} (rank {member.rank} of {member.world_size} at {member.master_address}:"
-                           f"{member.master_port}, {member.backend}) broke while {doing} ({said}), or {member.timeout_s:g} s passed; nothing "
-                           "has changed: make the group anew and push again")
+                           f"{member.master_port}, {member.backend}) broke while {doing}, or {member.timeout_s:g} s passed ({said}); make "
+                           "the group anew and push again")
             raise ChannelBroken(self.broken) from None
 
     def close(self) -> None:
@@ -119,7 +118,7 @@ class Group:
 
 def host_store(address: str, port: int, world_size: int, timeout_s: float) -> Any:
     """The store of a group's rank 0; `.port` says which port it took for 0."""
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     return TCPStore(address, port, world_size, True, timedelta(seconds=timeout_s), wait_for_workers=False)
 
