@@ -171,7 +171,7 @@ class _Staging:
                 self._write()
                 role.parameters[name].copy_(stored)
             else:
-                role.found[name] = tensor
+                role.found[name] = tensor.clone()  # the channel may use its buffers again
         self.steps.enter("spool")
         if self.steps.keep is not None:
             self.steps.keep(batch.role, batch.file, _file(batch))

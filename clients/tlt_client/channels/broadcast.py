@@ -2,7 +2,9 @@
 
 Tensors come in the manifest's order, one broadcast each or packed: raw bytes one after another in uint8 buckets, where a bucket closes
 after the tensor that takes it over `bucket_bytes`. Both halves cut the same buckets, so nothing but bytes travels. While one bucket is
-checked the next one is under way, hence two at a time.
+checked the next one is under way, in another buffer. gloo takes a shorter message than expected without a word and ends the process at
+a longer one; so a buffer is filled with NaN before it is received into and, where that is safe, has room for any other bucket and a mark
+behind its own that must stay as it is.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 BUCKET_BYTES = 2**30
 MAX_TENSOR_BYTES = 2**40
 POLL_S = 0.0005
+NAN_BYTE = 0xFF  # a floating-point number of such bytes is NaN, whatever its type
+MARK = bytes(range(0xA0, 0xC0))  # behind a bucket
 
 
 class Slot(NamedTuple):
@@ -59,6 +63,7 @@ class BroadcastReceiver:
             raise ContentRefused("the manifest names no tensors; a push by broadcast names each with dtype and shape, in order")
         slots = [_slot(tensor.name, tensor.dtype, tensor.shape) for tensor in push.tensors]
         self._left = list(buckets(slots, push.bucket_bytes if push.packed else None))
+        self._buffers: list[Tensor] = []
         self._under_way: tuple[list[Slot], Tensor, Any] | None = None
         self.names = announced(push, f"group {push.group!r}")
         self.places = dict.fromkeys(self.names, f"group {push.group!r}")
@@ -73,25 +78,42 @@ class BroadcastReceiver:
             bucket, data, work = self._under_way
             self._group.end(work)
             self._begin()
+            count += 1
             tensors, start = {}, 0
             for slot in bucket:
                 own = data[start : start + slot.bytes]
                 tensors[slot.name] = (own.clone() if start % slot.dtype.itemsize else own).view(slot.dtype).view(slot.shape)
                 start += slot.bytes
-            count += 1
+            if bytes(data[start : start + len(MARK)].tolist()) != MARK[: len(data) - start]:
+                raise ContentRefused(f"bucket {count} brought more than the {start} bytes that the manifest gives it; name dtypes and "
+                                     "shapes as they are sent, in that order")
             for role, names in split(tensors, self._role).items():
                 of_role = {name: tensors[sent] for name, sent in names.items()}
                 yield Batch(role, f"bucket {count}", of_role, f"bucket-{count:05}.safetensors", None)
 
     def _begin(self) -> None:
         """The next bucket is on its way, if there is one."""
-        import torch
-
         self._under_way = None
         if self._left:
             bucket = self._left.pop(0)
-            data = torch.empty(sum(slot.bytes for slot in bucket), dtype=torch.uint8, device=self._group.device)
+            data = self._buffer(sum(slot.bytes for slot in bucket))
             self._under_way = bucket, data, self._group.begin(data)
+
+    def _buffer(self, size: int) -> Tensor:
+        """For `size` bytes; the two that there are alternate. Pages that nothing is written to take no memory."""
+        import torch
+
+        device = self._group.device
+        if not self._buffers:
+            largest = max(size, *(sum(slot.bytes for slot in bucket) for bucket in self._left), 0)
+            length = 2 * largest + len(MARK) if self._group.lenient else largest
+            self._buffers = [torch.empty(length, dtype=torch.uint8, device=device) for _ in range(2)]
+        self._buffers.reverse()
+        data = self._buffers[0] if self._group.lenient else self._buffers[0][:size]
+        data[:size].fill_(NAN_BYTE)
+        if self._group.lenient:
+            data[size : size + len(MARK)] = torch.tensor(list(MARK), dtype=torch.uint8)
+        return data
 
     def confirm(self) -> None:
         """The group is in order: what it brought has been checked tensor by tensor."""
@@ -121,8 +143,10 @@ class BroadcastSender:
     """Rank 0. Makes the group with the server at construction, and anew in `push` once it broke; `address` is where engines reach us."""
 
     def __init__(self, client: Client, *, address: str = "127.0.0.1", port: int = 0, backend: str = "gloo", name: str = "weights",
-                 packed: bool = True, bucket_bytes: int = BUCKET_BYTES, prefixed: bool = False, timeout_s: float = 120.0) -> None:
-        self._client, self._packed, self._bucket_bytes = client, packed, bucket_bytes
+                 packed: bool = True, bucket_bytes: int = BUCKET_BYTES, prefixed: bool = False, checksums: bool = False,
+                 timeout_s: float = 120.0) -> None:
+        """`checksums`: the manifest declares them, which takes the trainer about a second per gigabyte."""
+        self._client, self._packed, self._bucket_bytes, self._checksums = client, packed, bucket_bytes, checksums
         self._member = Membership(name, backend, address, port, 0, 2, prefixed, timeout_s)
         self._group = self._made()
 
@@ -141,7 +165,7 @@ class BroadcastSender:
         if self._group.broken:
             self._group = self._made()
         named = [(name, tensor.detach().to(self._group.device).contiguous()) for name, tensor in tensors]
-        entries = [entry(name, tensor, checksum=False) for name, tensor in named]
+        entries = [entry(name, tensor, checksum=self._checksums) for name, tensor in named]
         with ThreadPoolExecutor(1) as pool:
             reply = pool.submit(self._client.push_weights, version, channel="broadcast", group=self._member.name, tensors=entries,
                                 packed=self._packed, bucket_bytes=self._bucket_bytes, **fields)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import re
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_GROUPS = 8
-BACKENDS = {"gloo": ("cpu", "cuda"), "nccl": ("cuda",)}  # backend -> devices that torch makes a group for
+BACKENDS = ("gloo", "nccl")
 
 
 class Membership(NamedTuple):
@@ -50,19 +51,16 @@ class Group:
         self._timeout = timedelta(seconds=member.timeout_s)
         with self._bounded("joining"):
             self._store = store or TCPStore(member.master_address, member.master_port, member.world_size, False, self._timeout)
-            self._groups = {device: self._backend(store) for device, store in self._stores(self._store).items()}
+            self._group: Any = self._made()
 
-    def _stores(self, store: Any) -> dict[str, Any]:
+    def _made(self) -> Any:
+        from torch import distributed
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-        if not self.member.prefixed:
-            return {self.device.type: store}
-        named = PrefixStore(f"{self.member.name}/", PrefixStore(self.member.name, store))
-        return {device: PrefixStore(f"{device}/", named) for device in BACKENDS[self.member.backend]}
-
-    def _backend(self, store: Any) -> Any:
-        from torch import distributed
-
+        store = self._store
+        if self.member.prefixed:
+            for prefix in (self.member.name, f"{self.member.name}/", f"{self.device.type}/"):
+                store = PrefixStore(prefix, store)
         rank, size = self.member.rank, self.member.world_size
         if self.member.backend == "nccl":
             options = distributed.ProcessGroupNCCL.Options()
@@ -75,6 +73,14 @@ class Group:
         options._devices = [gloo.create_device(hostname="127.0.0.1") if local else gloo.create_default_device()]
         return gloo(store, rank, size, options)
 
+    @property
+    def lenient(self) -> bool:
+        """Whether a message of another length than expected arrives all the same: a shorter one unnoticed, a longer one if there is room.
+
+        So it is with gloo and one receiver; with more, receivers pass messages on in the length that they expect themselves.
+        """
+        return self.member.backend == "gloo" and self.member.world_size == 2
+
     def begin(self, tensor: Tensor) -> Any:
         """Rank 0's values into everybody's tensor, on the group's device; to be ended by `end`."""
         from torch import distributed
@@ -82,7 +88,7 @@ class Group:
         options = distributed.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         with self._bounded("broadcasting"):
-            return self._groups[self.device.type].broadcast([tensor], options)
+            return self._group.broadcast([tensor], options)
 
     def end(self, work: Any) -> None:
         with self._bounded("broadcasting"):
@@ -101,7 +107,7 @@ class Group:
             yield
         except (RuntimeError, ValueError) as error:
             member = self.member
-            said = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+            said = re.sub(r"^\[\S+\] ", "", (str(error).strip().splitlines() or [type(error).__name__])[0])[:120]
             self.broken = (f"group {member.name!r} (rank {member.rank} of {member.world_size} at {member.master_address}:"
                            f"{member.master_port}, {member.backend}) broke while {doing}, or {member.timeout_s:g} s passed ({said}); make "
                            "the group anew and push again")
@@ -109,18 +115,21 @@ class Group:
 
     def close(self) -> None:
         self.broken = self.broken or f"group {self.member.name!r} was left; make it anew"
-        with contextlib.suppress(RuntimeError):
-            for group in self._groups.values():
-                group.abort()
-        self._groups.clear()
-        self._store = None
+        if self._group is not None:
+            with contextlib.suppress(RuntimeError):
+                self._group.abort()
+        self._group = self._store = None
 
 
 def host_store(address: str, port: int, world_size: int, timeout_s: float) -> Any:
     """The store of a group's rank 0; `.port` says which port it took for 0."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    return TCPStore(address, port, world_size, True, timedelta(seconds=timeout_s), wait_for_workers=False)
+    try:
+        return TCPStore(address, port, world_size, True, timedelta(seconds=timeout_s), wait_for_workers=False)
+    except RuntimeError as error:
+        raise ChannelBroken(f"the store at {address}:{port} cannot be hosted ({str(error).splitlines()[0][:120]}); choose another port or "
+                            "address (port 0 = a free one)") from None
 
 
 class Groups:
