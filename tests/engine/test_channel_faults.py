@@ -246,7 +246,8 @@ class Spoiled(BroadcastSender):
 
     def _send(self, named: list[tuple[str, torch.Tensor]], reply: Any) -> None:
         data, slots = dict(named), [slot(name, str(tensor.dtype), tensor.shape) for name, tensor in named]
-        messages = [torch.cat([data[s.name].reshape(-1).view(torch.uint8) for s in bucket]) for bucket in buckets(slots, self._bucket_bytes)]
+        cut = buckets(slots, self._bucket_bytes)
+        messages = [torch.cat([data[s.name].reshape(-1).view(torch.uint8) for s in bucket]) for bucket in cut]
         at = self.at * len(messages) // CHUNKS
         if self.fault == "kill":
             del messages[at:]
@@ -342,9 +343,18 @@ def test_a_fault_leaves_the_old_or_the_new_version(channel: str, fault: str, at:
 
 
 @pytest.mark.parametrize("channel, fault, at", CASES[::4])
-def test_in_place_a_fault_leaves_the_old_or_the_new_version_or_nothing_is_served(channel: str, fault: str, at: int, in_place: Server) -> None:
+def test_in_place_a_fault_leaves_the_old_or_the_new_version_or_nothing(channel: str, fault: str, at: int, in_place: Server) -> None:
     assert ended(in_place, channel, fault, at) in ("old", "new", "quarantined")
     restore(in_place, channel)
+
+
+def test_in_place_a_fault_behind_the_first_write_quarantines_and_one_before_it_does_not(in_place: Server) -> None:
+    assert ended(in_place, "http", "flip", CHUNKS - 1) == "quarantined"
+    report = in_place.engine.push(in_place.root / "nowhere", "v")
+    assert report.result == "forbidden" and list(report.state.quarantined) == ["target"] and in_place.check() == "quarantined"
+    assert in_place.engine.roll_back().result == "conflict"
+    restore(in_place, "http")
+    assert in_place.engine.push(in_place.root / "weights", "v").result == "weights_refused" and in_place.check() == "old"
 
 
 def test_there_are_enough_cases_and_each_channel_has_that_many_chunks(staged: Server) -> None:

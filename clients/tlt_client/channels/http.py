@@ -6,13 +6,16 @@ one. The manifest is what the bytes are held against, so it must name each tenso
 
 from __future__ import annotations
 
+import mmap
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tlt_client.channels import Announcement, Batch, Intake, Tensors, announced, split
+from tlt_client.channels import DRAFTER_PREFIX, Announcement, Batch, Intake, Tensors, announced, split
 from tlt_client.channels.checkpoint import parsed
 from tlt_client.channels.errors import ContentRefused
+from tlt_client.channels.files import opened
 from tlt_client.channels.source import Source
 from tlt_client.channels.tensors import FILE_BYTES, entry, files
 from tlt_client.errors import ConnectionFailed, ServerError
@@ -75,13 +78,28 @@ class HttpSender:
             entries += [entry(name, tensor, checksum=True) for name, tensor in group.items()]
         return self._client.push_weights(version, channel="http", tensors=entries, **fields)
 
-    def send(self, version: str, part: str, data: bytes) -> None:
+    def push_directory(self, directory: Path, version: str, *, drafter: Path | None = None, **fields: Any) -> Mapping[str, Any]:
+        """Safetensors files as they lie in a directory, or one file; `drafter`: another one's, for the role `all`. Needs no torch."""
+        entries: list[dict[str, Any]] = []
+        for folder, prefix in ((directory, ""), *([(drafter, DRAFTER_PREFIX)] if drafter is not None else [])):
+            paths = sorted(folder.glob("*.safetensors")) if folder.is_dir() else [folder]
+            if not paths:
+                raise ContentRefused(f"{folder} holds no .safetensors file; name a directory that does")
+            for path in paths:
+                with opened(path) as file:
+                    of_weights = path.name != CALIBRATION
+                    self.send(version, ("drafter-" if prefix and of_weights else "") + path.name,
+                              file.prefixed(prefix) if prefix and of_weights else file.data)
+                    entries += file.entries(prefix) if of_weights else ()
+        return self._client.push_weights(version, channel="http", tensors=entries, **fields)
+
+    def send(self, version: str, part: str, data: bytes | mmap.mmap) -> None:
         """One part, from where the server has it. `ConnectionFailed` when a chunk does not get through in many attempts."""
         there = failures = 0
         while there < len(data):
-            chunk = memoryview(data)[there : there + self._chunk_bytes]
+            chunk = data[there : there + self._chunk_bytes]
             try:
-                there = self._client.put_weights(version, part, bytes(chunk), start=there, total=len(data))["bytes"]
+                there = self._client.put_weights(version, part, chunk, start=there, total=len(data))["bytes"]
                 failures = 0
                 self._on_bytes(part, there, len(data))
             except (ConnectionFailed, ServerError) as error:
