@@ -210,8 +210,8 @@ def _overload(figures: dict[str, Any]) -> Iterator[str]:
 
 
 def _weights(figures: dict[str, Any]) -> Iterator[str]:
-    yield (f"Medians of {figures['rounds']} interleaved rounds, from the trainer's call until the weights are live. The copy is of the same "
-           "bytes on the same disk, synced. With `--state-dir`, so every push is also spooled and synced.")
+    yield (f"Medians of {figures['rounds']} interleaved rounds, from the trainer's call until the weights are live. The copy is of the "
+           "same bytes on the same disk, synced. With `--state-dir`, so every push is also spooled and synced.")
     yield table(("checkpoint", "MB", "channel", "seconds", "MB/s", "against a plain copy", "pause at commit, ms"), (
         (r["checkpoint"], f"{r['bytes'] / 1e6:.0f}", r["channel"], f"{r['push_s']:.2f}", f"{r['mb_per_s']:.0f}", f"{r['ratio']:.2f}x",
          f"{r['pause_ms']:.2f}") for r in figures["rows"]))
