@@ -10,7 +10,7 @@ from benchmarks.goals import Result, answer, comparable, goals, matches, results
 
 ROOT = Path(__file__).parents[1]
 RESULTS, PAGE, NOTES = ROOT / "benchmarks" / "results", ROOT / "docs" / "performance.md", ROOT / "docs" / "performance_notes.md"
-BENCHES = ("decode", "prefill", "cycle", "graphs", "exact", "rollout", "overload", "test-gpu")
+BENCHES = ("decode", "prefill", "cycle", "graphs", "exact", "rollout", "overload", "weights", "test-gpu")
 
 INTRODUCTION = """\
 # Performance
@@ -35,6 +35,7 @@ tlt bench graphs $P --cold --json benchmarks/results/graphs-cold-gpu.json
 tlt bench rollout $P --json benchmarks/results/rollout-gpu.json
 tlt bench exact $P --json benchmarks/results/exact-gpu.json
 tlt bench overload                         # on a CPU
+python -m benchmarks.weights --json benchmarks/results/weights-cpu.json    # on a CPU
 python -m benchmarks.report                # then this page
 ```
 
@@ -205,6 +206,14 @@ def _overload(figures: dict[str, Any]) -> Iterator[str]:
            f"Bounds missed: {', '.join(figures['missed']) or 'none'}.")
 
 
+def _weights(figures: dict[str, Any]) -> Iterator[str]:
+    yield (f"Medians of {figures['rounds']} interleaved rounds, from the trainer's call until the weights are live. The copy is of the "
+           "same bytes on the same disk, synced. With `--state-dir`, so every push is also spooled and synced.")
+    yield table(("checkpoint", "MB", "channel", "seconds", "MB/s", "against a plain copy", "pause at commit, ms"), (
+        (r["checkpoint"], f"{r['bytes'] / 1e6:.0f}", r["channel"], f"{r['push_s']:.2f}", f"{r['mb_per_s']:.0f}", f"{r['ratio']:.2f}x",
+         f"{r['pause_ms']:.2f}") for r in figures["rows"]))
+
+
 def _tests(figures: dict[str, Any]) -> Iterator[str]:
     yield table(("what", "passed", "failed", "skipped", "seconds"), (
         (name, r["passed"], r["failed"], r["skipped"], f"{r['seconds']:.0f}") for name, r in figures["tests"].items()))
@@ -222,6 +231,7 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], Iterator[str]]]] = {
     "exact": ("Exactness", _exact),
     "rollout": ("Rollouts with a long tail", _rollout),
     "overload": ("Overload", _overload),
+    "weights": ("Weight pushes on a CPU", _weights),
     "test-gpu": ("Tests on a GPU", _tests),
 }
 

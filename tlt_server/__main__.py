@@ -1,4 +1,4 @@
-"""The `tlt` command: serve | demo | bench | doctor. Parses arguments with the standard library only; heavy imports wait for the verb.
+"""The `tlt` command: serve | demo | bench | doctor | weights. Parses arguments with the standard library only; heavy imports wait.
 
 User errors (`StartupError`) end in one line on stderr and exit status 2.
 """
@@ -46,6 +46,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     _add_settings(doctor)
     import_module("tlt_server.doctor.arguments").add_arguments(doctor)
     doctor.set_defaults(run=_later("tlt_server.doctor.command"))
+    weights = verbs.add_parser("weights", help="push weights to a running server, look at them, roll back", allow_abbrev=False)
+    import_module("tlt_server.push.arguments").add_arguments(weights)
+    weights.set_defaults(run=_later("tlt_server.push.command"))
     benches = verbs.add_parser("bench", help="benchmarks", allow_abbrev=False).add_subparsers(metavar="NAME", required=True)
     for name, (sentence, run) in BENCHES.items():
         bench = benches.add_parser(name, help=sentence, description=sentence, allow_abbrev=False)

@@ -21,9 +21,10 @@ from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, fie
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
+from tlt_client.channels import CHANNELS
 from tlt_server.errors import StartupError
 from tlt_server.records import Strategy
-from tlt_server.settings import Settings, settings
+from tlt_server.settings import Settings, open_channels, settings
 
 _TABLE = {setting.name: setting for setting in settings()}
 _STRATEGY = re.compile(r"([a-z][a-z0-9_]*):(\d{1,3})x(\d{1,3})x(\d{1,4})", re.ASCII)
@@ -85,6 +86,10 @@ class Config(Settings, BaseModel):
     def strategy(self) -> Strategy | None:
         return parse_strategy(self.sd_strategy) if self.sd_strategy else None
 
+    @cached_property
+    def channels(self) -> tuple[str, ...]:
+        return open_channels(self.weight_channels, self.weight_root)
+
     def checked(self) -> Self:
         """Validation across fields; returns itself."""
         if not is_loopback(self.host) and self.api_key_file is None and not self.api_key_variable:
@@ -98,6 +103,15 @@ class Config(Settings, BaseModel):
             raise StartupError(f"drafter is {self.drafter!r}; it must be a directory, history or none")
         if self.weight_root is not None and not self.weight_root.is_dir():
             raise StartupError(f"weight_root is {self.weight_root}, which is not a directory; make it (mkdir -p), or name another")
+        for channel in self.channels:
+            if channel not in CHANNELS:
+                raise StartupError(f"weight_channels names {channel!r}{nearest(channel, CHANNELS)}; known are {', '.join(CHANNELS)}")
+        if "disk" in self.channels and self.weight_root is None:
+            raise StartupError("weight_channels names disk, but there is no weight_root that directories may be pushed from; name one")
+        if "http" in self.channels and self.state_dir is None:
+            raise StartupError("weight_channels names http, but there is no state_dir that parts could be put into; name one")
+        if self.weight_staging == "disk" and self.state_dir is None:
+            raise StartupError("weight_staging is disk, but there is no state_dir for it; name one")
         if self.policy in ("fixed", "beg") and self.drafter == "none":
             raise StartupError(f"policy is {self.policy} but drafter is none; name a drafter, or use policy off")
         if (self.policy == "fixed") != bool(self.sd_strategy):

@@ -78,6 +78,12 @@ class PushFailed(TltError):
     code, http_status, grpc_code, retryable = "push_failed", 500, "INTERNAL", True
 
 
+class ChannelBroken(TltError):
+    """A push broke off because its sender went away, fell silent or sent too little; it must send again, not only ask again."""
+
+    code, http_status, grpc_code = "channel_broken", 424, "ABORTED"
+
+
 class QueueFull(TltError):
     """The bounded queue has no room; the reply carries Retry-After."""
 

@@ -46,7 +46,7 @@ TOTALS = {  # likewise, counted by the engine since it started
     "preemptions": ("tlt_preemptions", "Sequences preempted: their pages were taken for older ones."),
 }
 PUSH_RESULTS = ("committed", "staged", "unchanged", "aborted", "named", "rolled_back",  # and the codes of errors that end one
-                "forbidden", "not_found", "model", "weights_refused", "conflict", "push_failed")
+                "invalid_request", "forbidden", "not_found", "model", "weights_refused", "channel_broken", "conflict", "push_failed")
 STRATEGIES = 64  # label values; strategies beyond them count as "other"
 POSITIONS = 16  # label values; places further down a draft count in tlt_sd_accepted_tokens_total only
 
@@ -107,6 +107,8 @@ class Metrics:
         self.drafter = gauge("tlt_drafter_version_info", "1 for the drafter version in use.", "version")
         self.weight_age_s = gauge("tlt_weight_age_seconds", "Since the weights in use went live.")
         self.drafter_behind = gauge("tlt_drafter_behind_commits", "Changes of the target since the drafter in use went live.")
+        self.quarantined = gauge("tlt_weights_quarantined", "1 while a push that wrote over the weights in use has failed: nothing "
+                                 "is served.")
         self.weight_pushes = counter("tlt_weight_pushes", "Pushes and rollbacks, by role and result or error code.", "role", "result")
         self.weight_push_s = histogram("tlt_weight_push_seconds", "Phases of pushes; commit is what the loop waits for.", PUSH_S, "phase")
         self.rollouts = gauge("tlt_rollouts", "Rollouts kept, by status.", "status")
@@ -159,12 +161,14 @@ class Metrics:
 
     def engine_gone(self) -> None:
         self.up.set(0)
+        self.quarantined.set(0)  # the next life loads whole versions
         for name in ("running", "waiting", "spanning", "pages_free", "pages_cached"):
             self._engine[name].set(0)
 
     def weights_reported(self, report: WeightReport) -> None:
+        self.quarantined.set(bool(report.state.quarantined))
         self._set_live(report.state.target, report.state.drafter)
-        if report.result != "looked":
+        if report.result not in ("looked", "joined", "left"):
             self.weight_pushes.labels(report.role or "none", report.result).inc()
         for phase, seconds in report.phases.items():
             self.weight_push_s.labels(phase).observe(seconds)

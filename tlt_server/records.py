@@ -231,12 +231,19 @@ class Manifest(Struct, frozen=True, kw_only=True):
 
     role: Literal["target", "drafter", "all"] = "target"
     version: str = ""  # empty: the directory's name and the content's digest
-    channel: str = "disk"
-    path: str = ""  # directory, absolute or below the weight root
-    drafter_path: str = ""  # with role `all`: the drafter's directory
-    tensors: list[TensorEntry] = []  # empty: everything the model has, whatever its bytes
+    channel: str = "disk"  # a name of `tlt_client.channels.CHANNELS`
+    path: str = ""  # directory, absolute or below the weight root; by http the upload's
+    drafter_path: str = ""  # by disk with role `all`: the drafter's directory
+    tensors: list[TensorEntry] = []  # empty: everything the model has, whatever its bytes; by broadcast those that come, in order
+    group: str = ""  # by broadcast: that brings them
+    packed: bool = True  # by broadcast: in buckets of raw bytes; False: one by one
+    bucket_bytes: int = 2**30  # a bucket closes after the tensor that takes it over this
     in_flight: InFlight = "continue"
     commit: bool = True  # False: stay staged until a commit is asked for
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return ("target", "drafter") if self.role == "all" else (self.role,)
 
 
 class PushWeights(Struct, frozen=True, tag="push_weights"):
@@ -287,7 +294,26 @@ class LookAtWeights(Struct, frozen=True, tag="look_at_weights"):
     checksums: bool = False
 
 
-WeightCommand = PushWeights | CommitWeights | AbortWeights | NameWeights | ReadWeights | RollbackWeights | LookAtWeights
+class JoinGroup(Struct, frozen=True, tag="join_group"):
+    """Become a member of a process group whose rank 0, a trainer, hosts the store. A group of that name is left first."""
+
+    id: str
+    name: str
+    backend: str  # gloo | nccl
+    master_address: str
+    master_port: int
+    rank: int
+    world_size: int
+    prefixed: bool = False  # keys of the store begin with the group's name
+
+
+class LeaveGroup(Struct, frozen=True, tag="leave_group"):
+    id: str
+    name: str
+
+
+WeightCommand = (PushWeights | CommitWeights | AbortWeights | NameWeights | ReadWeights | RollbackWeights | LookAtWeights | JoinGroup
+                 | LeaveGroup)
 ControlCommand = Pause | Resume | Sleep | WakeUp | ClearCache
 Command = Submit | Abort | SetPolicy | Stop | ControlCommand | WeightCommand
 
@@ -332,6 +358,9 @@ class WeightState(Struct, frozen=True, kw_only=True):
     previous: Annotated[dict[str, str], Meta(description="role -> version that a rollback restores")] = {}
     open: Annotated[dict[str, str], Meta(description="version, role and state of a push on its way; empty without one")] = {}
     spooled: Annotated[bool, Meta(description="whether committed versions are kept for a restart")] = False
+    quarantined: Annotated[dict[str, str], Meta(
+        description="role -> why nothing is generated: a push that wrote into the weights in use has failed")] = {}
+    groups: Annotated[list[str], Meta(description="process groups that were joined")] = []
 
 
 class WeightReport(Struct, frozen=True, kw_only=True, tag="weight_report"):
@@ -339,7 +368,7 @@ class WeightReport(Struct, frozen=True, kw_only=True, tag="weight_report"):
 
     id: str
     state: WeightState
-    result: str = ""  # committed | staged | unchanged | aborted | named | rolled_back | looked; an error's code otherwise
+    result: str = ""  # committed | staged | unchanged | aborted | named | rolled_back | looked | joined | left; an error's code otherwise
     error: tuple[str, str] | None = None  # (code, message)
     version: str = ""
     role: str = ""

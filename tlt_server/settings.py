@@ -49,6 +49,18 @@ class Settings:
     weight_root: Annotated[Path | None, Doc(
         "directory", "Weights may be pushed from below this directory; none: pushes are refused.")] = None
     weight_marker: Annotated[str, Doc("file name", "A pushed directory must hold this file; empty: no such file is asked for.")] = ""
+    weight_channels: Annotated[str, Doc(
+        "names", "Channels that weights may come by, with commas between: disk, http, broadcast; auto is disk with a weight_root, else "
+        "none.")] = "auto"
+    weight_staging: Annotated[Literal["auto", "device", "host", "disk", "none"], Doc(
+        "place", "Where a pushed version lies until it is live: auto is the first with room, none writes over the weights in use.",
+        )] = "auto"
+    weight_timeout_s: Annotated[float, Doc(
+        "s", "Longest wait of a push by broadcast for its trainer: for the group, for the next tensors.", 0.1, 86400)] = 120.0
+    max_uploads: Annotated[int, Doc("versions", "Versions on their way by http at once; above it parts get 507.", 1, 1024)] = 2
+    max_upload_parts: Annotated[int, Doc("parts", "Parts of one version that comes by http.", 1, 65536)] = 1024
+    max_upload_mb: Annotated[int, Doc("MiB", "Size of all parts on their way by http together.", 1, 2**30)] = 65536
+    upload_ttl_s: Annotated[float, Doc("s", "Time after its last byte that an upload which nobody pushes is kept.", 1, 10**6)] = 3600.0
     state_dir: Annotated[Path | None, Doc(
         "directory", "Keeps committed weights and rollouts over a restart; none: they end with the process that holds them.")] = None
 
@@ -121,6 +133,13 @@ class Settings:
         "level", "Least severe log line written; prompts are never logged.")] = "info"
     log_format: Annotated[Literal["auto", "console", "json"], Doc(
         "format", "Form of log lines; auto is console on a terminal, JSON elsewhere.")] = "auto"
+
+
+def open_channels(asked: str, weight_root: object) -> tuple[str, ...]:
+    """Of `weight_channels`."""
+    if asked == "auto":
+        return ("disk",) if weight_root else ()
+    return tuple(name.strip() for name in asked.split(",") if name.strip() not in ("", "none"))
 
 
 class Setting(NamedTuple):

@@ -117,7 +117,29 @@ def set_strategy(policy: str, strategy: str | None) -> Call[Mapping[str, Any]]:
 # weights
 
 def update_weights(path: str | PathLike[str], version: str, fields: Mapping[str, Any]) -> Call[Mapping[str, Any]]:
-    return _put("POST", "/update_weights", {"path": fspath(path), "version": version, **fields}, json_object, repeatable=True)
+    return push_weights(version, {"path": fspath(path), **fields})
+
+
+def push_weights(version: str, fields: Mapping[str, Any]) -> Call[Mapping[str, Any]]:
+    """Sent again it brings nothing by a channel whose bytes come beside the call."""
+    return _put("POST", "/update_weights", {"version": version, **fields}, json_object, repeatable=fields.get("channel") != "broadcast")
+
+
+def put_weights(version: str, part: str, data: bytes, start: int, total: int) -> Call[Mapping[str, Any]]:
+    headers = {"content-range": f"bytes {start}-{start + len(data) - 1}/{total}", "content-type": "application/octet-stream"}
+    return Call("PUT", f"/weights/{in_path(version)}/{in_path(part)}", json_object, data, headers, repeatable=True)
+
+
+def weights_part(version: str, part: str) -> Call[Mapping[str, Any]]:
+    return Call("GET", f"/weights/{in_path(version)}/{in_path(part)}", json_object, repeatable=True)
+
+
+def join_group(name: str, fields: Mapping[str, Any]) -> Call[Mapping[str, Any]]:
+    return _put("POST", "/weight_groups", {"name": name, **fields}, json_object)
+
+
+def leave_group(name: str) -> Call[Mapping[str, Any]]:
+    return Call("DELETE", f"/weight_groups/{in_path(name)}", json_object, repeatable=True)
 
 
 def commit_weights(version: str) -> Call[Mapping[str, Any]]:

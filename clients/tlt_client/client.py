@@ -116,6 +116,26 @@ class Client:
         """
         return self._ask(calls.update_weights(path, version, fields))
 
+    def push_weights(self, version: str, **fields: Any) -> Mapping[str, Any]:
+        """A push by any channel, as its manifest says; `tlt_client.channels` sends what belongs to it."""
+        return self._ask(calls.push_weights(version, fields))
+
+    def put_weights(self, version: str, part: str, data: bytes, *, start: int, total: int) -> Mapping[str, Any]:
+        """Send bytes `[start, start + len(data))` of a part of a version; the reply says how many are there."""
+        return self._ask(calls.put_weights(version, part, data, start, total))
+
+    def weights_part(self, version: str, part: str) -> Mapping[str, Any]:
+        """How much of a part is there."""
+        return self._ask(calls.weights_part(version, part))
+
+    def join_group(self, name: str, **fields: Any) -> Mapping[str, Any]:
+        """Let the server join the process group `name`; it answers once all ranks are there. Fields: `master_address`, `master_port`,
+        `rank_offset`, `world_size`, `backend`, `prefixed`."""
+        return self._ask(calls.join_group(name, fields))
+
+    def leave_group(self, name: str) -> Mapping[str, Any]:
+        return self._ask(calls.leave_group(name))
+
     def commit_weights(self, version: str) -> Mapping[str, Any]:
         """Make a push live that was staged with `commit=False`."""
         return self._ask(calls.commit_weights(version))
@@ -249,6 +269,21 @@ class AsyncClient:
 
     async def update_weights(self, path: str | PathLike[str], version: str, **fields: Any) -> Mapping[str, Any]:
         return await self._ask(calls.update_weights(path, version, fields))
+
+    async def push_weights(self, version: str, **fields: Any) -> Mapping[str, Any]:
+        return await self._ask(calls.push_weights(version, fields))
+
+    async def put_weights(self, version: str, part: str, data: bytes, *, start: int, total: int) -> Mapping[str, Any]:
+        return await self._ask(calls.put_weights(version, part, data, start, total))
+
+    async def weights_part(self, version: str, part: str) -> Mapping[str, Any]:
+        return await self._ask(calls.weights_part(version, part))
+
+    async def join_group(self, name: str, **fields: Any) -> Mapping[str, Any]:
+        return await self._ask(calls.join_group(name, fields))
+
+    async def leave_group(self, name: str) -> Mapping[str, Any]:
+        return await self._ask(calls.leave_group(name))
 
     async def commit_weights(self, version: str) -> Mapping[str, Any]:
         return await self._ask(calls.commit_weights(version))

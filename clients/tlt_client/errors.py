@@ -93,6 +93,12 @@ class PushFailed(ServerError):
     of_code = "push_failed"
 
 
+class ChannelBroken(ServerError):
+    """A push broke off because its sender went away, fell silent or sent too little; it must send again, not only ask again."""
+
+    of_code = "channel_broken"
+
+
 class QueueFull(ServerError):
     """The server's queue has no room for it now."""
 
@@ -109,6 +115,12 @@ class QueueTimeout(ServerError):
     """It was not begun within its queue_timeout_s."""
 
     of_code = "queue_timeout"
+
+
+class UnsafeChannel(ServerError):
+    """Weights in a form that is not read, because to read it is to run it."""
+
+    of_code = "unsafe_channel"
 
 
 class RequestTimeout(ServerError):

@@ -18,10 +18,10 @@ from safetensors.torch import load_file, save_file
 
 from tests.engine.pushing import Pushable, perturbed
 from tests.engine.tiny import HIDDEN, VOCAB, write_eagle, write_target
+from tlt_client.channels.errors import ContentRefused
+from tlt_client.channels.source import Source
 from tlt_server.engine.settings import EngineSettings
-from tlt_server.errors import WeightsRefused
 from tlt_server.records import GenerateRequest, Sampling, WeightReport
-from tlt_server.weights.source import Source
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 REFUSED = ("weights_refused", "forbidden", "push_failed", "conflict")
@@ -347,12 +347,12 @@ def test_a_link_put_in_place_between_check_and_opening_is_not_followed(bench: Be
     directory = bench.copy("good")
     source = Raced(bench.weights, str(directory))
     source.act = lambda: replaced(directory / FILE, outside(bench) / FILE)
-    with pytest.raises(WeightsRefused, match="cannot be opened"):
+    with pytest.raises(ContentRefused, match="cannot be opened"):
         source.read(FILE)
     directory = bench.copy("good")
     source = Raced(bench.weights, str(directory))
     source.act = lambda: link_out(directory, outside(bench))
-    with pytest.raises(WeightsRefused, match="cannot be opened"):
+    with pytest.raises(ContentRefused, match="cannot be opened"):
         source.read(FILE)
 
 

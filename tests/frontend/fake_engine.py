@@ -32,6 +32,8 @@ from tlt_server.records import (
     Failed,
     GenerateRequest,
     Heartbeat,
+    JoinGroup,
+    LeaveGroup,
     NameWeights,
     Outputs,
     Pause,
@@ -107,6 +109,7 @@ class FakeEngine:
     drafter: str = ""  # what it says it has loaded
     spooled: bool = False
     lost: dict[str, str] = field(default_factory=dict)
+    fails: str = ""  # every push ends with this error's code
     deaf: bool = False  # hears and says nothing
     dies: bool = False
     running: dict[str, Running] = field(default_factory=dict)
@@ -209,10 +212,14 @@ class FakeEngine:
         match command:
             case PushWeights(_, manifest):
                 version, role, result = manifest.version or "named", manifest.role, "committed" if manifest.commit else "staged"
+                if manifest.group == "spoils":
+                    self.weights = msgspec.structs.replace(self.weights, quarantined={"target": "half of it is another version"})
+                    result, error = "channel_broken", ("channel_broken", "channel_broken: out of luck")
                 if manifest.path == "hangs":
                     return
-                if manifest.path in ("forbidden", "weights_refused", "conflict", "push_failed"):
-                    result, error = manifest.path, (manifest.path, f"{manifest.path}: out of luck")
+                fails = self.fails or manifest.path
+                if fails in ("forbidden", "weights_refused", "conflict", "push_failed"):
+                    result, error = fails, (fails, f"{fails}: out of luck")
             case CommitWeights(_, version, name):
                 result, role, version = "committed", "target", name or version
             case NameWeights(_, version):
@@ -222,6 +229,10 @@ class FakeEngine:
                 values = [0.5] * rows
             case AbortWeights(_, version):
                 result = "aborted"
+            case JoinGroup(_, name):
+                result, self.weights = "joined", msgspec.structs.replace(self.weights, groups=[name])
+            case LeaveGroup():
+                result, self.weights = "left", msgspec.structs.replace(self.weights, groups=[])
             case RollbackWeights(_, to):
                 version, result, role = to or "v0", "rolled_back", "target"
         if result in ("committed", "rolled_back"):

@@ -14,7 +14,7 @@ from openapi_spec_validator import OpenAPIV31SpecValidator, validate
 
 from tests.frontend.live_server import LiveServer, live_server
 
-OPEN = {"/health", "/readyz", "/livez", "/startupz", "/"}
+OPEN = {"/health", "/readyz", "/livez", "/startupz", "/ping", "/"}
 ROUTES = {
     ("post", "/generate"), ("get", "/strategy"), ("put", "/strategy"), ("get", "/health"), ("get", "/readyz"), ("get", "/livez"),
     ("get", "/startupz"), ("get", "/metrics"), ("get", "/server_info"), ("get", "/v1/models"), ("post", "/v1/completions"),

@@ -47,7 +47,8 @@ def test_a_manifest_reaches_the_engine_and_the_reply_says_what_became_of_it(clie
     command = server.engine.weight_commands[0]
     assert isinstance(command, PushWeights) and command.manifest == Manifest(
         version="v1", path="step-1", in_flight="drain", tensors=[TensorEntry(name="w", dtype="float32", shape=[2], checksum="x")])
-    assert client.weights() == {"target": "v1", "drafter": "", "previous": {"target": "v0"}, "open": {}, "spooled": False}
+    assert client.weights() == {"target": "v1", "drafter": "", "previous": {"target": "v0"}, "open": {}, "spooled": False,
+                                "quarantined": {}, "groups": []}
     assert httpx.get(f"{server.url}/weight_info").json() == {"weight_version": "v1", "drafter_version": ""}
     assert client.server_info()["engine"]["weight_version"] == "v1"
     assert metric(client, 'tlt_weight_version_info{version="v1"} 1.0') and not metric(client, 'tlt_weight_version_info{version="v0"} 1.0')
@@ -147,7 +148,13 @@ REFUSED: dict[str, tuple[str, ...]] = {
     '{"version": "' + "v" * 300 + '", "path": "p"}': ("256",),
     '{"weight_dir": null}': ("weight_dir is None", "weight root"),
     '{"weight_dir": "p", "weight_version": 4}': ("version is 4",),
-    '{"update_info": {"names": []}}': ("update_info", "push their directory"),
+    '{"update_info": {"names": []}}': ("update_info", "broadcast"),
+    '{"version": "v", "channel": "http"}': ("tensors is missing", "channel http needs tensors"),
+    '{"version": "v", "channel": "http", "path": "p", "tensors": [{"name": "w", "checksum": "x"}]}': ("path is 'p'", "leave it out"),
+    '{"version": "v", "channel": "http", "tensors": [{"name": "w"}]}': ("'w' has no checksum",),
+    '{"version": "v", "channel": "broadcast", "tensors": [{"name": "w"}]}': ("group is missing",),
+    '{"version": "v", "channel": "broadcast", "group": "g", "tensors": [{"name": "w", "dtype": "float32"}]}': ("no dtype and shape",),
+    '{"version": "v", "path": "p", "group": "g"}': ("group is 'g'", "channel disk does not take"),
 }
 
 

@@ -28,6 +28,7 @@ from tlt_server.doctor.checks import CHECKS
 from tlt_server.doctor.finding import Finding, examine
 from tlt_server.engine.devices import choice
 from tlt_server.engine.devices.choice import Gpu
+from tlt_server.weights import storage
 
 ROOT = Path(__file__).parents[2]
 GIB = 2**30
@@ -313,8 +314,8 @@ def test_numerics(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("available", "total", "status"), [(100, 200, "fail"), (100, 8000, "warn"), (8000, 16000, "ok")])
 def test_memory(available: int, total: int, status: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "meminfo").write_text(f"MemTotal: {total * 1024} kB\nMemAvailable: {available * 1024} kB\n")
-    monkeypatch.setattr(model, "MEMORY", tmp_path / "meminfo")
-    monkeypatch.setattr(model, "MEMORY_LIMIT", tmp_path / "memory.max")
+    monkeypatch.setattr(storage, "MEMORY", tmp_path / "meminfo")
+    monkeypatch.setattr(storage, "MEMORY_LIMIT", tmp_path / "memory.max")
     finding = found(model.memory, configured(weight_root=tmp_path))
     assert finding.status == status and "3 x 0.02 GiB" in finding.found
     (tmp_path / "memory.max").write_text(f"{300 * 2**20}\n")

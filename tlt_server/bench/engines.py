@@ -41,7 +41,7 @@ class _Shared:
 
     def __init__(self, device: Device, settings: EngineSettings, source: LoadedOnce) -> None:
         self._device, self._settings, self._source = device, settings, source
-        self.name, self.warms_up = device.name, device.warms_up
+        self.name, self.warms_up, self.device, self.free = device.name, device.warms_up, device.device, device.free
 
     @property
     def numerics(self) -> str:

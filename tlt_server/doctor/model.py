@@ -25,11 +25,11 @@ from tlt_server.models.loader import check_files, empty_target, own_dtype, unrea
 from tlt_server.models.numerics import Numerics
 from tlt_server.speculation.survival import Calibration
 from tlt_server.weights.spool import Spool
+from tlt_server.weights.storage import host_memory
 
 GIB = 2**30
 WIDEST = 8192  # outputs of a product that the self-test looks at
 UNDECIDED = fail("not checked, as nothing is chosen that would compute", "follow the remedy of the check device")
-MEMORY, MEMORY_LIMIT = Path("/proc/meminfo"), Path("/sys/fs/cgroup/memory.max")
 
 
 def _drafter_directory(config: Config) -> Path | None:
@@ -110,10 +110,11 @@ def memory(config: Config) -> Finding:
         return _gpu_memory(config, model)
     per_page = model.make_cache(1, settings.page_size, 0).bytes_per_slot * settings.page_size
     pages = kv_pages(settings, per_page, model.max_position)
-    versions = 3 if config.weight_root is not None else 1  # live, before that, and the one being staged
+    beside = config.channels and config.weight_staging in ("auto", "device", "host")
+    versions = 3 if beside else 1  # live, before that, and the one being staged
     need = 4 * _values(model) * versions + pages * per_page
     found = f"{versions} x {4 * _values(model) / GIB:.2f} GiB of float32 weights and {pages * per_page / GIB:.2f} GiB of KV"
-    available, total = _memory()
+    available, total = host_memory()
     found += f"; {available / GIB:.2f} GiB are available"
     remedy = "lower --kv-memory-mb, serve a smaller model, or use a machine with more memory"
     if need > total:
@@ -161,11 +162,3 @@ def committed_weights(config: Config) -> Finding:
 
 def _values(model: Decoder) -> int:
     return sum(view.numel() for view in model.parameters().values())
-
-
-def _memory() -> tuple[int, int]:
-    """Bytes available and in all, of the machine or of the control group that limits this process."""
-    lines = dict(line.split(":") for line in MEMORY.read_text().splitlines())
-    available, total = (int(lines[name].split()[0]) * 1024 for name in ("MemAvailable", "MemTotal"))
-    limit = MEMORY_LIMIT.read_text().strip() if MEMORY_LIMIT.exists() else "max"
-    return (available, total) if limit == "max" else (min(available, int(limit)), min(total, int(limit)))

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from tlt_client.channels import Intake
+from tlt_client.channels.groups import Groups
 from tlt_server.engine.devices import Device, make_device
 from tlt_server.engine.devices.choice import Gpu, choose, look
 from tlt_server.engine.halt import Halt
@@ -32,6 +34,7 @@ from tlt_server.speculation.survival import Calibration
 from tlt_server.weights.dormant import Dormant
 from tlt_server.weights.restore import Restored, restore
 from tlt_server.weights.spool import Spool
+from tlt_server.weights.storage import Storage
 from tlt_server.weights.transaction import Options, Transaction
 
 OnPhase = Callable[[str, float, str], None]
@@ -112,8 +115,7 @@ def assemble(
         scheduler.on_end = equipped.on_end
         products = f"products {equipped.products}" if equipped.products else ""
         detail.append("; ".join(part for part in (f"drafters: {', '.join(rungs.drafters) or 'none'}", products, equipped.detail) if part))
-    options = Options(Path(settings.weight_root) if settings.weight_root else None, settings.weight_marker, spool)
-    pushes = WeightPushes(Transaction(live, options, Calibration.parse), scheduler, device.install)
+    pushes = WeightPushes(Transaction(live, _options(settings, device, spool), Calibration.parse), scheduler, device.install)
     policy = make_policy(SetPolicy(settings.policy, settings.strategy))
     halt = Halt(scheduler, memory, pushes, Dormant(Path(settings.state_dir) if settings.state_dir else None))
     engine = Engine(scheduler, equipped.runner, policy, make_policy, make_sequence, pushes, halt)
@@ -151,6 +153,14 @@ def assemble(
         lost=lost,
     )
     return engine, info
+
+
+def _options(settings: EngineSettings, device: Device, spool: Spool | None) -> Options:
+    state = Path(settings.state_dir) if settings.state_dir else None
+    intake = Intake(Path(settings.weight_root) if settings.weight_root else None, settings.weight_marker, state and state / "uploads",
+                    Groups(settings.weight_timeout_s))
+    storage = Storage(settings.weight_staging, device.free, device.device, state and state / "staged")
+    return Options(settings.channels, intake, spool, storage)
 
 
 def _warm_up(engine: Engine, policies: Iterable[Policy], vocab_size: int, max_model_len: int) -> None:

@@ -118,7 +118,7 @@ class Halt:
         """Pages are given back whatever sleeps: without weights there is nothing to compute them with."""
         transaction = self._pushes.transaction
         if "weights" in memory:
-            if self._pushes.busy:
+            if self._pushes.in_use:
                 raise Conflict("a weight push, a rollback or a sum of checksums is under way; wait for it, then put the weights to sleep")
             self._ended += self.settle()
             self._dormant.put_away(transaction.live, transaction.previous)

@@ -26,6 +26,8 @@ from tlt_server.records import (
     ControlReport,
     Cycle,
     GenerateRequest,
+    JoinGroup,
+    LeaveGroup,
     LookAtWeights,
     NameWeights,
     Pause,
@@ -85,7 +87,7 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Nothing to do until the next command."""
-        return (not self._commands and not self.halt.due and (self.scheduler.idle or self.scheduler.paused)
+        return (not self._commands and not self.halt.due and (self.scheduler.idle or self.scheduler.halted)
                 and not self.runner.in_flight)
 
     @property
@@ -147,8 +149,8 @@ class Engine:
                 self._ended += self.halt.apply(command)
             case SetPolicy():
                 self._set_policy(command)
-            case (PushWeights() | CommitWeights() | AbortWeights() | NameWeights() | ReadWeights() | RollbackWeights()
-                  | LookAtWeights()):
+            case (PushWeights() | CommitWeights() | AbortWeights() | NameWeights() | ReadWeights() | RollbackWeights() | LookAtWeights()
+                  | JoinGroup() | LeaveGroup()):
                 self.pushes.apply(command)
             case Stop(drain):
                 self._stopping = True
@@ -163,6 +165,8 @@ class Engine:
 
     def _submit(self, requests: list[GenerateRequest]) -> None:
         try:
+            if self.pushes.refusal is not None:
+                raise self.pushes.refusal
             self.scheduler.submit([self._make_sequence(request) for request in requests])
         except Exception as cause:  # all or none: the whole batch ends with the reason, and no other request feels it
             error = cause if isinstance(cause, TltError) else EngineFailed(f"this batch cannot be run: {type(cause).__name__}: {cause}")

@@ -1,6 +1,7 @@
 """Weight commands for the loop: asks the transaction, waits for the right moment, tells scheduler, runner and drafter.
 
-`advance` runs between two steps; there a commit is one swap of complete weights. Every command ends in exactly one `WeightReport`.
+`advance` runs between two steps; there a commit is one swap of complete weights. Where weights are staged in place no step runs from the
+first write until the push has ended, and after a failure none until the next commit. Every command ends in exactly one `WeightReport`.
 """
 
 from __future__ import annotations
@@ -11,12 +12,17 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from tlt_client.channels import DRAFTER_PREFIX
+from tlt_client.channels.errors import ChannelError
+from tlt_client.channels.groups import Membership
 from tlt_server.engine.scheduler import Scheduler
-from tlt_server.errors import Conflict, NotFound, TltError
+from tlt_server.errors import Conflict, Forbidden, NotFound, TltError, Unavailable, from_code
 from tlt_server.records import (
     AbortWeights,
     CommitWeights,
     InFlight,
+    JoinGroup,
+    LeaveGroup,
     LookAtWeights,
     NameWeights,
     PushWeights,
@@ -27,7 +33,7 @@ from tlt_server.records import (
     WeightReport,
     WeightState,
 )
-from tlt_server.weights.parts import DRAFTER_PREFIX, Parts
+from tlt_server.weights.parts import Parts
 from tlt_server.weights.transaction import Push, Transaction
 
 
@@ -48,6 +54,7 @@ class WeightPushes:
         self._reports: deque[WeightReport] = deque()  # appended to by threads, too
         self._readers: list[threading.Thread] = []  # of the live storage, which must not change meanwhile
         self._unread: list[str] = []  # ids of commands for a reader that came while a change waited for others
+        self._joiners: list[threading.Thread] = []  # of process groups
         self._waiting: list[str] = []  # ids of the commands that the open push answers
         self._due = False  # the staged push is to be committed
         self._rollback: _Rollback | None = None
@@ -56,8 +63,20 @@ class WeightPushes:
     @property
     def busy(self) -> bool:
         """Something is on its way that no command will announce."""
+        self._joiners = [thread for thread in self._joiners if thread.is_alive()]
+        return self.in_use or bool(self._joiners)
+
+    @property
+    def in_use(self) -> bool:
+        """The weights are read, or a push or a rollback is under way."""
         push = self.transaction.push
         return self._changing or self._reading or (push is not None and (push.state == "staging" or push.manifest.commit))
+
+    @property
+    def refusal(self) -> Unavailable | None:
+        """Why nothing is generated, while what is live of some role is no version."""
+        reasons = "; ".join(self.transaction.quarantined.values())
+        return Unavailable(f"nothing is generated: {reasons}; push that version, or another") if reasons else None
 
     def take_reports(self) -> list[WeightReport]:
         return [self._reports.popleft() for _ in range(len(self._reports))]
@@ -73,6 +92,9 @@ class WeightPushes:
         """Between two steps: commit what is staged, if its moment has come. Returns the sequences that end of it."""
         if self._rollback is not None and not self._reading and not self._drains(self._rollback.in_flight, self.transaction.previous):
             self._roll_back(self._rollback.id, self._rollback.in_flight)
+        waiting = self.transaction.push
+        if waiting is not None and waiting.state == "waiting":
+            self._begin(waiting)
         push = self.transaction.poll()
         if push is not None:
             self._advance(push)
@@ -90,19 +112,23 @@ class WeightPushes:
 
     @property
     def _changing(self) -> bool:
-        """Whether the live storage is about to change."""
+        """Whether the live storage is changing, or about to."""
         push = self.transaction.push
-        return self._rollback is not None or (push is not None and push.state == "staged" and (push.manifest.commit or self._due))
+        if self._rollback is not None or push is None:
+            return self._rollback is not None
+        return self.transaction.in_place or (push.state == "staged" and (push.manifest.commit or self._due))
 
     def _apply(self, command: WeightCommand) -> None:
         transaction = self.transaction
-        if self.asleep and not isinstance(command, AbortWeights) and command != LookAtWeights(command.id):
+        if self.asleep and not isinstance(command, AbortWeights | JoinGroup | LeaveGroup) and command != LookAtWeights(command.id):
             raise Conflict("the weights sleep; wake them first (POST /wake_up?tags=weights, or /resume_memory_occupation)")
         match command:
             case PushWeights(id, manifest):
                 self._check_no_rollback()
-                transaction.begin(manifest)
+                push = transaction.begin(manifest)
                 self._waiting.append(id)
+                if push.state == "waiting" and not transaction.in_place:
+                    transaction.start()
             case CommitWeights(id, version, name):
                 transaction.ready_to_commit(version)
                 if name:
@@ -135,6 +161,39 @@ class WeightPushes:
                     self._unread.append(id)
                 else:
                     self._read(id)
+            case JoinGroup(id, name):
+                self._check_group_free(name)
+                if "broadcast" not in transaction.channels:
+                    raise Forbidden("this server takes no weights by broadcast; start it with broadcast among its --weight-channels")
+                self._joiners.append(threading.Thread(target=self._join, args=(command,), name="join group", daemon=True))
+                self._joiners[-1].start()
+            case LeaveGroup(id, name):
+                self._check_group_free(name)
+                transaction.intake.groups.leave(name)
+                self._report(id, "left")
+
+    def _join(self, asked: JoinGroup) -> None:
+        """In a thread: it takes until all ranks are there, or the group's time is up."""
+        groups = self.transaction.intake.groups
+        try:
+            groups.join(Membership(asked.name, asked.backend, asked.master_address, asked.master_port, asked.rank, asked.world_size,
+                                   asked.prefixed, groups.timeout_s))
+            self._report(asked.id, "joined")
+        except ChannelError as error:
+            self._report(asked.id, error.code, error=from_code(error.code, str(error)))
+
+    def _check_group_free(self, name: str) -> None:
+        push = self.transaction.push
+        if push is not None and push.manifest.group == name and push.state == "staging":
+            raise Conflict(f"group {name!r} brings version {push.version!r} just now; wait for that push to end")
+
+    def _begin(self, push: Push) -> None:
+        """In place: once nothing that runs, and nobody who reads, could see half of the new weights."""
+        if self._reading or self._drains(push.manifest.in_flight, self.transaction.live.only(push.manifest.roles)):
+            return
+        self._ended += self.settle()
+        self._scheduler.frozen = True
+        self.transaction.start()
 
     def _drains(self, in_flight: InFlight, changed: Parts) -> bool:
         """Whether what runs must end before these parts change; then nothing new begins."""
@@ -177,11 +236,9 @@ class WeightPushes:
     def _advance(self, push: Push) -> None:
         if push.state == "failed":
             assert push.error is not None
-            self._answer(push, push.error.code, error=push.error)
-            self._close()
+            self._close(push, push.error.code, error=push.error)
         elif push.state == "unchanged":
-            self._answer(push, "unchanged", parts=push.parts)
-            self._close()
+            self._close(push, "unchanged", parts=push.parts)
         elif push.manifest.commit or self._due:
             assert push.parts is not None
             if self._reading or self._drains(push.manifest.in_flight, push.parts):
@@ -196,13 +253,12 @@ class WeightPushes:
         push.phases["wait"] = started - push.staged_at
         try:
             self._take_over(self.transaction.commit(), parts, push.manifest.in_flight)
-        except TltError as error:  # the commit could not be recorded; nothing has changed
-            self._answer(push, error.code, error=error)
-            self._close()
+        except TltError as error:  # the commit could not be recorded; nothing has changed, or in place all of it
+            self._close(push, error.code, error=error)
             return
         pause_s = push.phases["commit"] = time.perf_counter() - started
-        self._answer(push, "committed", parts=parts, pause_ms=pause_s * 1e3)
         self._reset()
+        self._answer(push, "committed", parts=parts, pause_ms=pause_s * 1e3)
 
     def _roll_back(self, id: str, in_flight: InFlight) -> None:
         started, parts = time.perf_counter(), self.transaction.previous
@@ -222,12 +278,17 @@ class WeightPushes:
         if changed.target is not None:
             self._ended += self._scheduler.change_version(changed.target.version, in_flight)
 
-    def _close(self) -> None:
+    def _close(self, push: Push, result: str, *, parts: Parts | None = None, error: TltError | None = None) -> None:
+        """Nothing was committed; what a failure in place leaves behind is told with the answer."""
         self.transaction.close()
         self._reset()
+        if self.refusal is not None:
+            self._ended += self._scheduler.fail(self.refusal)
+        self._answer(push, result, parts=parts, error=error)
 
     def _reset(self) -> None:
         self._due = self._scheduler.holding = False
+        self._scheduler.frozen = bool(self.transaction.quarantined)
 
     # -- reports -------------------------------------------------------------------------------------------------
 
@@ -253,4 +314,4 @@ class WeightPushes:
             target=live["target"], drafter=live.get("drafter", ""),
             previous={role: part.version for role, part in transaction.previous.by_role.items()},
             open={"version": push.version, "role": push.manifest.role, "state": push.state} if push else {},
-            spooled=transaction.spooled)
+            spooled=transaction.spooled, quarantined=dict(transaction.quarantined), groups=sorted(transaction.intake.groups))

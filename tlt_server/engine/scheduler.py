@@ -42,7 +42,8 @@ class Scheduler:
         """`on_begin` gets the ids of all that runs, before a step that begins a sequence."""
         self.pool, self.max_running, self.max_rows, self.lookahead = pool, max_running, max_rows, lookahead
         self.weight_version = weight_version
-        self.paused = False
+        self.paused = False  # by an operator
+        self.frozen = False  # weights are being written in place
         self.holding = False  # start nothing new; what has begun goes on
         self.preemptions = 0
         self.page_table_SP: NDArray[np.int32] = np.zeros((max_running, max_pages_per_sequence), np.int32)
@@ -81,6 +82,10 @@ class Scheduler:
         chosen = [self._by_id[i] for i in (list(self._by_id) if all else ids) if i in self._by_id]
         return [self._end(sequence, finish_reason) for sequence in chosen]
 
+    def fail(self, error: TltError) -> list[StepOutput]:
+        """End all sequences with this error."""
+        return [self._end(sequence, "error", error=(error.code, error.message)) for sequence in list(self._by_id.values())]
+
     def expire(self) -> list[StepOutput]:
         """End every sequence whose deadline has passed, running or waiting, and every one not begun when it should have been."""
         now, ended = self._clock(), []
@@ -118,9 +123,14 @@ class Scheduler:
     def idle(self) -> bool:
         return not self._by_id
 
+    @property
+    def halted(self) -> bool:
+        """No step is made, whatever waits."""
+        return self.paused or self.frozen
+
     def next_batch(self) -> Batch | None:
         """The rows of the next step, pages reserved; None when nothing can run."""
-        if self.paused:
+        if self.halted:
             return None
         works = [work for sequence in list(self._running) if sequence.unlaunched <= 1 and (work := self._decode_work(sequence))]
         rows = len(works)

@@ -10,6 +10,7 @@ from typing import Literal
 from msgspec import Struct
 
 from tlt_server.records import Strategy
+from tlt_server.settings import open_channels
 
 
 class EngineSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -34,10 +35,17 @@ class EngineSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     sd_max_batch: int = 0  # decoding requests above which nothing is drafted; 0 = the policy decides
     weight_version: str = "initial"  # of what the model directories hold
     weight_root: str = ""  # directory that pushes may come from; empty = none
+    weight_channels: str = "auto"  # that pushes may come by; auto: disk with a weight_root
+    weight_staging: Literal["auto", "device", "host", "disk", "none"] = "auto"
+    weight_timeout_s: float = 120.0  # of one wait for the trainer
     weight_marker: str = ""  # file that a complete pushed directory holds
     state_dir: str = ""  # directory that keeps committed weights for a restart; empty = none
     graphs: bool = True  # capture CUDA graphs at start
     parent: int = 0  # process that started this one; when it is gone, so is whoever could ask
+
+    @property
+    def channels(self) -> tuple[str, ...]:
+        return open_channels(self.weight_channels, self.weight_root)
 
     @property
     def drafter_is_network(self) -> bool:

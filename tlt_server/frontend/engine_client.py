@@ -283,7 +283,10 @@ class EngineClient:
 
     async def weights(self, command: WeightCommand) -> WeightReport:
         """The engine's answer. A caller that goes away does not stop what it asked for."""
-        return await self._ask(command, self._answers)
+        report = await self._ask(command, self._answers)
+        if report.version:
+            structlog.contextvars.bind_contextvars(version=report.version)  # in what is still logged of the request, its audit line
+        return report
 
     async def _control(self, command: ControlCommand) -> None:
         if isinstance(command, Pause) and command.in_flight == "abort":
@@ -298,10 +301,7 @@ class EngineClient:
         try:
             if not self._send(command):
                 raise Unavailable("the engine does not take commands; poll /livez", retry_after_s=2)
-            report = await answer
-            if report.version:
-                structlog.contextvars.bind_contextvars(version=report.version)  # in what is still logged of the request, its audit line
-            return report
+            return await answer
         finally:
             del answers[command.id]
 

@@ -159,7 +159,7 @@ class Service:
 
     @cached_property
     def session(self) -> WeightSession:
-        return WeightSession(self.engine)
+        return WeightSession(self.engine, stages=self.config.weight_staging != "none")
 
     @cached_property
     def checker(self) -> WeightChecker:

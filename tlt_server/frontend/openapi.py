@@ -56,6 +56,9 @@ def document(dialects: Mapping[str, Iterable[Endpoint]], *, keyed: bool) -> dict
         if endpoint.takes is not None:
             content = {"schema": takes[endpoint.takes]} | ({"example": endpoint.example} if endpoint.example is not None else {})
             operation["requestBody"] = {"required": not endpoint.optional_body, "content": {"application/json": content}}
+        if endpoint.takes_bytes:
+            schema = {"type": "string", "format": "binary"}
+            operation["requestBody"] = {"required": True, "content": {endpoint.takes_bytes: {"schema": schema}}}
         operation["responses"] = _responses(endpoint, gives, keyed)
         if keyed and endpoint.needs != "any":
             operation["security"] = [] if endpoint.needs == "open" else [{"key": [endpoint.needs]}]
@@ -120,7 +123,7 @@ def _in_front(endpoint: Endpoint, keyed: bool) -> Iterator[type[TltError]]:
         yield Unauthenticated
     if endpoint.needs not in ("open", "any") or (endpoint.needs == "any" and not keyed):
         yield Forbidden
-    if endpoint.takes is not None:
+    if endpoint.takes is not None or endpoint.takes_bytes:
         yield from (InvalidRequest, TooLarge, RequestTimeout)
 
 

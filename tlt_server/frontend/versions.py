@@ -29,7 +29,8 @@ class Versions:
         self._wanted |= {role: held[role] for role in ROLES if role not in self.lost}
 
     def reported(self, report: WeightReport) -> None:
-        """A push that finds its version live has what it asked for, as much as one that is committed."""
+        """A push that finds its version live has what it asked for, as much as one that is committed. What is quarantined is lost too."""
+        self.lost |= report.state.quarantined
         if report.result in ("committed", "named", "rolled_back", "unchanged"):
             live = {"target": report.state.target, "drafter": report.state.drafter}
             for role in ROLES if report.role in ("all", "") else (report.role,):

@@ -1,7 +1,8 @@
 """A session around a weight update, as trainers open and close one: what is pushed in between becomes live at its end, or nothing does.
 
 Beneath is one transaction (`weights/transaction.py`): a push inside a session stays staged, and the end commits it, under the name that
-the trainer gives last. Outside a session a push commits by itself. Only this server's one session is known; both dialects share it.
+the trainer gives last. Outside a session, and where nothing can be staged (`weight_staging` none), a push commits by itself. Only this
+server's one session is known; all dialects share it, and every push of weights comes through it.
 """
 
 from __future__ import annotations
@@ -12,14 +13,25 @@ import msgspec
 
 from tlt_server.errors import Conflict, from_code
 from tlt_server.frontend.engine_client import EngineClient
-from tlt_server.records import AbortWeights, CommitWeights, LookAtWeights, Manifest, NameWeights, PushWeights, WeightCommand, WeightReport
+from tlt_server.records import (
+    AbortWeights,
+    CommitWeights,
+    LookAtWeights,
+    Manifest,
+    NameWeights,
+    PushWeights,
+    Role,
+    WeightCommand,
+    WeightReport,
+)
 
 Selector = Literal["target", "draft", "all"]
 
 
 class WeightSession:
-    def __init__(self, engine: EngineClient) -> None:
-        self._engine = engine
+    def __init__(self, engine: EngineClient, *, stages: bool) -> None:
+        """`stages`: a version lies somewhere else than the one in use until it is committed."""
+        self._engine, self._stages = engine, stages
         self._selector: Selector | None = None  # of the session that is open
         self._staged = ""  # version that waits for the end
         self._name = ""  # for what becomes live at the end
@@ -28,6 +40,11 @@ class WeightSession:
     @property
     def open(self) -> bool:
         return self._selector is not None
+
+    @property
+    def role(self) -> Role:
+        """Of a push that does not say whose weights it brings."""
+        return "drafter" if self._selector == "draft" else "target"
 
     async def begin(self, selector: Selector) -> None:
         """What an earlier session left staged is dropped; a repeated begin changes nothing else."""
@@ -38,12 +55,10 @@ class WeightSession:
 
     async def push(self, manifest: Manifest) -> WeightReport:
         """Live when this returns; or staged, inside a session."""
-        if self._selector is None:
-            return await self.ask(PushWeights(self._engine.command_id(), manifest))
-        role = "drafter" if self._selector == "draft" else "target"
-        report = await self.ask(PushWeights(
-            self._engine.command_id(), msgspec.structs.replace(manifest, role=role, commit=False)))  # type: ignore[arg-type]
-        if report.result == "staged":
+        if self.open and self._stages:
+            manifest = msgspec.structs.replace(manifest, commit=False)
+        report = await self.ask(PushWeights(self._engine.command_id(), manifest))
+        if self.open and report.result == "staged":
             self._staged = report.version
         return report
 

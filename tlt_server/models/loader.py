@@ -89,7 +89,7 @@ def check_files(parameters: Mapping[str, Tensor], directory: Path, *, ignored: C
                 check_layout(name, header.get_shape(), header[:0].dtype, parameters[name], path)
 
 
-def check_names(parameters: Mapping[str, Tensor], files: Mapping[str, Path], ignored: Collection[str], directory: Path) -> None:
+def check_names(parameters: Mapping[str, Tensor], files: Mapping[str, Path | str], ignored: Collection[str], directory: Path | str) -> None:
     """`files` (tensor name -> file) must hold every parameter, and nothing else but `ignored` and rotary tables."""
     known = {*parameters, *ignored}
     unexpected = [name for name in files if name not in known and not name.endswith("rotary_emb.inv_freq")]
@@ -143,7 +143,7 @@ def read_tensors(path: Path, names: Iterable[str]) -> Iterable[tuple[str, Tensor
                 raise ModelError(f"{path}: tensor {name!r} cannot be read ({error}); download the file again") from None
 
 
-def check_layout(name: str, shape: Sequence[int], dtype: torch.dtype, expected: Tensor, path: Path) -> None:
+def check_layout(name: str, shape: Sequence[int], dtype: torch.dtype, expected: Tensor, path: Path | str) -> None:
     if list(shape) != list(expected.shape):
         raise ModelError(f"{path}: tensor {name!r} has shape {list(shape)}, expected {list(expected.shape)}; "
                          "config.json and checkpoint do not belong together")
@@ -152,7 +152,7 @@ def check_layout(name: str, shape: Sequence[int], dtype: torch.dtype, expected: 
         raise ModelError(f"{path}: tensor {name!r} has dtype {dtype}, expected {' or '.join(map(str, known))}; convert the checkpoint")
 
 
-def check_tensor(name: str, tensor: Tensor, expected: Tensor, path: Path) -> None:
+def check_tensor(name: str, tensor: Tensor, expected: Tensor, path: Path | str) -> None:
     check_layout(name, tensor.shape, tensor.dtype, expected, path)
     if tensor.is_floating_point() and not torch.isfinite(tensor).all():
         bad = int((~torch.isfinite(tensor)).sum())

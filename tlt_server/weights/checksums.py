@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 
-import torch
 import xxhash
 from torch import Tensor
 
+from tlt_client.channels.tensors import raw
 from tlt_server.errors import WeightsRefused
 
 KINDS = ("sha256", "xxh3")
@@ -23,7 +23,7 @@ def kind_of(declared: str) -> str:
 
 def checksum(kind: str, tensor: Tensor) -> str:
     """`kind:hex` of a contiguous tensor's bytes (row-major, little-endian)."""
-    data = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    data = raw(tensor.cpu())
     if kind == "sha256":
         return f"sha256:{hashlib.sha256(data).hexdigest()}"
     if kind == "xxh3":

@@ -11,10 +11,9 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 
+from tlt_client.channels import DRAFTER_PREFIX
 from tlt_server.models.config import ModelConfig
 from tlt_server.weights.checksums import digest, live_sums
-
-DRAFTER_PREFIX = "draft."
 
 
 class TargetNetwork(Protocol):

@@ -7,9 +7,12 @@ takes their place.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import NamedTuple
 
+from tlt_client.channels import Intake
+from tlt_client.channels.disk import DiskReceiver
 from tlt_server.errors import StartupError, TltError
 from tlt_server.records import Manifest
 from tlt_server.weights.parts import Drafter, Parts, Target
@@ -42,8 +45,8 @@ def _restored(role: str, kept: Kept, spool: Spool, live: Parts, parse_calibratio
     part: Target | Drafter
     if kept.directory:
         manifest = Manifest(role="target" if role == "target" else "drafter", version=kept.version, path=kept.directory)
-        steps = Steps(lambda phase: None, lambda role, file, data: None, parse_calibration)
-        part = stage(manifest, live.complete(), root=spool.directory, marker="", steps=steps).by_role[role]
+        steps = Steps(lambda phase: None, None, parse_calibration, lambda size: nullcontext())
+        part = stage(manifest, live.complete(), lambda m: DiskReceiver(m, Intake(root=spool.directory)), steps).by_role[role]
     else:
         part = replace(live.complete().by_role[role], version=kept.version)
     if part.digest != kept.digest:

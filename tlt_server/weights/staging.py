@@ -1,27 +1,33 @@
-"""From a manifest to complete, checked weights in storage of their own. Runs in a thread beside the loop; touches nothing live.
+"""From a manifest to complete, checked weights. Runs in a thread beside the loop and knows no channel: tensors come from a `Receiver`.
 
-Every name, shape, dtype, value and declared checksum is checked on the very bytes that are kept. What comes back can be swapped in
-without a further decision; whatever is wrong is an error, and what was live before never knew.
+Every name, shape, dtype, value and declared checksum is checked on the very bytes that are kept. With storage of its own nothing live
+is touched, and what comes back can be swapped in without a further decision. In place, a tensor is written once it alone was checked:
+`Steps.overwrite` is called before the first one, and a failure after that has left neither the old nor the new version.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, fields, replace
+from contextlib import AbstractContextManager, closing
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from torch import Tensor
 
-from tlt_server.errors import ModelError, PushFailed, WeightsRefused
+from tlt_client.channels import Batch, Receiver, owner
+from tlt_client.channels.checkpoint import INDEX, SINGLE
+from tlt_client.channels.errors import ChannelError
+from tlt_server.errors import ModelError, PushFailed, WeightsRefused, from_code
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.loader import check_names, check_tensor
 from tlt_server.records import Manifest, TensorEntry
-from tlt_server.weights.checkpoint import Checkpoint
 from tlt_server.weights.checksums import checksum, digest, kind_of, values
-from tlt_server.weights.parts import DRAFTER_PREFIX, Drafter, Parts, Target, TargetNetwork
-from tlt_server.weights.source import Source
+from tlt_server.weights.parts import Drafter, DrafterNetwork, Parts, Target, TargetNetwork
 
 CALIBRATION = "calibration.safetensors"
+TIED_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+MAX_JSON_BYTES = 2**26
 
 
 @dataclass(frozen=True)
@@ -29,146 +35,228 @@ class Steps:
     """What staging calls as it goes."""
 
     enter: Callable[[str], None]  # a phase begins; raises to cancel
-    keep: Callable[[str, str, bytes], None]  # role, file, its checked bytes: for the spool
+    keep: Callable[[str, str, bytes], None] | None  # role, file, its checked bytes: for the spool, if there is one
     parse_calibration: Callable[[bytes, str], object]  # content, where from
+    storage: Callable[[int], AbstractContextManager[object]]  # where models of so many bytes are made
+    overwrite: Callable[[], None] | None = None  # in place: the first live value is about to change
 
 
-def stage(manifest: Manifest, live: Parts, *, root: Path, marker: str, steps: Steps) -> Parts:
-    """Complete new weights for the manifest's roles. `WeightsRefused` or `Forbidden` when there are none, `PushFailed` without a disk."""
+def stage(manifest: Manifest, live: Parts, receive: Callable[[Manifest], Receiver], steps: Steps) -> Parts:
+    """Complete new weights for the manifest's roles. A `TltError` when there are none; `PushFailed` without a disk."""
+    staging = _Staging(manifest, live, steps)
     try:
-        return _Staging(manifest, live, root, marker, steps).run()
+        steps.enter("open")
+        with closing(receive(manifest)) as receiver:
+            return staging.run(receiver)
     except ModelError as error:
         raise WeightsRefused(error.message) from None
+    except ChannelError as error:
+        raise from_code(error.code, str(error)) from None
     except OSError as error:
-        raise PushFailed(f"{manifest.path}: reading it, or keeping it in the state directory, failed ({error}); check the disks "
-                         "and push again") from None
+        raise PushFailed(f"{manifest.path or manifest.channel}: reading it, or keeping it in the state directory, failed ({error}); check "
+                         "the disks and push again") from None
+
+
+@dataclass
+class _Role:
+    """One role's weights on their way."""
+
+    network: TargetNetwork | DrafterNetwork
+    parameters: Mapping[str, Tensor]
+    others: Collection[str]  # that may come and are no parameters
+    declared: Mapping[str, TensorEntry]
+    sums: dict[str, str] = field(default_factory=dict)  # of what has come
+    found: dict[str, Tensor] = field(default_factory=dict)  # of `others`
+    kept: dict[str, str] = field(default_factory=dict)  # tensor -> the file it is kept in
 
 
 class _Staging:
-    def __init__(self, manifest: Manifest, live: Parts, root: Path, marker: str, steps: Steps) -> None:
-        self.manifest, self.live, self.root, self.marker, self.steps = manifest, live, root, marker, steps
+    def __init__(self, manifest: Manifest, live: Parts, steps: Steps) -> None:
+        self.manifest, self.live, self.steps = manifest, live, steps
+        self._overwriting = False
         self.declared: dict[str, dict[str, TensorEntry]] = {"target": {}, "drafter": {}}
         for entry in manifest.tensors:
-            prefixed = entry.name.startswith(DRAFTER_PREFIX)
-            role = "drafter" if manifest.role == "drafter" or (manifest.role == "all" and prefixed) else "target"
-            name = entry.name.removeprefix(DRAFTER_PREFIX) if role == "drafter" else entry.name
+            role, name = owner(entry.name, manifest.role)
             if name in self.declared[role]:
                 raise WeightsRefused(f"the manifest names tensor {entry.name!r} twice; name each tensor once")
             self.declared[role][name] = entry
-
-    def run(self) -> Parts:
-        manifest, target, drafter = self.manifest, None, None
-        assert self.live.target is not None
-        if manifest.role != "target" and self.live.drafter is None:
+        if manifest.role != "target" and live.drafter is None:
             raise WeightsRefused(f"role is {manifest.role!r}, but this server drafts without a network; start it with --drafter DIR, "
                                  "or push the target alone")
-        if manifest.role != "drafter":
-            target = self._target(manifest.path, self.live.target.network)
-        if manifest.role != "target":
-            path = manifest.drafter_path if manifest.role == "all" else manifest.path
-            drafter = self._drafter(path, (target or self.live.target).network)
-        version = manifest.version or f"{Path(manifest.path).name}@{digest(Parts(target, drafter).sums)[:8]}"
+
+    def run(self, receiver: Receiver) -> Parts:
+        self.steps.enter("check")
+        roles = self._roles(receiver)
+        self.steps.enter("read")
+        for batch in receiver.batches():
+            self._take(roles[batch.role], batch)
+            self.steps.enter("read")
+        self.steps.enter("check")
+        for name, role in roles.items():
+            self._check_complete(role, receiver.places[name])
+        target = self._target(roles["target"], receiver) if "target" in roles else None
+        drafter = self._drafter(roles["drafter"], receiver) if "drafter" in roles else None
+        receiver.confirm()
+        self._keep_index(roles)
+        name = Path(self.manifest.path).name or self.manifest.channel
+        version = self.manifest.version or f"{name}@{digest(Parts(target, drafter).sums)[:8]}"
         return Parts(target and replace(target, version=version), drafter and replace(drafter, version=version))
 
-    def _target(self, path: str, old: TargetNetwork) -> Target:
-        source = self._open(path, old.config)
-        checkpoint, network = Checkpoint(source), old.blank()
-        tied = {"lm_head.weight"} if old.config.tied_embeddings else set()
-        sums = self._fill("target", source, checkpoint, network.parameters(), tied)
-        head = sums.pop("lm_head.weight", None) if tied else None
-        if head is not None and head != sums["model.embed_tokens.weight"]:
-            raise WeightsRefused(f"{source.path}: 'lm_head.weight' differs from 'model.embed_tokens.weight', but this model ties them; "
-                                 "leave it out, or serve a model whose config.json says tie_word_embeddings: false")
-        source.confirm()
-        return Target("", network, sums)
+    # -- before the first tensor ---------------------------------------------------------------------------------
 
-    def _drafter(self, path: str, target: TargetNetwork) -> Drafter:
-        assert self.live.drafter is not None
-        old = self.live.drafter.network
-        source = self._open(path, old.config)
-        checkpoint = Checkpoint(source)
-        network = old.blank(target, own_embedding="embed_tokens.weight" in checkpoint.names)
-        vocabulary: dict[str, Tensor] = {}
-        sums = self._fill("drafter", source, checkpoint, network.parameters(), {"d2t", "t2d"}, vocabulary)
-        if len(vocabulary) == 1:
-            raise WeightsRefused(f"{source.path}: of the vocabulary map only {next(iter(vocabulary))!r} is there; "
-                                 "push both 'd2t' and 't2d', or neither to keep the map in use")
-        if vocabulary:
-            network.set_vocabulary(vocabulary["d2t"], vocabulary["t2d"], source.path)
-        sums.pop("t2d", None)  # says nothing that d2t does not
-        sums.setdefault("d2t", self.live.drafter.sums["d2t"])
-        calibration = self.live.drafter.calibration
-        if source.has(CALIBRATION):
-            data = source.read(CALIBRATION)
-            calibration = self.steps.parse_calibration(data, str(source.path / CALIBRATION))
-            self.steps.keep("drafter", CALIBRATION, data)
-        source.confirm()
-        return Drafter("", network, calibration, sums)
+    def _roles(self, receiver: Receiver) -> dict[str, _Role]:
+        """Where tensors go, and that exactly the right ones will come."""
+        live = self.live.by_role
+        for name, place in receiver.places.items():
+            self._check_config(live[name].network.config, receiver.file(name, "config.json"), f"{place}/config.json")
+        size = sum(view.nbytes for name in receiver.names for view in live[name].network.parameters().values())
+        with self.steps.storage(size):
+            networks = self._networks(receiver)
+        roles = {}
+        for name, network in networks.items():
+            tied = {TIED_HEAD} if network.config.tied_embeddings else set()
+            role = roles[name] = _Role(network, network.parameters(), tied if name == "target" else {"d2t", "t2d"}, self.declared[name])
+            check_names(role.parameters, receiver.names[name], role.others, receiver.places[name])
+            for tensor in sorted(role.declared.keys() ^ receiver.names[name].keys() if role.declared else ()):
+                where = "the manifest, but not in the files" if tensor in role.declared else "the files, but not in the manifest"
+                raise WeightsRefused(f"tensor {tensor!r} is in {where}; name exactly the tensors pushed, or none")
+        return roles
 
-    def _open(self, path: str, config: ModelConfig) -> Source:
-        self.steps.enter("open")
-        source = Source(self.root, path)
-        if self.marker and not source.has(self.marker):
-            raise WeightsRefused(f"{source.path} has no file {self.marker!r}, so its writer is not done; push it once that file is there, "
-                                 "or start the server without --weight-marker")
-        if source.has("config.json"):
-            self._check_config(config, source)
-        self.steps.enter("read")
-        return source
+    def _networks(self, receiver: Receiver) -> dict[str, TargetNetwork | DrafterNetwork]:
+        networks: dict[str, TargetNetwork | DrafterNetwork] = {}
+        assert self.live.target is not None
+        target, in_place = self.live.target.network, self.steps.overwrite is not None
+        if "target" in receiver.names:
+            target = networks["target"] = target if in_place else target.blank()
+        if "drafter" in receiver.names:
+            assert self.live.drafter is not None
+            drafter, own_embedding = self.live.drafter.network, "embed_tokens.weight" in receiver.names["drafter"]
+            if in_place and own_embedding != drafter.own_embedding:
+                raise WeightsRefused("the drafter pushed and the one in use differ in whether they have 'embed_tokens.weight', and with "
+                                     "weight_staging none that cannot change; push a drafter of the same layout")
+            networks["drafter"] = drafter if in_place else drafter.blank(target, own_embedding=own_embedding)
+        return networks
 
     @staticmethod
-    def _check_config(config: ModelConfig, source: Source) -> None:
+    def _check_config(config: ModelConfig, data: bytes | None, where: str) -> None:
         """Only values can be pushed: a directory that says it is another model is refused."""
-        pushed = ModelConfig.parse(source.read_json("config.json"), str(source.path / "config.json"))
+        if data is None:
+            return
+        pushed = ModelConfig.parse(_json_object(data, where), where)
         pushed = replace(pushed, eos_token_ids=config.eos_token_ids, max_position=config.max_position)
-        for field in fields(config):
-            mine, theirs = getattr(config, field.name), getattr(pushed, field.name)
+        for compared in fields(config):
+            mine, theirs = getattr(config, compared.name), getattr(pushed, compared.name)
             if mine != theirs:
-                raise WeightsRefused(f"{source.path / 'config.json'}: {field.name} is {theirs!r}, the model in use has {mine!r}; "
+                raise WeightsRefused(f"{where}: {compared.name} is {theirs!r}, the model in use has {mine!r}; "
                                      "a push changes values only: for another model restart the server with --model")
 
-    def _fill(self, role: str, source: Source, checkpoint: Checkpoint, parameters: Mapping[str, Tensor], others: Collection[str],
-              found: dict[str, Tensor] | None = None) -> dict[str, str]:
-        """Check every tensor and copy it to its place; those of `others` are collected. Returns the sums of the values."""
-        self.steps.enter("check")
-        check_names(dict(parameters), checkpoint.names, others, source.path)
-        declared = self.declared[role]
-        for name in sorted(declared.keys() ^ checkpoint.names.keys() if declared else ()):
-            where = "the manifest, but not in the files" if name in declared else "the files, but not in the manifest"
-            raise WeightsRefused(f"tensor {name!r} is in {where}; name exactly the tensors pushed, or none")
-        sums: dict[str, str] = {}
-        for shard in checkpoint.shards():
-            for name, tensor in shard.tensors.items():
-                if name not in parameters and name not in others:
-                    continue  # a rotary table
-                self.steps.enter("check")
-                path = source.path / shard.file
-                check_tensor(name, tensor, parameters.get(name, tensor), path)
-                _compare(tensor, declared.get(name), path)
-                self.steps.enter("fill")
-                stored = tensor.to(parameters[name].dtype) if name in parameters else tensor
-                sums[name] = checksum("sha256", values(stored))
-                if name in parameters:
-                    parameters[name].copy_(stored)
-                elif found is not None:
-                    found[name] = tensor
-            self.steps.enter("spool")
-            self.steps.keep(role, shard.file, shard.data)
-            self.steps.enter("read")
-        return sums
+    # -- tensors -------------------------------------------------------------------------------------------------
+
+    def _take(self, role: _Role, batch: Batch) -> None:
+        """Check every tensor and copy it to its place."""
+        for name, tensor in batch.tensors.items():
+            if name not in role.parameters and name not in role.others:
+                if name.endswith("rotary_emb.inv_freq"):
+                    continue
+                raise WeightsRefused(f"{batch.where}: tensor {name!r} came, but was not announced; push what the manifest names")
+            if name in role.sums:
+                raise WeightsRefused(f"{batch.where}: tensor {name!r} came before; push each tensor once")
+            self.steps.enter("check")
+            check_tensor(name, tensor, role.parameters.get(name, tensor), batch.where)
+            _compare(tensor, role.declared.get(name), batch.where)
+            self.steps.enter("fill")
+            stored = tensor.to(role.parameters[name].dtype) if name in role.parameters else tensor
+            role.sums[name] = checksum("sha256", values(stored))
+            if name in role.parameters:
+                self._write()
+                role.parameters[name].copy_(stored)
+            else:
+                role.found[name] = tensor.clone()  # the channel may use its buffers again
+        self.steps.enter("spool")
+        if self.steps.keep is not None:
+            self.steps.keep(batch.role, batch.file, _file(batch))
+        role.kept |= dict.fromkeys(batch.tensors, batch.file)
+
+    def _write(self) -> None:
+        if self.steps.overwrite is not None and not self._overwriting:
+            self._overwriting = True
+            self.steps.overwrite()
+
+    @staticmethod
+    def _check_complete(role: _Role, place: str) -> None:
+        missing = sorted(role.parameters.keys() - role.sums.keys())
+        if missing:
+            raise WeightsRefused(f"{place}: tensor {missing[0]!r} did not come, nor did {len(missing) - 1} others; push all that the "
+                                 "manifest names")
+
+    def _keep_index(self, roles: Mapping[str, _Role]) -> None:
+        """What was kept is a directory that a restart reads."""
+        for name, role in roles.items():
+            if self.steps.keep is not None and set(role.kept.values()) != {SINGLE}:
+                self.steps.keep(name, INDEX, json.dumps({"weight_map": role.kept}).encode())
+
+    # -- after the last tensor -----------------------------------------------------------------------------------
+
+    def _target(self, role: _Role, receiver: Receiver) -> Target:
+        head = role.sums.pop(TIED_HEAD, None) if TIED_HEAD in role.others else None
+        if head is not None and head != role.sums[EMBEDDING]:
+            raise WeightsRefused(f"{receiver.places['target']}: {TIED_HEAD!r} differs from {EMBEDDING!r}, but this model ties them; "
+                                 "leave it out, or serve a model whose config.json says tie_word_embeddings: false")
+        return Target("", role.network, role.sums)  # type: ignore[arg-type]
+
+    def _drafter(self, role: _Role, receiver: Receiver) -> Drafter:
+        assert self.live.drafter is not None
+        place, network = receiver.places["drafter"], role.network
+        if len(role.found) == 1:
+            raise WeightsRefused(f"{place}: of the vocabulary map only {next(iter(role.found))!r} is there; "
+                                 "push both 'd2t' and 't2d', or neither to keep the map in use")
+        if self.steps.overwrite is not None and not role.found:
+            raise WeightsRefused(f"{place}: the vocabulary map is not there; with weight_staging none a failed push may have left another "
+                                 "one in use: push 'd2t' and 't2d', too")
+        if role.found:
+            self._write()
+            network.set_vocabulary(role.found["d2t"], role.found["t2d"], Path(place))  # type: ignore[union-attr]
+        role.sums.pop("t2d", None)  # says nothing that d2t does not
+        role.sums.setdefault("d2t", self.live.drafter.sums["d2t"])
+        calibration = self.live.drafter.calibration
+        data = receiver.file("drafter", CALIBRATION)
+        if data is not None:
+            calibration = self.steps.parse_calibration(data, f"{place}/{CALIBRATION}")
+            if self.steps.keep is not None:
+                self.steps.keep("drafter", CALIBRATION, data)
+        return Drafter("", network, calibration, role.sums)  # type: ignore[arg-type]
 
 
-def _compare(tensor: Tensor, entry: TensorEntry | None, path: Path) -> None:
+def _file(batch: Batch) -> bytes:
+    """The batch as a safetensors file."""
+    from safetensors.torch import save
+
+    return save({name: tensor.cpu() for name, tensor in batch.tensors.items()}) if batch.data is None else batch.data
+
+
+def _json_object(data: bytes, where: str) -> dict[str, object]:
+    try:
+        if len(data) > MAX_JSON_BYTES:
+            raise ValueError(f"{len(data)} bytes, the limit is {MAX_JSON_BYTES}")
+        content = json.loads(data)
+        if not isinstance(content, dict):
+            raise ValueError(f"it holds a {type(content).__name__}, not an object")
+    except (ValueError, RecursionError) as error:
+        raise WeightsRefused(f"{where}: not readable as JSON ({error}); write the file again") from None
+    return content
+
+
+def _compare(tensor: Tensor, entry: TensorEntry | None, where: str) -> None:
     """With what the manifest declares."""
     if entry is None:
         return
     dtype, shape = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
     if entry.dtype and entry.dtype.removeprefix("torch.") != dtype:
-        raise WeightsRefused(f"{path}: tensor {entry.name!r} has dtype {dtype}, the manifest says {entry.dtype}; push what it describes")
-    if entry.shape is not None and entry.shape != shape:
-        raise WeightsRefused(f"{path}: tensor {entry.name!r} has shape {shape}, the manifest says {entry.shape}; push what it describes")
+        raise WeightsRefused(f"{where}: tensor {entry.name!r} has dtype {dtype}, the manifest says {entry.dtype}; push what it describes")
+    if entry.shape is not None and list(entry.shape) != shape:
+        raise WeightsRefused(f"{where}: tensor {entry.name!r} has shape {shape}, the manifest says {entry.shape}; push what it describes")
     if entry.checksum:
         found = checksum(kind_of(entry.checksum), tensor)
         if found != entry.checksum.lower():
-            raise WeightsRefused(f"{path}: tensor {entry.name!r} has checksum {found}, the manifest says {entry.checksum}; "
-                                 "the file is damaged or of another version: write and push it again")
+            raise WeightsRefused(f"{where}: tensor {entry.name!r} has checksum {found}, the manifest says {entry.checksum}; "
+                                 "it is damaged or of another version: write and push it again")

@@ -3,6 +3,9 @@
 Owned by the engine's loop, whose thread calls everything here but `_work`. Invariant: `live` changes in `commit` and `rollback` only,
 by one assignment of complete, verified weights; before that every failure leaves it alone. A version string means one content: a
 version with other bits than before is a conflict, the same version and bits again is a success that changes nothing.
+
+Where weights are staged in place (`Storage.in_place`) there is no copy: whoever owns the transaction keeps the loop from stepping between
+`start` and the end of the push, and one that fails after its first write quarantines its roles until the next commit.
 """
 
 from __future__ import annotations
@@ -16,14 +19,20 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Literal
 
-from tlt_server.errors import Conflict, Forbidden, NotFound, PushFailed, TltError
+import torch
+
+from tlt_client.channels import CHANNELS, Intake, Receiver
+from tlt_server.errors import Conflict, Forbidden, InvalidRequest, NotFound, PushFailed, TltError
 from tlt_server.records import Manifest
+from tlt_server.registry import Registry
 from tlt_server.weights.parts import Drafter, Parts, Target
 from tlt_server.weights.spool import Spool
 from tlt_server.weights.staging import Steps, stage
+from tlt_server.weights.storage import Free, Storage
 
+RECEIVERS = Registry("channel", CHANNELS)
 REMEMBERED = 1024  # versions whose content is known, so that a retry is told from a mistake
-State = Literal["staging", "staged", "unchanged", "failed"]
+State = Literal["waiting", "staging", "staged", "unchanged", "failed"]
 
 
 class _Aborted(Exception):
@@ -39,8 +48,9 @@ class Push:
     phases: dict[str, float] = field(default_factory=dict)
     parts: Parts | None = None
     error: TltError | None = None
-    state: State = "staging"
+    state: State = "waiting"  # for `start`
     aborted: bool = False
+    overwritten: bool = False  # in place: live values have changed
     staged_at: float = 0.0
 
     @property
@@ -52,9 +62,10 @@ class Push:
 class Options:
     """Where weights may come from, and where committed ones are kept."""
 
-    root: Path | None = None  # None: no pushes
-    marker: str = ""  # a file that a complete directory holds
+    channels: tuple[str, ...] = ()  # that are open; none: no pushes
+    intake: Intake = Intake()
     spool: Spool | None = None
+    storage: Storage = field(default_factory=lambda: Storage("device", lambda: Free(2**62, 0, 0), torch.device("cpu"), None))
 
 
 class Transaction:
@@ -62,6 +73,8 @@ class Transaction:
                  on_phase: Callable[[str], None] = lambda phase: None, clock: Callable[[], float] = time.perf_counter) -> None:
         """`live` may come without sums: they are computed with the first push. `on_phase` is called in the staging thread."""
         self.live, self.previous = live, Parts()
+        self.quarantined: dict[str, str] = {}  # role -> why what is live of it is no version
+        self._last: Manifest | None = None  # of the commit that made `live`
         self.push: Push | None = None
         self._options, self._parse_calibration, self.on_phase, self._clock = options, parse_calibration, on_phase, clock
         self._known: OrderedDict[tuple[str, str], str] = OrderedDict()
@@ -77,29 +90,59 @@ class Transaction:
             spool.settle(self._garbage.get())
 
     @property
+    def in_place(self) -> bool:
+        return self._options.storage.in_place
+
+    @property
+    def channels(self) -> tuple[str, ...]:
+        return self._options.channels
+
+    @property
+    def intake(self) -> Intake:
+        return self._options.intake
+
+    @property
     def spooled(self) -> bool:
         return self._options.spool is not None
 
     # -- the loop's side -----------------------------------------------------------------------------------------
 
     def begin(self, manifest: Manifest) -> Push:
-        """Start staging, or join the same push where it is on its way already. `Forbidden` without a root, `Conflict` during another."""
-        if self._options.root is None:
-            raise Forbidden("this server takes no weights: it was started without --weight-root DIR; name the directory that pushes "
-                            "may come from")
+        """A push that waits for `start`, or the same one where it is on its way already. `Forbidden` where the channel is closed,
+        `Conflict` during another."""
+        if manifest.channel not in self._options.channels:
+            missing = ("--weight-root DIR, the directory that pushes may come from" if manifest.channel == "disk" else
+                       f"{manifest.channel} among its --weight-channels")
+            raise Forbidden(f"this server takes no weights by {manifest.channel} (open: {', '.join(self.channels) or 'no channel'}): it "
+                            f"was started without {missing}")
+        if self.in_place and not manifest.commit:
+            raise InvalidRequest("commit is false, but with --weight-staging none nothing can be staged beside the weights in use; push "
+                                 "with commit true")
         if self.push is not None:
             if self.push.manifest == manifest and not self.push.aborted:
                 return self.push
             raise Conflict(f"version {self.push.version or 'without a name'!r} is being pushed; wait for it or abort it, then push again")
         self.push = Push(manifest)
+        if self._is_live(manifest):
+            self.push.state, self.push.parts = "unchanged", self.live.only(manifest.roles)
+        return self.push
+
+    def start(self) -> None:
+        """Stage the push that waits, in a thread."""
+        assert self.push is not None and self.push.state == "waiting"
+        self.push.state = "staging"
         self.push.thread = threading.Thread(target=self._work, args=(self.push,), name="stage weights", daemon=True)
         self.push.thread.start()
-        return self.push
+
+    def _is_live(self, manifest: Manifest) -> bool:
+        """A repeated push that says by checksums what it would bring, so that nothing has to be brought."""
+        return (manifest == self._last and bool(manifest.tensors) and all(tensor.checksum for tensor in manifest.tensors)
+                and not self.quarantined)
 
     def poll(self) -> Push | None:
         """The push, once its thread has ended and until it is closed; its `state` says how it stands."""
         push = self.push
-        if push is None or push.thread is None or push.thread.is_alive():
+        if push is None or push.state == "waiting" or (push.state == "staging" and push.thread is not None and push.thread.is_alive()):
             return None
         if push.state == "staging":
             self._judge(push)
@@ -108,13 +151,21 @@ class Transaction:
     def commit(self) -> Parts:
         """Make the staged parts live; the caller installs what is returned before the next step."""
         assert self.push is not None and self.push.state == "staged" and self.push.parts is not None
-        parts = self.push.parts
+        parts, manifest = self.push.parts, self.push.manifest
         self._make_live(parts)
-        self.push = None
+        for role in parts.by_role:
+            self.quarantined.pop(role, None)
+        if self.in_place:
+            self.previous = Parts()  # its storage holds these now
+        self._last, self.push = manifest, None
         return self.live
 
     def close(self) -> None:
-        """Drop the push that failed, is unchanged or was aborted."""
+        """Drop the push that failed, is unchanged or was aborted; one that has written over live weights quarantines them."""
+        if self.push is not None and self.push.overwritten and self.push.state != "unchanged":
+            reason = f"a push of version {self.push.version!r} wrote over the {{role}}'s weights in use (--weight-staging none) and failed"
+            self.quarantined |= {role: reason.format(role=role) for role in self.push.manifest.roles}
+            self._last = None
         self.push = None
         if self._options.spool is not None:
             self._options.spool.discard()
@@ -122,7 +173,7 @@ class Transaction:
     def abort(self, version: str) -> None:
         """Ask the push of this version to end; `poll` gives it back as failed."""
         self._named(version).aborted = True
-        if self.push is not None and self.push.state == "staged":
+        if self.push is not None and self.push.state in ("waiting", "staged"):
             self.push.state, self.push.error = "failed", self._abort_error(self.push)
 
     def ready_to_commit(self, version: str) -> Push:
@@ -152,6 +203,8 @@ class Transaction:
             return False
         if self.push is not None:
             raise Conflict(f"version {self.push.version!r} is being pushed; wait for it or abort it, then name what is live")
+        if "target" in self.quarantined:
+            raise Conflict(f"what is live is no version ({self.quarantined['target']}); push one, and name that")
         if spool is not None:
             self.live = self.live.complete()
         renamed = self.live.only(["target"]).named(version)
@@ -189,7 +242,7 @@ class Transaction:
             except OSError as error:
                 raise self._not_recorded(error) from None
         self._make_live(self.previous)
-        self.previous = Parts()
+        self.previous, self._last = Parts(), None
         return self.live
 
     # -- inside --------------------------------------------------------------------------------------------------
@@ -221,11 +274,14 @@ class Transaction:
             except Conflict as error:
                 push.error = error
             live = self.live.by_role
-            same = all(role in live and (live[role].version, live[role].digest) == (part.version, part.digest)
+            same = not self.quarantined and all(role in live and (live[role].version, live[role].digest) == (part.version, part.digest)
                        for role, part in push.parts.by_role.items())
             push.state = "unchanged" if same else "staged"
         if push.error is not None:
             push.state = "failed"
+            if push.overwritten:
+                push.error = type(push.error)(f"{push.error.message}; it had begun to write over the weights in use (--weight-staging "
+                                              "none), so nothing is generated until a push succeeds")
 
     def _check_known(self, parts: Parts) -> None:
         """`Conflict` when a version's name belongs to other content."""
@@ -269,15 +325,22 @@ class Transaction:
             phase, since = name, now
             self.on_phase(name)
 
-        spool, root = self._options.spool, self._options.root
-        assert root is not None
+        spool, options = self._options.spool, self._options
+
+        def receive(manifest: Manifest) -> Receiver:
+            receiver: Receiver = RECEIVERS.resolve(manifest.channel)(manifest, options.intake)
+            return receiver
+
+        def overwrite() -> None:
+            push.overwritten = True
+
         try:
             self._complete_live()
             if spool is not None:
                 spool.begin()
-            keep = spool.keep if spool is not None else (lambda role, file, data: None)
-            steps = Steps(enter, keep, self._parse_calibration)
-            parts = stage(push.manifest, self.live, root=root, marker=self._options.marker, steps=steps)
+            steps = Steps(enter, spool.keep if spool is not None else None, self._parse_calibration, options.storage.at,
+                          overwrite if self.in_place else None)
+            parts = stage(push.manifest, self.live, receive, steps)
             if spool is not None:
                 enter("spool")
                 spool.prepare(parts, parts.over(self.live))

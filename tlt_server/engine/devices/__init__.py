@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from tlt_server.engine.loop import Runner
@@ -20,6 +21,7 @@ from tlt_server.models.config import ModelConfig
 from tlt_server.registry import Registry
 from tlt_server.speculation.policies.arms import Ladder
 from tlt_server.weights.parts import Parts
+from tlt_server.weights.storage import Free
 
 DEVICES = Registry("device", {
     "cpu": "tlt_server.engine.devices.cpu:CpuDevice",
@@ -59,6 +61,7 @@ def make_device(settings: EngineSettings) -> Device:
 class Device(Protocol):
     name: str  # for `/server_info`
     warms_up: bool  # a first rollout compiles what no request should wait for
+    device: torch.device
 
     @property
     def numerics(self) -> str:
@@ -72,6 +75,9 @@ class Device(Protocol):
 
     def equip(self, live: Parts, ladder: Ladder, page_table_SP: NDArray[np.int32], on_progress: OnProgress) -> Equipped:
         """The runner, drafters, captured graphs and all."""
+
+    def free(self) -> Free:
+        """What a version that is staged may take now."""
 
     def install(self, live: Parts, changed: Parts) -> None:
         """Committed weights take over, between two steps."""

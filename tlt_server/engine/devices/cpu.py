@@ -26,11 +26,13 @@ from tlt_server.speculation.policies.arms import Ladder
 from tlt_server.speculation.survival import Calibration
 from tlt_server.weights.parts import Drafter as DrafterPart
 from tlt_server.weights.parts import Parts, Target
+from tlt_server.weights.storage import Free, disk_free, host_memory
 
 
 class CpuDevice:
     name = "cpu"
     warms_up = True
+    device = torch.device("cpu")
 
     def __init__(self, settings: EngineSettings) -> None:
         torch.set_num_threads(settings.threads)
@@ -90,6 +92,10 @@ class CpuDevice:
             self._drafters[name] = self._eagle(live) if name == "eagle" else DRAFTERS.resolve(name)()
         self._runner = CpuRunner(live.target.network, self._cache, self._drafters, page_table_SP)
         return Equipped(self._runner, self._on_end)
+
+    def free(self) -> Free:
+        available = host_memory().available
+        return Free(available, available, disk_free(self._settings.state_dir))
 
     def install(self, live: Parts, changed: Parts) -> None:
         assert live.target is not None and isinstance(live.target.network, Decoder) and self._runner is not None

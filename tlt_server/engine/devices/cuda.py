@@ -52,6 +52,7 @@ from tlt_server.models.loader import eos_token_ids, fill, unread
 from tlt_server.speculation.policies.arms import Ladder
 from tlt_server.speculation.survival import Calibration
 from tlt_server.weights.parts import Drafter, Parts, Target
+from tlt_server.weights.storage import Free, disk_free, host_memory
 
 STOPS = 8  # stop ids per request that the device knows; the host sees to the others
 EXTENSIONS = 4  # upload entries for new pages, per running sequence
@@ -107,6 +108,11 @@ class CudaDevice:
     def _needs(self, target: GpuDecoder, drafter: GpuEagle3 | None) -> Needs:
         views = [*target.parameters().values(), *(drafter.parameters().values() if drafter else ())]
         return Needs.of(self._settings, target.config, drafter.config if drafter else None, sum(view.numel() for view in views))
+
+    def free(self) -> Free:
+        """What the allocator keeps for itself it can give again."""
+        cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
+        return Free(self._free()[0] + cached, host_memory().available, disk_free(self._settings.state_dir))
 
     def install(self, live: Parts, changed: Parts) -> None:
         self._synchronize()  # staging copied on another stream

@@ -57,7 +57,8 @@ class Plan(NamedTuple):
     @property
     def staging(self) -> int:
         """For a version that is pushed, and the one before."""
-        return 2 * self.needs.weights if self.settings.weight_root else 0
+        beside = self.settings.channels and self.settings.weight_staging in ("auto", "device")
+        return 2 * self.needs.weights if beside else 0
 
     @property
     def working(self) -> int:

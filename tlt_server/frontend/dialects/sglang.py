@@ -162,7 +162,8 @@ def routes(service: Service) -> list[Endpoint]:
         """Push weights from a directory: verified first, then live between two steps, or at the end of the update that was begun."""
         asked = await _read(DiskFields, request)
         in_flight: InFlight = "abort" if asked.abort_all_requests else "continue"
-        report = await session.push(Manifest(version=asked.weight_version or "", path=asked.model_path, in_flight=in_flight))
+        report = await session.push(Manifest(
+            role=session.role, version=asked.weight_version or "", path=asked.model_path, in_flight=in_flight))
         return json_response(Outcome(message=f"{report.result}: version {report.version}",
                                      num_paused_requests=len(engine) if halt.paused else 0, new_version=report.state.target))
 

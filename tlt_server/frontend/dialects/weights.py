@@ -1,4 +1,4 @@
-"""Weights: push, commit, abort, roll back, look. The engine checks and decides; here bodies become commands and reports replies.
+"""Weights: push, commit, abort, roll back, look; parts that come by http. The engine checks and decides; here bodies become commands.
 
 `POST /update_weights` dispatches on keys: `weight_dir` is what trainers with a shared disk send, anything else is the native manifest.
 A reply comes when the push has ended: committed, staged (with `"commit": false`), unchanged (a repeated push), or refused.
@@ -10,17 +10,21 @@ from functools import partial
 from typing import Annotated, Any, Literal, cast
 
 from msgspec import Meta, Struct
+from msgspec.structs import replace
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
 from tlt_server.errors import (
+    ChannelBroken,
     Conflict,
     EngineFailed,
     Forbidden,
     InvalidRequest,
     NotFound,
     PushFailed,
+    StorageFailed,
+    TltError,
     Unavailable,
     WeightsRefused,
 )
@@ -28,13 +32,15 @@ from tlt_server.frontend.endpoints import Endpoint, Parameter
 from tlt_server.frontend.generation import Service
 from tlt_server.frontend.replies import json_response
 from tlt_server.frontend.requests import Strict, checked, read_object
+from tlt_server.frontend.uploads import PartStatus, Uploads, span
 from tlt_server.records import (
     AbortWeights,
     CommitWeights,
     InFlight,
-    LookAtWeights,
+    JoinGroup,
+    LeaveGroup,
     Manifest,
-    PushWeights,
+    Role,
     RollbackWeights,
     TensorEntry,
     WeightReport,
@@ -54,11 +60,18 @@ class TensorFields(Strict):
 
 class ManifestFields(Strict):
     version: Version
-    path: Annotated[str, Field(min_length=1, description="directory of safetensors, absolute or below the weight root")]
+    path: Annotated[str | None, Field(
+        min_length=1, description="by disk: directory of safetensors, absolute or below the weight root")] = None
     role: Annotated[Literal["target", "drafter", "all"], Field(description="what is pushed; all: both in one transaction")] = "target"
-    channel: Annotated[Literal["disk"], Field(description="how the tensors come")] = "disk"
-    drafter_path: Annotated[str, Field(description="with role all: the drafter's directory")] = ""
-    tensors: Annotated[list[TensorFields], Field(description="what must be there; empty: whatever the model has")] = []
+    channel: Annotated[Literal["disk", "http", "broadcast"], Field(
+        description="how the tensors come: from a directory, from parts sent before, or from a process group")] = "disk"
+    drafter_path: Annotated[str, Field(description="by disk with role all: the drafter's directory")] = ""
+    tensors: Annotated[list[TensorFields], Field(
+        description="what must be there; empty: whatever the model has. By http each with its checksum, by broadcast with dtype and shape, "
+                    "in the order they come")] = []
+    group: Annotated[str, Field(max_length=128, description="by broadcast: the group that brings them")] = ""
+    packed: Annotated[bool, Field(description="by broadcast: raw bytes in buckets; false: one broadcast each")] = True
+    bucket_bytes: Annotated[int, Field(ge=1, le=2**40, description="a bucket closes after the tensor that takes it over this")] = 2**30
     in_flight: Annotated[InFlight, Field(description="what becomes of running requests when the target changes")] = "continue"
     commit: Annotated[bool, Field(description="false: stay staged until POST /weights/{version}/commit")] = True
 
@@ -73,6 +86,19 @@ class DirectoryFields(BaseModel):
     version: Annotated[Version | None, Field(description="the same, where weight_version is absent")] = None
 
 
+class GroupFields(Strict):
+    """A process group whose rank 0, a trainer, hosts the store."""
+
+    name: Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9._-]+$", description="that pushes call it by")]
+    master_address: Annotated[str, Field(min_length=1, max_length=256, description="where the store is")]
+    master_port: Annotated[int | str, Field(description="its port; a string of digits will do")]
+    rank_offset: Annotated[int, Field(ge=1, le=65535, description="the server's rank")] = 1
+    world_size: Annotated[int, Field(ge=2, le=65536, description="ranks in all")]
+    backend: Annotated[Literal["gloo", "nccl"], Field(description="gloo on CPUs, nccl on GPUs")] = "gloo"
+    prefixed: Annotated[bool, Field(
+        description="keys of the store begin with the group's name, as torch lays them for named groups")] = False
+
+
 class RollbackFields(Strict):
     to: Annotated[str, Field(description="the version to be live after it; makes a repeated call safe")] = ""
     in_flight: Annotated[InFlight, Field(description="what becomes of running requests when the target changes")] = "continue"
@@ -82,6 +108,7 @@ class NoFields(Strict):
     """Nothing; a body may be left out."""
 
 
+NEEDS = {"disk": ("path",), "http": ("tensors",), "broadcast": ("group", "tensors")}  # channel -> fields of its manifest
 PushState = Literal["committed", "staged", "unchanged", "aborted", "named", "rolled_back"]
 
 
@@ -98,22 +125,70 @@ class PushReply(Struct, frozen=True):
     pause_ms: Annotated[float, Meta(description="for which the commit kept the loop from stepping")]
 
 
+class GroupsReply(Struct, frozen=True):
+    groups: Annotated[list[str], Meta(description="process groups that are joined")]
+
+
 def routes(service: Service) -> list[Endpoint]:
     engine, session, answer = service.engine, service.session, service.session.ask
+    uploads = Uploads(service.config) if "http" in service.config.channels else None
 
     async def update(request: Request) -> Response:
-        """Push weights from disk: stage and verify beside the running loop, commit between two steps.
+        """Push weights: stage and verify beside the running loop, commit between two steps.
 
         Until everything is verified nothing live changes. A repeated push of the same version and content is a success. With
-        weight_dir in place of version and path, the form of trainers with a shared disk, the version is the directory's name and digest;
-        between POST /start_weight_update and /finish_weight_update such a push is committed by the latter.
+        weight_dir in place of version and path, the form of trainers with a shared disk, the version is the directory's name and digest.
+        Between POST /start_weight_update and /finish_weight_update any push waits for the latter.
         """
         engine.check_running()
-        body = _content(await request.body(), "version")
-        manifest = _manifest(body)
-        if "weight_dir" in body:
+        manifest = _manifest(_content(await request.body(), "version"), session.role)
+        if manifest.channel != "http" or uploads is None:  # a closed channel is the engine's to refuse
             return outcome(await session.push(manifest))
-        return outcome(await answer(PushWeights(engine.command_id(), manifest)))
+        keep, sealed = True, replace(manifest, path=uploads.seal(manifest.version))
+        try:
+            report = await session.push(sealed)
+            keep = False
+        except TltError as error:
+            keep = error.retryable or isinstance(error, Conflict)
+            raise
+        finally:
+            uploads.release(manifest.version, keep=keep)
+        return outcome(report)
+
+    def opened() -> Uploads:
+        if uploads is None:
+            raise Forbidden("this server takes no weights by http; start it with http among its --weight-channels, and a --state-dir")
+        return uploads
+
+    async def put(request: Request) -> Response:
+        """Send one part of a version: a safetensors file, whole or in ranges from its beginning.
+
+        Content-Range says where the body belongs; a range that came before is welcome with the same bytes. The version is pushed by
+        POST /update_weights with channel http once all parts are there.
+        """
+        version, part = request.path_params["version"], request.path_params["part"]
+        length = request.headers.get("content-length")
+        start, total = span(request.headers.get("content-range", ""), int(length) if length is not None else None)
+        return json_response(await opened().write(version, part, start, total, request.stream()))
+
+    async def part_status(request: Request) -> Response:
+        """How much of a part is there, to go on after a broken connection."""
+        return json_response(opened().status(request.path_params["version"], request.path_params["part"]))
+
+    async def join(request: Request) -> Response:
+        """Join a trainer's process group, for pushes by broadcast. Answers once all ranks are there."""
+        asked = checked(GroupFields, _content(await request.body(), "name"))
+        port = int(asked.master_port) if str(asked.master_port).isdecimal() else 0
+        if not 1 <= port <= 65535 or asked.rank_offset >= asked.world_size:
+            raise InvalidRequest(f"master_port is {asked.master_port!r}, rank_offset {asked.rank_offset} of world_size {asked.world_size}; "
+                                 "the port is from 1 to 65535, and ranks are below the world size")
+        report = await answer(JoinGroup(engine.command_id(), asked.name, asked.backend, asked.master_address, port, asked.rank_offset,
+                                        asked.world_size, asked.prefixed))
+        return json_response(GroupsReply(report.state.groups))
+
+    async def leave(request: Request) -> Response:
+        """Leave a process group; one that is not joined is left already."""
+        return json_response(GroupsReply((await answer(LeaveGroup(engine.command_id(), request.path_params["name"]))).state.groups))
 
     async def commit(request: Request) -> Response:
         """Make a staged push live."""
@@ -121,9 +196,13 @@ def routes(service: Service) -> list[Endpoint]:
         return outcome(await answer(CommitWeights(engine.command_id(), request.path_params["version"])))
 
     async def abort(request: Request) -> Response:
-        """End a push that is not committed; nothing changes."""
+        """End a push that is not committed, and forget its parts that came by http; nothing changes."""
         checked(NoFields, _content(await request.body(), "nothing"))
-        return outcome(await answer(AbortWeights(engine.command_id(), request.path_params["version"])))
+        version = request.path_params["version"]
+        if uploads is None or not uploads.drop(version):
+            return outcome(await answer(AbortWeights(engine.command_id(), version)))
+        state = (await session.look()).state
+        return json_response(PushReply("aborted", version, "", state.target, {}, {}, 0.0))
 
     async def rollback(request: Request) -> Response:
         """Make the version before the last commit live again, bit for bit."""
@@ -132,20 +211,29 @@ def routes(service: Service) -> list[Endpoint]:
 
     async def look(request: Request) -> Response:
         """Which versions are live, kept for a rollback, and on their way."""
-        return json_response((await answer(LookAtWeights(engine.command_id()))).state)
+        return json_response((await session.look()).state)
 
     gone = (EngineFailed, Unavailable)
-    pushed = partial(Endpoint, "POST", needs="push-weights", takes=NoFields, optional_body=True, gives=PushReply,
+    part = (Parameter("version", "path", "that the part belongs to"), Parameter("part", "path", "a file name ending in .safetensors"))
+    content_range = Parameter("Content-Range", "header", "bytes FIRST-LAST/TOTAL; absent: the body is the whole part")
+    endpoint = partial(Endpoint, needs="push-weights")
+    pushed = partial(endpoint, "POST", takes=NoFields, optional_body=True, gives=PushReply,
                      parameters=(Parameter("version", "path", "the version that the push named"),))
     return [
-        Endpoint("POST", "/update_weights", update, needs="push-weights", takes=ManifestFields | DirectoryFields,
-                 example={"version": "step-7", "path": "step-7"}, gives=PushReply,
-                 raises=(Forbidden, NotFound, Conflict, WeightsRefused, PushFailed, *gone)),
-        Endpoint("GET", "/weights", look, needs="push-weights", gives=WeightState, raises=gone),
-        Endpoint("POST", "/weights/rollback", rollback, needs="push-weights", takes=RollbackFields, optional_body=True,
-                 gives=PushReply, raises=(Conflict, PushFailed, *gone)),
+        endpoint("POST", "/update_weights", update, takes=ManifestFields | DirectoryFields, example={"version": "step-7", "path": "step-7"},
+                 gives=PushReply, raises=(Forbidden, NotFound, Conflict, WeightsRefused, ChannelBroken, PushFailed, *gone)),
+        endpoint("POST", "/weight_groups", join, takes=GroupFields, gives=GroupsReply,
+                 raises=(Forbidden, Conflict, WeightsRefused, ChannelBroken, *gone)),
+        endpoint("DELETE", "/weight_groups/{name}", leave, parameters=(Parameter("name", "path", "of the group"),), gives=GroupsReply,
+                 raises=(Conflict, *gone)),
+        endpoint("GET", "/weights", look, gives=WeightState, raises=gone),
+        endpoint("POST", "/weights/rollback", rollback, takes=RollbackFields, optional_body=True, gives=PushReply,
+                 raises=(Conflict, PushFailed, *gone)),
         pushed("/weights/{version}/commit", commit, raises=(NotFound, Conflict, WeightsRefused, PushFailed, *gone)),
         pushed("/weights/{version}/abort", abort, raises=(NotFound, Conflict, *gone)),
+        endpoint("PUT", "/weights/{version}/{part}", put, parameters=(*part, content_range), takes_bytes="application/octet-stream",
+                 gives=PartStatus, raises=(Forbidden, Conflict, StorageFailed)),
+        endpoint("GET", "/weights/{version}/{part}", part_status, parameters=part, gives=PartStatus, raises=(Forbidden, NotFound)),
     ]
 
 
@@ -159,20 +247,31 @@ def outcome(report: WeightReport) -> Response:
                                    report.checksums, report.phases, report.pause_ms))
 
 
-def _manifest(body: dict[str, Any]) -> Manifest:
-    """A push that the engine can try, or `InvalidRequest`."""
+def _manifest(body: dict[str, Any], role: Role) -> Manifest:
+    """A push that the engine can try, or `InvalidRequest`. `role`: of a form that does not say it."""
     if "update_info" in body:
-        raise InvalidRequest("update_info announces tensors over the network, which this server does not take; write safetensors below the "
-                             'weight root and push their directory: {"version": ..., "path": ...}')
+        raise InvalidRequest("update_info is another dialect's; a native push over the network joins POST /weight_groups and sends "
+                             '{"version": ..., "channel": "broadcast", "group": ..., "tensors": [...]}')
     if "weight_dir" in body:
         if not body["weight_dir"]:
             raise InvalidRequest(f"weight_dir is {body['weight_dir']!r}; name a directory below the weight root")
         directory = checked(DirectoryFields, body)
-        return Manifest(version=directory.weight_version or directory.version or "", path=directory.weight_dir)
+        return Manifest(role=role, version=directory.weight_version or directory.version or "", path=directory.weight_dir)
     asked = checked(ManifestFields, body)
-    if (asked.role == "all") != bool(asked.drafter_path):
+    for name in NEEDS[asked.channel]:
+        if not getattr(asked, name):
+            raise InvalidRequest(f"{name} is missing; channel {asked.channel} needs {' and '.join(NEEDS[asked.channel])}")
+    for name in ("path", "drafter_path", "group"):
+        if getattr(asked, name) and asked.channel != ("broadcast" if name == "group" else "disk"):
+            raise InvalidRequest(f"{name} is {getattr(asked, name)[:80]!r}, which channel {asked.channel} does not take; leave it out")
+    unsaid = [t.name for t in asked.tensors if not (t.checksum if asked.channel == "http" else t.dtype and t.shape is not None)]
+    if unsaid and asked.channel != "disk":
+        wanted = "checksum" if asked.channel == "http" else "dtype and shape"
+        raise InvalidRequest(f"tensor {unsaid[0][:80]!r} has no {wanted}; channel {asked.channel} needs them of every tensor")
+    if asked.channel == "disk" and (asked.role == "all") != bool(asked.drafter_path):
         raise InvalidRequest(f"role is {asked.role!r} and drafter_path is {asked.drafter_path[:80]!r}; "
                              "role all needs path (the target's) and drafter_path, other roles only path")
     tensors = [TensorEntry(name=t.name, dtype=t.dtype, shape=t.shape, checksum=t.checksum) for t in asked.tensors]
-    return Manifest(role=asked.role, version=asked.version, channel=asked.channel, path=asked.path, drafter_path=asked.drafter_path,
-                    tensors=tensors, in_flight=asked.in_flight, commit=asked.commit)
+    return Manifest(role=asked.role, version=asked.version, channel=asked.channel, path=asked.path or "", drafter_path=asked.drafter_path,
+                    tensors=tensors, group=asked.group, packed=asked.packed, bucket_bytes=asked.bucket_bytes, in_flight=asked.in_flight,
+                    commit=asked.commit)

@@ -14,6 +14,8 @@ class Stored(Protocol):
 
 def exchange(resident: Stored, other: Stored) -> None:
     """`other` takes over the storage that graphs know, with its own values in it; `resident` keeps its values in the other storage."""
+    if resident is other:
+        return  # written in place
     for mine, theirs in zip(resident.storage(), other.storage(), strict=True):
         kept = mine.clone()
         mine.copy_(theirs)

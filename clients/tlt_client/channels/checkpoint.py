@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from safetensors import SafetensorError
-from safetensors.torch import load
-from torch import Tensor
+from tlt_client.channels.errors import ContentRefused
+from tlt_client.channels.source import Source
 
-from tlt_server.errors import ModelError
-from tlt_server.weights.source import Source
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -32,7 +31,8 @@ class Checkpoint:
         if source.has(INDEX):
             weight_map = source.read_json(INDEX).get("weight_map")
             if not isinstance(weight_map, dict) or not weight_map or not all(_plain(file) for file in weight_map.values()):
-                raise ModelError(f"{source.path / INDEX}: 'weight_map' must give each tensor a file name in this directory; write it again")
+                raise ContentRefused(f"{source.path / INDEX}: 'weight_map' must give each tensor a file name in this directory; "
+                                     "write it again")
             self.names: dict[str, Path] = {name: source.path / file for name, file in weight_map.items()}
             for name, file in weight_map.items():
                 self._expected.setdefault(file, set()).add(name)
@@ -48,16 +48,24 @@ class Checkpoint:
             shard = self._read(file)
             for name in sorted(expected ^ set(shard.tensors)):
                 where = "index places it there" if name in expected else "index does not list it"
-                raise ModelError(f"{self._source.path / file}: tensor {name!r} does not fit: the {where}; write index and shards together")
+                raise ContentRefused(f"{self._source.path / file}: tensor {name!r} does not fit: the {where}; write index and shards "
+                                     "together")
             yield shard
 
     def _read(self, file: str) -> Shard:
         data = self._source.read(file)
-        try:
-            return Shard(file, data, load(data))
-        except (SafetensorError, ValueError, KeyError, RuntimeError, TypeError) as error:
-            raise ModelError(f"{self._source.path / file}: not a whole safetensors file ({error}); it is truncated or damaged: "
-                             "write it again") from None
+        return Shard(file, data, parsed(data, str(self._source.path / file)))
+
+
+def parsed(data: bytes, where: str) -> dict[str, Tensor]:
+    """The tensors of a safetensors file."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    try:
+        return load(data)
+    except (SafetensorError, ValueError, KeyError, RuntimeError, TypeError) as error:
+        raise ContentRefused(f"{where}: not a whole safetensors file ({error}); it is truncated or damaged: write it again") from None
 
 
 def _plain(file: object) -> bool:

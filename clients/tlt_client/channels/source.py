@@ -13,7 +13,7 @@ import stat
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tlt_server.errors import Forbidden, ModelError, WeightsRefused
+from tlt_client.channels.errors import ContentRefused, PlaceForbidden
 
 MAX_JSON_BYTES = 64 * 2**20
 CHUNK_BYTES = 2**24
@@ -30,17 +30,17 @@ class _Stamp(NamedTuple):
 
 
 class Source:
-    """One directory below `root`. `Forbidden` when it leads elsewhere, `WeightsRefused` when it cannot be used."""
+    """One directory below `root`. `PlaceForbidden` when it leads elsewhere, `ContentRefused` when it cannot be used."""
 
     def __init__(self, root: Path, path: str) -> None:
         self._root = Path(os.path.realpath(root))
         if not path or "\0" in path:
-            raise WeightsRefused(f"path is {path[:80]!r}; name a directory below the weight root {self._root}")
+            raise ContentRefused(f"path is {path[:80]!r}; name a directory below the weight root {self._root}")
         self.path = self._resolve(self._root / path)
         descriptor, kind = self._open(self.path)
         os.close(descriptor)
         if not stat.S_ISDIR(kind.st_mode):
-            raise WeightsRefused(f"path {self.path} is not a directory; name one that holds model.safetensors or its index")
+            raise ContentRefused(f"path {self.path} is not a directory; name one that holds model.safetensors or its index")
         self._read: dict[str, _Stamp] = {}
 
     def has(self, name: str) -> bool:
@@ -52,7 +52,7 @@ class Source:
         descriptor, before = self._open(path)
         if not stat.S_ISREG(before.st_mode):
             os.close(descriptor)
-            raise WeightsRefused(f"{path} is not a regular file; write the tensors into plain files")
+            raise ContentRefused(f"{path} is not a regular file; write the tensors into plain files")
         with os.fdopen(descriptor, "rb", buffering=0) as file:
             data = bytearray()
             while len(data) <= before.st_size and (chunk := file.read(CHUNK_BYTES)):
@@ -72,7 +72,7 @@ class Source:
             if not isinstance(content, dict):
                 raise ValueError(f"it holds a {type(content).__name__}, not an object")
         except (ValueError, RecursionError) as error:
-            raise ModelError(f"{self.path / name}: not readable as JSON ({error}); write the file again") from None
+            raise ContentRefused(f"{self.path / name}: not readable as JSON ({error}); write the file again") from None
         return content
 
     def confirm(self) -> None:
@@ -87,7 +87,7 @@ class Source:
     def _resolve(self, path: Path) -> Path:
         resolved = Path(os.path.realpath(path))
         if not resolved.is_relative_to(self._root):
-            raise Forbidden(f"{path} leads to {resolved}, outside the weight root {self._root}; put the weights below it")
+            raise PlaceForbidden(f"{path} leads to {resolved}, outside the weight root {self._root}; put the weights below it")
         return resolved
 
     def _open(self, path: Path) -> tuple[int, os.stat_result]:
@@ -102,15 +102,15 @@ class Source:
             return descriptor, os.fstat(descriptor)
         except FileNotFoundError:
             os.close(descriptor)
-            raise WeightsRefused(f"{path} does not exist; write the weights before they are pushed") from None
+            raise ContentRefused(f"{path} does not exist; write the weights before they are pushed") from None
         except OSError as error:
             os.close(descriptor)
-            raise WeightsRefused(f"{path} cannot be opened ({error.strerror}); it must be readable, and no link may change "
+            raise ContentRefused(f"{path} cannot be opened ({error.strerror}); it must be readable, and no link may change "
                                  "meanwhile") from None
 
     @staticmethod
-    def _changed(path: Path) -> WeightsRefused:
-        return WeightsRefused(f"{path} changed while it was read; push a directory that nobody writes to any more")
+    def _changed(path: Path) -> ContentRefused:
+        return ContentRefused(f"{path} changed while it was read; push a directory that nobody writes to any more")
 
 
 def _stamp(kind: os.stat_result) -> _Stamp:

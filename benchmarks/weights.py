@@ -1,0 +1,122 @@
+"""`python -m benchmarks.weights`: pushes by every channel of a CPU, against a plain copy of the same bytes on the same disk.
+
+Two checkpoints: the shipped pair's target, and a random one of `--gib` GiB in float32. Each push goes into a real server, from the
+trainers' own halves, and ends when it is live; the copy is read, written and synced. Rounds are interleaved. Only ratios say something on
+a busy machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+
+from tlt_client import Client
+from tlt_client.channels.broadcast import BroadcastSender
+from tlt_client.channels.disk import write
+from tlt_client.channels.http import HttpSender
+from tlt_server.bench.record import entry_of, write_entry
+from tlt_server.demo.server import ServerProcess
+from tlt_server.demo.workload import TARGET
+
+HIDDEN, MLP = 1024, 4096
+
+
+def random_checkpoint(directory: Path, gib: float) -> Path:
+    """The shipped target's family, wider, and as deep as the size asks for."""
+    import torch
+
+    from tlt_server.models.loader import empty_target
+    from tlt_server.models.numerics import Numerics
+
+    directory.mkdir()
+    for file in TARGET.iterdir():
+        if file.suffix == ".json":
+            shutil.copy(file, directory)
+    config = json.loads((TARGET / "config.json").read_text())
+    per_layer = 4 * (2 * HIDDEN * HIDDEN + 2 * HIDDEN * HIDDEN // 4 + 3 * HIDDEN * MLP)
+    config |= {"hidden_size": HIDDEN, "intermediate_size": MLP, "num_attention_heads": 16, "num_key_value_heads": 4,
+               "head_dim": HIDDEN // 16, "num_hidden_layers": max(1, round(gib * 2**30 / per_layer)), "torch_dtype": "float32"}
+    config.pop("layer_types", None)
+    (directory / "config.json").write_text(json.dumps(config))
+    with torch.device("meta"):
+        shapes = {name: view.shape for name, view in empty_target(directory, numerics=Numerics("fast", threads=1)).parameters().items()}
+    write(((name, torch.randn(shape) / math.sqrt(HIDDEN)) for name, shape in shapes.items()), directory)
+    return directory
+
+
+def copied(files: list[Path], to: Path) -> None:
+    for file in files:
+        with open(file, "rb") as source, open(to / file.name, "wb") as target:
+            shutil.copyfileobj(source, target, 2**24)
+            target.flush()
+            os.fsync(target.fileno())
+
+
+def measure(model: Path, room: Path, rounds: int) -> Iterator[dict[str, Any]]:
+    files, (one, other) = sorted(model.glob("*.safetensors")), (room / "copy", room / "root" / "pushed")
+    one.mkdir(parents=True)
+    other.mkdir(parents=True)
+    copied(files, other)
+    for file in model.glob("*.index.json"):
+        shutil.copy(file, other)
+    tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    flags = ("--model", str(model), "--weight-root", str(room / "root"), "--state-dir", str(room / "state"), "--weight-channels",
+             "disk,http,broadcast", "--kv-memory-mb", "64", "--max-model-len", "256", "--max-running", "4", "--numerics", "fast")
+    with ServerProcess(*flags) as server, Client(server.url, timeout_s=600) as client:
+        broadcast = BroadcastSender(client)
+        pushes: dict[str, Callable[[str], Mapping[str, Any]]] = {
+            "disk": lambda version: client.update_weights(other, version),
+            "http": lambda version: HttpSender(client).push(tensors.items(), version),
+            "gloo": lambda version: broadcast.push(tensors.items(), version),
+        }
+        copy_s, push_s, last = list[float](), {name: list[float]() for name in pushes}, dict[str, Mapping[str, Any]]()
+        for turn in range(rounds):
+            started = time.perf_counter()
+            copied(files, one)
+            copy_s.append(time.perf_counter() - started)
+            for name, push in pushes.items():
+                started = time.perf_counter()
+                last[name] = push(f"{name}-{turn}")
+                push_s[name].append(time.perf_counter() - started)
+        broadcast.close()
+    for name, seconds in push_s.items():
+        took, copy = statistics.median(seconds), statistics.median(copy_s)
+        yield {"checkpoint": model.name, "bytes": size, "channel": name, "push_s": round(took, 4), "copy_s": round(copy, 4),
+               "ratio": round(took / copy, 2), "mb_per_s": round(size / took / 1e6, 1), "pause_ms": round(last[name]["pause_ms"], 3),
+               "phases_s": {phase: round(phase_s, 4) for phase, phase_s in last[name]["phases_s"].items()}}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gib", type=float, default=1.0, metavar="N", help="size of the random checkpoint [default 1; 0: none]")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="of which the median counts [default 3]")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures, with machine, versions and commit, as JSON")
+    parser.add_argument("--commit", metavar="NAME", help="of the code that runs [default: what git says]")
+    arguments = parser.parse_args()
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="tlt-weights-") as name:
+        models = [TARGET, *([random_checkpoint(Path(name) / "random", arguments.gib)] if arguments.gib else [])]
+        for model in models:
+            for row in measure(model, Path(name) / f"room-{model.name}", arguments.rounds):
+                rows.append(row)
+                print(f"{row['checkpoint']:8} {row['channel']:6} {row['push_s']:8.3f} s, {row['ratio']:6.2f} x a plain copy", flush=True)
+    figures = {"bench": "weights", "rounds": arguments.rounds, "rows": rows}
+    if arguments.json:
+        write_entry(arguments.json, entry_of(figures, "python -m benchmarks.weights", on_gpu=False, commit=arguments.commit))
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""Channels: how weights travel from a trainer to the engine. One file each, with both halves; torch is imported inside functions only.
+
+A trainer's half sends what `state_dict().items()` gives. The engine's half is a `Receiver`, made in the thread that stages a push and
+closed by it whatever happens. It says which tensors will come and hands them over in whatever groups the channel has; that they are the
+right ones is checked by its caller, once for all channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from tlt_client.channels.groups import Groups
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CHANNELS = {  # name -> the engine's half; its file holds the trainer's, too
+    "disk": "tlt_client.channels.disk:DiskReceiver",
+    "http": "tlt_client.channels.http:HttpReceiver",
+    "broadcast": "tlt_client.channels.broadcast:BroadcastReceiver",
+}
+DRAFTER_PREFIX = "draft."  # of the drafter's tensors where both roles come in one stream
+
+Tensors = Iterable[tuple[str, "Tensor"]]
+
+
+class Announced(Protocol):
+    """One tensor of a manifest; empty fields are not known beforehand."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def shape(self) -> Sequence[int] | None: ...
+
+
+class Announcement(Protocol):
+    """What a manifest says that a channel needs."""
+
+    @property
+    def role(self) -> str: ...  # target | drafter | all
+
+    @property
+    def path(self) -> str: ...
+
+    @property
+    def drafter_path(self) -> str: ...
+
+    @property
+    def tensors(self) -> Sequence[Announced]: ...
+
+    @property
+    def group(self) -> str: ...
+
+    @property
+    def packed(self) -> bool: ...
+
+    @property
+    def bucket_bytes(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Intake:
+    """Where an engine takes weights from."""
+
+    root: Path | None = None  # directories of the channel disk lie below it
+    marker: str = ""  # a file that a complete one of them holds
+    uploads: Path | None = None  # where the server puts what comes by http
+    groups: Groups = field(default_factory=Groups)  # that the engine has joined
+
+
+class Batch(NamedTuple):
+    """Tensors of one role, as many as the channel gives at once."""
+
+    role: str
+    where: str  # for messages
+    tensors: dict[str, Tensor]
+    file: str  # what they are kept as
+    data: bytes | None  # that file's bytes, where they came as a file; else it is to be written
+
+
+class Receiver(Protocol):
+    """The engine's half, of one push. Everything raises `ChannelError` with a remedy, or `OSError`."""
+
+    @property
+    def names(self) -> Mapping[str, Mapping[str, str]]: ...  # role -> tensor that will come -> from where, for messages
+
+    @property
+    def places(self) -> Mapping[str, str]: ...  # role -> where its tensors come from, for messages
+
+    def file(self, role: str, name: str) -> bytes | None:
+        """A small file beside the tensors, if there is one."""
+
+    def batches(self) -> Iterator[Batch]: ...
+
+    def confirm(self) -> None:
+        """Once everything was taken: it belongs together."""
+
+    def close(self) -> None: ...
+
+
+class Sender(Protocol):
+    """The trainer's half, for any number of pushes."""
+
+    def push(self, tensors: Tensors, version: str, **fields: Any) -> Mapping[str, Any]:
+        """The server's reply once the push has ended. `fields`: further ones of the manifest, such as `role` or `in_flight`."""
+
+    def close(self) -> None: ...
+
+
+def owner(name: str, role: str) -> tuple[str, str]:
+    """Whose a tensor of a push of `role` is, and what it is called there."""
+    if role == "drafter" or (role == "all" and name.startswith(DRAFTER_PREFIX)):
+        return "drafter", name.removeprefix(DRAFTER_PREFIX)
+    return "target", name
+
+
+def split(names: Iterable[str], role: str) -> dict[str, dict[str, str]]:
+    """One stream's tensors by role: role -> own name -> name in the stream."""
+    roles: dict[str, dict[str, str]] = {}
+    for name in names:
+        whose, own = owner(name, role)
+        roles.setdefault(whose, {})[own] = name
+    return roles
+
+
+def announced(push: Announcement, where: str) -> dict[str, dict[str, str]]:
+    """A receiver's `names` where the manifest alone says what will come; each role that is pushed has an entry."""
+    roles = split((tensor.name for tensor in push.tensors), push.role)
+    return {role: dict.fromkeys(roles.get(role, ()), where) for role in ("target", "drafter") if push.role in (role, "all")}

@@ -1,0 +1,100 @@
+"""Channel `disk`: a safetensors directory that trainer and engine both see.
+
+The trainer's half writes it and names it; a directory that something else wrote is pushed by `Client.update_weights` alone.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tlt_client.channels import Announcement, Batch, Intake, Tensors, split
+from tlt_client.channels.checkpoint import INDEX, SINGLE, Checkpoint
+from tlt_client.channels.errors import ContentRefused
+from tlt_client.channels.source import Source
+from tlt_client.channels.tensors import FILE_BYTES, entry, files
+
+if TYPE_CHECKING:
+    from tlt_client.client import Client
+
+
+class DiskReceiver:
+    def __init__(self, push: Announcement, intake: Intake) -> None:
+        assert intake.root is not None
+        paths = {role: push.path for role in ("target", "drafter") if push.role in (role, "all")}
+        if push.role == "all":
+            paths["drafter"] = push.drafter_path
+        self._sources = {role: self._opened(intake.root, path, intake.marker) for role, path in paths.items()}
+        self._checkpoints = {role: Checkpoint(source) for role, source in self._sources.items()}
+        self.names = {role: {name: str(path) for name, path in checkpoint.names.items()} for role, checkpoint in self._checkpoints.items()}
+        self.places = {role: str(source.path) for role, source in self._sources.items()}
+
+    @staticmethod
+    def _opened(root: Path, path: str, marker: str) -> Source:
+        source = Source(root, path)
+        if marker and not source.has(marker):
+            raise ContentRefused(f"{source.path} has no file {marker!r}, so its writer is not done; push it once that file is there, "
+                                 "or start the server without --weight-marker")
+        return source
+
+    def file(self, role: str, name: str) -> bytes | None:
+        source = self._sources[role]
+        return source.read(name) if source.has(name) else None
+
+    def batches(self) -> Iterator[Batch]:
+        for role, checkpoint in self._checkpoints.items():
+            for shard in checkpoint.shards():
+                yield Batch(role, str(self._sources[role].path / shard.file), shard.tensors, shard.file, shard.data)
+
+    def confirm(self) -> None:
+        for source in self._sources.values():
+            source.confirm()
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class DiskSender:
+    """Writes each version into a directory of its own below `root`, the server's weight root, and removes it once the push has ended."""
+
+    def __init__(self, client: Client, root: str | Path, *, max_file_bytes: int = FILE_BYTES) -> None:
+        self._client, self._root, self._max_file_bytes = client, Path(root), max_file_bytes
+
+    def push(self, tensors: Tensors, version: str, **fields: Any) -> Mapping[str, Any]:
+        directory, held, role = self._root / version, dict(tensors), fields.get("role", "target")
+        directory.mkdir(parents=True)
+        try:
+            paths, entries = {}, []
+            for whose, names in split(held, role).items():
+                folder = directory / whose
+                folder.mkdir()
+                paths["drafter_path" if (role, whose) == ("all", "drafter") else "path"] = str(folder.resolve())
+                written = write(((own, held[sent]) for own, sent in names.items()), folder, self._max_file_bytes)
+                entries += [said | {"name": names[said["name"]]} for said in written]
+            return self._client.push_weights(version, tensors=entries, **paths, **fields)
+        finally:
+            shutil.rmtree(directory)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def write(tensors: Tensors, directory: Path, max_file_bytes: int = FILE_BYTES) -> list[dict[str, Any]]:
+    """Safetensors files and, where there are several, their index; returns what a manifest says of the tensors."""
+    from safetensors.torch import save_file
+
+    entries: list[dict[str, Any]] = []
+    weight_map: dict[str, str] = {}
+    for count, group in enumerate(files(tensors, max_file_bytes), 1):
+        file = f"model-{count:05}.safetensors"
+        save_file(group, directory / file)
+        weight_map |= dict.fromkeys(group, file)
+        entries += [entry(name, tensor, checksum=True) for name, tensor in group.items()]
+    if len(set(weight_map.values())) == 1:
+        (directory / file).rename(directory / SINGLE)
+    else:
+        (directory / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    return entries

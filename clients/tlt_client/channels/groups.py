@@ -1,0 +1,178 @@
+"""Process groups between a trainer (rank 0, which hosts the store) and engines: joined, used by pushes, left.
+
+A group is made of torch's own pieces without its global state, so it can be made anew at any time. Every wait has an end: what breaks
+or takes longer than `timeout_s` is `ChannelBroken`, and a group that broke is not used again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import re
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tlt_client.channels.errors import ChannelBroken, ContentRefused
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MAX_GROUPS = 8
+BACKENDS = ("gloo", "nccl")
+
+
+class Membership(NamedTuple):
+    """Which group, and who one is in it."""
+
+    name: str
+    backend: str
+    master_address: str
+    master_port: int
+    rank: int
+    world_size: int
+    prefixed: bool = False  # keys of the store begin with the group's name, as torch's helper for named groups lays them
+    timeout_s: float = 120.0
+
+
+class Group:
+    """Joined once constructed, together with all others. Rank 0 hosts the store."""
+
+    def __init__(self, member: Membership, store: Any = None) -> None:
+        """`store`: rank 0's, from `host_store`."""
+        import torch
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        if member.backend not in BACKENDS:
+            raise ContentRefused(f"backend is {member.backend[:40]!r}; use {' or '.join(BACKENDS)}")
+        if member.backend == "nccl" and not torch.cuda.is_available():
+            raise ContentRefused("backend is nccl, and there is no GPU here; use gloo")
+        self.member, self.broken = member, ""
+        self.device = torch.device("cuda", torch.cuda.current_device()) if member.backend == "nccl" else torch.device("cpu")
+        self._timeout = timedelta(seconds=member.timeout_s)
+        with self._bounded("joining"):
+            self._store = store or TCPStore(member.master_address, member.master_port, member.world_size, False, self._timeout)
+            self._group: Any = self._made()
+
+    def _made(self) -> Any:
+        from torch import distributed
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+        store = self._store
+        if self.member.prefixed:
+            for prefix in (self.member.name, f"{self.member.name}/", f"{self.device.type}/"):
+                store = PrefixStore(prefix, store)
+        rank, size = self.member.rank, self.member.world_size
+        if self.member.backend == "nccl":
+            options = distributed.ProcessGroupNCCL.Options()
+            options._timeout = self._timeout
+            return distributed.ProcessGroupNCCL(store, rank, size, options)
+        options = distributed.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = self._timeout
+        gloo = distributed.ProcessGroupGloo
+        local = _is_loopback(self.member.master_address)
+        options._devices = [gloo.create_device(hostname="127.0.0.1") if local else gloo.create_default_device()]
+        return gloo(store, rank, size, options)
+
+    @property
+    def lenient(self) -> bool:
+        """Whether a message of another length than expected arrives all the same: a shorter one unnoticed, a longer one if there is room.
+
+        So it is with gloo and one receiver; with more, receivers pass messages on in the length that they expect themselves.
+        """
+        return self.member.backend == "gloo" and self.member.world_size == 2
+
+    def begin(self, tensor: Tensor) -> Any:
+        """Rank 0's values into everybody's tensor, on the group's device; to be ended by `end`."""
+        from torch import distributed
+
+        options = distributed.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        with self._bounded("broadcasting"):
+            return self._group.broadcast([tensor], options)
+
+    def end(self, work: Any) -> None:
+        with self._bounded("broadcasting"):
+            work.wait(self._timeout)
+            if self.device.type == "cuda":
+                import torch
+
+                torch.cuda.current_stream(self.device).synchronize()
+
+    @contextlib.contextmanager
+    def _bounded(self, doing: str) -> Iterator[None]:
+        """Turns the library's errors into ours; the group is of no use afterwards."""
+        if self.broken:
+            raise ChannelBroken(self.broken)
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:
+            member = self.member
+            said = re.sub(r"^\[\S+\] ", "", (str(error).strip().splitlines() or [type(error).__name__])[0])[:120]
+            self.broken = (f"group {member.name!r} (rank {member.rank} of {member.world_size} at {member.master_address}:"
+                           f"{member.master_port}, {member.backend}) broke while {doing}, or {member.timeout_s:g} s passed ({said}); make "
+                           "the group anew and push again")
+            raise ChannelBroken(self.broken) from None
+
+    def close(self) -> None:
+        self.broken = self.broken or f"group {self.member.name!r} was left; make it anew"
+        if self._group is not None:
+            with contextlib.suppress(RuntimeError):
+                self._group.abort()
+        self._group = self._store = None
+
+
+def host_store(address: str, port: int, world_size: int, timeout_s: float) -> Any:
+    """The store of a group's rank 0; `.port` says which port it took for 0."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    try:
+        return TCPStore(address, port, world_size, True, timedelta(seconds=timeout_s), wait_for_workers=False)
+    except RuntimeError as error:
+        raise ChannelBroken(f"the store at {address}:{port} cannot be hosted ({str(error).splitlines()[0][:120]}); choose another port or "
+                            "address (port 0 = a free one)") from None
+
+
+class Groups:
+    """Those that an engine has joined, by name. Any thread. `timeout_s` bounds every wait for the trainer."""
+
+    def __init__(self, timeout_s: float = 120.0) -> None:
+        self.timeout_s = timeout_s
+        self._groups: dict[str, Group] = {}
+        self._lock = threading.Lock()
+
+    def join(self, member: Membership) -> None:
+        """Takes until all are there; a group of that name is left first."""
+        self.leave(member.name)
+        if len(self._groups) >= MAX_GROUPS:
+            raise ContentRefused(f"{len(self._groups)} groups are joined, the limit is {MAX_GROUPS}; leave one of {sorted(self._groups)}")
+        group = Group(member)
+        with self._lock:
+            before = self._groups.pop(member.name, None)
+            self._groups[member.name] = group
+        if before is not None:
+            before.close()
+
+    def leave(self, name: str) -> bool:
+        with self._lock:
+            group = self._groups.pop(name, None)
+        if group is not None:
+            group.close()
+        return group is not None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(list(self._groups))
+
+    def __getitem__(self, name: str) -> Group:
+        group = self._groups.get(name)
+        if group is None:
+            raise ChannelBroken(f"there is no group {name[:80]!r}; joined are {sorted(self._groups) or 'none'}: make the group first")
+        return group
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"

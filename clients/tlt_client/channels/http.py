@@ -1,0 +1,124 @@
+"""Channel `http`: safetensors files in parts over HTTP, in chunks that can be resumed, then a manifest with every tensor's checksum.
+
+The server's frontend puts parts into an upload directory that only it writes; the engine's half reads that directory as `disk` reads
+one. The manifest is what the bytes are held against, so it must name each tensor with its checksum.
+"""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tlt_client.channels import DRAFTER_PREFIX, Announcement, Batch, Intake, Tensors, announced, split
+from tlt_client.channels.checkpoint import parsed
+from tlt_client.channels.errors import ContentRefused
+from tlt_client.channels.files import opened
+from tlt_client.channels.source import Source
+from tlt_client.channels.tensors import FILE_BYTES, entry, files
+from tlt_client.errors import ConnectionFailed, ServerError
+
+if TYPE_CHECKING:
+    from tlt_client.client import Client
+
+CALIBRATION = "calibration.safetensors"  # a part of this name is the drafter's table, not weights
+CHUNK_BYTES = 8 * 2**20
+ATTEMPTS = 8  # at one chunk, with pauses that double from RETRY_S
+RETRY_S = 0.05
+OnBytes = Callable[[str, int, int], None]  # part, its bytes that are there, of how many
+
+
+class HttpReceiver:
+    def __init__(self, push: Announcement, intake: Intake) -> None:
+        assert intake.uploads is not None
+        if not (intake.uploads / push.path).is_dir():
+            raise ContentRefused("of this version no part is there; send them by PUT /weights/{version}/{part} first. Parts end with their "
+                                 "push or its abort, with a restart of the server, and upload_ttl_s after their last byte")
+        self._source, self._role = Source(intake.uploads, push.path), push.role
+        if not push.tensors:
+            raise ContentRefused("the manifest names no tensors; a push by http names each with its checksum")
+        self.names = announced(push, "the manifest")
+        self.places = dict.fromkeys(self.names, "the manifest")
+
+    def file(self, role: str, name: str) -> bytes | None:
+        there = role == "drafter" and name == CALIBRATION and self._source.has(name)
+        return self._source.read(name) if there else None
+
+    def batches(self) -> Iterator[Batch]:
+        for part in sorted(path.name for path in self._source.path.iterdir() if path.name != CALIBRATION):
+            data = self._source.read(part)
+            tensors = parsed(data, f"part {part!r}")
+            for role, names in split(tensors, self._role).items():
+                own = {name: tensors[sent] for name, sent in names.items()}
+                yield Batch(role, f"part {part!r}", own, part, data if own.keys() == tensors.keys() else None)
+
+    def confirm(self) -> None:
+        self._source.confirm()
+
+    def close(self) -> None:
+        """The frontend removes what it has put there."""
+
+
+class HttpSender:
+    """Sends chunks of `chunk_bytes`, of files of at most `max_file_bytes`; a connection that breaks is taken up where the server says."""
+
+    def __init__(self, client: Client, *, max_file_bytes: int = FILE_BYTES, chunk_bytes: int = CHUNK_BYTES,
+                 on_bytes: OnBytes = lambda part, there, total: None, sleep: Callable[[float], None] = time.sleep) -> None:
+        self._client, self._max_file_bytes, self._chunk_bytes = client, max_file_bytes, chunk_bytes
+        self._on_bytes, self._sleep = on_bytes, sleep
+
+    def push(self, tensors: Tensors, version: str, **fields: Any) -> Mapping[str, Any]:
+        from safetensors.torch import save
+
+        entries: list[dict[str, Any]] = []
+        for count, group in enumerate(files(tensors, self._max_file_bytes), 1):
+            self.send(version, f"part-{count:05}.safetensors", save(group))
+            entries += [entry(name, tensor, checksum=True) for name, tensor in group.items()]
+        return self._client.push_weights(version, channel="http", tensors=entries, **fields)
+
+    def push_directory(self, directory: Path, version: str, *, drafter: Path | None = None, **fields: Any) -> Mapping[str, Any]:
+        """Safetensors files as they lie in a directory, or one file; `drafter`: another one's, for the role `all`. Needs no torch."""
+        entries: list[dict[str, Any]] = []
+        for folder, prefix in ((directory, ""), *([(drafter, DRAFTER_PREFIX)] if drafter is not None else [])):
+            paths = sorted(folder.glob("*.safetensors")) if folder.is_dir() else [folder]
+            if not paths:
+                raise ContentRefused(f"{folder} holds no .safetensors file; name a directory that does")
+            for path in paths:
+                with opened(path) as file:
+                    of_weights = path.name != CALIBRATION
+                    self.send(version, ("drafter-" if prefix and of_weights else "") + path.name,
+                              file.prefixed(prefix) if prefix and of_weights else file.data)
+                    entries += file.entries(prefix) if of_weights else ()
+        return self._client.push_weights(version, channel="http", tensors=entries, **fields)
+
+    def send(self, version: str, part: str, data: bytes | mmap.mmap) -> None:
+        """One part, from where the server has it. `ConnectionFailed` when a chunk does not get through in many attempts."""
+        there = failures = 0
+        while there < len(data):
+            chunk = data[there : there + self._chunk_bytes]
+            try:
+                there = self._client.put_weights(version, part, chunk, start=there, total=len(data))["bytes"]
+                failures = 0
+                self._on_bytes(part, there, len(data))
+            except (ConnectionFailed, ServerError) as error:
+                failures += 1
+                if failures == ATTEMPTS or (isinstance(error, ServerError) and not error.retryable):
+                    raise
+                self._sleep(RETRY_S * 2**failures)
+                there = self._there(version, part, there)
+
+    def _there(self, version: str, part: str, there: int) -> int:
+        """How much of the part the server holds; unchanged while it cannot be asked."""
+        try:
+            return int(self._client.weights_part(version, part)["bytes"])
+        except ConnectionFailed:
+            return there
+        except ServerError as error:
+            if error.status == 404:
+                return 0  # a restart has cleaned up
+            raise
+
+    def close(self) -> None:
+        """Nothing is held."""

@@ -1,0 +1,57 @@
+"""Tensors as bytes: what a manifest says of them, and how many of them make one file or bucket."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from tlt_client.channels.errors import ContentRefused
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+FILE_BYTES = 256 * 2**20  # of one safetensors file that a trainer's half writes
+
+
+def raw(tensor: Tensor) -> memoryview:
+    """A contiguous CPU tensor's bytes, row-major, little-endian; not copied."""
+    import torch
+
+    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def entry(name: str, tensor: Tensor, *, checksum: bool) -> dict[str, Any]:
+    """As a manifest names it."""
+    said: dict[str, Any] = {"name": name, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+    if checksum:
+        said["checksum"] = f"sha256:{hashlib.sha256(raw(tensor.cpu().contiguous())).hexdigest()}"
+    return said
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """Of `bfloat16` or `torch.bfloat16`."""
+    import torch
+
+    dtype = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ContentRefused(f"dtype is {name[:40]!r}, which torch does not know; use names such as bfloat16 or float32")
+    return dtype
+
+
+def files(tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[dict[str, Tensor]]:
+    """Contiguous tensors on the host, grouped in their order into files of at most `max_bytes`; a larger tensor has one of its own."""
+    group: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in tensors:
+        held = tensor.detach().cpu().contiguous()
+        if group and size + held.nbytes > max_bytes:
+            yield group
+            group, size = {}, 0
+        if name in group:
+            raise ContentRefused(f"tensor {name!r} comes twice; push each tensor once")
+        group[name] = held
+        size += held.nbytes
+    if group:
+        yield group

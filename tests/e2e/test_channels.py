@@ -1,0 +1,135 @@
+"""Every channel into one real server by the trainers' own halves: the same weights, the same sums; a sender that dies changes nothing."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.e2e.conftest import PAIR
+from tlt_client import Client, ServerError
+from tlt_client.channels.broadcast import BroadcastSender
+from tlt_client.channels.disk import DiskSender
+from tlt_client.channels.http import HttpSender
+from tlt_server.__main__ import main
+from tlt_server.demo.push import perturbed_copy
+from tlt_server.demo.server import ServerProcess
+from tlt_server.demo.workload import DRAFTER, TARGET
+
+DIES = """
+import os, sys, threading
+from safetensors.torch import load_file
+from tlt_client import Client
+from tlt_client.channels.broadcast import BroadcastSender
+
+class Dying(BroadcastSender):
+    def _send(self, named, reply):
+        super()._send(named[:3], reply)
+        print("sent", flush=True)
+        threading.Event().wait()
+
+Dying(Client(sys.argv[1]), packed=False).push(load_file(sys.argv[2]).items(), "dies")
+"""
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("channels")
+    perturbed_copy(TARGET, root / "new", seed=1)
+    perturbed_copy(DRAFTER, root / "new-drafter", seed=2)
+    shutil.copy(DRAFTER / "calibration.safetensors", root / "new-drafter")
+    (root / "weights").mkdir()
+    return root
+
+
+@pytest.fixture(scope="module")
+def running(root: Path) -> Iterator[ServerProcess]:
+    with ServerProcess(*PAIR, "--weight-root", str(root / "weights"), "--state-dir", str(root / "state"), "--weight-channels",
+                       "disk,http,broadcast", "--weight-timeout-s", "20") as server:
+        yield server
+
+
+@pytest.fixture
+def trainer(running: ServerProcess) -> Iterator[Client]:
+    with Client(running.url, timeout_s=100) as client:
+        yield client
+
+
+def test_every_channel_brings_the_same_weights(trainer: Client, root: Path) -> None:
+    tensors: dict[str, Any] = load_file(root / "new" / "model.safetensors")
+    drafter = {f"draft.{name}": tensor for name, tensor in load_file(root / "new-drafter" / "model.safetensors").items()}
+    before, sums = trainer.weight_checksums(), []
+    senders = [DiskSender(trainer, root / "weights", max_file_bytes=2**20), HttpSender(trainer, max_file_bytes=2**20, chunk_bytes=2**18),
+               BroadcastSender(trainer, bucket_bytes=2**20), BroadcastSender(trainer, packed=False, prefixed=True, name="one.by.one")]
+    for count, sender in enumerate(senders):
+        reply = sender.push((tensors | drafter).items(), f"all-{count}", role="all")
+        assert (reply["state"], reply["weight_version"]) == ("committed", f"all-{count}")
+        sums.append(trainer.weight_checksums())
+        trainer.roll_back_weights()
+        assert trainer.weight_checksums() == before
+        sender.close()
+    assert sums[0] != before and all(other == sums[0] for other in sums)
+    assert trainer.weights()["groups"] == []
+
+
+def test_a_sender_that_is_killed_in_the_middle_changes_nothing_and_the_next_one_is_served(
+        running: ServerProcess, trainer: Client, root: Path) -> None:
+    before = trainer.weight_checksums()
+    file = str(root / "new" / "model.safetensors")
+    with subprocess.Popen([sys.executable, "-c", DIES, running.url, file], stdout=subprocess.PIPE, text=True) as dying:
+        assert dying.stdout is not None and dying.stdout.readline() == "sent\n"
+        assert trainer.weights()["open"]["state"] == "staging"
+        said = trainer.generate([{"prompt": "2+2=", "seed": 1}], sampling={"max_tokens": 4}).results[0].choices[0]
+        dying.send_signal(signal.SIGKILL)
+    until(lambda: not trainer.weights()["open"])
+    assert trainer.weight_checksums() == before
+    again = trainer.generate([{"prompt": "2+2=", "seed": 1}], sampling={"max_tokens": 4}).results[0].choices[0]
+    assert (again.token_ids, again.logprobs) == (said.token_ids, said.logprobs)
+    sender = BroadcastSender(trainer)
+    assert sender.push(load_file(file).items(), "after")["state"] == "committed"
+    trainer.roll_back_weights()
+    with pytest.raises(ServerError, match="make the group first"):
+        trainer.push_weights("v", channel="broadcast", group="nobody", tensors=[{"name": "w", "dtype": "float32", "shape": [1]}])
+
+
+def until(condition: Any) -> None:
+    for _ in range(600):
+        if condition():
+            return
+        threading.Event().wait(0.05)
+    raise AssertionError("not within 30 s")
+
+
+def test_the_command_pushes_shows_and_rolls_back(
+        running: ServerProcess, trainer: Client, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def tlt(*words: str) -> tuple[int, str, str]:
+        status = main(["weights", *words, "--url", running.url])
+        said = capsys.readouterr()
+        return status, " ".join(said.out.split()), said.err
+
+    before = trainer.weight_checksums()
+    pushed = ("push", str(root / "new"), "--version", "by-http", "--channel", "http", "--drafter", str(root / "new-drafter"))
+    status, out, err = tlt(*pushed)
+    assert (status, err) == (0, "") and "committed: version 'by-http' of the target and drafter" in out
+    assert "phases: " in out and "together sha256:" in out
+    assert "live: target 'by-http', drafter 'by-http'" in tlt("status")[1] and trainer.weight_checksums() != before
+    assert tlt(*pushed)[1].startswith("unchanged: ")
+    status, out, _ = tlt("rollback")
+    assert status == 0 and "rolled_back" in out and trainer.weight_checksums() == before
+    status, _, err = tlt("rollback")
+    assert status == 1 and "no version to roll back to" in err
+    status, _, err = tlt("push", str(root / "new"), "--version", "v")
+    assert status == 1 and "outside the weight root" in err
+    status, _, err = tlt("push", str(root / "new" / "model.safetensors"), "--version", "v")
+    assert status == 2 and "--channel http" in err
+    status, _, err = tlt("push", str(TARGET / "config.json"), "--version", "v", "--channel", "http")
+    assert status == 2 and "not a whole safetensors file" in err
+    assert main(["weights", "status", "--url", "http://127.0.0.1:9"]) == 1 and "does not answer" in capsys.readouterr().err

@@ -1,0 +1,363 @@
+"""Faults on the way of a push, by every channel and at every chunk: what is live afterwards is exactly the old or the new version.
+
+A case spoils one chunk of one push. A chunk is what the channel moves at once: a range of a file on disk, a body over http, a bucket in a
+gloo group. After each case the live sums are computed anew, the same request gives the same tokens and log-probs as that version always
+gave, and a good push by the same channel works. With weights staged in place a third end is allowed: nothing is generated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.engine.pushing import Pushable, perturbed
+from tests.engine.tiny import SMALLEST, write_target
+from tlt_client import ConnectionFailed, ServerError
+from tlt_client.channels.broadcast import BroadcastSender, buckets
+from tlt_client.channels.broadcast import _slot as slot
+from tlt_client.channels.disk import DiskSender, write
+from tlt_client.channels.errors import ChannelError
+from tlt_client.channels.http import HttpSender
+from tlt_server.engine.settings import EngineSettings
+from tlt_server.errors import TltError, from_code
+from tlt_server.frontend.uploads import Uploads
+from tlt_server.records import GenerateRequest, JoinGroup, LeaveGroup, Manifest, PushWeights, Sampling, WeightReport
+
+FAULTS = ("kill", "truncate", "flip", "duplicate", "reorder", "time out")
+CHUNKS = 19  # of every channel; the checkpoint is cut so that there are at least as many
+SHORT_S, LONG_S = 0.3, 10.0  # that the two ends of a group wait for each other
+Tensors = dict[str, torch.Tensor]
+
+
+class Server:
+    """Engine and uploads of one process, with the methods of `tlt_client.Client` that the trainers' halves call."""
+
+    def __init__(self, root: Path, staging: str = "auto") -> None:
+        self.root = root
+        (root / "weights").mkdir(parents=True)
+        write_target(root / "base", shape=SMALLEST)
+        self.old = load_file(root / "base" / "model.safetensors")
+        self.new = load_file(perturbed(root / "base", root / "new", 1) / "model.safetensors")
+        self.engine = Pushable(EngineSettings(
+            model=str(root / "base"), drafter="none", policy="off", kv_memory_mb=4, weight_root=str(root / "weights"), threads=1,
+            weight_channels="disk,http,broadcast", weight_staging=staging, state_dir=str(root / "state")))
+        self.runner = asyncio.Runner()
+        limits = SimpleNamespace(state_dir=root / "state", max_uploads=2, max_upload_parts=64, max_upload_mb=64, upload_ttl_s=600)
+        self.uploads = self.runner.run(self._uploads(limits))
+        self.versions = (f"v{i}" for i in itertools.count())
+        self.ids = (f"c{i}" for i in itertools.count())
+        self.known: list[tuple[dict[str, str], Any]] = []
+        for tensors in (self.new, self.old):  # what each says; the old one is live in the end
+            assert DiskSender(self, root / "weights").push(tensors.items(), next(self.versions))["state"] == "committed"  # type: ignore[arg-type]
+            self.known.append((self.engine.checksums(), self.speak()))
+
+    @staticmethod
+    async def _uploads(limits: Any) -> Uploads:
+        return Uploads(limits)
+
+    def speak(self) -> Any:
+        return self.engine.run(GenerateRequest(id="r", token_ids=[5, 6, 7], seed=3, sampling=Sampling(max_tokens=3, ignore_eos=True)))
+
+    # what a client calls
+
+    def _ask(self, command: Any) -> WeightReport:
+        """Steps the loop until it answers; a sender asks in a thread of its own, one at a time."""
+        self.engine.engine.send(command)
+        report = self.engine.report(command.id)
+        if report.error is not None:
+            error = from_code(*report.error)
+            raise ServerError(error.code, error.message, status=error.http_status, retryable=error.retryable)
+        return report
+
+    def push_weights(self, version: str, **fields: Any) -> dict[str, Any]:
+        sealed = {"path": self.uploads.seal(version)} if fields.get("channel") == "http" else {}
+        try:
+            manifest = msgspec.convert({"version": version, **fields, **sealed}, Manifest)
+            return {"state": self._ask(PushWeights(next(self.ids), manifest)).result}
+        finally:
+            if sealed:
+                self.uploads.release(version, keep=False)
+
+    def put_weights(self, version: str, part: str, data: bytes, *, start: int, total: int) -> dict[str, Any]:
+        async def body() -> Any:
+            yield data
+
+        return self._http(lambda: self.uploads.write(version, part, start, total, body()))
+
+    def weights_part(self, version: str, part: str) -> dict[str, Any]:
+        async def status() -> Any:
+            return self.uploads.status(version, part)
+
+        return self._http(status)
+
+    def _http(self, call: Callable[[], Any]) -> dict[str, Any]:
+        try:
+            return dict(msgspec.to_builtins(self.runner.run(call())))
+        except TltError as error:
+            raise ServerError(error.code, error.message, status=error.http_status, retryable=error.retryable) from None
+
+    def join_group(self, name: str, *, rank_offset: int, **fields: Any) -> dict[str, Any]:
+        return {"groups": self._ask(JoinGroup(next(self.ids), name, rank=rank_offset, **fields)).state.groups}
+
+    def leave_group(self, name: str) -> dict[str, Any]:
+        return {"groups": self._ask(LeaveGroup(next(self.ids), name)).state.groups}
+
+    # after a case
+
+    def check(self) -> str:
+        """Which version is live, whole; or that nothing is generated."""
+        if self.engine.engine.pushes.refusal is not None:
+            self.engine.submit(GenerateRequest(id="q", token_ids=[5], seed=1, sampling=Sampling()))
+            self.engine.finish()
+            (said,) = self.engine.said.pop("q")
+            assert said.token_ids == [] and said.error is not None and said.error[0] == "unavailable"
+            return "quarantined"
+        sums, found = self.engine.checksums(), (self.speak(),)
+        at = [i for i, (known, said) in enumerate(self.known) if (known, (said,)) == (sums, found)]
+        assert len(at) == 1, "live weights are of no version, or say what they never said"
+        return ("new", "old")[at[0]]
+
+
+@pytest.fixture(scope="module")
+def staged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    server = Server(tmp_path_factory.mktemp("staged"))
+    yield server
+    server.runner.close()
+
+
+@pytest.fixture(scope="module")
+def in_place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    server = Server(tmp_path_factory.mktemp("place"), staging="none")
+    yield server
+    server.runner.close()
+
+
+class Killed(Exception):
+    """The sender is gone."""
+
+
+# -- disk: a directory whose files were spoiled before, or while, it is read
+
+
+def by_disk(server: Server, fault: str, at: int) -> None:
+    version = next(server.versions)
+    directory = server.root / "weights" / version
+    directory.mkdir()
+    entries = write(server.new.items(), directory, max_file_bytes=2**14)
+    files = sorted(directory.glob("*.safetensors"))
+    sizes = [file.stat().st_size for file in files]
+    chunk = -(-sum(sizes) // CHUNKS)
+    index = next(i for i in range(len(files)) if sum(sizes[: i + 1]) > at * chunk)
+    file, start = files[index], at * chunk - sum(sizes[:index])
+    data = file.read_bytes()
+    piece = data[start : start + chunk]
+    if fault == "kill":  # what was not written yet is not there
+        file.write_bytes(data[:start])
+        for later in files[index + 1 :]:
+            later.unlink()
+    elif fault == "truncate":
+        file.write_bytes(data[:start] + data[start + chunk :])
+    elif fault == "flip":
+        file.write_bytes(data[:start] + bytes([piece[0] ^ 1 << at % 8]) + data[start + 1 :])
+    elif fault == "duplicate":
+        file.write_bytes(data[:start] + piece + piece + data[start + chunk :])
+    elif fault == "reorder":
+        file.write_bytes(data[:start] + piece[len(piece) // 2 :] + piece[: len(piece) // 2] + data[start + chunk :])
+    else:  # the writer has stalled before this chunk and writes it while the server reads
+        transaction, reads = server.engine.engine.pushes.transaction, itertools.count()
+
+        def late(phase: str) -> None:
+            if phase == "read" and next(reads) == 1:
+                with open(file, "r+b") as opened:
+                    opened.seek(start)
+                    opened.write(bytes(len(piece)))
+
+        transaction.on_phase, before = late, transaction.on_phase
+    try:
+        server.push_weights(version, path=str(directory), tensors=entries)
+    finally:
+        if fault == "time out":
+            transaction.on_phase = before
+        shutil.rmtree(directory)
+
+
+# -- http: chunks that get lost, damaged, doubled or overtaken
+
+
+class Wire:
+    """A server behind a connection that spoils the chunk `at`."""
+
+    def __init__(self, server: Server, fault: str, at: int) -> None:
+        self._server, self._fault, self._at, self._count, self._held = server, fault, at, 0, None
+        self.push_weights, self.weights_part = server.push_weights, server.weights_part
+
+    def put_weights(self, version: str, part: str, data: bytes, *, start: int, total: int) -> Any:
+        count, self._count = self._count, self._count + 1
+        put = self._server.put_weights
+        if count != self._at:
+            return put(version, part, data, start=start, total=total)
+        if self._fault == "kill":
+            raise Killed
+        if self._fault == "truncate":
+            put(version, part, data[: len(data) // 2], start=start, total=total)
+            raise ConnectionFailed("the connection broke in the middle of a chunk")
+        if self._fault == "flip":
+            data = data[:7] + bytes([data[7] ^ 1 << self._at % 8]) + data[8:]
+        if self._fault == "duplicate":
+            put(version, part, data, start=start, total=total)
+        if self._fault == "reorder" and start + len(data) < total:  # the next chunk overtakes this one
+            put(version, part, bytes(8), start=start + len(data), total=total)
+        if self._fault == "time out":
+            put(version, part, data, start=start, total=total)
+            raise ConnectionFailed("the reply did not come in time")
+        return put(version, part, data, start=start, total=total)
+
+
+def by_http(server: Server, fault: str, at: int) -> None:
+    version = next(server.versions)
+    size = sum(tensor.nbytes for tensor in server.new.values())
+    sender = HttpSender(Wire(server, fault, at), max_file_bytes=2**14, chunk_bytes=size // CHUNKS, sleep=lambda s: None)  # type: ignore[arg-type]
+    try:
+        sender.push(server.new.items(), version)
+    finally:
+        server.runner.run(_drop(server, version))
+
+
+async def _drop(server: Server, version: str) -> None:
+    server.uploads.drop(version)
+
+
+# -- broadcast: a rank 0 that sends other buckets than it announced
+
+
+class Spoiled(BroadcastSender):
+    fault, at = "", 0
+
+    def _send(self, named: list[tuple[str, torch.Tensor]], reply: Any) -> None:
+        data, slots = dict(named), [slot(name, str(tensor.dtype), tensor.shape) for name, tensor in named]
+        cut = buckets(slots, self._bucket_bytes)
+        messages = [torch.cat([data[s.name].reshape(-1).view(torch.uint8) for s in bucket]) for bucket in cut]
+        at = self.at * len(messages) // CHUNKS
+        if self.fault == "kill":
+            del messages[at:]
+        elif self.fault == "truncate":
+            messages[at] = messages[at][: len(messages[at]) // 2]
+        elif self.fault == "flip":
+            messages[at][len(messages[at]) // 2] ^= 1 << self.at % 8
+        elif self.fault == "duplicate":
+            messages.insert(at, messages[at])
+        elif self.fault == "reorder":
+            messages.insert(at, messages.pop((at + 1) % len(messages)))
+        works = []
+        for index, message in enumerate(messages):
+            if self.fault == "time out" and index == at:
+                threading.Event().wait(1.5 * SHORT_S)
+            works.append((message, self._group.begin(message)))
+        for _, work in works:
+            self._group.end(work)
+        if self.fault == "kill":
+            self._group.close()
+
+
+def in_group(server: Server, kind: type[BroadcastSender], timeout_s: float, **options: Any) -> Any:
+    """A sender in a new group; a connection that does not come about in time (a busy machine) is tried again."""
+    server.engine.engine.pushes.transaction.intake.groups.timeout_s = timeout_s
+    for _ in range(20):
+        try:
+            return kind(server, timeout_s=timeout_s, **options)  # type: ignore[arg-type]
+        except (ChannelError, ServerError) as error:
+            broken = error
+    raise broken
+
+
+def by_broadcast(server: Server, fault: str, at: int) -> None:
+    timeout_s = SHORT_S if fault in ("duplicate", "time out") else LONG_S  # in these somebody waits for nothing
+    sender = in_group(server, Spoiled, timeout_s, bucket_bytes=bucket_bytes(server), checksums=True)
+    sender.fault, sender.at = fault, at
+    try:
+        sender.push(server.new.items(), next(server.versions))
+    finally:
+        sender._group.close()
+
+
+def bucket_bytes(server: Server) -> int:
+    return sum(tensor.nbytes for tensor in server.new.values()) // (2 * CHUNKS)
+
+
+CHANNELS = {"disk": by_disk, "http": by_http, "broadcast": by_broadcast}
+CASES = [(channel, fault, at) for channel in CHANNELS for fault in FAULTS for at in range(CHUNKS)]
+
+
+def ended(server: Server, channel: str, fault: str, at: int) -> str:
+    """What is live after this case; a push that failed said why."""
+    before = server.check()
+    try:
+        CHANNELS[channel](server, fault, at)
+    except (ServerError, ChannelError) as error:
+        assert len(str(error)) > 40
+        after = server.check()
+        assert after in (before, "quarantined") or fault == "duplicate"  # of the last bucket: all had come, and one too many
+        return after
+    except Killed:
+        assert server.check() == before
+        return before
+    return server.check()
+
+
+def restore(server: Server, channel: str) -> None:
+    """A good push by the same channel, then the old version again."""
+    good = next(server.versions)
+    if channel == "disk":
+        reply = DiskSender(server, server.root / "weights").push(server.old.items(), good)  # type: ignore[arg-type]
+    elif channel == "http":
+        reply = HttpSender(server).push(server.old.items(), good)  # type: ignore[arg-type]
+    else:
+        sender = in_group(server, BroadcastSender, LONG_S)
+        reply = sender.push(server.old.items(), good)
+        sender.close()
+    assert reply["state"] == "committed" and server.check() == "old"
+
+
+GETS_THROUGH = {("http", fault) for fault in ("truncate", "duplicate", "time out")}  # resumed, or the same bytes again
+
+
+@pytest.mark.parametrize("channel, fault, at", CASES)
+def test_a_fault_leaves_the_old_or_the_new_version(channel: str, fault: str, at: int, staged: Server) -> None:
+    end = ended(staged, channel, fault, at)
+    if (channel, fault) in GETS_THROUGH:
+        assert end == "new"
+    elif (channel, fault) not in {("http", "reorder"), ("disk", "time out"), ("broadcast", "duplicate")}:  # a late one may come too late
+        assert end == "old"
+    restore(staged, channel)
+
+
+@pytest.mark.parametrize("channel, fault, at", CASES[::4])
+def test_in_place_a_fault_leaves_the_old_or_the_new_version_or_nothing(channel: str, fault: str, at: int, in_place: Server) -> None:
+    assert ended(in_place, channel, fault, at) in ("old", "new", "quarantined")
+    restore(in_place, channel)
+
+
+def test_in_place_a_fault_behind_the_first_write_quarantines_and_one_before_it_does_not(in_place: Server) -> None:
+    assert ended(in_place, "http", "flip", CHUNKS - 1) == "quarantined"
+    report = in_place.engine.push(in_place.root / "nowhere", "v")
+    assert report.result == "forbidden" and list(report.state.quarantined) == ["target"] and in_place.check() == "quarantined"
+    assert in_place.engine.roll_back().result == "conflict"
+    restore(in_place, "http")
+    assert in_place.engine.push(in_place.root / "weights", "v").result == "weights_refused" and in_place.check() == "old"
+
+
+def test_there_are_enough_cases_and_each_channel_has_that_many_chunks(staged: Server) -> None:
+    assert len(CASES) >= 300
+    slots = [slot(name, str(tensor.dtype), tensor.shape) for name, tensor in staged.new.items()]
+    assert len(list(buckets(slots, bucket_bytes(staged)))) >= 8

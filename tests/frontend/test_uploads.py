@@ -1,0 +1,150 @@
+"""Parts that come over HTTP: resumed, bounded, held against what came before; then a manifest pushes them once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.frontend.live_server import LiveServer, live_server
+from tlt_client import Client, ServerError
+from tlt_server.records import PushWeights
+
+PART = "part-1.safetensors"
+TENSORS = [{"name": "w", "checksum": "sha256:0"}]
+
+
+@pytest.fixture
+def server(model: Path, tmp_path: Path) -> Iterator[LiveServer]:
+    settings: dict[str, Any] = {"max_uploads": 2, "max_upload_parts": 2, "max_upload_mb": 1}
+    with live_server(model, state_dir=tmp_path / "state", weight_channels="http", **settings) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: LiveServer) -> Iterator[Client]:
+    with Client(server.url, timeout_s=10) as client:
+        yield client
+
+
+def put(client: Client, data: bytes, *, start: int = 0, total: int = 100, version: str = "v1", part: str = PART) -> int:
+    return int(client.put_weights(version, part, data, start=start, total=total)["bytes"])
+
+
+def refused(call: Any, *words: str, status: int) -> None:
+    with pytest.raises(ServerError) as error:
+        call()
+    assert error.value.status == status, error.value
+    for word in words:
+        assert word in error.value.message
+
+
+def kept(server: LiveServer) -> list[Path]:
+    assert server.config.state_dir is not None
+    return sorted(path for path in (server.config.state_dir / "uploads").rglob("*") if path.is_file())
+
+
+def test_a_part_comes_in_ranges_and_is_pushed_once(client: Client, server: LiveServer) -> None:
+    data = bytes(range(100))
+    assert put(client, data[:40]) == 40 and put(client, data[20:60], start=20) == 60 and put(client, data[:10]) == 60
+    assert client.weights_part("v1", PART) == {"part": PART, "bytes": 60, "total": 100}
+    refused(lambda: client.push_weights("v1", channel="http", tensors=TENSORS), "60 of 100 bytes", status=409)
+    assert put(client, data[60:], start=60) == 100
+    (file,) = kept(server)
+    assert file.read_bytes() == data
+    assert client.push_weights("v1", channel="http", tensors=TENSORS)["state"] == "committed"
+    pushed = [command.manifest for command in server.engine.weight_commands if isinstance(command, PushWeights)]
+    assert [(m.channel, m.path) for m in pushed] == [("http", file.parent.name)] and kept(server) == []
+    refused(lambda: client.weights_part("v1", PART), "first byte", status=404)
+
+
+def test_a_whole_part_needs_no_range(client: Client, server: LiveServer) -> None:
+    reply = httpx.put(f"{server.url}/weights/v1/{PART}", content=b"abc")
+    assert reply.json() == {"part": PART, "bytes": 3, "total": 3} and kept(server)[0].read_bytes() == b"abc"
+
+
+def test_other_bytes_gaps_and_other_sizes_are_refused_and_change_nothing(client: Client, server: LiveServer) -> None:
+    put(client, b"a" * 50)
+    refused(lambda: put(client, b"b" * 10, start=45), "other bytes", status=409)
+    refused(lambda: put(client, b"a" * 10, start=60), "send from 50", status=409)
+    refused(lambda: put(client, b"a" * 10, total=99), "begun with 100", status=409)
+    assert client.weights_part("v1", PART)["bytes"] == 50 and kept(server)[0].read_bytes() == b"a" * 50
+    assert client.abort_weights("v1")["state"] == "aborted" and kept(server) == []
+    assert put(client, b"b" * 10) == 10, "after an abort it begins anew"
+
+
+@pytest.mark.parametrize("header", ["bytes 5-3/9", "bytes 0-9/9", "bytes 0-1/9", "bytes */9", "0-2/3", "bytes 0-2/" + "9" * 30])
+def test_a_range_that_is_none(header: str, server: LiveServer) -> None:
+    reply = httpx.put(f"{server.url}/weights/v1/{PART}", content=b"abc", headers={"content-range": header})
+    assert reply.status_code == 400 and "FIRST-LAST/TOTAL" in reply.json()["error"]["message"] and kept(server) == []
+
+
+@pytest.mark.parametrize("part", ["config.json", ".safetensors", "..safetensors", "%2e%2e%5cx.safetensors", "x" * 140 + ".safetensors"])
+def test_a_part_whose_name_is_no_file_of_tensors(part: str, server: LiveServer) -> None:
+    reply = httpx.put(f"{server.url}/weights/v1/{part}", content=b"abc")
+    assert reply.status_code == 400 and "ending in .safetensors" in reply.json()["error"]["message"] and kept(server) == []
+
+
+def test_versions_parts_and_bytes_are_bounded(client: Client) -> None:
+    put(client, b"a")
+    put(client, b"a", part="part-2.safetensors")
+    refused(lambda: put(client, b"a", part="part-3.safetensors"), "2 parts", "max_upload_parts", status=507)
+    refused(lambda: put(client, b"a", version="v2", total=2**20), "limit is 1 MiB", "max_upload_mb", status=507)
+    put(client, b"a", version="v2")
+    refused(lambda: put(client, b"a", version="v3"), "max_uploads", "['v1', 'v2']", status=507)
+    client.abort_weights("v1")
+    assert put(client, b"a", version="v3") == 1
+
+
+def test_what_the_weights_themselves_are_refused_for_ends_the_upload_and_what_may_pass_does_not(client: Client, server: LiveServer) -> None:
+    put(client, b"abc", total=3)
+    server.engine.fails = "conflict"
+    refused(lambda: client.push_weights("v1", channel="http", tensors=TENSORS), status=409)
+    assert len(kept(server)) == 1
+    server.engine.fails = "weights_refused"
+    refused(lambda: client.push_weights("v1", channel="http", tensors=TENSORS), status=422)
+    assert kept(server) == []
+
+
+def test_an_upload_that_nobody_pushes_goes_and_so_does_what_a_server_left_behind(model: Path, tmp_path: Path) -> None:
+    left = tmp_path / "state" / "uploads" / "old" / PART
+    left.parent.mkdir(parents=True)
+    left.write_bytes(b"abc")
+    with live_server(model, state_dir=tmp_path / "state", weight_channels="http", upload_ttl_s=1) as server, Client(server.url) as client:
+        assert kept(server) == []
+        put(client, b"a")
+        give_up = time.monotonic() + 5
+        while kept(server):
+            assert time.monotonic() < give_up
+            time.sleep(0.05)
+
+
+def test_without_the_channel_no_part_is_taken(model: Path) -> None:
+    with live_server(model) as server, Client(server.url) as client:
+        refused(lambda: put(client, b"a"), "--weight-channels", status=403)
+        refused(lambda: client.weights_part("v", PART), "--weight-channels", status=403)
+
+
+def test_groups_are_joined_and_left(client: Client, server: LiveServer) -> None:
+    fields = {"master_address": "127.0.0.1", "rank_offset": 1, "world_size": 2}
+    assert client.join_group("g", master_port="29500", **fields) == {"groups": ["g"]}
+    assert server.engine.weight_commands[0].master_port == 29500  # type: ignore[union-attr]
+    assert client.leave_group("g") == {"groups": []}
+    refused(lambda: client.join_group("g", master_port="x", **fields), "master_port is 'x'", status=400)
+    refused(lambda: client.join_group("g", master_port=1, **{**fields, "rank_offset": 2}), "rank_offset 2 of world_size 2", status=400)
+    refused(lambda: client.join_group("g", master_port=1, **fields, backend="mpi"), "backend is 'mpi'", status=400)
+
+
+def test_a_push_that_spoils_the_weights_in_use_stops_the_serving_until_the_next_one(client: Client, server: LiveServer) -> None:
+    spoiled = [{"name": "w", "dtype": "float32", "shape": [1]}]
+    refused(lambda: client.push_weights("v1", channel="broadcast", group="spoils", tensors=spoiled), status=424)
+    assert not client.is_ready() and "half of it" in httpx.get(f"{server.url}/readyz").text
+    assert "tlt_weights_quarantined 1.0" in client.metrics()
+    refused(lambda: client.generate([{"token_ids": [5]}]), "half of it is another version", status=503)
+    put(client, b"abc", total=3)
+    assert client.push_weights("v1", channel="http", tensors=TENSORS)["state"] == "committed"
+    assert client.is_ready() and "tlt_weights_quarantined 0.0" in client.metrics()

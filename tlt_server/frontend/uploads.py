@@ -1,0 +1,197 @@
+"""Versions on their way by http: parts below the state directory, bounded in number, size and age, until a push or an abort ends them.
+
+A part grows from its beginning only. Bytes that come again must be the same bytes, so whoever lost a connection may send from any
+earlier place; what would leave a gap is refused with the place to go on from. Nothing survives a restart of the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+import shutil
+import threading
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from tlt_server.config import Config
+from tlt_server.errors import Conflict, InvalidRequest, NotFound, StorageFailed
+
+PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\.safetensors", re.ASCII)
+RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})", re.ASCII)
+PIECE_BYTES = 2**20  # that are written at once
+
+
+class PartStatus(Struct, frozen=True):
+    """How much of a part is there."""
+
+    part: Annotated[str, Meta(description="its name")]
+    bytes: Annotated[int, Meta(description="that are there, from its beginning; the next range begins here")]
+    total: Annotated[int, Meta(description="that it will have")]
+
+
+@dataclass
+class _Part:
+    total: int
+    bytes: int = 0
+
+
+@dataclass
+class _Upload:
+    directory: Path
+    parts: dict[str, _Part] = field(default_factory=dict)
+    touched_s: float = 0.0  # by the loop's clock
+    pushes: int = 0  # that read it now
+
+
+class Uploads:
+    """Called in the frontend's loop; files are written in threads, one at a time."""
+
+    def __init__(self, config: Config) -> None:
+        assert config.state_dir is not None
+        self._directory, self._config = config.state_dir / "uploads", config
+        shutil.rmtree(self._directory, ignore_errors=True)
+        self._directory.mkdir(mode=0o700, parents=True)
+        self._uploads: dict[str, _Upload] = {}
+        self._lock = threading.Lock()
+
+    def status(self, version: str, part: str) -> PartStatus:
+        upload = self._uploads.get(version)
+        if upload is None or part not in upload.parts:
+            raise NotFound(f"there is no part {part[:80]!r} of version {version[:80]!r} on its way; send it from its first byte")
+        return PartStatus(part, upload.parts[part].bytes, upload.parts[part].total)
+
+    async def write(self, version: str, part: str, start: int, total: int, body: AsyncIterator[bytes]) -> PartStatus:
+        """Take a range of a part. What has come when `body` breaks off is kept."""
+        upload, at, piece = self._opened(version, part, total), start, bytearray()
+        try:
+            async for chunk in body:
+                piece += chunk
+                if len(piece) >= PIECE_BYTES:
+                    whole, piece = bytes(piece), bytearray()
+                    await self._write(upload, part, at, whole)
+                    at += len(whole)
+        finally:
+            await self._write(upload, part, at, bytes(piece))
+        return self.status(version, part)
+
+    def _opened(self, version: str, part: str, total: int) -> _Upload:
+        """The upload with an entry for this part, where there is room for it."""
+        config = self._config
+        if not PART.fullmatch(part):
+            raise InvalidRequest(f"part is {part[:80]!r}; name it with letters, digits, '.', '_' and '-', ending in .safetensors")
+        upload = self._uploads.get(version)
+        if upload is None and len(self._uploads) >= config.max_uploads:
+            raise StorageFailed(f"{len(self._uploads)} versions are on their way, the limit is {config.max_uploads} (max_uploads); push or "
+                                f"abort one of {sorted(self._uploads)}")
+        there = upload.parts.get(part) if upload is not None else None
+        if there is not None and there.total != total:
+            raise Conflict(f"part {part!r} was begun with {there.total} bytes in all, now it has {total}; abort the version to begin anew")
+        if there is None:
+            held = sum(other.total for any in self._uploads.values() for other in any.parts.values())
+            if held + total > config.max_upload_mb * 2**20:
+                raise StorageFailed(f"part {part!r} has {total} bytes and {held} are on their way; the limit is {config.max_upload_mb} MiB "
+                                    "(max_upload_mb): push or abort what is there")
+            if upload is not None and len(upload.parts) >= config.max_upload_parts:
+                raise StorageFailed(f"version {version!r} has {len(upload.parts)} parts, the limit is {config.max_upload_parts} "
+                                    "(max_upload_parts); send larger ones")
+        if upload is None:
+            upload = self._uploads[version] = _Upload(self._directory / hashlib.sha256(version.encode()).hexdigest()[:32])
+            upload.directory.mkdir(mode=0o700)
+            self._expire_later(version, upload)
+        upload.parts.setdefault(part, _Part(total))
+        upload.touched_s = asyncio.get_running_loop().time()
+        return upload
+
+    async def _write(self, upload: _Upload, name: str, start: int, data: bytes) -> None:
+        try:
+            await asyncio.to_thread(self._put, upload, name, start, data)
+        except OSError as error:
+            raise StorageFailed(f"part {name!r} cannot be written below the state directory ({error}); make room and send it on") from None
+        upload.touched_s = asyncio.get_running_loop().time()
+
+    def _put(self, upload: _Upload, name: str, start: int, data: bytes) -> None:
+        part = upload.parts[name]
+        with self._lock:
+            if upload.pushes:
+                raise Conflict(f"part {name!r} belongs to a version that is being pushed; wait for the push to end")
+            if start > part.bytes:
+                raise Conflict(f"part {name!r} has {part.bytes} bytes and this range begins at {start}; send from {part.bytes}")
+            if start + len(data) > part.total:
+                raise InvalidRequest(f"part {name!r} has {part.total} bytes in all and this range reaches {start + len(data)}; send what "
+                                     "Content-Range says")
+            if not upload.directory.is_dir():
+                raise Conflict(f"the upload of part {name!r} was ended meanwhile; send it from its first byte")
+            with open(upload.directory / name, "r+b" if part.bytes else "w+b") as file:
+                file.seek(start)
+                again = data[: part.bytes - start]
+                if file.read(len(again)) != again:
+                    raise Conflict(f"part {name!r} came with other bytes before, somewhere in [{start}, {start + len(again)}); abort the "
+                                   "version to begin anew")
+                file.write(data[len(again) :])
+            part.bytes = max(part.bytes, start + len(data))
+
+    # -- pushes --------------------------------------------------------------------------------------------------
+
+    def seal(self, version: str) -> str:
+        """The directory for the engine, below the uploads' own, not written until `release`. `Conflict` while parts are incomplete."""
+        upload = self._uploads.get(version)
+        if upload is None:
+            return hashlib.sha256(version.encode()).hexdigest()[:32]  # not there: the engine knows whether it had it already
+        for name, part in upload.parts.items():
+            if part.bytes < part.total:
+                raise Conflict(f"part {name!r} of version {version!r} has {part.bytes} of {part.total} bytes; send the rest, then push")
+        upload.pushes += 1
+        return upload.directory.name
+
+    def release(self, version: str, *, keep: bool) -> None:
+        """A push has ended; without `keep` its parts have served."""
+        upload = self._uploads.get(version)
+        if upload is not None and upload.pushes:
+            upload.pushes -= 1
+            if not keep and not upload.pushes:
+                self._remove(version)
+
+    def drop(self, version: str) -> bool:
+        """End an upload that no push reads; whether there was one."""
+        upload = self._uploads.get(version)
+        if upload is None or upload.pushes:
+            return False
+        self._remove(version)
+        return True
+
+    def _remove(self, version: str) -> None:
+        with self._lock:
+            shutil.rmtree(self._uploads.pop(version).directory, ignore_errors=True)
+
+    def _expire_later(self, version: str, upload: _Upload) -> None:
+        loop, ttl_s = asyncio.get_running_loop(), self._config.upload_ttl_s
+
+        def look() -> None:
+            left_s = upload.touched_s + ttl_s - loop.time()
+            if self._uploads.get(version) is not upload:
+                return
+            if left_s <= 0 and not upload.pushes:
+                self._remove(version)
+            else:
+                loop.call_later(max(left_s, 1.0), look)
+
+        loop.call_later(ttl_s, look)
+
+
+def span(content_range: str, length: int | None) -> tuple[int, int]:
+    """Where a body begins and how many bytes the part has in all."""
+    if not content_range:
+        if length is None:
+            raise InvalidRequest("the request has neither Content-Range nor Content-Length; send Content-Range: bytes FIRST-LAST/TOTAL")
+        return 0, length
+    found = RANGE.fullmatch(content_range)
+    first, last, total = map(int, found.groups()) if found else (0, 0, 0)
+    if not first <= last < total or (length is not None and length != last + 1 - first):
+        raise InvalidRequest(f"Content-Range is {content_range[:80]!r} for a body of {length} bytes; it must be bytes FIRST-LAST/TOTAL, "
+                             "the last included")
+    return first, total

@@ -1,0 +1,28 @@
+"""Flags of `tlt weights`; light, because `tlt --help` imports it."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    push = verbs.add_parser("push", help="push a checkpoint", allow_abbrev=False, description=(
+        "Push a directory of safetensors, or one file. Exit status 0: live (or staged); 1: refused or broken off, and what was live "
+        "before is live still; 2: the arguments or files cannot be used."))
+    push.add_argument("path", type=Path, metavar="DIR|FILE", help="a directory in the Hugging Face layout, or one .safetensors file")
+    push.add_argument("--version", required=True, metavar="NAME", help="what every token made by these weights will carry [required]")
+    push.add_argument("--channel", choices=("disk", "http"), default="disk",
+                      help="disk: the server reads the directory itself; http: it is sent [default disk]")
+    push.add_argument("--role", choices=("target", "drafter"), default="target", help="whose weights PATH holds [default target]")
+    push.add_argument("--drafter", type=Path, metavar="DIR", help="a drafter's directory, to go live in the same moment as the target")
+    push.add_argument("--in-flight", choices=("continue", "recompute", "abort", "drain"), default="continue",
+                      help="what becomes of running requests [default continue]")
+    push.add_argument("--stage", action="store_true", help="stop before the commit; POST /weights/{version}/commit makes it live")
+    status = verbs.add_parser("status", help="which versions are live, kept and on their way", allow_abbrev=False)
+    rollback = verbs.add_parser("rollback", help="make the version before live again", allow_abbrev=False)
+    rollback.add_argument("--to", default="", metavar="NAME", help="the version to be live afterwards; makes a repeated call safe")
+    for verb in (push, status, rollback):
+        verb.add_argument("--url", default="http://127.0.0.1:8000", help="of the server [default http://127.0.0.1:8000]")
+        verb.add_argument("--api-key-file", type=Path, metavar="FILE", help="its first line is sent as the API key")

@@ -1,0 +1,108 @@
+"""What `tlt weights` does: asks the server by the client, says what became of it. Every failure ends in one line with its remedy."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from tlt_client import Client, ConnectionFailed, ServerError
+from tlt_client.channels.errors import ContentRefused
+from tlt_client.channels.http import HttpSender
+from tlt_server.errors import StartupError
+
+
+def run(arguments: argparse.Namespace) -> int:
+    console, say = (Console(stderr=stderr, soft_wrap=True, highlight=False) for stderr in (False, True))
+    try:
+        with Client(arguments.url, api_key=_key(arguments.api_key_file)) as client:
+            VERBS[arguments.verb](client, arguments, console)
+            return 0
+    except ServerError as error:
+        say.print(f"tlt: {error.code}: {error.message}", markup=False)
+        return 1
+    except ConnectionFailed as error:
+        say.print(f"tlt: {arguments.url} does not answer ({error}); start the server, or name another --url. What became of a push that "
+                  "was under way: tlt weights status", markup=False)
+        return 1
+    except (ContentRefused, OSError) as error:
+        raise StartupError(str(error)) from None
+
+
+def _push(client: Client, arguments: argparse.Namespace, console: Console) -> None:
+    path: Path = arguments.path
+    for named in filter(None, (path, arguments.drafter)):
+        if not named.exists():
+            raise StartupError(f"there is no {named}; name a directory of safetensors files")
+    if arguments.drafter is not None and arguments.role == "drafter":
+        raise StartupError(f"--role drafter says that {path} holds a drafter, and --drafter names another; leave one out")
+    fields: dict[str, Any] = {"in_flight": arguments.in_flight, "commit": not arguments.stage,
+                              "role": "all" if arguments.drafter is not None else arguments.role}
+    if arguments.channel == "http":
+        reply = _sent(client, arguments, fields, console)
+    else:
+        if not path.is_dir():
+            raise StartupError(f"{path} is one file, and by disk the server reads a directory; name its directory, or use --channel http")
+        if arguments.drafter is not None:
+            fields["drafter_path"] = str(arguments.drafter.resolve())
+        reply = client.push_weights(arguments.version, path=str(path.resolve()), **fields)
+    _say(reply, console)
+
+
+def _sent(client: Client, arguments: argparse.Namespace, fields: dict[str, Any], console: Console) -> Mapping[str, Any]:
+    bars = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*bars, console=console, disable=not console.is_terminal) as progress:
+        tasks: dict[str, Any] = {}
+
+        def on_bytes(part: str, there: int, total: int) -> None:
+            if part not in tasks:
+                tasks[part] = progress.add_task(part, total=total)
+            progress.update(tasks[part], completed=there)
+
+        sender = HttpSender(client, on_bytes=on_bytes)
+        return sender.push_directory(arguments.path, arguments.version, drafter=arguments.drafter, **fields)
+
+
+def _say(reply: Mapping[str, Any], console: Console) -> None:
+    whose = {"all": "target and drafter"}.get(reply["role"], reply["role"])
+    console.print(f"{reply['state']}: version {reply['version']!r} of the {whose}; live is {reply['weight_version']!r}", markup=False)
+    phases = ", ".join(f"{name} {seconds * 1e3:.0f} ms" for name, seconds in reply["phases_s"].items())
+    if phases:
+        console.print(f"phases: {phases}; the loop paused for {reply['pause_ms']:.2f} ms", markup=False)
+    sums = reply["checksums"]
+    if sums:
+        digest = hashlib.sha256("\n".join(f"{name} {sums[name]}" for name in sorted(sums)).encode()).hexdigest()
+        console.print(f"checksums: {len(sums)} tensors, together sha256:{digest}", markup=False)
+
+
+def _status(client: Client, arguments: argparse.Namespace, console: Console) -> None:
+    state = client.weights()
+    console.print(f"live: target {state['target']!r}" + (f", drafter {state['drafter']!r}" if state["drafter"] else ""), markup=False)
+    before = ", ".join(f"{role} {version!r}" for role, version in state["previous"].items())
+    console.print(f"before: {before or 'nothing to roll back to'}", markup=False)
+    if state["open"]:
+        console.print(f"on its way: {state['open']['version']!r} of the {state['open']['role']}, {state['open']['state']}", markup=False)
+    for reason in state["quarantined"].values():
+        console.print(f"nothing is generated: {reason}", style="bold red", markup=False)
+    console.print(f"kept over a restart: {'yes' if state['spooled'] else 'no (--state-dir keeps them)'}")
+
+
+def _rollback(client: Client, arguments: argparse.Namespace, console: Console) -> None:
+    _say(client.roll_back_weights(**({"to": arguments.to} if arguments.to else {})), console)
+
+
+VERBS: dict[str, Callable[[Client, argparse.Namespace, Console], None]] = {"push": _push, "status": _status, "rollback": _rollback}
+
+
+def _key(file: Path | None) -> str | None:
+    if file is None:
+        return None
+    lines = [line.strip() for line in file.read_text().splitlines() if line.strip() and not line.startswith("#")]
+    if not lines or lines[0].startswith("sha256:"):
+        raise StartupError(f"{file} begins with no plain key; write one into its first line")
+    return lines[0]

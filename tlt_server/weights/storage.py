@@ -1,0 +1,115 @@
+"""Where a pushed version lies while it is staged: beside the live one if there is room, else in pinned host memory, else in mapped files.
+
+The device says what is free; the first place with room is taken, or the one that was asked for. A model is made as always: within
+`at` the storage it allocates comes from that place. On a CPU the device's memory is the host's.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from tlt_server.errors import PushFailed
+
+Place = Literal["device", "host", "disk"]
+Asked = Literal["auto", "device", "host", "disk", "none"]
+MEMORY, MEMORY_LIMIT = Path("/proc/meminfo"), Path("/sys/fs/cgroup/memory.max")
+PLACES: tuple[Place, ...] = ("device", "host", "disk")
+
+
+class Free(NamedTuple):
+    """Bytes that a staged version may take; of no use here: 0."""
+
+    device: int
+    host: int
+    disk: int
+
+
+class HostMemory(NamedTuple):
+    """Bytes of the machine, or of the control group that limits this process."""
+
+    available: int
+    total: int
+
+
+def host_memory() -> HostMemory:
+    lines = dict(line.split(":") for line in MEMORY.read_text().splitlines())
+    available, total = (int(lines[name].split()[0]) * 1024 for name in ("MemAvailable", "MemTotal"))
+    limit = MEMORY_LIMIT.read_text().strip() if MEMORY_LIMIT.exists() else "max"
+    return HostMemory(available, total) if limit == "max" else HostMemory(min(available, int(limit)), min(total, int(limit)))
+
+
+def disk_free(directory: str) -> int:
+    """Of the file system that holds `directory`; 0 without one."""
+    return shutil.disk_usage(directory).free if directory else 0
+
+
+def choose(asked: Asked, need: int, free: Free) -> Place:
+    """The first place with room, or `PushFailed` with what is lacking."""
+    assert asked != "none", "in place there is nothing to choose"
+    allowed = PLACES if asked == "auto" else (asked,)
+    for place in allowed:
+        if getattr(free, place) >= need:
+            return place
+    found = ", ".join(f"{getattr(free, place) // 2**20} MiB ({place})" for place in allowed)
+    raise PushFailed(f"a staged version takes {need // 2**20} MiB, free are {found}; make room, name a --state-dir on a larger disk, or "
+                     "start the server with --weight-staging none, which writes over the weights in use")
+
+
+class Storage:
+    """`free` is asked at every push; `directory` holds mapped files, which no other process sees and which go with the model."""
+
+    def __init__(self, asked: Asked, free: Callable[[], Free], device: torch.device, directory: Path | None) -> None:
+        self.in_place = asked == "none"
+        self.place: Place | None = None  # of the last version staged
+        self._asked, self._free, self._device, self._directory = asked, free, device, directory
+
+    @contextmanager
+    def at(self, need: int) -> Iterator[None]:
+        if self.in_place:
+            yield
+            return
+        self.place = choose(self._asked, need, self._free())
+        with self._mode(self.place):
+            yield
+
+    def _mode(self, place: Place) -> Any:
+        if place == "disk":
+            assert self._directory is not None
+            directory = self._directory
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            return _Elsewhere(lambda shape, dtype: _mapped(directory, shape, dtype))
+        if place == "host" and self._device.type == "cuda":
+            return _Elsewhere(lambda shape, dtype: torch.empty(shape, dtype=dtype, pin_memory=True))
+        return nullcontext()
+
+
+class _Elsewhere(TorchFunctionMode):
+    """Within it `torch.empty`, `zeros` and `ones` of a shape give storage from `allocate`, whatever device they name."""
+
+    def __init__(self, allocate: Callable[[tuple[int, ...], torch.dtype], Tensor]) -> None:
+        super().__init__()
+        self._allocate = allocate
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in (torch.empty, torch.zeros, torch.ones) or kwargs.get("pin_memory"):
+            return func(*args, **kwargs)
+        shape = tuple(args[0]) if args and not isinstance(args[0], int) else tuple(args)
+        made = self._allocate(shape, kwargs.get("dtype") or torch.get_default_dtype())
+        return made if func is torch.empty else made.fill_(func is torch.ones)
+
+
+def _mapped(directory: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A tensor in a file that has no name any more."""
+    count = max(1, torch.Size(shape).numel())
+    with tempfile.NamedTemporaryFile(dir=directory) as file:
+        return torch.from_file(file.name, shared=True, size=count, dtype=dtype)[: torch.Size(shape).numel()].view(shape)
