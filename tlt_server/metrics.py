@@ -45,7 +45,7 @@ GAUGES = {  # name in Outputs.gauges -> (metric, sentence)
 TOTALS = {  # likewise, counted by the engine since it started
     "preemptions": ("tlt_preemptions", "Sequences preempted: their pages were taken for older ones."),
 }
-PUSH_RESULTS = ("committed", "staged", "unchanged", "aborted", "named", "rolled_back",  # and the codes of errors that end one
+PUSH_RESULTS = ("committed", "staged", "gathering", "unchanged", "aborted", "named", "rolled_back",  # and the codes of errors that end one
                 "invalid_request", "forbidden", "not_found", "model", "weights_refused", "channel_broken", "conflict", "push_failed")
 STRATEGIES = 64  # label values; strategies beyond them count as "other"
 POSITIONS = 16  # label values; places further down a draft count in tlt_sd_accepted_tokens_total only

@@ -215,6 +215,7 @@ class Stop(Struct, frozen=True, tag="stop"):
 
 Ending = Literal["exited", "failed", "hung"]  # of an engine process: by itself or a signal; with its own last word; killed as it was silent
 Role = Literal["target", "drafter"]
+PushRole = Role | Literal["all"]
 
 
 class TensorEntry(Struct, frozen=True, kw_only=True):
@@ -229,7 +230,7 @@ class TensorEntry(Struct, frozen=True, kw_only=True):
 class Manifest(Struct, frozen=True, kw_only=True):
     """One push of weights. `in_flight` says what becomes of requests that run when the target changes."""
 
-    role: Literal["target", "drafter", "all"] = "target"
+    role: PushRole = "target"
     version: str = ""  # empty: the directory's name and the content's digest
     channel: str = "disk"  # a name of `tlt_client.channels.CHANNELS`
     path: str = ""  # directory, absolute or below the weight root; by http the upload's
@@ -238,6 +239,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
     group: str = ""  # by broadcast: that brings them
     packed: bool = True  # by broadcast: in buckets of raw bytes; False: one by one
     bucket_bytes: int = 2**30  # a bucket closes after the tensor that takes it over this
+    partial: bool = False  # `tensors` are some of those that come; the push goes on with further manifests until none is missing
     in_flight: InFlight = "continue"
     commit: bool = True  # False: stay staged until a commit is asked for
 
@@ -368,7 +370,7 @@ class WeightReport(Struct, frozen=True, kw_only=True, tag="weight_report"):
 
     id: str
     state: WeightState
-    result: str = ""  # committed | staged | unchanged | aborted | named | rolled_back | looked | joined | left; an error's code otherwise
+    result: str = ""  # committed, staged, gathering, unchanged, aborted, named, rolled_back, looked, joined, left; or an error's code
     error: tuple[str, str] | None = None  # (code, message)
     version: str = ""
     role: str = ""

@@ -9,6 +9,7 @@ import os
 import re
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ HEADERS: dict[str, dict[str, str]] = {
     "none": {}, "unknown": {"authorization": "Bearer key-unknown"},
     **{name: {"authorization": f"Bearer key-{name}"} for name in (*SCOPES, "all")},
 }
+BODIES = {("POST", "/abort_requests"): {"request_ids": ["x"]}}  # without one it asks for more than the route alone
 LINES = "".join(f"key-{scope} scopes={scope} name={scope}\n" for scope in SCOPES) + "key-all\n"
 
 
@@ -87,7 +89,7 @@ def test_every_route_with_every_method_and_every_key(keyed: LiveServer) -> None:
         for (path, found), method, key in itertools.product(paths.items(), METHODS, KEYS):
             route = next((route for route in found if method in (route.methods or ())), found[0])
             statuses = expected(route, method, needs[route.method, route.path], key)
-            reply = http.request(method, path, headers=HEADERS[key])
+            reply = http.request(method, path, headers=HEADERS[key], json=BODIES.get((method, path)))
             asked += 1
             if statuses is None:
                 assert reply.status_code not in (401, 403, 405), (method, path, key, reply.text)
@@ -162,6 +164,28 @@ def test_a_key_sees_its_own_rollouts_and_operate_sees_all(model: Path, tmp_path:
         assert [rollout.id for rollout in clients["root"].rollouts()] == [b.id]
         for client in clients.values():
             client.close()
+
+
+def test_a_key_aborts_its_own_requests_and_operate_aborts_all(keyed: LiveServer) -> None:
+    def ask(id: str, key: str) -> httpx.Response:
+        body = {"requests": [{"id": id, "token_ids": [HANGS]}]}
+        return httpx.post(f"{keyed.url}/generate", json=body, headers=HEADERS[key], timeout=20)
+
+    def abort(path: str, body: dict[str, Any], key: str) -> int:
+        return httpx.post(f"{keyed.url}{path}", json=body, headers=HEADERS[key]).status_code
+
+    with ThreadPoolExecutor(4) as pool:
+        first, second, third = pool.submit(ask, "a", "data"), pool.submit(ask, "b", "all"), pool.submit(ask, "c", "all")
+        eventually(lambda: len(keyed.engine.running) == 3)
+        assert abort("/abort_request", {"rid": "b"}, "data") == 200 and abort("/abort_requests", {"request_ids": ["c"]}, "data") == 200
+        for path, everything in (("/abort_request", {"abort_all": True}), ("/abort_requests", {})):
+            assert abort(path, everything, "data") == 403
+        assert abort("/abort_request", {"rid": "a"}, "data") == 200
+        assert first.result().json()["results"][0]["choices"][0]["finish_reason"] == "abort"
+        assert not second.done() and not third.done(), "another key's"
+        assert abort("/abort_requests", {"request_ids": ["b"]}, "operate") == 403, "the route needs data"
+        assert abort("/abort_requests", {"request_ids": ["b"]}, "all") == 200 and second.result().status_code == 200
+        assert abort("/abort_request", {"abort_all": True}, "all") == 200 and third.result().status_code == 200
 
 
 def test_an_idempotency_key_is_its_owners(model: Path, tmp_path: Path) -> None:

@@ -21,6 +21,9 @@ ROUTES = {
     ("post", "/v1/chat/completions"), ("post", "/tokenize"), ("post", "/detokenize"), ("get", "/openapi.json"),
     ("post", "/update_weights"), ("get", "/weights"), ("post", "/weights/rollback"), ("post", "/weights/{version}/commit"),
     ("post", "/weights/{version}/abort"), ("post", "/weight_checker"), ("get", "/weight_info"),
+    ("put", "/weights/{version}/{part}"), ("get", "/weights/{version}/{part}"), ("post", "/weight_groups"),
+    ("delete", "/weight_groups/{name}"), ("post", "/init_weight_transfer_engine"), ("post", "/init_broadcaster"),
+    ("post", "/init_weights_update_group"), ("post", "/destroy_weights_update_group"), ("post", "/update_weights_from_distributed"),
     ("post", "/collective_rpc"),
     ("post", "/pause"), ("post", "/resume"), ("get", "/is_paused"), ("post", "/abort_requests"), ("get", "/get_world_size"),
     ("post", "/start_weight_update"), ("post", "/start_draft_weight_update"), ("post", "/finish_weight_update"),
@@ -163,6 +166,7 @@ def test_examples_are_accepted(document: dict[str, Any], server: LiveServer) -> 
                 for content in about.get("requestBody", {}).get("content", {}).values() if "example" in content}
     assert examples.keys() == GENERATES | PUSHES | {
         "/tokenize", "/detokenize", "/strategy", "/inference/v1/generate", "/collective_rpc", "/abort_request",
+        "/init_weight_transfer_engine", "/init_broadcaster", "/init_weights_update_group", "/update_weights_from_distributed",
         "/get_weights_by_name"}
     for path, (method, example) in examples.items():
         response = httpx.request(method, server.url + path, json=example)

@@ -148,7 +148,11 @@ REFUSED: dict[str, tuple[str, ...]] = {
     '{"version": "' + "v" * 300 + '", "path": "p"}': ("256",),
     '{"weight_dir": null}': ("weight_dir is None", "weight root"),
     '{"weight_dir": "p", "weight_version": 4}': ("version is 4",),
-    '{"update_info": {"names": []}}': ("update_info", "broadcast"),
+    '{"update_info": {"names": []}}': ("update_info", "dtype_names is missing"),
+    '{"update_info": {"names": [], "dtype_names": [], "shapes": []}}': ("0 names", "one of each for every tensor"),
+    '{"update_info": []}': ("update_info is []",),
+    '{"update_info": [{"names": ["w"], "dtype_names": ["float32"], "shapes": [[1]]}, {"names": ["v"], "dtype_names": [], "shapes": []}]}':
+        ("1 names, 0 dtypes and 0 shapes", "in the order"),
     '{"version": "v", "channel": "http"}': ("tensors is missing", "channel http needs tensors"),
     '{"version": "v", "channel": "http", "path": "p", "tensors": [{"name": "w", "checksum": "x"}]}': ("path is 'p'", "leave it out"),
     '{"version": "v", "channel": "http", "tensors": [{"name": "w"}]}': ("'w' has no checksum",),

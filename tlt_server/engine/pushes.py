@@ -24,6 +24,7 @@ from tlt_server.records import (
     JoinGroup,
     LeaveGroup,
     LookAtWeights,
+    Manifest,
     NameWeights,
     PushWeights,
     ReadWeights,
@@ -86,6 +87,8 @@ class WeightPushes:
             self._apply(command)
         except TltError as error:
             of = command.manifest if isinstance(command, PushWeights) else None
+            if of is not None:
+                self._leave_unread(of)
             self._report(command.id, error.code, error=error, version=of.version if of else "", role=of.role if of else "")
 
     def advance(self) -> list[StepOutput]:
@@ -182,10 +185,18 @@ class WeightPushes:
         except ChannelError as error:
             self._report(asked.id, error.code, error=from_code(error.code, str(error)))
 
-    def _check_group_free(self, name: str) -> None:
+    def _brings(self, group: str) -> bool:
         push = self.transaction.push
-        if push is not None and push.manifest.group == name and push.state == "staging":
-            raise Conflict(f"group {name!r} brings version {push.version!r} just now; wait for that push to end")
+        return push is not None and push.manifest.group == group and push.state in ("waiting", "staging")
+
+    def _check_group_free(self, name: str) -> None:
+        if self._brings(name):
+            raise Conflict(f"group {name!r} brings a version just now; wait for that push to end")
+
+    def _leave_unread(self, refused: Manifest) -> None:
+        """What a refused push sends through its group must not be taken for the next one's."""
+        if refused.group and not self._brings(refused.group):
+            self.transaction.intake.groups.leave(refused.group)
 
     def _begin(self, push: Push) -> None:
         """In place: once nothing that runs, and nobody who reads, could see half of the new weights."""
@@ -239,6 +250,8 @@ class WeightPushes:
             self._close(push, push.error.code, error=push.error)
         elif push.state == "unchanged":
             self._close(push, "unchanged", parts=push.parts)
+        elif push.state == "gathering":
+            self._answer(push, "gathering")
         elif push.manifest.commit or self._due:
             assert push.parts is not None
             if self._reading or self._drains(push.manifest.in_flight, push.parts):
@@ -293,7 +306,7 @@ class WeightPushes:
     # -- reports -------------------------------------------------------------------------------------------------
 
     def _answer(self, push: Push, result: str, *, parts: Parts | None = None, error: TltError | None = None, pause_ms: float = 0.0) -> None:
-        for id in self._waiting:
+        for id in self._waiting or [""]:  # what nobody has asked for is told all the same
             self._report(id, result, parts=parts, error=error, version=push.version, role=push.manifest.role, phases=push.phases,
                          pause_ms=pause_ms)
         self._waiting.clear()

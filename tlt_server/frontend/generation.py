@@ -15,13 +15,16 @@ from typing import TYPE_CHECKING, NamedTuple
 import structlog
 
 from tlt_server.config import Config
-from tlt_server.errors import Cancelled, EngineFailed, Poisoned, TltError, from_code
+from tlt_server.errors import Cancelled, EngineFailed, Forbidden, Poisoned, TltError, from_code
+from tlt_server.frontend.broadcasts import Broadcasts
 from tlt_server.frontend.engine_client import EngineClient
+from tlt_server.frontend.keys import Caller
 from tlt_server.frontend.named import Named
 from tlt_server.frontend.requests import shown
 from tlt_server.frontend.sequence import Choice, Delta, Sequence
 from tlt_server.frontend.text import Text
 from tlt_server.frontend.validation import Batch, Validator
+from tlt_server.frontend.vllm.transfer import Transfer
 from tlt_server.frontend.weight_checker import WeightChecker
 from tlt_server.frontend.weight_session import WeightSession
 from tlt_server.metrics import Metrics
@@ -162,16 +165,27 @@ class Service:
         return WeightSession(self.engine, stages=self.config.weight_staging != "none")
 
     @cached_property
+    def broadcasts(self) -> Broadcasts:
+        return Broadcasts(self.session)
+
+    @cached_property
+    def transfer(self) -> Transfer:
+        return Transfer(self.broadcasts)
+
+    @cached_property
     def checker(self) -> WeightChecker:
         return WeightChecker(self.session)
 
-    def abort(self, names: Iterable[str] | None) -> None:
-        """End the items of these names, or all that is open, with what they have."""
-        self.engine.abort(self.engine.open_ids if names is None else self.named.find(names))
+    def abort(self, names: Iterable[str] | None, caller: Caller) -> None:
+        """End the items of these names, as far as they are the caller's, or all that is open, with what they have."""
+        if names is None and not caller.may("operate"):
+            raise Forbidden(f"to abort all that is open needs the scope operate, and the key {caller.name} has it not; name its requests")
+        self.engine.abort(self.engine.open_ids if names is None else self.named.find(names, caller))
 
-    def start(self, batch: Batch) -> Generation:
-        """Admit and submit the batch, all of it or (with a typed error) nothing. The caller closes what it gets."""
-        generation = Generation(self, self.items(batch), batch.deadline_s)
+    def start(self, batch: Batch, owner: str) -> Generation:
+        """Admit and submit the batch, all of it or (with a typed error) nothing. Whoever calls this closes what it gets. `owner`: the
+        name of the key that asks."""
+        generation = Generation(self, self.items(batch), batch.deadline_s, owner)
         self.metrics.prompt.inc(sum(len(request.token_ids) for item in batch.items for request in item.requests))
         return generation
 
@@ -191,8 +205,8 @@ class Service:
 class Generation:
     """What is open of a batch, on its way: iterate `events` once, then `close`."""
 
-    def __init__(self, service: Service, items: Items, deadline_s: float, keep: Callable[[list[StepOutput]], None] | None = None,
-                 *, accepted: bool = False) -> None:
+    def __init__(self, service: Service, items: Items, deadline_s: float, owner: str,
+                 keep: Callable[[list[StepOutput]], None] | None = None, *, accepted: bool = False) -> None:
         """`keep` is told outputs before anything is made of them; whoever has it can also go on after a crash of the engine. `accepted`:
         by a process before this one, so that no bound refuses it now."""
         self._service, self._items, self._keep = service, items, keep
@@ -200,7 +214,7 @@ class Generation:
                                                  accepted=accepted)
         self._accepted_s = service.clock()
         for name, ids in items.named.items():
-            service.named.open(name, ids)
+            service.named.open(name, ids, owner)
         self._last_token_s: dict[str, float] = {}
 
     async def events(self) -> AsyncGenerator[Event, None]:

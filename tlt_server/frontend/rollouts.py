@@ -212,8 +212,8 @@ class Rollouts:
 
     def _run(self, rollout: Rollout, deadline_s: float, *, accepted: bool = False) -> None:
         assert rollout.items is not None
-        generation = Generation(self._service, rollout.items, deadline_s, lambda outputs: self._append(rollout, frame(Grown(outputs))),
-                                accepted=accepted)
+        generation = Generation(self._service, rollout.items, deadline_s, rollout.header.owner,
+                                lambda outputs: self._append(rollout, frame(Grown(outputs))), accepted=accepted)
         rollout.task = asyncio.create_task(self._collect(rollout, generation))
 
     async def _collect(self, rollout: Rollout, generation: Generation) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
@@ -17,7 +17,7 @@ PLACES = {"model", "drafter", "weight_root", "state_dir", "host", "port"}
 
 
 class TransferConfig(Struct, frozen=True):
-    backend: Annotated[str, Meta(description="the channel for weights that needs no set-up")] = "disk"
+    backend: Annotated[Literal["disk", "gloo"], Meta(description="gloo: from the trainer's process group; disk: from a directory")]
 
 
 class ModelConfigInfo(Struct, frozen=True):
@@ -35,7 +35,7 @@ class VllmConfigInfo(Struct, frozen=True):
     """As clients of vLLM read it."""
 
     model_config: Annotated[ModelConfigInfo, Meta(description="what is served")]
-    weight_transfer_config: Annotated[TransferConfig, Meta(description="how weights come")] = TransferConfig()
+    weight_transfer_config: Annotated[TransferConfig, Meta(description="how weights come")]
     parallel_config: Annotated[ParallelConfigInfo, Meta(description="how it is spread")] = ParallelConfigInfo()
     lora_config: Annotated[None, Meta(description="always null: no adapters")] = None
 
@@ -82,7 +82,8 @@ def server_info(service: Service, caller: Caller) -> ServerInfo:
         open_sequences=len(engine),
         max_queue=config.max_queue,
         config=config.model_dump(mode="json", exclude=SECRETS if trusted else SECRETS | PLACES),
-        vllm_config=VllmConfigInfo(ModelConfigInfo(info.dtype if info else "", info.max_model_len if info else None)),
+        vllm_config=VllmConfigInfo(ModelConfigInfo(info.dtype if info else "", info.max_model_len if info else None),
+                                   TransferConfig("gloo" if "broadcast" in config.channels else "disk")),
         model_path=model,
         tokenizer_path=model,
         weight_version=info.weight_version if info else "",

@@ -7,11 +7,13 @@ server's one session is known; all dialects share it, and every push of weights 
 
 from __future__ import annotations
 
-from typing import Literal
+from contextlib import suppress
+from typing import Annotated, Literal
 
 import msgspec
+from pydantic import Field
 
-from tlt_server.errors import Conflict, from_code
+from tlt_server.errors import Conflict, NotFound, from_code
 from tlt_server.frontend.engine_client import EngineClient
 from tlt_server.records import (
     AbortWeights,
@@ -26,70 +28,78 @@ from tlt_server.records import (
 )
 
 Selector = Literal["target", "draft", "all"]
+Version = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^/\x00-\x1f\x7f]+$",
+                               description="a name without slash or control characters, which every token will carry")]
 
 
 class WeightSession:
     def __init__(self, engine: EngineClient, *, stages: bool) -> None:
         """`stages`: a version lies somewhere else than the one in use until it is committed."""
         self._engine, self._stages = engine, stages
-        self._selector: Selector | None = None  # of the session that is open
-        self._staged = ""  # version that waits for the end
+        self.selector: Selector | None = None  # of the session that is open
+        self._staged: str | None = None  # version that waits for the end; empty while it has no name
         self._name = ""  # for what becomes live at the end
         self._ended: WeightReport | None = None  # the last session's, until another begins: for a repeated end
 
     @property
     def open(self) -> bool:
-        return self._selector is not None
+        return self.selector is not None
 
     @property
     def role(self) -> Role:
         """Of a push that does not say whose weights it brings."""
-        return "drafter" if self._selector == "draft" else "target"
+        return "drafter" if self.selector == "draft" else "target"
 
     async def begin(self, selector: Selector) -> None:
         """What an earlier session left staged is dropped; a repeated begin changes nothing else."""
-        staged, self._staged = self._staged, ""
-        if staged:
-            await self.ask(AbortWeights(self._engine.command_id(), staged))
-        self._selector, self._name, self._ended = selector, "", None
+        staged, self._staged = self._staged, None
+        if staged is not None:
+            with suppress(NotFound):  # somebody else has ended it
+                await self.ask(AbortWeights(self.command_id(), staged))
+        self.selector, self._name, self._ended = selector, "", None
 
     async def push(self, manifest: Manifest) -> WeightReport:
-        """Live when this returns; or staged, inside a session."""
+        """Live when this returns; or staged, inside a session; or gathering, where the manifest is partial and tensors are missing."""
         if self.open and self._stages:
             manifest = msgspec.structs.replace(manifest, commit=False)
-        report = await self.ask(PushWeights(self._engine.command_id(), manifest))
-        if self.open and report.result == "staged":
+        report = await self.ask(PushWeights(self.command_id(), manifest))
+        if self.open and report.result in ("staged", "gathering"):
             self._staged = report.version
         return report
 
     async def end(self, name: str = "") -> WeightReport:
-        """Commit what was pushed. A repeated end is answered as the first; `Conflict` without a session."""
-        if self._selector is None:
+        """Commit what was pushed. A repeated end is answered as the first; `Conflict` without a session.
+
+        Where nothing can be committed the session stays open: what is missing may still be pushed, or another name given.
+        """
+        if self.selector is None:
             if self._ended is not None:
                 return self._ended
             raise Conflict("no weight update was begun; begin one (POST /start_weight_update, /begin_weight_update), or push without")
-        name = name or self._name
-        staged, self._staged, drafter = self._staged, "", self._selector == "draft"
-        self._selector = None
-        if staged:
-            report = await self.ask(CommitWeights(self._engine.command_id(), staged, name))
-        elif name and not drafter:
-            report = await self.ask(NameWeights(self._engine.command_id(), name))
-        else:
-            looked = await self.look()
-            report = msgspec.structs.replace(looked, result="unchanged", version=looked.state.target)
-        self._ended = report
-        return report
+        self._ended = await self._commit(name or self._name)
+        self.selector = self._staged = None
+        return self._ended
+
+    async def _commit(self, name: str) -> WeightReport:
+        if self._staged is not None:
+            return await self.ask(CommitWeights(self.command_id(), self._staged, name))
+        if name and self.selector != "draft":
+            return await self.ask(NameWeights(self.command_id(), name))
+        looked = await self.look()
+        return msgspec.structs.replace(looked, result="unchanged", version=looked.state.target)
 
     async def rename(self, version: str) -> None:
         """Name what the open session pushes, or else what is live."""
-        if self._selector is not None:
+        if self.selector is not None:
             self._name = version
         else:
-            await self.ask(NameWeights(self._engine.command_id(), version))
+            await self.ask(NameWeights(self.command_id(), version))
 
     async def look(self, *, checksums: bool = False) -> WeightReport:
-        return await self.ask(LookAtWeights(self._engine.command_id(), checksums))
+        return await self.ask(LookAtWeights(self.command_id(), checksums))
+
+    def command_id(self) -> str:
+        return self._engine.command_id()
 
     async def ask(self, command: WeightCommand) -> WeightReport:
         """The engine's answer, or the error that it is."""

@@ -17,7 +17,7 @@ from tlt_server.errors import StartupError, TltError
 from tlt_server.records import Manifest
 from tlt_server.weights.parts import Drafter, Parts, Target
 from tlt_server.weights.spool import Kept, Spool
-from tlt_server.weights.staging import Steps, stage
+from tlt_server.weights.staging import Staging, Steps
 
 
 class Restored(NamedTuple):
@@ -46,7 +46,9 @@ def _restored(role: str, kept: Kept, spool: Spool, live: Parts, parse_calibratio
     if kept.directory:
         manifest = Manifest(role="target" if role == "target" else "drafter", version=kept.version, path=kept.directory)
         steps = Steps(lambda phase: None, None, parse_calibration, lambda size: nullcontext())
-        part = stage(manifest, live.complete(), lambda m: DiskReceiver(m, Intake(root=spool.directory)), steps).by_role[role]
+        staged = Staging(live.complete(), steps).take(manifest, lambda m: DiskReceiver(m, Intake(root=spool.directory)))
+        assert staged is not None  # one manifest brings all
+        part = staged.by_role[role]
     else:
         part = replace(live.complete().by_role[role], version=kept.version)
     if part.digest != kept.digest:

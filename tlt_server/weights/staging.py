@@ -38,23 +38,7 @@ class Steps:
     keep: Callable[[str, str, bytes], None] | None  # role, file, its checked bytes: for the spool, if there is one
     parse_calibration: Callable[[bytes, str], object]  # content, where from
     storage: Callable[[int], AbstractContextManager[object]]  # where models of so many bytes are made
-    overwrite: Callable[[], None] | None = None  # in place: the first live value is about to change
-
-
-def stage(manifest: Manifest, live: Parts, receive: Callable[[Manifest], Receiver], steps: Steps) -> Parts:
-    """Complete new weights for the manifest's roles. A `TltError` when there are none; `PushFailed` without a disk."""
-    staging = _Staging(manifest, live, steps)
-    try:
-        steps.enter("open")
-        with closing(receive(manifest)) as receiver:
-            return staging.run(receiver)
-    except ModelError as error:
-        raise WeightsRefused(error.message) from None
-    except ChannelError as error:
-        raise from_code(error.code, str(error)) from None
-    except OSError as error:
-        raise PushFailed(f"{manifest.path or manifest.channel}: reading it, or keeping it in the state directory, failed ({error}); check "
-                         "the disks and push again") from None
+    overwrite: Callable[[str], None] | None = None  # in place: the first live value of a role is about to change
 
 
 @dataclass
@@ -64,78 +48,123 @@ class _Role:
     network: TargetNetwork | DrafterNetwork
     parameters: Mapping[str, Tensor]
     others: Collection[str]  # that may come and are no parameters
-    declared: Mapping[str, TensorEntry]
+    place: str  # for messages
     sums: dict[str, str] = field(default_factory=dict)  # of what has come
     found: dict[str, Tensor] = field(default_factory=dict)  # of `others`
     kept: dict[str, str] = field(default_factory=dict)  # tensor -> the file it is kept in
 
+    @property
+    def missing(self) -> list[str]:
+        """Without which it is not complete; of a vocabulary map there are both halves or none."""
+        halves = {"d2t", "t2d"} & self.found.keys()
+        return sorted((self.parameters.keys() | ({"d2t", "t2d"} if halves else set())) - self.sums.keys())
 
-class _Staging:
-    def __init__(self, manifest: Manifest, live: Parts, steps: Steps) -> None:
-        self.manifest, self.live, self.steps = manifest, live, steps
-        self._overwriting = False
-        self.declared: dict[str, dict[str, TensorEntry]] = {"target": {}, "drafter": {}}
-        for entry in manifest.tensors:
-            role, name = owner(entry.name, manifest.role)
-            if name in self.declared[role]:
-                raise WeightsRefused(f"the manifest names tensor {entry.name!r} twice; name each tensor once")
-            self.declared[role][name] = entry
-        if manifest.role != "target" and live.drafter is None:
-            raise WeightsRefused(f"role is {manifest.role!r}, but this server drafts without a network; start it with --drafter DIR, "
-                                 "or push the target alone")
 
-    def run(self, receiver: Receiver) -> Parts:
+class Staging:
+    """What has come of one push. One manifest brings all of it, or several that are `partial` bring it together."""
+
+    def __init__(self, live: Parts, steps: Steps) -> None:
+        self.live, self.steps = live, steps
+        self._roles: dict[str, _Role] = {}
+        self._taken = 0  # manifests
+        self._overwriting: set[str] = set()
+
+    @property
+    def missing(self) -> list[str]:
+        """Tensors of the roles that have begun which have not come."""
+        return [name for role in self._roles.values() for name in role.missing]
+
+    def has(self, manifest: Manifest) -> bool:
+        """Whether a tensor that the manifest names has come before."""
+        owners = (owner(entry.name, manifest.role) for entry in manifest.tensors)
+        return any(role in self._roles and name in self._roles[role].sums for role, name in owners)
+
+    def take(self, manifest: Manifest, receive: Callable[[Manifest], Receiver]) -> Parts | None:
+        """Check and keep what comes. Complete new weights of all roles that have begun; None where further manifests bring the rest.
+
+        A `TltError` when there is none of both; `PushFailed` without a disk.
+        """
+        try:
+            self.steps.enter("open")
+            declared = self._declared(manifest)
+            with closing(receive(manifest)) as receiver:
+                return self._receive(manifest, receiver, declared)
+        except ModelError as error:
+            raise WeightsRefused(error.message) from None
+        except ChannelError as error:
+            raise from_code(error.code, str(error)) from None
+        except OSError as error:
+            raise PushFailed(f"{manifest.path or manifest.channel}: reading it, or keeping it in the state directory, failed ({error}); "
+                             "check the disks and push again") from None
+
+    def _receive(self, manifest: Manifest, receiver: Receiver, declared: Mapping[str, Mapping[str, TensorEntry]]) -> Parts | None:
         self.steps.enter("check")
-        roles = self._roles(receiver)
+        for name in receiver.names:
+            if receiver.names[name] or not manifest.partial:
+                self._open(name, manifest, receiver, declared[name])
         self.steps.enter("read")
         for batch in receiver.batches():
-            self._take(roles[batch.role], batch)
+            self._take(batch, declared[batch.role])
             self.steps.enter("read")
         self.steps.enter("check")
-        for name, role in roles.items():
-            self._check_complete(role, receiver.places[name])
-        target = self._target(roles["target"], receiver) if "target" in roles else None
-        drafter = self._drafter(roles["drafter"], receiver) if "drafter" in roles else None
+        self._taken += 1
+        if manifest.partial and self.missing:
+            return None
+        for role in self._roles.values():
+            self._check_complete(role)
+        target = self._target(self._roles["target"]) if "target" in self._roles else None
+        drafter = self._drafter(self._roles["drafter"], receiver) if "drafter" in self._roles else None
         receiver.confirm()
-        self._keep_index(roles)
-        name = Path(self.manifest.path).name or self.manifest.channel
-        version = self.manifest.version or f"{name}@{digest(Parts(target, drafter).sums)[:8]}"
+        self._keep_index()
+        name = Path(manifest.path).name or manifest.channel
+        version = manifest.version or f"{name}@{digest(Parts(target, drafter).sums)[:8]}"
         return Parts(target and replace(target, version=version), drafter and replace(drafter, version=version))
 
     # -- before the first tensor ---------------------------------------------------------------------------------
 
-    def _roles(self, receiver: Receiver) -> dict[str, _Role]:
-        """Where tensors go, and that exactly the right ones will come."""
-        live = self.live.by_role
-        for name, place in receiver.places.items():
-            self._check_config(live[name].network.config, receiver.file(name, "config.json"), f"{place}/config.json")
-        size = sum(view.nbytes for name in receiver.names for view in live[name].network.parameters().values())
-        with self.steps.storage(size):
-            networks = self._networks(receiver)
-        roles = {}
-        for name, network in networks.items():
-            tied = {TIED_HEAD} if network.config.tied_embeddings else set()
-            role = roles[name] = _Role(network, network.parameters(), tied if name == "target" else {"d2t", "t2d"}, self.declared[name])
-            check_names(role.parameters, receiver.names[name], role.others, receiver.places[name])
-            for tensor in sorted(role.declared.keys() ^ receiver.names[name].keys() if role.declared else ()):
-                where = "the manifest, but not in the files" if tensor in role.declared else "the files, but not in the manifest"
-                raise WeightsRefused(f"tensor {tensor!r} is in {where}; name exactly the tensors pushed, or none")
-        return roles
+    def _declared(self, manifest: Manifest) -> dict[str, dict[str, TensorEntry]]:
+        declared: dict[str, dict[str, TensorEntry]] = {"target": {}, "drafter": {}}
+        for entry in manifest.tensors:
+            role, name = owner(entry.name, manifest.role)
+            if name in declared[role]:
+                raise WeightsRefused(f"the manifest names tensor {entry.name!r} twice; name each tensor once")
+            declared[role][name] = entry
+        if manifest.role != "target" and self.live.drafter is None:
+            raise WeightsRefused(f"role is {manifest.role!r}, but this server drafts without a network; start it with --drafter DIR, "
+                                 "or push the target alone")
+        return declared
 
-    def _networks(self, receiver: Receiver) -> dict[str, TargetNetwork | DrafterNetwork]:
-        networks: dict[str, TargetNetwork | DrafterNetwork] = {}
+    def _open(self, name: str, manifest: Manifest, receiver: Receiver, declared: Mapping[str, TensorEntry]) -> None:
+        """Where a role's tensors go, and that the right ones will come."""
+        live, coming, place = self.live.by_role[name].network, receiver.names[name], receiver.places[name]
+        self._check_config(live.config, receiver.file(name, "config.json"), f"{place}/config.json")
+        if name not in self._roles:
+            own_embedding = None if manifest.partial else "embed_tokens.weight" in coming
+            with self.steps.storage(sum(view.nbytes for view in live.parameters().values())):
+                network = self._network(name, own_embedding)
+            tied = {TIED_HEAD} if network.config.tied_embeddings else set()
+            self._roles[name] = _Role(network, network.parameters(), tied if name == "target" else {"d2t", "t2d"}, place)
+        role = self._roles[name]
+        expected = {tensor: view for tensor, view in role.parameters.items() if tensor in coming} if manifest.partial else role.parameters
+        check_names(expected, coming, role.others, place)
+        for tensor in sorted(declared.keys() ^ coming.keys() if declared else ()):
+            where = "the manifest, but not in the files" if tensor in declared else "the files, but not in the manifest"
+            raise WeightsRefused(f"tensor {tensor!r} is in {where}; name exactly the tensors pushed, or none")
+
+    def _network(self, name: str, own_embedding: bool | None) -> TargetNetwork | DrafterNetwork:
+        """`own_embedding`: whether the drafter that comes has one; None: as the one in use."""
         assert self.live.target is not None
         target, in_place = self.live.target.network, self.steps.overwrite is not None
-        if "target" in receiver.names:
-            target = networks["target"] = target if in_place else target.blank()
-        if "drafter" in receiver.names:
-            assert self.live.drafter is not None
-            drafter, own_embedding = self.live.drafter.network, "embed_tokens.weight" in receiver.names["drafter"]
-            if in_place and own_embedding != drafter.own_embedding:
-                raise WeightsRefused("the drafter pushed and the one in use differ in whether they have 'embed_tokens.weight', and with "
-                                     "weight_staging none that cannot change; push a drafter of the same layout")
-            networks["drafter"] = drafter if in_place else drafter.blank(target, own_embedding=own_embedding)
-        return networks
+        if name == "target":
+            return target if in_place else target.blank()
+        assert self.live.drafter is not None
+        drafter = self.live.drafter.network
+        own_embedding = drafter.own_embedding if own_embedding is None else own_embedding
+        if in_place and own_embedding != drafter.own_embedding:
+            raise WeightsRefused("the drafter pushed and the one in use differ in whether they have 'embed_tokens.weight', and with "
+                                 "weight_staging none that cannot change; push a drafter of the same layout")
+        beside = self._roles["target"].network if "target" in self._roles else target
+        return drafter if in_place else drafter.blank(beside, own_embedding=own_embedding)
 
     @staticmethod
     def _check_config(config: ModelConfig, data: bytes | None, where: str) -> None:
@@ -152,8 +181,9 @@ class _Staging:
 
     # -- tensors -------------------------------------------------------------------------------------------------
 
-    def _take(self, role: _Role, batch: Batch) -> None:
+    def _take(self, batch: Batch, declared: Mapping[str, TensorEntry]) -> None:
         """Check every tensor and copy it to its place."""
+        role = self._roles[batch.role]
         for name, tensor in batch.tensors.items():
             if name not in role.parameters and name not in role.others:
                 if name.endswith("rotary_emb.inv_freq"):
@@ -163,50 +193,52 @@ class _Staging:
                 raise WeightsRefused(f"{batch.where}: tensor {name!r} came before; push each tensor once")
             self.steps.enter("check")
             check_tensor(name, tensor, role.parameters.get(name, tensor), batch.where)
-            _compare(tensor, role.declared.get(name), batch.where)
+            _compare(tensor, declared.get(name), batch.where)
             self.steps.enter("fill")
             stored = tensor.to(role.parameters[name].dtype) if name in role.parameters else tensor
             role.sums[name] = checksum("sha256", values(stored))
             if name in role.parameters:
-                self._write()
+                self._write(batch.role)
                 role.parameters[name].copy_(stored)
             else:
                 role.found[name] = tensor.clone()  # the channel may use its buffers again
         self.steps.enter("spool")
+        file = f"{self._taken:05}-{batch.file}" if self._taken else batch.file
         if self.steps.keep is not None:
-            self.steps.keep(batch.role, batch.file, _file(batch))
-        role.kept |= dict.fromkeys(batch.tensors, batch.file)
+            self.steps.keep(batch.role, file, _file(batch))
+        role.kept |= dict.fromkeys(batch.tensors, file)
 
-    def _write(self) -> None:
-        if self.steps.overwrite is not None and not self._overwriting:
-            self._overwriting = True
-            self.steps.overwrite()
+    def _write(self, role: str) -> None:
+        if self.steps.overwrite is not None and role not in self._overwriting:
+            self._overwriting.add(role)
+            self.steps.overwrite(role)
 
     @staticmethod
-    def _check_complete(role: _Role, place: str) -> None:
+    def _check_complete(role: _Role) -> None:
         missing = sorted(role.parameters.keys() - role.sums.keys())
         if missing:
-            raise WeightsRefused(f"{place}: tensor {missing[0]!r} did not come, nor did {len(missing) - 1} others; push all that the "
+            raise WeightsRefused(f"{role.place}: tensor {missing[0]!r} did not come, nor did {len(missing) - 1} others; push all that the "
                                  "manifest names")
 
-    def _keep_index(self, roles: Mapping[str, _Role]) -> None:
+    def _keep_index(self) -> None:
         """What was kept is a directory that a restart reads."""
-        for name, role in roles.items():
+        for name, role in self._roles.items():
             if self.steps.keep is not None and set(role.kept.values()) != {SINGLE}:
                 self.steps.keep(name, INDEX, json.dumps({"weight_map": role.kept}).encode())
 
     # -- after the last tensor -----------------------------------------------------------------------------------
 
-    def _target(self, role: _Role, receiver: Receiver) -> Target:
-        head = role.sums.pop(TIED_HEAD, None) if TIED_HEAD in role.others else None
-        if head is not None and head != role.sums[EMBEDDING]:
-            raise WeightsRefused(f"{receiver.places['target']}: {TIED_HEAD!r} differs from {EMBEDDING!r}, but this model ties them; "
+    def _target(self, role: _Role) -> Target:
+        sums = dict(role.sums)
+        head = sums.pop(TIED_HEAD, None) if TIED_HEAD in role.others else None
+        if head is not None and head != sums[EMBEDDING]:
+            raise WeightsRefused(f"{role.place}: {TIED_HEAD!r} differs from {EMBEDDING!r}, but this model ties them; "
                                  "leave it out, or serve a model whose config.json says tie_word_embeddings: false")
-        return Target("", role.network, role.sums)  # type: ignore[arg-type]
+        return Target("", role.network, sums)  # type: ignore[arg-type]
 
     def _drafter(self, role: _Role, receiver: Receiver) -> Drafter:
         assert self.live.drafter is not None
-        place, network = receiver.places["drafter"], role.network
+        place, network, sums = role.place, role.network, dict(role.sums)
         if len(role.found) == 1:
             raise WeightsRefused(f"{place}: of the vocabulary map only {next(iter(role.found))!r} is there; "
                                  "push both 'd2t' and 't2d', or neither to keep the map in use")
@@ -214,17 +246,17 @@ class _Staging:
             raise WeightsRefused(f"{place}: the vocabulary map is not there; with weight_staging none a failed push may have left another "
                                  "one in use: push 'd2t' and 't2d', too")
         if role.found:
-            self._write()
+            self._write("drafter")
             network.set_vocabulary(role.found["d2t"], role.found["t2d"], Path(place))  # type: ignore[union-attr]
-        role.sums.pop("t2d", None)  # says nothing that d2t does not
-        role.sums.setdefault("d2t", self.live.drafter.sums["d2t"])
+        sums.pop("t2d", None)  # says nothing that d2t does not
+        sums.setdefault("d2t", self.live.drafter.sums["d2t"])
         calibration = self.live.drafter.calibration
         data = receiver.file("drafter", CALIBRATION)
         if data is not None:
             calibration = self.steps.parse_calibration(data, f"{place}/{CALIBRATION}")
             if self.steps.keep is not None:
                 self.steps.keep("drafter", CALIBRATION, data)
-        return Drafter("", network, calibration, role.sums)  # type: ignore[arg-type]
+        return Drafter("", network, calibration, sums)  # type: ignore[arg-type]
 
 
 def _file(batch: Batch) -> bytes:

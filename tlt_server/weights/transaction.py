@@ -15,6 +15,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Literal
@@ -22,17 +23,17 @@ from typing import Literal
 import torch
 
 from tlt_client.channels import CHANNELS, Intake, Receiver
-from tlt_server.errors import Conflict, Forbidden, InvalidRequest, NotFound, PushFailed, TltError
+from tlt_server.errors import ChannelBroken, Conflict, Forbidden, InvalidRequest, NotFound, PushFailed, TltError
 from tlt_server.records import Manifest
 from tlt_server.registry import Registry
 from tlt_server.weights.parts import Drafter, Parts, Target
 from tlt_server.weights.spool import Spool
-from tlt_server.weights.staging import Steps, stage
+from tlt_server.weights.staging import Staging, Steps
 from tlt_server.weights.storage import Free, Storage
 
 RECEIVERS = Registry("channel", CHANNELS)
 REMEMBERED = 1024  # versions whose content is known, so that a retry is told from a mistake
-State = Literal["waiting", "staging", "staged", "unchanged", "failed"]
+State = Literal["waiting", "staging", "gathering", "staged", "unchanged", "failed"]
 
 
 class _Aborted(Exception):
@@ -41,21 +42,37 @@ class _Aborted(Exception):
 
 @dataclass
 class Push:
-    """A push on its way. The thread writes `phases`, then `parts` or `error`; the loop reads them once the thread has ended."""
+    """A push on its way. The thread writes `phases`, then `parts`, `incomplete` or `error`; the loop reads them once it has ended."""
 
-    manifest: Manifest
+    manifest: Manifest  # the last one, where it comes by several
     thread: threading.Thread | None = None
+    staging: Staging | None = None
     phases: dict[str, float] = field(default_factory=dict)
+    phase: str = ""
+    since: float = 0.0
     parts: Parts | None = None
+    incomplete: bool = False  # what came is in order, and more is to come
     error: TltError | None = None
     state: State = "waiting"  # for `start`
     aborted: bool = False
-    overwritten: bool = False  # in place: live values have changed
+    overwritten: set[str] = field(default_factory=set)  # in place: roles of which live values have changed
     staged_at: float = 0.0
 
     @property
     def version(self) -> str:
         return self.parts.version if self.parts else self.manifest.version
+
+    @property
+    def missing(self) -> str:
+        """The tensors without which a push that is gathering does not end."""
+        names = self.staging.missing if self.staging is not None else []
+        return f"{len(names)} tensors are missing, among them {', '.join(map(repr, names[:3]))}"
+
+    def goes_on_with(self, manifest: Manifest) -> bool:
+        """Whether the manifest brings more of this push; else it begins another."""
+        mine = self.manifest
+        return ((mine.version, mine.in_flight, mine.commit) == (manifest.version, manifest.in_flight, manifest.commit)
+                and self.staging is not None and not self.staging.has(manifest))
 
 
 @dataclass(frozen=True)
@@ -108,8 +125,8 @@ class Transaction:
     # -- the loop's side -----------------------------------------------------------------------------------------
 
     def begin(self, manifest: Manifest) -> Push:
-        """A push that waits for `start`, or the same one where it is on its way already. `Forbidden` where the channel is closed,
-        `Conflict` during another."""
+        """A push that waits for `start`, or the same one where it is on its way already, or goes on with this manifest. `Forbidden`
+        where the channel is closed, `Conflict` during another."""
         if manifest.channel not in self._options.channels:
             missing = ("--weight-root DIR, the directory that pushes may come from" if manifest.channel == "disk" else
                        f"{manifest.channel} among its --weight-channels")
@@ -118,8 +135,15 @@ class Transaction:
         if self.in_place and not manifest.commit:
             raise InvalidRequest("commit is false, but with --weight-staging none nothing can be staged beside the weights in use; push "
                                  "with commit true")
+        push = self.push
+        if push is not None and manifest.partial and push.manifest.partial and (
+                push.state == "gathering" or (push.state == "staged" and not push.manifest.commit)):
+            if push.goes_on_with(manifest):
+                push.manifest, push.state, push.parts, push.incomplete = manifest, "waiting", None, False
+                return push
+            self.close()  # its sender has begun again
         if self.push is not None:
-            if self.push.manifest == manifest and not self.push.aborted:
+            if self.push.manifest == manifest and not manifest.partial and not self.push.aborted:
                 return self.push
             raise Conflict(f"version {self.push.version or 'without a name'!r} is being pushed; wait for it or abort it, then push again")
         self.push = Push(manifest)
@@ -135,15 +159,21 @@ class Transaction:
         self.push.thread.start()
 
     def _is_live(self, manifest: Manifest) -> bool:
-        """A repeated push that says by checksums what it would bring, so that nothing has to be brought."""
+        """A repeated push that says by checksums what it would bring, so that nothing has to be brought; from a group it has to."""
         return (manifest == self._last and bool(manifest.tensors) and all(tensor.checksum for tensor in manifest.tensors)
-                and not self.quarantined)
+                and not manifest.group and not self.quarantined)
 
     def poll(self) -> Push | None:
-        """The push, once its thread has ended and until it is closed; its `state` says how it stands."""
+        """The push, once its thread has ended and until it is closed; its `state` says how it stands. One that is gathering: once."""
         push = self.push
         if push is None or push.state == "waiting" or (push.state == "staging" and push.thread is not None and push.thread.is_alive()):
             return None
+        if push.state == "gathering":
+            if self._clock() - push.staged_at < self.intake.groups.timeout_s:
+                return None
+            push.state, push.error = "failed", ChannelBroken(
+                f"of version {push.version or 'without a name'!r} nothing came for {self.intake.groups.timeout_s:g} s and {push.missing}; "
+                "push all of them again" + self._spoiled(push))
         if push.state == "staging":
             self._judge(push)
         return push
@@ -164,7 +194,7 @@ class Transaction:
         """Drop the push that failed, is unchanged or was aborted; one that has written over live weights quarantines them."""
         if self.push is not None and self.push.overwritten and self.push.state != "unchanged":
             reason = f"a push of version {self.push.version!r} wrote over the {{role}}'s weights in use (--weight-staging none) and failed"
-            self.quarantined |= {role: reason.format(role=role) for role in self.push.manifest.roles}
+            self.quarantined |= {role: reason.format(role=role) for role in self.push.overwritten}
             self._last = None
         self.push = None
         if self._options.spool is not None:
@@ -173,11 +203,13 @@ class Transaction:
     def abort(self, version: str) -> None:
         """Ask the push of this version to end; `poll` gives it back as failed."""
         self._named(version).aborted = True
-        if self.push is not None and self.push.state in ("waiting", "staged"):
+        if self.push is not None and self.push.state in ("waiting", "gathering", "staged"):
             self.push.state, self.push.error = "failed", self._abort_error(self.push)
 
     def ready_to_commit(self, version: str) -> Push:
         push = self._named(version)
+        if push.state == "gathering":
+            raise Conflict(f"version {version or 'without a name'!r} is not complete: {push.missing}; push them, then commit")
         if push.state != "staged":
             raise Conflict(f"version {version!r} is not staged yet ({push.state}); wait for the push to be answered, then commit")
         return push
@@ -266,6 +298,8 @@ class Transaction:
         push.staged_at = self._clock()
         if push.aborted:
             push.error = self._abort_error(push)
+        elif push.error is None and push.incomplete:
+            push.state = "gathering"
         elif push.error is None and push.parts is None:
             push.error = PushFailed("the staging thread ended without a result; nothing has changed: push again")
         elif push.error is None and push.parts is not None:
@@ -279,9 +313,12 @@ class Transaction:
             push.state = "unchanged" if same else "staged"
         if push.error is not None:
             push.state = "failed"
-            if push.overwritten:
-                push.error = type(push.error)(f"{push.error.message}; it had begun to write over the weights in use (--weight-staging "
-                                              "none), so nothing is generated until a push succeeds")
+            push.error = type(push.error)(push.error.message + self._spoiled(push))
+
+    @staticmethod
+    def _spoiled(push: Push) -> str:
+        return ("; it had begun to write over the weights in use (--weight-staging none), so nothing is generated until a push succeeds"
+                if push.overwritten else "")
 
     def _check_known(self, parts: Parts) -> None:
         """`Conflict` when a version's name belongs to other content."""
@@ -313,39 +350,27 @@ class Transaction:
     # -- the staging thread's side -------------------------------------------------------------------------------
 
     def _work(self, push: Push) -> None:
-        phase, since = "", self._clock()
-
-        def enter(name: str) -> None:
-            nonlocal phase, since
-            if push.aborted:
-                raise _Aborted
-            now = self._clock()
-            if phase:
-                push.phases[phase] = push.phases.get(phase, 0.0) + now - since
-            phase, since = name, now
-            self.on_phase(name)
-
-        spool, options = self._options.spool, self._options
+        spool, options, enter = self._options.spool, self._options, partial(self._enter, push)
+        push.phase = ""
 
         def receive(manifest: Manifest) -> Receiver:
             receiver: Receiver = RECEIVERS.resolve(manifest.channel)(manifest, options.intake)
             return receiver
 
-        def overwrite() -> None:
-            push.overwritten = True
-
         try:
             self._complete_live()
-            if spool is not None:
-                spool.begin()
-            steps = Steps(enter, spool.keep if spool is not None else None, self._parse_calibration, options.storage.at,
-                          overwrite if self.in_place else None)
-            parts = stage(push.manifest, self.live, receive, steps)
-            if spool is not None:
+            if push.staging is None:
+                if spool is not None:
+                    spool.begin()
+                push.staging = Staging(self.live, Steps(
+                    enter, spool.keep if spool is not None else None, self._parse_calibration, options.storage.at,
+                    push.overwritten.add if self.in_place else None))
+            parts = push.staging.take(push.manifest, receive)
+            if spool is not None and parts is not None:
                 enter("spool")
                 spool.prepare(parts, parts.over(self.live))
             enter("done")
-            push.parts = parts
+            push.parts, push.incomplete = parts, parts is None
         except _Aborted:
             pass
         except TltError as error:
@@ -354,6 +379,15 @@ class Transaction:
             push.error = self._not_recorded(error)
         except BaseException as error:  # the loop must learn of it, whatever it is
             push.error = PushFailed(f"staging broke off ({type(error).__name__}: {error}); nothing has changed: push again")
+
+    def _enter(self, push: Push, name: str) -> None:
+        if push.aborted:
+            raise _Aborted
+        now = self._clock()
+        if push.phase:
+            push.phases[push.phase] = push.phases.get(push.phase, 0.0) + now - push.since
+        push.phase, push.since = name, now
+        self.on_phase(name)
 
     def _complete_live(self) -> None:
         """The sums of what the engine was started with, which nobody needed before."""

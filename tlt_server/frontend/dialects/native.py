@@ -103,7 +103,7 @@ def routes(service: Service) -> list[Endpoint]:
         if asked.detach or key:  # while this batch was tokenised its twin may have begun
             rollout = rollouts.keyed(owner, key, digest)
             return await _attached(request, rollout or rollouts.begin(batch, owner=owner, key=key, digest=digest, detached=asked.detach))
-        generation = service.start(batch)  # a batch that is not admitted is an HTTP error, not a stream
+        generation = service.start(batch, owner)  # a batch that is not admitted is an HTTP error, not a stream
         if batch.stream:
             return EventStream(_frames(service, batch, generation), generation)
         return await reply(request, _collect(service, batch, generation), generation)

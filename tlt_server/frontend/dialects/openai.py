@@ -31,6 +31,7 @@ from tlt_server.errors import (
     Unavailable,
 )
 from tlt_server.frontend.admission import Demand
+from tlt_server.frontend.auth import caller_of
 from tlt_server.frontend.delivery import EventStream, reply
 from tlt_server.frontend.endpoints import Endpoint
 from tlt_server.frontend.generation import Generation, ItemError, ItemResult, Service, TokenEvent
@@ -122,7 +123,7 @@ def routes(service: Service) -> list[Endpoint]:
     async def _answer(request: Request, asked: Any, info: EngineInfo, prompts: list[dict[str, Any]], words: Words,
                       phrase_of: type[Phrase]) -> Response:
         batch = await service.validator.batch(asked.native(prompts), info, words)
-        generation = service.start(batch)
+        generation = service.start(batch, caller_of(request).name)
         kind = "cmpl" if phrase_of is CompletionPhrase else "chatcmpl"
         speller = Speller(pieces, as_ids=asked.return_tokens_as_token_ids or service.text.tokenizer is None)
         phrase = phrase_of(asked, batch, service.text, speller, frozenset(info.eos_token_ids) - set(asked.stop_token_ids),

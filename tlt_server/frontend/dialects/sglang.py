@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from tlt_server import __version__
 from tlt_server.errors import (
+    ChannelBroken,
     Conflict,
     DeadlineExceeded,
     EngineFailed,
@@ -32,6 +33,7 @@ from tlt_server.errors import (
     WeightsRefused,
 )
 from tlt_server.frontend.auth import caller_of
+from tlt_server.frontend.broadcasts import described
 from tlt_server.frontend.delivery import reply
 from tlt_server.frontend.dialects.operate import Status
 from tlt_server.frontend.endpoints import Endpoint, Parameter
@@ -54,6 +56,9 @@ from tlt_server.frontend.sglang.requests import (
     BeginFields,
     CheckFields,
     DiskFields,
+    DistributedFields,
+    GroupFields,
+    LeaveFields,
     MemoryFields,
     NoFields,
     PauseFields,
@@ -84,7 +89,7 @@ def routes(service: Service) -> list[Endpoint]:
         engine.check_available()
         one = NativeRequest(requests=[checked(ItemFields, {"token_ids": [0], "seed": 0, "sd": False})],
                             sampling=checked(SamplingFields, {"max_tokens": 1, "ignore_eos": True}))
-        generation = service.start(await service.validator.batch(one, info()))
+        generation = service.start(await service.validator.batch(one, info()), caller_of(request).name)
         return await reply(request, _made(generation), generation)
 
     async def _made(generation: Generation) -> Response:
@@ -129,12 +134,13 @@ def routes(service: Service) -> list[Endpoint]:
         return json_response(Acknowledged("Generation continued successfully."))
 
     async def abort(request: Request) -> Response:
-        """End a request, or all of them, with what they have: their replies come at once, with finish_reason.type "abort"."""
+        """End a request, or all of them, with what they have: their replies come at once, with finish_reason.type "abort". Another key's
+        request, and all of them, need operate."""
         engine.check_running()
         asked = await _read(AbortFields, request)
         if not asked.abort_all and asked.rid is None:
             raise InvalidRequest("rid is absent and abort_all is false; name a request, or set abort_all")
-        service.abort(None if asked.abort_all or asked.rid is None else [asked.rid])
+        service.abort(None if asked.abort_all or asked.rid is None else [asked.rid], caller_of(request))
         return json_response(Acknowledged("aborted what was open of it"))
 
     async def flush(request: Request) -> Response:
@@ -166,6 +172,28 @@ def routes(service: Service) -> list[Endpoint]:
             role=session.role, version=asked.weight_version or "", path=asked.model_path, in_flight=in_flight))
         return json_response(Outcome(message=f"{report.result}: version {report.version}",
                                      num_paused_requests=len(engine) if halt.paused else 0, new_version=report.state.target))
+
+    async def join(request: Request) -> Response:
+        """Join the trainer's process group, as the rank `rank_offset`. Answers once all ranks are there."""
+        asked = await _read(GroupFields, request)
+        await service.broadcasts.join(asked.group_name, asked.backend, asked.master_address, asked.master_port, asked.rank_offset,
+                                      asked.world_size, prefixed=True)
+        return json_response(Outcome(message="Succeeded to initialize the weight update group."))
+
+    async def leave(request: Request) -> Response:
+        """Leave a process group; one that is not joined is left already."""
+        await service.broadcasts.leave((await _read(LeaveFields, request)).group_name)
+        return json_response(Outcome(message="Succeeded to destroy the weight update group."))
+
+    async def from_distributed(request: Request) -> Response:
+        """Take the named tensors from the group. Once none of the model's is missing they are live, or at the end of the update that was
+        begun."""
+        engine.check_running()
+        asked = await _read(DistributedFields, request)
+        report = await service.broadcasts.push(
+            asked.group_name, described(asked.names, asked.dtypes, asked.shapes), asked.packing, selector=asked.selector,
+            version=asked.weight_version or "", in_flight="abort" if asked.abort_all_requests else "continue")
+        return json_response(Outcome(message=f"{report.result}: version {report.version}", new_version=report.state.target))
 
     async def from_tensor(request: Request) -> Response:
         """Refused, always: what comes here is pickled, and to read it is to run it."""
@@ -207,6 +235,7 @@ def routes(service: Service) -> list[Endpoint]:
     include = Parameter("include", "query", "accepted and without effect: the reply is small", {"type": "string"})
     get, post = partial(Endpoint, "GET"), partial(Endpoint, "POST", optional_body=True)
     change = partial(post, gives=Outcome, error_shape=outcome_of)
+    endpoint = partial(Endpoint, "POST", needs="push-weights", gives=Outcome, error_shape=outcome_of)
     return [
         get("/get_server_info", about, needs="any", gives=ServerInfo),
         get("/health_generate", health_generate, needs="data", gives=Status,
@@ -217,15 +246,20 @@ def routes(service: Service) -> list[Endpoint]:
         get("/v1/loads", loads, needs="any", parameters=(include,), gives=LoadsReply, raises=gone),
         post("/pause_generation", pause, needs="operate", takes=PauseFields, gives=Acknowledged, raises=gone),
         post("/continue_generation", resume, needs="operate", takes=NoFields, gives=Acknowledged, raises=gone),
-        Endpoint("POST", "/abort_request", abort, needs="operate",
-                 takes=AbortFields, example={"abort_all": True}, gives=Acknowledged, raises=gone),
+        Endpoint("POST", "/abort_request", abort, needs="data",
+                 takes=AbortFields, example={"abort_all": True}, gives=Acknowledged, raises=(Forbidden, *gone)),
         get("/flush_cache", flush, needs="operate", gives=Acknowledged, raises=(InvalidRequest, *gone)),
         post("/flush_cache", flush, needs="operate", takes=NoFields, gives=Acknowledged, raises=gone),
         change("/begin_weight_update", begin, needs="push-weights", takes=BeginFields, raises=(NotFound, Conflict, *gone)),
         change("/end_weight_update", end, needs="push-weights", takes=NoFields, raises=pushed),
-        Endpoint("POST", "/update_weights_from_disk", from_disk, needs="push-weights",
-                 takes=DiskFields, example={"model_path": "step-7", "weight_version": "7"},
-                 gives=Outcome, error_shape=outcome_of, raises=pushed),
+        endpoint("/update_weights_from_disk", from_disk, takes=DiskFields, example={"model_path": "step-7", "weight_version": "7"},
+                 raises=pushed),
+        endpoint("/init_weights_update_group", join, takes=GroupFields, raises=(Forbidden, Conflict, WeightsRefused, ChannelBroken, *gone),
+                 example={"master_address": "127.0.0.1", "master_port": "29500", "rank_offset": 1, "world_size": 2,
+                          "group_name": "slime-pp_0", "backend": "gloo"}),
+        change("/destroy_weights_update_group", leave, needs="push-weights", takes=LeaveFields, raises=(Conflict, *gone)),
+        endpoint("/update_weights_from_distributed", from_distributed, takes=DistributedFields, raises=(ChannelBroken, *pushed),
+                 example={"names": ["model.norm.weight"], "dtypes": ["float32"], "shapes": [[64]], "group_name": "slime-pp_0"}),
         change("/update_weights_from_tensor", from_tensor, needs="push-weights", takes=TensorFields, raises=(UnsafeChannel,)),
         post("/release_memory_occupation", release, needs="operate",
              takes=MemoryFields, gives=Acknowledged, raises=(Conflict, StorageFailed, *gone)),

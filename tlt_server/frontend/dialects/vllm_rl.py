@@ -15,9 +15,11 @@ from starlette.responses import Response
 from tlt_server import __version__
 from tlt_server.config import nearest
 from tlt_server.errors import (
+    ChannelBroken,
     Conflict,
     DeadlineExceeded,
     EngineFailed,
+    Forbidden,
     InvalidRequest,
     NotFound,
     Overloaded,
@@ -30,6 +32,7 @@ from tlt_server.errors import (
     WeightsRefused,
 )
 from tlt_server.frontend.admission import Demand
+from tlt_server.frontend.auth import caller_of
 from tlt_server.frontend.delivery import reply
 from tlt_server.frontend.dialects.operate import Status
 from tlt_server.frontend.dialects.weights import PushReply, outcome
@@ -71,13 +74,14 @@ from tlt_server.frontend.vllm.requests import (
     VersionFields,
     without_nulls,
 )
+from tlt_server.frontend.vllm.transfer import BroadcasterFields, InitFields, UpdateFields
 from tlt_server.frontend.weight_session import Selector
 from tlt_server.records import InFlight, Memory
 
 MODES: dict[str, InFlight] = {"abort": "abort", "wait": "drain", "keep": "continue"}
 LEVELS: dict[str, list[Memory]] = {"1": ["kv_cache"], "2": ["weights", "kv_cache"]}
 TAGS: dict[str, list[Memory]] = {"weights": ["weights"], "kv_cache": ["kv_cache"], "scheduling": []}
-RPC = ("skyrl_start_weight_update", "skyrl_finish_weight_update")
+RPC = ("skyrl_start_weight_update", "update_weights_nccl", "skyrl_finish_weight_update")
 WORDS = Words("token_ids", "token_ids", "", "sampling_params.")
 
 
@@ -108,15 +112,25 @@ def routes(service: Service) -> list[Endpoint]:
         return json_response(IsPaused(halt.paused))
 
     async def abort_requests(request: Request) -> Response:
-        """End requests with what they have; their replies say finish_reason "abort"."""
+        """End requests with what they have; their replies say finish_reason "abort". Another key's, and all of them, need operate."""
         engine.check_running()
         names = (await _read(AbortFields, request)).request_ids
-        service.abort(names or None)
+        service.abort(names or None, caller_of(request))
         return json_response(Told(f"aborted {'what was named and open' if names else 'all that was open'}"))
 
     async def world_size(request: Request) -> Response:
         """How many ranks of this server take weights."""
         return json_response(WorldSize())
+
+    async def init_transfer(request: Request) -> Response:
+        """Join the trainer's process group, as the rank `rank_offset`. Answers once all ranks are there."""
+        await service.transfer.join((await _read(InitFields, request)).init_info)
+        return json_response(Told("Weight transfer initialized"))
+
+    async def init_broadcaster(request: Request) -> Response:
+        """Join the trainer's process group, in which `rank_offset` counts servers only. Answers once all ranks are there."""
+        await service.transfer.join((await _read(BroadcasterFields, request)).info())
+        return json_response(Told("Weight transfer initialized"))
 
     async def start(request: Request) -> Response:
         """Begin an update of the target's weights: what is pushed until POST /finish_weight_update becomes live then."""
@@ -142,15 +156,18 @@ def routes(service: Service) -> list[Endpoint]:
         return outcome(await session.end(asked.weight_version or ""))
 
     async def collective_rpc(request: Request) -> Response:
-        """Begin or finish a weight update under the names by which SkyRL calls it; no other method is called."""
+        """Begin, go on with or finish a weight update under the names by which SkyRL calls it; no other method is called."""
         asked = await _read(RpcFields, request)
         match asked.method:
             case "skyrl_start_weight_update":
                 await _begin(checked(StartFields, asked.arguments), "target")
+            case "update_weights_nccl":
+                engine.check_running()
+                await service.transfer.update(checked(UpdateFields, asked.arguments))
             case "skyrl_finish_weight_update":
                 await session.end(checked(FinishFields, asked.arguments).weight_version or "")
             case unknown:
-                raise InvalidRequest(f"method is {shown(unknown)}{nearest(unknown, RPC)}; this server calls {' and '.join(RPC)} only")
+                raise InvalidRequest(f"method is {shown(unknown)}{nearest(unknown, RPC)}; this server calls {', '.join(RPC)} only")
         return json_response(Results([None]))
 
     async def rename(request: Request) -> Response:
@@ -208,7 +225,7 @@ def routes(service: Service) -> list[Endpoint]:
             served = service.config.served_model_name
             raise NotFound(f"model is {asked.model[:100]!r}; this server serves {served!r}: name that one, or none")
         assert engine.info is not None
-        generation = service.start(await service.validator.batch(asked.native(), engine.info, WORDS))
+        generation = service.start(await service.validator.batch(asked.native(), engine.info, WORDS), caller_of(request).name)
         return await reply(request, _whole(asked, generation), generation)
 
     async def _whole(asked: TokensRequest, generation: Generation) -> Response:
@@ -244,6 +261,7 @@ def routes(service: Service) -> list[Endpoint]:
         return json_response(Status())
 
     gone = (EngineFailed, Unavailable)
+    joins = (Forbidden, Conflict, WeightsRefused, ChannelBroken, *gone)
     mode = Parameter("mode", "query", "what becomes of what runs", {"type": "string", "enum": [*MODES], "default": "abort"})
     clear = Parameter("clear_cache", "query", "forget cached prefixes too; without effect for keep", {"type": "boolean", "default": True})
     level = Parameter("level", "query", "what is given back", {"type": "string", "enum": [*LEVELS], "default": "1"})
@@ -255,8 +273,15 @@ def routes(service: Service) -> list[Endpoint]:
         post("/pause", pause, needs="operate", parameters=(mode, clear), takes=NoBody, gives=Paused, raises=gone),
         post("/resume", resume, needs="operate", takes=NoBody, gives=Paused, raises=gone),
         get("/is_paused", is_paused, needs="any", gives=IsPaused),
-        post("/abort_requests", abort_requests, needs="operate", takes=AbortFields, gives=Told, raises=gone),
+        post("/abort_requests", abort_requests, needs="data", takes=AbortFields, gives=Told, raises=(Forbidden, *gone)),
         get("/get_world_size", world_size, needs="any", parameters=(dp,), gives=WorldSize),
+        Endpoint("POST", "/init_weight_transfer_engine", init_transfer, needs="push-weights",
+                 takes=InitFields, gives=Told, error_shape=fault, raises=joins,
+                 example={"init_info": {"master_address": "127.0.0.1", "master_port": 29500, "rank_offset": 1, "world_size": 2,
+                                        "backend": "gloo"}}),
+        Endpoint("POST", "/init_broadcaster", init_broadcaster, needs="push-weights",
+                 takes=BroadcasterFields, gives=Told, error_shape=fault, raises=joins,
+                 example={"host": "127.0.0.1", "port": 29500, "rank_offset": 0, "inference_world_size": 1, "backend": "gloo"}),
         post("/start_weight_update", start, needs="push-weights", takes=StartFields, gives=Told, raises=(NotFound, Conflict, *gone)),
         post("/start_draft_weight_update", start_draft, needs="push-weights",
              takes=StartFields, gives=Told, raises=(NotFound, Conflict, *gone)),
@@ -264,7 +289,7 @@ def routes(service: Service) -> list[Endpoint]:
              raises=(NotFound, Conflict, WeightsRefused, PushFailed, *gone)),
         Endpoint("POST", "/collective_rpc", collective_rpc, needs="push-weights",
                  takes=RpcFields, example={"method": "skyrl_start_weight_update"}, gives=Results,
-                 raises=(NotFound, Conflict, WeightsRefused, PushFailed, *gone), error_shape=fault),
+                 raises=(NotFound, Conflict, WeightsRefused, ChannelBroken, PushFailed, *gone), error_shape=fault),
         Endpoint("POST", "/update_weight_version", rename, needs="push-weights",
                  takes=VersionFields, example={"new_version": "step-8"}, gives=Told,
                  raises=(Conflict, PushFailed, *gone), error_shape=fault),

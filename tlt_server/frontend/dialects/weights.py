@@ -1,6 +1,7 @@
 """Weights: push, commit, abort, roll back, look; parts that come by http. The engine checks and decides; here bodies become commands.
 
-`POST /update_weights` dispatches on keys: `weight_dir` is what trainers with a shared disk send, anything else is the native manifest.
+`POST /update_weights` dispatches on keys: `weight_dir` is what trainers with a shared disk send, `update_info` what those send that
+broadcast to the group of the dialect `vllm_rl`, anything else is the native manifest.
 A reply comes when the push has ended: committed, staged (with `"commit": false`), unchanged (a repeated push), or refused.
 """
 
@@ -28,17 +29,18 @@ from tlt_server.errors import (
     Unavailable,
     WeightsRefused,
 )
+from tlt_server.frontend.broadcasts import Address, Port, Rank, WorldSize
 from tlt_server.frontend.endpoints import Endpoint, Parameter
 from tlt_server.frontend.generation import Service
 from tlt_server.frontend.replies import json_response
 from tlt_server.frontend.requests import Strict, checked, read_object
 from tlt_server.frontend.uploads import PartStatus, Uploads, span
+from tlt_server.frontend.vllm.transfer import UpdateFields
+from tlt_server.frontend.weight_session import Version
 from tlt_server.records import (
     AbortWeights,
     CommitWeights,
     InFlight,
-    JoinGroup,
-    LeaveGroup,
     Manifest,
     Role,
     RollbackWeights,
@@ -46,9 +48,6 @@ from tlt_server.records import (
     WeightReport,
     WeightState,
 )
-
-Version = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^/\x00-\x1f\x7f]+$",
-                               description="a name without slash or control characters, which every token will carry")]
 
 
 class TensorFields(Strict):
@@ -90,10 +89,10 @@ class GroupFields(Strict):
     """A process group whose rank 0, a trainer, hosts the store."""
 
     name: Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9._-]+$", description="that pushes call it by")]
-    master_address: Annotated[str, Field(min_length=1, max_length=256, description="where the store is")]
-    master_port: Annotated[int | str, Field(description="its port; a string of digits will do")]
-    rank_offset: Annotated[int, Field(ge=1, le=65535, description="the server's rank")] = 1
-    world_size: Annotated[int, Field(ge=2, le=65536, description="ranks in all")]
+    master_address: Address
+    master_port: Port
+    rank_offset: Rank = 1
+    world_size: WorldSize
     backend: Annotated[Literal["gloo", "nccl"], Field(description="gloo on CPUs, nccl on GPUs")] = "gloo"
     prefixed: Annotated[bool, Field(
         description="keys of the store begin with the group's name, as torch lays them for named groups")] = False
@@ -109,14 +108,15 @@ class NoFields(Strict):
 
 
 NEEDS = {"disk": ("path",), "http": ("tensors",), "broadcast": ("group", "tensors")}  # channel -> fields of its manifest
-PushState = Literal["committed", "staged", "unchanged", "aborted", "named", "rolled_back"]
+PushState = Literal["committed", "staged", "gathering", "unchanged", "aborted", "named", "rolled_back"]
 
 
 class PushReply(Struct, frozen=True):
     """What became of a push, a commit, an abort or a rollback."""
 
     state: Annotated[PushState, Meta(
-        description="what became of it; unchanged: the same push had been committed before, or nothing was pushed")]
+        description="what became of it; gathering: tensors are missing that further calls bring; unchanged: the same push had been "
+                    "committed before, or nothing was pushed")]
     version: Annotated[str, Meta(description="of the push")]
     role: Annotated[str, Meta(description="what was pushed")]
     weight_version: Annotated[str, Meta(description="the target's version that is live now")]
@@ -138,10 +138,15 @@ def routes(service: Service) -> list[Endpoint]:
 
         Until everything is verified nothing live changes. A repeated push of the same version and content is a success. With
         weight_dir in place of version and path, the form of trainers with a shared disk, the version is the directory's name and digest.
+        With update_info the named tensors come through the group of POST /init_weight_transfer_engine; the push ends with the call that
+        brings the last of the model's.
         Between POST /start_weight_update and /finish_weight_update any push waits for the latter.
         """
         engine.check_running()
-        manifest = _manifest(_content(await request.body(), "version"), session.role)
+        body = _content(await request.body(), "version")
+        if "update_info" in body:
+            return outcome(await service.transfer.update(checked(UpdateFields, body)))
+        manifest = _manifest(body, session.role)
         if manifest.channel != "http" or uploads is None:  # a closed channel is the engine's to refuse
             return outcome(await session.push(manifest))
         keep, sealed = True, replace(manifest, path=uploads.seal(manifest.version))
@@ -178,17 +183,13 @@ def routes(service: Service) -> list[Endpoint]:
     async def join(request: Request) -> Response:
         """Join a trainer's process group, for pushes by broadcast. Answers once all ranks are there."""
         asked = checked(GroupFields, _content(await request.body(), "name"))
-        port = int(asked.master_port) if str(asked.master_port).isdecimal() else 0
-        if not 1 <= port <= 65535 or asked.rank_offset >= asked.world_size:
-            raise InvalidRequest(f"master_port is {asked.master_port!r}, rank_offset {asked.rank_offset} of world_size {asked.world_size}; "
-                                 "the port is from 1 to 65535, and ranks are below the world size")
-        report = await answer(JoinGroup(engine.command_id(), asked.name, asked.backend, asked.master_address, port, asked.rank_offset,
-                                        asked.world_size, asked.prefixed))
-        return json_response(GroupsReply(report.state.groups))
+        return json_response(GroupsReply(await service.broadcasts.join(
+            asked.name, asked.backend, asked.master_address, asked.master_port, asked.rank_offset, asked.world_size,
+            prefixed=asked.prefixed)))
 
     async def leave(request: Request) -> Response:
         """Leave a process group; one that is not joined is left already."""
-        return json_response(GroupsReply((await answer(LeaveGroup(engine.command_id(), request.path_params["name"]))).state.groups))
+        return json_response(GroupsReply(await service.broadcasts.leave(request.path_params["name"])))
 
     async def commit(request: Request) -> Response:
         """Make a staged push live."""
@@ -220,8 +221,9 @@ def routes(service: Service) -> list[Endpoint]:
     pushed = partial(endpoint, "POST", takes=NoFields, optional_body=True, gives=PushReply,
                      parameters=(Parameter("version", "path", "the version that the push named"),))
     return [
-        endpoint("POST", "/update_weights", update, takes=ManifestFields | DirectoryFields, example={"version": "step-7", "path": "step-7"},
-                 gives=PushReply, raises=(Forbidden, NotFound, Conflict, WeightsRefused, ChannelBroken, PushFailed, *gone)),
+        endpoint("POST", "/update_weights", update, takes=ManifestFields | DirectoryFields | UpdateFields,
+                 example={"version": "step-7", "path": "step-7"}, gives=PushReply,
+                 raises=(Forbidden, NotFound, Conflict, WeightsRefused, ChannelBroken, PushFailed, *gone)),
         endpoint("POST", "/weight_groups", join, takes=GroupFields, gives=GroupsReply,
                  raises=(Forbidden, Conflict, WeightsRefused, ChannelBroken, *gone)),
         endpoint("DELETE", "/weight_groups/{name}", leave, parameters=(Parameter("name", "path", "of the group"),), gives=GroupsReply,
@@ -249,9 +251,6 @@ def outcome(report: WeightReport) -> Response:
 
 def _manifest(body: dict[str, Any], role: Role) -> Manifest:
     """A push that the engine can try, or `InvalidRequest`. `role`: of a form that does not say it."""
-    if "update_info" in body:
-        raise InvalidRequest("update_info is another dialect's; a native push over the network joins POST /weight_groups and sends "
-                             '{"version": ..., "channel": "broadcast", "group": ..., "tensors": [...]}')
     if "weight_dir" in body:
         if not body["weight_dir"]:
             raise InvalidRequest(f"weight_dir is {body['weight_dir']!r}; name a directory below the weight root")

@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tlt_server.errors import TltError
+from tlt_server.frontend.auth import caller_of
 from tlt_server.frontend.delivery import EventStream, reply
 from tlt_server.frontend.generation import Generation, ItemError, ItemResult, Service, TokenEvent
 from tlt_server.frontend.openai.logprobs import scored_prompt
@@ -36,7 +37,7 @@ async def generate(service: Service, request: Request, content: dict[str, Any]) 
     assert service.engine.info is not None
     batch = await service.validator.batch(asked.native(), service.engine.info, WORDS)
     phrase = Phrase(service, asked, batch)
-    generation = service.start(batch)
+    generation = service.start(batch, caller_of(request).name)
     if asked.stream:
         return EventStream(_chunks(phrase, generation), generation)
     return await reply(request, _whole(phrase, generation), generation)

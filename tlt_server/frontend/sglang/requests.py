@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from tlt_server.errors import InvalidRequest
-from tlt_server.frontend.dialects.weights import Version
+from tlt_server.frontend.broadcasts import Address, Dimensions, GroupName, Packing, Port, Rank, WorldSize
 from tlt_server.frontend.openai.requests import Tolerant, null_is_absent
 from tlt_server.frontend.requests import (
     MAX_INT32,
@@ -24,7 +24,9 @@ from tlt_server.frontend.requests import (
     one_of,
     shown,
 )
-from tlt_server.frontend.weight_session import Selector
+from tlt_server.frontend.weight_session import Selector, Version
+
+GROUP = "weight_update_group"  # where a trainer names none
 
 
 class NullIsAbsent(Tolerant):
@@ -132,6 +134,35 @@ class DiskFields(NullIsAbsent):
     weight_version: Version | None = Field(None, description="absent: the directory's name and digest")
     abort_all_requests: bool = Field(False, description="end what has begun with what it has; else it goes on under the new weights")
     flush_cache: bool = Field(True, description="accepted and without effect: KV of another version never serves a new request")
+
+
+class GroupFields(NullIsAbsent):
+    master_address: Address
+    master_port: Port
+    rank_offset: Rank = 1
+    world_size: WorldSize
+    group_name: GroupName = GROUP
+    backend: Literal["gloo", "nccl"] = Field("nccl", description="gloo on CPUs, nccl on GPUs")
+
+
+class LeaveFields(NullIsAbsent):
+    group_name: GroupName = GROUP
+
+
+class DistributedFields(NullIsAbsent):
+    names: list[str] = Field(description="of tensors, in the order in which they are broadcast; the drafter's may begin with `draft.`")
+    dtypes: list[str] = Field(description='as torch names them, such as "bfloat16"')
+    shapes: list[Dimensions] = Field(description="of the tensors")
+    group_name: GroupName = GROUP
+    load_format: Literal["flattened_bucket"] | None = Field(None, description="all come as one bucket of raw bytes; absent: one each")
+    weight_version: Version | None = Field(None, description="absent: the channel and the content's digest")
+    selector: Selector | None = Field(None, description="whose weights these are; absent: as POST /begin_weight_update says")
+    abort_all_requests: bool = Field(False, description="end what has begun with what it has; else it goes on under the new weights")
+    flush_cache: bool = Field(True, description="accepted and without effect: KV of another version never serves a new request")
+
+    @property
+    def packing(self) -> Packing:
+        return Packing(packed=True, bucket_bytes=2**40) if self.load_format else Packing()
 
 
 class TensorFields(Tolerant):

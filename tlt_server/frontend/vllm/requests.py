@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field
 
 from tlt_server.errors import InvalidRequest
-from tlt_server.frontend.dialects.weights import Version
 from tlt_server.frontend.openai.requests import Tolerant, null_is_absent
 from tlt_server.frontend.requests import (
     MAX_INT32,
@@ -23,6 +22,7 @@ from tlt_server.frontend.requests import (
     TokenIds,
     checked,
 )
+from tlt_server.frontend.weight_session import Version
 
 
 class NullIsAbsent(Tolerant):
@@ -73,7 +73,7 @@ class FinishFields(NullIsAbsent):
 
 
 class RpcFields(NullIsAbsent):  # type: ignore[no-redef]  # mypy's plugin has a `kwargs` of its own
-    method: str = Field(max_length=256, description="skyrl_start_weight_update or skyrl_finish_weight_update; nothing else is called")
+    method: str = Field(max_length=256, description="skyrl_start_weight_update, update_weights_nccl or skyrl_finish_weight_update")
     arguments: dict[str, Any] = Field({}, validation_alias="kwargs", description="what the route of that purpose takes")
 
 

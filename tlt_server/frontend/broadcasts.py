@@ -1,0 +1,73 @@
+"""Process groups that trainers make with this server, and the tensors that they say come through them, in whatever dialect they say it.
+
+A trainer names some tensors per call, in the order in which it broadcasts them; a version is complete when none is missing. The engine
+joins, receives and checks (`tlt_client.channels.broadcast`); here calls become its commands. Nothing waits but the caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Annotated, NamedTuple
+
+from pydantic import Field
+
+from tlt_client.channels import DRAFTER_PREFIX
+from tlt_server.errors import InvalidRequest
+from tlt_server.frontend.weight_session import Selector, WeightSession
+from tlt_server.records import InFlight, JoinGroup, LeaveGroup, Manifest, PushRole, TensorEntry, WeightReport
+
+GroupName = Annotated[str, Field(min_length=1, max_length=128, description="of the process group")]
+Address = Annotated[str, Field(min_length=1, max_length=256, description="where the store is, which rank 0 hosts")]
+Port = Annotated[int | str, Field(description="its port; a string of digits will do")]
+Rank = Annotated[int, Field(ge=0, le=65535, description="the server's rank")]
+WorldSize = Annotated[int, Field(ge=2, le=65536, description="ranks in all")]
+Dimensions = list[Annotated[int, Field(ge=0, le=2**63 - 1)]]
+
+
+class Packing(NamedTuple):
+    """How tensors are cut into broadcasts."""
+
+    packed: bool = False  # in buckets of raw bytes; else one each
+    bucket_bytes: int = 2**30  # a bucket closes after the tensor that takes it over this
+
+
+class Broadcasts:
+    def __init__(self, session: WeightSession) -> None:
+        self._session = session
+
+    async def join(self, name: str, backend: str, address: str, port: int | str, rank: int, world_size: int, *,
+                   prefixed: bool = False) -> list[str]:
+        """Answers once all ranks are there, with the groups that are joined."""
+        number = int(port) if str(port).isdecimal() else 0
+        if not 1 <= number <= 65535 or not 1 <= rank < world_size:
+            raise InvalidRequest(f"the port is {port!r} and the rank {rank} of {world_size}; a port is from 1 to 65535, rank 0 is the "
+                                 "trainer's, and ranks are below the world size")
+        report = await self._session.ask(JoinGroup(self._session.command_id(), name, backend, address, number, rank, world_size, prefixed))
+        return report.state.groups
+
+    async def leave(self, name: str) -> list[str]:
+        """One that is not joined is left already."""
+        return (await self._session.ask(LeaveGroup(self._session.command_id(), name))).state.groups
+
+    async def push(self, group: str, tensors: Iterable[TensorEntry], packing: Packing, *, selector: Selector | None = None,
+                   version: str = "", in_flight: InFlight = "continue") -> WeightReport:
+        """Take these tensors through the group. `selector`: whose they are; None: as the session says."""
+        entries = list(tensors)
+        return await self._session.push(Manifest(
+            role=self._role(entries, selector or self._session.selector), version=version, channel="broadcast", group=group,
+            tensors=entries, packed=packing.packed, bucket_bytes=packing.bucket_bytes, partial=True, in_flight=in_flight))
+
+    @staticmethod
+    def _role(entries: list[TensorEntry], selector: Selector | None) -> PushRole:
+        prefixed = sum(entry.name.startswith(DRAFTER_PREFIX) for entry in entries)
+        if selector == "draft" or (prefixed and prefixed == len(entries)):
+            return "drafter"
+        return "all" if prefixed else "target"
+
+
+def described(names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[TensorEntry]:
+    """Tensors that come as lists of their names, types and shapes."""
+    if not names or len({len(names), len(dtypes), len(shapes)}) > 1:
+        raise InvalidRequest(f"there are {len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes; give one of each for every "
+                             "tensor, in the order in which they are broadcast")
+    return [TensorEntry(name=name, dtype=dtype, shape=list(shape)) for name, dtype, shape in zip(names, dtypes, shapes, strict=True)]
