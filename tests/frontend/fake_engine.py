@@ -109,7 +109,7 @@ class FakeEngine:
     drafter: str = ""  # what it says it has loaded
     spooled: bool = False
     lost: dict[str, str] = field(default_factory=dict)
-    fails: str = ""  # every push ends with this error's code
+    fails: str = ""  # every push and commit ends with this error's code
     deaf: bool = False  # hears and says nothing
     dies: bool = False
     running: dict[str, Running] = field(default_factory=dict)
@@ -220,6 +220,8 @@ class FakeEngine:
                 fails = self.fails or manifest.path
                 if fails in ("forbidden", "weights_refused", "conflict", "push_failed"):
                     result, error = fails, (fails, f"{fails}: out of luck")
+            case CommitWeights() if self.fails:
+                result, error = self.fails, (self.fails, f"{self.fails}: out of luck")
             case CommitWeights(_, version, name):
                 result, role, version = "committed", "target", name or version
             case NameWeights(_, version):

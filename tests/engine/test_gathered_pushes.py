@@ -1,0 +1,178 @@
+"""Pushes that come in several calls, a part of the tensors in each: nothing is live before all have come, and never a mixture of two.
+
+Parts come by disk here, as staging knows no channel; `tests/e2e/test_broadcasts.py` sends them through groups.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.engine.pushing import Pushable, perturbed
+from tests.engine.tiny import write_eagle, write_target
+from tlt_server.engine.settings import EngineSettings
+from tlt_server.records import GenerateRequest, JoinGroup, Sampling, Sleep, WeightReport
+
+PARTS = 3
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("parts")
+    write_target(root / "base")
+    write_eagle(root / "drafter")
+    perturbed(root / "drafter", root / "new-drafter", 3)
+    for seed in (1, 2):
+        perturbed(root / "base", root / f"new{seed}", seed)
+    for name in ("new1", "new2", "new-drafter"):
+        tensors = load_file(root / name / "model.safetensors")
+        names = sorted(tensors)
+        for part in range(PARTS):
+            folder = root / f"{name}-{part}"
+            folder.mkdir()
+            save_file({tensor: tensors[tensor] for tensor in names[part::PARTS]}, folder / "model.safetensors")
+    return root
+
+
+@pytest.fixture(scope="module")
+def settings(root: Path) -> EngineSettings:
+    return EngineSettings(model=str(root / "base"), drafter=str(root / "drafter"), policy="off", kv_memory_mb=16, weight_root=str(root),
+                          weight_channels="disk,broadcast")
+
+
+@pytest.fixture
+def engine(settings: EngineSettings) -> Pushable:
+    return Pushable(settings)
+
+
+def part(engine: Pushable, root: Path, name: str, number: int, version: str = "", **fields: object) -> WeightReport:
+    tensors = [{"name": tensor} for tensor in load_file(root / f"{name}-{number}" / "model.safetensors")]
+    return engine.push(root / f"{name}-{number}", version, partial=True, tensors=tensors, **fields)
+
+
+def results(engine: Pushable, root: Path, name: str, numbers: range = range(PARTS), **fields: object) -> list[str]:
+    return [part(engine, root, name, number, **fields).result for number in numbers]
+
+
+def speak(engine: Pushable) -> object:
+    return engine.run(GenerateRequest(id="r", token_ids=[5, 6, 7], seed=3, sampling=Sampling(max_tokens=8, ignore_eos=True)))
+
+
+def live_as(settings: EngineSettings, model: Path) -> dict[str, str]:
+    return Pushable(msgspec.structs.replace(settings, model=str(model))).checksums()
+
+
+def test_the_part_that_completes_it_makes_it_live(settings: EngineSettings, engine: Pushable, root: Path) -> None:
+    before, said = engine.checksums(), speak(engine)
+    assert results(engine, root, "new1", range(2), version="v1") == ["gathering", "gathering"]
+    assert engine.checksums() == before and speak(engine) == said
+    last = part(engine, root, "new1", 2, "v1")
+    assert (last.result, last.version, last.state.open) == ("committed", "v1", {})
+    assert engine.checksums() == live_as(settings, root / "new1") and speak(engine) != said
+    assert {"open", "read", "check", "fill", "wait", "commit"} <= last.phases.keys()
+    assert results(engine, root, "new1", version="v1") == ["gathering", "gathering", "unchanged"]
+    assert engine.roll_back().result == "rolled_back" and engine.checksums() == before
+
+
+def test_what_comes_again_begins_anew_and_versions_do_not_mix(settings: EngineSettings, engine: Pushable, root: Path) -> None:
+    before = engine.checksums()
+    assert results(engine, root, "new1", range(2)) == ["gathering"] * 2
+    assert part(engine, root, "new2", 1).result == "gathering", "tensors that had come: the sender has begun again"
+    assert part(engine, root, "new2", 2).result == "gathering" and engine.checksums() == before
+    assert part(engine, root, "new1", 0, "other").result == "gathering", "another version is another push"
+    assert results(engine, root, "new2", version="v2") == ["gathering", "gathering", "committed"]
+    assert engine.checksums() == live_as(settings, root / "new2")
+
+
+def test_a_part_that_is_refused_ends_the_push(engine: Pushable, root: Path, tmp_path: Path) -> None:
+    before = engine.checksums()
+    assert results(engine, root, "new1", range(2)) == ["gathering"] * 2
+    spoiled = root / "spoiled"
+    spoiled.mkdir(exist_ok=True)
+    save_file({"model.nowhere.weight": torch.ones(1)}, spoiled / "model.safetensors")
+    refused = engine.push(spoiled, partial=True, tensors=[{"name": "model.nowhere.weight"}])
+    assert refused.result == "weights_refused" and "no place" in (refused.error or ("", ""))[1] and refused.state.open == {}
+    assert part(engine, root, "new1", 2).result == "gathering", "the first two are forgotten"
+    assert engine.checksums() == before
+
+
+def test_a_push_that_is_not_complete_cannot_be_committed_and_can_be_aborted(engine: Pushable, root: Path) -> None:
+    assert results(engine, root, "new1", range(2), version="v1", commit=False) == ["gathering"] * 2
+    refused = engine.commit("v1")
+    assert refused.result == "conflict" and "tensors are missing, among them 'model." in (refused.error or ("", ""))[1]
+    whole = engine.push(root / "new2", "v2")
+    assert whole.result == "conflict" and "'v1' is being pushed" in (whole.error or ("", ""))[1]
+    assert engine.abort("v1").result == "aborted" and engine.push(root / "new2", "v2").result == "committed"
+
+
+def test_target_and_drafter_one_after_the_other_are_one_commit(engine: Pushable, root: Path) -> None:
+    before = engine.checksums()
+    assert results(engine, root, "new1", version="v", commit=False) == ["gathering", "gathering", "staged"]
+    assert results(engine, root, "new-drafter", version="v", commit=False, role="drafter") == ["gathering", "gathering", "staged"]
+    assert engine.checksums() == before
+    done = engine.commit("v")
+    assert (done.result, done.role, done.state.target, done.state.drafter) == ("committed", "all", "v", "v")
+    after = engine.checksums()
+    assert all(after[name] != before[name] for name in ("model.norm.weight", "draft.fc.weight"))
+
+
+def test_a_restart_finds_what_came_in_parts(settings: EngineSettings, root: Path, tmp_path: Path) -> None:
+    kept = msgspec.structs.replace(settings, state_dir=str(tmp_path))
+    engine = Pushable(kept)
+    assert results(engine, root, "new1", version="v1")[-1] == "committed"
+    assert results(engine, root, "new2", range(2), version="v2") == ["gathering"] * 2
+    again = Pushable(kept)
+    assert again.info.weight_version == "v1" and again.checksums() == engine.checksums()
+
+
+def test_a_sender_that_falls_silent_is_given_up(engine: Pushable, root: Path) -> None:
+    engine.engine.pushes.transaction.intake.groups.timeout_s = 0.2
+    assert part(engine, root, "new1", 0, "v1").result == "gathering"
+    engine.until(lambda: "" in engine.reports, "word of it")
+    told = engine.reports[""]
+    assert told.result == "channel_broken" and "nothing came for 0.2 s" in (told.error or ("", ""))[1] and told.state.open == {}
+
+
+def test_in_place_nothing_is_computed_with_a_part(settings: EngineSettings, root: Path) -> None:
+    engine = Pushable(msgspec.structs.replace(settings, weight_staging="none"))
+    said = speak(engine)
+    assert part(engine, root, "new1", 0).result == "gathering"
+    engine.submit(GenerateRequest(id="waits", token_ids=[5, 6, 7], seed=3, sampling=Sampling(max_tokens=8, ignore_eos=True)))
+    engine.step(20)
+    assert "waits" not in engine.said
+    assert part(engine, root, "new1", 1).result == "gathering" and part(engine, root, "new1", 2).result == "committed"
+    engine.finish()
+    assert engine.checksums() == live_as(settings, root / "new1")
+    assert {"r": (engine.tokens("waits"), engine.logprobs("waits"))} == speak(engine) != said
+    engine.engine.pushes.transaction.intake.groups.timeout_s = 0.2
+    assert part(engine, root, "new2", 0).result == "gathering"
+    engine.until(lambda: "" in engine.reports, "word of it")
+    assert list(engine.reports[""].state.quarantined) == ["target"] and "nothing is generated" in (engine.reports[""].error or ("", ""))[1]
+    assert results(engine, root, "new2")[-1] == "committed" and not engine.engine.pushes.transaction.quarantined
+
+
+def test_a_refused_push_leaves_the_group_whose_bytes_nobody_has_taken(engine: Pushable, root: Path) -> None:
+    """Else the next push would take them for its own."""
+    left: list[str] = []
+    groups = engine.engine.pushes.transaction.intake.groups
+    groups.leave = lambda name: left.append(name) or True  # type: ignore[method-assign, func-returns-value]
+    assert part(engine, root, "new1", 0, commit=False).result == "gathering"
+    tensors = [{"name": "model.norm.weight", "dtype": "float32", "shape": [1]}]
+    refused = engine.push("", "v9", channel="broadcast", group="g", tensors=tensors)
+    assert refused.result == "conflict" and left == ["g"]
+
+
+def test_a_group_may_be_joined_while_the_weights_sleep_and_a_join_that_fails_says_so(engine: Pushable) -> None:
+    engine.engine.pushes.transaction.intake.groups.timeout_s = 0.5
+    engine.engine.send(Sleep("s", ["weights", "kv_cache"]))
+    engine.engine.send(JoinGroup("j", "g", "gloo", "127.0.0.1", 9, 1, 2))
+    report = engine.report("j")
+    assert report.result == "channel_broken" and "broke while joining" in (report.error or ("", ""))[1]
+    if torch.cuda.is_available():
+        return
+    engine.engine.send(JoinGroup("n", "g", "nccl", "127.0.0.1", 9, 1, 2))
+    assert engine.report("n").result == "weights_refused" and "there is no GPU here" in (engine.reports["n"].error or ("", ""))[1]

@@ -1,0 +1,134 @@
+"""What the dialects make of groups and broadcasts: commands for the engine; sessions around them; what is refused before it reaches one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.frontend.live_server import LiveServer, live_server
+from tlt_server.records import AbortWeights, CommitWeights, JoinGroup, LeaveGroup, Manifest, PushWeights, TensorEntry
+
+INFO = {"names": ["w", "v"], "dtype_names": ["bfloat16", "float32"], "shapes": [[2, 3], []]}
+ENTRIES = [TensorEntry(name="w", dtype="bfloat16", shape=[2, 3]), TensorEntry(name="v", dtype="float32", shape=[])]
+DISTRIBUTED = {"names": ["w", "v"], "dtypes": ["bfloat16", "float32"], "shapes": [[2, 3], []]}
+WHERE = {"master_address": "h", "master_port": "29500", "rank_offset": 1, "world_size": 3, "backend": "gloo"}
+
+
+@pytest.fixture
+def server(model: Path) -> Iterator[LiveServer]:
+    with live_server(model) as running:
+        yield running
+
+
+def post(server: LiveServer, path: str, body: Any = None, *, status: int = 200) -> Any:
+    response = httpx.post(f"{server.url}{path}", json=body, timeout=10) if body is not None else httpx.post(f"{server.url}{path}")
+    assert response.status_code == status, response.text
+    return response.json()
+
+
+def commands(server: LiveServer) -> list[Any]:
+    """Since the last call."""
+    told, server.engine.weight_commands = server.engine.weight_commands, []
+    return told
+
+
+def pushed(server: LiveServer) -> list[Manifest]:
+    return [command.manifest for command in commands(server) if isinstance(command, PushWeights)]
+
+
+def came(group: str, **fields: Any) -> Manifest:
+    given: dict[str, Any] = {"channel": "broadcast", "group": group, "tensors": ENTRIES, "packed": False, "partial": True}
+    return Manifest(**given | fields)
+
+
+@pytest.mark.parametrize(("path", "body", "expected"), [
+    ("/init_weight_transfer_engine", {"init_info": WHERE}, ("weight_transfer", 1, 3, False)),
+    ("/init_broadcaster", {"host": "h", "port": 29500, "rank_offset": 1, "inference_world_size": 4, "backend": "gloo"},
+     ("weight_transfer", 2, 5, False)),
+    ("/init_weights_update_group", WHERE | {"group_name": "slime-pp_0"}, ("slime-pp_0", 1, 3, True)),
+    ("/init_weights_update_group", WHERE, ("weight_update_group", 1, 3, True)),
+    ("/weight_groups", WHERE | {"name": "own"}, ("own", 1, 3, False)),
+])
+def test_every_dialect_joins_a_group(path: str, body: Any, expected: tuple[str, int, int, bool], server: LiveServer) -> None:
+    post(server, path, body)
+    (told,) = commands(server)
+    assert isinstance(told, JoinGroup) and (told.name, told.rank, told.world_size, told.prefixed) == expected
+    assert (told.backend, told.master_address, told.master_port) == ("gloo", "h", 29500)
+    post(server, "/destroy_weights_update_group", {"group_name": expected[0]})
+    (left,) = commands(server)
+    assert isinstance(left, LeaveGroup) and left.name == expected[0]
+
+
+@pytest.mark.parametrize(("path", "body", "said"), [
+    ("/init_weight_transfer_engine", {"init_info": WHERE | {"backend": "nccl"}}, '"backend": "gloo"'),
+    ("/init_weight_transfer_engine", {"init_info": {**WHERE, "master_port": 0}}, "from 1 to 65535"),
+    ("/init_weight_transfer_engine", {"init_info": WHERE | {"rank_offset": 3}}, "ranks are below the world size"),
+    ("/init_weight_transfer_engine", {"init_info": WHERE | {"rank_offset": 0}}, "rank 0 is the trainer's"),
+    ("/init_weight_transfer_engine", {}, "init_info is missing"),
+    ("/init_broadcaster", {"host": "h", "port": 29500, "inference_world_size": 1}, "weight_dir"),
+    ("/init_weights_update_group", WHERE | {"master_port": "x1"}, "'x1'"),
+    ("/weight_groups", WHERE | {"name": "own", "master_port": 70000}, "70000"),
+])
+def test_a_group_that_cannot_be_is_refused_at_once(path: str, body: Any, said: str, server: LiveServer) -> None:
+    reply = post(server, path, body, status=400)
+    assert said in (reply.get("message") or reply["error"]["message"]) and commands(server) == []
+
+
+def test_tensors_become_manifests_as_the_group_was_made(server: LiveServer) -> None:
+    post(server, "/update_weights", {"update_info": INFO})
+    post(server, "/init_weight_transfer_engine", {"init_info": WHERE | {"packed": True, "packed_buffer_size_bytes": 77}})
+    post(server, "/update_weights", {"update_info": [INFO, INFO | {"packed": False}], "weight_version": "7"})
+    post(server, "/collective_rpc", {"method": "update_weights_nccl", "kwargs": {"update_info": INFO | {"packed_buffer_size_bytes": 9}}})
+    assert pushed(server) == [
+        came("weight_transfer"), came("weight_transfer", version="7", packed=True, bucket_bytes=77),
+        came("weight_transfer", version="7", bucket_bytes=77), came("weight_transfer", packed=True, bucket_bytes=9)]
+    post(server, "/update_weights_from_distributed", DISTRIBUTED | {"group_name": "g", "weight_version": "8", "abort_all_requests": True})
+    post(server, "/update_weights_from_distributed", DISTRIBUTED | {"load_format": "flattened_bucket", "flush_cache": True})
+    assert pushed(server) == [came("g", version="8", in_flight="abort"), came("weight_update_group", packed=True, bucket_bytes=2**40)]
+
+
+def test_whose_tensors_they_are(server: LiveServer) -> None:
+    def role(names: list[str], **fields: Any) -> str:
+        post(server, "/update_weights_from_distributed", DISTRIBUTED | {"names": names} | fields)
+        return pushed(server)[0].role
+
+    assert role(["w", "v"]) == "target" and role(["draft.w", "draft.v"]) == "drafter" and role(["w", "draft.v"]) == "all"
+    assert role(["w", "v"], selector="draft") == "drafter" and role(["w", "v"], selector="all") == "target"
+    post(server, "/start_draft_weight_update")
+    assert role(["w", "v"]) == "drafter" and role(["w", "v"], selector="target") == "target"
+
+
+def test_a_session_holds_every_push_by_whatever_channel(server: LiveServer) -> None:
+    post(server, "/begin_weight_update")
+    assert post(server, "/update_weights", {"update_info": INFO})["state"] == "staged"
+    assert post(server, "/update_weights", {"version": "v", "path": "p", "role": "drafter"})["state"] == "staged"
+    assert pushed(server) == [came("weight_transfer", commit=False), Manifest(version="v", path="p", role="drafter", commit=False)]
+    assert post(server, "/end_weight_update")["success"]
+    assert [type(command) for command in commands(server)] == [CommitWeights]
+    post(server, "/update_weights", {"version": "w", "path": "p"})
+    assert pushed(server) == [Manifest(version="w", path="p")]
+
+
+def test_an_end_that_is_refused_leaves_the_session_open(server: LiveServer) -> None:
+    post(server, "/start_weight_update")
+    post(server, "/update_weights", {"update_info": INFO})
+    server.engine.fails = "conflict"
+    post(server, "/finish_weight_update", status=409)
+    server.engine.fails = ""
+    assert post(server, "/finish_weight_update", {"weight_version": "7"})["version"] == "7"
+    post(server, "/start_weight_update")
+    post(server, "/update_weights", {"update_info": INFO})
+    commands(server)
+    post(server, "/start_weight_update")
+    assert [type(command) for command in commands(server)] == [AbortWeights], "what an earlier one left is dropped"
+
+
+def test_where_nothing_can_be_staged_a_session_holds_nothing(model: Path) -> None:
+    with live_server(model, weight_staging="none") as server:
+        post(server, "/start_weight_update")
+        assert post(server, "/update_weights", {"update_info": INFO, "weight_version": "7"})["state"] == "committed"
+        assert post(server, "/finish_weight_update")["state"] == "unchanged"
