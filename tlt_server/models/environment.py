@@ -14,8 +14,12 @@ def library_environment(numerics: str = "strict") -> dict[str, str]:
 
     Waiting OpenMP workers sleep instead of spinning: where the cores are shared with a frontend and a client, a spinning
     worker keeps the one it waits for off the core (measured 15 to 27 times slower on two busy cores).
+
+    For every connection of a process group torch asks the name server for the peer's name, and goes on without one: a server that loses
+    one question in 25 held up one join in 20 for the resolver's 5 s. So it waits for a second, twice at most.
     """
-    waiting = {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")}
+    waiting = {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
+               "RES_OPTIONS": os.environ.get("RES_OPTIONS", "timeout:1 attempts:2")}
     return {**waiting, **(strict_environment() if numerics == "strict" else {})}
 
 
