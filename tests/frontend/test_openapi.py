@@ -21,7 +21,7 @@ ROUTES = {
     ("post", "/v1/chat/completions"), ("post", "/tokenize"), ("post", "/detokenize"), ("get", "/openapi.json"),
     ("post", "/update_weights"), ("get", "/weights"), ("post", "/weights/rollback"), ("post", "/weights/{version}/commit"),
     ("post", "/weights/{version}/abort"), ("post", "/weight_checker"), ("get", "/weight_info"),
-    ("put", "/weights/{version}/{part}"), ("get", "/weights/{version}/{part}"), ("post", "/weight_groups"),
+    ("put", "/weights/{version}/{part}.safetensors"), ("get", "/weights/{version}/{part}.safetensors"), ("post", "/weight_groups"),
     ("delete", "/weight_groups/{name}"), ("post", "/init_weight_transfer_engine"), ("post", "/init_broadcaster"),
     ("post", "/init_weights_update_group"), ("post", "/destroy_weights_update_group"), ("post", "/update_weights_from_distributed"),
     ("post", "/collective_rpc"),

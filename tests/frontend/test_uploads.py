@@ -83,7 +83,12 @@ def test_a_range_that_is_none(header: str, server: LiveServer) -> None:
     assert reply.status_code == 400 and "FIRST-LAST/TOTAL" in reply.json()["error"]["message"] and kept(server) == []
 
 
-@pytest.mark.parametrize("part", ["config.json", ".safetensors", "..safetensors", "%2e%2e%5cx.safetensors", "x" * 140 + ".safetensors"])
+@pytest.mark.parametrize("part", ["config.json", ".safetensors", "commit"])
+def test_there_is_no_route_for_what_is_no_file_of_tensors(part: str, server: LiveServer) -> None:
+    assert httpx.put(f"{server.url}/weights/v1/{part}", content=b"abc").status_code in (404, 405) and kept(server) == []
+
+
+@pytest.mark.parametrize("part", ["..safetensors", "%2e%2e%5cx.safetensors", "x" * 140 + ".safetensors"])
 def test_a_part_whose_name_is_no_file_of_tensors(part: str, server: LiveServer) -> None:
     reply = httpx.put(f"{server.url}/weights/v1/{part}", content=b"abc")
     assert reply.status_code == 400 and "ending in .safetensors" in reply.json()["error"]["message"] and kept(server) == []
@@ -134,8 +139,8 @@ def test_groups_are_joined_and_left(client: Client, server: LiveServer) -> None:
     assert client.join_group("g", master_port="29500", **fields) == {"groups": ["g"]}
     assert server.engine.weight_commands[0].master_port == 29500  # type: ignore[union-attr]
     assert client.leave_group("g") == {"groups": []}
-    refused(lambda: client.join_group("g", master_port="x", **fields), "master_port is 'x'", status=400)
-    refused(lambda: client.join_group("g", master_port=1, **{**fields, "rank_offset": 2}), "rank_offset 2 of world_size 2", status=400)
+    refused(lambda: client.join_group("g", master_port="x", **fields), "the port is 'x'", status=400)
+    refused(lambda: client.join_group("g", master_port=1, **{**fields, "rank_offset": 2}), "the rank 2 of 2", status=400)
     refused(lambda: client.join_group("g", master_port=1, **fields, backend="mpi"), "backend is 'mpi'", status=400)
 
 

@@ -34,8 +34,8 @@ class HttpReceiver:
     def __init__(self, push: Announcement, intake: Intake) -> None:
         assert intake.uploads is not None
         if not (intake.uploads / push.path).is_dir():
-            raise ContentRefused("of this version no part is there; send them by PUT /weights/{version}/{part} first. Parts end with their "
-                                 "push or its abort, with a restart of the server, and upload_ttl_s after their last byte")
+            raise ContentRefused("of this version no part is there; send them by PUT /weights/{version}/{part}.safetensors first. Parts "
+                                 "end with their push or its abort, with a restart of the server, and upload_ttl_s after their last byte")
         self._source, self._role = Source(intake.uploads, push.path), push.role
         if not push.tensors:
             raise ContentRefused("the manifest names no tensors; a push by http names each with its checksum")

@@ -107,6 +107,7 @@ class NoFields(Strict):
     """Nothing; a body may be left out."""
 
 
+PART_PATH = "/weights/{version}/{part}.safetensors"
 NEEDS = {"disk": ("path",), "http": ("tensors",), "broadcast": ("group", "tensors")}  # channel -> fields of its manifest
 PushState = Literal["committed", "staged", "gathering", "unchanged", "aborted", "named", "rolled_back"]
 
@@ -171,14 +172,14 @@ def routes(service: Service) -> list[Endpoint]:
         Content-Range says where the body belongs; a range that came before is welcome with the same bytes. The version is pushed by
         POST /update_weights with channel http once all parts are there.
         """
-        version, part = request.path_params["version"], request.path_params["part"]
+        version, part = _part(request)
         length = request.headers.get("content-length")
         start, total = span(request.headers.get("content-range", ""), int(length) if length is not None else None)
         return json_response(await opened().write(version, part, start, total, request.stream()))
 
     async def part_status(request: Request) -> Response:
         """How much of a part is there, to go on after a broken connection."""
-        return json_response(opened().status(request.path_params["version"], request.path_params["part"]))
+        return json_response(opened().status(*_part(request)))
 
     async def join(request: Request) -> Response:
         """Join a trainer's process group, for pushes by broadcast. Answers once all ranks are there."""
@@ -215,7 +216,7 @@ def routes(service: Service) -> list[Endpoint]:
         return json_response((await session.look()).state)
 
     gone = (EngineFailed, Unavailable)
-    part = (Parameter("version", "path", "that the part belongs to"), Parameter("part", "path", "a file name ending in .safetensors"))
+    part = (Parameter("version", "path", "that the part belongs to"), Parameter("part", "path", "a file name, without its ending"))
     content_range = Parameter("Content-Range", "header", "bytes FIRST-LAST/TOTAL; absent: the body is the whole part")
     endpoint = partial(Endpoint, needs="push-weights")
     pushed = partial(endpoint, "POST", takes=NoFields, optional_body=True, gives=PushReply,
@@ -233,10 +234,15 @@ def routes(service: Service) -> list[Endpoint]:
                  raises=(Conflict, PushFailed, *gone)),
         pushed("/weights/{version}/commit", commit, raises=(NotFound, Conflict, WeightsRefused, PushFailed, *gone)),
         pushed("/weights/{version}/abort", abort, raises=(NotFound, Conflict, *gone)),
-        endpoint("PUT", "/weights/{version}/{part}", put, parameters=(*part, content_range), takes_bytes="application/octet-stream",
+        endpoint("PUT", PART_PATH, put, parameters=(*part, content_range), takes_bytes="application/octet-stream",
                  gives=PartStatus, raises=(Forbidden, Conflict, StorageFailed)),
-        endpoint("GET", "/weights/{version}/{part}", part_status, parameters=part, gives=PartStatus, raises=(Forbidden, NotFound)),
+        endpoint("GET", PART_PATH, part_status, parameters=part, gives=PartStatus, raises=(Forbidden, NotFound)),
     ]
+
+
+def _part(request: Request) -> tuple[str, str]:
+    """Version and file name."""
+    return request.path_params["version"], request.path_params["part"] + PART_PATH.rpartition("}")[2]
 
 
 def _content(body: bytes, field: str) -> dict[str, Any]:
