@@ -30,7 +30,8 @@ _CHUNK = 256  # rows that the planner looks at together
 _WORKSPACE = 64 << 20  # bytes for states
 _ROW_SHARES = 2  # parts per multiprocessor that rows' work is cut into, at the least
 _FEW_ROWS, _MANY_ROWS = (2, 3), (4, 2)  # programs per multiprocessor, stages: few wait for keys, many for each other
-_TILE_SHARES = 2  # of a program's even share of the keys of tiles: the first item of a tile that is cut has one
+_TILE_SHARES = 2  # of a program's even share of the keys of tiles: the first item of a tile that is cut has one, or more
+_STATE_KEYS = tl.constexpr(3)  # a cut leaves a state for each row of its tile: worth it only for so many keys per row of all tiles
 
 
 class PagedRows(NamedTuple):
@@ -186,14 +187,16 @@ def _plan(position, place, base, path, depth, count, row_item, tile_item, state,
           KV_HEADS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, CHUNK: tl.constexpr, PIECES: tl.constexpr):
     pdl_wait()
     pdl_launch()
-    row_keys, tile_keys = 0, 0
+    row_keys, tile_keys, tile_rows = 0, 0, 0
     for start in range(0, rows, CHUNK):
         r_C, position_C, _, base_C, tile_C, size_C, first_C, last_C, chain_C = _tiles(
             start, position, place, base, path, depth, rows, TILE, TILES, CHUNK)
         _, keys_C, _, _, _, _, _ = _pieces(position_C, base_C, size_C, first_C, last_C, chain_C, 0, 0)
         row_keys += tl.sum(tl.where(size_C == 1, keys_C, 0), axis=0)
         tile_keys += tl.sum(tl.where((size_C > 1) & (tile_C == r_C), keys_C, 0), axis=0)
-    row_quota, tile_quota = row_keys * KV_HEADS // row_shares, tile_keys * KV_HEADS // tile_shares
+        tile_rows += tl.sum(tl.where(size_C > 1, 1, 0), axis=0)
+    row_quota = row_keys * KV_HEADS // row_shares
+    tile_quota = tl.maximum(tile_keys * KV_HEADS // tile_shares, tile_rows * _STATE_KEYS)
     needed, short_tile_items, later_tile_items = states + 1, 0, 0
     while (needed > states) & (row_quota < 1 << 24):  # cut less finely until the states fit
         needed, short_tile_items, later_tile_items = 0, 0, 0
@@ -271,6 +274,6 @@ def plan(rows: PagedRows, work: Plan) -> None:
     tile_rows = work.tile // (work.top_WN.shape[1] // kv_heads)
     _plan[(1,)](
         rows.position_R, rows.place_R, rows.base_R, rows.path_RD, rows.path_RD.shape[1], work.count_2, work.row_item_IF, work.tile_item_IF,
-        work.state_R, count, len(work.top_WN), _ROW_SHARES * work.programs, _TILE_SHARES * tile_programs, KV_HEADS=kv_heads, TILE=tile_rows,
-        TILES=work.tiles, CHUNK=min(_CHUNK, triton.next_power_of_2(max(count, 32))), PIECES=8, num_warps=8, **PDL,
+        work.state_R, count, len(work.top_WN), _ROW_SHARES * work.programs, _TILE_SHARES * tile_programs, KV_HEADS=kv_heads,
+        TILE=tile_rows, TILES=work.tiles, CHUNK=min(_CHUNK, triton.next_power_of_2(max(count, 32))), PIECES=8, num_warps=8, **PDL,
     )
