@@ -32,7 +32,7 @@ _WARPS = 4
 _REGISTERS = 1 << 16  # of a multiprocessor
 _TILE_STAGES = 3  # what is asked for at a block's end arrives during the next one: with two stages every block waits
 _TILE_BYTES = 224 << 10  # of shared memory for a program's queries and keys; beyond it two stages
-_AT_ONCE = 8  # states in flight
+_AT_ONCE = 4  # states in flight
 
 
 @triton.jit
