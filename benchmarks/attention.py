@@ -33,7 +33,8 @@ CASES = {
     "b1 16k": Case(1, 16384, 1),
     "b1 tree32 640": Case(1, 640, 32),
     "b1 tree32 16k": Case(1, 16384, 32),
-    "b8 tree8 640": Case(8, 640, 8),
+    "b8 chain8 640": Case(8, 640, 8),
+    "b32 chain8 400": Case(32, 400, 8),
     "b64 400": Case(64, 400, 1),
     "b256 400": Case(256, 400, 1),
     "b256 640": Case(256, 640, 1),
@@ -53,7 +54,7 @@ def rows_of(case: Case, device: str) -> tuple[PagedRows, torch.Tensor, int]:
             if case.prompt:
                 p, mine, seen = case.context - case.rows + r, [], case.context
             else:  # chains of 8 below the root, each node in scratch
-                mine = [pages * PAGE + b * case.rows + max(r - i, 0) for i in reversed(range(r % depth + 1))] if r else []
+                mine = [pages * PAGE + b * case.rows + r - i for i in reversed(range((r - 1) % depth + 1))] if r else []
                 p, seen = case.context - 1 + len(mine), case.context
             position.append(p)
             base.append(seen)

@@ -10,7 +10,7 @@ from benchmarks.goals import Result, answer, comparable, goals, matches, results
 
 ROOT = Path(__file__).parents[1]
 RESULTS, PAGE, NOTES = ROOT / "benchmarks" / "results", ROOT / "docs" / "performance.md", ROOT / "docs" / "performance_notes.md"
-BENCHES = ("decode", "prefill", "cycle", "graphs", "exact", "rollout", "overload", "weights", "test-gpu")
+BENCHES = ("decode", "prefill", "cycle", "padded", "graphs", "exact", "rollout", "overload", "weights", "test-gpu")
 
 INTRODUCTION = """\
 # Performance
@@ -29,6 +29,7 @@ python -m benchmarks.pad --shape qwen2.5-7b --out /data/padded-7b --device cuda
 P="--device cuda --model /data/padded-7b/target --drafter /data/padded-7b/drafter"
 tlt bench decode $P --against fast --context 16000 --json benchmarks/results/decode-gpu.json
 python -m benchmarks.prefill --json benchmarks/results/prefill-gpu.json
+python -m benchmarks.padded --pair /data/padded-7b --json benchmarks/results/padded-gpu.json
 tlt bench cycle $P --context 16000 --json benchmarks/results/cycle-gpu.json
 tlt bench graphs $P --json benchmarks/results/graphs-gpu.json
 tlt bench graphs $P --cold --json benchmarks/results/graphs-cold-gpu.json
@@ -169,6 +170,13 @@ def _cycle(figures: dict[str, Any]) -> Iterator[str]:
         yield table(("kernel", "ms per cycle"), ((f"`{name}`", f"{ms:.3f}") for name, ms in profiled["longest_kernels_ms"]))
 
 
+def _padded(figures: dict[str, Any]) -> Iterator[str]:
+    yield (f"Logits in {figures['dtype']} against the small target's in float32, at {figures['positions']} positions of its greedy "
+           f"answers; the largest logit is {figures['largest_logit']}. Both by transformers.")
+    yield table(("target", "mean error", "largest error", "same greedy token"), (
+        (r["target"], r["mean"], r["max"], f"{r['greedy_agreement']:.2%}") for r in figures["rows"]))
+
+
 def _graphs(figures: dict[str, Any]) -> Iterator[str]:
     yield _model(figures)
     phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in figures["phases_s"].items())
@@ -227,6 +235,7 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], Iterator[str]]]] = {
     "decode": ("Plain decoding", _decode),
     "prefill": ("Prefill against the libraries", _prefill),
     "cycle": ("Cycles of speculation", _cycle),
+    "padded": ("What padding and rounding change", _padded),
     "graphs": ("Graphs and start-up", _graphs),
     "exact": ("Exactness", _exact),
     "rollout": ("Rollouts with a long tail", _rollout),

@@ -69,23 +69,23 @@ class Step:
             rows.page_table_QP[rows.place_R.long()], rows.path_RD, PAGE, first, self.q_RND.shape[-1] ** -0.5, double=True)
 
 
-def a_step(shape: tuple[int, int, int], requests: list[tuple[int, int]], *, dtype: torch.dtype = torch.float32, dead: int = 0,
-           root_in_pages: bool = True) -> Step:
-    """Per request (known, rows): positive rows are a random tree of draft rows after position known - 1 (its root is the first), negative
-    ones are the last -rows of `known` prompt tokens. Places are dealt in reverse, pages at random."""
+def a_step(shape: tuple[int, int, int], requests: list[tuple[int, int] | tuple[int, int, str]], *,
+           dtype: torch.dtype = torch.float32, dead: int = 0, root_in_pages: bool = True) -> Step:
+    """Per request (known, rows): positive rows are a random tree of draft rows after position known - 1 (its root is the first), or a
+    "chain", negative ones are the last -rows of `known` prompt tokens. Places are dealt in reverse, pages at random."""
     heads, kv_heads, width = shape
-    generator = torch.Generator().manual_seed(sum(known + count for known, count in requests))
-    depth = max([count for _, count in requests] + [1])
-    context = max(known + max(count, 0) for known, count in requests)
+    generator = torch.Generator().manual_seed(sum(known + count for known, count, *_ in requests))
+    depth = max([count for _, count, *_ in requests] + [1])
+    context = max(known + max(count, 0) for known, count, *_ in requests)
     per_place = -(-context // PAGE)
     pages = len(requests) * per_place
     scratch = pages * PAGE
-    slots = scratch + sum(max(count, 0) for _, count in requests) + 3
+    slots = scratch + sum(max(count, 0) for _, count, *_ in requests) + 3
     k_SKD, v_SKD = torch.full((2, slots, kv_heads, width), float("nan"))
     table_QP = torch.full((len(requests) + 1, per_place), -1, dtype=torch.int32)
     order = torch.randperm(pages, generator=generator).to(torch.int32)
     position, place, base, path, rows_of, taken = [], [], [], [], [], scratch
-    for b, (known, count) in enumerate(requests):
+    for b, (known, count, *chain) in enumerate(requests):
         q = len(requests) - 1 - b
         used = -(-known // PAGE)
         table_QP[q, :used] = order[b * per_place : b * per_place + used]
@@ -98,7 +98,8 @@ def a_step(shape: tuple[int, int, int], requests: list[tuple[int, int]], *, dtyp
             path += [[]] * -count
         paths: list[list[int]] = []
         for r in range(max(count, 0)):
-            above = paths[int(torch.randint(len(paths), (), generator=generator))] if r else []
+            parent = r - 1 if chain else int(torch.randint(max(r, 1), (), generator=generator))
+            above = paths[parent] if r else []
             mine = [] if r == 0 and root_in_pages else [*above, taken + r]
             k_SKD[taken + r], v_SKD[taken + r] = noise(kv_heads, width, seed=100 + taken + r), noise(kv_heads, width, seed=200 + taken + r)
             paths.append(mine)
@@ -137,7 +138,8 @@ def test_splits_are_consecutive_and_hold_whole_blocks():
 
 
 SHAPES = [(7, 1, 32), (4, 2, 16), (16, 2, 64)]
-REQUESTS = [(70, 3), (1, 1), (300, 1), (129, 11), (128, 5), (256, 4), (200, -13), (3, -3), (65, -1)]  # some end where a split does
+REQUESTS = [(70, 3), (1, 1), (300, 1), (129, 11), (128, 5), (256, 4), (200, -13), (3, -3), (65, -1),
+            (63, 9, "chain"), (125, 12, "chain"), (256, 3, "chain")]  # some end where a split does
 
 
 @pytest.mark.parametrize(("first", "root_in_pages"), [(0, True), (0, False), (1, True), (70, True)])
@@ -161,7 +163,7 @@ def covers_every_row(step: Step, work: Plan) -> None:
     """Every key of every row lies in exactly one item, and the row's states, if it has any, are all folded by an item of its own."""
     counts, positions = work.count_2.tolist(), step.rows.position_R.tolist()
     row_items = [item[:9] for item in work.row_item_IF[: counts[0]].tolist()]
-    tile_items = [item[:7] for item in work.tile_item_IF[: counts[1]].tolist()]
+    tile_items = [item[:8] for item in work.tile_item_IF[: counts[1]].tolist()]
     taken: set[int] = set()
     for r, position in enumerate(positions):
         mine = [item for item in row_items if item[0] == r]
@@ -169,23 +171,25 @@ def covers_every_row(step: Step, work: Plan) -> None:
         if position < 0:
             assert not mine and not shared
             continue
-        ranges = [(item[3], min(item[4], position + 1)) for item in (*shared, *mine)]
+        assert all(item[3] == int(step.rows.base_R[r]) for item in shared)
+        ranges = [(begin, min(end, position + 1)) for begin, end in [item[4:6] for item in shared] + [item[3:5] for item in mine]]
         keys = sorted((begin, end) for begin, end in ranges if begin < end)
         assert [begin for begin, _ in keys] == [0, *(end for _, end in keys[:-1])] and keys[-1][1] == position + 1, (r, keys)
-        states = {item[5] for item in shared} | {item[7] for item in mine}
+        states = {item[6] for item in shared} | {item[7] for item in mine}
         assert len(states) == 1 or 0 not in states, (r, states)  # a tile's item carries the states of its first row
         if states == {0}:
             assert len(ranges) == 1
             continue
         first, folded = mine[0][8], mine[0][7]
         assert work.state_R[r] == first and all(item[6:9] == [len(mine), folded, first] for item in mine)
-        assert sorted([item[6] for item in shared] + [item[5] for item in mine if item[5] >= 0]) == list(range(folded))
+        assert sorted([item[7] for item in shared] + [item[5] for item in mine if item[5] >= 0]) == list(range(folded))
         assert taken.isdisjoint(range(first, first + folded)) and first + folded <= len(work.top_WN)
         taken.update(range(first, first + folded))
 
 
 REQUEST = st.one_of(
     st.tuples(st.integers(1, 1700), st.integers(1, 20)),
+    st.tuples(st.one_of(st.integers(1, 1700), st.sampled_from([126, 1020])), st.integers(2, 20), st.just("chain")),
     st.tuples(st.sampled_from([64, 127, 128, 129, 256, 1024, 1280, 3072, 3584]), st.integers(1, 20)),
     st.integers(1, 1700).flatmap(lambda known: st.tuples(st.just(known), st.integers(-min(known, 40), -1))),
 )
@@ -200,12 +204,20 @@ def test_a_plan_covers_every_key_of_every_row_once(requests, programs, root_in_p
     covers_every_row(step, work)
 
 
+@pytest.mark.parametrize("root_in_pages", [True, False])
+def test_tiles_are_done_with_prompts_and_chains(root_in_pages):
+    step = a_step((2, 1, 16), [(100, 8, "chain"), (60, 20, "chain"), (90, -40)], root_in_pages=root_in_pages)
+    work = step.work(tile=2 * TILE, programs=1)
+    plan(step.rows, work)
+    assert work.count_2.tolist() == [0, 1 + 2 + 3]
+
+
 def test_programs_get_nearly_even_shares_of_a_long_context():
     step = a_step((7, 1, 16), [(8200, 32)])
     work = step.work(tile=64, programs=8)
     plan(step.rows, work)
     items = work.tile_item_IF[: work.count_2[1].item()].flip(0)
-    blocks = ((items[:, 4] - items[:, 3] + 63) // 64).tolist()
+    blocks = ((items[:, 5] - items[:, 4] + 63) // 64).tolist()
     dealt = [0] * work.tile_programs
     for turn in range(0, len(blocks), len(dealt)):  # to and fro, as the kernel does
         for i, item in enumerate(blocks[turn : turn + len(dealt)]):
@@ -227,8 +239,8 @@ def same_in_any_company(step: Step, first: int, chosen: list[int], **options) ->
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_row_has_the_same_bits_alone_in_company_and_in_any_chunk(first):
-    step = a_step((6, 2, 16), [(70, 3), (1, 1), (300, 1), (129, 7), (280, -21)])
-    same_in_any_company(step, first, [0, 2, 3, 4, 11, 20, 32], tile=TILE)
+    step = a_step((6, 2, 16), [(70, 3), (1, 1), (300, 1), (129, 7), (280, -21), (126, 9, "chain")])
+    same_in_any_company(step, first, [0, 2, 3, 4, 11, 20, 32, 33, 35, 36, 41], tile=TILE)
 
 
 def committed(step: Step, row: int) -> Step:
@@ -254,9 +266,9 @@ def committed(step: Step, row: int) -> Step:
 
 @pytest.mark.parametrize("root_in_pages", [True, False])
 def test_a_tree_row_has_the_bits_it_has_once_committed(root_in_pages):
-    step = a_step((7, 1, 32), [(126, 9), (250, 6), (128, 4)], root_in_pages=root_in_pages)
+    step = a_step((7, 1, 32), [(126, 9), (250, 6), (128, 4), (252, 12, "chain")], root_in_pages=root_in_pages)
     together = step.attend(tile=TILE)
-    for r in (1, 5, 8, 9, 14, 16, 18):
+    for r in (1, 5, 8, 9, 14, 16, 18, 20, 23, 25, 30):
         assert_same_bits(f"row {r}", committed(step, r).attend()[0], together[r])
 
 
@@ -267,7 +279,7 @@ def test_a_small_workspace_changes_no_bits():
     assert_same_bits("out_RND", step.attend(work=small), step.attend(work=work))
 
 
-BIG = [(640, 32), (400, 1), (5000, 1), (5100, 8), (1500, -700), (130, -130)]
+BIG = [(640, 32), (400, 1), (5000, 1), (5100, 8), (1500, -700), (130, -130), (5115, 12, "chain"), (300, 8, "chain")]
 
 
 @gpu
@@ -275,22 +287,22 @@ BIG = [(640, 32), (400, 1), (5000, 1), (5100, 8), (1500, -700), (130, -130)]
 @pytest.mark.parametrize("shape", [(28, 4, 128), (32, 8, 64), (4, 2, 32), (32, 4, 128)])
 def test_on_the_gpu_attention_matches_its_twin_and_itself(shape, tile):
     step = a_step(shape, BIG, dtype=torch.bfloat16)
-    chosen = [0, 7, 31, 32, 33, 34, 41, 42, 300, 741, 742, 800, 871]
+    chosen = [0, 7, 31, 32, 33, 34, 41, 42, 300, 741, 742, 800, 871, 872, 876, 881, 884, 891]
     found = step.attend(tile=tile)
     assert_close("out_RND", found[chosen], step.only(chosen).expected(), 5e-3)
     same_in_any_company(step, 0, chosen, tile=tile)
-    for r in (5, 31, 36):
+    for r in (5, 31, 36, 875, 883, 891):
         assert_same_bits(f"row {r} committed", committed(step, r).attend()[0], found[r])
 
 
 @gpu
 def test_on_the_gpu_attention_without_an_order_of_splits_matches_its_twin():
     step = a_step((28, 4, 128), BIG, dtype=torch.bfloat16)
-    chosen = [0, 7, 31, 32, 33, 41, 300, 741, 742, 871]
+    chosen = [0, 7, 31, 32, 33, 41, 300, 741, 742, 871, 876, 883, 891]
     assert_close("out_RND", step.attend(tile=64, strict=False)[chosen], step.only(chosen).expected(), 5e-3)
 
 
 @gpu
 def test_the_drafters_rows_start_at_position_one():
     step = a_step((28, 4, 128), BIG, dtype=torch.bfloat16)
-    same_in_any_company(step, 1, [0, 31, 33, 40, 500], tile=128)
+    same_in_any_company(step, 1, [0, 31, 33, 40, 500, 876, 891], tile=128)

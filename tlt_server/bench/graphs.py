@@ -1,7 +1,8 @@
 """`tlt bench graphs`: what starting an engine takes, and its CUDA graphs: how many, how much memory, how long to capture.
 
 The engine is the default one of the device, so graphs are those that its policy can reach. Time to ready counts from the start of this
-process, imports included. `--cold` begins with an empty Triton cache; on a CPU there are no graphs, and the phases are reported alone.
+process, imports included. `--cold` begins with an empty Triton cache; otherwise a cache that lacked something is called partly warm,
+and the next run finds it warm. On a CPU there are no graphs, and the phases are reported alone.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    warm = cache_is_warm()
+    before = compiled()
     settings = msgspec.structs.replace(settings_of(args), max_running=args.max_running)
     console = wide_console()
     with progress_bar(console) as progress:
@@ -40,6 +41,7 @@ def _run(args: argparse.Namespace) -> int:
         engine, info = assemble(settings, lambda name, seconds, detail: progress.update(task, advance=1, description=name))
         ready_s = since_start()
     pool: Any = getattr(engine.runner, "graphs", None)  # a CPU's runner has none
+    cache = "cold" if not before else "warm" if compiled() == before else "partly warm"
     keys = list(pool.bytes) if pool is not None else []
     figures = {
         "bench": "graphs", "quick": bool(args.quick),
@@ -47,7 +49,7 @@ def _run(args: argparse.Namespace) -> int:
         "graphs": len(keys), "graph_bytes": sum(pool.bytes[key] for key in keys),
         "capture_s": round(sum(pool.seconds[key] for key in keys), 3),
         "phases_s": {name: round(seconds, 3) for name, seconds in info.phases.items()}, "ready_s": round(ready_s, 3),
-        "triton_cache": "warm" if warm else "cold", "pages": info.pages, "policy": settings.policy,
+        "triton_cache": cache, "pages": info.pages, "policy": settings.policy,
     }
     report(console, figures)
     if args.keys:
@@ -62,10 +64,10 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def cache_is_warm() -> bool:
-    """Triton has kept compiled kernels from runs before."""
+def compiled() -> int:
+    """Kernels that Triton keeps from runs before."""
     cache = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
-    return cache.is_dir() and any(cache.iterdir())
+    return len(list(cache.iterdir())) if cache.is_dir() else 0
 
 
 def since_start() -> float:

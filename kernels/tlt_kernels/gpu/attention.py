@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tlt_kernels.gpu.attention_algebra import BLOCK, LOWEST, extend, fold, nothing, paged_slots, quotient, scaled_sum, starts_split
+from tlt_kernels.gpu.attention_algebra import BLOCK, LOWEST, extend, fold, nothing, quotient, row_slots, scaled_sum, starts_split
 from tlt_kernels.gpu.attention_plan import FIELDS, PAGE, PagedRows, Plan, allocate, plan
 from tlt_kernels.gpu.attention_tiles import attend_tiles
 from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
@@ -32,7 +32,7 @@ _WARPS = 4
 _REGISTERS = 1 << 16  # of a multiprocessor
 _TILE_STAGES = 3  # what is asked for at a block's end arrives during the next one: with two stages every block waits
 _TILE_BYTES = 224 << 10  # of shared memory for a program's queries and keys; beyond it two stages
-_AT_ONCE = 8  # states in flight
+_AT_ONCE = 4  # states in flight
 
 
 @triton.jit
@@ -53,14 +53,6 @@ def _fold_states(state_top, state_sum, state_acc, first, states, head, scale,
     return sum_M1, acc_MD
 
 
-@triton.jit
-def _slots(table, own, base, start, end, FIRST: tl.constexpr, PAGE: tl.constexpr):
-    """Slots of positions [start, start + BLOCK): in pages below `base`, then the row's own."""
-    p_T = start + tl.arange(0, BLOCK)
-    own_T = tl.load(own + p_T - base, (p_T >= base) & (p_T >= FIRST) & (p_T < end), other=0)
-    return tl.where(p_T < base, paged_slots(table, start, tl.minimum(base, end), PAGE), own_T)
-
-
 @triton.jit(do_not_specialize=["pages", "depth"])
 def _attend_rows(q, k_cache, v_cache, out, path, page_table, items, count, counter, state_top, state_sum, state_acc, scale, pages, depth,
                  FIRST: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
@@ -75,7 +67,7 @@ def _attend_rows(q, k_cache, v_cache, out, path, page_table, items, count, count
         row, place, base, begin, end = (tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3), tl.load(item + 4))
         piece, arrivals, states, first_state = tl.load(item + 5), tl.load(item + 6), tl.load(item + 7), tl.load(item + 8)
         k_head, v_head, table, own = k_cache + head * D, v_cache + head * D, page_table + place * pages, path + row * depth
-        slot_T = _slots(table, own, base, begin, end, FIRST, PAGE)
+        slot_T = row_slots(table, own, base, begin, end, FIRST, PAGE)
         if not TILES:
             pdl_wait()
         at_MD = (row * HEADS + head * GROUP + m_M)[:, None] * D + d_D[None, :]
@@ -95,7 +87,7 @@ def _attend_rows(q, k_cache, v_cache, out, path, page_table, items, count, count
             key_TD = slot_T.to(tl.int64)[:, None] * (KV_HEADS * D) + d_D[None, :]
             k_TD = tl.load(k_head + key_TD, visible_T[:, None], other=0.0)
             v_TD = tl.load(v_head + key_TD, visible_T[:, None], other=0.0)
-            slot_T = _slots(table, own, base, start + BLOCK, end, FIRST, PAGE)
+            slot_T = row_slots(table, own, base, start + BLOCK, end, FIRST, PAGE)
             top_M, sum_ML, acc_MD = extend(q_MD, k_TD, v_TD, visible_T[None, :], top_M, sum_ML, acc_MD, scale)
         total_top_M, total_ML, total_MD = fold(total_top_M, total_ML, total_MD, top_M, sum_ML, acc_MD, scale)
         if states == 0:
@@ -138,9 +130,9 @@ def attend(q_RND: Tensor, k_SKD: Tensor, v_SKD: Tensor, rows: PagedRows, work: P
     if work.tiles:
         tile_bytes = (work.tile + 2 * _TILE_STAGES * BLOCK.value) * width * q_RND.element_size()
         attend_tiles[(work.tile_programs,)](
-            q_RND, k_SKD, v_SKD, out_RND, rows.position_R, rows.page_table_QP, work.tile_item_IF, work.count_2, work.state_R, *states,
-            scale_2, pages, FIRST=first, HEADS=heads, KV_HEADS=kv_heads, D=width, PAGE=PAGE, M=work.tile, SPLITS=strict,
-            num_warps=8 if work.tile == 128 else 4, num_stages=_TILE_STAGES if tile_bytes <= _TILE_BYTES else 2, **PDL,
+            q_RND, k_SKD, v_SKD, out_RND, rows.position_R, rows.path_RD, rows.page_table_QP, work.tile_item_IF, work.count_2,
+            work.state_R, *states, scale_2, pages, depth, FIRST=first, HEADS=heads, KV_HEADS=kv_heads, D=width, PAGE=PAGE, M=work.tile,
+            SPLITS=strict, num_warps=8 if work.tile == 128 else 4, num_stages=_TILE_STAGES if tile_bytes <= _TILE_BYTES else 2, **PDL,
         )
     _attend_rows[(work.row_programs,)](
         q_RND, k_SKD, v_SKD, out_RND, rows.path_RD, rows.page_table_QP, work.row_item_IF, work.count_2, work.counter_RK, *states,

@@ -94,3 +94,11 @@ def paged_slots(table, start, end, PAGE: tl.constexpr):
         page = tl.load(table + start // PAGE + i, start + i * PAGE < end, other=0)
         slot_T = tl.where(t_T // PAGE == i, page * PAGE + t_T % PAGE, slot_T)
     return slot_T
+
+
+@triton.jit
+def row_slots(table, own, base, start, end, FIRST: tl.constexpr, PAGE: tl.constexpr):
+    """Slots of positions [start, start + BLOCK) for one row: in pages below `base`, then the row's own."""
+    p_T = start + tl.arange(0, BLOCK)
+    own_T = tl.load(own + p_T - base, (p_T >= base) & (p_T >= FIRST) & (p_T < end), other=0)
+    return tl.where(p_T < base, paged_slots(table, start, tl.minimum(base, end), PAGE), own_T)

@@ -1,0 +1,76 @@
+"""What padding and bfloat16 do to a pair's target: its logits against the small target's, which are computed in float32.
+
+`python -m benchmarks.padded --pair DIR [--json FILE]` reads a pair that `benchmarks.pad` wrote, has the small target write greedy answers
+to problems of its task, and compares logits at every position: of the small target in bfloat16, and of the padded one, both computed by
+transformers, an implementation that shares nothing with ours. Prints a table and, last, a line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+import transformers
+from torch import Tensor
+
+from benchmarks.graph_time import require_gpu
+from tlt_server.bench.record import entry_of, told, write_entry
+from tlt_server.demo.workload import TARGET, problems_as_requests
+
+ANSWERS, LENGTH = (2, 3, 5, 8), 200  # problems, tokens of each answer
+
+
+def model(target: Path, dtype: torch.dtype) -> transformers.PreTrainedModel:
+    return transformers.AutoModelForCausalLM.from_pretrained(target, dtype=dtype).to("cuda").eval()
+
+
+def answers(small: transformers.PreTrainedModel) -> list[Tensor]:
+    """Prompts with the small target's greedy answers, each [1, prompt + LENGTH]."""
+    found = []
+    for number in ANSWERS:
+        (request,) = problems_as_requests(TARGET, 1, group=1, seed=number)
+        prompt = torch.tensor([request.token_ids], device="cuda")
+        found.append(small.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, min_new_tokens=LENGTH,
+                                    max_new_tokens=LENGTH))
+    return found
+
+
+def logits(of: transformers.PreTrainedModel, texts: list[Tensor], vocab: int) -> Tensor:
+    """[positions, vocab], float32: of the answers' tokens."""
+    return torch.cat([of(text).logits[0, -LENGTH - 1 : -1].float()[:, :vocab] for text in texts])
+
+
+def compared(found_PV: Tensor, expected_PV: Tensor) -> dict[str, float]:
+    error_PV = (found_PV - expected_PV).abs()
+    same = (found_PV.argmax(-1) == expected_PV.argmax(-1)).float().mean()
+    return {"mean": round(error_PV.mean().item(), 4), "max": round(error_PV.max().item(), 4), "greedy_agreement": round(same.item(), 4)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pair", type=Path, required=True, metavar="DIR", help="what benchmarks.pad --out was given")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures, with machine, versions and commit, as JSON")
+    parser.add_argument("--commit", metavar="NAME", help="of the code that runs [default: what git says]")
+    arguments = parser.parse_args()
+    require_gpu("benchmarks.padded")
+    with torch.inference_mode():
+        small = model(TARGET, torch.float32)
+        texts, vocab = answers(small), small.config.vocab_size
+        expected_PV = logits(small, texts, vocab)
+        rows = []
+        for name, target in (("small", TARGET), ("padded", arguments.pair / "target")):
+            rows.append({"target": name, **compared(logits(model(target, torch.bfloat16), texts, vocab), expected_PV)})
+            print("  ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
+    large = transformers.AutoConfig.from_pretrained(arguments.pair / "target")
+    figures = {"bench": "padded", "shape": {"layers": large.num_hidden_layers, "hidden": large.hidden_size}, "dtype": "bfloat16",
+               "positions": len(expected_PV), "largest_logit": round(expected_PV.abs().max().item(), 1), "rows": rows}
+    if arguments.json:
+        command = f"python -m benchmarks.padded --pair {told(str(arguments.pair))} --json {told(str(arguments.json))}"
+        write_entry(arguments.json, entry_of(figures, command, on_gpu=True, commit=arguments.commit))
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()
