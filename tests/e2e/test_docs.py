@@ -38,7 +38,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     directory = tmp_path_factory.mktemp("docs")
     for seed, name in enumerate(("step-1", "step-2")):
         perturbed_copy(TARGET, directory / "weights" / name, seed)
-    with ServerProcess(*PAIR, "--weight-root", str(directory / "weights"), "--state-dir", str(directory / "state")) as running:
+    with ServerProcess(*PAIR, "--weight-root", str(directory / "weights"), "--state-dir", str(directory / "state"),
+                       "--weight-channels", "disk,http,broadcast") as running:
         yield running
 
 
@@ -51,8 +52,10 @@ def test_an_example_runs(command: list[str], server: ServerProcess, tmp_path: Pa
 
 
 def test_every_route_has_an_example(server: ServerProcess) -> None:
-    """Of those that `/openapi.json` lists, with `curl` in a block that runs."""
-    asked = set()
+    """Of those that `/openapi.json` lists, with `curl` or with httpx in a block that runs, or as what a trainer's half does there."""
+    asked = {("POST", "/weight_groups")} if any("BroadcastSender(client)" in command.values[0][-1] for command in COMMANDS) else set()
+    for command in COMMANDS:
+        asked |= {(method.upper(), path) for method, path in re.findall(r'http\.(\w+)\("(/[^"]*)"', command.values[0][-1])}  # type: ignore[index]
     for command in (line for page in [*DOCS.glob("*.md"), README] for line in page.read_text().splitlines() if line.startswith("curl ")):
         method = re.search(r"-X (\w+)", command)
         path = command.split(ADDRESS)[1].split()[0].partition("?")[0].strip("\"'") or "/"
