@@ -224,7 +224,7 @@ class TensorEntry(Struct, frozen=True, kw_only=True):
     name: str
     dtype: str = ""  # as torch names it: "bfloat16"
     shape: list[int] | None = None
-    checksum: str = ""  # "sha256:<hex>" or "xxh3:<hex>" over the tensor's bytes as they are pushed
+    checksum: str = ""  # "mix64:<hex>" of the tensor's values, or "sha256:<hex>" or "xxh3:<hex>" over its bytes as they are pushed
 
 
 class Manifest(Struct, frozen=True, kw_only=True):
@@ -374,7 +374,7 @@ class WeightReport(Struct, frozen=True, kw_only=True, tag="weight_report"):
     error: tuple[str, str] | None = None  # (code, message)
     version: str = ""
     role: str = ""
-    checksums: dict[str, str] = {}  # tensor -> "sha256:..." of its float32 values; drafter names begin with "draft." where both are meant
+    checksums: dict[str, str] = {}  # tensor -> "mix64:..." of its values; drafter names begin with "draft." where both are meant
     phases: dict[str, float] = {}  # seconds
     pause_ms: float = 0.0  # for which the commit kept the loop from stepping
     values: list[Any] = []  # of a tensor that was read: numbers, or rows of them

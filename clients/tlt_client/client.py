@@ -153,7 +153,7 @@ class Client:
         return self._ask(calls.weights())
 
     def weight_checksums(self) -> Mapping[str, str]:
-        """sha256 of every live tensor's float32 values."""
+        """mix64 of every live tensor's values (`tlt_client.channels.sums`)."""
         return self._ask(calls.weight_checksums("checksum"))
 
     def remember_weight_checksums(self) -> Mapping[str, str]:

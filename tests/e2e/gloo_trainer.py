@@ -7,7 +7,6 @@ JSON: what the trainer has broadcast and what the server says is live, as checks
 
 from __future__ import annotations
 
-import hashlib
 import json
 import socket
 import sys
@@ -23,6 +22,7 @@ from torch import Tensor, distributed
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from tests.e2e.trainers import Calls
+from tlt_client.channels.sums import mix64
 from tlt_server.demo.workload import DRAFTER, TARGET
 
 HOST, LIMIT = "127.0.0.1", timedelta(seconds=60)
@@ -38,7 +38,7 @@ def weights(seed: int, source: Any = TARGET, prefix: str = "") -> Named:
 
 
 def sums(named: Named) -> dict[str, str]:
-    return {name: f"sha256:{hashlib.sha256(tensor.float().numpy().tobytes()).hexdigest()}" for name, tensor in named
+    return {name: mix64(tensor) for name, tensor in named
             if tensor.is_floating_point()}
 
 

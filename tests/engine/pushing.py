@@ -105,7 +105,7 @@ class Pushable:
         return self.report(id)
 
     def checksums(self) -> dict[str, str]:
-        """sha256 of every live tensor, computed anew."""
+        """mix64 of every live tensor, computed anew."""
         id = next(self._ids)
         self.engine.send(LookAtWeights(id, checksums=True))
         return self.report(id).checksums

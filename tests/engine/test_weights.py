@@ -354,7 +354,7 @@ def test_checksums_that_come_back_can_be_declared_with_the_next_push(engine: Pus
     assert refused.result == "weights_refused" and "checksum" in refused.error[1]  # type: ignore[index]
 
 
-@pytest.mark.parametrize("kind", ["sha256", "xxh3", "xxh3_128"])
+@pytest.mark.parametrize("kind", ["mix64", "sha256", "xxh3", "xxh3_128"])
 def test_every_kind_of_checksum_can_be_declared(kind: str, engine: Pushable, root: Path) -> None:
     tensors = [{"name": name, "checksum": checksum(kind, tensor), "dtype": "float32", "shape": list(tensor.shape)}
                for name, tensor in load_file(root / "new" / "model.safetensors").items()]

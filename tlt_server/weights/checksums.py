@@ -1,4 +1,4 @@
-"""Checksums of tensors: over the bytes as pushed, and over the float32 values that are live."""
+"""Checksums of tensors: of a push as it declares them, and mix64 of the values that are live."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from collections.abc import Mapping
 import xxhash
 from torch import Tensor
 
+from tlt_client.channels.sums import finished
 from tlt_client.channels.tensors import raw
 from tlt_server.errors import WeightsRefused
 
-KINDS = ("sha256", "xxh3")
+KINDS = ("mix64", "sha256", "xxh3")
 XXH3_128_DIGITS = 32
 
 
@@ -22,7 +23,9 @@ def kind_of(declared: str) -> str:
 
 
 def checksum(kind: str, tensor: Tensor) -> str:
-    """`kind:hex` of a contiguous tensor's bytes (row-major, little-endian)."""
+    """`kind:hex` of a contiguous tensor: of its values if mix64, else of its bytes (row-major, little-endian)."""
+    if kind == "mix64":
+        return mix64(tensor)
     data = raw(tensor.cpu())
     if kind == "sha256":
         return f"sha256:{hashlib.sha256(data).hexdigest()}"
@@ -30,17 +33,21 @@ def checksum(kind: str, tensor: Tensor) -> str:
         return f"xxh3:{xxhash.xxh3_64_hexdigest(data)}"
     if kind == "xxh3_128":
         return f"xxh3:{xxhash.xxh3_128_hexdigest(data)}"
-    raise WeightsRefused(f"checksum kind {kind[:20]!r} is not known; use {' or '.join(KINDS)}, as in sha256:<hex>")
+    raise WeightsRefused(f"checksum kind {kind[:20]!r} is not known; use {' or '.join(KINDS)}, as in mix64:<hex>")
+
+
+def mix64(tensor: Tensor) -> str:
+    """Of a tensor's values, computed where it lies; whatever type holds them, they have one sum."""
+    if tensor.device.type == "cuda":
+        from tlt_kernels.gpu.sums import mixed_sum
+    else:
+        from tlt_kernels.cpu.sums import mixed_sum
+    return finished(mixed_sum(tensor.contiguous()), tensor.numel())
 
 
 def live_sums(parameters: Mapping[str, Tensor]) -> dict[str, str]:
-    """sha256 of every tensor's values in the checkpoint's own shape, whatever the layout they live in."""
-    return {name: checksum("sha256", values(tensor).contiguous().cpu()) for name, tensor in parameters.items()}
-
-
-def values(tensor: Tensor) -> Tensor:
-    """What a sum is taken over: float32 whatever the type of storage."""
-    return tensor.float() if tensor.is_floating_point() else tensor
+    """Of every tensor's values in the checkpoint's own shape, whatever the layout they live in."""
+    return {name: mix64(tensor) for name, tensor in parameters.items()}
 
 
 def digest(sums: Mapping[str, str]) -> str:

@@ -53,7 +53,7 @@ class DrafterNetwork(Protocol):
 class Target:
     version: str
     network: TargetNetwork
-    sums: Mapping[str, str]  # sha256 of the float32 values, by tensor
+    sums: Mapping[str, str]  # mix64 of the values, by tensor
 
     @cached_property
     def digest(self) -> str:

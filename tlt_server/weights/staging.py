@@ -22,7 +22,7 @@ from tlt_server.errors import ModelError, PushFailed, WeightsRefused, from_code
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.loader import check_names, check_tensor
 from tlt_server.records import Manifest, TensorEntry
-from tlt_server.weights.checksums import checksum, digest, kind_of, values
+from tlt_server.weights.checksums import checksum, digest, kind_of, mix64
 from tlt_server.weights.parts import Drafter, DrafterNetwork, Parts, Target, TargetNetwork
 
 CALIBRATION = "calibration.safetensors"
@@ -196,7 +196,7 @@ class Staging:
             _compare(tensor, declared.get(name), batch.where)
             self.steps.enter("fill")
             stored = tensor.to(role.parameters[name].dtype) if name in role.parameters else tensor
-            role.sums[name] = checksum("sha256", values(stored))
+            role.sums[name] = mix64(stored)
             if name in role.parameters:
                 self._write(batch.role)
                 role.parameters[name].copy_(stored)

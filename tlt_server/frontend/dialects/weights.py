@@ -54,7 +54,7 @@ class TensorFields(Strict):
     name: Annotated[str, Field(description="as the checkpoint names it; with role all, the drafter's begin with `draft.`")]
     dtype: Annotated[str, Field(description='as torch names it, such as "bfloat16"')] = ""
     shape: Annotated[list[Annotated[int, Field(ge=0, le=2**63 - 1)]] | None, Field(description="absent: not compared")] = None
-    checksum: Annotated[str, Field(description='"sha256:<hex>" or "xxh3:<hex>" over the bytes pushed')] = ""
+    checksum: Annotated[str, Field(description='"mix64:<hex>" of the values, or "sha256:<hex>" or "xxh3:<hex>" of the bytes pushed')] = ""
 
 
 class ManifestFields(Strict):
@@ -121,7 +121,7 @@ class PushReply(Struct, frozen=True):
     version: Annotated[str, Meta(description="of the push")]
     role: Annotated[str, Meta(description="what was pushed")]
     weight_version: Annotated[str, Meta(description="the target's version that is live now")]
-    checksums: Annotated[dict[str, str], Meta(description="of the tensors pushed: sha256 of their float32 values, by name")]
+    checksums: Annotated[dict[str, str], Meta(description="of the tensors pushed: mix64 of their values, by name")]
     phases_s: Annotated[dict[str, float], Meta(description="what the push took, by phase, in seconds")]
     pause_ms: Annotated[float, Meta(description="for which the commit kept the loop from stepping")]
 

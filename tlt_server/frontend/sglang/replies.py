@@ -62,7 +62,7 @@ class Outcome(Struct, frozen=True, kw_only=True):
     message: Annotated[str, Meta(description="what was done, or the value, the limit and the remedy")]
     num_paused_requests: Annotated[int | UnsetType, Meta(description="sequences that are open while generation is paused")] = UNSET
     new_version: Annotated[str | UnsetType, Meta(description="what the weights are called now")] = UNSET
-    checksums: Annotated[dict[str, str] | UnsetType, Meta(description="sha256 of the float32 values, by tensor")] = UNSET
+    checksums: Annotated[dict[str, str] | UnsetType, Meta(description="mix64 of the values, by tensor")] = UNSET
 
 
 class Acknowledged(Struct, frozen=True):

@@ -71,7 +71,7 @@ class CheckReply(Struct, frozen=True, omit_defaults=True):
     """Checksums of what is live, or how they compare."""
 
     checksums: Annotated[dict[str, str] | None, Meta(
-        description="of what is live: sha256 of the float32 values, by tensor; with the actions checksum and reset")] = None
+        description="of what is live: mix64 of the values, by tensor; with the actions checksum and reset")] = None
     match: Annotated[bool | None, Meta(description="whether nothing differs; with the action compare")] = None
     mismatches: Annotated[list[str] | None, Meta(description="names of the tensors that differ; with the action compare")] = None
 

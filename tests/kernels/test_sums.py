@@ -1,0 +1,91 @@
+"""Sums of content: the two kernels and the trainer's own, one value; and what they tell apart."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.kernels.triton_tests import DEVICE, gpu
+
+# isort: split
+from tlt_client.channels.sums import finished, mix64
+from tlt_kernels.cpu import sums as cpu
+from tlt_kernels.gpu import sums as on_gpu
+
+TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool)
+
+
+def by_hand(words: list[int]) -> str:
+    mask, total = 2**64 - 1, 0
+
+    def mix(z: int) -> int:
+        z = ((z ^ z >> 30) * 0xBF58476D1CE4E5B9) & mask
+        z = ((z ^ z >> 27) * 0x94D049BB133111EB) & mask
+        return z ^ z >> 31
+
+    for i, word in enumerate(words):
+        total += mix((word + (i + 1) * 0x9E3779B97F4A7C15) & mask)
+    return f"mix64:{mix((total + len(words)) & mask):016x}"
+
+
+def test_the_definition_by_hand():
+    assert mix64(torch.tensor([1.0, -2.5, 0.0])) == by_hand([0x3F800000, 0xC0200000, 0])
+    assert mix64(torch.tensor([7, -1])) == by_hand([7, 2**64 - 1])
+    assert mix64(torch.empty(0)) == by_hand([])
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("count", [0, 1, 31, 2048, 70_001])
+def test_every_device_finds_the_same(dtype, count):
+    tensor = (torch.randn(count, generator=torch.Generator().manual_seed(count)) * 50).to(dtype)
+    assert finished(cpu.mixed_sum(tensor), count) == mix64(tensor)
+    assert finished(on_gpu.mixed_sum(tensor.to(DEVICE)), count) == mix64(tensor)
+
+
+def test_the_type_of_storage_does_not_matter_where_it_holds_the_values():
+    tensor = torch.randn(1000, generator=torch.Generator().manual_seed(0)).bfloat16()
+    assert mix64(tensor) == mix64(tensor.float()) == mix64(tensor.double()) == mix64(tensor.view(10, 100))
+
+
+def changed(tensor: Tensor, how: str, i: int, j: int) -> Tensor:
+    copy = tensor.clone()
+    if how == "bit":
+        copy.view(torch.int16)[i] ^= 1 << j % 16
+    elif how == "swap":
+        copy[i], copy[j] = tensor[j], tensor[i]
+    elif how == "cut":
+        copy = copy[:-1]
+    elif how == "longer":
+        copy = torch.cat([copy, copy.new_zeros(1)])
+    elif how == "moved":
+        copy = copy.roll(1)
+    return copy
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(["bit", "swap", "cut", "longer", "moved"]), st.integers(0, 499), st.integers(0, 499), st.integers(0, 10))
+def test_what_differs_has_another_sum(how, i, j, seed):
+    tensor = torch.randn(500, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    other = changed(tensor, how, i, j)
+    same = len(other) == len(tensor) and torch.equal(other.view(torch.int16), tensor.view(torch.int16))
+    assert (mix64(other) == mix64(tensor)) == same
+
+
+def test_there_is_no_sum_of_complex_numbers():
+    with pytest.raises(TypeError, match="complex64"):
+        mix64(torch.zeros(3, dtype=torch.complex64))
+
+
+@gpu
+def test_a_large_tensor_is_summed_at_the_speed_of_reading_it():
+    tensor = torch.randn(1 << 28, device="cuda", dtype=torch.bfloat16)
+    on_gpu.mixed_sum(tensor)
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    on_gpu.mixed_sum(tensor)
+    end.record()
+    end.synchronize()
+    assert tensor.nbytes / begin.elapsed_time(end) * 1e3 > 2e11, "under 200 GB/s"
