@@ -34,8 +34,8 @@ class Progress:
         elif self._clock() - self._said_s >= EVERY_S:
             self._say(line)
 
-    def listening(self, url: str) -> None:
-        self._say(f"tlt: listening on {url}; the engine is starting")
+    def listening(self, url: str, grpc_address: str = "") -> None:
+        self._say(f"tlt: listening on {url}{f', for gRPC on {grpc_address}' if grpc_address else ''}; the engine is starting")
 
     def ready(self, url: str, config: Config, info: EngineInfo) -> None:
         full_length = info.pages * info.page_size // info.max_model_len
