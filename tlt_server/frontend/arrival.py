@@ -21,8 +21,9 @@ LARGE_BYTES = 2**16  # to be turned into JSON in a thread, so that no other requ
 class Arrived(NamedTuple):
     method: str
     path: str
-    query: str
-    body: bytes
+    query: str = ""
+    body: bytes = b""
+    headers: tuple[tuple[str, str], ...] = ()
 
 
 Arrive = Callable[[bytes], Arrived]
@@ -43,7 +44,10 @@ class Arrival:
         except TltError as error:
             await self.refuse(scope["path"], error)(scope, receive, send)
             return
-        scope |= {"method": arrived.method, "path": arrived.path, "raw_path": arrived.path.encode(), "query_string": arrived.query.encode()}
+        scope.update({
+            "method": arrived.method, "path": arrived.path, "raw_path": arrived.path.encode(), "query_string": arrived.query.encode(),
+            "headers": [*scope["headers"], *((name.encode(), value.encode()) for name, value in arrived.headers)],
+        })
         body: Message | None = {"type": "http.request", "body": arrived.body, "more_body": False}
 
         async def replayed() -> Message:

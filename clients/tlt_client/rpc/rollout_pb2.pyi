@@ -349,19 +349,86 @@ class AbortReply(_message.Message):
     def __init__(self, message: _Optional[str] = ...) -> None: ...
 
 class UpdateWeightsRequest(_message.Message):
-    __slots__ = ("manifest",)
+    __slots__ = ("part", "manifest")
+    PART_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    part: Part
     manifest: Manifest
-    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ...) -> None: ...
+    def __init__(self, part: _Optional[_Union[Part, _Mapping]] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ...) -> None: ...
+
+class Part(_message.Message):
+    __slots__ = ("version", "part", "start", "total", "data")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    part: str
+    start: int
+    total: int
+    data: bytes
+    def __init__(self, version: _Optional[str] = ..., part: _Optional[str] = ..., start: _Optional[int] = ..., total: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class GetPartRequest(_message.Message):
+    __slots__ = ("version", "part")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    part: str
+    def __init__(self, version: _Optional[str] = ..., part: _Optional[str] = ...) -> None: ...
+
+class PartStatus(_message.Message):
+    __slots__ = ("part", "bytes", "total")
+    PART_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    part: str
+    bytes: int
+    total: int
+    def __init__(self, part: _Optional[str] = ..., bytes: _Optional[int] = ..., total: _Optional[int] = ...) -> None: ...
+
+class JoinGroupRequest(_message.Message):
+    __slots__ = ("name", "master_address", "master_port", "rank_offset", "world_size", "backend", "prefixed")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    MASTER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    MASTER_PORT_FIELD_NUMBER: _ClassVar[int]
+    RANK_OFFSET_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    BACKEND_FIELD_NUMBER: _ClassVar[int]
+    PREFIXED_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    backend: str
+    prefixed: bool
+    def __init__(self, name: _Optional[str] = ..., master_address: _Optional[str] = ..., master_port: _Optional[int] = ..., rank_offset: _Optional[int] = ..., world_size: _Optional[int] = ..., backend: _Optional[str] = ..., prefixed: _Optional[bool] = ...) -> None: ...
+
+class LeaveGroupRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class GroupsReply(_message.Message):
+    __slots__ = ("groups",)
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    groups: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, groups: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Manifest(_message.Message):
-    __slots__ = ("version", "path", "role", "channel", "drafter_path", "tensors", "in_flight", "commit")
+    __slots__ = ("version", "path", "role", "channel", "drafter_path", "tensors", "group", "packed", "bucket_bytes", "in_flight", "commit")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     CHANNEL_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_PATH_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    PACKED_FIELD_NUMBER: _ClassVar[int]
+    BUCKET_BYTES_FIELD_NUMBER: _ClassVar[int]
     IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FIELD_NUMBER: _ClassVar[int]
     version: str
@@ -370,9 +437,12 @@ class Manifest(_message.Message):
     channel: str
     drafter_path: str
     tensors: _containers.RepeatedCompositeFieldContainer[TensorFields]
+    group: str
+    packed: bool
+    bucket_bytes: int
     in_flight: str
     commit: bool
-    def __init__(self, version: _Optional[str] = ..., path: _Optional[str] = ..., role: _Optional[str] = ..., channel: _Optional[str] = ..., drafter_path: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[TensorFields, _Mapping]]] = ..., in_flight: _Optional[str] = ..., commit: _Optional[bool] = ...) -> None: ...
+    def __init__(self, version: _Optional[str] = ..., path: _Optional[str] = ..., role: _Optional[str] = ..., channel: _Optional[str] = ..., drafter_path: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[TensorFields, _Mapping]]] = ..., group: _Optional[str] = ..., packed: _Optional[bool] = ..., bucket_bytes: _Optional[int] = ..., in_flight: _Optional[str] = ..., commit: _Optional[bool] = ...) -> None: ...
 
 class TensorFields(_message.Message):
     __slots__ = ("name", "dtype", "shape", "checksum")
@@ -443,7 +513,7 @@ class PushReply(_message.Message):
     def __init__(self, state: _Optional[str] = ..., version: _Optional[str] = ..., role: _Optional[str] = ..., weight_version: _Optional[str] = ..., checksums: _Optional[_Mapping[str, str]] = ..., phases_s: _Optional[_Mapping[str, float]] = ..., pause_ms: _Optional[float] = ...) -> None: ...
 
 class WeightState(_message.Message):
-    __slots__ = ("target", "drafter", "previous", "open", "spooled")
+    __slots__ = ("target", "drafter", "previous", "open", "spooled", "quarantined", "groups")
     class PreviousEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -458,17 +528,28 @@ class WeightState(_message.Message):
         key: str
         value: str
         def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    class QuarantinedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     TARGET_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_FIELD_NUMBER: _ClassVar[int]
     PREVIOUS_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
     SPOOLED_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINED_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
     target: str
     drafter: str
     previous: _containers.ScalarMap[str, str]
     open: _containers.ScalarMap[str, str]
     spooled: bool
-    def __init__(self, target: _Optional[str] = ..., drafter: _Optional[str] = ..., previous: _Optional[_Mapping[str, str]] = ..., open: _Optional[_Mapping[str, str]] = ..., spooled: _Optional[bool] = ...) -> None: ...
+    quarantined: _containers.ScalarMap[str, str]
+    groups: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, target: _Optional[str] = ..., drafter: _Optional[str] = ..., previous: _Optional[_Mapping[str, str]] = ..., open: _Optional[_Mapping[str, str]] = ..., spooled: _Optional[bool] = ..., quarantined: _Optional[_Mapping[str, str]] = ..., groups: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class GetInfoRequest(_message.Message):
     __slots__ = ()

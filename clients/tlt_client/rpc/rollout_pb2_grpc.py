@@ -84,6 +84,21 @@ class RolloutServiceStub:
                 request_serializer=tlt__client_dot_rpc_dot_rollout__pb2.UpdateWeightsRequest.SerializeToString,
                 response_deserializer=tlt__client_dot_rpc_dot_rollout__pb2.PushReply.FromString,
                 _registered_method=True)
+        self.GetPart = channel.unary_unary(
+                '/tlt.v1.RolloutService/GetPart',
+                request_serializer=tlt__client_dot_rpc_dot_rollout__pb2.GetPartRequest.SerializeToString,
+                response_deserializer=tlt__client_dot_rpc_dot_rollout__pb2.PartStatus.FromString,
+                _registered_method=True)
+        self.JoinGroup = channel.unary_unary(
+                '/tlt.v1.RolloutService/JoinGroup',
+                request_serializer=tlt__client_dot_rpc_dot_rollout__pb2.JoinGroupRequest.SerializeToString,
+                response_deserializer=tlt__client_dot_rpc_dot_rollout__pb2.GroupsReply.FromString,
+                _registered_method=True)
+        self.LeaveGroup = channel.unary_unary(
+                '/tlt.v1.RolloutService/LeaveGroup',
+                request_serializer=tlt__client_dot_rpc_dot_rollout__pb2.LeaveGroupRequest.SerializeToString,
+                response_deserializer=tlt__client_dot_rpc_dot_rollout__pb2.GroupsReply.FromString,
+                _registered_method=True)
         self.CommitWeights = channel.unary_unary(
                 '/tlt.v1.RolloutService/CommitWeights',
                 request_serializer=tlt__client_dot_rpc_dot_rollout__pb2.CommitWeightsRequest.SerializeToString,
@@ -183,7 +198,29 @@ class RolloutServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def UpdateWeights(self, request_iterator, context):
-        """For each message, in order, the operation that it holds: PUT /weights/{version}/{part}, or POST /update_weights, which ends the call.
+        """For each message, in order, the operation that it holds: PUT /weights/{version}/{part} for a part, and last, for the manifest,
+        POST /update_weights. The channel http takes parts first; any other has its manifest alone.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetPart(self, request, context):
+        """GET /weights/{version}/{part}: how much of it is there, to go on after a broken connection.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def JoinGroup(self, request, context):
+        """POST /weight_groups, for pushes by broadcast
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def LeaveGroup(self, request, context):
+        """DELETE /weight_groups/{name}
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -283,6 +320,21 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     servicer.UpdateWeights,
                     request_deserializer=tlt__client_dot_rpc_dot_rollout__pb2.UpdateWeightsRequest.FromString,
                     response_serializer=tlt__client_dot_rpc_dot_rollout__pb2.PushReply.SerializeToString,
+            ),
+            'GetPart': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetPart,
+                    request_deserializer=tlt__client_dot_rpc_dot_rollout__pb2.GetPartRequest.FromString,
+                    response_serializer=tlt__client_dot_rpc_dot_rollout__pb2.PartStatus.SerializeToString,
+            ),
+            'JoinGroup': grpc.unary_unary_rpc_method_handler(
+                    servicer.JoinGroup,
+                    request_deserializer=tlt__client_dot_rpc_dot_rollout__pb2.JoinGroupRequest.FromString,
+                    response_serializer=tlt__client_dot_rpc_dot_rollout__pb2.GroupsReply.SerializeToString,
+            ),
+            'LeaveGroup': grpc.unary_unary_rpc_method_handler(
+                    servicer.LeaveGroup,
+                    request_deserializer=tlt__client_dot_rpc_dot_rollout__pb2.LeaveGroupRequest.FromString,
+                    response_serializer=tlt__client_dot_rpc_dot_rollout__pb2.GroupsReply.SerializeToString,
             ),
             'CommitWeights': grpc.unary_unary_rpc_method_handler(
                     servicer.CommitWeights,
@@ -585,6 +637,87 @@ class RolloutService:
             '/tlt.v1.RolloutService/UpdateWeights',
             tlt__client_dot_rpc_dot_rollout__pb2.UpdateWeightsRequest.SerializeToString,
             tlt__client_dot_rpc_dot_rollout__pb2.PushReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetPart(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tlt.v1.RolloutService/GetPart',
+            tlt__client_dot_rpc_dot_rollout__pb2.GetPartRequest.SerializeToString,
+            tlt__client_dot_rpc_dot_rollout__pb2.PartStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def JoinGroup(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tlt.v1.RolloutService/JoinGroup',
+            tlt__client_dot_rpc_dot_rollout__pb2.JoinGroupRequest.SerializeToString,
+            tlt__client_dot_rpc_dot_rollout__pb2.GroupsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LeaveGroup(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tlt.v1.RolloutService/LeaveGroup',
+            tlt__client_dot_rpc_dot_rollout__pb2.LeaveGroupRequest.SerializeToString,
+            tlt__client_dot_rpc_dot_rollout__pb2.GroupsReply.FromString,
             options,
             channel_credentials,
             insecure,

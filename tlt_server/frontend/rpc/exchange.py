@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 from urllib.parse import unquote
 
 import grpc
@@ -25,7 +25,7 @@ from tlt_server.frontend.rpc.methods import Method, Operation
 
 READ = ("authorization", "idempotency-key", "origin", "x-request-id")  # of a call's metadata, as headers
 TOLD = (b"x-request-id", b"x-rollout-id", b"retry-after")  # of a reply's headers, as metadata
-Context = grpc.aio.ServicerContext[bytes, bytes]
+Context: TypeAlias = grpc.aio.ServicerContext
 
 
 class Exchange:

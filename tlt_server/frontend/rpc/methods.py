@@ -18,7 +18,7 @@ from tlt_client.rpc.rollout_pb2 import DESCRIPTOR
 from tlt_server.errors import InvalidRequest
 from tlt_server.frontend.arrival import Arrived
 from tlt_server.frontend.dialects.events import MAX_WAIT_S
-from tlt_server.frontend.rpc.messages import fill, parsed, plain
+from tlt_server.frontend.rpc.messages import parsed, plain
 
 SERVICE = DESCRIPTOR.services_by_name["RolloutService"]
 NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -31,12 +31,22 @@ class Operation(NamedTuple):
     in_query: bool = False  # not in the body
 
     def arrived(self, content: dict[str, Any]) -> Arrived:
+        """What the request over HTTP would have said."""
         content |= self.says
-        path = re.sub(r"{(\w+)}", lambda match: str(content.pop(match[1], "")), self.path)
+        path = re.sub(r"{(\w+)}", lambda match: content.pop(match[1], "").replace("/", "%2F"), self.path)  # one segment each
+        if self.method == "PUT":
+            return _part(path, **content)
         if not self.in_query:
-            return Arrived(self.method, path, "", msgspec.json.encode(content))
+            return Arrived(self.method, path, body=msgspec.json.encode(content))
         query = {name: msgspec.json.encode(value).decode() if not isinstance(value, str) else value for name, value in content.items()}
-        return Arrived(self.method, path, urlencode(query, quote_via=quote), b"")
+        return Arrived(self.method, path, query=urlencode(query, quote_via=quote))
+
+
+def _part(path: str, start: int = 0, total: int | None = None, data: bytes = b"") -> Arrived:
+    """A range of a file, whose place stands in a header."""
+    total = start + len(data) if total is None else total
+    headers = (("content-length", str(len(data))), ("content-range", f"bytes {start}-{start + len(data) - 1}/{total}"))
+    return Arrived("PUT", path, body=data, headers=headers)
 
 
 OPERATIONS: dict[str, Operation] = {
@@ -49,6 +59,9 @@ OPERATIONS: dict[str, Operation] = {
     "Pause": Operation("POST", "/pause", in_query=True),
     "Resume": Operation("POST", "/resume"),
     "Abort": Operation("POST", "/abort_requests"),
+    "GetPart": Operation("GET", "/weights/{version}/{part}", in_query=True),
+    "JoinGroup": Operation("POST", "/weight_groups"),
+    "LeaveGroup": Operation("DELETE", "/weight_groups/{name}", in_query=True),
     "CommitWeights": Operation("POST", "/weights/{version}/commit"),
     "AbortWeights": Operation("POST", "/weights/{version}/abort"),
     "Rollback": Operation("POST", "/weights/rollback"),
@@ -57,6 +70,7 @@ OPERATIONS: dict[str, Operation] = {
     "WatchEvents": Operation("GET", "/events", {"wait_s": MAX_WAIT_S}, in_query=True),
 }
 UPDATES: dict[str, Operation] = {  # of the messages of UpdateWeights, by what they hold
+    "part": Operation("PUT", "/weights/{version}/{part}"),
     "manifest": Operation("POST", "/update_weights"),
 }
 LAST = "manifest"  # of them
