@@ -70,10 +70,11 @@ class Exchange:
             await self._write(await asyncio.to_thread(make, self._body) if len(self._body) > LARGE_BYTES else make(self._body))
 
     async def receive(self) -> Message:
+        if self._started and REFUSED in self._state:
+            return {"type": "http.disconnect"}  # what still comes is of no use to anybody
         if not self._asked:
             self._asked = True
-            # who was refused without a look at the message need not have it read
-            return {"type": "http.request", "body": b"" if self._started else await self._next(), "more_body": False}
+            return {"type": "http.request", "body": await self._next(), "more_body": False}
         await self._gone.wait()
         return {"type": "http.disconnect"}
 

@@ -30,6 +30,7 @@ from tlt_server.metrics import Metrics
 KEEPALIVE_S = 60  # a connection that is silent for so long is asked whether it lives
 KEEPALIVE_TIMEOUT_S = 20  # and closed when it does not answer
 LEAST_PING_S = 10  # between two pings of a client; one that sends them faster is cut off
+BEYOND = 2  # times a limit of ours: up to there a refusal is ours and typed, beyond it gRPC's own
 SERVICES = (SERVICE.full_name, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
 
 
@@ -39,7 +40,7 @@ class RpcServer:
         self._config, self._certificates = config, certificates
         self._health = Health(is_ready)
         self._server = grpc.aio.server(interceptors=[_Reflection(gate)], options=_options(config),
-                                       maximum_concurrent_rpcs=2 * config.max_connections)
+                                       maximum_concurrent_rpcs=BEYOND * config.max_connections)
         self._server.add_generic_rpc_handlers([_Calls(app, config, metrics, secure=certificates is not None)])
         add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection(SERVICES, self._server)
@@ -133,12 +134,12 @@ def _credentials(certificates: Watched[Certificates]) -> grpc.ServerCredentials:
 def _options(config: Config) -> list[tuple[str, Any]]:
     return [
         ("grpc.so_reuseport", 0),  # else two servers could share the port
-        ("grpc.max_receive_message_length", 2 * config.max_body_mb * 2**20),  # up to there the refusal is ours, and typed
+        ("grpc.max_receive_message_length", BEYOND * config.max_body_mb * 2**20),
         ("grpc.max_send_message_length", -1),
         ("grpc.max_metadata_size", config.max_header_kb * 1024),
         ("grpc.absolute_max_metadata_size", config.max_header_kb * 1024),
         ("grpc.compression_enabled_algorithms_bitset", 1),  # none: what a compressed message unpacks to has no bound
-        ("grpc.max_concurrent_streams", config.max_connections),
+        ("grpc.max_concurrent_streams", BEYOND * config.max_connections),
         ("grpc.server_handshake_timeout_ms", int(config.header_timeout_s * 1000)),
         ("grpc.keepalive_time_ms", KEEPALIVE_S * 1000),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_S * 1000),
