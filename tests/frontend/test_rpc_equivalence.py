@@ -332,7 +332,9 @@ def test_a_pause_and_a_full_queue_are_told_alike(keyed: LiveServer) -> None:
     eventually(lambda: len(keyed.client) == 24)
     http, rpc = (ask(keyed, "GenerateBatch", Case("", batch(ITEM))) for ask in (over_http, over_grpc))
     assert (http.code, http.message) == (rpc.code, rpc.message) and rpc.code == "queue_full" and rpc.retry_after == http.retry_after
-    assert over_grpc(keyed, "Abort", Case("", {"request_ids": ["h0", "h1"]}, key="operator")).reply
+    http, rpc = (ask(keyed, "Abort", Case("", {"request_ids": ["h0", "h1"]}, key="other")) for ask in (over_http, over_grpc))
+    assert http.message == rpc.message and rpc.code == "forbidden" and len(keyed.client) == 24, "another owner's"
+    assert over_grpc(keyed, "Abort", Case("", {"request_ids": ["h0", "h1"]}, key="data")).reply
     eventually(lambda: len(keyed.client) == 16)
-    assert over_grpc(keyed, "Abort", Case("", {}, key="operator")).reply
+    assert over_grpc(keyed, "Abort", Case("")).reply
     eventually(lambda: len(keyed.client) == 0)

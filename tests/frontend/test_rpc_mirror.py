@@ -3,6 +3,7 @@ method; what is committed as generated is what the compiler gives."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
+import grpc
 import msgspec
 import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
@@ -18,16 +20,19 @@ from pydantic import BaseModel
 from tests.frontend.live_server import LiveServer
 from tests.frontend.test_auth import routes
 from tlt_client.wire import RolloutStatus, WireError
+from tlt_server.errors import codes, from_code
 from tlt_server.frontend.dialects.weights import DirectoryFields
 from tlt_server.frontend.endpoints import Endpoint
 from tlt_server.frontend.rpc.messages import NULL
 from tlt_server.frontend.rpc.methods import METHODS, OPERATIONS, SERVICE, UPDATES, Operation
 from tlt_server.frontend.rpc.refusals import Error
 from tlt_server.frontend.sglang.requests import GenerateFields
+from tlt_server.frontend.vllm.transfer import UpdateFields
 
 CLIENTS = Path(__file__).parents[2] / "clients"
+NEVER_SENT = {"startup", "method_not_allowed", "unsafe_channel"}  # before there is a server; by gRPC itself; by a borrowed dialect
 BY_NAME = {"stream", "detach"}  # fields that the method's name says
-BORROWED = (GenerateFields, DirectoryFields)  # forms of other dialects at the same routes
+BORROWED = (GenerateFields, DirectoryFields, UpdateFields)  # forms of other dialects at the same routes
 SCALARS: dict[int, type] = {
     FieldDescriptor.TYPE_DOUBLE: float, FieldDescriptor.TYPE_INT32: int, FieldDescriptor.TYPE_INT64: int, FieldDescriptor.TYPE_UINT64: int,
     FieldDescriptor.TYPE_BOOL: bool, FieldDescriptor.TYPE_STRING: str, FieldDescriptor.TYPE_BYTES: bytes,
@@ -176,6 +181,15 @@ def test_a_field_that_is_missing_or_of_another_type_is_seen() -> None:
 
     found = list(differences(Error.DESCRIPTOR, Other, "Error", reply=True))
     assert sorted(line.split(" ")[0] for line in found) == ["Error.code", "Error.more", "Error.retryable"]
+
+
+def test_the_page_tells_every_error_by_its_status() -> None:
+    rows = re.findall(r"^\| (`[A-Z_`, ]+) \| (.*) \|$", (CLIENTS.parent / "docs" / "grpc.md").read_text(), re.MULTILINE)
+    statuses = [status for row, _ in rows for status in re.findall(r"`(\w+)`", row)]
+    told = {code: set(re.findall(r"`(\w+)`", row)) for row, errors in rows for code in re.findall(r"`(\w+)`", errors)}
+    known = {code: type(from_code(code, "")).grpc_code for code in codes() if code not in NEVER_SENT}
+    assert told.keys() == known.keys() and all(known[code] in told[code] for code in known)
+    assert sorted(statuses) == sorted(set(known.values())) and all(hasattr(grpc.StatusCode, status) for status in statuses)
 
 
 def test_what_is_committed_is_what_the_compiler_gives(tmp_path: Path) -> None:

@@ -35,7 +35,9 @@ class Progress:
             self._say(line)
 
     def listening(self, url: str, grpc_address: str = "") -> None:
-        self._say(f"tlt: listening on {url}{f', for gRPC on {grpc_address}' if grpc_address else ''}; the engine is starting")
+        if grpc_address:
+            self._say(f"tlt: listening on {grpc_address} for gRPC")
+        self._say(f"tlt: listening on {url}; the engine is starting")
 
     def ready(self, url: str, config: Config, info: EngineInfo) -> None:
         full_length = info.pages * info.page_size // info.max_model_len
