@@ -333,7 +333,9 @@ def test_a_pause_and_a_full_queue_are_told_alike(keyed: LiveServer) -> None:
     http, rpc = (ask(keyed, "GenerateBatch", Case("", batch(ITEM))) for ask in (over_http, over_grpc))
     assert (http.code, http.message) == (rpc.code, rpc.message) and rpc.code == "queue_full" and rpc.retry_after == http.retry_after
     http, rpc = (ask(keyed, "Abort", Case("", {"request_ids": ["h0", "h1"]}, key="other")) for ask in (over_http, over_grpc))
-    assert http.message == rpc.message and rpc.code == "forbidden" and len(keyed.client) == 24, "another owner's"
+    assert http == Answer(rpc.reply, request_id=http.request_id) and len(keyed.client) == 24, "another owner's names are nobody's"
+    http, rpc = (ask(keyed, "Abort", Case("", {}, key="data")) for ask in (over_http, over_grpc))
+    assert http.message == rpc.message and rpc.code == "forbidden" and len(keyed.client) == 24, "everybody's"
     assert over_grpc(keyed, "Abort", Case("", {"request_ids": ["h0", "h1"]}, key="data")).reply
     eventually(lambda: len(keyed.client) == 16)
     assert over_grpc(keyed, "Abort", Case("")).reply
