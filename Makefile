@@ -23,7 +23,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 CODE := tlt_server clients tests $(wildcard kernels examples benchmarks)
 
-.PHONY: setup demo test test-gpu lint programs screenshots bench bench-gpu soak clean help
+.PHONY: setup demo test test-gpu lint proto programs screenshots bench bench-gpu soak clean help
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -45,6 +45,9 @@ lint: $(STAMP) ## ruff, mypy, import-linter
 	"$(BIN)/ruff" check $(CODE)
 	"$(BIN)/mypy"
 	"$(BIN)/lint-imports"
+
+proto: $(STAMP) ## compile clients/proto anew
+	cd clients && "$(abspath $(BIN))/python" -m grpc_tools.protoc -Itlt_client/rpc=proto --python_out=. --pyi_out=. --grpc_python_out=. tlt_client/rpc/rollout.proto
 
 programs: ## a Chromium and Prometheus for the tests: the machine's own, else Debian's
 	@tests/programs.sh

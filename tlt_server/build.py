@@ -16,13 +16,15 @@ import socket
 import sys
 import tempfile
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import uvicorn
 import uvloop
+from starlette.types import ASGIApp
 
 from tlt_server.config import Config
 from tlt_server.engine.settings import EngineSettings
@@ -36,10 +38,12 @@ from tlt_server.frontend.logs import left_behind, write_logs
 from tlt_server.frontend.progress import Progress
 from tlt_server.frontend.protocol import bounded_protocol
 from tlt_server.frontend.rollouts import Rollouts
+from tlt_server.frontend.server_info import is_ready
 from tlt_server.frontend.supervisor import Supervisor
 from tlt_server.frontend.text import Text
-from tlt_server.frontend.tls import server_context
+from tlt_server.frontend.tls import Certificates, server_context, watched_certificates
 from tlt_server.frontend.validation import Validator
+from tlt_server.frontend.watched import Watched
 from tlt_server.metrics import Metrics
 from tlt_server.models.environment import library_environment
 from tlt_server.seeds import SeedSource, choice_seed
@@ -57,7 +61,7 @@ def serve(config: Config, *, engine_command: Sequence[str] | None = None) -> int
 
 async def _serve(config: Config, engine_command: Sequence[str]) -> int:
     text, metrics, progress = Text.load(config.model), Metrics(), Progress()
-    gate, tls = Gate(config, metrics), server_context(config, partial(metrics.file_read, "certificates"))
+    gate, certificates = Gate(config, metrics), watched_certificates(config, partial(metrics.file_read, "certificates"))
     asyncio.get_running_loop().set_exception_handler(left_behind)
     if config.state_dir is not None:
         metrics.watch_disk(config.state_dir)
@@ -70,17 +74,19 @@ async def _serve(config: Config, engine_command: Sequence[str]) -> int:
             supervisor = Supervisor(config, partial(_launch, config, engine_command), Path(name), client, metrics, progress)
             supervised = asyncio.create_task(supervisor.run())
             stack.push_async_callback(_cancel, supervised)
+            app = build_app(service, gate)
+            grpc_address = await stack.enter_async_context(serving_grpc(app, service, gate, certificates))
             server = _Server(uvicorn.Config(
-                build_app(service, gate), http=bounded_protocol(config), ws="none", lifespan="off", log_config=None, access_log=False,
+                app, http=bounded_protocol(config), ws="none", lifespan="off", log_config=None, access_log=False,
                 proxy_headers=False, server_header=False, timeout_graceful_shutdown=FLUSH_S,
-                ssl_context_factory=None if tls is None else lambda *_: tls,
+                ssl_context_factory=None if certificates is None else lambda *_: server_context(certificates),
             ))
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             stack.push_async_callback(_finish, server, serving)
             stack.callback(client.close)  # what is still open ends with a typed error, which `_finish` lets out
             stack.push_async_callback(rollouts.close)  # first: that error is none of theirs where their journals last
             url = _url(config, listener)
-            progress.listening(url)
+            progress.listening(url, grpc_address)
             return await _run(config, client, supervised, rollouts, progress, url)
 
 
@@ -107,6 +113,22 @@ async def _run(config: Config, client: EngineClient, supervised: asyncio.Task[En
     drained = asyncio.create_task(client.drain(config.drain_timeout_s))
     await asyncio.wait({drained, supervised, asyncio.create_task(stop_now.wait())}, return_when=asyncio.FIRST_COMPLETED)
     return 0
+
+
+@contextlib.asynccontextmanager
+async def serving_grpc(app: ASGIApp, service: Service, gate: Gate, certificates: Watched[Certificates] | None) -> AsyncIterator[str]:
+    """The address that is listened on, empty without a `grpc_port`. At the end calls in progress may end."""
+    if service.config.grpc_port is None:
+        yield ""
+        return
+    from tlt_server.frontend.rpc.server import RpcServer
+
+    server = RpcServer(app, service.config, gate, service.metrics, lambda: is_ready(service), certificates)
+    address = await server.start()
+    try:
+        yield address
+    finally:
+        await server.stop(FLUSH_S)
 
 
 async def _cancel(task: asyncio.Task[EngineFailed]) -> None:
@@ -167,16 +189,17 @@ def engine_settings(config: Config) -> EngineSettings:
 
 
 @contextlib.contextmanager
-def listening(config: Config) -> Iterator[socket.socket]:
+def listening(config: Config, setting: Literal["port", "grpc_port"] = "port") -> Iterator[socket.socket]:
     """The bound socket, or `StartupError`."""
+    port = getattr(config, setting)
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listener.bind((config.host, config.port))
+            listener.bind((config.host, port))
         except OSError as error:
-            raise StartupError(f"cannot bind {config.host}:{config.port}: {error.strerror}; choose another --host or --port "
-                               "(0 = a free one)") from None
+            raise StartupError(f"cannot bind {config.host}:{port}: {error.strerror}; choose another --host or "
+                               f"--{setting.replace('_', '-')} (0 = a free one)") from None
         yield listener
 
 

@@ -68,6 +68,7 @@ class Metrics:
 
         self.http_requests = counter("tlt_http_requests", "HTTP requests answered.", "method", "route", "status")
         self.http_s = histogram("tlt_http_request_seconds", "From a request's headers to the end of its reply.", LATENCY_S, "route")
+        self.grpc_calls = counter("tlt_grpc_calls", "gRPC calls ended; each is a request of its route, too.", "method", "code")
         self.sequences = counter("tlt_sequences", "Sequences ended, by finish reason or error code.", "result")
         self.rejected = counter("tlt_requests_rejected", "HTTP requests refused, by error code; probes and scrapes do not count.", "reason")
         self.auth_refusals = counter("tlt_auth_refusals", "Requests without the key or scope that they need, by reason.", "reason")

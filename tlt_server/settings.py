@@ -85,6 +85,7 @@ class Settings:
     # where it listens
     host: Annotated[str, Doc("address", "Address to bind; any but a loopback address needs API keys.")] = "127.0.0.1"
     port: Annotated[int, Doc("TCP port", "Port to bind; 0 takes a free one.", 0, 65535)] = 8000
+    grpc_port: Annotated[int | None, Doc("TCP port", "Port to bind for gRPC, too; 0 takes a free one, none: no gRPC.", 0, 65535)] = None
     api_key_file: Annotated[Path | None, Doc(
         "file", "API keys, one per line: the key or sha256:<hex>, then scopes=data,push-weights,operate and name=NAME; read again when it "
         "changes.")] = None

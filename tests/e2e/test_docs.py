@@ -22,7 +22,7 @@ from tlt_server.demo.workload import TARGET
 
 DOCS = Path(__file__).parents[2] / "docs"
 README = DOCS.parent / "README.md"
-ADDRESS = "http://127.0.0.1:8000"
+ADDRESS, GRPC_ADDRESS = "http://127.0.0.1:8000", "127.0.0.1:8001"
 COMMANDS = [
     pytest.param([sys.executable, "-c", block] if language == "python" else ["bash", "-euo", "pipefail", "-c", block],
                  id=f"{page.stem}-{place}-{language}")
@@ -39,13 +39,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     for seed, name in enumerate(("step-1", "step-2")):
         perturbed_copy(TARGET, directory / "weights" / name, seed)
     with ServerProcess(*PAIR, "--weight-root", str(directory / "weights"), "--state-dir", str(directory / "state"),
-                       "--weight-channels", "disk,http,broadcast") as running:
+                       "--weight-channels", "disk,http,broadcast", "--grpc-port", "0") as running:
         yield running
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_an_example_runs(command: list[str], server: ServerProcess, tmp_path: Path) -> None:
-    done = subprocess.run([*command[:-1], command[-1].replace(ADDRESS, server.url)], cwd=tmp_path, timeout=60, capture_output=True,
+    text = command[-1].replace(ADDRESS, server.url).replace(GRPC_ADDRESS, server.grpc_address)
+    done = subprocess.run([*command[:-1], text], cwd=tmp_path, timeout=60, capture_output=True,
                           text=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
     assert done.returncode == 0, done.stderr
     assert done.stdout and not re.search(r'^(data: )?{"error"', done.stdout, re.MULTILINE), done.stdout

@@ -8,7 +8,7 @@ import itertools
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AsyncExitStack, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,7 +17,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from tests.frontend.fake_engine import FakeEngine
-from tlt_server.build import admission
+from tlt_server.build import admission, serving_grpc
 from tlt_server.config import Config
 from tlt_server.frontend.app import build_app
 from tlt_server.frontend.auth import Gate
@@ -28,7 +28,7 @@ from tlt_server.frontend.protocol import bounded_protocol
 from tlt_server.frontend.rollouts import Rollouts
 from tlt_server.frontend.supervisor import Supervisor
 from tlt_server.frontend.text import Text
-from tlt_server.frontend.tls import server_context
+from tlt_server.frontend.tls import server_context, watched_certificates
 from tlt_server.frontend.validation import Validator
 from tlt_server.metrics import Metrics
 
@@ -52,7 +52,7 @@ class LiveServer:
         self.config = Config(model=model, port=0, **settings).checked().resolved()
         self.directory, self._engine_options = directory, engine
         self.started = threading.Event()
-        self.url = ""
+        self.url = self.grpc_address = ""
         self.engine: FakeEngine  # of the last life
         self.said = io.StringIO()
         self.may_launch = asyncio.Event()
@@ -91,14 +91,16 @@ class LiveServer:
         self.rollouts = Rollouts((config.state_dir or self.directory) / "rollouts", config, metrics)
         service = Service(config, self.client, text, validator, metrics, self.rollouts)
         self.rollouts.open(service)
-        gate, tls = Gate(config, metrics), server_context(config)
+        gate, certificates = Gate(config, metrics), watched_certificates(config)
         self.app = build_app(service, gate)
-        with socket.socket() as listener:
+        async with AsyncExitStack() as stack:
+            listener = stack.enter_context(socket.socket())
             listener.bind(("127.0.0.1", 0))
-            self.url = f"{'http' if tls is None else 'https'}://127.0.0.1:{listener.getsockname()[1]}"
+            self.url = f"{'http' if certificates is None else 'https'}://127.0.0.1:{listener.getsockname()[1]}"
+            self.grpc_address = await stack.enter_async_context(serving_grpc(self.app, service, gate, certificates))
             server = uvicorn.Server(uvicorn.Config(
                 self.app, http=bounded_protocol(config), ws="none", lifespan="off", log_config=None, access_log=False,
-                proxy_headers=False, ssl_context_factory=None if tls is None else lambda *_: tls))
+                proxy_headers=False, ssl_context_factory=None if certificates is None else lambda *_: server_context(certificates)))
             server.capture_signals = _no_signals
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             await self.client.ready()

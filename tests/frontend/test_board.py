@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import pytest
 import yaml
@@ -17,6 +18,7 @@ from tests.frontend.board import BOARD, DOCKER, PANELS, RULES, asked, board_expr
 from tests.frontend.live_server import live_server
 from tests.programs import require
 from tlt_client import Client
+from tlt_client.rpc import GetInfoRequest, RolloutServiceStub
 
 PAGE = DOCKER.parent / "docs" / "operators.md"
 TARGET_LABELS = {"job", "instance"}  # that Prometheus itself adds
@@ -26,7 +28,8 @@ OWN = {"up": set[str]()}  # that Prometheus itself makes
 @pytest.fixture(scope="module")
 def families(model: Path) -> Iterator[list[Any]]:
     """What a server exposes that has served, refused, and taken a push."""
-    with live_server(model) as server, Client(server.url) as client:
+    with live_server(model, grpc_port=0) as server, Client(server.url) as client, grpc.insecure_channel(server.grpc_address) as channel:
+        RolloutServiceStub(channel).GetInfo(GetInfoRequest())
         client.generate([{"prompt": "abc"}], sampling={"max_tokens": 9})
         client.update_weights("p", "v1", role="target")
         server.engine.weights = type(server.engine.weights)(target="v1", drafter="d1")

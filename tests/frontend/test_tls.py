@@ -20,7 +20,7 @@ from tlt_client import AsyncClient, Client, ConnectionFailed, Done, Tls
 from tlt_client.errors import NotReached, Unauthenticated
 from tlt_server.config import Config
 from tlt_server.errors import StartupError
-from tlt_server.frontend.tls import server_context
+from tlt_server.frontend.tls import watched_certificates
 
 SHORT = {"max_tokens": 2}
 BATCH = [{"id": "a", "prompt": "ab"}]
@@ -172,14 +172,14 @@ def test_files_that_cannot_be_used_are_refused_by_name(
                 "LOCKED": locked(files["tls_key"].read_bytes())}
     files = {**files, "tls_client_ca": tmp_path / "client-ca.pem"}
     put({"ca": files["tls_client_ca"]}, first.ca)
-    assert server_context(Config(model=model, **files)) is not None, "right before the fault"
+    assert watched_certificates(Config(model=model, **files)) is not None, "right before the fault"
     for name, content in planted.items():
         if content is None:
             files[name].unlink()
         else:
             files[name].write_bytes(content if isinstance(content, bytes) else contents.get(content, content.encode()))
     with pytest.raises(StartupError) as caught:
-        server_context(Config(model=model, **files))
+        watched_certificates(Config(model=model, **files))
     assert says in caught.value.message and str(tmp_path) in caught.value.message
     assert any(remedy in caught.value.message for remedy in ("name a PEM file", "give the"))
 

@@ -29,7 +29,7 @@ class ServerProcess:
     def __init__(self, *flags: str, on_line: Callable[[str], None] = lambda line: None) -> None:
         self._flags, self._on_line = flags, on_line
         self.lines: list[str] = []
-        self.url = ""
+        self.url = self.grpc_address = ""
 
     def __enter__(self) -> ServerProcess:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("TLT_")}
@@ -63,8 +63,9 @@ class ServerProcess:
         assert self.process.stderr is not None
         for line in self.process.stderr:
             self.lines.append(line.rstrip("\n"))
-            found = re.match(r"tlt: listening on (\S+);", line)
-            if found:
+            if found := re.match(r"tlt: listening on (\S+) for gRPC", line):
+                self.grpc_address = found[1]
+            if found := re.match(r"tlt: listening on (\S+);", line):
                 self.url = found[1]
             self._on_line(line.rstrip("\n"))
 

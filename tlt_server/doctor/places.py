@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from contextlib import nullcontext
 from pathlib import Path
 
 from tlt_server.build import listening
@@ -11,7 +12,7 @@ from tlt_server.config import Config
 from tlt_server.doctor.finding import Finding, fail, ok, warn
 from tlt_server.frontend.keys import REMEDY, read_keys
 from tlt_server.frontend.text import Text
-from tlt_server.frontend.tls import server_context
+from tlt_server.frontend.tls import watched_certificates
 from tlt_server.metrics import disk
 
 GIB = 2**30
@@ -20,8 +21,9 @@ SPARE_BYTES = 64 * 2**20
 
 
 def port(config: Config) -> Finding:
-    with listening(config) as listener:
-        return ok(f"{config.host}:{config.port or listener.getsockname()[1]} is free")
+    with listening(config) as listener, listening(config, "grpc_port") if config.grpc_port is not None else nullcontext():
+        and_grpc = f", and {config.grpc_port or 'another'} for gRPC" if config.grpc_port is not None else ""
+        return ok(f"{config.host}:{config.port or listener.getsockname()[1]} is free{and_grpc}")
 
 
 def api_keys(config: Config) -> Finding:
@@ -36,7 +38,7 @@ def api_keys(config: Config) -> Finding:
 
 
 def certificates(config: Config) -> Finding:
-    if server_context(config) is None:
+    if watched_certificates(config) is None:
         return ok("none: plain HTTP")
     assert config.tls_key is not None
     if _others_may_open(config.tls_key):

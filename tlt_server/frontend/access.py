@@ -38,7 +38,7 @@ class Access:
             await self._app(scope, receive, send)
             return
         request = _Request(scope, receive, send)
-        route, started = self._template(scope["path"]), time.perf_counter()
+        started = time.perf_counter()
         with structlog.contextvars.bound_contextvars(request_id=request.id):
             try:
                 await self._app(scope, request.receive, request.send)
@@ -47,10 +47,10 @@ class Access:
                     raise
                 # else it has been answered and logged (`replies.unexpected`); a server that saw it would log its message
             finally:
-                self._keep(scope, route, request, time.perf_counter() - started)
+                self._keep(scope, request, time.perf_counter() - started)
 
-    def _keep(self, scope: Scope, route: str, request: _Request, seconds: float) -> None:
-        status = request.status
+    def _keep(self, scope: Scope, request: _Request, seconds: float) -> None:
+        status, route = request.status, self._template(scope["path"])
         method = scope["method"] if scope["method"] in METHODS else "other"
         self._metrics.http_requests.labels(method, route, str(status)).inc()
         self._metrics.http_s.labels(route).observe(seconds)

@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Scope
 from tlt_server.config import nearest
 from tlt_server.errors import Cancelled, MethodNotAllowed, NotFound, TltError
 from tlt_server.frontend.access import QUIET, Access
+from tlt_server.frontend.arrival import Arrival
 from tlt_server.frontend.auth import Authentication, Gate
 from tlt_server.frontend.dialects import DIALECTS
 from tlt_server.frontend.endpoints import Endpoint
@@ -28,7 +29,7 @@ from tlt_server.frontend.generation import Service
 from tlt_server.frontend.keys import Needs
 from tlt_server.frontend.limits import BodyLimits, ConnectionLimit
 from tlt_server.frontend.openapi import document
-from tlt_server.frontend.replies import error_reply, error_response, unexpected
+from tlt_server.frontend.replies import ErrorResponse, error_reply, unexpected
 
 
 def build_app(service: Service, gate: Gate, dialects: Iterable[str] = DIALECTS) -> ASGIApp:
@@ -63,7 +64,7 @@ def build_app(service: Service, gate: Gate, dialects: Iterable[str] = DIALECTS) 
     def refuse(path: str, error: TltError, *, close: bool = False) -> Response:
         if template(path) not in QUIET:  # a probe that is answered with no is no request refused
             service.rejected(error)
-        return error_response(error, next((endpoint.error_shape for endpoint in at(path)), error_reply), close=close)
+        return ErrorResponse(error, next((endpoint.error_shape for endpoint in at(path)), error_reply), close=close)
 
     async def refused(request: Request, error: Exception) -> Response:
         assert isinstance(error, TltError)
@@ -94,6 +95,7 @@ def build_app(service: Service, gate: Gate, dialects: Iterable[str] = DIALECTS) 
             Middleware(ConnectionLimit, max_connections=config.max_connections, refuse=closing),
             Middleware(Authentication, gate=gate, needs=needs, refuse=closing),
             Middleware(BodyLimits, max_body_bytes=config.max_body_mb * 2**20, body_timeout_s=config.body_timeout_s, refuse=closing),
+            Middleware(Arrival, refuse=closing),
         ],
         exception_handlers={TltError: refused, HTTPException: no_such_route, ClientDisconnect: disconnected, Exception: broken},
     )

@@ -75,7 +75,7 @@ class Authentication:
         try:
             if not self.gate.keyed and needs != "open":
                 self._check_names(scope)
-            caller = self.gate.admit(_token(scope), needs)
+            caller = self.gate.admit(bearer(_header(scope, b"authorization")), needs)
         except TltError as error:
             await self.refuse(scope["path"], error)(scope, receive, send)
         else:
@@ -104,8 +104,9 @@ def is_admin_call(scope: Scope) -> bool:
     return admitted is not None and admitted.needs in ("push-weights", "operate") and scope["method"] not in ("GET", "HEAD")
 
 
-def _token(scope: Scope) -> str:
-    kind, _, token = _header(scope, b"authorization").partition(" ")
+def bearer(authorization: str) -> str:
+    """The token of an Authorization header; empty without one."""
+    kind, _, token = authorization.partition(" ")
     return token.strip() if kind.lower() == "bearer" else ""
 
 

@@ -34,7 +34,9 @@ class Progress:
         elif self._clock() - self._said_s >= EVERY_S:
             self._say(line)
 
-    def listening(self, url: str) -> None:
+    def listening(self, url: str, grpc_address: str = "") -> None:
+        if grpc_address:
+            self._say(f"tlt: listening on {grpc_address} for gRPC")
         self._say(f"tlt: listening on {url}; the engine is starting")
 
     def ready(self, url: str, config: Config, info: EngineInfo) -> None:

@@ -1,4 +1,4 @@
-"""What a client says in the query string: one of a few words, or a list of them. Unknown parameters are ignored."""
+"""What a client says in the query string: one of a few words, a list of them, a time. Unknown parameters are ignored."""
 
 from __future__ import annotations
 
@@ -30,3 +30,15 @@ def words(request: Request, name: str, known: Collection[str]) -> list[str]:
 
 def flag(request: Request, name: str, *, default: bool) -> bool:
     return FLAGS[word(request, name, FLAGS, "true" if default else "false").lower()]
+
+
+def seconds(request: Request, name: str, most: float) -> float:
+    """0 without the parameter."""
+    text = request.query_params.get(name, "0")
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= most:
+        raise InvalidRequest(f"{name} is {shown(text)}; it must be a number of seconds from 0 to {most:g}: wait again for more")
+    return value

@@ -13,6 +13,7 @@ import msgspec
 import structlog
 from msgspec import Meta, Struct
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from tlt_client.wire import WireError
 from tlt_server.errors import TltError
@@ -21,12 +22,19 @@ from tlt_server.frontend.logs import frames
 log = structlog.get_logger()
 
 
+REFUSED = "refused"  # in the scope's state: the error that the reply tells
+
+
 def json_response(content: Any, status: int = 200, *, retry_after_s: float | None = None) -> Response:
-    """A reply that says that the same request may pass later (429, 503) always says when to try."""
     response = Response(msgspec.json.encode(content), status, media_type="application/json")
-    if retry_after_s is not None or status in (429, 503):
-        response.headers["retry-after"] = str(max(1, math.ceil(retry_after_s or 0)))
+    _say_when(response, retry_after_s)
     return response
+
+
+def _say_when(response: Response, retry_after_s: float | None) -> None:
+    """A reply that says that the same request may pass later (429, 503) always says when to try."""
+    if retry_after_s is not None or response.status_code in (429, 503):
+        response.headers["retry-after"] = str(max(1, math.ceil(retry_after_s or 0)))
 
 
 class Refusal(Struct, frozen=True):
@@ -43,13 +51,21 @@ def error_reply(error: TltError) -> Refusal:
     return Refusal(error_body(error))
 
 
-def error_response(error: TltError, shape: Callable[[TltError], Any] = error_reply, *, close: bool = False) -> Response:
-    response = json_response(shape(error), error.http_status, retry_after_s=error.retry_after_s)
-    if error.http_status == 401:
-        response.headers["www-authenticate"] = "Bearer"
-    if close:
-        response.headers["connection"] = "close"
-    return response
+class ErrorResponse(Response):
+    """An error in the shape of its route. The error itself stays in the scope's state, for a transport that phrases it anew."""
+
+    def __init__(self, error: TltError, shape: Callable[[TltError], Any] = error_reply, *, close: bool = False) -> None:
+        super().__init__(msgspec.json.encode(shape(error)), error.http_status, media_type="application/json")
+        self._error = error
+        _say_when(self, error.retry_after_s)
+        if error.http_status == 401:
+            self.headers["www-authenticate"] = "Bearer"
+        if close:
+            self.headers["connection"] = "close"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope.setdefault("state", {})[REFUSED] = self._error
+        await super().__call__(scope, receive, send)
 
 
 def unexpected(error: Exception) -> TltError:

@@ -1,4 +1,4 @@
-"""TLS of the HTTP server, and with a client CA mutual TLS. Certificates are read again when their files change.
+"""TLS of the HTTP and the gRPC server, and with a client CA mutual TLS. Certificates are read again when their files change.
 
 Each new connection takes the newest certificate, by the callback that TLS has for choosing one; connections that are open go on with
 theirs.
@@ -8,23 +8,41 @@ from __future__ import annotations
 
 import ssl
 from pathlib import Path
+from typing import NamedTuple
 
 from tlt_server.config import Config
 from tlt_server.errors import StartupError
 from tlt_server.frontend.watched import Told, Watched
 
 
-def server_context(config: Config, told: Told = lambda result: None) -> ssl.SSLContext | None:
-    """The context to listen with; None without a certificate. `StartupError` says which file cannot be used."""
+class Certificates(NamedTuple):
+    """What the files hold: for HTTP as a context, for gRPC as PEM."""
+
+    context: ssl.SSLContext
+    chain: bytes
+    key: bytes
+    client_ca: bytes | None
+
+
+def watched_certificates(config: Config, told: Told = lambda result: None) -> Watched[Certificates] | None:
+    """The certificates in force; None for a server without. `StartupError` says which file cannot be used."""
     cert, key, client_ca = config.tls_cert, config.tls_key, config.tls_client_ca
     if cert is None or key is None:
         return None
-    newest = Watched("certificates", [file for file in (cert, key, client_ca) if file is not None],
-                     lambda: _context(cert, key, client_ca), told)
-    listening = newest()
+
+    def read() -> Certificates:
+        return Certificates(_context(cert, key, client_ca), cert.read_bytes(), key.read_bytes(),
+                            client_ca.read_bytes() if client_ca is not None else None)
+
+    return Watched("certificates", [file for file in (cert, key, client_ca) if file is not None], read, told)
+
+
+def server_context(certificates: Watched[Certificates]) -> ssl.SSLContext:
+    """The context to listen with."""
+    listening = certificates().context
 
     def choose(connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
-        connection.context = newest()
+        connection.context = certificates().context
 
     listening.sni_callback = choose  # called for every handshake, also when the client names no server
     return listening

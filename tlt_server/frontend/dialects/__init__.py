@@ -12,6 +12,7 @@ DIALECTS = Registry("dialect", {
     "native": "tlt_server.frontend.dialects.native:routes",
     "openai": "tlt_server.frontend.dialects.openai:routes",
     "rollouts": "tlt_server.frontend.dialects.rollouts:routes",
+    "events": "tlt_server.frontend.dialects.events:routes",
     "operate": "tlt_server.frontend.dialects.operate:routes",
     "page": "tlt_server.frontend.dialects.page:routes",
     "sglang": "tlt_server.frontend.dialects.sglang:routes",

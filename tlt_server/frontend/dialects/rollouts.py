@@ -17,8 +17,8 @@ from tlt_server.frontend.delivery import while_connected
 from tlt_server.frontend.dialects.native import Told
 from tlt_server.frontend.endpoints import Endpoint, Parameter
 from tlt_server.frontend.generation import Service
+from tlt_server.frontend.queries import seconds
 from tlt_server.frontend.replies import json_response
-from tlt_server.frontend.requests import shown
 from tlt_server.frontend.rollout import Rollout
 
 MAX_WAIT_S = 60.0
@@ -35,7 +35,7 @@ def routes(service: Service) -> list[Endpoint]:
         With `?wait_s=`, at most 60, the reply comes when it is done or that time is up. Fetching changes nothing, so it may be repeated;
         but once a finished rollout has been fetched, it may be forgotten early to make room for new ones.
         """
-        rollout, wait_s = rollouts.find(request.path_params["id"], caller_of(request)), _wait_s(request)
+        rollout, wait_s = rollouts.find(request.path_params["id"], caller_of(request)), seconds(request, "wait_s", MAX_WAIT_S)
 
         async def when_done() -> Response:
             if wait_s and rollout.done_s is None:
@@ -71,14 +71,3 @@ def routes(service: Service) -> list[Endpoint]:
 def _progress(rollout: Rollout) -> Progress:
     items_ended, tokens = rollout.count()
     return Progress(len(rollout.item_ids), items_ended, tokens)
-
-
-def _wait_s(request: Request) -> float:
-    text = request.query_params.get("wait_s", "0")
-    try:
-        wait_s = float(text)
-    except ValueError:
-        wait_s = -1.0
-    if not 0 <= wait_s <= MAX_WAIT_S:
-        raise InvalidRequest(f"wait_s is {shown(text)}; it must be a number of seconds from 0 to {MAX_WAIT_S:g}: wait again for more")
-    return wait_s

@@ -1,0 +1,139 @@
+"""One HTTP operation of a call, run by the application that also answers HTTP: what it receives and sends are gRPC's messages.
+
+A message is read when the application asks for the body, so not before keys and limits were looked at. A client that cancels, or whose
+deadline passes, has disconnected; one that leaves a message unread for `send_timeout_s` likewise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+from urllib.parse import unquote
+
+import grpc
+import msgspec
+from google.protobuf.message import Message as Protobuf
+from starlette.types import ASGIApp, Message, Scope
+
+from tlt_server.errors import Cancelled, TltError
+from tlt_server.frontend.arrival import ARRIVE, LARGE_BYTES
+from tlt_server.frontend.limits import CONNECTIONS
+from tlt_server.frontend.replies import REFUSED
+from tlt_server.frontend.rpc.messages import fill
+from tlt_server.frontend.rpc.methods import Method, Operation
+
+READ = ("authorization", "idempotency-key", "origin", "x-request-id")  # of a call's metadata, as headers
+TOLD = (b"x-request-id", b"x-rollout-id", b"retry-after")  # of a reply's headers, as metadata
+Context: TypeAlias = grpc.aio.ServicerContext
+
+
+class Exchange:
+    def __init__(self, context: Context, operation: Operation, send_timeout_s: float, *, secure: bool) -> None:
+        self._context, self._send_timeout_s = context, send_timeout_s
+        self._gone = asyncio.Event()
+        self._asked = self._started = self._streams = self._told = self._unread = False
+        self._body = bytearray()
+        self._state: dict[str, Any] = {}
+        self._scope = _scope(context, operation, self._state, secure)
+        self.metadata: list[tuple[str, str]] = []  # of the reply
+        self._gives: type[Protobuf]
+
+    async def run(self, app: ASGIApp, method: Method, *, open_calls: int) -> None:
+        """Until the application has answered. A caller that is cancelled has it see the client leave, and waits for its end."""
+        self._gives = method.gives
+        self._state |= {ARRIVE: method.arrived, CONNECTIONS: open_calls}
+        running = asyncio.ensure_future(app(self._scope, self.receive, self.send))
+        try:
+            await asyncio.shield(running)
+        except asyncio.CancelledError:
+            self._gone.set()
+            await asyncio.wait({running})
+            raise
+
+    @property
+    def path(self) -> str:
+        """That was taken, once the message was read."""
+        path: str = self._scope["path"]
+        return path
+
+    @property
+    def error(self) -> TltError | None:
+        if self._unread:
+            return Cancelled(f"the client left a message unread for {self._send_timeout_s:g} s (send_timeout_s); read faster")
+        return self._state.get(REFUSED)
+
+    async def tell(self) -> None:
+        """Send what was not streamed."""
+        if not self._streams:
+            make = self._message
+            await self._write(await asyncio.to_thread(make, self._body) if len(self._body) > LARGE_BYTES else make(self._body))
+
+    async def receive(self) -> Message:
+        if self._started and REFUSED in self._state:
+            return {"type": "http.disconnect"}  # what still comes is of no use to anybody
+        if not self._asked:
+            self._asked = True
+            return {"type": "http.request", "body": await self._next(), "more_body": False}
+        await self._gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def _next(self) -> bytes:
+        """The next message; an empty one behind the last."""
+        data = await self._context.read()
+        return data if isinstance(data, bytes) else b""
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers: Mapping[bytes, bytes] = dict(message["headers"])
+            self._started = True
+            self._streams = headers.get(b"content-type", b"").startswith(b"text/event-stream")
+            self.metadata = [(name.decode(), headers[name].decode()) for name in TOLD if name in headers]
+        elif self._streams:
+            if message.get("body"):
+                await self._write(self._event(message["body"]))
+        else:
+            self._body += message.get("body", b"")
+
+    async def _write(self, data: bytes) -> None:
+        if self._gone.is_set():
+            return
+        try:
+            async with asyncio.timeout(self._send_timeout_s):
+                if not self._told:
+                    self._told = True
+                    await self._context.send_initial_metadata(self.metadata)
+                await self._context.write(data)
+        except TimeoutError:
+            self._unread = True
+            self._gone.set()
+
+    def _message(self, body: bytes | bytearray) -> bytes:
+        message = self._gives()
+        fill(message, msgspec.json.decode(body))
+        return message.SerializeToString()
+
+    def _event(self, frame: bytes) -> bytes:
+        """A server-sent event, as the member of its name."""
+        name, _, data = frame.removeprefix(b"event: ").partition(b"\ndata: ")
+        message = self._gives()
+        fill(message, {name.decode(): msgspec.json.decode(data)})
+        return message.SerializeToString()
+
+
+def _scope(context: Context, operation: Operation, state: dict[str, Any], secure: bool) -> Scope:
+    metadata = context.invocation_metadata() or ()
+    headers = [(name.encode(), value.encode() if isinstance(value, str) else value) for name, value in metadata if name in READ]
+    return {
+        "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "2", "scheme": "https" if secure else "http",
+        "method": operation.method, "path": operation.path, "raw_path": operation.path.encode(), "root_path": "", "query_string": b"",
+        "headers": [*headers, (b"transfer-encoding", b"chunked")],  # its length is not known yet
+        "client": _address(context.peer()), "server": None, "state": state,
+    }
+
+
+def _address(peer: str) -> tuple[str, int] | None:
+    """Of a peer as gRPC names it, such as `ipv4:127.0.0.1:50000` or `ipv6:%5B::1%5D:50000`."""
+    kind, _, address = unquote(peer).partition(":")
+    host, _, port = address.rpartition(":")
+    return (host.strip("[]"), int(port)) if kind in ("ipv4", "ipv6") and port.isdecimal() else None

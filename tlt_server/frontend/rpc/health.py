@@ -1,0 +1,37 @@
+"""`grpc.health.v1`: serving while a request sent now would be taken, as `/readyz` says. Open to everybody, like that."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator, Callable
+
+import grpc
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_health.v1.health_pb2_grpc import HealthServicer
+
+from tlt_server.frontend.dialects.events import changes
+from tlt_server.frontend.rpc.exchange import Context
+from tlt_server.frontend.rpc.methods import SERVICE
+
+
+class Health(HealthServicer):
+    def __init__(self, is_ready: Callable[[], bool]) -> None:
+        self._is_ready = is_ready
+        self.stopping = False  # ends the streams
+
+    async def Check(self, request: HealthCheckRequest, context: Context) -> HealthCheckResponse:
+        if request.service not in ("", SERVICE.full_name):
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"there is no service {request.service[:80]!r}; ask for {SERVICE.full_name}, "
+                                "or without a name for the server")
+        return HealthCheckResponse(status=self._status(request.service))
+
+    async def Watch(self, request: HealthCheckRequest, context: Context) -> AsyncIterator[HealthCheckResponse]:
+        async for status in changes(lambda: None if self.stopping else self._status(request.service), math.inf):
+            if status is None:
+                return
+            yield HealthCheckResponse(status=status)
+
+    def _status(self, service: str) -> HealthCheckResponse.ServingStatus:
+        if service not in ("", SERVICE.full_name):
+            return HealthCheckResponse.SERVICE_UNKNOWN
+        return HealthCheckResponse.SERVING if self._is_ready() else HealthCheckResponse.NOT_SERVING

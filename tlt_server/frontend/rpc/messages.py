@@ -1,0 +1,91 @@
+"""Messages as JSON has them and back, by the names of their fields; the rules stand at the top of `clients/proto/rollout.proto`.
+
+`tests/frontend/test_rpc_mirror.py` compares every message with the native type that it stands for, so no field can be missing here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from google.protobuf.descriptor import FieldDescriptor, OneofDescriptor
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.struct_pb2 import Struct
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from tlt_server.errors import InvalidRequest
+
+NULL = "_null"
+
+
+def parsed(type: type[Message], data: bytes) -> Message:
+    try:
+        return type.FromString(data)
+    except DecodeError:
+        raise InvalidRequest(f"the message of {len(data)} bytes is no {type.DESCRIPTOR.full_name}; send what rollout.proto says, made with "
+                             "a compiler of protocol buffers") from None
+
+
+def plain(message: Message, where: str = "") -> dict[str, Any]:
+    """The JSON object that a request stands for: what is set in it. The same message always gives the same object."""
+    unknown = UnknownFieldSet(message)
+    if len(unknown):
+        raise InvalidRequest(f"{where or 'the message'} has the field number {unknown[0].field_number}, which this server's "
+                             f"{message.DESCRIPTOR.full_name} has not; leave it out, or use a newer server")
+    found: dict[str, Any] = {}
+    for field, value in message.ListFields():
+        path = f"{where}.{field.name}" if where else field.name
+        if field.enum_type is not None:  # the only one is NullValue
+            found[field.name.removesuffix(NULL)] = None
+        elif field.message_type is None:
+            found[field.name] = list(value) if field.is_repeated else _finite(value, path)
+        elif field.message_type.GetOptions().map_entry:
+            found[field.name] = {str(key): _finite(value[key], f"{path}[{key}]") for key in sorted(value)}
+        elif field.is_repeated:
+            found[field.name] = [plain(part, f"{path}[{i}]") for i, part in enumerate(value)]
+        else:
+            found[field.name] = plain(value, path)
+    return found
+
+
+def _finite(value: Any, path: str) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise InvalidRequest(f"{path} is {value}; it must be a finite number")
+    return value
+
+
+def fill(message: Message, content: Mapping[str, Any]) -> None:
+    """Set what a reply's JSON object says."""
+    about = message.DESCRIPTOR
+    for name, value in content.items():
+        if value is None:
+            continue
+        field = about.fields_by_name.get(name) or _member(about.oneofs_by_name[name], value)
+        if field.message_type is None and not field.is_repeated:
+            setattr(message, field.name, value)
+            continue
+        there = getattr(message, field.name)
+        if field.message_type is None:
+            there.extend(value)
+        elif field.message_type.GetOptions().map_entry or isinstance(there, Struct):
+            there.update(value)
+        elif field.is_repeated:
+            for part in value:
+                _fill_part(there.add(), part)
+        else:
+            there.SetInParent()
+            fill(there, value)
+
+
+def _fill_part(message: Message, part: Any) -> None:
+    """An element of a list: an object, a pair of the message's fields in their order, or null."""
+    if isinstance(part, list):
+        part = dict(zip(message.DESCRIPTOR.fields_by_name, part, strict=True))
+    fill(message, part or {})
+
+
+def _member(union: OneofDescriptor, value: str | int) -> FieldDescriptor:
+    """The one that holds a value of this type."""
+    kind = FieldDescriptor.CPPTYPE_STRING if isinstance(value, str) else FieldDescriptor.CPPTYPE_INT32
+    return next(field for field in union.fields if field.cpp_type == kind)

@@ -1,0 +1,99 @@
+"""The table: which HTTP operation a method is. What a message says becomes path, query and body; its types are those of the service in
+`clients/proto/rollout.proto`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+from urllib.parse import quote, urlencode
+
+import msgspec
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
+
+from tlt_client.rpc.rollout_pb2 import DESCRIPTOR
+from tlt_server.errors import InvalidRequest
+from tlt_server.frontend.arrival import Arrived
+from tlt_server.frontend.dialects.events import MAX_WAIT_S
+from tlt_server.frontend.rpc.messages import parsed, plain
+
+SERVICE = DESCRIPTOR.services_by_name["RolloutService"]
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+class Operation(NamedTuple):
+    method: str
+    path: str
+    says: Mapping[str, Any] = NOTHING  # what the name of the gRPC method says, and its message has no field for
+    in_query: bool = False  # not in the body
+
+    def arrived(self, content: dict[str, Any]) -> Arrived:
+        """What the request over HTTP would have said."""
+        content |= self.says
+        path = re.sub(r"{(\w+)}", lambda match: content.pop(match[1], "").replace("/", "%2F"), self.path)  # one segment each
+        if self.method == "PUT":
+            return _part(path, **content)
+        if not self.in_query:
+            return Arrived(self.method, path, body=msgspec.json.encode(content))
+        query = {name: msgspec.json.encode(value).decode() if not isinstance(value, str) else value for name, value in content.items()}
+        return Arrived(self.method, path, query=urlencode(query, quote_via=quote))
+
+
+def _part(path: str, start: int = 0, total: int | None = None, data: bytes = b"") -> Arrived:
+    """A range of a file, whose place stands in a header."""
+    total = start + len(data) if total is None else total
+    headers = (("content-length", str(len(data))), ("content-range", f"bytes {start}-{start + len(data) - 1}/{total}"))
+    return Arrived("PUT", path, body=data, headers=headers)
+
+
+OPERATIONS: dict[str, Operation] = {
+    "Generate": Operation("POST", "/generate", {"stream": True}),
+    "GenerateBatch": Operation("POST", "/generate"),
+    "Detach": Operation("POST", "/generate", {"detach": True}),
+    "ListRollouts": Operation("GET", "/rollouts", in_query=True),
+    "GetRollout": Operation("GET", "/rollouts/{id}", in_query=True),
+    "DeleteRollout": Operation("DELETE", "/rollouts/{id}", in_query=True),
+    "Pause": Operation("POST", "/pause", in_query=True),
+    "Resume": Operation("POST", "/resume"),
+    "Abort": Operation("POST", "/abort_requests"),
+    "GetPart": Operation("GET", "/weights/{version}/{part}", in_query=True),
+    "JoinGroup": Operation("POST", "/weight_groups"),
+    "LeaveGroup": Operation("DELETE", "/weight_groups/{name}", in_query=True),
+    "CommitWeights": Operation("POST", "/weights/{version}/commit"),
+    "AbortWeights": Operation("POST", "/weights/{version}/abort"),
+    "Rollback": Operation("POST", "/weights/rollback"),
+    "GetWeights": Operation("GET", "/weights", in_query=True),
+    "GetInfo": Operation("GET", "/server_info", in_query=True),
+    "WatchEvents": Operation("GET", "/events", {"wait_s": MAX_WAIT_S}, in_query=True),
+}
+UPDATES: dict[str, Operation] = {  # of the messages of UpdateWeights, by what they hold
+    "part": Operation("PUT", "/weights/{version}/{part}"),
+    "manifest": Operation("POST", "/update_weights"),
+}
+LAST = "manifest"  # of them
+
+
+class Method:
+    """A method of the service, with the types that it has there."""
+
+    def __init__(self, name: str) -> None:
+        about = SERVICE.methods_by_name[name]
+        self.name, self.client_streaming = name, about.client_streaming
+        self.takes: type[Message] = GetMessageClass(about.input_type)
+        self.gives: type[Message] = GetMessageClass(about.output_type)
+        self.operation = OPERATIONS.get(name, UPDATES[LAST])  # the one whose route is looked at before a message is read
+
+    def arrived(self, data: bytes) -> Arrived:
+        message = parsed(self.takes, data)
+        if not self.client_streaming:
+            return self.operation.arrived(plain(message))
+        held = message.WhichOneof("operation")
+        if held is None:
+            raise InvalidRequest(f"the message holds none of {', '.join(UPDATES)}; send each part, then the {LAST}, which ends the stream")
+        return UPDATES[held].arrived(plain(getattr(message, held), held))
+
+
+METHODS = {f"/{SERVICE.full_name}/{name}": Method(name) for name in SERVICE.methods_by_name}
