@@ -28,7 +28,7 @@ def parts(version: str, weights: dict[str, torch.Tensor]) -> Iterator[UpdateWeig
     """One safetensors file in pieces, then the manifest with each tensor's checksum."""
     data = save(weights)
     for start in range(0, len(data), PIECE_BYTES):
-        piece = Part(version=version, part="model.safetensors", start=start, total=len(data), data=data[start : start + PIECE_BYTES])
+        piece = Part(version=version, part="model", start=start, total=len(data), data=data[start : start + PIECE_BYTES])
         yield UpdateWeightsRequest(part=piece)
     tensors = [TensorFields(name=name, checksum=f"sha256:{hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy()).hexdigest()}")
                for name, tensor in weights.items()]

@@ -129,7 +129,7 @@ CASES = [
     Case("a group without a store", {"name": "g"}, methods=("JoinGroup",), error=INVALID),
     Case("a rank that is none", {"name": "g", "master_address": "h", "master_port": 1, "rank_offset": 2, "world_size": 2},
          methods=("JoinGroup",), error=INVALID),
-    Case("a part of a server without the channel", {"version": "v", "part": "a.safetensors"}, methods=("GetPart",), error="forbidden"),
+    Case("a part of a server without the channel", {"version": "v", "part": "a"}, methods=("GetPart",), error="forbidden"),
     Case("the list of nothing", methods=("ListRollouts",), key="other"),
     Case("what it is", methods=("GetInfo",)),
     Case("what it is, to a tenant", methods=("GetInfo",), key="data"),

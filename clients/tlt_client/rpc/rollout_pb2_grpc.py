@@ -198,15 +198,15 @@ class RolloutServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def UpdateWeights(self, request_iterator, context):
-        """For each message, in order, the operation that it holds: PUT /weights/{version}/{part} for a part, and last, for the manifest,
-        POST /update_weights. The channel http takes parts first; any other has its manifest alone.
+        """For each message, in order, the operation that it holds: PUT /weights/{version}/{part}.safetensors for a part, and last, for the
+        manifest, POST /update_weights. The channel http takes parts first; any other has its manifest alone.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetPart(self, request, context):
-        """GET /weights/{version}/{part}: how much of it is there, to go on after a broken connection.
+        """GET /weights/{version}/{part}.safetensors: how much of it is there, to go on after a broken connection.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -59,7 +59,7 @@ OPERATIONS: dict[str, Operation] = {
     "Pause": Operation("POST", "/pause", in_query=True),
     "Resume": Operation("POST", "/resume"),
     "Abort": Operation("POST", "/abort_requests"),
-    "GetPart": Operation("GET", "/weights/{version}/{part}", in_query=True),
+    "GetPart": Operation("GET", "/weights/{version}/{part}.safetensors", in_query=True),
     "JoinGroup": Operation("POST", "/weight_groups"),
     "LeaveGroup": Operation("DELETE", "/weight_groups/{name}", in_query=True),
     "CommitWeights": Operation("POST", "/weights/{version}/commit"),
@@ -70,7 +70,7 @@ OPERATIONS: dict[str, Operation] = {
     "WatchEvents": Operation("GET", "/events", {"wait_s": MAX_WAIT_S}, in_query=True),
 }
 UPDATES: dict[str, Operation] = {  # of the messages of UpdateWeights, by what they hold
-    "part": Operation("PUT", "/weights/{version}/{part}"),
+    "part": Operation("PUT", "/weights/{version}/{part}.safetensors"),
     "manifest": Operation("POST", "/update_weights"),
 }
 LAST = "manifest"  # of them
