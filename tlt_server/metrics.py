@@ -40,9 +40,11 @@ GAUGES = {  # name in Outputs.gauges -> (metric, sentence)
     "pages_free": ("tlt_pages_free", "KV pages that can be handed out now, cached ones included."),
     "pages_total": ("tlt_pages_total", "KV pages in all."),
     "spanning": ("tlt_spanning_sequences", "Sequences whose KV is of more than one weight version."),
+    "drafters_resting": ("tlt_drafters_resting", "Drafters that rest because acceptance collapsed after a change of weights."),
     "pages_cached": ("tlt_pages_cached", "KV pages that nobody uses and the prefix index could still serve."),
 }
 TOTALS = {  # likewise, counted by the engine since it started
+    "drafter_collapses": ("tlt_drafter_collapses", "Times that acceptance collapsed after a change of weights."),
     "preemptions": ("tlt_preemptions", "Sequences preempted: their pages were taken for older ones."),
 }
 PUSH_RESULTS = ("committed", "staged", "gathering", "unchanged", "aborted", "named", "rolled_back",  # and the codes of errors that end one

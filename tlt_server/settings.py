@@ -32,6 +32,9 @@ class Settings:
     sd_strategy: Annotated[str, Doc("drafter:DEPTHxWIDTHxROWS", "The one strategy of the policy `fixed`, such as eagle:7x4x32.")] = ""
     sd_max_batch: Annotated[int, Doc(
         "requests", "Never speculate above this many decoding requests; 0 = the policy decides.", 0, 65536)] = 0
+    sd_canary: Annotated[float, Doc(
+        "ratio", "A drafter whose acceptance falls below this share of what it was before weights changed rests until they change again; "
+        "history drafts instead. 0 = never.", 0, 1)] = 0.5
     served_model_name: Annotated[str, Doc("name", "Name reported to clients; auto is the directory's name.")] = "auto"
     device: Annotated[Literal["auto", "cpu", "cuda"], Doc(
         "device", "What computes; auto is cuda where torch sees a GPU that the kernels run on, else cpu.")] = "auto"

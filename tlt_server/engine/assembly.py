@@ -26,12 +26,14 @@ from tlt_server.errors import InvalidRequest
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.loader import own_dtype
 from tlt_server.records import EngineInfo, GenerateRequest, Sampling, SetPolicy, Submit
+from tlt_server.speculation.canary import Canary
 from tlt_server.speculation.policies import POLICIES, Policy
 from tlt_server.speculation.policies.arms import ladder
 from tlt_server.speculation.policies.capped import Capped
 from tlt_server.speculation.policies.fixed import Fixed
 from tlt_server.speculation.survival import Calibration
 from tlt_server.weights.dormant import Dormant
+from tlt_server.weights.parts import Parts
 from tlt_server.weights.restore import Restored, restore
 from tlt_server.weights.spool import Spool
 from tlt_server.weights.storage import Storage
@@ -115,10 +117,16 @@ def assemble(
         scheduler.on_end = equipped.on_end
         products = f"products {equipped.products}" if equipped.products else ""
         detail.append("; ".join(part for part in (f"drafters: {', '.join(rungs.drafters) or 'none'}", products, equipped.detail) if part))
-    pushes = WeightPushes(Transaction(live, _options(settings, device, spool), Calibration.parse), scheduler, device.install)
+    canary = Canary(rungs.arms, settings.sd_canary)
+
+    def install(live: Parts, changed: Parts) -> None:
+        device.install(live, changed)
+        canary.renewed()
+
+    pushes = WeightPushes(Transaction(live, _options(settings, device, spool), Calibration.parse), scheduler, install)
     policy = make_policy(SetPolicy(settings.policy, settings.strategy))
     halt = Halt(scheduler, memory, pushes, Dormant(Path(settings.state_dir) if settings.state_dir else None))
-    engine = Engine(scheduler, equipped.runner, policy, make_policy, make_sequence, pushes, halt)
+    engine = Engine(scheduler, equipped.runner, policy, canary, make_policy, make_sequence, pushes, halt)
     with phase("warm up"):
         arms = rungs.arms
         per_drafter = [arms[0], *(max((a for a in arms if a.drafter == name), key=lambda arm: arm.rows) for name in rungs.drafters)]

@@ -44,6 +44,7 @@ from tlt_server.records import (
     WakeUp,
     WeightReport,
 )
+from tlt_server.speculation.canary import Canary
 from tlt_server.speculation.policies import Policy
 
 
@@ -66,12 +67,14 @@ class Engine:
         scheduler: Scheduler,
         runner: Runner,
         policy: Policy,
+        canary: Canary,
         make_policy: Callable[[SetPolicy], Policy],
         make_sequence: Callable[[GenerateRequest], Sequence],
         pushes: WeightPushes,
         halt: Halt,
     ) -> None:
         self.scheduler, self.runner, self.policy, self.pushes, self.halt = scheduler, runner, policy, pushes, halt
+        self._canary = canary
         self.last_cycle: Cycle | None = None
         self._last_end = 0.0
         self._stopping = False
@@ -95,7 +98,7 @@ class Engine:
         return self._stopping and not self._commands and self.scheduler.idle
 
     def gauges(self) -> dict[str, float]:
-        return {**self.scheduler.gauges(), **self.policy.gauges(), **self.runner.gauges()}
+        return {**self.scheduler.gauges(), **self.policy.gauges(), **self._canary.gauges(), **self.runner.gauges()}
 
     def reports(self) -> list[WeightReport]:
         """Answers to weight commands since the last call."""
@@ -110,7 +113,7 @@ class Engine:
         self._apply_commands()  # only between steps
         batch = self.scheduler.next_batch()  # None when nothing can run
         if batch:
-            strategy = self.policy.choose(batch.context)  # "no speculation" is an ordinary arm
+            strategy = self._canary.permitted(self.policy.choose(batch.context))  # "no speculation" is an ordinary arm
             self.runner.launch(batch, strategy)  # draft -> verify -> sample -> accept -> commit KV
             self.scheduler.launched(batch, strategy.depth)
         finished = self.runner.collect(busy=batch is not None)  # on a CPU at once, on a GPU one step late
@@ -123,6 +126,8 @@ class Engine:
         emitted = sum(len(emission.tokens) for emission in finished.emissions)  # what a stop cut off is gone by now
         self.last_cycle = msgspec.structs.replace(finished.cycle, emitted=emitted, step_s=self._last_end - started)
         self.policy.observe(self.last_cycle)
+        if news := self._canary.observe(self.last_cycle):
+            print(f"tlt: {news}", file=sys.stderr)
         return outputs
 
     def _settle(self) -> list[StepOutput]:

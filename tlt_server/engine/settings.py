@@ -33,6 +33,7 @@ class EngineSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_rows: int = 0  # certain rows (roots and prompt rows) per step; 0 = what suits the device
     max_draft_rows: int = 1024  # draft rows per step
     sd_max_batch: int = 0  # decoding requests above which nothing is drafted; 0 = the policy decides
+    sd_canary: float = 0.5  # acceptance after a change of weights over that before, below which a drafter rests; 0 = never
     weight_version: str = "initial"  # of what the model directories hold
     weight_root: str = ""  # directory that pushes may come from; empty = none
     weight_channels: str = "auto"  # that pushes may come by; auto: disk with a weight_root

@@ -1,0 +1,83 @@
+"""A drafter whose acceptance collapses with a change of weights rests until the next one; one that only varies does not."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tlt_server.records import OFF, Cycle, StepContext, Strategy
+from tlt_server.speculation.canary import FEWEST, MOST, Canary
+
+EAGLE, SMALL = Strategy("eagle", 7, 1, 8), Strategy("eagle", 2, 1, 3)
+PAST, LONG = Strategy("history", 2, 1, 3), Strategy("history", 7, 1, 16)
+
+
+def run(canary: Canary, share: float, steps: int, *, batch: int = 4, seed: int = 0, strategy: Strategy = EAGLE, refusing: int = 0) -> int:
+    """The step in which the drafter collapsed; 0: in none."""
+    rng = random.Random(seed)
+    for step in range(1, steps + 1):
+        accepted = tuple(rng.randint(1, 7) if rng.random() < share else 0 for _ in range(batch))
+        context = StepContext(decoding=batch, prefill_rows=0, mean_context=100.0, speculable=batch - refusing)
+        if canary.observe(Cycle(context=context, strategy=strategy, rows=batch * 8, accepted=accepted, drafted=batch * 7)):
+            return step
+    return 0
+
+
+def test_a_collapse_puts_the_drafter_to_rest_until_weights_change_again():
+    canary = Canary((OFF, SMALL, EAGLE, PAST, LONG), 0.5)
+    assert not run(canary, 0.8, 100)
+    canary.renewed()
+    assert canary.permitted(EAGLE) == EAGLE
+    assert run(canary, 0.1, 100) * 4 in range(FEWEST, FEWEST + 8)
+    assert canary.permitted(EAGLE) == PAST and canary.permitted(SMALL) == PAST and canary.permitted(OFF) == OFF
+    assert canary.gauges() == {"drafters_resting": 1, "drafter_collapses": 1}
+    canary.renewed()
+    assert canary.permitted(EAGLE) == EAGLE and canary.gauges()["drafters_resting"] == 0
+    assert run(canary, 0.1, 100), "what it was before the first collapse is still what is expected"
+    canary.renewed()
+    assert not run(canary, 0.75, 400) and canary.permitted(EAGLE) == EAGLE
+
+
+def test_without_history_nothing_is_drafted_meanwhile():
+    canary = Canary((OFF, EAGLE), 0.5)
+    run(canary, 0.8, 100)
+    canary.renewed()
+    assert run(canary, 0.0, 100) and canary.permitted(EAGLE) == OFF
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_chance_and_a_lesser_drop_are_no_collapse(seed):
+    canary = Canary((OFF, EAGLE), 0.5)
+    run(canary, 0.7, 150, seed=seed)
+    for change in range(8):
+        canary.renewed()
+        assert not run(canary, 0.5, 300, seed=100 * seed + change)
+
+
+def test_what_comes_long_after_a_change_is_not_laid_to_it():
+    canary = Canary((OFF, EAGLE), 0.5)
+    run(canary, 0.8, 100)
+    canary.renewed()
+    assert not run(canary, 0.8, MOST // 4)
+    assert not run(canary, 0.0, 1000), "the text may have changed"
+    canary.renewed()
+    assert not run(canary, 0.0, 1000), "so low it was before this change"
+
+
+def test_steps_that_say_nothing_do_not_count():
+    canary = Canary((OFF, EAGLE, PAST), 0.5)
+    canary.renewed()
+    assert not run(canary, 0.0, 1000), "nothing is known of before"
+    canary = Canary((OFF, EAGLE, PAST), 0.5)
+    run(canary, 0.8, 100)
+    canary.renewed()
+    assert not run(canary, 0.0, 100, strategy=OFF) and not run(canary, 0.0, 100, strategy=PAST) and not run(canary, 0.0, 100, refusing=1)
+    assert run(canary, 0.0, 100)
+
+
+def test_a_ratio_of_zero_switches_it_off():
+    canary = Canary((OFF, EAGLE), 0.0)
+    run(canary, 0.8, 100)
+    canary.renewed()
+    assert not run(canary, 0.0, 1000) and canary.permitted(EAGLE) == EAGLE
