@@ -60,7 +60,8 @@ def test_every_operation_does_what_the_document_says(limited: ServerProcess) -> 
                  "--seed", "1", "--workers", "2")
     with Client(limited.url, timeout_s=30) as client:
         assert look(client).open == 0
-        assert 'result="committed"' in client.metrics()  # the example was a real push
+        pushes = client.metrics()
+        assert 'result="committed"' in pushes or 'result="staged"' in pushes  # the example was a real push; or one in a session
         assert client.generate([{"prompt": "2+2="}], sampling={"max_tokens": 4}).results[0].choices
 
 
