@@ -49,7 +49,7 @@ class WeightTransfer:
         """Nothing waits for the weights: they are staged beside what runs, and become live between two of the server's steps."""
 
     def send_weights(self, iterator: Tensors) -> None:
-        """Returns once they are live. Whatever fails raises, and has changed nothing."""
+        """Returns once they are live. Whatever fails raises; what was live before is live then, if the server stages what comes."""
         self.init_weight_transfer()
         assert self._sender is not None
         self._count += 1
