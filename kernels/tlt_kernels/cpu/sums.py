@@ -25,6 +25,7 @@ def _sum(word_N, shift):
 
 def mixed_sum(values: Tensor) -> int:
     """Modulo 2^64. A contiguous CPU tensor of floating point or integers; releases the GIL."""
+    values = values.detach()
     if values.dtype == torch.bfloat16:
         return int(_sum(values.reshape(-1).view(torch.int16).numpy().view(np.uint16), np.uint64(16)))
     if values.is_floating_point():
