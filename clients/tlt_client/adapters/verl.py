@@ -115,11 +115,12 @@ class Server:
         return _step((await self._client.server_info())["engine"]["weight_version"])
 
     def _sampling(self, asked: Mapping[str, Any], prompt: int) -> dict[str, Any]:
-        """The server's fields; what it does not know it refuses by name. Without a limit verl's own: as long as a response may be."""
+        """The server's fields; what it does not know it refuses by name. Where nothing is said verl's configuration holds."""
         own = {name: value for name, value in asked.items() if name not in (*TEXT_ONLY, "logprobs", "seed", "max_new_tokens")}
         wanted = asked.get("max_tokens", asked.get("max_new_tokens"))
         if wanted is None:
             wanted = min(self._config.response_length, self._config.prompt_length + self._config.response_length - prompt)
+        own = {"ignore_eos": self._config.ignore_eos, "repetition_penalty": self._config.repetition_penalty} | own
         return own | {"max_tokens": max(1, min(wanted, self._longest - prompt)), "top_k": max(0, asked.get("top_k") or 0)}
 
     async def abort_all_requests(self, reject_request: bool = False) -> None:
