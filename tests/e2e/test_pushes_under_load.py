@@ -31,7 +31,7 @@ from tlt_client.wire import Choice, Done, ItemResult, Token
 from tlt_server.demo.server import ServerProcess
 from tlt_server.demo.workload import DRAFTER, TARGET
 
-PUSHES, ITEMS, N, TOKENS = 20, 3, 2, 120
+PUSHES, ITEMS, N, TOKENS = 20, 2, 2, 100
 IN_FLIGHT = ("continue", "recompute", "abort", "drain")
 PROMPTS = [list(f"Compute {i}*4+{i + 1}.".encode()) for i in range(ITEMS)]
 SAMPLING = {"max_tokens": TOKENS, "ignore_eos": True, "temperature": 1.0}
@@ -146,7 +146,7 @@ class Load:
 
 def perturbed(base: dict[str, Tensor], seed: int) -> list[tuple[str, Tensor]]:
     generator = torch.Generator().manual_seed(seed)
-    return [(name, tensor + 0.01 * torch.randn(tensor.shape, generator=generator)) for name, tensor in base.items()]
+    return [(name, tensor * (1 + 0.01 * torch.randn(tensor.shape, generator=generator))) for name, tensor in base.items()]
 
 
 def scored(client: Client) -> list[tuple[list[int], list[float]]]:
@@ -187,7 +187,7 @@ def test_twenty_pushes_land_while_batches_run(tmp_path: Path) -> None:
         senders = [DiskSender(trainer, tmp_path / "root"), HttpSender(trainer), BroadcastSender(trainer, bucket_bytes=2**20)]
         load = Load(server.url)
         for push, sender, in_flight in zip(range(PUSHES), itertools.cycle(senders), itertools.cycle(IN_FLIGHT), strict=False):
-            time.sleep(0.4)
+            time.sleep(0.2)
             versions.append(f"step-{push}")
             modes.append(in_flight)
             sent = perturbed(base, push)
