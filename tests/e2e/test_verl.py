@@ -238,8 +238,21 @@ def test_what_is_not_served_is_refused_by_name(config: Any, running: ServerProce
             adapter.Settings.of(RolloutConfig(name="tlt", engine_kwargs=wrong))
 
 
-@pytest.mark.skipif(INSTALLED, reason="a worker of verl's own needs a cluster's environment")
-def test_the_checkpoint_engine_s_workers_get_the_rollout(config: Any) -> None:
-    """By the hook for it, so that verl's own table of rollouts stays as it is."""
+def test_the_checkpoint_engine_s_workers_push_what_they_receive(config: Any, running: ServerProcess) -> None:
+    """They get the rollout by the hook for it, so that verl's own table of rollouts stays as it is."""
     replica = adapter.replica_class()(replica_rank=0, config=config, model_config=None)
-    assert isinstance(replica.get_ray_class_with_init_args()().instance.server_adapter, adapter.rollout_class())
+    workers = replica.get_ray_class_with_init_args()
+    if not INSTALLED:
+        assert isinstance(workers().instance.server_adapter, adapter.rollout_class())
+        return
+    import ray
+    from verl.single_controller.ray import RayResourcePool, RayWorkerGroup
+
+    group = RayWorkerGroup(resource_pool=RayResourcePool([1], use_gpu=False, max_colocate_count=1), ray_cls_with_init=workers,
+                           bin_pack=False, name_prefix="tlt", use_gpu=False, device_name="cpu")
+    sent = weights(8)
+    ray.get([worker.__ray_call__.remote(lambda self: self.checkpoint_engine.send_weights(iter(sent))) for worker in group.workers])
+    ray.get(group.update_weights(global_steps=8))
+    with Client(running.url, timeout_s=30) as client:
+        live, mine = client.weight_checksums(), sums(sent)
+        assert {name: live[name] for name in mine} == mine and client.weights()["target"].endswith("-8")
