@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import httpx
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from tests.e2e.conftest import PAIR
@@ -29,11 +30,13 @@ from tlt_client.channels.disk import DiskSender
 from tlt_client.channels.http import HttpSender
 from tlt_client.wire import Choice, Done, ItemResult, Token
 from tlt_server.demo.server import ServerProcess
+from tlt_server.demo.task import problem
 from tlt_server.demo.workload import DRAFTER, TARGET
 
 PUSHES, ITEMS, N, TOKENS = 20, 2, 2, 100
 IN_FLIGHT = ("continue", "recompute", "abort", "drain")
-PROMPTS = [list(f"Compute {i}*4+{i + 1}.".encode()) for i in range(ITEMS)]
+CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+PROMPTS = [Tokenizer.from_file(str(TARGET / "tokenizer.json")).encode(CHAT.format(problem(i).prompt_text)).ids for i in range(ITEMS)]
 SAMPLING = {"max_tokens": TOKENS, "ignore_eos": True, "temperature": 1.0}
 Place = tuple[str, int, int]  # client, its batch, choice of the batch
 
