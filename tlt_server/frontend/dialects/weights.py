@@ -72,8 +72,8 @@ class ManifestFields(Strict):
     packed: Annotated[bool, Field(description="by broadcast: raw bytes in buckets; false: one broadcast each")] = True
     bucket_bytes: Annotated[int, Field(ge=1, le=2**40, description="a bucket closes after the tensor that takes it over this")] = 2**30
     partial: Annotated[bool, Field(
-        description="by broadcast: `tensors` are some of the model's; calls of the same version bring the others, and the one that brings the "
-                    "last of them ends the push")] = False
+        description="by broadcast: `tensors` are some of the model's; calls of the same version bring the others, and the one that brings "
+                    "the last of them ends the push")] = False
     in_flight: Annotated[InFlight, Field(description="what becomes of running requests when the target changes")] = "continue"
     commit: Annotated[bool, Field(description="false: stay staged until POST /weights/{version}/commit")] = True
 
