@@ -11,16 +11,12 @@ from __future__ import annotations
 import asyncio
 import secrets
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tlt_client.channels.groups import Group, Membership, host_store
 from tlt_client.client import AsyncClient
 from tlt_client.errors import TltClientError, server_error
 from tlt_client.wire import VersionSpan
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from torch import dtype as Dtype
 
 SAMPLING = ("temperature", "top_p", "min_p", "max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "repetition_penalty",
             "presence_penalty", "frequency_penalty", "logit_bias")  # as vLLM's SamplingParams names them, and the server
@@ -74,7 +70,7 @@ class RolloutActor:
                                       world_size=world_size, backend=backend, prefixed=True)
         self._group = group_name
 
-    async def update_weight(self, name: str, dtype: Dtype, shape: Any, empty_cache: bool = False) -> str:
+    async def update_weight(self, name: str, dtype: Any, shape: Any, empty_cache: bool = False) -> str:
         """Take one tensor, which rank 0 broadcasts meanwhile; the state of the push: gathering, or committed with the last of them."""
         entry = {"name": name, "dtype": str(dtype).removeprefix("torch."), "shape": list(shape)}
         reply = await self._client.push_weights(f"{self._run}-{self._pushes + 1}", channel="broadcast", group=self._group, tensors=[entry],
@@ -156,7 +152,7 @@ class TrainerGroup:
         store = host_store(master_address, master_port, world_size, timeout_s)
         self._group = Group(Membership(group_name, backend, master_address, master_port, 0, world_size, True, timeout_s), store)
 
-    def broadcast(self, tensor: Tensor, src: int = 0, stream: Any = None) -> None:
+    def broadcast(self, tensor: Any, src: int = 0, stream: Any = None) -> None:
         """From here to all; done when it returns, so on no stream in particular."""
         self._group.end(self._group.begin(tensor.detach().to(self._group.device).contiguous()))
 

@@ -15,16 +15,13 @@ import secrets
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tlt_client.channels import Sender
 from tlt_client.channels.disk import DiskSender
 from tlt_client.channels.http import HttpSender
 from tlt_client.client import AsyncClient, Client
 from tlt_client.errors import TltClientError, server_error
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 NAME = "tlt"
 TEXT_ONLY = ("detokenize", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output")  # of sampling parameters
@@ -235,15 +232,15 @@ def rollout_class() -> type[Any]:
     return TltRollout
 
 
-def _in_thread(weights: Any, loop: asyncio.AbstractEventLoop) -> Iterator[tuple[str, Tensor]]:
+def _in_thread(weights: Any, loop: asyncio.AbstractEventLoop) -> Iterator[tuple[str, Any]]:
     """Tensors one by one, for a thread beside `loop`, in which an asynchronous generator goes on. Copies: verl fills its buffers again."""
     if not hasattr(weights, "__aiter__"):
         for name, tensor in weights:
             yield name, tensor.detach().clone()
         return
-    iterator: AsyncIterator[tuple[str, Tensor]] = aiter(weights)
+    iterator: AsyncIterator[tuple[str, Any]] = aiter(weights)
 
-    async def following() -> tuple[str, Tensor] | None:
+    async def following() -> tuple[str, Any] | None:
         return await anext(iterator, None)
 
     while (item := asyncio.run_coroutine_threadsafe(following(), loop).result()) is not None:
