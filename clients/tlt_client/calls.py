@@ -114,6 +114,35 @@ def set_strategy(policy: str, strategy: str | None) -> Call[Mapping[str, Any]]:
     return _put("PUT", "/strategy", content, json_object, repeatable=True)
 
 
+# pauses and memory
+
+PAUSES = {"continue": "in_place", "recompute": "retract", "abort": "abort"}  # in_flight -> the route's word
+
+
+def pause(in_flight: str) -> Call[Mapping[str, Any]]:
+    return _put("POST", "/pause_generation", {"mode": PAUSES.get(in_flight, in_flight)}, json_object, repeatable=True)
+
+
+def resume() -> Call[Mapping[str, Any]]:
+    return _put("POST", "/continue_generation", {}, json_object, repeatable=True)
+
+
+def abort_request(id: str) -> Call[Mapping[str, Any]]:
+    return _put("POST", "/abort_request", {"rid": id}, json_object, repeatable=True)
+
+
+def sleep(memory: Sequence[str]) -> Call[Mapping[str, Any]]:
+    return _put("POST", "/release_memory_occupation", {"tags": memory}, json_object, repeatable=True)
+
+
+def wake(memory: Sequence[str]) -> Call[Mapping[str, Any]]:
+    return _put("POST", "/resume_memory_occupation", {"tags": memory}, json_object, repeatable=True)
+
+
+def clear_cache() -> Call[Mapping[str, Any]]:
+    return Call("POST", "/reset_prefix_cache", json_object, repeatable=True)
+
+
 # weights
 
 def update_weights(path: str | PathLike[str], version: str, fields: Mapping[str, Any]) -> Call[Mapping[str, Any]]:

@@ -33,7 +33,8 @@ TRUNCATED = "the stream ended before its last event"
 def _options(url: str, api_key: str | None, timeout_s: float | None, tls: Tls | None) -> dict[str, Any]:
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     verify = {"verify": tls.context()} if tls is not None else {}
-    return {"base_url": url, "headers": headers, "timeout": httpx.Timeout(timeout_s, connect=10.0), **verify}
+    limits = httpx.Limits(max_connections=None)  # how much may be open is the server's to say
+    return {"base_url": url, "headers": headers, "timeout": httpx.Timeout(timeout_s, connect=10.0), "limits": limits, **verify}
 
 
 def _key(key: str | None, retries: Retries) -> str | None:
@@ -108,6 +109,32 @@ class Client:
     def set_strategy(self, policy: str, strategy: str | None = None) -> Mapping[str, Any]:
         """Replace the policy (`off`, `fixed` with a strategy such as "eagle:7x4x16", `beg`) between two steps; never changes a token."""
         return self._ask(calls.set_strategy(policy, strategy))
+
+    def pause(self, in_flight: str = "continue") -> Mapping[str, Any]:
+        """Stop generating until `resume`; new requests wait. What runs is frozen with its KV (`continue`), or gives it back and computes it
+        again (`recompute`), or ends with what it has (`abort`)."""
+        return self._ask(calls.pause(in_flight))
+
+    def resume(self) -> Mapping[str, Any]:
+        """Go on with what was paused or has waited."""
+        return self._ask(calls.resume())
+
+    def abort_request(self, id: str) -> Mapping[str, Any]:
+        """End the item of this name with what it has; its reply says finish_reason "abort". One that is not open is ended already."""
+        return self._ask(calls.abort_request(id))
+
+    def sleep(self, *memory: str) -> Mapping[str, Any]:
+        """Give memory back: "weights", "kv_cache", or without a name both. New requests are refused until all is awake; what runs goes on
+        then with the same tokens."""
+        return self._ask(calls.sleep(memory))
+
+    def wake(self, *memory: str) -> Mapping[str, Any]:
+        """Take memory again, weights bit for bit as they were."""
+        return self._ask(calls.wake(memory))
+
+    def clear_cache(self) -> Mapping[str, Any]:
+        """Forget every cached prefix; what runs keeps its own KV."""
+        return self._ask(calls.clear_cache())
 
     def update_weights(self, path: str | PathLike[str], version: str, **fields: Any) -> Mapping[str, Any]:
         """Push the safetensors directory `path`, below the server's weight root; returns once it is live (or staged, or refused).
@@ -266,6 +293,24 @@ class AsyncClient:
 
     async def set_strategy(self, policy: str, strategy: str | None = None) -> Mapping[str, Any]:
         return await self._ask(calls.set_strategy(policy, strategy))
+
+    async def pause(self, in_flight: str = "continue") -> Mapping[str, Any]:
+        return await self._ask(calls.pause(in_flight))
+
+    async def resume(self) -> Mapping[str, Any]:
+        return await self._ask(calls.resume())
+
+    async def abort_request(self, id: str) -> Mapping[str, Any]:
+        return await self._ask(calls.abort_request(id))
+
+    async def sleep(self, *memory: str) -> Mapping[str, Any]:
+        return await self._ask(calls.sleep(memory))
+
+    async def wake(self, *memory: str) -> Mapping[str, Any]:
+        return await self._ask(calls.wake(memory))
+
+    async def clear_cache(self) -> Mapping[str, Any]:
+        return await self._ask(calls.clear_cache())
 
     async def update_weights(self, path: str | PathLike[str], version: str, **fields: Any) -> Mapping[str, Any]:
         return await self._ask(calls.update_weights(path, version, fields))

@@ -61,6 +61,8 @@ def test_every_error_of_the_server_has_a_class_of_its_name() -> None:
     (lambda client: client.update_weights("conflict", "v"), Conflict),
     (lambda client: client.update_weights("forbidden", "v"), Forbidden),
     (lambda client: client.set_strategy("beg"), InvalidRequest),
+    (lambda client: client.pause("drain"), InvalidRequest),
+    (lambda client: client.sleep("kv"), InvalidRequest),
 ])
 def test_a_refusal_raises_the_class_of_its_code(server: LiveServer, call: Callable[[Any], Any], error: type[ServerError]) -> None:
     async def asked() -> Any:
@@ -95,6 +97,12 @@ OPERATIONS: list[Callable[[Any], Any]] = [
     lambda client: client.generate(BATCH, sampling=SHORT, idempotency_key="the-same"),
     lambda client: client.strategy(),
     lambda client: client.set_strategy("off"),
+    lambda client: client.pause("abort"),
+    lambda client: client.resume(),
+    lambda client: client.abort_request("nobody's"),
+    lambda client: client.sleep(),
+    lambda client: client.wake("kv_cache", "weights"),
+    lambda client: client.clear_cache(),
     lambda client: client.update_weights("p", "v1", commit=False),
     lambda client: client.commit_weights("v1"),
     lambda client: client.abort_weights("v1"),

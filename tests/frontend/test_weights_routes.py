@@ -159,6 +159,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     '{"version": "v", "channel": "broadcast", "tensors": [{"name": "w"}]}': ("group is missing",),
     '{"version": "v", "channel": "broadcast", "group": "g", "tensors": [{"name": "w", "dtype": "float32"}]}': ("no dtype and shape",),
     '{"version": "v", "path": "p", "group": "g"}': ("group is 'g'", "channel disk does not take"),
+    '{"version": "v", "path": "p", "partial": true}': ("partial is true", "channel disk does not take"),
 }
 
 

@@ -419,7 +419,7 @@ class GroupsReply(_message.Message):
     def __init__(self, groups: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Manifest(_message.Message):
-    __slots__ = ("version", "path", "role", "channel", "drafter_path", "tensors", "group", "packed", "bucket_bytes", "in_flight", "commit")
+    __slots__ = ("version", "path", "role", "channel", "drafter_path", "tensors", "group", "packed", "bucket_bytes", "in_flight", "commit", "partial")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -431,6 +431,7 @@ class Manifest(_message.Message):
     BUCKET_BYTES_FIELD_NUMBER: _ClassVar[int]
     IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FIELD_NUMBER: _ClassVar[int]
+    PARTIAL_FIELD_NUMBER: _ClassVar[int]
     version: str
     path: str
     role: str
@@ -442,7 +443,8 @@ class Manifest(_message.Message):
     bucket_bytes: int
     in_flight: str
     commit: bool
-    def __init__(self, version: _Optional[str] = ..., path: _Optional[str] = ..., role: _Optional[str] = ..., channel: _Optional[str] = ..., drafter_path: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[TensorFields, _Mapping]]] = ..., group: _Optional[str] = ..., packed: _Optional[bool] = ..., bucket_bytes: _Optional[int] = ..., in_flight: _Optional[str] = ..., commit: _Optional[bool] = ...) -> None: ...
+    partial: bool
+    def __init__(self, version: _Optional[str] = ..., path: _Optional[str] = ..., role: _Optional[str] = ..., channel: _Optional[str] = ..., drafter_path: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[TensorFields, _Mapping]]] = ..., group: _Optional[str] = ..., packed: _Optional[bool] = ..., bucket_bytes: _Optional[int] = ..., in_flight: _Optional[str] = ..., commit: _Optional[bool] = ..., partial: _Optional[bool] = ...) -> None: ...
 
 class TensorFields(_message.Message):
     __slots__ = ("name", "dtype", "shape", "checksum")

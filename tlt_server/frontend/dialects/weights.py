@@ -71,6 +71,9 @@ class ManifestFields(Strict):
     group: Annotated[str, Field(max_length=128, description="by broadcast: the group that brings them")] = ""
     packed: Annotated[bool, Field(description="by broadcast: raw bytes in buckets; false: one broadcast each")] = True
     bucket_bytes: Annotated[int, Field(ge=1, le=2**40, description="a bucket closes after the tensor that takes it over this")] = 2**30
+    partial: Annotated[bool, Field(
+        description="by broadcast: `tensors` are some of the model's; calls of the same version bring the others, and the one that brings "
+                    "the last of them ends the push")] = False
     in_flight: Annotated[InFlight, Field(description="what becomes of running requests when the target changes")] = "continue"
     commit: Annotated[bool, Field(description="false: stay staged until POST /weights/{version}/commit")] = True
 
@@ -269,6 +272,8 @@ def _manifest(body: dict[str, Any], role: Role) -> Manifest:
     for name in ("path", "drafter_path", "group"):
         if getattr(asked, name) and asked.channel != ("broadcast" if name == "group" else "disk"):
             raise InvalidRequest(f"{name} is {getattr(asked, name)[:80]!r}, which channel {asked.channel} does not take; leave it out")
+    if asked.partial and asked.channel != "broadcast":
+        raise InvalidRequest(f"partial is true, which channel {asked.channel} does not take; leave it out and name all tensors")
     unsaid = [t.name for t in asked.tensors if not (t.checksum if asked.channel == "http" else t.dtype and t.shape is not None)]
     if unsaid and asked.channel != "disk":
         wanted = "checksum" if asked.channel == "http" else "dtype and shape"
@@ -278,5 +283,5 @@ def _manifest(body: dict[str, Any], role: Role) -> Manifest:
                              "role all needs path (the target's) and drafter_path, other roles only path")
     tensors = [TensorEntry(name=t.name, dtype=t.dtype, shape=t.shape, checksum=t.checksum) for t in asked.tensors]
     return Manifest(role=asked.role, version=asked.version, channel=asked.channel, path=asked.path or "", drafter_path=asked.drafter_path,
-                    tensors=tensors, group=asked.group, packed=asked.packed, bucket_bytes=asked.bucket_bytes, in_flight=asked.in_flight,
-                    commit=asked.commit)
+                    tensors=tensors, group=asked.group, packed=asked.packed, bucket_bytes=asked.bucket_bytes, partial=asked.partial,
+                    in_flight=asked.in_flight, commit=asked.commit)
