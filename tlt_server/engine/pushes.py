@@ -327,4 +327,5 @@ class WeightPushes:
             target=live["target"], drafter=live.get("drafter", ""),
             previous={role: part.version for role, part in transaction.previous.by_role.items()},
             open={"version": push.version, "role": push.manifest.role, "state": push.state} if push else {},
-            spooled=transaction.spooled, quarantined=dict(transaction.quarantined), groups=sorted(transaction.intake.groups))
+            spooled=transaction.spooled, quarantined=dict(transaction.quarantined), groups=sorted(transaction.intake.groups),
+            sockets=str(transaction.intake.sockets or ""))
