@@ -307,6 +307,7 @@ class JoinGroup(Struct, frozen=True, tag="join_group"):
     rank: int
     world_size: int
     prefixed: bool = False  # keys of the store begin with the group's name
+    unique_id: bytes = b""  # of NCCL; then there is no store
 
 
 class LeaveGroup(Struct, frozen=True, tag="leave_group"):

@@ -158,7 +158,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     '{"version": "v", "channel": "http", "tensors": [{"name": "w"}]}': ("'w' has no checksum",),
     '{"version": "v", "channel": "broadcast", "tensors": [{"name": "w"}]}': ("group is missing",),
     '{"version": "v", "channel": "broadcast", "group": "g", "tensors": [{"name": "w", "dtype": "float32"}]}': ("no dtype and shape",),
-    '{"version": "v", "channel": "ipc", "tensors": [{"name": "w", "dtype": "float32", "shape": []}]}': ("path is missing", "ipc needs path"),
+    '{"version": "v", "channel": "ipc", "tensors": [{"name": "w", "dtype": "float32", "shape": []}]}': ("path is missing", "needs path"),
     '{"version": "v", "channel": "ipc", "path": "s", "tensors": [{"name": "w", "shape": [1]}]}': ("'w' has no dtype and shape", "ipc"),
     '{"version": "v", "channel": "ipc", "path": "s", "drafter_path": "d"}': ("tensors is missing",),
     '{"version": "v", "path": "p", "group": "g"}': ("group is 'g'", "channel disk does not take"),

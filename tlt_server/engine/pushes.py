@@ -180,7 +180,7 @@ class WeightPushes:
         groups = self.transaction.intake.groups
         try:
             groups.join(Membership(asked.name, asked.backend, asked.master_address, asked.master_port, asked.rank, asked.world_size,
-                                   asked.prefixed, groups.timeout_s))
+                                   asked.prefixed, groups.timeout_s, asked.unique_id))
             self._report(asked.id, "joined")
         except ChannelError as error:
             self._report(asked.id, error.code, error=from_code(error.code, str(error)))
