@@ -119,9 +119,7 @@ def main() -> None:
     if arguments.device == "cuda":
         from benchmarks.weights_gpu import measure as measured
 
-        on_gpu: dict[str, Any] = {"bench": "weights-gpu", "rounds": arguments.rounds,
-                                  "rows": [measured(arguments.channel, arguments.model, arguments.rounds)]}
-        finish(on_gpu, arguments, on_gpu=True)
+        finish(measured(arguments.channel, arguments.model, arguments.rounds), arguments, on_gpu=True)
         return
     rows = []
     with tempfile.TemporaryDirectory(prefix="tlt-weights-") as name:

@@ -6,6 +6,7 @@ first token of the new version is the gap, beside the usual time between two tok
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
 import threading
@@ -100,4 +101,7 @@ def measure(channel: str, model: Path, rounds: int) -> dict[str, Any]:
                          **decoding.figures(begun), **{f"{phase}_s": seconds for phase, seconds in reply["phases_s"].items()}})
         sender.close()
     median = {name: round(statistics.median(row[name] for row in rows), 4) for name in rows[0]}
-    return {"channel": channel, "bytes": size, **median, "worst_gap_ms": round(max(row["gap_ms"] for row in rows), 3)}
+    config = json.loads((model / "config.json").read_text())
+    shape = {"layers": config["num_hidden_layers"], "hidden": config["hidden_size"]}
+    row = {"channel": channel, "bytes": size, **median, "worst_gap_ms": round(max(row["gap_ms"] for row in rows), 3)}
+    return {"bench": "weights-gpu", "shape": shape, "rounds": rounds, "rows": [row]}
