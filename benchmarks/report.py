@@ -10,7 +10,7 @@ from benchmarks.goals import Result, answer, comparable, goals, matches, results
 
 ROOT = Path(__file__).parents[1]
 RESULTS, PAGE, NOTES = ROOT / "benchmarks" / "results", ROOT / "docs" / "performance.md", ROOT / "docs" / "performance_notes.md"
-BENCHES = ("decode", "prefill", "cycle", "padded", "graphs", "exact", "rollout", "overload", "weights", "test-gpu")
+BENCHES = ("decode", "prefill", "cycle", "padded", "graphs", "exact", "rollout", "overload", "weights", "weights-gpu", "test-gpu")
 
 INTRODUCTION = """\
 # Performance
@@ -37,6 +37,9 @@ tlt bench rollout $P --json benchmarks/results/rollout-gpu.json
 tlt bench exact $P --json benchmarks/results/exact-gpu.json
 tlt bench overload                         # on a CPU
 python -m benchmarks.weights --json benchmarks/results/weights-cpu.json    # on a CPU
+T="--device cuda --model /data/padded-7b/target"
+python -m benchmarks.weights $T --channel ipc --json benchmarks/results/weights-ipc-gpu.json
+python -m benchmarks.weights $T --channel nccl --json benchmarks/results/weights-nccl-gpu.json    # two GPUs
 python -m benchmarks.report                # then this page
 ```
 
@@ -222,6 +225,18 @@ def _weights(figures: dict[str, Any]) -> Iterator[str]:
          f"{r['pause_ms']:.2f}") for r in figures["rows"]))
 
 
+def _weights_gpu(figures: dict[str, Any]) -> Iterator[str]:
+    yield (f"Medians of {figures['rounds']} pushes out of a trainer's GPU memory, while {figures['rows'][0]['requests']:.0f} requests "
+           "decode. By ipc trainer and engine share a GPU, by nccl each has one. Staged: from the first byte until every tensor has been "
+           "checked and summed. The gap is the longest that a request waited between its last token of the old and its first of the new "
+           "version.")
+    headings = ("channel", "GB", "staged, s", "GB/s", "live, s", "pause at commit, ms", "gap, ms", "token, ms", "token while staging, ms")
+    yield table(headings, (
+        (r["channel"], f"{r['bytes'] / 1e9:.1f}", f"{r['staged_s']:.2f}", f"{r['gb_per_s']:.1f}", f"{r['push_s']:.2f}",
+         f"{r['pause_ms']:.1f}", f"{r['worst_gap_ms']:.1f}", f"{r['step_ms']:.2f}", f"{r['step_while_staging_ms']:.2f}")
+        for r in figures["rows"]))
+
+
 def _tests(figures: dict[str, Any]) -> Iterator[str]:
     yield table(("what", "passed", "failed", "skipped", "seconds"), (
         (name, r["passed"], r["failed"], r["skipped"], f"{r['seconds']:.0f}") for name, r in figures["tests"].items()))
@@ -241,6 +256,7 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], Iterator[str]]]] = {
     "rollout": ("Rollouts with a long tail", _rollout),
     "overload": ("Overload", _overload),
     "weights": ("Weight pushes on a CPU", _weights),
+    "weights-gpu": ("Weight pushes from GPU to GPU", _weights_gpu),
     "test-gpu": ("Tests on a GPU", _tests),
 }
 

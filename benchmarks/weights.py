@@ -3,6 +3,8 @@
 Two checkpoints: the shipped pair's target, and a random one of `--gib` GiB in float32. Each push goes into a real server, from the
 trainers' own halves, and ends when it is live; the copy is read, written and synced. Rounds are interleaved. Only ratios say something on
 a busy machine.
+
+With `--channel ipc` or `nccl`, `--device cuda` and `--model DIR` instead: pushes from GPU to GPU (`weights_gpu`).
 """
 
 from __future__ import annotations
@@ -11,8 +13,10 @@ import argparse
 import json
 import math
 import os
+import shlex
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +29,8 @@ from tlt_client import Client
 from tlt_client.channels.broadcast import BroadcastSender
 from tlt_client.channels.disk import write
 from tlt_client.channels.http import HttpSender
-from tlt_server.bench.record import entry_of, write_entry
+from tlt_client.channels.ipc import IpcSender
+from tlt_server.bench.record import entry_of, told, write_entry
 from tlt_server.demo.server import ServerProcess
 from tlt_server.demo.workload import TARGET
 
@@ -73,13 +78,14 @@ def measure(model: Path, room: Path, rounds: int) -> Iterator[dict[str, Any]]:
     tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
     size = sum(tensor.nbytes for tensor in tensors.values())
     flags = ("--model", str(model), "--weight-root", str(room / "root"), "--state-dir", str(room / "state"), "--weight-channels",
-             "disk,http,broadcast", "--kv-memory-mb", "64", "--max-model-len", "256", "--max-running", "4", "--numerics", "fast")
+             "disk,http,broadcast,ipc", "--kv-memory-mb", "64", "--max-model-len", "256", "--max-running", "4", "--numerics", "fast")
     with ServerProcess(*flags) as server, Client(server.url, timeout_s=600) as client:
         broadcast = BroadcastSender(client)
         pushes: dict[str, Callable[[str], Mapping[str, Any]]] = {
             "disk": lambda version: client.update_weights(other, version),
             "http": lambda version: HttpSender(client).push(tensors.items(), version),
             "gloo": lambda version: broadcast.push(tensors.items(), version),
+            "ipc": lambda version: IpcSender(client).push(tensors.items(), version),
         }
         copy_s, push_s, last = list[float](), {name: list[float]() for name in pushes}, dict[str, Mapping[str, Any]]()
         for turn in range(rounds):
@@ -101,10 +107,20 @@ def measure(model: Path, room: Path, rounds: int) -> Iterator[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gib", type=float, default=1.0, metavar="N", help="size of the random checkpoint [default 1; 0: none]")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="[default cpu: all channels of a CPU]")
+    parser.add_argument("--channel", choices=("ipc", "nccl"), help="with --device cuda: one GPU, or the first to the second")
+    parser.add_argument("--model", type=Path, metavar="DIR", help="with --device cuda: what is served and pushed")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="of which the median counts [default 3]")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures, with machine, versions and commit, as JSON")
     parser.add_argument("--commit", metavar="NAME", help="of the code that runs [default: what git says]")
     arguments = parser.parse_args()
+    if (arguments.device == "cuda") != bool(arguments.channel and arguments.model):
+        parser.error("--device cuda needs --channel and --model, and they are for it only")
+    if arguments.device == "cuda":
+        from benchmarks.weights_gpu import measure as measured
+
+        finish(measured(arguments.channel, arguments.model, arguments.rounds), arguments, on_gpu=True)
+        return
     rows = []
     with tempfile.TemporaryDirectory(prefix="tlt-weights-") as name:
         models = [TARGET, *([random_checkpoint(Path(name) / "random", arguments.gib)] if arguments.gib else [])]
@@ -112,9 +128,13 @@ def main() -> None:
             for row in measure(model, Path(name) / f"room-{model.name}", arguments.rounds):
                 rows.append(row)
                 print(f"{row['checkpoint']:8} {row['channel']:6} {row['push_s']:8.3f} s, {row['ratio']:6.2f} x a plain copy", flush=True)
-    figures = {"bench": "weights", "rounds": arguments.rounds, "rows": rows}
+    finish({"bench": "weights", "rounds": arguments.rounds, "rows": rows}, arguments, on_gpu=False)
+
+
+def finish(figures: dict[str, Any], arguments: argparse.Namespace, *, on_gpu: bool) -> None:
     if arguments.json:
-        write_entry(arguments.json, entry_of(figures, "python -m benchmarks.weights", on_gpu=False, commit=arguments.commit))
+        command = f"python -m benchmarks.weights {shlex.join(told(argument) for argument in sys.argv[1:])}".strip()
+        write_entry(arguments.json, entry_of(figures, command, on_gpu=on_gpu, commit=arguments.commit))
     print(json.dumps(figures))
 
 

@@ -233,9 +233,9 @@ class Manifest(Struct, frozen=True, kw_only=True):
     role: PushRole = "target"
     version: str = ""  # empty: the directory's name and the content's digest
     channel: str = "disk"  # a name of `tlt_client.channels.CHANNELS`
-    path: str = ""  # directory, absolute or below the weight root; by http the upload's
+    path: str = ""  # directory, absolute or below the weight root; by http the upload's; by ipc the name of a socket
     drafter_path: str = ""  # by disk with role `all`: the drafter's directory
-    tensors: list[TensorEntry] = []  # empty: everything the model has, whatever its bytes; by broadcast those that come, in order
+    tensors: list[TensorEntry] = []  # empty: everything the model has, whatever its bytes; by broadcast and ipc those that come, in order
     group: str = ""  # by broadcast: that brings them
     packed: bool = True  # by broadcast: in buckets of raw bytes; False: one by one
     bucket_bytes: int = 2**30  # a bucket closes after the tensor that takes it over this
@@ -307,6 +307,7 @@ class JoinGroup(Struct, frozen=True, tag="join_group"):
     rank: int
     world_size: int
     prefixed: bool = False  # keys of the store begin with the group's name
+    unique_id: bytes = b""  # of NCCL; then there is no store
 
 
 class LeaveGroup(Struct, frozen=True, tag="leave_group"):
@@ -363,6 +364,7 @@ class WeightState(Struct, frozen=True, kw_only=True):
     quarantined: Annotated[dict[str, str], Meta(
         description="role -> why nothing is generated: a push that wrote into the weights in use has failed")] = {}
     groups: Annotated[list[str], Meta(description="process groups that were joined")] = []
+    sockets: Annotated[str, Meta(description="directory of the sockets of pushes by ipc; empty: the channel is closed")] = ""
 
 
 class WeightReport(Struct, frozen=True, kw_only=True, tag="weight_report"):

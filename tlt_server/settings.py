@@ -53,13 +53,13 @@ class Settings:
         "directory", "Weights may be pushed from below this directory; none: pushes are refused.")] = None
     weight_marker: Annotated[str, Doc("file name", "A pushed directory must hold this file; empty: no such file is asked for.")] = ""
     weight_channels: Annotated[str, Doc(
-        "names", "Channels that weights may come by, with commas between: disk, http, broadcast; auto is disk with a weight_root, else "
-        "none.")] = "auto"
+        "names", "Channels that weights may come by, with commas between: disk, http, broadcast, ipc; auto is disk with a weight_root, "
+        "else none.")] = "auto"
     weight_staging: Annotated[Literal["auto", "device", "host", "disk", "none"], Doc(
         "place", "Where a pushed version lies until it is live: auto is the first with room, none writes over the weights in use.",
         )] = "auto"
     weight_timeout_s: Annotated[float, Doc(
-        "s", "Longest wait of a push by broadcast for its trainer: for the group, for the next tensors.", 0.1, 86400)] = 120.0
+        "s", "Longest wait of a push by broadcast or ipc for its trainer: for it to join, for the next tensors.", 0.1, 86400)] = 120.0
     max_uploads: Annotated[int, Doc("versions", "Versions on their way by http at once; above it parts get 507.", 1, 1024)] = 2
     max_upload_parts: Annotated[int, Doc("parts", "Parts of one version that comes by http.", 1, 65536)] = 1024
     max_upload_mb: Annotated[int, Doc("MiB", "Size of all parts on their way by http together.", 1, 2**30)] = 65536

@@ -151,7 +151,8 @@ def update_weights(path: str | PathLike[str], version: str, fields: Mapping[str,
 
 def push_weights(version: str, fields: Mapping[str, Any]) -> Call[Mapping[str, Any]]:
     """Sent again it brings nothing by a channel whose bytes come beside the call."""
-    return _put("POST", "/update_weights", {"version": version, **fields}, json_object, repeatable=fields.get("channel") != "broadcast")
+    beside = fields.get("channel") in ("broadcast", "ipc")
+    return _put("POST", "/update_weights", {"version": version, **fields}, json_object, repeatable=not beside)
 
 
 def put_weights(version: str, part: str, data: bytes, start: int, total: int) -> Call[Mapping[str, Any]]:

@@ -19,6 +19,7 @@ from tlt_client import Client, ServerError
 from tlt_client.channels.broadcast import BroadcastSender
 from tlt_client.channels.disk import DiskSender
 from tlt_client.channels.http import HttpSender
+from tlt_client.channels.ipc import IpcSender
 from tlt_server.__main__ import main
 from tlt_server.demo.push import perturbed_copy
 from tlt_server.demo.server import ServerProcess
@@ -38,6 +39,21 @@ class Dying(BroadcastSender):
 
 Dying(Client(sys.argv[1]), packed=False).push(load_file(sys.argv[2]).items(), "dies")
 """
+DIES_BY_IPC = """
+import sys, threading
+from safetensors.torch import load_file
+from tlt_client import Client
+from tlt_client.channels.ipc import IpcSender
+
+class Dying(IpcSender):
+    def _offer(self, line, memory, sequence, start, size):
+        if sequence == 3:
+            print("sent", flush=True)
+            threading.Event().wait()
+        super()._offer(line, memory, sequence, start, size)
+
+Dying(Client(sys.argv[1]), bucket_bytes=2**16).push(load_file(sys.argv[2]).items(), "dies")
+"""
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +69,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def running(root: Path) -> Iterator[ServerProcess]:
     with ServerProcess(*PAIR, "--weight-root", str(root / "weights"), "--state-dir", str(root / "state"), "--weight-channels",
-                       "disk,http,broadcast", "--weight-timeout-s", "20") as server:
+                       "disk,http,broadcast,ipc", "--weight-timeout-s", "20") as server:
         yield server
 
 
@@ -68,7 +84,8 @@ def test_every_channel_brings_the_same_weights(trainer: Client, root: Path) -> N
     drafter = {f"draft.{name}": tensor for name, tensor in load_file(root / "new-drafter" / "model.safetensors").items()}
     before, sums = trainer.weight_checksums(), []
     senders = [DiskSender(trainer, root / "weights", max_file_bytes=2**20), HttpSender(trainer, max_file_bytes=2**20, chunk_bytes=2**18),
-               BroadcastSender(trainer, bucket_bytes=2**20), BroadcastSender(trainer, packed=False, prefixed=True, name="one.by.one")]
+               BroadcastSender(trainer, bucket_bytes=2**20), BroadcastSender(trainer, packed=False, prefixed=True, name="one.by.one"),
+               IpcSender(trainer, bucket_bytes=2**20), IpcSender(trainer, bucket_bytes=1, checksums=True)]
     for count, sender in enumerate(senders):
         reply = sender.push((tensors | drafter).items(), f"all-{count}", role="all")
         assert (reply["state"], reply["weight_version"]) == ("committed", f"all-{count}")
@@ -78,13 +95,16 @@ def test_every_channel_brings_the_same_weights(trainer: Client, root: Path) -> N
         sender.close()
     assert sums[0] != before and all(other == sums[0] for other in sums)
     assert trainer.weights()["groups"] == []
+    sockets = Path(trainer.weights()["sockets"])
+    assert sockets.stat().st_mode & 0o777 == 0o700 and list(sockets.iterdir()) == []
 
 
+@pytest.mark.parametrize(("dies", "kind"), [(DIES, BroadcastSender), (DIES_BY_IPC, IpcSender)], ids=["broadcast", "ipc"])
 def test_a_sender_that_is_killed_in_the_middle_changes_nothing_and_the_next_one_is_served(
-        running: ServerProcess, trainer: Client, root: Path) -> None:
+        dies: str, kind: Any, running: ServerProcess, trainer: Client, root: Path) -> None:
     before = trainer.weight_checksums()
     file = str(root / "new" / "model.safetensors")
-    with subprocess.Popen([sys.executable, "-c", DIES, running.url, file], stdout=subprocess.PIPE, text=True) as dying:
+    with subprocess.Popen([sys.executable, "-c", dies, running.url, file], stdout=subprocess.PIPE, text=True) as dying:
         assert dying.stdout is not None and dying.stdout.readline() == "sent\n"
         assert trainer.weights()["open"]["state"] == "staging"
         said = trainer.generate([{"prompt": "2+2=", "seed": 1}], sampling={"max_tokens": 4}).results[0].choices[0]
@@ -93,8 +113,7 @@ def test_a_sender_that_is_killed_in_the_middle_changes_nothing_and_the_next_one_
     assert trainer.weight_checksums() == before
     again = trainer.generate([{"prompt": "2+2=", "seed": 1}], sampling={"max_tokens": 4}).results[0].choices[0]
     assert (again.token_ids, again.logprobs) == (said.token_ids, said.logprobs)
-    sender = BroadcastSender(trainer)
-    assert sender.push(load_file(file).items(), "after")["state"] == "committed"
+    assert kind(trainer).push(load_file(file).items(), f"after-{kind.__name__}")["state"] == "committed"
     trainer.roll_back_weights()
     with pytest.raises(ServerError, match="make the group first"):
         trainer.push_weights("v", channel="broadcast", group="nobody", tensors=[{"name": "w", "dtype": "float32", "shape": [1]}])

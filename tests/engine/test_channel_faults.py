@@ -1,8 +1,9 @@
 """Faults on the way of a push, by every channel and at every chunk: what is live afterwards is exactly the old or the new version.
 
 A case spoils one chunk of one push. A chunk is what the channel moves at once: a range of a file on disk, a body over http, a bucket in a
-gloo group. After each case the live sums are computed anew, the same request gives the same tokens and log-probs as that version always
-gave, and a good push by the same channel works. With weights staged in place a third end is allowed: nothing is generated.
+gloo group or in shared memory. After each case the live sums are computed anew, the same request gives the same tokens and log-probs as
+that version always gave, and a good push by the same channel works. With weights staged in place a third end is allowed: nothing is
+generated.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ from safetensors.torch import load_file
 from tests.engine.pushing import Pushable, perturbed
 from tests.engine.tiny import SMALLEST, write_target
 from tlt_client import ConnectionFailed, ServerError
-from tlt_client.channels.broadcast import BroadcastSender, buckets
-from tlt_client.channels.broadcast import _slot as slot
+from tlt_client.channels.broadcast import BroadcastSender
 from tlt_client.channels.disk import DiskSender, write
-from tlt_client.channels.errors import ChannelError
+from tlt_client.channels.errors import ChannelBroken, ChannelError
 from tlt_client.channels.http import HttpSender
+from tlt_client.channels.ipc import OFFER, IpcSender
+from tlt_client.channels.tensors import buckets, slot
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import TltError, from_code
 from tlt_server.frontend.uploads import Uploads
@@ -51,7 +53,7 @@ class Server:
         self.new = load_file(perturbed(root / "base", root / "new", 1) / "model.safetensors")
         self.engine = Pushable(EngineSettings(
             model=str(root / "base"), drafter="none", policy="off", kv_memory_mb=4, weight_root=str(root / "weights"), threads=1,
-            weight_channels="disk,http,broadcast", weight_staging=staging, state_dir=str(root / "state")))
+            weight_channels="disk,http,broadcast,ipc", weight_staging=staging, state_dir=str(root / "state")))
         self.runner = asyncio.Runner()
         limits = SimpleNamespace(state_dir=root / "state", max_uploads=2, max_upload_parts=64, max_upload_mb=64, upload_ttl_s=600)
         self.uploads = self.runner.run(self._uploads(limits))
@@ -112,6 +114,9 @@ class Server:
 
     def leave_group(self, name: str) -> dict[str, Any]:
         return {"groups": self._ask(LeaveGroup(next(self.ids), name)).state.groups}
+
+    def weights(self) -> dict[str, Any]:
+        return {"sockets": self.engine.engine.pushes.state().sockets}
 
     # after a case
 
@@ -291,11 +296,52 @@ def by_broadcast(server: Server, fault: str, at: int) -> None:
         sender._group.close()
 
 
+# -- ipc: a trainer that offers other buckets than the engine is to copy, or other bytes in them
+
+
+class Faulty(IpcSender):
+    fault, at, held = "", 0, b""
+
+    def _offer(self, line: Any, memory: Any, sequence: int, start: int, size: int) -> None:
+        message = OFFER.pack(sequence, start, size)
+        if sequence != self.at:
+            line.send(message)
+            if self.held:
+                line.send(self.held)
+        elif self.fault == "kill":
+            line.close()
+            raise ChannelBroken("the trainer is gone")
+        elif self.fault == "truncate":
+            line.send(message[: len(message) // 2] if sequence % 2 else OFFER.pack(sequence, start, size // 2))
+        elif self.fault == "reorder":
+            self.held = message
+        else:
+            if self.fault == "flip":
+                memory.view[start + size // 2] ^= 1 << sequence % 8
+            if self.fault == "time out":
+                threading.Event().wait(1.5 * SHORT_S)
+            for _ in range(2 if self.fault == "duplicate" else 1):
+                line.send(message)
+
+
+def by_ipc(server: Server, fault: str, at: int) -> None:
+    server.engine.engine.pushes.transaction.intake.groups.timeout_s = SHORT_S if fault == "time out" else LONG_S
+    sender = Faulty(server, bucket_bytes=bucket_bytes(server), checksums=True)  # type: ignore[arg-type]
+    sender.fault, sender.at = fault, at * count_of_buckets(server) // CHUNKS
+    if fault == "reorder":
+        sender.at = min(sender.at, count_of_buckets(server) - 2)
+    sender.push(server.new.items(), next(server.versions))
+
+
 def bucket_bytes(server: Server) -> int:
     return sum(tensor.nbytes for tensor in server.new.values()) // (2 * CHUNKS)
 
 
-CHANNELS = {"disk": by_disk, "http": by_http, "broadcast": by_broadcast}
+def count_of_buckets(server: Server) -> int:
+    return len(list(buckets([slot(name, str(tensor.dtype), tensor.shape) for name, tensor in server.new.items()], bucket_bytes(server))))
+
+
+CHANNELS = {"disk": by_disk, "http": by_http, "broadcast": by_broadcast, "ipc": by_ipc}
 CASES = [(channel, fault, at) for channel in CHANNELS for fault in FAULTS for at in range(CHUNKS)]
 
 
@@ -322,6 +368,8 @@ def restore(server: Server, channel: str) -> None:
         reply = DiskSender(server, server.root / "weights").push(server.old.items(), good)  # type: ignore[arg-type]
     elif channel == "http":
         reply = HttpSender(server).push(server.old.items(), good)  # type: ignore[arg-type]
+    elif channel == "ipc":
+        reply = IpcSender(server).push(server.old.items(), good)  # type: ignore[arg-type]
     else:
         sender = in_group(server, BroadcastSender, LONG_S)
         reply = sender.push(server.old.items(), good)
@@ -359,5 +407,4 @@ def test_in_place_a_fault_behind_the_first_write_quarantines_and_one_before_it_d
 
 def test_there_are_enough_cases_and_each_channel_has_that_many_chunks(staged: Server) -> None:
     assert len(CASES) >= 300
-    slots = [slot(name, str(tensor.dtype), tensor.shape) for name, tensor in staged.new.items()]
-    assert len(list(buckets(slots, bucket_bytes(staged)))) >= 8
+    assert count_of_buckets(staged) >= 8

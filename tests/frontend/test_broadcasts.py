@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tlt_server.records import AbortWeights, CommitWeights, JoinGroup, LeaveGrou
 INFO = {"names": ["w", "v"], "dtype_names": ["bfloat16", "float32"], "shapes": [[2, 3], []]}
 ENTRIES = [TensorEntry(name="w", dtype="bfloat16", shape=[2, 3]), TensorEntry(name="v", dtype="float32", shape=[])]
 DISTRIBUTED = {"names": ["w", "v"], "dtypes": ["bfloat16", "float32"], "shapes": [[2, 3], []]}
+ID = base64.b64encode(bytes(range(128))).decode()
 WHERE = {"master_address": "h", "master_port": "29500", "rank_offset": 1, "world_size": 3, "backend": "gloo"}
 
 
@@ -63,13 +65,29 @@ def test_every_dialect_joins_a_group(path: str, body: Any, expected: tuple[str, 
     assert isinstance(left, LeaveGroup) and left.name == expected[0]
 
 
+@pytest.mark.parametrize(("fields", "expected"), [
+    ({"master_address": "h", "master_port": 29500, "nccl_unique_id_b64": None}, ("h", 29500, b"")),
+    ({"master_address": None, "master_port": None, "nccl_unique_id_b64": ID}, ("", 0, bytes(range(128)))),
+])
+def test_a_group_of_nccl_meets_in_the_store_or_by_its_id(fields: Any, expected: Any, server: LiveServer) -> None:
+    post(server, "/init_weight_transfer_engine", {"init_info": {"rank_offset": 1, "world_size": 2, "packed": True} | fields})
+    (told,) = commands(server)
+    assert isinstance(told, JoinGroup) and told.backend == "nccl" and not told.prefixed
+    assert (told.master_address, told.master_port, told.unique_id) == expected
+
+
 @pytest.mark.parametrize(("path", "body", "said"), [
-    ("/init_weight_transfer_engine", {"init_info": WHERE | {"backend": "nccl"}}, '"backend": "gloo"'),
+    ("/init_weight_transfer_engine", {"init_info": WHERE | {"nccl_unique_id_b64": ID}}, "give one of both"),
+    ("/init_weight_transfer_engine", {"init_info": {"world_size": 2}}, "give one of both"),
+    ("/init_weight_transfer_engine", {"init_info": {"world_size": 2, "nccl_unique_id_b64": ID[:-4]}}, "128 bytes of ncclGetUniqueId"),
+    ("/init_weight_transfer_engine", {"init_info": {"world_size": 2, "nccl_unique_id_b64": "-_" + ID[2:]}}, "in ordinary base64"),
+    ("/init_weight_transfer_engine", {"init_info": {"world_size": 2, "nccl_unique_id_b64": ID, "backend": "gloo"}}, "for backend nccl"),
+    ("/init_weight_transfer_engine", {"init_info": {"world_size": 2, "nccl_unique_id_b64": ID * 2}}, "at most 256 characters"),
     ("/init_weight_transfer_engine", {"init_info": {**WHERE, "master_port": 0}}, "from 1 to 65535"),
     ("/init_weight_transfer_engine", {"init_info": WHERE | {"rank_offset": 3}}, "ranks are below the world size"),
     ("/init_weight_transfer_engine", {"init_info": WHERE | {"rank_offset": 0}}, "rank 0 is the trainer's"),
     ("/init_weight_transfer_engine", {}, "init_info is missing"),
-    ("/init_broadcaster", {"host": "h", "port": 29500, "inference_world_size": 1}, "weight_dir"),
+    ("/init_broadcaster", {"host": "h", "port": 29500, "inference_world_size": 1}, "update_info"),
     ("/init_weights_update_group", WHERE | {"master_port": "x1"}, "'x1'"),
     ("/weight_groups", WHERE | {"name": "own", "master_port": 70000}, "70000"),
 ])

@@ -45,6 +45,9 @@ EXAMPLES = [
            phases_s={"load model": 9.0}, ready_s=40.0, triton_cache="warm", pages=100, policy="beg"),
     result("exact-h200.json", bench="exact", configurations=18, requests=2304, tokens=200_000, preemptions=50, differing_tokens=0,
            differing_logprob_bits=0, differing_responses=0, differing_token_rate=0.0),
+    result("weights-h200.json", bench="weights-gpu", rounds=3, rows=[
+        {"channel": "ipc", "bytes": 15_200_000_000, "staged_s": 2.0, "gb_per_s": 7.6, "push_s": 2.1, "pause_ms": 17.0, "requests": 8,
+         "worst_gap_ms": 21.5, "step_ms": 4.0, "step_while_staging_ms": 4.5}]),
     result("test-gpu.json", **figures({"marked gpu": {"passed": 5, "failed": 0, "skipped": 0, "seconds": 2.0}}, {}, red=False)),
 ]
 
@@ -69,7 +72,9 @@ def test_each_kind_of_result_has_its_section_goals_and_source() -> None:
                  "| price of strict, decode, batch 1-64 | % more time | 3 | 0 | 6.40 | short |",
                  "| all graphs of the default configuration, memory | GB | 2 | 1 | 1.50 | reached |",
                  "| exactness: requests compared | requests | 2000 | 2000 | 2304 | stretch reached |",
-                 "| TLT Server, plain | 3.80 | 3.80 | 3.80 | 3.80 | 3.80 |", "| `gemm` | 3.000 |", "| marked gpu | 5 | 0 | 0 | 2 |"):
+                 "| TLT Server, plain | 3.80 | 3.80 | 3.80 | 3.80 | 3.80 |", "| `gemm` | 3.000 |",
+                 "| gap between tokens at the commit of pushed weights, ipc | ms | 25 | 20 | 21.50 | reached |",
+                 "| ipc | 15.2 | 2.00 | 7.6 |", "| marked gpu | 5 | 0 | 0 | 2 |"):
         assert line in text, line
     assert all(f"](../benchmarks/results/{example.name}): `tlt bench x` at abc1234" in text for example in EXAMPLES)
     assert "\n## Notes on performance\n" in text and text.count("\n# ") == 0

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tlt_client.channels import Intake
 from tlt_client.channels.groups import Groups
+from tlt_client.channels.line import made_directory
 from tlt_server.engine.devices import Device, make_device
 from tlt_server.engine.devices.choice import Gpu, choose, look
 from tlt_server.engine.halt import Halt
@@ -166,7 +167,7 @@ def assemble(
 def _options(settings: EngineSettings, device: Device, spool: Spool | None) -> Options:
     state = Path(settings.state_dir) if settings.state_dir else None
     intake = Intake(Path(settings.weight_root) if settings.weight_root else None, settings.weight_marker, state and state / "uploads",
-                    Groups(settings.weight_timeout_s))
+                    made_directory() if "ipc" in settings.channels else None, Groups(settings.weight_timeout_s))
     storage = Storage(settings.weight_staging, device.free, device.device, state and state / "staged")
     return Options(settings.channels, intake, spool, storage)
 

@@ -180,7 +180,7 @@ class WeightPushes:
         groups = self.transaction.intake.groups
         try:
             groups.join(Membership(asked.name, asked.backend, asked.master_address, asked.master_port, asked.rank, asked.world_size,
-                                   asked.prefixed, groups.timeout_s))
+                                   asked.prefixed, groups.timeout_s, asked.unique_id))
             self._report(asked.id, "joined")
         except ChannelError as error:
             self._report(asked.id, error.code, error=from_code(error.code, str(error)))
@@ -327,4 +327,5 @@ class WeightPushes:
             target=live["target"], drafter=live.get("drafter", ""),
             previous={role: part.version for role, part in transaction.previous.by_role.items()},
             open={"version": push.version, "role": push.manifest.role, "state": push.state} if push else {},
-            spooled=transaction.spooled, quarantined=dict(transaction.quarantined), groups=sorted(transaction.intake.groups))
+            spooled=transaction.spooled, quarantined=dict(transaction.quarantined), groups=sorted(transaction.intake.groups),
+            sockets=str(transaction.intake.sockets or ""))

@@ -36,13 +36,14 @@ class Broadcasts:
         self._session = session
 
     async def join(self, name: str, backend: str, address: str, port: int | str, rank: int, world_size: int, *,
-                   prefixed: bool = False) -> list[str]:
-        """Answers once all ranks are there, with the groups that are joined."""
+                   prefixed: bool = False, unique_id: bytes = b"") -> list[str]:
+        """Answers once all ranks are there, with the groups that are joined. With NCCL's `unique_id` there is neither address nor port."""
         number = int(port) if str(port).isdecimal() else 0
-        if not 1 <= number <= 65535 or not 1 <= rank < world_size:
+        if not (1 <= number <= 65535 or unique_id) or not 1 <= rank < world_size:
             raise InvalidRequest(f"the port is {port!r} and the rank {rank} of {world_size}; a port is from 1 to 65535, rank 0 is the "
                                  "trainer's, and ranks are below the world size")
-        report = await self._session.ask(JoinGroup(self._session.command_id(), name, backend, address, number, rank, world_size, prefixed))
+        report = await self._session.ask(JoinGroup(
+            self._session.command_id(), name, backend, address, number, rank, world_size, prefixed, unique_id))
         return report.state.groups
 
     async def leave(self, name: str) -> list[str]:

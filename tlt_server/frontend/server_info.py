@@ -17,7 +17,8 @@ PLACES = {"model", "drafter", "weight_root", "state_dir", "host", "port"}
 
 
 class TransferConfig(Struct, frozen=True):
-    backend: Annotated[Literal["disk", "gloo"], Meta(description="gloo: from the trainer's process group; disk: from a directory")]
+    backend: Annotated[Literal["disk", "gloo", "nccl"], Meta(
+        description="gloo, nccl: from the trainer's process group; disk: from a directory")]
 
 
 class ModelConfigInfo(Struct, frozen=True):
@@ -83,7 +84,7 @@ def server_info(service: Service, caller: Caller) -> ServerInfo:
         max_queue=config.max_queue,
         config=config.model_dump(mode="json", exclude=SECRETS if trusted else SECRETS | PLACES),
         vllm_config=VllmConfigInfo(ModelConfigInfo(info.dtype if info else "", info.max_model_len if info else None),
-                                   TransferConfig("gloo" if "broadcast" in config.channels else "disk")),
+                                   TransferConfig(_transfer(config.channels, info))),
         model_path=model,
         tokenizer_path=model,
         weight_version=info.weight_version if info else "",
@@ -92,6 +93,12 @@ def server_info(service: Service, caller: Caller) -> ServerInfo:
         context_length=info.max_model_len if info else 0,
         num_gpus=int(info is not None and info.device == "cuda"),
     )
+
+
+def _transfer(channels: tuple[str, ...], info: EngineInfo | None) -> Literal["disk", "gloo", "nccl"]:
+    if "broadcast" not in channels:
+        return "disk"
+    return "nccl" if info is not None and info.device == "cuda" else "gloo"
 
 
 def is_ready(service: Service) -> bool:

@@ -17,8 +17,12 @@ def library_environment(numerics: str = "strict") -> dict[str, str]:
 
     For every connection of a process group torch asks the name server for the peer's name, and goes on without one: a server that loses
     one question in 25 held up one join in 20 for the resolver's 5 s. So it waits for a second, twice at most.
+
+    torch's own groups over NCCL end the process where a broadcast does not come in time, unless they are told not to: a trainer that dies
+    is no reason for that.
     """
     waiting = {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
+               "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"),
                "RES_OPTIONS": os.environ.get("RES_OPTIONS", "timeout:1 attempts:2")}
     return {**waiting, **(strict_environment() if numerics == "strict" else {})}
 

@@ -169,10 +169,10 @@ class Transaction:
         if push is None or push.state == "waiting" or (push.state == "staging" and push.thread is not None and push.thread.is_alive()):
             return None
         if push.state == "gathering":
-            if self._clock() - push.staged_at < self.intake.groups.timeout_s:
+            if self._clock() - push.staged_at < self.intake.timeout_s:
                 return None
             push.state, push.error = "failed", ChannelBroken(
-                f"of version {push.version or 'without a name'!r} nothing came for {self.intake.groups.timeout_s:g} s and {push.missing}; "
+                f"of version {push.version or 'without a name'!r} nothing came for {self.intake.timeout_s:g} s and {push.missing}; "
                 "push all of them again" + self._spoiled(push))
         if push.state == "staging":
             self._judge(push)

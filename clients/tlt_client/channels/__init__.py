@@ -21,6 +21,7 @@ CHANNELS = {  # name -> the engine's half; its file holds the trainer's, too
     "disk": "tlt_client.channels.disk:DiskReceiver",
     "http": "tlt_client.channels.http:HttpReceiver",
     "broadcast": "tlt_client.channels.broadcast:BroadcastReceiver",
+    "ipc": "tlt_client.channels.ipc:IpcReceiver",
 }
 DRAFTER_PREFIX = "draft."  # of the drafter's tensors where both roles come in one stream
 
@@ -72,7 +73,13 @@ class Intake:
     root: Path | None = None  # directories of the channel disk lie below it
     marker: str = ""  # a file that a complete one of them holds
     uploads: Path | None = None  # where the server puts what comes by http
+    sockets: Path | None = None  # directory of its own in which it meets trainers of the channel ipc
     groups: Groups = field(default_factory=Groups)  # that the engine has joined
+
+    @property
+    def timeout_s(self) -> float:
+        """Of one wait for a trainer."""
+        return self.groups.timeout_s
 
 
 class Batch(NamedTuple):
@@ -134,3 +141,10 @@ def announced(push: Announcement, where: str) -> dict[str, dict[str, str]]:
     """A receiver's `names` where the manifest alone says what will come; each role that is pushed has an entry."""
     roles = split((tensor.name for tensor in push.tensors), push.role)
     return {role: dict.fromkeys(roles.get(role, ()), where) for role in ("target", "drafter") if push.role in (role, "all")}
+
+
+def of_bucket(count: int, tensors: Mapping[str, Tensor], role: str) -> Iterator[Batch]:
+    """A bucket's tensors by role, in a push of `role`."""
+    for whose, names in split(tensors, role).items():
+        own = {name: tensors[sent] for name, sent in names.items()}
+        yield Batch(whose, f"bucket {count}", own, f"bucket-{count:05}.safetensors", None)

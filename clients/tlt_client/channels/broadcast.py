@@ -9,51 +9,25 @@ behind its own that must stay as it is.
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from tlt_client.channels import Announcement, Batch, Intake, Tensors, announced, split
+from tlt_client.channels import Announcement, Batch, Intake, Tensors, announced, of_bucket
 from tlt_client.channels.errors import ChannelBroken, ChannelError, ContentRefused
 from tlt_client.channels.groups import Group, Membership, host_store
-from tlt_client.channels.tensors import dtype_named, entry
+from tlt_client.channels.tensors import Slot, buckets, entry, size_of, slot, unpacked
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from tlt_client.client import Client
 
 BUCKET_BYTES = 2**30
-MAX_TENSOR_BYTES = 2**40
 POLL_S = 0.0005
 NAN_BYTE = 0xFF  # a floating-point number of such bytes is NaN, whatever its type
 MARK = bytes(range(0xA0, 0xC0))  # behind a bucket
-
-
-class Slot(NamedTuple):
-    """Where one tensor lies in a bucket."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    bytes: int
-
-
-def buckets(slots: Sequence[Slot], bucket_bytes: int | None) -> Iterator[list[Slot]]:
-    """How tensors are cut into broadcasts; None: one each."""
-    bucket: list[Slot] = []
-    size = 0
-    for slot in slots:
-        bucket.append(slot)
-        size += slot.bytes
-        if bucket_bytes is None or size > bucket_bytes:
-            yield bucket
-            bucket, size = [], 0
-    if bucket:
-        yield bucket
 
 
 class BroadcastReceiver:
@@ -61,7 +35,7 @@ class BroadcastReceiver:
         self._group, self._role = intake.groups[push.group], push.role
         if not push.tensors:
             raise ContentRefused("the manifest names no tensors; a push by broadcast names each with dtype and shape, in order")
-        slots = [_slot(tensor.name, tensor.dtype, tensor.shape) for tensor in push.tensors]
+        slots = [slot(tensor.name, tensor.dtype, tensor.shape) for tensor in push.tensors]
         self._left = list(buckets(slots, push.bucket_bytes if push.packed else None))
         self._buffers: list[Tensor] = []
         self._under_way: tuple[list[Slot], Tensor, Any] | None = None
@@ -79,24 +53,18 @@ class BroadcastReceiver:
             self._group.end(work)
             self._begin()
             count += 1
-            tensors, start = {}, 0
-            for slot in bucket:
-                own = data[start : start + slot.bytes]
-                tensors[slot.name] = (own.clone() if start % slot.dtype.itemsize else own).view(slot.dtype).view(slot.shape)
-                start += slot.bytes
-            if bytes(data[start : start + len(MARK)].tolist()) != MARK[: len(data) - start]:
-                raise ContentRefused(f"bucket {count} brought more than the {start} bytes that the manifest gives it; name dtypes and "
+            tensors, end = unpacked(bucket, data), size_of(bucket)
+            if bytes(data[end : end + len(MARK)].tolist()) != MARK[: len(data) - end]:
+                raise ContentRefused(f"bucket {count} brought more than the {end} bytes that the manifest gives it; name dtypes and "
                                      "shapes as they are sent, in that order")
-            for role, names in split(tensors, self._role).items():
-                of_role = {name: tensors[sent] for name, sent in names.items()}
-                yield Batch(role, f"bucket {count}", of_role, f"bucket-{count:05}.safetensors", None)
+            yield from of_bucket(count, tensors, self._role)
 
     def _begin(self) -> None:
         """The next bucket is on its way, if there is one."""
         self._under_way = None
         if self._left:
             bucket = self._left.pop(0)
-            data = self._buffer(sum(slot.bytes for slot in bucket))
+            data = self._buffer(size_of(bucket))
             self._under_way = bucket, data, self._group.begin(data)
 
     def _buffer(self, size: int) -> Tensor:
@@ -105,7 +73,7 @@ class BroadcastReceiver:
 
         device = self._group.device
         if not self._buffers:
-            largest = max(size, *(sum(slot.bytes for slot in bucket) for bucket in self._left), 0)
+            largest = max(size, *map(size_of, self._left), 0)
             length = 2 * largest + len(MARK) if self._group.lenient else largest
             self._buffers = [torch.empty(length, dtype=torch.uint8, device=device) for _ in range(2)]
         self._buffers.reverse()
@@ -129,23 +97,13 @@ class BroadcastReceiver:
             self._group.close()
 
 
-def _slot(name: str, dtype: str, shape: Sequence[int] | None) -> Slot:
-    if not dtype or shape is None:
-        raise ContentRefused(f"tensor {name!r} has dtype {dtype!r} and shape {shape}; a push by broadcast says both")
-    kind = dtype_named(dtype)
-    size = math.prod(shape) * kind.itemsize
-    if size > MAX_TENSOR_BYTES:
-        raise ContentRefused(f"tensor {name!r} has shape {list(shape)}, which takes {size} bytes; the limit is {MAX_TENSOR_BYTES}")
-    return Slot(name, kind, tuple(shape), size)
-
-
 class BroadcastSender:
     """Rank 0. Makes the group with the server at construction, and anew in `push` once it broke; `address` is where engines reach us."""
 
     def __init__(self, client: Client, *, address: str = "127.0.0.1", port: int = 0, backend: str = "gloo", name: str = "weights",
                  packed: bool = True, bucket_bytes: int = BUCKET_BYTES, prefixed: bool = False, checksums: bool = False,
                  timeout_s: float = 120.0) -> None:
-        """`checksums`: the manifest declares them, which takes the trainer about a second per gigabyte."""
+        """`checksums`: the manifest declares them, which takes a trainer about a second per gigabyte on a CPU, hardly any time on a GPU."""
         self._client, self._packed, self._bucket_bytes, self._checksums = client, packed, bucket_bytes, checksums
         self._member = Membership(name, backend, address, port, 0, 2, prefixed, timeout_s)
         self._group = self._made()
@@ -180,7 +138,7 @@ class BroadcastSender:
     def _send(self, named: list[tuple[str, Tensor]], reply: Future[Mapping[str, Any]]) -> None:
         import torch
 
-        slots = [_slot(name, str(tensor.dtype), tensor.shape) for name, tensor in named]
+        slots = [slot(name, str(tensor.dtype), tensor.shape) for name, tensor in named]
         data = dict(named)
         for bucket in buckets(slots, self._bucket_bytes if self._packed else None):
             packed = torch.cat([data[slot.name].reshape(-1).view(torch.uint8) for slot in bucket])

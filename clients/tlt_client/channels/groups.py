@@ -1,7 +1,7 @@
 """Process groups between a trainer (rank 0, which hosts the store) and engines: joined, used by pushes, left.
 
-A group is made of torch's own pieces without its global state, so it can be made anew at any time. Every wait has an end: what breaks
-or takes longer than `timeout_s` is `ChannelBroken`, and a group that broke is not used again.
+A group is made of torch's own pieces without its global state, or of NCCL's communicator (`nccl`), so it can be made anew at any time.
+Every wait has an end: what breaks or takes longer than `timeout_s` is `ChannelBroken`, and a group that broke is not used again.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from tlt_client.channels import nccl
 from tlt_client.channels.errors import ChannelBroken, ContentRefused
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class Membership(NamedTuple):
     world_size: int
     prefixed: bool = False  # keys of the store begin with the group's name, as torch's helper for named groups lays them
     timeout_s: float = 120.0
+    unique_id: bytes = b""  # of NCCL; then there is no store
 
 
 class Group:
@@ -52,7 +54,9 @@ class Group:
         self.device = torch.device("cuda", torch.cuda.current_device()) if member.backend == "nccl" else torch.device("cpu")
         self._timeout = timedelta(seconds=member.timeout_s)
         with self._bounded("joining"):
-            self._store = store or TCPStore(member.master_address, member.master_port, member.world_size, False, self._timeout)
+            self._store = store
+            if store is None and not member.unique_id:
+                self._store = TCPStore(member.master_address, member.master_port, member.world_size, False, self._timeout)
             self._group: Any = self._made()
 
     def _made(self) -> Any:
@@ -60,6 +64,8 @@ class Group:
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
         store = self._store
+        if self.member.backend == "nccl" and not self.member.prefixed:
+            return nccl.Communicator(self._id(), self.member.rank, self.member.world_size, self.device, self.member.timeout_s)
         if self.member.prefixed:
             for prefix in (self.member.name, f"{self.member.name}/", f"{self.device.type}/"):
                 store = PrefixStore(prefix, store)
@@ -74,6 +80,14 @@ class Group:
         local = _is_loopback(self.member.master_address)
         options._devices = [gloo.create_device(hostname="127.0.0.1") if local else gloo.create_default_device()]
         return gloo(store, rank, size, options)
+
+    def _id(self) -> bytes:
+        """Of NCCL's communicator; rank 0 makes it."""
+        if self.member.unique_id:
+            return self.member.unique_id
+        if self.member.rank == 0:
+            self._store.set(nccl.KEY, nccl.new_id())
+        return nccl.id_in(self._store.get(nccl.KEY))
 
     @property
     def lenient(self) -> bool:
@@ -110,9 +124,9 @@ class Group:
         except (RuntimeError, ValueError) as error:
             member = self.member
             said = re.sub(r"^\[\S+\] ", "", (str(error).strip().splitlines() or [type(error).__name__])[0])[:120]
-            self.broken = (f"group {member.name!r} (rank {member.rank} of {member.world_size} at {member.master_address}:"
-                           f"{member.master_port}, {member.backend}) broke while {doing}, or {member.timeout_s:g} s passed ({said}); make "
-                           "the group anew and push again")
+            place = "by its id" if member.unique_id else f"at {member.master_address}:{member.master_port}"
+            self.broken = (f"group {member.name!r} (rank {member.rank} of {member.world_size} {place}, {member.backend}) broke while "
+                           f"{doing}, or {member.timeout_s:g} s passed ({said}); make the group anew and push again")
             raise ChannelBroken(self.broken) from None
 
     def close(self) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tlt_client.channels.errors import ContentRefused
 from tlt_client.channels.sums import mix64
@@ -14,6 +15,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FILE_BYTES = 256 * 2**20  # of one safetensors file that a trainer's half writes
+MAX_TENSOR_BYTES = 2**40
+
+
+class Slot(NamedTuple):
+    """Where one tensor lies in a bucket of raw bytes."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    bytes: int
 
 
 def raw(tensor: Tensor) -> memoryview:
@@ -63,3 +74,42 @@ def files(tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[dic
         size += held.nbytes
     if group:
         yield group
+
+
+def slot(name: str, dtype: str, shape: Sequence[int] | None) -> Slot:
+    """Of a tensor that a manifest names."""
+    if not dtype or shape is None:
+        raise ContentRefused(f"tensor {name!r} has dtype {dtype!r} and shape {shape}; a push whose tensors come as raw bytes says both")
+    kind = dtype_named(dtype)
+    size = math.prod(shape) * kind.itemsize
+    if size > MAX_TENSOR_BYTES:
+        raise ContentRefused(f"tensor {name!r} has shape {list(shape)}, which takes {size} bytes; the limit is {MAX_TENSOR_BYTES}")
+    return Slot(name, kind, tuple(shape), size)
+
+
+def buckets(slots: Sequence[Slot], bucket_bytes: int | None) -> Iterator[list[Slot]]:
+    """How tensors are cut into buckets: one closes after the tensor that takes it over `bucket_bytes`; None: one each."""
+    bucket: list[Slot] = []
+    size = 0
+    for slot in slots:
+        bucket.append(slot)
+        size += slot.bytes
+        if bucket_bytes is None or size > bucket_bytes:
+            yield bucket
+            bucket, size = [], 0
+    if bucket:
+        yield bucket
+
+
+def size_of(bucket: Sequence[Slot]) -> int:
+    return sum(slot.bytes for slot in bucket)
+
+
+def unpacked(bucket: Sequence[Slot], data: Tensor) -> dict[str, Tensor]:
+    """Views of the bucket's bytes; a tensor that lies askew is copied."""
+    tensors, start = {}, 0
+    for slot in bucket:
+        own = data[start : start + slot.bytes]
+        tensors[slot.name] = (own.clone() if start % slot.dtype.itemsize else own).view(slot.dtype).view(slot.shape)
+        start += slot.bytes
+    return tensors

@@ -60,14 +60,16 @@ class TensorFields(Strict):
 class ManifestFields(Strict):
     version: Version
     path: Annotated[str | None, Field(
-        min_length=1, description="by disk: directory of safetensors, absolute or below the weight root")] = None
+        min_length=1, description="by disk: directory of safetensors, absolute or below the weight root; by ipc: name of the socket that "
+                                  "the engine makes in the directory `sockets` of GET /weights")] = None
     role: Annotated[Literal["target", "drafter", "all"], Field(description="what is pushed; all: both in one transaction")] = "target"
-    channel: Annotated[Literal["disk", "http", "broadcast"], Field(
-        description="how the tensors come: from a directory, from parts sent before, or from a process group")] = "disk"
+    channel: Annotated[Literal["disk", "http", "broadcast", "ipc"], Field(
+        description="how the tensors come: from a directory, from parts sent before, from a process group, or from memory of a process on "
+                    "the same host")] = "disk"
     drafter_path: Annotated[str, Field(description="by disk with role all: the drafter's directory")] = ""
     tensors: Annotated[list[TensorFields], Field(
-        description="what must be there; empty: whatever the model has. By http each with its checksum, by broadcast with dtype and shape, "
-                    "in the order they come")] = []
+        description="what must be there; empty: whatever the model has. By http each with its checksum, by broadcast and ipc with dtype "
+                    "and shape, in the order they come")] = []
     group: Annotated[str, Field(max_length=128, description="by broadcast: the group that brings them")] = ""
     packed: Annotated[bool, Field(description="by broadcast: raw bytes in buckets; false: one broadcast each")] = True
     bucket_bytes: Annotated[int, Field(ge=1, le=2**40, description="a bucket closes after the tensor that takes it over this")] = 2**30
@@ -111,7 +113,9 @@ class NoFields(Strict):
 
 
 PART_PATH = "/weights/{version}/{part}.safetensors"
-NEEDS = {"disk": ("path",), "http": ("tensors",), "broadcast": ("group", "tensors")}  # channel -> fields of its manifest
+NEEDS = {  # channel -> fields of its manifest
+    "disk": ("path",), "http": ("tensors",), "broadcast": ("group", "tensors"), "ipc": ("path", "tensors")}
+TAKEN_BY = {"path": ("disk", "ipc"), "drafter_path": ("disk",), "group": ("broadcast",)}  # field -> channels, where not all take it
 PushState = Literal["committed", "staged", "gathering", "unchanged", "aborted", "named", "rolled_back"]
 
 
@@ -269,8 +273,8 @@ def _manifest(body: dict[str, Any], role: Role) -> Manifest:
     for name in NEEDS[asked.channel]:
         if not getattr(asked, name):
             raise InvalidRequest(f"{name} is missing; channel {asked.channel} needs {' and '.join(NEEDS[asked.channel])}")
-    for name in ("path", "drafter_path", "group"):
-        if getattr(asked, name) and asked.channel != ("broadcast" if name == "group" else "disk"):
+    for name, channels in TAKEN_BY.items():
+        if getattr(asked, name) and asked.channel not in channels:
             raise InvalidRequest(f"{name} is {getattr(asked, name)[:80]!r}, which channel {asked.channel} does not take; leave it out")
     if asked.partial and asked.channel != "broadcast":
         raise InvalidRequest(f"partial is true, which channel {asked.channel} does not take; leave it out and name all tensors")

@@ -91,6 +91,6 @@ class NoBody(Tolerant):
 
 
 def without_nulls(content: dict[str, Any]) -> dict[str, Any]:
-    """Null is the same as absent, in sampling_params too."""
-    return {name: without_nulls(value) if name == "sampling_params" and isinstance(value, dict) else value
+    """Null is the same as absent, in sampling_params and init_info too."""
+    return {name: without_nulls(value) if name in ("sampling_params", "init_info") and isinstance(value, dict) else value
             for name, value in content.items() if value is not None}

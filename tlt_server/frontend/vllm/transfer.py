@@ -1,11 +1,12 @@
 """The process group of the dialect `vllm_rl`: how a trainer makes it, and the tensors that it then broadcasts.
 
-The trainer is rank 0 and hosts a TCPStore; the group is a gloo group laid straight upon that store. Its NCCL communicator is not joined:
-the id of one is exchanged there as a pickle.
+The trainer is rank 0 and hosts a TCPStore; the group is a gloo group laid straight upon that store, or a communicator of NCCL whose id
+lies there or comes with the call.
 """
 
 from __future__ import annotations
 
+import base64
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -16,7 +17,8 @@ from tlt_server.frontend.weight_session import Version
 from tlt_server.records import TensorEntry, WeightReport
 
 GROUP = "weight_transfer"
-Backend = Annotated[Literal["gloo", "nccl"], Field(description="gloo; without it a trainer means nccl, which is refused")]
+Backend = Annotated[Literal["gloo", "nccl"], Field(description="gloo on CPUs; without it a trainer means nccl")]
+ID_BYTES = 128  # of NCCL
 BucketBytes = Annotated[int, Field(ge=1, le=2**40, description="a bucket closes after the tensor that takes it over this")]
 
 
@@ -27,13 +29,28 @@ class Lenient(BaseModel):
 class InitInfo(Lenient):
     """A group whose ranks from 1 on are servers'."""
 
-    master_address: Address
-    master_port: Port
+    master_address: Address = ""
+    master_port: Port = 0
+    nccl_unique_id_b64: Annotated[str, Field(max_length=256, description="NCCL's id in base64, in place of address and port")] = ""
     rank_offset: Rank = 1
     world_size: WorldSize
     backend: Backend = "nccl"
     packed: Annotated[bool, Field(description="tensors come as raw bytes in buckets; false: one broadcast each")] = False
     packed_buffer_size_bytes: BucketBytes = 2**30
+
+    def unique_id(self) -> bytes:
+        """Decoded; empty where the store has it. Exactly one of both says where ranks meet."""
+        if bool(self.nccl_unique_id_b64) == bool(self.master_address):
+            raise InvalidRequest(f"master_address is {self.master_address!r} and nccl_unique_id_b64 has {len(self.nccl_unique_id_b64)} "
+                                 "characters; give one of both: the store's address and port, or NCCL's id")
+        try:
+            id = base64.b64decode(self.nccl_unique_id_b64, validate=True)
+        except ValueError:
+            id = b"?"
+        if len(id) not in (0, ID_BYTES) or (id and self.backend != "nccl"):
+            raise InvalidRequest(f"nccl_unique_id_b64 is {self.nccl_unique_id_b64[:40]!r} with backend {self.backend}; give the "
+                                 f"{ID_BYTES} bytes of ncclGetUniqueId in ordinary base64, for backend nccl")
+        return id
 
 
 class InitFields(Lenient):
@@ -50,6 +67,10 @@ class BroadcasterFields(Lenient):
     backend: Backend = "nccl"
 
     def info(self) -> InitInfo:
+        if self.backend != "gloo":
+            raise InvalidRequest("backend is nccl, and trainers that make this group describe what they send through it by pickles, which "
+                                 'are not read; make it with "backend": "gloo" and describe tensors by update_info, or push a directory '
+                                 "by weight_dir")
         return InitInfo(master_address=self.host, master_port=self.port, rank_offset=self.rank_offset + 1,
                         world_size=self.inference_world_size + 1, backend=self.backend)
 
@@ -88,10 +109,8 @@ class Transfer:
 
     async def join(self, info: InitInfo) -> None:
         """A group made before is left."""
-        if info.backend != "gloo":
-            raise InvalidRequest('backend is nccl, and that communicator\'s id is exchanged as a pickle, which this server does not read; '
-                                 'make the group with "backend": "gloo", or push a directory by weight_dir')
-        await self._broadcasts.join(GROUP, info.backend, info.master_address, info.master_port, info.rank_offset, info.world_size)
+        await self._broadcasts.join(GROUP, info.backend, info.master_address, info.master_port, info.rank_offset, info.world_size,
+                                    unique_id=info.unique_id())
         self._packing = Packing(info.packed, info.packed_buffer_size_bytes)
 
     async def update(self, asked: UpdateFields) -> WeightReport:

@@ -1,0 +1,107 @@
+"""Pushes from a trainer's GPU memory into a serving engine, for `python -m benchmarks.weights --channel ipc|nccl --device cuda`.
+
+By ipc both are on the first GPU, by nccl the engine is on the second. Requests decode all the while: how long each of them waits for its
+first token of the new version is the gap, beside the usual time between two tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+from safetensors.torch import load_file
+
+from tlt_client import Client
+from tlt_client.channels.broadcast import BroadcastSender
+from tlt_client.channels.ipc import IpcSender
+from tlt_client.wire import ItemResult, Token
+from tlt_server.demo.server import ServerProcess
+
+REQUESTS, LENGTH = 8, 16384  # that decode; longer than the pushes take
+SETTLE_S = 0.5  # of decoding before and after a push
+NOT_STAGING = ("wait", "commit")  # phases; the others are from the first byte until the version is staged
+
+
+class Decoding:
+    """Requests that decode, and when each of their tokens came."""
+
+    def __init__(self, url: str) -> None:
+        self._url, self.times, self.boundaries = url, dict[str, list[float]](), dict[str, int]()
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+        while len(self.times) < REQUESTS:
+            time.sleep(0.01)
+        time.sleep(SETTLE_S)
+
+    def _read(self) -> None:
+        items = [{"id": f"r{i}", "token_ids": [1 + i] * 16, "seed": i} for i in range(REQUESTS)]
+        with Client(self._url, timeout_s=600) as client:
+            for event in client.stream(items, sampling={"max_tokens": LENGTH - 32, "ignore_eos": True}):
+                now = time.perf_counter()
+                if isinstance(event, Token):
+                    self.times.setdefault(event.id, []).extend([now] * len(event.token_ids))
+                elif isinstance(event, ItemResult) and event.choices and len(event.choices[0].weight_versions) > 1:
+                    self.boundaries[event.id] = event.choices[0].weight_versions[1].start
+
+    def end(self) -> None:
+        time.sleep(SETTLE_S)
+        httpx.post(f"{self._url}/abort_requests", json={"request_ids": []}).raise_for_status()
+        self._thread.join()
+
+    def figures(self, begun: float) -> dict[str, float]:
+        """In milliseconds. `begun`: when the push was."""
+        gaps = [[(after - before, after) for before, after in zip(times, times[1:], strict=False)] for times in self.times.values()]
+        ends = {id: self.times[id][at] for id, at in self.boundaries.items()}
+        at_commit = [self.times[id][at] - self.times[id][at - 1] for id, at in self.boundaries.items()]
+        staging = [gap for of in gaps for gap, after in of if begun < after < min(ends.values())]
+        alone = [gap for of in gaps for gap, after in of if after < begun]
+        return {"requests": len(ends), "gap_ms": 1e3 * max(at_commit), "step_ms": 1e3 * statistics.median(alone),
+                "step_while_staging_ms": 1e3 * statistics.median(staging), "longest_gap_while_staging_ms": 1e3 * max(staging)}
+
+
+@contextmanager
+def served(model: Path, channel: str) -> Iterator[str]:
+    """On the GPU that the channel asks for; this process has the first one."""
+    torch.cuda.init()
+    flags = ("--device", "cuda", "--model", str(model), "--weight-channels", "ipc,broadcast", "--max-running", str(REQUESTS),
+             "--max-model-len", str(LENGTH), "--kv-memory-mb", "12288", "--weight-staging", "device")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
+    before = dict(os.environ)
+    if channel == "nccl":
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible[1]
+    try:
+        with ServerProcess(*flags) as server:
+            yield server.url
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def measure(channel: str, model: Path, rounds: int) -> dict[str, Any]:
+    tensors = {name: tensor for file in sorted(model.glob("*.safetensors")) for name, tensor in load_file(file, device="cuda:0").items()}
+    size, rows = sum(tensor.nbytes for tensor in tensors.values()), list[dict[str, float]]()
+    with served(model, channel) as url, Client(url, timeout_s=600) as client:
+        sender = IpcSender(client) if channel == "ipc" else BroadcastSender(client, backend="nccl")
+        for turn in range(rounds):
+            decoding, begun = Decoding(url), time.perf_counter()
+            reply: Mapping[str, Any] = sender.push(tensors.items(), f"{channel}-{turn}")
+            push_s = time.perf_counter() - begun
+            decoding.end()
+            staged_s = sum(seconds for phase, seconds in reply["phases_s"].items() if phase not in NOT_STAGING)
+            rows.append({"push_s": push_s, "staged_s": staged_s, "gb_per_s": size / staged_s / 1e9, "pause_ms": reply["pause_ms"],
+                         **decoding.figures(begun), **{f"{phase}_s": seconds for phase, seconds in reply["phases_s"].items()}})
+        sender.close()
+    median = {name: round(statistics.median(row[name] for row in rows), 4) for name in rows[0]}
+    config = json.loads((model / "config.json").read_text())
+    shape = {"layers": config["num_hidden_layers"], "hidden": config["hidden_size"]}
+    row = {"channel": channel, "bytes": size, **median, "worst_gap_ms": round(max(row["gap_ms"] for row in rows), 3)}
+    return {"bench": "weights-gpu", "shape": shape, "rounds": rounds, "rows": [row]}

@@ -1,0 +1,153 @@
+"""A communicator of NCCL through the library that torch ships, as trainers make one that drive vLLM: from the 128 bytes of its id.
+
+Rank 0 lays the id into the group's store, or hands it over by other means; then all ranks add up one number, and rank 0 broadcasts. The
+communicator is a non-blocking one and has a stream of its own, so every wait has an end and nothing else on the GPU waits for a trainer.
+It answers the calls that torch's process groups answer; what fails is a `RuntimeError`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from tlt_client.channels.errors import ContentRefused
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+ID_BYTES = 128
+KEY = "broadcast_from/0/0"  # of the id in a store
+# A store's message with an id as Python writes such a structure, of which nothing is read but these bytes: it is never unpickled.
+MEMO = rb"(?:\x94|q.)"
+WRITTEN = re.compile(rb"\x80[\x03-\x05].{0,400}?ncclUniqueId.{0,16}?C\x80(.{128})%b\x86%b\x86%bR%b\." % (MEMO, MEMO, MEMO, MEMO), re.DOTALL)
+SUCCESS, INVALID_USAGE, IN_PROGRESS = 0, 5, 7  # of ncclResult_t
+UINT8, FLOAT32, SUM = 1, 7, 0  # of ncclDataType_t and ncclRedOp_t
+POLL_S = 0.0002
+
+
+def new_id() -> bytes:
+    id = _Id()
+    _check(_library().ncclGetUniqueId(ctypes.byref(id)))
+    return bytes(id)
+
+
+def id_in(message: bytes) -> bytes:
+    """Of what rank 0 has laid into the store: the id, or as vLLM's trainers write it."""
+    found = WRITTEN.fullmatch(message)
+    if len(message) != ID_BYTES and found is None:
+        raise ContentRefused(f"the store has {len(message)} bytes as {KEY!r}, which are no id of NCCL; let rank 0 lay its {ID_BYTES} bytes "
+                             "there, or send them as nccl_unique_id_b64")
+    return found[1] if found is not None else message
+
+
+class Communicator:
+    """Joined once constructed, together with all others."""
+
+    def __init__(self, id: bytes, rank: int, size: int, device: torch.device, timeout_s: float) -> None:
+        import torch
+
+        self._library, self._device, self._timeout_s, self._joined = _library(), device, timeout_s, ctypes.c_void_p()
+        config = _Config(ctypes.sizeof(_Config), 0xCAFEBEEF, 21400, 0)
+        with torch.cuda.device(device):
+            self._stream = torch.cuda.Stream(device)
+            one = torch.zeros(1, device=device)
+            _check(self._library.ncclCommInitRankConfig(ctypes.byref(self._joined), size, _Id.from_buffer_copy(id), rank,
+                                                        ctypes.byref(config)))
+        try:
+            self._until(lambda: self._state() == SUCCESS, timeout_s)
+            self._begin(lambda stream: self._library.ncclAllReduce(
+                one.data_ptr(), one.data_ptr(), 1, FLOAT32, SUM, self._joined, stream)).wait(timedelta(seconds=timeout_s))
+        except RuntimeError:
+            self.abort()
+            raise
+
+    def broadcast(self, tensors: Sequence[Tensor], options: Any) -> Work:
+        """The root's bytes into everybody's one tensor."""
+        (tensor,) = tensors
+        return self._begin(lambda stream: self._library.ncclBroadcast(
+            tensor.data_ptr(), tensor.data_ptr(), tensor.nbytes, UINT8, options.rootRank, self._joined, stream))
+
+    def abort(self) -> None:
+        """Ends what is under way, too."""
+        joined, self._joined = self._joined, ctypes.c_void_p()
+        if joined:
+            self._library.ncclCommAbort(joined)
+
+    def _begin(self, launch: Callable[[int], int]) -> Work:
+        """Behind what was begun on the current stream."""
+        import torch
+
+        with torch.cuda.device(self._device):
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            _check(launch(self._stream.cuda_stream))
+            self._until(lambda: self._state() == SUCCESS, self._timeout_s)  # only then it is on the stream
+            return Work(self._stream.record_event(), self._until)
+
+    def _until(self, done: Callable[[], bool], timeout_s: float) -> None:
+        give_up = time.monotonic() + timeout_s
+        while not done():
+            _check(self._state())
+            if time.monotonic() > give_up:
+                raise RuntimeError(f"NCCL waited for {timeout_s:g} s")
+            time.sleep(POLL_S)
+
+    def _state(self) -> int:
+        state = ctypes.c_int()
+        _check(self._library.ncclCommGetAsyncError(self._joined, ctypes.byref(state)))
+        return state.value
+
+
+class Work:
+    def __init__(self, event: torch.cuda.Event, until: Callable[[Callable[[], bool], float], None]) -> None:
+        self._event, self._until = event, until
+
+    def is_completed(self) -> bool:
+        return self._event.query()
+
+    def wait(self, timeout: timedelta) -> None:
+        self._until(self._event.query, timeout.total_seconds())
+
+
+class _Id(ctypes.Structure):
+    """ncclUniqueId, which is passed by value."""
+
+    _fields_ = [("internal", ctypes.c_char * ID_BYTES)]
+
+
+class _Config(ctypes.Structure):
+    """ncclConfig_t as of version 2.14, which later versions take as such."""
+
+    _fields_ = [("size", ctypes.c_size_t), ("magic", ctypes.c_uint), ("version", ctypes.c_uint), ("blocking", ctypes.c_int)]
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    """The one that torch has loaded already, by the name that it is linked with."""
+    import torch
+
+    torch.cuda.init()
+    try:
+        library = ctypes.CDLL("libnccl.so.2")
+    except OSError as error:
+        raise ContentRefused(f"torch here has no NCCL ({error}); make the group with backend gloo") from None
+    pointer, number = ctypes.c_void_p, ctypes.c_int
+    library.ncclGetUniqueId.argtypes = [ctypes.POINTER(_Id)]
+    library.ncclCommInitRankConfig.argtypes = [ctypes.POINTER(pointer), number, _Id, number, ctypes.POINTER(_Config)]
+    library.ncclCommGetAsyncError.argtypes = [pointer, ctypes.POINTER(number)]
+    library.ncclAllReduce.argtypes = [pointer, pointer, ctypes.c_size_t, number, number, pointer, pointer]
+    library.ncclBroadcast.argtypes = [pointer, pointer, ctypes.c_size_t, number, number, pointer, pointer]
+    library.ncclCommAbort.argtypes = [pointer]
+    library.ncclGetErrorString.argtypes, library.ncclGetErrorString.restype = [number], ctypes.c_char_p
+    return library
+
+
+def _check(result: int) -> None:
+    if result not in (SUCCESS, IN_PROGRESS):
+        advice = "; ranks need a GPU each: on one GPU push by ipc" if result == INVALID_USAGE else ""
+        raise RuntimeError(f"NCCL: {_library().ncclGetErrorString(result).decode()}{advice}")

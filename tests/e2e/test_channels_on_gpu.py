@@ -1,0 +1,229 @@
+"""Weights from GPU to GPU: by ipc within one, by nccl between two; what is live is bit for bit what the trainer, this process, has sent."""
+
+from __future__ import annotations
+
+import base64
+import ctypes
+import hashlib
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from tests.e2e.test_on_gpu import FEW
+from tests.e2e.trainers import Calls
+from tlt_client import Client, ServerError
+from tlt_client.channels.broadcast import BroadcastSender
+from tlt_client.channels.errors import ChannelError
+from tlt_client.channels.ipc import IpcSender
+from tlt_client.channels.nccl import KEY, Communicator, new_id
+from tlt_client.channels.tensors import buckets, slot
+from tlt_server.demo.server import ServerProcess
+from tlt_server.demo.workload import TARGET
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+
+HOST, LIMIT = "127.0.0.1", timedelta(seconds=30)
+FLAGS = ("--device", "cuda", "--model", str(TARGET), *FEW, "--weight-channels", "ipc,broadcast", "--weight-timeout-s", "10")
+DIES = """
+import sys, threading
+from safetensors.torch import load_file
+from tlt_client import Client
+from tlt_client.channels.ipc import IpcSender
+
+class Dying(IpcSender):
+    def _offer(self, line, memory, sequence, start, size):
+        if sequence == 3:
+            print("sent", flush=True)
+            threading.Event().wait()
+        super()._offer(line, memory, sequence, start, size)
+
+Dying(Client(sys.argv[1]), bucket_bytes=2**16).push(((n, t.cuda()) for n, t in load_file(sys.argv[2]).items()), "dies")
+"""
+
+
+class ncclUniqueId(ctypes.Structure):  # noqa: N801
+    """As trainers that drive vLLM call it."""
+
+    _fields_ = [("internal", ctypes.c_byte * 128)]
+
+
+def weights(seed: int) -> dict[str, Tensor]:
+    """On this process's first GPU, in the type they are served in."""
+    generator = torch.Generator().manual_seed(seed)
+    return {name: (tensor.float() + 0.01 * torch.randn(tensor.shape, generator=generator)).to("cuda", torch.bfloat16)
+            for name, tensor in load_file(TARGET / "model.safetensors").items()}
+
+
+def sums(tensors: dict[str, Tensor]) -> dict[str, str]:
+    return {name: f"sha256:{hashlib.sha256(tensor.float().cpu().numpy().tobytes()).hexdigest()}" for name, tensor in tensors.items()}
+
+
+def live(client: Client) -> dict[str, str]:
+    return {name: value for name, value in client.weight_checksums().items() if not name.startswith("draft.")}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    """On this process's first GPU."""
+    with ServerProcess(*FLAGS) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: ServerProcess) -> Iterator[Client]:
+    with Client(server.url, timeout_s=100) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def second_server() -> Iterator[ServerProcess]:
+    """On the second GPU."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[1] if visible else "1"
+    try:
+        server = ServerProcess(*FLAGS)
+        server.__enter__()
+    finally:
+        if visible is None:
+            del os.environ["CUDA_VISIBLE_DEVICES"]
+        else:
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def beside(second_server: ServerProcess) -> Iterator[Client]:
+    with Client(second_server.url, timeout_s=100) as client:
+        yield client
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 2**18, 2**28])
+def test_what_comes_from_a_gpus_memory_is_live_bit_for_bit(bucket_bytes: int, client: Client) -> None:
+    tensors = weights(bucket_bytes % 97)
+    assert live(client) != sums(tensors)
+    reply = IpcSender(client, bucket_bytes=bucket_bytes).push(tensors.items(), f"ipc-{bucket_bytes}")
+    assert reply["state"] == "committed" and live(client) == sums(tensors)
+
+
+def test_a_trainer_of_the_cpu_pushes_to_a_gpu(client: Client) -> None:
+    tensors = {name: tensor.cpu() for name, tensor in weights(5).items()}
+    assert IpcSender(client).push(tensors.items(), "cpu")["state"] == "committed" and live(client) == sums(tensors)
+
+
+def test_other_bytes_than_declared_in_a_gpus_memory_are_refused(client: Client) -> None:
+    class Flipping(IpcSender):
+        def _offer(self, line: Any, memory: Any, sequence: int, start: int, size: int) -> None:
+            memory.view[start + size // 2] ^= 1
+            torch.cuda.synchronize()
+            super()._offer(line, memory, sequence, start, size)
+
+    before = live(client)
+    with pytest.raises(ServerError, match="checksum"):
+        Flipping(client, checksums=True).push(weights(6).items(), "flipped")
+    assert live(client) == before
+
+
+def test_a_trainer_killed_while_its_memory_is_open_leaves_the_engine_alive_and_as_it_was(server: ServerProcess, client: Client) -> None:
+    before = live(client)
+    arguments = [sys.executable, "-c", DIES, server.url, str(TARGET / "model.safetensors")]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as dying:
+        assert dying.stdout is not None and dying.stdout.readline() == "sent\n"
+        dying.send_signal(signal.SIGKILL)
+    for _ in range(600):
+        if not client.weights()["open"]:
+            break
+        threading.Event().wait(0.05)
+    assert live(client) == before
+    tensors = weights(7)
+    assert IpcSender(client).push(tensors.items(), "after")["state"] == "committed" and live(client) == sums(tensors)
+
+
+def test_on_one_gpu_nccl_is_refused_with_the_way_that_works(client: Client) -> None:
+    with pytest.raises((ChannelError, ServerError), match="on one GPU push by ipc"):
+        BroadcastSender(client, backend="nccl", timeout_s=20)
+    assert client.weights()["groups"] == []
+
+
+class ToAll:
+    rootRank = 0  # noqa: N815
+
+
+def test_a_communicator_of_one_broadcasts_to_itself() -> None:
+    communicator, data = Communicator(new_id(), 0, 1, torch.device("cuda", 0), 20.0), torch.arange(1000, device="cuda")
+    work = communicator.broadcast([data], ToAll())
+    work.wait(LIMIT)
+    assert work.is_completed() and data.tolist() == list(range(1000))
+    communicator.abort()
+
+
+def test_a_rank_that_is_alone_gives_up_in_time() -> None:
+    with pytest.raises(RuntimeError, match="waited for 1 s"):
+        Communicator(new_id(), 0, 2, torch.device("cuda", 0), 1.0)
+
+
+@two_gpus
+@pytest.mark.parametrize("fields", [{}, {"packed": False}, {"bucket_bytes": 2**18}, {"prefixed": True}], ids=str)
+def test_what_nccl_brings_to_another_gpu_is_live_bit_for_bit(fields: dict[str, Any], beside: Client) -> None:
+    sender = BroadcastSender(beside, backend="nccl", timeout_s=30, **fields)
+    for seed in (11, 12):
+        tensors = weights(seed)
+        reply = sender.push(tensors.items(), f"{fields} {seed}")
+        assert reply["state"] == "committed" and live(beside) == sums(tensors)
+    sender.close()
+
+
+@two_gpus
+@pytest.mark.parametrize("way", ["store", "id"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_trainer_that_drives_vllm_pushes_by_nccl(way: str, packed: bool, second_server: ServerProcess, beside: Client) -> None:
+    """Rank 0 meets the server in a store that has the id as vLLM's trainers write it, or by the id itself."""
+    tensors, id, limit = weights(21 + packed), new_id(), 2**18
+    info: dict[str, Any] = {"rank_offset": 1, "world_size": 2, "packed": packed, "packed_buffer_size_bytes": limit}
+    if way == "store":
+        store = TCPStore(HOST, 0, 2, True, LIMIT, wait_for_workers=False)
+        store.set(KEY, pickle.dumps(ncclUniqueId.from_buffer_copy(id)))
+        info |= {"master_address": HOST, "master_port": store.port}
+    else:
+        info |= {"nccl_unique_id_b64": base64.b64encode(id).decode()}
+    calls = Calls(second_server.url)
+    with ThreadPoolExecutor(1) as pool:
+        joined = pool.submit(calls.post, "/init_weight_transfer_engine", {"init_info": info})
+        communicator = Communicator(id, 0, 2, torch.device("cuda", 0), 30.0)
+        joined.result()
+        described = {"names": list(tensors), "dtype_names": ["bfloat16"] * len(tensors),
+                     "shapes": [list(tensor.shape) for tensor in tensors.values()]}
+        reply = pool.submit(calls.post, "/update_weights", {"update_info": described, "weight_version": f"{way} {packed}"})
+        slots = [slot(name, "bfloat16", tensor.shape) for name, tensor in tensors.items()]
+        for bucket in buckets(slots, limit if packed else None):
+            data = torch.cat([tensors[piece.name].reshape(-1).view(torch.uint8) for piece in bucket])
+            communicator.broadcast([data], ToAll()).wait(LIMIT)
+        assert reply.result()["state"] == "committed"
+    assert live(beside) == sums(tensors)
+    communicator.abort()
+
+
+@two_gpus
+def test_a_rank_0_that_falls_silent_is_given_up_and_the_engine_lives(beside: Client) -> None:
+    before, sender = live(beside), BroadcastSender(beside, backend="nccl", timeout_s=3, bucket_bytes=2**16)
+    entries = [{"name": name, "dtype": "bfloat16", "shape": list(tensor.shape)} for name, tensor in weights(1).items()]
+    with pytest.raises(ServerError, match="make the group anew"):
+        beside.push_weights("silent", channel="broadcast", group="weights", tensors=entries, bucket_bytes=2**16)
+    assert live(beside) == before
+    sender.close()
+    tensors = weights(13)
+    assert BroadcastSender(beside, backend="nccl").push(tensors.items(), "anew")["state"] == "committed" and live(beside) == sums(tensors)

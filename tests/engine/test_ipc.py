@@ -1,0 +1,200 @@
+"""What the engine's half of the channel ipc makes of a trainer that does not keep to it, without an engine around it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tlt_client.channels import Intake
+from tlt_client.channels.errors import ChannelBroken, ChannelError, ContentRefused, PlaceForbidden
+from tlt_client.channels.groups import Groups
+from tlt_client.channels.ipc import DONE, OFFER, IpcReceiver, IpcSender
+from tlt_client.channels.line import Line, entered, made_directory
+from tlt_client.channels.memory import GRANT, Grant, HostMemory, Memory, share
+from tlt_server.records import Manifest, TensorEntry
+
+CPU = torch.device("cpu")
+TENSORS = [TensorEntry(name="a", dtype="float32", shape=[3]), TensorEntry(name="b", dtype="bfloat16", shape=[5])]  # 12 and 10 bytes
+PUSH = Manifest(version="v", channel="ipc", path="here", tensors=TENSORS, bucket_bytes=1)
+TIMEOUT_S = 2.0
+
+
+@pytest.fixture
+def intake(tmp_path: Path) -> Intake:
+    sockets = tmp_path / ("longer than the name of a socket may be " * 4)
+    sockets.mkdir(mode=0o700)
+    return Intake(sockets=sockets, groups=Groups(TIMEOUT_S))
+
+
+@pytest.fixture
+def memory() -> Iterator[Memory]:
+    memory = share(64, CPU)
+    yield memory
+    memory.close()
+
+
+def received(intake: Intake, act: Callable[[socket.socket], object], push: Manifest = PUSH) -> list[dict[str, torch.Tensor]]:
+    """What the receiver takes of a trainer that acts so once it is connected."""
+    receiver = IpcReceiver(push, intake)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        directory = os.open(intake.sockets or "", os.O_RDONLY)
+        connection.connect(f"/proc/self/fd/{directory}/{push.path}")
+        os.close(directory)
+        thread = threading.Thread(target=act, args=(connection,))
+        thread.start()
+        try:
+            batches = [{name: tensor.clone() for name, tensor in batch.tensors.items()} for batch in receiver.batches()]
+            receiver.confirm()
+        finally:
+            receiver.close()
+            thread.join()
+    assert intake.sockets is not None and list(intake.sockets.iterdir()) == []
+    return batches
+
+
+def say(*messages: bytes, grant: bytes, descriptors: Sequence[int] = ()) -> Callable[[socket.socket], None]:
+    def act(connection: socket.socket) -> None:
+        socket.send_fds(connection, [grant], list(descriptors))
+        for message in messages:
+            connection.send(message)
+
+    return act
+
+
+def test_buckets_are_copied_out_of_the_shared_memory_wherever_they_lie(intake: Intake, memory: Memory) -> None:
+    a, b = torch.tensor([1.0, -2.0, 3.0]), torch.tensor([0.5, 1.5, 2.5, 3.5, 4.5], dtype=torch.bfloat16)
+    memory.view[7:19], memory.view[54:64] = a.view(torch.uint8), b.view(torch.uint8)
+    acknowledged = []
+
+    def act(connection: socket.socket) -> None:
+        say(OFFER.pack(0, 7, 12), OFFER.pack(1, 54, 10), grant=memory.grant.packed(), descriptors=memory.descriptors)(connection)
+        acknowledged.extend(DONE.unpack(connection.recv(100))[0] for _ in range(2))
+        connection.shutdown(socket.SHUT_WR)
+
+    assert [{name: tensor.tolist() for name, tensor in batch.items()} for batch in received(intake, act)] == [
+        {"a": a.tolist()}, {"b": b.tolist()}]
+    assert acknowledged == [0, 1]
+
+
+@pytest.mark.parametrize(("offers", "said"), [
+    ([(1, 0, 12)], "bucket 0 of 12 bytes was due"),
+    ([(0, 0, 11)], "bucket 0 of 12 bytes was due"),
+    ([(0, 53, 12)], "12 bytes from 53 on of 64"),
+    ([(0, 2**64 - 1, 12)], "of 64"),
+    ([(0, 0, 12), (0, 0, 12)], "bucket 1 of 10 bytes was due"),
+    ([(0, 0, 12), (1, 0, 10), (1, 0, 10)], "more came than the manifest names"),
+])
+def test_an_offer_of_something_else_is_refused(offers: list[tuple[int, int, int]], said: str, intake: Intake, memory: Memory) -> None:
+    with pytest.raises(ContentRefused, match=said):
+        received(intake, say(*[OFFER.pack(*offer) for offer in offers], grant=memory.grant.packed(), descriptors=memory.descriptors))
+
+
+@pytest.mark.parametrize(("message", "said"), [(b"short", "5 bytes came where 24"), (bytes(100), "25 bytes came where 24")])
+def test_a_message_of_another_length_breaks_the_push(message: bytes, said: str, intake: Intake, memory: Memory) -> None:
+    with pytest.raises(ChannelBroken, match=said):
+        received(intake, say(message, grant=memory.grant.packed(), descriptors=memory.descriptors))
+
+
+def resizable(size: int) -> int:
+    descriptor = os.memfd_create("resizable")
+    os.ftruncate(descriptor, size)
+    return descriptor
+
+
+GRANTED = Grant(1, bytes(16), bytes(64), 64)
+
+
+@pytest.mark.parametrize(("grant", "make", "said"), [
+    (GRANTED, lambda: [resizable(64)], "can still be resized"),
+    (GRANTED, lambda: [os.dup(share(32, CPU).descriptors[0])], "32 bytes and was granted with 64"),
+    (GRANTED, lambda: [os.open("/dev/null", os.O_RDONLY)], "send one, of a memory file"),
+    (GRANTED, list, "0 descriptors"),
+    (GRANTED._replace(kind=7), list, r"kind 7, known are \[1, 2\]"),
+    (GRANTED._replace(kind=2), list, "on GPU 00000000-0000"),
+])
+def test_memory_that_cannot_be_relied_on_is_refused(grant: Grant, make: Callable[[], list[int]], said: str, intake: Intake) -> None:
+    descriptors = make()
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(ContentRefused, match=said):
+        received(intake, say(grant=grant.packed(), descriptors=descriptors))
+    assert len(os.listdir("/proc/self/fd")) == before, "what came with the message is closed"
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def test_a_grant_of_another_protocol_is_refused(intake: Intake) -> None:
+    with pytest.raises(ContentRefused, match="begins with b'NOPE'"):
+        received(intake, say(grant=b"NOPE" + bytes(GRANT.size - 4)))
+
+
+def test_a_trainer_that_falls_silent_or_never_comes_is_given_up(intake: Intake, memory: Memory) -> None:
+    intake.groups.timeout_s = 0.1
+    with pytest.raises(ChannelBroken, match=r"0\.1 s passed"):
+        received(intake, say(grant=memory.grant.packed(), descriptors=memory.descriptors))
+    receiver = IpcReceiver(PUSH, intake)
+    with pytest.raises(ChannelBroken, match="no trainer came"):
+        next(receiver.batches())
+    receiver.close()
+
+
+@pytest.mark.parametrize("path", ["../here", "a/b", "", ".", "x" * 65, "a\0b", "sp ace"])
+def test_a_socket_lies_nowhere_but_in_the_directory(path: str, intake: Intake) -> None:
+    with pytest.raises(PlaceForbidden, match="socket's name"):
+        IpcReceiver(Manifest(version="v", channel="ipc", path=path, tensors=TENSORS), intake)
+
+
+def test_a_socket_that_is_there_is_not_taken_over(intake: Intake) -> None:
+    first = IpcReceiver(PUSH, intake)
+    with pytest.raises(ChannelBroken, match="push by another name"):
+        IpcReceiver(PUSH, intake)
+    first.close()
+
+
+def test_a_directory_that_is_open_to_others_is_entered_by_neither_end(intake: Intake) -> None:
+    assert intake.sockets is not None
+    intake.sockets.chmod(0o750)
+    with pytest.raises(PlaceForbidden, match="mode 750"):
+        entered(intake.sockets)
+    with pytest.raises(ChannelBroken, match="on one host"):
+        entered(intake.sockets / "nowhere")
+    assert made_directory().stat().st_mode & 0o777 == 0o700
+
+
+def test_another_user_is_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    monkeypatch.setattr(os, "geteuid", lambda: 4711)
+    with one, other, pytest.raises(PlaceForbidden, match="as 4711"):
+        Line(one, 1.0)
+
+
+def test_what_a_reader_writes_stays_its_own(memory: Memory) -> None:
+    mine = HostMemory.open(memory.grant, memory.descriptors)
+    memory.view[5] = 9
+    assert mine.view[5] == 9
+    mine.view[5] = 1
+    assert memory.view[5] == 9
+    mine.close()
+
+
+class Closed:
+    """A server without the channel."""
+
+    def weights(self) -> dict[str, Any]:
+        return {"sockets": ""}
+
+
+def test_a_closed_channel_is_said_before_anything_is_sent() -> None:
+    with pytest.raises(ChannelError, match="ipc among its --weight-channels"):
+        IpcSender(Closed()).push([("a", torch.zeros(3))], "v")  # type: ignore[arg-type]
+
+
+def test_the_structs_have_no_gaps() -> None:
+    assert (GRANT.size, OFFER.size, DONE.size) == (4 + 4 + 16 + 64 + 8, 24, 8) and struct.calcsize(GRANT.format) == GRANT.size
