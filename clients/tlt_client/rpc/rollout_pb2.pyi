@@ -515,7 +515,7 @@ class PushReply(_message.Message):
     def __init__(self, state: _Optional[str] = ..., version: _Optional[str] = ..., role: _Optional[str] = ..., weight_version: _Optional[str] = ..., checksums: _Optional[_Mapping[str, str]] = ..., phases_s: _Optional[_Mapping[str, float]] = ..., pause_ms: _Optional[float] = ...) -> None: ...
 
 class WeightState(_message.Message):
-    __slots__ = ("target", "drafter", "previous", "open", "spooled", "quarantined", "groups")
+    __slots__ = ("target", "drafter", "previous", "open", "spooled", "quarantined", "groups", "sockets")
     class PreviousEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -544,6 +544,7 @@ class WeightState(_message.Message):
     SPOOLED_FIELD_NUMBER: _ClassVar[int]
     QUARANTINED_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
+    SOCKETS_FIELD_NUMBER: _ClassVar[int]
     target: str
     drafter: str
     previous: _containers.ScalarMap[str, str]
@@ -551,7 +552,8 @@ class WeightState(_message.Message):
     spooled: bool
     quarantined: _containers.ScalarMap[str, str]
     groups: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, target: _Optional[str] = ..., drafter: _Optional[str] = ..., previous: _Optional[_Mapping[str, str]] = ..., open: _Optional[_Mapping[str, str]] = ..., spooled: _Optional[bool] = ..., quarantined: _Optional[_Mapping[str, str]] = ..., groups: _Optional[_Iterable[str]] = ...) -> None: ...
+    sockets: str
+    def __init__(self, target: _Optional[str] = ..., drafter: _Optional[str] = ..., previous: _Optional[_Mapping[str, str]] = ..., open: _Optional[_Mapping[str, str]] = ..., spooled: _Optional[bool] = ..., quarantined: _Optional[_Mapping[str, str]] = ..., groups: _Optional[_Iterable[str]] = ..., sockets: _Optional[str] = ...) -> None: ...
 
 class GetInfoRequest(_message.Message):
     __slots__ = ()
