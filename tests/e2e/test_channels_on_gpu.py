@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import ctypes
-import hashlib
 import os
 import pickle
 import signal
@@ -29,6 +28,7 @@ from tlt_client.channels.broadcast import BroadcastSender
 from tlt_client.channels.errors import ChannelError
 from tlt_client.channels.ipc import IpcSender
 from tlt_client.channels.nccl import KEY, Communicator, new_id
+from tlt_client.channels.sums import mix64
 from tlt_client.channels.tensors import buckets, slot
 from tlt_server.demo.server import ServerProcess
 from tlt_server.demo.workload import TARGET
@@ -69,7 +69,7 @@ def weights(seed: int) -> dict[str, Tensor]:
 
 
 def sums(tensors: dict[str, Tensor]) -> dict[str, str]:
-    return {name: f"sha256:{hashlib.sha256(tensor.float().cpu().numpy().tobytes()).hexdigest()}" for name, tensor in tensors.items()}
+    return {name: mix64(tensor) for name, tensor in tensors.items()}
 
 
 def live(client: Client) -> dict[str, str]:

@@ -39,7 +39,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     for seed, name in enumerate(("step-1", "step-2")):
         perturbed_copy(TARGET, directory / "weights" / name, seed)
     with ServerProcess(*PAIR, "--weight-root", str(directory / "weights"), "--state-dir", str(directory / "state"),
-                       "--weight-channels", "disk,http,broadcast", "--grpc-port", "0") as running:
+                       "--weight-channels", "disk,http,broadcast,ipc", "--grpc-port", "0") as running:
         yield running
 
 
