@@ -29,7 +29,7 @@ class Lenient(BaseModel):
 class InitInfo(Lenient):
     """A group whose ranks from 1 on are servers'."""
 
-    master_address: Address = ""
+    master_address: Address | None = None
     master_port: Port = 0
     nccl_unique_id_b64: Annotated[str, Field(max_length=256, description="NCCL's id in base64, in place of address and port")] = ""
     rank_offset: Rank = 1
@@ -109,7 +109,7 @@ class Transfer:
 
     async def join(self, info: InitInfo) -> None:
         """A group made before is left."""
-        await self._broadcasts.join(GROUP, info.backend, info.master_address, info.master_port, info.rank_offset, info.world_size,
+        await self._broadcasts.join(GROUP, info.backend, info.master_address or "", info.master_port, info.rank_offset, info.world_size,
                                     unique_id=info.unique_id())
         self._packing = Packing(info.packed, info.packed_buffer_size_bytes)
 
