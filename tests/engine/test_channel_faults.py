@@ -39,6 +39,7 @@ from tlt_server.records import GenerateRequest, JoinGroup, LeaveGroup, Manifest,
 FAULTS = ("kill", "truncate", "flip", "duplicate", "reorder", "time out")
 CHUNKS = 19  # of every channel; the checkpoint is cut so that there are at least as many
 SHORT_S, LONG_S = 0.3, 10.0  # that the two ends of a group wait for each other
+STALL_S = 3 * SHORT_S  # so long that an engine which came late, on a busy machine, has stopped waiting too
 Tensors = dict[str, torch.Tensor]
 
 
@@ -267,7 +268,7 @@ class Spoiled(BroadcastSender):
         works = []
         for index, message in enumerate(messages):
             if self.fault == "time out" and index == at:
-                threading.Event().wait(1.5 * SHORT_S)
+                threading.Event().wait(STALL_S)
             works.append((message, self._group.begin(message)))
         for _, work in works:
             self._group.end(work)
@@ -319,7 +320,7 @@ class Faulty(IpcSender):
             if self.fault == "flip":
                 memory.view[start + size // 2] ^= 1 << sequence % 8
             if self.fault == "time out":
-                threading.Event().wait(1.5 * SHORT_S)
+                threading.Event().wait(STALL_S)
             for _ in range(2 if self.fault == "duplicate" else 1):
                 line.send(message)
 

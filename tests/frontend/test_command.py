@@ -141,15 +141,15 @@ def test_serving_ends_start_up_in_one_line_and_sigterm_drains(model: Path, tmp_p
 
 
 def test_keys_from_a_variable_are_asked_for_and_stay_in_the_frontend(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ROLLOUT_KEYS", "canary-key scopes=data name=trainer\nwhole-key")
+    monkeypatch.setenv("ROLLOUT_KEYS", "nightingale-key scopes=data name=trainer\nwhole-key")
     with served("plain", model, "--api-key-variable", "ROLLOUT_KEYS") as server:
         server.wait_ready()
         assert httpx.get(f"{server.url}/server_info").status_code == 401
-        with Client(server.url, api_key="canary-key", timeout_s=20) as client:
+        with Client(server.url, api_key="nightingale-key", timeout_s=20) as client:
             info = client.server_info()
         environment = Path(f"/proc/{info['engine']['pid']}/environ").read_bytes()
-        assert b"PATH=" in environment and b"canary" not in environment and b"ROLLOUT_KEYS" not in environment
-        assert "canary" not in str(info) + "".join(server.lines)
+        assert b"PATH=" in environment and b"nightingale" not in environment and b"ROLLOUT_KEYS" not in environment
+        assert "nightingale" not in str(info) + "".join(server.lines)
         [line] = [line for line in server.lines if "keys_with_all_scopes" in line]
         assert "scopes=data" in line and line.count("sha256:") == 1, "of the second key alone, with the remedy"
     with served("plain", model, "--api-key-variable", "NO_SUCH_VARIABLE") as server:
