@@ -29,7 +29,7 @@ class Lenient(BaseModel):
 class InitInfo(Lenient):
     """A group whose ranks from 1 on are servers'."""
 
-    master_address: Address | None = None
+    master_address: Annotated[Address | None, Field(description="where the store is, which rank 0 hosts; absent: there is none")] = None
     master_port: Port = 0
     nccl_unique_id_b64: Annotated[str, Field(max_length=256, description="NCCL's id in base64, in place of address and port")] = ""
     rank_offset: Rank = 1
