@@ -23,10 +23,11 @@ from tlt_server.bench.record import entry_of, write_entry
 
 RECORD = Path(__file__).with_name("results") / "test-gpu.json"
 BITS = ("tests/kernels/test_gpu_gemm.py", "tests/kernels/test_gpu_attention.py")
+ON_GPU = ("test_on_gpu.py", "test_channels_on_gpu.py")
 RUNS = {  # bits of kernels first: nothing counts before they are right
     "products and attention": BITS,
     "other kernels": ("tests/kernels", *(f"--ignore={file}" for file in BITS)),
-    "engine and server": ("tests", "--ignore=tests/kernels", "-m", "gpu"),
+    "engine and server": ("tests/engine", *(f"tests/e2e/{file}" for file in ON_GPU), "-m", "gpu"),
 }
 EXACT = ("-m", "tlt_server", "bench", "exact", "--device", "cuda", "--quick")
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.goals import Result, answer, comparable, goals, results, verdict
-from benchmarks.record_tests import counts, figures
+from benchmarks.record_tests import RUNS, counts, figures
 from benchmarks.report import NOTES, PAGE, RESULTS, page
 
 SHAPE = {"layers": 28, "hidden": 3584, "intermediate": 18944, "heads": 28, "kv_heads": 4, "vocab": 152064}
@@ -114,3 +114,11 @@ def test_results_are_of_one_form() -> None:
         entry = json.loads(file.read_text())
         assert {"command", "commit", "date", "machine", "versions", "figures"} <= set(entry), file.name
         assert re.fullmatch(r"\d{4}-\d\d-\d\d", entry["date"])
+
+
+def test_the_record_holds_every_test_that_needs_a_gpu():
+    root = Path(__file__).parents[2]
+    marked = {str(file.relative_to(root)) for file in (root / "tests").rglob("test_*.py")
+              if re.search(r"^@gpu|mark\.gpu|^pytestmark = gpu", file.read_text(), re.MULTILINE)}
+    selected = [word for selection in RUNS.values() for word in selection if word.startswith("tests")]
+    assert marked and [file for file in sorted(marked) if not any(file.startswith(path) for path in selected)] == []
