@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.engine.fast_interpreter import patched_once
 from tests.engine.gpu_engine import LOGPROB_TOLERANCE, bits, checkpoints, drafting, on_cpu, request
@@ -167,3 +169,15 @@ def test_sleep_lends_memory_and_the_same_bits_come_back(settings: EngineSettings
     slept.finish()
     assert slept.engine.control_reports() == [ControlReport("s"), ControlReport("w")] and same(values(slept), before)
     assert bits(slept, ["r0", "r1"]) == bits(plain, ["r0", "r1"])
+
+
+def test_values_that_the_engines_type_cannot_hold_are_refused(settings: EngineSettings, root: Path) -> None:
+    engine = Pushable(msgspec.structs.replace(settings, dtype="bfloat16"))
+    tensors = load_file(root / "new" / "model.safetensors")
+    shutil.copytree(root / "new", root / "beyond")
+    tensors["model.norm.weight"][3] = 3.4e38  # is float32; the nearest bfloat16 is infinite
+    save_file(tensors, root / "beyond" / "model.safetensors")
+    sums = engine.checksums()
+    report = engine.push(root / "beyond", "beyond")
+    assert report.result == "weights_refused" and "beyond the range of torch.bfloat16" in report.error[1]  # type: ignore[index]
+    assert engine.checksums() == sums

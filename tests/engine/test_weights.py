@@ -14,7 +14,7 @@ from tests.engine.pushing import Pushable, perturbed
 from tests.engine.tiny import VOCAB, write_eagle, write_target
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import StartupError
-from tlt_server.records import GenerateRequest, Pause, Resume, Sampling, SetPolicy, Strategy
+from tlt_server.records import GenerateRequest, LookAtWeights, Pause, Resume, Sampling, SetPolicy, Strategy
 from tlt_server.weights.checksums import checksum
 
 
@@ -457,3 +457,25 @@ def test_a_lost_drafter_is_named(kept: EngineSettings, root: Path) -> None:
     break_spooled(kept, "drafter")
     again = Pushable(kept)
     assert list(again.info.lost) == ["drafter"] and (again.info.weight_version, again.info.drafter_version) == ("both", "initial")
+
+
+# -- what a manifest may say
+
+
+def test_a_shape_is_refused_before_memory_is_taken_for_it(engine: Pushable, root: Path) -> None:
+    tensors = [{"name": name, "shape": list(t.shape)} for name, t in load_file(root / "new" / "model.safetensors").items()]
+    for shape in ([2**40], [2**20, 2**20]):
+        said = [entry | {"shape": shape} if entry["name"] == "model.norm.weight" else entry for entry in tensors]
+        report = engine.push(root / "new", "huge", tensors=said)
+        assert report.result == "weights_refused" and f"'model.norm.weight' has shape {shape}" in report.error[1]  # type: ignore[index]
+    assert engine.push(root / "new", "right", tensors=tensors).result == "committed"
+
+
+def test_who_asks_for_sums_is_answered_when_they_cannot_be_made(engine: Pushable, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_: object) -> str:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr("tlt_server.weights.checksums.mix64", fails)
+    engine.engine.send(LookAtWeights("look", checksums=True))
+    report = engine.report("look")
+    assert report.result == "push_failed" and "no memory" in report.error[1]  # type: ignore[index]

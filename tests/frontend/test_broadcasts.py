@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests.frontend.live_server import LiveServer, live_server
-from tlt_server.records import AbortWeights, CommitWeights, JoinGroup, LeaveGroup, Manifest, PushWeights, TensorEntry
+from tlt_server.records import AbortWeights, CommitWeights, JoinGroup, LeaveGroup, Manifest, NameWeights, PushWeights, TensorEntry
 
 INFO = {"names": ["w", "v"], "dtype_names": ["bfloat16", "float32"], "shapes": [[2, 3], []]}
 ENTRIES = [TensorEntry(name="w", dtype="bfloat16", shape=[2, 3]), TensorEntry(name="v", dtype="float32", shape=[])]
@@ -150,3 +150,21 @@ def test_where_nothing_can_be_staged_a_session_holds_nothing(model: Path) -> Non
         post(server, "/start_weight_update")
         assert post(server, "/update_weights", {"update_info": INFO, "weight_version": "7"})["state"] == "committed"
         assert post(server, "/finish_weight_update")["state"] == "unchanged"
+
+
+def test_an_end_after_a_push_that_failed_names_nothing(server: LiveServer) -> None:
+    post(server, "/start_weight_update")
+    post(server, "/update_weights", {"path": "weights_refused", "version": "8"}, status=422)
+    refused = post(server, "/finish_weight_update", {"weight_version": "8"}, status=409)
+    assert "the last push of this weight update failed" in str(refused)
+    assert not any(isinstance(command, NameWeights) for command in commands(server))
+    post(server, "/update_weights", {"path": "good", "version": "8"})
+    assert post(server, "/finish_weight_update", {"weight_version": "8"})["version"] == "8"
+
+
+def test_an_end_that_follows_a_push_outside_a_session_is_not_the_last_sessions(server: LiveServer) -> None:
+    post(server, "/start_weight_update")
+    post(server, "/update_weights", {"path": "good", "version": "8"})
+    assert post(server, "/finish_weight_update") == post(server, "/finish_weight_update")
+    post(server, "/update_weights", {"path": "good", "version": "9"})
+    post(server, "/finish_weight_update", {"weight_version": "10"}, status=409)

@@ -16,7 +16,7 @@ from tlt_client.channels import DRAFTER_PREFIX
 from tlt_client.channels.errors import ChannelError
 from tlt_client.channels.groups import Membership
 from tlt_server.engine.scheduler import Scheduler
-from tlt_server.errors import Conflict, Forbidden, NotFound, TltError, Unavailable, from_code
+from tlt_server.errors import Conflict, Forbidden, NotFound, PushFailed, TltError, Unavailable, from_code
 from tlt_server.records import (
     AbortWeights,
     CommitWeights,
@@ -234,7 +234,11 @@ class WeightPushes:
         live = self.transaction.live
 
         def read() -> None:
-            self._report(id, "looked", parts=live, checksums=live.live_sums())
+            try:
+                self._report(id, "looked", parts=live, checksums=live.live_sums())
+            except Exception as cause:  # who asks must be answered, whatever it is
+                error = PushFailed(f"the weights in use cannot be summed ({type(cause).__name__}: {cause}); nothing has changed: ask again")
+                self._report(id, error.code, error=error)
 
         thread = threading.Thread(target=read, name="checksum weights", daemon=True)
         self._readers.append(thread)

@@ -39,6 +39,7 @@ class WeightSession:
         self.selector: Selector | None = None  # of the session that is open
         self._staged: str | None = None  # version that waits for the end; empty while it has no name
         self._name = ""  # for what becomes live at the end
+        self._failed = False  # the session's last push
         self._ended: WeightReport | None = None  # the last session's, until another begins: for a repeated end
 
     @property
@@ -56,13 +57,15 @@ class WeightSession:
         if staged is not None:
             with suppress(NotFound):  # somebody else has ended it
                 await self.ask(AbortWeights(self.command_id(), staged))
-        self.selector, self._name, self._ended = selector, "", None
+        self.selector, self._name, self._failed, self._ended = selector, "", False, None
 
     async def push(self, manifest: Manifest) -> WeightReport:
         """Live when this returns; or staged, inside a session; or gathering, where the manifest is partial and tensors are missing."""
         if self.open and self._stages:
             manifest = msgspec.structs.replace(manifest, commit=False)
+        self._failed, self._ended = self.open, None
         report = await self.ask(PushWeights(self.command_id(), manifest))
+        self._failed = False
         if self.open and report.result in ("staged", "gathering"):
             self._staged = report.version
         return report
@@ -76,6 +79,9 @@ class WeightSession:
             if self._ended is not None:
                 return self._ended
             raise Conflict("no weight update was begun; begin one (POST /start_weight_update, /begin_weight_update), or push without")
+        if self._failed:
+            raise Conflict("the last push of this weight update failed, so there is nothing to make live; push again and then end it, or "
+                           "begin another")
         self._ended = await self._commit(name or self._name)
         self.selector = self._staged = None
         return self._ended

@@ -48,6 +48,8 @@ class Dormant:
                                 "they stay where they are; make room there, or put only the KV to sleep (level 1)") from None
         for place in places:
             place.backing.free()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()  # others are to have it, not the allocator
         self._file, self._places = file, places
 
     def bring_back(self) -> None:

@@ -8,6 +8,7 @@ is touched, and what comes back can be swapped in without a further decision. In
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field, fields, replace
@@ -147,6 +148,7 @@ class Staging:
         role = self._roles[name]
         expected = {tensor: view for tensor, view in role.parameters.items() if tensor in coming} if manifest.partial else role.parameters
         check_names(expected, coming, role.others, place)
+        _check_sizes(role.parameters, declared)
         for tensor in sorted(declared.keys() ^ coming.keys() if declared else ()):
             where = "the manifest, but not in the files" if tensor in declared else "the files, but not in the manifest"
             raise WeightsRefused(f"tensor {tensor!r} is in {where}; name exactly the tensors pushed, or none")
@@ -196,12 +198,15 @@ class Staging:
             _compare(tensor, declared.get(name), batch.where)
             self.steps.enter("fill")
             stored = tensor.to(role.parameters[name].dtype) if name in role.parameters else tensor
+            if stored.dtype != tensor.dtype and stored.is_floating_point() and not stored.isfinite().all():
+                raise WeightsRefused(f"{batch.where}: tensor {name!r} holds values beyond the range of {stored.dtype}, in which this "
+                                     "server keeps it; push values that fit, or serve with another --dtype")
             role.sums[name] = mix64(stored)
             if name in role.parameters:
                 self._write(batch.role)
                 role.parameters[name].copy_(stored)
             else:
-                role.found[name] = tensor.clone()  # the channel may use its buffers again
+                role.found[name] = tensor.to("cpu", copy=True)  # the channel may use its buffers again
         self.steps.enter("spool")
         file = f"{self._taken:05}-{batch.file}" if self._taken else batch.file
         if self.steps.keep is not None:
@@ -276,6 +281,20 @@ def _json_object(data: bytes, where: str) -> dict[str, object]:
     except (ValueError, RecursionError) as error:
         raise WeightsRefused(f"{where}: not readable as JSON ({error}); write the file again") from None
     return content
+
+
+def _check_sizes(parameters: Mapping[str, Tensor], declared: Mapping[str, TensorEntry]) -> None:
+    """Before memory is taken for what is declared."""
+    largest = max(view.numel() for view in parameters.values())
+    for name, entry in declared.items():
+        if entry.shape is None:
+            continue
+        if name in parameters and list(entry.shape) != list(parameters[name].shape):
+            raise WeightsRefused(f"the manifest says that tensor {name!r} has shape {entry.shape}, the model in use has "
+                                 f"{list(parameters[name].shape)}; push the same architecture")
+        if math.prod(entry.shape) > largest:
+            raise WeightsRefused(f"the manifest says that tensor {name!r} has shape {entry.shape}, more elements than any of the model "
+                                 f"({largest}); push the same architecture")
 
 
 def _compare(tensor: Tensor, entry: TensorEntry | None, where: str) -> None:

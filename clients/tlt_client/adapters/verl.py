@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tlt_client.adapters import check_live
 from tlt_client.channels import Sender
 from tlt_client.channels.disk import DiskSender
 from tlt_client.channels.http import HttpSender
@@ -227,7 +228,8 @@ def rollout_class() -> type[Any]:
                 return
             self._pushes += 1
             step = self._pushes if global_steps is None else global_steps
-            await asyncio.to_thread(self._sender.push, tensors, f"{self._run}.{self._pushes}-{step}", in_flight=self._settings.in_flight)
+            version = f"{self._run}.{self._pushes}-{step}"
+            check_live(await asyncio.to_thread(self._sender.push, tensors, version, in_flight=self._settings.in_flight), version)
 
     return TltRollout
 

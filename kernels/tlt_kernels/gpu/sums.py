@@ -32,7 +32,8 @@ def mixed_sum(values: Tensor) -> int:
     """Modulo 2^64. A contiguous tensor of floating point or integers on the GPU; waits for it."""
     assert values.is_contiguous() and not values.is_complex()
     total = torch.zeros(1, dtype=torch.int64, device=values.device)
-    if values.numel():
-        _sum[(triton.cdiv(values.numel(), _BLOCK * _BLOCKS),)](
-            values, total, values.numel(), FLOAT=values.is_floating_point(), BLOCK=_BLOCK, BLOCKS=_BLOCKS)
-    return int(total) % 2**64
+    with torch.cuda.device_of(values):  # which need not be the engine's
+        if values.numel():
+            _sum[(triton.cdiv(values.numel(), _BLOCK * _BLOCKS),)](
+                values, total, values.numel(), FLOAT=values.is_floating_point(), BLOCK=_BLOCK, BLOCKS=_BLOCKS)
+        return int(total) % 2**64

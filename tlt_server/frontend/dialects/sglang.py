@@ -138,9 +138,9 @@ def routes(service: Service) -> list[Endpoint]:
         request, and all of them, need operate."""
         engine.check_running()
         asked = await _read(AbortFields, request)
-        if not asked.abort_all and asked.rid is None:
-            raise InvalidRequest("rid is absent and abort_all is false; name a request, or set abort_all")
-        service.abort(None if asked.abort_all or asked.rid is None else [asked.rid], caller_of(request))
+        if not asked.abort_all and not asked.rid:
+            raise InvalidRequest("rid is absent or empty and abort_all is false; name a request, or set abort_all")
+        service.abort([asked.rid] if asked.rid and not asked.abort_all else None, caller_of(request))
         return json_response(Acknowledged("aborted what was open of it"))
 
     async def flush(request: Request) -> Response:

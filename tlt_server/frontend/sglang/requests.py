@@ -116,7 +116,7 @@ class PauseFields(NullIsAbsent):
 
 
 class AbortFields(NullIsAbsent):
-    rid: ShortName | None = Field(None, description="the name that the request was given")
+    rid: Annotated[str, Field(max_length=256)] | None = Field(None, description="the name that the request was given; empty: none")
     abort_all: bool = Field(False, description="all that is open")
 
 
