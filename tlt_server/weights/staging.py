@@ -19,6 +19,7 @@ from torch import Tensor
 from tlt_client.channels import Batch, Receiver, owner
 from tlt_client.channels.checkpoint import INDEX, SINGLE
 from tlt_client.channels.errors import ChannelError
+from tlt_client.channels.source import json_object
 from tlt_server.errors import ModelError, PushFailed, WeightsRefused, from_code
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.loader import check_names, check_tensor
@@ -28,7 +29,6 @@ from tlt_server.weights.parts import Drafter, DrafterNetwork, Parts, Target, Tar
 
 CALIBRATION = "calibration.safetensors"
 TIED_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-MAX_JSON_BYTES = 2**26
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ class Staging:
         """Only values can be pushed: a directory that says it is another model is refused."""
         if data is None:
             return
-        pushed = ModelConfig.parse(_json_object(data, where), where)
+        pushed = ModelConfig.parse(json_object(data, where), where)
         pushed = replace(pushed, eos_token_ids=config.eos_token_ids, max_position=config.max_position)
         for compared in fields(config):
             mine, theirs = getattr(config, compared.name), getattr(pushed, compared.name)
@@ -269,18 +269,6 @@ def _file(batch: Batch) -> bytes:
     from safetensors.torch import save
 
     return save({name: tensor.cpu() for name, tensor in batch.tensors.items()}) if batch.data is None else batch.data
-
-
-def _json_object(data: bytes, where: str) -> dict[str, object]:
-    try:
-        if len(data) > MAX_JSON_BYTES:
-            raise ValueError(f"{len(data)} bytes, the limit is {MAX_JSON_BYTES}")
-        content = json.loads(data)
-        if not isinstance(content, dict):
-            raise ValueError(f"it holds a {type(content).__name__}, not an object")
-    except (ValueError, RecursionError) as error:
-        raise WeightsRefused(f"{where}: not readable as JSON ({error}); write the file again") from None
-    return content
 
 
 def _check_sizes(parameters: Mapping[str, Tensor], declared: Mapping[str, TensorEntry]) -> None:

@@ -64,16 +64,7 @@ class Source:
         return bytes(data)
 
     def read_json(self, name: str) -> dict[str, Any]:
-        data = self.read(name)
-        try:
-            if len(data) > MAX_JSON_BYTES:
-                raise ValueError(f"{len(data)} bytes, the limit is {MAX_JSON_BYTES}")
-            content = json.loads(data)
-            if not isinstance(content, dict):
-                raise ValueError(f"it holds a {type(content).__name__}, not an object")
-        except (ValueError, RecursionError) as error:
-            raise ContentRefused(f"{self.path / name}: not readable as JSON ({error}); write the file again") from None
-        return content
+        return json_object(self.read(name), str(self.path / name))
 
     def confirm(self) -> None:
         """Everything read is still what stands there, so the files belong together."""
@@ -115,3 +106,15 @@ class Source:
 
 def _stamp(kind: os.stat_result) -> _Stamp:
     return _Stamp(kind.st_dev, kind.st_ino, kind.st_size, kind.st_mtime_ns, kind.st_ctime_ns)
+
+
+def json_object(data: bytes, where: str) -> dict[str, Any]:
+    try:
+        if len(data) > MAX_JSON_BYTES:
+            raise ValueError(f"{len(data)} bytes, the limit is {MAX_JSON_BYTES}")
+        content = json.loads(data)
+        if not isinstance(content, dict):
+            raise ValueError(f"it holds a {type(content).__name__}, not an object")
+    except (ValueError, RecursionError) as error:
+        raise ContentRefused(f"{where}: not readable as JSON ({error}); write the file again") from None
+    return content

@@ -65,7 +65,7 @@ from tlt_server.frontend.sglang.requests import (
     ReadFields,
     TensorFields,
 )
-from tlt_server.frontend.vllm.requests import without_nulls
+from tlt_server.frontend.tolerant import without_nulls
 from tlt_server.records import EngineInfo, InFlight, Manifest, Memory, ReadWeights
 
 MODES: dict[str, InFlight] = {"abort": "abort", "retract": "recompute", "in_place": "continue"}

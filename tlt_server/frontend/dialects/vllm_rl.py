@@ -46,6 +46,7 @@ from tlt_server.frontend.queries import flag, word, words
 from tlt_server.frontend.replies import json_response
 from tlt_server.frontend.requests import Model, checked, read_object, shown
 from tlt_server.frontend.sequence import Choice
+from tlt_server.frontend.tolerant import without_nulls
 from tlt_server.frontend.validation import Words
 from tlt_server.frontend.vllm.replies import (
     CheckReply,
@@ -72,7 +73,6 @@ from tlt_server.frontend.vllm.requests import (
     StartFields,
     TokensRequest,
     VersionFields,
-    without_nulls,
 )
 from tlt_server.frontend.vllm.transfer import BroadcasterFields, InitFields, UpdateFields
 from tlt_server.frontend.weight_session import Selector

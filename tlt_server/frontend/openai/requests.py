@@ -29,6 +29,7 @@ from tlt_server.frontend.requests import (
     one_of,
     read_object,
 )
+from tlt_server.frontend.tolerant import Tolerant, null_is_absent, without_nulls
 from tlt_server.frontend.validation import Words
 
 COMPLETION = Words("prompt", "prompt[{i}]", "", "")
@@ -37,21 +38,9 @@ CHAT = Words("messages", "messages", "", "")
 Scalar = bool | int | float | str
 
 
-class Tolerant(BaseModel):
-    model_config = ConfigDict(extra="ignore", strict=True, frozen=True, allow_inf_nan=False)
-
-
-def null_is_absent(schema: dict[str, Any]) -> None:
-    """What `read` does, said in a body's JSON schema: a field that may be absent may be null."""
-    for name, field in schema["properties"].items():
-        if name not in schema.get("required", ()) and {"type": "null"} not in field.get("anyOf", ()):
-            said = {key: field.pop(key) for key in ("title", "description", "default") if key in field}
-            schema["properties"][name] = said | {"anyOf": [field, {"type": "null"}]}
-
-
 def read(model: type[Model], body: bytes) -> Model:
     content = read_object(body, next((name for name, field in model.model_fields.items() if field.is_required()), "prompt"))
-    return checked(model, {name: value for name, value in content.items() if value is not None})
+    return checked(model, without_nulls(content))
 
 
 class StreamOptions(Tolerant):

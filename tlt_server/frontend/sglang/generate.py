@@ -25,8 +25,8 @@ from tlt_server.frontend.sequence import Choice
 from tlt_server.frontend.sglang.replies import Finish, Generated, MetaInfo, Scored
 from tlt_server.frontend.sglang.requests import GenerateFields
 from tlt_server.frontend.text import REPLACEMENT
+from tlt_server.frontend.tolerant import without_nulls
 from tlt_server.frontend.validation import Batch, Words
-from tlt_server.frontend.vllm.requests import without_nulls
 from tlt_server.records import TokenLogprobs
 
 WORDS = Words("the prompts", "prompt {i}", "sampling_params.", "sampling_params.")

@@ -8,7 +8,6 @@ from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from tlt_server.errors import InvalidRequest
 from tlt_server.frontend.broadcasts import Address, Dimensions, GroupName, Packing, Port, Rank, WorldSize
-from tlt_server.frontend.openai.requests import Tolerant, null_is_absent
 from tlt_server.frontend.requests import (
     MAX_INT32,
     Count,
@@ -24,13 +23,10 @@ from tlt_server.frontend.requests import (
     one_of,
     shown,
 )
+from tlt_server.frontend.tolerant import NullIsAbsent, Tolerant, null_is_absent
 from tlt_server.frontend.weight_session import Selector, Version
 
 GROUP = "weight_update_group"  # where a trainer names none
-
-
-class NullIsAbsent(Tolerant):
-    model_config = ConfigDict(json_schema_extra=null_is_absent)
 
 
 class SamplingParams(SharedSampling):

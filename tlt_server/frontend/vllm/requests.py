@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field
 
 from tlt_server.errors import InvalidRequest
-from tlt_server.frontend.openai.requests import Tolerant, null_is_absent
 from tlt_server.frontend.requests import (
     MAX_INT32,
     Count,
@@ -22,11 +21,8 @@ from tlt_server.frontend.requests import (
     TokenIds,
     checked,
 )
+from tlt_server.frontend.tolerant import NullIsAbsent, Tolerant, null_is_absent
 from tlt_server.frontend.weight_session import Version
-
-
-class NullIsAbsent(Tolerant):
-    model_config = ConfigDict(json_schema_extra=null_is_absent)
 
 
 class SamplingParams(SharedSampling):
@@ -88,9 +84,3 @@ class CheckFields(NullIsAbsent):
 
 class NoBody(Tolerant):
     """Nothing is read of a body; what matters is in the query."""
-
-
-def without_nulls(content: dict[str, Any]) -> dict[str, Any]:
-    """Null is the same as absent, in sampling_params and init_info too."""
-    return {name: without_nulls(value) if name in ("sampling_params", "init_info") and isinstance(value, dict) else value
-            for name, value in content.items() if value is not None}

@@ -9,10 +9,11 @@ from __future__ import annotations
 import base64
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, Field
 
 from tlt_server.errors import InvalidRequest
 from tlt_server.frontend.broadcasts import Address, Broadcasts, Dimensions, Packing, Port, Rank, WorldSize, described
+from tlt_server.frontend.tolerant import Tolerant
 from tlt_server.frontend.weight_session import Version
 from tlt_server.records import TensorEntry, WeightReport
 
@@ -22,11 +23,7 @@ ID_BYTES = 128  # of NCCL
 BucketBytes = Annotated[int, Field(ge=1, le=2**40, description="a bucket closes after the tensor that takes it over this")]
 
 
-class Lenient(BaseModel):
-    model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
-
-
-class InitInfo(Lenient):
+class InitInfo(Tolerant):
     """A group whose ranks from 1 on are servers'."""
 
     master_address: Annotated[Address | None, Field(description="where the store is, which rank 0 hosts; absent: there is none")] = None
@@ -53,11 +50,11 @@ class InitInfo(Lenient):
         return id
 
 
-class InitFields(Lenient):
+class InitFields(Tolerant):
     init_info: Annotated[InitInfo, Field(description="where the group is made, and who is in it")]
 
 
-class BroadcasterFields(Lenient):
+class BroadcasterFields(Tolerant):
     """A group in which only servers are counted."""
 
     host: Address
@@ -75,7 +72,7 @@ class BroadcasterFields(Lenient):
                         world_size=self.inference_world_size + 1, backend=self.backend)
 
 
-class UpdateInfo(Lenient):
+class UpdateInfo(Tolerant):
     """Tensors, in the order in which they are broadcast."""
 
     names: Annotated[list[str], Field(description="as the checkpoint names them; the drafter's may begin with `draft.`")]
@@ -95,7 +92,7 @@ def _listed(one_or_several: Any) -> Any:
     return one_or_several if isinstance(one_or_several, list) else [one_or_several]
 
 
-class UpdateFields(Lenient):
+class UpdateFields(Tolerant):
     """What trainers say beside a broadcast; other fields are ignored."""
 
     update_info: Annotated[list[UpdateInfo], Field(min_length=1, description="what is broadcast, or one after another several such"),
