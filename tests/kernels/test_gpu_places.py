@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
 from tests.kernels.triton_tests import DEVICE, gpu  # isort: skip
@@ -80,9 +81,19 @@ def test_an_upload_is_taken_over_once() -> None:
     places.length_Q[2] = 41  # a step has written
     apply(device_U, LAYOUT, places)
     assert places.length_Q[2] == 41 and places.capacity_Q[2] == 48
+    upload.begin()
     assert upload.extend_pages(2, 3, [9])
     apply(send(upload, buffer_U), LAYOUT, places)
-    assert places.capacity_Q[2] == 64, "the next upload is"
+    assert places.capacity_Q[2] == 64 and places.length_Q[2] == 41, "the next upload is"
+
+
+def test_a_place_is_named_once_in_an_upload() -> None:
+    _, upload, _ = make()
+    assert upload.extend_pages(2, 0, [9])
+    with pytest.raises(AssertionError, match="place 2"):
+        upload.extend_pages(2, 1, [10])
+    upload.begin()
+    assert upload.extend_pages(2, 1, [10])
 
 
 def test_what_does_not_fit_is_refused_whole() -> None:
@@ -93,9 +104,9 @@ def test_what_does_not_fit_is_refused_whole() -> None:
     assert not upload.admit(1, np.arange(1500, dtype=np.int32), range(94), limit=1600, seed=1)
     assert not upload.extend_pages(2, 0, range(1600))
     assert upload.used == used and (buffer_U[:used] == held).all()
-    for x in range(5):
-        assert upload.extend_pages(3, x, [x])
-    assert not upload.extend_pages(3, 5, [5])
+    for place in range(1, 6):
+        assert upload.extend_pages(place, 0, [place])
+    assert not upload.extend_pages(6, 0, [6])
     assert not upload.admit(4, tokens[:3], [9], limit=9, seed=1), "no room for its pages"
 
 

@@ -47,7 +47,7 @@ EXAMPLES = [
            differing_logprob_bits=0, differing_responses=0, differing_token_rate=0.0),
     result("weights-h200.json", bench="weights-gpu", rounds=3, rows=[
         {"channel": "ipc", "bytes": 15_200_000_000, "staged_s": 2.0, "gb_per_s": 7.6, "push_s": 2.1, "pause_ms": 17.0, "requests": 8,
-         "worst_gap_ms": 21.5, "step_ms": 4.0, "step_while_staging_ms": 4.5}]),
+         "longest_gap_ms": 21.5, "step_ms": 4.0, "step_while_staging_ms": 4.5}]),
     result("test-gpu.json", **figures({"marked gpu": {"passed": 5, "failed": 0, "skipped": 0, "seconds": 2.0}}, {}, red=False)),
 ]
 

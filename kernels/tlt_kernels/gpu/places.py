@@ -76,7 +76,10 @@ class UploadLayout:
 
 
 class Upload:
-    """Fills one buffer; `begin` starts over. `admit` and `extend_pages` answer False, with nothing written, when they do not fit."""
+    """Fills one buffer; `begin` starts over. `admit` and `extend_pages` answer False, with nothing written, when they do not fit.
+
+    They name a place once: programs take over an upload in no order.
+    """
 
     def __init__(self, layout: UploadLayout, buffer_U: NDArray[np.int32]) -> None:
         assert buffer_U.shape == (layout.size,) and buffer_U.dtype == np.int32
@@ -93,6 +96,7 @@ class Upload:
     def begin(self) -> None:
         """An empty upload: everything idle, nothing changes."""
         self._admissions = self._extensions = self._payload = 0
+        self._named = set[int]()
         self.buffer_U[:HEADER] = 0
         self.batch(())
 
@@ -141,6 +145,8 @@ class Upload:
         """Pages `first`, `first + 1`, ... of a place, which are its last ones: its capacity ends with them."""
         if self._extensions == self.layout.extensions or self._payload + len(pages) > self.layout.payload:
             return False
+        assert place not in self._named, f"place {place} is in this upload already"
+        self._named.add(place)
         capacity = (first + len(pages)) * PAGE_SIZE
         self._extension_XF[self._extensions] = place, capacity, first, len(pages), self._store(np.asarray(pages, np.int32))
         self._extensions += 1

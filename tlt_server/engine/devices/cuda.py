@@ -45,7 +45,7 @@ from tlt_server.models.config import ModelConfig
 from tlt_server.models.eagle import describe, feature_layers, fill_drafter
 from tlt_server.models.gpu.decoder import GpuDecoder
 from tlt_server.models.gpu.eagle import GpuEagle3
-from tlt_server.models.gpu.exchange import exchange
+from tlt_server.models.gpu.exchange import compile_exchange, exchange
 from tlt_server.models.gpu.layers import Placement
 from tlt_server.models.gpu.products import PRODUCTS
 from tlt_server.models.loader import eos_token_ids, fill, unread
@@ -209,6 +209,9 @@ class CudaDevice:
             if capture:
                 keys = [*rehearsed(settings.max_rows, settings.max_running), *reachable(ladder.arms, ladder.rows, settings.max_running)]
                 self._runner.prepare(keys, on_progress)
+            if self._stream is not None:
+                for part in live.by_role.values():
+                    compile_exchange(part.network)
         graphs = self._runner.graphs
         taken = f"{len(graphs.bytes)} graphs, {graphs.total_bytes // MIB} MiB, {sum(graphs.seconds.values()):.1f} s"
         products = gemm.in_use(self._placement.dtype, self.device, model.config.intermediate_size)

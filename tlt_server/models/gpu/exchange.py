@@ -1,6 +1,6 @@
 """Two networks change places: graphs hold the addresses of one of them, so it is their values that move.
 
-They move tile by tile: what is kept of a tile meanwhile does not leave the cache, which spares a third of the traffic and any memory.
+On one device both are read and written once, which takes no memory. A network that was staged in host memory goes tile by tile.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ from typing import Protocol
 
 from torch import Tensor
 
+from tlt_kernels.gpu.swap import swap
+
 TILE_BYTES = 16 * 2**20
 
 
 class Stored(Protocol):
     def storage(self) -> list[Tensor]:
-        """Everything that makes a version, in a fixed order."""
+        """Everything that makes a version, in a fixed order; contiguous."""
 
 
 def exchange(resident: Stored, other: Stored) -> None:
@@ -22,9 +24,23 @@ def exchange(resident: Stored, other: Stored) -> None:
     if resident is other:
         return  # written in place
     for mine, theirs in zip(resident.storage(), other.storage(), strict=True):
-        rows = max(1, TILE_BYTES * len(mine) // mine.nbytes)
-        for my_tile, their_tile in zip(mine.split(rows), theirs.split(rows), strict=True):
-            kept = my_tile.clone()
-            my_tile.copy_(their_tile)
-            their_tile.copy_(kept)
+        if mine.device == theirs.device:
+            swap(mine, theirs)
+        else:
+            _through_tiles(mine, theirs)
     resident.__dict__, other.__dict__ = other.__dict__, resident.__dict__
+
+
+def _through_tiles(mine: Tensor, theirs: Tensor) -> None:
+    rows = max(1, TILE_BYTES * len(mine) // mine.nbytes)
+    for my_tile, their_tile in zip(mine.split(rows), theirs.split(rows), strict=True):
+        kept = my_tile.clone()
+        my_tile.copy_(their_tile)
+        their_tile.copy_(kept)
+
+
+def compile_exchange(network: Stored) -> None:
+    """So that the first commit need not: each type of its tensors is exchanged once, with equal values."""
+    smallest = {tensor.dtype: tensor for tensor in sorted(network.storage(), key=lambda tensor: -tensor.numel())}
+    for tensor in smallest.values():
+        swap(tensor, tensor.clone())
