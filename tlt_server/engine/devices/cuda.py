@@ -211,6 +211,7 @@ class CudaDevice:
                 self._runner.prepare(keys, on_progress)
             if self._stream is not None:
                 for part in live.by_role.values():
+                    assert isinstance(part.network, GpuDecoder | GpuEagle3)
                     compile_exchange(part.network)
         graphs = self._runner.graphs
         taken = f"{len(graphs.bytes)} graphs, {graphs.total_bytes // MIB} MiB, {sum(graphs.seconds.values()):.1f} s"
