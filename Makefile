@@ -65,7 +65,7 @@ bench: $(STAMP) ## exactness and rollout benchmarks, quick
 	"$(BIN)/tlt" bench exact --quick $(ARGS)
 	"$(BIN)/tlt" bench rollout --quick $(ARGS)
 
-bench-gpu: $(STAMP) ## on a GPU: exactness first, then graphs, decode, prefill, cycle, rollout, pushes by ipc, with a pair padded to SHAPE; renews benchmarks/results and docs/performance.md
+bench-gpu: $(STAMP) ## on a GPU: exactness first, then graphs, decode, prefill, cycle, rollout, kernels alone, pushes by ipc, with a pair padded to SHAPE; renews benchmarks/results and docs/performance.md
 	test -f "$(PAIR)/drafter/config.json" || "$(BIN)/python" -m benchmarks.pad --shape "$(SHAPE)" --out "$(PAIR)" --device cuda
 	"$(BIN)/tlt" bench exact $(ON_PAIR) --json "$(RESULTS)/exact-gpu.json"
 	"$(BIN)/tlt" bench exact --device cuda --json "$(RESULTS)/exact-demo-gpu.json"
@@ -78,6 +78,7 @@ bench-gpu: $(STAMP) ## on a GPU: exactness first, then graphs, decode, prefill, 
 	"$(BIN)/python" -m benchmarks.padded --pair "$(PAIR)" --json "$(RESULTS)/padded-gpu.json"
 	"$(BIN)/tlt" bench cycle $(ON_PAIR) --context 16000 --json "$(RESULTS)/cycle-gpu.json"
 	"$(BIN)/tlt" bench rollout $(ON_PAIR) --json "$(RESULTS)/rollout-gpu.json"
+	for part in gemm attention sampling trees; do "$(BIN)/python" -m "benchmarks.$$part" --json "$(RESULTS)/$$part-gpu.json"; done
 	"$(BIN)/python" -m benchmarks.weights --device cuda --model "$(PAIR)/target" --channel ipc --json "$(RESULTS)/weights-ipc-gpu.json"
 	"$(BIN)/python" -m benchmarks.report
 

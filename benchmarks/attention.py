@@ -8,12 +8,12 @@ key and value of every request once at 4.3 TB/s. Qwen2.5-7B: 28 query heads, 4 K
 from __future__ import annotations
 
 import argparse
-import json
 from typing import NamedTuple
 
 import torch
 
 from benchmarks.graph_time import microseconds, require_gpu
+from benchmarks.record import finish, options
 from tlt_kernels.gpu.attention import PAGE, PagedRows, allocate, attend, plan
 from tlt_kernels.gpu.rope import rope_store
 
@@ -114,17 +114,19 @@ def measure(case: Case, tile: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("case", nargs="*", choices=[[], *CASES])
-    parser.add_argument("--tile", type=int, default=64)
+    parser.add_argument("--tile", type=int, default=64, metavar="ROWS", help="of tree and prompt rows [default 64]")
+    options(parser)
     chosen = parser.parse_args()
     require_gpu("benchmarks.attention")
     torch.manual_seed(0)
-    results = {}
+    found = []
     for name in chosen.case or CASES:
-        results[name] = measure(CASES[name], chosen.tile)
-        print(f"{name:20}" + "".join(f"  {key} {value:9.2f}" for key, value in results[name].items()), flush=True)
-    print(json.dumps(results))
+        measured = measure(CASES[name], chosen.tile)
+        found.append({"case": name, **{key: round(value, 2) for key, value in measured.items()}})
+        print(f"{name:20}" + "".join(f"  {key} {value:9.2f}" for key, value in measured.items()), flush=True)
+    finish(chosen, {"bench": "attention", "rows": found}, on_gpu=True)
 
 
 if __name__ == "__main__":

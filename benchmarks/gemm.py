@@ -1,6 +1,6 @@
 """All matrix products of one Qwen2.5-7B step as one CUDA graph: time, bytes read per second, and cuBLAS beside it.
 
-`python -m benchmarks.gemm [--rows 1,8,64] [--layers 28]` prints a table and, last, a line of JSON. A step is per layer qkv, o, gate-up
+`python -m benchmarks.gemm [--rows 1,8,64]` prints a table and, last, a line of JSON. A step is per layer qkv, o, gate-up
 with SiLU and down with the two norms between them, then the LM head in float32; every layer has its own weights, so the L2 cache
 does not help. cuBLAS runs the same products with neither norms nor SiLU. Data are random: zeros run faster than any model does.
 """
@@ -8,18 +8,18 @@ does not help. cuBLAS runs the same products with neither norms nor SiLU. Data a
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from benchmarks.graph_time import milliseconds, require_gpu
+from benchmarks.record import finish, options
 from tlt_kernels.gpu.gemm import gated, linear, partials
 from tlt_kernels.gpu.gemm_tiles import segments_of
 from tlt_kernels.gpu.norm import add_rms_norm
 
-HIDDEN, INTERMEDIATE, VOCABULARY, QKV = 3584, 18944, 152064, 4608
+LAYERS, HIDDEN, INTERMEDIATE, VOCABULARY, QKV = 28, 3584, 18944, 152064, 4608
 READ_BYTES_PER_S = 4.3e12  # what a copy reaches on an H200
 EPS = 1e-6
 
@@ -57,14 +57,14 @@ def cublas(layers: list[Layer], head: Tensor, sampled: int, x: Tensor, attended:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", default="1,2,8,16,32,64,128,256,512,2048,8192")
-    parser.add_argument("--layers", type=int, default=28)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", default="1,2,8,16,32,64,128,256,512,2048,8192", metavar="N,N", help="[default: %(default)s]")
+    options(parser)
     arguments = parser.parse_args()
     require_gpu("benchmarks.gemm")
     layers = [
         Layer(draw(QKV, HIDDEN), draw(QKV), draw(HIDDEN, HIDDEN), draw(2 * INTERMEDIATE, HIDDEN), draw(HIDDEN, INTERMEDIATE))
-        for _ in range(arguments.layers)
+        for _ in range(LAYERS)
     ]
     head, norm = draw(VOCABULARY, HIDDEN), torch.ones(HIDDEN, device="cuda", dtype=torch.bfloat16)
     weights = [head, *(w for layer in layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down))]
@@ -84,10 +84,11 @@ def main() -> None:
 
         ms, other = milliseconds(ours), milliseconds(theirs)
         flops = 2 * (rows * sum(w.numel() for w in weights[1:]) + sampled * head.numel())
-        found.append({"rows": rows, "ms": round(ms, 4), "floor_ms": round(floor, 4), "cublas_ms": round(other, 4)})
+        found.append({"rows": rows, "ms": round(ms, 4), "floor_ms": round(floor, 4), "cublas_ms": round(other, 4),
+                      "of_floor": round(ms / floor, 3), "of_cublas": round(ms / other, 3)})
         rates = f"{floor / ms * READ_BYTES_PER_S / 1e12:6.2f} {flops / ms / 1e9:8.0f}"
         print(f"{rows:6d} {ms:8.3f} {floor:8.3f} {other:8.3f} {rates}", flush=True)
-    print(json.dumps({"benchmark": "gemm", "device": torch.cuda.get_device_name(), "layers": arguments.layers, "steps": found}))
+    finish(arguments, {"bench": "products", "shape": {"layers": LAYERS, "hidden": HIDDEN}, "rows": found}, on_gpu=True)
 
 
 if __name__ == "__main__":

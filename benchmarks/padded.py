@@ -8,7 +8,6 @@ transformers, an implementation that shares nothing with ours. Prints a table an
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 import torch
@@ -16,7 +15,7 @@ import transformers
 from torch import Tensor
 
 from benchmarks.graph_time import require_gpu
-from tlt_server.bench.record import entry_of, told, write_entry
+from benchmarks.record import finish, options
 from tlt_server.demo.workload import TARGET, problems_as_requests
 
 ANSWERS, LENGTH = (2, 3, 5, 8), 200  # problems, tokens of each answer
@@ -51,8 +50,7 @@ def compared(found_PV: Tensor, expected_PV: Tensor) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pair", type=Path, required=True, metavar="DIR", help="what benchmarks.pad --out was given")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures, with machine, versions and commit, as JSON")
-    parser.add_argument("--commit", metavar="NAME", help="of the code that runs [default: what git says]")
+    options(parser)
     arguments = parser.parse_args()
     require_gpu("benchmarks.padded")
     with torch.inference_mode():
@@ -66,10 +64,7 @@ def main() -> None:
     large = transformers.AutoConfig.from_pretrained(arguments.pair / "target")
     figures = {"bench": "padded", "shape": {"layers": large.num_hidden_layers, "hidden": large.hidden_size}, "dtype": "bfloat16",
                "positions": len(expected_PV), "largest_logit": round(expected_PV.abs().max().item(), 1), "rows": rows}
-    if arguments.json:
-        command = f"python -m benchmarks.padded --pair {told(str(arguments.pair))} --json {told(str(arguments.json))}"
-        write_entry(arguments.json, entry_of(figures, command, on_gpu=True, commit=arguments.commit))
-    print(json.dumps(figures))
+    finish(arguments, figures, on_gpu=True)
 
 
 if __name__ == "__main__":

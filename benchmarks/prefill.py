@@ -8,11 +8,9 @@ gets keys and values that lie as it likes them best, not in pages; their gate an
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,10 +20,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.activation import silu_mul
 from benchmarks.graph_time import require_gpu
+from benchmarks.record import finish, options
 from tlt_kernels.gpu.tensors import PAGE_SIZE, Rows
 from tlt_server.attention.gpu import TritonPaged
 from tlt_server.attention.rows import KVCache
-from tlt_server.bench.record import entry_of, told, write_entry
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.gpu.decoder import GpuDecoder
 from tlt_server.models.gpu.layers import Placement, RowTensors
@@ -147,8 +145,7 @@ def measure() -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures, with machine, versions and commit, as JSON")
-    parser.add_argument("--commit", metavar="NAME", help="of the code that runs [default: what git says]")
+    options(parser)
     arguments = parser.parse_args()
     require_gpu("benchmarks.prefill")
     rows = []
@@ -159,10 +156,7 @@ def main() -> None:
             print(f"{row['with']:16} {row['prompts']:8} {row['length']:7} {row['ms']:9.2f} {row['tokens_per_s']:9} {row['ratio']:9.3f}",
                   flush=True)
     figures = {"bench": "prefill", "shape": {"layers": MODEL["num_hidden_layers"], "hidden": MODEL["hidden_size"]}, "rows": rows}
-    if arguments.json:
-        command = f"python -m benchmarks.prefill --json {told(str(arguments.json))}"
-        write_entry(arguments.json, entry_of(figures, command, on_gpu=True, commit=arguments.commit))
-    print(json.dumps(figures))
+    finish(arguments, figures, on_gpu=True)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from benchmarks.goals import Result, answer, comparable, goals, matches, results
 
 ROOT = Path(__file__).parents[1]
 RESULTS, PAGE, NOTES = ROOT / "benchmarks" / "results", ROOT / "docs" / "performance.md", ROOT / "docs" / "performance_notes.md"
-BENCHES = ("decode", "prefill", "cycle", "padded", "graphs", "exact", "rollout", "overload", "weights", "weights-gpu", "test-gpu")
 
 INTRODUCTION = """\
 # Performance
@@ -24,7 +23,7 @@ HOW_TO_RUN = """\
 
 ```console
 make test-gpu                              # tests and exactness on a GPU; renews benchmarks/results/test-gpu.json
-make bench-gpu PAIR=/data/padded-7b        # pads the shipped pair if PAIR is not there (16 GB), then all below
+make bench-gpu PAIR=/data/padded-7b        # pads the shipped pair if PAIR is not there (16 GB), then all below it on one GPU
 python -m benchmarks.pad --shape qwen2.5-7b --out /data/padded-7b --device cuda
 P="--device cuda --model /data/padded-7b/target --drafter /data/padded-7b/drafter"
 tlt bench decode $P --against fast --context 16000 --json benchmarks/results/decode-gpu.json
@@ -35,11 +34,14 @@ tlt bench graphs $P --json benchmarks/results/graphs-gpu.json
 tlt bench graphs $P --cold --json benchmarks/results/graphs-cold-gpu.json
 tlt bench rollout $P --json benchmarks/results/rollout-gpu.json
 tlt bench exact $P --json benchmarks/results/exact-gpu.json
-tlt bench overload                         # on a CPU
-python -m benchmarks.weights --json benchmarks/results/weights-cpu.json    # on a CPU
+tlt bench exact --device cuda --json benchmarks/results/exact-demo-gpu.json
+tlt bench exact --device cuda --numerics fast --json benchmarks/results/exact-fast-gpu.json
+for part in gemm attention sampling trees; do python -m benchmarks.$part --json benchmarks/results/$part-gpu.json; done
 T="--device cuda --model /data/padded-7b/target"
 python -m benchmarks.weights $T --channel ipc --json benchmarks/results/weights-ipc-gpu.json
 python -m benchmarks.weights $T --channel nccl --json benchmarks/results/weights-nccl-gpu.json    # two GPUs
+tlt bench overload                         # on a CPU
+python -m benchmarks.weights --json benchmarks/results/weights-cpu.json    # on a CPU
 python -m benchmarks.report                # then this page
 ```
 
@@ -51,7 +53,7 @@ Where the code runs outside a git checkout, `--commit` names it."""
 
 def page(found: Sequence[Result], notes: str) -> str:
     parts = [INTRODUCTION, *_goals(found), *_others(found)]
-    for bench in BENCHES:
+    for bench in SECTIONS:
         of_bench = [result for result in found if result.bench == bench]
         if of_bench:
             title, section = SECTIONS[bench]
@@ -132,7 +134,8 @@ def _others(found: Sequence[Result]) -> Iterator[str]:
 def _model(figures: dict[str, Any]) -> str:
     shape = figures["shape"]
     return (f"{shape['layers']} layers of {shape['hidden']}, vocabulary {shape['vocab']}, {figures['dtype']}, attention "
-            f"{figures['attention']}, drafter {figures['drafter']}, up to {figures['max_running']} running.")
+            f"{figures['attention']}, drafter {figures['drafter']}"
+            f"{', up to {} running'.format(figures['max_running']) if figures['max_running'] else ''}.")
 
 
 def _decode(figures: dict[str, Any]) -> Iterator[str]:
@@ -165,12 +168,16 @@ def _cycle(figures: dict[str, Any]) -> Iterator[str]:
         (r["strategy"], r["batch"], r["prompt"], r["context"], r["steps"], f"{r['step_ms']:.3f}",
          " - ".join(f"{q:.3f}" for q in r["quartiles_ms"]), _number(r["tokens_per_s"]), f"{r['accept_length']:.2f}",
          f"{r['gpu_idle_percent']:.2f} %" if "gpu_idle_percent" in r else "") for r in figures["rows"]))
-    profiled = next((r for r in figures["rows"] if "longest_kernels_ms" in r), None)
+    profiled = [r for r in figures["rows"] if "longest_kernels_ms" in r]
     if profiled:
-        yield (f"Where a cycle of {profiled['strategy']} at batch {profiled['batch']} goes, by the profiler: "
-               f"{profiled['kernels_per_step']} kernels and copies in {profiled['profiled_step_ms']:.3f} ms. A kernel may be resident "
-               "while it waits for the one before; a moment that several share counts for the first of them. Idle is when there is none.")
-        yield table(("kernel", "ms per cycle"), ((f"`{name}`", f"{ms:.3f}") for name, ms in profiled["longest_kernels_ms"]))
+        yield ("Where these cycles go, by the profiler, in ms. A kernel may be resident while it waits for the one before; a moment that "
+               "several share counts for the first of them. Idle is when there is none.")
+        taken = [dict(r["longest_kernels_ms"]) for r in profiled]
+        names = sorted({name for of in taken for name in of}, key=lambda name: (-max(of.get(name, 0) for of in taken), name))
+        yield table(("kernel", *(f"{r['strategy']}, batch {r['batch']}, prompt {r['prompt']}" for r in profiled)), [
+            ["all of it", *(f"{r['profiled_step_ms']:.3f}" for r in profiled)],
+            ["kernels and copies", *(r["kernels_per_step"] for r in profiled)],
+            *([f"`{name}`", *(f"{of[name]:.3f}" if name in of else "" for of in taken)] for name in names)])
 
 
 def _padded(figures: dict[str, Any]) -> Iterator[str]:
@@ -236,6 +243,16 @@ def _weights_gpu(figures: dict[str, Any]) -> Iterator[str]:
         for r in figures["rows"]))
 
 
+def _kernels(figures: dict[str, Any]) -> Iterator[str]:
+    """Rows of a program that measures kernels alone, as they are."""
+    headings = list(dict.fromkeys(name for row in figures["rows"] for name in row))
+    yield table(headings, ([_cell(row.get(name, "")) for name in headings] for row in figures["rows"]))
+
+
+def _cell(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
 def _tests(figures: dict[str, Any]) -> Iterator[str]:
     yield table(("what", "passed", "failed", "skipped", "seconds"), (
         (name, r["passed"], r["failed"], r["skipped"], f"{r['seconds']:.0f}") for name, r in figures["tests"].items()))
@@ -256,6 +273,10 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], Iterator[str]]]] = {
     "overload": ("Overload", _overload),
     "weights": ("Weight pushes on a CPU", _weights),
     "weights-gpu": ("Weight pushes from GPU to GPU", _weights_gpu),
+    "products": ("Products alone", _kernels),
+    "attention": ("Attention alone", _kernels),
+    "sampling": ("Sampling alone", _kernels),
+    "trees": ("Trees, walks and KV alone", _kernels),
     "test-gpu": ("Tests on a GPU", _tests),
 }
 

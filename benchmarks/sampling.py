@@ -6,13 +6,14 @@ replays. "head" rows fall off as rank^-1.5, "even" rows are normal with a deviat
 
 from __future__ import annotations
 
-import json
+import argparse
 import math
 from collections.abc import Callable
 
 import torch
 
 from benchmarks.graph_time import microseconds, require_gpu
+from benchmarks.record import finish, options
 from tlt_kernels.gpu.children import children
 from tlt_kernels.gpu.sampling import sample
 
@@ -76,6 +77,9 @@ def children_us(count: int, width: int) -> float:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options(parser)
+    arguments = parser.parse_args()
     require_gpu("benchmarks.sampling")
     figures: dict[str, float] = {}
     for count in (1, 8, 64, 256):
@@ -91,7 +95,8 @@ def main() -> None:
         figures[f"children {count} x {width}"] = children_us(count, width)
     for name, figure in figures.items():
         print(f"{name:32} {figure:8.2f} us")
-    print(json.dumps({"device": torch.cuda.get_device_name(), "us": figures}))
+    rows = [{"case": name, "us": round(figure, 2)} for name, figure in figures.items()]
+    finish(arguments, {"bench": "sampling", "rows": rows}, on_gpu=True)
 
 
 if __name__ == "__main__":

@@ -13,10 +13,8 @@ import argparse
 import json
 import math
 import os
-import shlex
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -25,12 +23,12 @@ from typing import Any
 
 from safetensors.torch import load_file
 
+from benchmarks.record import finish, options
 from tlt_client import Client
 from tlt_client.channels.broadcast import BroadcastSender
 from tlt_client.channels.disk import write
 from tlt_client.channels.http import HttpSender
 from tlt_client.channels.ipc import IpcSender
-from tlt_server.bench.record import entry_of, told, write_entry
 from tlt_server.demo.server import ServerProcess
 from tlt_server.demo.workload import TARGET
 
@@ -111,15 +109,14 @@ def main() -> None:
     parser.add_argument("--channel", choices=("ipc", "nccl"), help="with --device cuda: one GPU, or the first to the second")
     parser.add_argument("--model", type=Path, metavar="DIR", help="with --device cuda: what is served and pushed")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="of which the median counts [default 3]")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures, with machine, versions and commit, as JSON")
-    parser.add_argument("--commit", metavar="NAME", help="of the code that runs [default: what git says]")
+    options(parser)
     arguments = parser.parse_args()
     if (arguments.device == "cuda") != bool(arguments.channel and arguments.model):
         parser.error("--device cuda needs --channel and --model, and they are for it only")
     if arguments.device == "cuda":
         from benchmarks.weights_gpu import measure as measured
 
-        finish(measured(arguments.channel, arguments.model, arguments.rounds), arguments, on_gpu=True)
+        finish(arguments, measured(arguments.channel, arguments.model, arguments.rounds), on_gpu=True)
         return
     rows = []
     with tempfile.TemporaryDirectory(prefix="tlt-weights-") as name:
@@ -128,14 +125,7 @@ def main() -> None:
             for row in measure(model, Path(name) / f"room-{model.name}", arguments.rounds):
                 rows.append(row)
                 print(f"{row['checkpoint']:8} {row['channel']:6} {row['push_s']:8.3f} s, {row['ratio']:6.2f} x a plain copy", flush=True)
-    finish({"bench": "weights", "rounds": arguments.rounds, "rows": rows}, arguments, on_gpu=False)
-
-
-def finish(figures: dict[str, Any], arguments: argparse.Namespace, *, on_gpu: bool) -> None:
-    if arguments.json:
-        command = f"python -m benchmarks.weights {shlex.join(told(argument) for argument in sys.argv[1:])}".strip()
-        write_entry(arguments.json, entry_of(figures, command, on_gpu=on_gpu, commit=arguments.commit))
-    print(json.dumps(figures))
+    finish(arguments, {"bench": "weights", "rounds": arguments.rounds, "rows": rows}, on_gpu=False)
 
 
 if __name__ == "__main__":

@@ -110,7 +110,9 @@ def test_fewer_rows_and_no_pushes_are_named_where_they_would_do() -> None:
     assert 512 <= rows < 4096 and pages(settings(memory_fraction=0.98, max_rows=rows), free, length=131072) >= 8192
     assert "memory_fraction to" not in message, "it is as high as we advise"
     root = refusal(settings(weight_root="/w"), 40 * GIB)
-    assert "leave weight_root out" in root and pages(settings(), 40 * GIB) >= 2048
+    assert "set weight_staging to host" in root and pages(settings(weight_root="/w", weight_staging="host"), 40 * GIB) >= 2048
+    open_only = refusal(settings(weight_channels="ipc"), 40 * GIB)
+    assert "set weight_staging to host" in open_only and pages(settings(weight_channels="ipc", weight_staging="host"), 40 * GIB) >= 2048
 
 
 def test_nothing_fits_at_all() -> None:
@@ -138,7 +140,7 @@ def test_memory_that_was_asked_for_leaves_room_for_graphs_and_pushed_weights(nam
     assert " for graphs; lower " in refusal(asked.settings, enough - 1)
     pushed = settings(weight_root="/w", **named)
     message = refusal(pushed, enough + asked.needs.weights)
-    assert "28.4 GiB for pushed weights, " in message and "leave weight_root out (28.4 GiB are kept" in message
+    assert "28.4 GiB for pushed weights, " in message and "set weight_staging to host (28.4 GiB are kept on the GPU" in message
     assert pages(pushed, enough + 2 * asked.needs.weights) == asked.pages
 
 
@@ -165,9 +167,10 @@ def test_two_settings_where_one_is_not_enough() -> None:
     total = 24 * GIB
     given, free = settings(max_running=65536, weight_root="/w"), total - 2 * VALUES - GIB // 2
     message = refusal(given, free, total=total)
-    found = re.search(r"; lower max_running to (\d+) and leave weight_root out \(28\.4 GiB are kept for pushed weights\)$", message)
+    found = re.search(r"; lower max_running to (\d+) and set weight_staging to host \(28\.4 GiB are kept on the GPU for pushed weights\)$",
+                      message)
     assert found is not None, message
-    assert pages(settings(max_running=int(found[1])), free, total=total) >= 2048
+    assert pages(settings(max_running=int(found[1]), weight_root="/w", weight_staging="host"), free, total=total) >= 2048
 
 
 DOCS = {setting.name: setting.doc for setting in all_settings()}
@@ -182,8 +185,8 @@ def followed(refused: Plan, remedy: str) -> Plan:
         if part == BUSY:
             free = refused.total - refused.needs.weights - CONTEXT
             continue
-        if part.startswith("leave weight_root out"):
-            changes["weight_root"] = ""
+        if part.startswith("set weight_staging to host"):
+            changes["weight_staging"] = "host"
             continue
         found = VALUE.fullmatch(part)
         assert found is not None, remedy
@@ -206,7 +209,8 @@ def test_every_remedy_that_is_offered_works(data: st.DataObject) -> None:
     asked = settings(
         **{name: draw(st.integers(1, 2**20)) for name in named},
         max_running=draw(st.one_of(st.integers(1, 512), st.integers(1, 65536))), max_rows=draw(st.integers(1, 65536)),
-        memory_fraction=draw(st.integers(5, 99)) / 100, weight_root=draw(st.sampled_from(["", "/w"])))
+        memory_fraction=draw(st.integers(5, 99)) / 100, weight_root=draw(st.sampled_from(["", "/w"])),
+        weight_channels=draw(st.sampled_from(["auto", "ipc,broadcast"])))
     refused = plan(asked, draw(st.integers(0, total - 2 * VALUES)), draw(st.integers(2, 131072)), total)
     if refused.fits:
         check_plan(refused)

@@ -35,8 +35,8 @@ class Lever(NamedTuple):
     verb: str = "lower"
 
     def told(self, plan: Plan, value: Any) -> str:
-        if self.setting == "weight_root":
-            return f"leave weight_root out ({size(plan.staging)} are kept for pushed weights)"
+        if self.setting == "weight_staging":
+            return f"set weight_staging to {value} ({size(plan.staging)} are kept on the GPU for pushed weights)"
         return f"{self.verb} {self.setting} to {value:g}" if isinstance(value, float) else f"{self.verb} {self.setting} to {value}"
 
 
@@ -94,8 +94,8 @@ def _levers(plan: Plan) -> list[Lever]:
     else:
         percents = range(round(MOST_FRACTION * 100), int(settings.memory_fraction * 100 + 1e-9), -1)
         levers = [shorter, Lever("memory_fraction", [percent / 100 for percent in percents], "raise")]
-    if settings.weight_root:
-        levers.append(Lever("weight_root", [""]))
+    if plan.staging:
+        levers.append(Lever("weight_staging", ["host"]))
     return [*levers, Lever("max_rows", range(MOST_VERIFIED, settings.max_rows)), Lever("max_running", range(1, settings.max_running))]
 
 

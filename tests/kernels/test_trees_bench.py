@@ -1,0 +1,27 @@
+"""What `python -m benchmarks.trees` times can be launched, on any shape, and moves what it says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.kernels.triton_tests import DEVICE
+
+# isort: split
+from benchmarks.trees import Case, calls, followed
+from tlt_kernels.gpu.tensors import Rows
+
+
+@pytest.mark.parametrize("case", [Case(1, 7, 4, 32, 100), Case(3, 3, 1, 12, 100), Case(9, 2, 2, 36, 40)])
+def test_every_part_runs_twice(case: Case) -> None:
+    parts = calls(case, layers=2, device=DEVICE)
+    assert set(parts) == {"tree", "rows", "walk", "KV", "history"}
+    for call in 2 * list(parts.values()):
+        call()
+
+
+def test_samples_follow_the_first_child() -> None:
+    rows = Rows.allocate(4, 2, device="cpu")
+    rows.parent_R[:] = torch.tensor([-1, 0, 0, 1])
+    rows.token_R[:] = torch.tensor([5, 6, 7, 8])
+    assert followed(rows, 4).tolist() == [6, 8, 0, 0]
