@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("tlt_server", "kernels", "clients", "examples", "benchmarks")
+FOLDERS = ("tlt_server", "kernels", "clients", "examples", "benchmarks", "tests")
 BANNED_MODULES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve"}
 BANNED_METHODS = {"recv_pyobj", "send_pyobj", "send_serialized", "recv_serialized"}
 

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import pickle
 import random
 
 import pytest
 
+from tests.nccl_id import written
 from tlt_client.channels.errors import ContentRefused
 from tlt_client.channels.nccl import _Config, _Id, id_in
-
-
-class ncclUniqueId(ctypes.Structure):  # noqa: N801
-    """As vLLM calls it and lays it out."""
-
-    _fields_ = [("internal", ctypes.c_byte * 128)]
-
 
 IDS = [*(random.Random(seed).randbytes(128) for seed in range(50)),
        bytes(128), b"C\x80" * 64, b"." * 128, b"\x94\x86\x94\x86\x94R\x94." + bytes(120)]
@@ -26,13 +19,13 @@ IDS = [*(random.Random(seed).randbytes(128) for seed in range(50)),
 def test_an_id_is_read_as_it_was_written(protocol: int) -> None:
     for id in IDS:
         assert id_in(id) == id
-        assert id_in(pickle.dumps(ncclUniqueId.from_buffer_copy(id), protocol)) == id
+        assert id_in(written(id, protocol)) == id
 
 
 @pytest.mark.parametrize("message", [
-    b"", bytes(127), bytes(129), pickle.dumps(IDS[0]), pickle.dumps([ncclUniqueId(), ncclUniqueId()]),
-    pickle.dumps(ncclUniqueId())[:-1], pickle.dumps(ncclUniqueId()) + b".", b"x" * 2000,
-    pickle.dumps(ncclUniqueId()).replace(b"ncclUniqueId", b"ncclUniqueIe"),
+    b"", bytes(127), bytes(129), b"x" * 2000, b"\x80\x04\x95\x85" + bytes(7) + b"C\x80" + IDS[0] + b"\x94.",
+    written(IDS[0])[:-1], written(IDS[0]) + b".", written(IDS[0])[:-1] + b"a.",
+    written(IDS[0]).replace(b"ncclUniqueId", b"ncclUniqueIe"),
 ])
 def test_anything_else_is_refused(message: bytes) -> None:
     with pytest.raises(ContentRefused, match="nccl_unique_id_b64"):
