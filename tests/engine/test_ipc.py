@@ -7,18 +7,20 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tlt_client.channels import Intake
+from tlt_client.channels import Intake, cuda
+from tlt_client.channels import memory as memories
 from tlt_client.channels.errors import ChannelBroken, ChannelError, ContentRefused, PlaceForbidden
 from tlt_client.channels.groups import Groups
 from tlt_client.channels.ipc import DONE, OFFER, IpcReceiver, IpcSender
 from tlt_client.channels.line import Line, entered, made_directory
-from tlt_client.channels.memory import GRANT, Grant, HostMemory, Memory, share
+from tlt_client.channels.memory import GRANT, CudaMemory, Grant, HostMemory, Memory, check_inside, opened, share
 from tlt_server.records import Manifest, TensorEntry
 
 CPU = torch.device("cpu")
@@ -198,3 +200,32 @@ def test_a_closed_channel_is_said_before_anything_is_sent() -> None:
 
 def test_the_structs_have_no_gaps() -> None:
     assert (GRANT.size, OFFER.size, DONE.size) == (4 + 4 + 16 + 64 + 8, 24, 8) and struct.calcsize(GRANT.format) == GRANT.size
+
+
+@pytest.mark.parametrize("granted, fits", [
+    ((1000, 96), True), ((1000, 1), True), ((1032, 64), True), ((1000, 97), False), ((1032, 65), False), ((999, 8), False),
+    ((1096, 1), False), ((1000, 0), False), ((1000, 2**63), False),
+])
+def test_what_a_trainer_grants_of_a_gpu_lies_inside_its_allocation(granted: tuple[int, int], fits: bool) -> None:
+    with nullcontext() if fits else pytest.raises(ContentRefused, match="grant no more than is allocated"):
+        check_inside(cuda.Range(*granted), cuda.Range(1000, 96))
+
+
+@pytest.mark.parametrize("found", [cuda.Range(4096, 64), RuntimeError("cuMemGetAddressRange failed (201)")], ids=str)
+def test_memory_of_a_gpu_that_is_smaller_than_granted_is_closed_unread(found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[int] = []
+
+    def allocation(pointer: int) -> cuda.Range:
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    for name, standin in (("opened", lambda handle: 4096), ("allocation", allocation), ("close", closed.append)):
+        monkeypatch.setattr(cuda, name, standin)
+    monkeypatch.setattr(memories, "_uuid", lambda index: bytes(16))
+    with pytest.raises(ChannelError, match="65 bytes of a GPU's memory were granted.*has 64|cuMemGetAddressRange failed.*another channel"):
+        opened(Grant(CudaMemory.kind, bytes(16), bytes(64), 65), [])
+    assert closed == [4096]

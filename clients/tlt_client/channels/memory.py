@@ -7,16 +7,16 @@ allocation, so each is made by the driver's own allocator and belongs to nobody 
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import fcntl
 import mmap
 import os
 import struct
 import uuid
-from collections.abc import Sequence
-from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from tlt_client.channels import cuda
 from tlt_client.channels.errors import ChannelBroken, ContentRefused
 
 if TYPE_CHECKING:
@@ -25,10 +25,8 @@ if TYPE_CHECKING:
 
 GRANT = struct.Struct("<4sI16s64sQ")
 MAGIC = b"TLTM"
-HANDLE_BYTES = 64
 GRAIN_BYTES = 2 * 2**20  # of a GPU's allocations: a smaller one may share its block, and the handle, with others
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess, the only flag there is
 
 
 class Grant(NamedTuple):
@@ -69,7 +67,7 @@ class HostMemory:
         import torch
 
         self.descriptors: Sequence[int] = (descriptor,)
-        self.grant = Grant(self.kind, bytes(16), bytes(HANDLE_BYTES), size)
+        self.grant = Grant(self.kind, bytes(16), bytes(cuda.HANDLE_BYTES), size)
         self.view = torch.frombuffer(mmap.mmap(descriptor, size, flags), dtype=torch.uint8)
 
     @classmethod
@@ -109,15 +107,11 @@ class CudaMemory:
 
     @classmethod
     def share(cls, size: int, device: torch.device) -> CudaMemory:
-        import torch
-
         size = -(-size // GRAIN_BYTES) * GRAIN_BYTES
-        pointer, handle = ctypes.c_void_p(), _Handle()
-        with torch.cuda.device(device):
-            _call("cudaMalloc", ctypes.byref(pointer), size)
-            _call("cudaIpcGetMemHandle", ctypes.byref(handle), pointer)
-        assert pointer.value is not None
-        return cls(pointer.value, Grant(cls.kind, _uuid(device.index), bytes(handle), size), device, own=True)
+        with _calls(device):
+            pointer = cuda.allocated(size)
+            handle = cuda.handle_of(pointer)
+        return cls(pointer, Grant(cls.kind, _uuid(device.index), handle, size), device, own=True)
 
     @classmethod
     def open(cls, grant: Grant, descriptors: Sequence[int]) -> CudaMemory:
@@ -127,18 +121,40 @@ class CudaMemory:
         if grant.device not in visible:
             raise ContentRefused(f"the tensors are on GPU {uuid.UUID(bytes=grant.device)}, which the engine does not see "
                                  f"({len(visible)} others); serve with it in CUDA_VISIBLE_DEVICES, or push tensors of the CPU")
-        device, pointer = torch.device("cuda", visible[grant.device]), ctypes.c_void_p()
-        with torch.cuda.device(device):
-            _call("cudaIpcOpenMemHandle", ctypes.byref(pointer), _Handle.from_buffer_copy(grant.handle), LAZY_PEER_ACCESS)
-        assert pointer.value is not None
-        return cls(pointer.value, grant, device, own=False)
+        device = torch.device("cuda", visible[grant.device])
+        with _calls(device):
+            pointer = cuda.opened(grant.handle)
+            try:
+                check_inside(cuda.Range(pointer, grant.size), cuda.allocation(pointer))
+            except BaseException:
+                cuda.close(pointer)
+                raise
+        return cls(pointer, grant, device, own=False)
 
     def close(self) -> None:
-        import torch
-
         del self.view
-        with torch.cuda.device(self._device):
-            _call("cudaFree" if self._own else "cudaIpcCloseMemHandle", ctypes.c_void_p(self._pointer))
+        with _calls(self._device):
+            (cuda.free if self._own else cuda.close)(self._pointer)
+
+
+def check_inside(granted: cuda.Range, allocation: cuda.Range) -> None:
+    """What a trainer says of its memory is not believed."""
+    if not 0 < granted.size or not allocation.holds(granted):
+        raise ContentRefused(f"{granted.size} bytes of a GPU's memory were granted, but the allocation behind the handle has "
+                             f"{allocation.base + allocation.size - granted.base} from there on; grant no more than is allocated")
+
+
+@contextlib.contextmanager
+def _calls(device: torch.device) -> Iterator[None]:
+    """On this GPU; what fails is `ChannelBroken`."""
+    import torch
+
+    try:
+        with torch.cuda.device(device):
+            yield
+    except RuntimeError as error:
+        raise ChannelBroken(f"{error}; trainer and engine must run on one host, in one container, and the GPU must have room; else push by "
+                            "another channel, or tensors of the CPU") from None
 
 
 KINDS: dict[int, type[HostMemory] | type[CudaMemory]] = {kind.kind: kind for kind in (HostMemory, CudaMemory)}
@@ -155,12 +171,6 @@ def opened(grant: Grant, descriptors: Sequence[int]) -> Memory:
     return KINDS[grant.kind].open(grant, descriptors)
 
 
-class _Handle(ctypes.Structure):
-    """cudaIpcMemHandle_t, which is passed by value."""
-
-    _fields_ = [("reserved", ctypes.c_char * HANDLE_BYTES)]
-
-
 class _Bytes:
     """An address for torch, which makes a view of it without a copy."""
 
@@ -172,31 +182,3 @@ def _uuid(index: int | None) -> bytes:
     import torch
 
     return uuid.UUID(str(torch.cuda.get_device_properties(index).uuid)).bytes
-
-
-@cache
-def _runtime() -> ctypes.CDLL:
-    """The runtime that torch has loaded already, by the name that it is linked with."""
-    import torch
-
-    version = str(torch.version.cuda)
-    try:
-        library = ctypes.CDLL(f"libcudart.so.{version.split('.')[0]}")
-    except OSError as error:
-        raise ContentRefused(f"there is no CUDA runtime of torch's version ({version}) here: {error}; push tensors of the CPU") from None
-    address = ctypes.POINTER(ctypes.c_void_p)
-    library.cudaMalloc.argtypes = [address, ctypes.c_size_t]
-    library.cudaFree.argtypes = [ctypes.c_void_p]
-    library.cudaIpcGetMemHandle.argtypes = [ctypes.POINTER(_Handle), ctypes.c_void_p]
-    library.cudaIpcOpenMemHandle.argtypes = [address, _Handle, ctypes.c_uint]
-    library.cudaIpcCloseMemHandle.argtypes = [ctypes.c_void_p]
-    library.cudaGetErrorString.argtypes, library.cudaGetErrorString.restype = [ctypes.c_int], ctypes.c_char_p
-    return library
-
-
-def _call(name: str, *arguments: Any) -> None:
-    error = getattr(_runtime(), name)(*arguments)
-    if error:
-        _runtime().cudaGetLastError()  # which would else be taken for the next call's
-        raise ChannelBroken(f"{name} failed ({_runtime().cudaGetErrorString(error).decode()}); trainer and engine must run on one host, "
-                            "in one container, and the GPU must have room; else push by another channel")
