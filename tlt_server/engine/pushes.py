@@ -6,17 +6,17 @@ first write until the push has ended, and after a failure none until the next co
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from tlt_client.channels import DRAFTER_PREFIX
 from tlt_client.channels.errors import ChannelError
 from tlt_client.channels.groups import Membership
 from tlt_server.engine.scheduler import Scheduler
-from tlt_server.errors import Conflict, Forbidden, NotFound, PushFailed, TltError, Unavailable, from_code
+from tlt_server.errors import ChannelBroken, Conflict, Forbidden, NotFound, PushFailed, TltError, Unavailable, from_code
 from tlt_server.records import (
     AbortWeights,
     CommitWeights,
@@ -34,8 +34,12 @@ from tlt_server.records import (
     WeightReport,
     WeightState,
 )
+from tlt_server.threads import Crew
 from tlt_server.weights.parts import Parts
 from tlt_server.weights.transaction import Push, Transaction
+
+MAX_JOINS = 4  # at once; a trainer whose ranks join one by one needs one at a time
+MAX_READERS = 4  # at once, those included which wait for a change to end
 
 
 class _Rollback(NamedTuple):
@@ -53,9 +57,9 @@ class WeightPushes:
         self.settle: Callable[[], list[StepOutput]] = list  # takes in the steps in flight; the loop's
         self.asleep = False  # the weights are put away, and nothing may read or change them
         self._reports: deque[WeightReport] = deque()  # appended to by threads, too
-        self._readers: list[threading.Thread] = []  # of the live storage, which must not change meanwhile
+        self._readers = Crew("checksum weights", MAX_READERS)  # of the live storage, which must not change meanwhile
         self._unread: list[str] = []  # ids of commands for a reader that came while a change waited for others
-        self._joiners: list[threading.Thread] = []  # of process groups
+        self._joiners = Crew("join group", MAX_JOINS)
         self._waiting: list[str] = []  # ids of the commands that the open push answers
         self._due = False  # the staged push is to be committed
         self._rollback: _Rollback | None = None
@@ -64,14 +68,13 @@ class WeightPushes:
     @property
     def busy(self) -> bool:
         """Something is on its way that no command will announce."""
-        self._joiners = [thread for thread in self._joiners if thread.is_alive()]
-        return self.in_use or bool(self._joiners)
+        return self.in_use or self._joiners.busy
 
     @property
     def in_use(self) -> bool:
         """The weights are read, or a push or a rollback is under way."""
         push = self.transaction.push
-        return self._changing or self._reading or (push is not None and (push.state == "staging" or push.manifest.commit))
+        return self._changing or self._readers.busy or (push is not None and (push.state == "staging" or push.manifest.commit))
 
     @property
     def refusal(self) -> Unavailable | None:
@@ -93,7 +96,7 @@ class WeightPushes:
 
     def advance(self) -> list[StepOutput]:
         """Between two steps: commit what is staged, if its moment has come. Returns the sequences that end of it."""
-        if self._rollback is not None and not self._reading and not self._drains(self._rollback.in_flight, self.transaction.previous):
+        if self._rollback is not None and not self._readers.busy and not self._drains(self._rollback.in_flight, self.transaction.previous):
             self._roll_back(self._rollback.id, self._rollback.in_flight)
         waiting = self.transaction.push
         if waiting is not None and waiting.state == "waiting":
@@ -103,15 +106,13 @@ class WeightPushes:
             self._advance(push)
         if self._unread and not self._changing:
             for id in self._unread:
-                self._read(id)
+                try:
+                    self._read(id)
+                except Unavailable as error:
+                    self._report(id, error.code, error=error)
             self._unread.clear()
         ended, self._ended = self._ended, []
         return ended
-
-    @property
-    def _reading(self) -> bool:
-        self._readers = [thread for thread in self._readers if thread.is_alive()]
-        return bool(self._readers)
 
     @property
     def _changing(self) -> bool:
@@ -153,14 +154,16 @@ class WeightPushes:
                 self._check_no_rollback()
                 if not transaction.check_rollback(to):
                     self._report(id, "unchanged", version=to)
-                elif self._reading or self._drains(in_flight, transaction.previous):
+                elif self._readers.busy or self._drains(in_flight, transaction.previous):
                     self._rollback = _Rollback(id, in_flight)
                 else:
                     self._roll_back(id, in_flight)
             case LookAtWeights(id, checksums):
                 if not checksums:
                     self._report(id, "looked")
-                elif self._changing:
+                    return
+                self._readers.check_room(len(self._unread))
+                if self._changing:
                     self._unread.append(id)
                 else:
                     self._read(id)
@@ -168,8 +171,8 @@ class WeightPushes:
                 self._check_group_free(name)
                 if "broadcast" not in transaction.channels:
                     raise Forbidden("this server takes no weights by broadcast; start it with broadcast among its --weight-channels")
-                self._joiners.append(threading.Thread(target=self._join, args=(command,), name="join group", daemon=True))
-                self._joiners[-1].start()
+                self._joiners.check_room()
+                self._joiners.start(partial(self._join, command))
             case LeaveGroup(id, name):
                 self._check_group_free(name)
                 transaction.intake.groups.leave(name)
@@ -184,6 +187,9 @@ class WeightPushes:
             self._report(asked.id, "joined")
         except ChannelError as error:
             self._report(asked.id, error.code, error=from_code(error.code, str(error)))
+        except Exception as cause:  # who asks must be answered, whatever it is
+            failed = ChannelBroken(f"the group cannot be joined ({type(cause).__name__}: {cause}); make it anew")
+            self._report(asked.id, failed.code, error=failed)
 
     def _brings(self, group: str) -> bool:
         push = self.transaction.push
@@ -200,7 +206,7 @@ class WeightPushes:
 
     def _begin(self, push: Push) -> None:
         """In place: once nothing that runs, and nobody who reads, could see half of the new weights."""
-        if self._reading or self._drains(push.manifest.in_flight, self.transaction.live.only(push.manifest.roles)):
+        if self._readers.busy or self._drains(push.manifest.in_flight, self.transaction.live.only(push.manifest.roles)):
             return
         self._ended += self.settle()
         self._scheduler.frozen = True
@@ -240,9 +246,7 @@ class WeightPushes:
                 error = PushFailed(f"the weights in use cannot be summed ({type(cause).__name__}: {cause}); nothing has changed: ask again")
                 self._report(id, error.code, error=error)
 
-        thread = threading.Thread(target=read, name="checksum weights", daemon=True)
-        self._readers.append(thread)
-        thread.start()
+        self._readers.start(read)
 
     def _check_no_rollback(self) -> None:
         if self._rollback is not None:
@@ -258,7 +262,7 @@ class WeightPushes:
             self._answer(push, "gathering")
         elif push.manifest.commit or self._due:
             assert push.parts is not None
-            if self._reading or self._drains(push.manifest.in_flight, push.parts):
+            if self._readers.busy or self._drains(push.manifest.in_flight, push.parts):
                 return
             self._commit(push)
         elif self._waiting:

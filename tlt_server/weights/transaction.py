@@ -23,9 +23,10 @@ from typing import Literal
 import torch
 
 from tlt_client.channels import CHANNELS, Intake, Receiver
-from tlt_server.errors import ChannelBroken, Conflict, Forbidden, InvalidRequest, NotFound, PushFailed, TltError
+from tlt_server.errors import ChannelBroken, Conflict, Forbidden, InvalidRequest, NotFound, PushFailed, TltError, Unavailable
 from tlt_server.records import Manifest
 from tlt_server.registry import Registry
+from tlt_server.threads import started
 from tlt_server.weights.parts import Drafter, Parts, Target
 from tlt_server.weights.spool import Spool
 from tlt_server.weights.staging import Staging, Steps
@@ -152,11 +153,13 @@ class Transaction:
         return self.push
 
     def start(self) -> None:
-        """Stage the push that waits, in a thread."""
+        """Stage the push that waits, in a thread; without one it fails."""
         assert self.push is not None and self.push.state == "waiting"
         self.push.state = "staging"
-        self.push.thread = threading.Thread(target=self._work, args=(self.push,), name="stage weights", daemon=True)
-        self.push.thread.start()
+        try:
+            self.push.thread = started("stage weights", partial(self._work, self.push))
+        except Unavailable as error:
+            self.push.error = error
 
     def _is_live(self, manifest: Manifest) -> bool:
         """A repeated push that says by checksums what it would bring, so that nothing has to be brought; from a group it has to."""

@@ -1,0 +1,127 @@
+"""Threads beside the loop are few, and one that cannot be started is an error for who asked, not the end of the engine."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.engine.pushing import Pushable, perturbed
+from tests.engine.tiny import SMALLEST, write_target
+from tlt_client.channels.groups import Groups, Membership
+from tlt_server.engine.pushes import MAX_JOINS, MAX_READERS
+from tlt_server.engine.settings import EngineSettings
+from tlt_server.errors import Unavailable, from_code
+from tlt_server.records import CommitWeights, GenerateRequest, JoinGroup, LookAtWeights, Sampling, Sleep
+from tlt_server.threads import Crew, started
+from tlt_server.weights import checksums
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> EngineSettings:
+    write_target(tmp_path / "base", shape=SMALLEST)
+    perturbed(tmp_path / "base", tmp_path / "root" / "new", 1)
+    return EngineSettings(model=str(tmp_path / "base"), drafter="none", policy="off", kv_memory_mb=4, threads=1,
+                          weight_channels="disk,broadcast", weight_root=str(tmp_path / "root"))
+
+
+def join(id: str) -> JoinGroup:
+    return JoinGroup(id, id, backend="gloo", master_address="127.0.0.1", master_port=1, rank=1, world_size=2)
+
+
+def unavailable(engine: Pushable, id: str) -> str:
+    error = engine.report(id).error
+    assert error is not None and error[0] == "unavailable" and from_code(*error).http_status == 503
+    return error[1]
+
+
+def lives(engine: Pushable) -> bool:
+    return len(engine.run(GenerateRequest(id="r", token_ids=[5, 6], seed=1, sampling=Sampling(max_tokens=3, ignore_eos=True)))["r"][0]) == 3
+
+
+def test_so_many_joins_at_once_and_no_more(settings: EngineSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on, engine = threading.Event(), Pushable(settings)
+    monkeypatch.setattr(Groups, "join", lambda self, member: go_on.wait(20))
+    for i in range(MAX_JOINS + 2):
+        engine.engine.send(join(f"j{i}"))
+    for i in (MAX_JOINS, MAX_JOINS + 1):
+        said = unavailable(engine, f"j{i}")
+        assert f"the limit is {MAX_JOINS}" in said and "wait for one" in said
+    go_on.set()
+    assert [engine.report(f"j{i}").result for i in range(MAX_JOINS)] == ["joined"] * MAX_JOINS
+    engine.until(lambda: not engine.engine.pushes.busy, "end of the joins")
+    engine.engine.send(join("later"))
+    assert engine.report("later").result == "joined"
+
+
+def test_so_many_readers_at_once_and_no_more_also_behind_a_commit(settings: EngineSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on, sound, engine = threading.Event(), checksums.mix64, Pushable(settings)
+    assert engine.push("new", "v", commit=False).result == "staged"
+    monkeypatch.setattr(checksums, "mix64", lambda tensor: (go_on.wait(20), sound(tensor))[1])
+    engine.engine.send(LookAtWeights("l0", checksums=True))
+    engine.step()
+    engine.engine.send(CommitWeights("c", "v"))
+    for i in range(1, MAX_READERS + 1):
+        engine.engine.send(LookAtWeights(f"l{i}", checksums=True))
+    assert f"the limit is {MAX_READERS}" in unavailable(engine, f"l{MAX_READERS}")
+    go_on.set()
+    assert all(engine.report(f"l{i}").result == "looked" for i in range(MAX_READERS)) and engine.report("c").result == "committed"
+
+
+@pytest.mark.parametrize("staging", ["auto", "none"])
+def test_an_engine_that_gets_no_thread_says_so_and_lives(staging: str, settings: EngineSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Pushable(msgspec.structs.replace(settings, weight_staging=staging))
+    sums = engine.checksums()
+
+    def no_thread(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", no_thread)
+        engine.engine.send(join("j"))
+        engine.engine.send(LookAtWeights("l", checksums=True))
+        push = engine.send_push("new", "v")
+        for id in ("j", "l", push):
+            said = unavailable(engine, id)
+            assert "can't start new thread" in said and "pids limit" in said
+        assert lives(engine) and not engine.engine.pushes.busy
+    assert engine.checksums() == sums and engine.push("new", "v").result == "committed"
+
+
+def test_a_join_that_fails_in_any_way_is_answered(settings: EngineSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Pushable(settings)
+    monkeypatch.setattr(Groups, "join", lambda self, member: {}["nobody"])
+    engine.engine.send(join("j"))
+    error = engine.report("j").error
+    assert error is not None and error[0] == "channel_broken" and "KeyError" in error[1] and "make it anew" in error[1]
+
+
+def test_a_crew_counts_who_waits_and_forgets_who_has_ended() -> None:
+    go_on, crew = threading.Event(), Crew("do it", 2)
+    crew.check_room(1)
+    with pytest.raises(Unavailable, match="2 are at work already to do it, the limit is 2"):
+        crew.check_room(2)
+    for _ in range(2):
+        crew.start(lambda: (go_on.wait(20), None)[1])
+    with pytest.raises(Unavailable):
+        crew.check_room()
+    go_on.set()
+    started("wait", lambda: None).join()
+    while crew.busy:
+        pass
+    crew.check_room(1)
+
+
+def test_memory_does_not_go_to_sleep_while_a_trainer_holds_the_gpu(settings: EngineSettings) -> None:
+    """Giving memory back waits for every kernel, and so would the loop for the trainer."""
+    engine = Pushable(settings)
+    groups = engine.engine.pushes.transaction.intake.groups
+    for backend, code in (("nccl", "conflict"), ("gloo", None)):
+        groups._joining.append(Membership("g", backend, "127.0.0.1", 1, 1, 2))
+        engine.engine.send(Sleep(backend, ["kv_cache"]))
+        engine.step()
+        (report,) = engine.engine.control_reports()
+        assert (report.error and report.error[0]) == code
+        groups._joining.clear()

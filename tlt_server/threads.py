@@ -1,0 +1,42 @@
+"""Threads beside a loop that must not wait: one that cannot be started, or is one too many, is a typed error for who asked."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from tlt_server.errors import Unavailable
+
+
+def started(name: str, work: Callable[[], None]) -> threading.Thread:
+    """`Unavailable` when the system gives no thread."""
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    try:
+        thread.start()
+    except (RuntimeError, MemoryError) as error:
+        raise Unavailable(f"no thread can be started to {name} ({error}); raise the limit on processes (ulimit -u, or the container's "
+                          "pids limit), or ask again later") from None
+    return thread
+
+
+class Crew:
+    """Threads that do one kind of work, at most `limit` at once."""
+
+    def __init__(self, name: str, limit: int) -> None:
+        self._name, self._limit = name, limit
+        self._threads: list[threading.Thread] = []
+
+    @property
+    def busy(self) -> bool:
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        return bool(self._threads)
+
+    def check_room(self, waiting: int = 0) -> None:
+        """`Unavailable` when with those that `waiting` counts there are as many as may be."""
+        count = (len(self._threads) if self.busy else 0) + waiting
+        if count >= self._limit:
+            raise Unavailable(f"{count} are at work already to {self._name}, the limit is {self._limit}; wait for one to be answered, then "
+                              "ask again")
+
+    def start(self, work: Callable[[], None]) -> None:
+        self._threads.append(started(self._name, work))
