@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import mmap
+import os
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -11,22 +16,110 @@ from safetensors.torch import load_file
 
 from tests.engine.pushing import Pushable, perturbed
 from tests.engine.tiny import SMALLEST, write_target
+from tlt_client.channels import Buffers, cuda
 from tlt_client.channels.disk import write
+from tlt_server.attention import backing
+from tlt_server.attention.pinned import pinned
 from tlt_server.engine.devices.cpu import CpuDevice
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import PushFailed
-from tlt_server.records import GenerateRequest, Sampling
+from tlt_server.records import GenerateRequest, Sampling, Sleep, WakeUp
 from tlt_server.weights.storage import Free, Storage, choose
 
 MIB = 2**20
 
 
-@pytest.mark.parametrize("asked, free, place", [
-    ("auto", Free(10, 10, 10), "device"), ("auto", Free(9, 10, 10), "host"), ("auto", Free(9, 9, 10), "disk"),
-    ("host", Free(10, 10, 10), "host"), ("disk", Free(10, 10, 10), "disk"), ("device", Free(10, 0, 0), "device"),
+class Pins:
+    """Stands in for the CUDA runtime: what is pinned."""
+
+    def __init__(self) -> None:
+        self.held: set[int] = set()
+        self.sizes: list[int] = []
+
+    def pin(self, pointer: int, size: int) -> None:
+        assert pointer % mmap.PAGESIZE == 0 and pointer not in self.held
+        self.held.add(pointer)
+        self.sizes.append(size)
+
+    def count(self, expected: int) -> bool:
+        """Whether so many are held, once what was dropped has been let go in its thread."""
+        gc.collect()
+        give_up = time.monotonic() + 20
+        while len(self.held) != expected and time.monotonic() < give_up:
+            time.sleep(0.001)
+        return len(self.held) == expected
+
+    def fail(self, pointer: int, size: int) -> None:
+        raise RuntimeError("cudaHostRegister failed (out of memory)")
+
+
+@pytest.fixture
+def pins(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pins]:
+    pins = Pins()
+    monkeypatch.setattr(cuda, "pin", pins.pin)
+    monkeypatch.setattr(cuda, "unpin", pins.held.remove)
+    yield pins
+    assert pins.count(0), "what was pinned is let go"
+
+
+@pytest.mark.parametrize("asked, free, places", [
+    ("auto", Free(10, 10, 10), "device host disk"), ("auto", Free(9, 10, 10), "host disk"), ("auto", Free(10, 9, 10), "device disk"),
+    ("auto", Free(9, 9, 10), "disk"), ("host", Free(10, 10, 10), "host"), ("disk", Free(10, 10, 10), "disk"),
+    ("device", Free(10, 0, 0), "device"),
 ])
-def test_the_first_place_with_room_is_taken_or_the_one_asked_for(asked: str, free: Free, place: str) -> None:
-    assert choose(asked, 10 * MIB, Free(*(MIB * n for n in free))) == place  # type: ignore[arg-type]
+def test_the_places_with_room_are_tried_in_order_or_the_one_asked_for(asked: str, free: Free, places: str) -> None:
+    assert choose(asked, 10 * MIB, Free(*(MIB * n for n in free))) == places.split()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("device, buffers, place", [
+    ("cuda", Buffers(), "device"), ("cuda", Buffers(host=9), "device"), ("cuda", Buffers(device=1), "host"),
+    ("cuda", Buffers(host=11, device=1), "disk"), ("cpu", Buffers(), "device"), ("cpu", Buffers(host=1), "host"),
+    ("cpu", Buffers(device=1, host=1), "host"), ("cpu", Buffers(host=11), "disk"),
+])
+def test_a_receivers_buffers_are_kept_free(device: str, buffers: Buffers, place: str, pins: Pins, tmp_path: Path) -> None:
+    storage = Storage("auto", lambda: Free(10 * MIB, 20 * MIB, 30 * MIB), torch.device(device), tmp_path)
+    storage.make(10 * MIB, Buffers(*(MIB * n for n in buffers)), lambda: torch.empty(3))
+    assert storage.place == place
+
+
+NO_ROOM = [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("CUDA error: out of memory"), MemoryError(),
+           RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"), OSError(12, "Cannot allocate memory"),
+           OSError(28, "No space left on device")]
+
+
+@pytest.mark.parametrize("error", NO_ROOM, ids=repr)
+def test_a_place_that_has_no_room_after_all_gives_way_to_the_next_and_says_so(
+        error: Exception, pins: Pins, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    storage, made = Storage("auto", lambda: Free(MIB, MIB, MIB), torch.device("cuda"), tmp_path), []
+
+    def make() -> torch.Tensor:
+        made.append(torch.empty(5))
+        if len(made) < 3:
+            raise error
+        return made[-1]
+
+    assert storage.make(100, Buffers(), make) is made[2] and storage.place == "disk"
+    assert pins.sizes == [20], "the second one was in the host's memory"
+    said = capsys.readouterr().err.splitlines()
+    assert [line.partition(" after all: ")[2].partition(",")[0] for line in said] == ["device", "host"]
+    storage = Storage("device", lambda: Free(MIB, MIB, MIB), torch.device("cuda"), tmp_path)
+    made.clear()
+    with pytest.raises(PushFailed, match="could not be had.*--weight-staging none"):
+        storage.make(100, Buffers(), make)
+
+
+def test_another_error_than_of_room_is_told_as_it_is(tmp_path: Path) -> None:
+    def make() -> None:
+        raise RuntimeError("a bug")
+
+    with pytest.raises(RuntimeError, match="a bug"):
+        Storage("auto", lambda: Free(MIB, MIB, MIB), torch.device("cpu"), tmp_path).make(1, Buffers(), make)
+
+
+def test_a_disk_that_is_full_says_so_before_it_is_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "posix_fallocate", lambda *given: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(PushFailed, match="could not be had"):
+        Storage("disk", lambda: Free(0, 0, MIB), torch.device("cpu"), tmp_path).make(100, Buffers(), lambda: torch.zeros(3))
 
 
 @pytest.mark.parametrize("asked, free", [("auto", Free(9, 9, 9)), ("device", Free(9, 10, 10)), ("disk", Free(10, 10, 0))])
@@ -37,13 +130,44 @@ def test_without_room_the_refusal_says_how_much_is_lacking_and_where(asked: str,
 
 def test_storage_on_disk_is_mapped_files_without_names(tmp_path: Path) -> None:
     storage = Storage("disk", lambda: Free(0, 0, MIB), torch.device("cpu"), tmp_path / "staged")
-    with storage.at(100):
-        made = [torch.zeros(3, 4), torch.ones(5), torch.empty((2, 2), dtype=torch.bfloat16), torch.zeros(0)]
+    made = storage.make(100, Buffers(), lambda: [
+        torch.zeros(3, 4), torch.ones(5), torch.empty((2, 2), dtype=torch.bfloat16), torch.zeros(0)])
     assert [tuple(t.shape) for t in made] == [(3, 4), (5,), (2, 2), (0,)] and made[2].dtype == torch.bfloat16
     assert made[0].sum() == 0 and made[1].sum() == 5 and list((tmp_path / "staged").iterdir()) == []
     mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line]
     assert len(mapped) >= 3, "it is not the process's own memory"
     assert torch.zeros(2).sum() == 0, "outside, storage is ordinary"
+
+
+def test_pinned_memory_has_the_size_of_its_tensors_and_goes_with_them(pins: Pins) -> None:
+    storage = Storage("host", lambda: Free(0, MIB, 0), torch.device("cuda"), None)
+    made = storage.make(100, Buffers(), lambda: [torch.zeros(3, 4), torch.ones(1025, dtype=torch.bfloat16), torch.empty(0)])
+    assert pins.sizes == [48, 2050, 1] and [tuple(t.shape) for t in made] == [(3, 4), (1025,), (0,)]
+    assert made[0].sum() == 0 and made[1].sum() == 1025
+    view = made[1][7:9]
+    del made
+    assert pins.count(1), "a view holds the whole"
+    assert view.tolist() == [1, 1]
+    del view
+    assert pins.count(0)
+
+
+def test_pinned_pages_are_let_go_before_they_are_dropped_and_held_again_before_they_are_used(
+        pins: Pins, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = pinned((2**16,), torch.float32).fill_(1)
+    dropped: list[bool] = []
+    sound = backing._libc.madvise
+    monkeypatch.setattr(backing._libc, "madvise", lambda *given: dropped.append(bool(pins.held)) or sound(*given))
+    behind = backing.Backing(tensor)
+    behind.free()
+    assert dropped == [False] and not pins.held and tensor.sum() == 0
+    behind.free()
+    with monkeypatch.context() as patched:
+        patched.setattr(cuda, "pin", pins.fail)
+        with pytest.raises(torch.OutOfMemoryError, match="cannot be pinned"):
+            behind.reclaim()
+    behind.reclaim()
+    assert pins.held == {tensor.data_ptr()}
 
 
 @pytest.fixture
@@ -62,6 +186,23 @@ def test_a_version_staged_on_disk_is_committed_and_rolled_back(settings: EngineS
     assert engine.push("new", "v").checksums == sums == engine.checksums() != before
     assert engine.engine.pushes.transaction._options.storage.place == "disk"
     assert engine.roll_back().result == "rolled_back" and engine.checksums() == before
+
+
+def test_weights_sleep_after_a_push_that_was_staged_in_pinned_memory(settings: EngineSettings, pins: Pins) -> None:
+    """On a CPU the pinned version itself is live then; on a GPU it holds the one before."""
+    engine = Pushable(msgspec.structs.replace(settings, weight_staging="host"))
+    engine.engine.pushes.transaction._options.storage._device = torch.device("cuda")
+    assert engine.push("new", "v").result == "committed"
+    sums, held = engine.checksums(), set(pins.held)
+    assert held
+    engine.engine.send(Sleep("s", ["weights", "kv_cache"]))
+    engine.step(2)
+    assert not pins.held
+    engine.engine.send(WakeUp("w", ["weights", "kv_cache"]))
+    engine.step(2)
+    assert [report.error for report in engine.engine.control_reports()] == [None, None]
+    assert pins.held == held and engine.checksums() == sums
+    assert engine.roll_back().result == "rolled_back" and engine.checksums() != sums
 
 
 def test_without_room_a_push_fails_and_changes_nothing(settings: EngineSettings, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,8 @@
 """The memory behind a tensor, given back while the tensor stays: whoever holds it, or a view of it, need not be told.
 
 On a GPU the storage is emptied and allocated again, perhaps at another address. On the host whole pages go back to the system and are
-zeros when they are touched again; what shares a page with other data stays. Either way the content is lost.
+zeros when they are touched again; what shares a page with other data stays. Pages that are pinned for a GPU are let go first: dropped
+under it, they would be two different pages to host and GPU. Either way the content is lost.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import ctypes
 import mmap
 
 import torch
+
+from tlt_server.attention.pinned import block_at
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -22,6 +25,9 @@ class Backing:
     def free(self) -> None:
         """Nothing may read the tensor before `reclaim`."""
         if self.storage.device.type == "cpu":
+            block = block_at(self.storage.data_ptr())
+            if block is not None:
+                block.unpin()
             first = -(-self.storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
             length = (self.storage.data_ptr() + self.size) // mmap.PAGESIZE * mmap.PAGESIZE - first
             if length > 0 and _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), mmap.MADV_DONTNEED):
@@ -30,11 +36,23 @@ class Backing:
             self.storage.resize_(0)
 
     def reclaim(self) -> None:
-        """On a GPU `torch.OutOfMemoryError` when others have taken the memory; the content is undefined."""
+        """`torch.OutOfMemoryError` when others have taken the memory; the content is undefined."""
         if self.storage.device.type != "cpu":
             self.storage.resize_(self.size)
+        elif (block := block_at(self.storage.data_ptr())) is not None:
+            try:
+                block.pin()
+            except MemoryError as error:
+                raise torch.OutOfMemoryError(str(error)) from None
 
     @property
     def bytes(self) -> torch.Tensor:
         """uint8 view."""
         return torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(self.storage)  # type: ignore[call-overload, no-any-return]
+
+
+def give_back() -> None:
+    """What backings have freed goes to others, not to the allocator of this process. Waits for all that a GPU does: not while a trainer
+    keeps it waiting (`Groups.hold_gpu`)."""
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()

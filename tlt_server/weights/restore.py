@@ -7,7 +7,6 @@ takes their place.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -45,7 +44,7 @@ def _restored(role: str, kept: Kept, spool: Spool, live: Parts, parse_calibratio
     part: Target | Drafter
     if kept.directory:
         manifest = Manifest(role="target" if role == "target" else "drafter", version=kept.version, path=kept.directory)
-        steps = Steps(lambda phase: None, None, parse_calibration, lambda size: nullcontext())
+        steps = Steps(lambda phase: None, None, parse_calibration, lambda need, buffers, make: make())
         staged = Staging(live.complete(), steps).take(manifest, lambda m: DiskReceiver(m, Intake(root=spool.directory)))
         assert staged is not None  # one manifest brings all
         part = staged.by_role[role]

@@ -10,25 +10,34 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager, closing
+from contextlib import closing
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 from torch import Tensor
 
-from tlt_client.channels import Batch, Receiver, owner
+from tlt_client.channels import Batch, Buffers, Receiver, owner
 from tlt_client.channels.checkpoint import INDEX, SINGLE
 from tlt_client.channels.errors import ChannelError
 from tlt_client.channels.source import json_object
-from tlt_server.errors import ModelError, PushFailed, WeightsRefused, from_code
+from tlt_server.errors import ModelError, PushFailed, TltError, WeightsRefused, from_code
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.loader import check_names, check_tensor
 from tlt_server.records import Manifest, TensorEntry
 from tlt_server.weights.checksums import checksum, digest, kind_of, mix64
 from tlt_server.weights.parts import Drafter, DrafterNetwork, Parts, Target, TargetNetwork
+from tlt_server.weights.storage import ran_out
 
 CALIBRATION = "calibration.safetensors"
 TIED_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+Model = TypeVar("Model")
+
+
+class Make(Protocol):
+    def __call__(self, need: int, buffers: Buffers, make: Callable[[], Model], /) -> Model:
+        """What `make` gives, of `need` bytes, in storage of its own; beside it a receiver will take `buffers`."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +47,7 @@ class Steps:
     enter: Callable[[str], None]  # a phase begins; raises to cancel
     keep: Callable[[str, str, bytes], None] | None  # role, file, its checked bytes: for the spool, if there is one
     parse_calibration: Callable[[bytes, str], object]  # content, where from
-    storage: Callable[[int], AbstractContextManager[object]]  # where models of so many bytes are made
+    storage: Make
     overwrite: Callable[[str], None] | None = None  # in place: the first live value of a role is about to change
 
 
@@ -66,6 +75,7 @@ class Staging:
 
     def __init__(self, live: Parts, steps: Steps) -> None:
         self.live, self.steps = live, steps
+        self.opened: Manifest | None = None  # the last one of which a receiver takes what comes, or has taken it
         self._roles: dict[str, _Role] = {}
         self._taken = 0  # manifests
         self._overwriting: set[str] = set()
@@ -85,20 +95,27 @@ class Staging:
 
         A `TltError` when there is none of both; `PushFailed` without a disk.
         """
+        first: Exception | None = None
         try:
             self.steps.enter("open")
-            declared = self._declared(manifest)
             with closing(receive(manifest)) as receiver:
-                return self._receive(manifest, receiver, declared)
+                self.opened = manifest
+                try:
+                    return self._receive(manifest, receiver)
+                except Exception as error:
+                    first = _exhausted(error) if ran_out(error) else error
+                    raise first from None
         except ModelError as error:
             raise WeightsRefused(error.message) from None
-        except ChannelError as error:
-            raise from_code(error.code, str(error)) from None
+        except ChannelError as error:  # perhaps of closing, which then matters more than why we closed
+            before = f". Before that: {first}" if isinstance(first, TltError) else ""
+            raise from_code(error.code, str(error) + before) from None
         except OSError as error:
             raise PushFailed(f"{manifest.path or manifest.channel}: reading it, or keeping it in the state directory, failed ({error}); "
                              "check the disks and push again") from None
 
-    def _receive(self, manifest: Manifest, receiver: Receiver, declared: Mapping[str, Mapping[str, TensorEntry]]) -> Parts | None:
+    def _receive(self, manifest: Manifest, receiver: Receiver) -> Parts | None:
+        declared = self._declared(manifest)
         self.steps.enter("check")
         for name in receiver.names:
             if receiver.names[name] or not manifest.partial:
@@ -141,8 +158,8 @@ class Staging:
         self._check_config(live.config, receiver.file(name, "config.json"), f"{place}/config.json")
         if name not in self._roles:
             own_embedding = None if manifest.partial else "embed_tokens.weight" in coming
-            with self.steps.storage(sum(view.nbytes for view in live.parameters().values())):
-                network = self._network(name, own_embedding)
+            need = sum(view.nbytes for view in live.parameters().values())
+            network = self.steps.storage(need, receiver.buffers, partial(self._network, name, own_embedding))
             tied = {TIED_HEAD} if network.config.tied_embeddings else set()
             self._roles[name] = _Role(network, network.parameters(), tied if name == "target" else {"d2t", "t2d"}, place)
         role = self._roles[name]
@@ -262,6 +279,12 @@ class Staging:
             if self.steps.keep is not None:
                 self.steps.keep("drafter", CALIBRATION, data)
         return Drafter("", network, calibration, sums)  # type: ignore[arg-type]
+
+
+def _exhausted(error: Exception) -> PushFailed:
+    said = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    return PushFailed(f"memory ran out while weights were received ({said}); push smaller buckets (bucket_bytes), or serve with "
+                      "--weight-staging host or disk, or with less --memory-fraction")
 
 
 def _file(batch: Batch) -> bytes:

@@ -1,28 +1,37 @@
 """Where a pushed version lies while it is staged: beside the live one if there is room, else in pinned host memory, else in mapped files.
 
-The device says what is free; the first place with room is taken, or the one that was asked for. A model is made as always: within
-`at` the storage it allocates comes from that place. On a CPU the device's memory is the host's.
+The device says what is free, and what a receiver needs beside the model is kept free; the first place with room is taken, or the one that
+was asked for. A model is made as always, but the storage it allocates comes from that place; where there is no room after all the next
+place is tried. On a CPU the device's memory is the host's.
 """
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
+import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from tlt_client.channels import Buffers
+from tlt_server.attention.pinned import pinned
 from tlt_server.errors import PushFailed
 
+Model = TypeVar("Model")
 Place = Literal["device", "host", "disk"]
 Asked = Literal["auto", "device", "host", "disk", "none"]
 MEMORY, MEMORY_LIMIT = Path("/proc/meminfo"), Path("/sys/fs/cgroup/memory.max")
 PLACES: tuple[Place, ...] = ("device", "host", "disk")
+REMEDY = ("make room, name a --state-dir on a larger disk, or start the server with --weight-staging none, which writes over the weights "
+          "in use")
 
 
 class Free(NamedTuple):
@@ -52,16 +61,23 @@ def disk_free(directory: str) -> int:
     return shutil.disk_usage(directory).free if directory else 0
 
 
-def choose(asked: Asked, need: int, free: Free) -> Place:
-    """The first place with room, or `PushFailed` with what is lacking."""
+def choose(asked: Asked, need: int, free: Free) -> list[Place]:
+    """The places with room, the best one first, or `PushFailed` with what is lacking."""
     assert asked != "none", "in place there is nothing to choose"
     allowed = PLACES if asked == "auto" else (asked,)
-    for place in allowed:
-        if getattr(free, place) >= need:
-            return place
-    found = ", ".join(f"{getattr(free, place) // 2**20} MiB ({place})" for place in allowed)
-    raise PushFailed(f"a staged version takes {need // 2**20} MiB, free are {found}; make room, name a --state-dir on a larger disk, or "
-                     "start the server with --weight-staging none, which writes over the weights in use")
+    places = [place for place in allowed if getattr(free, place) >= need]
+    if not places:
+        found = ", ".join(f"{getattr(free, place) // 2**20} MiB ({place})" for place in allowed)
+        raise PushFailed(f"a staged version takes {need // 2**20} MiB, free are {found}; {REMEDY}")
+    return places
+
+
+def ran_out(error: BaseException) -> bool:
+    """Whether it says, in one of the many ways there are, that memory or a disk had no room."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOMEM, errno.ENOSPC, errno.EDQUOT)
+    said = str(error).lower()
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and ("out of memory" in said or "allocate memory" in said))
 
 
 class Storage:
@@ -72,14 +88,32 @@ class Storage:
         self.place: Place | None = None  # of the last version staged
         self._asked, self._free, self._device, self._directory = asked, free, device, directory
 
-    @contextmanager
-    def at(self, need: int) -> Iterator[None]:
+    def make(self, need: int, buffers: Buffers, make: Callable[[], Model]) -> Model:
+        """A model of `need` bytes in the first place that has room for it and `buffers`; `PushFailed` where none has."""
         if self.in_place:
-            yield
-            return
-        self.place = choose(self._asked, need, self._free())
-        with self._mode(self.place):
-            yield
+            return make()
+        for place in choose(self._asked, need, self._beside(buffers)):
+            try:
+                with self._mode(place):
+                    made = make()
+            except Exception as error:
+                if not ran_out(error):
+                    raise
+                said = (str(error) or type(error).__name__).splitlines()[0]
+                print(f"tlt: no room for a staged version after all: {place}, {need // 2**20} MiB ({said})", file=sys.stderr)
+            else:
+                self.place = place
+                return made
+        raise PushFailed(f"a staged version takes {need // 2**20} MiB, which could not be had although they seemed to be free ({said}); "
+                         f"{REMEDY}")
+
+    def _beside(self, buffers: Buffers) -> Free:
+        """What is free beside them."""
+        free = self._free()
+        if self._device.type == "cpu":
+            both = max(buffers)
+            return Free(free.device - both, free.host - both, free.disk)
+        return Free(free.device - buffers.device, free.host - buffers.host, free.disk)
 
     def _mode(self, place: Place) -> Any:
         if place == "disk":
@@ -88,7 +122,7 @@ class Storage:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             return _Elsewhere(lambda shape, dtype: _mapped(directory, shape, dtype))
         if place == "host" and self._device.type == "cuda":
-            return _Elsewhere(lambda shape, dtype: torch.empty(shape, dtype=dtype, pin_memory=True))
+            return _Elsewhere(pinned)
         return nullcontext()
 
 
@@ -101,7 +135,7 @@ class _Elsewhere(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func not in (torch.empty, torch.zeros, torch.ones) or kwargs.get("pin_memory"):
+        if func not in (torch.empty, torch.zeros, torch.ones):
             return func(*args, **kwargs)
         shape = tuple(args[0]) if args and not isinstance(args[0], int) else tuple(args)
         made = self._allocate(shape, kwargs.get("dtype") or torch.get_default_dtype())
@@ -112,4 +146,5 @@ def _mapped(directory: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tens
     """A tensor in a file that has no name any more."""
     count = max(1, torch.Size(shape).numel())
     with tempfile.NamedTemporaryFile(dir=directory) as file:
+        os.posix_fallocate(file.fileno(), 0, count * dtype.itemsize)  # a full disk says so here, not by killing who writes
         return torch.from_file(file.name, shared=True, size=count, dtype=dtype)[: torch.Size(shape).numel()].view(shape)

@@ -366,7 +366,7 @@ class Transaction:
                 if spool is not None:
                     spool.begin()
                 push.staging = Staging(self.live, Steps(
-                    enter, spool.keep if spool is not None else None, self._parse_calibration, options.storage.at,
+                    enter, spool.keep if spool is not None else None, self._parse_calibration, options.storage.make,
                     push.overwritten.add if self.in_place else None))
             parts = push.staging.take(push.manifest, receive)
             if spool is not None and parts is not None:

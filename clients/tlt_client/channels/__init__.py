@@ -92,8 +92,18 @@ class Batch(NamedTuple):
     data: bytes | None  # that file's bytes, where they came as a file; else it is to be written
 
 
+class Buffers(NamedTuple):
+    """Bytes of memory that a receiver takes for itself while it receives."""
+
+    host: int = 0
+    device: int = 0  # of the one that the engine computes on
+
+
 class Receiver(Protocol):
     """The engine's half, of one push. Everything raises `ChannelError` with a remedy, or `OSError`."""
+
+    @property
+    def buffers(self) -> Buffers: ...
 
     @property
     def names(self) -> Mapping[str, Mapping[str, str]]: ...  # role -> tensor that will come -> from where, for messages

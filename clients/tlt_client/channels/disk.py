@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tlt_client.channels import Announcement, Batch, Intake, Tensors, split
+from tlt_client.channels import Announcement, Batch, Buffers, Intake, Tensors, split
 from tlt_client.channels.checkpoint import INDEX, SINGLE, Checkpoint
 from tlt_client.channels.errors import ContentRefused
 from tlt_client.channels.source import Source
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 
 class DiskReceiver:
+    buffers = Buffers()  # a file at a time, which is gone before the next
+
     def __init__(self, push: Announcement, intake: Intake) -> None:
         assert intake.root is not None
         paths = {role: push.path for role in ("target", "drafter") if push.role in (role, "all")}

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tlt_client.channels import DRAFTER_PREFIX, Announcement, Batch, Intake, Tensors, announced, split
+from tlt_client.channels import DRAFTER_PREFIX, Announcement, Batch, Buffers, Intake, Tensors, announced, split
 from tlt_client.channels.checkpoint import parsed
 from tlt_client.channels.errors import ContentRefused
 from tlt_client.channels.files import opened
@@ -31,6 +31,8 @@ OnBytes = Callable[[str, int, int], None]  # part, its bytes that are there, of 
 
 
 class HttpReceiver:
+    buffers = Buffers()  # a part at a time, which is gone before the next
+
     def __init__(self, push: Announcement, intake: Intake) -> None:
         assert intake.uploads is not None
         if not (intake.uploads / push.path).is_dir():

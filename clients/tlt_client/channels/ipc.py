@@ -24,7 +24,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tlt_client.channels import Announcement, Batch, Intake, Tensors, announced, of_bucket
+from tlt_client.channels import Announcement, Batch, Buffers, Intake, Tensors, announced, of_bucket
 from tlt_client.channels.errors import ChannelBroken, ContentRefused, PlaceForbidden
 from tlt_client.channels.line import Line, address, entered
 from tlt_client.channels.memory import Memory, share
@@ -50,6 +50,8 @@ class IpcReceiver:
             raise PlaceForbidden(f"path is {push.path[:80]!r}; by ipc it is a socket's name: 1 to 64 letters, digits, '_' and '-'")
         slots = [slot(tensor.name, tensor.dtype, tensor.shape) for tensor in push.tensors]
         self._buckets, self._role, self._timeout_s = list(buckets(slots, push.bucket_bytes)), push.role, intake.timeout_s
+        self._largest = max(map(size_of, self._buckets))
+        self.buffers = Buffers(self._largest, self._largest)  # one copy, where the trainer's memory turns out to be
         self.names = announced(push, "the manifest")
         self.places = dict.fromkeys(self.names, "the manifest")
         self._line: Line | None = None
@@ -72,7 +74,7 @@ class IpcReceiver:
 
         line = self._line = self._accepted()
         memory = self._memory = line.receive_memory()
-        copy = torch.empty(max(map(size_of, self._buckets)), dtype=torch.uint8, device=memory.view.device)
+        copy = torch.empty(self._largest, dtype=torch.uint8, device=memory.view.device)
         for sequence, bucket in enumerate(self._buckets):
             size = size_of(bucket)
             offered, start, length = OFFER.unpack(line.receive(OFFER.size))
@@ -105,13 +107,15 @@ class IpcReceiver:
         self._line.receive_end()
 
     def close(self) -> None:
-        if self._memory is not None:
-            self._memory.close()
-        if self._line is not None:
-            self._line.close()
-        self._listener.close()
-        os.unlink(self._name, dir_fd=self._directory)
-        os.close(self._directory)
+        try:
+            if self._memory is not None:
+                self._memory.close()
+        finally:
+            if self._line is not None:
+                self._line.close()
+            self._listener.close()
+            os.unlink(self._name, dir_fd=self._directory)
+            os.close(self._directory)
 
 
 class IpcSender:

@@ -1,0 +1,74 @@
+"""Memory of the host that stays where it is, so that a GPU copies to and from it directly: exactly as many pages as a tensor needs.
+
+Torch's own pinned memory comes in powers of two, and cannot be given back to the system while its tensor lives. Here `unpin` lets go of
+the pages, so that they can be dropped (`backing.py`), and `pin` holds them again. What a tensor leaves behind is let go in a thread, as
+whoever drops the last view of a large version is between two steps.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from functools import cache
+from queue import SimpleQueue
+from weakref import WeakValueDictionary, finalize
+
+import torch
+from torch import Tensor
+
+from tlt_client.channels import cuda
+from tlt_server.threads import started
+
+
+class Block:
+    """Pages of its own."""
+
+    def __init__(self, pages: mmap.mmap, pointer: int) -> None:
+        self._pages, self.pointer, self._held = pages, pointer, False
+
+    def pin(self) -> None:
+        """`MemoryError` where that is not possible."""
+        if not self._held:
+            try:
+                cuda.pin(self.pointer, len(self._pages))
+            except RuntimeError as error:
+                raise MemoryError(f"{len(self._pages)} bytes of the host's memory cannot be pinned: {error}") from None
+            self._held = True
+
+    def unpin(self) -> None:
+        if self._held:
+            self._held = False
+            cuda.unpin(self.pointer)
+
+
+_blocks: WeakValueDictionary[int, Block] = WeakValueDictionary()  # by address
+
+
+def pinned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A tensor in a block of its own; its content is zeros. `MemoryError` or `OSError` where there is no room."""
+    size, left = torch.Size(shape).numel() * dtype.itemsize, _left()
+    pages = mmap.mmap(-1, max(1, size), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    whole = (ctypes.c_uint8 * len(pages)).from_buffer(pages)  # lives as long as the tensor or a view of it
+    block = Block(pages, ctypes.addressof(whole))
+    block.pin()
+    _blocks[block.pointer] = block
+    finalize(whole, left.put, block).atexit = False
+    return torch.frombuffer(whole, dtype=torch.uint8)[:size].view(dtype).view(shape)
+
+
+def block_at(pointer: int) -> Block | None:
+    """The block that begins there, if it is one of ours."""
+    return _blocks.get(pointer)
+
+
+@cache
+def _left() -> SimpleQueue[Block]:
+    """Blocks whose tensors are gone, for the thread that lets go of them."""
+    queue: SimpleQueue[Block] = SimpleQueue()
+
+    def let_go() -> None:
+        while True:
+            queue.get().unpin()
+
+    started("let go of pinned memory", let_go)
+    return queue
