@@ -79,7 +79,8 @@ class PushFailed(TltError):
 
 
 class ChannelBroken(TltError):
-    """A push broke off because its sender went away, fell silent or sent too little; it must send again, not only ask again."""
+    """A push broke off because its sender went away, fell silent or sent too little, or what it sent could not be kept; it must send
+    again, not only ask again."""
 
     code, http_status, grpc_code = "channel_broken", 424, "ABORTED"
 

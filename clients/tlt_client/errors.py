@@ -94,7 +94,8 @@ class PushFailed(ServerError):
 
 
 class ChannelBroken(ServerError):
-    """A push broke off because its sender went away, fell silent or sent too little; it must send again, not only ask again."""
+    """A push broke off because its sender went away, fell silent or sent too little, or what it sent could not be kept; it must send
+    again, not only ask again."""
 
     of_code = "channel_broken"
 

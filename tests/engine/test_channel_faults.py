@@ -119,6 +119,9 @@ class Server:
     def weights(self) -> dict[str, Any]:
         return {"sockets": self.engine.engine.pushes.state().sockets}
 
+    def weights_groups(self) -> list[str]:
+        return list(self.engine.engine.pushes.state().groups)
+
     # after a case
 
     def check(self) -> str:

@@ -200,9 +200,17 @@ class WeightPushes:
             raise Conflict(f"group {name!r} brings a version just now; wait for that push to end")
 
     def _leave_unread(self, refused: Manifest) -> None:
-        """What a refused push sends through its group must not be taken for the next one's."""
+        """What a push sends through its group that nobody has received must not be taken for the next one's."""
         if refused.group and not self._brings(refused.group):
             self.transaction.intake.groups.leave(refused.group)
+
+    @staticmethod
+    def _to_send_again(push: Push, error: TltError) -> TltError:
+        """What came through a group is gone, so to ask again, as clients do after some errors, would be to wait for nothing."""
+        if not push.manifest.group or not error.retryable:
+            return error
+        return ChannelBroken(f"{error.message}. What came through group {push.manifest.group!r} is gone: make the group anew, and send "
+                             "again what is asked for again")
 
     def _begin(self, push: Push) -> None:
         """In place: once nothing that runs, and nobody who reads, could see half of the new weights."""
@@ -302,6 +310,11 @@ class WeightPushes:
     def _close(self, push: Push, result: str, *, parts: Parts | None = None, error: TltError | None = None) -> None:
         """Nothing was committed; what a failure in place leaves behind is told with the answer."""
         self.transaction.close()
+        if error is not None:
+            if push.staging is None or push.staging.opened is not push.manifest:
+                self._leave_unread(push.manifest)
+            error = self._to_send_again(push, error)
+            result = error.code
         self._reset()
         if self.refusal is not None:
             self._ended += self._scheduler.fail(self.refusal)

@@ -9,15 +9,18 @@ behind its own that must stay as it is.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tlt_client.channels import Announcement, Batch, Intake, Tensors, announced, of_bucket
-from tlt_client.channels.errors import ChannelBroken, ChannelError, ContentRefused
+from tlt_client.channels import Announcement, Batch, Buffers, Intake, Tensors, announced, of_bucket
+from tlt_client.channels.errors import ChannelBroken, ContentRefused
 from tlt_client.channels.groups import Group, Membership, host_store
 from tlt_client.channels.tensors import Slot, buckets, entry, size_of, slot, unpacked
+from tlt_client.errors import ServerError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
     from tlt_client.client import Client
 
 BUCKET_BYTES = 2**30
-POLL_S = 0.0005
+GRACE_S = 30.0  # beyond the time of a group that broke, for the server to notice and to say what it knows
 NAN_BYTE = 0xFF  # a floating-point number of such bytes is NaN, whatever its type
 MARK = bytes(range(0xA0, 0xC0))  # behind a bucket
 
@@ -39,6 +42,9 @@ class BroadcastReceiver:
         self._left = list(buckets(slots, push.bucket_bytes if push.packed else None))
         self._buffers: list[Tensor] = []
         self._under_way: tuple[list[Slot], Tensor, Any] | None = None
+        largest = max(map(size_of, self._left))
+        self._length = 2 * largest + len(MARK) if self._group.lenient else largest
+        self.buffers = Buffers(host=2 * largest) if self._group.device.type == "cpu" else Buffers(device=2 * largest)
         self.names = announced(push, f"group {push.group!r}")
         self.places = dict.fromkeys(self.names, f"group {push.group!r}")
 
@@ -71,11 +77,8 @@ class BroadcastReceiver:
         """For `size` bytes; the two that there are alternate. Pages that nothing is written to take no memory."""
         import torch
 
-        device = self._group.device
         if not self._buffers:
-            largest = max(size, *map(size_of, self._left), 0)
-            length = 2 * largest + len(MARK) if self._group.lenient else largest
-            self._buffers = [torch.empty(length, dtype=torch.uint8, device=device) for _ in range(2)]
+            self._buffers = [torch.empty(self._length, dtype=torch.uint8, device=self._group.device) for _ in range(2)]
         self._buffers.reverse()
         data = self._buffers[0] if self._group.lenient else self._buffers[0][:size]
         data[:size].fill_(NAN_BYTE)
@@ -87,14 +90,15 @@ class BroadcastReceiver:
         """The group is in order: what it brought has been checked tensor by tensor."""
 
     def close(self) -> None:
-        """What was refused halfway is still taken off the wire, so that the group can bring the next push."""
+        """What was refused halfway is still taken off the wire, so that the group can bring the next push; `ChannelBroken` if it cannot."""
         try:
             while self._under_way is not None or self._left:
                 if self._under_way is not None:
                     self._group.end(self._under_way[2])
                 self._begin()
-        except ChannelError:
-            self._group.close()
+        except Exception as error:  # whatever it is: bytes are on the wire that the next push must not take for its own
+            self._group.close(f"could not take what was still on its way ({type(error).__name__}: {str(error)[:200]})")
+            raise ChannelBroken(self._group.broken) from None
 
 
 class BroadcastSender:
@@ -106,17 +110,29 @@ class BroadcastSender:
         """`checksums`: the manifest declares them, which takes a trainer about a second per gigabyte on a CPU, hardly any time on a GPU."""
         self._client, self._packed, self._bucket_bytes, self._checksums = client, packed, bucket_bytes, checksums
         self._member = Membership(name, backend, address, port, 0, 2, prefixed, timeout_s)
+        self._reply_s = timeout_s + GRACE_S
         self._group = self._made()
 
     def _made(self) -> Group:
         asked = self._member
         store = host_store(asked.master_address, asked.master_port, asked.world_size, asked.timeout_s)
         member = asked._replace(master_port=store.port)
-        with ThreadPoolExecutor(1) as pool:
-            joined = pool.submit(self._client.join_group, member.name, master_address=member.master_address, master_port=member.master_port,
-                                 rank_offset=1, world_size=member.world_size, backend=member.backend, prefixed=member.prefixed)
+        joined = _asked(partial(self._client.join_group, member.name, master_address=member.master_address, master_port=member.master_port,
+                                rank_offset=1, world_size=member.world_size, backend=member.backend, prefixed=member.prefixed))
+        try:
             group = Group(member, store)
-            joined.result()
+        except ChannelBroken:
+            wait([joined], self._reply_s)  # the server, too, gives it up
+            raise
+        try:
+            joined.result(self._reply_s)
+        except TimeoutError:
+            group.close()
+            raise ChannelBroken(f"the server is in group {asked.name!r}, but has not said so within {self._reply_s:g} s; see that it "
+                                "lives, then make the group anew") from None
+        except BaseException:
+            group.close()
+            raise
         return group
 
     def push(self, tensors: Tensors, version: str, **fields: Any) -> Mapping[str, Any]:
@@ -124,16 +140,21 @@ class BroadcastSender:
             self._group = self._made()
         named = [(name, tensor.detach().to(self._group.device).contiguous()) for name, tensor in tensors]
         entries = [entry(name, tensor, checksum=self._checksums) for name, tensor in named]
-        with ThreadPoolExecutor(1) as pool:
-            reply = pool.submit(self._client.push_weights, version, channel="broadcast", group=self._member.name, tensors=entries,
-                                packed=self._packed, bucket_bytes=self._bucket_bytes, **fields)
-            try:
-                self._send(named, reply)
-            except ChannelBroken:
-                self._group.close()
-                reply.result()  # says why, if the server knows
-                raise
+        reply = _asked(partial(self._client.push_weights, version, channel="broadcast", group=self._member.name, tensors=entries,
+                               packed=self._packed, bucket_bytes=self._bucket_bytes, **fields))
+        try:
+            self._send(named, reply)
+        except ChannelBroken:
+            self._group.close()
+            with contextlib.suppress(TimeoutError):
+                reply.result(self._reply_s)  # says why, if the server knows
+            raise
+        try:
             return reply.result()
+        except ServerError as error:
+            if error.code == ChannelBroken.code:
+                self._group.close()  # as the server has done; the next push makes it anew
+            raise
 
     def _send(self, named: list[tuple[str, Tensor]], reply: Future[Mapping[str, Any]]) -> None:
         import torch
@@ -142,13 +163,22 @@ class BroadcastSender:
         data = dict(named)
         for bucket in buckets(slots, self._bucket_bytes if self._packed else None):
             packed = torch.cat([data[slot.name].reshape(-1).view(torch.uint8) for slot in bucket])
-            work = self._group.begin(packed)
-            while not work.is_completed():
-                if reply.done() and reply.exception() is not None:
-                    raise ChannelBroken("the server has ended the push")
-                time.sleep(POLL_S)
-            self._group.end(work)
+            self._group.end(self._group.begin(packed), lambda: reply.done() and reply.exception() is not None)
 
     def close(self) -> None:
         self._group.close()
         self._client.leave_group(self._member.name)
+
+
+def _asked(call: Callable[[], Mapping[str, Any]]) -> Future[Mapping[str, Any]]:
+    """In a thread that nobody has to wait for, as a reply may never come."""
+    reply: Future[Mapping[str, Any]] = Future()
+
+    def ask() -> None:
+        try:
+            reply.set_result(call())
+        except BaseException as error:
+            reply.set_exception(error)
+
+    threading.Thread(target=ask, name="ask the server", daemon=True).start()
+    return reply

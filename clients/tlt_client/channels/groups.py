@@ -10,7 +10,8 @@ import contextlib
 import ipaddress
 import re
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_GROUPS = 8
+POLL_S = 0.0002
 BACKENDS = ("gloo", "nccl")
 
 
@@ -51,6 +53,7 @@ class Group:
         if member.backend == "nccl" and not torch.cuda.is_available():
             raise ContentRefused("backend is nccl, and there is no GPU here; use gloo")
         self.member, self.broken = member, ""
+        self.under_way = 0  # broadcasts begun that have not ended
         self.device = torch.device("cuda", torch.cuda.current_device()) if member.backend == "nccl" else torch.device("cpu")
         self._timeout = timedelta(seconds=member.timeout_s)
         with self._bounded("joining"):
@@ -104,15 +107,25 @@ class Group:
         options = distributed.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         with self._bounded("broadcasting"):
+            self.under_way += 1
             return self._group.broadcast([tensor], options)
 
-    def end(self, work: Any) -> None:
+    def end(self, work: Any, given_up: Callable[[], bool] = lambda: False) -> None:
+        """`given_up` is asked meanwhile whether the other side has. No wait of the library is relied upon to have an end."""
         with self._bounded("broadcasting"):
+            give_up_s = time.monotonic() + self.member.timeout_s
+            while not work.is_completed():
+                if given_up():
+                    raise RuntimeError("the other side has ended the push")
+                if time.monotonic() > give_up_s:
+                    raise RuntimeError("the other side takes no part")
+                time.sleep(POLL_S)
             work.wait(self._timeout)
             if self.device.type == "cuda":
                 import torch
 
                 torch.cuda.current_stream(self.device).synchronize()
+            self.under_way -= 1
 
     @contextlib.contextmanager
     def _bounded(self, doing: str) -> Iterator[None]:
@@ -129,12 +142,12 @@ class Group:
                            f"{doing}, or {member.timeout_s:g} s passed ({said}); make the group anew and push again")
             raise ChannelBroken(self.broken) from None
 
-    def close(self) -> None:
-        self.broken = self.broken or f"group {self.member.name!r} was left; make it anew"
+    def close(self, why: str = "was left") -> None:
+        self.broken = self.broken or f"group {self.member.name!r} {why}; make the group anew and push again"
         if self._group is not None:
             with contextlib.suppress(RuntimeError):
                 self._group.abort()
-        self._group = self._store = None
+        self._group, self._store, self.under_way = None, None, 0
 
 
 def host_store(address: str, port: int, world_size: int, timeout_s: float) -> Any:
@@ -154,14 +167,25 @@ class Groups:
     def __init__(self, timeout_s: float = 120.0) -> None:
         self.timeout_s = timeout_s
         self._groups: dict[str, Group] = {}
+        self._joining: list[Membership] = []
         self._lock = threading.Lock()
+
+    @property
+    def hold_gpu(self) -> bool:
+        """Whether a kernel of ours is on the GPU until a trainer goes on: who waits for the whole GPU meanwhile waits for that trainer."""
+        working = [group.member for group in list(self._groups.values()) if group.under_way]
+        return any(member.backend == "nccl" for member in [*self._joining, *working])
 
     def join(self, member: Membership) -> None:
         """Takes until all are there; a group of that name is left first."""
         self.leave(member.name)
         if len(self._groups) >= MAX_GROUPS:
             raise ContentRefused(f"{len(self._groups)} groups are joined, the limit is {MAX_GROUPS}; leave one of {sorted(self._groups)}")
-        group = Group(member)
+        self._joining.append(member)
+        try:
+            group = Group(member)
+        finally:
+            self._joining.remove(member)
         with self._lock:
             before = self._groups.pop(member.name, None)
             self._groups[member.name] = group

@@ -87,7 +87,7 @@ class Communicator:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             _check(launch(self._stream.cuda_stream))
             self._until(lambda: self._state() == SUCCESS, self._timeout_s)  # only then it is on the stream
-            return Work(self._stream.record_event(), self._until)
+            return Work(self._stream.record_event(), self._state, self._until)
 
     def _until(self, done: Callable[[], bool], timeout_s: float) -> None:
         give_up = time.monotonic() + timeout_s
@@ -104,10 +104,11 @@ class Communicator:
 
 
 class Work:
-    def __init__(self, event: torch.cuda.Event, until: Callable[[Callable[[], bool], float], None]) -> None:
-        self._event, self._until = event, until
+    def __init__(self, event: torch.cuda.Event, state: Callable[[], int], until: Callable[[Callable[[], bool], float], None]) -> None:
+        self._event, self._state, self._until = event, state, until
 
     def is_completed(self) -> bool:
+        _check(self._state())  # what a rank is lost for is never completed
         return self._event.query()
 
     def wait(self, timeout: timedelta) -> None:
