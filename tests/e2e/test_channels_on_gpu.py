@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import base64
-import ctypes
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -13,8 +11,10 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -23,7 +23,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tests.e2e.test_on_gpu import FEW
 from tests.e2e.trainers import Calls
+from tests.nccl_id import written
 from tlt_client import Client, ServerError
+from tlt_client.channels import broadcast
 from tlt_client.channels.broadcast import BroadcastSender
 from tlt_client.channels.errors import ChannelError
 from tlt_client.channels.ipc import IpcSender
@@ -53,12 +55,6 @@ class Dying(IpcSender):
 
 Dying(Client(sys.argv[1]), bucket_bytes=2**16).push(((n, t.cuda()) for n, t in load_file(sys.argv[2]).items()), "dies")
 """
-
-
-class ncclUniqueId(ctypes.Structure):  # noqa: N801
-    """As trainers that drive vLLM call it."""
-
-    _fields_ = [("internal", ctypes.c_byte * 128)]
 
 
 def weights(seed: int) -> dict[str, Tensor]:
@@ -138,6 +134,20 @@ def test_other_bytes_than_declared_in_a_gpus_memory_are_refused(client: Client) 
     assert live(client) == before
 
 
+def test_more_memory_than_is_allocated_is_not_read(client: Client) -> None:
+    class Boasting(IpcSender):
+        def _send(self, line: Any, memory: Any, cut: Any, held: Any) -> None:
+            line.send(memory.grant._replace(size=2 * memory.grant.size).packed(), memory.descriptors)
+            line.receive(8)
+
+    before = live(client)
+    with pytest.raises(ServerError, match="grant no more than is allocated"):
+        Boasting(client).push(weights(8).items(), "boasting")
+    assert live(client) == before
+    tensors = weights(9)
+    assert IpcSender(client).push(tensors.items(), "modest")["state"] == "committed" and live(client) == sums(tensors)
+
+
 def test_a_trainer_killed_while_its_memory_is_open_leaves_the_engine_alive_and_as_it_was(server: ServerProcess, client: Client) -> None:
     before = live(client)
     arguments = [sys.executable, "-c", DIES, server.url, str(TARGET / "model.safetensors")]
@@ -196,7 +206,7 @@ def test_a_trainer_that_drives_vllm_pushes_by_nccl(way: str, packed: bool, secon
     info: dict[str, Any] = {"rank_offset": 1, "world_size": 2, "packed": packed, "packed_buffer_size_bytes": limit}
     if way == "store":
         store = TCPStore(HOST, 0, 2, True, LIMIT, wait_for_workers=False)
-        store.set(KEY, pickle.dumps(ncclUniqueId.from_buffer_copy(id)))
+        store.set(KEY, written(id))
         info |= {"master_address": HOST, "master_port": store.port}
     else:
         info |= {"nccl_unique_id_b64": base64.b64encode(id).decode()}
@@ -215,6 +225,45 @@ def test_a_trainer_that_drives_vllm_pushes_by_nccl(way: str, packed: bool, secon
         assert reply.result()["state"] == "committed"
     assert live(beside) == sums(tensors)
     communicator.abort()
+
+
+@two_gpus
+def test_a_rank_0_that_falls_silent_does_not_keep_requests_waiting_and_memory_does_not_go_to_sleep(
+        second_server: ServerProcess, beside: Client) -> None:
+    sender = BroadcastSender(beside, backend="nccl", timeout_s=20, bucket_bytes=2**16)
+    entries = [{"name": name, "dtype": "bfloat16", "shape": list(tensor.shape)} for name, tensor in weights(1).items()]
+    with ThreadPoolExecutor(1) as pool:
+        reply = pool.submit(beside.push_weights, "silent too", channel="broadcast", group="weights", tensors=entries, bucket_bytes=2**16)
+        for _ in range(600):
+            if beside.weights()["open"].get("state") == "staging":
+                break
+            threading.Event().wait(0.01)
+        threading.Event().wait(0.5)  # its kernel is there
+        with Client(second_server.url, timeout_s=5) as other:
+            for seed in range(3):  # batches of other shapes, whose graphs are not there yet
+                asked = [{"prompt": f"{i}+{seed}=", "seed": seed} for i in range(1 + 5 * seed)]
+                assert len(other.generate(asked, sampling={"max_tokens": 8}).results) == len(asked)
+            refused = httpx.post(f"{second_server.url}/sleep?level=1", timeout=5)
+            assert refused.status_code == 409 and "through the GPU" in refused.text
+        assert not reply.done()
+        with pytest.raises(ServerError, match="make the group anew"):
+            reply.result()
+    sender.close()
+
+
+@two_gpus
+def test_a_server_that_never_receives_is_given_up_by_the_trainer(beside: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(broadcast, "GRACE_S", 1.0)
+    sender = BroadcastSender(beside, backend="nccl", timeout_s=3)
+    never = threading.Event()
+    monkeypatch.setattr(sender, "_client", SimpleNamespace(push_weights=lambda *given, **fields: never.wait()))
+    with pytest.raises(ChannelError, match="make the group anew and push again"):
+        sender.push(weights(14).items(), "never")
+    never.set()
+    torch.cuda.synchronize()  # its kernel is gone
+    tensors = weights(15)
+    assert BroadcastSender(beside, backend="nccl").push(tensors.items(), "at last")["state"] == "committed"
+    assert live(beside) == sums(tensors)
 
 
 @two_gpus

@@ -15,6 +15,17 @@ def test_without_a_stream_work_runs_each_time_and_nothing_is_recorded() -> None:
     assert len(runs) == 3 and "key" not in pool and pool.total_bytes == 0
 
 
+def test_nothing_is_recorded_while_a_trainer_holds_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recording begins with a wait for the whole device."""
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    quiet, runs, recorded = [False, True], [], []
+    pool = GraphPool(object(), quiet=lambda: quiet.pop(0))  # type: ignore[arg-type]
+    monkeypatch.setattr(pool, "_record", lambda key, work: recorded.append(key))
+    for count in (0, 1):
+        pool.run("key", lambda: runs.append(1), keep=True)
+        assert len(recorded) == count and len(runs) == count + 1
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 class TestOnGpu:

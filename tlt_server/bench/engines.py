@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tlt_server.engine.devices import Device, Equipped, Memory, OnProgress, make_device
+from tlt_server.engine.devices import Device, Equipped, Memory, OnProgress, Quiet, make_device
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.models.config import ModelConfig
 from tlt_server.speculation.policies.arms import Ladder
@@ -55,8 +55,9 @@ class _Shared:
     def allocate(self, live: Parts, max_model_len: int) -> Memory:
         return self._device.allocate(live, max_model_len)
 
-    def equip(self, live: Parts, ladder: Ladder, page_table_SP: NDArray[np.int32], on_progress: OnProgress) -> Equipped:
-        return self._device.equip(live, reachable(ladder, self._settings), page_table_SP, on_progress)
+    def equip(self, live: Parts, ladder: Ladder, page_table_SP: NDArray[np.int32], on_progress: OnProgress,
+              quiet: Quiet) -> Equipped:
+        return self._device.equip(live, reachable(ladder, self._settings), page_table_SP, on_progress, quiet)
 
     def install(self, live: Parts, changed: Parts) -> None:
         raise AssertionError("weights that engines share do not change")

@@ -114,7 +114,9 @@ def assemble(
         restore=memory.restore,
     )
     with phase("prepare runner") as detail:
-        equipped = device.equip(live, rungs, scheduler.page_table_SP, lambda done, of: on_progress("prepare runner", done, of))
+        options = _options(settings, device, spool)
+        equipped = device.equip(live, rungs, scheduler.page_table_SP, lambda done, of: on_progress("prepare runner", done, of),
+                                lambda: not options.intake.groups.hold_gpu)
         scheduler.on_end = equipped.on_end
         products = f"products {equipped.products}" if equipped.products else ""
         detail.append("; ".join(part for part in (f"drafters: {', '.join(rungs.drafters) or 'none'}", products, equipped.detail) if part))
@@ -124,7 +126,7 @@ def assemble(
         device.install(live, changed)
         canary.renewed()
 
-    pushes = WeightPushes(Transaction(live, _options(settings, device, spool), Calibration.parse), scheduler, install)
+    pushes = WeightPushes(Transaction(live, options, Calibration.parse), scheduler, install)
     policy = make_policy(SetPolicy(settings.policy, settings.strategy))
     halt = Halt(scheduler, memory, pushes, Dormant(Path(settings.state_dir) if settings.state_dir else None))
     engine = Engine(scheduler, equipped.runner, policy, canary, make_policy, make_sequence, pushes, halt)

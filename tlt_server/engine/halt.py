@@ -117,6 +117,8 @@ class Halt:
     def _sleep(self, memory: set[Memory]) -> None:
         """Pages are given back whatever sleeps: without weights there is nothing to compute them with."""
         transaction = self._pushes.transaction
+        if memory and transaction.intake.groups.hold_gpu:  # giving memory back waits for the whole GPU, and so for that trainer
+            raise Conflict("a group is being joined or brings weights through the GPU; wait for it, then put memory to sleep")
         if "weights" in memory:
             if self._pushes.in_use:
                 raise Conflict("a weight push, a rollback or a sum of checksums is under way; wait for it, then put the weights to sleep")

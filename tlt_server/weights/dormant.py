@@ -12,7 +12,7 @@ from typing import BinaryIO, NamedTuple
 
 import torch
 
-from tlt_server.attention.backing import Backing
+from tlt_server.attention.backing import Backing, give_back
 from tlt_server.errors import EngineFailed, StorageFailed
 from tlt_server.weights.checksums import checksum
 from tlt_server.weights.parts import Parts
@@ -48,8 +48,7 @@ class Dormant:
                                 "they stay where they are; make room there, or put only the KV to sleep (level 1)") from None
         for place in places:
             place.backing.free()
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()  # others are to have it, not the allocator
+        give_back()
         self._file, self._places = file, places
 
     def bring_back(self) -> None:

@@ -31,6 +31,7 @@ DEVICES = Registry("device", {
 
 
 OnProgress = Callable[[int, int], None]  # steps done, of how many
+Quiet = Callable[[], bool]  # whether the device may be waited for as a whole: nothing is on it that waits for another process
 
 
 class Equipped(NamedTuple):
@@ -73,7 +74,8 @@ class Device(Protocol):
     def allocate(self, live: Parts, max_model_len: int) -> Memory:
         """KV pages as asked for, or as many as fit."""
 
-    def equip(self, live: Parts, ladder: Ladder, page_table_SP: NDArray[np.int32], on_progress: OnProgress) -> Equipped:
+    def equip(self, live: Parts, ladder: Ladder, page_table_SP: NDArray[np.int32], on_progress: OnProgress,
+              quiet: Quiet) -> Equipped:
         """The runner, drafters, captured graphs and all."""
 
     def free(self) -> Free:

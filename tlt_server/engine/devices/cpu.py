@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from tlt_server.attention.rows import KVCache
-from tlt_server.engine.devices import Equipped, Memory, OnProgress
+from tlt_server.engine.devices import Equipped, Memory, OnProgress, Quiet
 from tlt_server.engine.runner import CpuRunner
 from tlt_server.engine.sampling import compile_kernels
 from tlt_server.engine.sequence import Sequence
@@ -85,7 +85,8 @@ class CpuDevice:
         assert self._cache is not None
         return [self._cache, *(drafter.cache for drafter in self._drafters.values() if isinstance(drafter, Eagle))]
 
-    def equip(self, live: Parts, ladder: Ladder, page_table_SP: NDArray[np.int32], on_progress: OnProgress) -> Equipped:
+    def equip(self, live: Parts, ladder: Ladder, page_table_SP: NDArray[np.int32], on_progress: OnProgress,
+              quiet: Quiet) -> Equipped:
         assert live.target is not None and isinstance(live.target.network, Decoder) and self._cache is not None
         compile_kernels()
         for name in ladder.drafters:

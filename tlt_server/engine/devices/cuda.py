@@ -19,9 +19,10 @@ from tlt_kernels.gpu import gemm
 from tlt_kernels.gpu.places import UploadLayout
 from tlt_kernels.gpu.tensors import PAGE_SIZE, Places
 from tlt_server.attention import GPU_BACKENDS
+from tlt_server.attention.backing import give_back
 from tlt_server.attention.gpu import GpuAttention
 from tlt_server.attention.rows import KVCache
-from tlt_server.engine.devices import Equipped, Memory, OnProgress
+from tlt_server.engine.devices import Equipped, Memory, OnProgress, Quiet
 from tlt_server.engine.gpu.buckets import (
     CAPTURED,
     LEAST_DEPTH,
@@ -121,8 +122,10 @@ class CudaDevice:
         self._synchronize()  # the storage of the version before may be given back and filled on another stream
 
     def _synchronize(self) -> None:
+        """With what was begun by a stream of ours; not with the whole device, which may have kernels that wait for a trainer."""
         if self._stream is not None:
-            torch.cuda.synchronize(self.device)
+            torch.cuda.default_stream(self.device).synchronize()
+            self._stream.synchronize()
 
     def _exchange(self, changed: Parts) -> None:
         assert self._runner is not None
@@ -174,8 +177,7 @@ class CudaDevice:
             self._runner.graphs.clear()  # they hold addresses; keys are recorded again as they are used
         for cache in self._caches:
             cache.free()
-        if self._stream is not None:
-            torch.cuda.empty_cache()
+        give_back()
 
     def _reclaim_pages(self) -> None:
         try:
@@ -192,7 +194,8 @@ class CudaDevice:
 
     # -- the runner ----------------------------------------------------------------------------------------------
 
-    def equip(self, live: Parts, ladder: Ladder, page_table_SP: NDArray[np.int32], on_progress: OnProgress) -> Equipped:
+    def equip(self, live: Parts, ladder: Ladder, page_table_SP: NDArray[np.int32], on_progress: OnProgress,
+              quiet: Quiet) -> Equipped:
         assert live.target is not None and isinstance(live.target.network, GpuDecoder) and self._cache is not None
         settings, model = self._settings, live.target.network
         with self._memory("buffers and graphs"):
@@ -202,7 +205,7 @@ class CudaDevice:
             drafters = {name: DEVICE_DRAFTERS.resolve(name).make(state, storage) for name in ladder.drafters}
             self._drafters = list(drafters.values())
             capture = settings.graphs and attention.capturable and self._stream is not None
-            self._runner = GpuRunner(state, attention, drafters, GraphPool(self._stream if capture else None),
+            self._runner = GpuRunner(state, attention, drafters, GraphPool(self._stream if capture else None, quiet=quiet),
                                      max_running=settings.max_running, stream=self._stream, page_hint_PH=self._page_hint_PH,
                                      prompts=self.prompts)
             self._synchronize()  # what the runner's stream will read was written on another

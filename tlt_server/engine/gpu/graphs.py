@@ -16,9 +16,9 @@ from tlt_server.engine.gpu.memory import RESERVE
 
 
 class GraphPool:
-    def __init__(self, stream: torch.cuda.Stream | None, most_bytes: int = RESERVE) -> None:
-        """Without a stream nothing is captured."""
-        self._stream, self._most_bytes = stream, most_bytes
+    def __init__(self, stream: torch.cuda.Stream | None, most_bytes: int = RESERVE, quiet: Callable[[], bool] = lambda: True) -> None:
+        """Without a stream nothing is captured, nor while it is not `quiet`: recording waits for all that the GPU does."""
+        self._stream, self._most_bytes, self._quiet = stream, most_bytes, quiet
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle() if stream is not None else None
         self.bytes: dict[Hashable, int] = {}  # device memory that capturing the key took
@@ -35,7 +35,7 @@ class GraphPool:
             return
         started = time.perf_counter()
         work()  # compiles what is not compiled yet
-        if keep and self._stream is not None and self.total_bytes < self._most_bytes:
+        if keep and self._stream is not None and self.total_bytes < self._most_bytes and self._quiet():
             self._record(key, work)
             self.seconds[key] = time.perf_counter() - started
 
