@@ -180,10 +180,12 @@ class Resume(Struct, frozen=True, tag="resume"):
 
 
 class Sleep(Struct, frozen=True, tag="sleep"):
-    """No further step, and this memory is given back, until `WakeUp`; what runs gives up its KV and goes on from its tokens."""
+    """No further step, and this memory is given back, until `WakeUp`. `in_flight` is as for `Pause`, but nothing keeps its KV: what
+    does not end goes on from its tokens."""
 
     id: str
     memory: list[Memory]
+    in_flight: InFlight = "recompute"
 
 
 class WakeUp(Struct, frozen=True, tag="wake_up"):
