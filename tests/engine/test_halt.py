@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import shutil
 import tempfile
+import threading
+from array import array
 from pathlib import Path
 
 import hypothesis
@@ -13,9 +15,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from tests.engine.pushing import Pushable, perturbed
 from tests.engine.tiny import VOCAB, write_eagle, write_target
+from tlt_server.engine import pushes
 from tlt_server.engine.halt import Pages
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.records import (
@@ -424,5 +428,69 @@ def test_rows_of_a_live_tensor_can_be_read(engine: Pushable) -> None:
     engine.engine.send(ReadWeights("c", "no.such", 2))
     rows, vector, missing = (engine.report(id) for id in "abc")
     live = engine.engine.pushes.transaction.live.target.network.parameters()[name]
-    assert rows.values == live[:2].tolist() and len(vector.values) == 3
+    assert array("f", rows.values).tolist() == live[:2].flatten().tolist() and rows.shape == [2, *live.shape[1:]]
+    assert len(array("f", vector.values)) == 3 and vector.shape == [3]
     assert missing.error is not None and missing.error[0] == "not_found"
+
+
+def read(engine: Pushable, name: str, rows: int) -> WeightReport:
+    engine.engine.send(ReadWeights("read", name, rows))
+    engine.reports.pop("read", None)
+    return engine.report("read")
+
+
+def test_no_more_numbers_are_read_than_the_limit(engine: Pushable, monkeypatch: pytest.MonkeyPatch) -> None:
+    live = engine.engine.pushes.transaction.live.target.network.parameters()["model.embed_tokens.weight"]
+    monkeypatch.setattr(pushes, "MOST_NUMBERS", 4 * live.shape[1])
+    assert read(engine, "model.embed_tokens.weight", 4).result == "looked"
+    refused = read(engine, "model.embed_tokens.weight", 5)
+    assert refused.error is not None and refused.error[0] == "invalid_request"
+    assert f"limit is {4 * live.shape[1]}: ask for at most 4 (truncate_size)" in refused.error[1]
+
+
+def test_a_tensor_is_read_beside_the_loop(engine: Pushable, expected: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop steps on while a reader is slow, and what would change the weights waits for it."""
+    go_on = threading.Event()
+    tensor = engine.engine.pushes.transaction.live.target.network.parameters()["model.norm.weight"]
+    monkeypatch.setattr(type(engine.engine.pushes), "_readable", lambda *_: Slow(go_on, tensor))
+    engine.engine.send(ReadWeights("slow", "model.norm.weight", 4))
+    begun(engine)
+    refused = send(engine, Sleep("s", ["weights"]))
+    assert refused is not None and refused.error is not None and refused.error[0] == "conflict"
+    engine.finish()
+    assert bits(engine) == expected and "slow" not in engine.reports
+    go_on.set()
+    assert engine.report("slow").values == tensor.numpy().tobytes()
+
+
+class Slow:
+    """A tensor whose device is busy until it is told to go on."""
+
+    def __init__(self, go_on: threading.Event, tensor: torch.Tensor) -> None:
+        self._go_on, self._tensor, self.shape = go_on, tensor, tensor.shape
+
+    def float(self) -> torch.Tensor:
+        assert self._go_on.wait(20)
+        return self._tensor.float()
+
+
+def test_weights_that_change_in_place_or_sleep_are_not_read(settings: EngineSettings, root: Path, tmp_path: Path) -> None:
+    engine, name = Pushable(msgspec.structs.replace(settings, weight_staging="none", weight_root="/")), "model.norm.weight"
+
+    def refused(why: str) -> None:
+        report = read(engine, name, 4)
+        assert report.error is not None and report.error[0] == "conflict" and why in report.error[1] and not report.values
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(engine.engine.pushes.transaction, "start", lambda: None)  # it is about to write
+        id = engine.send_push(root / "new", "v1")
+        refused("about to change")
+    assert engine.report(id).result == "committed" and read(engine, name, 4).result == "looked"
+    torn = load_file(shutil.copytree(root / "base", tmp_path / "torn") / "model.safetensors")
+    torn["model.norm.weight"][3] = float("nan")
+    save_file(torn, tmp_path / "torn" / "model.safetensors")
+    assert engine.push(tmp_path / "torn", "v2").state.quarantined
+    refused("push that version, or another")
+    assert engine.push(root / "base", "v3").result == "committed" and read(engine, name, 4).result == "looked"
+    done(engine, Sleep("s", ["weights"]))
+    refused("the weights sleep")

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+from array import array
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -208,7 +209,7 @@ class FakeEngine:
 
     async def _answer(self, command: WeightCommand) -> None:
         """Commits at once; a path that names an error's code is answered by that error, `hangs` not at all."""
-        values: list[float] = []
+        values, shape = b"", list[int]()
         result, error, version, role, sums = "looked", None, "", "", {"w": f"sha256:{self.weights.target}"}
         match command:
             case PushWeights(_, manifest):
@@ -229,7 +230,7 @@ class FakeEngine:
                 result, role = "named", "target"
                 self.weights = WeightState(target=version)
             case ReadWeights(_, _, rows):
-                values = [0.5] * rows
+                values, shape = array("f", [0.5] * rows).tobytes(), [rows]
             case AbortWeights(_, version):
                 result = "aborted"
             case JoinGroup(_, name):
@@ -242,7 +243,7 @@ class FakeEngine:
             self.weights = WeightState(target=version, previous={"target": self.weights.target})
         await self._events.send(encode(WeightReport(
             id=command.id, state=self.weights, result=result, error=error, version=version, role=role, checksums=sums,
-            phases={"read": 0.2, "commit": 0.001} if result != "looked" else {}, pause_ms=1.0, values=values)))
+            phases={"read": 0.2, "commit": 0.001} if result != "looked" else {}, pause_ms=1.0, values=values, shape=shape)))
 
     async def _step(self) -> None:
         outputs = []

@@ -121,7 +121,7 @@ class Halt:
         transaction = self._pushes.transaction
         if "weights" in memory:
             if self._pushes.in_use:
-                raise Conflict("a weight push, a rollback or a sum of checksums is under way; wait for it, then put the weights to sleep")
+                raise Conflict("a weight push, a rollback or a reading is under way; wait for it, then put the weights to sleep")
             self._ended += self.settle()
             self._dormant.put_away(transaction.live, transaction.previous)
             self._pushes.asleep = True
