@@ -151,7 +151,7 @@ def routes(service: Service) -> list[Endpoint]:
         Between POST /start_weight_update and /finish_weight_update any push waits for the latter.
         """
         engine.check_running()
-        body = _content(await request.body(), "version")
+        body = _pushed(_content(await request.body(), "version"))
         if "update_info" in body:
             return outcome(await service.transfer.update(checked(UpdateFields, body)))
         manifest = _manifest(body, session.role)
@@ -255,6 +255,15 @@ def _part(request: Request) -> tuple[str, str]:
 def _content(body: bytes, field: str) -> dict[str, Any]:
     """No body at all is an empty object."""
     return read_object(body, field) if body else {}
+
+
+def _pushed(body: dict[str, Any]) -> dict[str, Any]:
+    """Null is the same as absent for the keys that say which form it is, where another form is left."""
+    if body.get("weight_dir", "") is None and not body.get("update_info") and "version" not in body:
+        raise InvalidRequest("weight_dir is null, by which a trainer means what it sends through the group of POST /init_broadcaster, and "
+                             "no tensors are described; let it name a directory below the weight root (prime-rl: weight_broadcast type "
+                             "filesystem), or describe the tensors by update_info")
+    return {name: value for name, value in body.items() if value is not None or name not in ("weight_dir", "update_info")}
 
 
 def outcome(report: WeightReport) -> Response:
