@@ -410,7 +410,7 @@ def test_a_state_directory_belongs_to_one_server(model: Path, tmp_path: Path) ->
     with live_server(model, state_dir=tmp_path) as first:
         second = Rollouts(tmp_path / "rollouts", first.config, first.rollouts._metrics)
         with pytest.raises(StartupError, match="in use by another server"):
-            first.call(lambda: second.open(first.rollouts._service))
+            asyncio.run(second.open(first.rollouts._service))
 
 
 def test_what_was_begun_with_another_model_is_not_continued(model: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -186,5 +186,5 @@ def _storage(path: Path) -> Iterator[None]:
                             "or delete rollouts, then send the request again", retry_after_s=5) from None
 
 
-def journals(directory: Path) -> Iterable[Path]:
-    return sorted(directory.glob("*.journal"))
+def outlines(directory: Path) -> list[tuple[Path, Outline | None]]:
+    return [(path, outline(path.read_bytes())) for path in sorted(directory.glob("*.journal"))]

@@ -30,7 +30,7 @@ from tlt_server.errors import (
     Unavailable,
 )
 from tlt_server.frontend.generation import Generation, ItemError, ItemResult, Service
-from tlt_server.frontend.journal import End, Grown, Header, Journal, KeptItem, frame, journals, outline
+from tlt_server.frontend.journal import End, Grown, Header, Journal, KeptItem, Outline, frame, outlines
 from tlt_server.frontend.keys import Caller
 from tlt_server.frontend.replies import unexpected
 from tlt_server.frontend.rollout import Rollout
@@ -58,14 +58,15 @@ class Rollouts:
 
     # a process's beginning and end
 
-    def open(self, service: Service) -> None:
-        """Take over what the directory holds: what is done can be fetched, the rest goes on once the engine is ready."""
+    async def open(self, service: Service) -> None:
+        """Take over what the directory holds: what is done can be fetched, the rest goes on once the engine is ready. Journals are read in
+        a thread, while the engine starts."""
         self._service = service
         try:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = os.open(self._directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            found = [self._found(path) for path in journals(self._directory)]
+            found = [self._found(path, said) for path, said in await asyncio.to_thread(outlines, self._directory)]
         except BlockingIOError:
             raise StartupError(f"{self._directory} is in use by another server; name another --state-dir, or stop that one") from None
         except OSError as error:
@@ -160,8 +161,7 @@ class Rollouts:
 
     # one rollout's life
 
-    def _found(self, path: Path) -> Rollout | None:
-        said = outline(path.read_bytes())
+    def _found(self, path: Path, said: Outline | None) -> Rollout | None:
         if said is None or said.header.id != path.stem:
             log.warning("rollout_lost", file=path.name, reason="its first record is damaged, or not whole (then nobody was told "
                         "of it), or it is a copy; the file is put aside with .damaged behind its name")
