@@ -284,7 +284,7 @@ def _memory(tags: list[Any]) -> list[Memory]:
 async def _read(model: type[Model], request: Request) -> Model:
     """Of the body, or without one of the query; nothing at all is an empty object."""
     body = await request.body()
-    content: dict[str, Any] = read_object(body, next(iter(model.model_fields), "nothing")) if body else _query(request)
+    content: dict[str, Any] = await read_object(body, next(iter(model.model_fields), "nothing")) if body else _query(request)
     return checked(model, without_nulls(content))
 
 
