@@ -70,10 +70,10 @@ async def _serve(config: Config, engine_command: Sequence[str]) -> int:
         async with contextlib.AsyncExitStack() as stack:
             rollouts = Rollouts((config.state_dir or Path(name)) / "rollouts", config, metrics)
             service = Service(config, client, text, _validator(config, text, client), metrics, rollouts)
-            rollouts.open(service)
             supervisor = Supervisor(config, partial(_launch, config, engine_command), Path(name), client, metrics, progress)
             supervised = asyncio.create_task(supervisor.run())
             stack.push_async_callback(_cancel, supervised)
+            await rollouts.open(service)
             app = build_app(service, gate)
             grpc_address = await stack.enter_async_context(serving_grpc(app, service, gate, certificates))
             server = _Server(uvicorn.Config(

@@ -180,10 +180,12 @@ class Resume(Struct, frozen=True, tag="resume"):
 
 
 class Sleep(Struct, frozen=True, tag="sleep"):
-    """No further step, and this memory is given back, until `WakeUp`; what runs gives up its KV and goes on from its tokens."""
+    """No further step, and this memory is given back, until `WakeUp`. `in_flight` is as for `Pause`, but nothing keeps its KV: what
+    does not end goes on from its tokens."""
 
     id: str
     memory: list[Memory]
+    in_flight: InFlight = "recompute"
 
 
 class WakeUp(Struct, frozen=True, tag="wake_up"):
@@ -271,7 +273,7 @@ class NameWeights(Struct, frozen=True, tag="name_weights"):
 
 
 class ReadWeights(Struct, frozen=True, tag="read_weights"):
-    """The first `rows` rows of a live tensor, as numbers. Drafter names begin with `draft.`."""
+    """The first `rows` rows of a live tensor. Drafter names begin with `draft.`. `Conflict` while the weights change."""
 
     id: str
     name: str
@@ -379,7 +381,8 @@ class WeightReport(Struct, frozen=True, kw_only=True, tag="weight_report"):
     checksums: dict[str, str] = {}  # tensor -> "mix64:..." of its values; drafter names begin with "draft." where both are meant
     phases: dict[str, float] = {}  # seconds
     pause_ms: float = 0.0  # for which the commit kept the loop from stepping
-    values: list[Any] = []  # of a tensor that was read: numbers, or rows of them
+    values: bytes = b""  # of a tensor that was read: float32, row after row
+    shape: list[int] = []  # and how many
 
 
 class ControlReport(Struct, frozen=True, tag="control_report"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import os
 import signal
@@ -21,10 +22,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from tests.e2e.gloo_trainer import free_port
 from tests.e2e.test_on_gpu import FEW
 from tests.e2e.trainers import Calls
 from tests.nccl_id import written
 from tlt_client import Client, ServerError
+from tlt_client.adapters.openrlhf import RolloutActor, TrainerGroup
 from tlt_client.channels import broadcast
 from tlt_client.channels.broadcast import BroadcastSender
 from tlt_client.channels.errors import ChannelError
@@ -264,6 +267,26 @@ def test_a_server_that_never_receives_is_given_up_by_the_trainer(beside: Client,
     tensors = weights(15)
     assert BroadcastSender(beside, backend="nccl").push(tensors.items(), "at last")["state"] == "committed"
     assert live(beside) == sums(tensors)
+
+
+@two_gpus
+def test_the_order_of_openrlhf_by_nccl(second_server: ServerProcess, beside: Client) -> None:
+    """Its actor joins the communicator that its trainer makes, and is told of each parameter before rank 0 broadcasts it."""
+    tensors, states = weights(31), list[str]()
+
+    async def pushed() -> None:
+        actor, port = RolloutActor(second_server.url), free_port()
+        joined = asyncio.ensure_future(actor.init_process_group(HOST, port, 1, 2, "openrlhf", backend="nccl", use_ray=False))
+        group = await asyncio.to_thread(TrainerGroup, HOST, port, 2, backend="nccl", timeout_s=30)
+        await joined
+        for name, tensor in tensors.items():
+            asked = asyncio.ensure_future(actor.update_weight(name, dtype=tensor.dtype, shape=tensor.shape))
+            await asyncio.to_thread(group.broadcast, tensor)
+            states.append(await asked)
+        group.close()
+
+    asyncio.run(pushed())
+    assert states == ["gathering"] * (len(tensors) - 1) + ["committed"] and live(beside) == sums(tensors)
 
 
 @two_gpus

@@ -1,8 +1,8 @@
 """OpenRLHF's order of calls on its rollout actors, over real gloo groups against a real server.
 
 Two trainers make their half of the group: `TrainerGroup`, and torch's helper for named groups, as OpenRLHF's releases did that had no
-communicator of vLLM. OpenRLHF itself is not run: the orders are written after its source (0.11.2), and Ray is left out, as the actor is a
-plain class with it or without.
+communicator of vLLM. That itself needs two GPUs: see `test_channels_on_gpu`. OpenRLHF itself is not run: the orders are written after its
+source (0.11.2), and Ray is left out, as the actor is a plain class with it or without.
 """
 
 from __future__ import annotations

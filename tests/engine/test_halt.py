@@ -5,13 +5,22 @@ from __future__ import annotations
 import itertools
 import shutil
 import tempfile
+import threading
+from array import array
 from pathlib import Path
 
+import hypothesis
 import msgspec
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from tests.engine.pushing import Pushable, perturbed
 from tests.engine.tiny import VOCAB, write_eagle, write_target
+from tlt_server.engine import pushes
+from tlt_server.engine.halt import Pages
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.records import (
     ClearCache,
@@ -55,6 +64,13 @@ def expected(settings: EngineSettings) -> dict[str, tuple[list[int], list[float]
 
 @pytest.fixture
 def engine(settings: EngineSettings) -> Pushable:
+    engine = Pushable(settings)
+    engine.engine.send(EAGLE)
+    return engine
+
+
+@pytest.fixture(scope="module")
+def one_engine(settings: EngineSettings) -> Pushable:
     engine = Pushable(settings)
     engine.engine.send(EAGLE)
     return engine
@@ -220,18 +236,135 @@ def test_kv_of_two_versions_sleeps_and_is_not_computed_again(settings: EngineSet
     assert run(sleeping=True) == run(sleeping=False)
 
 
+def disk_full(**options: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
 def test_a_disk_that_is_full_leaves_the_weights_awake(engine: Pushable, expected: object, monkeypatch: pytest.MonkeyPatch) -> None:
     begun(engine)
-
-    def full(**options: object) -> None:
-        raise OSError(28, "No space left on device")
-
     with monkeypatch.context() as patched:
-        patched.setattr(tempfile, "TemporaryFile", full)
+        patched.setattr(tempfile, "TemporaryFile", disk_full)
         report = send(engine, Sleep("s", ["weights", "kv_cache"]))
     assert report is not None and report.error is not None and report.error[0] == "storage_failed" and "No space" in report.error[1]
     engine.finish()
     assert bits(engine) == expected
+
+
+def out_of_memory() -> None:
+    raise torch.OutOfMemoryError("no room")
+
+
+@pytest.mark.parametrize("place", ["pages", "weights"])
+def test_a_waking_that_fails_leaves_everything_asleep_and_can_be_repeated(place: str, engine: Pushable, expected: object,
+                                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the weights could not be put away again, because the disk is full by now."""
+    begun(engine)
+    done(engine, Sleep("s", ["weights", "kv_cache"]))
+    halt = engine.engine.halt
+    taken: list[str] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(tempfile, "TemporaryFile", disk_full)
+        pages = Counted(halt._pages, taken, fails=place == "pages")
+        patched.setattr(halt, "_pages", pages)
+        if place == "weights":
+            patched.setattr(halt._dormant, "bring_back", out_of_memory)
+        report = send(engine, WakeUp("w", ["weights", "kv_cache"]))
+    assert report is not None and report.error is not None and report.error[0] == "unavailable" and "sleeps on" in report.error[1]
+    assert taken == (["reclaimed", "freed"] if place == "weights" else []), "what was taken is given back"
+    assert engine.push("new", "v1").result == "conflict", "the weights still sleep"
+    done(engine, WakeUp("w", ["weights", "kv_cache"]))
+    engine.finish()
+    assert bits(engine) == expected
+
+
+class Counted:
+    """Pages that tell what was done with them."""
+
+    def __init__(self, pages: Pages, told: list[str], *, fails: bool) -> None:
+        self._pages, self._told, self._fails = pages, told, fails
+
+    def reclaim(self) -> None:
+        if self._fails:
+            out_of_memory()
+        self._told.append("reclaimed")
+        self._pages.reclaim()
+
+    def free(self) -> None:
+        self._told.append("freed")
+        self._pages.free()
+
+
+def test_a_sleep_that_waits_comes_after_the_end_of_what_runs(engine: Pushable, expected: object) -> None:
+    begun(engine)
+    assert send(engine, Sleep("s", ["weights", "kv_cache"], "drain")) is None
+    reports: list[ControlReport] = []
+    while not reports:
+        engine.step()
+        reports = engine.engine.control_reports()
+    assert reports == [ControlReport("s")] and engine.engine.scheduler.paused and bits(engine) == expected
+    done(engine, WakeUp("w", ["weights", "kv_cache"]))
+    begun(engine)
+    engine.engine.send(Sleep("s", ["kv_cache"], "drain"))
+    engine.engine.send(WakeUp("w", ["kv_cache"]))
+    engine.step()
+    told = {report.id: report.error for report in engine.engine.control_reports()}
+    assert told["w"] is None and told["s"] is not None and told["s"][0] == "conflict", "it was woken before it slept"
+
+
+def test_a_sleep_that_fails_aborts_nothing(engine: Pushable, root: Path, expected: object) -> None:
+    begun(engine)
+    id = engine.send_push(root / "base", "v1", commit=False)
+    report = send(engine, Sleep("s", ["weights"], "abort"))
+    assert report is not None and report.error is not None and report.error[0] == "conflict"
+    engine.report(id)
+    engine.finish()
+    assert bits(engine) == expected
+
+
+IN_FLIGHT = st.sampled_from(["continue", "recompute", "abort", "drain"])
+MEMORY = st.sampled_from([["weights"], ["kv_cache"], ["weights", "kv_cache"]])
+COMMANDS = st.one_of(st.builds(lambda how: Pause("", how), IN_FLIGHT), st.just(Resume("")),
+                     st.builds(lambda memory, how: Sleep("", memory, how), MEMORY, IN_FLIGHT), st.builds(lambda m: WakeUp("", m), MEMORY))
+
+
+@given(st.lists(st.tuples(COMMANDS, st.sampled_from(["", "", "disk full", "no pages", "no room"]), st.integers(0, 3)), max_size=8))
+@hypothesis.settings(max_examples=60, deadline=None)
+def test_halts_in_any_order_with_failures_are_what_their_answers_say(
+        one_engine: Pushable, expected: dict[str, object], commands: list[tuple[ControlCommand, str, int]]) -> None:
+    engine, halt = one_engine, one_engine.engine.halt
+    paused, asleep, sent, answers = False, set(), {}, {}
+    engine.said.clear()
+    begun(engine, 2)
+
+    def told() -> None:
+        nonlocal paused, asleep
+        for report in engine.engine.control_reports():
+            command = sent.pop(report.id)
+            answers[report.id] = report.error
+            if report.error is None:
+                paused = isinstance(command, Pause) or (paused and not isinstance(command, Resume))
+                asleep |= {*command.memory} if isinstance(command, Sleep) else set()
+                asleep -= {*command.memory} if isinstance(command, WakeUp) else set()
+        assert engine.engine.scheduler.paused == (paused or bool(asleep)) and engine.engine.pushes.asleep == ("weights" in asleep)
+
+    for i, (command, failure, steps) in enumerate([*commands, (Resume(""), "", 1), (WakeUp("", ["weights", "kv_cache"]), "", 1)]):
+        sent[f"c{i}"] = msgspec.structs.replace(command, id=f"c{i}")
+        with pytest.MonkeyPatch.context() as patched:
+            if failure == "disk full":
+                patched.setattr(tempfile, "TemporaryFile", disk_full)
+            elif failure == "no pages":
+                patched.setattr(halt, "_pages", Counted(halt._pages, [], fails=True))
+            elif failure == "no room":
+                patched.setattr(halt._dormant, "bring_back", out_of_memory)
+            engine.engine.send(sent[f"c{i}"])
+            engine.step()
+        told()
+        engine.step(steps)
+        told()
+    assert not sent and not paused and not asleep, "each is answered once, and the last two end every halt"
+    engine.finish()
+    assert all(engine.said[id][-1].finish_reason in ("length", "abort") for id in expected)
+    assert engine.run(*(request(i) for i in range(3))) == expected
 
 
 def test_what_is_live_can_be_named(settings: EngineSettings, root: Path, tmp_path: Path) -> None:
@@ -295,5 +428,69 @@ def test_rows_of_a_live_tensor_can_be_read(engine: Pushable) -> None:
     engine.engine.send(ReadWeights("c", "no.such", 2))
     rows, vector, missing = (engine.report(id) for id in "abc")
     live = engine.engine.pushes.transaction.live.target.network.parameters()[name]
-    assert rows.values == live[:2].tolist() and len(vector.values) == 3
+    assert array("f", rows.values).tolist() == live[:2].flatten().tolist() and rows.shape == [2, *live.shape[1:]]
+    assert len(array("f", vector.values)) == 3 and vector.shape == [3]
     assert missing.error is not None and missing.error[0] == "not_found"
+
+
+def read(engine: Pushable, name: str, rows: int) -> WeightReport:
+    engine.engine.send(ReadWeights("read", name, rows))
+    engine.reports.pop("read", None)
+    return engine.report("read")
+
+
+def test_no_more_numbers_are_read_than_the_limit(engine: Pushable, monkeypatch: pytest.MonkeyPatch) -> None:
+    live = engine.engine.pushes.transaction.live.target.network.parameters()["model.embed_tokens.weight"]
+    monkeypatch.setattr(pushes, "MOST_NUMBERS", 4 * live.shape[1])
+    assert read(engine, "model.embed_tokens.weight", 4).result == "looked"
+    refused = read(engine, "model.embed_tokens.weight", 5)
+    assert refused.error is not None and refused.error[0] == "invalid_request"
+    assert f"limit is {4 * live.shape[1]}: ask for at most 4 (truncate_size)" in refused.error[1]
+
+
+def test_a_tensor_is_read_beside_the_loop(engine: Pushable, expected: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop steps on while a reader is slow, and what would change the weights waits for it."""
+    go_on = threading.Event()
+    tensor = engine.engine.pushes.transaction.live.target.network.parameters()["model.norm.weight"]
+    monkeypatch.setattr(type(engine.engine.pushes), "_readable", lambda *_: Slow(go_on, tensor))
+    engine.engine.send(ReadWeights("slow", "model.norm.weight", 4))
+    begun(engine)
+    refused = send(engine, Sleep("s", ["weights"]))
+    assert refused is not None and refused.error is not None and refused.error[0] == "conflict"
+    engine.finish()
+    assert bits(engine) == expected and "slow" not in engine.reports
+    go_on.set()
+    assert engine.report("slow").values == tensor.numpy().tobytes()
+
+
+class Slow:
+    """A tensor whose device is busy until it is told to go on."""
+
+    def __init__(self, go_on: threading.Event, tensor: torch.Tensor) -> None:
+        self._go_on, self._tensor, self.shape = go_on, tensor, tensor.shape
+
+    def float(self) -> torch.Tensor:
+        assert self._go_on.wait(20)
+        return self._tensor.float()
+
+
+def test_weights_that_change_in_place_or_sleep_are_not_read(settings: EngineSettings, root: Path, tmp_path: Path) -> None:
+    engine, name = Pushable(msgspec.structs.replace(settings, weight_staging="none", weight_root="/")), "model.norm.weight"
+
+    def refused(why: str) -> None:
+        report = read(engine, name, 4)
+        assert report.error is not None and report.error[0] == "conflict" and why in report.error[1] and not report.values
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(engine.engine.pushes.transaction, "start", lambda: None)  # it is about to write
+        id = engine.send_push(root / "new", "v1")
+        refused("about to change")
+    assert engine.report(id).result == "committed" and read(engine, name, 4).result == "looked"
+    torn = load_file(shutil.copytree(root / "base", tmp_path / "torn") / "model.safetensors")
+    torn["model.norm.weight"][3] = float("nan")
+    save_file(torn, tmp_path / "torn" / "model.safetensors")
+    assert engine.push(tmp_path / "torn", "v2").state.quarantined
+    refused("push that version, or another")
+    assert engine.push(root / "base", "v3").result == "committed" and read(engine, name, 4).result == "looked"
+    done(engine, Sleep("s", ["weights"]))
+    refused("the weights sleep")

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+from array import array
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -121,7 +122,7 @@ class FakeEngine:
     controls: list[ControlCommand] = field(default_factory=list)
     paused: bool = False
     asleep: set[str] = field(default_factory=set)
-    draining: list[str] = field(default_factory=list)
+    draining: list[Pause | Sleep] = field(default_factory=list)
 
     async def run(self, *, startup: bool = True) -> int:
         """Until `Stop`; the result is the exit status."""
@@ -171,8 +172,10 @@ class FakeEngine:
             if not self.paused and not self.asleep:
                 await self._step()
             if not self.running:
-                self.paused |= bool(self.draining)
-                await self._done(self.draining)
+                for waiting in self.draining:
+                    self._halt(waiting)
+                    await self._events.send(encode(ControlReport(waiting.id)))
+                self.draining.clear()
             if time.monotonic() - beat_s > 0.2:
                 beat_s = time.monotonic()
                 await self._events.send(encode(Heartbeat()))
@@ -180,34 +183,33 @@ class FakeEngine:
 
     async def _control(self, command: ControlCommand) -> None:
         match command:
-            case Pause(id, "drain") if self.running:
-                self.draining.append(id)
+            case (Pause(_, in_flight) | Sleep(_, _, in_flight)) if in_flight == "drain" and self.running:
+                self.draining.append(command)
                 return
-            case Pause(_, in_flight):
+            case Pause(_, in_flight) | Sleep(_, _, in_flight):
                 if in_flight == "abort":
                     for running in self.running.values():
                         running.aborted = "abort"
                     await self._step()
-                self.paused = True
+                self._halt(command)
             case Resume():
                 self.paused = False
-            case Sleep(_, memory):
-                self.asleep |= {*memory}
             case WakeUp(_, memory):
                 self.asleep -= {*memory}
             case ClearCache(id, when_idle) if when_idle and self.running:
                 await self._events.send(encode(ControlReport(id, ("conflict", "sequences run"))))
                 return
-        await self._done([command.id])
+        await self._events.send(encode(ControlReport(command.id)))
 
-    async def _done(self, ids: list[str]) -> None:
-        for id in list(ids):
-            await self._events.send(encode(ControlReport(id)))
-        self.draining = []
+    def _halt(self, command: Pause | Sleep) -> None:
+        if isinstance(command, Sleep):
+            self.asleep |= {*command.memory}
+        else:
+            self.paused = True
 
     async def _answer(self, command: WeightCommand) -> None:
         """Commits at once; a path that names an error's code is answered by that error, `hangs` not at all."""
-        values: list[float] = []
+        values, shape = b"", list[int]()
         result, error, version, role, sums = "looked", None, "", "", {"w": f"sha256:{self.weights.target}"}
         match command:
             case PushWeights(_, manifest):
@@ -228,7 +230,7 @@ class FakeEngine:
                 result, role = "named", "target"
                 self.weights = WeightState(target=version)
             case ReadWeights(_, _, rows):
-                values = [0.5] * rows
+                values, shape = array("f", [0.5] * rows).tobytes(), [rows]
             case AbortWeights(_, version):
                 result = "aborted"
             case JoinGroup(_, name):
@@ -241,7 +243,7 @@ class FakeEngine:
             self.weights = WeightState(target=version, previous={"target": self.weights.target})
         await self._events.send(encode(WeightReport(
             id=command.id, state=self.weights, result=result, error=error, version=version, role=role, checksums=sums,
-            phases={"read": 0.2, "commit": 0.001} if result != "looked" else {}, pause_ms=1.0, values=values)))
+            phases={"read": 0.2, "commit": 0.001} if result != "looked" else {}, pause_ms=1.0, values=values, shape=shape)))
 
     async def _step(self) -> None:
         outputs = []

@@ -90,7 +90,7 @@ class LiveServer:
         validator = Validator(config, text, lambda: next(seeds), lambda seed, i: seed + i * 10**6, self.client.check_room)
         self.rollouts = Rollouts((config.state_dir or self.directory) / "rollouts", config, metrics)
         service = Service(config, self.client, text, validator, metrics, self.rollouts)
-        self.rollouts.open(service)
+        await self.rollouts.open(service)
         gate, certificates = Gate(config, metrics), watched_certificates(config)
         self.app = build_app(service, gate)
         async with AsyncExitStack() as stack:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import httpx
 import pytest
 
 from tests.frontend.live_server import LiveServer, live_server
+from tlt_client.adapters.openrlhf import RolloutActor
 from tlt_server.records import AbortWeights, CommitWeights, JoinGroup, LeaveGroup, Manifest, NameWeights, PushWeights, TensorEntry
 
 INFO = {"names": ["w", "v"], "dtype_names": ["bfloat16", "float32"], "shapes": [[2, 3], []]}
@@ -65,6 +67,14 @@ def test_every_dialect_joins_a_group(path: str, body: Any, expected: tuple[str, 
     assert isinstance(left, LeaveGroup) and left.name == expected[0]
 
 
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_the_actor_of_openrlhf_joins_the_group_that_its_trainer_makes(backend: str, server: LiveServer) -> None:
+    """Over nccl a communicator as vLLM makes it, over gloo torch's group of that name."""
+    asyncio.run(RolloutActor(server.url).init_process_group("h", 29500, 1, 2, "openrlhf", backend=backend, use_ray=False))
+    (told,) = commands(server)
+    assert isinstance(told, JoinGroup) and (told.name, told.backend, told.prefixed) == ("openrlhf", backend, backend == "gloo")
+
+
 @pytest.mark.parametrize(("fields", "expected"), [
     ({"master_address": "h", "master_port": 29500, "nccl_unique_id_b64": None}, ("h", 29500, b"")),
     ({"master_address": None, "master_port": None, "nccl_unique_id_b64": ID}, ("", 0, bytes(range(128)))),
@@ -87,7 +97,9 @@ def test_a_group_of_nccl_meets_in_the_store_or_by_its_id(fields: Any, expected: 
     ("/init_weight_transfer_engine", {"init_info": WHERE | {"rank_offset": 3}}, "ranks are below the world size"),
     ("/init_weight_transfer_engine", {"init_info": WHERE | {"rank_offset": 0}}, "rank 0 is the trainer's"),
     ("/init_weight_transfer_engine", {}, "init_info is missing"),
-    ("/init_broadcaster", {"host": "h", "port": 29500, "inference_world_size": 1}, "update_info"),
+    ("/init_broadcaster", {"host": "h", "port": 29500, "inference_world_size": 1}, "backend is absent, which means nccl"),
+    ("/init_broadcaster", {"host": "h", "port": 29500, "inference_world_size": 1, "backend": None}, "weight_broadcast type filesystem"),
+    ("/init_broadcaster", {"host": "h", "port": 29500, "inference_world_size": 1, "backend": "nccl"}, "backend is 'nccl'"),
     ("/init_weights_update_group", WHERE | {"master_port": "x1"}, "'x1'"),
     ("/weight_groups", WHERE | {"name": "own", "master_port": 70000}, "70000"),
 ])

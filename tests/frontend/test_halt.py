@@ -94,6 +94,22 @@ def test_a_waiting_pause_refuses_new_requests_and_is_answered_at_the_end(server:
     assert post(server, "/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
 
 
+@pytest.mark.parametrize(("path", "said", "back"), [("/pause?mode=wait", "/is_paused", "/resume"),
+                                                    ("/sleep?mode=wait&level=2", "/is_sleeping", "/wake_up")])
+def test_what_a_client_asks_for_and_does_not_wait_for_is_done(path: str, said: str, back: str, server: LiveServer,
+                                                              pool: ThreadPoolExecutor) -> None:
+    asked = begun(server, pool, LONG | {"sampling_params": {"max_new_tokens": 60}})
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{server.url}{path}", timeout=0.05)
+    assert httpx.get(f"{server.url}{said}").json() == {said[1:]: True}
+    assert post(server, "/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 503
+    assert asked.result(5).json()["meta_info"]["finish_reason"]["type"] == "length", "what runs has ended first"
+    until(lambda: server.engine.paused or bool(server.engine.asleep))
+    assert httpx.get(f"{server.url}{said}").json() == {said[1:]: True}
+    assert post(server, back).status_code == 200
+    assert post(server, "/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
+
+
 def test_a_cache_is_not_flushed_while_requests_run(server: LiveServer, pool: ThreadPoolExecutor) -> None:
     asked = begun(server, pool)
     for method in ("GET", "POST"):

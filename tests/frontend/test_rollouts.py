@@ -7,6 +7,7 @@ import os
 import stat
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -409,7 +410,7 @@ def test_a_state_directory_belongs_to_one_server(model: Path, tmp_path: Path) ->
     with live_server(model, state_dir=tmp_path) as first:
         second = Rollouts(tmp_path / "rollouts", first.config, first.rollouts._metrics)
         with pytest.raises(StartupError, match="in use by another server"):
-            first.call(lambda: second.open(first.rollouts._service))
+            asyncio.run(second.open(first.rollouts._service))
 
 
 def test_what_was_begun_with_another_model_is_not_continued(model: Path, tmp_path: Path) -> None:
@@ -453,3 +454,22 @@ def test_a_deadline_ends_a_rollout_that_no_engine_can_take_up(model: Path, tmp_p
     with live_server(model, engine={"lost": {"target": "v1 is gone"}}, state_dir=tmp_path) as second, Client(second.url) as client:
         [result] = client.rollout(rollout.id).result(10).results
         assert result.error is not None and result.error.code == "deadline_exceeded" and not second.engine.submitted
+
+
+def test_outputs_that_another_version_has_written_are_a_typed_error_when_they_are_fetched(model: Path, tmp_path: Path) -> None:
+    with live_server(model, state_dir=tmp_path) as server, Client(server.url) as client:
+        rollout = client.generate([{"prompt": "ab"}], sampling={"max_tokens": 4}, detach=True)
+        assert rollout.result(10).results
+        path = tmp_path / "rollouts" / f"{rollout.id}.journal"
+        data = path.read_bytes()
+        end = 8 + int.from_bytes(data[:4], "little")
+        path.write_bytes(data[:end] + framed(b"\x81\xa4type\xa5grown") + data[end:])
+    with live_server(model, state_dir=tmp_path) as server, Client(server.url) as client:
+        assert [one.status for one in client.rollouts()] == ["done"]
+        refused = httpx.get(f"{server.url}/rollouts/{rollout.id}")
+        assert refused.status_code == 507 and "another version" in refused.text
+
+
+def framed(payload: bytes) -> bytes:
+    length = len(payload).to_bytes(4, "little")
+    return length + zlib.crc32(payload, zlib.crc32(length)).to_bytes(4, "little") + payload

@@ -60,8 +60,11 @@ def test_a_manifest_reaches_the_engine_and_the_reply_says_what_became_of_it(clie
 def test_the_form_of_trainers_with_a_shared_disk(server: LiveServer) -> None:
     assert post(server, "/update_weights", {"weight_dir": "run/step_3", "lora_name": None}).json()["version"] == "named"
     assert post(server, "/update_weights", {"weight_dir": "run/step_4", "weight_version": "4"}).json()["version"] == "4"
+    assert post(server, "/update_weights", {"weight_dir": None, "path": "run/step_5", "version": "5"}).json()["version"] == "5"
+    assert post(server, "/update_weights", {"weight_dir": "run/step_6", "update_info": None}).status_code == 200
     pushed = [c.manifest for c in server.engine.weight_commands if isinstance(c, PushWeights)]
-    assert [(m.path, m.version, m.role) for m in pushed] == [("run/step_3", "", "target"), ("run/step_4", "4", "target")]
+    assert [(m.path, m.version, m.role) for m in pushed] == [
+        ("run/step_3", "", "target"), ("run/step_4", "4", "target"), ("run/step_5", "5", "target"), ("run/step_6", "", "target")]
 
 
 def test_stage_commit_abort_and_roll_back(client: Client, server: LiveServer) -> None:
@@ -146,7 +149,10 @@ REFUSED: dict[str, tuple[str, ...]] = {
     '{"version": "a\\nb", "path": "p"}': ("version is",),
     '{"version": "a/b", "path": "p"}': ("version is 'a/b'",),
     '{"version": "' + "v" * 300 + '", "path": "p"}': ("256",),
-    '{"weight_dir": null}': ("weight_dir is None", "weight root"),
+    '{"weight_dir": null}': ("weight_dir is null", "weight root", "update_info"),
+    '{"weight_dir": null, "lora_name": null, "update_info": null}': ("weight_dir is null",),
+    '{"weight_dir": ""}': ("weight_dir is ''", "weight root"),
+    '{"weight_dir": null, "version": "v"}': ("path is missing",),
     '{"weight_dir": "p", "weight_version": 4}': ("version is 4",),
     '{"update_info": {"names": []}}': ("update_info", "dtype_names is missing"),
     '{"update_info": {"names": [], "dtype_names": [], "shapes": []}}': ("0 names", "one of each for every tensor"),

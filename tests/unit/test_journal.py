@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tlt_server.errors import StorageFailed
-from tlt_server.frontend.journal import End, Grown, Header, Journal, KeptItem, Record, frame, past
+from tlt_server.frontend.journal import End, Grown, Header, Journal, KeptItem, Outline, Record, frame, outline, past
 from tlt_server.frontend.validation import Item
 from tlt_server.records import GenerateRequest, Sampling, StepOutput, TokenLogprobs
 
@@ -35,8 +35,9 @@ ENDS = [sum(map(len, FRAMES[:i])) for i in range(len(FRAMES) + 1)]
 
 
 def check_prefix(data: bytes, whole_records: int) -> None:
-    """What is read of `data` are the first `whole_records` records."""
+    """What is read of `data` are the first `whole_records` records, and its outline says the same of them."""
     said = past(data)
+    assert outline(data) == (said and Outline(said.header, said.end, said.length))
     if whole_records == 0:
         assert said is None
         return
@@ -88,6 +89,15 @@ def test_records_out_of_their_order_end_the_reading(frames: list[bytes]) -> None
         middle = [f for f in frames[1:] if f in FRAMES[1:3]]
         taken = next((i for i, f in enumerate(frames[1:]) if f in (FRAMES[0], FRAMES[3])), len(middle))
         assert len(said.outputs) == sum(1 if f == FRAMES[1] else 2 for f in frames[1 : 1 + taken])
+
+
+def test_an_outline_is_read_without_the_outputs() -> None:
+    """Start-up reads every journal; outputs are read when somebody asks for them."""
+    other = b"\x81\xa4type\xa5grown"  # whole, and nothing that can be decoded
+    length = len(other).to_bytes(4, "little")
+    strange = length + zlib.crc32(other, zlib.crc32(length)).to_bytes(4, "little") + other
+    assert outline(FRAMES[0] + strange + FRAMES[3]) == Outline(HEADER, End(3.5, 3), ENDS[1] + len(strange) + len(FRAMES[3]))
+    assert outline(strange + FRAMES[3]) is None and outline(FRAMES[3]) is None
 
 
 @given(st.binary(max_size=300))

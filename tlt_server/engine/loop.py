@@ -142,7 +142,7 @@ class Engine:
         while self._commands:
             self._apply(self._commands.popleft())
         self._ended += self.pushes.advance()
-        self.halt.advance()
+        self._ended += self.halt.advance()
 
     def _apply(self, command: Command) -> None:
         match command:

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
+
+import torch
 
 from tlt_client.channels import DRAFTER_PREFIX
 from tlt_client.channels.errors import ChannelError
 from tlt_client.channels.groups import Membership
 from tlt_server.engine.scheduler import Scheduler
-from tlt_server.errors import ChannelBroken, Conflict, Forbidden, NotFound, PushFailed, TltError, Unavailable, from_code
+from tlt_server.errors import ChannelBroken, Conflict, Forbidden, InvalidRequest, NotFound, PushFailed, TltError, Unavailable, from_code
 from tlt_server.records import (
     AbortWeights,
     CommitWeights,
@@ -40,6 +42,7 @@ from tlt_server.weights.transaction import Push, Transaction
 
 MAX_JOINS = 4  # at once; a trainer whose ranks join one by one needs one at a time
 MAX_READERS = 4  # at once, those included which wait for a change to end
+MOST_NUMBERS = 2**21  # that one command reads of a tensor
 
 
 class _Rollback(NamedTuple):
@@ -57,8 +60,8 @@ class WeightPushes:
         self.settle: Callable[[], list[StepOutput]] = list  # takes in the steps in flight; the loop's
         self.asleep = False  # the weights are put away, and nothing may read or change them
         self._reports: deque[WeightReport] = deque()  # appended to by threads, too
-        self._readers = Crew("checksum weights", MAX_READERS)  # of the live storage, which must not change meanwhile
-        self._unread: list[str] = []  # ids of commands for a reader that came while a change waited for others
+        self._readers = Crew("read weights", MAX_READERS)  # of the live storage, which must not change meanwhile
+        self._unread: list[str] = []  # ids of commands for a reader of sums that came while a change waited for others
         self._joiners = Crew("join group", MAX_JOINS)
         self._waiting: list[str] = []  # ids of the commands that the open push answers
         self._due = False  # the staged push is to be committed
@@ -107,7 +110,7 @@ class WeightPushes:
         if self._unread and not self._changing:
             for id in self._unread:
                 try:
-                    self._read(id)
+                    self._sum(id)
                 except Unavailable as error:
                     self._report(id, error.code, error=error)
             self._unread.clear()
@@ -149,7 +152,9 @@ class WeightPushes:
                 else:
                     self._report(id, "unchanged", version=version, role="target")
             case ReadWeights(id, name, rows):
-                self._report(id, "looked", values=self._rows(name, rows))
+                tensor = self._readable(name, rows)
+                self._readers.check_room(len(self._unread))
+                self._read(id, lambda: {"values": tensor.float().cpu().contiguous().numpy().tobytes(), "shape": list(tensor.shape)})
             case RollbackWeights(id, to, in_flight):
                 self._check_no_rollback()
                 if not transaction.check_rollback(to):
@@ -166,7 +171,7 @@ class WeightPushes:
                 if self._changing:
                     self._unread.append(id)
                 else:
-                    self._read(id)
+                    self._sum(id)
             case JoinGroup(id, name):
                 self._check_group_free(name)
                 if "broadcast" not in transaction.channels:
@@ -234,24 +239,34 @@ class WeightPushes:
         self._ended += self._scheduler.change_version(version, "continue")
         return True
 
-    def _rows(self, name: str, rows: int) -> list[Any]:
-        live = self.transaction.live
-        part = live.drafter if name.startswith(DRAFTER_PREFIX) else live.target
+    def _readable(self, name: str, rows: int) -> torch.Tensor:
+        """The first rows of a live tensor, which nothing is about to change."""
+        transaction, role = self.transaction, "drafter" if name.startswith(DRAFTER_PREFIX) else "target"
+        part = transaction.live.by_role.get(role)
         tensor = part.network.parameters().get(name.removeprefix(DRAFTER_PREFIX)) if part is not None else None
         if tensor is None:
             raise NotFound(f"there is no tensor {name[:200]!r}; POST /weight_checker lists the names")
-        values: list[Any] = tensor[:rows].float().cpu().tolist()
-        return values
+        if self._changing:
+            raise Conflict("the weights in use are about to change, or change just now; read them once the push or rollback is answered")
+        if role in transaction.quarantined:
+            raise Conflict(f"{name[:200]!r} cannot be read: {transaction.quarantined[role]}; push that version, or another")
+        if tensor[:rows].numel() > MOST_NUMBERS:
+            raise InvalidRequest(f"{rows} rows of {name[:200]!r}, of shape {list(tensor.shape)}, are {tensor[:rows].numel()} numbers; the "
+                                 f"limit is {MOST_NUMBERS}: ask for at most {MOST_NUMBERS // tensor[0].numel()} (truncate_size)")
+        return tensor[:rows]
 
-    def _read(self, id: str) -> None:
-        """Checksums of the live storage, in a thread, as they take a while."""
+    def _sum(self, id: str) -> None:
         live = self.transaction.live
+        self._read(id, lambda: {"parts": live, "checksums": live.live_sums()})
+
+    def _read(self, id: str, look: Callable[[], dict[str, Any]]) -> None:
+        """What `look` sees of the live storage, in a thread, as it takes a while."""
 
         def read() -> None:
             try:
-                self._report(id, "looked", parts=live, checksums=live.live_sums())
+                self._report(id, "looked", **look())
             except Exception as cause:  # who asks must be answered, whatever it is
-                error = PushFailed(f"the weights in use cannot be summed ({type(cause).__name__}: {cause}); nothing has changed: ask again")
+                error = PushFailed(f"the weights in use cannot be read ({type(cause).__name__}: {cause}); nothing has changed: ask again")
                 self._report(id, error.code, error=error)
 
         self._readers.start(read)
@@ -334,12 +349,12 @@ class WeightPushes:
 
     def _report(self, id: str, result: str, *, parts: Parts | None = None, error: TltError | None = None, version: str = "", role: str = "",
                 checksums: dict[str, str] | None = None, phases: dict[str, float] | None = None, pause_ms: float = 0.0,
-                values: list[Any] | None = None) -> None:
+                values: bytes = b"", shape: Sequence[int] = ()) -> None:
         sums = dict(parts.sums) if parts and checksums is None else checksums or {}
         self._reports.append(WeightReport(
             id=id, state=self.state(), result=result, error=(error.code, error.message) if error else None,
             version=parts.version if parts else version, role=parts.role if parts else role,
-            checksums=sums, phases=dict(phases or {}), pause_ms=pause_ms, values=values or []))
+            checksums=sums, phases=dict(phases or {}), pause_ms=pause_ms, values=values, shape=list(shape)))
 
     def state(self) -> WeightState:
         transaction, push = self.transaction, self.transaction.push

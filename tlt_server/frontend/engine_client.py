@@ -40,6 +40,7 @@ from tlt_server.records import (
     Phase,
     Ready,
     SetPolicy,
+    Sleep,
     StepOutput,
     Submit,
     WeightCommand,
@@ -101,13 +102,17 @@ class EngineClient:
                 self._begin(info)
             case WeightReport():
                 self._answered(event)
-            case ControlReport(id):
+            case ControlReport(id, error):
+                self.halt.answered(event)
+                if error is not None and id not in self._done:  # nobody waits: the client has gone, or it is a new life that was told
+                    log.warning("control_failed", code=error[0], message=error[1])
                 _settle(self._done, id, event)
 
     def died(self, death: Death, restart_in_s: float | None, start_s: float) -> int:
         """Everything open ends with a typed error, but for what can resume: how much that is. `restart_in_s`: None for never; `start_s`:
         that a start takes from there."""
         self._link = None
+        self.halt.died()
         self.failure = f"the engine is gone and {'will not be' if restart_in_s is None else 'is being'} restarted: {death.error.message}"
         self._again_s = (restart_in_s or 0.0) + start_s
         self._metrics.engine_gone()
@@ -289,7 +294,7 @@ class EngineClient:
         return report
 
     async def _control(self, command: ControlCommand) -> None:
-        if isinstance(command, Pause) and command.in_flight == "abort":
+        if isinstance(command, Pause | Sleep) and command.in_flight == "abort":
             self.abort([id for id, route in self._routes.items() if route.held])  # which the engine does not know
         report = await self._ask(command, self._done)
         if report.error is not None:

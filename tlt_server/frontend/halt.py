@@ -2,26 +2,67 @@
 
 One word per idea: `in_flight` says what becomes of what was submitted before (`records.Pause`), `refuse` whether new requests get a 503
 or wait. While anything sleeps they are refused. Both hold until they are taken back, over restarts of the engine, too.
+
+Nothing is locked: the engine does commands in the order in which they are sent, and what holds is what its answers say, one after
+another, whoever still waits for them. What is asked and not answered yet counts only against new requests.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection
+from typing import NamedTuple
 
-from tlt_server.errors import Unavailable
-from tlt_server.records import ClearCache, ControlCommand, InFlight, Memory, Pause, Resume, Sleep, WakeUp
+from tlt_server.errors import TltError, Unavailable
+from tlt_server.records import ClearCache, ControlCommand, ControlReport, InFlight, Memory, Pause, Resume, Sleep, WakeUp
 
 RETRY_S = 1
 ASLEEP = "the engine sleeps ({} given back); wake it with POST /wake_up or /resume_memory_occupation"
 PAUSED = "generation is paused and takes nothing new; send the request again after POST /resume"
 
 
+class State(NamedTuple):
+    paused: bool = False
+    refusing: bool = False
+    asleep: frozenset[Memory] = frozenset()
+
+
+class Asked(NamedTuple):
+    command: ControlCommand
+    refuse: bool = False
+
+    def after(self, state: State) -> State:
+        """What holds once it is done."""
+        match self.command:
+            case Pause():
+                return state._replace(paused=True, refusing=self.refuse)
+            case Resume():
+                return state._replace(paused=False, refusing=False)
+            case Sleep(_, memory):
+                return state._replace(asleep=state.asleep | {*memory})
+            case WakeUp(_, memory):
+                return state._replace(asleep=state.asleep - {*memory})
+            case ClearCache():
+                return state
+
+
 class Halt:
     def __init__(self, command_id: Callable[[], str], ask: Callable[[ControlCommand], Awaitable[None]]) -> None:
-        """`ask` returns when the engine has done it, and raises what it says against it."""
+        """`ask` sends before it waits, returns when the engine has done it, and raises what it says against it."""
         self._command_id, self._ask = command_id, ask
-        self.paused = self.refusing = False
-        self.asleep: frozenset[Memory] = frozenset()
+        self._state = State()  # of the engine, as its answers say
+        self._asked: dict[str, Asked] = {}  # and not answered, by id
+
+    @property
+    def paused(self) -> bool:
+        return self._state.paused or any(isinstance(asked.command, Pause) for asked in self._asked.values())
+
+    @property
+    def refusing(self) -> bool:
+        return self._state.refusing or any(asked.refuse for asked in self._asked.values())
+
+    @property
+    def asleep(self) -> frozenset[Memory]:
+        return self._state.asleep.union(*(asked.command.memory for asked in self._asked.values() if isinstance(asked.command, Sleep)))
 
     def check(self) -> None:
         """`Unavailable` when new requests are refused."""
@@ -33,44 +74,44 @@ class Halt:
     def standing(self) -> list[ControlCommand]:
         """What a new life of the engine has to be told first."""
         commands: list[ControlCommand] = []
-        if self.paused:
+        if self._state.paused:
             commands.append(Pause(self._command_id()))
-        if self.asleep:
-            commands.append(Sleep(self._command_id(), sorted(self.asleep)))
+        if self._state.asleep:
+            commands.append(Sleep(self._command_id(), sorted(self._state.asleep)))
         return commands
+
+    def answered(self, report: ControlReport) -> None:
+        """In the order in which the engine did it."""
+        asked = self._asked.pop(report.id, None)
+        if asked is not None and report.error is None:
+            self._state = asked.after(self._state)
+
+    def died(self) -> None:
+        """The engine, and with it what it had not answered."""
+        self._asked.clear()
 
     async def pause(self, in_flight: InFlight, *, refuse: bool, clear_cache: bool) -> None:
         """Done when the pause has begun: with `drain`, when everything has ended."""
-        before = self.paused, self.refusing
-        self.paused, self.refusing = True, refuse
-        try:
-            await self._ask(Pause(self._command_id(), in_flight, clear_cache))
-        except BaseException:
-            self.paused, self.refusing = before
-            raise
+        await self._do(Asked(Pause(self._command_id(), in_flight, clear_cache), refuse))
 
     async def resume(self) -> None:
-        await self._ask(Resume(self._command_id()))
-        self.paused = self.refusing = False
+        await self._do(Asked(Resume(self._command_id())))
 
     async def sleep(self, memory: Collection[Memory], in_flight: InFlight = "recompute") -> None:
         """Nothing keeps its KV: what does not end goes on from its tokens when all is awake."""
-        before, paused = self.asleep, self.paused
-        self.asleep |= frozenset(memory)
-        try:
-            if in_flight != "recompute":
-                await self.pause(in_flight, refuse=self.refusing, clear_cache=True)
-            await self._ask(Sleep(self._command_id(), sorted(memory)))
-        except BaseException:
-            self.asleep = before
-            raise
-        finally:
-            if in_flight != "recompute" and not paused:
-                await self.resume()
+        await self._do(Asked(Sleep(self._command_id(), sorted(memory), in_flight)))
 
     async def wake(self, memory: Collection[Memory]) -> None:
-        await self._ask(WakeUp(self._command_id(), sorted(memory)))
-        self.asleep -= frozenset(memory)
+        await self._do(Asked(WakeUp(self._command_id(), sorted(memory))))
 
     async def clear_cache(self, *, when_idle: bool) -> None:
-        await self._ask(ClearCache(self._command_id(), when_idle))
+        await self._do(Asked(ClearCache(self._command_id(), when_idle)))
+
+    async def _do(self, asked: Asked) -> None:
+        """A caller that goes away does not stop what it asked for."""
+        self._asked[asked.command.id] = asked
+        try:
+            await self._ask(asked.command)
+        except TltError:
+            self._asked.pop(asked.command.id, None)  # if it was not even sent
+            raise

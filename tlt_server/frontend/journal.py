@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -66,6 +66,7 @@ class End(Struct, frozen=True, tag="end"):
 
 Record = Header | Grown | End
 _DECODER = msgspec.msgpack.Decoder(Record)
+_END = msgspec.msgpack.encode(End(0.0, 0))[:10]  # as every end begins, and no other record
 
 
 class Past(NamedTuple):
@@ -73,6 +74,14 @@ class Past(NamedTuple):
 
     header: Header
     outputs: list[StepOutput]
+    end: End | None
+    length: int
+
+
+class Outline(NamedTuple):
+    """Of a journal, all but the outputs. `length`: bytes of whole frames."""
+
+    header: Header
     end: End | None
     length: int
 
@@ -103,7 +112,39 @@ def past(data: bytes) -> Past | None:
     return Past(header, outputs, end, length) if header is not None else None
 
 
+def outline(data: bytes) -> Outline | None:
+    """As `past`, but what stands between header and end is only summed, which takes an eighth of the time."""
+    header: Header | None = None
+    end: End | None = None
+    length = 0
+    for payload, after in _frames(data):
+        if header is None or payload[: len(_END)] == _END:
+            try:
+                record = _DECODER.decode(payload)
+            except msgspec.MsgspecError:
+                break
+            if isinstance(record, Header) != (header is None):
+                break
+            if isinstance(record, Header):
+                header = record
+            elif isinstance(record, End):
+                end = record
+        length = after
+        if end is not None:
+            break
+    return Outline(header, end, length) if header is not None else None
+
+
 def _records(data: bytes) -> Iterator[tuple[Record, int]]:
+    for payload, after in _frames(data):
+        try:
+            yield _DECODER.decode(payload), after
+        except msgspec.MsgspecError:  # whole, but of another version's making
+            return
+
+
+def _frames(data: bytes) -> Iterator[tuple[memoryview, int]]:
+    """Payloads that are whole, and where each ends."""
     view, at = memoryview(data), 0
     while at + FRAME <= len(data):
         head, checksum = view[at : at + 4], view[at + 4 : at + FRAME]
@@ -112,10 +153,7 @@ def _records(data: bytes) -> Iterator[tuple[Record, int]]:
         if len(payload) < length or zlib.crc32(payload, zlib.crc32(head)) != int.from_bytes(checksum, "little"):
             return
         at += FRAME + len(payload)
-        try:
-            yield _DECODER.decode(payload), at
-        except msgspec.MsgspecError:  # whole, but of another version's making
-            return
+        yield payload, at
 
 
 class Journal:
@@ -148,5 +186,5 @@ def _storage(path: Path) -> Iterator[None]:
                             "or delete rollouts, then send the request again", retry_after_s=5) from None
 
 
-def journals(directory: Path) -> Iterable[Path]:
-    return sorted(directory.glob("*.journal"))
+def outlines(directory: Path) -> list[tuple[Path, Outline | None]]:
+    return [(path, outline(path.read_bytes())) for path in sorted(directory.glob("*.journal"))]

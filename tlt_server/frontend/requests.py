@@ -7,18 +7,31 @@ here are the native dialect's; a borrowed dialect declares its own and translate
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import ErrorDetails, from_json
+import msgspec
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic_core import ErrorDetails
 
 from tlt_server.config import nearest, requirement
 from tlt_server.errors import InvalidRequest
+from tlt_server.frontend.bodies import decoded
 from tlt_server.records import MAX_SEED
 
 MAX_INT32 = 2**31 - 1  # what the engine's packed parameters hold
-TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=MAX_INT32)]], Field(fail_fast=True)]
+_IDS = list[Annotated[int, msgspec.Meta(ge=0, le=MAX_INT32)]]
+
+
+def _ids(value: Any, otherwise: ValidatorFunctionWrapHandler) -> Any:
+    """A list of ids passes in a quarter of the time that the other check takes, which says what is wrong with one that does not."""
+    try:
+        return msgspec.convert(value, _IDS)
+    except msgspec.ValidationError:
+        return otherwise(value)
+
+
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=MAX_INT32)]], Field(fail_fast=True), WrapValidator(_ids)]
 ShortName = Annotated[str, Field(min_length=1, max_length=256)]
 Salt = Annotated[str, Field(max_length=256)]
 Count = Annotated[int, Field(ge=1, le=MAX_INT32)]
@@ -99,10 +112,10 @@ class NativeRequest(Strict):
     detach: bool = Field(False, description="answer at once with an id; GET /rollouts/{id} has the results")
 
 
-def read_object(body: bytes, field: str) -> dict[str, Any]:
+async def read_object(body: bytes, field: str) -> dict[str, Any]:
     """The JSON object in a body; `field` is the one that the message asks for."""
     try:
-        content = from_json(body, allow_inf_nan=False)
+        content = await decoded(body)
     except ValueError as error:
         raise InvalidRequest(f"the body is not JSON: {error}; send one UTF-8 encoded JSON object") from None
     if not isinstance(content, dict):
@@ -110,12 +123,12 @@ def read_object(body: bytes, field: str) -> dict[str, Any]:
     return content
 
 
-def checked(model: type[Model], content: Mapping[str, Any]) -> Model:
-    """The model's object, or `InvalidRequest` that begins with the field it is about."""
+def checked(model: type[Model], content: Any, within: str = "") -> Model:
+    """The model's object, or `InvalidRequest` that begins with the field it is about. `within`: where the content stands."""
     try:
         return model.model_validate(content)
     except ValidationError as error:
-        raise InvalidRequest(_explain(error.errors(include_url=False), model)) from None
+        raise InvalidRequest(_explain(error.errors(include_url=False), model, within)) from None
 
 
 def shown(value: Any) -> str:
@@ -128,10 +141,10 @@ def _path(error: ErrorDetails) -> list[int | str]:
     return [part for part in error["loc"] if not re.fullmatch(r"list\[.*|str|int|bool", str(part))]
 
 
-def _explain(errors: Sequence[ErrorDetails], root: type[BaseModel]) -> str:
+def _explain(errors: Sequence[ErrorDetails], root: type[BaseModel], within: str) -> str:
     """Where, what it is, what it must be: pydantic's first finding in our words."""
     error, path = errors[0], _path(errors[0])
-    where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")[:200]
+    where = (within + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)).lstrip(".")[:200]
     if error["type"] == "extra_forbidden":
         fields = list(_model_at(root, path[:-1]).model_fields)
         return f"unknown field {where}{nearest(str(path[-1]), fields)} (known: {', '.join(fields)})"

@@ -20,6 +20,7 @@ class Replayed(NamedTuple):
     length: int  # of the journal's whole records
     items: Items
     ended: Ended
+    done: bool  # its end was written down
 
 
 class Rollout:
@@ -59,7 +60,7 @@ class Rollout:
         items, ended = make(Batch([item.item(deadline_s) for item in self.header.items], False, deadline_s)), Ended()
         for output in said.outputs:
             ended |= {event.id: event for event in items.take(output) if isinstance(event, ItemResult | ItemError)}
-        return Replayed(said.length, items, ended)
+        return Replayed(said.length, items, ended, said.end is not None)
 
     def count(self) -> tuple[int, int]:
         """Items ended and tokens made so far."""

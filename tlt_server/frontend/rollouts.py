@@ -30,7 +30,7 @@ from tlt_server.errors import (
     Unavailable,
 )
 from tlt_server.frontend.generation import Generation, ItemError, ItemResult, Service
-from tlt_server.frontend.journal import End, Grown, Header, Journal, KeptItem, frame, journals, past
+from tlt_server.frontend.journal import End, Grown, Header, Journal, KeptItem, Outline, frame, outlines
 from tlt_server.frontend.keys import Caller
 from tlt_server.frontend.replies import unexpected
 from tlt_server.frontend.rollout import Rollout
@@ -58,14 +58,15 @@ class Rollouts:
 
     # a process's beginning and end
 
-    def open(self, service: Service) -> None:
-        """Take over what the directory holds: what is done can be fetched, the rest goes on once the engine is ready."""
+    async def open(self, service: Service) -> None:
+        """Take over what the directory holds: what is done can be fetched, the rest goes on once the engine is ready. Journals are read in
+        a thread, while the engine starts."""
         self._service = service
         try:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = os.open(self._directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            found = [self._found(path) for path in journals(self._directory)]
+            found = [self._found(path, said) for path, said in await asyncio.to_thread(outlines, self._directory)]
         except BlockingIOError:
             raise StartupError(f"{self._directory} is in use by another server; name another --state-dir, or stop that one") from None
         except OSError as error:
@@ -147,7 +148,10 @@ class Rollouts:
                 rollout.journal = rollout.ended = None
         if ended is None:
             async with self._replaying:  # one at a time: each holds a whole rollout
-                ended = (await asyncio.to_thread(rollout.replayed, self._service.items)).ended
+                ended, done = (await asyncio.to_thread(rollout.replayed, self._service.items))[2:]
+            if rollout.done_s is not None and not done:
+                raise StorageFailed(f"the journal of the rollout {rollout.header.id} was written by another version of this server and "
+                                    "cannot be read to its end; send its request again")
         return [ended[id] for id in rollout.item_ids if id in ended]
 
     def delete(self, rollout: Rollout) -> None:
@@ -157,8 +161,7 @@ class Rollouts:
 
     # one rollout's life
 
-    def _found(self, path: Path) -> Rollout | None:
-        said = past(path.read_bytes())
+    def _found(self, path: Path, said: Outline | None) -> Rollout | None:
         if said is None or said.header.id != path.stem:
             log.warning("rollout_lost", file=path.name, reason="its first record is damaged, or not whole (then nobody was told "
                         "of it), or it is a copy; the file is put aside with .damaged behind its name")
@@ -190,7 +193,7 @@ class Rollouts:
             raise Conflict(f"the rollout was begun with the model {rollout.header.model}, this server serves {self._model}; "
                            "send its request again")
         async with self._replaying:
-            length, items, ended = await asyncio.to_thread(rollout.replayed, self._service.items)
+            length, items, ended, _ = await asyncio.to_thread(rollout.replayed, self._service.items)
         if rollout.is_over:
             return
         rollout.items, rollout.ended, rollout.journal = items, ended, Journal(rollout.path, length)

@@ -64,9 +64,7 @@ class Validator:
         self._serial = itertools.count(secrets.randbits(48))  # rollouts come back with the ids that an earlier process gave them
 
     async def batch(self, request: NativeRequest, info: EngineInfo, words: Words = NATIVE) -> Batch:
-        limit = self._config.max_batch_items
-        if len(request.requests) > limit:
-            raise TooLarge(f"{words.items} has {len(request.requests)} items; the limit is {limit} (max_batch_items): split the batch")
+        self.check_count(words, len(request.requests))
         begin_by_s, deadline_s = self._deadlines(request)
         for i, item in enumerate(request.requests):
             self._check_shape(words, i, item)
@@ -98,6 +96,12 @@ class Validator:
             ]))
         _check_distinct([item.id for item in items])
         return Batch(items, request.stream, deadline_s)
+
+    def check_count(self, words: Words, items: int) -> None:
+        """What `batch` says of how many there are, for a dialect that makes items of what it is given."""
+        limit = self._config.max_batch_items
+        if items > limit:
+            raise TooLarge(f"{words.items} has {items} items; the limit is {limit} (max_batch_items): split the batch")
 
     def _deadlines(self, request: NativeRequest) -> tuple[float, float]:
         """The moments by which a sequence must have begun and ended."""

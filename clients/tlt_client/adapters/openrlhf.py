@@ -64,11 +64,12 @@ class RolloutActor:
 
     async def init_process_group(self, master_address: str, master_port: int, rank_offset: int, world_size: int, group_name: str,
                                  backend: str, use_ray: bool) -> None:
-        """Returns once all ranks are there. The group is one of torch, named as its helper for named groups names it."""
+        """Returns once all ranks are there. Over nccl the group is the communicator that OpenRLHF 0.11 makes, which is vLLM's;
+        over gloo one of torch, named as its helper for named groups names it."""
         if use_ray:
-            raise NotServed("use_ray is true, and this server joins groups of torch only; leave --vllm.sync_with_ray out")
+            raise NotServed("use_ray is true, and this server joins no groups of Ray; leave --vllm.sync_with_ray out")
         await self._client.join_group(group_name, master_address=master_address, master_port=int(master_port), rank_offset=rank_offset,
-                                      world_size=world_size, backend=backend, prefixed=True)
+                                      world_size=world_size, backend=backend, prefixed=backend != "nccl")
         self._group = group_name
 
     async def update_weight(self, name: str, dtype: Any, shape: Any, empty_cache: bool = False) -> str:
@@ -85,8 +86,8 @@ class RolloutActor:
         return state
 
     async def update_weight_cuda_ipc(self, *args: Any, **kwargs: Any) -> None:
-        raise NotServed("update_weight_cuda_ipc carries handles as pickles, which are not read; set --vllm.sync_backend gloo, with which "
-                        "weights are broadcast")
+        raise NotServed("update_weight_cuda_ipc carries handles as pickles, which are not read; leave --train.colocate_all out, or "
+                        "set --vllm.sync_backend gloo and make a TrainerGroup: then weights are broadcast")
 
     # halts
 
@@ -146,13 +147,15 @@ class RolloutActor:
 
 
 class TrainerGroup:
-    """Rank 0 of the group, with the `broadcast` of the communicator that OpenRLHF 0.11 makes by `stateless_init_process_group`."""
+    """Rank 0 of the group, with the `broadcast` of the communicator that OpenRLHF 0.11 makes by `stateless_init_process_group`: in its
+    place where there is no NCCL."""
 
     def __init__(self, master_address: str, master_port: int, world_size: int, *, group_name: str = "openrlhf", backend: str = "gloo",
                  timeout_s: float = 120.0) -> None:
         """Returns once all ranks are there, so the actors are asked to join before."""
         store = host_store(master_address, master_port, world_size, timeout_s)
-        self._group = Group(Membership(group_name, backend, master_address, master_port, 0, world_size, True, timeout_s), store)
+        member = Membership(group_name, backend, master_address, master_port, 0, world_size, backend != "nccl", timeout_s)
+        self._group = Group(member, store)
 
     def broadcast(self, tensor: Any, src: int = 0, stream: Any = None) -> None:
         """From here to all; done when it returns, so on no stream in particular."""

@@ -39,12 +39,12 @@ from tlt_server.frontend.delivery import EventStream, reply, while_connected
 from tlt_server.frontend.endpoints import Endpoint, Parameter
 from tlt_server.frontend.generation import Event, Generation, ItemError, ItemResult, Service, TokenEvent
 from tlt_server.frontend.replies import Refusal, error_body, json_response, unexpected
-from tlt_server.frontend.requests import NativeRequest, checked, read_object, shown
+from tlt_server.frontend.requests import ItemFields, NativeRequest, checked, read_object, shown
 from tlt_server.frontend.rollout import Rollout
 from tlt_server.frontend.sglang.generate import generate as sglang
 from tlt_server.frontend.sglang.replies import Generated
 from tlt_server.frontend.sglang.requests import GenerateFields
-from tlt_server.frontend.validation import Batch
+from tlt_server.frontend.validation import BREATH, NATIVE, Batch
 
 MAX_KEY = 256
 BORROWED = ("text", "input_ids")  # fields that make a body SGLang's
@@ -88,13 +88,13 @@ def routes(service: Service) -> list[Endpoint]:
         if rollout is not None:
             return await _attached(request, rollout)
         service.engine.check_room(Demand(sequences=1))  # the body may have taken its time; and where nothing fits, none is parsed
-        content = read_object(body, "requests")
+        content = await read_object(body, "requests")
         borrowed = [name for name in BORROWED if name in content]
         if borrowed and "requests" in content:
             raise InvalidRequest(f"the body has requests and {borrowed[0]}; requests is the native form, {borrowed[0]} SGLang's: send one")
         if borrowed:
             return await sglang(service, request, content)
-        asked = checked(NativeRequest, content)
+        asked = await _asked(service, content)
         if asked.stream and (asked.detach or key):
             raise InvalidRequest(f"stream is true with {'detach' if asked.detach else 'an Idempotency-Key'}; a rollout is fetched, not "
                                  "streamed: leave one of the two out")
@@ -131,6 +131,20 @@ def routes(service: Service) -> list[Endpoint]:
         streams=(("token", Token), ("result", wire.ItemResult), ("error", wire.ItemResult), ("done", Done), ("message", Generated),
                  ("message", Refusal), ("message", Literal["[DONE]"])),
         raises=(Conflict, QueueFull, Overloaded, *ends))]
+
+
+async def _asked(service: Service, content: dict[str, Any]) -> NativeRequest:
+    """Its items are checked one by one: others have their turn in between."""
+    items = content.get("requests")
+    if isinstance(items, list):
+        service.validator.check_count(NATIVE, len(items))
+        ready = []
+        for i, item in enumerate(items):
+            if i % BREATH == BREATH - 1:
+                await asyncio.sleep(0)
+            ready.append(checked(ItemFields, item, f"requests[{i}]"))
+        content |= {"requests": ready}
+    return checked(NativeRequest, content)
 
 
 def _key(request: Request) -> str:

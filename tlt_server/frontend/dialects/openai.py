@@ -155,7 +155,8 @@ async def _read(service: Service, request: Request, model: type[Any]) -> tuple[A
     service.engine.check_available()  # the body may have taken its time
     if issubclass(model, Asked):
         service.engine.check_room(Demand(sequences=1))  # where nothing fits, none is parsed
-    asked = read(model, body)
+    asked = await read(model, body)
+    await asyncio.sleep(0)  # a large one has taken its time
     names = ("", service.config.served_model_name, str(service.config.model))
     if asked.model not in names:
         raise NotFound(f"model is {asked.model[:100]!r}; this server serves {service.config.served_model_name!r}: name that one, or none")

@@ -6,6 +6,7 @@ stands in `native`, GET /server_info in `operate`, POST /update_weight_version i
 
 from __future__ import annotations
 
+import asyncio
 import time
 from functools import partial
 from typing import Any
@@ -50,6 +51,7 @@ from tlt_server.frontend.sglang.replies import (
     Rows,
     VersionReply,
     outcome_of,
+    rows_of,
 )
 from tlt_server.frontend.sglang.requests import (
     AbortFields,
@@ -225,10 +227,10 @@ def routes(service: Service) -> list[Endpoint]:
         return json_response(Outcome(message=f"{len(sums)} tensors", checksums=sums))
 
     async def read_weights(request: Request) -> Response:
-        """The first rows of a live tensor, as numbers; a drafter's name begins with `draft.`."""
+        """The first rows of a live tensor, as numbers; a drafter's name begins with `draft.`. 409 while the weights change or sleep."""
         asked = await _read(ReadFields, request)
         report = await session.ask(ReadWeights(engine.command_id(), asked.name, asked.truncate_size))
-        return json_response(report.values)
+        return Response(await asyncio.to_thread(rows_of, report.values, report.shape), media_type="application/json")
 
     gone = (EngineFailed, Unavailable)
     pushed = (Forbidden, NotFound, Conflict, WeightsRefused, PushFailed, *gone)
@@ -282,7 +284,7 @@ def _memory(tags: list[Any]) -> list[Memory]:
 async def _read(model: type[Model], request: Request) -> Model:
     """Of the body, or without one of the query; nothing at all is an empty object."""
     body = await request.body()
-    content: dict[str, Any] = read_object(body, next(iter(model.model_fields), "nothing")) if body else _query(request)
+    content: dict[str, Any] = await read_object(body, next(iter(model.model_fields), "nothing")) if body else _query(request)
     return checked(model, without_nulls(content))
 
 

@@ -5,7 +5,7 @@ A switch never changes a token: it decides how many of the fixed tokens one pass
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 from pydantic import Field
@@ -58,7 +58,7 @@ def routes(service: Service) -> list[Endpoint]:
         body = await request.body()
         engine.check_running()  # the body may have taken its time
         assert engine.info is not None
-        engine.set_policy(_parse(body, engine.info))
+        engine.set_policy(_parse(await read_object(body, "policy"), engine.info))
         return json_response(_state(service))
 
     return [
@@ -86,9 +86,9 @@ def _drafters(info: EngineInfo) -> list[str]:
     return [name for name in info.drafter.split("+") if name not in ("", "none")]
 
 
-def _parse(body: bytes, info: EngineInfo) -> SetPolicy:
+def _parse(content: dict[str, Any], info: EngineInfo) -> SetPolicy:
     """A policy that this engine can follow, or `InvalidRequest`."""
-    asked, loaded = checked(PolicyFields, read_object(body, "policy")), _drafters(info)
+    asked, loaded = checked(PolicyFields, content), _drafters(info)
     policy, text = asked.policy, asked.strategy
     if policy not in POLICIES:
         raise InvalidRequest(f"policy is {shown(policy)}; known are {', '.join(POLICIES)}{nearest(policy, POLICIES)}")

@@ -218,7 +218,7 @@ def routes(service: Service) -> list[Endpoint]:
     async def generate(request: Request) -> Response:
         """Generate from token ids; unknown fields are ignored, null is the same as absent."""
         engine.check_available()
-        content = without_nulls(read_object(await request.body(), "token_ids"))
+        content = without_nulls(await read_object(await request.body(), "token_ids"))
         engine.check_room(Demand(sequences=1))  # the body may have taken its time
         asked = checked(TokensRequest, content)
         if asked.model not in ("", service.config.served_model_name, str(service.config.model)):
@@ -312,5 +312,5 @@ def routes(service: Service) -> list[Endpoint]:
 async def _read(model: type[Model], request: Request) -> Model:
     """No body at all is an empty object."""
     body = await request.body()
-    content: dict[str, Any] = read_object(body, next(iter(model.model_fields), "nothing")) if body else {}
+    content: dict[str, Any] = await read_object(body, next(iter(model.model_fields), "nothing")) if body else {}
     return checked(model, without_nulls(content))

@@ -151,7 +151,7 @@ def routes(service: Service) -> list[Endpoint]:
         Between POST /start_weight_update and /finish_weight_update any push waits for the latter.
         """
         engine.check_running()
-        body = _content(await request.body(), "version")
+        body = _pushed(await _content(await request.body(), "version"))
         if "update_info" in body:
             return outcome(await service.transfer.update(checked(UpdateFields, body)))
         manifest = _manifest(body, session.role)
@@ -190,7 +190,7 @@ def routes(service: Service) -> list[Endpoint]:
 
     async def join(request: Request) -> Response:
         """Join a trainer's process group, for pushes by broadcast. Answers once all ranks are there."""
-        asked = checked(GroupFields, _content(await request.body(), "name"))
+        asked = checked(GroupFields, await _content(await request.body(), "name"))
         return json_response(GroupsReply(await service.broadcasts.join(
             asked.name, asked.backend, asked.master_address, asked.master_port, asked.rank_offset, asked.world_size,
             prefixed=asked.prefixed)))
@@ -201,12 +201,12 @@ def routes(service: Service) -> list[Endpoint]:
 
     async def commit(request: Request) -> Response:
         """Make a staged push live."""
-        checked(NoFields, _content(await request.body(), "nothing"))
+        checked(NoFields, await _content(await request.body(), "nothing"))
         return outcome(await answer(CommitWeights(engine.command_id(), request.path_params["version"])))
 
     async def abort(request: Request) -> Response:
         """End a push that is not committed, and forget its parts that came by http; nothing changes."""
-        checked(NoFields, _content(await request.body(), "nothing"))
+        checked(NoFields, await _content(await request.body(), "nothing"))
         version = request.path_params["version"]
         if uploads is None or not uploads.drop(version):
             return outcome(await answer(AbortWeights(engine.command_id(), version)))
@@ -215,7 +215,7 @@ def routes(service: Service) -> list[Endpoint]:
 
     async def rollback(request: Request) -> Response:
         """Make the version before the last commit live again, bit for bit."""
-        asked = checked(RollbackFields, _content(await request.body(), "to"))
+        asked = checked(RollbackFields, await _content(await request.body(), "to"))
         return outcome(await answer(RollbackWeights(engine.command_id(), asked.to, asked.in_flight)))
 
     async def look(request: Request) -> Response:
@@ -252,9 +252,18 @@ def _part(request: Request) -> tuple[str, str]:
     return request.path_params["version"], request.path_params["part"] + PART_PATH.rpartition("}")[2]
 
 
-def _content(body: bytes, field: str) -> dict[str, Any]:
+async def _content(body: bytes, field: str) -> dict[str, Any]:
     """No body at all is an empty object."""
-    return read_object(body, field) if body else {}
+    return await read_object(body, field) if body else {}
+
+
+def _pushed(body: dict[str, Any]) -> dict[str, Any]:
+    """Null is the same as absent for the keys that say which form it is, where another form is left."""
+    if body.get("weight_dir", "") is None and not body.get("update_info") and "version" not in body:
+        raise InvalidRequest("weight_dir is null, by which a trainer means what it sends through the group of POST /init_broadcaster, and "
+                             "no tensors are described; let it name a directory below the weight root (prime-rl: weight_broadcast type "
+                             "filesystem), or describe the tensors by update_info")
+    return {name: value for name, value in body.items() if value is not None or name not in ("weight_dir", "update_info")}
 
 
 def outcome(report: WeightReport) -> Response:

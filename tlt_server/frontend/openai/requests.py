@@ -38,8 +38,8 @@ CHAT = Words("messages", "messages", "", "")
 Scalar = bool | int | float | str
 
 
-def read(model: type[Model], body: bytes) -> Model:
-    content = read_object(body, next((name for name, field in model.model_fields.items() if field.is_required()), "prompt"))
+async def read(model: type[Model], body: bytes) -> Model:
+    content = await read_object(body, next((name for name, field in model.model_fields.items() if field.is_required()), "prompt"))
     return checked(model, without_nulls(content))
 
 

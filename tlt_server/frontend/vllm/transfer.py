@@ -65,9 +65,11 @@ class BroadcasterFields(Tolerant):
 
     def info(self) -> InitInfo:
         if self.backend != "gloo":
-            raise InvalidRequest("backend is nccl, and trainers that make this group describe what they send through it by pickles, which "
-                                 'are not read; make it with "backend": "gloo" and describe tensors by update_info, or push a directory '
-                                 "by weight_dir")
+            said = "'nccl'" if "backend" in self.model_fields_set else "absent, which means nccl"
+            raise InvalidRequest(f"backend is {said}, and trainers that make this group over nccl describe what they send by pickles, "
+                                 "which are not read; let the trainer write a directory and push it by weight_dir (prime-rl: "
+                                 'weight_broadcast type filesystem), or make the group with "backend": "gloo" and describe tensors by '
+                                 "update_info")
         return InitInfo(master_address=self.host, master_port=self.port, rank_offset=self.rank_offset + 1,
                         world_size=self.inference_world_size + 1, backend=self.backend)
 

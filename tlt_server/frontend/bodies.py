@@ -1,0 +1,66 @@
+"""JSON of a body, decoded a piece at a time: what decodes or validates holds the interpreter meanwhile, in a thread as well.
+
+A large object or list is first cut into its members, which takes a fraction of the time; the members are decoded one after another, and
+other requests have their turn in between. Called by `requests.read_object`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import Raw
+from pydantic_core import from_json
+
+from tlt_server.errors import InvalidRequest
+
+PIECE_BYTES = 2**18
+DEPTH = 4  # of what is cut: body, list of items, item, list of token ids
+MOST_FIELDS = 2**16  # of a large object: no field is of use that has so many beside it
+Cut = TypeVar("Cut")
+
+
+async def decoded(body: bytes) -> Any:
+    """`ValueError` when it is not JSON, `InvalidRequest` when an object has too many fields."""
+    if len(body) <= PIECE_BYTES:
+        return from_json(body, allow_inf_nan=False)
+    content = await _Decoding().value(body, DEPTH)
+    await asyncio.sleep(0)
+    return content
+
+
+class _Decoding:
+    def __init__(self) -> None:
+        self._bytes = 0  # since others had their turn
+
+    async def value(self, data: bytes, depth: int) -> Any:
+        if len(data) <= PIECE_BYTES or depth == 0:
+            return await self._whole(data)
+        data = data.strip()
+        if data[:1] == b"{":
+            fields = _cut(data, dict[str, Raw])
+            if len(fields) > MOST_FIELDS:
+                raise InvalidRequest(f"an object in the body has {len(fields)} fields; the limit is {MOST_FIELDS}: leave out what is not "
+                                     "asked for")
+            await asyncio.sleep(0)
+            return {name: await self.value(bytes(field), depth - 1) for name, field in fields.items()}
+        if data[:1] == b"[" and data[1:256].lstrip()[:1] in (b"{", b"[", b'"'):  # not where numbers stand
+            members = _cut(data, list[Raw])
+            await asyncio.sleep(0)
+            return [await self.value(bytes(member), depth - 1) for member in members]
+        return await self._whole(data)
+
+    async def _whole(self, data: bytes) -> Any:
+        self._bytes += len(data)
+        if self._bytes > PIECE_BYTES:
+            await asyncio.sleep(0)
+            self._bytes = 0
+        return from_json(data, allow_inf_nan=False)
+
+
+def _cut(data: bytes, kind: type[Cut]) -> Cut:
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ValueError(str(error)) from None
