@@ -35,7 +35,8 @@ from tlt_server.records import (
     WeightState,
 )
 from tlt_server.weights.parts import Parts
-from tlt_server.weights.transaction import Push, Transaction
+from tlt_server.weights.push import Push
+from tlt_server.weights.transaction import Transaction
 
 
 class _Rollback(NamedTuple):

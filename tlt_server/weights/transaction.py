@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Literal
 
 import torch
 
@@ -27,52 +26,17 @@ from tlt_server.errors import ChannelBroken, Conflict, Forbidden, InvalidRequest
 from tlt_server.records import Manifest
 from tlt_server.registry import Registry
 from tlt_server.weights.parts import Drafter, Parts, Target
+from tlt_server.weights.push import Push
 from tlt_server.weights.spool import Spool
 from tlt_server.weights.staging import Staging, Steps
 from tlt_server.weights.storage import Free, Storage
 
 RECEIVERS = Registry("channel", CHANNELS)
 REMEMBERED = 1024  # versions whose content is known, so that a retry is told from a mistake
-State = Literal["waiting", "staging", "gathering", "staged", "unchanged", "failed"]
 
 
 class _Aborted(Exception):
     """Raised in the staging thread at its next phase."""
-
-
-@dataclass
-class Push:
-    """A push on its way. The thread writes `phases`, then `parts`, `incomplete` or `error`; the loop reads them once it has ended."""
-
-    manifest: Manifest  # the last one, where it comes by several
-    thread: threading.Thread | None = None
-    staging: Staging | None = None
-    phases: dict[str, float] = field(default_factory=dict)
-    phase: str = ""
-    since: float = 0.0
-    parts: Parts | None = None
-    incomplete: bool = False  # what came is in order, and more is to come
-    error: TltError | None = None
-    state: State = "waiting"  # for `start`
-    aborted: bool = False
-    overwritten: set[str] = field(default_factory=set)  # in place: roles of which live values have changed
-    staged_at: float = 0.0
-
-    @property
-    def version(self) -> str:
-        return self.parts.version if self.parts else self.manifest.version
-
-    @property
-    def missing(self) -> str:
-        """The tensors without which a push that is gathering does not end."""
-        names = self.staging.missing if self.staging is not None else []
-        return f"{len(names)} tensors are missing, among them {', '.join(map(repr, names[:3]))}"
-
-    def goes_on_with(self, manifest: Manifest) -> bool:
-        """Whether the manifest brings more of this push; else it begins another."""
-        mine = self.manifest
-        return ((mine.version, mine.in_flight, mine.commit) == (manifest.version, manifest.in_flight, manifest.commit)
-                and self.staging is not None and not self.staging.has(manifest))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,49 @@
+"""One push as the transaction keeps it from its first manifest to its end: how it stands, and what it knows of what has come."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import Literal
+
+from tlt_server.errors import TltError
+from tlt_server.records import Manifest
+from tlt_server.weights.parts import Parts
+from tlt_server.weights.staging import Staging
+
+State = Literal["waiting", "staging", "gathering", "staged", "unchanged", "failed"]
+
+
+@dataclass
+class Push:
+    """A push on its way. The thread writes `phases`, then `parts`, `incomplete` or `error`; the loop reads them once it has ended."""
+
+    manifest: Manifest  # the last one, where it comes by several
+    thread: threading.Thread | None = None
+    staging: Staging | None = None
+    phases: dict[str, float] = field(default_factory=dict)
+    phase: str = ""
+    since: float = 0.0
+    parts: Parts | None = None
+    incomplete: bool = False  # what came is in order, and more is to come
+    error: TltError | None = None
+    state: State = "waiting"  # for `start`
+    aborted: bool = False
+    overwritten: set[str] = field(default_factory=set)  # in place: roles of which live values have changed
+    staged_at: float = 0.0
+
+    @property
+    def version(self) -> str:
+        return self.parts.version if self.parts else self.manifest.version
+
+    @property
+    def missing(self) -> str:
+        """The tensors without which a push that is gathering does not end."""
+        names = self.staging.missing if self.staging is not None else []
+        return f"{len(names)} tensors are missing, among them {', '.join(map(repr, names[:3]))}"
+
+    def goes_on_with(self, manifest: Manifest) -> bool:
+        """Whether the manifest brings more of this push; else it begins another."""
+        mine = self.manifest
+        return ((mine.version, mine.in_flight, mine.commit) == (manifest.version, manifest.in_flight, manifest.commit)
+                and self.staging is not None and not self.staging.has(manifest))
