@@ -20,9 +20,10 @@ from tlt_client.channels import Batch, Receiver, owner
 from tlt_client.channels.checkpoint import INDEX, SINGLE
 from tlt_client.channels.errors import ChannelError
 from tlt_client.channels.source import json_object
+from tlt_client.channels.tensors import dtype_named
 from tlt_server.errors import ModelError, PushFailed, WeightsRefused, from_code
 from tlt_server.models.config import ModelConfig
-from tlt_server.models.loader import check_names, check_tensor
+from tlt_server.models.loader import check_names, check_tensor, dtypes_for
 from tlt_server.records import Manifest, TensorEntry
 from tlt_server.weights.checksums import checksum, digest, kind_of, mix64
 from tlt_server.weights.parts import Drafter, DrafterNetwork, Parts, Target, TargetNetwork
@@ -124,15 +125,17 @@ class Staging:
     # -- before the first tensor ---------------------------------------------------------------------------------
 
     def _declared(self, manifest: Manifest) -> dict[str, dict[str, TensorEntry]]:
+        if manifest.role != "target" and self.live.drafter is None:
+            raise WeightsRefused(f"role is {manifest.role!r}, but this server drafts without a network; start it with --drafter DIR, "
+                                 "or push the target alone")
+        parameters = {role: part.network.parameters() for role, part in self.live.by_role.items()}
         declared: dict[str, dict[str, TensorEntry]] = {"target": {}, "drafter": {}}
         for entry in manifest.tensors:
             role, name = owner(entry.name, manifest.role)
             if name in declared[role]:
                 raise WeightsRefused(f"the manifest names tensor {entry.name!r} twice; name each tensor once")
             declared[role][name] = entry
-        if manifest.role != "target" and self.live.drafter is None:
-            raise WeightsRefused(f"role is {manifest.role!r}, but this server drafts without a network; start it with --drafter DIR, "
-                                 "or push the target alone")
+            _check_dtype(entry, parameters[role].get(name))
         return declared
 
     def _open(self, name: str, manifest: Manifest, receiver: Receiver, declared: Mapping[str, TensorEntry]) -> None:
@@ -148,7 +151,7 @@ class Staging:
         role = self._roles[name]
         expected = {tensor: view for tensor, view in role.parameters.items() if tensor in coming} if manifest.partial else role.parameters
         check_names(expected, coming, role.others, place)
-        _check_sizes(role.parameters, declared)
+        _check_shapes(role.parameters, declared)
         for tensor in sorted(declared.keys() ^ coming.keys() if declared else ()):
             where = "the manifest, but not in the files" if tensor in declared else "the files, but not in the manifest"
             raise WeightsRefused(f"tensor {tensor!r} is in {where}; name exactly the tensors pushed, or none")
@@ -271,7 +274,17 @@ def _file(batch: Batch) -> bytes:
     return save({name: tensor.cpu() for name, tensor in batch.tensors.items()}) if batch.data is None else batch.data
 
 
-def _check_sizes(parameters: Mapping[str, Tensor], declared: Mapping[str, TensorEntry]) -> None:
+def _check_dtype(entry: TensorEntry, parameter: Tensor | None) -> None:
+    """Declared is one that can be taken."""
+    if not entry.dtype:
+        return
+    dtype, taken = dtype_named(entry.dtype, entry.name), dtypes_for(parameter) if parameter is not None else ()
+    if taken and dtype not in taken:
+        raise WeightsRefused(f"the manifest says that tensor {entry.name!r} has dtype {entry.dtype}, this server takes it as "
+                             f"{' or '.join(str(one).removeprefix('torch.') for one in taken)}; convert it before it is pushed")
+
+
+def _check_shapes(parameters: Mapping[str, Tensor], declared: Mapping[str, TensorEntry]) -> None:
     """Before memory is taken for what is declared."""
     largest = max(view.numel() for view in parameters.values())
     for name, entry in declared.items():
