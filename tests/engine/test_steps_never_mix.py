@@ -18,6 +18,7 @@ from tlt_client.channels.errors import ChannelBroken
 from tlt_server.errors import TltError, Unavailable
 from tlt_server.records import Manifest, TensorEntry
 from tlt_server.weights.parts import Parts, Target
+from tlt_server.weights.series import REMEMBERED
 from tlt_server.weights.storage import Free, Storage
 from tlt_server.weights.transaction import Options, Transaction
 
@@ -91,13 +92,13 @@ class Receiving:
         except TltError:
             self.transaction.refuse(manifest)
         self.now += 20 if fate == "late" else 0
-        said = self._settled(committing=manifest.commit)
+        said = self.settle(committing=manifest.commit)
         if fate == "aborted" and self.transaction.push is not None:
             self.transaction.abort(self.transaction.push.version)
-            return self._settled(committing=True)
+            return self.settle(committing=True)
         return self.part(names, value, **fields) if fate == "repeated" else said
 
-    def _settled(self, committing: bool) -> str:
+    def settle(self, committing: bool) -> str:
         push = self.transaction.push
         if push is not None and push.thread is not None:
             push.thread.join()
@@ -172,3 +173,23 @@ def test_without_a_version_all_comes_through_one_group() -> None:
     for group, names in (("g", "ab"), ("h", "cd")):
         said = receiving.part(tuple(names), 2.0, group=group, version="two")
     assert said == "committed" and receiving.live["d"].tolist() == [2.0] * 4
+
+
+def test_who_joins_a_group_anew_begins_a_push_in_an_order_of_their_own() -> None:
+    receiving = Receiving("device")
+    receiving.part(("a", "b"), 1.0)
+    receiving.transaction.forget("g")
+    receiving.settle(committing=True)
+    assert receiving.part(("c",), 2.0) == "gathering"
+    assert receiving.part(("d", "a", "b"), 2.0) == "committed" and receiving.live["a"].tolist() == [2.0] * 4
+    receiving.part(("a", "b"), 3.0, version="three")
+    receiving.transaction.forget("g")
+    receiving.settle(committing=True)
+    assert receiving.part(("c", "d"), 3.0, version="three") == "committed", "a version's parts may come through several groups"
+
+
+def test_senders_that_never_end_a_push_take_no_memory() -> None:
+    receiving = Receiving("device")
+    for number in range(REMEMBERED + 10):
+        receiving.transaction.refuse(Manifest(channel="broadcast", partial=True, version=str(number), tensors=[TensorEntry(name="a")]))
+    assert len(receiving.transaction._series._starts) == REMEMBERED

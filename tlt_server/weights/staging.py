@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -17,10 +17,10 @@ from pathlib import Path
 from torch import Tensor
 
 from tlt_client.channels import Batch, Receiver, owner
-from tlt_client.channels.checkpoint import INDEX, SINGLE
+from tlt_client.channels.checkpoint import INDEX
 from tlt_client.channels.errors import ChannelError
 from tlt_client.channels.source import json_object
-from tlt_client.channels.tensors import dtype_named
+from tlt_client.channels.tensors import dtype_named, written
 from tlt_server.errors import ModelError, PushFailed, WeightsRefused, from_code
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.loader import check_names, check_tensor, dtypes_for
@@ -37,7 +37,7 @@ class Steps:
     """What staging calls as it goes."""
 
     enter: Callable[[str], None]  # a phase begins; raises to cancel
-    keep: Callable[[str, str, bytes], None] | None  # role, file, its checked bytes: for the spool, if there is one
+    keep: Callable[[str, str, Iterable[bytes | memoryview]], None] | None  # role, file, its checked bytes: for the spool, if there is one
     parse_calibration: Callable[[bytes, str], object]  # content, where from
     storage: Callable[[int], AbstractContextManager[object]]  # where models of so many bytes are made
     overwrite: Callable[[str], None] | None = None  # in place: the first live value of a role is about to change
@@ -68,7 +68,6 @@ class Staging:
     def __init__(self, live: Parts, steps: Steps) -> None:
         self.live, self.steps = live, steps
         self._roles: dict[str, _Role] = {}
-        self._taken = 0  # manifests
         self._overwriting: set[str] = set()
 
     @property
@@ -109,7 +108,6 @@ class Staging:
             self._take(batch, declared[batch.role])
             self.steps.enter("read")
         self.steps.enter("check")
-        self._taken += 1
         if manifest.partial and self.missing:
             return None
         for role in self._roles.values():
@@ -211,10 +209,10 @@ class Staging:
             else:
                 role.found[name] = tensor.to("cpu", copy=True)  # the channel may use its buffers again
         self.steps.enter("spool")
-        file = f"{self._taken:05}-{batch.file}" if self._taken else batch.file
         if self.steps.keep is not None:
-            self.steps.keep(batch.role, file, _file(batch))
-        role.kept |= dict.fromkeys(batch.tensors, file)
+            file = f"{len(set(role.kept.values())):05}.safetensors"
+            self.steps.keep(batch.role, file, written({name: tensor.cpu().contiguous() for name, tensor in batch.tensors.items()}))
+            role.kept |= dict.fromkeys(batch.tensors, file)
 
     def _write(self, role: str) -> None:
         if self.steps.overwrite is not None and role not in self._overwriting:
@@ -231,8 +229,8 @@ class Staging:
     def _keep_index(self) -> None:
         """What was kept is a directory that a restart reads."""
         for name, role in self._roles.items():
-            if self.steps.keep is not None and set(role.kept.values()) != {SINGLE}:
-                self.steps.keep(name, INDEX, json.dumps({"weight_map": role.kept}).encode())
+            if self.steps.keep is not None:
+                self.steps.keep(name, INDEX, [json.dumps({"weight_map": role.kept}).encode()])
 
     # -- after the last tensor -----------------------------------------------------------------------------------
 
@@ -263,15 +261,8 @@ class Staging:
         if data is not None:
             calibration = self.steps.parse_calibration(data, f"{place}/{CALIBRATION}")
             if self.steps.keep is not None:
-                self.steps.keep("drafter", CALIBRATION, data)
+                self.steps.keep("drafter", CALIBRATION, [data])
         return Drafter("", network, calibration, sums)  # type: ignore[arg-type]
-
-
-def _file(batch: Batch) -> bytes:
-    """The batch as a safetensors file."""
-    from safetensors.torch import save
-
-    return save({name: tensor.cpu() for name, tensor in batch.tensors.items()}) if batch.data is None else batch.data
 
 
 def _check_dtype(entry: TensorEntry, parameter: Tensor | None) -> None:
