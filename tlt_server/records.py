@@ -244,6 +244,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
     partial: bool = False  # `tensors` are some of those that come; the push goes on with further manifests until none is missing
     in_flight: InFlight = "continue"
     commit: bool = True  # False: stay staged until a commit is asked for
+    session: str = ""  # id of the session that it belongs to
 
     @property
     def roles(self) -> tuple[str, ...]:

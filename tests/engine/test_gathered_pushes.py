@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from tests.engine.pushing import Pushable, perturbed
 from tests.engine.tiny import write_eagle, write_target
 from tlt_server.engine.settings import EngineSettings
-from tlt_server.records import GenerateRequest, JoinGroup, Sampling, Sleep, WeightReport
+from tlt_server.records import CommitWeights, GenerateRequest, JoinGroup, Sampling, Sleep, WeightReport
 
 PARTS = 3
 
@@ -81,9 +81,9 @@ def test_the_part_that_completes_it_makes_it_live(settings: EngineSettings, engi
 def test_what_comes_again_begins_anew_and_versions_do_not_mix(settings: EngineSettings, engine: Pushable, root: Path) -> None:
     before = engine.checksums()
     assert results(engine, root, "new1", range(2)) == ["gathering"] * 2
-    assert part(engine, root, "new2", 1).result == "gathering", "tensors that had come: the sender has begun again"
-    assert part(engine, root, "new2", 2).result == "gathering" and engine.checksums() == before
+    assert results(engine, root, "new2", range(2)) == ["gathering"] * 2, "its first tensor came: the sender has begun again"
     assert part(engine, root, "new1", 0, "other").result == "gathering", "another version is another push"
+    assert part(engine, root, "new2", 2).result == "conflict" and engine.checksums() == before, "and the one before has ended"
     assert results(engine, root, "new2", version="v2") == ["gathering", "gathering", "committed"]
     assert engine.checksums() == live_as(settings, root / "new2")
 
@@ -96,8 +96,38 @@ def test_a_part_that_is_refused_ends_the_push(engine: Pushable, root: Path, tmp_
     save_file({"model.nowhere.weight": torch.ones(1)}, spoiled / "model.safetensors")
     refused = engine.push(spoiled, partial=True, tensors=[{"name": "model.nowhere.weight"}])
     assert refused.result == "weights_refused" and "no place" in (refused.error or ("", ""))[1] and refused.state.open == {}
-    assert part(engine, root, "new1", 2).result == "gathering", "the first two are forgotten"
-    assert engine.checksums() == before
+    rest = part(engine, root, "new1", 2)
+    assert rest.result == "conflict" and "push from 'model.embed_tokens.weight' on" in (rest.error or ("", ""))[1]
+    assert engine.checksums() == before and results(engine, root, "new1")[-1] == "committed"
+
+
+def test_a_part_that_comes_twice_ends_the_push(engine: Pushable, root: Path) -> None:
+    """Whoever repeats a part may be at the next step already, and nobody could tell its parts from this one's."""
+    assert results(engine, root, "new1", range(2)) == ["gathering"] * 2
+    assert part(engine, root, "new2", 1).result == "conflict"
+    assert part(engine, root, "new2", 2).result == "conflict", "what has come ended with it"
+    assert results(engine, root, "new2")[-1] == "committed"
+
+
+def test_a_part_refused_before_anything_of_it_is_taken_ends_the_push(engine: Pushable, root: Path) -> None:
+    for named in ({}, {"version": "v"}):
+        assert part(engine, root, "new1", 0, **named).result == "gathering"
+        engine.engine.pushes.asleep = True
+        assert part(engine, root, "new1", 1, **named).result == "conflict"
+        engine.engine.pushes.asleep = False
+        assert part(engine, root, "new1", 2, **named).result == "conflict"
+        assert part(engine, root, "new2", 1, **named).result == "conflict"
+    assert results(engine, root, "new2")[-1] == "committed"
+
+
+def test_parts_of_two_sessions_never_meet(settings: EngineSettings, engine: Pushable, root: Path) -> None:
+    assert results(engine, root, "new1", range(2), commit=False, session="1") == ["gathering"] * 2
+    assert part(engine, root, "new2", 2, commit=False, session="2").result == "gathering", "and not staged"
+    assert engine.commit("").result == "conflict"
+    assert results(engine, root, "new2", range(1), commit=False, session="2") == ["gathering"], "in whatever order they come"
+    staged = part(engine, root, "new2", 1, commit=False, session="2")
+    assert staged.result == "staged" and engine.commit(staged.version).result == "committed"
+    assert engine.checksums() == live_as(settings, root / "new2")
 
 
 def test_a_push_that_is_not_complete_cannot_be_committed_and_can_be_aborted(engine: Pushable, root: Path) -> None:
@@ -118,6 +148,21 @@ def test_target_and_drafter_one_after_the_other_are_one_commit(engine: Pushable,
     assert (done.result, done.role, done.state.target, done.state.drafter) == ("committed", "all", "v", "v")
     after = engine.checksums()
     assert all(after[name] != before[name] for name in ("model.norm.weight", "draft.fc.weight"))
+
+
+def test_a_commit_that_waits_is_of_what_was_staged_when_it_was_asked_for(settings: EngineSettings, engine: Pushable, root: Path) -> None:
+    """Another push in its place would be committed and answered as this one."""
+    fields = {"version": "v", "commit": False, "in_flight": "drain"}
+    assert results(engine, root, "new1", **fields)[-1] == "staged"
+    engine.submit(GenerateRequest(id="runs", token_ids=[5, 6, 7], seed=3, sampling=Sampling(max_tokens=32, ignore_eos=True)))
+    engine.step(3)
+    engine.engine.send(CommitWeights("commit", "v", "named"))
+    engine.step()
+    assert "commit" not in engine.reports and not engine.engine.idle, "it waits for what runs"
+    assert [part(engine, root, "new2", number, **fields).result for number in range(PARTS)] == ["conflict"] * 3
+    done = engine.report("commit")
+    assert (done.result, done.version) == ("committed", "named") and engine.checksums() == live_as(settings, root / "new1")
+    assert engine.engine.pushes.transaction.push is None
 
 
 def test_a_restart_finds_what_came_in_parts(settings: EngineSettings, root: Path, tmp_path: Path) -> None:

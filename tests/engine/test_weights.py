@@ -416,7 +416,7 @@ def test_a_commit_that_cannot_be_recorded_changes_nothing(kept: EngineSettings, 
 
 
 def break_spooled(kept: EngineSettings, role: str) -> Path:
-    (file,) = (Path(kept.state_dir) / "weights").glob(f"push-*/{role}/model.safetensors")
+    (file,) = (Path(kept.state_dir) / "weights").glob(f"push-*/{role}/00000.safetensors")
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)

@@ -136,11 +136,17 @@ def test_a_session_holds_every_push_by_whatever_channel(server: LiveServer) -> N
     post(server, "/begin_weight_update")
     assert post(server, "/update_weights", {"update_info": INFO})["state"] == "staged"
     assert post(server, "/update_weights", {"version": "v", "path": "p", "role": "drafter"})["state"] == "staged"
-    assert pushed(server) == [came("weight_transfer", commit=False), Manifest(version="v", path="p", role="drafter", commit=False)]
+    first, second = pushed(server)
+    id = first.session
+    assert id and first == came("weight_transfer", commit=False, session=id)
+    assert second == Manifest(version="v", path="p", role="drafter", commit=False, session=id)
     assert post(server, "/end_weight_update")["success"]
     assert [type(command) for command in commands(server)] == [CommitWeights]
     post(server, "/update_weights", {"version": "w", "path": "p"})
     assert pushed(server) == [Manifest(version="w", path="p")]
+    post(server, "/begin_weight_update")
+    post(server, "/update_weights", {"update_info": INFO})
+    assert pushed(server)[0].session not in ("", id), "each session has an id of its own"
 
 
 def test_an_end_that_is_refused_leaves_the_session_open(server: LiveServer) -> None:

@@ -38,7 +38,8 @@ from tlt_server.records import (
 )
 from tlt_server.threads import Crew
 from tlt_server.weights.parts import Parts
-from tlt_server.weights.transaction import Push, Transaction
+from tlt_server.weights.push import Push
+from tlt_server.weights.transaction import Transaction
 
 MAX_JOINS = 4  # at once; a trainer whose ranks join one by one needs one at a time
 MAX_READERS = 4  # at once, those included which wait for a change to end
@@ -63,8 +64,6 @@ class WeightPushes:
         self._readers = Crew("read weights", MAX_READERS)  # of the live storage, which must not change meanwhile
         self._unread: list[str] = []  # ids of commands for a reader of sums that came while a change waited for others
         self._joiners = Crew("join group", MAX_JOINS)
-        self._waiting: list[str] = []  # ids of the commands that the open push answers
-        self._due = False  # the staged push is to be committed
         self._rollback: _Rollback | None = None
         self._ended: list[StepOutput] = []
 
@@ -94,6 +93,7 @@ class WeightPushes:
         except TltError as error:
             of = command.manifest if isinstance(command, PushWeights) else None
             if of is not None:
+                self.transaction.refuse(of)
                 self._leave_unread(of)
             self._report(command.id, error.code, error=error, version=of.version if of else "", role=of.role if of else "")
 
@@ -123,7 +123,7 @@ class WeightPushes:
         push = self.transaction.push
         if self._rollback is not None or push is None:
             return self._rollback is not None
-        return self.transaction.in_place or (push.state == "staged" and (push.manifest.commit or self._due))
+        return self.transaction.in_place or (push.state == "staged" and (push.manifest.commit or push.due))
 
     def _apply(self, command: WeightCommand) -> None:
         transaction = self.transaction
@@ -133,15 +133,15 @@ class WeightPushes:
             case PushWeights(id, manifest):
                 self._check_no_rollback()
                 push = transaction.begin(manifest)
-                self._waiting.append(id)
+                push.asked.append(id)
                 if push.state == "waiting" and not transaction.in_place:
                     transaction.start()
             case CommitWeights(id, version, name):
-                transaction.ready_to_commit(version)
+                push = transaction.ready_to_commit(version)
                 if name:
                     transaction.name_staged(name)
-                self._waiting.append(id)
-                self._due = True
+                push.asked.append(id)
+                push.due = True
             case AbortWeights(id, version):
                 transaction.abort(version)
                 self._report(id, "aborted", version=version)
@@ -177,9 +177,11 @@ class WeightPushes:
                 if "broadcast" not in transaction.channels:
                     raise Forbidden("this server takes no weights by broadcast; start it with broadcast among its --weight-channels")
                 self._joiners.check_room()
+                transaction.forget(name)
                 self._joiners.start(partial(self._join, command))
             case LeaveGroup(id, name):
                 self._check_group_free(name)
+                transaction.forget(name)
                 transaction.intake.groups.leave(name)
                 self._report(id, "left")
 
@@ -283,12 +285,12 @@ class WeightPushes:
             self._close(push, "unchanged", parts=push.parts)
         elif push.state == "gathering":
             self._answer(push, "gathering")
-        elif push.manifest.commit or self._due:
+        elif push.manifest.commit or push.due:
             assert push.parts is not None
             if self._readers.busy or self._drains(push.manifest.in_flight, push.parts):
                 return
             self._commit(push)
-        elif self._waiting:
+        elif push.asked:
             self._answer(push, "staged", parts=push.parts)
 
     def _commit(self, push: Push) -> None:
@@ -336,16 +338,16 @@ class WeightPushes:
         self._answer(push, result, parts=parts, error=error)
 
     def _reset(self) -> None:
-        self._due = self._scheduler.holding = False
+        self._scheduler.holding = False
         self._scheduler.frozen = bool(self.transaction.quarantined)
 
     # -- reports -------------------------------------------------------------------------------------------------
 
     def _answer(self, push: Push, result: str, *, parts: Parts | None = None, error: TltError | None = None, pause_ms: float = 0.0) -> None:
-        for id in self._waiting or [""]:  # what nobody has asked for is told all the same
+        for id in push.asked or [""]:  # what nobody has asked for is told all the same
             self._report(id, result, parts=parts, error=error, version=push.version, role=push.manifest.role, phases=push.phases,
                          pause_ms=pause_ms)
-        self._waiting.clear()
+        push.asked.clear()
 
     def _report(self, id: str, result: str, *, parts: Parts | None = None, error: TltError | None = None, version: str = "", role: str = "",
                 checksums: dict[str, str] | None = None, phases: dict[str, float] | None = None, pause_ms: float = 0.0,

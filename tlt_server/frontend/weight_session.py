@@ -37,6 +37,7 @@ class WeightSession:
         """`stages`: a version lies somewhere else than the one in use until it is committed."""
         self._engine, self._stages = engine, stages
         self.selector: Selector | None = None  # of the session that is open
+        self._id = ""  # by which the engine knows what is pushed in it
         self._staged: str | None = None  # version that waits for the end; empty while it has no name
         self._name = ""  # for what becomes live at the end
         self._failed = False  # the session's last push
@@ -57,12 +58,12 @@ class WeightSession:
         if staged is not None:
             with suppress(NotFound):  # somebody else has ended it
                 await self.ask(AbortWeights(self.command_id(), staged))
-        self.selector, self._name, self._failed, self._ended = selector, "", False, None
+        self.selector, self._id, self._name, self._failed, self._ended = selector, self.command_id(), "", False, None
 
     async def push(self, manifest: Manifest) -> WeightReport:
         """Live when this returns; or staged, inside a session; or gathering, where the manifest is partial and tensors are missing."""
-        if self.open and self._stages:
-            manifest = msgspec.structs.replace(manifest, commit=False)
+        if self.open:
+            manifest = msgspec.structs.replace(manifest, session=self._id, commit=manifest.commit and not self._stages)
         self._failed, self._ended = self.open, None
         report = await self.ask(PushWeights(self.command_id(), manifest))
         self._failed = False

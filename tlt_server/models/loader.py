@@ -143,11 +143,16 @@ def read_tensors(path: Path, names: Iterable[str]) -> Iterable[tuple[str, Tensor
                 raise ModelError(f"{path}: tensor {name!r} cannot be read ({error}); download the file again") from None
 
 
+def dtypes_for(parameter: Tensor) -> tuple[torch.dtype, ...]:
+    """In which its values may come."""
+    return STORAGE_DTYPES if parameter.is_floating_point() else (parameter.dtype,)
+
+
 def check_layout(name: str, shape: Sequence[int], dtype: torch.dtype, expected: Tensor, path: Path | str) -> None:
     if list(shape) != list(expected.shape):
         raise ModelError(f"{path}: tensor {name!r} has shape {list(shape)}, expected {list(expected.shape)}; "
                          "config.json and checkpoint do not belong together")
-    known = STORAGE_DTYPES if expected.is_floating_point() else (expected.dtype,)
+    known = dtypes_for(expected)
     if dtype not in known:
         raise ModelError(f"{path}: tensor {name!r} has dtype {dtype}, expected {' or '.join(map(str, known))}; convert the checkpoint")
 

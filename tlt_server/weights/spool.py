@@ -56,12 +56,12 @@ class Spool:
         self.discard()
         self._pushed = Path(tempfile.mkdtemp(prefix=PUSH_PREFIX, dir=self.directory))
 
-    def keep(self, role: str, file: str, data: bytes) -> None:
+    def keep(self, role: str, file: str, data: Iterable[bytes | memoryview]) -> None:
         assert self._pushed is not None
         folder = self._pushed / role
         folder.mkdir(exist_ok=True)
         with open(folder / file, "wb") as out:
-            out.write(data)
+            out.writelines(data)
             out.flush()
             os.fsync(out.fileno())
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -19,12 +19,13 @@ from typing import Protocol, TypeVar
 from torch import Tensor
 
 from tlt_client.channels import Batch, Buffers, Receiver, owner
-from tlt_client.channels.checkpoint import INDEX, SINGLE
+from tlt_client.channels.checkpoint import INDEX
 from tlt_client.channels.errors import ChannelError
 from tlt_client.channels.source import json_object
+from tlt_client.channels.tensors import dtype_named, written
 from tlt_server.errors import ModelError, PushFailed, TltError, WeightsRefused, from_code
 from tlt_server.models.config import ModelConfig
-from tlt_server.models.loader import check_names, check_tensor
+from tlt_server.models.loader import check_names, check_tensor, dtypes_for
 from tlt_server.records import Manifest, TensorEntry
 from tlt_server.weights.checksums import checksum, digest, kind_of, mix64
 from tlt_server.weights.parts import Drafter, DrafterNetwork, Parts, Target, TargetNetwork
@@ -45,7 +46,7 @@ class Steps:
     """What staging calls as it goes."""
 
     enter: Callable[[str], None]  # a phase begins; raises to cancel
-    keep: Callable[[str, str, bytes], None] | None  # role, file, its checked bytes: for the spool, if there is one
+    keep: Callable[[str, str, Iterable[bytes | memoryview]], None] | None  # role, file, its checked bytes: for the spool, if there is one
     parse_calibration: Callable[[bytes, str], object]  # content, where from
     storage: Make
     overwrite: Callable[[str], None] | None = None  # in place: the first live value of a role is about to change
@@ -77,7 +78,6 @@ class Staging:
         self.live, self.steps = live, steps
         self.opened: Manifest | None = None  # the last one of which a receiver takes what comes, or has taken it
         self._roles: dict[str, _Role] = {}
-        self._taken = 0  # manifests
         self._overwriting: set[str] = set()
 
     @property
@@ -125,7 +125,6 @@ class Staging:
             self._take(batch, declared[batch.role])
             self.steps.enter("read")
         self.steps.enter("check")
-        self._taken += 1
         if manifest.partial and self.missing:
             return None
         for role in self._roles.values():
@@ -141,15 +140,17 @@ class Staging:
     # -- before the first tensor ---------------------------------------------------------------------------------
 
     def _declared(self, manifest: Manifest) -> dict[str, dict[str, TensorEntry]]:
+        if manifest.role != "target" and self.live.drafter is None:
+            raise WeightsRefused(f"role is {manifest.role!r}, but this server drafts without a network; start it with --drafter DIR, "
+                                 "or push the target alone")
+        parameters = {role: part.network.parameters() for role, part in self.live.by_role.items()}
         declared: dict[str, dict[str, TensorEntry]] = {"target": {}, "drafter": {}}
         for entry in manifest.tensors:
             role, name = owner(entry.name, manifest.role)
             if name in declared[role]:
                 raise WeightsRefused(f"the manifest names tensor {entry.name!r} twice; name each tensor once")
             declared[role][name] = entry
-        if manifest.role != "target" and self.live.drafter is None:
-            raise WeightsRefused(f"role is {manifest.role!r}, but this server drafts without a network; start it with --drafter DIR, "
-                                 "or push the target alone")
+            _check_dtype(entry, parameters[role].get(name))
         return declared
 
     def _open(self, name: str, manifest: Manifest, receiver: Receiver, declared: Mapping[str, TensorEntry]) -> None:
@@ -165,7 +166,7 @@ class Staging:
         role = self._roles[name]
         expected = {tensor: view for tensor, view in role.parameters.items() if tensor in coming} if manifest.partial else role.parameters
         check_names(expected, coming, role.others, place)
-        _check_sizes(role.parameters, declared)
+        _check_shapes(role.parameters, declared)
         for tensor in sorted(declared.keys() ^ coming.keys() if declared else ()):
             where = "the manifest, but not in the files" if tensor in declared else "the files, but not in the manifest"
             raise WeightsRefused(f"tensor {tensor!r} is in {where}; name exactly the tensors pushed, or none")
@@ -225,10 +226,10 @@ class Staging:
             else:
                 role.found[name] = tensor.to("cpu", copy=True)  # the channel may use its buffers again
         self.steps.enter("spool")
-        file = f"{self._taken:05}-{batch.file}" if self._taken else batch.file
         if self.steps.keep is not None:
-            self.steps.keep(batch.role, file, _file(batch))
-        role.kept |= dict.fromkeys(batch.tensors, file)
+            file = f"{len(set(role.kept.values())):05}.safetensors"
+            self.steps.keep(batch.role, file, written({name: tensor.cpu().contiguous() for name, tensor in batch.tensors.items()}))
+            role.kept |= dict.fromkeys(batch.tensors, file)
 
     def _write(self, role: str) -> None:
         if self.steps.overwrite is not None and role not in self._overwriting:
@@ -245,8 +246,8 @@ class Staging:
     def _keep_index(self) -> None:
         """What was kept is a directory that a restart reads."""
         for name, role in self._roles.items():
-            if self.steps.keep is not None and set(role.kept.values()) != {SINGLE}:
-                self.steps.keep(name, INDEX, json.dumps({"weight_map": role.kept}).encode())
+            if self.steps.keep is not None:
+                self.steps.keep(name, INDEX, [json.dumps({"weight_map": role.kept}).encode()])
 
     # -- after the last tensor -----------------------------------------------------------------------------------
 
@@ -277,7 +278,7 @@ class Staging:
         if data is not None:
             calibration = self.steps.parse_calibration(data, f"{place}/{CALIBRATION}")
             if self.steps.keep is not None:
-                self.steps.keep("drafter", CALIBRATION, data)
+                self.steps.keep("drafter", CALIBRATION, [data])
         return Drafter("", network, calibration, sums)  # type: ignore[arg-type]
 
 
@@ -287,14 +288,17 @@ def _exhausted(error: Exception) -> PushFailed:
                       "--weight-staging host or disk, or with less --memory-fraction")
 
 
-def _file(batch: Batch) -> bytes:
-    """The batch as a safetensors file."""
-    from safetensors.torch import save
+def _check_dtype(entry: TensorEntry, parameter: Tensor | None) -> None:
+    """Declared is one that can be taken."""
+    if not entry.dtype:
+        return
+    dtype, taken = dtype_named(entry.dtype, entry.name), dtypes_for(parameter) if parameter is not None else ()
+    if taken and dtype not in taken:
+        raise WeightsRefused(f"the manifest says that tensor {entry.name!r} has dtype {entry.dtype}, this server takes it as "
+                             f"{' or '.join(str(one).removeprefix('torch.') for one in taken)}; convert it before it is pushed")
 
-    return save({name: tensor.cpu() for name, tensor in batch.tensors.items()}) if batch.data is None else batch.data
 
-
-def _check_sizes(parameters: Mapping[str, Tensor], declared: Mapping[str, TensorEntry]) -> None:
+def _check_shapes(parameters: Mapping[str, Tensor], declared: Mapping[str, TensorEntry]) -> None:
     """Before memory is taken for what is declared."""
     largest = max(view.numel() for view in parameters.values())
     for name, entry in declared.items():

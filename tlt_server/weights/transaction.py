@@ -12,68 +12,33 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Literal
 
 import torch
+from msgspec.structs import replace
 
 from tlt_client.channels import CHANNELS, Intake, Receiver
 from tlt_server.errors import ChannelBroken, Conflict, Forbidden, InvalidRequest, NotFound, PushFailed, TltError, Unavailable
 from tlt_server.records import Manifest
 from tlt_server.registry import Registry
 from tlt_server.threads import started
-from tlt_server.weights.parts import Drafter, Parts, Target
+from tlt_server.weights.names import Names
+from tlt_server.weights.parts import Parts
+from tlt_server.weights.push import Push, first_of
+from tlt_server.weights.series import Series
 from tlt_server.weights.spool import Spool
 from tlt_server.weights.staging import Staging, Steps
 from tlt_server.weights.storage import Free, Storage
 
 RECEIVERS = Registry("channel", CHANNELS)
-REMEMBERED = 1024  # versions whose content is known, so that a retry is told from a mistake
-State = Literal["waiting", "staging", "gathering", "staged", "unchanged", "failed"]
 
 
 class _Aborted(Exception):
     """Raised in the staging thread at its next phase."""
-
-
-@dataclass
-class Push:
-    """A push on its way. The thread writes `phases`, then `parts`, `incomplete` or `error`; the loop reads them once it has ended."""
-
-    manifest: Manifest  # the last one, where it comes by several
-    thread: threading.Thread | None = None
-    staging: Staging | None = None
-    phases: dict[str, float] = field(default_factory=dict)
-    phase: str = ""
-    since: float = 0.0
-    parts: Parts | None = None
-    incomplete: bool = False  # what came is in order, and more is to come
-    error: TltError | None = None
-    state: State = "waiting"  # for `start`
-    aborted: bool = False
-    overwritten: set[str] = field(default_factory=set)  # in place: roles of which live values have changed
-    staged_at: float = 0.0
-
-    @property
-    def version(self) -> str:
-        return self.parts.version if self.parts else self.manifest.version
-
-    @property
-    def missing(self) -> str:
-        """The tensors without which a push that is gathering does not end."""
-        names = self.staging.missing if self.staging is not None else []
-        return f"{len(names)} tensors are missing, among them {', '.join(map(repr, names[:3]))}"
-
-    def goes_on_with(self, manifest: Manifest) -> bool:
-        """Whether the manifest brings more of this push; else it begins another."""
-        mine = self.manifest
-        return ((mine.version, mine.in_flight, mine.commit) == (manifest.version, manifest.in_flight, manifest.commit)
-                and self.staging is not None and not self.staging.has(manifest))
 
 
 @dataclass(frozen=True)
@@ -95,10 +60,11 @@ class Transaction:
         self._last: Manifest | None = None  # of the commit that made `live`
         self.push: Push | None = None
         self._options, self._parse_calibration, self.on_phase, self._clock = options, parse_calibration, on_phase, clock
-        self._known: OrderedDict[tuple[str, str], str] = OrderedDict()
+        self._names = Names()
         for role, part in live.by_role.items():
             if part.sums:
-                self._remember(role, part)
+                self._names.add(role, part)
+        self._series = Series()
         self._garbage: SimpleQueue[list[Path]] = SimpleQueue()
         if options.spool is not None:  # a thread that waits: to start one takes longer than a commit may
             threading.Thread(target=self._settle, args=(options.spool,), name="settle spool", daemon=True).start()
@@ -127,7 +93,7 @@ class Transaction:
 
     def begin(self, manifest: Manifest) -> Push:
         """A push that waits for `start`, or the same one where it is on its way already, or goes on with this manifest. `Forbidden`
-        where the channel is closed, `Conflict` during another."""
+        where the channel is closed, `Conflict` during another. Of a part that cannot begin, for whatever reason, `refuse` is told."""
         if manifest.channel not in self._options.channels:
             missing = ("--weight-root DIR, the directory that pushes may come from" if manifest.channel == "disk" else
                        f"{manifest.channel} among its --weight-channels")
@@ -136,21 +102,43 @@ class Transaction:
         if self.in_place and not manifest.commit:
             raise InvalidRequest("commit is false, but with --weight-staging none nothing can be staged beside the weights in use; push "
                                  "with commit true")
-        push = self.push
-        if push is not None and manifest.partial and push.manifest.partial and (
-                push.state == "gathering" or (push.state == "staged" and not push.manifest.commit)):
-            if push.goes_on_with(manifest):
+        if manifest.partial:
+            push = self.push if self.push is not None and self.push.takes_more else None
+            goes_on = (push is not None and push.goes_on_with(manifest)) if manifest.session else self._series.admit(manifest, push)
+            if push is not None and goes_on:
                 push.manifest, push.state, push.parts, push.incomplete = manifest, "waiting", None, False
                 return push
-            self.close()  # its sender has begun again
+            if push is not None:
+                self.close()  # its sender, or another one, has begun again
         if self.push is not None:
             if self.push.manifest == manifest and not manifest.partial and not self.push.aborted:
                 return self.push
             raise Conflict(f"version {self.push.version or 'without a name'!r} is being pushed; wait for it or abort it, then push again")
-        self.push = Push(manifest)
+        self.push = Push(manifest, first_of(manifest) if manifest.partial else None)
         if self._is_live(manifest):
             self.push.state, self.push.parts = "unchanged", self.live.only(manifest.roles)
         return self.push
+
+    def refuse(self, part: Manifest) -> None:
+        """It was refused before anything of it was taken, so what it belongs to will not be complete."""
+        if not part.partial or part.session:
+            return
+        self._series.note(part)
+        if self.push is not None and self._series.both(self.push.manifest, part):
+            self._give_up(self.push, f"tensor {part.tensors[0].name!r} of it was refused")
+
+    def forget(self, group: str) -> None:
+        """It is left, or joined anew, and what it has brought of a push without a version will not be completed."""
+        self._series.forget(group)
+        push = self.push
+        if push is not None and push.takes_more and push.manifest.group == group and not (push.version or push.manifest.session):
+            self._give_up(push, f"group {group!r} was left or joined anew")
+
+    def _give_up(self, push: Push, why: str) -> None:
+        if push.takes_more:
+            push.state, push.error = "failed", self._gap_error(push, why)
+        elif push.state in ("waiting", "staging"):
+            push.gap = why
 
     def start(self) -> None:
         """Stage the push that waits, in a thread; without one it fails."""
@@ -163,7 +151,7 @@ class Transaction:
 
     def _is_live(self, manifest: Manifest) -> bool:
         """A repeated push that says by checksums what it would bring, so that nothing has to be brought; from a group it has to."""
-        return (manifest == self._last and bool(manifest.tensors) and all(tensor.checksum for tensor in manifest.tensors)
+        return (_of_no_session(manifest) == self._last and bool(manifest.tensors) and all(tensor.checksum for tensor in manifest.tensors)
                 and not manifest.group and not self.quarantined)
 
     def poll(self) -> Push | None:
@@ -176,7 +164,7 @@ class Transaction:
                 return None
             push.state, push.error = "failed", ChannelBroken(
                 f"of version {push.version or 'without a name'!r} nothing came for {self.intake.timeout_s:g} s and {push.missing}; "
-                "push all of them again" + self._spoiled(push))
+                "push all of them again" + push.spoiled)
         if push.state == "staging":
             self._judge(push)
         return push
@@ -190,7 +178,7 @@ class Transaction:
             self.quarantined.pop(role, None)
         if self.in_place:
             self.previous = Parts()  # its storage holds these now
-        self._last, self.push = manifest, None
+        self._last, self.push = _of_no_session(manifest), None
         return self.live
 
     def close(self) -> None:
@@ -222,7 +210,7 @@ class Transaction:
         push, spool = self.push, self._options.spool
         assert push is not None and push.parts is not None
         parts = push.parts.named(version)
-        self._check_known(parts)
+        self._names.check(parts)
         if spool is not None:
             try:
                 spool.prepare(parts, parts.over(self.live))
@@ -243,7 +231,7 @@ class Transaction:
         if spool is not None:
             self.live = self.live.complete()
         renamed = self.live.only(["target"]).named(version)
-        self._check_known(renamed)
+        self._names.check(renamed)
         if spool is not None:
             try:
                 spool.prepare(Parts(), renamed.over(self.live))
@@ -252,7 +240,7 @@ class Transaction:
                 raise self._not_recorded(error) from None
         self.live = renamed.over(self.live)
         if renamed.sums:
-            self._remember("target", renamed.by_role["target"])
+            self._names.add("target", renamed.by_role["target"])
         return True
 
     def check_rollback(self, to: str) -> bool:
@@ -292,7 +280,7 @@ class Transaction:
                 raise self._not_recorded(error) from None
         self.live, self.previous = live, previous
         for role, part in parts.by_role.items():
-            self._remember(role, part)
+            self._names.add(role, part)
         if spool is not None:
             self._garbage.put(spool.garbage([self.live, self.previous]))
 
@@ -301,13 +289,15 @@ class Transaction:
         push.staged_at = self._clock()
         if push.aborted:
             push.error = self._abort_error(push)
+        elif push.error is None and push.gap:
+            push.error = self._gap_error(push, push.gap)
         elif push.error is None and push.incomplete:
             push.state = "gathering"
         elif push.error is None and push.parts is None:
             push.error = PushFailed("the staging thread ended without a result; nothing has changed: push again")
         elif push.error is None and push.parts is not None:
             try:
-                self._check_known(push.parts)
+                self._names.check(push.parts)
             except Conflict as error:
                 push.error = error
             live = self.live.by_role
@@ -316,25 +306,7 @@ class Transaction:
             push.state = "unchanged" if same else "staged"
         if push.error is not None:
             push.state = "failed"
-            push.error = type(push.error)(push.error.message + self._spoiled(push))
-
-    @staticmethod
-    def _spoiled(push: Push) -> str:
-        return ("; it had begun to write over the weights in use (--weight-staging none), so nothing is generated until a push succeeds"
-                if push.overwritten else "")
-
-    def _check_known(self, parts: Parts) -> None:
-        """`Conflict` when a version's name belongs to other content."""
-        for role, part in parts.by_role.items():
-            known = self._known.get((role, part.version))
-            if known is not None and known != part.digest:
-                raise Conflict(f"version {part.version!r} of the {role} was pushed before with other content (digest {known[:12]}, now "
-                               f"{part.digest[:12]}); give changed weights a new version")
-
-    def _remember(self, role: str, part: Target | Drafter) -> None:
-        self._known[role, part.version] = part.digest
-        while len(self._known) > REMEMBERED:
-            self._known.popitem(last=False)
+            push.error = type(push.error)(push.error.message + push.spoiled)
 
     def _named(self, version: str) -> Push:
         if self.push is None or self.push.version != version:
@@ -345,6 +317,10 @@ class Transaction:
     def _not_recorded(error: OSError) -> TltError:
         return PushFailed(f"the commit cannot be recorded in the state directory ({error}), so nothing has changed; make room there "
                           "and push again")
+
+    def _gap_error(self, push: Push, why: str) -> TltError:
+        return Conflict(f"the push of version {push.version or 'without a name'!r} cannot become complete: {why}; push all of its tensors "
+                        f"again{push.spoiled if push.takes_more else ''}")
 
     @staticmethod
     def _abort_error(push: Push) -> TltError:
@@ -396,5 +372,8 @@ class Transaction:
         """The sums of what the engine was started with, which nobody needed before."""
         self.live = self.live.complete()
         for role, part in self.live.by_role.items():
-            if (role, part.version) not in self._known:
-                self._remember(role, part)
+            self._names.add(role, part)
+
+
+def _of_no_session(manifest: Manifest) -> Manifest:
+    return replace(manifest, session="")

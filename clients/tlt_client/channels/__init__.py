@@ -88,8 +88,6 @@ class Batch(NamedTuple):
     role: str
     where: str  # for messages
     tensors: dict[str, Tensor]
-    file: str  # what they are kept as
-    data: bytes | None  # that file's bytes, where they came as a file; else it is to be written
 
 
 class Buffers(NamedTuple):
@@ -153,8 +151,7 @@ def announced(push: Announcement, where: str) -> dict[str, dict[str, str]]:
     return {role: dict.fromkeys(roles.get(role, ()), where) for role in ("target", "drafter") if push.role in (role, "all")}
 
 
-def of_bucket(count: int, tensors: Mapping[str, Tensor], role: str) -> Iterator[Batch]:
-    """A bucket's tensors by role, in a push of `role`."""
+def by_role(where: str, tensors: Mapping[str, Tensor], role: str) -> Iterator[Batch]:
+    """What came at once in a push of `role`."""
     for whose, names in split(tensors, role).items():
-        own = {name: tensors[sent] for name, sent in names.items()}
-        yield Batch(whose, f"bucket {count}", own, f"bucket-{count:05}.safetensors", None)
+        yield Batch(whose, where, {name: tensors[sent] for name, sent in names.items()})

@@ -16,7 +16,7 @@ from concurrent.futures import Future, wait
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tlt_client.channels import Announcement, Batch, Buffers, Intake, Tensors, announced, of_bucket
+from tlt_client.channels import Announcement, Batch, Buffers, Intake, Tensors, announced, by_role
 from tlt_client.channels.errors import ChannelBroken, ContentRefused
 from tlt_client.channels.groups import Group, Membership, host_store
 from tlt_client.channels.tensors import Slot, buckets, entry, size_of, slot, unpacked
@@ -63,7 +63,7 @@ class BroadcastReceiver:
             if bytes(data[end : end + len(MARK)].tolist()) != MARK[: len(data) - end]:
                 raise ContentRefused(f"bucket {count} brought more than the {end} bytes that the manifest gives it; name dtypes and "
                                      "shapes as they are sent, in that order")
-            yield from of_bucket(count, tensors, self._role)
+            yield from by_role(f"bucket {count}", tensors, self._role)
 
     def _begin(self) -> None:
         """The next bucket is on its way, if there is one."""

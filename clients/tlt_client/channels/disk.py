@@ -49,7 +49,8 @@ class DiskReceiver:
     def batches(self) -> Iterator[Batch]:
         for role, checkpoint in self._checkpoints.items():
             for shard in checkpoint.shards():
-                yield Batch(role, str(self._sources[role].path / shard.file), shard.tensors, shard.file, shard.data)
+                for tensors in shard.batches():
+                    yield Batch(role, str(shard.reading.path), tensors)
 
     def confirm(self) -> None:
         for source in self._sources.values():

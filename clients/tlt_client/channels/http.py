@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tlt_client.channels import DRAFTER_PREFIX, Announcement, Batch, Buffers, Intake, Tensors, announced, split
-from tlt_client.channels.checkpoint import parsed
+from tlt_client.channels import DRAFTER_PREFIX, Announcement, Batch, Buffers, Intake, Tensors, announced, by_role
+from tlt_client.channels.checkpoint import shard
 from tlt_client.channels.errors import ContentRefused
 from tlt_client.channels.files import opened
 from tlt_client.channels.source import Source
@@ -50,11 +50,9 @@ class HttpReceiver:
 
     def batches(self) -> Iterator[Batch]:
         for part in sorted(path.name for path in self._source.path.iterdir() if path.name != CALIBRATION):
-            data = self._source.read(part)
-            tensors = parsed(data, f"part {part!r}")
-            for role, names in split(tensors, self._role).items():
-                own = {name: tensors[sent] for name, sent in names.items()}
-                yield Batch(role, f"part {part!r}", own, part, data if own.keys() == tensors.keys() else None)
+            with shard(self._source, part) as opened:
+                for tensors in opened.batches():
+                    yield from by_role(f"part {part!r}", tensors, self._role)
 
     def confirm(self) -> None:
         self._source.confirm()

@@ -24,7 +24,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tlt_client.channels import Announcement, Batch, Buffers, Intake, Tensors, announced, of_bucket
+from tlt_client.channels import Announcement, Batch, Buffers, Intake, Tensors, announced, by_role
 from tlt_client.channels.errors import ChannelBroken, ContentRefused, PlaceForbidden
 from tlt_client.channels.line import Line, address, entered
 from tlt_client.channels.memory import Memory, share
@@ -87,7 +87,7 @@ class IpcReceiver:
             except RuntimeError as error:
                 raise ChannelBroken(f"bucket {sequence} cannot be copied ({str(error).splitlines()[0]}); push again") from None
             line.send(DONE.pack(sequence))
-            yield from of_bucket(sequence + 1, unpacked(bucket, copy[:size]), self._role)
+            yield from by_role(f"bucket {sequence + 1}", unpacked(bucket, copy[:size]), self._role)
 
     def _accepted(self) -> Line:
         self._listener.settimeout(self._timeout_s)

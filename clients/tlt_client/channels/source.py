@@ -1,8 +1,8 @@
 """Reads a pushed directory without trusting it: nothing outside the root, no second look at bytes that were checked.
 
 A path is resolved first (links are followed as long as they stay inside the root) and then opened component by component without
-following any link, so a swap between check and read is refused instead of followed. A file is read once, whole; what is
-checksummed is what is parsed. `confirm` tells whether anything read has changed since.
+following any link, so a swap between check and read is refused instead of followed. A file is read from its beginning on, never mapped:
+what is checksummed is what is parsed and kept. `confirm` tells whether anything read has changed since.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ from __future__ import annotations
 import json
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tlt_client.channels.errors import ContentRefused, PlaceForbidden
 
-MAX_JSON_BYTES = 64 * 2**20
-CHUNK_BYTES = 2**24
+MAX_SMALL_BYTES = 64 * 2**20
 
 
 class _Stamp(NamedTuple):
@@ -46,22 +48,26 @@ class Source:
     def has(self, name: str) -> bool:
         return os.path.lexists(self.path / name)
 
-    def read(self, name: str) -> bytes:
-        """All bytes of one file of the directory."""
+    @contextmanager
+    def opened(self, name: str) -> Iterator[Reading]:
+        """One file of the directory, which may not change until it is closed, nor between two times that it is opened."""
         path = self._resolve(self.path / name)
         descriptor, before = self._open(path)
         if not stat.S_ISREG(before.st_mode):
             os.close(descriptor)
             raise ContentRefused(f"{path} is not a regular file; write the tensors into plain files")
         with os.fdopen(descriptor, "rb", buffering=0) as file:
-            data = bytearray()
-            while len(data) <= before.st_size and (chunk := file.read(CHUNK_BYTES)):
-                data += chunk
+            yield Reading(file, path, before.st_size)
             after = os.fstat(file.fileno())
-        if _stamp(before) != _stamp(after) or len(data) != before.st_size:
-            raise self._changed(path)
-        self._read[name] = _stamp(before)
-        return bytes(data)
+        if not _stamp(before) == _stamp(after) == self._read.setdefault(name, _stamp(before)):
+            raise _changed(path)
+
+    def read(self, name: str) -> bytes:
+        """All bytes of one small file of the directory."""
+        with self.opened(name) as file:
+            if file.left > MAX_SMALL_BYTES:
+                raise ContentRefused(f"{file.path} has {file.left} bytes, the limit is {MAX_SMALL_BYTES}; only tensors may take more")
+            return file.read(file.left)
 
     def read_json(self, name: str) -> dict[str, Any]:
         return json_object(self.read(name), str(self.path / name))
@@ -73,7 +79,7 @@ class Source:
             descriptor, now = self._open(path)
             os.close(descriptor)
             if _stamp(now) != stamp:
-                raise self._changed(path)
+                raise _changed(path)
 
     def _resolve(self, path: Path) -> Path:
         resolved = Path(os.path.realpath(path))
@@ -99,9 +105,32 @@ class Source:
             raise ContentRefused(f"{path} cannot be opened ({error.strerror}); it must be readable, and no link may change "
                                  "meanwhile") from None
 
-    @staticmethod
-    def _changed(path: Path) -> ContentRefused:
-        return ContentRefused(f"{path} changed while it was read; push a directory that nobody writes to any more")
+
+class Reading:
+    """A file on its way: `left` bytes of it are still to be read."""
+
+    def __init__(self, file: FileIO, path: Path, size: int) -> None:
+        self._file, self.path, self.left = file, path, size
+
+    def read(self, count: int) -> bytes:
+        """Exactly so many."""
+        data = bytearray(count)
+        self.into(memoryview(data))
+        return bytes(data)
+
+    def into(self, buffer: memoryview) -> None:
+        """As many as it holds."""
+        there = 0
+        while there < len(buffer):
+            came = self._file.readinto(buffer[there:])
+            if not came:
+                raise _changed(self.path)
+            there += came
+        self.left -= there
+
+
+def _changed(path: Path) -> ContentRefused:
+    return ContentRefused(f"{path} changed while it was read; push a directory that nobody writes to any more")
 
 
 def _stamp(kind: os.stat_result) -> _Stamp:
@@ -110,8 +139,6 @@ def _stamp(kind: os.stat_result) -> _Stamp:
 
 def json_object(data: bytes, where: str) -> dict[str, Any]:
     try:
-        if len(data) > MAX_JSON_BYTES:
-            raise ValueError(f"{len(data)} bytes, the limit is {MAX_JSON_BYTES}")
         content = json.loads(data)
         if not isinstance(content, dict):
             raise ValueError(f"it holds a {type(content).__name__}, not an object")

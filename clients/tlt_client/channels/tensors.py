@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tlt_client.channels.errors import ContentRefused
+from tlt_client.channels.files import DTYPES
 from tlt_client.channels.sums import mix64
 
 if TYPE_CHECKING:
@@ -49,13 +51,15 @@ def _checksum(tensor: Tensor) -> str:
     return f"sha256:{hashlib.sha256(raw(tensor.contiguous())).hexdigest()}"
 
 
-def dtype_named(name: str) -> torch.dtype:
-    """Of `bfloat16` or `torch.bfloat16`."""
+def dtype_named(name: str, tensor: str) -> torch.dtype:
+    """Of `bfloat16` or `torch.bfloat16`, which `tensor` is said to have."""
     import torch
 
-    dtype = getattr(torch, name.removeprefix("torch."), None)
-    if not isinstance(dtype, torch.dtype):
-        raise ContentRefused(f"dtype is {name[:40]!r}, which torch does not know; use names such as bfloat16 or float32")
+    plain = name.removeprefix("torch.")
+    if plain not in DTYPES.values():
+        known = ", ".join(DTYPES.values())
+        raise ContentRefused(f"tensor {tensor!r} has dtype {name[:40]!r}, which no channel carries; use one of {known}")
+    dtype: torch.dtype = getattr(torch, plain)
     return dtype
 
 
@@ -76,11 +80,24 @@ def files(tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[dic
         yield group
 
 
+def written(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+    """A safetensors file of contiguous CPU tensors, piece by piece; their bytes are not copied."""
+    code = {dtype: said for said, dtype in DTYPES.items()}
+    header, end = {}, 0
+    for name, tensor in tensors.items():
+        dtype = code[str(tensor.dtype).removeprefix("torch.")]
+        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [end, end := end + tensor.nbytes]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    yield from map(raw, tensors.values())
+
+
 def slot(name: str, dtype: str, shape: Sequence[int] | None) -> Slot:
     """Of a tensor that a manifest names."""
     if not dtype or shape is None:
         raise ContentRefused(f"tensor {name!r} has dtype {dtype!r} and shape {shape}; a push whose tensors come as raw bytes says both")
-    kind = dtype_named(dtype)
+    kind = dtype_named(dtype, name)
     size = math.prod(shape) * kind.itemsize
     if size > MAX_TENSOR_BYTES:
         raise ContentRefused(f"tensor {name!r} has shape {list(shape)}, which takes {size} bytes; the limit is {MAX_TENSOR_BYTES}")

@@ -1,0 +1,82 @@
+"""How much host memory a push of files takes while it is staged, beside the model that it fills: some buckets, not some files.
+
+Of a process of its own, by the kernel's count of what it had at most (VmHWM), as no allocator is asked that torch or a library may pass by.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+TENSORS, TENSOR_MIB = 32, 12
+BUCKETS_MIB = 160  # a bucket of 64 MiB and what takes it over that; what is computed of one tensor; libraries that load meanwhile
+
+CHILD = """
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+import torch
+from tlt_client.channels import Intake
+from tlt_client.channels.disk import DiskReceiver
+from tlt_client.channels.http import HttpReceiver
+from tlt_server.records import Manifest, TensorEntry
+from tlt_server.weights.parts import Parts, Target
+from tlt_server.weights.spool import Spool
+from tlt_server.weights.staging import Staging, Steps
+from tlt_server.weights.storage import Free, Storage
+
+channel, root, keeps, tensors, mib = sys.argv[1], Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]), int(sys.argv[5])
+
+class Network:
+    config = SimpleNamespace(tied_embeddings=False)
+
+    def __init__(self):
+        self.tensors = {f"t{i:02}": torch.zeros(mib * 2**18) for i in range(tensors)}
+
+    def parameters(self):
+        return self.tensors
+
+    def blank(self):
+        return Network()
+
+def memory(name):
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name)]
+    return int(line.split()[1]) // 1024
+
+torch.set_num_threads(1)
+manifest = Manifest(path="new", channel=channel, tensors=[TensorEntry(name=f"t{i:02}") for i in range(tensors)])
+spool = Spool(root / "state", "model") if keeps == "spooled" else None
+if spool:
+    spool.begin()
+receive = {"disk": lambda m: DiskReceiver(m, Intake(root=root)), "http": lambda m: HttpReceiver(m, Intake(uploads=root))}[channel]
+place = Storage("auto", lambda: Free(2**40, 0, 0), torch.device("cpu"), None)
+staging = Staging(Parts(Target("old", Network(), {})),
+                  Steps(lambda phase: None, spool.keep if spool else None, lambda data, where: None, place.at))
+before = memory("VmRSS")
+Path("/proc/self/clear_refs").write_text("5")
+parts = staging.take(manifest, receive)
+assert parts is not None and parts.target.network.tensors["t00"].max() > 0
+print(memory("VmHWM") - before - tensors * mib)
+"""
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("memory")
+    (root / "new").mkdir()
+    save_file({f"t{i:02}": torch.rand(TENSOR_MIB * 2**18) for i in range(TENSORS)}, root / "new/model.safetensors")
+    return root
+
+
+@pytest.mark.parametrize("channel", ["disk", "http"])
+@pytest.mark.parametrize("keeps", ["spooled", "not spooled"])
+def test_files_are_staged_bucket_by_bucket(channel: str, keeps: str, root: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", CHILD, channel, root, keeps, str(TENSORS), str(TENSOR_MIB)], timeout=120, text=True,
+                          capture_output=True, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < BUCKETS_MIB, f"{done.stdout.strip()} MiB beside a model of {TENSORS * TENSOR_MIB} MiB"

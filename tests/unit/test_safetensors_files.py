@@ -1,0 +1,152 @@
+"""Safetensors files as pushes read and keep them, against the format's own library; and headers that do not say what the bytes are."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load, save
+from torch import Tensor
+
+from tlt_client.channels import checkpoint, source
+from tlt_client.channels.checkpoint import Checkpoint, shard
+from tlt_client.channels.errors import ContentRefused
+from tlt_client.channels.files import DTYPES, opened
+from tlt_client.channels.source import Source
+from tlt_client.channels.tensors import written
+
+shapes = st.lists(st.integers(0, 5), max_size=3)
+models = st.dictionaries(st.text("abc.é", min_size=1, max_size=6), st.tuples(st.sampled_from(sorted(DTYPES.values())), shapes), min_size=1,
+                         max_size=8)
+
+
+def made(model: dict[str, tuple[str, list[int]]]) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return {name: torch.randint(0, 2, shape, generator=generator).to(getattr(torch, dtype)) for name, (dtype, shape) in model.items()}
+
+
+def read(directory: Path, data: bytes) -> dict[str, Tensor]:
+    (directory / "model.safetensors").write_bytes(data)
+    return {name: tensor.clone() for single in Checkpoint(Source(directory, ".")).shards() for tensors in single.batches()
+            for name, tensor in tensors.items()}
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(
+        (a.dtype, a.shape) == (b.dtype, b.shape) and a.double().equal(b.double()) for a, b in ((one[name], other[name]) for name in one))
+
+
+@given(model=models, bucket_bytes=st.integers(1, 100))
+def test_what_the_library_writes_is_read_in_buckets(model: dict[str, tuple[str, list[int]]], bucket_bytes: int,
+                                                    tmp_path_factory: pytest.TempPathFactory) -> None:
+    tensors = made(model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "BUCKET_BYTES", bucket_bytes)
+        assert same(read(tmp_path_factory.mktemp("files"), save(tensors)), tensors)
+
+
+@given(model=models)
+def test_what_is_kept_is_read_by_the_library(model: dict[str, tuple[str, list[int]]]) -> None:
+    tensors = made(model)
+    assert same(load(b"".join(written(tensors))), tensors)
+
+
+def entry(**fields: Any) -> dict[str, Any]:
+    return {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} | fields
+
+
+second = entry(data_offsets=[8, 16])
+HEADERS: dict[str, Any] = {
+    "a list": [],
+    "a word for an entry": {"a": "F32", "b": second},
+    "an entry without a dtype": {"a": {"shape": [2], "data_offsets": [0, 8]}, "b": second},
+    "a dtype that is none": {"a": entry(dtype="F99"), "b": second},
+    "a dtype that is a list": {"a": entry(dtype=["F32"]), "b": second},
+    "two tensors of the same bytes": {"a": entry(), "b": entry(), "c": second},
+    "two tensors that overlap": {"a": entry(shape=[3], data_offsets=[0, 12]), "b": second},
+    "a gap": {"a": entry(), "b": entry(shape=[1], data_offsets=[12, 16])},
+    "bytes behind the last": {"a": entry()},
+    "bytes that are not there": {"a": entry(), "b": entry(shape=[4], data_offsets=[8, 24])},
+    "a shape of other bytes": {"a": entry(shape=[3]), "b": second},
+    "negative numbers": {"a": entry(shape=[-1, -2]), "b": second},
+    "offsets the wrong way": {"a": entry(data_offsets=[8, 0]), "b": second},
+    "three offsets": {"a": entry(data_offsets=[0, 4, 8]), "b": second},
+    "fractions": {"a": entry(shape=[2.0]), "b": second},
+    "truths": {"a": entry(shape=[True, 2]), "b": second},
+    "a shape beyond any machine": {"a": entry(shape=[2**62, 2**62]), "b": second},
+}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+@pytest.mark.parametrize("reading", ["for a push", "to be sent"])
+def test_a_header_that_is_not_of_its_bytes(reading: str, name: str, tmp_path: Path) -> None:
+    refused(reading, json.dumps(HEADERS[name]), tmp_path)
+
+
+TWICE = json.dumps({"a": entry(), "b": second}).replace('"b"', '"a"')
+
+
+@pytest.mark.parametrize("text", [TWICE, "[" * 100_000, "{", "", "\xff"],
+                         ids=["a name twice", "deep", "cut", "empty", "no JSON"])
+@pytest.mark.parametrize("reading", ["for a push", "to be sent"])
+def test_a_header_that_is_none(reading: str, text: str, tmp_path: Path) -> None:
+    refused(reading, text, tmp_path)
+
+
+def refused(reading: str, header: str, directory: Path) -> None:
+    data = header.encode("latin-1")
+    file = directory / "model.safetensors"
+    file.write_bytes(len(data).to_bytes(8, "little") + data + bytes(16))
+    with pytest.raises(ContentRefused, match=r"model\.safetensors: not a whole safetensors file"):
+        if reading == "for a push":
+            Checkpoint(Source(directory, "."))
+        else:
+            with opened(file):
+                pass
+
+
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "cut": lambda file: os.truncate(file, file.stat().st_size - 4),
+    "longer": lambda file: os.truncate(file, file.stat().st_size + 4),
+    "replaced": lambda file: (file.rename(file.with_suffix(".old")), file.write_bytes(file.with_suffix(".old").read_bytes())),
+    "touched": lambda file: os.utime(file, ns=(1, 1)),
+}
+
+
+@pytest.mark.parametrize("when", ["before its tensors are read", "between two buckets"])
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_file_that_changes_between_its_header_and_its_end(name: str, when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "BUCKET_BYTES", 1)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(save({name: torch.ones(4) for name in "ab"}))
+    names = Checkpoint(Source(tmp_path, "."))
+    if when == "before its tensors are read":
+        CHANGES[name](file)
+    with pytest.raises(ContentRefused, match=r"changed while it was read|not a whole safetensors file"):
+        for single in names.shards():
+            for count, _ in enumerate(single.batches()):
+                if count == 0 and when == "between two buckets":
+                    CHANGES[name](file)
+
+
+def test_a_small_file_that_is_not_small(tmp_path: Path) -> None:
+    (tmp_path / "config.json").touch()
+    os.truncate(tmp_path / "config.json", source.MAX_SMALL_BYTES + 1)
+    with pytest.raises(ContentRefused, match="the limit is 67108864"):
+        Source(tmp_path, ".").read("config.json")
+
+
+def test_a_descriptor_is_closed_whatever_happens(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"12345678")
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(10):
+        with pytest.raises(ContentRefused), shard(Source(tmp_path, "."), "model.safetensors"):
+            pass
+    assert len(os.listdir("/proc/self/fd")) == before

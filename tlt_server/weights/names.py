@@ -1,0 +1,30 @@
+"""Which content a version's name stands for, so that a retry is told from a mistake: a name means one content for ever."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from tlt_server.errors import Conflict
+from tlt_server.weights.parts import Drafter, Parts, Target
+
+REMEMBERED = 1024
+
+
+class Names:
+    """Of the last versions that were live."""
+
+    def __init__(self) -> None:
+        self._digests: OrderedDict[tuple[str, str], str] = OrderedDict()  # (role, version) -> content
+
+    def check(self, parts: Parts) -> None:
+        """`Conflict` when a version's name belongs to other content."""
+        for role, part in parts.by_role.items():
+            known = self._digests.get((role, part.version))
+            if known is not None and known != part.digest:
+                raise Conflict(f"version {part.version!r} of the {role} was pushed before with other content (digest {known[:12]}, now "
+                               f"{part.digest[:12]}); give changed weights a new version")
+
+    def add(self, role: str, part: Target | Drafter) -> None:
+        self._digests.setdefault((role, part.version), part.digest)
+        while len(self._digests) > REMEMBERED:
+            self._digests.popitem(last=False)

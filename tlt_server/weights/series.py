@@ -1,0 +1,75 @@
+"""Which parts of weights make one push. Trainers send a step in several calls, and few say which step it is or where it begins.
+
+Parts of one session belong together. Others are a series: what one sender sends from its first tensor on, in the order that it keeps; a
+sender is a version, or without one a group. Invariant: what completes is one series without a gap. A part goes on with the push that
+gathers, or brings the tensor with which its sender began before; all else is refused. So however a push ended before it was complete
+(refused, silent, aborted, replaced), nobody has to remember that it did: its other parts find nothing to go on with, and parts of two
+steps never meet.
+
+That rests on every part being heard of here, and on a trainer beginning a push when it has joined its group, as it must after a restart of
+the engine, too.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import NamedTuple
+
+from tlt_server.errors import Conflict
+from tlt_server.records import Manifest
+from tlt_server.weights.push import Push, first_of
+
+REMEMBERED = 1024  # senders
+ELSE = "with a version, or within a session (POST /begin_weight_update, /start_weight_update), or join the group anew"
+
+
+class _Sender(NamedTuple):
+    version: str
+    group: str  # where there is no version
+
+    def __str__(self) -> str:
+        return f"version {self.version!r}" if self.version else f"group {self.group!r} without a version"
+
+
+class Series:
+    """How senders begin. The transaction brings every part that is no session's."""
+
+    def __init__(self) -> None:
+        self._starts: OrderedDict[tuple[_Sender, str], str] = OrderedDict()  # sender and role -> tensor
+
+    def admit(self, part: Manifest, push: Push | None) -> bool:
+        """Whether the part goes on with `push`, which takes more; else it begins one. `Conflict` where it may do neither."""
+        sender, (role, tensor) = _sender(part), first_of(part)
+        other = _sender(push.manifest) if push is not None and not push.manifest.session else None
+        if push is not None and other == sender and push.first != (role, tensor) and push.goes_on_with(part):
+            return True
+        start = self._starts.get((sender, role))
+        if start not in (None, tensor):
+            raise Conflict(f"tensor {tensor!r} goes on with no push: {sender} begins with {start!r}, and the push begun so has ended, or "
+                           f"has that tensor, or other fields; push from {start!r} on, in the order of before, or {ELSE}")
+        if other is not None and other != sender and not other.version and not sender.version:
+            raise Conflict(f"a push of {other} is on its way, from which what comes through another group cannot be told; push all "
+                           f"through one group, or {ELSE}")
+        self.note(part)
+        return False
+
+    def note(self, part: Manifest) -> None:
+        """It has come, whatever becomes of it."""
+        (role, tensor), sender = first_of(part), _sender(part)
+        self._starts.setdefault((sender, role), tensor)
+        self._starts.move_to_end((sender, role))
+        if len(self._starts) > REMEMBERED:
+            self._starts.popitem(last=False)
+
+    def forget(self, group: str) -> None:
+        """Its trainer is gone; another one may begin otherwise."""
+        self._starts = OrderedDict((key, start) for key, start in self._starts.items() if key[0] != _Sender("", group))
+
+    @staticmethod
+    def both(one: Manifest, other: Manifest) -> bool:
+        """Whether both are parts of one sender."""
+        return one.partial and other.partial and not one.session and not other.session and _sender(one) == _sender(other)
+
+
+def _sender(part: Manifest) -> _Sender:
+    return _Sender(part.version, "" if part.version else part.group)
