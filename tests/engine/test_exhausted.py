@@ -69,7 +69,7 @@ SAID = {
 def test_memory_that_ends_while_a_tensor_is_checked_breaks_no_group(
         said: str, server: Server, sender: BroadcastSender, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(staging, "check_tensor", Once(staging.check_tensor, SAID[said], 5))
+        patched.setattr(staging, "content", Once(staging.content, SAID[said], 5))
         error = refused(server, sender)
     assert (error.code, error.status, error.retryable) == ("channel_broken", 424, False)
     for word in ("memory ran out", "bucket_bytes", "--weight-staging host or disk", "--memory-fraction", "send again"):
@@ -114,7 +114,7 @@ def test_memory_that_ends_in_a_push_by_ipc_may_be_asked_for_again(
         server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     sender = IpcSender(server, bucket_bytes=bucket_bytes(server))  # type: ignore[arg-type]
     with monkeypatch.context() as patched:
-        patched.setattr(staging, "check_tensor", Once(staging.check_tensor, SAID["gpu"], 5))
+        patched.setattr(staging, "content", Once(staging.content, SAID["gpu"], 5))
         error = refused(server, sender)
     assert error.code == "push_failed" and "bucket_bytes" in error.message
     works(server, sender)

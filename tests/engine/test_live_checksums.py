@@ -26,7 +26,7 @@ class Reader:
         monkeypatch.setattr(checksums, "mix64", self._mix64)
 
     def _mix64(self, tensor: Tensor) -> str:
-        if threading.current_thread().name == "checksum weights":
+        if threading.current_thread().name == "read weights":
             self._tensors += 1
             if self._tensors == 4:
                 self.halfway.set()

@@ -41,8 +41,18 @@ def test_the_definition_by_hand():
 @pytest.mark.parametrize("count", [0, 1, 31, 2048, 70_001])
 def test_every_device_finds_the_same(dtype, count):
     tensor = (torch.randn(count, generator=torch.Generator().manual_seed(count)) * 50).to(dtype)
-    assert finished(cpu.mixed_sum(tensor), count) == mix64(tensor)
-    assert finished(on_gpu.mixed_sum(tensor.to(DEVICE)), count) == mix64(tensor)
+    for total, finite in (cpu.mixed_sum(tensor), on_gpu.mixed_sum(tensor.to(DEVICE))):
+        assert finished(total, count) == mix64(tensor) and finite is bool(tensor.isfinite().all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("strange", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("at", [0, 2047, 70_000])
+def test_one_that_is_no_number_is_found(dtype, strange, at):
+    tensor = torch.full((70_001,), torch.finfo(dtype).max, dtype=dtype)
+    assert cpu.mixed_sum(tensor)[1] and on_gpu.mixed_sum(tensor.to(DEVICE))[1], "the largest number is one"
+    tensor[at] = strange
+    assert not cpu.mixed_sum(tensor)[1] and not on_gpu.mixed_sum(tensor.to(DEVICE))[1]
 
 
 def test_the_type_of_storage_does_not_matter_where_it_holds_the_values():

@@ -159,6 +159,10 @@ def check_layout(name: str, shape: Sequence[int], dtype: torch.dtype, expected: 
 
 def check_tensor(name: str, tensor: Tensor, expected: Tensor, path: Path | str) -> None:
     check_layout(name, tensor.shape, tensor.dtype, expected, path)
+    check_finite(name, tensor, path)
+
+
+def check_finite(name: str, tensor: Tensor, path: Path | str) -> None:
     if tensor.is_floating_point() and not torch.isfinite(tensor).all():
         bad = int((~torch.isfinite(tensor)).sum())
         raise ModelError(f"{path}: tensor {name!r} holds {bad} NaN or infinite values of {tensor.numel()}, expected none; "

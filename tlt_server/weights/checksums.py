@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import xxhash
 from torch import Tensor
@@ -36,13 +37,23 @@ def checksum(kind: str, tensor: Tensor) -> str:
     raise WeightsRefused(f"checksum kind {kind[:20]!r} is not known; use {' or '.join(KINDS)}, as in mix64:<hex>")
 
 
-def mix64(tensor: Tensor) -> str:
-    """Of a tensor's values, computed where it lies; whatever type holds them, they have one sum."""
+class Content(NamedTuple):
+    sum: str  # mix64 of a tensor's values; whatever type holds them, they have one
+    finite: bool
+
+
+def content(tensor: Tensor) -> Content:
+    """Computed where it lies, in one reading."""
     if tensor.device.type == "cuda":
         from tlt_kernels.gpu.sums import mixed_sum
     else:
         from tlt_kernels.cpu.sums import mixed_sum
-    return finished(mixed_sum(tensor.contiguous()), tensor.numel())
+    total, finite = mixed_sum(tensor.contiguous())
+    return Content(finished(total, tensor.numel()), finite)
+
+
+def mix64(tensor: Tensor) -> str:
+    return content(tensor).sum
 
 
 def live_sums(parameters: Mapping[str, Tensor]) -> dict[str, str]:

@@ -25,9 +25,9 @@ from tlt_client.channels.source import json_object
 from tlt_client.channels.tensors import dtype_named, written
 from tlt_server.errors import ModelError, PushFailed, TltError, WeightsRefused, from_code
 from tlt_server.models.config import ModelConfig
-from tlt_server.models.loader import check_names, check_tensor, dtypes_for
+from tlt_server.models.loader import check_finite, check_layout, check_names, dtypes_for
 from tlt_server.records import Manifest, TensorEntry
-from tlt_server.weights.checksums import checksum, digest, kind_of, mix64
+from tlt_server.weights.checksums import checksum, content, digest, kind_of
 from tlt_server.weights.parts import Drafter, DrafterNetwork, Parts, Target, TargetNetwork
 from tlt_server.weights.storage import ran_out
 
@@ -212,14 +212,16 @@ class Staging:
             if name in role.sums:
                 raise WeightsRefused(f"{batch.where}: tensor {name!r} came before; push each tensor once")
             self.steps.enter("check")
-            check_tensor(name, tensor, role.parameters.get(name, tensor), batch.where)
-            _compare(tensor, declared.get(name), batch.where)
-            self.steps.enter("fill")
+            check_layout(name, tensor.shape, tensor.dtype, role.parameters.get(name, tensor), batch.where)
             stored = tensor.to(role.parameters[name].dtype) if name in role.parameters else tensor
-            if stored.dtype != tensor.dtype and stored.is_floating_point() and not stored.isfinite().all():
+            found = content(stored)
+            if not found.finite:
+                check_finite(name, tensor, batch.where)
                 raise WeightsRefused(f"{batch.where}: tensor {name!r} holds values beyond the range of {stored.dtype}, in which this "
                                      "server keeps it; push values that fit, or serve with another --dtype")
-            role.sums[name] = mix64(stored)
+            _compare(tensor, declared.get(name), batch.where, found.sum if stored is tensor else None)
+            role.sums[name] = found.sum
+            self.steps.enter("fill")
             if name in role.parameters:
                 self._write(batch.role)
                 role.parameters[name].copy_(stored)
@@ -312,8 +314,8 @@ def _check_shapes(parameters: Mapping[str, Tensor], declared: Mapping[str, Tenso
                                  f"({largest}); push the same architecture")
 
 
-def _compare(tensor: Tensor, entry: TensorEntry | None, where: str) -> None:
-    """With what the manifest declares."""
+def _compare(tensor: Tensor, entry: TensorEntry | None, where: str, mix64: str | None) -> None:
+    """With what the manifest declares. `mix64`: of the tensor, if it is known."""
     if entry is None:
         return
     dtype, shape = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
@@ -322,7 +324,8 @@ def _compare(tensor: Tensor, entry: TensorEntry | None, where: str) -> None:
     if entry.shape is not None and list(entry.shape) != shape:
         raise WeightsRefused(f"{where}: tensor {entry.name!r} has shape {shape}, the manifest says {entry.shape}; push what it describes")
     if entry.checksum:
-        found = checksum(kind_of(entry.checksum), tensor)
+        kind = kind_of(entry.checksum)
+        found = mix64 if kind == "mix64" and mix64 else checksum(kind, tensor)
         if found != entry.checksum.lower():
             raise WeightsRefused(f"{where}: tensor {entry.name!r} has checksum {found}, the manifest says {entry.checksum}; "
                                  "it is damaged or of another version: write and push it again")

@@ -1,4 +1,7 @@
-"""The sum of mixed elements that names a tensor's content, on a GPU; `tlt_client.channels.sums` says how it is defined."""
+"""The sum of mixed elements that names a tensor's content, on a GPU; `tlt_client.channels.sums` says how it is defined.
+
+Whether the content is all numbers comes with it, as it is read once.
+"""
 
 from __future__ import annotations
 
@@ -11,29 +14,34 @@ _BLOCK, _BLOCKS = 2048, 16  # elements at once, turns of a program
 
 
 @triton.jit
-def _sum(values, total, count, FLOAT: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
+def _sum(values, found, count, FLOAT: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
     first = tl.program_id(0).to(tl.int64) * BLOCK * BLOCKS
-    sum_E = tl.zeros([BLOCK], tl.uint64)
+    sum_E, strange_E = tl.zeros([BLOCK], tl.uint64), tl.zeros([BLOCK], tl.int32)
     for block in range(BLOCKS):
         i_E = first + block * BLOCK + tl.arange(0, BLOCK)
         value_E = tl.load(values + i_E, i_E < count, other=0)
         if FLOAT:
-            z_E = value_E.to(tl.float32).to(tl.uint32, bitcast=True).to(tl.uint64)
+            bits_E = value_E.to(tl.float32).to(tl.uint32, bitcast=True)
+            strange_E |= ((bits_E & 0x7F800000) == 0x7F800000).to(tl.int32)
+            z_E = bits_E.to(tl.uint64)
         else:
             z_E = value_E.to(tl.int64).to(tl.uint64, bitcast=True)
         z_E += (i_E + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
         z_E = (z_E ^ (z_E >> 30)) * 0xBF58476D1CE4E5B9
         z_E = (z_E ^ (z_E >> 27)) * 0x94D049BB133111EB
         sum_E += tl.where(i_E < count, z_E ^ (z_E >> 31), 0)
-    tl.atomic_add(total, tl.sum(sum_E, axis=0).to(tl.int64, bitcast=True))
+    tl.atomic_add(found, tl.sum(sum_E, axis=0).to(tl.int64, bitcast=True))
+    if FLOAT:
+        tl.atomic_add(found + 1, tl.sum(strange_E, axis=0).to(tl.int64))
 
 
-def mixed_sum(values: Tensor) -> int:
-    """Modulo 2^64. A contiguous tensor of floating point or integers on the GPU; waits for it."""
+def mixed_sum(values: Tensor) -> tuple[int, bool]:
+    """Modulo 2^64; and whether all are finite. A contiguous tensor of floating point or integers on the GPU; waits for it."""
     assert values.is_contiguous() and not values.is_complex()
-    total = torch.zeros(1, dtype=torch.int64, device=values.device)
+    found = torch.zeros(2, dtype=torch.int64, device=values.device)
     with torch.cuda.device_of(values):  # which need not be the engine's
         if values.numel():
             _sum[(triton.cdiv(values.numel(), _BLOCK * _BLOCKS),)](
-                values, total, values.numel(), FLOAT=values.is_floating_point(), BLOCK=_BLOCK, BLOCKS=_BLOCKS)
-        return int(total) % 2**64
+                values, found, values.numel(), FLOAT=values.is_floating_point(), BLOCK=_BLOCK, BLOCKS=_BLOCKS)
+        total, strange = found.tolist()
+        return total % 2**64, not strange
