@@ -12,7 +12,7 @@ import torch
 from tests.kernels.triton_tests import DEVICE, assert_close, assert_same_bits, gpu
 from tlt_kernels.gpu import gemm, gemm_portable
 from tlt_kernels.gpu.gemm import gated, in_use, linear, partials
-from tlt_kernels.gpu.gemm_tiles import SEGMENT_UNIT, Kind, portable_tile, segments_of, split_last_round, stream_tile
+from tlt_kernels.gpu.gemm_tiles import SEGMENT_UNIT, SEGMENTS, Kind, portable_tile, split_last_round, stream_tile
 
 DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=gpu)]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3}  # sums of K products in float32; one rounding of the result
@@ -102,7 +102,7 @@ def test_tiles_fit_shared_memory_and_end_where_segments_end(rows: int) -> None:
         streamed, portable = stream_tile(kind, rows), portable_tile(rows, torch.bfloat16)
         assert SEGMENT_UNIT % streamed.depth == 0 and streamed.depth % 64 == 0
         assert streamed.rows % streamed.pieces == 0 and streamed.piece >= 8
-        assert (streamed.rows + streamed.columns) * streamed.depth * 2 * streamed.stages * streamed.programs <= 216 * 1024
+        assert (streamed.rows + streamed.columns) * streamed.depth * 2 * streamed.stages <= 216 * 1024
         assert SEGMENT_UNIT % portable.depth == 0
         assert (portable.rows + 2 * portable.columns) * portable.depth * 2 * portable.stages <= 216 * 1024
 
@@ -133,10 +133,9 @@ def test_bits_of_a_row_do_not_depend_on_the_rows_beside_it(n: int, k: int, outli
     if outliers:
         x[:, :: k // 7] *= 100
     order = torch.randperm(4096, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    segments = segments_of(n, k)
     kernels = {
         "linear": lambda rows: linear(rows, weight, out_dtype=torch.float32),
-        "partials": lambda rows: added(partials(rows, weight, segments=segments)),
+        "partials": lambda rows: added(partials(rows, weight, segments=SEGMENTS)),
         "gated": lambda rows: gated(rows, weight),
     }
     for name, kernel in kernels.items():

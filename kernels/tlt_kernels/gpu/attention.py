@@ -21,9 +21,10 @@ import triton.language as tl
 from torch import Tensor
 
 from tlt_kernels.gpu.attention_algebra import BLOCK, LOWEST, extend, fold, nothing, quotient, row_slots, scaled_sum, starts_split
-from tlt_kernels.gpu.attention_plan import FIELDS, PAGE, PagedRows, Plan, allocate, plan
+from tlt_kernels.gpu.attention_plan import FIELDS, PagedRows, Plan, allocate, plan
 from tlt_kernels.gpu.attention_tiles import attend_tiles
 from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
+from tlt_kernels.gpu.tensors import PAGE_SIZE
 
 __all__ = ["PagedRows", "Plan", "allocate", "attend", "plan"]
 
@@ -131,12 +132,12 @@ def attend(q_RND: Tensor, k_SKD: Tensor, v_SKD: Tensor, rows: PagedRows, work: P
         tile_bytes = (work.tile + 2 * _TILE_STAGES * BLOCK.value) * width * q_RND.element_size()
         attend_tiles[(work.tile_programs,)](
             q_RND, k_SKD, v_SKD, out_RND, rows.position_R, rows.path_RD, rows.page_table_QP, work.tile_item_IF, work.count_2,
-            work.state_R, *states, scale_2, pages, depth, FIRST=first, HEADS=heads, KV_HEADS=kv_heads, D=width, PAGE=PAGE, M=work.tile,
+            work.state_R, *states, scale_2, pages, depth, FIRST=first, HEADS=heads, KV_HEADS=kv_heads, D=width, PAGE=PAGE_SIZE, M=work.tile,
             SPLITS=strict, num_warps=8 if work.tile == 128 else 4, num_stages=_TILE_STAGES if tile_bytes <= _TILE_BYTES else 2, **PDL,
         )
     _attend_rows[(work.row_programs,)](
         q_RND, k_SKD, v_SKD, out_RND, rows.path_RD, rows.page_table_QP, work.row_item_IF, work.count_2, work.counter_RK, *states,
-        scale_2, pages, depth, FIRST=first, HEADS=heads, KV_HEADS=kv_heads, D=width, PAGE=PAGE, M=_M,
+        scale_2, pages, depth, FIRST=first, HEADS=heads, KV_HEADS=kv_heads, D=width, PAGE=PAGE_SIZE, M=_M,
         M_FOLD=triton.next_power_of_2(heads // kv_heads), TILES=work.tiles, AT_ONCE=_AT_ONCE,
         num_warps=_WARPS, num_stages=work.row_stages, maxnreg=min(248, _REGISTERS // (32 * _WARPS * work.row_residents) // 8 * 8), **PDL,
     )
