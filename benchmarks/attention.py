@@ -14,8 +14,9 @@ import torch
 
 from benchmarks.graph_time import microseconds, require_gpu
 from benchmarks.record import finish, options
-from tlt_kernels.gpu.attention import PAGE, PagedRows, allocate, attend, plan
+from tlt_kernels.gpu.attention import PagedRows, allocate, attend, plan
 from tlt_kernels.gpu.rope import rope_store
+from tlt_kernels.gpu.tensors import PAGE_SIZE
 
 HEADS, KV_HEADS, WIDTH = 28, 4, 128
 BANDWIDTH = 4.3e12
@@ -45,7 +46,7 @@ CASES = {
 
 def rows_of(case: Case, device: str) -> tuple[PagedRows, torch.Tensor, int]:
     """The step's rows, the slots they write, and the cache's slots."""
-    per_place = -(-(case.context + case.rows) // PAGE)
+    per_place = -(-(case.context + case.rows) // PAGE_SIZE)
     pages = case.requests * per_place
     table_QP = torch.randperm(pages, dtype=torch.int32).view(case.requests, per_place)
     position, base, path, slot, depth = [], [], [], [], min(case.rows, 8)
@@ -54,15 +55,16 @@ def rows_of(case: Case, device: str) -> tuple[PagedRows, torch.Tensor, int]:
             if case.prompt:
                 p, mine, seen = case.context - case.rows + r, [], case.context
             else:  # chains of 8 below the root, each node in scratch
-                mine = [pages * PAGE + b * case.rows + r - i for i in reversed(range((r - 1) % depth + 1))] if r else []
+                mine = [pages * PAGE_SIZE + b * case.rows + r - i for i in reversed(range((r - 1) % depth + 1))] if r else []
                 p, seen = case.context - 1 + len(mine), case.context
             position.append(p)
             base.append(seen)
             path.append(mine + [-1] * (depth - len(mine)))
-            slot.append(mine[-1] if mine else int(table_QP[b, p // PAGE]) * PAGE + p % PAGE)
+            slot.append(mine[-1] if mine else int(table_QP[b, p // PAGE_SIZE]) * PAGE_SIZE + p % PAGE_SIZE)
     place = [b for b in range(case.requests) for _ in range(case.rows)]
     integers = (torch.tensor(values, dtype=torch.int32, device=device) for values in (position, place, base, path))
-    return PagedRows(*integers, table_QP.to(device)), torch.tensor(slot, dtype=torch.int32, device=device), pages * PAGE + len(position)
+    slots = pages * PAGE_SIZE + len(position)
+    return PagedRows(*integers, table_QP.to(device)), torch.tensor(slot, dtype=torch.int32, device=device), slots
 
 
 def sdpa(case: Case, layers: int) -> float:

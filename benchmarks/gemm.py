@@ -16,7 +16,7 @@ from torch import Tensor
 from benchmarks.graph_time import milliseconds, require_gpu
 from benchmarks.record import finish, options
 from tlt_kernels.gpu.gemm import gated, linear, partials
-from tlt_kernels.gpu.gemm_tiles import segments_of
+from tlt_kernels.gpu.gemm_tiles import SEGMENTS
 from tlt_kernels.gpu.norm import add_rms_norm
 
 LAYERS, HIDDEN, INTERMEDIATE, VOCABULARY, QKV = 28, 3584, 18944, 152064, 4608
@@ -41,9 +41,9 @@ def strict(layers: list[Layer], head: Tensor, sampled: int, x: Tensor, attended:
     normed = x
     for layer in layers:
         linear(normed, layer.qkv, layer.qkv_bias)
-        normed = add_rms_norm(partials(attended, layer.o, segments=segments_of(*layer.o.shape)), residual, norm, EPS)
+        normed = add_rms_norm(partials(attended, layer.o, segments=SEGMENTS), residual, norm, EPS)
         inner = gated(normed, layer.gate_up)
-        normed = add_rms_norm(partials(inner, layer.down, segments=segments_of(*layer.down.shape)), residual, norm, EPS)
+        normed = add_rms_norm(partials(inner, layer.down, segments=SEGMENTS), residual, norm, EPS)
     return linear(normed[:sampled], head, out_dtype=torch.float32)
 
 

@@ -22,7 +22,6 @@ from tlt_server.demo.workload import TARGET
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-DEVICE = "cuda"
 FEW = ("--max-running", "16", "--kv-memory-mb", "256")  # so that it starts soon
 READY_S = 180.0
 
@@ -35,7 +34,7 @@ def pushable(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def gpu_server(pushable: Path) -> Iterator[ServerProcess]:
-    with ServerProcess("--device", DEVICE, *PAIR, *FEW, "--weight-root", str(pushable.parent)) as running:
+    with ServerProcess("--device", "cuda", *PAIR, *FEW, "--weight-root", str(pushable.parent)) as running:
         yield running
         assert running.stop() == 0, "SIGTERM ends it in good order"
 
@@ -62,9 +61,8 @@ def samples(client: Client, name: str) -> dict[str, float]:
 
 def test_it_says_what_it_runs_on(client: Client) -> None:
     engine = client.server_info()["engine"]
-    assert engine["device"] == DEVICE and engine["drafter"] == "eagle+history" and engine["numerics"].startswith("strict")
-    assert (engine["graphs"], engine["dtype"], bool(engine["gpu"])) == ((True, "bfloat16", True) if DEVICE == "cuda" else
-                                                                         (False, "float32", False))
+    assert engine["device"] == "cuda" and engine["drafter"] == "eagle+history" and engine["numerics"].startswith("strict")
+    assert (engine["graphs"], engine["dtype"], bool(engine["gpu"])) == (True, "bfloat16", True)
 
 
 @pytest.mark.parametrize(("policy", "strategy"), [("fixed", "eagle:7x4x16"), ("fixed", "history:8x2x9"), ("beg", None)])
@@ -108,7 +106,7 @@ def test_metrics_tell_of_it(client: Client, plain: list[Any]) -> None:
     client.set_strategy("fixed", "eagle:7x4x16")
     generate(client, batch(16, n=1))
     [build] = samples(client, "tlt_build_info")
-    assert f'device="{DEVICE}"' in build
+    assert 'device="cuda"' in build
     assert samples(client, "tlt_generated_tokens_total")[""] >= 2 * sum(len(choice[1]) for [choice] in plain)
     assert samples(client, "tlt_sd_accepted_tokens_total")['{strategy="eagle:7x4x16"}'] > 0
     assert samples(client, "tlt_engine_gauge")['{name="calibration_drift"}'] > 0
@@ -119,7 +117,7 @@ def test_too_little_memory_is_refused_at_start_and_the_remedy_works() -> None:
     """The least fraction there is, all of which another program holds, is too little for one sequence."""
     held = torch.empty(torch.cuda.mem_get_info()[1] // 20, dtype=torch.uint8, device="cuda")
     try:
-        flags = ("--device", DEVICE, *PAIR, "--max-running", "1")
+        flags = ("--device", "cuda", *PAIR, "--max-running", "1")
         message = starting_fails(*flags, "--memory-fraction", "0.05")
         says = r"memory_fraction 0\.05 of .* is \d+ MiB short of one sequence of max_model_len 4096; .*raise memory_fraction to ([\d.]+)"
         offered = re.search(says, message)
@@ -132,9 +130,9 @@ def test_too_little_memory_is_refused_at_start_and_the_remedy_works() -> None:
 
 
 def test_pages_without_number_are_refused_at_start_with_how_many_fit() -> None:
-    message = starting_fails("--device", DEVICE, *PAIR, "--pages", "2000000000")
+    message = starting_fails("--device", "cuda", *PAIR, "--pages", "2000000000")
     assert re.search(r"2000000000 KV pages take [\d.]+ GiB, the GPU is [\d.]+ GiB short .*; lower pages to \d+, or", message), message
 
 
 def test_a_cuda_error_ends_what_is_open_with_one_typed_error_and_the_engine_serves_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    outlive_a_gpus_error(monkeypatch, "--device", DEVICE, "--model", str(TARGET), "--drafter", "none", *FEW, ready_s=READY_S)
+    outlive_a_gpus_error(monkeypatch, "--device", "cuda", "--model", str(TARGET), "--drafter", "none", *FEW, ready_s=READY_S)

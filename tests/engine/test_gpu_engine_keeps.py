@@ -14,8 +14,6 @@ import pytest
 from tests.engine.fast_interpreter import patched_once
 from tests.engine.gpu_engine import checkpoints, drafting, request
 from tests.engine.pushing import Pushable
-from tlt_server.engine.gpu import buckets
-from tlt_server.engine.gpu.buckets import keeps
 
 
 @pytest.fixture(autouse=True)
@@ -40,13 +38,12 @@ def test_no_activation_outlives_its_step(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(hidden) > 2 and not any(held() is not None for held in hidden)
 
 
-def test_a_pass_that_is_not_captured_is_made_for_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buckets, "PROMPT_ROWS", 8)  # of the interpreter's small steps some are too large to keep
+def test_a_pass_that_is_not_captured_is_made_for_its_step(tmp_path: Path) -> None:
     engine = Pushable(msgspec.structs.replace(checkpoints(tmp_path), max_rows=64))
-    for i, length in enumerate((5, 9, 13, 17, 21)):
+    for i, length in enumerate((3, 9, 13, 17, 21)):  # a captured step would hold the first
         engine.run(request(i, length, max_tokens=1))
     kept = engine.engine.runner._extends
-    assert kept and all(keeps(key) for key in kept) and len(kept) < 5
+    assert kept and all(engine.engine.runner.shapes.keeps(key) for key in kept) and len(kept) < 5
 
 
 def test_pages_are_reserved_for_the_depth_in_use(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from tests.engine.pushing import Pushable
 from tests.unit.test_distribution import P_LOWEST, p_value
 from tlt_server.demo.workload import DRAFTER, TARGET, problems_as_requests
-from tlt_server.engine.gpu.buckets import reachable
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import StartupError
 from tlt_server.models.gpu.products import FEW_ROWS
@@ -82,7 +81,7 @@ def assert_same(found: Bits, expected: Bits) -> None:
 def test_what_policies_reach_is_captured_within_its_memory(engine: Pushable, plain: Bits) -> None:
     """`plain` has run: keys of mixed steps are there already, and nothing of these was captured twice."""
     graphs, rungs = engine.engine.runner.graphs, ladder(("eagle", "history"), "cuda")
-    keys = reachable(rungs.arms, rungs.rows, 64)
+    keys = engine.engine.runner.shapes.captured(rungs.arms, rungs.rows)
     assert all(key in graphs for key in keys)
     assert [key for key in graphs.bytes if key in set(keys)] == keys, "from the largest to the smallest"
     assert 0 < graphs.total_bytes < 2 * GIB

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 
 from tlt_server.engine.gpu.graphs import GraphPool
+
+GIB = 2**30
 
 
 def test_without_a_stream_work_runs_each_time_and_nothing_is_recorded() -> None:
@@ -24,6 +29,76 @@ def test_nothing_is_recorded_while_a_trainer_holds_the_gpu(monkeypatch: pytest.M
     for count in (0, 1):
         pool.run("key", lambda: runs.append(1), keep=True)
         assert len(recorded) == count and len(runs) == count + 1
+
+
+class Recorder:
+    """What torch does to record a graph, on a device with so many bytes free, each graph taking so many."""
+
+    def __init__(self, free: int, each: int) -> None:
+        self.free, self.each, self.recording = free, each, False
+
+    @contextmanager
+    def graph(self, *_: object, **__: object) -> Iterator[None]:
+        self.recording = True
+        try:
+            yield
+            self.free -= self.each
+        finally:
+            self.recording = False
+
+    def work(self) -> None:
+        if self.recording and self.each > self.free:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB. GPU 0 has a total capacity of 8.00 GiB")
+
+    def replay(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Recorder]:
+    def made(free: int, each: int) -> Recorder:
+        recorder = Recorder(free, each)
+        monkeypatch.setattr(torch.cuda, "graph", recorder.graph)
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: recorder)
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (recorder.free, 8 * GIB))
+        return recorder
+
+    return made
+
+
+def test_a_graph_that_finds_no_room_is_told_once_and_tried_again_after_clear(
+        recorder: Callable[..., Recorder], capsys: pytest.CaptureFixture[str]) -> None:
+    device = recorder(free=GIB, each=3 * GIB)
+    pool = GraphPool(device, most_bytes=100 * GIB)  # type: ignore[arg-type]
+    for key in ("wide", "narrow", "wide"):
+        pool.run(key, device.work, keep=True)
+    assert not pool.bytes and not pool.seconds
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1, "once"
+    assert "the graph of wide: 3072 MiB more were asked for and 1024 MiB of its 8192 MiB are free" in told
+    assert "launched kernel by kernel" in told and "lower --memory-fraction" in told
+    device.free = 4 * GIB
+    pool.run("wide", device.work, keep=True)
+    assert "wide" not in pool, "nothing is tried again while graphs hold what is left"
+    pool.clear()
+    pool.run("wide", device.work, keep=True)
+    assert "wide" in pool and list(pool.seconds) == ["wide"] and not capsys.readouterr().err
+
+
+def test_graphs_that_take_all_that_is_set_aside_are_told_once(
+        recorder: Callable[..., Recorder], capsys: pytest.CaptureFixture[str]) -> None:
+    device = recorder(free=8 * GIB, each=GIB)
+    pool = GraphPool(device, most_bytes=2 * GIB)  # type: ignore[arg-type]
+    for key in range(4):
+        pool.run(key, device.work, keep=True)
+    told = capsys.readouterr().err
+    assert list(pool.bytes) == [0, 1] and told.count("\n") == 1
+    assert "2 graphs take 2048 MiB, 2048 MiB are set aside" in told and "lower --max-running" in told
 
 
 @pytest.mark.gpu
@@ -70,3 +145,25 @@ class TestOnGpu:
                 assert found[size].item() == size * 2**20
         assert list(pool.bytes) == [64, 32, 16] and pool.total_bytes == sum(pool.bytes.values())
         assert pool.bytes[64] >= 64 * 2**22 and pool.bytes[32] + pool.bytes[16] < 32 * 2**22
+
+    def test_a_graph_that_finds_no_room_is_told_and_the_stream_goes_on(self, capsys: pytest.CaptureFixture[str]) -> None:
+        stream = torch.cuda.Stream()
+        pool, x = GraphPool(stream), torch.zeros(1, device="cuda")
+
+        def work() -> None:
+            x.add_(1)
+            if torch.cuda.is_current_stream_capturing() and greedy:
+                torch.empty(1 << 45, dtype=torch.uint8, device="cuda")
+
+        with torch.cuda.stream(stream):
+            greedy = True
+            for _ in range(3):
+                pool.run("key", work, keep=True)
+            told = capsys.readouterr().err
+            assert "key" not in pool and told.count("\n") == 1 and "32768.0 GiB more were asked for" in told
+            pool.clear()
+            greedy = False
+            for _ in range(3):
+                pool.run("key", work, keep=True)
+        stream.synchronize()
+        assert x.item() == 6 and "key" in pool

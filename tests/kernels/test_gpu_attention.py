@@ -1,7 +1,7 @@
 """Paged attention against its slow twin, and every row's bits alone, in company, as a tree row, committed, and in prompt chunks.
 
 Caches are NaN wherever no row may look. Tolerances: float32 sums of a few hundred products err by about 1e-7 and the exponential
-by 2 ulp; bfloat16 rounds weights and outputs to 2^-9.
+by 2 ulp; bfloat16 rounds weights to 2^-9. Results are compared before they are rounded to the type of the queries.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from tlt_kernels import reference
-from tlt_kernels.gpu.attention import PagedRows, Plan, allocate, attend, plan
+from tlt_kernels.gpu.attention import PagedRows, Plan, allocate, attend, attend_into, plan
 from tlt_kernels.gpu.attention_algebra import split_count, split_of, split_start, starts_split
 
 PAGE = 16
@@ -57,8 +57,9 @@ class Step:
         plan(self.rows, work)
         if DEVICE == "cuda":
             torch.cuda.synchronize()  # `attend` reads the plan before it waits: in a step other kernels lie between
-        out_RND = attend(self.q_RND, self.k_SKD, self.v_SKD, self.rows, work, first=first, scale=self.q_RND.shape[-1] ** -0.5,
-                         strict=strict)
+        out_RND = torch.full_like(self.q_RND, float("nan"), dtype=torch.float32)
+        attend_into(out_RND, self.q_RND, self.k_SKD, self.v_SKD, self.rows, work, first=first, scale=self.q_RND.shape[-1] ** -0.5,
+                    strict=strict)
         assert not work.counter_RK.any(), "counters were not left at zero"
         return out_RND
 
@@ -277,6 +278,18 @@ def test_a_small_workspace_changes_no_bits():
     work = step.work(tile=TILE)
     small = work._replace(top_WN=work.top_WN[:48], sum_WN=work.sum_WN[:48], acc_WND=work.acc_WND[:48].fill_(float("nan")))
     assert_same_bits("out_RND", step.attend(work=small), step.attend(work=work))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=gpu)])
+def test_what_models_get_is_rounded_once(dtype):
+    step = a_step((6, 2, 16), [(70, 3), (300, 1), (280, -21)], dtype=dtype)
+    exact_RND, work = step.attend(tile=TILE), step.work(tile=TILE)
+    plan(step.rows, work)
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    found_RND = attend(step.q_RND, step.k_SKD, step.v_SKD, step.rows, work, first=0, scale=16**-0.5)
+    assert found_RND.dtype == dtype
+    assert_same_bits("out_RND", found_RND, exact_RND.to(dtype))
 
 
 BIG = [(640, 32), (400, 1), (5000, 1), (5100, 8), (1500, -700), (130, -130), (5115, 12, "chain"), (300, 8, "chain")]

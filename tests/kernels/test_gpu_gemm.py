@@ -12,7 +12,7 @@ import torch
 from tests.kernels.triton_tests import DEVICE, assert_close, assert_same_bits, gpu
 from tlt_kernels.gpu import gemm, gemm_portable
 from tlt_kernels.gpu.gemm import gated, in_use, linear, partials
-from tlt_kernels.gpu.gemm_tiles import SEGMENT_UNIT, Kind, portable_tile, segments_of, split_last_round, stream_tile
+from tlt_kernels.gpu.gemm_tiles import SEGMENT_UNIT, SEGMENTS, Kind, portable_tile, split_last_round, stream_tile
 
 DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=gpu)]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3}  # sums of K products in float32; one rounding of the result
@@ -102,7 +102,7 @@ def test_tiles_fit_shared_memory_and_end_where_segments_end(rows: int) -> None:
         streamed, portable = stream_tile(kind, rows), portable_tile(rows, torch.bfloat16)
         assert SEGMENT_UNIT % streamed.depth == 0 and streamed.depth % 64 == 0
         assert streamed.rows % streamed.pieces == 0 and streamed.piece >= 8
-        assert (streamed.rows + streamed.columns) * streamed.depth * 2 * streamed.stages * streamed.programs <= 216 * 1024
+        assert (streamed.rows + streamed.columns) * streamed.depth * 2 * streamed.stages <= 216 * 1024
         assert SEGMENT_UNIT % portable.depth == 0
         assert (portable.rows + 2 * portable.columns) * portable.depth * 2 * portable.stages <= 216 * 1024
 
@@ -118,6 +118,20 @@ def test_a_last_round_is_cut_where_that_ends_sooner(tiles: int, pieces: int, exp
     assert split_last_round(tiles, 132, pieces) == expected
 
 
+def gated_sums(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`gated` before it is rounded to the type of x."""
+    out = torch.full((len(x), len(weight) // 2), float("nan"), device=DEVICE)
+    gemm._multiply(Kind.GATED, x, weight, None, out, x.shape[1])
+    return out
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [3, 130])
+def test_gated_is_rounded_once(rows: int, dtype: torch.dtype) -> None:
+    x, weight = draw(rows, 160, dtype=dtype), draw(80, 160, dtype=dtype, seed=1) * 0.2
+    assert_same_bits("gated", gated(x, weight), gated_sums(x, weight).to(dtype))
+
+
 def added(part_PMN: torch.Tensor) -> torch.Tensor:
     total = part_PMN[0].clone()
     for part in part_PMN[1:]:
@@ -127,17 +141,16 @@ def added(part_PMN: torch.Tensor) -> torch.Tensor:
 
 @gpu
 @pytest.mark.parametrize("outliers", [False, True])
-@pytest.mark.parametrize("n, k", [(4608, 3584), (3584, 3584), (1008, 18944), (37888, 3584), (200, 168)])
+@pytest.mark.parametrize("n, k", [(4608, 3584), (3584, 3584), (3584, 18944), (37888, 3584), (152064, 3584), (1008, 18944), (200, 168)])
 def test_bits_of_a_row_do_not_depend_on_the_rows_beside_it(n: int, k: int, outliers: bool) -> None:
     x, weight = draw(4096, k, dtype=torch.bfloat16), draw(n, k, dtype=torch.bfloat16, seed=1) * 0.02
     if outliers:
         x[:, :: k // 7] *= 100
     order = torch.randperm(4096, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    segments = segments_of(n, k)
     kernels = {
         "linear": lambda rows: linear(rows, weight, out_dtype=torch.float32),
-        "partials": lambda rows: added(partials(rows, weight, segments=segments)),
-        "gated": lambda rows: gated(rows, weight),
+        "partials": lambda rows: added(partials(rows, weight, segments=SEGMENTS)),
+        "gated": lambda rows: gated_sums(rows, weight),
     }
     for name, kernel in kernels.items():
         whole = kernel(x)
@@ -151,7 +164,7 @@ def test_bits_of_a_row_do_not_depend_on_the_rows_beside_it(n: int, k: int, outli
 def test_both_kernels_give_the_same_bits(rows: int) -> None:
     x, weight = draw(rows, 3584, dtype=torch.bfloat16), draw(1200, 3584, dtype=torch.bfloat16, seed=1) * 0.02
     tile = portable_tile(rows, torch.bfloat16)
-    for name, found, is_gated in (("linear", linear(x, weight, out_dtype=torch.float32), False), ("gated", gated(x, weight), True)):
+    for name, found, is_gated in (("linear", linear(x, weight, out_dtype=torch.float32), False), ("gated", gated_sums(x, weight), True)):
         other = torch.full_like(found, float("nan"))
         gemm_portable.multiply(tile, x, weight, None, other, 3584, is_gated)
         assert_same_bits(f"{name} of {rows} rows", found, other)

@@ -55,7 +55,7 @@ def trie_of(places: Places, place: int, limit: int, width: int, table: np.ndarra
                 continue
             length = max(matches[n][0] for n in same) + d
             share = -(-len(same) * 8 // len(siblings)) - 1
-            cell = 64 + (length_bucket(length) * 8 + share) * 8 + min(d, 7)
+            cell = (length_bucket(length) * 8 + share) * 8 + min(d, 7)
             above = nodes[way[m]]["survival"] if way[m] >= 0 else 1.0
             nodes[column] = {"parent": way[m], "token": tokens[m], "depth": d + 1, "cell": cell, "source": -1, "slot": -1,
                              "survival": above * min(table[cell], 0.999)}
@@ -64,15 +64,15 @@ def trie_of(places: Places, place: int, limit: int, width: int, table: np.ndarra
 
 
 def draft_and_check(places: Places, place_B: np.ndarray, depth: int, width: int, seed: int) -> int:
-    """Returns how many nodes there were. Another drafter has the first 64 cells of the table."""
+    """Returns how many nodes there were."""
     rng = np.random.default_rng(seed)
     nodes = Nodes.allocate(len(place_B), depth * width + 5, device=DEVICE)
     for tensor in nodes:
         tensor.fill_(-77)
-    table = Calibration.of(torch.from_numpy(rng.uniform(0.1, 1, 64 + 448).astype(np.float32)).to(DEVICE))
+    table = Calibration.of(torch.from_numpy(rng.uniform(0.1, 1, 448).astype(np.float32)).to(DEVICE))
     match_BJW = workspace(len(place_B), width, scanners=4 if DEVICE == "cpu" else 0, device=DEVICE)
     match_BJW.fill_(1 << 62)
-    history_nodes(torch.from_numpy(place_B).to(DEVICE), places, nodes, table, match_BJW, depth=depth, width=width, first_cell=64)
+    history_nodes(torch.from_numpy(place_B).to(DEVICE), places, nodes, table, match_BJW, depth=depth, width=width)
     found, host = numpy_of(nodes), Places(*numpy_of(places))
     total = 0
     for b, limit in enumerate(draft_limits(host, place_B, depth)):

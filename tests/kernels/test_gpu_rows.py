@@ -96,10 +96,11 @@ def test_without_nodes_every_live_request_has_its_root() -> None:
 
 
 @pytest.mark.parametrize(("counts", "prefill_rows"), [([5], 5), ([3, 0, 14, 0], 32), ([1, 16, 2], 19), ([0, 0], 4), ([70, 65], 150)])
-def test_prompt_chunks_lie_behind_the_decode_rows(counts: list[int], prefill_rows: int) -> None:
+@pytest.mark.parametrize(("requests", "decode_rows"), [(2, 3), (0, 0)])
+def test_prompt_chunks_lie_behind_the_decode_rows(counts: list[int], prefill_rows: int, requests: int, decode_rows: int) -> None:
     rng = np.random.default_rng(len(counts))
     places = make_places(rng, 8, 100)
-    host, requests, decode_rows, works = numpy_of(places), 2, 3, len(counts)
+    host, works = numpy_of(places), len(counts)
     place_W = rng.permutation(7)[:works].astype(np.int32)
     start_W = np.zeros(works, np.int32)
     for w, count in enumerate(counts):
@@ -109,6 +110,10 @@ def test_prompt_chunks_lie_behind_the_decode_rows(counts: list[int], prefill_row
     kept = Kept.allocate(requests, works, decode_rows, prefill_rows, 2, device=DEVICE)
     for group in (rows, trees, kept):
         poison(group)
+    if not requests:
+        select_rows(torch.zeros(0, dtype=torch.int32, device=DEVICE), places, None, rows, trees, kept, decode_rows=0, scratch_start=SCRATCH,
+                    trash=TRASH)
+        assert (rows.token_R == -77).all(), "a row of nobody"
     layout_prefill(*(torch.from_numpy(a).to(DEVICE) for a in (place_W, start_W, np.array(counts, np.int32))), places, rows, trees, kept,
                    requests=requests, decode_rows=decode_rows, prefill_rows=prefill_rows, trash=TRASH)
     found, described, page_R = numpy_of(rows), numpy_of(trees), kept.page_R.cpu().numpy()

@@ -9,6 +9,7 @@ from tests.kernels.triton_tests import DEVICE, gpu
 
 # isort: split
 from benchmarks.graph_time import microseconds
+from tlt_kernels.gpu import swap as module
 from tlt_kernels.gpu.swap import swap
 
 MARGIN = 8  # elements around
@@ -33,8 +34,18 @@ def test_what_does_not_match_is_refused() -> None:
         swap(torch.zeros(4, 2, device=DEVICE)[:, 0], torch.zeros(4, device=DEVICE))
 
 
+@pytest.mark.parametrize("offset", [0, 1])
+def test_large_tensors_go_in_several_launches(offset: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MOST", 64)
+    one, other = (torch.arange(start, start + 200, device=DEVICE)[offset:].view(-1, 1) for start in (0, 1000))
+    values = one.clone(), other.clone()
+    swap(one, other)
+    assert torch.equal(one, values[1]) and torch.equal(other, values[0])
+
+
 @gpu
-def test_large_tensors_change_places_near_the_bandwidth_limit() -> None:
-    one, other = (torch.randn(1 << 29, device="cuda").bfloat16() for _ in range(2))
+@pytest.mark.parametrize("more", [0, 8, 1])  # not a multiple of what a program or a vector moves
+def test_large_tensors_change_places_near_the_bandwidth_limit(more: int) -> None:
+    one, other = (torch.randn((1 << 29) + more, device="cuda").bfloat16() for _ in range(2))
     us = microseconds(lambda: swap(one, other))
     assert 4 * one.nbytes / us / 1e6 > 3.2, "under 3.2 TB/s of reads and writes"

@@ -1,14 +1,20 @@
-"""Keys of steps: what a policy can choose is captured, their number is a sum, and padding holds what it must."""
+"""Keys of steps: what a policy can choose is captured, their number is a sum, padding holds what it must and ends where tiles do."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
-from hypothesis import given
+import torch
+from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tlt_kernels.gpu.gemm_tiles import Kind, portable_tile, stream_tile
 from tlt_kernels.gpu.growth import columns
 from tlt_kernels.gpu.rows import MAX_NODES
 from tlt_server.engine.gpu.buckets import (
+    BATCHES,
+    BESIDE_PROMPTS,
     LEAST_DEPTH,
     MOST_DRAFTED,
     MOST_VERIFIED,
@@ -17,71 +23,89 @@ from tlt_server.engine.gpu.buckets import (
     PROMPT_WORKS,
     TREE_ROWS,
     PromptShape,
+    Shapes,
     batch_buckets,
     bucket,
     decode_rows,
-    draft_key,
     fitted,
-    keeps,
-    prompt_sizes,
-    reachable,
-    rehearsed,
 )
 from tlt_server.engine.gpu.drafts import DraftKey
 from tlt_server.engine.gpu.extend import ExtendKey
 from tlt_server.records import OFF, StepContext, Strategy
-from tlt_server.speculation.policies.arms import GPU_ROWS, ladder
+from tlt_server.speculation.policies.arms import GPU_ROWS, Rows, ladder
 from tlt_server.speculation.policies.beg import Beg
 from tlt_server.speculation.policies.fixed import Fixed
 
 LADDER = ladder(("eagle", "history"), "cuda")
 
 
-def keys_of(batch: int, strategy: Strategy, max_running: int) -> set[DraftKey | ExtendKey]:
+SHAPES = [PromptShape(), PromptShape(rows=4, works=2, grain=4)]
+STRATEGIES = st.builds(Strategy, st.sampled_from(["eagle", "history"]), st.integers(1, 60), st.integers(1, 20), st.integers(2, 200))
+
+
+def keys_of(shapes: Shapes, batch: int, strategy: Strategy) -> set[DraftKey | ExtendKey]:
     """What the runner asks the pool for in a step of pure decoding."""
-    size = bucket(batch_buckets(max_running), batch)
-    strategy = fitted(strategy, size, LEAST_DEPTH)
-    drafts = {draft_key(size, strategy)} if strategy.drafter else set()
-    return {ExtendKey(size, decode_rows(size, strategy)), *drafts}
+    shape = shapes.step(batch, strategy)
+    return {shape.extend, *([shape.draft] if shape.draft else [])}
+
+
+def used_by_beg(shapes: Shapes, arms: Sequence[Strategy], rows: Rows) -> set[DraftKey | ExtendKey]:
+    beg = Beg(arms, rows=rows)
+    used: set[DraftKey | ExtendKey] = set()
+    for batch in range(rows[0][0], shapes.max_running + 1):
+        context = StepContext(decoding=batch, prefill_rows=0, mean_context=100.0, speculable=batch)
+        for arm in beg.buckets[beg._index(context)].arms:  # every leader and every trial is one of these
+            used |= keys_of(shapes, batch, arm)
+    return used
+
+
+def beside_prompts(shapes: Shapes) -> set[DraftKey | ExtendKey]:
+    return {shapes.step(batch, OFF, 1, 1).extend for batch in range(shapes.max_running + 1)}
 
 
 @pytest.mark.parametrize("max_running", [1, 3, 16, 64, 100, 256, 512])
-def test_whatever_beg_can_choose_is_captured(max_running: int) -> None:
-    captured = set(reachable(LADDER.arms, LADDER.rows, max_running))
-    beg = Beg(LADDER.arms, rows=LADDER.rows)
-    used: set[DraftKey | ExtendKey] = set()
-    for batch in range(1, max_running + 1):
-        context = StepContext(decoding=batch, prefill_rows=0, mean_context=100.0, speculable=batch)
-        for arm in beg.buckets[beg._index(context)].arms:  # every leader and every trial is one of these
-            used |= keys_of(batch, arm, max_running)
-    assert used <= captured
-    mixed = {ExtendKey(batch, batch, PROMPT_ROWS, PROMPT_WORKS) for batch in batch_buckets(max_running)}
-    assert captured - mixed == used, "nothing is captured that nobody can reach"
+def test_whatever_beg_can_choose_is_captured_and_nothing_that_nobody_can_reach(max_running: int) -> None:
+    shapes = Shapes(max_running, LEAST_DEPTH)
+    captured = shapes.captured(LADDER.arms, LADDER.rows)
+    assert set(captured) == used_by_beg(shapes, LADDER.arms, LADDER.rows) | beside_prompts(shapes)
+    assert len(captured) == len(set(captured))
+
+
+@given(st.integers(1, 300), st.lists(STRATEGIES, min_size=1, max_size=4), st.lists(st.tuples(st.integers(2, 300), st.integers(1, 200))),
+       st.integers(1, 200))
+@example(256, [Strategy("eagle", 7, 4, 32)], [], 32)  # rows are afforded at every batch, columns of so wide a tree only at small ones
+def test_of_every_ladder_what_beg_can_choose_is_captured(max_running: int, arms: list[Strategy], later: list[tuple[int, int]],
+                                                         first: int) -> None:
+    rows = ((1, first), *sorted(dict(later).items()))
+    shapes = Shapes(max_running, max(LEAST_DEPTH, *(arm.depth for arm in arms)))
+    captured = set(shapes.captured((OFF, *arms), rows))
+    assert captured == used_by_beg(shapes, (OFF, *arms), rows) | beside_prompts(shapes)
 
 
 def test_a_fixed_strategy_within_what_a_batch_affords_is_captured() -> None:
-    arm = Strategy("eagle", 5, 2, 6)
-    captured = set(reachable(LADDER.with_arm(arm).arms, LADDER.rows, 64))
+    arm, shapes = Strategy("eagle", 5, 2, 6), Shapes(64, LEAST_DEPTH)
+    captured = set(shapes.captured(LADDER.with_arm(arm).arms, LADDER.rows))
     fixed = Fixed([arm])
     for batch in range(1, 17):  # 17 and more afford fewer rows: such keys are recorded behind their first run
-        assert keys_of(batch, fixed.choose(StepContext(batch, 0, 100.0, batch)), 64) <= captured
-    assert all(keeps(key) for key in keys_of(40, arm, 64) if isinstance(key, ExtendKey))
+        assert keys_of(shapes, batch, fixed.choose(StepContext(batch, 0, 100.0, batch))) <= captured
+    assert all(shapes.keeps(key) for key in keys_of(shapes, 40, arm) if isinstance(key, ExtendKey))
 
 
 def test_captures_are_a_sum_not_a_product() -> None:
-    keys = reachable(LADDER.arms, LADDER.rows, 256)
-    assert len(keys) == len(set(keys))
+    keys = Shapes(256, LEAST_DEPTH).captured(LADDER.arms, LADDER.rows)
     for batch in batch_buckets(256):
         extends = [key for key in keys if isinstance(key, ExtendKey) and key.batch == batch and not key.prompt_rows]
         drafts = [key for key in keys if isinstance(key, DraftKey) and key.batch == batch]
         sizes = {arm.rows for arm in LADDER.arms}
         shapes = {(arm.drafter, arm.depth, arm.width) for arm in LADDER.arms if arm != OFF}
         assert len(extends) <= len(sizes) and len(drafts) <= len(shapes)
+    assert len([key for key in keys if isinstance(key, ExtendKey) and key.works]) < len(batch_buckets(256))
 
 
 def test_larger_keys_come_first() -> None:
     """Graphs share one pool, which the first of them sizes."""
-    extends = [key.decode_rows + key.prompt_rows for key in reachable(LADDER.arms, LADDER.rows, 64) if isinstance(key, ExtendKey)]
+    keys = Shapes(64, LEAST_DEPTH).captured(LADDER.arms, LADDER.rows)
+    extends = [key.decode_rows + key.prompt_rows for key in keys if isinstance(key, ExtendKey)]
     assert extends == sorted(extends, reverse=True)
 
 
@@ -107,29 +131,79 @@ def test_a_fitted_strategy_fits_the_buffers(batch: int, strategy: Strategy, long
     assert fitted(cut, batch, longest) == cut
 
 
-SHAPES = [PromptShape(), PromptShape(rows=4, works=2, grain=4)]
-
-
-@given(st.integers(1, 64), st.integers(0, 8192), st.sampled_from(SHAPES))
-def test_prompt_rows_and_works_find_room(works: int, more: int, shape: PromptShape) -> None:
-    rows = works + more
-    padded_rows, padded_works = prompt_sizes(rows, works, 64, shape)
-    assert rows <= padded_rows < rows + max(shape.rows, shape.grain) and works <= padded_works <= 64
-    assert prompt_sizes(0, 0, 64, shape) == (0, 0)
+@given(st.integers(0, 64), STRATEGIES, st.booleans(), st.integers(1, 64), st.integers(0, 8192), st.sampled_from(SHAPES))
+def test_prompt_rows_and_works_find_room_and_the_step_ends_with_the_grain(
+        decoding: int, arm: Strategy, drafts: bool, works: int, more: int, prompts: PromptShape) -> None:
+    shapes, rows = Shapes(64, LEAST_DEPTH, prompts), works + more
+    key = shapes.step(decoding, arm if drafts else OFF, rows, works).extend
+    assert decoding <= key.batch <= key.decode_rows
+    assert rows <= key.prompt_rows and works <= key.works <= 64
+    assert (key.decode_rows + key.prompt_rows) % prompts.grain == 0
+    assert shapes.keeps(key) or key.decode_rows + key.prompt_rows - prompts.grain < key.decode_rows + rows, "a grain too much"
 
 
 def test_prompt_steps_of_any_size_within_the_capture_share_one_key() -> None:
-    assert {prompt_sizes(rows, works, 64) for rows in range(1, PROMPT_ROWS + 1) for works in range(1, min(rows, PROMPT_WORKS) + 1)} == {
-        (PROMPT_ROWS, PROMPT_WORKS)}
+    shapes = Shapes(64, LEAST_DEPTH)
+    for decoding in range(65):
+        most = shapes.step(decoding, OFF, 1, 1).extend.prompt_rows
+        assert len({shapes.step(decoding, OFF, rows, min(rows, works)) for rows in range(1, most + 1) for works in (1, PROMPT_WORKS)}) == 1
+        assert not shapes.keeps(shapes.step(decoding, OFF, most + 1, 1).extend)
+
+
+@pytest.mark.parametrize("max_running", [1, 7, 64, 256, 512])
+@pytest.mark.parametrize("max_rows", [1, 24, 512, 1000, 4096])
+def test_a_full_step_is_as_large_as_asked_for_padding_included(max_running: int, max_rows: int) -> None:
+    shapes = Shapes(max_running, LEAST_DEPTH)
+    for decoding in range(max_running + 1):
+        room = shapes.room(decoding, max_rows)
+        assert room <= max_rows - decoding and (room > 0 or decoding >= max_rows), "prompts wait for no reason"
+        if room > 0:
+            key = shapes.step(decoding, OFF, room, 1).extend
+            assert key.decode_rows + key.prompt_rows <= max(shapes.prompts.filled(max_rows), shapes.prompts.captured(key.decode_rows))
+    assert shapes.room(0, max_rows) == max_rows, "a prompt alone has every row"
+
+
+MULTIPROCESSORS, GATE_UP = 132, 2 * 18944
+
+
+def past_a_tile(rows: int) -> bool:
+    tiles = [*(stream_tile(kind, rows) for kind in Kind), *(portable_tile(rows, dtype) for dtype in (torch.bfloat16, torch.float32))]
+    return any(rows % tile.rows for tile in tiles)
+
+
+def rounds(rows: int) -> int:
+    """Of gate-up's tiles over the multiprocessors."""
+    tile = stream_tile(Kind.GATED, rows)
+    return -(-(-(-rows // tile.rows) * -(-GATE_UP // tile.columns)) // MULTIPROCESSORS)
+
+
+@pytest.mark.parametrize("max_running", [*BATCHES, 100])
+def test_no_step_with_prompts_ends_past_a_tile(max_running: int) -> None:
+    shapes = Shapes(max_running, LEAST_DEPTH)
+    prepared = [*shapes.captured(LADDER.arms, LADDER.rows), *shapes.rehearsed(4096)]
+    keys = [key for key in prepared if isinstance(key, ExtendKey) and key.works]
+    for decoding in batch_buckets(max_running, BESIDE_PROMPTS):
+        full = shapes.step(decoding, OFF, shapes.room(decoding, 4096), 1).extend
+        assert full.decode_rows + full.prompt_rows == 4096
+        keys += [full, *(shapes.step(decoding, arm, rows, 1).extend for arm in LADDER.arms for rows in (1, 300, 2048))]
+    assert not any(past_a_tile(key.decode_rows + key.prompt_rows) for key in keys)
+
+
+def test_what_a_row_past_a_tile_costs() -> None:
+    """A row of tiles, whatever the step: so the test above says something."""
+    for full, before, after in ((512, 5, 7), (4096, 36, 39)):
+        assert past_a_tile(full + 1) and (rounds(full), rounds(full + 1)) == (before, after)
 
 
 def test_the_largest_prompts_are_rehearsed_but_not_kept_and_filters_are_both() -> None:
-    *keys, filters = rehearsed(8192, 64)
-    assert filters.filtered and keeps(filters)
-    assert {key.works for key in keys} == {PROMPT_WORKS, 64} and not any(keeps(key) for key in keys)
-    assert rehearsed(PROMPT_ROWS, 64) == [ExtendKey(1, 1, filtered=True)] and keeps(ExtendKey(1, 1, PROMPT_ROWS, PROMPT_WORKS))
+    shapes = Shapes(64, LEAST_DEPTH)
+    *keys, filters = shapes.rehearsed(8192)
+    assert filters.filtered and shapes.keeps(filters)
+    assert {key.works for key in keys} == {PROMPT_WORKS, 64} and not any(shapes.keeps(key) for key in keys)
+    assert {key.decode_rows + key.prompt_rows for key in keys} == {8192}
+    assert shapes.rehearsed(PROMPT_ROWS) == [ExtendKey(1, 1, filtered=True)]
 
 
 def test_ceilings_never_grow_with_the_batch() -> None:
-    """`reachable` takes a bucket's ceiling from the smallest batch in it."""
+    """`Shapes.captured` takes a bucket's ceiling from the smallest batch in it."""
     assert [rows for _, rows in GPU_ROWS] == sorted((rows for _, rows in GPU_ROWS), reverse=True)

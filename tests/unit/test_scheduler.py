@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tlt_server.engine.gpu.buckets import PromptShape, Shapes
 from tlt_server.engine.pages import PagePool
 from tlt_server.engine.sampling import SamplingState
 from tlt_server.engine.scheduler import Scheduler
@@ -149,6 +150,7 @@ def collect(outputs: list[StepOutput], into: dict[str, list[StepOutput]]) -> Non
     max_running=st.integers(1, 5),
     max_rows=st.integers(1, 12),
     behind=st.integers(0, 1),
+    padded=st.booleans(),
     seed=st.integers(0, 2**32),
     jobs=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 10), st.integers(0, 12), st.integers(0, 12)), min_size=1, max_size=9),
     aborts=st.sets(st.integers(0, 8), max_size=2),
@@ -156,12 +158,14 @@ def collect(outputs: list[StepOutput], into: dict[str, list[StepOutput]]) -> Non
                                                          st.sampled_from(["continue", "recompute", "abort", "drain"])), max_size=4),
 )
 def test_every_sequence_ends_as_if_alone(
-    pages: int, max_running: int, max_rows: int, behind: int, seed: int, jobs: list[tuple[int, int, int, int]], aborts: set[int],
-    pushes: dict[int, tuple[str, InFlight]]
+    pages: int, max_running: int, max_rows: int, behind: int, padded: bool, seed: int, jobs: list[tuple[int, int, int, int]],
+    aborts: set[int], pushes: dict[int, tuple[str, InFlight]]
 ) -> None:
     """Also through weight pushes: the fake model is the same in all versions, so only wrong KV could change a token. Also on a device
-    that tells its results `behind` steps late."""
+    that tells its results `behind` steps late, and on one that pads batches."""
     scheduler, kv = make(pages, max_running=max_running, max_rows=max_rows)
+    if padded:
+        scheduler.room = Shapes(max_running, 4, PromptShape(rows=4, works=2, grain=4)).room
     draw = random.Random(seed)
     sequences = {
         i: sequence(i, [(family * 7 + p) % 45 for p in range(length)], max_tokens, seed + i)

@@ -117,7 +117,7 @@ def assemble(
         options = _options(settings, device, spool)
         equipped = device.equip(live, rungs, scheduler.page_table_SP, lambda done, of: on_progress("prepare runner", done, of),
                                 lambda: not options.intake.groups.hold_gpu)
-        scheduler.on_end = equipped.on_end
+        scheduler.on_end, scheduler.room = equipped.on_end, equipped.room
         products = f"products {equipped.products}" if equipped.products else ""
         detail.append("; ".join(part for part in (f"drafters: {', '.join(rungs.drafters) or 'none'}", products, equipped.detail) if part))
     canary = Canary(rungs.arms, settings.sd_canary)

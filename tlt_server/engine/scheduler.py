@@ -1,7 +1,7 @@
 """Who runs in the next step, and what a finished step means for them. No tensors.
 
-Decoding sequences come first (one row each), then prompt rows in order of arrival up to `max_rows`, then new
-sequences while pages and places last. A sequence that finds no page for its next row preempts the youngest. Every
+Decoding sequences come first (one row each), then prompt rows in order of arrival while the step has room for them,
+then new sequences while pages and places last. A sequence that finds no page for its next row preempts the youngest. Every
 submitted sequence ends in exactly one output with a `finish_reason`.
 """
 
@@ -23,6 +23,11 @@ from tlt_server.errors import DeadlineExceeded, InvalidRequest, QueueTimeout, Tl
 from tlt_server.records import InFlight, StepOutput, TokenLogprobs
 
 
+def unpadded(decoding: int, max_rows: int) -> int:
+    """Prompt rows that a step of `max_rows` has room for."""
+    return max_rows - decoding
+
+
 class Scheduler:
     def __init__(
         self,
@@ -41,6 +46,7 @@ class Scheduler:
     ) -> None:
         """`on_begin` gets the ids of all that runs, before a step that begins a sequence."""
         self.pool, self.max_running, self.max_rows, self.lookahead = pool, max_running, max_rows, lookahead
+        self.room: Callable[[int, int], int] = unpadded  # as the device has it, which may pad
         self.weight_version = weight_version
         self.paused = False  # by an operator
         self.frozen = False  # weights are being written in place
@@ -133,15 +139,15 @@ class Scheduler:
         if self.halted:
             return None
         works = [work for sequence in list(self._running) if sequence.unlaunched <= 1 and (work := self._decode_work(sequence))]
-        rows = len(works)
+        room = self.room(len(works), self.max_rows)
         for sequence in list(self._running):
-            if sequence.unlaunched > 1 and rows < self.max_rows:
-                works.append(self._prompt_work(sequence, self.max_rows - rows))
-                rows += works[-1].end - works[-1].start
+            if sequence.unlaunched > 1 and room > 0:
+                works.append(self._prompt_work(sequence, room))
+                room -= works[-1].end - works[-1].start
         running = len(self._running)
-        while rows < self.max_rows and (admitted := self._admit()):
-            works.append(self._prompt_work(admitted, self.max_rows - rows))
-            rows += works[-1].end - works[-1].start
+        while room > 0 and (admitted := self._admit()):
+            works.append(self._prompt_work(admitted, room))
+            room -= works[-1].end - works[-1].start
         if len(self._running) > running:
             self._on_begin([sequence.id for sequence in self._running])
         return Batch(works, self.weight_version) if works else None
@@ -163,8 +169,8 @@ class Scheduler:
         return None
 
     @staticmethod
-    def _prompt_work(sequence: Sequence, max_rows: int) -> Work:
-        return Work(sequence, sequence.launched, min(sequence.length, sequence.launched + max_rows))
+    def _prompt_work(sequence: Sequence, room: int) -> Work:
+        return Work(sequence, sequence.launched, min(sequence.length, sequence.launched + room))
 
     def _reserve(self, sequence: Sequence, positions: int) -> bool:
         need = -(-positions // self.pool.page_size) - len(sequence.pages)

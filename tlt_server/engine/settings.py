@@ -30,7 +30,7 @@ class EngineSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     memory_fraction: float = 0.9  # of a GPU's memory, for everything: weights, KV, graphs
     max_model_len: int = 0  # tokens; 0 = what the model allows
     max_running: int = 0  # sequences; 0 = what suits the device
-    max_rows: int = 0  # certain rows (roots and prompt rows) per step; 0 = what suits the device
+    max_rows: int = 0  # certain rows (roots, what pads them, prompt rows) per step; 0 = what suits the device
     max_draft_rows: int = 1024  # draft rows per step
     sd_max_batch: int = 0  # decoding requests above which nothing is drafted; 0 = the policy decides
     sd_canary: float = 0.5  # acceptance after a change of weights over that before, below which a drafter rests; 0 = never

@@ -169,6 +169,8 @@ def commit_kv(kept: Kept, k_LSKD: Tensor, v_LSKD: Tensor) -> None:
     elements = heads * width
     assert k_LSKD.stride() == v_LSKD.stride() and k_LSKD.stride()[1:] == (elements, width, 1)
     requests, depth = kept.source_BD.shape
+    if not requests:
+        return
     depth_block = triton.next_power_of_2(depth)
     block = min(triton.next_power_of_2(elements), max(64, 4096 // depth_block))
     _commit_kv[(requests, layers, triton.cdiv(elements, block))](

@@ -21,11 +21,12 @@ import triton.language as tl
 from torch import Tensor
 
 from tlt_kernels.gpu.attention_algebra import BLOCK, LOWEST, extend, fold, nothing, quotient, row_slots, scaled_sum, starts_split
-from tlt_kernels.gpu.attention_plan import FIELDS, PAGE, PagedRows, Plan, allocate, plan
+from tlt_kernels.gpu.attention_plan import FIELDS, PagedRows, Plan, allocate, plan
 from tlt_kernels.gpu.attention_tiles import attend_tiles
 from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
+from tlt_kernels.gpu.tensors import PAGE_SIZE
 
-__all__ = ["PagedRows", "Plan", "allocate", "attend", "plan"]
+__all__ = ["PagedRows", "Plan", "allocate", "attend", "attend_into", "plan"]
 
 _M = 16
 _WARPS = 4
@@ -121,23 +122,29 @@ def attend(q_RND: Tensor, k_SKD: Tensor, v_SKD: Tensor, rows: PagedRows, work: P
 
     Not `strict`: tiles keep no order of splits, so a row's bits depend on its company.
     """
+    out_RND = torch.empty_like(q_RND)
+    attend_into(out_RND, q_RND, k_SKD, v_SKD, rows, work, first=first, scale=scale, strict=strict)
+    return out_RND
+
+
+def attend_into(out_RND: Tensor, q_RND: Tensor, k_SKD: Tensor, v_SKD: Tensor, rows: PagedRows, work: Plan, *, first: int, scale: float,
+                strict: bool) -> None:
+    """`attend`, rounded once to the dtype of `out_RND`."""
     (_, heads, width), kv_heads = q_RND.shape, k_SKD.shape[1]
     assert width in (16, 32, 64, 128, 256), f"head_dim {width} is no power of two from 16 to 256"
-    assert q_RND.is_contiguous() and k_SKD.is_contiguous() and v_SKD.is_contiguous()
-    out_RND = torch.empty_like(q_RND)
+    assert all(tensor.is_contiguous() for tensor in (out_RND, q_RND, k_SKD, v_SKD))
     pages, depth, scale_2 = rows.page_table_QP.shape[1], rows.path_RD.shape[1], scale * math.log2(math.e)
     states = (work.top_WN, work.sum_WN, work.acc_WND)
     if work.tiles:
         tile_bytes = (work.tile + 2 * _TILE_STAGES * BLOCK.value) * width * q_RND.element_size()
         attend_tiles[(work.tile_programs,)](
             q_RND, k_SKD, v_SKD, out_RND, rows.position_R, rows.path_RD, rows.page_table_QP, work.tile_item_IF, work.count_2,
-            work.state_R, *states, scale_2, pages, depth, FIRST=first, HEADS=heads, KV_HEADS=kv_heads, D=width, PAGE=PAGE, M=work.tile,
+            work.state_R, *states, scale_2, pages, depth, FIRST=first, HEADS=heads, KV_HEADS=kv_heads, D=width, PAGE=PAGE_SIZE, M=work.tile,
             SPLITS=strict, num_warps=8 if work.tile == 128 else 4, num_stages=_TILE_STAGES if tile_bytes <= _TILE_BYTES else 2, **PDL,
         )
     _attend_rows[(work.row_programs,)](
         q_RND, k_SKD, v_SKD, out_RND, rows.path_RD, rows.page_table_QP, work.row_item_IF, work.count_2, work.counter_RK, *states,
-        scale_2, pages, depth, FIRST=first, HEADS=heads, KV_HEADS=kv_heads, D=width, PAGE=PAGE, M=_M,
+        scale_2, pages, depth, FIRST=first, HEADS=heads, KV_HEADS=kv_heads, D=width, PAGE=PAGE_SIZE, M=_M,
         M_FOLD=triton.next_power_of_2(heads // kv_heads), TILES=work.tiles, AT_ONCE=_AT_ONCE,
         num_warps=_WARPS, num_stages=work.row_stages, maxnreg=min(248, _REGISTERS // (32 * _WARPS * work.row_residents) // 8 * 8), **PDL,
     )
-    return out_RND

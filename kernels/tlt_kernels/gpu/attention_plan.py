@@ -23,7 +23,6 @@ from torch import Tensor
 from tlt_kernels.gpu.attention_algebra import split_count, split_of, split_start
 from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
 
-PAGE = 16
 FIELDS = tl.constexpr(16)  # int32 of an item
 _LONGEST = tl.constexpr(16)  # the first of the splits that hold the most keys
 _CHUNK = 256  # rows that the planner looks at together

@@ -193,7 +193,7 @@ def multiply(tile: Tile, x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None,
     (m, k), n = x_MK.shape, out_PMN.shape[-1]
     width = tile.columns // 2 if gated else tile.columns
     m_tiles, n_tiles = triton.cdiv(m, tile.rows), triton.cdiv(n, width)
-    programs = _multiprocessors(x_MK.device) * tile.programs
+    programs = _multiprocessors(x_MK.device)
     items, whole = split_last_round(m_tiles * n_tiles * (out_PMN.numel() // (m * n)), programs, tile.pieces)
     layout = gl.NVMMASharedLayout(128, 16, rank=2)
     x, x_piece = (TensorDescriptor.from_tensor(x_MK, [rows, PANEL.value], layout) for rows in (tile.rows, tile.piece))

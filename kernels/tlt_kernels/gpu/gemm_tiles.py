@@ -1,6 +1,6 @@
 """Which tile of a matrix product runs at how many rows, and in how many segments K is cut: figures of one H200.
 
-Tiles change no bits (see `gemm.py`), segments do: `segments_of` therefore looks at the weight's shape alone.
+Tiles change no bits (see `gemm.py`), segments do: their number therefore depends on no row.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from enum import Enum
 import torch
 
 PIECE_COST = 1.5  # of a piece of a tile, in shares of a tile: it reads as many weights for fewer products
+SEGMENTS = 2  # in which the K of an o or down projection is cut: 64-row tiles of few-row products then fill the chip
 SEGMENT_UNIT = 128  # elements of K; a multiple of every tile's depth, so that no step crosses a segment's end
 
 
@@ -28,7 +29,6 @@ class Tile:
     depth: int  # elements of K per step
     warps: int
     stages: int  # steps in flight, the one in use included
-    programs: int = 1  # on a multiprocessor at a time
     group: int = 1  # tiles along M that run side by side on the same weights
     pieces: int = 1  # into which tiles of a last round that does not fill the machine are cut along M
 
@@ -92,11 +92,6 @@ def stream_tile(kind: Kind, rows: int) -> Tile:
 
 def portable_tile(rows: int, dtype: torch.dtype) -> Tile:
     return _PORTABLE_FLOAT32 if dtype == torch.float32 else next(tile for most, tile in _PORTABLE if rows <= most)
-
-
-def segments_of(n: int, k: int) -> int:
-    """In how many segments the K of an o or down projection [n, k] is cut: two let 64-row tiles of few-row products fill the chip."""
-    return 2
 
 
 def split_last_round(tiles: int, programs: int, pieces: int) -> tuple[int, int]:

@@ -88,7 +88,7 @@ def _scan(place_B, token_QT, T, length_Q, limit_Q, capacity_Q, done_Q, drafts_Q,
 
 @triton.jit
 def _merge(place_B, token_QT, T, length_Q, limit_Q, capacity_Q, done_Q, drafts_Q, match_BJW, parent_BC, token_BC, depth_BC, cell_BC,
-           source_BC, slot_BC, survival_BC, C, survival_Z, first_cell, depth, W: tl.constexpr, WP: tl.constexpr, J: tl.constexpr,
+           source_BC, slot_BC, survival_BC, C, survival_Z, depth, W: tl.constexpr, WP: tl.constexpr, J: tl.constexpr,
            DP: tl.constexpr, SHARES: tl.constexpr, DEPTHS: tl.constexpr, CERTAIN: tl.constexpr, BLOCK: tl.constexpr):
     """One program per request: the W best keys, then level by level which matches still go the same way."""
     pdl_launch()
@@ -134,7 +134,7 @@ def _merge(place_B, token_QT, T, length_Q, limit_Q, capacity_Q, done_Q, drafts_Q
         bucket_W = (length_W >= 3).to(tl.int32) + (length_W >= 4).to(tl.int32) + (length_W >= 6).to(tl.int32)
         bucket_W += (length_W >= 9).to(tl.int32) + (length_W >= 13).to(tl.int32) + (length_W >= 16).to(tl.int32)
         share_W = (count_W * SHARES + total_W - 1) // tl.maximum(total_W, 1) - 1
-        cell_W = first_cell + (bucket_W * SHARES + share_W) * DEPTHS + tl.minimum(d, DEPTHS - 1)
+        cell_W = (bucket_W * SHARES + share_W) * DEPTHS + tl.minimum(d, DEPTHS - 1)
         parent_WD = tl.where(now_1D, node_W[:, None], parent_WD)
         first_WD = tl.where(now_1D, first_W[:, None], first_WD)
         cell_WD = tl.where(now_1D, cell_W[:, None], cell_WD)
@@ -158,15 +158,15 @@ def _merge(place_B, token_QT, T, length_Q, limit_Q, capacity_Q, done_Q, drafts_Q
 
 
 def history_nodes(place_B: Tensor, places: Places, nodes: Nodes, calibration: Calibration, match_BJW: Tensor, *, depth: int,
-                  width: int, first_cell: int = 0) -> None:
+                  width: int) -> None:
     """Fill `nodes` (at least depth * width columns): the continuations of the `width` best matches, merged into a trie.
 
-    calibration: from `first_cell` on 7 match lengths x 8 shares x 8 depths, so that one table can serve several drafters.
+    calibration: 7 match lengths x 8 shares x 8 depths.
     survival = the parent's times the table at (match length, share of the parent's matches that agree, depth). Column d * width + m
     is the node of depth d + 1 that match m was the first to reach. Matches less than half as long as the longest are dropped.
     """
     requests, columns, count = place_B.shape[0], nodes.survival_BC.shape[1], places.length_Q.shape[0]
-    assert depth * width <= columns and count <= 1 << 16 and calibration.prior_Z.shape[0] >= first_cell + LENGTHS * SHARES * DEPTHS
+    assert depth * width <= columns and count <= 1 << 16 and calibration.prior_Z.shape[0] >= LENGTHS * SHARES * DEPTHS
     _, scanners, block_width = match_BJW.shape
     assert match_BJW.shape[0] == requests and block_width == triton.next_power_of_2(width)
     text = places.token_QT, places.token_QT.shape[1], places.length_Q, places.limit_Q, places.capacity_Q, places.done_Q, places.drafts_Q
@@ -174,6 +174,6 @@ def history_nodes(place_B: Tensor, places: Places, nodes: Nodes, calibration: Ca
         place_B, *text, places.group_Q, count, match_BJW, depth, W=width, WP=block_width, QP=triton.next_power_of_2(count), BLOCK=BLOCK,
         LONGEST=LONGEST, num_warps=8, **PDL)
     _merge[(requests,)](
-        place_B, *text, match_BJW, *nodes, columns, calibration.survival_Z, first_cell, depth, W=width, WP=block_width, J=scanners,
+        place_B, *text, match_BJW, *nodes, columns, calibration.survival_Z, depth, W=width, WP=block_width, J=scanners,
         DP=triton.next_power_of_2(depth), SHARES=SHARES, DEPTHS=DEPTHS, CERTAIN=CERTAIN, BLOCK=128, num_warps=2,
         **PDL)

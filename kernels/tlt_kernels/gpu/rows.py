@@ -134,6 +134,8 @@ def select_rows(place_B: Tensor, places: Places, nodes: Nodes | None, rows: Rows
     requests, path_depth = place_B.shape[0], rows.path_RD.shape[1]
     columns = nodes.survival_BC.shape[1] if nodes else 1
     assert requests <= decode_rows and requests * columns <= MAX_NODES
+    if not decode_rows:
+        return
     parent_BC, token_BC, depth_BC, survival_BC = (
         (nodes.parent_BC, nodes.token_BC, nodes.depth_BC, nodes.survival_BC) if nodes else (rows.token_R,) * 4)
     block = max(triton.next_power_of_2(requests * columns), 2)
@@ -146,7 +148,7 @@ def select_rows(place_B: Tensor, places: Places, nodes: Nodes | None, rows: Rows
         num_warps=_warps(block), **PDL)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["W", "B", "V", "prefill_rows"])  # steps come in too many sizes to compile a kernel for those of each
 def _layout_prefill(place_W, start_W, count_W, W, token_QT, T, length_Q, page_table_QP, P, token_R, position_R, slot_R, place_R, base_R,
                     path_RD, D: tl.constexpr, parent_R, root_E, count_E, sample_row_S, page_R, B, V, prefill_rows, trash, idle,
                     PAGE: tl.constexpr, WP: tl.constexpr, BLOCK: tl.constexpr, DP: tl.constexpr):

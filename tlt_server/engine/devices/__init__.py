@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from tlt_server.engine.loop import Runner
+from tlt_server.engine.scheduler import unpadded
 from tlt_server.engine.sequence import Sequence
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.models.config import ModelConfig
@@ -39,6 +40,7 @@ class Equipped(NamedTuple):
     on_end: Callable[[Sequence], None]  # is to be told when a sequence has ended
     detail: str = ""  # for the start-up report
     products: str = ""  # which kernel computes matrix products on a GPU, and why not the other
+    room: Callable[[int, int], int] = unpadded  # (decoding sequences, rows at most) -> prompt rows that a step may read beside them
 
 
 @dataclass(frozen=True)

@@ -27,12 +27,9 @@ from tlt_server.engine.gpu.buckets import (
     CAPTURED,
     LEAST_DEPTH,
     MOST_VERIFIED,
-    PROMPT_WORKS,
     TREE_ROWS,
     PromptShape,
-    batch_buckets,
-    reachable,
-    rehearsed,
+    Shapes,
 )
 from tlt_server.engine.gpu.drafts import DEVICE_DRAFTERS, DeviceDrafter, NetworkStorage
 from tlt_server.engine.gpu.graphs import GraphPool
@@ -199,19 +196,18 @@ class CudaDevice:
         assert live.target is not None and isinstance(live.target.network, GpuDecoder) and self._cache is not None
         settings, model = self._settings, live.target.network
         with self._memory("buffers and graphs"):
-            state = self._state(model, ladder, page_table_SP.shape[1])
+            shapes = Shapes(settings.max_running, max(LEAST_DEPTH, *(arm.depth for arm in ladder.arms)), self.prompts)
+            state = self._state(model, shapes, page_table_SP.shape[1])
             attention = self._backend(model.config)
             storage = self._network_storage(live)
             drafters = {name: DEVICE_DRAFTERS.resolve(name).make(state, storage) for name in ladder.drafters}
             self._drafters = list(drafters.values())
             capture = settings.graphs and attention.capturable and self._stream is not None
             self._runner = GpuRunner(state, attention, drafters, GraphPool(self._stream if capture else None, quiet=quiet),
-                                     max_running=settings.max_running, stream=self._stream, page_hint_PH=self._page_hint_PH,
-                                     prompts=self.prompts)
+                                     shapes=shapes, stream=self._stream, page_hint_PH=self._page_hint_PH)
             self._synchronize()  # what the runner's stream will read was written on another
             if capture:
-                keys = [*rehearsed(settings.max_rows, settings.max_running), *reachable(ladder.arms, ladder.rows, settings.max_running)]
-                self._runner.prepare(keys, on_progress)
+                self._runner.prepare([*shapes.rehearsed(settings.max_rows), *shapes.captured(ladder.arms, ladder.rows)], on_progress)
             if self._stream is not None:
                 for part in live.by_role.values():
                     assert isinstance(part.network, GpuDecoder | GpuEagle3)
@@ -219,19 +215,17 @@ class CudaDevice:
         graphs = self._runner.graphs
         taken = f"{len(graphs.bytes)} graphs, {graphs.total_bytes // MIB} MiB, {sum(graphs.seconds.values()):.1f} s"
         products = gemm.in_use(self._placement.dtype, self.device, model.config.intermediate_size)
-        return Equipped(self._runner, lambda sequence: None, taken if capture else "launched kernel by kernel", products)
+        return Equipped(self._runner, lambda sequence: None, taken if capture else "launched kernel by kernel", products, shapes.room)
 
-    def _state(self, model: GpuDecoder, ladder: Ladder, pages_per_sequence: int) -> DeviceState:
-        settings, tokens = self._settings, pages_per_sequence * PAGE_SIZE
+    def _state(self, model: GpuDecoder, shapes: Shapes, pages_per_sequence: int) -> DeviceState:
+        batch, tokens = shapes.max_running, pages_per_sequence * PAGE_SIZE
         assert self._cache is not None
-        batch = batch_buckets(settings.max_running)[-1]
-        layout = UploadLayout(batch=batch, works=max(batch, PROMPT_WORKS), admissions=max(16, batch), extensions=EXTENSIONS * batch,
+        layout = UploadLayout(batch=batch, works=shapes.most_works, admissions=max(16, batch), extensions=EXTENSIONS * batch,
                               stops=STOPS, payload=max(65536, 2 * tokens), idle=batch)
         places = Places.allocate(
             batch + 1, tokens, hidden=self._hidden, stops=STOPS, dtype=self._placement.dtype, device=self.device.type)
         upload_U = torch.zeros(layout.size, dtype=torch.int32, device=self.device)
-        depth = max(LEAST_DEPTH, *(arm.depth for arm in ladder.arms))
-        return DeviceState(model, self._cache, self._slots, places, layout, upload_U, depth)
+        return DeviceState(model, self._cache, self._slots, places, layout, upload_U, shapes.depth)
 
     @property
     def _hidden(self) -> int:

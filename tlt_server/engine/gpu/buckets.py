@@ -1,9 +1,14 @@
-"""Static shapes of a step: the bucket of its batch, its decode rows, and the keys that policies can reach. No tensors."""
+"""Static shapes of a step: the bucket of its batch, its decode rows, its prompt rows, and the keys that policies can reach. No tensors.
+
+A product computes whole tiles of rows, so a step of 4097 rows costs what one of 4352 does. The rows of a step that reads prompts are
+therefore a multiple of a grain, decode rows and what pads them included, and the scheduler reads as many prompt rows as leave it full.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
@@ -16,7 +21,8 @@ from tlt_server.engine.gpu.extend import ExtendKey
 from tlt_server.records import OFF, Strategy
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
-PROMPT_ROWS, PROMPT_WORKS = 512, 16  # of a captured step that reads prompts, too
+BESIDE_PROMPTS = (0, 8, 32, *BATCHES[6:])  # where nothing is drafted: what pads the batch there only takes the place of prompt rows
+PROMPT_ROWS, PROMPT_WORKS = 512, 16  # of a captured step that reads prompts: rows in all, and prompts
 MOST_VERIFIED = attention.TREE_ROWS  # decode rows of a step, at most; a larger batch has its roots
 MOST_WIDTH = 8  # children of a node
 MOST_DRAFTED = attention.TREE_ROWS  # rows of one level of a drafter's pass; a larger batch has one each
@@ -25,20 +31,35 @@ LEAST_DEPTH = 12  # draft paths of so many tokens are possible, whatever the def
 
 
 class PromptShape(NamedTuple):
-    """What the prompt rows of a step are padded to."""
+    """What a step that reads prompts is padded to."""
 
-    rows: int = PROMPT_ROWS
+    rows: int = PROMPT_ROWS  # of a captured step, decode rows included; more where those leave less than a grain to prompts
     works: int = PROMPT_WORKS
-    grain: int = 256  # rows of larger steps are a multiple of it
+    grain: int = 256  # a multiple of the height of every tile that computes so many rows
+
+    def captured(self, decode_rows: int) -> int:
+        """Rows of a captured step with so many decode rows."""
+        return max(self.rows, self.filled(decode_rows + self.grain))
+
+    def filled(self, rows: int) -> int:
+        """Rows up to the grain."""
+        return -(-rows // self.grain) * self.grain
 
 
 CAPTURED = PromptShape()
 
 
-def batch_buckets(max_running: int) -> tuple[int, ...]:
+class StepShape(NamedTuple):
+    """What a step is launched as."""
+
+    strategy: Strategy  # cut to what the device holds
+    draft: DraftKey | None
+    extend: ExtendKey
+
+
+def batch_buckets(max_running: int, sizes: Sequence[int] = BATCHES) -> tuple[int, ...]:
     """Sizes that batches are padded to, the last of which holds every batch."""
-    above = bisect_left(BATCHES, max_running)
-    return (*BATCHES[:above], max_running)
+    return (*sizes[: bisect_left(sizes, max_running)], max_running)
 
 
 def bucket(sizes: Sequence[int], count: int) -> int:
@@ -64,50 +85,66 @@ def decode_rows(batch: int, strategy: Strategy) -> int:
     return max(batch, min(batch * strategy.rows, MOST_VERIFIED))
 
 
-def prompt_sizes(rows: int, works: int, most_works: int, shape: PromptShape = CAPTURED) -> tuple[int, int]:
-    """(prompt rows, prompt works) of a step that reads so many; what a captured step holds, else rounded up coarsely."""
-    if not works:
-        return 0, 0
-    if rows <= shape.rows and works <= shape.works:
-        return shape.rows, shape.works
-    return -(-rows // shape.grain) * shape.grain, shape.works if works <= shape.works else most_works
-
-
-def keeps(key: ExtendKey) -> bool:
-    """Worth a graph: steps that read long prompts come in too many sizes, and take the device longer than the host to launch."""
-    return key.prompt_rows <= PROMPT_ROWS
-
-
-def rehearsed(max_rows: int, max_running: int) -> list[ExtendKey]:
-    """Steps of the largest prompts, and one with filters, run once at start so that no request waits for a compiler."""
-    large = [ExtendKey(1, 1, *prompt_sizes(rows, works, max(max_running, PROMPT_WORKS)))
-             for rows, works in ((max_rows, 1), (max_rows, PROMPT_WORKS + 1)) if rows > PROMPT_ROWS]
-    return [*large, ExtendKey(1, 1, filtered=True)]
-
-
 def draft_key(batch: int, strategy: Strategy) -> DraftKey:
     return DraftKey(strategy.drafter, batch, strategy.depth, strategy.width)
 
 
-def reachable(arms: Iterable[Strategy], affordable_rows: Sequence[tuple[int, int]], max_running: int) -> list[DraftKey | ExtendKey]:
-    """Keys of pure decode steps under these arms, the largest first, and of plain decoding beside prompt rows.
+@dataclass(frozen=True)
+class Shapes:
+    """Of the steps of one engine, which runs up to `max_running` sequences and drafts paths of up to `depth`."""
 
-    affordable_rows: (smallest batch, most verify rows per request), as policies use it.
-    """
-    keys: dict[DraftKey | ExtendKey, None] = {}
-    below = 0
-    for batch in batch_buckets(max_running):
-        smallest = below + 1  # a batch of so many is the first that this bucket serves
-        below = batch
-        most = max((rows for start, rows in affordable_rows if start <= batch and not _ends(affordable_rows, start) < smallest), default=1)
-        for arm in arms:
-            if arm == OFF:
-                keys[ExtendKey(batch, batch)] = None
-                keys[ExtendKey(batch, batch, PROMPT_ROWS, PROMPT_WORKS)] = None
-            elif arm.rows <= most and fitted(arm, batch, arm.depth) != OFF:
-                keys[ExtendKey(batch, decode_rows(batch, arm))] = None
-                keys[draft_key(batch, arm)] = None
-    return sorted(keys, key=_size, reverse=True)
+    max_running: int
+    depth: int
+    prompts: PromptShape = CAPTURED
+
+    @property
+    def most_works(self) -> int:
+        return max(self.max_running, self.prompts.works)
+
+    def step(self, decoding: int, strategy: Strategy, rows: int = 0, works: int = 0, *, filtered: bool = False) -> StepShape:
+        """Of so many decoding requests, with `rows` of `works` prompts beside them."""
+        batch = bucket(batch_buckets(self.max_running), decoding)
+        strategy = fitted(strategy, batch, self.depth) if decoding else OFF
+        if works and strategy == OFF:
+            batch = bucket(batch_buckets(self.max_running, BESIDE_PROMPTS), decoding)
+        first = decode_rows(batch, strategy)
+        prompt_rows = max(self.prompts.captured(first), self.prompts.filled(first + rows)) - first if works else 0
+        padded_works = self.prompts.works if works <= self.prompts.works else self.most_works
+        return StepShape(strategy, draft_key(batch, strategy) if strategy.drafter else None,
+                         ExtendKey(batch, first, prompt_rows, padded_works if works else 0, filtered))
+
+    def room(self, decoding: int, max_rows: int) -> int:
+        """Prompt rows of a step of at most `max_rows` rows, as padded, where nothing is drafted."""
+        batch = bucket(batch_buckets(self.max_running, BESIDE_PROMPTS), decoding)
+        return min(max_rows - decoding, max(max_rows, self.prompts.captured(batch)) - batch)
+
+    def keeps(self, key: ExtendKey) -> bool:
+        """Worth a graph: steps that read long prompts come in too many sizes, and take the device longer than the host to launch."""
+        return not key.works or key.decode_rows + key.prompt_rows <= self.prompts.captured(key.decode_rows)
+
+    def rehearsed(self, max_rows: int) -> list[ExtendKey]:
+        """Steps of the largest prompts, and one with filters, run once at start so that no request waits for a compiler."""
+        large = dict.fromkeys(self.step(0, OFF, max_rows, works).extend for works in (1, self.prompts.works + 1))
+        return [*(key for key in large if not self.keeps(key)), ExtendKey(1, 1, filtered=True)]
+
+    def captured(self, arms: Iterable[Strategy], affordable_rows: Sequence[tuple[int, int]]) -> list[DraftKey | ExtendKey]:
+        """Keys of pure decode steps under these arms, the largest first, and of plain decoding, or none, beside prompt rows.
+
+        affordable_rows: (smallest batch, most verify rows per request), as policies use it. Steps that draft beside prompt rows are
+        captured behind their first run.
+        """
+        keys: dict[DraftKey | ExtendKey, None] = {}
+        below = 0
+        for batch in batch_buckets(self.max_running):
+            smallest = below + 1  # a batch of so many is the first that this bucket serves
+            below = batch
+            most = max((rows for start, rows in affordable_rows if start <= batch and _ends(affordable_rows, start) >= smallest), default=1)
+            for arm in arms:
+                shape = self.step(batch, arm)
+                if arm == OFF or (arm.rows <= most and shape.draft):
+                    keys |= dict.fromkeys(key for key in (shape.extend, shape.draft) if key)
+        keys |= dict.fromkeys(self.step(batch, OFF, 1, 1).extend for batch in batch_buckets(self.max_running, BESIDE_PROMPTS))
+        return sorted(keys, key=_size, reverse=True)
 
 
 def _ends(affordable_rows: Sequence[tuple[int, int]], start: int) -> float:

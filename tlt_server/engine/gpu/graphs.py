@@ -2,23 +2,27 @@
 
 A key names static shapes; what is captured reads and writes the same buffers each time. Graphs share one memory pool, so their
 intermediates overlap: only one may run at a time, and keys are captured from the largest to the smallest. A key that was not captured
-runs launch by launch, and is recorded behind its first run if it is worth keeping and the memory set aside for graphs lasts.
+runs launch by launch, and is recorded behind its first run if it is worth keeping and the memory set aside for graphs lasts; when that
+ends, one line on stderr says so.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Hashable
 
 import torch
 
-from tlt_server.engine.gpu.memory import RESERVE
+from tlt_server.engine.gpu.memory import RESERVE, size
+from tlt_server.engine.gpu.refusals import BUSY, shortage
 
 
 class GraphPool:
     def __init__(self, stream: torch.cuda.Stream | None, most_bytes: int = RESERVE, quiet: Callable[[], bool] = lambda: True) -> None:
         """Without a stream nothing is captured, nor while it is not `quiet`: recording waits for all that the GPU does."""
         self._stream, self._most_bytes, self._quiet = stream, most_bytes, quiet
+        self._full = False  # until `clear`: what is not recorded yet runs launch by launch
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle() if stream is not None else None
         self.bytes: dict[Hashable, int] = {}  # device memory that capturing the key took
@@ -35,9 +39,10 @@ class GraphPool:
             return
         started = time.perf_counter()
         work()  # compiles what is not compiled yet
-        if keep and self._stream is not None and self.total_bytes < self._most_bytes and self._quiet():
+        if keep and self._stream is not None and not self._full and self._quiet():
             self._record(key, work)
-            self.seconds[key] = time.perf_counter() - started
+            if key in self:
+                self.seconds[key] = time.perf_counter() - started
 
     def _record(self, key: Hashable, work: Callable[[], None]) -> None:
         """Recording executes nothing. Other threads may allocate meanwhile, as staging does; what they take is counted here, too."""
@@ -49,17 +54,28 @@ class GraphPool:
         try:
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 work()
-        except torch.OutOfMemoryError:  # the key runs launch by launch from now on, as every one that is not recorded yet
-            self._most_bytes = 0
+        except torch.OutOfMemoryError as error:
+            left, total = torch.cuda.mem_get_info()
+            self._end(f"the GPU has no room for the graph of {key}: {shortage(str(error), free=left, total=total)}",
+                      f"lower --memory-fraction, which leaves less to KV, or {BUSY}")
             return
         after, _ = torch.cuda.mem_get_info()
         self._graphs[key], self.bytes[key] = graph, max(0, free - after)
+        if self.total_bytes >= self._most_bytes:
+            self._end(f"{len(self._graphs)} graphs take {size(self.total_bytes)}, {size(self._most_bytes)} are set aside for them",
+                      "lower --max-running, which asks for fewer")
+
+    def _end(self, why: str, remedy: str) -> None:
+        """Record nothing more."""
+        self._full = True
+        print(f"tlt: {why}; what is not captured yet is launched kernel by kernel, which is slower: {remedy}", file=sys.stderr)
 
     def clear(self) -> None:
         """Forget every graph and give its memory back, because addresses are about to change."""
         if self._stream is not None:
             self._stream.synchronize()
             self._pool = torch.cuda.graph_pool_handle()
+        self._full = False
         self._graphs.clear()
         self.bytes.clear()
         self.seconds.clear()

@@ -133,11 +133,20 @@ def changed(plan: Plan, values: Mapping[str, Any]) -> Plan:
 
 def exhausted(plan: Plan | None, what: str, said: str, *, free: int, total: int) -> str:
     """Memory ran out where it was planned to suffice; `plan`: of KV, if it was made; `said` is the allocator's message."""
+    remedies = _less_kv(plan, max(_asked(said) - free, RESERVE // 2)) if plan else [SMALLER]
+    return f"the GPU has no room for {what}: {shortage(said, free=free, total=total)}; {', or '.join([*remedies, BUSY])}"
+
+
+def shortage(said: str, *, free: int, total: int) -> str:
+    """What the allocator lacked, by its message."""
+    more = f"{size(_asked(said))} more were asked for and " if _asked(said) else ""
+    return f"{more}{size(free)} of its {size(total)} are free"
+
+
+def _asked(said: str) -> int:
+    """0 where it does not say."""
     found = re.search(r"Tried to allocate ([\d.]+) (KiB|MiB|GiB)", said)
-    asked = int(float(found[1]) * {"KiB": 1024, "MiB": MIB, "GiB": GIB}[found[2]]) if found else 0
-    more = f"{size(asked)} more were asked for and {size(free)}" if asked else size(free)
-    remedies = _less_kv(plan, max(asked - free, RESERVE // 2)) if plan else [SMALLER]
-    return f"the GPU has no room for {what}: {more} of its {size(total)} are free; {', or '.join([*remedies, BUSY])}"
+    return int(float(found[1]) * {"KiB": 1024, "MiB": MIB, "GiB": GIB}[found[2]]) if found else 0
 
 
 def _less_kv(plan: Plan, less: int) -> list[str]:

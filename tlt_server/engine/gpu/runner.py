@@ -17,7 +17,7 @@ import torch
 from tlt_kernels.gpu.accept import Outcome, fields, parse
 from tlt_kernels.gpu.places import Upload, apply
 from tlt_server.attention.gpu import GpuAttention
-from tlt_server.engine.gpu.buckets import CAPTURED, PromptShape, batch_buckets, bucket, decode_rows, draft_key, fitted, keeps, prompt_sizes
+from tlt_server.engine.gpu.buckets import Shapes
 from tlt_server.engine.gpu.by_host import HostSampling, sample_by_host
 from tlt_server.engine.gpu.drafts import DeviceDrafter, DraftKey, DraftPass
 from tlt_server.engine.gpu.extend import Extend, ExtendKey
@@ -28,7 +28,7 @@ from tlt_server.engine.runner import NOT_FINITE, Finished
 from tlt_server.engine.sequence import Sequence
 from tlt_server.engine.work import Batch, Emission, Work
 from tlt_server.errors import EngineFailed
-from tlt_server.records import OFF, Cycle, Strategy
+from tlt_server.records import Cycle, Strategy
 
 RING = 8  # uploads, and outcomes, that may be on their way
 
@@ -55,14 +55,12 @@ class Held(NamedTuple):
 
 class GpuRunner:
     def __init__(self, state: DeviceState, attention: GpuAttention, drafters: dict[str, DeviceDrafter], graphs: GraphPool, *,
-                 max_running: int, stream: torch.cuda.Stream | None, page_hint_PH: torch.Tensor | None,
-                 prompts: PromptShape = CAPTURED) -> None:
-        self.state, self.graphs, self._prompts = state, graphs, prompts
+                 shapes: Shapes, stream: torch.cuda.Stream | None, page_hint_PH: torch.Tensor | None) -> None:
+        self.state, self.graphs, self.shapes = state, graphs, shapes
         self._attention, self._drafters, self._stream, self._page_hint_PH = attention, drafters, stream, page_hint_PH
-        self._buckets = batch_buckets(max_running)
         pinned = state.upload_U.device.type == "cuda"
         self._uploads = PinnedRing(RING, state.layout.size, pinned=pinned)
-        entries = self._buckets[-1] + state.layout.works
+        entries = shapes.max_running + state.layout.works
         self._outcomes = PinnedRing(RING, entries * fields(state.depth), pinned=pinned)
         self._held: dict[int, Held] = {}
         self._flights: deque[Flight] = deque()
@@ -114,7 +112,7 @@ class GpuRunner:
                     extend = self._extend(key)
                     if not key.plain:
                         extend.select(None)
-                    self.graphs.run(key, self._work(extend), keep=keeps(key))
+                    self.graphs.run(key, self._work(extend), keep=self.shapes.keeps(key))
                 else:
                     self.graphs.run(key, self._work(self._draft(key)), keep=True)
                 on_key(done + 1, len(keys))
@@ -129,25 +127,21 @@ class GpuRunner:
             self._hold(work)
         self._upload([work.sequence.slot for work in decoding], works)
 
-        size = bucket(self._buckets, max(1, len(decoding)))
-        strategy = fitted(strategy, size, self.state.depth) if decoding else OFF
-        rows = sum(count for _, _, count in works)
-        key = ExtendKey(size, decode_rows(size, strategy), *prompt_sizes(rows, len(works), self.state.layout.works, self._prompts),
-                        filtered=any(_filters(work.sequence) for work in batch.works if work.samples))
+        strategy, name, key = self.shapes.step(len(decoding), strategy, sum(count for _, _, count in works), len(works),
+                                               filtered=any(_filters(work.sequence) for work in batch.works if work.samples))
         extend = self._extend(key)
         drafted: DraftPass | None = None
-        if strategy.drafter:
-            name = draft_key(size, strategy)
+        if name:
             drafted = self._draft(name)
             self.graphs.run(name, self._work(drafted), keep=True)
             extend.select(drafted.nodes)
-        hosted = {e: work for e, work in self._entries(decoding, prompts, size) if work.sequence.by_host and work.samples}
+        hosted = {e: work for e, work in self._entries(decoding, prompts, key.batch) if work.sequence.by_host and work.samples}
         by_host: dict[int, HostSampling] = {}
         if hosted or any(work.sequence.request.sampling.prompt_logprobs is not None for work in prompts):
             self._take_over()
             by_host = sample_by_host(extend, hosted, prompts)
         else:
-            self.graphs.run(key, self._work(extend), keep=keeps(key))
+            self.graphs.run(key, self._work(extend), keep=self.shapes.keeps(key))
         if drafted:
             self._drafters[strategy.drafter].observe(extend.trees, extend.kept, drafted.nodes, extend.rows, key.decode_rows)
         outcome = self._outcomes.take()
@@ -228,7 +222,7 @@ class GpuRunner:
         extend = self._extends.get(key)
         if extend is None:
             extend = Extend(key, self.state, self._attention, list(self._drafters.values()))
-            if keeps(key):
+            if self.shapes.keeps(key):
                 self._extends[key] = extend
         return extend
 

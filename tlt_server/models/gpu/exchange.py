@@ -9,7 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from tlt_kernels.gpu.swap import swap
+from tlt_kernels.gpu.swap import swap, variant
 
 TILE_BYTES = 16 * 2**20
 
@@ -40,7 +40,7 @@ def _through_tiles(mine: Tensor, theirs: Tensor) -> None:
 
 
 def compile_exchange(network: Stored) -> None:
-    """So that the first commit need not: each type of its tensors is exchanged once, with equal values."""
-    smallest = {tensor.dtype: tensor for tensor in sorted(network.storage(), key=lambda tensor: -tensor.numel())}
+    """So that the first commit need not: each kernel for its tensors runs once, with equal values. What is exchanged lies alike."""
+    smallest = {variant(tensor, tensor): tensor for tensor in sorted(network.storage(), key=lambda tensor: -tensor.numel())}
     for tensor in smallest.values():
         swap(tensor, tensor.clone())

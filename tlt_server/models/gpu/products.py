@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tlt_kernels.gpu import gemm
-from tlt_kernels.gpu.gemm_tiles import segments_of
+from tlt_kernels.gpu.gemm_tiles import SEGMENTS
 from tlt_server.models.numerics import Mode
 
 FEW_ROWS = 64  # up to here products wait for weights, which the kernels of `Strict` read sooner than the library does
@@ -35,7 +35,7 @@ class Strict:
 
     @staticmethod
     def partials(x_MK: Tensor, weight_NK: Tensor) -> Tensor:
-        return gemm.partials(x_MK, weight_NK, segments=segments_of(*weight_NK.shape))
+        return gemm.partials(x_MK, weight_NK, segments=SEGMENTS)
 
 
 class Fast(Strict):
