@@ -468,10 +468,10 @@ def test_a_manifest_that_says_otherwise(name: str, bench: Bench) -> None:
 @pytest.mark.parametrize("dtype, said", [
     ("float99", "float64, float32, float16, bfloat16"), ("Tensor", "use one of"), ("quint4x2", "use one of"), ("complex128", "use one of"),
     ("float64", "takes it as bfloat16 or float16 or float32"), ("torch.int64", "takes it as bfloat16 or float16 or float32")])
-def test_a_declared_dtype_that_is_not_taken_is_refused_before_anything_is_opened(dtype: str, said: str, bench: Bench) -> None:
+def test_a_declared_dtype_that_is_not_taken_is_refused_before_anything_is_read(dtype: str, said: str, bench: Bench) -> None:
     tensors = [{"name": name, "dtype": dtype if name == QUERY else "float32"} for name in bench.new_sums]
-    report = bench.engine.push("nowhere", "v", tensors=tensors)
-    assert report.result == "weights_refused"
+    report = bench.engine.push(bench.copy("good"), "v", tensors=tensors)
+    assert report.result == "weights_refused" and "read" not in report.phases
     assert all(word in report.error[1] for word in (repr(QUERY), dtype, said))  # type: ignore[index]
     bench.check(report)
 

@@ -30,6 +30,7 @@ class Twin:
         self.queue: deque[ControlCommand] = deque()
         self.answers: dict[str, asyncio.Future[ControlReport]] = {}
         self.paused, self.asleep, self.gone = False, set[Memory](), False
+        self.standing = set[str]()  # ids of what a new life is told; if that fails, requests are refused all the same
 
     async def ask(self, command: ControlCommand) -> None:
         if self.gone:
@@ -45,6 +46,7 @@ class Twin:
 
     def do(self, *, fails: bool) -> None:
         command = self.queue.popleft()
+        fails = fails and command.id not in self.standing
         if not fails:
             match command:
                 case Pause():
@@ -70,7 +72,9 @@ class Twin:
 
     def live(self) -> None:
         self.gone = False
-        self.queue.extend(self.halt.standing())
+        standing = self.halt.standing()
+        self.standing |= {command.id for command in standing}
+        self.queue.extend(standing)
 
     def check(self) -> None:
         if not self.queue and not self.gone:
@@ -150,6 +154,28 @@ def test_a_pause_that_fails_takes_nothing_back_that_another_has_set() -> None:
         twin.do(fails=False)
         await asyncio.gather(*calls, return_exceptions=True)
         assert twin.halt.paused and not twin.halt.refusing
+        twin.halt.check()
+
+    asyncio.run(run())
+
+
+def test_what_a_new_life_cannot_do_is_refused_to_requests_until_it_is_taken_back() -> None:
+    async def run() -> None:
+        twin = Twin()
+        sleep = asked(twin.halt, "sleep both")
+        await asyncio.sleep(0)
+        twin.do(fails=False)
+        await sleep
+        twin.die()
+        (told,) = twin.halt.standing()
+        twin.halt.answered(ControlReport(told.id, ("engine_failed", "the disk is full")))
+        with pytest.raises(Unavailable, match="kv_cache and weights"):
+            twin.halt.check()
+        twin.gone = False
+        wake = asked(twin.halt, "wake both")
+        await asyncio.sleep(0)
+        twin.do(fails=False)
+        await wake
         twin.halt.check()
 
     asyncio.run(run())
