@@ -1,7 +1,8 @@
-"""Time of sampling and of choosing children on one GPU: `python -m benchmarks.sampling`; a table, then one line of JSON.
+"""Time of sampling, of reports on samples, and of choosing children on one GPU: `python -m benchmarks.sampling`.
 
-Every figure is microseconds per call, from graphs of many calls over rotating logits (more than the cache holds), the median of
-replays. "head" rows fall off as rank^-1.5, "even" rows are normal with a deviation of 2.5, so that a top_p of 0.95 keeps thousands.
+A table, then one line of JSON. Every figure is microseconds per call, from graphs of many calls over rotating logits (more than the
+cache holds), the median of replays. "head" rows fall off as rank^-1.5, "even" rows are normal with a deviation of 2.5, so that a top_p
+of 0.95 keeps thousands.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from benchmarks.graph_time import microseconds, require_gpu
 from benchmarks.record import finish, options
 from tlt_kernels.gpu.children import children
+from tlt_kernels.gpu.report import score
 from tlt_kernels.gpu.sampling import sample
 
 VOCABULARY, DRAFT_VOCABULARY = 152_064, 32_000
@@ -60,11 +62,20 @@ def buffers(count: int, size: int) -> int:
     return max(2, min(CALLS, ROTATED_BYTES // (4 * count * size)))
 
 
-def sample_us(count: int, rows: Callable[[int, int], torch.Tensor], *, filtered: bool, raw: bool = False, **filters: float) -> float:
+def sample_us(count: int, rows: Callable[[int, int], torch.Tensor], *, filtered: bool, **filters: float) -> float:
     index = torch.arange(count, dtype=torch.int32, device="cuda")
     table = places(count, **filters)  # type: ignore[arg-type]
     logits = [rows(count, VOCABULARY) for _ in range(buffers(count, VOCABULARY))]
-    return time_us([lambda x=x: sample(x, index, index + 7, index, **table, filtered=filtered, raw=raw) for x in logits])
+    return time_us([lambda x=x: sample(x, index, index + 7, index, **table, filtered=filtered) for x in logits])
+
+
+def score_us(count: int, live: int, best: int) -> float:
+    """Rows in all, of which the first `live` were asked about."""
+    index = torch.arange(count, dtype=torch.int32, device="cuda")
+    row_S, table = torch.where(index < live, index, -1), places(count)
+    logits = [head_rows(count, VOCABULARY) for _ in range(buffers(count, VOCABULARY))]
+    filters = [table[name] for name in ("temperature_Q", "top_k_Q", "top_p_Q", "min_p_Q")]
+    return time_us([lambda x=x: score(x, row_S, index, index, *filters, filtered=False, best=best) for x in logits])
 
 
 def children_us(count: int, width: int) -> float:
@@ -84,7 +95,8 @@ def main() -> None:
     figures: dict[str, float] = {}
     for count in (1, 8, 64, 256):
         figures[f"sample {count}"] = sample_us(count, head_rows, filtered=False)
-    figures["sample 64 raw"] = sample_us(64, head_rows, filtered=False, raw=True)
+    for count, live, best in ((1, 1, 16), (64, 64, 0), (64, 64, 16), (256, 4, 16)):
+        figures[f"score {live} of {count}, best {best}"] = score_us(count, live, best)
     kinds = {"top_p": {"top_p": 0.95}, "top_k": {"top_k": 50}, "all": {"top_p": 0.9, "top_k": 100, "min_p": 0.01}}
     for name, filters in kinds.items():
         for count in (1, 64):

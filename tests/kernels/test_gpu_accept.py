@@ -69,11 +69,11 @@ class Cycle:
         self.logprob_S[rng.random(samples) < broken] = np.nan
 
     def accept(self) -> Any:
-        outcome_EF = torch.full((len(self.place_B) + self.works, fields(self.depth)), -77, dtype=torch.int32, device=DEVICE)
+        self.outcome_EF = torch.full((len(self.place_B) + self.works, fields(self.depth)), -77, dtype=torch.int32, device=DEVICE)
         accept(self.place_B, self.place_W if self.works else None, torch.from_numpy(self.token_S).to(DEVICE),
-               torch.from_numpy(self.logprob_S).to(DEVICE), self.places, self.rows, self.trees, self.kept, outcome_EF,
+               torch.from_numpy(self.logprob_S).to(DEVICE), self.places, self.rows, self.trees, self.kept, self.outcome_EF,
                decode_rows=self.decode_rows)
-        return parse(outcome_EF.cpu().numpy())
+        return parse(self.outcome_EF.cpu().numpy())
 
 
 def check_cycle(cycle: Cycle) -> tuple[int, int]:

@@ -76,9 +76,6 @@ def check_against_twin(logits_SV: np.ndarray, p: Parameters, found: sampling.Sam
         checked += 1
         assert tokens[s] == token, f"row {s}: token {tokens[s]}, twin {token}, distance {distance}"
         assert abs(logprobs[s] - exact[token]) < 1e-5 * max(1, abs(exact[token])), f"row {s}: log-prob"
-        if found.raw_logprob_S is not None:
-            raw = twin.log_softmax(logits)[token]
-            assert abs(found.raw_logprob_S[s].item() - raw) < 1e-5 * max(1, abs(raw)), f"row {s}: raw log-prob"
     return checked
 
 
@@ -87,7 +84,7 @@ def test_tokens_and_logprobs_are_the_twins(size):
     count = 8
     logits_SV, p = rows_of(size, count, size), Parameters(count, size)
     p.temperature[:] = [1, 0.7, 1.9, 0, 1, 0.05, 5, 1e-6]
-    found = p.sample(logits_SV, filtered=False, raw=True)
+    found = p.sample(logits_SV, filtered=False)
     assert check_against_twin(logits_SV, p, found) >= count - 1
 
 
@@ -149,13 +146,12 @@ def test_ties_go_to_the_lowest_ids():
 def test_broken_rows_report_nan_and_leave_the_others_alone(filtered):
     logits_SV, p = rows_of(1100, 6, 6), Parameters(6, 6)
     p.top_p[:] = 0.9 if filtered else 1
-    whole = p.sample(logits_SV, filtered=filtered, raw=True)
+    whole = p.sample(logits_SV, filtered=filtered)
     logits_SV[0, 1050], logits_SV[1, 3], logits_SV[2] = np.nan, np.inf, -np.inf
     logits_SV[3] = np.nan
-    found = p.sample(logits_SV, filtered=filtered, raw=True)
-    assert found.raw_logprob_S is not None and whole.raw_logprob_S is not None
+    found = p.sample(logits_SV, filtered=filtered)
     assert found.token_S[:4].tolist() == [0, 0, 0, 0]
-    assert found.logprob_S[:4].isnan().all() and found.raw_logprob_S[:4].isnan().all()
+    assert found.logprob_S[:4].isnan().all()
     assert found.token_S[4:].tolist() == whole.token_S[4:].tolist()
     assert_same_bits("logprob_S", found.logprob_S[4:], whole.logprob_S[4:])
 
@@ -166,14 +162,14 @@ def test_rows_find_their_sequence_and_dead_rows_give_no_token(filtered):
     p.top_k[:] = 20 if filtered else 0
     p.temperature[:] = np.linspace(0.5, 1.5, 9)
     rows = [7, -1, 2, 2, -1]
-    found = p.sample(logits_SV, rows, filtered=filtered, raw=True)
+    found = p.sample(logits_SV, rows, filtered=filtered)
     assert found.token_S[[1, 4]].tolist() == [-1, -1]
     assert found.logprob_S[[1, 4]].tolist() == [0, 0]
     for s in (0, 2, 3):
         one = Parameters(1)
         for name in ("seed", "position", "temperature", "top_k"):
             getattr(one, name)[0] = getattr(p, name)[rows[s]]
-        alone = one.sample(logits_SV[s : s + 1], filtered=filtered, raw=True)
+        alone = one.sample(logits_SV[s : s + 1], filtered=filtered)
         assert alone.token_S.item() == found.token_S[s].item()
         assert_same_bits("logprob_S", alone.logprob_S, found.logprob_S[s : s + 1])
 
@@ -211,13 +207,11 @@ def test_a_row_has_the_same_bits_alone_and_among_256(filtered):
     if filtered:
         p.top_p[::2], p.top_k[::4], p.min_p[::8] = 0.95, 50, 0.02
         p.top_p[1], p.top_k[3] = 0.9999, 5000
-    found = p.sample(logits_SV, filtered=filtered, raw=True)
+    found = p.sample(logits_SV, filtered=filtered)
     for s in (0, 1, 3, 4, 100, 255):
-        alone = p.sample(logits_SV[s : s + 1], [s], filtered=filtered, raw=True)
+        alone = p.sample(logits_SV[s : s + 1], [s], filtered=filtered)
         assert alone.token_S.item() == found.token_S[s].item()
         assert_same_bits("logprob_S", alone.logprob_S, found.logprob_S[s : s + 1])
-        assert alone.raw_logprob_S is not None and found.raw_logprob_S is not None
-        assert_same_bits("raw_logprob_S", alone.raw_logprob_S, found.raw_logprob_S[s : s + 1])
 
 
 @gpu
@@ -226,5 +220,5 @@ def test_a_large_vocabulary_is_sampled_as_the_twin_does(spread):
     cases = list(itertools.product([0, 0.05], [0, 50, 3000], [1, 0.95, 0.3]))
     logits_SV, p = rows_of(V_TARGET, len(cases), 11, spread), Parameters(len(cases), 11)
     p.min_p[:], p.top_k[:], p.top_p[:] = (np.array(column) for column in zip(*cases, strict=True))
-    checked = check_against_twin(logits_SV, p, p.sample(logits_SV, filtered=True, raw=True))
+    checked = check_against_twin(logits_SV, p, p.sample(logits_SV, filtered=True))
     assert checked >= (len(cases) * 0.8 if spread > 1 else 6)

@@ -230,9 +230,9 @@ def cuts(
     """(cut_S float32, last_S int32) of every sampled row; -inf and V where nothing is cut."""
     S, V = logits_SV.shape
     G = triton.cdiv(V, GROUP)
-    top_SG, mass_SG = logits_SV.new_empty((2, S, G)).unbind()
-    floor_S, top_S, total_S, temperature_S, cut_S = logits_SV.new_empty((5, S)).unbind()
-    listed_S, last_S = row_S.new_empty((2, S)).unbind()
+    top_SG, mass_SG = (logits_SV.new_empty(S, G) for _ in range(2))  # each by itself: aligned for any S, so compiled once
+    floor_S, top_S, total_S, temperature_S, cut_S = (logits_SV.new_empty(S) for _ in range(5))
+    listed_S, last_S = (row_S.new_empty(S) for _ in range(2))
     z_SL, token_SL = logits_SV.new_empty((S, CAPACITY)), row_S.new_empty((S, CAPACITY))
     parameters = (row_S, place_R, temperature_Q, top_k_Q, top_p_Q, min_p_Q)
     _measure_groups[(triton.cdiv(G, GROUPS), S)](

@@ -1,9 +1,10 @@
-"""Sampling on the GPU: logits to token and log-probs, the definitions of `tlt_kernels.cpu.sampling` in two launches.
+"""Sampling on the GPU: logits to token and log-prob, the definitions of `tlt_kernels.cpu.sampling` in two launches.
 
 The first cuts the vocabulary in blocks of fixed width, each with its best score, its maximum and its sum of exponentials; the second
 merges the blocks of a row in fixed order. A row's bits depend on its own logits and parameters only. Filters (`filters.cuts`) reach
 the first launch as one threshold per row, so a row without filters has the same bits whether its neighbours have some or not.
-A row with a NaN or without a finite maximum gets token 0 and NaN log-probs, a dead row token -1 and log-probs 0.
+A row with a NaN or without a finite maximum gets token 0 and a NaN log-prob, a dead row token -1 and log-prob 0. What else may be
+said of a token is in `report.py`.
 
 Legend: S sampled rows, V vocabulary, B blocks of the vocabulary, R rows of the extend, Q places.
 """
@@ -30,11 +31,10 @@ NONE = tl.constexpr(2**30)  # above every token
 class Sampled(NamedTuple):
     token_S: torch.Tensor  # int32
     logprob_S: torch.Tensor  # float32, under the processed distribution
-    raw_logprob_S: torch.Tensor | None  # float32, under the logits themselves at temperature 1
 
 
 @triton.jit
-def _quads(tile, N: tl.constexpr):
+def quads(tile, N: tl.constexpr):
     """Lanes 4 n, 4 n + 1, 4 n + 2 and 4 n + 3 of a tile of 4 N."""
     even, odd = tl.split(tl.reshape(tile, (N, 2, 2)))
     a, c = tl.split(even)
@@ -43,7 +43,7 @@ def _quads(tile, N: tl.constexpr):
 
 
 @triton.jit
-def _top(a, b, c, d):
+def top_of(a, b, c, d):
     return tl.max(tl.maximum(tl.maximum(a, b), tl.maximum(c, d)))
 
 
@@ -56,7 +56,7 @@ def _first(best, a, b, c, d, first, N: tl.constexpr):
 
 
 @triton.jit
-def _sum_of_exponentials(a, b, c, d, top):
+def sum_of_exponentials(a, b, c, d, top):
     shift = tl.where(top == -float("inf"), 0.0, top)
     return tl.sum((fast_exp(a - shift) + fast_exp(b - shift)) + (fast_exp(c - shift) + fast_exp(d - shift)))
 
@@ -87,7 +87,7 @@ def _best_noisy(a, b, c, d, seed, position, first, N: tl.constexpr):
     if (rest >= best - margin) & (rest > -float("inf")):
         score_a, score_b = a + gumbel_of_word(word_a), b + gumbel_of_word(word_b)
         score_c, score_d = c + gumbel_of_word(word_c), d + gumbel_of_word(word_d)
-        best = _top(score_a, score_b, score_c, score_d)
+        best = top_of(score_a, score_b, score_c, score_d)
         token = _first(best, score_a, score_b, score_c, score_d, first, N)
     return best, token
 
@@ -95,8 +95,8 @@ def _best_noisy(a, b, c, d, seed, position, first, N: tl.constexpr):
 @triton.jit
 def _sample_blocks(
     logits_SV, row_S, position_R, place_R, seed_Q, temperature_Q, cut_S, last_S,
-    score_SB, token_SB, z_SB, top_SB, sum_SB, raw_top_SB, raw_sum_SB,
-    V, B, FILTERED: tl.constexpr, RAW: tl.constexpr, BLOCK: tl.constexpr,
+    score_SB, token_SB, z_SB, top_SB, sum_SB,
+    V, B, FILTERED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     pdl_launch()
     block = tl.program_id(0)
@@ -118,8 +118,8 @@ def _sample_blocks(
     if FILTERED:
         cut, last = tl.load(cut_S + s), tl.load(last_S + s)
         z = tl.where((z < cut) | ((z == cut) & (tokens > last)), -float("inf"), z)
-    a, b, c, d = _quads(z, N)
-    top = _top(a, b, c, d)
+    a, b, c, d = quads(z, N)
+    top = top_of(a, b, c, d)
     noisy = temperature >= GREEDY_BELOW
     if FILTERED:
         noisy = noisy & (top > -float("inf"))  # nothing to compare in most blocks
@@ -133,28 +133,22 @@ def _sample_blocks(
     tl.store(token_SB + at, token)
     tl.store(z_SB + at, divided(tl.load(logits_SV + s * V + token), scale_of(temperature)))
     tl.store(top_SB + at, top)
-    tl.store(sum_SB + at, _sum_of_exponentials(a, b, c, d, top))
-    if RAW:
-        a, b, c, d = _quads(logits, N)
-        raw_top = _top(a, b, c, d)
-        tl.store(raw_top_SB + at, raw_top)
-        tl.store(raw_sum_SB + at, _sum_of_exponentials(a, b, c, d, raw_top))
+    tl.store(sum_SB + at, sum_of_exponentials(a, b, c, d, top))
 
 
 @triton.jit
-def _log_of_softmax(x, top_B, sum_B):
-    """x minus the logsumexp of the blocks; NaN if one is NaN or none is finite."""
+def normaliser(top_B, sum_B):
+    """(top, rest): (z - top) - rest is z minus the logsumexp of the blocks; NaN if one of them is NaN or none is finite."""
     top = tl.max(top_B)
     finite = (top > -float("inf")) & (top < float("inf"))
     total = tl.sum(sum_B * fast_exp(top_B - tl.where(finite, top, 0.0)))
     good = finite & (total >= 1.0)
-    return tl.where(good, (x - top) - log(tl.where(good, total, 1.0)), float("nan")), good
+    return top, tl.where(good, log(tl.where(good, total, 1.0)), float("nan"))
 
 
 @triton.jit
 def _merge_blocks(
-    logits_SV, row_S, score_SB, token_SB, z_SB, top_SB, sum_SB, raw_top_SB, raw_sum_SB,
-    token_S, logprob_S, raw_logprob_S, V, B, RAW: tl.constexpr, TILE: tl.constexpr,
+    row_S, score_SB, token_SB, z_SB, top_SB, sum_SB, token_S, logprob_S, B, TILE: tl.constexpr,
 ):  # fmt: skip
     pdl_launch()
     s = tl.program_id(0).to(tl.int64)
@@ -166,8 +160,6 @@ def _merge_blocks(
     if row < 0:
         tl.store(token_S + s, -1)
         tl.store(logprob_S + s, 0.0)
-        if RAW:
-            tl.store(raw_logprob_S + s, 0.0)
         return
     score_B = tl.load(score_SB + at, mask=inside, other=-float("inf"))
     token_B = tl.load(token_SB + at, mask=inside, other=0)
@@ -177,15 +169,9 @@ def _merge_blocks(
     best = tl.max(score_B)
     winner = tl.min(tl.where(score_B == best, blocks, B))
     token = tl.sum(tl.where(blocks == winner, token_B, 0))
-    logprob, good = _log_of_softmax(tl.sum(tl.where(blocks == winner, z_B, 0.0)), top_B, sum_B)
-    token = tl.where(good, token, 0)
-    tl.store(token_S + s, token)
-    tl.store(logprob_S + s, logprob)
-    if RAW:
-        raw_top_B = tl.load(raw_top_SB + at, mask=inside, other=-float("inf"))
-        raw_sum_B = tl.load(raw_sum_SB + at, mask=inside, other=0.0)
-        raw_logprob, _ = _log_of_softmax(tl.load(logits_SV + s * V + token), raw_top_B, raw_sum_B)
-        tl.store(raw_logprob_S + s, raw_logprob)
+    top, rest = normaliser(top_B, sum_B)
+    tl.store(token_S + s, tl.where(rest == rest, token, 0))
+    tl.store(logprob_S + s, (tl.sum(tl.where(blocks == winner, z_B, 0.0)) - top) - rest)
 
 
 def sample(
@@ -200,26 +186,23 @@ def sample(
     min_p_Q: torch.Tensor,  # float32
     *,
     filtered: bool,  # whether any row may have a filter
-    raw: bool = False,
 ) -> Sampled:
-    """The token of every sampled row and its log-probs."""
+    """The token of every sampled row and its log-prob."""
     S, V = logits_SV.shape
     B = triton.cdiv(V, BLOCK)
-    score_SB, z_SB, top_SB, sum_SB, raw_top_SB, raw_sum_SB = logits_SV.new_empty((6, S, B)).unbind()
+    score_SB, z_SB, top_SB, sum_SB = logits_SV.new_empty((4, S, B)).unbind()
     token_SB = row_S.new_empty((S, B))
     token_S, logprob_S = torch.empty_like(row_S), logits_SV.new_empty(S)
-    raw_logprob_S = logits_SV.new_empty(S) if raw else None
     filtered = filtered and V > 1  # filters leave the best token in any case
     cut_S, last_S = None, None
     if filtered:
         cut_S, last_S = cuts(logits_SV, row_S, place_R, temperature_Q, top_k_Q, top_p_Q, min_p_Q)
-    blocks = (score_SB, token_SB, z_SB, top_SB, sum_SB, raw_top_SB, raw_sum_SB)
+    blocks = (score_SB, token_SB, z_SB, top_SB, sum_SB)
     _sample_blocks[(B, S)](
         logits_SV, row_S, position_R, place_R, seed_Q, temperature_Q, cut_S, last_S, *blocks,
-        V, B, FILTERED=filtered, RAW=raw, BLOCK=BLOCK, num_warps=BLOCK_WARPS, **PDL,
+        V, B, FILTERED=filtered, BLOCK=BLOCK, num_warps=BLOCK_WARPS, **PDL,
     )  # fmt: skip
     _merge_blocks[(S,)](
-        logits_SV, row_S, *blocks, token_S, logprob_S, raw_logprob_S,
-        V, B, RAW=raw, TILE=triton.next_power_of_2(B), num_warps=MERGE_WARPS, **PDL,
-    )  # fmt: skip
-    return Sampled(token_S, logprob_S, raw_logprob_S)
+        row_S, *blocks, token_S, logprob_S, B, TILE=triton.next_power_of_2(B), num_warps=MERGE_WARPS, **PDL
+    )
+    return Sampled(token_S, logprob_S)
