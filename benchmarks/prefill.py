@@ -45,7 +45,8 @@ class Library(Fast):
     """Every product is cuBLAS's. There is no LM head, so nothing is asked for in float32."""
 
     @staticmethod
-    def linear(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None, *, out_dtype: torch.dtype | None = None) -> Tensor:
+    def linear(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None, *, out_dtype: torch.dtype | None = None,
+               out_MN: Tensor | None = None) -> Tensor:
         return functional.linear(x_MK, weight_NK, bias_N)
 
     @staticmethod

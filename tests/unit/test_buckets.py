@@ -28,6 +28,7 @@ from tlt_server.engine.gpu.buckets import (
     bucket,
     decode_rows,
     fitted,
+    sampled_rows,
 )
 from tlt_server.engine.gpu.drafts import DraftKey
 from tlt_server.engine.gpu.extend import ExtendKey
@@ -140,6 +141,15 @@ def test_prompt_rows_and_works_find_room_and_the_step_ends_with_the_grain(
     assert rows <= key.prompt_rows and works <= key.works <= 64
     assert (key.decode_rows + key.prompt_rows) % prompts.grain == 0
     assert shapes.keeps(key) or key.decode_rows + key.prompt_rows - prompts.grain < key.decode_rows + rows, "a grain too much"
+
+
+@given(st.integers(1, 600), STRATEGIES, st.data(), st.sampled_from(SHAPES))
+def test_logits_of_every_step_find_room(max_running: int, arm: Strategy, data: st.DataObject, prompts: PromptShape) -> None:
+    decoding = data.draw(st.integers(0, max_running))
+    works = data.draw(st.integers(0, max_running - decoding))
+    for strategy in (OFF, arm):
+        key = Shapes(max_running, LEAST_DEPTH, prompts).step(decoding, strategy, 4096 * bool(works), works).extend
+        assert key.decode_rows + key.works <= sampled_rows(max_running)
 
 
 def test_prompt_steps_of_any_size_within_the_capture_share_one_key() -> None:

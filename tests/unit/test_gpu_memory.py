@@ -156,7 +156,7 @@ def test_more_sequences_than_a_small_gpu_has_logits_for() -> None:
     total = 24 * GIB
     free = total - 2 * VALUES - GIB // 2
     message = refusal(settings(max_running=65536), free, total=total)
-    assert "beside 38.9 GiB for steps" in message and "nvidia-smi" not in message, "nothing else uses it"
+    assert "beside 75.7 GiB for steps" in message and "nvidia-smi" not in message, "nothing else uses it"
     most = int(offered(message, "max_running"))
     assert pages(settings(max_running=most), free, total=total) >= 2048
     with pytest.raises(StartupError):

@@ -59,9 +59,12 @@ def _multiply(kind: Kind, x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None
         gemm_portable.multiply(portable_tile(rows, x_MK.dtype), x_MK, weight_NK, bias_N, out_PMN, segment, kind is Kind.GATED)
 
 
-def linear(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None, *, out_dtype: torch.dtype | None = None) -> Tensor:
-    """x @ weight^T + bias, rounded once to `out_dtype` (x's by default; float32 for the LM head)."""
-    out_MN = torch.empty(len(x_MK), len(weight_NK), dtype=out_dtype or x_MK.dtype, device=x_MK.device)
+def linear(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None, *, out_dtype: torch.dtype | None = None,
+           out_MN: Tensor | None = None) -> Tensor:
+    """x @ weight^T + bias, rounded once to `out_dtype` (x's by default; float32 for the LM head), into `out_MN` where that is given."""
+    if out_MN is None:
+        out_MN = torch.empty(len(x_MK), len(weight_NK), dtype=out_dtype or x_MK.dtype, device=x_MK.device)
+    assert out_MN.shape == (len(x_MK), len(weight_NK)) and out_MN.is_contiguous()
     _multiply(kind_of_linear(len(weight_NK)), x_MK, weight_NK, bias_N, out_MN, x_MK.shape[1])
     return out_MN
 

@@ -19,7 +19,7 @@ from tlt_kernels.gpu import gemm
 from tlt_kernels.gpu.places import UploadLayout
 from tlt_kernels.gpu.tensors import PAGE_SIZE, Places
 from tlt_server.attention import GPU_BACKENDS
-from tlt_server.attention.backing import give_back
+from tlt_server.attention.backing import Backing, give_back
 from tlt_server.attention.gpu import GpuAttention
 from tlt_server.attention.rows import KVCache
 from tlt_server.engine.devices import Equipped, Memory, OnProgress, Quiet
@@ -30,6 +30,7 @@ from tlt_server.engine.gpu.buckets import (
     TREE_ROWS,
     PromptShape,
     Shapes,
+    sampled_rows,
 )
 from tlt_server.engine.gpu.drafts import DEVICE_DRAFTERS, DeviceDrafter, NetworkStorage
 from tlt_server.engine.gpu.graphs import GraphPool
@@ -71,6 +72,7 @@ class CudaDevice:
         self._runner: GpuRunner | None = None
         self._drafters: list[DeviceDrafter] = []
         self._cache: KVCache | None = None
+        self._logits: list[Backing] = []  # none before there is a runner
         self._plan: Plan | None = None
 
     @property
@@ -169,17 +171,22 @@ class CudaDevice:
             if self._page_hint_PH is not None:
                 self._page_hint_PH[pages[: len(hints)]] = hints.to(self.device)
 
+    @property
+    def _lent(self) -> list[KVCache | Backing]:
+        """What a sleep gives back beside graphs."""
+        return [*self._caches, *self._logits]
+
     def _free_pages(self) -> None:
         if self._runner is not None:
             self._runner.graphs.clear()  # they hold addresses; keys are recorded again as they are used
-        for cache in self._caches:
-            cache.free()
+        for part in self._lent:
+            part.free()
         give_back()
 
     def _reclaim_pages(self) -> None:
         try:
-            for cache in self._caches:
-                cache.reclaim()
+            for part in self._lent:
+                part.reclaim()
         except torch.OutOfMemoryError:
             self._free_pages()
             raise
@@ -225,7 +232,9 @@ class CudaDevice:
         places = Places.allocate(
             batch + 1, tokens, hidden=self._hidden, stops=STOPS, dtype=self._placement.dtype, device=self.device.type)
         upload_U = torch.zeros(layout.size, dtype=torch.int32, device=self.device)
-        return DeviceState(model, self._cache, self._slots, places, layout, upload_U, shapes.depth)
+        logits_SV = torch.empty(sampled_rows(batch), model.vocab_size, dtype=torch.float32, device=self.device)
+        self._logits = [Backing(logits_SV)]
+        return DeviceState(model, self._cache, self._slots, places, layout, upload_U, logits_SV, shapes.depth)
 
     @property
     def _hidden(self) -> int:

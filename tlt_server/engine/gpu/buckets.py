@@ -85,6 +85,11 @@ def decode_rows(batch: int, strategy: Strategy) -> int:
     return max(batch, min(batch * strategy.rows, MOST_VERIFIED))
 
 
+def sampled_rows(max_running: int) -> int:
+    """Rows of a step whose logits are computed, at most: decode rows, and one per prompt work."""
+    return max(MOST_VERIFIED, max_running) + max(PROMPT_WORKS, max_running)
+
+
 def draft_key(batch: int, strategy: Strategy) -> DraftKey:
     return DraftKey(strategy.drafter, batch, strategy.depth, strategy.width)
 

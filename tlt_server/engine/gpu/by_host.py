@@ -1,7 +1,10 @@
-"""Rare sampling features of a GPU step, done by the host: penalties, biases, masks, alternatives, raw and prompt log-probs.
+"""What the host does of a GPU step's sampling: penalties, biases and masks, which edit logits, and prompt log-probs.
 
-The rows' logits come up, the CPU sampler takes them as it does on a CPU, and its tokens go down before the walk. Such a request is
-never speculated on and never decodes ahead of the host, so its row is the root alone and all its state is known here.
+An edit follows from the text so far (counts over the vocabulary, tokens not allowed yet) or is a list of any length, none of which
+the device keeps. The rows' logits come up, the CPU sampler takes them as it does on a CPU, and its tokens go down before the walk.
+Such a request is never speculated on and never decodes ahead of the host, so its row is the root alone and all its state is known
+here; its raw log-probs and alternatives are the CPU sampler's, too. Prompt log-probs are of rows that no step samples, all of them
+once per request, so they have no place in a captured pass; the request's own tokens are the device's.
 
 Legend: S samples, V vocabulary, B batch bucket.
 """
@@ -40,14 +43,18 @@ class HostSampling:
 
 def sample_by_host(extend: Extend, hosted: Mapping[int, Work], prompts: Sequence[Work]) -> dict[int, HostSampling]:
     """Run the pass with the host's samples for the entries of `hosted`; waits for the device."""
-    forwarded, logits_SV = extend.forward()
-    sampled = extend.sample(logits_SV)
-    found = _sample(extend, logits_SV, sampled, hosted) if hosted else {}
+    forwarded = extend.forward()
+    scored: dict[int, list[TokenLogprobs | None]] = {}
     row = extend.key.decode_rows
     for w, work in enumerate(prompts):
         if work.sequence.request.sampling.prompt_logprobs is not None and work.sequence.output_len == 0:
-            found.setdefault(extend.key.batch + w, HostSampling()).prompt = _score(extend, forwarded, work, row)
+            scored[extend.key.batch + w] = _score(extend, forwarded, work, row)
         row += work.end - work.start
+    logits_SV = extend.logits(forwarded)
+    sampled = extend.sample(logits_SV)
+    found = _sample(extend, logits_SV, sampled, hosted) if hosted else {}
+    for entry, prompt in scored.items():
+        found.setdefault(entry, HostSampling()).prompt = prompt
     extend.finish(forwarded, sampled)
     return found
 
@@ -72,12 +79,14 @@ def _sample(extend: Extend, logits_SV: torch.Tensor, into: Sampled, hosted: Mapp
 
 
 def _score(extend: Extend, forwarded: Forward, work: Work, first_row: int) -> list[TokenLogprobs | None]:
-    """Log-probs of the prompt tokens behind the work's rows: row p gives those of position p + 1."""
+    """Log-probs of the prompt tokens behind the work's rows, row p gives those of position p + 1: in pieces that the step's logits,
+    not computed yet, leave room for."""
     sequence, count = work.sequence, work.sequence.request.sampling.prompt_logprobs
     assert count is not None
     found: list[TokenLogprobs | None] = [None] if work.start == 0 else []
-    rows = min(work.end, sequence.prompt_len - 1) - work.start
-    if rows > 0:
-        logits_RV = extend.state.model.logits(forwarded.hidden_RH[first_row : first_row + rows])
-        found += prompt_logprobs(logits_RV.cpu(), sequence.tokens[work.start + 1 : work.start + 1 + rows].tolist(), count)
+    room_SV, end = extend.state.logits_SV, min(work.end, sequence.prompt_len - 1)
+    for start in range(work.start, end, len(room_SV)):
+        rows, first = min(len(room_SV), end - start), first_row + start - work.start
+        logits_SV = extend.state.model.logits(forwarded.hidden_RH[first : first + rows], room_SV[:rows])
+        found += prompt_logprobs(logits_SV.cpu(), sequence.tokens[start + 1 : start + 1 + rows].tolist(), count)
     return found

@@ -3,7 +3,8 @@
 Plain decoding is the pass with one row per request; prompt rows ride behind. Where there are drafts rows are laid out before
 (`select`), because how many nodes there are to choose from depends on the draft; so an extend graph is shared by all depths.
 
-Legend: V decode rows, P prompt rows, R = V + P, W prompt works, S = V + W samples, B batch bucket, E = B + W entries, F fields.
+Legend: V decode rows, P prompt rows, R = V + P, W prompt works, S = V + W samples, B batch bucket, E = B + W entries, F fields,
+A entries that ask for a report, N tokens of an entry, K best tokens.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from tlt_kernels.gpu.accept import accept, commit_kv, fields
 from tlt_kernels.gpu.gather import gather
+from tlt_kernels.gpu.report import emitted, score
 from tlt_kernels.gpu.rows import layout_prefill, select_rows
 from tlt_kernels.gpu.sampling import Sampled, sample
 from tlt_kernels.gpu.tensors import Kept, Nodes, Rows, Trees
@@ -39,6 +41,14 @@ class ExtendKey(NamedTuple):
         return self.decode_rows == self.batch
 
 
+class Report(NamedTuple):
+    """Per entry that asked and token that it emitted."""
+
+    raw_logprob_AN: Tensor
+    token_ANK: Tensor  # best first; -1 behind the last one that filters keep
+    logprob_ANK: Tensor
+
+
 class Extend:
     """The pass of one key, with its buffers."""
 
@@ -58,12 +68,12 @@ class Extend:
                     scratch_start=state.slots.start, trash=state.slots.trash)
 
     def run(self) -> None:
-        """Nothing of the activations outlives it."""
-        forwarded, logits_SV = self.forward()
-        self.finish(forwarded, self.sample(logits_SV))
+        """Of the activations only the logits outlive it."""
+        forwarded = self.forward()
+        self.finish(forwarded, self.sample(self.logits(forwarded)))
 
-    def forward(self) -> tuple[Forward, Tensor]:
-        """The target over all rows, and the logits of the samples [S, V] fp32."""
+    def forward(self) -> Forward:
+        """The target over all rows."""
         state, key, rows = self.state, self.key, self.rows
         if key.plain:
             self.select(None)
@@ -71,14 +81,25 @@ class Extend:
             layout_prefill(*state.layout.works_W(state.upload_U, key.works), state.places, rows, self.trees, self.kept,
                            requests=key.batch, decode_rows=key.decode_rows, prefill_rows=key.prompt_rows, trash=state.slots.trash)
         self.attend.plan(rows, state.places.page_table_QP)
-        forwarded = state.model.forward(RowTensors(rows.token_R, rows.position_R, rows.slot_R), state.cache, self.attend)
-        hidden_SH = gather(forwarded.hidden_RH, self.trees.sample_row_S) if key.prompt_rows else forwarded.hidden_RH
-        return forwarded, state.model.logits(hidden_SH)
+        return state.model.forward(RowTensors(rows.token_R, rows.position_R, rows.slot_R), state.cache, self.attend)
+
+    def logits(self, forwarded: Forward) -> Tensor:
+        """Of the samples, [S, V] fp32, until the next pass runs."""
+        hidden_SH = gather(forwarded.hidden_RH, self.trees.sample_row_S) if self.key.prompt_rows else forwarded.hidden_RH
+        return self.state.model.logits(hidden_SH, self.state.logits_SV[: len(hidden_SH)])
 
     def sample(self, logits_SV: Tensor) -> Sampled:
         places = self.state.places
         return sample(logits_SV, self.trees.sample_row_S, self.rows.position_R, self.rows.place_R, places.seed_Q,
                       places.temperature_Q, places.top_k_Q, places.top_p_Q, places.min_p_Q, filtered=self.key.filtered)
+
+    def report(self, entry_A: Tensor, best: int) -> Report:
+        """More about the tokens that these entries emitted, once the pass has run and before the next one does."""
+        places, trees = self.state.places, self.trees
+        sample_AN, row_S, token_S = emitted(entry_A, self.outcome_EF, trees, self.kept)
+        scored = score(self.state.logits_SV[: len(row_S)], row_S, token_S, self.rows.place_R, places.temperature_Q, places.top_k_Q,
+                       places.top_p_Q, places.min_p_Q, filtered=self.key.filtered, best=best)
+        return Report(*(values_S[sample_AN] for values_S in scored))
 
     def finish(self, forwarded: Forward, sampled: Sampled) -> None:
         """Walk, truncate, append; keep the KV of what was accepted. Drafters take what they need of the rows' features."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from tlt_server.engine.gpu.buckets import MOST_VERIFIED
+from tlt_server.engine.gpu.buckets import sampled_rows
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.models.config import ModelConfig
 
@@ -63,7 +63,7 @@ class Plan(NamedTuple):
     @property
     def working(self) -> int:
         """The largest step."""
-        return self.settings.max_rows * self.needs.per_row + (MOST_VERIFIED + self.settings.max_running) * self.needs.per_logits
+        return self.settings.max_rows * self.needs.per_row + sampled_rows(self.settings.max_running) * self.needs.per_logits
 
     @property
     def room(self) -> int:

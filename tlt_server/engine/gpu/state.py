@@ -3,7 +3,7 @@
 Slots of both KV caches are numbered alike: [pages | verified draft rows | trash | the drafter's own tree rows], the last of which only
 the drafter's cache has. A row that does not count writes to the trash slot. Made by `devices/cuda.py`, read by everything that is captured.
 
-Legend: P pages, H hidden, U upload.
+Legend: P pages, H hidden, U upload, S sampled rows of a step at most, V vocabulary.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class DeviceState:
     places: Places
     layout: UploadLayout
     upload_U: Tensor
+    logits_SV: Tensor  # fp32, of the step that runs: what is said beside its tokens is read from them behind it
     depth: int  # longest draft path
 
     def place_B(self, batch: int) -> Tensor:

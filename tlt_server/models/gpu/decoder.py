@@ -70,9 +70,9 @@ class GpuDecoder:
             normed_RH = add_rms_norm(layer.mlp(normed_RH), residual_RH, next_norm_H, eps)
         return Forward(normed_RH, features_RF)
 
-    def logits(self, hidden_RH: Tensor) -> Tensor:
-        """[R, V] fp32, from `Forward.hidden_RH` or any of its rows."""
-        return self.placement.products.linear(hidden_RH, self.head_VH, out_dtype=torch.float32)
+    def logits(self, hidden_RH: Tensor, out_RV: Tensor | None = None) -> Tensor:
+        """[R, V] fp32, from `Forward.hidden_RH` or any of its rows; in `out_RV` where that is given."""
+        return self.placement.products.linear(hidden_RH, self.head_VH, out_dtype=torch.float32, out_MN=out_RV)
 
     def parameters(self) -> dict[str, Tensor]:
         """Hugging Face name -> view [out, in] of the live storage. A tied `lm_head.weight` is not listed."""
