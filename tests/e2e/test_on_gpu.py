@@ -74,6 +74,17 @@ def test_speculation_changes_neither_a_token_nor_a_logprob(client: Client, plain
         assert sum(result.choices[0].sd.accepted for result in reply.results) > 0
 
 
+def test_alternatives_change_neither_a_token_nor_a_logprob_and_are_speculated_on(client: Client, plain: list[Any]) -> None:
+    client.set_strategy("fixed", "eagle:7x4x16")
+    reply = client.generate(batch(16, n=1), sampling={"max_tokens": 150, "logprobs": 2, "raw_logprobs": True})
+    assert sum(result.choices[0].sd.accepted for result in reply.results) > 0
+    for result, [before] in zip(reply.results, plain, strict=True):
+        [choice] = result.choices
+        assert (choice.token_ids, choice.logprobs) == before[1:3]
+        assert choice.raw_logprobs is not None and choice.top_logprobs is not None
+        assert len(choice.raw_logprobs) == len(choice.top_logprobs) == len(choice.token_ids)
+
+
 def test_a_stream_gives_what_the_whole_reply_gave(client: Client, plain: list[Any]) -> None:
     client.set_strategy("fixed", "eagle:7x4x16")
     parts: list[list[int]] = []

@@ -10,7 +10,7 @@ import numpy as np
 from tests.engine.pushing import Pushable, perturbed
 from tests.engine.tiny import SMALLEST, write_eagle, write_target
 from tlt_server.engine.settings import EngineSettings
-from tlt_server.records import GenerateRequest, Sampling, SetPolicy, Strategy
+from tlt_server.records import GenerateRequest, Sampling, SetPolicy, StepOutput, Strategy, TokenLogprobs
 
 PAGE = 16
 # Between two backends every logit differs in its last bits, a log-prob by less than 1e-5 with these weights, and the noise in a few
@@ -62,3 +62,24 @@ def assert_agree(gpu: Pushable, cpu: Pushable, ids: list[str]) -> None:
         assert gpu.tokens(id) == cpu.tokens(id), id
         assert (found[-1].finish_reason, found[-1].stop_reason) == (expected[-1].finish_reason, expected[-1].stop_reason), id
         np.testing.assert_allclose(gpu.logprobs(id), cpu.logprobs(id), atol=LOGPROB_TOLERANCE, err_msg=id)
+
+
+def joined(outputs: list[StepOutput], field: str) -> list:
+    return [value for output in outputs for value in getattr(output, field) or []]
+
+
+def assert_reports_agree(gpu: Pushable, cpu: Pushable, id: str) -> None:
+    """Raw log-probs and alternatives of the same tokens."""
+    found, expected = (joined(engine.said[id], "raw_logprobs") for engine in (gpu, cpu))
+    np.testing.assert_allclose(found, expected, atol=LOGPROB_TOLERANCE, err_msg=id)
+    found, expected = (joined(engine.said[id], "top_logprobs") for engine in (gpu, cpu))
+    assert_alternatives_agree(found, expected)
+
+
+def assert_alternatives_agree(found: list[TokenLogprobs | None], expected: list[TokenLogprobs | None]) -> None:
+    assert len(found) == len(expected)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert (mine is None) == (theirs is None)
+        if mine is not None and theirs is not None:
+            assert mine.token_ids == theirs.token_ids
+            np.testing.assert_allclose(mine.logprobs, theirs.logprobs, atol=LOGPROB_TOLERANCE)

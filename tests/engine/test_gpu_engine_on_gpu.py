@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from safetensors.torch import load_file, save_file
 from tests.engine.pushing import Pushable
 from tests.unit.test_distribution import P_LOWEST, p_value
 from tlt_server.demo.workload import DRAFTER, TARGET, problems_as_requests
+from tlt_server.engine.gpu import runner
+from tlt_server.engine.gpu.extend import Extend
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import StartupError
 from tlt_server.models.gpu.products import FEW_ROWS
@@ -95,6 +98,39 @@ def test_speculation_changes_no_bit(arm: str, batch: int, engine: Pushable, plai
     assert_same(bits(engine, requests()[:batch] if batch > 1 else requests()[5:6], policy, strategy), plain)
     if policy == "fixed":
         assert sum(o.accepted for outputs in engine.said.values() for o in outputs) > 0
+
+
+@pytest.mark.parametrize("arm", ["off", "eagle 7 4 16", "history 12 2 16"])
+def test_asking_for_reports_changes_no_bit_and_every_step_stays_a_captured_one(
+        arm: str, engine: Pushable, plain: Bits, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter, *numbers = arm.split()
+    strategy = Strategy(drafter, *map(int, numbers)) if numbers else None
+    asked = [msgspec.structs.replace(r, sampling=msgspec.structs.replace(r.sampling, logprobs=(0, 1, 20)[i % 3], raw_logprobs=i % 2 > 0))
+             for i, r in enumerate(requests())]
+    launched: Counter[object] = Counter()
+    sound = Extend.run
+    monkeypatch.setattr(Extend, "run", lambda extend: launched.update([extend.key]) or sound(extend))
+    monkeypatch.setattr(runner, "sample_by_host", lambda *given: pytest.fail("the host sampled"))
+    found = bits(engine, asked, "fixed" if strategy else "off", strategy)
+    assert_same(found, plain)
+    assert max(launched.values(), default=0) <= 2, "once to run and once to record; then it is replayed"
+    assert strategy is None or sum(o.accepted for r in asked if r.sampling.logprobs for o in engine.said[r.id]) > 0
+    for r in asked:
+        tokens, logprobs = found[r.id][0], np.frombuffer(found[r.id][1], np.float32)
+        raw = [x for output in engine.said[r.id] for x in output.raw_logprobs or []]
+        top = [x for output in engine.said[r.id] for x in output.top_logprobs or []]
+        assert len(raw) == len(tokens) * r.sampling.raw_logprobs and len(top) == len(tokens) * (r.sampling.logprobs > 0)
+        filtered = r.sampling.temperature != 0 and (r.sampling.top_k or r.sampling.top_p < 1 or r.sampling.min_p)
+        if raw and r.sampling.temperature in (0.0, 1.0) and not filtered:
+            np.testing.assert_allclose(raw, logprobs, atol=1e-5, err_msg=r.id)
+        for token, logprob, best in zip(tokens, logprobs, top, strict=False):
+            among = dict(zip(best.token_ids, best.logprobs, strict=True))
+            assert len(among) <= r.sampling.logprobs and best.logprobs == sorted(best.logprobs, reverse=True)
+            assert filtered or len(among) == r.sampling.logprobs
+            if token in among:
+                assert abs(among[token] - logprob) < 1e-5
+            else:
+                assert len(among) == r.sampling.logprobs and logprob <= best.logprobs[-1] + 1e-5
 
 
 def test_batch_and_chunks_change_no_bit(engine: Pushable, plain: Bits) -> None:

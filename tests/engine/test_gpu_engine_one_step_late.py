@@ -5,14 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import msgspec
-import numpy as np
 import pytest
+import torch
 
 from tests.engine.fast_interpreter import patched_once
-from tests.engine.gpu_engine import LOGPROB_TOLERANCE, assert_agree, bits, checkpoints, drafting, on_cpu, request
+from tests.engine.gpu_engine import (
+    assert_agree,
+    assert_alternatives_agree,
+    assert_reports_agree,
+    bits,
+    checkpoints,
+    drafting,
+    joined,
+    on_cpu,
+    request,
+)
 from tests.engine.pushing import Pushable
 from tlt_server.engine.settings import EngineSettings
-from tlt_server.records import Abort, StepOutput, TokenLogprobs
+from tlt_server.records import Abort
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +67,7 @@ def by_host() -> list:
     return [
         request(0, 6, max_tokens=7),
         request(1, 4, temperature=0.7, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2),
-        request(2, 5, max_tokens=5, logprobs=3, raw_logprobs=True),
+        request(2, 5, max_tokens=5, logprobs=3, raw_logprobs=True, top_k=9, frequency_penalty=0.3),
         request(3, 9, max_tokens=4, prompt_logprobs=2),
         request(4, 4, max_tokens=5, ignore_eos=False, stop_token_ids=list(range(56)), min_tokens=3, logit_bias={40: 1.5, 3: -60.0}),
         request(5, 8, max_tokens=0, prompt_logprobs=1),
@@ -83,28 +93,34 @@ def test_requests_sampled_by_the_host_agree_beside_ordinary_ones(engine: Pushabl
     assert engine.said["r4"][-1].finish_reason == "stop" and len(engine.tokens("r4")) >= 3
 
 
-def joined(outputs: list[StepOutput], field: str) -> list:
-    return [value for output in outputs for value in getattr(output, field) or []]
-
-
-def assert_alternatives_agree(found: list[TokenLogprobs | None], expected: list[TokenLogprobs | None]) -> None:
-    assert len(found) == len(expected) > 0
-    for mine, theirs in zip(found, expected, strict=True):
-        assert (mine is None) == (theirs is None)
-        if mine is not None and theirs is not None:
-            assert mine.token_ids == theirs.token_ids
-            np.testing.assert_allclose(mine.logprobs, theirs.logprobs, atol=LOGPROB_TOLERANCE)
-
-
-def test_alternatives_and_raw_logprobs_agree(engine: Pushable, twin: Pushable) -> None:
-    found, expected = engine.said["r2"], twin.said["r2"]
-    np.testing.assert_allclose(joined(found, "raw_logprobs"), joined(expected, "raw_logprobs"), atol=LOGPROB_TOLERANCE)
-    assert_alternatives_agree(joined(found, "top_logprobs"), joined(expected, "top_logprobs"))
+def test_alternatives_and_raw_logprobs_of_an_edited_distribution_agree(engine: Pushable, twin: Pushable) -> None:
+    assert_reports_agree(engine, twin, "r2")
 
 
 @pytest.mark.parametrize("id", ["r3", "r5"], ids=["read in pieces", "scored only"])
 def test_prompt_logprobs_agree(id: str, engine: Pushable, twin: Pushable) -> None:
     assert_alternatives_agree(joined(engine.said[id], "prompt_logprobs"), joined(twin.said[id], "prompt_logprobs"))
+
+
+def test_prompts_are_scored_in_pieces_that_the_steps_logits_have_room_for(settings: EngineSettings, twin: Pushable) -> None:
+    engine, rows = Pushable(settings), []
+    state = engine.engine.runner.state
+    state.logits_SV = state.logits_SV[:5]
+    sound = state.model.logits
+
+    def logits(hidden_RH: torch.Tensor, out_RV: torch.Tensor) -> torch.Tensor:
+        assert out_RV.data_ptr() == state.logits_SV.data_ptr(), "there is room for no other"
+        rows.append(len(hidden_RH))
+        return sound(hidden_RH, out_RV)
+
+    state.model.logits = logits
+    try:
+        engine.run(by_host()[3])
+    finally:
+        del state.model.logits
+    assert rows[:2] == [5, 3] and max(rows) == 5, "of nine rows eight are scored, before the samples of the step"
+    assert_agree(engine, twin, ["r3"])
+    assert_alternatives_agree(joined(engine.said["r3"], "prompt_logprobs"), joined(twin.said["r3"], "prompt_logprobs"))
 
 
 def test_an_ordinary_request_has_the_bits_it_has_alone(engine: Pushable, settings: EngineSettings) -> None:

@@ -83,8 +83,13 @@ class Sequence:
 
     @property
     def by_host(self) -> bool:
-        """Its sampling needs what only the host computes, so no step of it may be planned before the last one is known."""
-        return self.state.edits or self.state.raw or self.state.alternatives > 0
+        """Its logits are edited by its text, which only the host does, so no step of it may be planned before the last one is known."""
+        return self.state.edits
+
+    @property
+    def reports(self) -> bool:
+        """More is said of its tokens than their log-probs."""
+        return self.state.raw or self.state.alternatives > 0
 
     @property
     def has_begun(self) -> bool:

@@ -2,7 +2,8 @@
 
 `launch` costs the host one upload and a few graph launches and never waits for the step it launches; `collect` takes in the step
 before. Lengths, positions and whether a sequence has ended are known to the device first, so a step can follow one whose outcome the
-host has not seen. A request with rare features is sampled by the host (`by_host.py`), in a step of its own time.
+host has not seen. Where the host has to edit logits it samples itself (`by_host.py`), in a step of its own time; what is only said
+about tokens is computed behind the step (`reports.py`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from tlt_server.engine.gpu.by_host import HostSampling, sample_by_host
 from tlt_server.engine.gpu.drafts import DeviceDrafter, DraftKey, DraftPass
 from tlt_server.engine.gpu.extend import Extend, ExtendKey
 from tlt_server.engine.gpu.graphs import GraphPool
+from tlt_server.engine.gpu.reports import Reporter, Reports
 from tlt_server.engine.gpu.ring import PinnedRing, Slot
 from tlt_server.engine.gpu.state import DeviceState
 from tlt_server.engine.runner import NOT_FINITE, Finished
@@ -42,6 +44,7 @@ class Flight(NamedTuple):
     decoding: list[Work]
     prompts: list[Work]
     outcome: Slot
+    reports: Reports | None
     by_host: dict[int, HostSampling]  # entry -> what the host found beside the token
 
 
@@ -62,6 +65,7 @@ class GpuRunner:
         self._uploads = PinnedRing(RING, state.layout.size, pinned=pinned)
         entries = shapes.max_running + state.layout.works
         self._outcomes = PinnedRing(RING, entries * fields(state.depth), pinned=pinned)
+        self._reporter = Reporter(PinnedRing(RING, entries, pinned=pinned), state.upload_U.device)
         self._held: dict[int, Held] = {}
         self._flights: deque[Flight] = deque()
         self._extends: dict[ExtendKey, Extend] = {}
@@ -92,6 +96,8 @@ class GpuRunner:
         width = fields(self.state.depth)
         outcome = parse(flight.outcome.array[: entries * width].reshape(entries, width))
         of_work = self._entries(flight.decoding, flight.prompts, flight.key.batch)
+        if flight.reports:
+            flight = flight._replace(reports=self._reporter.read(flight.reports))
         emissions = {id(work): self._emission(outcome, e, work, flight) for e, work in of_work}
         verified = int(outcome.verified_E[: len(flight.decoding)].sum())
         cycle = Cycle(
@@ -116,6 +122,8 @@ class GpuRunner:
                 else:
                     self.graphs.run(key, self._work(self._draft(key)), keep=True)
                 on_key(done + 1, len(keys))
+            for filtered in (False, True):
+                self._reporter.rehearse(self._extend(ExtendKey(1, 1, filtered=filtered)))
 
     # -- launching -----------------------------------------------------------------------------------------------
 
@@ -135,7 +143,8 @@ class GpuRunner:
             drafted = self._draft(name)
             self.graphs.run(name, self._work(drafted), keep=True)
             extend.select(drafted.nodes)
-        hosted = {e: work for e, work in self._entries(decoding, prompts, key.batch) if work.sequence.by_host and work.samples}
+        entries = self._entries(decoding, prompts, key.batch)
+        hosted = {e: work for e, work in entries if work.sequence.by_host and work.samples}
         by_host: dict[int, HostSampling] = {}
         if hosted or any(work.sequence.request.sampling.prompt_logprobs is not None for work in prompts):
             self._take_over()
@@ -146,8 +155,9 @@ class GpuRunner:
             self._drafters[strategy.drafter].observe(extend.trees, extend.kept, drafted.nodes, extend.rows, key.decode_rows)
         outcome = self._outcomes.take()
         outcome.tensor[: extend.outcome_EF.numel()].copy_(extend.outcome_EF.view(-1), non_blocking=True)
+        reports = self._reporter.launch(extend, entries)
         outcome.mark()
-        self._flights.append(Flight(batch, strategy, key, decoding, prompts, outcome, by_host))
+        self._flights.append(Flight(batch, strategy, key, decoding, prompts, outcome, reports, by_host))
 
     @staticmethod
     def _entries(decoding: list[Work], prompts: list[Work], size: int) -> list[tuple[int, Work]]:
@@ -242,6 +252,8 @@ class GpuRunner:
             count = int(outcome.count_E[entry])
             emission = Emission(tokens=outcome.token_EA[entry, :count].tolist(), logprobs=outcome.logprob_EA[entry, :count].tolist(),
                                 drafted=int(outcome.verified_E[entry]))
+            if flight.reports:
+                flight.reports.add_to(emission, entry, work)
         if entry in flight.by_host:
             flight.by_host[entry].add_to(emission)
         return emission
