@@ -99,7 +99,7 @@ class Settings:
     tls_client_ca: Annotated[Path | None, Doc("PEM file", "Clients must show a certificate that one of these has signed.")] = None
 
     # limits of one request
-    max_batch_items: Annotated[int, Doc("items", "Items in one request.", 1, 2**20)] = 4096
+    max_batch_items: Annotated[int, Doc("items", "Items in one request.", 1, 2**16)] = 4096
     max_n: Annotated[int, Doc("choices", "Choices of one item.", 1, 65536)] = 256
     max_prompt_tokens: Annotated[int | Auto, Doc("tokens", "Longest prompt; auto is max_model_len - 1.", 1, 2**24)] = "auto"
     max_output_tokens: Annotated[int | Auto, Doc("tokens", "Longest output of a choice; auto is max_model_len - 1.", 1, 2**24)] = "auto"

@@ -17,12 +17,12 @@ from tlt_server.errors import InvalidRequest
 
 PIECE_BYTES = 2**18
 DEPTH = 4  # of what is cut: body, list of items, item, list of token ids
-MOST_FIELDS = 2**16  # of a large object: no field is of use that has so many beside it
-Cut = TypeVar("Cut")
+MOST = 2**16  # fields of a large object, members of a large list but of numbers: as many items as a request may have, at the most
+Cut = TypeVar("Cut", dict[str, Raw], list[Raw])
 
 
 async def decoded(body: bytes) -> Any:
-    """`ValueError` when it is not JSON, `InvalidRequest` when an object has too many fields."""
+    """`ValueError` when it is not JSON, `InvalidRequest` when an object has too many fields or a list too many members."""
     if len(body) <= PIECE_BYTES:
         return from_json(body, allow_inf_nan=False)
     content = await _Decoding().value(body, DEPTH)
@@ -40,9 +40,6 @@ class _Decoding:
         data = data.strip()
         if data[:1] == b"{":
             fields = _cut(data, dict[str, Raw])
-            if len(fields) > MOST_FIELDS:
-                raise InvalidRequest(f"an object in the body has {len(fields)} fields; the limit is {MOST_FIELDS}: leave out what is not "
-                                     "asked for")
             await asyncio.sleep(0)
             return {name: await self.value(bytes(field), depth - 1) for name, field in fields.items()}
         if data[:1] == b"[" and data[1:256].lstrip()[:1] in (b"{", b"[", b'"'):  # not where numbers stand
@@ -61,6 +58,10 @@ class _Decoding:
 
 def _cut(data: bytes, kind: type[Cut]) -> Cut:
     try:
-        return msgspec.json.decode(data, type=kind)
+        members = msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise ValueError(str(error)) from None
+    if len(members) > MOST:
+        what = "an object in the body has {} fields" if kind == dict[str, Raw] else "a list in the body has {} members"
+        raise InvalidRequest(f"{what.format(len(members))}; the limit is {MOST}: leave out what is not asked for, or send several requests")
+    return members
