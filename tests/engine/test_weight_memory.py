@@ -56,7 +56,7 @@ if spool:
 receive = {"disk": lambda m: DiskReceiver(m, Intake(root=root)), "http": lambda m: HttpReceiver(m, Intake(uploads=root))}[channel]
 place = Storage("auto", lambda: Free(2**40, 0, 0), torch.device("cpu"), None)
 staging = Staging(Parts(Target("old", Network(), {})),
-                  Steps(lambda phase: None, spool.keep if spool else None, lambda data, where: None, place.at))
+                  Steps(lambda phase: None, spool.keep if spool else None, lambda data, where: None, place.make))
 before = memory("VmRSS")
 Path("/proc/self/clear_refs").write_text("5")
 parts = staging.take(manifest, receive)
