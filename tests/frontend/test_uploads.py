@@ -153,3 +153,14 @@ def test_a_push_that_spoils_the_weights_in_use_stops_the_serving_until_the_next_
     put(client, b"abc", total=3)
     assert client.push_weights("v1", channel="http", tensors=TENSORS)["state"] == "committed"
     assert client.is_ready() and "tlt_weights_quarantined 0.0" in client.metrics()
+
+
+def test_an_upload_that_cannot_begin_takes_no_place(client: Client, server: LiveServer) -> None:
+    assert server.config.state_dir is not None
+    directory = server.config.state_dir / "uploads"
+    directory.rmdir()
+    for count in range(3):  # more than max_uploads
+        refused(lambda version=f"v{count}": put(client, b"1", version=version), "cannot be written below the state directory",  # type: ignore[misc]
+                status=507)
+    directory.mkdir()
+    assert put(client, b"12", version="v0") == 2

@@ -100,8 +100,12 @@ class Uploads:
                 raise StorageFailed(f"version {version!r} has {len(upload.parts)} parts, the limit is {config.max_upload_parts} "
                                     "(max_upload_parts); send larger ones")
         if upload is None:
-            upload = self._uploads[version] = _Upload(self._directory / hashlib.sha256(version.encode()).hexdigest()[:32])
-            upload.directory.mkdir(mode=0o700)
+            upload = _Upload(self._directory / hashlib.sha256(version.encode()).hexdigest()[:32])
+            try:
+                upload.directory.mkdir(mode=0o700)
+            except OSError as error:
+                raise _not_kept(part, error) from None
+            self._uploads[version] = upload
             self._expire_later(version, upload)
         upload.parts.setdefault(part, _Part(total))
         upload.touched_s = asyncio.get_running_loop().time()
@@ -111,7 +115,7 @@ class Uploads:
         try:
             await asyncio.to_thread(self._put, upload, name, start, data)
         except OSError as error:
-            raise StorageFailed(f"part {name!r} cannot be written below the state directory ({error}); make room and send it on") from None
+            raise _not_kept(name, error) from None
         upload.touched_s = asyncio.get_running_loop().time()
 
     def _put(self, upload: _Upload, name: str, start: int, data: bytes) -> None:
@@ -181,6 +185,10 @@ class Uploads:
                 loop.call_later(max(left_s, 1.0), look)
 
         loop.call_later(ttl_s, look)
+
+
+def _not_kept(part: str, error: OSError) -> StorageFailed:
+    return StorageFailed(f"part {part!r} cannot be written below the state directory ({error}); make room and send it on")
 
 
 def span(content_range: str, length: int | None) -> tuple[int, int]:
