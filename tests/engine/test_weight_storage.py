@@ -24,6 +24,7 @@ from tlt_server.engine.devices.cpu import CpuDevice
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import PushFailed
 from tlt_server.records import GenerateRequest, Sampling, Sleep, WakeUp
+from tlt_server.weights import storage
 from tlt_server.weights.storage import Free, Storage, choose
 
 MIB = 2**20
@@ -80,6 +81,25 @@ def test_a_receivers_buffers_are_kept_free(device: str, buffers: Buffers, place:
     storage = Storage("auto", lambda: Free(10 * MIB, 20 * MIB, 30 * MIB), torch.device(device), tmp_path)
     storage.make(10 * MIB, Buffers(*(MIB * n for n in buffers)), lambda: torch.empty(3))
     assert storage.place == place
+
+
+V1 = ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file")
+V2 = ("memory.max", "memory.current", "inactive_file")
+
+
+@pytest.mark.parametrize("files, limit, used, cached, left", [
+    (V2, "max", 22, 1, 100), (V2, f"{24 * MIB}", 22, 0, 2), (V2, f"{24 * MIB}", 22, 5, 7), (V2, f"{24 * MIB}", 25, 0, 0),
+    (V1, f"{2**63 - 4096}", 22, 1, 100), (V1, f"{24 * MIB}", 22, 5, 7)])
+def test_what_the_control_group_uses_is_not_available(files: tuple[str, str, str], limit: str, used: int, cached: int, left: int,
+                                                      monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "meminfo").write_text(f"MemTotal: {200 * 1024} kB\nMemAvailable: {100 * 1024} kB\n")
+    (tmp_path / files[0]).write_text(f"{limit}\n")
+    (tmp_path / files[1]).write_text(f"{used * MIB}\n")
+    (tmp_path / files[1]).with_name("memory.stat").write_text(f"anon 3\n{files[2]} {cached * MIB}\n")
+    monkeypatch.setattr(storage, "MEMORY", tmp_path / "meminfo")
+    monkeypatch.setattr(storage, "CONTROL_GROUP", tmp_path)
+    assert storage.host_memory() == (left * MIB, (200 if left == 100 else 24) * MIB)
 
 
 NO_ROOM = [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("CUDA error: out of memory"), MemoryError(),

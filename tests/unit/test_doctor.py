@@ -315,10 +315,11 @@ def test_numerics(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_memory(available: int, total: int, status: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "meminfo").write_text(f"MemTotal: {total * 1024} kB\nMemAvailable: {available * 1024} kB\n")
     monkeypatch.setattr(storage, "MEMORY", tmp_path / "meminfo")
-    monkeypatch.setattr(storage, "MEMORY_LIMIT", tmp_path / "memory.max")
+    monkeypatch.setattr(storage, "CONTROL_GROUP", tmp_path)
     finding = found(model.memory, configured(weight_root=tmp_path))
     assert finding.status == status and "3 x 0.02 GiB" in finding.found
-    (tmp_path / "memory.max").write_text(f"{300 * 2**20}\n")
+    for name, value in {"max": f"{300 * 2**20}", "current": "0", "stat": "anon 0\ninactive_file 0"}.items():
+        (tmp_path / f"memory.{name}").write_text(f"{value}\n")
     expect(found(model.memory, configured(weight_root=tmp_path)), "fail", "in all", "--kv-memory-mb")
 
 

@@ -28,7 +28,10 @@ from tlt_server.errors import PushFailed
 Model = TypeVar("Model")
 Place = Literal["device", "host", "disk"]
 Asked = Literal["auto", "device", "host", "disk", "none"]
-MEMORY, MEMORY_LIMIT = Path("/proc/meminfo"), Path("/sys/fs/cgroup/memory.max")
+MEMORY, CONTROL_GROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+LIMITS = {  # file -> of what is used, and the count in memory.stat of what of it is read from files and can be dropped
+    "memory.max": ("memory.current", "inactive_file"),
+    "memory/memory.limit_in_bytes": ("memory/memory.usage_in_bytes", "total_inactive_file")}  # of version 1
 PLACES: tuple[Place, ...] = ("device", "host", "disk")
 REMEDY = ("make room, name a --state-dir on a larger disk, or start the server with --weight-staging none, which writes over the weights "
           "in use")
@@ -50,10 +53,16 @@ class HostMemory(NamedTuple):
 
 
 def host_memory() -> HostMemory:
+    """The lesser of what the machine has and what its control group may still take."""
     lines = dict(line.split(":") for line in MEMORY.read_text().splitlines())
     available, total = (int(lines[name].split()[0]) * 1024 for name in ("MemAvailable", "MemTotal"))
-    limit = MEMORY_LIMIT.read_text().strip() if MEMORY_LIMIT.exists() else "max"
-    return HostMemory(available, total) if limit == "max" else HostMemory(min(available, int(limit)), min(total, int(limit)))
+    for file, (usage, cache) in LIMITS.items():
+        limit = (CONTROL_GROUP / file).read_text().strip() if (CONTROL_GROUP / file).exists() else "max"
+        if limit != "max":
+            counts = dict(line.split() for line in (CONTROL_GROUP / usage).with_name("memory.stat").read_text().splitlines())
+            used = int((CONTROL_GROUP / usage).read_text()) - int(counts[cache])
+            available, total = min(available, max(0, int(limit) - used)), min(total, int(limit))
+    return HostMemory(available, total)
 
 
 def disk_free(directory: str) -> int:
@@ -110,10 +119,8 @@ class Storage:
     def _beside(self, buffers: Buffers) -> Free:
         """What is free beside them."""
         free = self._free()
-        if self._device.type == "cpu":
-            both = max(buffers)
-            return Free(free.device - both, free.host - both, free.disk)
-        return Free(free.device - buffers.device, free.host - buffers.host, free.disk)
+        taken = Buffers(max(buffers), max(buffers)) if self._device.type == "cpu" else buffers
+        return Free(max(0, free.device - taken.device), max(0, free.host - taken.host), free.disk)
 
     def _mode(self, place: Place) -> Any:
         if place == "disk":
