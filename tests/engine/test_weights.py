@@ -459,6 +459,16 @@ def test_a_lost_drafter_is_named(kept: EngineSettings, root: Path) -> None:
     assert list(again.info.lost) == ["drafter"] and (again.info.weight_version, again.info.drafter_version) == ("both", "initial")
 
 
+def test_the_name_of_what_is_live_stays_its_own_however_many_versions_of_the_other_role_come(
+        engine: Pushable, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tlt_server.weights.names.REMEMBERED", 2)
+    assert engine.push(root / "new-drafter", "d", role="drafter").result == "committed"
+    for version in ("1", "2", "3"):
+        assert engine.push(root / ("new" if version != "2" else "base"), version).result == "committed"
+    other = engine.push(root / "drafter", "d", role="drafter")
+    assert other.result == "conflict" and "version 'd' of the drafter was pushed before with other content" in other.error[1]  # type: ignore[index]
+
+
 # -- what a manifest may say
 
 

@@ -210,7 +210,7 @@ class Transaction:
         push, spool = self.push, self._options.spool
         assert push is not None and push.parts is not None
         parts = push.parts.named(version)
-        self._names.check(parts)
+        self._names.check(parts, self.live, self.previous)
         if spool is not None:
             try:
                 spool.prepare(parts, parts.over(self.live))
@@ -231,7 +231,7 @@ class Transaction:
         if spool is not None:
             self.live = self.live.complete()
         renamed = self.live.only(["target"]).named(version)
-        self._names.check(renamed)
+        self._names.check(renamed, self.live, self.previous)
         if spool is not None:
             try:
                 spool.prepare(Parts(), renamed.over(self.live))
@@ -297,7 +297,7 @@ class Transaction:
             push.error = PushFailed("the staging thread ended without a result; nothing has changed: push again")
         elif push.error is None and push.parts is not None:
             try:
-                self._names.check(push.parts)
+                self._names.check(push.parts, self.live, self.previous)
             except Conflict as error:
                 push.error = error
             live = self.live.by_role
