@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -178,6 +179,48 @@ def test_tensors_that_do_not_fit(name: str, bench: Bench) -> None:
     report = bench.engine.push(directory, "v")
     assert report.result == "weights_refused"
     bench.check(report)
+
+
+LARGE = 2**31  # bytes that are declared and, in a file with holes, cost nobody anything
+
+
+def declare(directory: Path, name: str) -> None:
+    """The one file anew, with a tensor of many zeros."""
+    with open(directory / FILE, "rb") as file:
+        header = json.loads(file.read(header_size(directory) + 8)[8:])
+    header.setdefault(name, {})
+    end = 0
+    for tensor, said in ((tensor, said) for tensor, said in header.items() if tensor != "__metadata__"):
+        size = LARGE if tensor == name else said["data_offsets"][1] - said["data_offsets"][0]
+        header[tensor] = said | {"dtype": "F32", "data_offsets": [end, end + size]} | ({"shape": [LARGE // 4]} if tensor == name else {})
+        end += size
+    text = json.dumps(header).encode()
+    with open(directory / FILE, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+
+
+@pytest.mark.parametrize("name, said", [
+    (QUERY, "expected"), ("lm_head.weight", "more elements than any"), ("model.layers.0.rotary_emb.inv_freq", "more elements than any")])
+def test_a_tensor_larger_than_the_model_has_is_refused_before_it_is_read(name: str, said: str, bench: Bench) -> None:
+    directory = bench.copy("good")
+    declare(directory, name)
+    report = bench.engine.push(directory, "v")
+    assert report.result == "weights_refused" and "read" not in report.phases
+    assert all(word in report.error[1] for word in (FILE, repr(name), f"[{LARGE // 4}]", said))  # type: ignore[index]
+    bench.check(report)
+
+
+def test_so_is_one_that_comes_by_http(bench: Bench, tmp_path: Path) -> None:
+    engine = Pushable(msgspec.structs.replace(bench.engine.settings, weight_channels="http", state_dir=str(tmp_path)))
+    part = shutil.copytree(bench.root / "good", tmp_path / "uploads" / "u") / FILE
+    for file in part.parent.iterdir():
+        if file != part:
+            file.unlink()
+    declare(part.parent, QUERY)
+    report = engine.push("u", "v", channel="http", tensors=declared(part.parent, bench))
+    assert report.result == "weights_refused" and "read" not in report.phases
+    assert report.error and all(word in report.error[1] for word in (f"part '{FILE}'", repr(QUERY), f"[{LARGE // 4}]"))
 
 
 def test_a_tied_head_that_agrees_is_welcome(bench: Bench) -> None:

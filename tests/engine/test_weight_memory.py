@@ -59,8 +59,10 @@ staging = Staging(Parts(Target("old", Network(), {})),
                   Steps(lambda phase: None, spool.keep if spool else None, lambda data, where: None, place.make))
 before = memory("VmRSS")
 Path("/proc/self/clear_refs").write_text("5")
-parts = staging.take(manifest, receive)
+receiver = receive(manifest)
+parts = staging.take(manifest, lambda _: receiver)
 assert parts is not None and parts.target.network.tensors["t00"].max() > 0
+assert mib << 20 < receiver.buffers.host <= (64 + mib) << 20 and receiver.buffers.device == 0
 print(memory("VmHWM") - before - tensors * mib)
 """
 

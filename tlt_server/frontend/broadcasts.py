@@ -12,6 +12,7 @@ from typing import Annotated, NamedTuple
 from pydantic import Field
 
 from tlt_client.channels import DRAFTER_PREFIX
+from tlt_client.channels.files import MAX_DIMENSION, MAX_DIMENSIONS, MAX_NAME
 from tlt_server.errors import InvalidRequest
 from tlt_server.frontend.weight_session import Selector, WeightSession
 from tlt_server.records import InFlight, JoinGroup, LeaveGroup, Manifest, PushRole, TensorEntry, WeightReport
@@ -21,7 +22,8 @@ Address = Annotated[str, Field(min_length=1, max_length=256, description="where 
 Port = Annotated[int | str, Field(description="its port; a string of digits will do")]
 Rank = Annotated[int, Field(ge=0, le=65535, description="the server's rank")]
 WorldSize = Annotated[int, Field(ge=2, le=65536, description="ranks in all")]
-Dimensions = list[Annotated[int, Field(ge=0, le=2**63 - 1)]]
+TensorName = Annotated[str, Field(max_length=MAX_NAME)]
+Dimensions = Annotated[list[Annotated[int, Field(ge=0, le=MAX_DIMENSION)]], Field(max_length=MAX_DIMENSIONS)]
 
 
 class Packing(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -166,7 +166,15 @@ class Staging:
         role = self._roles[name]
         expected = {tensor: view for tensor, view in role.parameters.items() if tensor in coming} if manifest.partial else role.parameters
         check_names(expected, coming, role.others, place)
-        _check_shapes(role.parameters, declared)
+        largest = max(view.numel() for view in role.parameters.values())
+        for tensor, entry in declared.items():
+            if entry.shape is not None:
+                _check_shape(tensor, entry.shape, role.parameters, largest, "the manifest")
+        for layout in receiver.layouts:
+            if layout.role == name and layout.slot.name in role.parameters:
+                check_layout(layout.slot.name, layout.slot.shape, layout.slot.dtype, role.parameters[layout.slot.name], layout.where)
+            elif layout.role == name:
+                _check_shape(layout.slot.name, layout.slot.shape, role.parameters, largest, layout.where)
         for tensor in sorted(declared.keys() ^ coming.keys() if declared else ()):
             where = "the manifest, but not in the files" if tensor in declared else "the files, but not in the manifest"
             raise WeightsRefused(f"tensor {tensor!r} is in {where}; name exactly the tensors pushed, or none")
@@ -300,18 +308,14 @@ def _check_dtype(entry: TensorEntry, parameter: Tensor | None) -> None:
                              f"{' or '.join(str(one).removeprefix('torch.') for one in taken)}; convert it before it is pushed")
 
 
-def _check_shapes(parameters: Mapping[str, Tensor], declared: Mapping[str, TensorEntry]) -> None:
-    """Before memory is taken for what is declared."""
-    largest = max(view.numel() for view in parameters.values())
-    for name, entry in declared.items():
-        if entry.shape is None:
-            continue
-        if name in parameters and list(entry.shape) != list(parameters[name].shape):
-            raise WeightsRefused(f"the manifest says that tensor {name!r} has shape {entry.shape}, the model in use has "
-                                 f"{list(parameters[name].shape)}; push the same architecture")
-        if math.prod(entry.shape) > largest:
-            raise WeightsRefused(f"the manifest says that tensor {name!r} has shape {entry.shape}, more elements than any of the model "
-                                 f"({largest}); push the same architecture")
+def _check_shape(name: str, shape: Sequence[int], parameters: Mapping[str, Tensor], largest: int, where: str) -> None:
+    """Before memory is taken for what is said to come; `largest`: elements of any parameter."""
+    if name in parameters and tuple(shape) != tuple(parameters[name].shape):
+        raise WeightsRefused(f"{where}: tensor {name!r} has shape {list(shape)}, the model in use has {list(parameters[name].shape)}; "
+                             "push the same architecture")
+    if math.prod(shape) > largest:
+        raise WeightsRefused(f"{where}: tensor {name!r} has shape {list(shape)}, more elements than any of the model ({largest}); push the "
+                             "same architecture")
 
 
 def _compare(tensor: Tensor, entry: TensorEntry | None, where: str, mix64: str | None) -> None:

@@ -17,6 +17,8 @@ from tlt_client.channels.groups import Groups
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from tlt_client.channels.tensors import Slot
+
 CHANNELS = {  # name -> the engine's half; its file holds the trainer's, too
     "disk": "tlt_client.channels.disk:DiskReceiver",
     "http": "tlt_client.channels.http:HttpReceiver",
@@ -90,6 +92,14 @@ class Batch(NamedTuple):
     tensors: dict[str, Tensor]
 
 
+class Layout(NamedTuple):
+    """A tensor of one role, as a file's header says it before any is read."""
+
+    role: str
+    where: str  # for messages
+    slot: Slot
+
+
 class Buffers(NamedTuple):
     """Bytes of memory that a receiver takes for itself while it receives."""
 
@@ -105,6 +115,9 @@ class Receiver(Protocol):
 
     @property
     def names(self) -> Mapping[str, Mapping[str, str]]: ...  # role -> tensor that will come -> from where, for messages
+
+    @property
+    def layouts(self) -> Sequence[Layout]: ...  # none where the manifest alone says what will come
 
     @property
     def places(self) -> Mapping[str, str]: ...  # role -> where its tensors come from, for messages

@@ -34,6 +34,8 @@ MARK = bytes(range(0xA0, 0xC0))  # behind a bucket
 
 
 class BroadcastReceiver:
+    layouts = ()  # the manifest says dtypes and shapes
+
     def __init__(self, push: Announcement, intake: Intake) -> None:
         self._group, self._role = intake.groups[push.group], push.role
         if not push.tensors:

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tlt_client.channels import Announcement, Batch, Buffers, Intake, Tensors, split
-from tlt_client.channels.checkpoint import INDEX, SINGLE, Checkpoint
+from tlt_client.channels import Announcement, Batch, Buffers, Intake, Layout, Tensors, split
+from tlt_client.channels.checkpoint import INDEX, SINGLE, checkpoint
 from tlt_client.channels.errors import ContentRefused
 from tlt_client.channels.source import Source
 from tlt_client.channels.tensors import FILE_BYTES, entry, files
@@ -22,16 +22,17 @@ if TYPE_CHECKING:
 
 
 class DiskReceiver:
-    buffers = Buffers()  # a file at a time, which is gone before the next
-
     def __init__(self, push: Announcement, intake: Intake) -> None:
         assert intake.root is not None
         paths = {role: push.path for role in ("target", "drafter") if push.role in (role, "all")}
         if push.role == "all":
             paths["drafter"] = push.drafter_path
         self._sources = {role: self._opened(intake.root, path, intake.marker) for role, path in paths.items()}
-        self._checkpoints = {role: Checkpoint(source) for role, source in self._sources.items()}
-        self.names = {role: {name: str(path) for name, path in checkpoint.names.items()} for role, checkpoint in self._checkpoints.items()}
+        self._files = {role: checkpoint(source) for role, source in self._sources.items()}
+        self.layouts = [Layout(role, str(self._sources[role].path / file), slot)
+                        for role, shards in self._files.items() for file, slots in shards.slots.items() for slot in slots]
+        self.names = {role: {layout.slot.name: layout.where for layout in self.layouts if layout.role == role} for role in self._files}
+        self.buffers = Buffers(host=max(shards.largest for shards in self._files.values()))
         self.places = {role: str(source.path) for role, source in self._sources.items()}
 
     @staticmethod
@@ -47,10 +48,9 @@ class DiskReceiver:
         return source.read(name) if source.has(name) else None
 
     def batches(self) -> Iterator[Batch]:
-        for role, checkpoint in self._checkpoints.items():
-            for shard in checkpoint.shards():
-                for tensors in shard.batches():
-                    yield Batch(role, str(shard.reading.path), tensors)
+        for role, shards in self._files.items():
+            for path, tensors in shards.batches():
+                yield Batch(role, str(path), tensors)
 
     def confirm(self) -> None:
         for source in self._sources.values():

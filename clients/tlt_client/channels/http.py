@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tlt_client.channels import DRAFTER_PREFIX, Announcement, Batch, Buffers, Intake, Tensors, announced, by_role
-from tlt_client.channels.checkpoint import shard
+from tlt_client.channels import DRAFTER_PREFIX, Announcement, Batch, Buffers, Intake, Layout, Tensors, announced, by_role, owner
+from tlt_client.channels.checkpoint import Files
 from tlt_client.channels.errors import ContentRefused
 from tlt_client.channels.files import opened
 from tlt_client.channels.source import Source
@@ -31,8 +31,6 @@ OnBytes = Callable[[str, int, int], None]  # part, its bytes that are there, of 
 
 
 class HttpReceiver:
-    buffers = Buffers()  # a part at a time, which is gone before the next
-
     def __init__(self, push: Announcement, intake: Intake) -> None:
         assert intake.uploads is not None
         if not (intake.uploads / push.path).is_dir():
@@ -43,16 +41,18 @@ class HttpReceiver:
             raise ContentRefused("the manifest names no tensors; a push by http names each with its checksum")
         self.names = announced(push, "the manifest")
         self.places = dict.fromkeys(self.names, "the manifest")
+        self._files = Files(self._source, sorted(path.name for path in self._source.path.iterdir() if path.name != CALIBRATION))
+        self.layouts = [Layout(role, _where(part), slot._replace(name=own)) for part, slots in self._files.slots.items()
+                        for slot in slots for role, own in [owner(slot.name, push.role)]]
+        self.buffers = Buffers(host=self._files.largest)
 
     def file(self, role: str, name: str) -> bytes | None:
         there = role == "drafter" and name == CALIBRATION and self._source.has(name)
         return self._source.read(name) if there else None
 
     def batches(self) -> Iterator[Batch]:
-        for part in sorted(path.name for path in self._source.path.iterdir() if path.name != CALIBRATION):
-            with shard(self._source, part) as opened:
-                for tensors in opened.batches():
-                    yield from by_role(f"part {part!r}", tensors, self._role)
+        for path, tensors in self._files.batches():
+            yield from by_role(_where(path.name), tensors, self._role)
 
     def confirm(self) -> None:
         self._source.confirm()
@@ -122,3 +122,7 @@ class HttpSender:
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+def _where(part: str) -> str:
+    return f"part {part!r}"

@@ -42,6 +42,8 @@ POLL_S = 0.0005
 
 
 class IpcReceiver:
+    layouts = ()  # the manifest says dtypes and shapes
+
     def __init__(self, push: Announcement, intake: Intake) -> None:
         assert intake.sockets is not None
         if not push.tensors:

@@ -2,12 +2,12 @@
 
 A path is resolved first (links are followed as long as they stay inside the root) and then opened component by component without
 following any link, so a swap between check and read is refused instead of followed. A file is read from its beginning on, never mapped:
-what is checksummed is what is parsed and kept. `confirm` tells whether anything read has changed since.
+what is checksummed is what is parsed and kept. `confirm` tells whether anything read has changed since, by the times and sizes that the
+file system keeps: it does not notice who writes through a mapping that is not synced, or sets times back. Checksums in the manifest do.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 from collections.abc import Iterator
@@ -16,9 +16,11 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+
 from tlt_client.channels.errors import ContentRefused, PlaceForbidden
 
-MAX_SMALL_BYTES = 64 * 2**20
+MAX_SMALL_BYTES = 16 * 2**20  # of an index, which has about 100 per tensor; of a config or a calibration
 
 
 class _Stamp(NamedTuple):
@@ -50,7 +52,7 @@ class Source:
 
     @contextmanager
     def opened(self, name: str) -> Iterator[Reading]:
-        """One file of the directory, which may not change until it is closed, nor between two times that it is opened."""
+        """One file of the directory, whose time and size may not change until it is closed, nor between two times that it is opened."""
         path = self._resolve(self.path / name)
         descriptor, before = self._open(path)
         if not stat.S_ISREG(before.st_mode):
@@ -60,7 +62,7 @@ class Source:
             yield Reading(file, path, before.st_size)
             after = os.fstat(file.fileno())
         if not _stamp(before) == _stamp(after) == self._read.setdefault(name, _stamp(before)):
-            raise _changed(path)
+            raise changed(path)
 
     def read(self, name: str) -> bytes:
         """All bytes of one small file of the directory."""
@@ -79,7 +81,7 @@ class Source:
             descriptor, now = self._open(path)
             os.close(descriptor)
             if _stamp(now) != stamp:
-                raise _changed(path)
+                raise changed(path)
 
     def _resolve(self, path: Path) -> Path:
         resolved = Path(os.path.realpath(path))
@@ -124,12 +126,12 @@ class Reading:
         while there < len(buffer):
             came = self._file.readinto(buffer[there:])
             if not came:
-                raise _changed(self.path)
+                raise changed(self.path)
             there += came
         self.left -= there
 
 
-def _changed(path: Path) -> ContentRefused:
+def changed(path: Path) -> ContentRefused:
     return ContentRefused(f"{path} changed while it was read; push a directory that nobody writes to any more")
 
 
@@ -139,9 +141,6 @@ def _stamp(kind: os.stat_result) -> _Stamp:
 
 def json_object(data: bytes, where: str) -> dict[str, Any]:
     try:
-        content = json.loads(data)
-        if not isinstance(content, dict):
-            raise ValueError(f"it holds a {type(content).__name__}, not an object")
+        return msgspec.json.decode(data, type=dict[str, Any])
     except (ValueError, RecursionError) as error:
-        raise ContentRefused(f"{where}: not readable as JSON ({error}); write the file again") from None
-    return content
+        raise ContentRefused(f"{where}: not readable as a JSON object ({error}); write the file again") from None

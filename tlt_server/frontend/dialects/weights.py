@@ -29,7 +29,7 @@ from tlt_server.errors import (
     Unavailable,
     WeightsRefused,
 )
-from tlt_server.frontend.broadcasts import Address, Port, Rank, WorldSize
+from tlt_server.frontend.broadcasts import Address, Dimensions, Port, Rank, TensorName, WorldSize
 from tlt_server.frontend.endpoints import Endpoint, Parameter
 from tlt_server.frontend.generation import Service
 from tlt_server.frontend.replies import json_response
@@ -51,10 +51,11 @@ from tlt_server.records import (
 
 
 class TensorFields(Strict):
-    name: Annotated[str, Field(description="as the checkpoint names it; with role all, the drafter's begin with `draft.`")]
-    dtype: Annotated[str, Field(description='as torch names it, such as "bfloat16"')] = ""
-    shape: Annotated[list[Annotated[int, Field(ge=0, le=2**63 - 1)]] | None, Field(description="absent: not compared")] = None
-    checksum: Annotated[str, Field(description='"mix64:<hex>" of the values, or "sha256:<hex>" or "xxh3:<hex>" of the bytes pushed')] = ""
+    name: Annotated[TensorName, Field(description="as the checkpoint names it; with role all, the drafter's begin with `draft.`")]
+    dtype: Annotated[str, Field(max_length=40, description='as torch names it, such as "bfloat16"')] = ""
+    shape: Annotated[Dimensions | None, Field(description="absent: not compared")] = None
+    checksum: Annotated[str, Field(
+        max_length=80, description='"mix64:<hex>" of the values, or "sha256:<hex>" or "xxh3:<hex>" of the bytes pushed')] = ""
 
 
 class ManifestFields(Strict):

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from tlt_server.errors import InvalidRequest
-from tlt_server.frontend.broadcasts import Address, Dimensions, GroupName, Packing, Port, Rank, WorldSize
+from tlt_server.frontend.broadcasts import Address, Dimensions, GroupName, Packing, Port, Rank, TensorName, WorldSize
 from tlt_server.frontend.requests import (
     MAX_INT32,
     Count,
@@ -146,7 +146,8 @@ class LeaveFields(NullIsAbsent):
 
 
 class DistributedFields(NullIsAbsent):
-    names: list[str] = Field(description="of tensors, in the order in which they are broadcast; the drafter's may begin with `draft.`")
+    names: list[TensorName] = Field(
+        description="of tensors, in the order in which they are broadcast; the drafter's may begin with `draft.`")
     dtypes: list[str] = Field(description='as torch names them, such as "bfloat16"')
     shapes: list[Dimensions] = Field(description="of the tensors")
     group_name: GroupName = GROUP

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from tlt_server.errors import InvalidRequest
-from tlt_server.frontend.broadcasts import Address, Broadcasts, Dimensions, Packing, Port, Rank, WorldSize, described
+from tlt_server.frontend.broadcasts import Address, Broadcasts, Dimensions, Packing, Port, Rank, TensorName, WorldSize, described
 from tlt_server.frontend.tolerant import Tolerant
 from tlt_server.frontend.weight_session import Version
 from tlt_server.records import TensorEntry, WeightReport
@@ -77,7 +77,7 @@ class BroadcasterFields(Tolerant):
 class UpdateInfo(Tolerant):
     """Tensors, in the order in which they are broadcast."""
 
-    names: Annotated[list[str], Field(description="as the checkpoint names them; the drafter's may begin with `draft.`")]
+    names: Annotated[list[TensorName], Field(description="as the checkpoint names them; the drafter's may begin with `draft.`")]
     dtype_names: Annotated[list[str], Field(description='as torch names them, such as "bfloat16"')]
     shapes: Annotated[list[Dimensions], Field(description="of the tensors")]
     packed: Annotated[bool | None, Field(description="absent: as the group was made")] = None
