@@ -258,6 +258,7 @@ SHARDS: dict[str, Callable[[Path], object]] = {
     "index lacks one": rewrite(lambda m: m.pop(NORM)),
     "index has one more": rewrite(lambda m: m.update({"model.stranger": "model-0.safetensors"})),
     "index misplaces one": rewrite(lambda m: m.update({NORM: m[EMBEDDING], EMBEDDING: m[NORM]})),
+    "index with many lists": lambda d: (d / INDEX).write_text('{"a":[' + ",".join(["[]"] * 10**6) + "]}"),
     "index not text": lambda d: (d / INDEX).write_bytes(b"\xff\xfe\x00"),
 }
 

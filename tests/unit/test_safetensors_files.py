@@ -174,3 +174,14 @@ def test_a_descriptor_is_closed_whatever_happens(tmp_path: Path) -> None:
         with pytest.raises(ContentRefused), shard(Source(tmp_path, "."), "model.safetensors"):
             pass
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_config_or_an_index_that_means_harm_is_refused_at_once(tmp_path: Path) -> None:
+    lists = b'{"weight_map":{"a":[' + b",".join([b"[]"] * 5_000_000) + b"]}}"
+    (tmp_path / "model.safetensors.index.json").write_bytes(lists)
+    began = time.process_time()
+    with pytest.raises(ContentRefused, match="Expected `str`, got `array`"):
+        checkpoint(Source(tmp_path, "."))
+    with pytest.raises(ContentRefused, match=f"it has {len(lists)} bytes, the limit is 1048576"):
+        source.json_object(lists, "config.json")
+    assert time.process_time() - began < 0.5, "of some seconds"

@@ -7,6 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
+from msgspec import Struct
+
 from tlt_client.channels.errors import ContentRefused
 from tlt_client.channels.files import DTYPES, QUOTED, header_bytes, tensors_of
 from tlt_client.channels.source import Reading, Source, changed
@@ -17,6 +20,13 @@ if TYPE_CHECKING:
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 BUCKET_BYTES = 64 * 2**20  # one closes after the tensor that takes it over this
+
+
+class _Index(Struct):
+    weight_map: dict[str, str]
+
+
+_index = msgspec.json.Decoder(_Index)
 
 
 class Came(NamedTuple):
@@ -71,9 +81,13 @@ def checkpoint(source: Source) -> Files:
 
 
 def _weight_map(source: Source) -> Mapping[str, str]:
-    weight_map = source.read_json(INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map or not all(_plain(file) for file in weight_map.values()):
-        raise ContentRefused(f"{source.path / INDEX}: 'weight_map' must give each tensor a file name in this directory; write it again")
+    try:
+        weight_map = _index.decode(source.read(INDEX)).weight_map
+        if not weight_map or not all(map(_plain, set(weight_map.values()))):
+            raise ValueError("there is none, or it leads elsewhere")
+    except (ValueError, RecursionError) as error:
+        raise ContentRefused(f"{source.path / INDEX}: 'weight_map' must give each tensor a file name in this directory ({error}); write it "
+                             "again") from None
     return weight_map
 
 
@@ -98,5 +112,5 @@ def shard(source: Source, file: str) -> Iterator[Shard]:
         yield Shard([slot(name, DTYPES[entry.dtype], entry.shape) for name, entry in said.items()], reading)
 
 
-def _plain(file: object) -> bool:
-    return isinstance(file, str) and Path(file).name == file and "\0" not in file
+def _plain(file: str) -> bool:
+    return Path(file).name == file and "\0" not in file

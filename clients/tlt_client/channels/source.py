@@ -20,7 +20,8 @@ import msgspec
 
 from tlt_client.channels.errors import ContentRefused, PlaceForbidden
 
-MAX_SMALL_BYTES = 16 * 2**20  # of an index, which has about 100 per tensor; of a config or a calibration
+MAX_SMALL_BYTES = 16 * 2**20  # an index has about 100 per tensor
+MAX_JSON_BYTES = 2**20  # that may say anything, such as a model's config
 
 
 class _Stamp(NamedTuple):
@@ -70,9 +71,6 @@ class Source:
             if file.left > MAX_SMALL_BYTES:
                 raise ContentRefused(f"{file.path} has {file.left} bytes, the limit is {MAX_SMALL_BYTES}; only tensors may take more")
             return file.read(file.left)
-
-    def read_json(self, name: str) -> dict[str, Any]:
-        return json_object(self.read(name), str(self.path / name))
 
     def confirm(self) -> None:
         """Everything read is still what stands there, so the files belong together."""
@@ -141,6 +139,8 @@ def _stamp(kind: os.stat_result) -> _Stamp:
 
 def json_object(data: bytes, where: str) -> dict[str, Any]:
     try:
+        if len(data) > MAX_JSON_BYTES:
+            raise ValueError(f"it has {len(data)} bytes, the limit is {MAX_JSON_BYTES}")
         return msgspec.json.decode(data, type=dict[str, Any])
     except (ValueError, RecursionError) as error:
         raise ContentRefused(f"{where}: not readable as a JSON object ({error}); write the file again") from None
