@@ -165,6 +165,46 @@ def test_a_commit_that_waits_is_of_what_was_staged_when_it_was_asked_for(setting
     assert engine.engine.pushes.transaction.push is None
 
 
+@pytest.mark.parametrize("named", [{}, {"version": "d"}])
+def test_a_drafter_is_not_complete_without_its_vocabulary_map(named: dict[str, str], engine: Pushable, root: Path) -> None:
+    """Else it would draft with the map of another until its own one comes."""
+    tensors, before = load_file(root / "new-drafter" / "model.safetensors"), engine.checksums()
+    maps = {name: tensors.pop(name) for name in ("d2t", "t2d")}
+
+    def push(content: dict[str, torch.Tensor]) -> WeightReport:
+        folder = root / f"drafter-{'-'.join(sorted(content))[:20]}"
+        folder.mkdir(exist_ok=True)
+        save_file(content, folder / "model.safetensors")
+        return engine.push(folder, role="drafter", partial=True, tensors=[{"name": name} for name in content], **named)
+
+    assert push(tensors).result == "gathering" and engine.checksums() == before
+    assert push({"d2t": maps["d2t"]}).result == "gathering" and push({"t2d": maps["t2d"]}).result == "committed"
+    assert engine.checksums()["draft.fc.weight"] != before["draft.fc.weight"]
+
+
+@pytest.mark.parametrize("named", [{}, {"version": "v"}])
+@pytest.mark.parametrize("staging", ["auto", "none"])
+def test_a_tied_head_behind_the_part_that_completed_its_version(
+        staging: str, named: dict[str, str], settings: EngineSettings, root: Path, tmp_path: Path) -> None:
+    engine = Pushable(msgspec.structs.replace(settings, weight_staging=staging, state_dir=str(tmp_path)))
+
+    def head(name: str) -> WeightReport:
+        folder = root / f"head-of-{name}"
+        folder.mkdir(exist_ok=True)
+        embedding = load_file(root / name / "model.safetensors")["model.embed_tokens.weight"]
+        save_file({"lm_head.weight": embedding}, folder / "model.safetensors")
+        return engine.push(folder, partial=True, tensors=[{"name": "lm_head.weight"}], **named)
+
+    assert results(engine, root, "new1", **named)[-1] == "committed"
+    live = engine.checksums()
+    agrees = head("new1")
+    assert (agrees.result, agrees.state.open, agrees.state.quarantined) == ("unchanged", {}, {})
+    differs = head("new2")
+    assert differs.result == "weights_refused" and "'lm_head.weight' differs from" in (differs.error or ("", ""))[1]
+    assert engine.checksums() == live and not differs.state.quarantined
+    assert results(engine, root, "new2")[-1] == "committed" and Pushable(engine.settings).checksums() == engine.checksums() != live
+
+
 def test_a_restart_finds_what_came_in_parts(settings: EngineSettings, root: Path, tmp_path: Path) -> None:
     kept = msgspec.structs.replace(settings, state_dir=str(tmp_path))
     engine = Pushable(kept)

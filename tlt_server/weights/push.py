@@ -33,6 +33,7 @@ class Push:
     aborted: bool = False
     gap: str = ""  # why something of it is missing for good, learnt while another part was staged
     asked: list[str] = field(default_factory=list)  # ids of the commands that it answers
+    trails: bool = False  # brings only what the version just committed had no need of
     due: bool = False  # staged, and a commit was asked for
     overwritten: set[str] = field(default_factory=set)  # in place: roles of which live values have changed
     staged_at: float = 0.0

@@ -4,7 +4,7 @@ Parts of one session belong together. Others are a series: what one sender sends
 sender is a version, or without one a group. Invariant: what completes is one series without a gap. A part goes on with the push that
 gathers, or brings the tensor with which its sender began before; all else is refused. So however a push ended before it was complete
 (refused, silent, aborted, replaced), nobody has to remember that it did: its other parts find nothing to go on with, and parts of two
-steps never meet.
+steps never meet. One tensor may come behind the part that completed its push: the head that is tied to the embedding, if it is the same.
 
 That rests on every part being heard of here, and on a trainer beginning a push when it has joined its group, as it must after a restart of
 the engine, too.
@@ -60,6 +60,11 @@ class Series:
         self._starts.move_to_end((sender, role))
         if len(self._starts) > REMEMBERED:
             self._starts.popitem(last=False)
+
+    def follows(self, part: Manifest, last: Manifest) -> bool:
+        """Whether the part is of the sender of `last`, which begins with another tensor."""
+        role, tensor = first_of(part)
+        return self.both(part, last) and self._starts.get((_sender(part), role)) not in (None, tensor)
 
     def forget(self, group: str) -> None:
         """Its trainer is gone; another one may begin otherwise."""

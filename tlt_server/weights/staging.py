@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import closing
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -58,7 +58,7 @@ class _Role:
 
     network: TargetNetwork | DrafterNetwork
     parameters: Mapping[str, Tensor]
-    others: Collection[str]  # that may come and are no parameters
+    others: Set[str]  # that may come and are no parameters
     place: str  # for messages
     sums: dict[str, str] = field(default_factory=dict)  # of what has come
     found: dict[str, Tensor] = field(default_factory=dict)  # of `others`
@@ -66,9 +66,8 @@ class _Role:
 
     @property
     def missing(self) -> list[str]:
-        """Without which it is not complete; of a vocabulary map there are both halves or none."""
-        halves = {"d2t", "t2d"} & self.found.keys()
-        return sorted((self.parameters.keys() | ({"d2t", "t2d"} if halves else set())) - self.sums.keys())
+        """Without which it is not complete where it comes by parts. The vocabulary map is then among them, as it may be yet to come."""
+        return sorted((self.parameters.keys() | self.others) - {TIED_HEAD} - self.sums.keys())
 
 
 class Staging:
@@ -89,6 +88,12 @@ class Staging:
         """Whether a tensor that the manifest names has come before."""
         owners = (owner(entry.name, manifest.role) for entry in manifest.tensors)
         return any(role in self._roles and name in self._roles[role].sums for role, name in owners)
+
+    def check_repeated(self) -> None:
+        """`WeightsRefused` unless the head that came is the live target's."""
+        assert self.live.target is not None
+        role = self._roles["target"]
+        _check_tied(role.sums[TIED_HEAD], self.live.target.sums[EMBEDDING], role.place)
 
     def take(self, manifest: Manifest, receive: Callable[[Manifest], Receiver]) -> Parts | None:
         """Check and keep what comes. Complete new weights of all roles that have begun; None where further manifests bring the rest.
@@ -263,10 +268,8 @@ class Staging:
 
     def _target(self, role: _Role) -> Target:
         sums = dict(role.sums)
-        head = sums.pop(TIED_HEAD, None) if TIED_HEAD in role.others else None
-        if head is not None and head != sums[EMBEDDING]:
-            raise WeightsRefused(f"{role.place}: {TIED_HEAD!r} differs from {EMBEDDING!r}, but this model ties them; "
-                                 "leave it out, or serve a model whose config.json says tie_word_embeddings: false")
+        if TIED_HEAD in role.others and TIED_HEAD in sums:
+            _check_tied(sums.pop(TIED_HEAD), sums[EMBEDDING], role.place)
         return Target("", role.network, sums)  # type: ignore[arg-type]
 
     def _drafter(self, role: _Role, receiver: Receiver) -> Drafter:
@@ -290,6 +293,13 @@ class Staging:
             if self.steps.keep is not None:
                 self.steps.keep("drafter", CALIBRATION, [data])
         return Drafter("", network, calibration, sums)  # type: ignore[arg-type]
+
+
+def _check_tied(head: str, embedding: str, where: str) -> None:
+    """By their sums."""
+    if head != embedding:
+        raise WeightsRefused(f"{where}: {TIED_HEAD!r} differs from {EMBEDDING!r}, but this model ties them; leave it out, or serve a model "
+                             "whose config.json says tie_word_embeddings: false")
 
 
 def _exhausted(error: Exception) -> PushFailed:

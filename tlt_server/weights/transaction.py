@@ -21,7 +21,7 @@ from queue import SimpleQueue
 import torch
 from msgspec.structs import replace
 
-from tlt_client.channels import CHANNELS, Intake, Receiver
+from tlt_client.channels import CHANNELS, Intake, Receiver, owner
 from tlt_server.errors import ChannelBroken, Conflict, Forbidden, InvalidRequest, NotFound, PushFailed, TltError, Unavailable
 from tlt_server.records import Manifest
 from tlt_server.registry import Registry
@@ -31,7 +31,7 @@ from tlt_server.weights.parts import Parts
 from tlt_server.weights.push import Push, first_of
 from tlt_server.weights.series import Series
 from tlt_server.weights.spool import Spool
-from tlt_server.weights.staging import Staging, Steps
+from tlt_server.weights.staging import TIED_HEAD, Staging, Steps
 from tlt_server.weights.storage import Free, Storage
 
 RECEIVERS = Registry("channel", CHANNELS)
@@ -103,6 +103,9 @@ class Transaction:
             raise InvalidRequest("commit is false, but with --weight-staging none nothing can be staged beside the weights in use; push "
                                  "with commit true")
         if manifest.partial:
+            if self.push is None and self._trails(manifest):
+                self.push = Push(manifest, first_of(manifest), trails=True)
+                return self.push
             push = self.push if self.push is not None and self.push.takes_more else None
             goes_on = (push is not None and push.goes_on_with(manifest)) if manifest.session else self._series.admit(manifest, push)
             if push is not None and goes_on:
@@ -153,6 +156,13 @@ class Transaction:
         """A repeated push that says by checksums what it would bring, so that nothing has to be brought; from a group it has to."""
         return (_of_no_session(manifest) == self._last and bool(manifest.tensors) and all(tensor.checksum for tensor in manifest.tensors)
                 and not manifest.group and not self.quarantined)
+
+    def _trails(self, part: Manifest) -> bool:
+        """It brings the head that the target ties to its embedding, behind the parts that were complete without it."""
+        target = self.live.target
+        return (target is not None and target.network.config.tied_embeddings and not self.quarantined and self._last is not None
+                and {owner(tensor.name, part.role) for tensor in part.tensors} == {("target", TIED_HEAD)}
+                and self._series.follows(part, self._last))
 
     def poll(self) -> Push | None:
         """The push, once its thread has ended and until it is closed; its `state` says how it stands. One that is gathering: once."""
@@ -291,6 +301,8 @@ class Transaction:
             push.error = self._abort_error(push)
         elif push.error is None and push.gap:
             push.error = self._gap_error(push, push.gap)
+        elif push.error is None and push.trails:
+            self._judge_trailing(push)
         elif push.error is None and push.incomplete:
             push.state = "gathering"
         elif push.error is None and push.parts is None:
@@ -307,6 +319,14 @@ class Transaction:
         if push.error is not None:
             push.state = "failed"
             push.error = type(push.error)(push.error.message + push.spoiled)
+
+    def _judge_trailing(self, push: Push) -> None:
+        assert push.staging is not None
+        try:
+            push.staging.check_repeated()
+            push.state, push.parts = "unchanged", self.live.only(["target"])
+        except TltError as error:
+            push.error = error
 
     def _named(self, version: str) -> Push:
         if self.push is None or self.push.version != version:
