@@ -1,5 +1,5 @@
 """Before anything imports torch: its libraries' environment; then two torch threads, as on the smallest machine we serve, and without
-a GPU Triton's CPU interpreter, which must be chosen before a kernel is imported.
+a GPU Triton's CPU interpreter, which must be chosen before a kernel is imported. Hypothesis has no deadlines: machines are shared.
 
 Under xdist a worker runs whole files, so that what a file's fixtures build is built once; the end-to-end tests share one server.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import hypothesis
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
@@ -19,6 +20,8 @@ os.environ.update(library_environment())
 import torch  # noqa: E402
 
 torch.set_num_threads(2)
+hypothesis.settings.register_profile("shared machine", deadline=None)
+hypothesis.settings.load_profile("shared machine")
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
