@@ -32,6 +32,7 @@ class Push:
     state: State = "waiting"  # for `start`
     aborted: bool = False
     gap: str = ""  # why something of it is missing for good, learnt while another part was staged
+    out_of_step: bool = False  # its group brings something else, too, that nobody takes
     asked: list[str] = field(default_factory=list)  # ids of the commands that it answers
     due: bool = False  # staged, and a commit was asked for
     overwritten: set[str] = field(default_factory=set)  # in place: roles of which live values have changed
@@ -46,6 +47,12 @@ class Push:
         """The tensors without which a push that is gathering does not end."""
         names = self.staging.missing if self.staging is not None else []
         return f"{len(names)} tensors are missing, among them {', '.join(map(repr, names[:3]))}"
+
+    @property
+    def unread(self) -> bool:
+        """Whether bytes stay in its group, once its thread has ended, that the next push would take for its own."""
+        return bool(self.manifest.group) and (
+            self.out_of_step or self.staging is None or self.staging.opened is not self.manifest)
 
     @property
     def spoiled(self) -> str:

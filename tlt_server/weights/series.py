@@ -41,9 +41,9 @@ class Series:
         """Whether the part goes on with `push`, which takes more; else it begins one. `Conflict` where it may do neither."""
         sender, (role, tensor) = _sender(part), first_of(part)
         other = _sender(push.manifest) if push is not None and not push.manifest.session else None
-        if push is not None and other == sender and push.first != (role, tensor) and push.goes_on_with(part):
-            return True
         start = self._starts.get((sender, role))
+        if push is not None and other == sender and tensor != start and push.first != (role, tensor) and push.goes_on_with(part):
+            return True
         if start not in (None, tensor):
             raise Conflict(f"tensor {tensor!r} goes on with no push: {sender} begins with {start!r}, and the push begun so has ended, or "
                            f"has that tensor, or other fields; push from {start!r} on, in the order of before, or {ELSE}")
