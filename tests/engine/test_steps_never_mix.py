@@ -125,6 +125,7 @@ class Receiving:
             self.transaction.refuse(asked)
         self.now += 20 if fate == "late" else 0
         said = self.settle(committing=manifest.commit)
+        assert said != "committed" or self.live["a"].tolist() == [value] * 4, "another step's under this one's name"
         if fate == "aborted" and self.transaction.push is not None:
             self.transaction.abort(self.transaction.push.version)
             return self.settle(committing=True)
@@ -140,6 +141,7 @@ class Receiving:
                 break
             if push.state in ("failed", "unchanged"):
                 self.transaction.close()
+                break
             elif push.state == "staged" and committing:
                 self.transaction.commit()
                 self.check()
@@ -218,6 +220,18 @@ def test_who_joins_a_group_anew_begins_a_push_in_an_order_of_their_own() -> None
     receiving.part(("a", "b"), 3.0, version="three")
     receiving.join()
     assert receiving.part(("c", "d"), 3.0, version="three") == "committed", "a version's parts may come through several groups"
+
+
+def test_a_first_part_that_is_refused_is_no_beginning_for_the_ones_after_it() -> None:
+    receiving = Receiving("device")
+    assert receiving.part(("c", "d"), 1.0, "asleep") == "gathering" and "g" not in receiving.groups
+    assert receiving.part(("a", "b"), 1.0) == "failed", "nothing comes through it until it is joined anew"
+    for number in (2.0, 3.0):
+        assert receiving.step(number, [("a", "b"), ("c", "d")], ["fine", "fine"]) == ["gathering", "committed"]
+    receiving.join()
+    receiving.part(("a", "b"), 4.0, "not read")
+    assert receiving.part(("c", "d"), 4.0) == "failed"
+    assert receiving.step(5.0, [("a", "b"), ("c", "d")], ["fine", "fine"]) == ["gathering", "committed"]
 
 
 def test_senders_that_never_end_a_push_take_no_memory() -> None:
