@@ -1,4 +1,4 @@
-"""What was sent through a process group and is taken by nobody is never the next push's: over real gloo groups, with the trainer's half here."""
+"""What was sent through a process group and is taken by nobody is never the next push's: over real gloo groups, the trainer being here."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class Pair:
     def __init__(self) -> None:
         live = Parts(Target("v0", Network(), {}))  # type: ignore[arg-type]
         storage = Storage("device", lambda: Free(2**62, 0, 0), torch.device("cpu"), None)
-        self.transaction = Transaction(live, Options(("broadcast",), Intake(groups=Groups(WAIT_S)), storage=storage), lambda data, where: None)
+        options = Options(("broadcast",), Intake(groups=Groups(WAIT_S)), storage=storage)
+        self.transaction = Transaction(live, options, lambda data, where: None)
         scheduler: Any = SimpleNamespace(holding=False, frozen=False, begun=False, change_version=lambda version, in_flight: [])
         self.pushes = WeightPushes(self.transaction, scheduler, lambda live, changed: None)
         self.ids, self.reports = map(str, itertools.count()), dict[str, WeightReport]()
@@ -115,6 +116,17 @@ def test_a_part_refused_while_another_is_on_the_wire(pair: Pair) -> None:
         pair.send(4.0, 2)
         assert pair.told(part)[0] == result
     assert pair.live == [4.0] * 4
+
+
+def test_a_part_that_fails_when_the_others_are_on_the_wire(pair: Pair) -> None:
+    first = pair.push(HALVES[0], partial=True)
+    pair.send(float("nan"), 2)
+    pair.send(2.0, 2)
+    result, said = pair.told(first)
+    assert result == "weights_refused" and "group 'g' is left" in said, "and the trainer goes on with the next step"
+    third = pair.push(HALVES[0], partial=True)
+    pair.send(3.0, 2)
+    assert pair.told(third)[0] == "channel_broken" and pair.live == [0.0] * 4
 
 
 @pytest.mark.parametrize("on_the_wire", [False, True])

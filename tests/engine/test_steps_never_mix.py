@@ -142,7 +142,7 @@ class Receiving:
             if push.state in ("failed", "unchanged"):
                 self.transaction.close()
                 break
-            elif push.state == "staged" and committing:
+            if push.state == "staged" and committing:
                 self.transaction.commit()
                 self.check()
                 return "committed"

@@ -139,15 +139,6 @@ def test_a_body_that_is_refused_leaves_the_group_whose_tensors_nobody_takes(path
     assert [(told.name, told.out_of_step) for told in commands(server)] == ([(group, True)] if group else [])
 
 
-def test_a_list_that_ends_early_leaves_the_group(server: LiveServer) -> None:
-    server.engine.fails = "weights_refused"
-    post(server, "/update_weights", {"update_info": [INFO, INFO]}, status=422)
-    first, left = commands(server)
-    assert isinstance(first, PushWeights) and isinstance(left, LeaveGroup) and left.out_of_step
-    post(server, "/update_weights", {"update_info": [INFO]}, status=422)
-    assert [type(command) for command in commands(server)] == [PushWeights], "nothing comes after the last one"
-
-
 def test_whose_tensors_they_are(server: LiveServer) -> None:
     def role(names: list[str], **fields: Any) -> str:
         post(server, "/update_weights_from_distributed", DISTRIBUTED | {"names": names} | fields)

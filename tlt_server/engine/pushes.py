@@ -202,13 +202,15 @@ class WeightPushes:
         if self.transaction.brings(name):
             raise Conflict(f"group {name!r} brings a version just now; wait for that push to end")
 
-    @staticmethod
-    def _to_send_again(push: Push, error: TltError) -> TltError:
+    def _to_send_again(self, push: Push, error: TltError) -> TltError:
         """What came through a group is gone, so to ask again, as clients do after some errors, would be to wait for nothing."""
-        if not push.manifest.group or not error.retryable:
-            return error
-        return ChannelBroken(f"{error.message}. What came through group {push.manifest.group!r} is gone: make the group anew, and send "
-                             "again what is asked for again")
+        group = push.manifest.group
+        if group and error.retryable:
+            return ChannelBroken(f"{error.message}. What came through group {group!r} is gone: make the group anew, and send again what is "
+                                 "asked for again")
+        if group and group not in self.transaction.intake.groups and not isinstance(error, ChannelBroken):
+            return type(error)(f"{error.message}; group {group!r} is left, as more of this may come through it: make it anew")
+        return error
 
     def _begin(self, push: Push) -> None:
         """In place: once nothing that runs, and nobody who reads, could see half of the new weights."""

@@ -50,9 +50,12 @@ class Push:
 
     @property
     def unread(self) -> bool:
-        """Whether bytes stay in its group, once its thread has ended, that the next push would take for its own."""
-        return bool(self.manifest.group) and (
-            self.out_of_step or self.staging is None or self.staging.opened is not self.manifest)
+        """Whether, once its thread has ended, bytes stay in its group that the next push would take for its own. Of a push that comes by
+        parts some may be on their way when another one has failed."""
+        if not self.manifest.group:
+            return False
+        untouched = self.staging is None or self.staging.opened is not self.manifest
+        return untouched or self.out_of_step or (self.manifest.partial and self.state == "failed")
 
     @property
     def spoiled(self) -> str:

@@ -7,7 +7,6 @@ lies there or comes with the call.
 from __future__ import annotations
 
 import base64
-from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -118,8 +117,7 @@ class Transfer:
         """Returns once all tensors of the body, `UpdateFields`, have come; how things stand then."""
         async with self._broadcasts.announced(GROUP):
             asked = checked(UpdateFields, body)
-            push = partial(self._broadcasts.push, GROUP, version=asked.weight_version or "")
-            *others, last = [(info.entries(), info.packing(self._packing)) for info in asked.update_info]  # before any is begun
-            for entries, packing in others:  # after one that fails, the next ones still come
-                await push(entries, packing)
-        return await push(*last)
+            pushes = [(info.entries(), info.packing(self._packing)) for info in asked.update_info]  # before any is begun
+        for entries, packing in pushes:
+            report = await self._broadcasts.push(GROUP, entries, packing, version=asked.weight_version or "")
+        return report
