@@ -1,14 +1,14 @@
 """Which parts of weights make one push. Trainers send a step in several calls, and few say which step it is or where it begins.
 
 Parts of one session belong together. Others are a series: what one sender sends from its first tensor on, in the order that it keeps; a
-sender is a version, or without one a group. Invariant: what completes is one series without a gap. A part that brings a tensor with which its
-sender began before begins a push, another one goes on with the push that gathers; all else is refused. So however a push ended before it was
-complete (refused, silent, aborted, replaced), nobody has to remember that it did: its other parts find nothing to go on with, and parts of
-two steps never meet.
+sender is a version, or without one a group. Invariant: what completes is one series without a gap. A part that brings a tensor with which
+its sender began before begins a push, another one goes on with the push that gathers; all else is refused. So however a push ended before
+it was complete (refused, silent, aborted, replaced), nobody has to remember that it did: its other parts find nothing to go on with, and
+parts of two steps never meet.
 
 That rests on a trainer beginning a push when it has joined its group. A part that was refused is no beginning, as its group is left
-(`Transaction.skip`) and has to be joined anew, as after a restart of the engine. One that never reached the server may have been: versions and
-sessions exclude that.
+(`Transaction.skip`) and has to be joined anew, as after a restart of the engine. One that never reached the server may have been one:
+versions and sessions exclude that.
 """
 
 from __future__ import annotations

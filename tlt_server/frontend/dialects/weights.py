@@ -261,7 +261,7 @@ async def _content(body: bytes, field: str) -> dict[str, Any]:
 
 def _group(body: dict[str, Any]) -> object:
     """That brings what this body is about, if one does; what update_info says is `Transfer`'s."""
-    return body.get("group", GROUP if body.get("weight_dir", "") is None else "")
+    return body.get("group", GROUP if body.get("weight_dir", "") is None and "version" not in body else "")
 
 
 def _pushed(body: dict[str, Any]) -> dict[str, Any]:
