@@ -314,8 +314,11 @@ class JoinGroup(Struct, frozen=True, tag="join_group"):
 
 
 class LeaveGroup(Struct, frozen=True, tag="leave_group"):
+    """`Conflict` while a push takes what comes through it; `out_of_step`: then once it has, as more comes that nobody takes."""
+
     id: str
     name: str
+    out_of_step: bool = False
 
 
 WeightCommand = (PushWeights | CommitWeights | AbortWeights | NameWeights | ReadWeights | RollbackWeights | LookAtWeights | JoinGroup

@@ -101,6 +101,16 @@ def test_a_part_that_is_refused_ends_the_push(engine: Pushable, root: Path, tmp_
     assert engine.checksums() == before and results(engine, root, "new1")[-1] == "committed"
 
 
+def test_a_part_of_one_role_that_is_lost_takes_the_other_role_along_in_no_step(engine: Pushable, root: Path) -> None:
+    def drafter(numbers: range) -> list[str]:
+        return results(engine, root, "new-drafter", numbers, role="drafter")
+
+    whole = ["gathering", "gathering", "committed"]
+    assert drafter(range(PARTS)) == whole and results(engine, root, "new1") == whole
+    assert drafter(range(2)) == ["gathering"] * 2 and results(engine, root, "new2") == whole
+    assert results(engine, root, "new1") == whole and drafter(range(PARTS)) == ["gathering", "gathering", "unchanged"]
+
+
 def test_a_part_that_comes_twice_ends_the_push(engine: Pushable, root: Path) -> None:
     """Whoever repeats a part may be at the next step already, and nobody could tell its parts from this one's."""
     assert results(engine, root, "new1", range(2)) == ["gathering"] * 2

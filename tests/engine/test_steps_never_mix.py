@@ -1,10 +1,12 @@
 """Whatever befalls the parts of successive steps: what is committed is always exactly one step's tensors, and a clean step is committed.
 
-The transaction is the real one; the model is three tensors, and every tensor of a step holds that step's number.
+The transaction is the real one; the model is four tensors, and every tensor of a step holds that step's number. A group gives what was sent
+through it in that order, whatever was refused of it meanwhile, until it is left.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from tlt_client.channels import Intake
 from tlt_client.channels.errors import ChannelBroken
@@ -24,7 +27,8 @@ from tlt_server.weights.transaction import Options, Transaction
 
 NAMES = ("a", "b", "c", "d")
 Fate = str
-FATES = ("fine", "fine", "fine", "not finite", "broken", "asleep", "never sent", "late", "aborted", "repeated", "meanwhile")
+FATES = ("fine", "fine", "fine", "not finite", "broken", "asleep", "not read", "never sent", "late", "aborted", "repeated", "meanwhile",
+         "another meanwhile")
 
 
 class Network:
@@ -41,38 +45,59 @@ class Network:
 
 
 class Wire:
-    """Stands for a process group: gives the value that is being sent."""
+    """Stands for a process group: gives the values that were sent, in their order."""
 
     device, lenient = torch.device("cpu"), False
 
     def __init__(self) -> None:
-        self.value, self.breaks = 0.0, False
+        self.sent: list[float] = []
+        self.breaks, self.broken = False, ""
 
     def begin(self, data: torch.Tensor) -> None:
-        data.view(torch.float32)[:] = self.value
+        if self.broken:
+            raise ChannelBroken(self.broken)
+        data.view(torch.float32)[:] = self.sent.pop(0)
 
     def end(self, work: None) -> None:
         if self.breaks:
-            raise ChannelBroken("cut")
+            self.broken = "cut"
+            raise ChannelBroken(self.broken)
 
-    def close(self) -> None:
-        pass
+    def close(self, why: str = "was left") -> None:
+        self.broken = why
 
 
 class Groups(dict[str, Wire]):
     timeout_s = 10.0
+
+    def leave(self, name: str) -> None:
+        self.pop(name, None)
+
+    def __missing__(self, name: str) -> Wire:
+        raise ChannelBroken(f"there is no group {name!r}")
 
 
 class Receiving:
     """The transaction and the loop around it, with a clock."""
 
     def __init__(self, place: Any) -> None:
-        self.now, self.wire = 0.0, Wire()
+        self.now, self.groups = 0.0, Groups(g=Wire(), h=Wire())
         storage = Storage(place, lambda: Free(2**62, 0, 0), torch.device("cpu"), None)
-        groups: Any = Groups(g=self.wire, h=self.wire)
+        groups: Any = self.groups
         live = Parts(Target("v0", Network(), {}))  # type: ignore[arg-type]
         self.transaction = Transaction(live, Options(("broadcast",), Intake(groups=groups), storage=storage), lambda data, where: None,
                                        clock=lambda: self.now)
+
+    def join(self, group: str = "g") -> None:
+        """As trainers do that begin a step and find their group left."""
+        self.transaction.leave(group)
+        self.settle(committing=True)
+        self.groups[group] = Wire()
+
+    def step(self, number: float, parts: list[tuple[str, ...]], fates: Sequence[Fate], **fields: Any) -> list[str]:
+        if "g" not in self.groups or self.groups["g"].broken:
+            self.join()
+        return [self.part(names, number, fate, **fields) for names, fate in zip(parts, fates, strict=False)]
 
     def part(self, names: tuple[str, ...], value: float, fate: Fate = "fine", **fields: Any) -> str:
         """How the push stands after this part."""
@@ -80,19 +105,27 @@ class Receiving:
             return fate
         manifest = Manifest(channel="broadcast", packed=False, partial=True, **{"group": "g"} | fields,
                             tensors=[TensorEntry(name=name, dtype="float32", shape=[4]) for name in names])
-        self.wire.value, self.wire.breaks = (float("nan") if fate == "not finite" else value), fate == "broken"
+        wire, other = self.groups.get(manifest.group, Wire()), replace(manifest, version="another", partial=False)
+        wire.sent += [float("nan") if fate == "not finite" else value] * len(names)
+        wire.breaks, asked = fate == "broken", manifest
         try:
             if fate == "asleep":
                 raise Unavailable("as the loop refuses it")
+            if fate == "not read":  # the frontend refuses it
+                self.transaction.skip(manifest.group)
+                return self.settle(committing=True)
             push = self.transaction.begin(manifest)
             if push.state == "waiting":
                 self.transaction.start()
-            if fate == "meanwhile":
-                self.transaction.begin(manifest)
+            if "meanwhile" in fate:
+                wire.sent += [value + 0.5] * len(names)
+                asked = other if fate == "another meanwhile" else manifest
+                self.transaction.begin(asked)
         except TltError:
-            self.transaction.refuse(manifest)
+            self.transaction.refuse(asked)
         self.now += 20 if fate == "late" else 0
         said = self.settle(committing=manifest.commit)
+        assert said != "committed" or self.live["a"].tolist() == [value] * 4, "another step's under this one's name"
         if fate == "aborted" and self.transaction.push is not None:
             self.transaction.abort(self.transaction.push.version)
             return self.settle(committing=True)
@@ -108,7 +141,8 @@ class Receiving:
                 break
             if push.state in ("failed", "unchanged"):
                 self.transaction.close()
-            elif push.state == "staged" and committing:
+                break
+            if push.state == "staged" and committing:
                 self.transaction.commit()
                 self.check()
                 return "committed"
@@ -138,11 +172,11 @@ def test_what_is_committed_is_one_step(place: str, steps: list[tuple[int, list[F
     """Trainers go on after an error, or give the step up; parts grow and shrink from step to step; some steps have names."""
     receiving = Receiving(place)
     for number, (parts, fates, version) in enumerate(steps, 1):
-        lost = "never sent" if fates[0] == "never sent" else None  # what never comes at all is a step that was given up at its start
-        for names, fate in zip(cuts(parts), fates, strict=False):
-            receiving.part(names, float(number), lost or fate, version=f"{version} {number}" if version == "whole step" else version)
+        if fates[0] == "never sent":  # what never comes at all is a step that was given up at its start
+            continue
+        receiving.step(float(number), cuts(parts), fates, version=f"{version} {number}" if version == "whole step" else version)
         receiving.now += 1
-    said = [receiving.part(names, 99.0) for names in cuts(4)]
+    said = receiving.step(99.0, cuts(4), ["fine"] * 4)
     assert said == ["gathering"] * 3 + ["committed"] and receiving.live["d"].tolist() == [99.0] * 4
 
 
@@ -152,14 +186,14 @@ def test_a_session_takes_its_parts_in_any_order_and_no_other_ones(sessions: list
     receiving = Receiving("device")
     for number, sent in enumerate(sessions, 1):
         for place, fate in sent:
-            receiving.part(cuts(4)[place], float(number), fate, session=str(number), commit=False)
+            receiving.step(float(number), [cuts(4)[place]], [fate], session=str(number), commit=False)
         push = receiving.transaction.push
         if push is not None and push.state == "staged":
             assert push.manifest.session == str(number)
             receiving.transaction.commit()
             receiving.check()
             assert receiving.live["a"].tolist() == [float(number)] * 4
-    said = [receiving.part((name,), 99.0, session="last", commit=False) for name in reversed(NAMES)]
+    said = receiving.step(99.0, list(reversed(cuts(4))), ["fine"] * 4, session="last", commit=False)
     assert said[:3] == ["gathering"] * 3
 
 
@@ -170,6 +204,8 @@ def test_without_a_version_all_comes_through_one_group() -> None:
     assert receiving.transaction.push is not None and receiving.transaction.push.manifest.group == "g"
     receiving.part(("b", "c"), 1.0)
     assert receiving.part(("d",), 1.0) == "committed"
+    assert "h" not in receiving.groups, "what it brought of the part that was refused is not another push's"
+    receiving.join("h")
     for group, names in (("g", "ab"), ("h", "cd")):
         said = receiving.part(tuple(names), 2.0, group=group, version="two")
     assert said == "committed" and receiving.live["d"].tolist() == [2.0] * 4
@@ -178,14 +214,24 @@ def test_without_a_version_all_comes_through_one_group() -> None:
 def test_who_joins_a_group_anew_begins_a_push_in_an_order_of_their_own() -> None:
     receiving = Receiving("device")
     receiving.part(("a", "b"), 1.0)
-    receiving.transaction.forget("g")
-    receiving.settle(committing=True)
+    receiving.join()
     assert receiving.part(("c",), 2.0) == "gathering"
     assert receiving.part(("d", "a", "b"), 2.0) == "committed" and receiving.live["a"].tolist() == [2.0] * 4
     receiving.part(("a", "b"), 3.0, version="three")
-    receiving.transaction.forget("g")
-    receiving.settle(committing=True)
+    receiving.join()
     assert receiving.part(("c", "d"), 3.0, version="three") == "committed", "a version's parts may come through several groups"
+
+
+def test_a_first_part_that_is_refused_is_no_beginning_for_the_ones_after_it() -> None:
+    receiving = Receiving("device")
+    assert receiving.part(("c", "d"), 1.0, "asleep") == "gathering" and "g" not in receiving.groups
+    assert receiving.part(("a", "b"), 1.0) == "failed", "nothing comes through it until it is joined anew"
+    for number in (2.0, 3.0):
+        assert receiving.step(number, [("a", "b"), ("c", "d")], ["fine", "fine"]) == ["gathering", "committed"]
+    receiving.join()
+    receiving.part(("a", "b"), 4.0, "not read")
+    assert receiving.part(("c", "d"), 4.0) == "failed"
+    assert receiving.step(5.0, [("a", "b"), ("c", "d")], ["fine", "fine"]) == ["gathering", "committed"]
 
 
 def test_senders_that_never_end_a_push_take_no_memory() -> None:

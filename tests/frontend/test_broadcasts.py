@@ -121,6 +121,24 @@ def test_tensors_become_manifests_as_the_group_was_made(server: LiveServer) -> N
     assert pushed(server) == [came("g", version="8", in_flight="abort"), came("weight_update_group", packed=True, bucket_bytes=2**40)]
 
 
+@pytest.mark.parametrize(("path", "body", "group"), [
+    ("/update_weights", {"update_info": INFO | {"shapes": []}}, "weight_transfer"),
+    ("/update_weights", {"update_info": [INFO, INFO | {"names": ["w"]}]}, "weight_transfer"),
+    ("/update_weights", {"update_info": 7}, "weight_transfer"),
+    ("/update_weights", {"weight_dir": None}, "weight_transfer"),
+    ("/collective_rpc", {"method": "update_weights_nccl", "kwargs": {"update_info": INFO | {"dtype_names": ["a"]}}}, "weight_transfer"),
+    ("/update_weights_from_distributed", DISTRIBUTED | {"dtypes": [], "group_name": "g"}, "g"),
+    ("/update_weights_from_distributed", {"names": 7}, "weight_update_group"),
+    ("/update_weights", {"version": "7", "channel": "broadcast", "group": "own", "tensors": [{"name": "w"}]}, "own"),
+    ("/update_weights", {"version": "7", "channel": "broadcast", "group": "own", "tensors": []}, "own"),
+    ("/update_weights", {"version": "7", "path": 7}, ""),
+    ("/update_weights", {"version": "7", "channel": "broadcast", "group": 7}, ""),
+])
+def test_a_body_that_is_refused_leaves_the_group_whose_tensors_nobody_takes(path: str, body: Any, group: str, server: LiveServer) -> None:
+    post(server, path, body, status=400)
+    assert [(told.name, told.out_of_step) for told in commands(server)] == ([(group, True)] if group else [])
+
+
 def test_whose_tensors_they_are(server: LiveServer) -> None:
     def role(names: list[str], **fields: Any) -> str:
         post(server, "/update_weights_from_distributed", DISTRIBUTED | {"names": names} | fields)

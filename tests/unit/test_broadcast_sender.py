@@ -103,8 +103,9 @@ def test_what_the_server_says_of_a_push_that_it_ended_is_told(server: Server, co
     assert communicators[0].aborted
 
 
-@pytest.mark.parametrize("code, anew", [("channel_broken", True), ("weights_refused", False)])
-def test_a_group_that_the_server_has_broken_is_made_anew(
+@pytest.mark.parametrize("code, anew", [
+    ("channel_broken", True), ("conflict", True), ("too_large", True), ("weights_refused", False)])
+def test_a_group_that_may_be_out_of_step_is_made_anew(
         code: str, anew: bool, server: Server, communicators: list[Communicator], monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where every byte was sent before the server said so."""
     sender = BroadcastSender(server, timeout_s=30)  # type: ignore[arg-type]

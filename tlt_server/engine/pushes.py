@@ -26,7 +26,6 @@ from tlt_server.records import (
     JoinGroup,
     LeaveGroup,
     LookAtWeights,
-    Manifest,
     NameWeights,
     PushWeights,
     ReadWeights,
@@ -94,7 +93,8 @@ class WeightPushes:
             of = command.manifest if isinstance(command, PushWeights) else None
             if of is not None:
                 self.transaction.refuse(of)
-                self._leave_unread(of)
+                if of.group:
+                    error = type(error)(f"{error.message}; nobody takes what group {of.group!r} brings of it, so it is left: make it anew")
             self._report(command.id, error.code, error=error, version=of.version if of else "", role=of.role if of else "")
 
     def advance(self) -> list[StepOutput]:
@@ -177,12 +177,12 @@ class WeightPushes:
                 if "broadcast" not in transaction.channels:
                     raise Forbidden("this server takes no weights by broadcast; start it with broadcast among its --weight-channels")
                 self._joiners.check_room()
-                transaction.forget(name)
+                transaction.leave(name)
                 self._joiners.start(partial(self._join, command))
-            case LeaveGroup(id, name):
-                self._check_group_free(name)
-                transaction.forget(name)
-                transaction.intake.groups.leave(name)
+            case LeaveGroup(id, name, out_of_step):
+                if not out_of_step:
+                    self._check_group_free(name)
+                transaction.skip(name)
                 self._report(id, "left")
 
     def _join(self, asked: JoinGroup) -> None:
@@ -198,26 +198,19 @@ class WeightPushes:
             failed = ChannelBroken(f"the group cannot be joined ({type(cause).__name__}: {cause}); make it anew")
             self._report(asked.id, failed.code, error=failed)
 
-    def _brings(self, group: str) -> bool:
-        push = self.transaction.push
-        return push is not None and push.manifest.group == group and push.state in ("waiting", "staging")
-
     def _check_group_free(self, name: str) -> None:
-        if self._brings(name):
+        if self.transaction.brings(name):
             raise Conflict(f"group {name!r} brings a version just now; wait for that push to end")
 
-    def _leave_unread(self, refused: Manifest) -> None:
-        """What a push sends through its group that nobody has received must not be taken for the next one's."""
-        if refused.group and not self._brings(refused.group):
-            self.transaction.intake.groups.leave(refused.group)
-
-    @staticmethod
-    def _to_send_again(push: Push, error: TltError) -> TltError:
+    def _to_send_again(self, push: Push, error: TltError) -> TltError:
         """What came through a group is gone, so to ask again, as clients do after some errors, would be to wait for nothing."""
-        if not push.manifest.group or not error.retryable:
-            return error
-        return ChannelBroken(f"{error.message}. What came through group {push.manifest.group!r} is gone: make the group anew, and send "
-                             "again what is asked for again")
+        group = push.manifest.group
+        if group and error.retryable:
+            return ChannelBroken(f"{error.message}. What came through group {group!r} is gone: make the group anew, and send again what is "
+                                 "asked for again")
+        if group and group not in self.transaction.intake.groups and not isinstance(error, ChannelBroken):
+            return type(error)(f"{error.message}; group {group!r} is left, as more of this may come through it: make it anew")
+        return error
 
     def _begin(self, push: Push) -> None:
         """In place: once nothing that runs, and nobody who reads, could see half of the new weights."""
@@ -328,8 +321,6 @@ class WeightPushes:
         """Nothing was committed; what a failure in place leaves behind is told with the answer."""
         self.transaction.close()
         if error is not None:
-            if push.staging is None or push.staging.opened is not push.manifest:
-                self._leave_unread(push.manifest)
             error = self._to_send_again(push, error)
             result = error.code
         self._reset()

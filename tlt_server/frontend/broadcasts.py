@@ -6,14 +6,15 @@ joins, receives and checks (`tlt_client.channels.broadcast`); here calls become 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager, suppress
 from typing import Annotated, NamedTuple
 
 from pydantic import Field
 
 from tlt_client.channels import DRAFTER_PREFIX
 from tlt_client.channels.files import MAX_DIMENSION, MAX_DIMENSIONS, MAX_NAME
-from tlt_server.errors import InvalidRequest
+from tlt_server.errors import InvalidRequest, TltError
 from tlt_server.frontend.weight_session import Selector, WeightSession
 from tlt_server.records import InFlight, JoinGroup, LeaveGroup, Manifest, PushRole, TensorEntry, WeightReport
 
@@ -51,6 +52,18 @@ class Broadcasts:
     async def leave(self, name: str) -> list[str]:
         """One that is not joined is left already."""
         return (await self._session.ask(LeaveGroup(self._session.command_id(), name))).state.groups
+
+    @asynccontextmanager
+    async def announced(self, group: object) -> AsyncIterator[None]:
+        """Around what is done with a body that says what comes through this group before the engine is asked to take it. Where that fails
+        nobody will, and the engine leaves the group, as the next push would take it for its own. `group`: as the body has it."""
+        try:
+            yield
+        except TltError:
+            if group and isinstance(group, str):
+                with suppress(TltError):  # an engine that is gone has left it
+                    await self._session.ask(LeaveGroup(self._session.command_id(), group, out_of_step=True))
+            raise
 
     async def push(self, group: str, tensors: Iterable[TensorEntry], packing: Packing, *, selector: Selector | None = None,
                    version: str = "", in_flight: InFlight = "continue") -> WeightReport:

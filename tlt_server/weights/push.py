@@ -32,6 +32,7 @@ class Push:
     state: State = "waiting"  # for `start`
     aborted: bool = False
     gap: str = ""  # why something of it is missing for good, learnt while another part was staged
+    out_of_step: bool = False  # its group brings something else, too, that nobody takes
     asked: list[str] = field(default_factory=list)  # ids of the commands that it answers
     trails: bool = False  # brings only what the version just committed had no need of
     due: bool = False  # staged, and a commit was asked for
@@ -47,6 +48,15 @@ class Push:
         """The tensors without which a push that is gathering does not end."""
         names = self.staging.missing if self.staging is not None else []
         return f"{len(names)} tensors are missing, among them {', '.join(map(repr, names[:3]))}"
+
+    @property
+    def unread(self) -> bool:
+        """Whether, once its thread has ended, bytes stay in its group that the next push would take for its own. Of a push that comes by
+        parts some may be on their way when another one has failed."""
+        if not self.manifest.group:
+            return False
+        untouched = self.staging is None or self.staging.opened is not self.manifest
+        return untouched or self.out_of_step or (self.manifest.partial and self.state == "failed")
 
     @property
     def spoiled(self) -> str:

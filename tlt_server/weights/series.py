@@ -1,13 +1,15 @@
 """Which parts of weights make one push. Trainers send a step in several calls, and few say which step it is or where it begins.
 
 Parts of one session belong together. Others are a series: what one sender sends from its first tensor on, in the order that it keeps; a
-sender is a version, or without one a group. Invariant: what completes is one series without a gap. A part goes on with the push that
-gathers, or brings the tensor with which its sender began before; all else is refused. So however a push ended before it was complete
-(refused, silent, aborted, replaced), nobody has to remember that it did: its other parts find nothing to go on with, and parts of two
-steps never meet. One tensor may come behind the part that completed its push: the head that is tied to the embedding, if it is the same.
+sender is a version, or without one a group. Invariant: what completes is one series without a gap. A part that brings a tensor with which
+its sender began before begins a push, another one goes on with the push that gathers; all else is refused. So however a push ended before
+it was complete (refused, silent, aborted, replaced), nobody has to remember that it did: its other parts find nothing to go on with, and
+parts of two steps never meet. One tensor may come behind the part that completed its push: the head that is tied
+to the embedding, if it is the same.
 
-That rests on every part being heard of here, and on a trainer beginning a push when it has joined its group, as it must after a restart of
-the engine, too.
+That rests on a trainer beginning a push when it has joined its group. A part that was refused is no beginning, as its group is left
+(`Transaction.skip`) and has to be joined anew, as after a restart of the engine. One that never reached the server may have been one:
+versions and sessions exclude that.
 """
 
 from __future__ import annotations
@@ -41,9 +43,9 @@ class Series:
         """Whether the part goes on with `push`, which takes more; else it begins one. `Conflict` where it may do neither."""
         sender, (role, tensor) = _sender(part), first_of(part)
         other = _sender(push.manifest) if push is not None and not push.manifest.session else None
-        if push is not None and other == sender and push.first != (role, tensor) and push.goes_on_with(part):
-            return True
         start = self._starts.get((sender, role))
+        if push is not None and other == sender and tensor != start and push.first != (role, tensor) and push.goes_on_with(part):
+            return True
         if start not in (None, tensor):
             raise Conflict(f"tensor {tensor!r} goes on with no push: {sender} begins with {start!r}, and the push begun so has ended, or "
                            f"has that tensor, or other fields; push from {start!r} on, in the order of before, or {ELSE}")

@@ -122,16 +122,30 @@ class Transaction:
             self.push.state, self.push.parts = "unchanged", self.live.only(manifest.roles)
         return self.push
 
-    def refuse(self, part: Manifest) -> None:
-        """It was refused before anything of it was taken, so what it belongs to will not be complete."""
-        if not part.partial or part.session:
-            return
-        self._series.note(part)
-        if self.push is not None and self._series.both(self.push.manifest, part):
-            self._give_up(self.push, f"tensor {part.tensors[0].name!r} of it was refused")
+    def refuse(self, manifest: Manifest) -> None:
+        """It was refused before anything of it was taken, so what it belongs to will not be complete, and its bytes stay in its group."""
+        if manifest.partial and not manifest.session:
+            self._series.note(manifest)
+            if self.push is not None and self._series.both(self.push.manifest, manifest):
+                self._give_up(self.push, f"tensor {manifest.tensors[0].name!r} of it was refused")
+        if manifest.group:
+            self.skip(manifest.group)
 
-    def forget(self, group: str) -> None:
-        """It is left, or joined anew, and what it has brought of a push without a version will not be completed."""
+    def brings(self, group: str) -> bool:
+        """Whether a push takes, or is about to take, what comes through it."""
+        push = self.push
+        return push is not None and push.manifest.group == group and push.state in ("waiting", "staging")
+
+    def skip(self, group: str) -> None:
+        """Nobody takes something that comes through it, so it is left before it brings another push: now, or once it has brought one."""
+        if self.push is not None and self.brings(group):
+            self.push.out_of_step = True
+        else:
+            self.leave(group)
+
+    def leave(self, group: str) -> None:
+        """What it has brought of a push without a version will not be completed; whoever joins it anew begins a push."""
+        self.intake.groups.leave(group)
         self._series.forget(group)
         push = self.push
         if push is not None and push.takes_more and push.manifest.group == group and not (push.version or push.manifest.session):
@@ -165,7 +179,9 @@ class Transaction:
                 and self._series.follows(part, self._last))
 
     def poll(self) -> Push | None:
-        """The push, once its thread has ended and until it is closed; its `state` says how it stands. One that is gathering: once."""
+        """The push, once its thread has ended and until it is closed; its `state` says how it stands. One that is gathering: once.
+
+        A group in which it leaves bytes is left."""
         push = self.push
         if push is None or push.state == "waiting" or (push.state == "staging" and push.thread is not None and push.thread.is_alive()):
             return None
@@ -177,6 +193,9 @@ class Transaction:
                 "push all of them again" + push.spoiled)
         if push.state == "staging":
             self._judge(push)
+        if push.unread:
+            self.leave(push.manifest.group)
+            push.out_of_step = False
         return push
 
     def commit(self) -> Parts:

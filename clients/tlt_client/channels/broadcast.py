@@ -154,8 +154,8 @@ class BroadcastSender:
         try:
             return reply.result()
         except ServerError as error:
-            if error.code == ChannelBroken.code:
-                self._group.close()  # as the server has done; the next push makes it anew
+            if error.code != ContentRefused.code:  # which is said of what has come
+                self._group.close()  # the server may have left it, or never heard of this push; the next one makes it anew
             raise
 
     def _send(self, named: list[tuple[str, Tensor]], reply: Future[Mapping[str, Any]]) -> None:

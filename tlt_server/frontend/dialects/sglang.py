@@ -54,6 +54,7 @@ from tlt_server.frontend.sglang.replies import (
     rows_of,
 )
 from tlt_server.frontend.sglang.requests import (
+    GROUP,
     AbortFields,
     BeginFields,
     CheckFields,
@@ -191,9 +192,12 @@ def routes(service: Service) -> list[Endpoint]:
         """Take the named tensors from the group. Once none of the model's is missing they are live, or at the end of the update that was
         begun."""
         engine.check_running()
-        asked = await _read(DistributedFields, request)
+        content = await _content(DistributedFields, request)
+        async with service.broadcasts.announced(content.get("group_name", GROUP)):
+            asked = checked(DistributedFields, content)
+            tensors = described(asked.names, asked.dtypes, asked.shapes)
         report = await service.broadcasts.push(
-            asked.group_name, described(asked.names, asked.dtypes, asked.shapes), asked.packing, selector=asked.selector,
+            asked.group_name, tensors, asked.packing, selector=asked.selector,
             version=asked.weight_version or "", in_flight="abort" if asked.abort_all_requests else "continue")
         return json_response(Outcome(message=f"{report.result}: version {report.version}", new_version=report.state.target))
 
@@ -282,10 +286,13 @@ def _memory(tags: list[Any]) -> list[Memory]:
 
 
 async def _read(model: type[Model], request: Request) -> Model:
+    return checked(model, await _content(model, request))
+
+
+async def _content(model: type[Model], request: Request) -> dict[str, Any]:
     """Of the body, or without one of the query; nothing at all is an empty object."""
     body = await request.body()
-    content: dict[str, Any] = await read_object(body, next(iter(model.model_fields), "nothing")) if body else _query(request)
-    return checked(model, without_nulls(content))
+    return without_nulls(await read_object(body, next(iter(model.model_fields), "nothing")) if body else _query(request))
 
 
 def _query(request: Request) -> dict[str, Any]:

@@ -74,7 +74,7 @@ from tlt_server.frontend.vllm.requests import (
     TokensRequest,
     VersionFields,
 )
-from tlt_server.frontend.vllm.transfer import BroadcasterFields, InitFields, UpdateFields
+from tlt_server.frontend.vllm.transfer import BroadcasterFields, InitFields
 from tlt_server.frontend.weight_session import Selector
 from tlt_server.records import InFlight, Memory
 
@@ -163,7 +163,7 @@ def routes(service: Service) -> list[Endpoint]:
                 await _begin(checked(StartFields, asked.arguments), "target")
             case "update_weights_nccl":
                 engine.check_running()
-                await service.transfer.update(checked(UpdateFields, asked.arguments))
+                await service.transfer.update(asked.arguments)
             case "skyrl_finish_weight_update":
                 await session.end(checked(FinishFields, asked.arguments).weight_version or "")
             case unknown:

@@ -35,7 +35,7 @@ from tlt_server.frontend.generation import Service
 from tlt_server.frontend.replies import json_response
 from tlt_server.frontend.requests import Strict, checked, read_object
 from tlt_server.frontend.uploads import PartStatus, Uploads, span
-from tlt_server.frontend.vllm.transfer import UpdateFields
+from tlt_server.frontend.vllm.transfer import GROUP, UpdateFields
 from tlt_server.frontend.weight_session import Version
 from tlt_server.records import (
     AbortWeights,
@@ -152,10 +152,12 @@ def routes(service: Service) -> list[Endpoint]:
         Between POST /start_weight_update and /finish_weight_update any push waits for the latter.
         """
         engine.check_running()
-        body = _pushed(await _content(await request.body(), "version"))
-        if "update_info" in body:
-            return outcome(await service.transfer.update(checked(UpdateFields, body)))
-        manifest = _manifest(body, session.role)
+        content = await _content(await request.body(), "version")
+        async with service.broadcasts.announced(_group(content)):
+            body = _pushed(content)
+            manifest = _manifest(body, session.role) if "update_info" not in body else None
+        if manifest is None:
+            return outcome(await service.transfer.update(body))
         if manifest.channel != "http" or uploads is None:  # a closed channel is the engine's to refuse
             return outcome(await session.push(manifest))
         keep, sealed = True, replace(manifest, path=uploads.seal(manifest.version))
@@ -256,6 +258,11 @@ def _part(request: Request) -> tuple[str, str]:
 async def _content(body: bytes, field: str) -> dict[str, Any]:
     """No body at all is an empty object."""
     return await read_object(body, field) if body else {}
+
+
+def _group(body: dict[str, Any]) -> object:
+    """That brings what this body is about, if one does; what update_info says is `Transfer`'s."""
+    return body.get("group", GROUP if body.get("weight_dir", "") is None and "version" not in body else "")
 
 
 def _pushed(body: dict[str, Any]) -> dict[str, Any]:
