@@ -18,7 +18,8 @@ from tlt_server.engine.pushes import WeightPushes
 from tlt_server.records import JoinGroup, LeaveGroup, Manifest, PushWeights, TensorEntry, WeightCommand, WeightReport
 from tlt_server.weights.parts import Parts, Target
 from tlt_server.weights.storage import Free, Storage
-from tlt_server.weights.transaction import Options, Transaction
+from tlt_server.weights.transaction import Transaction
+from tlt_server.weights.work import Options
 
 WAIT_S = 5.0
 HALVES = NAMES[:2], NAMES[2:]

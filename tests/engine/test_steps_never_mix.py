@@ -23,7 +23,8 @@ from tlt_server.records import Manifest, TensorEntry
 from tlt_server.weights.parts import Parts, Target
 from tlt_server.weights.series import REMEMBERED
 from tlt_server.weights.storage import Free, Storage
-from tlt_server.weights.transaction import Options, Transaction
+from tlt_server.weights.transaction import Transaction
+from tlt_server.weights.work import Options
 
 NAMES = ("a", "b", "c", "d")
 Fate = str

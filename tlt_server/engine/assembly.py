@@ -38,7 +38,8 @@ from tlt_server.weights.parts import Parts
 from tlt_server.weights.restore import Restored, restore
 from tlt_server.weights.spool import Spool
 from tlt_server.weights.storage import Storage
-from tlt_server.weights.transaction import Options, Transaction
+from tlt_server.weights.transaction import Transaction
+from tlt_server.weights.work import Options
 
 OnPhase = Callable[[str, float, str], None]
 OnProgress = Callable[[str, int, int], None]

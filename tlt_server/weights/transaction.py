@@ -1,6 +1,6 @@
 """One push at a time: begin -> stage and verify in a thread -> commit between two steps -> the version before is kept.
 
-Owned by the engine's loop, whose thread calls everything here but `_work`. Invariant: `live` changes in `commit` and `rollback` only,
+Owned by the engine's loop, whose thread calls everything here but `_stage`. Invariant: `live` changes in `commit` and `rollback` only,
 by one assignment of complete, verified weights; before that every failure leaves it alone. A version string means one content: a
 version with other bits than before is a conflict, the same version and bits again is a success that changes nothing.
 
@@ -13,42 +13,23 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
-import torch
 from msgspec.structs import replace
 
-from tlt_client.channels import CHANNELS, Intake, Receiver, owner
+from tlt_client.channels import Intake, owner
 from tlt_server.errors import ChannelBroken, Conflict, Forbidden, InvalidRequest, NotFound, PushFailed, TltError, Unavailable
 from tlt_server.records import Manifest
-from tlt_server.registry import Registry
 from tlt_server.threads import started
 from tlt_server.weights.names import Names
 from tlt_server.weights.parts import Parts
 from tlt_server.weights.push import Push, first_of
 from tlt_server.weights.series import Series
 from tlt_server.weights.spool import Spool
-from tlt_server.weights.staging import TIED_HEAD, Staging, Steps
-from tlt_server.weights.storage import Free, Storage
-
-RECEIVERS = Registry("channel", CHANNELS)
-
-
-class _Aborted(Exception):
-    """Raised in the staging thread at its next phase."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """Where weights may come from, and where committed ones are kept."""
-
-    channels: tuple[str, ...] = ()  # that are open; none: no pushes
-    intake: Intake = Intake()
-    spool: Spool | None = None
-    storage: Storage = field(default_factory=lambda: Storage("device", lambda: Free(2**62, 0, 0), torch.device("cpu"), None))
+from tlt_server.weights.staging import TIED_HEAD
+from tlt_server.weights.work import Options, Work, not_recorded
 
 
 class Transaction:
@@ -59,7 +40,8 @@ class Transaction:
         self.quarantined: dict[str, str] = {}  # role -> why what is live of it is no version
         self._last: Manifest | None = None  # of the commit that made `live`
         self.push: Push | None = None
-        self._options, self._parse_calibration, self.on_phase, self._clock = options, parse_calibration, on_phase, clock
+        self._options, self.on_phase, self._clock = options, on_phase, clock
+        self._work = Work(options, parse_calibration, clock)
         self._names = Names()
         for role, part in live.by_role.items():
             if part.sums:
@@ -162,7 +144,7 @@ class Transaction:
         assert self.push is not None and self.push.state == "waiting"
         self.push.state = "staging"
         try:
-            self.push.thread = started("stage weights", partial(self._work, self.push))
+            self.push.thread = started("stage weights", partial(self._stage, self.push))
         except Unavailable as error:
             self.push.error = error
 
@@ -244,7 +226,7 @@ class Transaction:
             try:
                 spool.prepare(parts, parts.over(self.live))
             except OSError as error:
-                raise self._not_recorded(error) from None
+                raise not_recorded(error) from None
         push.parts = parts
 
     def name_live(self, version: str) -> bool:
@@ -266,7 +248,7 @@ class Transaction:
                 spool.prepare(Parts(), renamed.over(self.live))
                 spool.commit()
             except OSError as error:
-                raise self._not_recorded(error) from None
+                raise not_recorded(error) from None
         self.live = renamed.over(self.live)
         if renamed.sums:
             self._names.add("target", renamed.by_role["target"])
@@ -292,7 +274,7 @@ class Transaction:
             try:
                 self._options.spool.prepare(Parts(), self.previous.over(self.live))
             except OSError as error:
-                raise self._not_recorded(error) from None
+                raise not_recorded(error) from None
         self._make_live(self.previous)
         self.previous, self._last = Parts(), None
         return self.live
@@ -306,7 +288,7 @@ class Transaction:
             try:
                 spool.commit()
             except OSError as error:
-                raise self._not_recorded(error) from None
+                raise not_recorded(error) from None
         self.live, self.previous = live, previous
         for role, part in parts.by_role.items():
             self._names.add(role, part)
@@ -352,11 +334,6 @@ class Transaction:
             raise NotFound(f"there is no push of version {version!r} on its way; GET /weights says what there is")
         return self.push
 
-    @staticmethod
-    def _not_recorded(error: OSError) -> TltError:
-        return PushFailed(f"the commit cannot be recorded in the state directory ({error}), so nothing has changed; make room there "
-                          "and push again")
-
     def _gap_error(self, push: Push, why: str) -> TltError:
         return Conflict(f"the push of version {push.version or 'without a name'!r} cannot become complete: {why}; push all of its tensors "
                         f"again{push.spoiled if push.takes_more else ''}")
@@ -367,51 +344,15 @@ class Transaction:
 
     # -- the staging thread's side -------------------------------------------------------------------------------
 
-    def _work(self, push: Push) -> None:
-        spool, options, enter = self._options.spool, self._options, partial(self._enter, push)
-        push.phase = ""
+    def _stage(self, push: Push) -> None:
+        self._work.do(push, self._complete_live, self.on_phase)
 
-        def receive(manifest: Manifest) -> Receiver:
-            receiver: Receiver = RECEIVERS.resolve(manifest.channel)(manifest, options.intake)
-            return receiver
-
-        try:
-            self._complete_live()
-            if push.staging is None:
-                if spool is not None:
-                    spool.begin()
-                push.staging = Staging(self.live, Steps(
-                    enter, spool.keep if spool is not None else None, self._parse_calibration, options.storage.make,
-                    push.overwritten.add if self.in_place else None))
-            parts = push.staging.take(push.manifest, receive)
-            if spool is not None and parts is not None:
-                enter("spool")
-                spool.prepare(parts, parts.over(self.live))
-            enter("done")
-            push.parts, push.incomplete = parts, parts is None
-        except _Aborted:
-            pass
-        except TltError as error:
-            push.error = error
-        except OSError as error:
-            push.error = self._not_recorded(error)
-        except BaseException as error:  # the loop must learn of it, whatever it is
-            push.error = PushFailed(f"staging broke off ({type(error).__name__}: {error}); nothing has changed: push again")
-
-    def _enter(self, push: Push, name: str) -> None:
-        if push.aborted:
-            raise _Aborted
-        now = self._clock()
-        if push.phase:
-            push.phases[push.phase] = push.phases.get(push.phase, 0.0) + now - push.since
-        push.phase, push.since = name, now
-        self.on_phase(name)
-
-    def _complete_live(self) -> None:
+    def _complete_live(self) -> Parts:
         """The sums of what the engine was started with, which nobody needed before."""
         self.live = self.live.complete()
         for role, part in self.live.by_role.items():
             self._names.add(role, part)
+        return self.live
 
 
 def _of_no_session(manifest: Manifest) -> Manifest:
