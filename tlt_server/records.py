@@ -259,18 +259,20 @@ class PushWeights(Struct, frozen=True, tag="push_weights"):
 
 
 class CommitWeights(Struct, frozen=True, tag="commit_weights"):
-    """Make the staged push of `version` live, as version `name` where that is given."""
+    """Make the staged push of `version`, or of a session, live, as version `name` where that is given."""
 
     id: str
-    version: str
+    version: str = ""
     name: str = ""
+    session: str = ""
 
 
 class NameWeights(Struct, frozen=True, tag="name_weights"):
-    """Call the target's weights that are live `version` from now on; their content stays."""
+    """Call the target's weights that are live `version` from now on; their content stays. `Conflict` where they are not `of`, if given."""
 
     id: str
     version: str
+    of: str = ""
 
 
 class ReadWeights(Struct, frozen=True, tag="read_weights"):
@@ -282,8 +284,11 @@ class ReadWeights(Struct, frozen=True, tag="read_weights"):
 
 
 class AbortWeights(Struct, frozen=True, tag="abort_weights"):
+    """End the push of `version`, or of a session; without either the one on its way, whatever it is called."""
+
     id: str
-    version: str
+    version: str = ""
+    session: str = ""
 
 
 class RollbackWeights(Struct, frozen=True, tag="rollback_weights"):

@@ -177,7 +177,7 @@ def commit_weights(version: str) -> Call[Mapping[str, Any]]:
 
 
 def abort_weights(version: str) -> Call[Mapping[str, Any]]:
-    return _put("POST", f"/weights/{in_path(version)}/abort", {}, json_object)
+    return _put("POST", f"/weights/{in_path(version)}/abort" if version else "/weights/abort", {}, json_object)
 
 
 def roll_back_weights(fields: Mapping[str, Any]) -> Call[Mapping[str, Any]]:

@@ -167,8 +167,8 @@ class Client:
         """Make a push live that was staged with `commit=False`."""
         return self._ask(calls.commit_weights(version))
 
-    def abort_weights(self, version: str) -> Mapping[str, Any]:
-        """End a push that is not committed; nothing changes."""
+    def abort_weights(self, version: str = "") -> Mapping[str, Any]:
+        """End the push of this version, or the one on its way whatever it is called, while it is not committed; nothing changes."""
         return self._ask(calls.abort_weights(version))
 
     def roll_back_weights(self, **fields: Any) -> Mapping[str, Any]:
@@ -333,7 +333,7 @@ class AsyncClient:
     async def commit_weights(self, version: str) -> Mapping[str, Any]:
         return await self._ask(calls.commit_weights(version))
 
-    async def abort_weights(self, version: str) -> Mapping[str, Any]:
+    async def abort_weights(self, version: str = "") -> Mapping[str, Any]:
         return await self._ask(calls.abort_weights(version))
 
     async def roll_back_weights(self, **fields: Any) -> Mapping[str, Any]:

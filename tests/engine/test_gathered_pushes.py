@@ -15,7 +15,18 @@ from safetensors.torch import load_file, save_file
 from tests.engine.pushing import Pushable, perturbed
 from tests.engine.tiny import write_eagle, write_target
 from tlt_server.engine.settings import EngineSettings
-from tlt_server.records import CommitWeights, GenerateRequest, JoinGroup, Sampling, Sleep, WeightReport
+from tlt_server.records import (
+    AbortWeights,
+    CommitWeights,
+    GenerateRequest,
+    JoinGroup,
+    NameWeights,
+    RollbackWeights,
+    Sampling,
+    Sleep,
+    WeightCommand,
+    WeightReport,
+)
 
 PARTS = 3
 
@@ -213,6 +224,34 @@ def test_a_tied_head_behind_the_part_that_completed_its_version(
     assert differs.result == "weights_refused" and "'lm_head.weight' differs from" in (differs.error or ("", ""))[1]
     assert engine.checksums() == live and not differs.state.quarantined
     assert results(engine, root, "new2")[-1] == "committed" and Pushable(engine.settings).checksums() == engine.checksums() != live
+
+
+def test_a_session_commits_and_ends_its_own_push_only(engine: Pushable, root: Path) -> None:
+    def asked(command: WeightCommand) -> WeightReport:
+        engine.engine.send(command)
+        return engine.report(command.id)
+
+    assert part(engine, root, "new1", 0, session="s7", commit=False).result == "gathering"
+    assert asked(AbortWeights("a1", session="s8")).result == asked(CommitWeights("c1", session="s8")).result == "not_found"
+    assert asked(AbortWeights("a2", session="s7")).result == "aborted"
+    assert results(engine, root, "new1", session="s8", commit=False)[-1] == "staged"
+    done = asked(CommitWeights("c2", name="8", session="s8"))
+    assert (done.result, done.version) == ("committed", "8")
+
+
+def test_a_push_that_has_no_name_yet_can_be_aborted(engine: Pushable, root: Path) -> None:
+    assert part(engine, root, "new1", 0).result == "gathering"
+    engine.engine.send(RollbackWeights("r"))
+    assert engine.report("r").result == "conflict"
+    assert engine.abort("").result == "aborted" and engine.abort("").result == "not_found"
+
+
+def test_what_is_live_is_named_only_if_it_is_what_was_meant(engine: Pushable, root: Path) -> None:
+    before = engine.info.weight_version
+    assert results(engine, root, "new1", version="v1")[-1] == "committed" and engine.roll_back().result == "rolled_back"
+    for id, of, result in (("n1", "v1", "conflict"), ("n2", before, "named"), ("n3", before, "unchanged")):
+        engine.engine.send(NameWeights(id, "8", of))
+        assert engine.report(id).result == result
 
 
 def test_a_restart_finds_what_came_in_parts(settings: EngineSettings, root: Path, tmp_path: Path) -> None:

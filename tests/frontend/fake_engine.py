@@ -225,7 +225,7 @@ class FakeEngine:
             case CommitWeights() if self.fails:
                 result, error = self.fails, (self.fails, f"{self.fails}: out of luck")
             case CommitWeights(_, version, name):
-                result, role, version = "committed", "target", name or version
+                result, role, version = "committed", "target", name or version or "named"
             case NameWeights(_, version):
                 result, role = "named", "target"
                 self.weights = WeightState(target=version)

@@ -12,7 +12,9 @@ import httpx
 import pytest
 
 from tests.frontend.live_server import LiveServer, live_server
+from tlt_client import Client
 from tlt_client.adapters.openrlhf import RolloutActor
+from tlt_server.frontend.rpc.methods import OPERATIONS
 from tlt_server.records import AbortWeights, CommitWeights, JoinGroup, LeaveGroup, Manifest, NameWeights, PushWeights, TensorEntry
 
 INFO = {"names": ["w", "v"], "dtype_names": ["bfloat16", "float32"], "shapes": [[2, 3], []]}
@@ -196,6 +198,49 @@ def test_an_end_after_a_push_that_failed_names_nothing(server: LiveServer) -> No
     assert not any(isinstance(command, NameWeights) for command in commands(server))
     post(server, "/update_weights", {"path": "good", "version": "8"})
     assert post(server, "/finish_weight_update", {"weight_version": "8"})["version"] == "8"
+
+
+@pytest.mark.parametrize(("path", "body", "status"), [
+    ("/update_weights", {"update_info": INFO | {"dtype_names": ["float32"]}, "weight_version": "8"}, 400),
+    ("/update_weights", {"path": "p"}, 400),
+    ("/update_weights", ["no object"], 400),
+    ("/collective_rpc", {"method": "update_weights_nccl", "kwargs": {"update_info": INFO | {"shapes": []}}}, 400),
+    ("/update_weights_from_distributed", DISTRIBUTED | {"names": ["w"]}, 400),
+    ("/update_weights_from_disk", {"model_path": ""}, 400),
+    ("/update_weights_from_tensor", {"serialized_named_tensors": ["gASV"]}, 415),
+])
+@pytest.mark.parametrize("before", [[], [{"version": "7", "path": "p"}]])
+def test_an_end_after_a_call_that_was_refused_before_it_was_a_push_makes_nothing_live(
+        before: list[Any], path: str, body: Any, status: int, server: LiveServer) -> None:
+    post(server, "/start_weight_update")
+    for push in before:
+        post(server, "/update_weights", push)
+    post(server, path, body, status=status)
+    commands(server)
+    post(server, "/finish_weight_update", {"weight_version": "8"}, status=409)
+    assert commands(server) == []
+
+
+@pytest.mark.parametrize(("headers", "body", "status"), [({"authorization": "Bearer wrong"}, b"{}", 401), ({}, bytes(2**20 + 1), 413)])
+def test_an_end_names_nothing_where_no_push_of_its_session_was_let_in(headers: dict[str, str], body: bytes, status: int, model: Path,
+                                                                     tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("secret-key-0123456789\n")
+    keys.chmod(0o600)
+    with live_server(model, api_key_file=keys, max_body_mb=1) as server:
+        with httpx.Client(base_url=server.url, headers={"authorization": "Bearer secret-key-0123456789"}) as client:
+            assert client.post("/start_weight_update").status_code == 200
+            assert client.post("/update_weights", headers=headers, content=body).status_code == status
+            refused = client.post("/finish_weight_update", json={"weight_version": "8"})
+            assert refused.status_code == 409 and "nothing was pushed in this weight update" in refused.text and commands(server) == []
+            assert client.post("/finish_weight_update").json()["state"] == "unchanged"
+
+
+def test_a_push_without_a_version_can_be_aborted(server: LiveServer) -> None:
+    assert post(server, "/weights/abort")["state"] == "aborted"
+    Client(server.url).abort_weights()
+    assert [(command.version, command.session) for command in commands(server)] == [("", "")] * 2
+    assert OPERATIONS["AbortWeights"].arrived({}).path == "/weights/abort", "over gRPC: an empty version"
 
 
 def test_an_end_that_follows_a_push_outside_a_session_is_not_the_last_sessions(server: LiveServer) -> None:

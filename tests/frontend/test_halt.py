@@ -200,6 +200,17 @@ def test_an_end_without_a_begin_is_a_conflict_and_no_error_to_retry(server: Live
     assert ended.status_code == 409 and ended.json()["success"] is False
 
 
+@pytest.mark.parametrize("rows", ["%C2%B2", "%D9%A3", "9" * 5000, "-1", "0", "x"])
+def test_rows_that_are_no_number_of_them_are_refused(rows: str, server: LiveServer) -> None:
+    refused = httpx.get(f"{server.url}/get_weights_by_name?name=model.norm.weight&truncate_size={rows}")
+    assert refused.status_code == 400 and "truncate_size is" in refused.text
+    assert httpx.get(f"{server.url}/flush_cache?x={rows}").status_code == 200
+
+
+def test_a_tensor_may_be_called_by_a_number(server: LiveServer) -> None:
+    assert len(httpx.get(f"{server.url}/get_weights_by_name?name=7&truncate_size=3").json()) == 3
+
+
 def test_health_generate_makes_a_token(server: LiveServer) -> None:
     assert httpx.get(f"{server.url}/health_generate").status_code == 200
     [made] = server.engine.submitted

@@ -136,18 +136,18 @@ class WeightPushes:
                 push.asked.append(id)
                 if push.state == "waiting" and not transaction.in_place:
                     transaction.start()
-            case CommitWeights(id, version, name):
-                push = transaction.ready_to_commit(version)
+            case CommitWeights(id, version, name, session):
+                push = transaction.ready_to_commit(version, session)
                 if name:
                     transaction.name_staged(name)
                 push.asked.append(id)
                 push.due = True
-            case AbortWeights(id, version):
-                transaction.abort(version)
-                self._report(id, "aborted", version=version)
-            case NameWeights(id, version):
+            case AbortWeights(id, version, session):
+                push = transaction.abort(version, session)
+                self._report(id, "aborted", version=push.version)
+            case NameWeights(id, version, of):
                 self._check_no_rollback()
-                if self._name(version):
+                if self._name(version, of):
                     self._report(id, "named", version=version, role="target")
                 else:
                     self._report(id, "unchanged", version=version, role="target")
@@ -227,8 +227,8 @@ class WeightPushes:
         self._scheduler.holding = True
         return True
 
-    def _name(self, version: str) -> bool:
-        if not self.transaction.name_live(version):
+    def _name(self, version: str, of: str) -> bool:
+        if not self.transaction.name_live(version, of):
             return False
         self._ended += self.settle()
         self._ended += self._scheduler.change_version(version, "continue")

@@ -15,7 +15,7 @@ from pydantic import Field
 from tlt_client.channels import DRAFTER_PREFIX
 from tlt_client.channels.files import MAX_DIMENSION, MAX_DIMENSIONS, MAX_NAME
 from tlt_server.errors import InvalidRequest, TltError
-from tlt_server.frontend.weight_session import Selector, WeightSession
+from tlt_server.frontend.weight_session import Selector, Update, WeightSession
 from tlt_server.records import InFlight, JoinGroup, LeaveGroup, Manifest, PushRole, TensorEntry, WeightReport
 
 GroupName = Annotated[str, Field(min_length=1, max_length=128, description="of the process group")]
@@ -65,13 +65,19 @@ class Broadcasts:
                     await self._session.ask(LeaveGroup(self._session.command_id(), group, out_of_step=True))
             raise
 
-    async def push(self, group: str, tensors: Iterable[TensorEntry], packing: Packing, *, selector: Selector | None = None,
+    async def push(self, update: Update, group: str, tensors: Iterable[TensorEntry], packing: Packing, *, selector: Selector | None = None,
                    version: str = "", in_flight: InFlight = "continue") -> WeightReport:
-        """Take these tensors through the group. `selector`: whose they are; None: as the session says."""
+        """Take these tensors through the group. `selector`: whose they are; None: as the update says."""
         entries = list(tensors)
-        return await self._session.push(Manifest(
-            role=self._role(entries, selector or self._session.selector), version=version, channel="broadcast", group=group,
+        return await self.begin(update, Manifest(
+            role=self._role(entries, selector or update.selector), version=version, channel="broadcast", group=group,
             tensors=entries, packed=packing.packed, bucket_bytes=packing.bucket_bytes, partial=True, in_flight=in_flight))
+
+    async def begin(self, update: Update, manifest: Manifest) -> WeightReport:
+        """Push it; where the update takes no more, its group is left, as of any that is refused."""
+        async with self.announced(manifest.group):
+            self._session.check_takes(update)
+        return await update.push(manifest)
 
     @staticmethod
     def _role(entries: list[TensorEntry], selector: Selector | None) -> PushRole:

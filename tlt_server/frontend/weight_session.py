@@ -1,13 +1,16 @@
 """A session around a weight update, as trainers open and close one: what is pushed in between becomes live at its end, or nothing does.
 
-Beneath is one transaction (`weights/transaction.py`): a push inside a session stays staged, and the end commits it, under the name that
-the trainer gives last. Outside a session, and where nothing can be staged (`weight_staging` none), a push commits by itself. Only this
-server's one session is known; all dialects share it, and every push of weights comes through it.
+Beneath is one transaction (`weights/transaction.py`), which knows whose a push is by the session's id: a push inside a session stays
+staged, and the end commits it, under the name that the trainer gives last. Outside a session, and where nothing can be staged
+(`weight_staging` none), a push commits by itself. Only this server's one session is known; all dialects share it, and every push of
+weights comes through it. Invariant: what an end commits or names was pushed in the session that it ends, by calls that began in it.
 """
 
 from __future__ import annotations
 
-from contextlib import suppress
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Annotated, Literal
 
 import msgspec
@@ -32,73 +35,102 @@ Version = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^/\x00-
                                description="a name without slash or control characters, which every token will carry")]
 
 
-class WeightSession:
-    def __init__(self, engine: EngineClient, *, stages: bool) -> None:
-        """`stages`: a version lies somewhere else than the one in use until it is committed."""
-        self._engine, self._stages = engine, stages
-        self.selector: Selector | None = None  # of the session that is open
-        self._id = ""  # by which the engine knows what is pushed in it
-        self._staged: str | None = None  # version that waits for the end; empty while it has no name
-        self._name = ""  # for what becomes live at the end
-        self._failed = False  # the session's last push
-        self._ended: WeightReport | None = None  # the last session's, until another begins: for a repeated end
+class Update:
+    """One weight update, from its begin until its end or the next begin. A call that pushes keeps the one that it began in."""
 
-    @property
-    def open(self) -> bool:
-        return self.selector is not None
+    def __init__(self, session: WeightSession, selector: Selector | None = None, id: str = "", ended: WeightReport | None = None) -> None:
+        """Without a selector: what is pushed outside any session."""
+        self._session, self.selector, self.id = session, selector, id
+        self.ended = ended  # how its end was answered, for a repeated one; outside any session: how the last one's, until a push
+        self.ending = asyncio.Lock()
+        self.name = ""  # for what becomes live at the end
+        self.calls = 0  # that began to push
+        self.succeeded = 0  # number of the last call that did
+        self.waits = False  # what was pushed is staged, or gathers
+        self.live = ""  # version of the target where what was pushed is live already
 
     @property
     def role(self) -> Role:
         """Of a push that does not say whose weights it brings."""
         return "drafter" if self.selector == "draft" else "target"
 
-    async def begin(self, selector: Selector) -> None:
-        """What an earlier session left staged is dropped; a repeated begin changes nothing else."""
-        staged, self._staged = self._staged, None
-        if staged is not None:
-            with suppress(NotFound):  # somebody else has ended it
-                await self.ask(AbortWeights(self.command_id(), staged))
-        self.selector, self._id, self._name, self._failed, self._ended = selector, self.command_id(), "", False, None
-
     async def push(self, manifest: Manifest) -> WeightReport:
         """Live when this returns; or staged, inside a session; or gathering, where the manifest is partial and tensors are missing."""
-        if self.open:
-            manifest = msgspec.structs.replace(manifest, session=self._id, commit=manifest.commit and not self._stages)
-        self._failed, self._ended = self.open, None
-        report = await self.ask(PushWeights(self.command_id(), manifest))
-        self._failed = False
-        if self.open and report.result in ("staged", "gathering"):
-            self._staged = report.version
+        session = self._session
+        session.check_takes(self)
+        if self.selector is not None:
+            manifest = msgspec.structs.replace(manifest, session=self.id, commit=manifest.commit and not session.stages)
+        report = await session.ask(PushWeights(session.command_id(), manifest))
+        self.waits = report.result in ("staged", "gathering")
+        if not self.waits and report.role != "drafter":
+            self.live = report.state.target
         return report
+
+
+class WeightSession:
+    def __init__(self, engine: EngineClient, *, stages: bool) -> None:
+        """`stages`: a version lies somewhere else than the one in use until it is committed."""
+        self._engine, self.stages = engine, stages
+        self._update = Update(self)
+
+    async def begin(self, selector: Selector) -> None:
+        """What an earlier session left, staged or on its way, is dropped; a repeated begin changes nothing else."""
+        earlier, self._update = self._update, Update(self, selector, self.command_id())
+        if earlier.selector is not None and earlier.calls:
+            with suppress(NotFound):  # there is nothing, or somebody else has ended it
+                await self.ask(AbortWeights(self.command_id(), session=earlier.id))
+
+    @contextmanager
+    def pushing(self) -> Iterator[Update]:
+        """Around the whole of a call that pushes, the reading of its body included: one that is refused, for whatever reason, leaves the
+        session nothing to make live until another one succeeds."""
+        update = self._update
+        update.ended = None
+        update.calls += 1
+        call = update.calls
+        yield update
+        update.succeeded = max(update.succeeded, call)
+
+    def check_takes(self, update: Update) -> None:
+        if update is not self._update:
+            raise Conflict("since this push was asked for a weight update has begun or ended, and it may not belong to that; push again")
+        if update.ending.locked():
+            raise Conflict("the weight update is being ended; wait for that, then push")
 
     async def end(self, name: str = "") -> WeightReport:
         """Commit what was pushed. A repeated end is answered as the first; `Conflict` without a session.
 
         Where nothing can be committed the session stays open: what is missing may still be pushed, or another name given.
         """
-        if self.selector is None:
-            if self._ended is not None:
-                return self._ended
-            raise Conflict("no weight update was begun; begin one (POST /start_weight_update, /begin_weight_update), or push without")
-        if self._failed:
-            raise Conflict("the last push of this weight update failed, so there is nothing to make live; push again and then end it, or "
-                           "begin another")
-        self._ended = await self._commit(name or self._name)
-        self.selector = self._staged = None
-        return self._ended
+        update = self._update
+        async with update.ending:
+            if update.ended is not None:
+                return update.ended
+            if update.selector is None:
+                raise Conflict("no weight update was begun; begin one (POST /start_weight_update, /begin_weight_update), or push without")
+            if update.succeeded != update.calls:
+                raise Conflict("the last push of this weight update failed or is under way, so there is nothing to make live; push again "
+                               "and then end it, or begin another")
+            update.ended = await self._commit(update, name or update.name)
+            if update is self._update:
+                self._update = Update(self, ended=update.ended)
+            return update.ended
 
-    async def _commit(self, name: str) -> WeightReport:
-        if self._staged is not None:
-            return await self.ask(CommitWeights(self.command_id(), self._staged, name))
-        if name and self.selector != "draft":
-            return await self.ask(NameWeights(self.command_id(), name))
+    async def _commit(self, update: Update, name: str) -> WeightReport:
+        if update.waits:
+            return await self.ask(CommitWeights(self.command_id(), name=name, session=update.id))
+        if name and not update.calls:
+            raise Conflict(f"nothing was pushed in this weight update, so there is nothing to call {name!r}; push and then end it, or "
+                           "begin another and end it without a name (POST /update_weight_version outside of an update names what is live)")
+        if name and update.live:
+            return await self.ask(NameWeights(self.command_id(), name, update.live))
         looked = await self.look()
         return msgspec.structs.replace(looked, result="unchanged", version=looked.state.target)
 
     async def rename(self, version: str) -> None:
         """Name what the open session pushes, or else what is live."""
-        if self.selector is not None:
-            self._name = version
+        if self._update.selector is not None:
+            self._update.name = version
         else:
             await self.ask(NameWeights(self.command_id(), version))
 

@@ -202,18 +202,21 @@ class Transaction:
         if self._options.spool is not None:
             self._options.spool.discard()
 
-    def abort(self, version: str) -> None:
-        """Ask the push of this version to end; `poll` gives it back as failed."""
-        self._named(version).aborted = True
-        if self.push is not None and self.push.state in ("waiting", "gathering", "staged"):
-            self.push.state, self.push.error = "failed", self._abort_error(self.push)
+    def abort(self, version: str = "", session: str = "") -> Push:
+        """Ask the push of this version or session to end, or any; `poll` gives it back as failed."""
+        push = self._named(version, session)
+        push.aborted = True
+        if push.state in ("waiting", "gathering", "staged"):
+            push.state, push.error = "failed", self._abort_error(push)
+        return push
 
-    def ready_to_commit(self, version: str) -> Push:
-        push = self._named(version)
+    def ready_to_commit(self, version: str, session: str = "") -> Push:
+        push = self._named(version, session)
         if push.state == "gathering":
-            raise Conflict(f"version {version or 'without a name'!r} is not complete: {push.missing}; push them, then commit")
+            raise Conflict(f"version {push.version or 'without a name'!r} is not complete: {push.missing}; push them, then commit")
         if push.state != "staged":
-            raise Conflict(f"version {version!r} is not staged yet ({push.state}); wait for the push to be answered, then commit")
+            raise Conflict(f"version {push.version or 'without a name'!r} is not staged yet ({push.state}); wait for the push to be "
+                           "answered, then commit")
         return push
 
     def name_staged(self, version: str) -> None:
@@ -229,14 +232,17 @@ class Transaction:
                 raise not_recorded(error) from None
         push.parts = parts
 
-    def name_live(self, version: str) -> bool:
-        """Call the live target `version`; False where that is its name. `Conflict` during a push, or for the name of other content."""
+    def name_live(self, version: str, of: str = "") -> bool:
+        """Call the live target `version`; False where that is its name. `Conflict` during a push, for the name of other content, or where
+        what is live is not `of`, if given."""
         target, spool = self.live.target, self._options.spool
         assert target is not None
         if target.version == version:
             return False
         if self.push is not None:
             raise Conflict(f"version {self.push.version!r} is being pushed; wait for it or abort it, then name what is live")
+        if of not in ("", target.version):
+            raise Conflict(f"version {of!r} was to be called {version!r} and is not live any more, {target.version!r} is; push it again")
         if "target" in self.quarantined:
             raise Conflict(f"what is live is no version ({self.quarantined['target']}); push one, and name that")
         if spool is not None:
@@ -329,10 +335,13 @@ class Transaction:
         except TltError as error:
             push.error = error
 
-    def _named(self, version: str) -> Push:
-        if self.push is None or self.push.version != version:
-            raise NotFound(f"there is no push of version {version!r} on its way; GET /weights says what there is")
-        return self.push
+    def _named(self, version: str, session: str) -> Push:
+        """The push, where it is of this version and session; empty: of any."""
+        push = self.push
+        if push is None or version not in ("", push.version) or session not in ("", push.manifest.session):
+            of = f"of version {version!r} " if version else "of this weight update " if session else ""
+            raise NotFound(f"there is no push {of}on its way; GET /weights says what there is")
+        return push
 
     def _gap_error(self, push: Push, why: str) -> TltError:
         return Conflict(f"the push of version {push.version or 'without a name'!r} cannot become complete: {why}; push all of its tensors "
@@ -340,7 +349,7 @@ class Transaction:
 
     @staticmethod
     def _abort_error(push: Push) -> TltError:
-        return Conflict(f"the push of version {push.version!r} was aborted; nothing has changed")
+        return Conflict(f"the push of version {push.version or 'without a name'!r} was aborted; nothing has changed")
 
     # -- the staging thread's side -------------------------------------------------------------------------------
 

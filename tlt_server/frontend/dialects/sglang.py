@@ -7,6 +7,7 @@ stands in `native`, GET /server_info in `operate`, POST /update_weight_version i
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from functools import partial
 from typing import Any
@@ -73,6 +74,7 @@ from tlt_server.records import EngineInfo, InFlight, Manifest, Memory, ReadWeigh
 
 MODES: dict[str, InFlight] = {"abort": "abort", "retract": "recompute", "in_place": "continue"}
 ALL: tuple[Memory, ...] = ("weights", "kv_cache")
+NUMBER = re.compile("-?[0-9]{1,18}")  # in a query
 
 
 def routes(service: Service) -> list[Endpoint]:
@@ -169,10 +171,11 @@ def routes(service: Service) -> list[Endpoint]:
 
     async def from_disk(request: Request) -> Response:
         """Push weights from a directory: verified first, then live between two steps, or at the end of the update that was begun."""
-        asked = await _read(DiskFields, request)
-        in_flight: InFlight = "abort" if asked.abort_all_requests else "continue"
-        report = await session.push(Manifest(
-            role=session.role, version=asked.weight_version or "", path=asked.model_path, in_flight=in_flight))
+        with session.pushing() as update:
+            asked = await _read(DiskFields, request)
+            in_flight: InFlight = "abort" if asked.abort_all_requests else "continue"
+            report = await update.push(Manifest(
+                role=update.role, version=asked.weight_version or "", path=asked.model_path, in_flight=in_flight))
         return json_response(Outcome(message=f"{report.result}: version {report.version}",
                                      num_paused_requests=len(engine) if halt.paused else 0, new_version=report.state.target))
 
@@ -191,21 +194,23 @@ def routes(service: Service) -> list[Endpoint]:
     async def from_distributed(request: Request) -> Response:
         """Take the named tensors from the group. Once none of the model's is missing they are live, or at the end of the update that was
         begun."""
-        engine.check_running()
-        content = await _content(DistributedFields, request)
-        async with service.broadcasts.announced(content.get("group_name", GROUP)):
-            asked = checked(DistributedFields, content)
-            tensors = described(asked.names, asked.dtypes, asked.shapes)
-        report = await service.broadcasts.push(
-            asked.group_name, tensors, asked.packing, selector=asked.selector,
-            version=asked.weight_version or "", in_flight="abort" if asked.abort_all_requests else "continue")
+        with session.pushing() as update:
+            engine.check_running()
+            content = await _content(DistributedFields, request)
+            async with service.broadcasts.announced(content.get("group_name", GROUP)):
+                asked = checked(DistributedFields, content)
+                tensors = described(asked.names, asked.dtypes, asked.shapes)
+            report = await service.broadcasts.push(
+                update, asked.group_name, tensors, asked.packing, selector=asked.selector,
+                version=asked.weight_version or "", in_flight="abort" if asked.abort_all_requests else "continue")
         return json_response(Outcome(message=f"{report.result}: version {report.version}", new_version=report.state.target))
 
     async def from_tensor(request: Request) -> Response:
         """Refused, always: what comes here is pickled, and to read it is to run it."""
-        await _read(TensorFields, request)
-        raise UnsafeChannel("update_weights_from_tensor carries pickled tensors, and reading a pickle runs what it says; write safetensors "
-                            "below the weight root and POST /update_weights_from_disk, or push with POST /update_weights")
+        with session.pushing():
+            await _read(TensorFields, request)
+            raise UnsafeChannel("update_weights_from_tensor carries pickled tensors, and reading a pickle runs what it says; write "
+                                "safetensors below the weight root and POST /update_weights_from_disk, or push with POST /update_weights")
 
     async def release(request: Request) -> Response:
         """Give memory back: KV, weights of target and drafter, or all; what runs goes on with the same tokens afterwards."""
@@ -292,8 +297,10 @@ async def _read(model: type[Model], request: Request) -> Model:
 async def _content(model: type[Model], request: Request) -> dict[str, Any]:
     """Of the body, or without one of the query; nothing at all is an empty object."""
     body = await request.body()
-    return without_nulls(await read_object(body, next(iter(model.model_fields), "nothing")) if body else _query(request))
+    return without_nulls(await read_object(body, next(iter(model.model_fields), "nothing")) if body else _query(model, request))
 
 
-def _query(request: Request) -> dict[str, Any]:
-    return {name: int(value) if value.isdigit() else value for name, value in request.query_params.items()}
+def _query(model: type[Model], request: Request) -> dict[str, Any]:
+    """What the model takes whole numbers for, as numbers."""
+    numbers = {name for name, field in model.model_fields.items() if field.annotation is int}
+    return {name: int(value) if name in numbers and NUMBER.fullmatch(value) else value for name, value in request.query_params.items()}

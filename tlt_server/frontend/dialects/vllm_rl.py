@@ -162,8 +162,9 @@ def routes(service: Service) -> list[Endpoint]:
             case "skyrl_start_weight_update":
                 await _begin(checked(StartFields, asked.arguments), "target")
             case "update_weights_nccl":
-                engine.check_running()
-                await service.transfer.update(asked.arguments)
+                with session.pushing() as update:
+                    engine.check_running()
+                    await service.transfer.push(update, asked.arguments)
             case "skyrl_finish_weight_update":
                 await session.end(checked(FinishFields, asked.arguments).weight_version or "")
             case unknown:

@@ -36,7 +36,7 @@ from tlt_server.frontend.replies import json_response
 from tlt_server.frontend.requests import Strict, checked, read_object
 from tlt_server.frontend.uploads import PartStatus, Uploads, span
 from tlt_server.frontend.vllm.transfer import GROUP, UpdateFields
-from tlt_server.frontend.weight_session import Version
+from tlt_server.frontend.weight_session import Update, Version
 from tlt_server.records import (
     AbortWeights,
     CommitWeights,
@@ -142,7 +142,7 @@ def routes(service: Service) -> list[Endpoint]:
     engine, session, answer = service.engine, service.session, service.session.ask
     uploads = Uploads(service.config) if "http" in service.config.channels else None
 
-    async def update(request: Request) -> Response:
+    async def push(request: Request) -> Response:
         """Push weights: stage and verify beside the running loop, commit between two steps.
 
         Until everything is verified nothing live changes. A repeated push of the same version and content is a success. With
@@ -151,25 +151,30 @@ def routes(service: Service) -> list[Endpoint]:
         brings the last of the model's.
         Between POST /start_weight_update and /finish_weight_update any push waits for the latter.
         """
-        engine.check_running()
-        content = await _content(await request.body(), "version")
-        async with service.broadcasts.announced(_group(content)):
-            body = _pushed(content)
-            manifest = _manifest(body, session.role) if "update_info" not in body else None
-        if manifest is None:
-            return outcome(await service.transfer.update(body))
-        if manifest.channel != "http" or uploads is None:  # a closed channel is the engine's to refuse
-            return outcome(await session.push(manifest))
+        with session.pushing() as update:
+            engine.check_running()
+            content = await _content(await request.body(), "version")
+            async with service.broadcasts.announced(_group(content)):
+                body = _pushed(content)
+                manifest = _manifest(body, update.role) if "update_info" not in body else None
+            if manifest is None:
+                return outcome(await service.transfer.push(update, body))
+            if manifest.channel != "http" or uploads is None:  # a closed channel is the engine's to refuse
+                return outcome(await service.broadcasts.begin(update, manifest))
+            return outcome(await _upload(update, manifest, uploads))
+
+    async def _upload(update: Update, manifest: Manifest, uploads: Uploads) -> WeightReport:
+        """Push what came by http; its parts are kept where the same push may yet succeed."""
         keep, sealed = True, replace(manifest, path=uploads.seal(manifest.version))
         try:
-            report = await session.push(sealed)
+            report = await update.push(sealed)
             keep = False
         except TltError as error:
             keep = error.retryable or isinstance(error, Conflict)
             raise
         finally:
             uploads.release(manifest.version, keep=keep)
-        return outcome(report)
+        return report
 
     def opened() -> Uploads:
         if uploads is None:
@@ -216,6 +221,11 @@ def routes(service: Service) -> list[Endpoint]:
         state = (await session.look()).state
         return json_response(PushReply("aborted", version, "", state.target, {}, {}, 0.0))
 
+    async def abort_any(request: Request) -> Response:
+        """End the push on its way, whatever it is called; one that still gathers tensors may have no name. Nothing changes."""
+        checked(NoFields, await _content(await request.body(), "nothing"))
+        return outcome(await answer(AbortWeights(engine.command_id())))
+
     async def rollback(request: Request) -> Response:
         """Make the version before the last commit live again, bit for bit."""
         asked = checked(RollbackFields, await _content(await request.body(), "to"))
@@ -232,7 +242,7 @@ def routes(service: Service) -> list[Endpoint]:
     pushed = partial(endpoint, "POST", takes=NoFields, optional_body=True, gives=PushReply,
                      parameters=(Parameter("version", "path", "the version that the push named"),))
     return [
-        endpoint("POST", "/update_weights", update, takes=ManifestFields | DirectoryFields | UpdateFields,
+        endpoint("POST", "/update_weights", push, takes=ManifestFields | DirectoryFields | UpdateFields,
                  example={"version": "step-7", "path": "step-7"}, gives=PushReply,
                  raises=(Forbidden, NotFound, Conflict, WeightsRefused, ChannelBroken, PushFailed, *gone)),
         endpoint("POST", "/weight_groups", join, takes=GroupFields, gives=GroupsReply,
@@ -242,6 +252,7 @@ def routes(service: Service) -> list[Endpoint]:
         endpoint("GET", "/weights", look, gives=WeightState, raises=gone),
         endpoint("POST", "/weights/rollback", rollback, takes=RollbackFields, optional_body=True, gives=PushReply,
                  raises=(Conflict, PushFailed, *gone)),
+        endpoint("POST", "/weights/abort", abort_any, takes=NoFields, optional_body=True, gives=PushReply, raises=(NotFound, *gone)),
         pushed("/weights/{version}/commit", commit, raises=(NotFound, Conflict, WeightsRefused, PushFailed, *gone)),
         pushed("/weights/{version}/abort", abort, raises=(NotFound, Conflict, *gone)),
         endpoint("PUT", PART_PATH, put, parameters=(*part, content_range), takes_bytes="application/octet-stream",

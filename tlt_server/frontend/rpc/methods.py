@@ -34,6 +34,7 @@ class Operation(NamedTuple):
         """What the request over HTTP would have said."""
         content |= self.says
         path = re.sub(r"{(\w+)}", lambda match: content.pop(match[1], "").replace("/", "%2F"), self.path)  # one segment each
+        path = path.replace("//", "/")  # an empty one is left out
         if self.method == "PUT":
             return _part(path, **content)
         if not self.in_query:

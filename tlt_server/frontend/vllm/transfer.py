@@ -15,7 +15,7 @@ from tlt_server.errors import InvalidRequest
 from tlt_server.frontend.broadcasts import Address, Broadcasts, Dimensions, Packing, Port, Rank, TensorName, WorldSize, described
 from tlt_server.frontend.requests import checked
 from tlt_server.frontend.tolerant import Tolerant
-from tlt_server.frontend.weight_session import Version
+from tlt_server.frontend.weight_session import Update, Version
 from tlt_server.records import TensorEntry, WeightReport
 
 GROUP = "weight_transfer"
@@ -113,11 +113,11 @@ class Transfer:
                                     unique_id=info.unique_id())
         self._packing = Packing(info.packed, info.packed_buffer_size_bytes)
 
-    async def update(self, body: dict[str, Any]) -> WeightReport:
+    async def push(self, update: Update, body: dict[str, Any]) -> WeightReport:
         """Returns once all tensors of the body, `UpdateFields`, have come; how things stand then."""
         async with self._broadcasts.announced(GROUP):
             asked = checked(UpdateFields, body)
             pushes = [(info.entries(), info.packing(self._packing)) for info in asked.update_info]  # before any is begun
         for entries, packing in pushes:
-            report = await self._broadcasts.push(GROUP, entries, packing, version=asked.weight_version or "")
+            report = await self._broadcasts.push(update, GROUP, entries, packing, version=asked.weight_version or "")
         return report
