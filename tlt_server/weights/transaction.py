@@ -343,7 +343,8 @@ class Transaction:
             raise NotFound(f"there is no push {of}on its way; GET /weights says what there is")
         return push
 
-    def _gap_error(self, push: Push, why: str) -> TltError:
+    @staticmethod
+    def _gap_error(push: Push, why: str) -> TltError:
         return Conflict(f"the push of version {push.version or 'without a name'!r} cannot become complete: {why}; push all of its tensors "
                         f"again{push.spoiled if push.takes_more else ''}")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import msgspec
@@ -102,16 +103,25 @@ class Shapes:
     depth: int
     prompts: PromptShape = CAPTURED
 
+    @cached_property
+    def batches(self) -> tuple[int, ...]:
+        return batch_buckets(self.max_running)
+
+    @cached_property
+    def beside_prompts(self) -> tuple[int, ...]:
+        """Of batches that draft nothing."""
+        return batch_buckets(self.max_running, BESIDE_PROMPTS)
+
     @property
     def most_works(self) -> int:
         return max(self.max_running, self.prompts.works)
 
     def step(self, decoding: int, strategy: Strategy, rows: int = 0, works: int = 0, *, filtered: bool = False) -> StepShape:
         """Of so many decoding requests, with `rows` of `works` prompts beside them."""
-        batch = bucket(batch_buckets(self.max_running), decoding)
+        batch = bucket(self.batches, decoding)
         strategy = fitted(strategy, batch, self.depth) if decoding else OFF
         if works and strategy == OFF:
-            batch = bucket(batch_buckets(self.max_running, BESIDE_PROMPTS), decoding)
+            batch = bucket(self.beside_prompts, decoding)
         first = decode_rows(batch, strategy)
         prompt_rows = max(self.prompts.captured(first), self.prompts.filled(first + rows)) - first if works else 0
         padded_works = self.prompts.works if works <= self.prompts.works else self.most_works
@@ -120,7 +130,7 @@ class Shapes:
 
     def room(self, decoding: int, max_rows: int) -> int:
         """Prompt rows of a step of at most `max_rows` rows, as padded, where nothing is drafted."""
-        batch = bucket(batch_buckets(self.max_running, BESIDE_PROMPTS), decoding)
+        batch = bucket(self.beside_prompts, decoding)
         return min(max_rows - decoding, max(max_rows, self.prompts.captured(batch)) - batch)
 
     def keeps(self, key: ExtendKey) -> bool:
@@ -140,7 +150,7 @@ class Shapes:
         """
         keys: dict[DraftKey | ExtendKey, None] = {}
         below = 0
-        for batch in batch_buckets(self.max_running):
+        for batch in self.batches:
             smallest = below + 1  # a batch of so many is the first that this bucket serves
             below = batch
             most = max((rows for start, rows in affordable_rows if start <= batch and _ends(affordable_rows, start) >= smallest), default=1)
@@ -148,7 +158,7 @@ class Shapes:
                 shape = self.step(batch, arm)
                 if arm == OFF or (arm.rows <= most and shape.draft):
                     keys |= dict.fromkeys(key for key in (shape.extend, shape.draft) if key)
-        keys |= dict.fromkeys(self.step(batch, OFF, 1, 1).extend for batch in batch_buckets(self.max_running, BESIDE_PROMPTS))
+        keys |= dict.fromkeys(self.step(batch, OFF, 1, 1).extend for batch in self.beside_prompts)
         return sorted(keys, key=_size, reverse=True)
 
 
