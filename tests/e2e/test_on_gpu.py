@@ -130,7 +130,8 @@ def test_too_little_memory_is_refused_at_start_and_the_remedy_works() -> None:
     try:
         flags = ("--device", "cuda", *PAIR, "--max-running", "1")
         message = starting_fails(*flags, "--memory-fraction", "0.05")
-        says = r"memory_fraction 0\.05 of .* is \d+ MiB short of one sequence of max_model_len 4096; .*raise memory_fraction to ([\d.]+)"
+        says = (r"memory_fraction 0\.05 of .* is \d+ MiB short of one sequence of max_model_len 4096 beside .*; "
+                r".*raise memory_fraction to ([\d.]+)")
         offered = re.search(says, message)
         assert offered is not None and "nvidia-smi" in message, message
         with ServerProcess(*flags, "--memory-fraction", offered[1]) as server, Client(server.url, timeout_s=60) as client:
@@ -142,7 +143,7 @@ def test_too_little_memory_is_refused_at_start_and_the_remedy_works() -> None:
 
 def test_pages_without_number_are_refused_at_start_with_how_many_fit() -> None:
     message = starting_fails("--device", "cuda", *PAIR, "--pages", "2000000000")
-    assert re.search(r"2000000000 KV pages take [\d.]+ GiB, the GPU is [\d.]+ GiB short .*; lower pages to \d+, or", message), message
+    assert re.search(r"2000000000 KV pages take [\d.]+ GiB, the GPU is [\d.]+ GiB short beside .*; lower pages to \d+", message), message
 
 
 def test_a_cuda_error_ends_what_is_open_with_one_typed_error_and_the_engine_serves_again(monkeypatch: pytest.MonkeyPatch) -> None:

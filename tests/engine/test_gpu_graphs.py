@@ -106,13 +106,14 @@ def test_graphs_that_take_all_that_is_set_aside_are_told_once(
 class TestOnGpu:
     def test_a_key_is_recorded_behind_its_first_run_and_then_replayed(self) -> None:
         stream = torch.cuda.Stream()
-        pool, x, calls = GraphPool(stream), torch.zeros(4, device="cuda"), []
+        calls: list[int] = []
 
         def work() -> None:
             calls.append(1)
             x.add_(1)
 
         with torch.cuda.stream(stream):
+            pool, x = GraphPool(stream), torch.zeros(4, device="cuda")
             for _ in range(5):
                 pool.run("key", work, keep=True)
         stream.synchronize()
@@ -122,8 +123,8 @@ class TestOnGpu:
 
     def test_what_is_not_kept_is_run_each_time(self) -> None:
         stream = torch.cuda.Stream()
-        pool, x = GraphPool(stream), torch.zeros(1, device="cuda")
         with torch.cuda.stream(stream):
+            pool, x = GraphPool(stream), torch.zeros(1, device="cuda")
             for _ in range(3):
                 pool.run("key", lambda: x.add_(1), keep=False)
         stream.synchronize()

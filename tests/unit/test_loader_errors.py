@@ -157,6 +157,7 @@ def test_missing_directory(tmp_path):
     ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ("original_max_position_embeddings", "None")),
     ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}, ("partial_rotary_factor", "0.5")),
     ({"architectures": []}, ("architectures", "[]")),
+    ({"vocab_size": 1}, ("vocab_size", "at least 2")),
 ])
 def test_config_fields(directory, changes, words):
     reconfigure(directory, **changes)

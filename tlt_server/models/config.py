@@ -74,7 +74,7 @@ class ModelConfig:
             raise ModelError(f"{source}: head_dim {head_dim} is odd; rotary embeddings need an even one")
         max_position = fields.count("max_position_embeddings")
         return cls(
-            architecture=architectures[0], vocab_size=fields.count("vocab_size"), hidden_size=hidden,
+            architecture=architectures[0], vocab_size=fields.count("vocab_size", least=2), hidden_size=hidden,
             intermediate_size=fields.count("intermediate_size"), layers=fields.count("num_hidden_layers"), heads=heads,
             kv_heads=kv_heads, head_dim=head_dim, max_position=max_position, norm_eps=fields.number("rms_norm_eps", default=1e-6),
             rope=_rope(raw, max_position, source), tied_embeddings=fields.flag("tie_word_embeddings"),
@@ -109,11 +109,11 @@ class _Fields:
     raw: dict[str, Any]
     source: str
 
-    def count(self, key: str, default: int | None = None) -> int:
+    def count(self, key: str, default: int | None = None, least: int = 1) -> int:
         value = self.raw.get(key)
         value = default if value is None else value
-        if type(value) is not int or value < 1:
-            raise ModelError(f"{self.source}: {key!r} is {value!r}; expected a whole number of at least 1")
+        if type(value) is not int or value < least:
+            raise ModelError(f"{self.source}: {key!r} is {value!r}; expected a whole number of at least {least}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
