@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import shutil
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,7 +39,6 @@ from tlt_server.records import GenerateRequest, JoinGroup, LeaveGroup, Manifest,
 FAULTS = ("kill", "truncate", "flip", "duplicate", "reorder", "time out")
 CHUNKS = 19  # of every channel; the checkpoint is cut so that there are at least as many
 SHORT_S, LONG_S = 0.3, 10.0  # that the two ends of a group wait for each other
-STALL_S = 3 * SHORT_S  # so long that an engine which came late, on a busy machine, has stopped waiting too
 Tensors = dict[str, torch.Tensor]
 
 
@@ -271,7 +270,7 @@ class Spoiled(BroadcastSender):
         works = []
         for index, message in enumerate(messages):
             if self.fault == "time out" and index == at:
-                threading.Event().wait(STALL_S)
+                wait([reply], LONG_S)  # until the engine has given up
             works.append((message, self._group.begin(message)))
         for _, work in works:
             self._group.end(work)
@@ -305,6 +304,11 @@ def by_broadcast(server: Server, fault: str, at: int) -> None:
 
 class Faulty(IpcSender):
     fault, at, held = "", 0, b""
+    reply: Future[Any]
+
+    def _connected(self, directory: Path, name: str, reply: Future[Any]) -> Any:
+        self.reply = reply
+        return super()._connected(directory, name, reply)
 
     def _offer(self, line: Any, memory: Any, sequence: int, start: int, size: int) -> None:
         message = OFFER.pack(sequence, start, size)
@@ -323,7 +327,7 @@ class Faulty(IpcSender):
             if self.fault == "flip":
                 memory.view[start + size // 2] ^= 1 << sequence % 8
             if self.fault == "time out":
-                threading.Event().wait(STALL_S)
+                wait([self.reply], LONG_S)
             for _ in range(2 if self.fault == "duplicate" else 1):
                 line.send(message)
 
