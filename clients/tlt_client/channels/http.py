@@ -17,7 +17,7 @@ from tlt_client.channels.checkpoint import Files
 from tlt_client.channels.errors import ContentRefused
 from tlt_client.channels.files import opened
 from tlt_client.channels.source import Source
-from tlt_client.channels.tensors import FILE_BYTES, entry, files
+from tlt_client.channels.tensors import FILE_BYTES, Joined, entry, files, written
 from tlt_client.errors import ConnectionFailed, ServerError
 
 if TYPE_CHECKING:
@@ -70,11 +70,9 @@ class HttpSender:
         self._on_bytes, self._sleep = on_bytes, sleep
 
     def push(self, tensors: Tensors, version: str, **fields: Any) -> Mapping[str, Any]:
-        from safetensors.torch import save
-
         entries: list[dict[str, Any]] = []
         for count, group in enumerate(files(tensors, self._max_file_bytes), 1):
-            self.send(version, f"part-{count:05}.safetensors", save(group))
+            self.send(version, f"part-{count:05}.safetensors", Joined(written(group)))
             entries += [entry(name, tensor, checksum=True) for name, tensor in group.items()]
         return self._client.push_weights(version, channel="http", tensors=entries, **fields)
 
@@ -93,7 +91,7 @@ class HttpSender:
                     entries += file.entries(prefix) if of_weights else ()
         return self._client.push_weights(version, channel="http", tensors=entries, **fields)
 
-    def send(self, version: str, part: str, data: bytes | mmap.mmap) -> None:
+    def send(self, version: str, part: str, data: bytes | mmap.mmap | Joined) -> None:
         """One part, from where the server has it. `ConnectionFailed` when a chunk does not get through in many attempts."""
         there = failures = 0
         while there < len(data):
