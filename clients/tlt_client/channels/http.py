@@ -44,6 +44,8 @@ class HttpReceiver:
         self._files = Files(self._source, sorted(path.name for path in self._source.path.iterdir() if path.name != CALIBRATION))
         self.layouts = [Layout(role, _where(part), slot._replace(name=own)) for part, slots in self._files.slots.items()
                         for slot in slots for role, own in [owner(slot.name, push.role)]]
+        self._pure = {part for part, slots in self._files.slots.items()  # under their own names, so of one role
+                      if all(owner(slot.name, push.role)[1] == slot.name for slot in slots)}
         self.buffers = Buffers(host=self._files.largest)
 
     def file(self, role: str, name: str) -> bytes | None:
@@ -52,7 +54,7 @@ class HttpReceiver:
 
     def batches(self) -> Iterator[Batch]:
         for path, tensors in self._files.batches():
-            yield from by_role(_where(path.name), tensors, self._role)
+            yield from by_role(_where(path.name), tensors, self._role, path if path.name in self._pure else None)
 
     def confirm(self) -> None:
         self._source.confirm()
