@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.engine.pushing import Pushable, perturbed
 from tests.engine.tiny import VOCAB, write_eagle, write_target
+from tlt_client.channels import checkpoint
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import StartupError
 from tlt_server.records import GenerateRequest, LookAtWeights, Pause, Resume, Sampling, SetPolicy, Strategy
@@ -381,6 +384,36 @@ def test_a_restarted_engine_serves_exactly_what_was_committed(kept: EngineSettin
     assert (again.info.weight_version, again.info.drafter_version) == ("v2", "v2")
     assert again.checksums() == sums and again.run(request()) == said and again.spans("r0") == [("v2", 0, 40)]
     assert again.push(root / "newer", "v2").result == "conflict", "a restart remembers what the version holds"
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_what_came_by_http_is_kept_by_a_second_name_where_it_is_one_roles(kept: EngineSettings, root: Path, links: bool,
+                                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*paths: object) -> None:
+        raise OSError(errno.EPERM, "no links here")
+
+    monkeypatch.setattr(checkpoint, "BUCKET_BYTES", 4096)  # so that a file comes in several batches
+    if not links:
+        monkeypatch.setattr(os, "link", refused)
+    uploads = Path(kept.state_dir) / "uploads" / "v1"
+    uploads.mkdir(parents=True)
+    target, drafter = load_file(root / "new" / "model.safetensors"), load_file(root / "new-drafter" / "model.safetensors")
+    (last, tensor), *others = sorted(target.items())
+    middle, prefixed = len(others) // 2, {f"draft.{name}": tensor for name, tensor in drafter.items()}
+    parts = {"a": dict(others[:middle]), "b": dict(others[middle:]), "mixed": {last: tensor, **prefixed}}
+    for name, tensors in parts.items():
+        save_file(tensors, uploads / f"{name}.safetensors")
+    engine = Pushable(msgspec.structs.replace(kept, weight_channels="disk,http"))
+    named = [{"name": name, "checksum": checksum("xxh3_128", tensor)} for part in parts.values() for name, tensor in part.items()]
+    assert engine.push("v1", "v1", channel="http", role="all", tensors=named).result == "committed"
+    (folder,) = (Path(kept.state_dir) / "weights").glob("push-*")
+    same = {path.stem for path in uploads.iterdir() for other in folder.rglob("*.safetensors") if path.samefile(other)}
+    assert same == ({"a", "b"} if links else set())
+    sums, said = engine.checksums(), engine.run(request())
+    shutil.rmtree(uploads)
+    again = Pushable(kept)
+    assert (again.info.weight_version, again.info.drafter_version) == ("v1", "v1")
+    assert again.checksums() == sums and again.run(request()) == said
 
 
 def test_a_restart_after_a_rollback_serves_what_was_rolled_back_to(kept: EngineSettings, root: Path) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -12,6 +15,9 @@ import pytest
 
 from tests.frontend.live_server import LiveServer, live_server
 from tlt_client import Client, ServerError
+from tlt_server.errors import Conflict
+from tlt_server.frontend import uploads
+from tlt_server.frontend.uploads import Uploads
 from tlt_server.records import PushWeights
 
 PART = "part-1.safetensors"
@@ -164,3 +170,88 @@ def test_an_upload_that_cannot_begin_takes_no_place(client: Client, server: Live
                 status=507)
     directory.mkdir()
     assert put(client, b"12", version="v0") == 2
+
+
+# pieces, as one comes while the one before is written
+
+PIECE = 4  # bytes
+
+
+class Slow(Uploads):
+    """Writes a piece when it may."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(SimpleNamespace(state_dir=root, max_uploads=1, max_upload_parts=1, max_upload_mb=1, upload_ttl_s=600))  # type: ignore[arg-type]
+        self.root, self.may, self.begun = root, threading.Event(), 0
+
+    def _put(self, *args: Any) -> None:
+        self.begun += 1
+        assert self.may.wait(10)
+        super()._put(*args)
+
+    @property
+    def written(self) -> list[bytes]:
+        return [path.read_bytes() for path in self.root.rglob(PART)]
+
+
+@pytest.fixture
+def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slow:
+    monkeypatch.setattr(uploads, "PIECE_BYTES", PIECE)
+
+    async def made() -> Slow:
+        return Slow(tmp_path)
+
+    return asyncio.run(made())
+
+
+def test_a_piece_comes_while_the_one_before_is_written_and_no_third_one(slow: Slow) -> None:
+    taken: list[int] = []
+
+    async def body() -> AsyncIterator[bytes]:
+        for count in range(4):
+            taken.append(count)
+            yield bytes([count]) * PIECE
+
+    async def sent() -> None:
+        sending = asyncio.create_task(slow.write("v", PART, 0, 4 * PIECE, body()))
+        for _ in range(50):
+            await asyncio.sleep(0.001)
+        assert taken == [0, 1] and slow.begun == 1
+        slow.may.set()
+        assert (await sending).bytes == 4 * PIECE
+
+    asyncio.run(sent())
+    assert slow.written == [b"".join(bytes([count]) * PIECE for count in range(4))]
+
+
+def test_what_came_before_a_break_is_kept_also_what_is_being_written(slow: Slow) -> None:
+    async def body() -> AsyncIterator[bytes]:
+        yield b"abcd"
+        yield b"ef"
+        asyncio.get_running_loop().call_later(0.05, slow.may.set)
+        raise ConnectionResetError
+
+    async def sent() -> None:
+        with pytest.raises(ConnectionResetError):
+            await slow.write("v", PART, 0, 100, body())
+        assert slow.status("v", PART).bytes == 6
+
+    asyncio.run(sent())
+    assert slow.written == [b"abcdef"]
+
+
+def test_a_piece_that_is_refused_ends_the_range(slow: Slow) -> None:
+    slow.may.set()
+
+    async def body(data: bytes) -> AsyncIterator[bytes]:
+        for start in range(0, len(data), PIECE):
+            yield data[start : start + PIECE]
+
+    async def sent() -> None:
+        await slow.write("v", PART, 0, 100, body(b"abcdefgh"))
+        with pytest.raises(Conflict, match="other bytes"):
+            await slow.write("v", PART, 0, 100, body(b"abcdefXhijkl"))
+        assert slow.status("v", PART).bytes == 8
+
+    asyncio.run(sent())
+    assert slow.written == [b"abcdefgh"]

@@ -22,7 +22,7 @@ from tlt_client.channels.checkpoint import checkpoint, shard
 from tlt_client.channels.errors import ContentRefused
 from tlt_client.channels.files import DTYPES, opened
 from tlt_client.channels.source import Source
-from tlt_client.channels.tensors import written
+from tlt_client.channels.tensors import Joined, written
 
 shapes = st.lists(st.integers(0, 5), max_size=3)
 models = st.dictionaries(st.text("abc.é", min_size=1, max_size=6), st.tuples(st.sampled_from(sorted(DTYPES.values())), shapes), min_size=1,
@@ -51,6 +51,12 @@ def test_what_the_library_writes_is_read_in_buckets(model: dict[str, tuple[str, 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(files, "BUCKET_BYTES", bucket_bytes)
         assert same(read(tmp_path_factory.mktemp("files"), save(tensors)), tensors)
+
+
+@given(pieces=st.lists(st.binary(max_size=5)), start=st.integers(0, 30), stop=st.integers(0, 30))
+def test_pieces_are_read_as_one(pieces: list[bytes], start: int, stop: int) -> None:
+    joined, whole = Joined(memoryview(piece) for piece in pieces), b"".join(pieces)
+    assert len(joined) == len(whole) and joined[start:stop] == whole[start:stop]
 
 
 @given(model=models)

@@ -66,17 +66,21 @@ class Uploads:
         return PartStatus(part, upload.parts[part].bytes, upload.parts[part].total)
 
     async def write(self, version: str, part: str, start: int, total: int, body: AsyncIterator[bytes]) -> PartStatus:
-        """Take a range of a part. What has come when `body` breaks off is kept."""
+        """Take a range of a part, one piece being written while the next one comes. What has come when `body` breaks off is kept."""
         upload, at, piece = self._opened(version, part, total), start, bytearray()
+        writing: asyncio.Task[None] | None = None
         try:
             async for chunk in body:
                 piece += chunk
                 if len(piece) >= PIECE_BYTES:
-                    whole, piece = bytes(piece), bytearray()
-                    await self._write(upload, part, at, whole)
-                    at += len(whole)
+                    if writing is not None:
+                        await writing
+                    writing = asyncio.create_task(self._write(upload, part, at, piece))
+                    at, piece = at + len(piece), bytearray()
         finally:
-            await self._write(upload, part, at, bytes(piece))
+            if writing is not None:
+                await writing
+            await self._write(upload, part, at, piece)
         return self.status(version, part)
 
     def _opened(self, version: str, part: str, total: int) -> _Upload:
@@ -111,14 +115,14 @@ class Uploads:
         upload.touched_s = asyncio.get_running_loop().time()
         return upload
 
-    async def _write(self, upload: _Upload, name: str, start: int, data: bytes) -> None:
+    async def _write(self, upload: _Upload, name: str, start: int, data: bytearray) -> None:
         try:
             await asyncio.to_thread(self._put, upload, name, start, data)
         except OSError as error:
             raise _not_kept(name, error) from None
         upload.touched_s = asyncio.get_running_loop().time()
 
-    def _put(self, upload: _Upload, name: str, start: int, data: bytes) -> None:
+    def _put(self, upload: _Upload, name: str, start: int, data: bytearray) -> None:
         part = upload.parts[name]
         with self._lock:
             if upload.pushes:
@@ -136,7 +140,7 @@ class Uploads:
                 if file.read(len(again)) != again:
                     raise Conflict(f"part {name!r} came with other bytes before, somewhere in [{start}, {start + len(again)}); abort the "
                                    "version to begin anew")
-                file.write(data[len(again) :])
+                file.write(memoryview(data)[len(again) :])
             part.bytes = max(part.bytes, start + len(data))
 
     # -- pushes --------------------------------------------------------------------------------------------------

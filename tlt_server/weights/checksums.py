@@ -9,7 +9,7 @@ from typing import NamedTuple
 import xxhash
 from torch import Tensor
 
-from tlt_client.channels.sums import finished
+from tlt_client.channels.sums import finished, xxh3
 from tlt_client.channels.tensors import raw
 from tlt_server.errors import WeightsRefused
 
@@ -33,7 +33,7 @@ def checksum(kind: str, tensor: Tensor) -> str:
     if kind == "xxh3":
         return f"xxh3:{xxhash.xxh3_64_hexdigest(data)}"
     if kind == "xxh3_128":
-        return f"xxh3:{xxhash.xxh3_128_hexdigest(data)}"
+        return xxh3(data)
     raise WeightsRefused(f"checksum kind {kind[:20]!r} is not known; use {' or '.join(KINDS)}, as in mix64:<hex>")
 
 

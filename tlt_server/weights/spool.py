@@ -1,7 +1,8 @@
 """Keeps committed weights under the state directory, so that a restarted engine loads exactly what was committed.
 
-Files are written from the very bytes that were verified, while they are staged (never linked: a trainer that rewrites its file in
-place would change a link too). The commit itself is one rename of `current.json`; whatever it does not name is garbage, and goes.
+Files are written from the very bytes that were verified, while they are staged. Only files that came by http, which nobody but the server
+writes, are linked, once they are confirmed: a trainer that rewrites a file of its own in place would change a link too. The commit itself
+is one rename of `current.json`; whatever it does not name is garbage, and goes.
 Called by the transaction, and `current` by the engine at start.
 """
 
@@ -22,6 +23,7 @@ from tlt_server.weights.parts import Parts
 
 CURRENT = "current.json"
 PUSH_PREFIX = "push-"
+Data = Iterable[bytes | memoryview] | Path  # a file's bytes; or a file below the state directory that is not written any more
 
 
 class Kept(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -56,13 +58,19 @@ class Spool:
         self.discard()
         self._pushed = Path(tempfile.mkdtemp(prefix=PUSH_PREFIX, dir=self.directory))
 
-    def keep(self, role: str, file: str, data: Iterable[bytes | memoryview]) -> None:
+    def keep(self, role: str, file: str, data: Data) -> None:
         assert self._pushed is not None
         folder = self._pushed / role
         folder.mkdir(exist_ok=True)
-        with open(folder / file, "wb") as out:
-            out.writelines(data)
-            out.flush()
+        if isinstance(data, Path):
+            try:
+                os.link(data, folder / file)
+            except OSError:  # a file system without links
+                shutil.copyfile(data, folder / file)
+        with open(folder / file, "ab") as out:
+            if not isinstance(data, Path):
+                out.writelines(data)
+                out.flush()
             os.fsync(out.fileno())
 
     def discard(self) -> None:

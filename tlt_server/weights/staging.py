@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import closing
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -29,6 +29,7 @@ from tlt_server.models.loader import check_finite, check_layout, check_names, dt
 from tlt_server.records import Manifest, TensorEntry
 from tlt_server.weights.checksums import checksum, content, digest, kind_of
 from tlt_server.weights.parts import Drafter, DrafterNetwork, Parts, Target, TargetNetwork
+from tlt_server.weights.spool import Data
 from tlt_server.weights.storage import ran_out
 
 CALIBRATION = "calibration.safetensors"
@@ -46,7 +47,7 @@ class Steps:
     """What staging calls as it goes."""
 
     enter: Callable[[str], None]  # a phase begins; raises to cancel
-    keep: Callable[[str, str, Iterable[bytes | memoryview]], None] | None  # role, file, its checked bytes: for the spool, if there is one
+    keep: Callable[[str, str, Data], None] | None  # role, file, what is in it: for the spool, if there is one
     parse_calibration: Callable[[bytes, str], object]  # content, where from
     storage: Make
     overwrite: Callable[[str], None] | None = None  # in place: the first live value of a role is about to change
@@ -63,6 +64,7 @@ class _Role:
     sums: dict[str, str] = field(default_factory=dict)  # of what has come
     found: dict[str, Tensor] = field(default_factory=dict)  # of `others`
     kept: dict[str, str] = field(default_factory=dict)  # tensor -> the file it is kept in
+    whole: dict[Path, str] = field(default_factory=dict)  # a file that came -> the file it is kept as
 
     @property
     def missing(self) -> list[str]:
@@ -137,7 +139,8 @@ class Staging:
         target = self._target(self._roles["target"]) if "target" in self._roles else None
         drafter = self._drafter(self._roles["drafter"], receiver) if "drafter" in self._roles else None
         receiver.confirm()
-        self._keep_index()
+        self.steps.enter("spool")
+        self._keep_whole()
         name = Path(manifest.path).name or manifest.channel
         version = manifest.version or f"{name}@{digest(Parts(target, drafter).sums)[:8]}"
         return Parts(target and replace(target, version=version), drafter and replace(drafter, version=version))
@@ -243,7 +246,10 @@ class Staging:
         self.steps.enter("spool")
         if self.steps.keep is not None:
             file = f"{len(set(role.kept.values())):05}.safetensors"
-            self.steps.keep(batch.role, file, written({name: tensor.cpu().contiguous() for name, tensor in batch.tensors.items()}))
+            if batch.file is not None:
+                file = role.whole.setdefault(batch.file, file)
+            else:
+                self.steps.keep(batch.role, file, written({name: tensor.cpu().contiguous() for name, tensor in batch.tensors.items()}))
             role.kept |= dict.fromkeys(batch.tensors, file)
 
     def _write(self, role: str) -> None:
@@ -258,10 +264,12 @@ class Staging:
             raise WeightsRefused(f"{role.place}: tensor {missing[0]!r} did not come, nor did {len(missing) - 1} others; push all that the "
                                  "manifest names")
 
-    def _keep_index(self) -> None:
+    def _keep_whole(self) -> None:
         """What was kept is a directory that a restart reads."""
         for name, role in self._roles.items():
             if self.steps.keep is not None:
+                for path, file in role.whole.items():
+                    self.steps.keep(name, file, path)
                 self.steps.keep(name, INDEX, [json.dumps({"weight_map": role.kept}).encode()])
 
     # -- after the last tensor -----------------------------------------------------------------------------------

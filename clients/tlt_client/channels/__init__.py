@@ -90,6 +90,7 @@ class Batch(NamedTuple):
     role: str
     where: str  # for messages
     tensors: dict[str, Tensor]
+    file: Path | None = None  # below the state directory, of which this is all or a part, under its own names; it is not written any more
 
 
 class Layout(NamedTuple):
@@ -164,7 +165,7 @@ def announced(push: Announcement, where: str) -> dict[str, dict[str, str]]:
     return {role: dict.fromkeys(roles.get(role, ()), where) for role in ("target", "drafter") if push.role in (role, "all")}
 
 
-def by_role(where: str, tensors: Mapping[str, Tensor], role: str) -> Iterator[Batch]:
+def by_role(where: str, tensors: Mapping[str, Tensor], role: str, file: Path | None = None) -> Iterator[Batch]:
     """What came at once in a push of `role`."""
     for whose, names in split(tensors, role).items():
-        yield Batch(whose, where, {name: tensors[sent] for name, sent in names.items()})
+        yield Batch(whose, where, {name: tensors[sent] for name, sent in names.items()}, file)

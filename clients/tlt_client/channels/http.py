@@ -17,7 +17,7 @@ from tlt_client.channels.checkpoint import Files
 from tlt_client.channels.errors import ContentRefused
 from tlt_client.channels.files import opened
 from tlt_client.channels.source import Source
-from tlt_client.channels.tensors import FILE_BYTES, entry, files
+from tlt_client.channels.tensors import FILE_BYTES, Joined, entry, files, written
 from tlt_client.errors import ConnectionFailed, ServerError
 
 if TYPE_CHECKING:
@@ -44,6 +44,8 @@ class HttpReceiver:
         self._files = Files(self._source, sorted(path.name for path in self._source.path.iterdir() if path.name != CALIBRATION))
         self.layouts = [Layout(role, _where(part), slot._replace(name=own)) for part, slots in self._files.slots.items()
                         for slot in slots for role, own in [owner(slot.name, push.role)]]
+        self._pure = {part for part, slots in self._files.slots.items()  # under their own names, so of one role
+                      if all(owner(slot.name, push.role)[1] == slot.name for slot in slots)}
         self.buffers = Buffers(host=self._files.largest)
 
     def file(self, role: str, name: str) -> bytes | None:
@@ -52,7 +54,7 @@ class HttpReceiver:
 
     def batches(self) -> Iterator[Batch]:
         for path, tensors in self._files.batches():
-            yield from by_role(_where(path.name), tensors, self._role)
+            yield from by_role(_where(path.name), tensors, self._role, path if path.name in self._pure else None)
 
     def confirm(self) -> None:
         self._source.confirm()
@@ -70,11 +72,9 @@ class HttpSender:
         self._on_bytes, self._sleep = on_bytes, sleep
 
     def push(self, tensors: Tensors, version: str, **fields: Any) -> Mapping[str, Any]:
-        from safetensors.torch import save
-
         entries: list[dict[str, Any]] = []
         for count, group in enumerate(files(tensors, self._max_file_bytes), 1):
-            self.send(version, f"part-{count:05}.safetensors", save(group))
+            self.send(version, f"part-{count:05}.safetensors", Joined(written(group)))
             entries += [entry(name, tensor, checksum=True) for name, tensor in group.items()]
         return self._client.push_weights(version, channel="http", tensors=entries, **fields)
 
@@ -93,7 +93,7 @@ class HttpSender:
                     entries += file.entries(prefix) if of_weights else ()
         return self._client.push_weights(version, channel="http", tensors=entries, **fields)
 
-    def send(self, version: str, part: str, data: bytes | mmap.mmap) -> None:
+    def send(self, version: str, part: str, data: bytes | mmap.mmap | Joined) -> None:
         """One part, from where the server has it. `ConnectionFailed` when a chunk does not get through in many attempts."""
         there = failures = 0
         while there < len(data):

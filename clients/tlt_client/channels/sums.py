@@ -1,14 +1,17 @@
-"""The sum by which this server names what it holds: of a tensor's values, quick on any device and the same on all.
+"""Sums of tensors: `mix64`, by which this server names what it holds, of values, quick on any device and the same on all; `xxh3` of bytes,
+which a trainer's half declares on the host, where nothing in torch sums as fast as memory is read.
 
 `mix64:<16 hex digits>` of n elements u_0 .. u_{n-1}, all modulo 2^64: mix(n + sum over i of mix(u_i + (i + 1) * G)), where u is the 32 bits
 of a float32 value, whatever the type that it is stored in, or the 64 bits of an integer; mix is the finalizer of SplitMix64 (Steele, Lea,
 Flood 2014) and G its increment. Addition has no order, so a device may add as it likes. It tells faults and versions apart, up to one
-chance in 2^64; it does not withstand somebody who looks for two tensors of one sum: for that a manifest may name sha256.
+chance in 2^64. Neither withstands somebody who looks for two tensors of one sum: for that a manifest may name sha256.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+
+import xxhash
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,6 +36,11 @@ def mix64(tensor: Tensor) -> str:
         index = torch.arange(start + 1, start + 1 + len(part), device=part.device)
         total += int(_mixed(bits + index * _signed(GOLDEN)).sum())
     return finished(total, len(flat))
+
+
+def xxh3(data: memoryview) -> str:
+    """Of bytes, 128 bits."""
+    return f"xxh3:{xxhash.xxh3_128_hexdigest(data)}"
 
 
 def finished(total: int, count: int) -> str:

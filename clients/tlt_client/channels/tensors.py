@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tlt_client.channels.errors import ContentRefused
 from tlt_client.channels.files import DTYPES
-from tlt_client.channels.sums import mix64
+from tlt_client.channels.sums import mix64, xxh3
 
 if TYPE_CHECKING:
     import torch
@@ -46,9 +47,7 @@ def entry(name: str, tensor: Tensor, *, checksum: bool) -> dict[str, Any]:
 
 def _checksum(tensor: Tensor) -> str:
     """Whichever is quicker where the tensor lies."""
-    if tensor.device.type != "cpu":
-        return mix64(tensor)
-    return f"sha256:{hashlib.sha256(raw(tensor.contiguous())).hexdigest()}"
+    return mix64(tensor) if tensor.device.type != "cpu" else xxh3(raw(tensor.contiguous()))
 
 
 def dtype_named(name: str, tensor: str) -> torch.dtype:
@@ -91,6 +90,28 @@ def written(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
     yield from map(raw, tensors.values())
+
+
+class Joined:
+    """Bytes that lie in several places, read as one: a slice is a copy of what it spans, and nothing else is copied."""
+
+    def __init__(self, pieces: Iterable[bytes | memoryview]) -> None:
+        self._pieces = [piece for piece in pieces if len(piece)]
+        self._ends = list(accumulate(map(len, self._pieces)))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, span: slice) -> bytes:
+        start, stop, step = span.indices(len(self))
+        assert step == 1
+        found = []
+        for at in range(bisect_right(self._ends, start), len(self._pieces)):
+            first = self._ends[at] - len(self._pieces[at])
+            if first >= stop:
+                break
+            found.append(self._pieces[at][max(start - first, 0) : stop - first])
+        return b"".join(found)
 
 
 def slot(name: str, dtype: str, shape: Sequence[int] | None) -> Slot:

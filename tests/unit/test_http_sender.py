@@ -1,0 +1,62 @@
+"""The trainer's half of http, in front of a client that keeps what it is told: little memory, and a checksum of each tensor."""
+
+from __future__ import annotations
+
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import xxhash
+from safetensors.torch import load, save_file
+
+from tlt_client.channels.http import HttpSender
+from tlt_client.channels.tensors import raw
+
+CHUNK_BYTES = 2**16
+TENSORS = {"a": torch.arange(2**20, dtype=torch.float32), "b": torch.ones(3, dtype=torch.bfloat16), "c": torch.arange(2**21)}
+
+
+class Told:
+    def __init__(self, *, keeps: bool) -> None:
+        self._keeps, self.parts, self.manifest = keeps, dict[str, bytearray](), dict[str, Any]()
+
+    def put_weights(self, version: str, part: str, data: bytes, *, start: int, total: int) -> dict[str, Any]:
+        assert len(data) == min(CHUNK_BYTES, total - start)
+        if self._keeps:
+            there = self.parts.setdefault(part, bytearray())
+            assert len(there) == start
+            there += data
+        return {"bytes": start + len(data)}
+
+    def push_weights(self, version: str, **manifest: Any) -> dict[str, Any]:
+        self.manifest = manifest
+        return {}
+
+
+def test_parts_are_safetensors_files_and_the_manifest_sums_each_tensor(tmp_path: Path) -> None:
+    save_file(TENSORS, tmp_path / "model.safetensors")
+    by_tensors, by_files = Told(keeps=True), Told(keeps=True)
+    HttpSender(by_tensors, max_file_bytes=2**23, chunk_bytes=CHUNK_BYTES).push(TENSORS.items(), "v")  # type: ignore[arg-type]
+    HttpSender(by_files, chunk_bytes=CHUNK_BYTES).push_directory(tmp_path, "v")  # type: ignore[arg-type]
+    assert (len(by_tensors.parts), len(by_files.parts)) == (2, 1)
+    for told in (by_tensors, by_files):
+        came = {name: tensor for data in told.parts.values() for name, tensor in load(bytes(data)).items()}
+        assert came.keys() == TENSORS.keys() and all(came[name].equal(TENSORS[name]) for name in came)
+        sums = {entry["name"]: entry["checksum"] for entry in told.manifest["tensors"]}
+        assert sums == {name: f"xxh3:{xxhash.xxh3_128_hexdigest(raw(tensor))}" for name, tensor in TENSORS.items()}
+
+
+@pytest.mark.parametrize("max_file_bytes", [2**20, 2**30])
+def test_a_push_takes_the_memory_of_chunks_and_not_of_files(max_file_bytes: int) -> None:
+    told = Told(keeps=False)
+    sender = HttpSender(told, max_file_bytes=max_file_bytes, chunk_bytes=CHUNK_BYTES)  # type: ignore[arg-type]
+    sender.push(list(TENSORS.items())[:1], "warm")
+    tracemalloc.start()
+    try:
+        sender.push(TENSORS.items(), "v")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 4 * CHUNK_BYTES < TENSORS["a"].nbytes // 8
