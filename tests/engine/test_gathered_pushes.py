@@ -310,3 +310,14 @@ def test_a_group_may_be_joined_while_the_weights_sleep_and_a_join_that_fails_say
         return
     engine.engine.send(JoinGroup("n", "g", "nccl", "127.0.0.1", 9, 1, 2))
     assert engine.report("n").result == "weights_refused" and "there is no GPU here" in (engine.reports["n"].error or ("", ""))[1]
+
+
+def test_a_session_that_is_complete_more_than_once_is_restored_whole(root: Path, settings: EngineSettings, tmp_path: Path) -> None:
+    kept = msgspec.structs.replace(settings, state_dir=str(tmp_path / "state"))
+    engine = Pushable(kept)
+    of_session = {"version": "v1", "commit": False, "session": "s"}
+    assert results(engine, root, "new1", **of_session)[-1] == "staged"
+    assert results(engine, root, "new-drafter", role="drafter", **of_session)[-1] == "staged"
+    assert engine.commit("v1").result == "committed"
+    again = Pushable(kept)
+    assert not again.info.lost and again.info.weight_version == "v1" and again.checksums() == engine.checksums()

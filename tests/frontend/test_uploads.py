@@ -198,10 +198,7 @@ class Slow(Uploads):
 def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slow:
     monkeypatch.setattr(uploads, "PIECE_BYTES", PIECE)
 
-    async def made() -> Slow:
-        return Slow(tmp_path)
-
-    return asyncio.run(made())
+    return Slow(tmp_path)
 
 
 def test_a_piece_comes_while_the_one_before_is_written_and_no_third_one(slow: Slow) -> None:
@@ -238,6 +235,35 @@ def test_what_came_before_a_break_is_kept_also_what_is_being_written(slow: Slow)
 
     asyncio.run(sent())
     assert slow.written == [b"abcdef"]
+
+
+@pytest.mark.parametrize("before", [b"", b"AAAA"])
+def test_what_comes_late_for_an_upload_that_was_ended_changes_nothing_of_the_next_one(before: bytes, slow: Slow) -> None:
+    slow.may.set()
+
+    async def body(data: bytes) -> AsyncIterator[bytes]:
+        yield data
+
+    async def sent() -> None:
+        may_come = asyncio.Event()
+
+        async def late() -> AsyncIterator[bytes]:
+            await may_come.wait()
+            yield b"EVIL"
+
+        await slow.write("v", PART, 0, 100, body(before))
+        writing = asyncio.create_task(slow.write("v", PART, len(before), 100, late()))
+        await asyncio.sleep(0)
+        assert slow.drop("v")
+        await slow.write("v", PART, 0, 8, body(b"goodgood"))
+        slow.seal("v")
+        may_come.set()
+        with pytest.raises(Conflict, match="ended meanwhile"):
+            await writing
+        assert slow.status("v", PART).bytes == 8
+
+    asyncio.run(sent())
+    assert slow.written == [b"goodgood"]
 
 
 def test_a_piece_that_is_refused_ends_the_range(slow: Slow) -> None:

@@ -11,6 +11,7 @@ import torch
 import xxhash
 from safetensors.torch import load, save_file
 
+from tlt_client.channels.errors import ContentRefused
 from tlt_client.channels.http import HttpSender
 from tlt_client.channels.tensors import raw
 
@@ -60,3 +61,9 @@ def test_a_push_takes_the_memory_of_chunks_and_not_of_files(max_file_bytes: int)
     finally:
         tracemalloc.stop()
     assert peak < 4 * CHUNK_BYTES < TENSORS["a"].nbytes // 8
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.uint16])
+def test_a_type_that_no_channel_carries_is_named(dtype: torch.dtype) -> None:
+    with pytest.raises(ContentRefused, match=f"tensor 'w' has dtype '{dtype}', which no channel carries; use one of"):
+        HttpSender(Told(keeps=False)).push([("w", torch.zeros(2, dtype=dtype))], "v")  # type: ignore[arg-type]

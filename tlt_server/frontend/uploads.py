@@ -46,6 +46,7 @@ class _Upload:
     parts: dict[str, _Part] = field(default_factory=dict)
     touched_s: float = 0.0  # by the loop's clock
     pushes: int = 0  # that read it now
+    ended: bool = False  # and its directory may be another upload's, of the same version
 
 
 class Uploads:
@@ -66,7 +67,8 @@ class Uploads:
         return PartStatus(part, upload.parts[part].bytes, upload.parts[part].total)
 
     async def write(self, version: str, part: str, start: int, total: int, body: AsyncIterator[bytes]) -> PartStatus:
-        """Take a range of a part, one piece being written while the next one comes. What has come when `body` breaks off is kept."""
+        """Take a range of a part, one piece being written while the next one comes. What has come when `body` breaks off is kept, all but
+        the last piece of a call that is cancelled while it writes."""
         upload, at, piece = self._opened(version, part, total), start, bytearray()
         writing: asyncio.Task[None] | None = None
         try:
@@ -125,6 +127,8 @@ class Uploads:
     def _put(self, upload: _Upload, name: str, start: int, data: bytearray) -> None:
         part = upload.parts[name]
         with self._lock:
+            if upload.ended:
+                raise Conflict(f"the upload of part {name!r} was ended meanwhile; send it from its first byte")
             if upload.pushes:
                 raise Conflict(f"part {name!r} belongs to a version that is being pushed; wait for the push to end")
             if start > part.bytes:
@@ -132,8 +136,6 @@ class Uploads:
             if start + len(data) > part.total:
                 raise InvalidRequest(f"part {name!r} has {part.total} bytes in all and this range reaches {start + len(data)}; send what "
                                      "Content-Range says")
-            if not upload.directory.is_dir():
-                raise Conflict(f"the upload of part {name!r} was ended meanwhile; send it from its first byte")
             with open(upload.directory / name, "r+b" if part.bytes else "w+b") as file:
                 file.seek(start)
                 again = data[: part.bytes - start]
@@ -174,7 +176,9 @@ class Uploads:
 
     def _remove(self, version: str) -> None:
         with self._lock:
-            shutil.rmtree(self._uploads.pop(version).directory, ignore_errors=True)
+            upload = self._uploads.pop(version)
+            upload.ended = True
+            shutil.rmtree(upload.directory, ignore_errors=True)
 
     def _expire_later(self, version: str, upload: _Upload) -> None:
         loop, ttl_s = asyncio.get_running_loop(), self._config.upload_ttl_s

@@ -9,6 +9,7 @@ Called by the transaction, and `current` by the engine at start.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import tempfile
@@ -23,6 +24,7 @@ from tlt_server.weights.parts import Parts
 
 CURRENT = "current.json"
 PUSH_PREFIX = "push-"
+NO_LINKS = (errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK)  # what a file system without them says
 Data = Iterable[bytes | memoryview] | Path  # a file's bytes; or a file below the state directory that is not written any more
 
 
@@ -59,19 +61,16 @@ class Spool:
         self._pushed = Path(tempfile.mkdtemp(prefix=PUSH_PREFIX, dir=self.directory))
 
     def keep(self, role: str, file: str, data: Data) -> None:
+        """A file of bytes may be kept anew, with others; one that is linked may not: nobody writes where a link leads."""
         assert self._pushed is not None
-        folder = self._pushed / role
-        folder.mkdir(exist_ok=True)
+        path = self._pushed / role / file
+        path.parent.mkdir(exist_ok=True)
         if isinstance(data, Path):
-            try:
-                os.link(data, folder / file)
-            except OSError:  # a file system without links
-                shutil.copyfile(data, folder / file)
-        with open(folder / file, "ab") as out:
-            if not isinstance(data, Path):
+            _link(data, path)
+        else:
+            with open(path, "wb") as out:
                 out.writelines(data)
-                out.flush()
-            os.fsync(out.fileno())
+        _sync(path)
 
     def discard(self) -> None:
         """The push does not become a version."""
@@ -113,9 +112,7 @@ class Spool:
     def settle(self, garbage: Iterable[Path]) -> None:
         """Make the last rename durable, then remove what nobody needs."""
         with contextlib.suppress(OSError):
-            descriptor = os.open(self.directory, os.O_RDONLY)
-            os.fsync(descriptor)
-            os.close(descriptor)
+            _sync(self.directory)
         for folder in garbage:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -147,3 +144,20 @@ class Spool:
         """Remove what pushes left behind that were never committed; after `current`."""
         kept = {place.partition("/")[0] for place in self._places.values()}
         self.settle([folder for folder in self.directory.glob(f"{PUSH_PREFIX}*") if folder.name not in kept])
+
+
+def _link(file: Path, path: Path) -> None:
+    try:
+        os.link(file, path)
+    except OSError as error:
+        if error.errno not in NO_LINKS:
+            raise
+        shutil.copyfile(file, path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -265,10 +265,11 @@ class Staging:
                                  "manifest names")
 
     def _keep_whole(self) -> None:
-        """What was kept is a directory that a restart reads."""
+        """What was kept is a directory that a restart reads; with what comes later, it becomes that again."""
         for name, role in self._roles.items():
             if self.steps.keep is not None:
-                for path, file in role.whole.items():
+                while role.whole:
+                    path, file = role.whole.popitem()
                     self.steps.keep(name, file, path)
                 self.steps.keep(name, INDEX, [json.dumps({"weight_map": role.kept}).encode()])
 

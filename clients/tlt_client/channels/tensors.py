@@ -84,7 +84,7 @@ def written(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     code = {dtype: said for said, dtype in DTYPES.items()}
     header, end = {}, 0
     for name, tensor in tensors.items():
-        dtype = code[str(tensor.dtype).removeprefix("torch.")]
+        dtype = code[str(dtype_named(str(tensor.dtype), name)).removeprefix("torch.")]
         header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [end, end := end + tensor.nbytes]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
