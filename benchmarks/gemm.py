@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.graph_time import in_turns, require_gpu
+from benchmarks.graph_time import captured, in_turns, require_gpu
 from benchmarks.record import finish, options
 from tlt_kernels.gpu.gemm import gated, linear, partials
 from tlt_kernels.gpu.gemm_tiles import SEGMENTS
@@ -88,8 +88,8 @@ def main() -> None:
         residual = torch.randn(rows, HIDDEN, device="cuda")
 
         products = (layers, head, sampled, x, attended, inner)
-        ms = in_turns({"step": partial(step, layers, head, sampled, x, attended, residual, norm), "alone": partial(alone, *products),
-                       "cublas": partial(cublas, *products)})
+        ms = in_turns({"step": captured(partial(step, layers, head, sampled, x, attended, residual, norm)),
+                       "alone": captured(partial(alone, *products)), "cublas": captured(partial(cublas, *products))})
         flops = 2 * (rows * sum(w.numel() for w in weights[1:]) + sampled * head.numel())
         found.append({"rows": rows, "step_ms": round(ms["step"], 4), "products_ms": round(ms["alone"], 4), "floor_ms": round(floor, 4),
                       "cublas_ms": round(ms["cublas"], 4), "of_floor": round(ms["alone"] / floor, 3),

@@ -1,4 +1,4 @@
-"""How long a GPU takes for what a function launches, by itself: captured as one CUDA graph, replayed, timed by events."""
+"""How long a GPU takes for what functions launch, by events; of small kernels by themselves: captured as one CUDA graph and replayed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-WARMING = 2  # replays that are not counted
+WARMING = 2  # runs that are not counted
 
 
 def require_gpu(program: str) -> None:
@@ -17,23 +17,22 @@ def require_gpu(program: str) -> None:
         sys.exit(2)
 
 
-def in_turns(functions: Mapping[str, Callable[[], object]], repeats: int = 15) -> dict[str, float]:
-    """Medians of the replays in ms. They take turns, so that a GPU that slows down under load slows them all."""
-    graphs = {name: _captured(function) for name, function in functions.items()}
-    times: dict[str, list[float]] = {name: [] for name in functions}
+def in_turns(runs: Mapping[str, Callable[[], object]], repeats: int = 15) -> dict[str, float]:
+    """Medians in ms. The runs take turns, so that a GPU that slows down under load slows them all."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(WARMING + repeats):
-        for name, graph in graphs.items():
+        for name, run in runs.items():
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
-            graph.replay()
+            run()
             end.record()
             end.synchronize()
             times[name].append(begin.elapsed_time(end))
     return {name: statistics.median(values[WARMING:]) for name, values in times.items()}
 
 
-def _captured(function: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """It runs once as it is, so that nothing is compiled inside the capture."""
+def captured(function: Callable[[], object]) -> Callable[[], None]:
+    """Its replay. It runs once as it is, so that nothing is compiled inside the capture."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -42,11 +41,12 @@ def _captured(function: Callable[[], object]) -> torch.cuda.CUDAGraph:
         with torch.cuda.graph(graph, stream=side):
             function()
     torch.cuda.synchronize()
-    return graph
+    replay: Callable[[], None] = graph.replay
+    return replay
 
 
 def milliseconds(function: Callable[[], object], repeats: int = 15) -> float:
-    return in_turns({"it": function}, repeats)["it"]
+    return in_turns({"it": captured(function)}, repeats)["it"]
 
 
 def microseconds(function: Callable[[], object], repeats: int = 15) -> float:

@@ -8,7 +8,6 @@ gets keys and values that lie as it likes them best, not in pages; their gate an
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -19,7 +18,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.activation import silu_mul
-from benchmarks.graph_time import require_gpu
+from benchmarks.graph_time import in_turns, require_gpu
 from benchmarks.record import finish, options
 from tlt_kernels.gpu.tensors import PAGE_SIZE, Rows
 from tlt_server.attention.gpu import TritonPaged
@@ -96,21 +95,6 @@ class Step:
             self.model.forward(self.tensors, self.cache, attend)
 
 
-def milliseconds(runs: dict[str, Callable[[], None]]) -> dict[str, float]:
-    """Medians; the runs take turns, so that a GPU that slows down under load slows them all."""
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for turn in range(REPEATS + 1):
-        for name, run in runs.items():
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            run()
-            end.record()
-            end.synchronize()
-            if turn:
-                times[name].append(begin.elapsed_time(end))
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
 def times(count: int, run: Callable[[], None]) -> None:
     for _ in range(count):
         run()
@@ -138,7 +122,7 @@ def measure() -> Iterator[dict[str, Any]]:
         together = STEP_ROWS // length
         step, steps = Step(together, length, model, cache), prompts // together
         runs: dict[str, Callable[[], None]] = {numerics: partial(step.ours, numerics) for numerics in PRODUCTS}
-        found = milliseconds({name: partial(times, steps, run) for name, run in {**runs, LIBRARIES: step.theirs}.items()})
+        found = in_turns({name: partial(times, steps, run) for name, run in {**runs, LIBRARIES: step.theirs}.items()}, REPEATS)
         for name, ms in found.items():
             yield {"with": name, "prompts": prompts, "length": length, "ms": round(ms, 3),
                    "tokens_per_s": round(prompts * length / ms * 1e3), "ratio": round(found[LIBRARIES] / ms, 4)}
