@@ -21,7 +21,8 @@ def test_contents_change_places(dtype: torch.dtype, count: int) -> None:
     width, generator = torch.empty(0, dtype=dtype).element_size(), torch.Generator().manual_seed(count)
     raw = [torch.randint(0, 256, ((count + 2 * MARGIN) * width,), dtype=torch.uint8, generator=generator).to(DEVICE) for _ in range(2)]
     before = [tensor.clone() for tensor in raw]  # of random bytes, some are NaNs with a payload
-    swap(*(tensor.view(dtype)[MARGIN : MARGIN + count] for tensor in raw))
+    one, other = (tensor.view(dtype)[MARGIN : MARGIN + count] for tensor in raw)
+    swap([(one, other)])
     inside = slice(MARGIN * width, (MARGIN + count) * width)
     before[0][inside], before[1][inside] = before[1][inside].clone(), before[0][inside].clone()
     assert all(torch.equal(tensor, expected) for tensor, expected in zip(raw, before, strict=True))
@@ -29,23 +30,39 @@ def test_contents_change_places(dtype: torch.dtype, count: int) -> None:
 
 def test_what_does_not_match_is_refused() -> None:
     with pytest.raises(AssertionError):
-        swap(torch.zeros(4, device=DEVICE), torch.zeros(5, device=DEVICE))
+        swap([(torch.zeros(4, device=DEVICE), torch.zeros(5, device=DEVICE))])
     with pytest.raises(AssertionError):
-        swap(torch.zeros(4, 2, device=DEVICE)[:, 0], torch.zeros(4, device=DEVICE))
+        swap([(torch.zeros(4, 2, device=DEVICE)[:, 0], torch.zeros(4, device=DEVICE))])
 
 
-@pytest.mark.parametrize("offset", [0, 1])
-def test_large_tensors_go_in_several_launches(offset: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MOST", 64)
-    one, other = (torch.arange(start, start + 200, device=DEVICE)[offset:].view(-1, 1) for start in (0, 1000))
-    values = one.clone(), other.clone()
-    swap(one, other)
-    assert torch.equal(one, values[1]) and torch.equal(other, values[0])
+def test_several_pairs_change_places() -> None:
+    counts = (1 << 20, 0, 33, 1 << 22, 7)
+    pairs = [(torch.arange(count, device=DEVICE) + i, torch.arange(count, device=DEVICE) * 3 - i) for i, count in enumerate(counts)]
+    swap(pairs)
+    swap(pairs[1:])
+    for i, (one, other) in enumerate(pairs):
+        k = torch.arange(counts[i], device=DEVICE)
+        first, second = (k * 3 - i, k + i) if i == 0 else (k + i, k * 3 - i)
+        assert torch.equal(one, first) and torch.equal(other, second)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="what a kernel does in turn is seen by the interpreter")
+def test_no_kernel_of_a_chain_runs_beside_what_is_ahead_of_it_or_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first lets the second start only behind its own wait, the last lets nothing start early, and each ends behind the one before."""
+    did: list[str] = []
+    monkeypatch.setattr(module, "pdl_launch", lambda: did.append("launch"))
+    monkeypatch.setattr(module, "pdl_wait", lambda: did.append("wait"))
+    pairs = [(torch.arange(count, device=DEVICE), torch.zeros(count, dtype=torch.int64, device=DEVICE)) for count in (0, 3, 4, 0, 5, 0)]
+    swap(pairs)
+    assert did == ["wait", "launch", "wait"] + ["launch", "wait"] + ["wait"]
+    did.clear()
+    swap(pairs[:2])
+    assert did == ["wait", "wait"], "one alone"
 
 
 @gpu
 @pytest.mark.parametrize("more", [0, 8, 1])  # not a multiple of what a program or a vector moves
 def test_large_tensors_change_places_near_the_bandwidth_limit(more: int) -> None:
     one, other = (torch.randn((1 << 29) + more, device="cuda").bfloat16() for _ in range(2))
-    us = microseconds(lambda: swap(one, other))
+    us = microseconds(lambda: swap([(one, other)]))
     assert 4 * one.nbytes / us / 1e6 > 3.2, "under 3.2 TB/s of reads and writes"

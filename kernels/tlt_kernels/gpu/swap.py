@@ -1,4 +1,4 @@
-"""Two tensors of a GPU change contents, each read and written once.
+"""Pairs of tensors of a GPU change contents, each read and written once.
 
 One kernel per width of an element, and one for addresses that vector accesses cannot take: whatever the sizes, no pair of tensors asks
 for another, so `variant` tells what has to be compiled before the first commit.
@@ -6,19 +6,25 @@ for another, so `variant` tells what has to be compiled before the first commit.
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK_BYTES = 8192  # of each of the two, by a program
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by width: what is moved is bits, NaNs and all
+from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
+
+_BLOCK_BYTES = {True: 16384, False: 2048}  # of each of the two, by a program; where vectors may not begin, an access moves one element
+_BITS = {1: tl.uint8, 2: tl.int16, 4: tl.int32, 8: tl.int64}  # by width: what is moved is bits, NaNs and all
 _ALIGNED = 16  # bytes of a vector access
-_MOST = 1 << 30  # elements of a launch: their number is an int32
 
 
-def _swap(one, other, count, BLOCK: tl.constexpr):
-    start = tl.program_id(0) * BLOCK
+def _swap(one, other, count: tl.int64, first, last, BLOCK: tl.constexpr):
+    if first != 0:
+        pdl_wait()
+    if last == 0:
+        pdl_launch()
+    start = tl.program_id(0).to(tl.int64) * BLOCK
     i_E = start + tl.arange(0, BLOCK)
     if start + BLOCK <= count:  # no mask, which would have to be of whole vectors
         one_E, other_E = tl.load(one + i_E), tl.load(other + i_E)
@@ -28,11 +34,12 @@ def _swap(one, other, count, BLOCK: tl.constexpr):
         one_E, other_E = tl.load(one + i_E, i_E < count), tl.load(other + i_E, i_E < count)
         tl.store(one + i_E, other_E, i_E < count)
         tl.store(other + i_E, one_E, i_E < count)
+    pdl_wait()
 
 
 _KERNELS = {
-    True: triton.jit(_swap, do_not_specialize=["count"]),
-    False: triton.jit(_swap, do_not_specialize=["count"], do_not_specialize_on_alignment=["one", "other"]),
+    True: triton.jit(_swap, do_not_specialize=["count", "first", "last"]),
+    False: triton.jit(_swap, do_not_specialize=["count", "first", "last"], do_not_specialize_on_alignment=["one", "other"]),
 }
 
 
@@ -41,11 +48,15 @@ def variant(one: Tensor, other: Tensor) -> tuple[int, bool]:
     return one.element_size(), not (one.data_ptr() | other.data_ptr()) % _ALIGNED
 
 
-def swap(one: Tensor, other: Tensor) -> None:
-    """Contiguous, of one shape and type, and apart; on the current stream."""
-    assert one.shape == other.shape and one.dtype == other.dtype and one.is_contiguous() and other.is_contiguous()
-    width, aligned = variant(one, other)
-    block = _BLOCK_BYTES // width
-    for mine, theirs in zip(*(tensor.view(-1).view(_BITS[width]).split(_MOST) for tensor in (one, other)), strict=True):
-        if mine.numel():
-            _KERNELS[aligned][(triton.cdiv(mine.numel(), block),)](mine, theirs, mine.numel(), BLOCK=block)
+def swap(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Two of a pair are contiguous, of one shape and type; no two tensors share memory. On the current stream: the first pair waits for
+    what is ahead, the others run beside it, and what is behind starts when all are done."""
+    for one, other in pairs:
+        assert one.shape == other.shape and one.dtype == other.dtype and one.is_contiguous() and other.is_contiguous()
+    filled = [pair for pair in pairs if pair[0].numel()]
+    for i, (one, other) in enumerate(filled):
+        width, aligned = variant(one, other)
+        block, count = _BLOCK_BYTES[aligned] // width, one.numel()
+        one_E, other_E = (triton.reinterpret(tensor, _BITS[width]) for tensor in (one, other))
+        ends = int(i == 0), int(i == len(filled) - 1)
+        _KERNELS[aligned][(triton.cdiv(count, block),)](one_E, other_E, count, *ends, BLOCK=block, **PDL)

@@ -23,10 +23,10 @@ def exchange(resident: Stored, other: Stored) -> None:
     """`other` takes over the storage that graphs know, with its own values in it; `resident` keeps its values in the other storage."""
     if resident is other:
         return  # written in place
-    for mine, theirs in zip(resident.storage(), other.storage(), strict=True):
-        if mine.device == theirs.device:
-            swap(mine, theirs)
-        else:
+    pairs = list(zip(resident.storage(), other.storage(), strict=True))
+    swap([(mine, theirs) for mine, theirs in pairs if mine.device == theirs.device])
+    for mine, theirs in pairs:
+        if mine.device != theirs.device:
             _through_tiles(mine, theirs)
     resident.__dict__, other.__dict__ = other.__dict__, resident.__dict__
 
@@ -42,5 +42,4 @@ def _through_tiles(mine: Tensor, theirs: Tensor) -> None:
 def compile_exchange(network: Stored) -> None:
     """So that the first commit need not: each kernel for its tensors runs once, with equal values. What is exchanged lies alike."""
     smallest = {variant(tensor, tensor): tensor for tensor in sorted(network.storage(), key=lambda tensor: -tensor.numel())}
-    for tensor in smallest.values():
-        swap(tensor, tensor.clone())
+    swap([(tensor, tensor.clone()) for tensor in smallest.values()])
