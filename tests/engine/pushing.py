@@ -94,10 +94,13 @@ class Pushable:
     def roll_back(self, to: str = "", **fields: object) -> WeightReport:
         return self.report(self.send_roll_back(to, **fields))
 
-    def commit(self, version: str) -> WeightReport:
+    def send_commit(self, version: str = "") -> str:
         id = next(self._ids)
         self.engine.send(CommitWeights(id, version))
-        return self.report(id)
+        return id
+
+    def commit(self, version: str) -> WeightReport:
+        return self.report(self.send_commit(version))
 
     def abort(self, version: str) -> WeightReport:
         id = next(self._ids)

@@ -107,6 +107,27 @@ def test_in_flight_requests_continue_or_are_recomputed(settings: EngineSettings,
             assert engine.logprobs(id)[at:] == pytest.approx(logprobs, abs=LOGPROB_TOLERANCE)
 
 
+def test_what_was_in_flight_is_told_before_the_pause(settings: EngineSettings, root: Path) -> None:
+    """Not behind it, as the requests' longest wait would be a step more."""
+    engine = Pushable(settings)
+    assert engine.push(root / "new", "v1", commit=False).result == "staged"
+    engine.submit(*asked(12))
+    versions = ["initial"]
+    for change in (engine.send_commit, engine.send_roll_back):
+        engine.step(4)
+        asked_for, told, flying = change(), dict[str, int](), 1
+        while asked_for not in engine.reports:
+            told, flying = {id: len(engine.tokens(id)) for id in engine.said}, engine.engine.runner.in_flight
+            engine.step()
+        assert not flying and engine.engine.runner.in_flight, "the call that changes weights waits for nothing, and launches the next step"
+        assert {id: len(engine.tokens(id)) for id in engine.said} == told, "nor has it anything to tell"
+        assert {id: (engine.spans(id)[-1][0], engine.spans(id)[-1][2]) for id in told} == {id: (versions[-1], told[id]) for id in told}
+        versions.append(engine.reports[asked_for].version)
+    engine.finish()
+    assert versions == ["initial", "v1", "initial"]
+    assert {id: [span[0] for span in engine.spans(id)] for id in ("r0", "r1")} == {"r0": versions, "r1": versions}
+
+
 def test_a_drafter_is_exchanged_with_its_vocabulary_and_changes_no_token(settings: EngineSettings, root: Path) -> None:
     engine = Pushable(drafting(settings, "eagle", 2, 2, 4))
     where, old = addresses(engine), values(engine)
@@ -169,6 +190,18 @@ def test_sleep_lends_memory_and_the_same_bits_come_back(settings: EngineSettings
     slept.finish()
     assert slept.engine.control_reports() == [ControlReport("s"), ControlReport("w")] and same(values(slept), before)
     assert bits(slept, ["r0", "r1"]) == bits(plain, ["r0", "r1"])
+
+
+def test_a_sleep_that_waits_for_the_end_of_what_ran_waits_for_a_rollback_too(settings: EngineSettings, root: Path) -> None:
+    engine = Pushable(settings)
+    assert engine.push(root / "new", "v1").result == "committed"
+    engine.submit(asked(2)[0])
+    engine.step(2)
+    assert engine.engine.runner.in_flight and not engine.engine.scheduler.idle, "the last step"
+    engine.engine.send(Sleep("s", ["weights"], "drain"))
+    assert engine.roll_back("initial").result == "rolled_back"
+    engine.finish()
+    assert engine.engine.control_reports() == [ControlReport("s")]
 
 
 def test_values_that_the_engines_type_cannot_hold_are_refused(settings: EngineSettings, root: Path) -> None:

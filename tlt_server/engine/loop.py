@@ -90,12 +90,12 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Nothing to do until the next command."""
-        return (not self._commands and not self.halt.due and (self.scheduler.idle or self.scheduler.halted)
+        return (not self._commands and not self.halt.due and not self.pushes.settling and (self.scheduler.idle or self.scheduler.halted)
                 and not self.runner.in_flight)
 
     @property
     def finished(self) -> bool:
-        return self._stopping and not self._commands and self.scheduler.idle
+        return self._stopping and not self._commands and self.scheduler.idle and not self.pushes.settling
 
     def gauges(self) -> dict[str, float]:
         return {**self.scheduler.gauges(), **self.policy.gauges(), **self._canary.gauges(), **self.runner.gauges()}
@@ -111,7 +111,7 @@ class Engine:
     def step(self) -> list[StepOutput]:
         started = self._last_end if self.last_cycle else time.perf_counter()
         self._apply_commands()  # only between steps
-        batch = self.scheduler.next_batch()  # None when nothing can run
+        batch = None if self.pushes.settling else self.scheduler.next_batch()  # None when nothing can run
         if batch:
             strategy = self._canary.permitted(self.policy.choose(batch.context))  # "no speculation" is an ordinary arm
             self.runner.launch(batch, strategy)  # draft -> verify -> sample -> accept -> commit KV
@@ -142,7 +142,8 @@ class Engine:
         while self._commands:
             self._apply(self._commands.popleft())
         self._ended += self.pushes.advance()
-        self._ended += self.halt.advance()
+        if not self.pushes.settling:  # what waits for the end of what ran waits for the change, too
+            self._ended += self.halt.advance()
 
     def _apply(self, command: Command) -> None:
         match command:

@@ -58,6 +58,7 @@ class WeightPushes:
     def __init__(self, transaction: Transaction, scheduler: Scheduler, install: Callable[[Parts, Parts], None]) -> None:
         self.transaction, self._scheduler, self._install = transaction, scheduler, install
         self.settle: Callable[[], list[StepOutput]] = list  # takes in the steps in flight; the loop's
+        self.settling = False  # what was in flight is told first; the next call changes the weights, and no step runs until then
         self.asleep = False  # the weights are put away, and nothing may read or change them
         self._reports: deque[WeightReport] = deque()  # appended to by threads, too
         self._readers = Crew("read weights", MAX_READERS)  # of the live storage, which must not change meanwhile
@@ -99,7 +100,8 @@ class WeightPushes:
 
     def advance(self) -> list[StepOutput]:
         """Between two steps: commit what is staged, if its moment has come. Returns the sequences that end of it."""
-        if self._rollback is not None and not self._readers.busy and not self._drains(self._rollback.in_flight, self.transaction.previous):
+        self.settling = False
+        if self._rollback is not None and self._may_change(self._rollback.in_flight, self.transaction.previous):
             self._roll_back(self._rollback.id, self._rollback.in_flight)
         waiting = self.transaction.push
         if waiting is not None and waiting.state == "waiting":
@@ -159,10 +161,8 @@ class WeightPushes:
                 self._check_no_rollback()
                 if not transaction.check_rollback(to):
                     self._report(id, "unchanged", version=to)
-                elif self._readers.busy or self._drains(in_flight, transaction.previous):
-                    self._rollback = _Rollback(id, in_flight)
                 else:
-                    self._roll_back(id, in_flight)
+                    self._rollback = _Rollback(id, in_flight)
             case LookAtWeights(id, checksums):
                 if not checksums:
                     self._report(id, "looked")
@@ -227,6 +227,15 @@ class WeightPushes:
         self._scheduler.holding = True
         return True
 
+    def _may_change(self, in_flight: InFlight, changed: Parts) -> bool:
+        """Nobody reads, nothing must end first, and nothing is in flight: what was is told before the pause, not behind it."""
+        if self._readers.busy or self._drains(in_flight, changed):
+            return False
+        ended = self.settle()
+        self._ended += ended
+        self.settling = bool(ended)
+        return not ended
+
     def _name(self, version: str, of: str) -> bool:
         if not self.transaction.name_live(version, of):
             return False
@@ -280,9 +289,8 @@ class WeightPushes:
             self._answer(push, "gathering")
         elif push.manifest.commit or push.due:
             assert push.parts is not None
-            if self._readers.busy or self._drains(push.manifest.in_flight, push.parts):
-                return
-            self._commit(push)
+            if self._may_change(push.manifest.in_flight, push.parts):
+                self._commit(push)
         elif push.asked:
             self._answer(push, "staged", parts=push.parts)
 
