@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -51,7 +52,16 @@ def refused(call: Any, *words: str, status: int) -> None:
 
 def kept(server: LiveServer) -> list[Path]:
     assert server.config.state_dir is not None
-    return sorted(path for path in (server.config.state_dir / "uploads").rglob("*") if path.is_file())
+    walked = os.walk(server.config.state_dir / "uploads")  # which minds no directory that a thread removes meanwhile
+    return sorted(Path(directory, name) for directory, _, names in walked for name in names)
+
+
+def emptied(server: LiveServer) -> bool:
+    """Files are removed by a thread; soon."""
+    give_up = time.monotonic() + 10
+    while kept(server) and time.monotonic() < give_up:
+        time.sleep(0.01)
+    return not kept(server)
 
 
 def test_a_part_comes_in_ranges_and_is_pushed_once(client: Client, server: LiveServer) -> None:
@@ -64,8 +74,28 @@ def test_a_part_comes_in_ranges_and_is_pushed_once(client: Client, server: LiveS
     assert file.read_bytes() == data
     assert client.push_weights("v1", channel="http", tensors=TENSORS)["state"] == "committed"
     pushed = [command.manifest for command in server.engine.weight_commands if isinstance(command, PushWeights)]
-    assert [(m.channel, m.path) for m in pushed] == [("http", file.parent.name)] and kept(server) == []
+    assert [(m.channel, m.path) for m in pushed] == [("http", file.parent.name)] and emptied(server)
     refused(lambda: client.weights_part("v1", PART), "first byte", status=404)
+
+
+def test_removing_many_bytes_stops_nobody(client: Client, server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    removed, go_on = list[Path](), threading.Event()
+
+    def slowly(directory: Path, *, ignore_errors: bool) -> None:
+        assert ignore_errors and go_on.wait(20)
+        removed.append(directory)
+
+    monkeypatch.setattr(uploads.shutil, "rmtree", slowly)
+    put(client, b"a" * 50, total=2**19)
+    assert client.abort_weights("v1")["state"] == "aborted", "answered while the files are there"
+    refused(lambda: put(client, b"b" * 10, total=2**19 + 1), "max_upload_mb", status=507)  # they still take room
+    assert put(client, b"b" * 10) == 10 and not removed
+    go_on.set()
+    give_up = time.monotonic() + 10
+    while not removed and time.monotonic() < give_up:
+        time.sleep(0.01)
+    old, new = sorted(kept(server), key=lambda file: file.stat().st_size, reverse=True)
+    assert old.read_bytes() == b"a" * 50 and old.parent == removed[0] and new.read_bytes() == b"b" * 10
 
 
 def test_a_whole_part_needs_no_range(client: Client, server: LiveServer) -> None:
@@ -79,7 +109,7 @@ def test_other_bytes_gaps_and_other_sizes_are_refused_and_change_nothing(client:
     refused(lambda: put(client, b"a" * 10, start=60), "send from 50", status=409)
     refused(lambda: put(client, b"a" * 10, total=99), "begun with 100", status=409)
     assert client.weights_part("v1", PART)["bytes"] == 50 and kept(server)[0].read_bytes() == b"a" * 50
-    assert client.abort_weights("v1")["state"] == "aborted" and kept(server) == []
+    assert client.abort_weights("v1")["state"] == "aborted" and emptied(server)
     assert put(client, b"b" * 10) == 10, "after an abort it begins anew"
 
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import re
 import shutil
 import threading
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -46,7 +48,12 @@ class _Upload:
     parts: dict[str, _Part] = field(default_factory=dict)
     touched_s: float = 0.0  # by the loop's clock
     pushes: int = 0  # that read it now
-    ended: bool = False  # and its directory may be another upload's, of the same version
+    ended: bool = False  # and its directory is being removed
+
+    @property
+    def total(self) -> int:
+        """Bytes that it will have."""
+        return sum(part.total for part in self.parts.values())
 
 
 class Uploads:
@@ -59,6 +66,9 @@ class Uploads:
         self._directory.mkdir(mode=0o700, parents=True)
         self._uploads: dict[str, _Upload] = {}
         self._lock = threading.Lock()
+        self._numbers = itertools.count()  # a version that comes anew has another directory
+        self._remover = ThreadPoolExecutor(1, "remove uploads")
+        self._leaving_bytes = 0  # of ended uploads that are not removed yet
 
     def status(self, version: str, part: str) -> PartStatus:
         upload = self._uploads.get(version)
@@ -98,7 +108,7 @@ class Uploads:
         if there is not None and there.total != total:
             raise Conflict(f"part {part!r} was begun with {there.total} bytes in all, now it has {total}; abort the version to begin anew")
         if there is None:
-            held = sum(other.total for any in self._uploads.values() for other in any.parts.values())
+            held = sum(upload.total for upload in self._uploads.values()) + self._leaving_bytes
             if held + total > config.max_upload_mb * 2**20:
                 raise StorageFailed(f"part {part!r} has {total} bytes and {held} are on their way; the limit is {config.max_upload_mb} MiB "
                                     "(max_upload_mb): push or abort what is there")
@@ -106,7 +116,7 @@ class Uploads:
                 raise StorageFailed(f"version {version!r} has {len(upload.parts)} parts, the limit is {config.max_upload_parts} "
                                     "(max_upload_parts); send larger ones")
         if upload is None:
-            upload = _Upload(self._directory / hashlib.sha256(version.encode()).hexdigest()[:32])
+            upload = _Upload(self._directory / f"{_named(version)}-{next(self._numbers)}")
             try:
                 upload.directory.mkdir(mode=0o700)
             except OSError as error:
@@ -151,7 +161,7 @@ class Uploads:
         """The directory for the engine, below the uploads' own, not written until `release`. `Conflict` while parts are incomplete."""
         upload = self._uploads.get(version)
         if upload is None:
-            return hashlib.sha256(version.encode()).hexdigest()[:32]  # not there: the engine knows whether it had it already
+            return _named(version)  # not there: the engine knows whether it had it already
         for name, part in upload.parts.items():
             if part.bytes < part.total:
                 raise Conflict(f"part {name!r} of version {version!r} has {part.bytes} of {part.total} bytes; send the rest, then push")
@@ -175,10 +185,17 @@ class Uploads:
         return True
 
     def _remove(self, version: str) -> None:
+        """The version may come anew at once; what it left, which may be many bytes, is removed by a thread and counts until then."""
         with self._lock:
             upload = self._uploads.pop(version)
             upload.ended = True
-            shutil.rmtree(upload.directory, ignore_errors=True)
+            self._leaving_bytes += upload.total
+        self._remover.submit(self._remove_files, upload)
+
+    def _remove_files(self, upload: _Upload) -> None:
+        shutil.rmtree(upload.directory, ignore_errors=True)
+        with self._lock:
+            self._leaving_bytes -= upload.total
 
     def _expire_later(self, version: str, upload: _Upload) -> None:
         loop, ttl_s = asyncio.get_running_loop(), self._config.upload_ttl_s
@@ -193,6 +210,10 @@ class Uploads:
                 loop.call_later(max(left_s, 1.0), look)
 
         loop.call_later(ttl_s, look)
+
+
+def _named(version: str) -> str:
+    return hashlib.sha256(version.encode()).hexdigest()[:32]
 
 
 def _not_kept(part: str, error: OSError) -> StorageFailed:
