@@ -96,7 +96,7 @@ class TestWhichKernel:
         assert ran == ["streaming" if streams else "portable"]
 
 
-@pytest.mark.parametrize("rows", [1, 32, 64, 128, 256, 512])
+@pytest.mark.parametrize("rows", [1, 32, 64, 128, 256, 384, 512, 4096])
 def test_tiles_fit_shared_memory_and_end_where_segments_end(rows: int) -> None:
     for kind in Kind:
         streamed, portable = stream_tile(kind, rows), portable_tile(rows, torch.bfloat16)
@@ -155,7 +155,7 @@ def test_bits_of_a_row_do_not_depend_on_the_rows_beside_it(n: int, k: int, outli
     for name, kernel in kernels.items():
         whole = kernel(x)
         assert_same_bits(f"{name}, permuted", kernel(x[order]), whole[order])
-        for rows in (1, 8, 16, 17, 32, 33, 64, 65, 128, 129, 256, 300, 512, 2048):
+        for rows in (1, 8, 16, 17, 32, 33, 64, 65, 128, 129, 256, 300, 400, 500, 512, 2048):
             assert_same_bits(f"{name}, {rows} of 4096 rows", kernel(x[:rows]), whole[:rows])
 
 

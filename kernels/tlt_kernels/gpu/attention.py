@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tlt_kernels.gpu.attention_algebra import BLOCK, LOWEST, extend, fold, nothing, quotient, row_slots, scaled_sum, starts_split
+from tlt_kernels.gpu.attention_algebra import BLOCK, LOWEST, extend, fold, nothing, quotient, row_slots, starts_split
 from tlt_kernels.gpu.attention_plan import FIELDS, PagedRows, Plan, allocate, plan
 from tlt_kernels.gpu.attention_tiles import attend_tiles
 from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
@@ -57,12 +57,16 @@ def _fold_states(state_top, state_sum, state_acc, first, states, head, scale,
 @triton.jit(do_not_specialize=["pages", "depth"])
 def _attend_rows(q, k_cache, v_cache, out, path, page_table, items, count, counter, state_top, state_sum, state_acc, scale, pages, depth,
                  FIRST: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
-                 M: tl.constexpr, M_FOLD: tl.constexpr, TILES: tl.constexpr, AT_ONCE: tl.constexpr):
+                 M: tl.constexpr, M_FOLD: tl.constexpr, TILES: tl.constexpr, AT_ONCE: tl.constexpr, APART: tl.constexpr):
     GROUP: tl.constexpr = HEADS // KV_HEADS
     m_M, t_T, d_D = tl.arange(0, M), tl.arange(0, BLOCK), tl.arange(0, D)
     pdl_launch()
     work = tl.load(count) * KV_HEADS
-    for w in range(tl.program_id(0), work, tl.num_programs(0)):
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    ahead = program % APART * (programs // APART) + program // APART
+    rounds = work // programs  # in which every program has work; what is left goes to the first
+    for turn in range(rounds + (program < work % programs).to(tl.int32)):
+        w = turn * programs + tl.where(turn < rounds, ahead, program)
         head = w % KV_HEADS
         item = items + w // KV_HEADS * FIELDS
         row, place, base, begin, end = (tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3), tl.load(item + 4))
@@ -76,13 +80,9 @@ def _attend_rows(q, k_cache, v_cache, out, path, page_table, items, count, count
         total_top_M, total_ML, total_MD = nothing(M, D)
         top_M, sum_ML, acc_MD = nothing(M, D)
         for start in range(begin, end, BLOCK):
-            fresh = starts_split(start)  # fold the split before, without a branch that would break the loop's pipeline
-            best_M = tl.where(fresh, tl.maximum(total_top_M, top_M), total_top_M)
-            old_M = tl.exp2((total_top_M - best_M) * scale)
-            new_M = tl.where(fresh, tl.exp2(tl.minimum(top_M - best_M, 0.0) * scale), 0.0)
-            total_ML, total_MD = scaled_sum(sum_ML, new_M, total_ML, old_M), scaled_sum(acc_MD, new_M, total_MD, old_M)
-            total_top_M, top_M = best_M, tl.where(fresh, LOWEST, top_M)
-            sum_ML, acc_MD = tl.where(fresh, 0.0, sum_ML), tl.where(fresh, 0.0, acc_MD)
+            if starts_split(start):
+                total_top_M, total_ML, total_MD = fold(total_top_M, total_ML, total_MD, top_M, sum_ML, acc_MD, scale)
+                top_M, sum_ML, acc_MD = nothing(M, D)
             p_T = start + t_T
             visible_T = (p_T >= FIRST) & (p_T < end)
             key_TD = slot_T.to(tl.int64)[:, None] * (KV_HEADS * D) + d_D[None, :]
@@ -142,9 +142,11 @@ def attend_into(out_RND: Tensor, q_RND: Tensor, k_SKD: Tensor, v_SKD: Tensor, ro
             work.state_R, *states, scale_2, pages, depth, FIRST=first, HEADS=heads, KV_HEADS=kv_heads, D=width, PAGE=PAGE_SIZE, M=work.tile,
             SPLITS=strict, num_warps=8 if work.tile == 128 else 4, num_stages=_TILE_STAGES if tile_bytes <= _TILE_BYTES else 2, **PDL,
         )
+    # Programs of one multiprocessor (they are a round of the grid apart) get heads of one row: these read neighbouring lines.
+    apart = work.programs if work.row_programs % work.programs == 0 else 1
     _attend_rows[(work.row_programs,)](
         q_RND, k_SKD, v_SKD, out_RND, rows.path_RD, rows.page_table_QP, work.row_item_IF, work.count_2, work.counter_RK, *states,
         scale_2, pages, depth, FIRST=first, HEADS=heads, KV_HEADS=kv_heads, D=width, PAGE=PAGE_SIZE, M=_M,
-        M_FOLD=triton.next_power_of_2(heads // kv_heads), TILES=work.tiles, AT_ONCE=_AT_ONCE,
+        M_FOLD=triton.next_power_of_2(heads // kv_heads), TILES=work.tiles, AT_ONCE=_AT_ONCE, APART=apart,
         num_warps=_WARPS, num_stages=work.row_stages, maxnreg=min(248, _REGISTERS // (32 * _WARPS * work.row_residents) // 8 * 8), **PDL,
     )

@@ -206,5 +206,5 @@ def multiply(tile: Tile, x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None,
         x, x_piece, weight, bias_N, out_PMN, m, n, items, whole, m_tiles, n_tiles, segment, tile.rows, tile.piece, tile.columns,
         tile.depth // PANEL.value, tile.stages, gated, bias_N is not None, tile.group, tile.warps, num_warps=tile.warps,
         # few accumulators: leave registers to the small kernels that start beside this one
-        maxnreg=128 if tile.rows * tile.columns <= tile.warps * 32 * 64 and tile.warps == 4 else None, **PDL,
+        maxnreg=128 if tile.rows * tile.columns <= tile.warps * 32 * 64 else None, **PDL,
     )

@@ -62,6 +62,8 @@ _STREAM: dict[Kind, tuple[tuple[int, Tile], ...]] = {  # (rows at most, tile)
         (64, Tile(64, 64, 128, 4, 5)),
         (128, Tile(128, 64, 64, 4, 6)),
         (256, Tile(128, 128, 64, 8, 6, group=4)),
+        (384, Tile(128, 128, 64, 8, 6, group=2, pieces=2)),
+        (512, Tile(128, 128, 64, 8, 6, group=4, pieces=4)),
         _WIDE,
     ),
     Kind.GATED: (
@@ -69,7 +71,8 @@ _STREAM: dict[Kind, tuple[tuple[int, Tile], ...]] = {  # (rows at most, tile)
         (32, Tile(32, 64, 128, 4, 6)),
         (64, Tile(64, 64, 64, 4, 8)),
         (128, Tile(128, 128, 64, 8, 6, pieces=4)),
-        (256, Tile(128, 128, 64, 8, 6, group=4, pieces=2)),
+        (384, Tile(128, 128, 64, 8, 6, group=4, pieces=2)),
+        (512, Tile(256, 128, 64, 8, 4, group=2, pieces=2)),
         (_MANY, Tile(256, 128, 64, 8, 4, group=16, pieces=4)),
     ),
 }

@@ -23,7 +23,7 @@ from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
 from tlt_kernels.gpu.temperature import GREEDY_BELOW, divided, scale_of
 
 BLOCK = 1024  # width of one partial sum; changing it changes bits
-BLOCK_WARPS = 2
+BLOCK_WARPS = 1
 MERGE_WARPS = 1
 NONE = tl.constexpr(2**30)  # above every token
 
