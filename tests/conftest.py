@@ -1,7 +1,8 @@
 """Before anything imports torch: its libraries' environment; then two torch threads, as on the smallest machine we serve, and without
 a GPU Triton's CPU interpreter, which must be chosen before a kernel is imported. Hypothesis has no deadlines: machines are shared.
 
-Under xdist a worker runs whole files, so that what a file's fixtures build is built once; the end-to-end tests share one server.
+Under xdist a worker runs whole files, so that what a file's fixtures build is built once; the end-to-end tests share one server, and
+kernels' tests, which share nothing, go one by one.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
-class ByFile(LoadScopeScheduling):
+class ByShared(LoadScopeScheduling):
     def _split_scope(self, nodeid: str) -> str:
+        if nodeid.startswith("tests/kernels/"):
+            return nodeid
         return "tests/e2e" if nodeid.startswith("tests/e2e/") else nodeid.partition("::")[0]
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
-    return ByFile(config, log)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByShared:
+    return ByShared(config, log)
