@@ -36,7 +36,7 @@ tlt bench rollout $P --json benchmarks/results/rollout-gpu.json
 tlt bench exact $P --json benchmarks/results/exact-gpu.json
 tlt bench exact --device cuda --json benchmarks/results/exact-demo-gpu.json
 tlt bench exact --device cuda --numerics fast --json benchmarks/results/exact-fast-gpu.json
-for part in gemm attention sampling trees; do python -m benchmarks.$part --json benchmarks/results/$part-gpu.json; done
+for part in gemm norms attention sampling trees; do python -m benchmarks.$part --json benchmarks/results/$part-gpu.json; done
 T="--device cuda --model /data/padded-7b/target"
 python -m benchmarks.weights $T --channel ipc --json benchmarks/results/weights-ipc-gpu.json
 python -m benchmarks.weights $T --channel nccl --json benchmarks/results/weights-nccl-gpu.json    # two GPUs
@@ -275,6 +275,7 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], Iterator[str]]]] = {
     "weights-gpu": ("Weight pushes from GPU to GPU", _weights_gpu),
     "products": ("Products alone", _kernels),
     "attention": ("Attention alone", _kernels),
+    "norms": ("Norms alone", _kernels),
     "sampling": ("Sampling alone", _kernels),
     "trees": ("Trees, walks and KV alone", _kernels),
     "test-gpu": ("Tests on a GPU", _tests),
