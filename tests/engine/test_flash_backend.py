@@ -26,7 +26,7 @@ from tlt_server.attention import GPU_BACKENDS, flash
 from tlt_server.attention.flash import LARGE, FlashPaged, Run, parts_of, runs_of
 from tlt_server.attention.gpu import TritonPaged
 from tlt_server.engine.devices.cuda import Interpreted
-from tlt_server.engine.gpu.buckets import PROMPT_ROWS
+from tlt_server.engine.gpu.buckets import PROMPT_SIZES
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import StartupError
 from tlt_server.models.config import ModelConfig
@@ -143,7 +143,7 @@ def test_a_rehearsed_step_has_no_live_prompt_row_and_calls_nothing(library):
 
 
 def test_what_may_be_captured_is_the_triton_kernels_to_the_bit(library):
-    assert LARGE >= PROMPT_ROWS  # a captured plan could not wait for the device
+    assert LARGE >= PROMPT_SIZES[-1]  # a captured plan could not wait for the device
     step = a_mixed_step(SHAPES[1], torch.float16, prompts=[(40, -20)], dead=0)
     expected = attend(TritonPaged(**arguments(step)), step, 20)
     assert_same_live_rows("out_RND", attend(FlashPaged(**arguments(step)), step, 20), expected, step)

@@ -165,7 +165,7 @@ def test_every_sequence_ends_as_if_alone(
     that tells its results `behind` steps late, and on one that pads batches."""
     scheduler, kv = make(pages, max_running=max_running, max_rows=max_rows)
     if padded:
-        scheduler.room = Shapes(max_running, 4, PromptShape(rows=4, works=2, grain=4)).room
+        scheduler.room = Shapes(max_running, 4, PromptShape(sizes=(2, 4), works=2, grain=4)).room
     draw = random.Random(seed)
     sequences = {
         i: sequence(i, [(family * 7 + p) % 45 for p in range(length)], max_tokens, seed + i)

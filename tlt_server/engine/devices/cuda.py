@@ -270,7 +270,7 @@ class Interpreted(CudaDevice):
 
     name = "interpreter"
     warms_up = False  # nothing is compiled
-    prompts = PromptShape(rows=4, works=2, grain=4)  # a padded row costs as much as a real one
+    prompts = PromptShape(sizes=(2, 4), works=2, grain=4)  # a padded row costs as much as a real one
 
     def __init__(self, settings: EngineSettings) -> None:
         super().__init__(settings, torch.device("cpu"))

@@ -1,7 +1,8 @@
 """Static shapes of a step: the bucket of its batch, its decode rows, its prompt rows, and the keys that policies can reach. No tensors.
 
-A product computes whole tiles of rows, so a step of 4097 rows costs what one of 4352 does. The rows of a step that reads prompts are
-therefore a multiple of a grain, decode rows and what pads them included, and the scheduler reads as many prompt rows as leave it full.
+A product computes whole tiles of rows, so a step of 4097 rows costs what one of 4352 does. The rows of a step that reads prompts,
+decode rows and what pads them included, are therefore one of a few small sizes, each of which is captured, or a multiple of a grain; the
+scheduler reads as many prompt rows as leave it full.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tlt_server.records import OFF, Strategy
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
 BESIDE_PROMPTS = (0, 8, 32, *BATCHES[6:])  # where nothing is drafted: what pads the batch there only takes the place of prompt rows
-PROMPT_ROWS, PROMPT_WORKS = 512, 16  # of a captured step that reads prompts: rows in all, and prompts
+PROMPT_SIZES, PROMPT_WORKS = (64, 128, 256, 384, 512), 16  # of a captured step that reads prompts: rows in all, and prompts
 MOST_VERIFIED = attention.TREE_ROWS  # decode rows of a step, at most; a larger batch has its roots
 MOST_WIDTH = 8  # children of a node
 MOST_DRAFTED = attention.TREE_ROWS  # rows of one level of a drafter's pass; a larger batch has one each
@@ -32,19 +33,22 @@ LEAST_DEPTH = 12  # draft paths of so many tokens are possible, whatever the def
 
 
 class PromptShape(NamedTuple):
-    """What a step that reads prompts is padded to."""
+    """What a step that reads prompts is padded to. A size is a multiple of the height of the tiles that compute so many rows."""
 
-    rows: int = PROMPT_ROWS  # of a captured step, decode rows included; more where those leave less than a grain to prompts
+    sizes: tuple[int, ...] = PROMPT_SIZES  # rows of captured steps, decode rows included; more where those leave less than a grain
     works: int = PROMPT_WORKS
-    grain: int = 256  # a multiple of the height of every tile that computes so many rows
+    grain: int = 256  # of larger steps
 
-    def captured(self, decode_rows: int) -> int:
-        """Rows of a captured step with so many decode rows."""
-        return max(self.rows, self.filled(decode_rows + self.grain))
+    def padded(self, rows: int) -> int:
+        return next((size for size in self.sizes if rows <= size), -(-rows // self.grain) * self.grain)
 
-    def filled(self, rows: int) -> int:
-        """Rows up to the grain."""
-        return -(-rows // self.grain) * self.grain
+    def largest(self, decode_rows: int) -> int:
+        """Rows of the largest captured step with so many decode rows."""
+        return max(self.sizes[-1], self.padded(decode_rows + self.grain))
+
+    def captured(self, decode_rows: int) -> list[int]:
+        """Rows of every captured step with so many decode rows."""
+        return sorted({self.padded(rows) for rows in range(decode_rows + 1, self.largest(decode_rows) + 1)})
 
 
 CAPTURED = PromptShape()
@@ -123,7 +127,7 @@ class Shapes:
         if works and strategy == OFF:
             batch = bucket(self.beside_prompts, decoding)
         first = decode_rows(batch, strategy)
-        prompt_rows = max(self.prompts.captured(first), self.prompts.filled(first + rows)) - first if works else 0
+        prompt_rows = self.prompts.padded(first + rows) - first if works else 0
         padded_works = self.prompts.works if works <= self.prompts.works else self.most_works
         return StepShape(strategy, draft_key(batch, strategy) if strategy.drafter else None,
                          ExtendKey(batch, first, prompt_rows, padded_works if works else 0, filtered))
@@ -131,11 +135,11 @@ class Shapes:
     def room(self, decoding: int, max_rows: int) -> int:
         """Prompt rows of a step of at most `max_rows` rows, as padded, where nothing is drafted."""
         batch = bucket(self.beside_prompts, decoding)
-        return min(max_rows - decoding, max(max_rows, self.prompts.captured(batch)) - batch)
+        return min(max_rows - decoding, max(max_rows, self.prompts.largest(batch)) - batch)
 
     def keeps(self, key: ExtendKey) -> bool:
         """Worth a graph: steps that read long prompts come in too many sizes, and take the device longer than the host to launch."""
-        return not key.works or key.decode_rows + key.prompt_rows <= self.prompts.captured(key.decode_rows)
+        return not key.works or key.decode_rows + key.prompt_rows <= self.prompts.largest(key.decode_rows)
 
     def rehearsed(self, max_rows: int) -> list[ExtendKey]:
         """Steps of the largest prompts, and one with filters, run once at start so that no request waits for a compiler."""
@@ -158,7 +162,8 @@ class Shapes:
                 shape = self.step(batch, arm)
                 if arm == OFF or (arm.rows <= most and shape.draft):
                     keys |= dict.fromkeys(key for key in (shape.extend, shape.draft) if key)
-        keys |= dict.fromkeys(self.step(batch, OFF, 1, 1).extend for batch in self.beside_prompts)
+        for batch in self.beside_prompts:
+            keys |= dict.fromkeys(self.step(batch, OFF, rows - batch, 1).extend for rows in self.prompts.captured(batch))
         return sorted(keys, key=_size, reverse=True)
 
 
