@@ -22,6 +22,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tlt_kernels.gpu.gemm_tiles import Tile, split_last_round
+from tlt_kernels.gpu.silu import silu
 from tlt_kernels.gpu.target import PDL
 
 PANEL = gl.constexpr(64)  # elements of K in one 128-byte row of shared memory
@@ -126,7 +127,7 @@ def _multiply_tile(x_buffer, w_buffer, ready, free, bias_N, out_PMN, M, N, m, n,
     _release(free, stage, STAGES, True)
     if GATED:  # eight rows of gate, then the eight rows of up that belong to them: both in one thread
         gate, up = acc.reshape([BN // 16, 2, 8, BM]).permute([0, 2, 3, 1]).split()
-        total_NM = (gate / (1.0 + gl.exp(-gate)) * up).reshape([WIDTH, BM])
+        total_NM = (silu(gate) * up).reshape([WIDTH, BM])
     else:
         total_NM = acc
     if BIASED:
