@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tlt_kernels.gpu.silu import silu
 from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
 
 _BLOCK = 1024
@@ -24,7 +25,7 @@ def _silu_mul(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr):
     pdl_wait()
     gate = tl.load(gate_up_ptr + row * 2 * width + i, inside, 0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * 2 * width + width + i, inside, 0.0).to(tl.float32)
-    tl.store(out_ptr + row * width + i, (gate / (1 + tl.exp(-gate)) * up).to(out_ptr.dtype.element_ty), inside)
+    tl.store(out_ptr + row * width + i, (silu(gate) * up).to(out_ptr.dtype.element_ty), inside)
 
 
 def silu_mul(gate_up_RX: Tensor) -> Tensor:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +13,11 @@ import torch
 from tests.kernels.triton_tests import DEVICE, assert_close, assert_same_bits, gpu
 from tlt_kernels.gpu import gemm, gemm_portable
 from tlt_kernels.gpu.gemm import gated, in_use, linear, partials
-from tlt_kernels.gpu.gemm_tiles import SEGMENT_UNIT, SEGMENTS, Kind, portable_tile, split_last_round, stream_tile
+from tlt_kernels.gpu.gemm_tiles import _STREAM, SEGMENT_UNIT, SEGMENTS, Kind, Tile, portable_tile, split_last_round
 
 DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=gpu)]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3}  # sums of K products in float32; one rounding of the result
+SHARED_BYTES = 227 * 1024  # that a block may have on a GPU of compute capability 9.0
 SHAPES = [(1, 40, 32), (3, 96, 160), (17, 33, 264), (130, 72, 136)]
 
 
@@ -96,15 +98,27 @@ class TestWhichKernel:
         assert ran == ["streaming" if streams else "portable"]
 
 
+TILES = list(dict.fromkeys((kind, tile) for kind in Kind for _, tile in _STREAM[kind]))
+
+
+def shared_bytes(tile: Tile) -> int:
+    """Of `gemm_stream`, at most: the ring, two barriers of 8 bytes a stage, and the room in which sums are laid out anew before they
+    are stored (64 bytes a thread in float32, 16 in bfloat16)."""
+    return (tile.rows + tile.columns) * tile.depth * 2 * tile.stages + 16 * tile.stages + 64 * 32 * tile.warps + 128
+
+
+@pytest.mark.parametrize("tile", list(dict.fromkeys(tile for _, tile in TILES)), ids=str)
+def test_streaming_tiles_fit_shared_memory_and_end_where_segments_end(tile: Tile) -> None:
+    assert SEGMENT_UNIT % tile.depth == 0 and tile.depth % 64 == 0
+    assert tile.rows % tile.pieces == 0 and tile.piece >= 8
+    assert shared_bytes(tile) <= SHARED_BYTES
+
+
 @pytest.mark.parametrize("rows", [1, 32, 64, 128, 256, 384, 512, 4096])
-def test_tiles_fit_shared_memory_and_end_where_segments_end(rows: int) -> None:
-    for kind in Kind:
-        streamed, portable = stream_tile(kind, rows), portable_tile(rows, torch.bfloat16)
-        assert SEGMENT_UNIT % streamed.depth == 0 and streamed.depth % 64 == 0
-        assert streamed.rows % streamed.pieces == 0 and streamed.piece >= 8
-        assert (streamed.rows + streamed.columns) * streamed.depth * 2 * streamed.stages <= 216 * 1024
-        assert SEGMENT_UNIT % portable.depth == 0
-        assert (portable.rows + 2 * portable.columns) * portable.depth * 2 * portable.stages <= 216 * 1024
+def test_portable_tiles_fit_shared_memory_and_end_where_segments_end(rows: int) -> None:
+    tile = portable_tile(rows, torch.bfloat16)
+    assert SEGMENT_UNIT % tile.depth == 0
+    assert (tile.rows + 2 * tile.columns) * tile.depth * 2 * tile.stages <= 216 * 1024
 
 
 @pytest.mark.parametrize("tiles, pieces, expected", [
@@ -168,3 +182,42 @@ def test_both_kernels_give_the_same_bits(rows: int) -> None:
         other = torch.full_like(found, float("nan"))
         gemm_portable.multiply(tile, x, weight, None, other, 3584, is_gated)
         assert_same_bits(f"{name} of {rows} rows", found, other)
+
+
+class LastLaunched:
+    """A kernel that remembers what its last launch ran."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*args: Any, **options: Any) -> None:
+            self.compiled = self.kernel[grid](*args, **options)
+
+        return launch
+
+
+@gpu
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize(("kind", "tile"), TILES, ids=str)
+def test_a_tile_stores_what_the_portable_kernel_stores(kind: Kind, tile: Tile, ragged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than one round of tiles, where a tile has pieces the last of them cut. `ragged`: outputs are stored one by one, because
+    the compiler cannot tell that a row starts at a multiple of 16 bytes (and but for gated ones it does not)."""
+    is_gated = kind is Kind.GATED
+    m, n, k = 2 * tile.rows + 5, (3000 if ragged else 3008) if is_gated else (6001 if ragged else 6016), 552
+    if (kernel := in_use(torch.bfloat16, torch.device(DEVICE), n if is_gated else 0)) != "streaming":
+        pytest.skip(kernel)
+    from tlt_kernels.gpu import gemm_stream
+
+    parts, segment = (2, 384) if kind is Kind.PARTIALS else (1, k)
+    x, weight = draw(m, k, dtype=torch.bfloat16), draw(2 * n if is_gated else n, k, dtype=torch.bfloat16, seed=1) * 0.2
+    bias = draw(n, dtype=torch.bfloat16, seed=2) if kind is Kind.LINEAR else None
+    dtype = torch.bfloat16 if kind in (Kind.LINEAR, Kind.GATED) else torch.float32
+    found, expected = (torch.full((parts * m + 1, n), float("nan"), dtype=dtype, device=DEVICE) for _ in range(2))
+    stream = LastLaunched(gemm_stream._stream)
+    monkeypatch.setattr(gemm_stream, "_stream", stream)
+    gemm_stream.multiply(tile, x, weight, bias, found[:-1].view(parts, m, n), segment, is_gated)
+    gemm_portable.multiply(portable_tile(m, x.dtype), x, weight, bias, expected[:-1].view(parts, m, n), segment, is_gated)
+    assert_same_bits(f"{kind.value}, {tile}", found[:-1], expected[:-1])
+    assert found[-1].isnan().all(), "written past the last row"
+    assert stream.compiled.metadata.shared <= shared_bytes(tile)

@@ -13,6 +13,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tlt_kernels.gpu.gemm_tiles import Tile
+from tlt_kernels.gpu.silu import silu
 from tlt_kernels.gpu.target import PDL, dot, pdl_launch, pdl_wait
 
 
@@ -35,7 +36,7 @@ def _multiply(x, weight, bias_N, out_PMN, M, N, K, segment, BM: tl.constexpr, BN
             x_KM = x.load([m, k]).T
             total_NM = dot(weight.load([n, k]), x_KM, total_NM)
             up_NM = dot(weight.load([n + N, k]), x_KM, up_NM)
-        total_NM = total_NM / (1.0 + tl.exp(-total_NM)) * up_NM
+        total_NM = silu(total_NM) * up_NM
     else:
         for k in range(first, last, BK):
             total_NM = dot(weight.load([n, k]), x.load([m, k]).T, total_NM)

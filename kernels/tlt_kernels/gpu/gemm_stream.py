@@ -22,6 +22,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tlt_kernels.gpu.gemm_tiles import Tile, split_last_round
+from tlt_kernels.gpu.silu import silu
 from tlt_kernels.gpu.target import PDL
 
 PANEL = gl.constexpr(64)  # elements of K in one 128-byte row of shared memory
@@ -102,12 +103,21 @@ def _release(free, stage, STAGES: gl.constexpr, pred):
     mbarrier.arrive(free.index(gl.where(stage == 0, STAGES - 1, stage - 1)), count=1, pred=pred)
 
 
+@gluon.constexpr_function
+def _stored(width, bits, warps):
+    """How a tile [width, BM] lies in threads that store 16 bytes each. As many lanes as fit lie along N: with fewer, the way there
+    through shared memory takes more of it."""
+    run = 128 // bits
+    lanes = min(width // run, 32)
+    return gl.BlockedLayout([run, 1], [lanes, 32 // lanes], [1, warps], [0, 1])
+
+
 @gluon.jit
 def _multiply_tile(x_buffer, w_buffer, ready, free, bias_N, out_PMN, M, N, m, n, s, steps, stage, phase, BM: gl.constexpr,
                    BN: gl.constexpr, WIDTH: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr,
                    BIASED: gl.constexpr, WARPS: gl.constexpr):
     sums: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BM, 16])
-    flat: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, WARPS], [0, 1])
+    stored: gl.constexpr = _stored(WIDTH, out_PMN.dtype.element_ty.primitive_bitwidth, WARPS)
     acc = gl.zeros([BN, BM], gl.float32, sums)
     for t in range(steps):
         mbarrier.wait(ready.index(stage), phase)
@@ -126,17 +136,16 @@ def _multiply_tile(x_buffer, w_buffer, ready, free, bias_N, out_PMN, M, N, m, n,
     _release(free, stage, STAGES, True)
     if GATED:  # eight rows of gate, then the eight rows of up that belong to them: both in one thread
         gate, up = acc.reshape([BN // 16, 2, 8, BM]).permute([0, 2, 3, 1]).split()
-        total_NM = (gate / (1.0 + gl.exp(-gate)) * up).reshape([WIDTH, BM])
+        total_NM = (silu(gate) * up).reshape([WIDTH, BM])
     else:
         total_NM = acc
     if BIASED:
         column = n + gl.arange(0, WIDTH, gl.SliceLayout(1, sums))
         total_NM += gl.load(bias_N + column, mask=column < N, other=0.0).to(gl.float32)[:, None]
-    total_NM = gl.convert_layout(total_NM.to(out_PMN.dtype.element_ty), flat)
-    row = m + gl.arange(0, BM, gl.SliceLayout(0, flat))
-    column = n + gl.arange(0, WIDTH, gl.SliceLayout(1, flat))
-    target = out_PMN + (s.to(gl.int64) * M + row[None, :]) * N + column[:, None]
-    gl.store(target, total_NM, mask=(row < M)[None, :] & (column < N)[:, None])
+    total_NM = gl.convert_layout(total_NM.to(out_PMN.dtype.element_ty), stored)
+    row, column = gl.arange(0, BM, gl.SliceLayout(0, stored)), gl.arange(0, WIDTH, gl.SliceLayout(1, stored))
+    corner = out_PMN + ((s.to(gl.int64) * M + m) * N + n)  # 64 bits once; from here 32 do
+    gl.store((corner + row * N)[None, :] + column[:, None], total_NM, mask=(row < M - m)[None, :] & (column < N - n)[:, None])
     return stage, phase
 
 
