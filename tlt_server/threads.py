@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
+from functools import partial
+from queue import SimpleQueue
 
 from tlt_server.errors import Unavailable
 
@@ -40,3 +43,22 @@ class Crew:
 
     def start(self, work: Callable[[], None]) -> None:
         self._threads.append(started(self._name, work))
+
+
+class Errands:
+    """One thread that does what it is given, in order: it waits already, as to start one takes longer than a loop may. Ends with its
+    owner."""
+
+    def __init__(self, name: str) -> None:
+        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        started(name, partial(_run, self._queue))
+        weakref.finalize(self, self._queue.put, None)
+
+    def give(self, errand: Callable[[], None]) -> None:
+        self._queue.put(errand)
+
+
+def _run(queue: SimpleQueue[Callable[[], None] | None]) -> None:
+    while (errand := queue.get()) is not None:
+        errand()
+        del errand  # and what it holds, before the next one comes

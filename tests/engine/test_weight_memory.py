@@ -56,11 +56,11 @@ if spool:
 receive = {"disk": lambda m: DiskReceiver(m, Intake(root=root)), "http": lambda m: HttpReceiver(m, Intake(uploads=root))}[channel]
 place = Storage("auto", lambda: Free(2**40, 0, 0), torch.device("cpu"), None)
 staging = Staging(Parts(Target("old", Network(), {})),
-                  Steps(lambda phase: None, spool.keep if spool else None, lambda data, where: None, place.make))
+                  Steps(spool.keep if spool else None, lambda data, where: None, place.make))
 before = memory("VmRSS")
 Path("/proc/self/clear_refs").write_text("5")
 receiver = receive(manifest)
-parts = staging.take(manifest, lambda _: receiver)
+parts = staging.take(manifest, lambda _: receiver, lambda phase: None)
 assert parts is not None and parts.target.network.tensors["t00"].max() > 0
 assert mib << 20 < receiver.buffers.host <= (64 + mib) << 20 and receiver.buffers.device == 0
 print(memory("VmHWM") - before - tensors * mib)

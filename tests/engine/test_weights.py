@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import shutil
+import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +20,7 @@ from tests.engine.tiny import VOCAB, write_eagle, write_target
 from tlt_client.channels import checkpoint
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import StartupError
+from tlt_server.models.decoder import Decoder
 from tlt_server.records import GenerateRequest, LookAtWeights, Pause, Resume, Sampling, SetPolicy, Strategy
 from tlt_server.weights.checksums import checksum
 
@@ -328,6 +332,40 @@ def test_a_repeated_push_succeeds_and_other_content_under_the_same_version_is_a_
     assert engine.push(root / "new", "v1").result == "committed", "a version may come back, with the same bits"
     unnamed = engine.push(root / "newer")
     assert unnamed.version.startswith("newer@") and engine.push(root / "newer").version == unnamed.version
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def test_versions_that_nobody_uses_are_freed_at_once_and_not_by_the_loop(
+        settings: EngineSettings, root: Path, no_collector: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However a push ends, no cycle keeps its network; what a commit or a rollback replaces is let go by a thread."""
+    made: list[weakref.ref[Decoder]] = []
+    blank, by = Decoder.blank, set[str]()
+
+    def noted(model: Decoder) -> Decoder:
+        network = blank(model)
+        made.append(weakref.ref(network, lambda ref: by.add(threading.current_thread().name)))
+        return network
+
+    monkeypatch.setattr(Decoder, "blank", noted)
+    engine = Pushable(settings)
+    engine.submit(request())
+    engine.step(3)
+    for i in range(3):
+        assert engine.push(root / "new", f"a{i}").result == "committed"
+        assert engine.push(root / "newer", f"b{i}").result == "committed"
+        assert engine.roll_back(f"a{i}").result == "rolled_back"
+        assert engine.push(root / "newer", f"c{i}", tensors=[{"name": "model.norm.weight", "checksum": "mix64:" + "0" * 16}]).error
+        assert engine.push(root / "newer", f"d{i}", commit=False).result == "staged"
+        assert engine.abort(f"d{i}").error is None
+    engine.until(lambda: sum(ref() is not None for ref in made) <= 2, "end of the versions before")
+    assert len(made) == 12 and by == {"free weights"}
 
 
 def test_the_same_push_twice_at_once_is_one_push_and_another_is_a_conflict(engine: Pushable, root: Path) -> None:

@@ -322,12 +322,14 @@ class WeightPushes:
     def _take_over(self, live: Parts, changed: Parts, in_flight: InFlight) -> None:
         self._ended += self.settle()
         self._install(live, changed)
+        self.transaction.tidy()
         if changed.target is not None:
             self._ended += self._scheduler.change_version(changed.target.version, in_flight)
 
     def _close(self, push: Push, result: str, *, parts: Parts | None = None, error: TltError | None = None) -> None:
         """Nothing was committed; what a failure in place leaves behind is told with the answer."""
         self.transaction.close()
+        self.transaction.tidy()
         if error is not None:
             error = self._to_send_again(push, error)
             result = error.code

@@ -44,8 +44,9 @@ def _restored(role: str, kept: Kept, spool: Spool, live: Parts, parse_calibratio
     part: Target | Drafter
     if kept.directory:
         manifest = Manifest(role="target" if role == "target" else "drafter", version=kept.version, path=kept.directory)
-        steps = Steps(lambda phase: None, None, parse_calibration, lambda need, buffers, make: make())
-        staged = Staging(live.complete(), steps).take(manifest, lambda m: DiskReceiver(m, Intake(root=spool.directory)))
+        steps = Steps(None, parse_calibration, lambda need, buffers, make: make())
+        staged = Staging(live.complete(), steps).take(manifest, lambda m: DiskReceiver(m, Intake(root=spool.directory)),
+                                                    lambda phase: None)
         assert staged is not None  # one manifest brings all
         part = staged.by_role[role]
     else:

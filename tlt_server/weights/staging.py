@@ -37,6 +37,9 @@ TIED_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 Model = TypeVar("Model")
 
 
+Enter = Callable[[str], None]  # a phase begins; raises to cancel
+
+
 class Make(Protocol):
     def __call__(self, need: int, buffers: Buffers, make: Callable[[], Model], /) -> Model:
         """What `make` gives, of `need` bytes, in storage of its own; beside it a receiver will take `buffers`."""
@@ -46,7 +49,6 @@ class Make(Protocol):
 class Steps:
     """What staging calls as it goes."""
 
-    enter: Callable[[str], None]  # a phase begins; raises to cancel
     keep: Callable[[str, str, Data], None] | None  # role, file, what is in it: for the spool, if there is one
     parse_calibration: Callable[[bytes, str], object]  # content, where from
     storage: Make
@@ -97,18 +99,23 @@ class Staging:
         role = self._roles["target"]
         _check_tied(role.sums[TIED_HEAD], self.live.target.sums[EMBEDDING], role.place)
 
-    def take(self, manifest: Manifest, receive: Callable[[Manifest], Receiver]) -> Parts | None:
+    @property
+    def networks(self) -> list[TargetNetwork | DrafterNetwork]:
+        """That it fills."""
+        return [role.network for role in self._roles.values()]
+
+    def take(self, manifest: Manifest, receive: Callable[[Manifest], Receiver], enter: Enter) -> Parts | None:
         """Check and keep what comes. Complete new weights of all roles that have begun; None where further manifests bring the rest.
 
         A `TltError` when there is none of both; `PushFailed` without a disk.
         """
         first: Exception | None = None
         try:
-            self.steps.enter("open")
+            enter("open")
             with closing(receive(manifest)) as receiver:
                 self.opened = manifest
                 try:
-                    return self._receive(manifest, receiver)
+                    return self._receive(manifest, receiver, enter)
                 except Exception as error:
                     first = _exhausted(error) if ran_out(error) else error
                     raise first from None
@@ -120,18 +127,20 @@ class Staging:
         except OSError as error:
             raise PushFailed(f"{manifest.path or manifest.channel}: reading it, or keeping it in the state directory, failed ({error}); "
                              "check the disks and push again") from None
+        finally:
+            first = None  # its traceback holds this frame, and with it the network
 
-    def _receive(self, manifest: Manifest, receiver: Receiver) -> Parts | None:
+    def _receive(self, manifest: Manifest, receiver: Receiver, enter: Enter) -> Parts | None:
         declared = self._declared(manifest)
-        self.steps.enter("check")
+        enter("check")
         for name in receiver.names:
             if receiver.names[name] or not manifest.partial:
                 self._open(name, manifest, receiver, declared[name])
-        self.steps.enter("read")
+        enter("read")
         for batch in receiver.batches():
-            self._take(batch, declared[batch.role])
-            self.steps.enter("read")
-        self.steps.enter("check")
+            self._take(batch, declared[batch.role], enter)
+            enter("read")
+        enter("check")
         if manifest.partial and self.missing:
             return None
         for role in self._roles.values():
@@ -139,7 +148,7 @@ class Staging:
         target = self._target(self._roles["target"]) if "target" in self._roles else None
         drafter = self._drafter(self._roles["drafter"], receiver) if "drafter" in self._roles else None
         receiver.confirm()
-        self.steps.enter("spool")
+        enter("spool")
         self._keep_whole()
         name = Path(manifest.path).name or manifest.channel
         version = manifest.version or f"{name}@{digest(Parts(target, drafter).sums)[:8]}"
@@ -217,7 +226,7 @@ class Staging:
 
     # -- tensors -------------------------------------------------------------------------------------------------
 
-    def _take(self, batch: Batch, declared: Mapping[str, TensorEntry]) -> None:
+    def _take(self, batch: Batch, declared: Mapping[str, TensorEntry], enter: Enter) -> None:
         """Check every tensor and copy it to its place."""
         role = self._roles[batch.role]
         for name, tensor in batch.tensors.items():
@@ -227,7 +236,7 @@ class Staging:
                 raise WeightsRefused(f"{batch.where}: tensor {name!r} came, but was not announced; push what the manifest names")
             if name in role.sums:
                 raise WeightsRefused(f"{batch.where}: tensor {name!r} came before; push each tensor once")
-            self.steps.enter("check")
+            enter("check")
             check_layout(name, tensor.shape, tensor.dtype, role.parameters.get(name, tensor), batch.where)
             stored = tensor.to(role.parameters[name].dtype) if name in role.parameters else tensor
             found = content(stored)
@@ -237,13 +246,13 @@ class Staging:
                                      "server keeps it; push values that fit, or serve with another --dtype")
             _compare(tensor, declared.get(name), batch.where, found.sum if stored is tensor else None)
             role.sums[name] = found.sum
-            self.steps.enter("fill")
+            enter("fill")
             if name in role.parameters:
                 self._write(batch.role)
                 role.parameters[name].copy_(stored)
             else:
                 role.found[name] = tensor.to("cpu", copy=True)  # the channel may use its buffers again
-        self.steps.enter("spool")
+        enter("spool")
         if self.steps.keep is not None:
             file = f"{len(set(role.kept.values())):05}.safetensors"
             if batch.file is not None:

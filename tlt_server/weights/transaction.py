@@ -10,24 +10,21 @@ Where weights are staged in place (`Storage.in_place`) there is no copy: whoever
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 
 from msgspec.structs import replace
 
 from tlt_client.channels import Intake, owner
 from tlt_server.errors import ChannelBroken, Conflict, Forbidden, InvalidRequest, NotFound, PushFailed, TltError, Unavailable
 from tlt_server.records import Manifest
-from tlt_server.threads import started
+from tlt_server.threads import Errands, started
 from tlt_server.weights.names import Names
-from tlt_server.weights.parts import Parts
+from tlt_server.weights.parts import DrafterNetwork, Parts, TargetNetwork, let_go
 from tlt_server.weights.push import Push, first_of
 from tlt_server.weights.series import Series
-from tlt_server.weights.spool import Spool
 from tlt_server.weights.staging import TIED_HEAD
 from tlt_server.weights.work import Options, Work, not_recorded
 
@@ -47,13 +44,9 @@ class Transaction:
             if part.sums:
                 self._names.add(role, part)
         self._series = Series()
-        self._garbage: SimpleQueue[list[Path]] = SimpleQueue()
-        if options.spool is not None:  # a thread that waits: to start one takes longer than a commit may
-            threading.Thread(target=self._settle, args=(options.spool,), name="settle spool", daemon=True).start()
-
-    def _settle(self, spool: Spool) -> None:
-        while True:
-            spool.settle(self._garbage.get())
+        self._freeing, self._settling = Errands("free weights"), Errands("settle spool")
+        self._dropped: list[TargetNetwork | DrafterNetwork] = []
+        self._garbage: list[list[Path]] = []  # of the spool, a list per commit
 
     @property
     def in_place(self) -> bool:
@@ -198,6 +191,9 @@ class Transaction:
             reason = f"a push of version {self.push.version!r} wrote over the {{role}}'s weights in use (--weight-staging none) and failed"
             self.quarantined |= {role: reason.format(role=role) for role in self.push.overwritten}
             self._last = None
+        if self.push is not None and self.push.staging is not None:
+            self._dropped += self.push.staging.networks
+            self.push.staging = None
         self.push = None
         if self._options.spool is not None:
             self._options.spool.discard()
@@ -282,8 +278,19 @@ class Transaction:
             except OSError as error:
                 raise not_recorded(error) from None
         self._make_live(self.previous)
+        self._drop(self.previous)
         self.previous, self._last = Parts(), None
         return self.live
+
+    def tidy(self) -> None:
+        """Once what is live is installed: let go of what nobody uses any more, in threads, as it takes a while."""
+        if self._dropped:
+            self._freeing.give(partial(let_go, self._dropped))
+            self._dropped = []
+        for paths in self._garbage:
+            assert self._options.spool is not None
+            self._settling.give(partial(self._options.spool.settle, paths))
+        self._garbage.clear()
 
     # -- inside --------------------------------------------------------------------------------------------------
 
@@ -295,11 +302,15 @@ class Transaction:
                 spool.commit()
             except OSError as error:
                 raise not_recorded(error) from None
+        self._drop(self.previous)
         self.live, self.previous = live, previous
         for role, part in parts.by_role.items():
             self._names.add(role, part)
         if spool is not None:
-            self._garbage.put(spool.garbage([self.live, self.previous]))
+            self._garbage.append(spool.garbage([self.live, self.previous]))
+
+    def _drop(self, parts: Parts) -> None:
+        self._dropped += [part.network for part in parts.by_role.values()]
 
     def _judge(self, push: Push) -> None:
         """Once, when the thread has ended."""

@@ -56,9 +56,9 @@ class Work:
                 if spool is not None:
                     spool.begin()
                 push.staging = Staging(used, Steps(
-                    enter, spool.keep if spool is not None else None, self.parse_calibration, options.storage.make,
+                    spool.keep if spool is not None else None, self.parse_calibration, options.storage.make,
                     push.overwritten.add if options.storage.in_place else None))
-            parts = push.staging.take(push.manifest, receive)
+            parts = push.staging.take(push.manifest, receive, enter)
             if spool is not None and parts is not None:
                 enter("spool")
                 spool.prepare(parts, parts.over(used))
