@@ -99,6 +99,21 @@ def test_every_channel_brings_the_same_weights(trainer: Client, root: Path) -> N
     assert sockets.stat().st_mode & 0o777 == 0o700 and list(sockets.iterdir()) == []
 
 
+def test_a_manifest_that_comes_again_by_http_is_answered_though_its_upload_is_gone(
+        trainer: Client, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a client sends it whose first reply was lost."""
+    push, replies = trainer.push_weights, list[dict[str, Any]]()
+
+    def twice(*arguments: Any, **fields: Any) -> dict[str, Any]:
+        replies.extend(push(*arguments, **fields) for _ in range(2))
+        return replies[-1]
+
+    monkeypatch.setattr(trainer, "push_weights", twice)
+    HttpSender(trainer).push(load_file(root / "new" / "model.safetensors").items(), "again")
+    assert [(reply["state"], reply["weight_version"]) for reply in replies] == [("committed", "again"), ("unchanged", "again")]
+    trainer.roll_back_weights()
+
+
 @pytest.mark.parametrize(("dies", "kind"), [(DIES, BroadcastSender), (DIES_BY_IPC, IpcSender)], ids=["broadcast", "ipc"])
 def test_a_sender_that_is_killed_in_the_middle_changes_nothing_and_the_next_one_is_served(
         dies: str, kind: Any, running: ServerProcess, trainer: Client, root: Path) -> None:

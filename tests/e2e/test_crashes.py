@@ -300,7 +300,9 @@ def test_a_restarted_engine_serves_what_was_committed_or_nothing(state: str, tmp
             for refused in (httpx.get(f"{server.url}/readyz"), httpx.post(f"{server.url}/generate", json={"requests": ASKED[:1]})):
                 assert refused.status_code == 503 and refused.headers["retry-after"]
                 assert "'v1' of the target is lost" in refused.text and "POST /update_weights" in refused.text
-            assert client.weights()["target"] == "initial"
+            named = httpx.post(f"{server.url}/update_weight_version", json={"new_version": "v1"})
+            assert named.status_code == 409 and "'v1' of the target is lost" in named.text
+            assert client.weights()["target"] == "initial" and not client.is_ready()
             assert any("nothing is generated" in line for line in server.lines)
             client.update_weights("v1", "v1")
         assert client.is_ready()

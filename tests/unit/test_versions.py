@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from tests.frontend.fake_engine import INFO
-from tlt_server.errors import Unavailable
+from tlt_server.errors import Conflict, Unavailable
 from tlt_server.frontend.versions import Versions
 from tlt_server.records import WeightReport, WeightState
 
@@ -47,6 +47,18 @@ def test_what_was_committed_and_is_gone_is_lost_until_its_role_is_committed() ->
     versions.check()
     versions.begin(info("v2", "d1"), unanswered=False)  # type: ignore[arg-type]
     versions.check()
+
+
+def test_a_name_brings_back_nothing() -> None:
+    versions = begun(info("v0"))
+    versions.check_name()
+    versions.reported(report("named", "target", "v1"))
+    versions.begin(info("v0"), unanswered=False)  # type: ignore[arg-type]
+    with pytest.raises(Conflict, match="cannot be named.*'v1' of the target is lost"):
+        versions.check_name()
+    versions.reported(report("named", "target", "v1"))
+    with pytest.raises(Unavailable, match="'v1' of the target is lost"):
+        versions.check()
 
 
 def test_a_lost_drafter_needs_a_drafter() -> None:

@@ -6,7 +6,7 @@ one whatever could be restored. The engine client tells what each life reports; 
 
 from __future__ import annotations
 
-from tlt_server.errors import Unavailable
+from tlt_server.errors import Conflict, Unavailable
 from tlt_server.records import EngineInfo, WeightReport
 
 ROLES = ("target", "drafter")
@@ -29,14 +29,22 @@ class Versions:
         self._wanted |= {role: held[role] for role in ROLES if role not in self.lost}
 
     def reported(self, report: WeightReport) -> None:
-        """A push that finds its version live has what it asked for, as much as one that is committed. What is quarantined is lost too."""
+        """A push that finds its version live has what it asked for, as much as one that is committed; a name brings nothing. What is
+        quarantined is lost too."""
         self.lost |= report.state.quarantined
         if report.result in ("committed", "named", "rolled_back", "unchanged"):
             live = {"target": report.state.target, "drafter": report.state.drafter}
             for role in ROLES if report.role in ("all", "") else (report.role,):
+                if report.result == "named" and role in self.lost:
+                    continue
                 if report.result != "unchanged" or live[role] == report.version:
                     self._wanted[role] = live[role]
                     self.lost.pop(role, None)
+
+    def check_name(self) -> None:
+        """`Conflict` while the target is lost: what is live instead must not get the name of what was."""
+        if "target" in self.lost:
+            raise Conflict(f"what is live cannot be named: {self.reason}")
 
     @property
     def reason(self) -> str:

@@ -123,7 +123,7 @@ class WeightSession:
             raise Conflict(f"nothing was pushed in this weight update, so there is nothing to call {name!r}; push and then end it, or "
                            "begin another and end it without a name (POST /update_weight_version outside of an update names what is live)")
         if name and update.live:
-            return await self.ask(NameWeights(self.command_id(), name, update.live))
+            return await self._name(name, update.live)
         looked = await self.look()
         return msgspec.structs.replace(looked, result="unchanged", version=looked.state.target)
 
@@ -132,7 +132,11 @@ class WeightSession:
         if self._update.selector is not None:
             self._update.name = version
         else:
-            await self.ask(NameWeights(self.command_id(), version))
+            await self._name(version)
+
+    async def _name(self, version: str, of: str = "") -> WeightReport:
+        self._engine.versions.check_name()
+        return await self.ask(NameWeights(self.command_id(), version, of))
 
     async def look(self, *, checksums: bool = False) -> WeightReport:
         return await self.ask(LookAtWeights(self.command_id(), checksums))

@@ -143,7 +143,7 @@ class Transaction:
 
     def _is_live(self, manifest: Manifest) -> bool:
         """A repeated push that says by checksums what it would bring, so that nothing has to be brought; from a group it has to."""
-        return (_of_no_session(manifest) == self._last and bool(manifest.tensors) and all(tensor.checksum for tensor in manifest.tensors)
+        return (_repeatable(manifest) == self._last and bool(manifest.tensors) and all(tensor.checksum for tensor in manifest.tensors)
                 and not manifest.group and not self.quarantined)
 
     def _trails(self, part: Manifest) -> bool:
@@ -182,7 +182,7 @@ class Transaction:
             self.quarantined.pop(role, None)
         if self.in_place:
             self.previous = Parts()  # its storage holds these now
-        self._last, self.push = _of_no_session(manifest), None
+        self._last, self.push = _repeatable(manifest), None
         return self.live
 
     def close(self) -> None:
@@ -376,5 +376,6 @@ class Transaction:
         return self.live
 
 
-def _of_no_session(manifest: Manifest) -> Manifest:
-    return replace(manifest, session="")
+def _repeatable(manifest: Manifest) -> Manifest:
+    """What it has in common with one that repeats it, whose upload may have lain elsewhere, or be gone."""
+    return replace(manifest, session="", path="" if manifest.channel == "http" else manifest.path)
