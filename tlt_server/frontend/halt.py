@@ -104,8 +104,8 @@ class Halt:
     async def wake(self, memory: Collection[Memory]) -> None:
         await self._do(Asked(WakeUp(self._command_id(), sorted(memory))))
 
-    async def clear_cache(self, *, when_idle: bool) -> None:
-        await self._do(Asked(ClearCache(self._command_id(), when_idle)))
+    async def clear_cache(self, *, unless_held: bool) -> None:
+        await self._do(Asked(ClearCache(self._command_id(), unless_held)))
 
     async def _do(self, asked: Asked) -> None:
         """A caller that goes away does not stop what it asked for."""

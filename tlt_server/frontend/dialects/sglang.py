@@ -149,10 +149,10 @@ def routes(service: Service) -> list[Endpoint]:
         return json_response(Acknowledged("aborted what was open of it"))
 
     async def flush(request: Request) -> Response:
-        """Forget every cached prefix; 400 while sequences run or wait."""
+        """Forget every cached prefix; 400 while sequences run, or are paused with their KV. Those that only wait have none."""
         await _read(NoFields, request)
         try:
-            await halt.clear_cache(when_idle=True)
+            await halt.clear_cache(unless_held=True)
         except Conflict as busy:
             raise InvalidRequest(busy.message) from None
         return json_response(Acknowledged("Cache flushed."))
