@@ -112,6 +112,7 @@ def test_a_cache_is_flushed_in_a_pause_that_leaves_no_kv(mode: str, pushable: Se
             assert (running, used > 0) == ((1, True) if mode == "in_place" else (0, False))
             late = pool.submit(resumed, pushable.url, 502)
             until(lambda: loads(calls)[1] == (1 if mode == "in_place" else 2))  # what was aborted is sent again, and waits
+            assert httpx.get(f"{pushable.url}/health_generate", timeout=5).status_code == 503, "no token is made"
             for method in ("GET", "POST"):
                 flushed = httpx.request(method, f"{pushable.url}/flush_cache", timeout=30)
                 assert flushed.status_code == (400 if mode == "in_place" else 200), flushed.text
