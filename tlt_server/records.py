@@ -196,10 +196,11 @@ class WakeUp(Struct, frozen=True, tag="wake_up"):
 
 
 class ClearCache(Struct, frozen=True, tag="clear_cache"):
-    """Forget every cached prefix. `when_idle`: only if no sequence is there, else `Conflict`."""
+    """Forget every cached prefix: no later request is served by KV of before. `unless_held`: if a sequence holds KV, a `Conflict`
+    instead; those that only wait hold none."""
 
     id: str
-    when_idle: bool = False
+    unless_held: bool = False
 
 
 class SetPolicy(Struct, frozen=True, tag="set_policy"):

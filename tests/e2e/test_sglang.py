@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -71,8 +72,10 @@ def test_the_order_of_slime(pushable: ServerProcess) -> None:
         calls.post("/continue_generation", {})
         time.sleep(0.4)
         for step in (1, 2):
-            calls.post("/pause_generation", {"mode": "in_place" if step == 1 else "retract"})
-            assert httpx.get(f"{pushable.url}/flush_cache", timeout=30).status_code == 400, "sequences wait"
+            mode = "in_place" if step == 1 else "retract"
+            calls.post("/pause_generation", {"mode": mode})
+            flushed = httpx.get(f"{pushable.url}/flush_cache", timeout=30).status_code
+            assert flushed == (200 if mode == "retract" else 400), "only what is paused in place holds KV"
             pushed = calls.post("/update_weights_from_disk", {"model_path": f"iter_{step}", "weight_version": str(step)})
             assert pushed["success"] and pushed["num_paused_requests"] > 0
             calls.post("/continue_generation", {})
@@ -80,6 +83,44 @@ def test_the_order_of_slime(pushable: ServerProcess) -> None:
             time.sleep(0.4)
     check(rollouts, ["initial", "1", "2"])
     assert any(rollout.aborted for rollout in rollouts) and calls.get("/flush_cache")["status"] == "ok"
+
+
+def loads(calls: Calls) -> tuple[int, int, int]:
+    """How many run and wait, and the positions of KV that are in use."""
+    [one] = calls.get("/v1/loads?include=core")["loads"]
+    return one["num_running_reqs"], one["num_waiting_reqs"], one["num_used_tokens"]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < give_up
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
+def test_a_cache_is_flushed_in_a_pause_that_leaves_no_kv(mode: str, pushable: ServerProcess) -> None:
+    """As slime and Miles do it before a push, with a request open and another that comes meanwhile; what is told of the load is of now."""
+    calls = Calls(pushable.url)
+    whole = {seed: resumed(pushable.url, seed).token_ids for seed in (501, 502)}
+    with ThreadPoolExecutor() as pool:
+        opened = pool.submit(resumed, pushable.url, 501)
+        until(lambda: loads(calls)[0] == 1)
+        calls.post("/pause_generation", {"mode": mode})
+        try:
+            running, _, used = loads(calls)
+            assert (running, used > 0) == ((1, True) if mode == "in_place" else (0, False))
+            late = pool.submit(resumed, pushable.url, 502)
+            until(lambda: loads(calls)[1] == (1 if mode == "in_place" else 2))  # what was aborted is sent again, and waits
+            assert httpx.get(f"{pushable.url}/health_generate", timeout=5).status_code == 503, "no token is made"
+            for method in ("GET", "POST"):
+                flushed = httpx.request(method, f"{pushable.url}/flush_cache", timeout=30)
+                assert flushed.status_code == (400 if mode == "in_place" else 200), flushed.text
+        finally:
+            calls.post("/continue_generation", {})
+        assert [opened.result(60).token_ids, late.result(60).token_ids] == [whole[501], whole[502]]
+    until(lambda: loads(calls) == (0, 0, 0))
+    assert opened.result().aborted == (mode == "abort")
 
 
 def test_what_was_aborted_and_sent_again_is_the_same_output(pushable: ServerProcess) -> None:

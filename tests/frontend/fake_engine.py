@@ -73,12 +73,13 @@ INFO = EngineInfo(
 class Running:
     request: GenerateRequest
     aborted: str | None = None
+    held: bool = False  # it has KV
 
     def __post_init__(self) -> None:
         self.sent = len(self.request.generated)
 
     def step(self, per_step: int, version: str) -> StepOutput | None:
-        request, sampling = self.request, self.request.sampling
+        request, sampling, self.held = self.request, self.request.sampling, True
         tokens: list[int] = []
         reason, stop_reason = self.aborted or ("length" if sampling.max_tokens == 0 else None), None
         if HANGS in request.token_ids and reason is None:
@@ -191,12 +192,14 @@ class FakeEngine:
                     for running in self.running.values():
                         running.aborted = "abort"
                     await self._step()
+                for running in self.running.values():
+                    running.held &= in_flight != "recompute"
                 self._halt(command)
             case Resume():
                 self.paused = False
             case WakeUp(_, memory):
                 self.asleep -= {*memory}
-            case ClearCache(id, when_idle) if when_idle and self.running:
+            case ClearCache(id, unless_held) if unless_held and any(running.held for running in self.running.values()):
                 await self._events.send(encode(ControlReport(id, ("conflict", "sequences run"))))
                 return
         await self._events.send(encode(ControlReport(command.id)))

@@ -215,5 +215,46 @@ def test_health_generate_makes_a_token(server: LiveServer) -> None:
     assert httpx.get(f"{server.url}/health_generate").status_code == 200
     [made] = server.engine.submitted
     assert made.sampling.max_tokens == 1
-    post(server, "/pause")
-    assert httpx.get(f"{server.url}/health_generate").status_code == 503
+
+
+HALTS = [("/pause_generation", {"mode": "in_place"}, "/continue_generation"), ("/pause_generation", {"mode": "retract"}, "/resume"),
+         ("/pause_generation", {}, "/resume"), ("/pause?mode=keep", None, "/resume"), ("/pause", None, "/resume"),
+         ("/sleep?mode=keep", None, "/wake_up")]
+
+
+def made_no_token(answer: httpx.Response, remedy: str) -> None:
+    assert answer.status_code == 503 and int(answer.headers["retry-after"]) >= 1
+    error = answer.json()["error"]
+    assert error["code"] == "unavailable" and remedy in error["message"]
+
+
+@pytest.mark.parametrize(("path", "body", "back"), HALTS)
+def test_health_generate_says_at_once_that_no_token_is_made(path: str, body: object, back: str, server: LiveServer) -> None:
+    assert post(server, path, body).status_code == 200
+    made_no_token(httpx.get(f"{server.url}/health_generate"), back)
+    assert not server.engine.submitted
+    assert post(server, back).status_code == 200
+    assert httpx.get(f"{server.url}/health_generate").status_code == 200
+
+
+@pytest.mark.parametrize(("path", "body", "back"), HALTS)
+def test_a_health_generate_on_its_way_does_not_wait_for_the_end_of_a_pause(path: str, body: object, back: str, server: LiveServer,
+                                                                         pool: ThreadPoolExecutor) -> None:
+    server.engine.deaf = True
+    asked = pool.submit(httpx.get, f"{server.url}/health_generate", timeout=20)
+    until(lambda: len(server.client) == 1)
+    halted = pool.submit(post, server, path, body)
+    made_no_token(asked.result(5), back)
+    server.engine.deaf = False
+    assert halted.result(5).status_code == 200
+    until(lambda: server.engine.aborted == [made.id for made in server.engine.submitted])
+    assert len(server.client) == 0, "nothing is left of it"
+
+
+def test_a_health_generate_that_is_aborted_made_no_token(server: LiveServer, pool: ThreadPoolExecutor) -> None:
+    server.engine.deaf = True
+    asked = pool.submit(httpx.get, f"{server.url}/health_generate", timeout=20)
+    until(lambda: len(server.client) == 1)
+    assert post(server, "/abort_request", {"abort_all": True}).status_code == 200
+    server.engine.deaf = False
+    made_no_token(asked.result(5), "ask again")

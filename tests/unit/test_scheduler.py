@@ -46,16 +46,19 @@ class FakeKV:
     def __init__(self) -> None:
         self.slot: dict[int, tuple[int, ...]] = {}
         self.made: dict[int, str] = {}  # the weight version that computed the slot
+        self.since: dict[int, int] = {}  # flushes there had been when the oldest was computed of what the slot was computed from
+        self.flushes = 0
         self.begun: list[str] = []  # what the scheduler announced last
         self.tokens: dict[tuple[Sequence, int], list[int]] = {}  # by sequence and life: what the device knows, ahead of the host
 
-    def save(self, pages: list[int]) -> list[tuple[tuple[int, ...] | None, str | None]]:
-        return [(self.slot.get(slot), self.made.get(slot)) for page in pages for slot in range(page * PAGE, (page + 1) * PAGE)]
+    def save(self, pages: list[int]) -> list[tuple[tuple[int, ...] | None, str | None, int | None]]:
+        return [(self.slot.get(slot), self.made.get(slot), self.since.get(slot))
+                for page in pages for slot in range(page * PAGE, (page + 1) * PAGE)]
 
-    def restore(self, saved: list[tuple[tuple[int, ...], str]], pages: list[int]) -> None:
+    def restore(self, saved: list[tuple[tuple[int, ...], str, int]], pages: list[int]) -> None:
         slots = [slot for page in pages for slot in range(page * PAGE, (page + 1) * PAGE)]
-        for slot, (prefix, version) in zip(slots, saved, strict=False):
-            self.slot[slot], self.made[slot] = prefix, version
+        for slot, (prefix, version, since) in zip(slots, saved, strict=False):
+            self.slot[slot], self.made[slot], self.since[slot] = prefix, version, since
 
     def check_versions(self, scheduler: Scheduler) -> None:
         """All KV of a sequence is of the version in force, unless the sequence is known to span versions."""
@@ -72,14 +75,17 @@ class FakeKV:
     def extend(self, sequence: Sequence, tokens: list[int], start: int, end: int, version: str) -> None:
         for position in range(start):
             assert self.slot[self.at(sequence, position)] == tuple(tokens[: position + 1]), f"{sequence.id} reads foreign KV at {position}"
+        since = min([self.flushes, *(self.since[self.at(sequence, position)] for position in range(start))])
         for position in range(start, end):
             self.slot[self.at(sequence, position)] = tuple(tokens[: position + 1])
             self.made[self.at(sequence, position)] = version
+            self.since[self.at(sequence, position)] = since
 
     def check_published(self, pool: PagePool) -> None:
-        """Every indexed page holds one unbroken, fully computed prefix."""
+        """Every indexed page holds one unbroken, fully computed prefix, and nothing of before the last flush."""
         for page in pool._key:
             held = [self.slot.get(page * PAGE + i) for i in range(PAGE)]
+            assert all(self.since[page * PAGE + i] == self.flushes for i in range(PAGE)), f"page {page} is of before a flush"
             assert all(prefix is not None for prefix in held), f"page {page} is published before it is computed"
             assert all(b[:-1] == a for a, b in zip(held, held[1:], strict=False)), f"page {page} mixes prefixes"  # type: ignore[index]
 
@@ -115,6 +121,7 @@ def run(scheduler: Scheduler, batch: Batch, kv: FakeKV, draw: random.Random) -> 
         for i in range(depth):
             kv.slot[kv.at(sequence, before + i)] = tuple(tokens[: before + i + 1])
             kv.made[kv.at(sequence, before + i)] = batch.weight_version
+            kv.since[kv.at(sequence, before + i)] = kv.since[kv.at(sequence, before - 1)]
         if EOS in new:
             del tokens[before + new.index(EOS) + 1 :]
         emissions.append(Emission(tokens=new, logprobs=[0.0] * len(new), drafted=depth))
@@ -156,13 +163,14 @@ def collect(outputs: list[StepOutput], into: dict[str, list[StepOutput]]) -> Non
     aborts=st.sets(st.integers(0, 8), max_size=2),
     pushes=st.dictionaries(st.integers(1, 30), st.tuples(st.sampled_from(["v1", "v2", "v3"]),
                                                          st.sampled_from(["continue", "recompute", "abort", "drain"])), max_size=4),
+    flushes=st.sets(st.integers(1, 30), max_size=3),
 )
 def test_every_sequence_ends_as_if_alone(
     pages: int, max_running: int, max_rows: int, behind: int, padded: bool, seed: int, jobs: list[tuple[int, int, int, int]],
-    aborts: set[int], pushes: dict[int, tuple[str, InFlight]]
+    aborts: set[int], pushes: dict[int, tuple[str, InFlight]], flushes: set[int]
 ) -> None:
     """Also through weight pushes: the fake model is the same in all versions, so only wrong KV could change a token. Also on a device
-    that tells its results `behind` steps late, and on one that pads batches."""
+    that tells its results `behind` steps late, and on one that pads batches; and with flushes while steps are in flight."""
     scheduler, kv = make(pages, max_running=max_running, max_rows=max_rows)
     if padded:
         scheduler.room = Shapes(max_running, 4, PromptShape(sizes=(2, 4), works=2, grain=4)).room
@@ -206,6 +214,9 @@ def test_every_sequence_ends_as_if_alone(
             push()
             scheduler.check()
             kv.check_versions(scheduler)
+        if step in flushes:
+            scheduler.forget_prefixes()
+            kv.flushes += 1
         scheduler.submit([sequences[i] for i, at in arrival.items() if at == step])
         if step == 7:
             collect(scheduler.abort([f"r{i}" for i in aborted]), seen)
@@ -266,6 +277,40 @@ def test_salt_separates_prefixes() -> None:
     scheduler.submit([sequence(1, list(range(9)), 2, 1, salt="b"), sequence(2, list(range(9)), 2, 1, salt="a")])
     seen = finish(scheduler, kv)
     assert seen["r1"][0].cached_tokens == 0 and seen["r2"][0].cached_tokens == 8
+
+
+def test_after_a_flush_what_runs_serves_nobody_and_makes_nobody_wait() -> None:
+    scheduler, kv = make(64, max_rows=8)
+    prompt = list(range(13))
+    scheduler.submit([sequence(0, prompt, 2, 1)])
+    batch = scheduler.next_batch()
+    assert batch is not None
+    in_flight = run(scheduler, batch, kv, random.Random(0))
+    scheduler.forget_prefixes()
+    kv.flushes += 1
+    scheduler.commit(batch, in_flight)
+    scheduler.submit([sequence(1, prompt, 2, 1)])
+    batch = scheduler.next_batch()
+    assert batch is not None and [(work.sequence.id, work.start) for work in batch.works] == [("r0", 8), ("r1", 0)]
+    scheduler.commit(batch, run(scheduler, batch, kv, random.Random(0)))
+    finish(scheduler, kv)
+    kv.check_published(scheduler.pool)
+    scheduler.submit([sequence(2, prompt, 2, 1)])
+    assert finish(scheduler, kv)["r2"][0].cached_tokens == 12, "what came after the flush serves others"
+
+
+def test_only_what_runs_holds_kv() -> None:
+    scheduler, kv = make(64)
+    scheduler.submit([sequence(i, [1, 2, 3], 9, i) for i in range(2)])
+    assert not scheduler.holds_kv, "nothing has begun"
+    batch = scheduler.next_batch()
+    assert batch is not None and scheduler.holds_kv
+    scheduler.commit(batch, run(scheduler, batch, kv, random.Random(0)))
+    scheduler.change_version("v2", "continue")
+    scheduler.give_up_pages()
+    assert not scheduler.holds_kv and any(s.saved for s in scheduler._waiting.values()), "a copy is the sequence's own"
+    finish(scheduler, kv)
+    assert not scheduler.holds_kv
 
 
 def test_page_pressure_preempts_and_everyone_still_finishes() -> None:

@@ -89,7 +89,7 @@ class Halt:
                 self._stop(in_flight)
                 self._paused = True
                 if clear_cache:
-                    self._scheduler.pool.clear_index()
+                    self._scheduler.forget_prefixes()
             case Resume():
                 self._paused = False
                 self._call_off([waiting for waiting in self._draining if isinstance(waiting, Pause)], "resumed", "paused")
@@ -99,10 +99,11 @@ class Halt:
                 self._wake({*memory} & self._asleep)
                 self._call_off([waiting for waiting in self._draining if isinstance(waiting, Sleep) and {*waiting.memory} & {*memory}],
                                "woken", "put to sleep")
-            case ClearCache(_, when_idle):
-                if when_idle and not self._scheduler.idle:
-                    raise Conflict("sequences run or wait, and their KV is not forgotten while they do; wait for them or abort them first")
-                self._scheduler.pool.clear_index()
+            case ClearCache(_, unless_held):
+                if unless_held and self._scheduler.holds_kv:
+                    raise Conflict("sequences run, or are paused with their KV, which is not forgotten meanwhile; wait for them, abort "
+                                   "them, or pause with mode retract")
+                self._scheduler.forget_prefixes()  # a step in flight of what has ended or was given up publishes nothing
 
     def _call_off(self, waiting: list[Pause | Sleep], by: str, never: str) -> None:
         for command in waiting:

@@ -42,7 +42,8 @@ def serve(settings: EngineSettings, commands: zmq.Socket[bytes], send: Callable[
     gc.collect()
     gc.freeze()  # what was loaded stays; looking through it again would stop the loop for a quarter of a second
     send(Ready(info))
-    reported, said_s = 0.0, time.monotonic()
+    reported: dict[str, float] = {}
+    said_s = time.monotonic()
     while not engine.finished and os.getppid() == settings.parent:
         timeout_ms = (STAGING_POLL_MS if engine.pushes.busy else IDLE_POLL_MS) if engine.idle else 0
         while commands.poll(timeout_ms):
@@ -51,10 +52,10 @@ def serve(settings: EngineSettings, commands: zmq.Socket[bytes], send: Callable[
         outputs = engine.step()
         events: list[Event] = [*engine.reports()]
         gauges = engine.gauges()
-        if outputs or engine.last_cycle or gauges["waiting"] + gauges["running"] != reported:
-            reported = gauges["waiting"] + gauges["running"]
+        if outputs or engine.last_cycle or gauges != reported:  # a command can change them without a step
+            reported = gauges
             events.append(Outputs(outputs, gauges, engine.last_cycle))
-        events += engine.control_reports()  # behind the ends that they brought about
+        events += engine.control_reports()  # behind the ends, and the gauges, that they brought about
         if not events and time.monotonic() - said_s >= HEARTBEAT_S:
             events.append(Heartbeat())
         for event in events:

@@ -130,6 +130,11 @@ class Scheduler:
         return not self._by_id
 
     @property
+    def holds_kv(self) -> bool:
+        """Some sequence has pages. None that waits has; what a spanning one saved lies elsewhere and serves nobody else."""
+        return bool(self._running)
+
+    @property
     def halted(self) -> bool:
         """No step is made, whatever waits."""
         return self.paused or self.frozen
@@ -223,7 +228,7 @@ class Scheduler:
 
     def _pending_keys(self) -> set[PageKey]:
         size = self.pool.page_size
-        computing = [s for s in self._running if not s.decoding and not s.spanning]
+        computing = [s for s in self._running if not s.decoding and s.shares]
         return {key for s in computing for key in s.page_keys((s.length - 1) // size)[s.published :]}
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -238,6 +243,12 @@ class Scheduler:
         """Whatever runs waits again, without KV, before what has not begun; no step may be in flight. Cached prefixes are forgotten."""
         for sequence in reversed(list(self._running)):
             self._preempt(sequence)
+        self.forget_prefixes()
+
+    def forget_prefixes(self) -> None:
+        """Whatever is admitted from now on computes its KV anew. What runs goes on with its own, and keeps it to itself."""
+        for sequence in self._running:
+            sequence.private = True  # its next pages are computed from what is forgotten here
         self.pool.clear_index()
 
     def _requeue(self, sequence: Sequence) -> None:
@@ -252,6 +263,7 @@ class Scheduler:
         self.pool.release(sequence.pages)
         sequence.slot, sequence.pages, sequence.computed, sequence.published = -1, [], 0, 0
         sequence.launched = sequence.sure = sequence.ahead = 0
+        sequence.private = False
         sequence.life += 1
 
     # -- after a step --------------------------------------------------------------------------------------------
@@ -300,10 +312,8 @@ class Scheduler:
         return ("length", None) if stopped is None else ("stop", emission.tokens[stopped])
 
     def _publish(self, sequence: Sequence) -> None:
-        if sequence.spanning:
-            return  # its KV is of no single version, so it serves nobody else
         full = sequence.computed // self.pool.page_size
-        if full > sequence.published:
+        if sequence.shares and full > sequence.published:
             for page, key in list(zip(sequence.pages, sequence.page_keys(full), strict=False))[sequence.published : full]:
                 self.pool.publish(page, key)
             sequence.published = full
@@ -386,4 +396,4 @@ class Scheduler:
             assert s.computed <= s.launched <= s.length, f"{s.id}: launched {s.launched}, computed {s.computed} of {s.length}"
             assert self.page_table_SP[s.slot, : len(s.pages)].tolist() == s.pages, f"{s.id}: page table differs"
         for s in self._waiting.values():
-            assert s.slot < 0 and not s.pages and s.computed == 0, f"{s.id} waits but holds something"
+            assert s.slot < 0 and not s.pages and s.computed == 0 and not s.private, f"{s.id} waits but holds something"

@@ -44,6 +44,7 @@ class Sequence:
         self.slot = -1  # row of the page table while running
         self.preemptions = 0
         self.spanning = False  # its KV is of more than one weight version
+        self.private = False  # some of its KV is of before a flush
         self.saved: SavedKV | None = None  # KV of a preempted sequence that cannot be computed again
         self._page_size = page_size
         self._keys: list[PageKey] = []  # of the version that reads it, see `start_over`
@@ -90,6 +91,11 @@ class Sequence:
     def reports(self) -> bool:
         """More is said of its tokens than their log-probs."""
         return self.state.raw or self.state.alternatives > 0
+
+    @property
+    def shares(self) -> bool:
+        """Others may be served by its KV."""
+        return not self.spanning and not self.private
 
     @property
     def has_begun(self) -> bool:

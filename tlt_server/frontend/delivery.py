@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import closing
-from typing import Any
+from typing import Any, Never, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -13,6 +13,8 @@ from starlette.types import Receive, Scope, Send
 
 from tlt_server.errors import Cancelled
 from tlt_server.frontend.generation import Generation
+
+T = TypeVar("T")
 
 
 class EventStream(StreamingResponse):
@@ -32,16 +34,20 @@ async def reply(request: Request, work: Coroutine[Any, Any, Response], generatio
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
-    async def disconnected() -> None:
+    async def disconnected() -> Never:
         while (await request.receive())["type"] != "http.disconnect":
             pass
+        raise Cancelled("the client disconnected")
 
-    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
+    return await unless(disconnected(), work)
+
+
+async def unless(watch: Coroutine[Any, Any, Never], work: Coroutine[Any, Any, T]) -> T:
+    """What `work` gives; when `watch` raises before that, its error, and `work` is cancelled."""
+    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(watch)
     try:
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise Cancelled("the client disconnected")
+        return (working if working.done() else watching).result()
     finally:
         for task in (working, watching):
             task.cancel()

@@ -9,8 +9,9 @@ another, whoever still waits for them. What is asked and not answered yet counts
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Collection
-from typing import NamedTuple
+from typing import NamedTuple, Never
 
 from tlt_server.errors import TltError, Unavailable
 from tlt_server.records import ClearCache, ControlCommand, ControlReport, InFlight, Memory, Pause, Resume, Sleep, WakeUp
@@ -18,6 +19,7 @@ from tlt_server.records import ClearCache, ControlCommand, ControlReport, InFlig
 RETRY_S = 1
 ASLEEP = "the engine sleeps ({} given back); wake it with POST /wake_up or /resume_memory_occupation"
 PAUSED = "generation is paused and takes nothing new; send the request again after POST /resume"
+HALTED = "generation is paused, so no token is made now; ask again after POST /continue_generation or /resume"
 
 
 class State(NamedTuple):
@@ -51,6 +53,7 @@ class Halt:
         self._command_id, self._ask = command_id, ask
         self._state = State()  # of the engine, as its answers say
         self._asked: dict[str, Asked] = {}  # and not answered, by id
+        self._halting = asyncio.Event()  # the next pause or sleep is asked for; then there is a new one
 
     @property
     def paused(self) -> bool:
@@ -70,6 +73,18 @@ class Halt:
             raise Unavailable(ASLEEP.format(" and ".join(sorted(self.asleep))), retry_after_s=RETRY_S)
         if self.refusing:
             raise Unavailable(PAUSED, retry_after_s=RETRY_S)
+
+    def check_generating(self) -> None:
+        """`Unavailable` when a request would get no token now, refused or not."""
+        self.check()
+        if self.paused:
+            raise Unavailable(HALTED, retry_after_s=RETRY_S)
+
+    async def until_halted(self) -> Never:
+        """Raises as `check_generating` does, as soon as that does."""
+        while True:
+            self.check_generating()
+            await self._halting.wait()
 
     def standing(self) -> list[ControlCommand]:
         """What a new life of the engine has to be told first."""
@@ -104,12 +119,15 @@ class Halt:
     async def wake(self, memory: Collection[Memory]) -> None:
         await self._do(Asked(WakeUp(self._command_id(), sorted(memory))))
 
-    async def clear_cache(self, *, when_idle: bool) -> None:
-        await self._do(Asked(ClearCache(self._command_id(), when_idle)))
+    async def clear_cache(self, *, unless_held: bool) -> None:
+        await self._do(Asked(ClearCache(self._command_id(), unless_held)))
 
     async def _do(self, asked: Asked) -> None:
         """A caller that goes away does not stop what it asked for."""
         self._asked[asked.command.id] = asked
+        if isinstance(asked.command, Pause | Sleep):
+            self._halting.set()
+            self._halting = asyncio.Event()
         try:
             await self._ask(asked.command)
         except TltError:

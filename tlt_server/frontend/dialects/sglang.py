@@ -36,10 +36,10 @@ from tlt_server.errors import (
 )
 from tlt_server.frontend.auth import caller_of
 from tlt_server.frontend.broadcasts import described
-from tlt_server.frontend.delivery import reply
+from tlt_server.frontend.delivery import reply, unless
 from tlt_server.frontend.dialects.operate import Status
 from tlt_server.frontend.endpoints import Endpoint, Parameter
-from tlt_server.frontend.generation import Generation, ItemError, Service
+from tlt_server.frontend.generation import Generation, ItemError, ItemResult, Service
 from tlt_server.frontend.replies import json_response
 from tlt_server.frontend.requests import ItemFields, Model, NativeRequest, SamplingFields, checked, read_object
 from tlt_server.frontend.server_info import ServerInfo, server_info
@@ -90,18 +90,21 @@ def routes(service: Service) -> list[Endpoint]:
         return json_response(server_info(service, caller_of(request)))
 
     async def health_generate(request: Request) -> Response:
-        """Whether a token can be made: one is."""
+        """Whether a token can be made: one is. 503 while generation is paused or asleep, also when that begins meanwhile."""
         engine.check_available()
+        halt.check_generating()
         one = NativeRequest(requests=[checked(ItemFields, {"token_ids": [0], "seed": 0, "sd": False})],
                             sampling=checked(SamplingFields, {"max_tokens": 1, "ignore_eos": True}))
         generation = service.start(await service.validator.batch(one, info()), caller_of(request).name)
-        return await reply(request, _made(generation), generation)
+        return await reply(request, unless(halt.until_halted(), _made(generation)), generation)
 
     async def _made(generation: Generation) -> Response:
         async for event in generation.events():
             if isinstance(event, ItemError):
                 raise event.error
-        return json_response(Status())
+            if isinstance(event, ItemResult) and event.choices[0].token_ids:
+                return json_response(Status())
+        raise Unavailable("the token was aborted before it was made; ask again", retry_after_s=1)
 
     async def model_info(request: Request) -> Response:
         """The served model and the version of its weights."""
@@ -149,10 +152,10 @@ def routes(service: Service) -> list[Endpoint]:
         return json_response(Acknowledged("aborted what was open of it"))
 
     async def flush(request: Request) -> Response:
-        """Forget every cached prefix; 400 while sequences run or wait."""
+        """Forget every cached prefix; 400 while sequences run, or are paused with their KV. Those that only wait have none."""
         await _read(NoFields, request)
         try:
-            await halt.clear_cache(when_idle=True)
+            await halt.clear_cache(unless_held=True)
         except Conflict as busy:
             raise InvalidRequest(busy.message) from None
         return json_response(Acknowledged("Cache flushed."))

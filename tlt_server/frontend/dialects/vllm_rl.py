@@ -190,9 +190,9 @@ def routes(service: Service) -> list[Endpoint]:
         return json_response(CheckReply(checksums=await (service.checker.remember if asked.action == "reset" else service.checker.sums)()))
 
     async def reset_prefix_cache(request: Request) -> Response:
-        """Forget every cached prefix; what runs keeps its own KV."""
+        """Forget every cached prefix; what runs goes on with its own KV, which then serves nobody else."""
         await _read(NoBody, request)
-        await halt.clear_cache(when_idle=False)
+        await halt.clear_cache(unless_held=False)
         return json_response(Succeeded())
 
     async def sleep(request: Request) -> Response:
