@@ -208,12 +208,13 @@ def _rollout(figures: dict[str, Any]) -> Iterator[str]:
         yield _model(figures)
     yield (f"Medians of {figures['rounds']} interleaved rounds; speed-up against the faster of the two plain engines. Responses that "
            f"differ from plain decoding: {figures['responses_differing']}. `tail`: 64 requests, run to the end; "
-           "`full`: 64 running all the time.")
+           "`full`: 64 running all the time. The last column says what had the time; steps that read prompts apart.")
     arms = {name: row for name, row in figures.items() if "/" in name}
-    yield table(("workload / policy", "wall s", "passes", "tokens / pass", "accept length", "speed-up", "where at most 2 run"), (
+    yield table(("workload / policy", "wall s", "passes", "tokens / pass", "accept length", "speed-up", "where at most 2 run", "time"), (
         (name, f"{r['wall_s']:.2f}", f"{r['passes']:.0f}", f"{r['tokens_per_pass']:.1f}",
          f"{r['accept_length']:.2f}" if r["accept_length"] else "", f"{r['speedup']:.2f}x",
-         f"{r['tail_speedup']:.2f}x" if "tail_speedup" in r else "") for name, r in arms.items()))
+         f"{r['tail_speedup']:.2f}x" if "tail_speedup" in r else "",
+         ", ".join(f"{strategy} {share:.0%}" for strategy, share in r["share_of_time"].items())) for name, r in arms.items()))
 
 
 def _overload(figures: dict[str, Any]) -> Iterator[str]:

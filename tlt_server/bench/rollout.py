@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections import defaultdict
 from typing import NamedTuple
 
 import msgspec
@@ -29,6 +30,7 @@ TREE = Strategy("eagle", 7, 4, 32)
 HISTORY = Strategy("history", 7, 1, 8)
 TAIL = 2  # running requests at most: the cycles that long responses dominate
 ROUNDS = 5
+WITH_PROMPTS = "with prompts"
 
 
 class Arm(NamedTuple):
@@ -55,6 +57,7 @@ class Figures(NamedTuple):
     tail_tokens: int
     tail_passes: int
     accept_length: float  # tokens per request and cycle, over cycles that drafted
+    time: dict[str, float]  # seconds of steps by strategy; of those that read prompts, together
 
     @property
     def rate(self) -> float:
@@ -144,6 +147,9 @@ def rollout(engine: EngineChild, requests: list[GenerateRequest]) -> tuple[dict[
 def figures_of(cycles: list[Cycle], seconds: float) -> Figures:
     tail = [c for c in cycles if c.context.decoding <= TAIL and not c.context.prefill_rows]
     drafted = [c for c in cycles if c.drafted]
+    by_strategy: dict[str, float] = defaultdict(float)
+    for c in cycles:
+        by_strategy[WITH_PROMPTS if c.context.prefill_rows else c.strategy.name] += c.step_s
     return Figures(
         seconds=seconds,
         tokens=sum(c.emitted for c in cycles),
@@ -152,6 +158,7 @@ def figures_of(cycles: list[Cycle], seconds: float) -> Figures:
         tail_tokens=sum(c.emitted for c in tail),
         tail_passes=len(tail),
         accept_length=sum(c.emitted for c in drafted) / max(1, sum(c.context.decoding for c in drafted)),
+        time=by_strategy,
     )
 
 
@@ -159,6 +166,12 @@ def speedup(seen: dict[tuple[str, str], list[Figures]], workload: str, name: str
     """Median over rounds of the arm's rate over the faster plain engine's."""
     plain = [max(getattr(seen[workload, p][i], rate) for p in PLAIN) for i in range(len(seen[workload, name]))]
     return statistics.median(getattr(f, rate) / p if p else 0.0 for f, p in zip(seen[workload, name], plain, strict=True))
+
+
+def shares(found: list[Figures]) -> dict[str, float]:
+    """Of all rounds' time: what each strategy had, the most first."""
+    seconds = {name: sum(f.time.get(name, 0.0) for f in found) for name in {name: 0 for f in found for name in f.time}}
+    return {name: round(seconds[name] / sum(seconds.values()), 3) for name in sorted(seconds, key=lambda name: -seconds[name])}
 
 
 def report(
@@ -209,6 +222,7 @@ def report(
             "tokens_per_pass": round(median["tokens"] / median["passes"], 3),
             "accept_length": round(median["accept_length"], 3),
             "speedup": round(ratio, 3),
+            "share_of_time": shares(found),
             **(
                 {
                     "tail_tokens_per_pass": round(median["tail_tokens"] / max(1, median["tail_passes"]), 3),
