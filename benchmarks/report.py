@@ -228,15 +228,24 @@ def _overload(figures: dict[str, Any]) -> Iterator[str]:
 def _weights(figures: dict[str, Any]) -> Iterator[str]:
     yield (f"Medians of {figures['rounds']} interleaved rounds, from the trainer's call until the weights are live. The copy is of the "
            "same bytes on the same disk, synced. With `--state-dir`, so every push is also spooled and synced.")
-    yield table(("checkpoint", "MB", "channel", "seconds", "MB/s", "against a plain copy", "pause at commit, ms"), (
-        (r["checkpoint"], f"{r['bytes'] / 1e6:.0f}", r["channel"], f"{r['push_s']:.2f}", f"{r['mb_per_s']:.0f}", f"{r['ratio']:.2f}x",
-         f"{r['pause_ms']:.2f}") for r in figures["rows"]))
+    headings = ["checkpoint", "MB", "channel", "seconds", "MB/s", "against a plain copy"]
+    rows = [[r["checkpoint"], f"{r['bytes'] / 1e6:.0f}", r["channel"], f"{r['push_s']:.2f}", f"{r['mb_per_s']:.0f}", f"{r['ratio']:.2f}x"]
+            for r in figures["rows"]]
+    if "requests" in figures:
+        yield (f"The last two columns are of {figures['rounds']} more such rounds, while {figures['requests']} requests decode on the same "
+               "cores: the median, and of all these commits the longest for which no step could begin.")
+        headings += ["seconds while decoding", "longest pause at commit, ms"]
+        rows = [[*row, f"{r['push_while_decoding_s']:.2f}", f"{r['longest_pause_ms']:.2f}"]
+                for row, r in zip(rows, figures["rows"], strict=True)]
+    yield table(headings, rows)
 
 
 def _weights_gpu(figures: dict[str, Any]) -> Iterator[str]:
+    spooling = ("With `--state-dir`, so every push is also spooled and synced." if figures.get("spooled")
+                else "Without `--state-dir`, so nothing is spooled.")
     yield (f"Medians of {figures['rounds']} pushes out of a trainer's GPU memory, while {figures['rows'][0]['requests']:.0f} requests "
-           "decode. By ipc trainer and engine share a GPU, by nccl each has one. Staged: from the first byte until every tensor has been "
-           "checked and summed. The gap is the longest wait for a token that a request saw at the commit.")
+           f"decode. {spooling} By ipc trainer and engine share a GPU, by nccl each has one. Staged: from the first byte until every "
+           "tensor has been checked and summed. The gap is the longest wait for a token that a request saw at the commit.")
     headings = ("channel", "GB", "staged, s", "GB/s", "live, s", "pause at commit, ms", "gap, ms", "token, ms", "token while staging, ms")
     yield table(headings, (
         (r["channel"], f"{r['bytes'] / 1e9:.1f}", f"{r['staged_s']:.2f}", f"{r['gb_per_s']:.1f}", f"{r['push_s']:.2f}",

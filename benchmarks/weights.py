@@ -1,8 +1,8 @@
 """`python -m benchmarks.weights`: pushes by every channel of a CPU, against a plain copy of the same bytes on the same disk.
 
 Two checkpoints: the shipped pair's target, and a random one of `--gib` GiB in float32. Each push goes into a real server, from the
-trainers' own halves, and ends when it is live; the copy is read, written and synced. Rounds are interleaved. Only ratios say something on
-a busy machine.
+trainers' own halves, and ends when it is live; the copy is read, written and synced. Rounds are interleaved. As many follow while requests
+decode, for the pause at the commit. Only ratios say something on a busy machine.
 
 With `--channel ipc` or `nccl`, `--device cuda` and `--model DIR` instead: pushes from GPU to GPU (`weights_gpu`).
 """
@@ -16,11 +16,15 @@ import os
 import shutil
 import statistics
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import httpx
 from safetensors.torch import load_file
 
 from benchmarks.record import finish, options
@@ -29,10 +33,13 @@ from tlt_client.channels.broadcast import BroadcastSender
 from tlt_client.channels.disk import write
 from tlt_client.channels.http import HttpSender
 from tlt_client.channels.ipc import IpcSender
+from tlt_client.wire import Token
 from tlt_server.demo.server import ServerProcess
 from tlt_server.demo.workload import TARGET
 
 HIDDEN, MLP = 1024, 4096
+LENGTH = 256  # of prompt and answer
+REQUESTS = 4  # that decode
 
 
 def random_checkpoint(directory: Path, gib: float) -> Path:
@@ -66,6 +73,54 @@ def copied(files: list[Path], to: Path) -> None:
             os.fsync(target.fileno())
 
 
+class Push(NamedTuple):
+    seconds: float
+    reply: Mapping[str, Any]
+
+
+def timed(push: Callable[[str], Mapping[str, Any]], version: str) -> Push:
+    started = time.perf_counter()
+    reply = push(version)
+    return Push(time.perf_counter() - started, reply)
+
+
+@contextmanager
+def decoding(url: str) -> Iterator[None]:
+    """Requests decode as long as this lasts, each followed by another one at once, and they do not end at the same moment."""
+    over, seen = threading.Event(), [0] * REQUESTS
+
+    def keep_one(i: int) -> None:
+        with Client(url, timeout_s=600) as client:
+            while not over.is_set():
+                for event in client.stream([{"token_ids": [1 + i] * 16, "seed": i}],
+                                           sampling={"max_tokens": LENGTH - 32 - 16 * i, "ignore_eos": True}):
+                    seen[i] += isinstance(event, Token)
+
+    with ThreadPoolExecutor(REQUESTS) as pool:
+        running = [pool.submit(keep_one, i) for i in range(REQUESTS)]
+        try:
+            while not all(seen) and not any(one.done() for one in running):
+                time.sleep(0.01)
+            yield
+        finally:
+            over.set()
+            while not all(one.done() for one in running):
+                httpx.post(f"{url}/abort_requests", json={"request_ids": []}).raise_for_status()
+                time.sleep(0.01)
+    for one in running:
+        one.result()
+
+
+def row(channel: str, size: int, copy_s: Sequence[float], alone: Sequence[Push], busy: Sequence[Push]) -> dict[str, Any]:
+    """Of one channel: medians of the pushes into an idle server, and the longest pause of those into a `busy` one."""
+    took, copy = statistics.median(push.seconds for push in alone), statistics.median(copy_s)
+    phases = {phase: statistics.median(push.reply["phases_s"][phase] for push in alone) for phase in alone[0].reply["phases_s"]}
+    return {"bytes": size, "channel": channel, "push_s": round(took, 4), "copy_s": round(copy, 4), "ratio": round(took / copy, 2),
+            "mb_per_s": round(size / took / 1e6, 1), "phases_s": {phase: round(phase_s, 4) for phase, phase_s in phases.items()},
+            "push_while_decoding_s": round(statistics.median(push.seconds for push in busy), 4),
+            "longest_pause_ms": round(max(push.reply["pause_ms"] for push in busy), 3)}
+
+
 def measure(model: Path, room: Path, rounds: int) -> Iterator[dict[str, Any]]:
     files, (one, other) = sorted(model.glob("*.safetensors")), (room / "copy", room / "root" / "pushed")
     one.mkdir(parents=True)
@@ -76,7 +131,8 @@ def measure(model: Path, room: Path, rounds: int) -> Iterator[dict[str, Any]]:
     tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
     size = sum(tensor.nbytes for tensor in tensors.values())
     flags = ("--model", str(model), "--weight-root", str(room / "root"), "--state-dir", str(room / "state"), "--weight-channels",
-             "disk,http,broadcast,ipc", "--kv-memory-mb", "64", "--max-model-len", "256", "--max-running", "4", "--numerics", "fast")
+             "disk,http,broadcast,ipc", "--kv-memory-mb", "64", "--max-model-len", str(LENGTH), "--max-running", str(REQUESTS),
+             "--numerics", "fast")
     with ServerProcess(*flags) as server, Client(server.url, timeout_s=600) as client:
         broadcast = BroadcastSender(client)
         pushes: dict[str, Callable[[str], Mapping[str, Any]]] = {
@@ -85,21 +141,21 @@ def measure(model: Path, room: Path, rounds: int) -> Iterator[dict[str, Any]]:
             "gloo": lambda version: broadcast.push(tensors.items(), version),
             "ipc": lambda version: IpcSender(client).push(tensors.items(), version),
         }
-        copy_s, push_s, last = list[float](), {name: list[float]() for name in pushes}, dict[str, Mapping[str, Any]]()
+        copy_s = list[float]()
+        alone, busy = ({name: list[Push]() for name in pushes} for _ in range(2))
         for turn in range(rounds):
             started = time.perf_counter()
             copied(files, one)
             copy_s.append(time.perf_counter() - started)
             for name, push in pushes.items():
-                started = time.perf_counter()
-                last[name] = push(f"{name}-{turn}")
-                push_s[name].append(time.perf_counter() - started)
+                alone[name].append(timed(push, f"{name}-{turn}"))
+        with decoding(server.url):
+            for turn in range(rounds):
+                for name, push in pushes.items():
+                    busy[name].append(timed(push, f"{name}-busy-{turn}"))
         broadcast.close()
-    for name, seconds in push_s.items():
-        took, copy = statistics.median(seconds), statistics.median(copy_s)
-        yield {"checkpoint": model.name, "bytes": size, "channel": name, "push_s": round(took, 4), "copy_s": round(copy, 4),
-               "ratio": round(took / copy, 2), "mb_per_s": round(size / took / 1e6, 1), "pause_ms": round(last[name]["pause_ms"], 3),
-               "phases_s": {phase: round(phase_s, 4) for phase, phase_s in last[name]["phases_s"].items()}}
+    for name in pushes:
+        yield {"checkpoint": model.name, **row(name, size, copy_s, alone[name], busy[name])}
 
 
 def main() -> None:
@@ -108,24 +164,29 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="[default cpu: all channels of a CPU]")
     parser.add_argument("--channel", choices=("ipc", "nccl"), help="with --device cuda: one GPU, or the first to the second")
     parser.add_argument("--model", type=Path, metavar="DIR", help="with --device cuda: what is served and pushed")
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="of which the median counts [default 3]")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="of which the median counts, the longest pause [default 3]")
+    parser.add_argument("--state-dir", type=Path, metavar="DIR", help="with --device cuda: every push is also spooled there, and synced "
+                        "[default: nothing is spooled; on a CPU everything is]")
     options(parser)
     arguments = parser.parse_args()
     if (arguments.device == "cuda") != bool(arguments.channel and arguments.model):
         parser.error("--device cuda needs --channel and --model, and they are for it only")
+    if arguments.device == "cpu" and arguments.state_dir:
+        parser.error("--state-dir is for --device cuda; on a CPU every push is spooled beside the checkpoints")
     if arguments.device == "cuda":
         from benchmarks.weights_gpu import measure as measured
 
-        finish(arguments, measured(arguments.channel, arguments.model, arguments.rounds), on_gpu=True)
+        finish(arguments, measured(arguments.channel, arguments.model, arguments.rounds, arguments.state_dir), on_gpu=True)
         return
     rows = []
     with tempfile.TemporaryDirectory(prefix="tlt-weights-") as name:
         models = [TARGET, *([random_checkpoint(Path(name) / "random", arguments.gib)] if arguments.gib else [])]
         for model in models:
-            for row in measure(model, Path(name) / f"room-{model.name}", arguments.rounds):
-                rows.append(row)
-                print(f"{row['checkpoint']:8} {row['channel']:6} {row['push_s']:8.3f} s, {row['ratio']:6.2f} x a plain copy", flush=True)
-    finish(arguments, {"bench": "weights", "rounds": arguments.rounds, "rows": rows}, on_gpu=False)
+            for found in measure(model, Path(name) / f"room-{model.name}", arguments.rounds):
+                rows.append(found)
+                print(f"{found['checkpoint']:8} {found['channel']:6} {found['push_s']:8.3f} s, {found['ratio']:6.2f} x a plain copy, "
+                      f"paused for {found['longest_pause_ms']:6.2f} ms at most", flush=True)
+    finish(arguments, {"bench": "weights", "rounds": arguments.rounds, "requests": REQUESTS, "rows": rows}, on_gpu=False)
 
 
 if __name__ == "__main__":

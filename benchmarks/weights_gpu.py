@@ -2,7 +2,7 @@
 
 By ipc both are on the first GPU, by nccl the engine is on the second. Requests decode all the while. A commit falls between a step's end
 and its tokens' way out, or before the next step; so the gap at a commit is the longer of the last two before a request's first token of
-the new version is there.
+the new version is there. With a state directory every push is spooled, too; without, nothing is.
 """
 
 from __future__ import annotations
@@ -76,11 +76,12 @@ def last_gaps(times: list[float]) -> list[float]:
 
 
 @contextmanager
-def served(model: Path, channel: str) -> Iterator[str]:
+def served(model: Path, channel: str, state: Path | None) -> Iterator[str]:
     """On the GPU that the channel asks for; this process has the first one."""
     torch.cuda.init()
     flags = ("--device", "cuda", "--model", str(model), "--weight-channels", "ipc,broadcast", "--max-running", str(REQUESTS),
-             "--max-model-len", str(LENGTH), "--kv-memory-mb", "12288", "--weight-staging", "device")
+             "--max-model-len", str(LENGTH), "--kv-memory-mb", "12288", "--weight-staging", "device",
+             *(("--state-dir", str(state)) if state else ()))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
     before = dict(os.environ)
     if channel == "nccl":
@@ -93,10 +94,10 @@ def served(model: Path, channel: str) -> Iterator[str]:
         os.environ.update(before)
 
 
-def measure(channel: str, model: Path, rounds: int) -> dict[str, Any]:
+def measure(channel: str, model: Path, rounds: int, state: Path | None = None) -> dict[str, Any]:
     tensors = {name: tensor for file in sorted(model.glob("*.safetensors")) for name, tensor in load_file(file, device="cuda:0").items()}
     size, rows = sum(tensor.nbytes for tensor in tensors.values()), list[dict[str, float]]()
-    with served(model, channel) as url, Client(url, timeout_s=600) as client:
+    with served(model, channel, state) as url, Client(url, timeout_s=600) as client:
         sender = IpcSender(client) if channel == "ipc" else BroadcastSender(client, backend="nccl")
         for turn in range(rounds):
             decoding, begun = Decoding(url), time.perf_counter()
@@ -111,4 +112,4 @@ def measure(channel: str, model: Path, rounds: int) -> dict[str, Any]:
     config = json.loads((model / "config.json").read_text())
     shape = {"layers": config["num_hidden_layers"], "hidden": config["hidden_size"]}
     row = {"channel": channel, "bytes": size, **median, "longest_gap_ms": round(max(row["longest_gap_ms"] for row in rows), 3)}
-    return {"bench": "weights-gpu", "shape": shape, "rounds": rounds, "rows": [row]}
+    return {"bench": "weights-gpu", "shape": shape, "rounds": rounds, "spooled": state is not None, "rows": [row]}

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike, fspath
@@ -52,9 +53,24 @@ def _put(method: str, path: str, content: Any, read: Callable[[httpx.Response], 
 # batches
 
 def _body(items: Items, sampling: Fields, timeout_s: float | None, queue_timeout_s: float | None, **how: bool) -> GenerateBody:
-    return GenerateBody(requests=list(items), sampling=sampling if sampling is not None else msgspec.UNSET,
+    items = list(items)
+    _check_finite("", {"timeout_s": timeout_s, "queue_timeout_s": queue_timeout_s, "sampling": sampling})
+    for i, item in enumerate(items):
+        _check_finite(f"requests[{i}].", {"sampling": item.get("sampling") if isinstance(item, dict) else getattr(item, "sampling", None)})
+    return GenerateBody(requests=items, sampling=sampling if sampling is not None else msgspec.UNSET,
                         timeout_s=timeout_s if timeout_s is not None else msgspec.UNSET,
                         queue_timeout_s=queue_timeout_s if queue_timeout_s is not None else msgspec.UNSET, **how)
+
+
+def _check_finite(where: str, fields: Mapping[str, Any]) -> None:
+    """JSON has no other numbers: what is none would arrive as null, and nobody would say why."""
+    for name, value in fields.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{where}{name} is {value}; it must be a finite number")
+        if isinstance(value, msgspec.Struct):
+            _check_finite(f"{where}{name}.", msgspec.structs.asdict(value))
+        elif isinstance(value, Mapping):
+            _check_finite(f"{where}{name}.", value)
 
 
 def _named(key: str | None) -> dict[str, str]:

@@ -1,12 +1,14 @@
-"""The client's distribution by itself: its folder and what its dependencies name, nothing else; so no torch, and none of the server.
+"""The client's distribution by itself, built and installed: it and what its dependencies name, nothing else; so no torch, and none of the
+server.
 
-The environment is made of the files that are installed here, so it needs no network: a directory with these distributions' packages, and an
-interpreter that sees that directory and its own standard library.
+pip builds it with the setuptools that is here, and its dependencies are the files that are installed here, so no network is needed: a
+directory with these distributions' packages, and an interpreter that sees that directory and its own standard library.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -65,8 +67,12 @@ def closure(names: list[str]) -> Iterator[metadata.Distribution]:
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory that an interpreter can be given in place of its installed packages."""
-    place = tmp_path_factory.mktemp("alone")
-    (place / "tlt_client").symlink_to(CLIENTS / "tlt_client")
+    place, source = tmp_path_factory.mktemp("alone"), tmp_path_factory.mktemp("source") / "clients"
+    shutil.copytree(CLIENTS, source, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info", "build"))  # where a build leaves its traces
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index", "--no-deps",
+               "--no-build-isolation", "--target", str(place), str(source)]
+    done = subprocess.run(install, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
     needs = tomllib.loads((CLIENTS / "pyproject.toml").read_text())["project"]["dependencies"]
     for distribution in closure(needs):
         for top in {file.parts[0] for file in distribution.files or () if file.parts[0] not in ("..", "__pycache__")}:
@@ -104,12 +110,24 @@ def test_there_is_nothing_heavy_to_load(alone: Path, name: str) -> None:
     assert done.returncode == 1 and f"No module named '{name}'" in done.stderr, "else the test before shows nothing"
 
 
+def files(directory: Path) -> set[str]:
+    return {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+
+
+def test_all_of_its_files_are_installed(alone: Path) -> None:
+    there = files(alone / "tlt_client")
+    assert {"__init__.py", "py.typed", "channels/broadcast.py", "rpc/rollout_pb2.py", "rpc/rollout_pb2.pyi", "rpc/rollout.proto"} <= there
+    assert there == files(CLIENTS / "tlt_client") and not any((alone / "tlt_client" / name).is_symlink() for name in there)
+    assert (alone / "tlt_client" / "rpc" / "rollout.proto").read_bytes() == (CLIENTS / "proto" / "rollout.proto").read_bytes()
+
+
 def test_every_module_of_it_is_imported_without_what_is_heavy(alone: Path) -> None:
     """Also those that `tlt_client` does not import by itself; in an environment that has torch to load."""
-    modules = [".".join(path.relative_to(CLIENTS).with_suffix("").parts).removesuffix(".__init__")
-               for path in sorted((CLIENTS / "tlt_client").rglob("*.py"))]
-    script = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name)\nprint('torch' in sys.modules)"
+    modules = [".".join(Path("tlt_client", name).with_suffix("").parts).removesuffix(".__init__")
+               for name in sorted(files(alone / "tlt_client")) if name.endswith(".py")]
+    script = ("import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name)\n"
+              "import tlt_client\nprint('torch' in sys.modules, tlt_client.__file__)")
     done = subprocess.run([sys.executable, "-c", script, *modules], capture_output=True, text=True, timeout=60, check=False,
-                          env={**os.environ, "PYTHONPATH": str(CLIENTS)})
-    assert (done.returncode, done.stdout.strip()) == (0, "False"), done.stderr
+                          cwd=alone, env={**os.environ, "PYTHONPATH": str(alone)})
+    assert (done.returncode, done.stdout.strip()) == (0, f"False {alone / 'tlt_client' / '__init__.py'}"), done.stderr
     assert len(modules) >= 10

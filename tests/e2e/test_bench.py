@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import json
+import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
+
+import httpx
+
+from benchmarks import weights
+from tlt_server.demo.server import ServerProcess
 
 
 def bench(name: str, file: Path) -> dict[str, Any]:
@@ -47,6 +54,24 @@ def test_decode_and_cycle_time_whole_batches(tmp_path: Path) -> None:
         (1, "eagle:7x4x32", 128), (1, "eagle:7x1x8", 128), (8, "eagle:7x1x8", 128), (1, "eagle:7x4x32", "problem"),
         (1, "eagle:7x1x8", "problem")]
     assert all(row["accept_length"] > 3 for row in drafted["rows"] if row["prompt"] == "problem")
+
+
+def test_weights_are_pushed_by_every_channel_while_requests_decode(tmp_path: Path) -> None:
+    rows = list(weights.measure(weights.TARGET, tmp_path, rounds=2))
+    assert [row["channel"] for row in rows] == ["disk", "http", "gloo", "ipc"]
+    for row in rows:
+        assert row["push_s"] > sum(row["phases_s"].values()) > 0 and row["push_while_decoding_s"] > 0 and 0 < row["longest_pause_ms"] < 5000
+
+
+def test_requests_decode_as_long_as_they_shall() -> None:
+    flags = ("--max-model-len", str(weights.LENGTH), "--max-running", str(weights.REQUESTS), "--kv-memory-mb", "64")
+    with ServerProcess("--model", str(weights.TARGET), *flags) as server:
+        with weights.decoding(server.url):
+            open_s, seen = time.monotonic() + 3, list[float]()  # several of their lengths
+            while time.monotonic() < open_s:
+                seen.append(httpx.get(f"{server.url}/load").json()["server_load"])
+        assert statistics.mean(seen) > weights.REQUESTS / 2 and seen[-1] <= weights.REQUESTS
+        assert httpx.get(f"{server.url}/load").json()["server_load"] == 0
 
 
 def test_graphs_reports_phases_of_the_start(tmp_path: Path) -> None:

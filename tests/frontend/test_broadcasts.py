@@ -249,3 +249,16 @@ def test_an_end_that_follows_a_push_outside_a_session_is_not_the_last_sessions(s
     assert post(server, "/finish_weight_update") == post(server, "/finish_weight_update")
     post(server, "/update_weights", {"path": "good", "version": "9"})
     post(server, "/finish_weight_update", {"weight_version": "10"}, status=409)
+
+
+def test_a_repeated_end_does_not_pretend_to_give_another_name(server: LiveServer) -> None:
+    post(server, "/start_weight_update")
+    post(server, "/update_weights", {"path": "good", "version": "8"})
+    ended = post(server, "/finish_weight_update", {"weight_version": "2"})
+    commands(server)
+    for again in ({"weight_version": "2"}, None):
+        assert post(server, "/finish_weight_update", again) == ended
+    refused = post(server, "/finish_weight_update", {"weight_version": "1"}, status=409)
+    assert "its version is '2', not '1'" in str(refused) and commands(server) == []
+    post(server, "/update_weight_version", {"new_version": "1"})
+    assert post(server, "/finish_weight_update", {"weight_version": "2"}) == ended, "sent again late"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -30,7 +31,7 @@ from tlt_client.errors import (
     server_error,
 )
 from tlt_client.retries import NEVER
-from tlt_client.wire import ItemResult
+from tlt_client.wire import Item, ItemResult, SamplingFields
 from tlt_server import errors as server_errors
 
 QUICK = Retries(times=3, first_s=0.01, longest_s=0.05)
@@ -127,6 +128,22 @@ def test_both_clients_give_the_same(server: LiveServer, operation: Callable[[Any
     with Client(server.url, timeout_s=20) as client:
         client.update_weights("p", "v0")  # so that both begin at the same versions
         assert operation(client) == asyncio.run(asked()) is not None
+
+
+@pytest.mark.parametrize(("items", "how", "said"), [
+    (BATCH, {"sampling": {"temperature": math.nan}}, "sampling.temperature is nan; it must be a finite number"),
+    (BATCH, {"sampling": SamplingFields(top_p=math.inf)}, "sampling.top_p is inf;"),
+    (BATCH, {"timeout_s": math.nan}, "timeout_s is nan;"),
+    ([*BATCH, {"prompt": "a", "sampling": {"logit_bias": {"5": -math.inf}}}], {}, r"requests\[1\].sampling.logit_bias.5 is -inf;"),
+    ([Item(prompt="a", sampling=SamplingFields(min_p=math.nan))], {}, r"requests\[0\].sampling.min_p is nan;"),
+])
+def test_what_json_has_no_number_for_is_not_sent(items: list[Any], how: dict[str, Any], said: str) -> None:
+    client, other = Client("http://127.0.0.1:9"), AsyncClient("http://127.0.0.1:9")  # where nobody listens
+    for call in (client.generate, client.stream):
+        with pytest.raises(ValueError, match=f"^{said}"):
+            list(call(items, **how))
+    with pytest.raises(ValueError, match=f"^{said}"):
+        asyncio.run(other.generate(items, **how))
 
 
 def test_both_clients_stream_detach_and_fetch_the_same(server: LiveServer) -> None:

@@ -44,7 +44,7 @@ BAD = [  # (body, status, what the message must say)
     (b"[]", 400, "must be a JSON object"),
     (b'"requests"', 400, "must be a JSON object"),
     (b"null", 400, "must be a JSON object"),
-    ({}, 400, "requests is missing"),
+    ({}, 400, "requests is missing; give requests, or, as SGLang's clients do, text or input_ids"),
     ({"requests": []}, 400, "requests is []; it must have at least 1 item"),
     (item(id="x" * 300), 400, "it must have at most 256 characters"),
     (item(id=""), 400, "id is ''; it must have at least 1 character"),

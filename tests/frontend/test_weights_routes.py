@@ -124,6 +124,27 @@ def test_the_checker_sums_remembers_and_compares(client: Client, server: LiveSer
     assert post(server, "/weight_checker", given).json() == {"match": False, "mismatches": ["x"]}
     assert post(server, "/weight_checker").json() == {"checksums": {"w": "sha256:v1"}}
     assert "'sum'" in post(server, "/weight_checker", {"action": "sum"}).json()["error"]["message"]
+    assert post(server, "/weight_checker", {"action": "snapshot"}).json() == {"checksums": {"w": "sha256:v1"}}
+    empty = post(server, "/weight_checker", {"action": "compare", "baseline": {}})
+    assert empty.status_code == 400 and "nothing to compare with" in empty.json()["error"]["message"], "not with what was remembered"
+
+
+def test_the_other_dialects_route_checks_the_same_and_says_success_too(client: Client, server: LiveServer) -> None:
+    def check(body: dict[str, object], status: int = 200) -> dict[str, object]:
+        found = post(server, "/weights_checker", body)
+        assert found.status_code == status, found.text
+        reply: dict[str, object] = found.json()
+        assert reply.pop("message") and reply.pop("success") is (status == 200)
+        return reply
+
+    assert check({"action": "compare"}, 400) == {}, "there is nothing to compare with"
+    assert check({"action": "reset"}) == check({"action": "snapshot"}) == check({}) == {"checksums": {"w": "sha256:v0"}}
+    assert check({"action": "compare"}) == {"match": True, "mismatches": []}
+    client.update_weights("p", "v1")
+    assert post(server, "/weight_checker", {"action": "compare"}).json() == {"match": False, "mismatches": ["w"]}, "remembered for both"
+    assert check({"action": "compare"}, 409) == {"match": False, "mismatches": ["w"]}
+    assert check({"action": "compare", "baseline": {"w": "sha256:v1"}}) == {"match": True, "mismatches": []}
+    assert check({"action": "compare", "baseline": {"w": "sha256:v1", "x": "y"}}, 409) == {"match": False, "mismatches": ["x"]}
 
 
 REFUSED: dict[str, tuple[str, ...]] = {

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ import torch
 from tlt_client.channels import broadcast
 from tlt_client.channels.broadcast import BroadcastSender
 from tlt_client.channels.errors import ChannelBroken
-from tlt_client.channels.groups import Group, Membership
+from tlt_client.channels.groups import Group, Membership, host_store
 from tlt_client.errors import ServerError
 
 TIMEOUT_S = 0.2
@@ -127,3 +129,62 @@ def test_a_receiver_whose_trainer_is_silent_relies_on_no_wait_of_the_library(com
     assert group.under_way == 1, "until it is aborted it is on the device"
     group.close()
     assert group.under_way == 0 and communicators[0].aborted
+
+
+@pytest.fixture
+def port() -> int:
+    """That nobody listens at."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def joined_in_time(port: int, timeout_s: float, said: str) -> None:
+    started = time.monotonic()
+    with pytest.raises(ChannelBroken, match=f"broke while joining, or {timeout_s:g} s passed .*{said}.*make the group anew"):
+        Group(Membership("g", "gloo", "127.0.0.1", port, 1, 2, timeout_s=timeout_s))
+    assert timeout_s - 0.5 <= time.monotonic() - started < timeout_s + 1
+
+
+def test_a_join_where_nobody_listens_ends_in_its_time(port: int) -> None:
+    joined_in_time(port, 1.0, "nobody listens there")
+
+
+def test_a_join_where_somebody_listens_and_says_nothing_ends_in_its_time(port: int) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        joined_in_time(silent.getsockname()[1], 1.0, "nobody answers there")
+
+
+def test_what_waiting_for_the_store_took_is_not_there_for_the_others(port: int) -> None:
+    """The store is there after most of the time, and rank 0 never joins."""
+    stores: list[Any] = []
+    late = threading.Timer(1.5, lambda: stores.append(host_store("127.0.0.1", port, 2, 30)))
+    late.start()
+    joined_in_time(port, 2.0, "")
+    late.join()
+    assert stores
+
+
+def test_a_broadcast_may_take_its_time_however_little_was_left_for_joining(port: int) -> None:
+    stores, groups = list[Any](), dict[int, Group]()
+
+    def join(rank: int, store: Any = None) -> None:
+        groups[rank] = Group(Membership("g", "gloo", "127.0.0.1", port, rank, 2, timeout_s=2.5), store)
+
+    def lead() -> None:
+        time.sleep(1.7)
+        stores.append(host_store("127.0.0.1", port, 2, 2.5))
+        join(0, stores[0])
+
+    leads = threading.Thread(target=lead)
+    leads.start()
+    join(1)
+    leads.join()
+    received = torch.zeros(3)
+    work = groups[1].begin(received)
+    time.sleep(1.5)  # longer than there was left of the joining
+    groups[0].end(groups[0].begin(torch.arange(3.0)))
+    groups[1].end(work)
+    assert received.tolist() == [0, 1, 2] and stores[0].timeout == groups[1]._store.timeout == timedelta(seconds=2.5)
+    for group in groups.values():
+        group.close()

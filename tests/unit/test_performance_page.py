@@ -12,6 +12,7 @@ import pytest
 from benchmarks.goals import Result, answer, comparable, goals, results, verdict
 from benchmarks.record_tests import RUNS, counts, figures
 from benchmarks.report import NOTES, PAGE, RESULTS, page
+from benchmarks.weights import Push, row
 
 SHAPE = {"layers": 28, "hidden": 3584, "intermediate": 18944, "heads": 28, "kv_heads": 4, "vocab": 152064}
 COMMON = {"quick": False, "shape": SHAPE, "drafter": "eagle", "device": "cuda", "dtype": "bfloat16", "attention": "triton",
@@ -34,6 +35,8 @@ def decode(name: str, step_ms: float, **how: Any) -> Result:
     return result(name, bench="decode", prompt=128, rows=rows, price=price, prefill=prefill, **how)
 
 
+PUSHES = [Push(seconds, {"pause_ms": pause_ms, "phases_s": {"read": seconds / 2, "commit": pause_ms / 1e3}})
+          for seconds, pause_ms in ((3.0, 0.5), (5.0, 97.0), (4.0, 0.4))]
 EXAMPLES = [
     decode("decode-h200.json", 3.8),
     result("prefill-h200.json", bench="prefill", rows=[
@@ -48,6 +51,11 @@ EXAMPLES = [
     result("weights-h200.json", bench="weights-gpu", rounds=3, rows=[
         {"channel": "ipc", "bytes": 15_200_000_000, "staged_s": 2.0, "gb_per_s": 7.6, "push_s": 2.1, "pause_ms": 17.0, "requests": 8,
          "longest_gap_ms": 21.5, "step_ms": 4.0, "step_while_staging_ms": 4.5}]),
+    result("weights-spooled.json", bench="weights-gpu", rounds=3, spooled=True, rows=[
+        {"channel": "nccl", "bytes": 15_200_000_000, "staged_s": 1.0, "gb_per_s": 15.2, "push_s": 9.1, "pause_ms": 17.0, "requests": 8,
+         "longest_gap_ms": 26.5, "step_ms": 4.0, "step_while_staging_ms": 4.5}]),
+    result("weights.json", bench="weights", rounds=3, requests=4, rows=[
+        {"checkpoint": "random", **row("disk", 10**9, [1.0, 2.0, 3.0], PUSHES, PUSHES)}]),
     result("products.json", bench="products", rows=[
         {"rows": 256, "step_ms": 6.3, "products_ms": 6.1, "floor_ms": 3.3, "cublas_ms": 5.9, "of_floor": 1.85, "of_cublas": 1.034}]),
     result("trees.json", bench="trees", rows=[{"requests": 1, "walk_us": 3.5}]),
@@ -77,6 +85,8 @@ def test_each_kind_of_result_has_its_section_goals_and_source() -> None:
                  "| exactness: runs of requests compared, over all configurations | runs | 2000 | 2000 | 2304 | stretch reached |",
                  "| TLT Server, plain | 3.80 | 3.80 | 3.80 | 3.80 | 3.80 |", "| `gemm` | 3.000 |",
                  "| gap between tokens at the commit of pushed weights, ipc | ms | 25 | 20 | 21.50 | reached |",
+                 "| gap between tokens at the commit of pushed weights, nccl | ms | 25 | 20 | 26.50 | short |",
+                 "| random | 1000 | disk | 4.00 | 250 | 2.00x | 4.00 | 97.00 |",
                  "| ipc | 15.2 | 2.00 | 7.6 |", "| 256 | 6.3 | 6.1 | 3.3 | 5.9 | 1.85 | 1.034 |",
                  "| requests | walk_us |", "| marked gpu | 5 | 0 | 0 | 2 |"):
         assert line in text, line
@@ -89,6 +99,20 @@ def test_the_newest_full_run_on_the_goals_machine_counts() -> None:
              decode("other.json", 2.0, machine="1 x NVIDIA A100"), decode("small.json", 0.5, shape={**SHAPE, "layers": 8})]
     answered = answer(goal("plain decode, batch 1"), comparable(found, goals()))
     assert answered is not None and (answered.value, answered.name) == (4.0, "new.json")
+
+
+def test_of_pushes_the_median_counts_and_of_pauses_the_longest() -> None:
+    idle = [push._replace(reply={**push.reply, "pause_ms": 500.0}) for push in PUSHES]
+    found = row("disk", 10**9, [1.0, 2.0, 3.0], idle, [push._replace(seconds=2 * push.seconds) for push in PUSHES])
+    assert (found["push_s"], found["phases_s"], found["ratio"]) == (4.0, {"read": 2.0, "commit": 0.0005}, 2.0)
+    assert (found["push_while_decoding_s"], found["longest_pause_ms"]) == (8.0, 97.0), "of those into a server that decodes"
+
+
+def test_the_page_says_whether_pushes_were_spooled() -> None:
+    _, *parts = re.split(r"\n\[(\S+)\]\(\.\./benchmarks/results/\S+\): `", page(EXAMPLES, "# Notes\n"))
+    said = dict(zip(parts[::2], parts[1::2], strict=True))
+    assert "Without `--state-dir`, so nothing is spooled." in said["weights-h200.json"]
+    assert "With `--state-dir`, so every push is also spooled" in said["weights-spooled.json"]
 
 
 @pytest.mark.parametrize(("what", "value", "expected"), [

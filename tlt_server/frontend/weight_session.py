@@ -38,12 +38,13 @@ Version = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^/\x00-
 class Update:
     """One weight update, from its begin until its end or the next begin. A call that pushes keeps the one that it began in."""
 
-    def __init__(self, session: WeightSession, selector: Selector | None = None, id: str = "", ended: WeightReport | None = None) -> None:
+    def __init__(self, session: WeightSession, selector: Selector | None = None, id: str = "", ended: WeightReport | None = None,
+                 name: str = "") -> None:
         """Without a selector: what is pushed outside any session."""
         self._session, self.selector, self.id = session, selector, id
         self.ended = ended  # how its end was answered, for a repeated one; outside any session: how the last one's, until a push
         self.ending = asyncio.Lock()
-        self.name = ""  # for what becomes live at the end
+        self.name = name  # for what becomes live at the end, or has
         self.calls = 0  # that began to push
         self.succeeded = 0  # number of the last call that did
         self.waits = False  # what was pushed is staged, or gathers
@@ -98,13 +99,16 @@ class WeightSession:
             raise Conflict("the weight update is being ended; wait for that, then push")
 
     async def end(self, name: str = "") -> WeightReport:
-        """Commit what was pushed. A repeated end is answered as the first; `Conflict` without a session.
+        """Commit what was pushed. A repeated end is answered as the first, unless it gives another name; `Conflict` without a session.
 
         Where nothing can be committed the session stays open: what is missing may still be pushed, or another name given.
         """
         update = self._update
         async with update.ending:
             if update.ended is not None:
+                if name not in ("", update.name, update.ended.version):
+                    raise Conflict(f"the weight update has ended already and its version is {update.ended.version!r}, not {name!r}; begin "
+                                   "another and push, or name what is live (POST /update_weight_version)")
                 return update.ended
             if update.selector is None:
                 raise Conflict("no weight update was begun; begin one (POST /start_weight_update, /begin_weight_update), or push without")
@@ -112,8 +116,9 @@ class WeightSession:
                 raise Conflict("the last push of this weight update failed or is under way, so there is nothing to make live; push again "
                                "and then end it, or begin another")
             update.ended = await self._commit(update, name or update.name)
+            update.name = name or update.name
             if update is self._update:
-                self._update = Update(self, ended=update.ended)
+                self._update = Update(self, ended=update.ended, name=update.name)
             return update.ended
 
     async def _commit(self, update: Update, name: str) -> WeightReport:

@@ -1,7 +1,8 @@
 """Process groups between a trainer (rank 0, which hosts the store) and engines: joined, used by pushes, left.
 
 A group is made of torch's own pieces without its global state, or of NCCL's communicator (`nccl`), so it can be made anew at any time.
-Every wait has an end: what breaks or takes longer than `timeout_s` is `ChannelBroken`, and a group that broke is not used again.
+Every wait has an end: what breaks or takes longer than `timeout_s` (joining as a whole, and each broadcast) is `ChannelBroken`, and a group
+that broke is not used again.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
 
 MAX_GROUPS = 8
 POLL_S = 0.0002
+LOOK_S = 0.2  # between two looks whether the trainer listens
 BACKENDS = ("gloo", "nccl")
 
 
@@ -46,7 +50,6 @@ class Group:
     def __init__(self, member: Membership, store: Any = None) -> None:
         """`store`: rank 0's, from `host_store`."""
         import torch
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         if member.backend not in BACKENDS:
             raise ContentRefused(f"backend is {member.backend[:40]!r}; use {' or '.join(BACKENDS)}")
@@ -55,12 +58,13 @@ class Group:
         self.member, self.broken = member, ""
         self.under_way = 0  # broadcasts begun that have not ended
         self.device = torch.device("cuda", torch.cuda.current_device()) if member.backend == "nccl" else torch.device("cpu")
-        self._timeout = timedelta(seconds=member.timeout_s)
+        self._timeout, self._until = timedelta(seconds=member.timeout_s), time.monotonic() + member.timeout_s
+        connects = store is None and not member.unique_id
         with self._bounded("joining"):
-            self._store = store
-            if store is None and not member.unique_id:
-                self._store = TCPStore(member.master_address, member.master_port, member.world_size, False, self._timeout)
+            self._store = connected(member.master_address, member.master_port, member.world_size, self._until) if connects else store
             self._group: Any = self._made()
+            if connects:
+                self._store.set_timeout(self._timeout)  # it had what was left of it
 
     def _made(self) -> Any:
         from torch import distributed
@@ -68,7 +72,8 @@ class Group:
 
         store = self._store
         if self.member.backend == "nccl" and not self.member.prefixed:
-            return nccl.Communicator(self._id(), self.member.rank, self.member.world_size, self.device, self.member.timeout_s)
+            id = self._id()
+            return nccl.Communicator(id, self.member.rank, self.member.world_size, self.device, self.member.timeout_s, left(self._until))
         if self.member.prefixed:
             for prefix in (self.member.name, f"{self.member.name}/", f"{self.device.type}/"):
                 store = PrefixStore(prefix, store)
@@ -78,7 +83,7 @@ class Group:
             options._timeout = self._timeout
             return distributed.ProcessGroupNCCL(store, rank, size, options)
         options = distributed.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout = self._timeout
+        options._timeout = timedelta(seconds=left(self._until))  # for joining; a broadcast has its own
         gloo = distributed.ProcessGroupGloo
         local = _is_loopback(self.member.master_address)
         options._devices = [gloo.create_device(hostname="127.0.0.1") if local else gloo.create_default_device()]
@@ -105,7 +110,7 @@ class Group:
         from torch import distributed
 
         options = distributed.BroadcastOptions()
-        options.rootRank, options.rootTensor = 0, 0
+        options.rootRank, options.rootTensor, options.timeout = 0, 0, self._timeout
         with self._bounded("broadcasting"):
             self.under_way += 1
             return self._group.broadcast([tensor], options)
@@ -159,6 +164,48 @@ def host_store(address: str, port: int, world_size: int, timeout_s: float) -> An
     except RuntimeError as error:
         raise ChannelBroken(f"the store at {address}:{port} cannot be hosted ({str(error).splitlines()[0][:120]}); choose another port or "
                             "address (port 0 = a free one)") from None
+
+
+def connected(address: str, port: int, world_size: int, until: float) -> Any:
+    """The store that rank 0 hosts, once somebody listens there.
+
+    torch tries twice, each time as long as it may take, and waits for ever for one that accepts and says nothing. So it is asked only when
+    somebody listens, and not waited for beyond `until`.
+    """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    made: Future[Any] = Future()
+
+    def connect() -> None:
+        try:
+            _await_listener(address, port, until)
+            made.set_result(TCPStore(address, port, world_size, False, timedelta(seconds=left(until))))
+        except BaseException as error:
+            made.set_exception(error)
+
+    threading.Thread(target=connect, name="connect to a store", daemon=True).start()
+    try:
+        return made.result(left(until))
+    except TimeoutError:
+        raise RuntimeError("nobody answers there") from None
+
+
+def _await_listener(address: str, port: int, until: float) -> None:
+    while True:
+        try:
+            with socket.create_connection((address, port), timeout=left(until)) as found:
+                if found.getsockname() != found.getpeername():  # else a port that nobody has was given to us, and answers itself
+                    return
+                raise ConnectionRefusedError("connection refused")
+        except OSError as error:
+            if time.monotonic() + LOOK_S >= until:
+                raise RuntimeError(f"nobody listens there: {error}") from None
+            time.sleep(LOOK_S)
+
+
+def left(until: float) -> float:
+    """Seconds, and never none: the libraries take 0 for no end at all."""
+    return max(0.01, until - time.monotonic())
 
 
 class Groups:

@@ -49,23 +49,29 @@ def id_in(message: bytes) -> bytes:
 class Communicator:
     """Joined once constructed, together with all others."""
 
-    def __init__(self, id: bytes, rank: int, size: int, device: torch.device, timeout_s: float) -> None:
+    def __init__(self, id: bytes, rank: int, size: int, device: torch.device, timeout_s: float, join_s: float | None = None) -> None:
+        """`timeout_s` bounds every broadcast, and the joining as a whole if `join_s` does not."""
         import torch
 
-        self._library, self._device, self._timeout_s, self._joined = _library(), device, timeout_s, ctypes.c_void_p()
+        self._library, self._device, self._joined = _library(), device, ctypes.c_void_p()
+        join_s = timeout_s if join_s is None else join_s
         config = _Config(ctypes.sizeof(_Config), 0xCAFEBEEF, 21400, 0)
         with torch.cuda.device(device):
             self._stream = torch.cuda.Stream(device)
             one = torch.zeros(1, device=device)
             _check(self._library.ncclCommInitRankConfig(ctypes.byref(self._joined), size, _Id.from_buffer_copy(id), rank,
                                                         ctypes.byref(config)))
+        until = time.monotonic() + join_s
         try:
-            self._until(lambda: self._state() == SUCCESS, timeout_s)
-            self._begin(lambda stream: self._library.ncclAllReduce(
-                one.data_ptr(), one.data_ptr(), 1, FLOAT32, SUM, self._joined, stream)).wait(timedelta(seconds=timeout_s))
+            self._until(lambda: self._state() == SUCCESS, join_s)
+            self._timeout_s = until - time.monotonic()
+            summed = self._begin(lambda stream: self._library.ncclAllReduce(
+                one.data_ptr(), one.data_ptr(), 1, FLOAT32, SUM, self._joined, stream))
+            summed.wait(timedelta(seconds=until - time.monotonic()))
         except RuntimeError:
             self.abort()
             raise
+        self._timeout_s = timeout_s
 
     def broadcast(self, tensors: Sequence[Tensor], options: Any) -> Work:
         """The root's bytes into everybody's one tensor."""

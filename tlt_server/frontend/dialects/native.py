@@ -92,6 +92,8 @@ def routes(service: Service) -> list[Endpoint]:
         borrowed = [name for name in BORROWED if name in content]
         if borrowed and "requests" in content:
             raise InvalidRequest(f"the body has requests and {borrowed[0]}; requests is the native form, {borrowed[0]} SGLang's: send one")
+        if "requests" not in content and not borrowed:
+            raise InvalidRequest("requests is missing; give requests, or, as SGLang's clients do, text or input_ids")
         if borrowed:
             return await sglang(service, request, content)
         asked = await _asked(service, content)

@@ -58,7 +58,6 @@ from tlt_server.frontend.sglang.requests import (
     GROUP,
     AbortFields,
     BeginFields,
-    CheckFields,
     DiskFields,
     DistributedFields,
     GroupFields,
@@ -70,6 +69,7 @@ from tlt_server.frontend.sglang.requests import (
     TensorFields,
 )
 from tlt_server.frontend.tolerant import without_nulls
+from tlt_server.frontend.weight_checker import CheckFields
 from tlt_server.records import EngineInfo, InFlight, Manifest, Memory, ReadWeights
 
 MODES: dict[str, InFlight] = {"abort": "abort", "retract": "recompute", "in_place": "continue"}
@@ -228,15 +228,17 @@ def routes(service: Service) -> list[Endpoint]:
         return json_response(Acknowledged("memory resumed"))
 
     async def check(request: Request) -> Response:
-        """Checksums of everything live, computed anew; remembered by `snapshot`, compared by `compare`."""
+        """Checksums of everything live, computed anew; or compare them, with a baseline or what was remembered: 409 if any differs."""
         asked = await _read(CheckFields, request)
-        if asked.action == "compare":
-            wrong = await service.checker.mismatches(None)
-            if wrong:
-                raise Conflict(f"{len(wrong)} tensors differ from the snapshot: {', '.join(wrong[:8])}; push them again, or roll back")
-            return json_response(Outcome(message="nothing differs from the snapshot"))
-        sums = await (service.checker.remember if asked.action == "snapshot" else service.checker.sums)()
-        return json_response(Outcome(message=f"{len(sums)} tensors", checksums=sums))
+        sums, wrong = await service.checker.check(asked)
+        if sums is not None:
+            return json_response(Outcome(message=f"{len(sums)} tensors", checksums=sums))
+        assert wrong is not None
+        against = "what was remembered" if asked.baseline is None else "the baseline"
+        if not wrong:
+            return json_response(Outcome(message=f"nothing differs from {against}", match=True, mismatches=wrong))
+        said = f"{len(wrong)} tensors differ from {against}: {', '.join(wrong[:8])}; push them again, or roll back"
+        return json_response(Outcome(success=False, message=said, match=False, mismatches=wrong), Conflict.http_status)
 
     async def read_weights(request: Request) -> Response:
         """The first rows of a live tensor, as numbers; a drafter's name begins with `draft.`. 409 while the weights change or sleep."""

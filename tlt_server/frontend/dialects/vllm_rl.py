@@ -66,7 +66,6 @@ from tlt_server.frontend.vllm.replies import (
 )
 from tlt_server.frontend.vllm.requests import (
     AbortFields,
-    CheckFields,
     FinishFields,
     NoBody,
     RpcFields,
@@ -75,6 +74,7 @@ from tlt_server.frontend.vllm.requests import (
     VersionFields,
 )
 from tlt_server.frontend.vllm.transfer import BroadcasterFields, InitFields
+from tlt_server.frontend.weight_checker import CheckFields
 from tlt_server.frontend.weight_session import Selector
 from tlt_server.records import InFlight, Memory
 
@@ -183,11 +183,10 @@ def routes(service: Service) -> list[Endpoint]:
 
     async def check(request: Request) -> Response:
         """Checksums of everything live, computed anew; or compare them with a baseline."""
-        asked = await _read(CheckFields, request)
-        if asked.action == "compare":
-            mismatches = await service.checker.mismatches(asked.baseline)
-            return json_response(CheckReply(match=not mismatches, mismatches=mismatches))
-        return json_response(CheckReply(checksums=await (service.checker.remember if asked.action == "reset" else service.checker.sums)()))
+        sums, mismatches = await service.checker.check(await _read(CheckFields, request))
+        if mismatches is None:
+            return json_response(CheckReply(checksums=sums))
+        return json_response(CheckReply(match=not mismatches, mismatches=mismatches))
 
     async def reset_prefix_cache(request: Request) -> Response:
         """Forget every cached prefix; what runs goes on with its own KV, which then serves nobody else."""

@@ -64,6 +64,8 @@ class Outcome(Struct, frozen=True, kw_only=True):
     num_paused_requests: Annotated[int | UnsetType, Meta(description="sequences that are open while generation is paused")] = UNSET
     new_version: Annotated[str | UnsetType, Meta(description="what the weights are called now")] = UNSET
     checksums: Annotated[dict[str, str] | UnsetType, Meta(description="mix64 of the values, by tensor")] = UNSET
+    match: Annotated[bool | UnsetType, Meta(description="whether nothing differs; of a comparison")] = UNSET
+    mismatches: Annotated[list[str] | UnsetType, Meta(description="names of the tensors that differ; of a comparison")] = UNSET
 
 
 class Acknowledged(Struct, frozen=True):

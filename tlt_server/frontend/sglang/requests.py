@@ -171,10 +171,6 @@ class MemoryFields(NullIsAbsent):
         [], description="empty: all; cuda_graph is without effect, as graphs come and go with the rest")
 
 
-class CheckFields(NullIsAbsent):
-    action: Literal["checksum", "snapshot", "compare"] = Field("checksum", description="snapshot: remember the sums for compare")
-
-
 class ReadFields(NullIsAbsent):
     name: str = Field(min_length=1, max_length=1024, description="of the tensor, as POST /weight_checker lists it")
     truncate_size: int = Field(100, ge=1, le=4096, description="how many of its first rows")

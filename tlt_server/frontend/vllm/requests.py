@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any
 
 from pydantic import ConfigDict, Field
 
@@ -75,11 +75,6 @@ class RpcFields(NullIsAbsent):  # type: ignore[no-redef]  # mypy's plugin has a 
 
 class VersionFields(NullIsAbsent):
     new_version: Version = Field(description="the name")
-
-
-class CheckFields(NullIsAbsent):
-    action: Annotated[Literal["checksum", "compare", "reset"], Field(description="reset: remember them for compare")] = "checksum"
-    baseline: Annotated[dict[str, str] | None, Field(description="for compare; without it, what reset remembered")] = None
 
 
 class NoBody(Tolerant):
