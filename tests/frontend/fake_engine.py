@@ -208,7 +208,7 @@ class FakeEngine:
             self.paused = True
 
     async def _answer(self, command: WeightCommand) -> None:
-        """Commits at once; a path that names an error's code is answered by that error, `hangs` not at all."""
+        """Commits at once; a path that names an error's code is answered by that error, a path or group `hangs` not at all."""
         values, shape = b"", list[int]()
         result, error, version, role, sums = "looked", None, "", "", {"w": f"sha256:{self.weights.target}"}
         match command:
@@ -233,6 +233,8 @@ class FakeEngine:
                 values, shape = array("f", [0.5] * rows).tobytes(), [rows]
             case AbortWeights(_, version):
                 result = "aborted"
+            case JoinGroup(_, "hangs"):
+                return
             case JoinGroup(_, name):
                 result, self.weights = "joined", msgspec.structs.replace(self.weights, groups=[name])
             case LeaveGroup():
