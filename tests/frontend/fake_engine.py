@@ -224,6 +224,8 @@ class FakeEngine:
                     result, error = fails, (fails, f"{fails}: out of luck")
             case CommitWeights() if self.fails:
                 result, error = self.fails, (self.fails, f"{self.fails}: out of luck")
+            case CommitWeights(_, version, "") if version == self.weights.target:
+                result, role = "unchanged", "target"
             case CommitWeights(_, version, name):
                 result, role, version = "committed", "target", name or version or "named"
             case NameWeights(_, version):

@@ -139,11 +139,14 @@ class WeightPushes:
                 if push.state == "waiting" and not transaction.in_place:
                     transaction.start()
             case CommitWeights(id, version, name, session):
-                push = transaction.ready_to_commit(version, session)
+                ready = transaction.ready_to_commit(version, session)
+                if ready is None:
+                    self._report(id, "unchanged", parts=transaction.live_as(version))
+                    return
                 if name:
                     transaction.name_staged(name)
-                push.asked.append(id)
-                push.due = True
+                ready.asked.append(id)
+                ready.due = True
             case AbortWeights(id, version, session):
                 push = transaction.abort(version, session)
                 self._report(id, "aborted", version=push.version)
