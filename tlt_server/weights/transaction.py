@@ -208,6 +208,8 @@ class Transaction:
         push.aborted = True
         if push.state in ("waiting", "gathering", "staged"):
             push.state, push.error = "failed", self._abort_error(push)
+        elif push.staging is not None:
+            push.staging.stop()
         return push
 
     def ready_to_commit(self, version: str, session: str = "") -> Push | None:

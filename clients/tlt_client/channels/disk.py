@@ -57,6 +57,9 @@ class DiskReceiver:
         for source in self._sources.values():
             source.confirm()
 
+    def stop(self) -> None:
+        """Nobody is waited for."""
+
     def close(self) -> None:
         """Nothing is held."""
 

@@ -67,6 +67,11 @@ class Line:
             if self._connection.recv(1):
                 raise ContentRefused("more came than the manifest names; send its buckets, each once, and end the stream")
 
+    def stop(self) -> None:
+        """From another thread: whoever waits here finds the other side gone, and so does that."""
+        with contextlib.suppress(OSError):  # it is gone, or closed
+            self._connection.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         self._connection.close()
 
