@@ -22,9 +22,9 @@ from tlt_client.channels.memory import GRANT, Grant, Memory, opened
 PEER = struct.Struct("3i")  # process, user, group
 
 
-def made_directory() -> Path:
-    """For an engine's sockets; goes with the process."""
-    directory = Path(tempfile.mkdtemp(prefix="tlt-ipc-"))
+def made_directory(within: Path | None = None) -> Path:
+    """For an engine's sockets; goes with the process, and after one that was killed with `within`, which is somebody else's."""
+    directory = Path(tempfile.mkdtemp(prefix="tlt-ipc-", dir=within))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     return directory
 
