@@ -83,7 +83,7 @@ async def _serve(config: Config, engine_command: Sequence[str]) -> int:
             ))
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             stack.push_async_callback(_finish, server, serving)
-            stack.callback(client.close)  # what is still open ends with a typed error, which `_finish` lets out
+            stack.callback(service.close)  # what is still open ends with a typed error, which `_finish` lets out
             stack.push_async_callback(rollouts.close)  # first: that error is none of theirs where their journals last
             url = _url(config, listener)
             progress.listening(url, grpc_address)

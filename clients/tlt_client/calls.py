@@ -189,7 +189,7 @@ def leave_group(name: str) -> Call[Mapping[str, Any]]:
 
 
 def commit_weights(version: str) -> Call[Mapping[str, Any]]:
-    return _put("POST", f"/weights/{in_path(version)}/commit", {}, json_object)
+    return _put("POST", f"/weights/{in_path(version)}/commit", {}, json_object, repeatable=True)
 
 
 def abort_weights(version: str) -> Call[Mapping[str, Any]]:

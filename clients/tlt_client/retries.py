@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from tlt_client.errors import NotReached, ServerError, TltClientError
 
-REFUSED = (408, 429, 503)  # with these nothing of the request was done
+REFUSED = (408, 429, 503)  # with these nothing of the request was done, or what may be done twice
 
 
 @dataclass(frozen=True)

@@ -209,6 +209,26 @@ def test_weights_that_sleep_take_no_push_and_pages_that_sleep_do(engine: Pushabl
     assert engine.run(request(0)) == Pushable(settings).run(request(0))
 
 
+def test_a_change_that_drains_is_refused_where_what_runs_is_paused(engine: Pushable, root: Path) -> None:
+    assert engine.push(root / "new", "v1").result == "committed"
+    assert engine.push(root / "base", "v2", in_flight="drain", commit=False).result == "staged"
+    begun(engine)
+    done(engine, Pause("p"))
+    for change in (lambda: engine.commit("v2"), lambda: engine.push(root / "base", "v2", in_flight="drain")):
+        report = change()
+        assert (report.result, report.state.open["state"], report.state.target) == ("conflict", "staged", "v1")
+        said = report.error[1] if report.error else ""
+        assert "drain" in said and "POST /resume" in said and "another in_flight" in said
+    assert engine.abort("v2").result == "aborted"
+    assert engine.roll_back(in_flight="drain").result == engine.push(root / "base", "v3", in_flight="drain").result == "conflict"
+    assert engine.push(root / "base", "v3").result == "committed", "any other in_flight goes on"
+    assert engine.roll_back(in_flight="recompute").result == "rolled_back"
+    done(engine, Resume("r"))
+    engine.finish()
+    done(engine, Pause("q"))
+    assert engine.push(root / "base", "v4", in_flight="drain").result == "committed", "nothing runs"
+
+
 def test_sleeping_twice_and_waking_twice_change_nothing(engine: Pushable, expected: object) -> None:
     begun(engine)
     for _ in range(2):

@@ -387,6 +387,23 @@ def test_a_staged_push_waits_for_its_commit_or_its_abort(engine: Pushable, root:
     assert engine.commit("v1").result == "committed" and engine.checksums() != sums
 
 
+def test_a_commit_may_be_asked_for_again(engine: Pushable, root: Path) -> None:
+    assert engine.push(root / "new", "v1", commit=False).result == "staged"
+    first, again = engine.send_commit("v1"), engine.send_commit("v1")
+    assert [engine.report(id).result for id in (first, again)] == ["committed", "committed"]
+    late = engine.commit("v1")
+    assert (late.result, late.version, late.role, late.state.target) == ("unchanged", "v1", "target", "v1")
+    assert late.checksums == engine.report(first).checksums
+    assert engine.push(root / "newer", "v2", commit=False).result == "staged"
+    assert engine.commit("v1").result == "unchanged" and engine.commit("v2").result == "committed"
+    assert engine.commit("v1").result == "not_found", "it is kept for a rollback, and is not live"
+    assert engine.push(root / "new-drafter", "v2", role="drafter", commit=False).result == "staged"
+    both = engine.commit("v2")
+    assert (both.result, both.role) == ("committed", "drafter"), "a push on its way comes before what is live by its name"
+    assert engine.commit("v2").role == "all" and engine.roll_back().result == "rolled_back"
+    assert engine.commit("v2").role == "target"
+
+
 def test_checksums_that_come_back_can_be_declared_with_the_next_push(engine: Pushable, root: Path) -> None:
     report = engine.push(root / "new", "v1")
     tensors = [{"name": name, "checksum": value} for name, value in report.checksums.items()]

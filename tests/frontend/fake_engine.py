@@ -211,7 +211,7 @@ class FakeEngine:
             self.paused = True
 
     async def _answer(self, command: WeightCommand) -> None:
-        """Commits at once; a path that names an error's code is answered by that error, `hangs` not at all."""
+        """Commits at once; a path that names an error's code is answered by that error, a path or group `hangs` not at all."""
         values, shape = b"", list[int]()
         result, error, version, role, sums = "looked", None, "", "", {"w": f"sha256:{self.weights.target}"}
         match command:
@@ -227,6 +227,8 @@ class FakeEngine:
                     result, error = fails, (fails, f"{fails}: out of luck")
             case CommitWeights() if self.fails:
                 result, error = self.fails, (self.fails, f"{self.fails}: out of luck")
+            case CommitWeights(_, version, "") if version == self.weights.target:
+                result, role = "unchanged", "target"
             case CommitWeights(_, version, name):
                 result, role, version = "committed", "target", name or version or "named"
             case NameWeights(_, version):
@@ -236,6 +238,8 @@ class FakeEngine:
                 values, shape = array("f", [0.5] * rows).tobytes(), [rows]
             case AbortWeights(_, version):
                 result = "aborted"
+            case JoinGroup(_, "hangs"):
+                return
             case JoinGroup(_, name):
                 result, self.weights = "joined", msgspec.structs.replace(self.weights, groups=[name])
             case LeaveGroup():

@@ -109,7 +109,7 @@ class LiveServer:
             self.started.set()
             await self._stop.wait()
             await self.rollouts.close()
-            self.client.close()
+            service.close()
             server.should_exit = True
             await serving
             supervised.cancel()

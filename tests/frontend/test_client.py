@@ -253,6 +253,14 @@ def test_a_batch_survives_drops_refusals_and_lost_replies_and_runs_once(server: 
 
 
 @both
+def test_a_commit_whose_reply_is_lost_is_asked_for_again(server: LiveServer, asynchronous: bool) -> None:
+    version = f"lost-{asynchronous}"
+    with flaky(server.url, "lose") as proxy:
+        reply = ask(proxy.url, asynchronous, lambda client: client.commit_weights(version))
+    assert (reply["state"], reply["version"], reply["weight_version"]) == ("unchanged", version, version)
+
+
+@both
 def test_without_retries_one_failure_is_the_end(server: LiveServer, asynchronous: bool) -> None:
     with flaky(server.url, "lose", "refuse") as proxy:
         with pytest.raises(ConnectionFailed):

@@ -51,11 +51,12 @@ def assemble(
     on_begin: Callable[[list[str]], None] = lambda ids: None,
     on_progress: OnProgress = lambda name, done, of: None,
     make_device: Callable[[EngineSettings], Device] = make_device,
+    directory: Path | None = None,
 ) -> tuple[Engine, EngineInfo]:
     """A ready engine and what it says of itself. `StartupError` names what cannot be used and the remedy.
 
     `on_begin`: see `Scheduler`. `on_progress`: a phase that is long has done so many steps. `make_device`: of settings in which nothing is
-    left to the device.
+    left to the device. `directory`: where it may make one of its own; whoever has made that removes it.
     """
     phases: dict[str, float] = {}
 
@@ -115,7 +116,7 @@ def assemble(
         restore=memory.restore,
     )
     with phase("prepare runner") as detail:
-        options = _options(settings, device, spool)
+        options = _options(settings, device, spool, directory)
         equipped = device.equip(live, rungs, scheduler.page_table_SP, lambda done, of: on_progress("prepare runner", done, of),
                                 lambda: not options.intake.groups.hold_gpu)
         scheduler.on_end, scheduler.room = equipped.on_end, equipped.room
@@ -167,10 +168,10 @@ def assemble(
     return engine, info
 
 
-def _options(settings: EngineSettings, device: Device, spool: Spool | None) -> Options:
+def _options(settings: EngineSettings, device: Device, spool: Spool | None, directory: Path | None) -> Options:
     state = Path(settings.state_dir) if settings.state_dir else None
     intake = Intake(Path(settings.weight_root) if settings.weight_root else None, settings.weight_marker, state and state / "uploads",
-                    made_directory() if "ipc" in settings.channels else None, Groups(settings.weight_timeout_s))
+                    made_directory(directory) if "ipc" in settings.channels else None, Groups(settings.weight_timeout_s))
     storage = Storage(settings.weight_staging, device.free, device.device, state and state / "staged")
     return Options(settings.channels, intake, spool, storage)
 

@@ -31,14 +31,14 @@ HEARTBEAT_S = 1.0  # from this thread, so that a loop which hangs falls silent
 STAGING_POLL_MS = 5  # an idle engine looks this often whether a push is staged
 
 
-def serve(settings: EngineSettings, commands: zmq.Socket[bytes], send: Callable[[Event], None], begun: Begun) -> None:
+def serve(settings: EngineSettings, commands: zmq.Socket[bytes], send: Callable[[Event], None], directory: Path) -> None:
     """Build the engine, then step until it is told to stop or its parent is gone."""
     started = time.perf_counter()
     from tlt_server.engine.assembly import assemble  # here, because it takes a while and may fail: a phase like the others
 
     send(Phase("import libraries", time.perf_counter() - started))
-    engine, info = assemble(settings, lambda name, seconds, detail: send(Phase(name, seconds, detail)), begun.note,
-                            lambda name, done, of: send(PhaseProgress(name, done, of)))
+    engine, info = assemble(settings, lambda name, seconds, detail: send(Phase(name, seconds, detail)), Begun(directory).note,
+                            lambda name, done, of: send(PhaseProgress(name, done, of)), directory=directory)
     gc.collect()
     gc.freeze()  # what was loaded stays; looking through it again would stop the loop for a quarter of a second
     send(Ready(info))
@@ -82,7 +82,7 @@ def main() -> int:
 
     try:
         settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineSettings)
-        serve(settings, commands, send, Begun(Path(directory)))
+        serve(settings, commands, send, Path(directory))
         return 0
     except TltError as error:
         send(Failed(error.code, error.message))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -134,16 +134,21 @@ class WeightPushes:
         match command:
             case PushWeights(id, manifest):
                 self._check_no_rollback()
+                self._check_drains(manifest.in_flight, manifest.roles)
                 push = transaction.begin(manifest)
                 push.asked.append(id)
                 if push.state == "waiting" and not transaction.in_place:
                     transaction.start()
             case CommitWeights(id, version, name, session):
-                push = transaction.ready_to_commit(version, session)
+                ready = transaction.ready_to_commit(version, session)
+                if ready is None:
+                    self._report(id, "unchanged", parts=transaction.live_as(version))
+                    return
+                self._check_drains(ready.manifest.in_flight, ready.manifest.roles)
                 if name:
                     transaction.name_staged(name)
-                push.asked.append(id)
-                push.due = True
+                ready.asked.append(id)
+                ready.due = True
             case AbortWeights(id, version, session):
                 push = transaction.abort(version, session)
                 self._report(id, "aborted", version=push.version)
@@ -162,6 +167,7 @@ class WeightPushes:
                 if not transaction.check_rollback(to):
                     self._report(id, "unchanged", version=to)
                 else:
+                    self._check_drains(in_flight, transaction.previous.by_role)
                     self._rollback = _Rollback(id, in_flight)
             case LookAtWeights(id, checksums):
                 if not checksums:
@@ -274,6 +280,13 @@ class WeightPushes:
                 self._report(id, error.code, error=error)
 
         self._readers.start(read)
+
+    def _check_drains(self, in_flight: InFlight, roles: Collection[str]) -> None:
+        """`Conflict` where the change would wait for the end of what does not go on."""
+        begun = self._scheduler.begun
+        if in_flight == "drain" and "target" in roles and self._scheduler.paused and begun:
+            raise Conflict(f"in_flight is drain, and {begun} requests that have begun do not go on while generation is paused or asleep; "
+                           "resume it first (POST /resume, /wake_up), or say another in_flight (continue, recompute, abort)")
 
     def _check_no_rollback(self) -> None:
         if self._rollback is not None:

@@ -94,7 +94,8 @@ def build_app(service: Service, gate: Gate, dialects: Iterable[str] = DIALECTS) 
         middleware=[
             Middleware(ConnectionLimit, max_connections=config.max_connections, refuse=closing),
             Middleware(Authentication, gate=gate, needs=needs, refuse=closing),
-            Middleware(BodyLimits, max_body_bytes=config.max_body_mb * 2**20, body_timeout_s=config.body_timeout_s, refuse=closing),
+            Middleware(BodyLimits, max_body_bytes=config.max_body_mb * 2**20, body_timeout_s=config.body_timeout_s,
+                       reading=service.reading, refuse=closing),
             Middleware(Arrival, refuse=closing),
         ],
         exception_handlers={TltError: refused, HTTPException: no_such_route, ClientDisconnect: disconnected, Exception: broken},

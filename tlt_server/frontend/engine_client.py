@@ -12,7 +12,7 @@ import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -122,10 +122,7 @@ class EngineClient:
         self._queue.clear()
         self._on_trial = ""
         self._unanswered |= bool(self._answers)
-        waiting: list[asyncio.Future[Any]] = [*self._answers.values(), *self._done.values()]
-        for answer in waiting:
-            if not answer.done():
-                answer.set_exception(EngineFailed(f"{death.error.message}; GET /weights says what is live once the engine is back"))
+        self._settle_all(lambda: EngineFailed(f"{death.error.message}; GET /weights says what is live once the engine is back"))
         for id, route in list(self._routes.items()):
             if route.submission.resume is None:
                 self._end(id, EngineFailed(death.error.message))
@@ -198,9 +195,22 @@ class EngineClient:
 
     def close(self) -> None:
         """Nothing is taken any more, and what is open ends with a typed error."""
-        self.draining = True
+        self._stop_taking()
         for id in list(self._routes):
             self._end(id, Unavailable("the server is shutting down; send the request to another replica or later"))
+
+    def _stop_taking(self) -> None:
+        """Who waits for a push, a join or a pause is told now: what it waits for may take longer than there is."""
+        self.draining = True
+        self._settle_all(lambda: Unavailable(
+            "the server is shutting down and does not wait for the end of this, so it may be done or not; ask again once it is back "
+            "(GET /weights says what is live then), or ask another replica", retry_after_s=5))
+
+    def _settle_all(self, error: Callable[[], TltError]) -> None:
+        waiting: list[asyncio.Future[Any]] = [*self._answers.values(), *self._done.values()]
+        for answer in waiting:
+            if not answer.done():
+                answer.set_exception(error())
 
     def _end(self, id: str, error: TltError) -> None:
         self._finish(id, "error", (error.code, error.message))
@@ -321,8 +331,8 @@ class EngineClient:
         _settle(self._answers, report.id, report)
 
     async def drain(self, timeout_s: float) -> bool:
-        """Take nothing new and wait for what runs; False when time ran out (the rest then ends with a typed error)."""
-        self.draining = True
+        """Take nothing new and wait for the sequences that run; False when time ran out (the rest then ends with a typed error)."""
+        self._stop_taking()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), timeout_s)
         return self._idle.is_set()

@@ -19,6 +19,7 @@ from tlt_server.errors import Cancelled, EngineFailed, Forbidden, Poisoned, TltE
 from tlt_server.frontend.broadcasts import Broadcasts
 from tlt_server.frontend.engine_client import EngineClient
 from tlt_server.frontend.keys import Caller
+from tlt_server.frontend.limits import Reading
 from tlt_server.frontend.named import Named
 from tlt_server.frontend.requests import shown
 from tlt_server.frontend.sequence import Choice, Delta, Sequence
@@ -159,6 +160,7 @@ class Service:
     rollouts: Rollouts
     clock: Callable[[], float] = time.monotonic
     named: Named = field(default_factory=Named)  # what is open, by the items' ids
+    reading: Reading = field(default_factory=Reading)
 
     @cached_property
     def session(self) -> WeightSession:
@@ -175,6 +177,11 @@ class Service:
     @cached_property
     def checker(self) -> WeightChecker:
         return WeightChecker(self.session)
+
+    def close(self) -> None:
+        """Whoever still waits for something, or is still sending, is told that the server shuts down."""
+        self.engine.close()
+        self.reading.close()
 
     def abort(self, names: Iterable[str] | None, caller: Caller) -> None:
         """End the items of these names, as far as they are the caller's, or all that is open, with what they have."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -17,6 +17,36 @@ Refuse = Callable[[str, TltError], ASGIApp]  # the answer in the shape of the pa
 CONNECTIONS = "connections"  # in the scope's state: how many there were when this one was made, itself included
 
 DISCARD_S = 1.0
+
+
+class Reading:
+    """The waits for what is still to come of bodies. Once `close` is called there is none: each ends with `Unavailable`."""
+
+    def __init__(self) -> None:
+        self.closed = False
+        self._waits: set[asyncio.Timeout] = set()
+
+    @contextlib.asynccontextmanager
+    async def until(self, deadline: float) -> AsyncIterator[None]:
+        """Around a wait; `TimeoutError` where it takes longer."""
+        wait = asyncio.timeout_at(deadline if not self.closed else 0.0)
+        self._waits.add(wait)
+        try:
+            async with wait:
+                yield
+        except TimeoutError:
+            if self.closed:
+                raise Unavailable("the server is shutting down and reads no more of the body; send the request to another replica, or "
+                                  "later", retry_after_s=5) from None
+            raise
+        finally:
+            self._waits.remove(wait)
+
+    def close(self) -> None:
+        self.closed = True
+        for wait in self._waits:
+            if not wait.expired():
+                wait.reschedule(0.0)
 
 
 class ConnectionLimit:
@@ -39,15 +69,15 @@ class BodyLimits:
     """Refuses a body before it is all here: 413 when it is too large, 408 when it is too slow. The reply goes out at once; then the
     connection is closed, once a bounded part of what is left of the body was thrown away."""
 
-    def __init__(self, app: ASGIApp, *, max_body_bytes: int, body_timeout_s: float, refuse: Refuse) -> None:
-        self.app, self.refuse = app, refuse
+    def __init__(self, app: ASGIApp, *, max_body_bytes: int, body_timeout_s: float, reading: Reading, refuse: Refuse) -> None:
+        self.app, self.reading, self.refuse = app, reading, refuse
         self.max_body_bytes, self.body_timeout_s = max_body_bytes, body_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        body = _Body(receive, self.max_body_bytes, self.body_timeout_s, complete=not _has_body(scope))
+        body = _Body(receive, self.reading, self.max_body_bytes, self.body_timeout_s, complete=not _has_body(scope))
 
         async def closing_send(message: Message) -> None:
             if body.complete:
@@ -74,8 +104,8 @@ class BodyLimits:
 class _Body:
     """A request body as it arrives, counted and timed."""
 
-    def __init__(self, receive: Receive, limit_bytes: int, timeout_s: float, *, complete: bool) -> None:
-        self.complete = complete
+    def __init__(self, receive: Receive, reading: Reading, limit_bytes: int, timeout_s: float, *, complete: bool) -> None:
+        self.complete, self._reading = complete, reading
         self._receive, self._limit_bytes, self._timeout_s = receive, limit_bytes, timeout_s
         self._deadline = asyncio.get_running_loop().time() + timeout_s
         self._bytes = 0
@@ -84,7 +114,7 @@ class _Body:
         if self.complete:
             return await self._receive()
         try:
-            async with asyncio.timeout_at(self._deadline):
+            async with self._reading.until(self._deadline):
                 message = await self._receive()
         except TimeoutError:
             raise RequestTimeout(f"the body did not arrive within {self._timeout_s:g} s (body_timeout_s); send it faster, "

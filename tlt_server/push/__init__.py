@@ -1,1 +1,1 @@
-"""`tlt weights`: push a checkpoint to a running server, look at its versions, roll back. No torch."""
+"""`tlt weights`: push a checkpoint to a running server, look at its versions, abort, roll back. No torch."""

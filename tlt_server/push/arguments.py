@@ -23,6 +23,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     status = verbs.add_parser("status", help="which versions are live, kept and on their way", allow_abbrev=False)
     rollback = verbs.add_parser("rollback", help="make the version before live again", allow_abbrev=False)
     rollback.add_argument("--to", default="", metavar="NAME", help="the version to be live afterwards; makes a repeated call safe")
-    for verb in (push, status, rollback):
+    abort = verbs.add_parser("abort", help="end a push that is not live, and forget its parts", allow_abbrev=False)
+    abort.add_argument("version", metavar="VERSION", help="that the push named")
+    for verb in (push, status, rollback, abort):
         verb.add_argument("--url", default="http://127.0.0.1:8000", help="of the server [default http://127.0.0.1:8000]")
-        verb.add_argument("--api-key-file", type=Path, metavar="FILE", help="its first line is sent as the API key")
+        verb.add_argument("--api-key-file", type=Path, metavar="FILE",
+                          help="its first key is sent as the API key; a file of the server's own format will do")
+        verb.add_argument("--tls-ca", type=Path, metavar="FILE",
+                          help="PEM certificates that the server's is checked with [default what this machine trusts]")
+        verb.add_argument("--tls-cert", type=Path, metavar="FILE", help="PEM certificate to show a server that asks for one")
+        verb.add_argument("--tls-key", type=Path, metavar="FILE", help="its private key, without a passphrase")

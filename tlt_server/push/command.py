@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from tlt_client import Client, ConnectionFailed, ServerError
+from tlt_client import Client, ConnectionFailed, ServerError, Tls
 from tlt_client.channels.errors import ContentRefused
 from tlt_client.channels.http import HttpSender
 from tlt_server.errors import StartupError
@@ -20,15 +20,15 @@ from tlt_server.errors import StartupError
 def run(arguments: argparse.Namespace) -> int:
     console, say = (Console(stderr=stderr, soft_wrap=True, highlight=False) for stderr in (False, True))
     try:
-        with Client(arguments.url, api_key=_key(arguments.api_key_file)) as client:
+        with Client(arguments.url, api_key=_key(arguments.api_key_file), tls=_tls(arguments)) as client:
             VERBS[arguments.verb](client, arguments, console)
             return 0
     except ServerError as error:
         say.print(f"tlt: {error.code}: {error.message}", markup=False)
         return 1
     except ConnectionFailed as error:
-        say.print(f"tlt: {arguments.url} does not answer ({error}); start the server, or name another --url. What became of a push that "
-                  "was under way: tlt weights status", markup=False)
+        say.print(f"tlt: {arguments.url} does not answer ({error}); start the server, or name another --url, or what its TLS needs: "
+                  "--tls-ca, --tls-cert and --tls-key. What became of a push that was under way: tlt weights status", markup=False)
         return 1
     except (ContentRefused, OSError) as error:
         raise StartupError(str(error)) from None
@@ -96,13 +96,32 @@ def _rollback(client: Client, arguments: argparse.Namespace, console: Console) -
     _say(client.roll_back_weights(**({"to": arguments.to} if arguments.to else {})), console)
 
 
-VERBS: dict[str, Callable[[Client, argparse.Namespace, Console], None]] = {"push": _push, "status": _status, "rollback": _rollback}
+def _abort(client: Client, arguments: argparse.Namespace, console: Console) -> None:
+    reply = client.abort_weights(arguments.version)
+    console.print(f"{reply['state']}: version {reply['version']!r}; live is {reply['weight_version']!r}", markup=False)
+
+
+VERBS: dict[str, Callable[[Client, argparse.Namespace, Console], None]] = {
+    "push": _push, "status": _status, "rollback": _rollback, "abort": _abort}
+
+
+def _tls(arguments: argparse.Namespace) -> Tls | None:
+    files = [arguments.tls_ca, arguments.tls_cert, arguments.tls_key]
+    if not any(files):
+        return None
+    tls = Tls(*files)
+    try:
+        tls.context()
+    except ValueError as error:
+        raise StartupError(f"--tls-ca, --tls-cert, --tls-key: {error}") from None
+    return tls
 
 
 def _key(file: Path | None) -> str | None:
     if file is None:
         return None
-    lines = [line.strip() for line in file.read_text().splitlines() if line.strip() and not line.startswith("#")]
-    if not lines or lines[0].startswith("sha256:"):
+    lines = [line.split() for line in file.read_text().splitlines()]
+    first = next((words[0] for words in lines if words and not words[0].startswith("#")), "")
+    if not first or first.startswith("sha256:"):
         raise StartupError(f"{file} begins with no plain key; write one into its first line")
-    return lines[0]
+    return first

@@ -80,6 +80,7 @@ class Staging:
     def __init__(self, live: Parts, steps: Steps) -> None:
         self.live, self.steps = live, steps
         self.opened: Manifest | None = None  # the last one of which a receiver takes what comes, or has taken it
+        self._receiver: Receiver | None = None
         self._roles: dict[str, _Role] = {}
         self._overwriting: set[str] = set()
 
@@ -92,6 +93,12 @@ class Staging:
         """Whether a tensor that the manifest names has come before."""
         owners = (owner(entry.name, manifest.role) for entry in manifest.tensors)
         return any(role in self._roles and name in self._roles[role].sums for role, name in owners)
+
+    def stop(self) -> None:
+        """From another thread: a wait for a trainer ends. What begins later asks `Steps.enter`."""
+        receiver = self._receiver
+        if receiver is not None:
+            receiver.stop()
 
     def check_repeated(self) -> None:
         """`WeightsRefused` unless the head that came is the live target's."""
@@ -113,7 +120,7 @@ class Staging:
         try:
             enter("open")
             with closing(receive(manifest)) as receiver:
-                self.opened = manifest
+                self.opened, self._receiver = manifest, receiver
                 try:
                     return self._receive(manifest, receiver, enter)
                 except Exception as error:

@@ -204,9 +204,14 @@ class Transaction:
         push.aborted = True
         if push.state in ("waiting", "gathering", "staged"):
             push.state, push.error = "failed", self._abort_error(push)
+        elif push.staging is not None:
+            push.staging.stop()
         return push
 
-    def ready_to_commit(self, version: str, session: str = "") -> Push:
+    def ready_to_commit(self, version: str, session: str = "") -> Push | None:
+        """None where no push of this version is on its way and it is what is live: a commit may be asked for again."""
+        if self.live_as(version).by_role and (self.push is None or self.push.version != version):
+            return None
         push = self._named(version, session)
         if push.state == "gathering":
             raise Conflict(f"version {push.version or 'without a name'!r} is not complete: {push.missing}; push them, then commit")
@@ -214,6 +219,11 @@ class Transaction:
             raise Conflict(f"version {push.version or 'without a name'!r} is not staged yet ({push.state}); wait for the push to be "
                            "answered, then commit")
         return push
+
+    def live_as(self, version: str) -> Parts:
+        """What is live as this version, and whole."""
+        return self.live.only([role for role, part in self.live.by_role.items()
+                               if part.version == version and role not in self.quarantined])
 
     def name_staged(self, version: str) -> None:
         """Commit what is staged as this version; `Conflict` when that is the name of other content."""

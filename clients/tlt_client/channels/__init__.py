@@ -131,6 +131,9 @@ class Receiver(Protocol):
     def confirm(self) -> None:
         """Once everything was taken: it belongs together."""
 
+    def stop(self) -> None:
+        """From another thread: what waits for a trainer breaks within a moment. `close` still comes."""
+
     def close(self) -> None: ...
 
 

@@ -10,7 +10,9 @@ behind its own that must stay as it is.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from functools import partial
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from tlt_client.client import Client
 
 BUCKET_BYTES = 2**30
+STOP_S = 1.0  # in which a push that was ended may still come off the wire; then its group is left
 GRACE_S = 30.0  # beyond the time of a group that broke, for the server to notice and to say what it knows
 NAN_BYTE = 0xFF  # a floating-point number of such bytes is NaN, whatever its type
 MARK = bytes(range(0xA0, 0xC0))  # behind a bucket
@@ -44,6 +47,7 @@ class BroadcastReceiver:
         self._left = list(buckets(slots, push.bucket_bytes if push.packed else None))
         self._buffers: list[Tensor] = []
         self._under_way: tuple[list[Slot], Tensor, Any] | None = None
+        self._give_up_s = math.inf  # by the monotonic clock
         largest = max(map(size_of, self._left))
         self._length = 2 * largest + len(MARK) if self._group.lenient else largest
         self.buffers = Buffers(host=2 * largest) if self._group.device.type == "cpu" else Buffers(device=2 * largest)
@@ -58,7 +62,7 @@ class BroadcastReceiver:
         count = 0
         while self._under_way is not None:
             bucket, data, work = self._under_way
-            self._group.end(work)
+            self._end(work)
             self._begin()
             count += 1
             tensors, end = unpacked(bucket, data), size_of(bucket)
@@ -74,6 +78,9 @@ class BroadcastReceiver:
             bucket = self._left.pop(0)
             data = self._buffer(size_of(bucket))
             self._under_way = bucket, data, self._group.begin(data)
+
+    def _end(self, work: Any) -> None:
+        self._group.end(work, lambda: time.monotonic() > self._give_up_s)
 
     def _buffer(self, size: int) -> Tensor:
         """For `size` bytes; the two that there are alternate. Pages that nothing is written to take no memory."""
@@ -91,12 +98,15 @@ class BroadcastReceiver:
     def confirm(self) -> None:
         """The group is in order: what it brought has been checked tensor by tensor."""
 
+    def stop(self) -> None:
+        self._give_up_s = time.monotonic() + STOP_S
+
     def close(self) -> None:
         """What was refused halfway is still taken off the wire, so that the group can bring the next push; `ChannelBroken` if it cannot."""
         try:
             while self._under_way is not None or self._left:
                 if self._under_way is not None:
-                    self._group.end(self._under_way[2])
+                    self._end(self._under_way[2])
                 self._begin()
         except Exception as error:  # whatever it is: bytes are on the wire that the next push must not take for its own
             self._group.close(f"could not take what was still on its way ({type(error).__name__}: {str(error)[:200]})")

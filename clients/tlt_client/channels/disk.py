@@ -6,6 +6,7 @@ The trainer's half writes it and names it; a directory that something else wrote
 from __future__ import annotations
 
 import json
+import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,7 +16,7 @@ from tlt_client.channels import Announcement, Batch, Buffers, Intake, Layout, Te
 from tlt_client.channels.checkpoint import INDEX, SINGLE, checkpoint
 from tlt_client.channels.errors import ContentRefused
 from tlt_client.channels.source import Source
-from tlt_client.channels.tensors import FILE_BYTES, entry, files
+from tlt_client.channels.tensors import FILE_BYTES, entry, files, written
 
 if TYPE_CHECKING:
     from tlt_client.client import Client
@@ -56,18 +57,22 @@ class DiskReceiver:
         for source in self._sources.values():
             source.confirm()
 
+    def stop(self) -> None:
+        """Nobody is waited for."""
+
     def close(self) -> None:
         """Nothing is held."""
 
 
 class DiskSender:
-    """Writes each version into a directory of its own below `root`, the server's weight root, and removes it once the push has ended."""
+    """Writes each push into a new directory below `root`, the server's weight root, and removes it once the push has ended. What a
+    trainer that was killed leaves there (`push-*`) is in nobody's way."""
 
     def __init__(self, client: Client, root: str | Path, *, max_file_bytes: int = FILE_BYTES) -> None:
         self._client, self._root, self._max_file_bytes = client, Path(root), max_file_bytes
 
     def push(self, tensors: Tensors, version: str, **fields: Any) -> Mapping[str, Any]:
-        directory, held, role = self._root / version, dict(tensors), fields.get("role", "target")
+        directory, held, role = self._root / f"push-{secrets.token_hex(8)}", dict(tensors), fields.get("role", "target")
         directory.mkdir(parents=True)
         try:
             paths, entries = {}, []
@@ -75,8 +80,8 @@ class DiskSender:
                 folder = directory / whose
                 folder.mkdir()
                 paths["drafter_path" if (role, whose) == ("all", "drafter") else "path"] = str(folder.resolve())
-                written = write(((own, held[sent]) for own, sent in names.items()), folder, self._max_file_bytes)
-                entries += [said | {"name": names[said["name"]]} for said in written]
+                there = write(((own, held[sent]) for own, sent in names.items()), folder, self._max_file_bytes)
+                entries += [said | {"name": names[said["name"]]} for said in there]
             return self._client.push_weights(version, tensors=entries, **paths, **fields)
         finally:
             shutil.rmtree(directory)
@@ -86,14 +91,14 @@ class DiskSender:
 
 
 def write(tensors: Tensors, directory: Path, max_file_bytes: int = FILE_BYTES) -> list[dict[str, Any]]:
-    """Safetensors files and, where there are several, their index; returns what a manifest says of the tensors."""
-    from safetensors.torch import save_file
-
+    """Safetensors files and, where there are several, their index; returns what a manifest says of the tensors. Two names of one tensor,
+    such as a tied head's, are written as two tensors."""
     entries: list[dict[str, Any]] = []
     weight_map: dict[str, str] = {}
     for count, group in enumerate(files(tensors, max_file_bytes), 1):
         file = f"model-{count:05}.safetensors"
-        save_file(group, directory / file)
+        with open(directory / file, "wb") as opened:
+            opened.writelines(written(group))
         weight_map |= dict.fromkeys(group, file)
         entries += [entry(name, tensor, checksum=True) for name, tensor in group.items()]
     if len(set(weight_map.values())) == 1:

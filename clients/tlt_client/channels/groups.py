@@ -116,12 +116,12 @@ class Group:
             return self._group.broadcast([tensor], options)
 
     def end(self, work: Any, given_up: Callable[[], bool] = lambda: False) -> None:
-        """`given_up` is asked meanwhile whether the other side has. No wait of the library is relied upon to have an end."""
+        """`given_up` is asked meanwhile whether anybody has. No wait of the library is relied upon to have an end."""
         with self._bounded("broadcasting"):
             give_up_s = time.monotonic() + self.member.timeout_s
             while not work.is_completed():
                 if given_up():
-                    raise RuntimeError("the other side has ended the push")
+                    raise RuntimeError("the push was ended")
                 if time.monotonic() > give_up_s:
                     raise RuntimeError("the other side takes no part")
                 time.sleep(POLL_S)
@@ -152,7 +152,11 @@ class Group:
         if self._group is not None:
             with contextlib.suppress(RuntimeError):
                 self._group.abort()
+        held, waits = [self._group], self.under_way > 0
         self._group, self._store, self.under_way = None, None, 0
+        if waits:  # gloo lets go of what is under way when its peer does, or when its time is up: so the last one to hold it is a thread
+            with contextlib.suppress(RuntimeError):  # there is none to be had, and it is waited for here
+                threading.Thread(target=held.clear, name="leave group", daemon=True).start()
 
 
 def host_store(address: str, port: int, world_size: int, timeout_s: float) -> Any:

@@ -59,6 +59,9 @@ class HttpReceiver:
     def confirm(self) -> None:
         self._source.confirm()
 
+    def stop(self) -> None:
+        """Nobody is waited for."""
+
     def close(self) -> None:
         """The frontend removes what it has put there."""
 

@@ -39,6 +39,7 @@ OFFER, DONE = struct.Struct("<QQQ"), struct.Struct("<Q")
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
 BUCKET_BYTES = 2**28
 POLL_S = 0.0005
+LOOK_S = 0.05  # a wait for a trainer to come is asked so often whether it was ended
 
 
 class IpcReceiver:
@@ -57,6 +58,7 @@ class IpcReceiver:
         self.names = announced(push, "the manifest")
         self.places = dict.fromkeys(self.names, "the manifest")
         self._line: Line | None = None
+        self._stopped = False
         self._memory: Memory | None = None
         self._name, self._directory = push.path, entered(intake.sockets)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -75,6 +77,7 @@ class IpcReceiver:
         import torch
 
         line = self._line = self._accepted()
+        self._check_goes_on()  # who stops it has not seen the line, or we see that it is stopped
         memory = self._memory = line.receive_memory()
         copy = torch.empty(self._largest, dtype=torch.uint8, device=memory.view.device)
         for sequence, bucket in enumerate(self._buckets):
@@ -92,21 +95,36 @@ class IpcReceiver:
             yield from by_role(f"bucket {sequence + 1}", unpacked(bucket, copy[:size]), self._role)
 
     def _accepted(self) -> Line:
-        self._listener.settimeout(self._timeout_s)
-        try:
-            connection, _ = self._listener.accept()
-        except OSError as error:
-            raise ChannelBroken(f"no trainer came to socket {self._name!r} within {self._timeout_s:g} s ({error}); push again") from None
+        self._listener.settimeout(LOOK_S)
+        give_up_s = time.monotonic() + self._timeout_s
+        while True:
+            self._check_goes_on()
+            try:
+                connection, _ = self._listener.accept()
+                break
+            except OSError as error:
+                if not isinstance(error, TimeoutError) or time.monotonic() > give_up_s:
+                    raise ChannelBroken(f"no trainer came to socket {self._name!r} within {self._timeout_s:g} s ({error}); push "
+                                        "again") from None
         try:
             return Line(connection, self._timeout_s)
         except PlaceForbidden:
             connection.close()
             raise
 
+    def _check_goes_on(self) -> None:
+        if self._stopped:
+            raise ChannelBroken("the push was ended before its trainer came; push again")
+
     def confirm(self) -> None:
         """The trainer, too, takes the push to be complete."""
         assert self._line is not None
         self._line.receive_end()
+
+    def stop(self) -> None:
+        self._stopped = True
+        if self._line is not None:
+            self._line.stop()
 
     def close(self) -> None:
         try:

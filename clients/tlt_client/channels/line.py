@@ -22,9 +22,9 @@ from tlt_client.channels.memory import GRANT, Grant, Memory, opened
 PEER = struct.Struct("3i")  # process, user, group
 
 
-def made_directory() -> Path:
-    """For an engine's sockets; goes with the process."""
-    directory = Path(tempfile.mkdtemp(prefix="tlt-ipc-"))
+def made_directory(within: Path | None = None) -> Path:
+    """For an engine's sockets; goes with the process, and after one that was killed with `within`, which is somebody else's."""
+    directory = Path(tempfile.mkdtemp(prefix="tlt-ipc-", dir=within))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     return directory
 
@@ -66,6 +66,11 @@ class Line:
         with self._bounded("receiving the end"):
             if self._connection.recv(1):
                 raise ContentRefused("more came than the manifest names; send its buckets, each once, and end the stream")
+
+    def stop(self) -> None:
+        """From another thread: whoever waits here finds the other side gone, and so does that."""
+        with contextlib.suppress(OSError):  # it is gone, or closed
+            self._connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._connection.close()

@@ -124,8 +124,8 @@ class PushReply(Struct, frozen=True):
     """What became of a push, a commit, an abort or a rollback."""
 
     state: Annotated[PushState, Meta(
-        description="what became of it; gathering: tensors are missing that further calls bring; unchanged: the same push had been "
-                    "committed before, or nothing was pushed")]
+        description="what became of it; gathering: tensors are missing that further calls bring; unchanged: the same push, or the version "
+                    "to be committed, was live before, or nothing was pushed")]
     version: Annotated[str, Meta(description="of the push")]
     role: Annotated[str, Meta(description="what was pushed")]
     weight_version: Annotated[str, Meta(description="the target's version that is live now")]
@@ -208,7 +208,7 @@ def routes(service: Service) -> list[Endpoint]:
         return json_response(GroupsReply(await service.broadcasts.leave(request.path_params["name"])))
 
     async def commit(request: Request) -> Response:
-        """Make a staged push live."""
+        """Make a staged push live. A version that is live already is a success that changes nothing, so this may be asked again."""
         checked(NoFields, await _content(await request.body(), "nothing"))
         return outcome(await answer(CommitWeights(engine.command_id(), request.path_params["version"])))
 

@@ -1,0 +1,117 @@
+"""A signal while something waits or is being sent: each is told with one typed error, at once, and the server leaves."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+
+from tests.frontend.fake_engine import HANGS
+from tests.frontend.test_command import Served, no_variables, served
+from tests.frontend.test_rpc import refused
+from tlt_client import Client, ServerError
+from tlt_client.rpc import Manifest, Part, RolloutServiceStub, UpdateWeightsRequest
+from tlt_client.rpc import rollout_pb2 as proto
+
+__all__ = ["no_variables"]  # a fixture
+PROMPT_S = 3.0  # less than what is left to replies on their way (build.FLUSH_S), more than a reply to half a body takes
+MANIFEST = UpdateWeightsRequest(manifest=Manifest(version="v", path="hangs"))
+GROUP: dict[str, Any] = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2}
+
+
+@pytest.fixture
+def server(model: Path, tmp_path: Path) -> Iterator[Served]:
+    with served("plain", model, "--grpc-port", "0", "--state-dir", str(tmp_path), "--weight-channels", "disk,http,broadcast",
+                "--weight-root", str(tmp_path), "--drain-timeout-s", "0.3") as running:
+        running.wait_ready()
+        yield running
+
+
+@pytest.fixture
+def stub(server: Served) -> Iterator[RolloutServiceStub]:
+    [address] = [line.split()[3] for line in server.lines if line.endswith(" for gRPC")]
+    with grpc.insecure_channel(address) as channel:
+        yield RolloutServiceStub(channel)
+
+
+def ends(server: Served, *calls: Callable[[], Any]) -> list[BaseException | None]:
+    """What a call raises each, once the server has been told to stop, which it does at once."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        asked: list[Future[Any]] = [pool.submit(call) for call in calls]
+        time.sleep(0.5)
+        assert not any(call.done() for call in asked)
+        started = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        errors = [call.exception(PROMPT_S) for call in asked]
+        assert server.ended() == 0 and time.monotonic() - started < PROMPT_S
+    server._reader.join(5)
+    assert not any("Traceback" in line or "CancelledError" in line or "unexpected_error" in line for line in server.lines), server.lines
+    return errors
+
+
+def test_a_push_and_a_join_on_their_way_are_told_that_the_server_leaves(server: Served) -> None:
+    with Client(server.url, timeout_s=20) as client:
+        for error in ends(server, lambda: client.push_weights("v", path="hangs"), lambda: client.join_group("hangs", **GROUP)):
+            assert isinstance(error, ServerError) and (error.status, error.code, error.retryable) == (503, "unavailable", True)
+            assert "shutting down" in error.message and "GET /weights" in error.message and error.retry_after_s
+
+
+def test_a_pause_that_waits_for_what_runs_is_told_too(server: Served) -> None:
+    with Client(server.url, timeout_s=20) as client:
+        thread = threading.Thread(target=lambda: client.generate([{"token_ids": [HANGS]}]))
+        thread.start()
+        time.sleep(0.2)
+
+        def pause() -> None:
+            assert httpx.post(f"{server.url}/pause?mode=wait", timeout=20).status_code == 503
+            raise InterruptedError
+
+        assert isinstance(ends(server, pause)[0], InterruptedError)
+        thread.join(5)
+
+
+def test_half_a_part_is_answered(server: Served) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+
+    def put() -> None:
+        with socket.create_connection((host, int(port)), timeout=20) as connection:
+            connection.sendall(b"PUT /weights/v/p.safetensors HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n" + b"x" * 1000)
+            said = b""
+            while piece := connection.recv(2**16):
+                said += piece
+        assert said.startswith(b"HTTP/1.1 503 ") and said.count(b"HTTP/1.1") == 1
+        assert b"shutting down and reads no more of the body" in said and b'"unavailable"' in said
+        raise InterruptedError
+
+    assert isinstance(ends(server, put)[0], InterruptedError)
+
+
+def test_calls_over_grpc_likewise(server: Served, stub: RolloutServiceStub) -> None:
+    over = threading.Event()
+
+    def half() -> Iterator[UpdateWeightsRequest]:
+        yield UpdateWeightsRequest(part=Part(version="w", part="p", data=b"x" * 100, total=1000))
+        over.wait(20)
+
+    def asked(call: Callable[[], Any]) -> Callable[[], Any]:
+        def ask() -> None:
+            raise refused(call)
+        return ask
+
+    try:
+        errors = ends(server, asked(lambda: stub.UpdateWeights(iter([MANIFEST]), timeout=20)),
+                      asked(lambda: stub.UpdateWeights(half(), timeout=20)),
+                      asked(lambda: stub.JoinGroup(proto.JoinGroupRequest(name="hangs", **GROUP), timeout=20)))
+    finally:
+        over.set()
+    assert [error.code for error in errors if isinstance(error, ServerError)] == ["unavailable"] * 3
+    assert all("shutting down" in str(error) for error in errors)
