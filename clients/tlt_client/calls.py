@@ -34,10 +34,12 @@ class Call(Generic[T]):
     repeatable: bool = False  # sent twice, it does what it does sent once
     streams: bool = False  # the reply is read as it comes
     wait_s: float = 0.0  # that the server may take on top of what a reply takes
+    within_s: float | None = None  # it has to answer, where the client would wait longer
 
     def request(self, http: httpx.Client | httpx.AsyncClient) -> httpx.Request:
         limits = http.timeout
         read_s = None if limits.read is None else limits.read + self.wait_s
+        read_s = min((seconds for seconds in (read_s, self.within_s) if seconds is not None), default=None)
         timeout = httpx.Timeout(connect=limits.connect, read=read_s, write=limits.write, pool=limits.pool)
         return http.build_request(self.method, self.path, content=self.content, headers=dict(self.headers),
                                   params=dict(self.params) or None, timeout=timeout)
@@ -176,8 +178,10 @@ def commit_weights(version: str) -> Call[Mapping[str, Any]]:
     return _put("POST", f"/weights/{in_path(version)}/commit", {}, json_object)
 
 
-def abort_weights(version: str) -> Call[Mapping[str, Any]]:
-    return _put("POST", f"/weights/{in_path(version)}/abort" if version else "/weights/abort", {}, json_object)
+def abort_weights(version: str, upload_only: bool) -> Call[Mapping[str, Any]]:
+    """Of an upload alone it ends another call's failure, which is not to wait for it."""
+    path = f"/weights/{in_path(version)}/abort" if version else "/weights/abort"
+    return _put("POST", path, {"upload_only": True} if upload_only else {}, json_object, within_s=10.0 if upload_only else None)
 
 
 def roll_back_weights(fields: Mapping[str, Any]) -> Call[Mapping[str, Any]]:

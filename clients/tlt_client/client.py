@@ -167,9 +167,10 @@ class Client:
         """Make a push live that was staged with `commit=False`."""
         return self._ask(calls.commit_weights(version))
 
-    def abort_weights(self, version: str = "") -> Mapping[str, Any]:
-        """End the push of this version, or the one on its way whatever it is called, while it is not committed; nothing changes."""
-        return self._ask(calls.abort_weights(version))
+    def abort_weights(self, version: str = "", *, upload_only: bool = False) -> Mapping[str, Any]:
+        """End the push of this version, or the one on its way whatever it is called, while it is not committed; nothing changes. With
+        `upload_only` only what was sent of the version by http and is not being pushed."""
+        return self._ask(calls.abort_weights(version, upload_only))
 
     def roll_back_weights(self, **fields: Any) -> Mapping[str, Any]:
         """Make the version before the last commit live again; `to` names it, which makes a repeated call safe."""
@@ -333,8 +334,8 @@ class AsyncClient:
     async def commit_weights(self, version: str) -> Mapping[str, Any]:
         return await self._ask(calls.commit_weights(version))
 
-    async def abort_weights(self, version: str = "") -> Mapping[str, Any]:
-        return await self._ask(calls.abort_weights(version))
+    async def abort_weights(self, version: str = "", *, upload_only: bool = False) -> Mapping[str, Any]:
+        return await self._ask(calls.abort_weights(version, upload_only))
 
     async def roll_back_weights(self, **fields: Any) -> Mapping[str, Any]:
         return await self._ask(calls.roll_back_weights(fields))

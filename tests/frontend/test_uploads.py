@@ -67,7 +67,7 @@ def emptied(server: LiveServer) -> bool:
 def test_a_part_comes_in_ranges_and_is_pushed_once(client: Client, server: LiveServer) -> None:
     data = bytes(range(100))
     assert put(client, data[:40]) == 40 and put(client, data[20:60], start=20) == 60 and put(client, data[:10]) == 60
-    assert client.weights_part("v1", PART) == {"part": PART, "bytes": 60, "total": 100}
+    assert client.weights_part("v1", PART) == {"part": PART, "bytes": 60, "total": 100, "begins": False}
     refused(lambda: client.push_weights("v1", channel="http", tensors=TENSORS), "60 of 100 bytes", status=409)
     assert put(client, data[60:], start=60) == 100
     (file,) = kept(server)
@@ -100,7 +100,7 @@ def test_removing_many_bytes_stops_nobody(client: Client, server: LiveServer, mo
 
 def test_a_whole_part_needs_no_range(client: Client, server: LiveServer) -> None:
     reply = httpx.put(f"{server.url}/weights/v1/{PART}", content=b"abc")
-    assert reply.json() == {"part": PART, "bytes": 3, "total": 3} and kept(server)[0].read_bytes() == b"abc"
+    assert reply.json() == {"part": PART, "bytes": 3, "total": 3, "begins": True} and kept(server)[0].read_bytes() == b"abc"
 
 
 def test_other_bytes_gaps_and_other_sizes_are_refused_and_change_nothing(client: Client, server: LiveServer) -> None:
@@ -143,7 +143,7 @@ def test_versions_parts_and_bytes_are_bounded(client: Client) -> None:
 
 def test_what_the_weights_themselves_are_refused_for_ends_the_upload_and_what_may_pass_does_not(client: Client, server: LiveServer) -> None:
     put(client, b"abc", total=3)
-    server.engine.fails = "conflict"
+    server.engine.fails, server.engine.reads = "conflict", False
     refused(lambda: client.push_weights("v1", channel="http", tensors=TENSORS), status=409)
     assert len(kept(server)) == 1
     server.engine.fails = "weights_refused"
@@ -286,7 +286,7 @@ def test_what_comes_late_for_an_upload_that_was_ended_changes_nothing_of_the_nex
         await asyncio.sleep(0)
         assert slow.drop("v")
         await slow.write("v", PART, 0, 8, body(b"goodgood"))
-        slow.seal("v")
+        assert slow.seal("v").upload is not None
         may_come.set()
         with pytest.raises(Conflict, match="ended meanwhile"):
             await writing

@@ -56,11 +56,17 @@ class Update:
 
     async def push(self, manifest: Manifest) -> WeightReport:
         """Live when this returns; or staged, inside a session; or gathering, where the manifest is partial and tensors are missing."""
+        return succeeded(await self.tried(manifest))
+
+    async def tried(self, manifest: Manifest) -> WeightReport:
+        """The same, with the engine's refusal as a report."""
         session = self._session
         session.check_takes(self)
         if self.selector is not None:
             manifest = msgspec.structs.replace(manifest, session=self.id, commit=manifest.commit and not session.stages)
-        report = await session.ask(PushWeights(session.command_id(), manifest))
+        report = await session.report(PushWeights(session.command_id(), manifest))
+        if report.error is not None:
+            return report
         self.waits = report.result in ("staged", "gathering")
         if not self.waits and report.role != "drafter":
             self.live = report.state.target
@@ -142,7 +148,13 @@ class WeightSession:
 
     async def ask(self, command: WeightCommand) -> WeightReport:
         """The engine's answer, or the error that it is."""
-        report = await self._engine.weights(command)
-        if report.error is not None:
-            raise from_code(*report.error)
-        return report
+        return succeeded(await self.report(command))
+
+    async def report(self, command: WeightCommand) -> WeightReport:
+        return await self._engine.weights(command)
+
+
+def succeeded(report: WeightReport) -> WeightReport:
+    if report.error is not None:
+        raise from_code(*report.error)
+    return report

@@ -379,14 +379,16 @@ class GetPartRequest(_message.Message):
     def __init__(self, version: _Optional[str] = ..., part: _Optional[str] = ...) -> None: ...
 
 class PartStatus(_message.Message):
-    __slots__ = ("part", "bytes", "total")
+    __slots__ = ("part", "bytes", "total", "begins")
     PART_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     TOTAL_FIELD_NUMBER: _ClassVar[int]
+    BEGINS_FIELD_NUMBER: _ClassVar[int]
     part: str
     bytes: int
     total: int
-    def __init__(self, part: _Optional[str] = ..., bytes: _Optional[int] = ..., total: _Optional[int] = ...) -> None: ...
+    begins: bool
+    def __init__(self, part: _Optional[str] = ..., bytes: _Optional[int] = ..., total: _Optional[int] = ..., begins: _Optional[bool] = ...) -> None: ...
 
 class JoinGroupRequest(_message.Message):
     __slots__ = ("name", "master_address", "master_port", "rank_offset", "world_size", "backend", "prefixed")
@@ -465,10 +467,12 @@ class CommitWeightsRequest(_message.Message):
     def __init__(self, version: _Optional[str] = ...) -> None: ...
 
 class AbortWeightsRequest(_message.Message):
-    __slots__ = ("version",)
+    __slots__ = ("version", "upload_only")
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    UPLOAD_ONLY_FIELD_NUMBER: _ClassVar[int]
     version: str
-    def __init__(self, version: _Optional[str] = ...) -> None: ...
+    upload_only: bool
+    def __init__(self, version: _Optional[str] = ..., upload_only: _Optional[bool] = ...) -> None: ...
 
 class RollbackRequest(_message.Message):
     __slots__ = ("to", "in_flight")
