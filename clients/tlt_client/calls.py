@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike, fspath
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import httpx
 import msgspec
 
 from tlt_client.responses import in_path, json_object, read_as, succeeded, whole_reply
-from tlt_client.wire import GenerateBody, Item, Reply, RolloutList, RolloutReply, RolloutStatus, RolloutSummary, SamplingFields
+from tlt_client.wire import GenerateBody, Item, Reply, RolloutList, RolloutReply, RolloutStatus, RolloutSummary, SamplingFields, Weights
 
 Items = Sequence[Item | dict[str, Any]]
 Fields = SamplingFields | dict[str, Any] | None
@@ -188,8 +188,8 @@ def roll_back_weights(fields: Mapping[str, Any]) -> Call[Mapping[str, Any]]:
     return _put("POST", "/weights/rollback", fields, json_object, repeatable=bool(fields.get("to")))
 
 
-def weights() -> Call[Mapping[str, Any]]:
-    return Call("GET", "/weights", json_object, repeatable=True)
+def weights() -> Call[Weights]:
+    return Call("GET", "/weights", lambda response: cast(Weights, json_object(response)), repeatable=True)
 
 
 def weight_checksums(action: str) -> Call[Mapping[str, str]]:

@@ -24,7 +24,7 @@ from tlt_client.responses import connection_errors
 from tlt_client.retries import NEVER, Retries
 from tlt_client.rollouts import AsyncRollout, Rollout
 from tlt_client.tls import Tls
-from tlt_client.wire import Done, EventParser, Reply, RolloutSummary, StreamEvent
+from tlt_client.wire import Done, EventParser, Reply, RolloutSummary, StreamEvent, Weights
 
 T = TypeVar("T")
 TRUNCATED = "the stream ended before its last event"
@@ -176,8 +176,8 @@ class Client:
         """Make the version before the last commit live again; `to` names it, which makes a repeated call safe."""
         return self._ask(calls.roll_back_weights(fields))
 
-    def weights(self) -> Mapping[str, Any]:
-        """Versions that are live, that a rollback would restore, and that are on their way."""
+    def weights(self) -> Weights:
+        """Versions that are live, that a rollback would restore, and that are on their way, by http in parts or as a push."""
         return self._ask(calls.weights())
 
     def weight_checksums(self) -> Mapping[str, str]:
@@ -340,7 +340,7 @@ class AsyncClient:
     async def roll_back_weights(self, **fields: Any) -> Mapping[str, Any]:
         return await self._ask(calls.roll_back_weights(fields))
 
-    async def weights(self) -> Mapping[str, Any]:
+    async def weights(self) -> Weights:
         return await self._ask(calls.weights())
 
     async def weight_checksums(self) -> Mapping[str, str]:

@@ -13,6 +13,7 @@ from tests.frontend.live_server import LiveServer, live_server
 from tlt_client import Client, ConnectionFailed
 from tlt_client.channels.http import HttpSender
 from tlt_client.errors import Conflict, InvalidRequest, NotFound, PushFailed, ServerError, StorageFailed, WeightsRefused
+from tlt_server.__main__ import main
 from tlt_server.records import AbortWeights
 
 TENSORS = {f"w{count}": torch.full((64,), float(count)) for count in range(4)}
@@ -141,6 +142,21 @@ def test_an_upload_of_which_no_byte_came_takes_no_place(client: Client) -> None:
             client.put_weights(version, PART, b"abc", start=5, total=100)
     assert client.put_weights("d", PART, b"abc", start=0, total=100)["begins"]
     assert not client.put_weights("d", PART, b"abc", start=0, total=100)["begins"]
+
+
+def test_what_is_on_its_way_is_listed_and_shown(client: Client, server: LiveServer, capsys: pytest.CaptureFixture[str]) -> None:
+    assert client.weights()["uploads"] == []
+    client.put_weights("run-1", PART, b"abc", start=0, total=100)
+    client.put_weights("run-1", "part-00002.safetensors", b"abcd", start=0, total=4)
+    client.put_weights("run-2", PART, b"a", start=0, total=1)
+    first, second = client.weights()["uploads"]
+    assert (first["version"], first["parts"], first["bytes"], first["total"]) == ("run-1", 2, 7, 104) and second["version"] == "run-2"
+    assert first["age_s"] >= first["idle_s"] >= 0 and first["age_s"] >= second["age_s"]
+    assert main(["weights", "status", "--url", server.url]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "on its way by http: 'run-1', 2 parts, 7 of 104 bytes, begun 0 s ago" in said and "abort ends it" in said
+    client.abort_weights("run-1", upload_only=True)
+    assert [upload["version"] for upload in client.weights()["uploads"]] == ["run-2"]
 
 
 def test_room_that_is_taken_says_by_whom(client: Client) -> None:

@@ -38,6 +38,17 @@ class PartStatus(Struct, frozen=True):
     begins: Annotated[bool, Meta(description="the version's upload began with this call, so that its sender may take it back")] = False
 
 
+class UploadStatus(Struct, frozen=True):
+    """A version on its way by http."""
+
+    version: Annotated[str, Meta(description="that its parts belong to")]
+    parts: Annotated[int, Meta(description="that were begun")]
+    bytes: Annotated[int, Meta(description="that are there")]
+    total: Annotated[int, Meta(description="that the parts begun will have")]
+    age_s: Annotated[float, Meta(description="since its first byte")]
+    idle_s: Annotated[float, Meta(description="since its last byte; it is kept for upload_ttl_s")]
+
+
 @dataclass
 class _Part:
     total: int
@@ -48,7 +59,8 @@ class _Part:
 class _Upload:
     directory: Path
     parts: dict[str, _Part] = field(default_factory=dict)
-    touched_s: float = 0.0  # by the loop's clock
+    begun_s: float = 0.0  # by the loop's clock
+    touched_s: float = 0.0
     pushes: int = 0  # that read it now
     writing: int = 0  # calls that bring parts of it
     dropped: bool = False  # while a push read it, and goes with that push
@@ -85,6 +97,12 @@ class Uploads:
         self._numbers = itertools.count()  # a version that comes anew has another directory
         self._remover = ThreadPoolExecutor(1, "remove uploads")
         self._leaving_bytes = 0  # of ended uploads that are not removed yet
+
+    def listed(self) -> list[UploadStatus]:
+        """All, oldest first."""
+        now_s = asyncio.get_running_loop().time()
+        return [UploadStatus(version, len(upload.parts), upload.bytes, upload.total, round(now_s - upload.begun_s, 3),
+                             round(now_s - upload.touched_s, 3)) for version, upload in self._uploads.items()]
 
     def status(self, version: str, part: str) -> PartStatus:
         upload = self._uploads.get(version)
@@ -133,7 +151,7 @@ class Uploads:
         upload = self._uploads.get(version)
         if upload is None and len(self._uploads) >= config.max_uploads:
             raise StorageFailed(f"{len(self._uploads)} versions are on their way, the limit is {config.max_uploads} (max_uploads); push or "
-                                f"abort one of {sorted(self._uploads)}")
+                                f"abort one of {sorted(self._uploads)} (GET /weights says how old each is)")
         there = upload.parts.get(part) if upload is not None else None
         if there is not None and there.total != total:
             raise Conflict(f"part {part!r} was begun with {there.total} bytes in all, now it has {total}; abort the version to begin anew")
@@ -146,7 +164,7 @@ class Uploads:
                 raise StorageFailed(f"version {version!r} has {len(upload.parts)} parts, the limit is {config.max_upload_parts} "
                                     "(max_upload_parts); send larger ones")
         if upload is None:
-            upload = _Upload(self._directory / f"{_named(version)}-{next(self._numbers)}")
+            upload = _Upload(self._directory / f"{_named(version)}-{next(self._numbers)}", begun_s=asyncio.get_running_loop().time())
             try:
                 upload.directory.mkdir(mode=0o700)
             except OSError as error:

@@ -87,6 +87,10 @@ def _status(client: Client, arguments: argparse.Namespace, console: Console) -> 
     console.print(f"before: {before or 'nothing to roll back to'}", markup=False)
     if state["open"]:
         console.print(f"on its way: {state['open']['version']!r} of the {state['open']['role']}, {state['open']['state']}", markup=False)
+    for upload in state.get("uploads", ()):
+        console.print(f"on its way by http: {upload['version']!r}, {upload['parts']} parts, {upload['bytes']} of {upload['total']} bytes, "
+                      f"begun {upload['age_s']:.0f} s ago, the last byte came {upload['idle_s']:.0f} s ago; "
+                      "POST /weights/VERSION/abort ends it", markup=False)
     for reason in state["quarantined"].values():
         console.print(f"nothing is generated: {reason}", style="bold red", markup=False)
     console.print(f"kept over a restart: {'yes' if state['spooled'] else 'no (--state-dir keeps them)'}")

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Annotated, Any, Literal, cast
 
 from msgspec import Meta, Struct
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
@@ -34,7 +34,7 @@ from tlt_server.frontend.endpoints import Endpoint, Parameter
 from tlt_server.frontend.generation import Service
 from tlt_server.frontend.replies import json_response
 from tlt_server.frontend.requests import Strict, checked, read_object
-from tlt_server.frontend.uploads import PartStatus, Uploads, span
+from tlt_server.frontend.uploads import PartStatus, Uploads, UploadStatus, span
 from tlt_server.frontend.vllm.transfer import GROUP, UpdateFields
 from tlt_server.frontend.weight_session import Update, Version, succeeded
 from tlt_server.records import (
@@ -140,6 +140,10 @@ class PushReply(Struct, frozen=True):
     pause_ms: Annotated[float, Meta(description="for which the commit kept the loop from stepping")]
 
 
+class WeightsReply(WeightState, frozen=True, kw_only=True):
+    uploads: Annotated[list[UploadStatus], Meta(description="versions on their way by http, oldest first")] = []
+
+
 class GroupsReply(Struct, frozen=True):
     groups: Annotated[list[str], Meta(description="process groups that are joined")]
 
@@ -242,7 +246,8 @@ def routes(service: Service) -> list[Endpoint]:
 
     async def look(request: Request) -> Response:
         """Which versions are live, kept for a rollback, and on their way."""
-        return json_response((await session.look()).state)
+        state = (await session.look()).state
+        return json_response(WeightsReply(**asdict(state), uploads=uploads.listed() if uploads is not None else []))
 
     gone = (EngineFailed, Unavailable)
     part = (Parameter("version", "path", "that the part belongs to"), Parameter("part", "path", "a file name, without its ending"))
@@ -258,7 +263,7 @@ def routes(service: Service) -> list[Endpoint]:
                  raises=(Forbidden, Conflict, WeightsRefused, ChannelBroken, *gone)),
         endpoint("DELETE", "/weight_groups/{name}", leave, parameters=(Parameter("name", "path", "of the group"),), gives=GroupsReply,
                  raises=(Conflict, *gone)),
-        endpoint("GET", "/weights", look, gives=WeightState, raises=gone),
+        endpoint("GET", "/weights", look, gives=WeightsReply, raises=gone),
         endpoint("POST", "/weights/rollback", rollback, takes=RollbackFields, optional_body=True, gives=PushReply,
                  raises=(Conflict, PushFailed, *gone)),
         endpoint("POST", "/weights/abort", abort_any, takes=NoFields, optional_body=True, gives=PushReply, raises=(NotFound, *gone)),
