@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar, cast
 import httpx
 import msgspec
 
+from tlt_client.errors import NotLive
 from tlt_client.responses import in_path, json_object, read_as, succeeded, whole_reply
 from tlt_client.wire import GenerateBody, Item, Reply, RolloutList, RolloutReply, RolloutStatus, RolloutSummary, SamplingFields, Weights
 
@@ -152,9 +153,18 @@ def update_weights(path: str | PathLike[str], version: str, fields: Mapping[str,
 
 
 def push_weights(version: str, fields: Mapping[str, Any]) -> Call[Mapping[str, Any]]:
-    """Sent again it brings nothing by a channel whose bytes come beside the call."""
-    beside = fields.get("channel") in ("broadcast", "ipc")
-    return _put("POST", "/update_weights", {"version": version, **fields}, json_object, repeatable=not beside)
+    """Sent again it brings nothing by a channel whose bytes come beside the call. `NotLive` where it ends staged and was to commit."""
+    beside, commits = fields.get("channel") in ("broadcast", "ipc"), fields.get("commit", True)
+
+    def read(response: httpx.Response) -> Mapping[str, Any]:
+        reply = json_object(response)
+        if reply["state"] == "staged" and commits:
+            raise NotLive(f"version {version!r} is staged, not live: somebody has begun a weight update on this server and not ended it "
+                          "(POST /finish_weight_update or /end_weight_update, which makes it live; GET /weights says since when it is "
+                          "open); end it, then push again, or push with commit=False")
+        return reply
+
+    return _put("POST", "/update_weights", {"version": version, **fields}, read, repeatable=not beside)
 
 
 def put_weights(version: str, part: str, data: bytes, start: int, total: int) -> Call[Mapping[str, Any]]:

@@ -2,6 +2,7 @@
 
     TltClientError
     ├── ConnectionFailed ── NotReached
+    ├── NotLive
     └── ServerError ── InvalidRequest, Unauthenticated, Forbidden, NotFound, QueueFull, Unavailable, ...
 """
 
@@ -20,6 +21,10 @@ class ConnectionFailed(TltClientError):
 
 class NotReached(ConnectionFailed):
     """There was no connection, so the request was not sent."""
+
+
+class NotLive(TltClientError):
+    """A push was taken, and what it brought is not what the server generates with, though nobody asked for that by `commit=False`."""
 
 
 class ServerError(TltClientError):

@@ -174,6 +174,15 @@ class UploadStatus(TypedDict):
     idle_s: float  # since its last byte
 
 
+class UpdateStatus(TypedDict):
+    """A weight update that was begun and not ended: what anybody pushes stays staged until its end."""
+
+    selector: str  # whose weights it brings
+    pushes: int  # calls that have pushed in it
+    age_s: float  # since it was begun
+    ends_in_s: float  # after which the server drops it, if nobody calls
+
+
 class Weights(TypedDict):
     """What is live, what could be rolled back to, what is on its way. Servers of other versions may say less, or more."""
 
@@ -186,6 +195,7 @@ class Weights(TypedDict):
     groups: list[str]  # process groups that the server has joined
     sockets: str  # directory of the sockets of pushes by ipc; empty: the channel is closed
     uploads: list[UploadStatus]  # versions on their way by http, oldest first
+    update: UpdateStatus | None  # the weight update that was begun and not ended
 
 
 class Token(Struct, frozen=True, kw_only=True):

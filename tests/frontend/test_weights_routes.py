@@ -48,7 +48,7 @@ def test_a_manifest_reaches_the_engine_and_the_reply_says_what_became_of_it(clie
     assert isinstance(command, PushWeights) and command.manifest == Manifest(
         version="v1", path="step-1", in_flight="drain", tensors=[TensorEntry(name="w", dtype="float32", shape=[2], checksum="x")])
     assert client.weights() == {"target": "v1", "drafter": "", "previous": {"target": "v0"}, "open": {}, "spooled": False,
-                                "quarantined": {}, "groups": [], "sockets": "", "uploads": []}
+                                "quarantined": {}, "groups": [], "sockets": "", "uploads": [], "update": None}
     assert httpx.get(f"{server.url}/weight_info").json() == {"weight_version": "v1", "drafter_version": ""}
     assert client.server_info()["engine"]["weight_version"] == "v1"
     assert metric(client, 'tlt_weight_version_info{version="v1"} 1.0') and not metric(client, 'tlt_weight_version_info{version="v0"} 1.0')

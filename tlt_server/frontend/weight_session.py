@@ -4,6 +4,7 @@ Beneath is one transaction (`weights/transaction.py`), which knows whose a push 
 staged, and the end commits it, under the name that the trainer gives last. Outside a session, and where nothing can be staged
 (`weight_staging` none), a push commits by itself. Only this server's one session is known; all dialects share it, and every push of
 weights comes through it. Invariant: what an end commits or names was pushed in the session that it ends, by calls that began in it.
+Whose trainer falls silent is ended after a while, and what it staged is dropped: until then it holds up what anybody else pushes.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from contextlib import contextmanager, suppress
 from typing import Annotated, Literal
 
 import msgspec
+import structlog
+from msgspec import Meta, Struct
 from pydantic import Field
 
-from tlt_server.errors import Conflict, NotFound, from_code
+from tlt_server.errors import Conflict, NotFound, TltError, from_code
 from tlt_server.frontend.engine_client import EngineClient
 from tlt_server.records import (
     AbortWeights,
@@ -35,6 +38,19 @@ Version = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^/\x00-
                                description="a name without slash or control characters, which every token will carry")]
 
 
+log = structlog.get_logger()
+
+
+class UpdateStatus(Struct, frozen=True):
+    """A weight update that was begun and not ended: what anybody pushes stays staged until its end (POST /end_weight_update or
+    /finish_weight_update). One that is begun anew drops what the one before staged."""
+
+    selector: Annotated[str, Meta(description="whose weights it brings")]
+    pushes: Annotated[int, Meta(description="calls that have pushed in it")]
+    age_s: Annotated[float, Meta(description="since it was begun")]
+    ends_in_s: Annotated[float, Meta(description="after which it is ended and dropped, if nobody calls (weight_update_ttl_s)")]
+
+
 class Update:
     """One weight update, from its begin until its end or the next begin. A call that pushes keeps the one that it began in."""
 
@@ -48,6 +64,8 @@ class Update:
         self.succeeded = 0  # number of the last call that did
         self.waits = False  # what was pushed is staged, or gathers
         self.live = ""  # version of the target where what was pushed is live already
+        self.pushing = 0  # calls that are on their way
+        self.begun_s = self.touched_s = 0.0  # by the loop's clock
 
     @property
     def role(self) -> Role:
@@ -74,17 +92,56 @@ class Update:
 
 
 class WeightSession:
-    def __init__(self, engine: EngineClient, *, stages: bool) -> None:
-        """`stages`: a version lies somewhere else than the one in use until it is committed."""
-        self._engine, self.stages = engine, stages
+    def __init__(self, engine: EngineClient, *, stages: bool, ttl_s: float = 600.0) -> None:
+        """`stages`: a version lies somewhere else than the one in use until it is committed. `ttl_s`: that a session may be idle."""
+        self._engine, self.stages, self._ttl_s = engine, stages, ttl_s
         self._update = Update(self)
+        self._dropping: set[asyncio.Task[None]] = set()
 
     async def begin(self, selector: Selector) -> None:
         """What an earlier session left, staged or on its way, is dropped; a repeated begin changes nothing else."""
         earlier, self._update = self._update, Update(self, selector, self.command_id())
-        if earlier.selector is not None and earlier.calls:
+        self._update.begun_s = self._update.touched_s = asyncio.get_running_loop().time()
+        self._end_when_idle(self._update)
+        await self._drop(earlier)
+
+    async def _drop(self, update: Update) -> None:
+        """What it left, staged or on its way."""
+        if update.selector is not None and update.calls:
             with suppress(NotFound):  # there is nothing, or somebody else has ended it
-                await self.ask(AbortWeights(self.command_id(), session=earlier.id))
+                await self.ask(AbortWeights(self.command_id(), session=update.id))
+
+    def _end_when_idle(self, update: Update) -> None:
+        loop = asyncio.get_running_loop()
+
+        def look() -> None:
+            if update is not self._update:
+                return
+            left_s = update.touched_s + self._ttl_s - loop.time()
+            if left_s > 0 or update.pushing or update.ending.locked():
+                loop.call_later(left_s if left_s > 0 else self._ttl_s / 10, look)
+                return
+            self._update = Update(self)
+            log.warning("weight_update_dropped", selector=update.selector, pushes=update.calls, idle_s=self._ttl_s,
+                        remedy="end a weight update that is begun, or allow more time between its calls (weight_update_ttl_s)")
+            task = asyncio.create_task(self._drop_late(update))
+            self._dropping.add(task)
+            task.add_done_callback(self._dropping.discard)
+
+        loop.call_later(self._ttl_s, look)
+
+    async def _drop_late(self, update: Update) -> None:
+        with suppress(TltError):  # an engine that is gone holds nothing
+            await self._drop(update)
+
+    @property
+    def status(self) -> UpdateStatus | None:
+        """Of the session that is open."""
+        update, now_s = self._update, asyncio.get_running_loop().time()
+        if update.selector is None:
+            return None
+        idle_s = 0.0 if update.pushing or update.ending.locked() else now_s - update.touched_s
+        return UpdateStatus(update.selector, update.calls, round(now_s - update.begun_s, 3), round(max(0.0, self._ttl_s - idle_s), 3))
 
     @contextmanager
     def pushing(self) -> Iterator[Update]:
@@ -93,8 +150,13 @@ class WeightSession:
         update = self._update
         update.ended = None
         update.calls += 1
+        update.pushing += 1
         call = update.calls
-        yield update
+        try:
+            yield update
+        finally:
+            update.pushing -= 1
+            update.touched_s = asyncio.get_running_loop().time()
         update.succeeded = max(update.succeeded, call)
 
     def check_takes(self, update: Update) -> None:
@@ -112,8 +174,10 @@ class WeightSession:
         async with update.ending:
             if update.ended is not None:
                 return update.ended
+            update.touched_s = asyncio.get_running_loop().time()
             if update.selector is None:
-                raise Conflict("no weight update was begun; begin one (POST /start_weight_update, /begin_weight_update), or push without")
+                raise Conflict("no weight update is open: none was begun, or nobody called for weight_update_ttl_s; begin one (POST "
+                               "/start_weight_update, /begin_weight_update), or push without")
             if update.succeeded != update.calls:
                 raise Conflict("the last push of this weight update failed or is under way, so there is nothing to make live; push again "
                                "and then end it, or begin another")
@@ -136,7 +200,7 @@ class WeightSession:
     async def rename(self, version: str) -> None:
         """Name what the open session pushes, or else what is live."""
         if self._update.selector is not None:
-            self._update.name = version
+            self._update.name, self._update.touched_s = version, asyncio.get_running_loop().time()
         else:
             await self.ask(NameWeights(self.command_id(), version))
 

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from tlt_client import Client, ConnectionFailed, ServerError
 from tlt_client.channels.errors import ContentRefused
 from tlt_client.channels.http import HttpSender
+from tlt_client.errors import NotLive
 from tlt_server.errors import StartupError
 
 
@@ -29,6 +30,9 @@ def run(arguments: argparse.Namespace) -> int:
     except ConnectionFailed as error:
         say.print(f"tlt: {arguments.url} does not answer ({error}); start the server, or name another --url. What became of a push that "
                   "was under way: tlt weights status", markup=False)
+        return 1
+    except NotLive as error:
+        say.print(f"tlt: {error}", markup=False)
         return 1
     except (ContentRefused, OSError) as error:
         raise StartupError(str(error)) from None
@@ -91,6 +95,11 @@ def _status(client: Client, arguments: argparse.Namespace, console: Console) -> 
         console.print(f"on its way by http: {upload['version']!r}, {upload['parts']} parts, {upload['bytes']} of {upload['total']} bytes, "
                       f"begun {upload['age_s']:.0f} s ago, the last byte came {upload['idle_s']:.0f} s ago; "
                       "POST /weights/VERSION/abort ends it", markup=False)
+    update = state.get("update")
+    if update is not None:
+        console.print(f"a weight update of {update['selector']} is open since {update['age_s']:.0f} s: what anybody pushes stays staged "
+                      "until POST /end_weight_update makes live what it holds. POST /begin_weight_update before that drops it; so does the "
+                      f"server in {update['ends_in_s']:.0f} s, if nobody calls", style="bold yellow", markup=False)
     for reason in state["quarantined"].values():
         console.print(f"nothing is generated: {reason}", style="bold red", markup=False)
     console.print(f"kept over a restart: {'yes' if state['spooled'] else 'no (--state-dir keeps them)'}")

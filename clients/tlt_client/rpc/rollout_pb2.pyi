@@ -519,7 +519,7 @@ class PushReply(_message.Message):
     def __init__(self, state: _Optional[str] = ..., version: _Optional[str] = ..., role: _Optional[str] = ..., weight_version: _Optional[str] = ..., checksums: _Optional[_Mapping[str, str]] = ..., phases_s: _Optional[_Mapping[str, float]] = ..., pause_ms: _Optional[float] = ...) -> None: ...
 
 class WeightState(_message.Message):
-    __slots__ = ("target", "drafter", "previous", "open", "spooled", "quarantined", "groups", "sockets", "uploads")
+    __slots__ = ("target", "drafter", "previous", "open", "spooled", "quarantined", "groups", "sockets", "uploads", "update")
     class PreviousEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -550,6 +550,7 @@ class WeightState(_message.Message):
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     SOCKETS_FIELD_NUMBER: _ClassVar[int]
     UPLOADS_FIELD_NUMBER: _ClassVar[int]
+    UPDATE_FIELD_NUMBER: _ClassVar[int]
     target: str
     drafter: str
     previous: _containers.ScalarMap[str, str]
@@ -559,7 +560,20 @@ class WeightState(_message.Message):
     groups: _containers.RepeatedScalarFieldContainer[str]
     sockets: str
     uploads: _containers.RepeatedCompositeFieldContainer[UploadStatus]
-    def __init__(self, target: _Optional[str] = ..., drafter: _Optional[str] = ..., previous: _Optional[_Mapping[str, str]] = ..., open: _Optional[_Mapping[str, str]] = ..., spooled: _Optional[bool] = ..., quarantined: _Optional[_Mapping[str, str]] = ..., groups: _Optional[_Iterable[str]] = ..., sockets: _Optional[str] = ..., uploads: _Optional[_Iterable[_Union[UploadStatus, _Mapping]]] = ...) -> None: ...
+    update: UpdateStatus
+    def __init__(self, target: _Optional[str] = ..., drafter: _Optional[str] = ..., previous: _Optional[_Mapping[str, str]] = ..., open: _Optional[_Mapping[str, str]] = ..., spooled: _Optional[bool] = ..., quarantined: _Optional[_Mapping[str, str]] = ..., groups: _Optional[_Iterable[str]] = ..., sockets: _Optional[str] = ..., uploads: _Optional[_Iterable[_Union[UploadStatus, _Mapping]]] = ..., update: _Optional[_Union[UpdateStatus, _Mapping]] = ...) -> None: ...
+
+class UpdateStatus(_message.Message):
+    __slots__ = ("selector", "pushes", "age_s", "ends_in_s")
+    SELECTOR_FIELD_NUMBER: _ClassVar[int]
+    PUSHES_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    ENDS_IN_S_FIELD_NUMBER: _ClassVar[int]
+    selector: str
+    pushes: int
+    age_s: float
+    ends_in_s: float
+    def __init__(self, selector: _Optional[str] = ..., pushes: _Optional[int] = ..., age_s: _Optional[float] = ..., ends_in_s: _Optional[float] = ...) -> None: ...
 
 class UploadStatus(_message.Message):
     __slots__ = ("version", "parts", "bytes", "total", "age_s", "idle_s")

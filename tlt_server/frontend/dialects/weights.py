@@ -36,7 +36,7 @@ from tlt_server.frontend.replies import json_response
 from tlt_server.frontend.requests import Strict, checked, read_object
 from tlt_server.frontend.uploads import PartStatus, Uploads, UploadStatus, span
 from tlt_server.frontend.vllm.transfer import GROUP, UpdateFields
-from tlt_server.frontend.weight_session import Update, Version, succeeded
+from tlt_server.frontend.weight_session import Update, UpdateStatus, Version, succeeded
 from tlt_server.records import (
     AbortWeights,
     CommitWeights,
@@ -142,6 +142,7 @@ class PushReply(Struct, frozen=True):
 
 class WeightsReply(WeightState, frozen=True, kw_only=True):
     uploads: Annotated[list[UploadStatus], Meta(description="versions on their way by http, oldest first")] = []
+    update: Annotated[UpdateStatus | None, Meta(description="the weight update that was begun and not ended; null without one")] = None
 
 
 class GroupsReply(Struct, frozen=True):
@@ -247,7 +248,8 @@ def routes(service: Service) -> list[Endpoint]:
     async def look(request: Request) -> Response:
         """Which versions are live, kept for a rollback, and on their way."""
         state = (await session.look()).state
-        return json_response(WeightsReply(**asdict(state), uploads=uploads.listed() if uploads is not None else []))
+        return json_response(WeightsReply(**asdict(state), uploads=uploads.listed() if uploads is not None else [],
+                                          update=session.status))
 
     gone = (EngineFailed, Unavailable)
     part = (Parameter("version", "path", "that the part belongs to"), Parameter("part", "path", "a file name, without its ending"))
