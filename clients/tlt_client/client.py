@@ -17,6 +17,7 @@ from typing import Any, Literal, Self, TypeVar, overload
 import httpx
 
 from tlt_client import calls, flows
+from tlt_client.arguments import bearer, url_of
 from tlt_client.calls import Call, Fields, Items
 from tlt_client.errors import ConnectionFailed, TltClientError
 from tlt_client.flows import Flow, Pause
@@ -31,10 +32,10 @@ TRUNCATED = "the stream ended before its last event"
 
 
 def _options(url: str, api_key: str | None, timeout_s: float | None, tls: Tls | None) -> dict[str, Any]:
-    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     verify = {"verify": tls.context()} if tls is not None else {}
     limits = httpx.Limits(max_connections=None)  # how much may be open is the server's to say
-    return {"base_url": url, "headers": headers, "timeout": httpx.Timeout(timeout_s, connect=10.0), "limits": limits, **verify}
+    timeout = httpx.Timeout(timeout_s, connect=10.0)
+    return {"base_url": url_of(url), "headers": bearer(api_key), "timeout": timeout, "limits": limits, **verify}
 
 
 def _key(key: str | None, retries: Retries) -> str | None:

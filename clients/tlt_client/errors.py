@@ -2,6 +2,7 @@
 
     TltClientError
     ├── ConnectionFailed ── NotReached
+    ├── InvalidArgument
     ├── NotLive
     └── ServerError ── InvalidRequest, Unauthenticated, Forbidden, NotFound, QueueFull, Unavailable, ...
 """
@@ -21,6 +22,10 @@ class ConnectionFailed(TltClientError):
 
 class NotReached(ConnectionFailed):
     """There was no connection, so the request was not sent."""
+
+
+class InvalidArgument(TltClientError, ValueError):
+    """What was given cannot be sent; nothing was."""
 
 
 class NotLive(TltClientError):

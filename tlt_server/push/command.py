@@ -14,7 +14,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from tlt_client import Client, ConnectionFailed, ServerError
 from tlt_client.channels.errors import ContentRefused
 from tlt_client.channels.http import HttpSender
-from tlt_client.errors import NotLive
+from tlt_client.errors import InvalidArgument, NotLive
 from tlt_server.errors import StartupError
 
 
@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     except NotLive as error:
         say.print(f"tlt: {error}", markup=False)
         return 1
-    except (ContentRefused, OSError) as error:
+    except (ContentRefused, InvalidArgument, OSError) as error:
         raise StartupError(str(error)) from None
 
 
