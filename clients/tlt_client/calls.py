@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar, cast
 import httpx
 import msgspec
 
+from tlt_client.arguments import plain, version_of
 from tlt_client.errors import NotLive
 from tlt_client.responses import in_path, json_object, read_as, succeeded, whole_reply
 from tlt_client.wire import GenerateBody, Item, Reply, RolloutList, RolloutReply, RolloutStatus, RolloutSummary, SamplingFields, Weights
@@ -49,7 +50,8 @@ class Call(Generic[T]):
 def _put(method: str, path: str, content: Any, read: Callable[[httpx.Response], T], headers: Mapping[str, str] | None = None,
          **options: Any) -> Call[T]:
     """A call with a JSON body."""
-    return Call(method, path, read, msgspec.json.encode(content), {"content-type": "application/json", **(headers or {})}, **options)
+    body = msgspec.json.encode(content, enc_hook=plain)
+    return Call(method, path, read, body, {"content-type": "application/json", **(headers or {})}, **options)
 
 
 # batches
@@ -164,12 +166,12 @@ def push_weights(version: str, fields: Mapping[str, Any]) -> Call[Mapping[str, A
                           "open); end it, then push again, or push with commit=False")
         return reply
 
-    return _put("POST", "/update_weights", {"version": version, **fields}, read, repeatable=not beside)
+    return _put("POST", "/update_weights", {"version": version_of(version), **fields}, read, repeatable=not beside)
 
 
 def put_weights(version: str, part: str, data: bytes, start: int, total: int) -> Call[Mapping[str, Any]]:
     headers = {"content-range": f"bytes {start}-{start + len(data) - 1}/{total}", "content-type": "application/octet-stream"}
-    return Call("PUT", f"/weights/{in_path(version)}/{in_path(part)}", json_object, data, headers, repeatable=True)
+    return Call("PUT", f"/weights/{in_path(version_of(version))}/{in_path(part)}", json_object, data, headers, repeatable=True)
 
 
 def weights_part(version: str, part: str) -> Call[Mapping[str, Any]]:

@@ -130,6 +130,12 @@ def test_a_part_whose_name_is_no_file_of_tensors(part: str, server: LiveServer) 
     assert reply.status_code == 400 and "ending in .safetensors" in reply.json()["error"]["message"] and kept(server) == []
 
 
+@pytest.mark.parametrize("version", ["v%01", "v" * 257])
+def test_a_version_that_no_push_can_name_takes_no_part(version: str, server: LiveServer) -> None:
+    reply = httpx.put(f"{server.url}/weights/{version}/{PART}", content=b"abc")
+    assert reply.status_code == 400 and "it must have 1 to 256 characters" in reply.json()["error"]["message"] and kept(server) == []
+
+
 def test_versions_parts_and_bytes_are_bounded(client: Client) -> None:
     put(client, b"a")
     put(client, b"a", part="part-2.safetensors")

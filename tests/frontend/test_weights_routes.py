@@ -84,6 +84,21 @@ def test_a_version_may_hold_what_a_path_does_not(version: str, client: Client, s
     assert [c.version for c in server.engine.weight_commands if isinstance(c, CommitWeights)] == [version]
 
 
+@pytest.mark.parametrize("path, field", [("/update_weights", "version"), ("/update_weight_version", "new_version"),
+                                         ("/update_weights_from_disk", "weight_version")])
+@pytest.mark.parametrize("version", ["run/7", "a\n"])
+def test_a_name_that_no_version_can_have_is_refused_with_what_it_must_be(path: str, field: str, version: str, server: LiveServer) -> None:
+    said = post(server, path, {field: version, "path": "p", "model_path": "p"})
+    assert said.status_code == 400
+    words = f"{field} is {version!r}; it must have 1 to 256 characters, none of them '/' or a control character, such as run-7"
+    assert json.dumps(words)[1:-1] in said.text
+
+
+def test_another_name_that_has_a_form_is_refused_with_it(server: LiveServer) -> None:
+    said = post(server, "/weight_groups", {"name": "a b", "master_address": "127.0.0.1", "master_port": 1, "world_size": 2})
+    assert said.status_code == 400 and said.json()["error"]["message"] == "name is 'a b'; it must match ^[A-Za-z0-9._-]+$"
+
+
 def test_the_client_compares_checksums(client: Client) -> None:
     with pytest.raises(ServerError, match="nothing to compare with"):
         client.compare_weights()

@@ -19,6 +19,7 @@ import structlog
 from msgspec import Meta, Struct
 from pydantic import Field
 
+from tlt_client.arguments import MAX_VERSION, VERSION
 from tlt_server.errors import Conflict, NotFound, TltError, from_code
 from tlt_server.frontend.engine_client import EngineClient
 from tlt_server.records import (
@@ -34,7 +35,7 @@ from tlt_server.records import (
 )
 
 Selector = Literal["target", "draft", "all"]
-Version = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^/\x00-\x1f\x7f]+$",
+Version = Annotated[str, Field(min_length=1, max_length=MAX_VERSION, pattern=VERSION,
                                description="a name without slash or control characters, which every token will carry")]
 
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tlt_client.channels import DRAFTER_PREFIX, Announcement, Batch, Buffers, Intake, Layout, Tensors, announced, by_role, owner
+from tlt_client.channels import DRAFTER_PREFIX, Announcement, Batch, Buffers, Intake, Layout, Sender, Tensors, announced, by_role, owner
 from tlt_client.channels.checkpoint import Files
 from tlt_client.channels.errors import ContentRefused
 from tlt_client.channels.files import opened
@@ -64,7 +64,7 @@ class HttpReceiver:
         """The frontend removes what it has put there."""
 
 
-class HttpSender:
+class HttpSender(Sender):
     """Sends chunks of `chunk_bytes`, of files of at most `max_file_bytes`; a connection that breaks is taken up where the server says.
 
     A push that fails for good, or is interrupted, takes back what it has sent, so that it keeps no room from the next one. Not so where
@@ -77,7 +77,7 @@ class HttpSender:
         self._on_bytes, self._sleep = on_bytes, sleep
         self._begun: set[str] = set()  # versions on their way whose first bytes were ours
 
-    def push(self, tensors: Tensors, version: str, **fields: Any) -> Mapping[str, Any]:
+    def _push(self, tensors: Tensors, version: str, **fields: Any) -> Mapping[str, Any]:
         entries: list[dict[str, Any]] = []
         with self._sending(version):
             for count, group in enumerate(files(tensors, self._max_file_bytes), 1):

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tlt_client.arguments import VERSION_MUST, is_version
 from tlt_server.errors import (
     ChannelBroken,
     Conflict,
@@ -33,7 +34,7 @@ from tlt_server.frontend.broadcasts import Address, Dimensions, Port, Rank, Tens
 from tlt_server.frontend.endpoints import Endpoint, Parameter
 from tlt_server.frontend.generation import Service
 from tlt_server.frontend.replies import json_response
-from tlt_server.frontend.requests import Strict, checked, read_object
+from tlt_server.frontend.requests import Strict, checked, read_object, shown
 from tlt_server.frontend.uploads import PartStatus, Uploads, UploadStatus, span
 from tlt_server.frontend.vllm.transfer import GROUP, UpdateFields
 from tlt_server.frontend.weight_session import Update, UpdateStatus, Version, succeeded
@@ -279,7 +280,10 @@ def routes(service: Service) -> list[Endpoint]:
 
 def _part(request: Request) -> tuple[str, str]:
     """Version and file name."""
-    return request.path_params["version"], request.path_params["part"] + PART_PATH.rpartition("}")[2]
+    version = request.path_params["version"]
+    if not is_version(version):
+        raise InvalidRequest(f"version is {shown(version)}; it must {VERSION_MUST}")
+    return version, request.path_params["part"] + PART_PATH.rpartition("}")[2]
 
 
 def _may_pass(report: WeightReport) -> bool:
