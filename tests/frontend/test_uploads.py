@@ -16,7 +16,7 @@ import pytest
 
 from tests.frontend.live_server import LiveServer, live_server
 from tlt_client import Client, ServerError
-from tlt_server.errors import Conflict
+from tlt_server.errors import Conflict, NotFound
 from tlt_server.frontend import uploads
 from tlt_server.frontend.uploads import Uploads
 from tlt_server.records import PushWeights
@@ -300,6 +300,42 @@ def test_what_comes_late_for_an_upload_that_was_ended_changes_nothing_of_the_nex
 
     asyncio.run(sent())
     assert slow.written == [b"goodgood"]
+
+
+def test_parts_are_there_until_the_last_push_that_reads_them_has_ended(slow: Slow) -> None:
+    slow.may.set()
+
+    async def sent() -> None:
+        early = slow.seal("v")  # of which nothing is there
+        await slow.write("v", PART, 0, 4, body())
+        one, other = slow.seal("v"), slow.seal("v")
+        slow.release("v", early, keep=False)
+        slow.release("v", one, keep=False)
+        assert slow.status("v", PART).bytes == 4, "the other one reads"
+        assert not slow.forget("v") and not slow.drop("v") and slow.status("v", PART).bytes == 4
+        slow.release("v", other, keep=True)
+        with pytest.raises(NotFound):
+            slow.status("v", PART)
+
+    asyncio.run(sent())
+
+
+def test_an_abort_while_parts_are_read_ends_them_with_the_push(slow: Slow) -> None:
+    slow.may.set()
+
+    async def sent() -> None:
+        await slow.write("v", PART, 0, 4, body())
+        for aborts in (False, True):
+            sealed = slow.seal("v")
+            assert not (aborts and slow.drop("v"))
+            slow.release("v", sealed, keep=True)
+            assert (slow.listed() == []) == aborts
+
+    asyncio.run(sent())
+
+
+async def body() -> AsyncIterator[bytes]:
+    yield b"abcd"
 
 
 def test_a_piece_that_is_refused_ends_the_range(slow: Slow) -> None:
