@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, fie
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
+from tlt_client.arguments import VERSION, VERSION_MUST
 from tlt_client.channels import CHANNELS
 from tlt_server.errors import StartupError
 from tlt_server.records import Strategy
@@ -40,6 +41,7 @@ _REQUIREMENTS = {  # pydantic's kind of error -> what it must be or have
     "too_short": "have at least {min_length} item{s}", "too_long": "have at most {max_length} item{s}",
     "string_too_short": "have at least {min_length} character{s}", "string_too_long": "have at most {max_length} character{s}",
 }
+_PATTERNS = {VERSION: VERSION_MUST}  # those that are better said in words
 
 
 def parse_strategy(text: str, name: str = "sd_strategy") -> Strategy:
@@ -235,6 +237,8 @@ def requirement(errors: Sequence[ErrorDetails]) -> str:
 
 
 def _requirement(error: ErrorDetails) -> str:
+    if error["type"] == "string_pattern_mismatch":
+        return _PATTERNS.get(error["ctx"]["pattern"], f"match {error['ctx']['pattern']}")
     context = {name: int(value) if isinstance(value, float) and value.is_integer() else value
                for name, value in error.get("ctx", {}).items()}
     plural = "" if 1 in context.values() else "s"

@@ -64,6 +64,8 @@ class Settings:
     max_upload_parts: Annotated[int, Doc("parts", "Parts of one version that comes by http.", 1, 65536)] = 1024
     max_upload_mb: Annotated[int, Doc("MiB", "Size of all parts on their way by http together.", 1, 2**30)] = 65536
     upload_ttl_s: Annotated[float, Doc("s", "Time after its last byte that an upload which nobody pushes is kept.", 1, 10**6)] = 3600.0
+    weight_update_ttl_s: Annotated[float, Doc(
+        "s", "Time after its last call that a weight update which was begun and nobody ends stays open.", 1, 10**6)] = 600.0
     state_dir: Annotated[Path | None, Doc(
         "directory", "Keeps committed weights and rollouts over a restart; none: they end with the process that holds them.")] = None
 

@@ -9,13 +9,15 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike, fspath
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import httpx
 import msgspec
 
+from tlt_client.arguments import plain, version_of
+from tlt_client.errors import NotLive
 from tlt_client.responses import in_path, json_object, read_as, succeeded, whole_reply
-from tlt_client.wire import GenerateBody, Item, Reply, RolloutList, RolloutReply, RolloutStatus, RolloutSummary, SamplingFields
+from tlt_client.wire import GenerateBody, Item, Reply, RolloutList, RolloutReply, RolloutStatus, RolloutSummary, SamplingFields, Weights
 
 Items = Sequence[Item | dict[str, Any]]
 Fields = SamplingFields | dict[str, Any] | None
@@ -35,10 +37,12 @@ class Call(Generic[T]):
     repeatable: bool = False  # sent twice, it does what it does sent once
     streams: bool = False  # the reply is read as it comes
     wait_s: float = 0.0  # that the server may take on top of what a reply takes
+    within_s: float | None = None  # it has to answer, where the client would wait longer
 
     def request(self, http: httpx.Client | httpx.AsyncClient) -> httpx.Request:
         limits = http.timeout
         read_s = None if limits.read is None else limits.read + self.wait_s
+        read_s = min((seconds for seconds in (read_s, self.within_s) if seconds is not None), default=None)
         timeout = httpx.Timeout(connect=limits.connect, read=read_s, write=limits.write, pool=limits.pool)
         return http.build_request(self.method, self.path, content=self.content, headers=dict(self.headers),
                                   params=dict(self.params) or None, timeout=timeout)
@@ -47,7 +51,8 @@ class Call(Generic[T]):
 def _put(method: str, path: str, content: Any, read: Callable[[httpx.Response], T], headers: Mapping[str, str] | None = None,
          **options: Any) -> Call[T]:
     """A call with a JSON body."""
-    return Call(method, path, read, msgspec.json.encode(content), {"content-type": "application/json", **(headers or {})}, **options)
+    body = msgspec.json.encode(content, enc_hook=plain)
+    return Call(method, path, read, body, {"content-type": "application/json", **(headers or {})}, **options)
 
 
 # batches
@@ -166,14 +171,23 @@ def update_weights(path: str | PathLike[str], version: str, fields: Mapping[str,
 
 
 def push_weights(version: str, fields: Mapping[str, Any]) -> Call[Mapping[str, Any]]:
-    """Sent again it brings nothing by a channel whose bytes come beside the call."""
-    beside = fields.get("channel") in ("broadcast", "ipc")
-    return _put("POST", "/update_weights", {"version": version, **fields}, json_object, repeatable=not beside)
+    """Sent again it brings nothing by a channel whose bytes come beside the call. `NotLive` where it ends staged and was to commit."""
+    beside, commits = fields.get("channel") in ("broadcast", "ipc"), fields.get("commit", True)
+
+    def read(response: httpx.Response) -> Mapping[str, Any]:
+        reply = json_object(response)
+        if reply["state"] == "staged" and commits:
+            raise NotLive(f"version {version!r} is staged, not live: somebody has begun a weight update on this server and not ended it "
+                          "(POST /finish_weight_update or /end_weight_update, which makes it live; GET /weights says since when it is "
+                          "open); end it, then push again, or push with commit=False")
+        return reply
+
+    return _put("POST", "/update_weights", {"version": version_of(version), **fields}, read, repeatable=not beside)
 
 
 def put_weights(version: str, part: str, data: bytes, start: int, total: int) -> Call[Mapping[str, Any]]:
     headers = {"content-range": f"bytes {start}-{start + len(data) - 1}/{total}", "content-type": "application/octet-stream"}
-    return Call("PUT", f"/weights/{in_path(version)}/{in_path(part)}", json_object, data, headers, repeatable=True)
+    return Call("PUT", f"/weights/{in_path(version_of(version))}/{in_path(part)}", json_object, data, headers, repeatable=True)
 
 
 def weights_part(version: str, part: str) -> Call[Mapping[str, Any]]:
@@ -192,16 +206,18 @@ def commit_weights(version: str) -> Call[Mapping[str, Any]]:
     return _put("POST", f"/weights/{in_path(version)}/commit", {}, json_object, repeatable=True)
 
 
-def abort_weights(version: str) -> Call[Mapping[str, Any]]:
-    return _put("POST", f"/weights/{in_path(version)}/abort" if version else "/weights/abort", {}, json_object)
+def abort_weights(version: str, upload_only: bool) -> Call[Mapping[str, Any]]:
+    """Of an upload alone it ends another call's failure, which is not to wait for it."""
+    path = f"/weights/{in_path(version)}/abort" if version else "/weights/abort"
+    return _put("POST", path, {"upload_only": True} if upload_only else {}, json_object, within_s=10.0 if upload_only else None)
 
 
 def roll_back_weights(fields: Mapping[str, Any]) -> Call[Mapping[str, Any]]:
     return _put("POST", "/weights/rollback", fields, json_object, repeatable=bool(fields.get("to")))
 
 
-def weights() -> Call[Mapping[str, Any]]:
-    return Call("GET", "/weights", json_object, repeatable=True)
+def weights() -> Call[Weights]:
+    return Call("GET", "/weights", lambda response: cast(Weights, json_object(response)), repeatable=True)
 
 
 def weight_checksums(action: str) -> Call[Mapping[str, str]]:

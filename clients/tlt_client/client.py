@@ -17,6 +17,7 @@ from typing import Any, Literal, Self, TypeVar, overload
 import httpx
 
 from tlt_client import calls, flows
+from tlt_client.arguments import bearer, url_of
 from tlt_client.calls import Call, Fields, Items
 from tlt_client.errors import ConnectionFailed, TltClientError
 from tlt_client.flows import Flow, Pause
@@ -24,17 +25,17 @@ from tlt_client.responses import connection_errors
 from tlt_client.retries import NEVER, Retries
 from tlt_client.rollouts import AsyncRollout, Rollout
 from tlt_client.tls import Tls
-from tlt_client.wire import Done, EventParser, Reply, RolloutSummary, StreamEvent
+from tlt_client.wire import Done, EventParser, Reply, RolloutSummary, StreamEvent, Weights
 
 T = TypeVar("T")
 TRUNCATED = "the stream ended before its last event"
 
 
 def _options(url: str, api_key: str | None, timeout_s: float | None, tls: Tls | None) -> dict[str, Any]:
-    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     verify = {"verify": tls.context()} if tls is not None else {}
     limits = httpx.Limits(max_connections=None)  # how much may be open is the server's to say
-    return {"base_url": url, "headers": headers, "timeout": httpx.Timeout(timeout_s, connect=10.0), "limits": limits, **verify}
+    timeout = httpx.Timeout(timeout_s, connect=10.0)
+    return {"base_url": url_of(url), "headers": bearer(api_key), "timeout": timeout, "limits": limits, **verify}
 
 
 def _key(key: str | None, retries: Retries) -> str | None:
@@ -167,16 +168,17 @@ class Client:
         """Make a push live that was staged with `commit=False`; `unchanged` where that version is live already."""
         return self._ask(calls.commit_weights(version))
 
-    def abort_weights(self, version: str = "") -> Mapping[str, Any]:
-        """End the push of this version, or the one on its way whatever it is called, while it is not committed; nothing changes."""
-        return self._ask(calls.abort_weights(version))
+    def abort_weights(self, version: str = "", *, upload_only: bool = False) -> Mapping[str, Any]:
+        """End the push of this version, or the one on its way whatever it is called, while it is not committed; nothing changes. With
+        `upload_only` only what was sent of the version by http and is not being pushed."""
+        return self._ask(calls.abort_weights(version, upload_only))
 
     def roll_back_weights(self, **fields: Any) -> Mapping[str, Any]:
         """Make the version before the last commit live again; `to` names it, which makes a repeated call safe."""
         return self._ask(calls.roll_back_weights(fields))
 
-    def weights(self) -> Mapping[str, Any]:
-        """Versions that are live, that a rollback would restore, and that are on their way."""
+    def weights(self) -> Weights:
+        """Versions that are live, that a rollback would restore, and that are on their way, by http in parts or as a push."""
         return self._ask(calls.weights())
 
     def weight_checksums(self) -> Mapping[str, str]:
@@ -333,13 +335,13 @@ class AsyncClient:
     async def commit_weights(self, version: str) -> Mapping[str, Any]:
         return await self._ask(calls.commit_weights(version))
 
-    async def abort_weights(self, version: str = "") -> Mapping[str, Any]:
-        return await self._ask(calls.abort_weights(version))
+    async def abort_weights(self, version: str = "", *, upload_only: bool = False) -> Mapping[str, Any]:
+        return await self._ask(calls.abort_weights(version, upload_only))
 
     async def roll_back_weights(self, **fields: Any) -> Mapping[str, Any]:
         return await self._ask(calls.roll_back_weights(fields))
 
-    async def weights(self) -> Mapping[str, Any]:
+    async def weights(self) -> Weights:
         return await self._ask(calls.weights())
 
     async def weight_checksums(self) -> Mapping[str, str]:

@@ -2,6 +2,8 @@
 
     TltClientError
     ├── ConnectionFailed ── NotReached
+    ├── InvalidArgument
+    ├── NotLive
     └── ServerError ── InvalidRequest, Unauthenticated, Forbidden, NotFound, QueueFull, Unavailable, ...
 """
 
@@ -20,6 +22,14 @@ class ConnectionFailed(TltClientError):
 
 class NotReached(ConnectionFailed):
     """There was no connection, so the request was not sent."""
+
+
+class InvalidArgument(TltClientError, ValueError):
+    """What was given cannot be sent; nothing was."""
+
+
+class NotLive(TltClientError):
+    """A push was taken, and what it brought is not what the server generates with, though nobody asked for that by `commit=False`."""
 
 
 class ServerError(TltClientError):

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tlt_client.errors import NotReached, ServerError, TltClientError
+from tlt_client.errors import ConnectionFailed, NotReached, ServerError, TltClientError
 
 REFUSED = (408, 429, 503)  # with these nothing of the request was done, or what may be done twice
 
@@ -46,4 +46,4 @@ def _passes(error: TltClientError, repeatable: bool) -> bool:
     """Whether the same call may succeed later, without being done twice."""
     if isinstance(error, ServerError):
         return error.retryable and (repeatable or error.status in REFUSED)
-    return repeatable or isinstance(error, NotReached)
+    return isinstance(error, NotReached) or (repeatable and isinstance(error, ConnectionFailed))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypedDict
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -161,6 +161,41 @@ class RolloutReply(Struct, frozen=True):
     results: Annotated[list[ItemResult], Meta(description="of the items that have ended, in the order of the request")]
     usage: Annotated[Usage, Meta(description="tokens of these items")]
     numerics: Annotated[str, Meta(description="the guarantee that the tokens have: strict or fast, with how it is kept")]
+
+
+class UploadStatus(TypedDict):
+    """A version on its way by http."""
+
+    version: str
+    parts: int  # that were begun
+    bytes: int  # that are there
+    total: int  # that the parts begun will have
+    age_s: float  # since its first byte
+    idle_s: float  # since its last byte
+
+
+class UpdateStatus(TypedDict):
+    """A weight update that was begun and not ended: what anybody pushes stays staged until its end."""
+
+    selector: str  # whose weights it brings
+    pushes: int  # calls that have pushed in it
+    age_s: float  # since it was begun
+    ends_in_s: float  # after which the server drops it, if nobody calls
+
+
+class Weights(TypedDict):
+    """What is live, what could be rolled back to, what is on its way. Servers of other versions may say less, or more."""
+
+    target: str  # the version that is live
+    drafter: str  # the drafter's; empty where there is none to push
+    previous: dict[str, str]  # role -> version that a rollback restores
+    open: dict[str, str]  # version, role and state of a push on its way; empty without one
+    spooled: bool  # committed versions are kept for a restart
+    quarantined: dict[str, str]  # role -> why nothing is generated
+    groups: list[str]  # process groups that the server has joined
+    sockets: str  # directory of the sockets of pushes by ipc; empty: the channel is closed
+    uploads: list[UploadStatus]  # versions on their way by http, oldest first
+    update: UpdateStatus | None  # the weight update that was begun and not ended
 
 
 class Token(Struct, frozen=True, kw_only=True):

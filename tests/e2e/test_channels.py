@@ -20,6 +20,7 @@ from tlt_client.channels.broadcast import BroadcastSender
 from tlt_client.channels.disk import DiskSender
 from tlt_client.channels.http import HttpSender
 from tlt_client.channels.ipc import IpcSender
+from tlt_client.errors import Conflict
 from tlt_server.__main__ import main
 from tlt_server.demo.push import perturbed_copy
 from tlt_server.demo.server import ServerProcess
@@ -111,6 +112,15 @@ def test_a_manifest_that_comes_again_by_http_is_answered_though_its_upload_is_go
     monkeypatch.setattr(trainer, "push_weights", twice)
     HttpSender(trainer).push(load_file(root / "new" / "model.safetensors").items(), "again")
     assert [(reply["state"], reply["weight_version"]) for reply in replies] == [("committed", "again"), ("unchanged", "again")]
+    trainer.roll_back_weights()
+
+
+def test_by_http_the_same_version_again_is_unchanged_also_after_other_content_was_refused(trainer: Client, root: Path) -> None:
+    tensors = load_file(root / "new" / "model.safetensors")
+    assert HttpSender(trainer).push(tensors.items(), "taken")["state"] == "committed"
+    with pytest.raises(Conflict, match="other content"):
+        HttpSender(trainer).push(((name, tensor * 1.01) for name, tensor in tensors.items()), "taken")
+    assert HttpSender(trainer).push(tensors.items(), "taken")["state"] == "unchanged"
     trainer.roll_back_weights()
 
 

@@ -31,6 +31,7 @@ from tlt_client.channels.errors import ChannelBroken, ChannelError
 from tlt_client.channels.http import HttpSender
 from tlt_client.channels.ipc import OFFER, IpcSender
 from tlt_client.channels.tensors import buckets, slot
+from tlt_client.errors import server_error
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import TltError, from_code
 from tlt_server.frontend.uploads import Uploads
@@ -79,17 +80,22 @@ class Server:
         report = self.engine.report(command.id)
         if report.error is not None:
             error = from_code(*report.error)
-            raise ServerError(error.code, error.message, status=error.http_status, retryable=error.retryable)
+            raise server_error(error.code, error.message, status=error.http_status, retryable=error.retryable)
         return report
 
     def push_weights(self, version: str, **fields: Any) -> dict[str, Any]:
-        sealed = {"path": self.uploads.seal(version)} if fields.get("channel") == "http" else {}
+        sealed = self.uploads.seal(version) if fields.get("channel") == "http" else None
         try:
-            manifest = msgspec.convert({"version": version, **fields, **sealed}, Manifest)
+            path = {"path": sealed.path} if sealed is not None else {}
+            manifest = msgspec.convert({"version": version, **fields, **path}, Manifest)
             return {"state": self._ask(PushWeights(next(self.ids), manifest)).result}
         finally:
-            if sealed:
-                self.uploads.release(version, keep=False)
+            if sealed is not None:
+                self.uploads.release(version, sealed, keep=False)
+
+    def abort_weights(self, version: str, *, upload_only: bool) -> None:
+        assert upload_only, "a sender ends nothing else"
+        self.uploads.forget(version)
 
     def put_weights(self, version: str, part: str, data: bytes, *, start: int, total: int) -> dict[str, Any]:
         async def body() -> Any:
@@ -107,7 +113,7 @@ class Server:
         try:
             return dict(msgspec.to_builtins(self.runner.run(call())))
         except TltError as error:
-            raise ServerError(error.code, error.message, status=error.http_status, retryable=error.retryable) from None
+            raise server_error(error.code, error.message, status=error.http_status, retryable=error.retryable) from None
 
     def join_group(self, name: str, *, rank_offset: int, **fields: Any) -> dict[str, Any]:
         return {"groups": self._ask(JoinGroup(next(self.ids), name, rank=rank_offset, **fields)).state.groups}

@@ -120,6 +120,7 @@ class FakeEngine:
     policies: list[SetPolicy] = field(default_factory=list)
     weight_commands: list[WeightCommand] = field(default_factory=list)
     weights: WeightState = WeightState(target="v0")
+    reads: bool = True  # what is pushed, before it fails
     controls: list[ControlCommand] = field(default_factory=list)
     paused: bool = False
     asleep: set[str] = field(default_factory=set)
@@ -248,9 +249,10 @@ class FakeEngine:
                 version, result, role = to or "v0", "rolled_back", "target"
         if result in ("committed", "rolled_back"):
             self.weights = WeightState(target=version, previous={"target": self.weights.target})
+        phases = {"read": 0.2, "commit": 0.001} if result != "looked" and (error is None or self.reads) else {}
         await self._events.send(encode(WeightReport(
-            id=command.id, state=self.weights, result=result, error=error, version=version, role=role, checksums=sums,
-            phases={"read": 0.2, "commit": 0.001} if result != "looked" else {}, pause_ms=1.0, values=values, shape=shape)))
+            id=command.id, state=self.weights, result=result, error=error, version=version, role=role, checksums=sums, phases=phases,
+            pause_ms=1.0, values=values, shape=shape)))
 
     async def _step(self) -> None:
         outputs = []

@@ -16,7 +16,7 @@ import pytest
 
 from tests.frontend.live_server import LiveServer, live_server
 from tlt_client import Client, ServerError
-from tlt_server.errors import Conflict
+from tlt_server.errors import Conflict, NotFound
 from tlt_server.frontend import uploads
 from tlt_server.frontend.uploads import Uploads
 from tlt_server.records import PushWeights
@@ -67,7 +67,7 @@ def emptied(server: LiveServer) -> bool:
 def test_a_part_comes_in_ranges_and_is_pushed_once(client: Client, server: LiveServer) -> None:
     data = bytes(range(100))
     assert put(client, data[:40]) == 40 and put(client, data[20:60], start=20) == 60 and put(client, data[:10]) == 60
-    assert client.weights_part("v1", PART) == {"part": PART, "bytes": 60, "total": 100}
+    assert client.weights_part("v1", PART) == {"part": PART, "bytes": 60, "total": 100, "begins": False}
     refused(lambda: client.push_weights("v1", channel="http", tensors=TENSORS), "60 of 100 bytes", status=409)
     assert put(client, data[60:], start=60) == 100
     (file,) = kept(server)
@@ -100,7 +100,7 @@ def test_removing_many_bytes_stops_nobody(client: Client, server: LiveServer, mo
 
 def test_a_whole_part_needs_no_range(client: Client, server: LiveServer) -> None:
     reply = httpx.put(f"{server.url}/weights/v1/{PART}", content=b"abc")
-    assert reply.json() == {"part": PART, "bytes": 3, "total": 3} and kept(server)[0].read_bytes() == b"abc"
+    assert reply.json() == {"part": PART, "bytes": 3, "total": 3, "begins": True} and kept(server)[0].read_bytes() == b"abc"
 
 
 def test_other_bytes_gaps_and_other_sizes_are_refused_and_change_nothing(client: Client, server: LiveServer) -> None:
@@ -130,6 +130,12 @@ def test_a_part_whose_name_is_no_file_of_tensors(part: str, server: LiveServer) 
     assert reply.status_code == 400 and "ending in .safetensors" in reply.json()["error"]["message"] and kept(server) == []
 
 
+@pytest.mark.parametrize("version", ["v%01", "v" * 257])
+def test_a_version_that_no_push_can_name_takes_no_part(version: str, server: LiveServer) -> None:
+    reply = httpx.put(f"{server.url}/weights/{version}/{PART}", content=b"abc")
+    assert reply.status_code == 400 and "it must have 1 to 256 characters" in reply.json()["error"]["message"] and kept(server) == []
+
+
 def test_versions_parts_and_bytes_are_bounded(client: Client) -> None:
     put(client, b"a")
     put(client, b"a", part="part-2.safetensors")
@@ -143,7 +149,7 @@ def test_versions_parts_and_bytes_are_bounded(client: Client) -> None:
 
 def test_what_the_weights_themselves_are_refused_for_ends_the_upload_and_what_may_pass_does_not(client: Client, server: LiveServer) -> None:
     put(client, b"abc", total=3)
-    server.engine.fails = "conflict"
+    server.engine.fails, server.engine.reads = "conflict", False
     refused(lambda: client.push_weights("v1", channel="http", tensors=TENSORS), status=409)
     assert len(kept(server)) == 1
     server.engine.fails = "weights_refused"
@@ -286,7 +292,7 @@ def test_what_comes_late_for_an_upload_that_was_ended_changes_nothing_of_the_nex
         await asyncio.sleep(0)
         assert slow.drop("v")
         await slow.write("v", PART, 0, 8, body(b"goodgood"))
-        slow.seal("v")
+        assert slow.seal("v").upload is not None
         may_come.set()
         with pytest.raises(Conflict, match="ended meanwhile"):
             await writing
@@ -294,6 +300,42 @@ def test_what_comes_late_for_an_upload_that_was_ended_changes_nothing_of_the_nex
 
     asyncio.run(sent())
     assert slow.written == [b"goodgood"]
+
+
+def test_parts_are_there_until_the_last_push_that_reads_them_has_ended(slow: Slow) -> None:
+    slow.may.set()
+
+    async def sent() -> None:
+        early = slow.seal("v")  # of which nothing is there
+        await slow.write("v", PART, 0, 4, body())
+        one, other = slow.seal("v"), slow.seal("v")
+        slow.release("v", early, keep=False)
+        slow.release("v", one, keep=False)
+        assert slow.status("v", PART).bytes == 4, "the other one reads"
+        assert not slow.forget("v") and not slow.drop("v") and slow.status("v", PART).bytes == 4
+        slow.release("v", other, keep=True)
+        with pytest.raises(NotFound):
+            slow.status("v", PART)
+
+    asyncio.run(sent())
+
+
+def test_an_abort_while_parts_are_read_ends_them_with_the_push(slow: Slow) -> None:
+    slow.may.set()
+
+    async def sent() -> None:
+        await slow.write("v", PART, 0, 4, body())
+        for aborts in (False, True):
+            sealed = slow.seal("v")
+            assert not (aborts and slow.drop("v"))
+            slow.release("v", sealed, keep=True)
+            assert (slow.listed() == []) == aborts
+
+    asyncio.run(sent())
+
+
+async def body() -> AsyncIterator[bytes]:
+    yield b"abcd"
 
 
 def test_a_piece_that_is_refused_ends_the_range(slow: Slow) -> None:

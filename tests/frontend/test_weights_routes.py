@@ -48,7 +48,7 @@ def test_a_manifest_reaches_the_engine_and_the_reply_says_what_became_of_it(clie
     assert isinstance(command, PushWeights) and command.manifest == Manifest(
         version="v1", path="step-1", in_flight="drain", tensors=[TensorEntry(name="w", dtype="float32", shape=[2], checksum="x")])
     assert client.weights() == {"target": "v1", "drafter": "", "previous": {"target": "v0"}, "open": {}, "spooled": False,
-                                "quarantined": {}, "groups": [], "sockets": ""}
+                                "quarantined": {}, "groups": [], "sockets": "", "uploads": [], "update": None}
     assert httpx.get(f"{server.url}/weight_info").json() == {"weight_version": "v1", "drafter_version": ""}
     assert client.server_info()["engine"]["weight_version"] == "v1"
     assert metric(client, 'tlt_weight_version_info{version="v1"} 1.0') and not metric(client, 'tlt_weight_version_info{version="v0"} 1.0')
@@ -82,6 +82,21 @@ def test_stage_commit_abort_and_roll_back(client: Client, server: LiveServer) ->
 def test_a_version_may_hold_what_a_path_does_not(version: str, client: Client, server: LiveServer) -> None:
     client.commit_weights(version)
     assert [c.version for c in server.engine.weight_commands if isinstance(c, CommitWeights)] == [version]
+
+
+@pytest.mark.parametrize("path, field", [("/update_weights", "version"), ("/update_weight_version", "new_version"),
+                                         ("/update_weights_from_disk", "weight_version")])
+@pytest.mark.parametrize("version", ["run/7", "a\n"])
+def test_a_name_that_no_version_can_have_is_refused_with_what_it_must_be(path: str, field: str, version: str, server: LiveServer) -> None:
+    said = post(server, path, {field: version, "path": "p", "model_path": "p"})
+    assert said.status_code == 400
+    words = f"{field} is {version!r}; it must have 1 to 256 characters, none of them '/' or a control character, such as run-7"
+    assert json.dumps(words)[1:-1] in said.text
+
+
+def test_another_name_that_has_a_form_is_refused_with_it(server: LiveServer) -> None:
+    said = post(server, "/weight_groups", {"name": "a b", "master_address": "127.0.0.1", "master_port": 1, "world_size": 2})
+    assert said.status_code == 400 and said.json()["error"]["message"] == "name is 'a b'; it must match ^[A-Za-z0-9._-]+$"
 
 
 def test_the_client_compares_checksums(client: Client) -> None:

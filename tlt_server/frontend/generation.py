@@ -164,7 +164,7 @@ class Service:
 
     @cached_property
     def session(self) -> WeightSession:
-        return WeightSession(self.engine, stages=self.config.weight_staging != "none")
+        return WeightSession(self.engine, stages=self.config.weight_staging != "none", ttl_s=self.config.weight_update_ttl_s)
 
     @cached_property
     def broadcasts(self) -> Broadcasts:

@@ -16,9 +16,10 @@ from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from msgspec import Meta, Struct
+from msgspec.structs import replace
 
 from tlt_server.config import Config
 from tlt_server.errors import Conflict, InvalidRequest, NotFound, StorageFailed
@@ -34,6 +35,18 @@ class PartStatus(Struct, frozen=True):
     part: Annotated[str, Meta(description="its name")]
     bytes: Annotated[int, Meta(description="that are there, from its beginning; the next range begins here")]
     total: Annotated[int, Meta(description="that it will have")]
+    begins: Annotated[bool, Meta(description="the version's upload began with this call, so that its sender may take it back")] = False
+
+
+class UploadStatus(Struct, frozen=True):
+    """A version on its way by http."""
+
+    version: Annotated[str, Meta(description="that its parts belong to")]
+    parts: Annotated[int, Meta(description="that were begun")]
+    bytes: Annotated[int, Meta(description="that are there")]
+    total: Annotated[int, Meta(description="that the parts begun will have")]
+    age_s: Annotated[float, Meta(description="since its first byte")]
+    idle_s: Annotated[float, Meta(description="since its last byte; it is kept for upload_ttl_s")]
 
 
 @dataclass
@@ -46,14 +59,29 @@ class _Part:
 class _Upload:
     directory: Path
     parts: dict[str, _Part] = field(default_factory=dict)
-    touched_s: float = 0.0  # by the loop's clock
+    begun_s: float = 0.0  # by the loop's clock
+    touched_s: float = 0.0
     pushes: int = 0  # that read it now
+    writing: int = 0  # calls that bring parts of it
+    dropped: bool = False  # while a push read it, and goes with that push
     ended: bool = False  # and its directory is being removed
 
     @property
     def total(self) -> int:
         """Bytes that it will have."""
         return sum(part.total for part in self.parts.values())
+
+    @property
+    def bytes(self) -> int:
+        """That are there."""
+        return sum(part.bytes for part in self.parts.values())
+
+
+class Sealed(NamedTuple):
+    """What a push reads."""
+
+    path: str  # of its directory, below the uploads' own
+    upload: _Upload | None  # None: there was none
 
 
 class Uploads:
@@ -70,6 +98,12 @@ class Uploads:
         self._remover = ThreadPoolExecutor(1, "remove uploads")
         self._leaving_bytes = 0  # of ended uploads that are not removed yet
 
+    def listed(self) -> list[UploadStatus]:
+        """All, oldest first."""
+        now_s = asyncio.get_running_loop().time()
+        return [UploadStatus(version, len(upload.parts), upload.bytes, upload.total, round(now_s - upload.begun_s, 3),
+                             round(now_s - upload.touched_s, 3)) for version, upload in self._uploads.items()]
+
     def status(self, version: str, part: str) -> PartStatus:
         upload = self._uploads.get(version)
         if upload is None or part not in upload.parts:
@@ -77,9 +111,24 @@ class Uploads:
         return PartStatus(part, upload.parts[part].bytes, upload.parts[part].total)
 
     async def write(self, version: str, part: str, start: int, total: int, body: AsyncIterator[bytes]) -> PartStatus:
-        """Take a range of a part, one piece being written while the next one comes. What has come when `body` breaks off is kept, all but
-        the last piece of a call that is cancelled while it writes."""
-        upload, at, piece = self._opened(version, part, total), start, bytearray()
+        """Take a range of a part. What has come when `body` breaks off is kept, all but the last piece of a call that is cancelled while
+        it writes; an upload of which no byte has come by then takes no place."""
+        begins = version not in self._uploads
+        upload = self._opened(version, part, total)
+        upload.writing += 1
+        try:
+            await self._take(upload, part, start, body)
+        except BaseException:
+            if upload.writing == 1 and not (upload.bytes or upload.pushes or upload.ended):
+                self._remove(version)
+            raise
+        finally:
+            upload.writing -= 1
+        return replace(self.status(version, part), begins=begins)
+
+    async def _take(self, upload: _Upload, part: str, start: int, body: AsyncIterator[bytes]) -> None:
+        """One piece is written while the next one comes."""
+        at, piece = start, bytearray()
         writing: asyncio.Task[None] | None = None
         try:
             async for chunk in body:
@@ -93,7 +142,6 @@ class Uploads:
             if writing is not None:
                 await writing
             await self._write(upload, part, at, piece)
-        return self.status(version, part)
 
     def _opened(self, version: str, part: str, total: int) -> _Upload:
         """The upload with an entry for this part, where there is room for it."""
@@ -103,7 +151,7 @@ class Uploads:
         upload = self._uploads.get(version)
         if upload is None and len(self._uploads) >= config.max_uploads:
             raise StorageFailed(f"{len(self._uploads)} versions are on their way, the limit is {config.max_uploads} (max_uploads); push or "
-                                f"abort one of {sorted(self._uploads)}")
+                                f"abort one of {sorted(self._uploads)} (GET /weights says how old each is)")
         there = upload.parts.get(part) if upload is not None else None
         if there is not None and there.total != total:
             raise Conflict(f"part {part!r} was begun with {there.total} bytes in all, now it has {total}; abort the version to begin anew")
@@ -116,7 +164,7 @@ class Uploads:
                 raise StorageFailed(f"version {version!r} has {len(upload.parts)} parts, the limit is {config.max_upload_parts} "
                                     "(max_upload_parts); send larger ones")
         if upload is None:
-            upload = _Upload(self._directory / f"{_named(version)}-{next(self._numbers)}")
+            upload = _Upload(self._directory / f"{_named(version)}-{next(self._numbers)}", begun_s=asyncio.get_running_loop().time())
             try:
                 upload.directory.mkdir(mode=0o700)
             except OSError as error:
@@ -157,26 +205,34 @@ class Uploads:
 
     # -- pushes --------------------------------------------------------------------------------------------------
 
-    def seal(self, version: str) -> str:
-        """The directory for the engine, below the uploads' own, not written until `release`. `Conflict` while parts are incomplete."""
+    def seal(self, version: str) -> Sealed:
+        """What the engine may read, as it is not written until `release`. `Conflict` while parts are incomplete."""
         upload = self._uploads.get(version)
         if upload is None:
-            return _named(version)  # not there: the engine knows whether it had it already
+            return Sealed(_named(version), None)  # not there: the engine knows whether it had it already
         for name, part in upload.parts.items():
             if part.bytes < part.total:
                 raise Conflict(f"part {name!r} of version {version!r} has {part.bytes} of {part.total} bytes; send the rest, then push")
         upload.pushes += 1
-        return upload.directory.name
+        return Sealed(upload.directory.name, upload)
 
-    def release(self, version: str, *, keep: bool) -> None:
-        """A push has ended; without `keep` its parts have served."""
-        upload = self._uploads.get(version)
-        if upload is not None and upload.pushes:
+    def release(self, version: str, sealed: Sealed, *, keep: bool) -> None:
+        """A push has ended; without `keep` its parts have served, once no other push reads them."""
+        upload = sealed.upload
+        if upload is not None:
             upload.pushes -= 1
-            if not keep and not upload.pushes:
+            upload.dropped |= not keep
+            if upload.dropped and not upload.pushes:
                 self._remove(version)
 
     def drop(self, version: str) -> bool:
+        """End an upload, now or with the push that reads it; whether that was now."""
+        upload = self._uploads.get(version)
+        if upload is not None and upload.pushes:
+            upload.dropped = True
+        return self.forget(version)
+
+    def forget(self, version: str) -> bool:
         """End an upload that no push reads; whether there was one."""
         upload = self._uploads.get(version)
         if upload is None or upload.pushes:

@@ -4,6 +4,7 @@ Beneath is one transaction (`weights/transaction.py`), which knows whose a push 
 staged, and the end commits it, under the name that the trainer gives last. Outside a session, and where nothing can be staged
 (`weight_staging` none), a push commits by itself. Only this server's one session is known; all dialects share it, and every push of
 weights comes through it. Invariant: what an end commits or names was pushed in the session that it ends, by calls that began in it.
+Whose trainer falls silent is ended after a while, and what it staged is dropped: until then it holds up what anybody else pushes.
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ from contextlib import contextmanager, suppress
 from typing import Annotated, Literal
 
 import msgspec
+import structlog
+from msgspec import Meta, Struct
 from pydantic import Field
 
-from tlt_server.errors import Conflict, NotFound, from_code
+from tlt_client.arguments import MAX_VERSION, VERSION
+from tlt_server.errors import Conflict, NotFound, TltError, from_code
 from tlt_server.frontend.engine_client import EngineClient
 from tlt_server.records import (
     AbortWeights,
@@ -31,8 +35,21 @@ from tlt_server.records import (
 )
 
 Selector = Literal["target", "draft", "all"]
-Version = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^/\x00-\x1f\x7f]+$",
+Version = Annotated[str, Field(min_length=1, max_length=MAX_VERSION, pattern=VERSION,
                                description="a name without slash or control characters, which every token will carry")]
+
+
+log = structlog.get_logger()
+
+
+class UpdateStatus(Struct, frozen=True):
+    """A weight update that was begun and not ended: what anybody pushes stays staged until its end (POST /end_weight_update or
+    /finish_weight_update). One that is begun anew drops what the one before staged."""
+
+    selector: Annotated[str, Meta(description="whose weights it brings")]
+    pushes: Annotated[int, Meta(description="calls that have pushed in it")]
+    age_s: Annotated[float, Meta(description="since it was begun")]
+    ends_in_s: Annotated[float, Meta(description="after which it is ended and dropped, if nobody calls (weight_update_ttl_s)")]
 
 
 class Update:
@@ -49,6 +66,8 @@ class Update:
         self.succeeded = 0  # number of the last call that did
         self.waits = False  # what was pushed is staged, or gathers
         self.live = ""  # version of the target where what was pushed is live already
+        self.pushing = 0  # calls that are on their way
+        self.begun_s = self.touched_s = 0.0  # by the loop's clock
 
     @property
     def role(self) -> Role:
@@ -57,11 +76,17 @@ class Update:
 
     async def push(self, manifest: Manifest) -> WeightReport:
         """Live when this returns; or staged, inside a session; or gathering, where the manifest is partial and tensors are missing."""
+        return succeeded(await self.tried(manifest))
+
+    async def tried(self, manifest: Manifest) -> WeightReport:
+        """The same, with the engine's refusal as a report."""
         session = self._session
         session.check_takes(self)
         if self.selector is not None:
             manifest = msgspec.structs.replace(manifest, session=self.id, commit=manifest.commit and not session.stages)
-        report = await session.ask(PushWeights(session.command_id(), manifest))
+        report = await session.report(PushWeights(session.command_id(), manifest))
+        if report.error is not None:
+            return report
         self.waits = report.result in ("staged", "gathering")
         if not self.waits and report.role != "drafter":
             self.live = report.state.target
@@ -69,17 +94,56 @@ class Update:
 
 
 class WeightSession:
-    def __init__(self, engine: EngineClient, *, stages: bool) -> None:
-        """`stages`: a version lies somewhere else than the one in use until it is committed."""
-        self._engine, self.stages = engine, stages
+    def __init__(self, engine: EngineClient, *, stages: bool, ttl_s: float = 600.0) -> None:
+        """`stages`: a version lies somewhere else than the one in use until it is committed. `ttl_s`: that a session may be idle."""
+        self._engine, self.stages, self._ttl_s = engine, stages, ttl_s
         self._update = Update(self)
+        self._dropping: set[asyncio.Task[None]] = set()
 
     async def begin(self, selector: Selector) -> None:
         """What an earlier session left, staged or on its way, is dropped; a repeated begin changes nothing else."""
         earlier, self._update = self._update, Update(self, selector, self.command_id())
-        if earlier.selector is not None and earlier.calls:
+        self._update.begun_s = self._update.touched_s = asyncio.get_running_loop().time()
+        self._end_when_idle(self._update)
+        await self._drop(earlier)
+
+    async def _drop(self, update: Update) -> None:
+        """What it left, staged or on its way."""
+        if update.selector is not None and update.calls:
             with suppress(NotFound):  # there is nothing, or somebody else has ended it
-                await self.ask(AbortWeights(self.command_id(), session=earlier.id))
+                await self.ask(AbortWeights(self.command_id(), session=update.id))
+
+    def _end_when_idle(self, update: Update) -> None:
+        loop = asyncio.get_running_loop()
+
+        def look() -> None:
+            if update is not self._update:
+                return
+            left_s = update.touched_s + self._ttl_s - loop.time()
+            if left_s > 0 or update.pushing or update.ending.locked():
+                loop.call_later(left_s if left_s > 0 else self._ttl_s / 10, look)
+                return
+            self._update = Update(self)
+            log.warning("weight_update_dropped", selector=update.selector, pushes=update.calls, idle_s=self._ttl_s,
+                        remedy="end a weight update that is begun, or allow more time between its calls (weight_update_ttl_s)")
+            task = asyncio.create_task(self._drop_late(update))
+            self._dropping.add(task)
+            task.add_done_callback(self._dropping.discard)
+
+        loop.call_later(self._ttl_s, look)
+
+    async def _drop_late(self, update: Update) -> None:
+        with suppress(TltError):  # an engine that is gone holds nothing
+            await self._drop(update)
+
+    @property
+    def status(self) -> UpdateStatus | None:
+        """Of the session that is open."""
+        update, now_s = self._update, asyncio.get_running_loop().time()
+        if update.selector is None:
+            return None
+        idle_s = 0.0 if update.pushing or update.ending.locked() else now_s - update.touched_s
+        return UpdateStatus(update.selector, update.calls, round(now_s - update.begun_s, 3), round(max(0.0, self._ttl_s - idle_s), 3))
 
     @contextmanager
     def pushing(self) -> Iterator[Update]:
@@ -88,8 +152,13 @@ class WeightSession:
         update = self._update
         update.ended = None
         update.calls += 1
+        update.pushing += 1
         call = update.calls
-        yield update
+        try:
+            yield update
+        finally:
+            update.pushing -= 1
+            update.touched_s = asyncio.get_running_loop().time()
         update.succeeded = max(update.succeeded, call)
 
     def check_takes(self, update: Update) -> None:
@@ -110,8 +179,10 @@ class WeightSession:
                     raise Conflict(f"the weight update has ended already and its version is {update.ended.version!r}, not {name!r}; begin "
                                    "another and push, or name what is live (POST /update_weight_version)")
                 return update.ended
+            update.touched_s = asyncio.get_running_loop().time()
             if update.selector is None:
-                raise Conflict("no weight update was begun; begin one (POST /start_weight_update, /begin_weight_update), or push without")
+                raise Conflict("no weight update is open: none was begun, or nobody called for weight_update_ttl_s; begin one (POST "
+                               "/start_weight_update, /begin_weight_update), or push without")
             if update.succeeded != update.calls:
                 raise Conflict("the last push of this weight update failed or is under way, so there is nothing to make live; push again "
                                "and then end it, or begin another")
@@ -135,7 +206,7 @@ class WeightSession:
     async def rename(self, version: str) -> None:
         """Name what the open session pushes, or else what is live."""
         if self._update.selector is not None:
-            self._update.name = version
+            self._update.name, self._update.touched_s = version, asyncio.get_running_loop().time()
         else:
             await self._name(version)
 
@@ -151,7 +222,13 @@ class WeightSession:
 
     async def ask(self, command: WeightCommand) -> WeightReport:
         """The engine's answer, or the error that it is."""
-        report = await self._engine.weights(command)
-        if report.error is not None:
-            raise from_code(*report.error)
-        return report
+        return succeeded(await self.report(command))
+
+    async def report(self, command: WeightCommand) -> WeightReport:
+        return await self._engine.weights(command)
+
+
+def succeeded(report: WeightReport) -> WeightReport:
+    if report.error is not None:
+        raise from_code(*report.error)
+    return report

@@ -9,8 +9,8 @@ from pathlib import Path
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     push = verbs.add_parser("push", help="push a checkpoint", allow_abbrev=False, description=(
-        "Push a directory of safetensors, or one file. Exit status 0: live (or staged); 1: refused or broken off, and what was live "
-        "before is live still; 2: the arguments or files cannot be used."))
+        "Push a directory of safetensors, or one file. Exit status 0: live (with --stage: staged); 1: refused, broken off, or staged "
+        "because somebody has begun a weight update, and what was live before is live still; 2: the arguments or files cannot be used."))
     push.add_argument("path", type=Path, metavar="DIR|FILE", help="a directory in the Hugging Face layout, or one .safetensors file")
     push.add_argument("--version", required=True, metavar="NAME", help="what every token made by these weights will carry [required]")
     push.add_argument("--channel", choices=("disk", "http"), default="disk",

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from tlt_client import Client, ConnectionFailed, ServerError, Tls
 from tlt_client.channels.errors import ContentRefused
 from tlt_client.channels.http import HttpSender
+from tlt_client.errors import InvalidArgument, NotLive
 from tlt_server.errors import StartupError
 
 
@@ -30,7 +31,10 @@ def run(arguments: argparse.Namespace) -> int:
         say.print(f"tlt: {arguments.url} does not answer ({error}); start the server, or name another --url, or what its TLS needs: "
                   "--tls-ca, --tls-cert and --tls-key. What became of a push that was under way: tlt weights status", markup=False)
         return 1
-    except (ContentRefused, OSError) as error:
+    except NotLive as error:
+        say.print(f"tlt: {error}", markup=False)
+        return 1
+    except (ContentRefused, InvalidArgument, OSError) as error:
         raise StartupError(str(error)) from None
 
 
@@ -87,6 +91,15 @@ def _status(client: Client, arguments: argparse.Namespace, console: Console) -> 
     console.print(f"before: {before or 'nothing to roll back to'}", markup=False)
     if state["open"]:
         console.print(f"on its way: {state['open']['version']!r} of the {state['open']['role']}, {state['open']['state']}", markup=False)
+    for upload in state.get("uploads", ()):
+        console.print(f"on its way by http: {upload['version']!r}, {upload['parts']} parts, {upload['bytes']} of {upload['total']} bytes, "
+                      f"begun {upload['age_s']:.0f} s ago, the last byte came {upload['idle_s']:.0f} s ago; "
+                      "POST /weights/VERSION/abort ends it", markup=False)
+    update = state.get("update")
+    if update is not None:
+        console.print(f"a weight update of {update['selector']} is open since {update['age_s']:.0f} s: what anybody pushes stays staged "
+                      "until POST /end_weight_update makes live what it holds. POST /begin_weight_update before that drops it; so does the "
+                      f"server in {update['ends_in_s']:.0f} s, if nobody calls", style="bold yellow", markup=False)
     for reason in state["quarantined"].values():
         console.print(f"nothing is generated: {reason}", style="bold red", markup=False)
     console.print(f"kept over a restart: {'yes' if state['spooled'] else 'no (--state-dir keeps them)'}")

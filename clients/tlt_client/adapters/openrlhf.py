@@ -13,7 +13,6 @@ import secrets
 from dataclasses import dataclass
 from typing import Any
 
-from tlt_client.adapters import check_live
 from tlt_client.channels.groups import Group, Membership, host_store
 from tlt_client.client import AsyncClient
 from tlt_client.errors import TltClientError, server_error
@@ -79,7 +78,6 @@ class RolloutActor:
                                                 packed=False, partial=True)
         state: str = reply["state"]
         if state != "gathering":
-            check_live(reply, f"{self._run}-{self._pushes + 1}")
             self._pushes += 1
         elif empty_cache:
             raise NotServed(f"{name!r} was to be the last tensor, and the model has others that did not come; push all of its parameters")

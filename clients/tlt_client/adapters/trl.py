@@ -12,7 +12,6 @@ from itertools import groupby
 from random import Random
 from typing import Any
 
-from tlt_client.adapters import check_live
 from tlt_client.channels import Sender, Tensors
 from tlt_client.channels.http import HttpSender
 from tlt_client.client import Client
@@ -54,7 +53,7 @@ class WeightTransfer:
         self.init_weight_transfer()
         assert self._sender is not None
         self._count += 1
-        check_live(self._sender.push(iterator, self.version, in_flight=self._in_flight), self.version)
+        self._sender.push(iterator, self.version, in_flight=self._in_flight)
 
     def resume(self) -> None:
         """Nothing was paused."""

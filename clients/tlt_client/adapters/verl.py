@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tlt_client.adapters import check_live
 from tlt_client.channels import Sender
 from tlt_client.channels.disk import DiskSender
 from tlt_client.channels.http import HttpSender
@@ -229,7 +228,7 @@ def rollout_class() -> type[Any]:
             self._pushes += 1
             step = self._pushes if global_steps is None else global_steps
             version = f"{self._run}.{self._pushes}-{step}"
-            check_live(await asyncio.to_thread(self._sender.push, tensors, version, in_flight=self._settings.in_flight), version)
+            await asyncio.to_thread(self._sender.push, tensors, version, in_flight=self._settings.in_flight)
 
     return TltRollout
 

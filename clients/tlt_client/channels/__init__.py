@@ -7,11 +7,14 @@ right ones is checked by its caller, once for all channels.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from tlt_client.arguments import version_of
+from tlt_client.channels.errors import ContentRefused
 from tlt_client.channels.groups import Groups
 
 if TYPE_CHECKING:
@@ -137,13 +140,42 @@ class Receiver(Protocol):
     def close(self) -> None: ...
 
 
-class Sender(Protocol):
+class Sender(ABC):
     """The trainer's half, for any number of pushes."""
 
-    def push(self, tensors: Tensors, version: str, **fields: Any) -> Mapping[str, Any]:
-        """The server's reply once the push has ended. `fields`: further ones of the manifest, such as `role` or `in_flight`."""
+    def push(self, tensors: Tensors | Mapping[str, Tensor], version: str, **fields: Any) -> Mapping[str, Any]:
+        """The server's reply once the push has ended. `tensors`: a state dict, or its items, which are taken one by one. `fields`: further
+        ones of the manifest, such as `role` or `in_flight`. `ContentRefused` where it names no tensors, or what is none."""
+        return self._push(named(tensors), version_of(version), **fields)
 
+    @abstractmethod
+    def _push(self, tensors: Tensors, version: str, **fields: Any) -> Mapping[str, Any]:
+        """As this channel brings them; each name comes once, and one comes at least."""
+
+    @abstractmethod
     def close(self) -> None: ...
+
+
+def named(tensors: Tensors | Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """What a trainer gives to be pushed, one by one; `ContentRefused` where it is something else."""
+    given = tensors.items() if isinstance(tensors, Mapping) else tensors
+    if not isinstance(given, Iterable):
+        raise ContentRefused(f"tensors is a {type(given).__name__}; push a state dict (model.state_dict()), or its items")
+    names: set[str] = set()
+    for item in given:
+        match item:
+            case (str() as name, tensor) if hasattr(tensor, "detach"):
+                if name in names:
+                    raise ContentRefused(f"tensor {name!r} comes twice; push each tensor once")
+                names.add(name)
+                yield name, tensor
+            case (str() as name, other):
+                raise ContentRefused(f"tensor {name!r} is a {type(other).__name__}; push tensors of torch (torch.as_tensor makes one)")
+            case _:
+                raise ContentRefused(f"tensors gives a {type(item).__name__}, where a name and a tensor are due; push a state dict "
+                                     "(model.state_dict()), or its items")
+    if not names:
+        raise ContentRefused("no tensors came; push a state dict (model.state_dict()), or its items, and an iterator only once")
 
 
 def owner(name: str, role: str) -> tuple[str, str]:

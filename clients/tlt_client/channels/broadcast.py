@@ -18,7 +18,7 @@ from concurrent.futures import Future, wait
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tlt_client.channels import Announcement, Batch, Buffers, Intake, Tensors, announced, by_role
+from tlt_client.channels import Announcement, Batch, Buffers, Intake, Sender, Tensors, announced, by_role
 from tlt_client.channels.errors import ChannelBroken, ContentRefused
 from tlt_client.channels.groups import Group, Membership, host_store
 from tlt_client.channels.tensors import Slot, buckets, entry, size_of, slot, unpacked
@@ -113,7 +113,7 @@ class BroadcastReceiver:
             raise ChannelBroken(self._group.broken) from None
 
 
-class BroadcastSender:
+class BroadcastSender(Sender):
     """Rank 0. Makes the group with the server at construction, and anew in `push` once it broke; `address` is where engines reach us."""
 
     def __init__(self, client: Client, *, address: str = "127.0.0.1", port: int = 0, backend: str = "gloo", name: str = "weights",
@@ -147,7 +147,7 @@ class BroadcastSender:
             raise
         return group
 
-    def push(self, tensors: Tensors, version: str, **fields: Any) -> Mapping[str, Any]:
+    def _push(self, tensors: Tensors, version: str, **fields: Any) -> Mapping[str, Any]:
         if self._group.broken:
             self._group = self._made()
         named = [(name, tensor.detach().to(self._group.device).contiguous()) for name, tensor in tensors]

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tlt_client.channels import Announcement, Batch, Buffers, Intake, Layout, Tensors, split
+from tlt_client.channels import Announcement, Batch, Buffers, Intake, Layout, Sender, Tensors, split
 from tlt_client.channels.checkpoint import INDEX, SINGLE, checkpoint
 from tlt_client.channels.errors import ContentRefused
 from tlt_client.channels.source import Source
@@ -64,14 +64,14 @@ class DiskReceiver:
         """Nothing is held."""
 
 
-class DiskSender:
+class DiskSender(Sender):
     """Writes each push into a new directory below `root`, the server's weight root, and removes it once the push has ended. What a
     trainer that was killed leaves there (`push-*`) is in nobody's way."""
 
     def __init__(self, client: Client, root: str | Path, *, max_file_bytes: int = FILE_BYTES) -> None:
         self._client, self._root, self._max_file_bytes = client, Path(root), max_file_bytes
 
-    def push(self, tensors: Tensors, version: str, **fields: Any) -> Mapping[str, Any]:
+    def _push(self, tensors: Tensors, version: str, **fields: Any) -> Mapping[str, Any]:
         directory, held, role = self._root / f"push-{secrets.token_hex(8)}", dict(tensors), fields.get("role", "target")
         directory.mkdir(parents=True)
         try:

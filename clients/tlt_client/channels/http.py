@@ -9,16 +9,17 @@ from __future__ import annotations
 import mmap
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tlt_client.channels import DRAFTER_PREFIX, Announcement, Batch, Buffers, Intake, Layout, Tensors, announced, by_role, owner
+from tlt_client.channels import DRAFTER_PREFIX, Announcement, Batch, Buffers, Intake, Layout, Sender, Tensors, announced, by_role, owner
 from tlt_client.channels.checkpoint import Files
 from tlt_client.channels.errors import ContentRefused
 from tlt_client.channels.files import opened
 from tlt_client.channels.source import Source
 from tlt_client.channels.tensors import FILE_BYTES, Joined, entry, files, written
-from tlt_client.errors import ConnectionFailed, ServerError
+from tlt_client.errors import Conflict, ConnectionFailed, ServerError
 
 if TYPE_CHECKING:
     from tlt_client.client import Client
@@ -66,35 +67,59 @@ class HttpReceiver:
         """The frontend removes what it has put there."""
 
 
-class HttpSender:
-    """Sends chunks of `chunk_bytes`, of files of at most `max_file_bytes`; a connection that breaks is taken up where the server says."""
+class HttpSender(Sender):
+    """Sends chunks of `chunk_bytes`, of files of at most `max_file_bytes`; a connection that breaks is taken up where the server says.
+
+    A push that fails for good, or is interrupted, takes back what it has sent, so that it keeps no room from the next one. Not so where
+    the same push may yet succeed (`ConnectionFailed`, an error that is retryable), nor where somebody else had begun to send the version.
+    """
 
     def __init__(self, client: Client, *, max_file_bytes: int = FILE_BYTES, chunk_bytes: int = CHUNK_BYTES,
                  on_bytes: OnBytes = lambda part, there, total: None, sleep: Callable[[float], None] = time.sleep) -> None:
         self._client, self._max_file_bytes, self._chunk_bytes = client, max_file_bytes, chunk_bytes
         self._on_bytes, self._sleep = on_bytes, sleep
+        self._begun: set[str] = set()  # versions on their way whose first bytes were ours
 
-    def push(self, tensors: Tensors, version: str, **fields: Any) -> Mapping[str, Any]:
+    def _push(self, tensors: Tensors, version: str, **fields: Any) -> Mapping[str, Any]:
         entries: list[dict[str, Any]] = []
-        for count, group in enumerate(files(tensors, self._max_file_bytes), 1):
-            self.send(version, f"part-{count:05}.safetensors", Joined(written(group)))
-            entries += [entry(name, tensor, checksum=True) for name, tensor in group.items()]
-        return self._client.push_weights(version, channel="http", tensors=entries, **fields)
+        with self._sending(version):
+            for count, group in enumerate(files(tensors, self._max_file_bytes), 1):
+                self.send(version, f"part-{count:05}.safetensors", Joined(written(group)))
+                entries += [entry(name, tensor, checksum=True) for name, tensor in group.items()]
+            return self._client.push_weights(version, channel="http", tensors=entries, **fields)
 
     def push_directory(self, directory: Path, version: str, *, drafter: Path | None = None, **fields: Any) -> Mapping[str, Any]:
         """Safetensors files as they lie in a directory, or one file; `drafter`: another one's, for the role `all`. Needs no torch."""
         entries: list[dict[str, Any]] = []
-        for folder, prefix in ((directory, ""), *([(drafter, DRAFTER_PREFIX)] if drafter is not None else [])):
-            paths = sorted(folder.glob("*.safetensors")) if folder.is_dir() else [folder]
-            if not paths:
-                raise ContentRefused(f"{folder} holds no .safetensors file; name a directory that does")
-            for path in paths:
-                with opened(path) as file:
-                    of_weights = path.name != CALIBRATION
-                    self.send(version, ("drafter-" if prefix and of_weights else "") + path.name,
-                              file.prefixed(prefix) if prefix and of_weights else file.data)
-                    entries += file.entries(prefix) if of_weights else ()
-        return self._client.push_weights(version, channel="http", tensors=entries, **fields)
+        with self._sending(version):
+            for folder, prefix in ((directory, ""), *([(drafter, DRAFTER_PREFIX)] if drafter is not None else [])):
+                paths = sorted(folder.glob("*.safetensors")) if folder.is_dir() else [folder]
+                if not paths:
+                    raise ContentRefused(f"{folder} holds no .safetensors file; name a directory that does")
+                for path in paths:
+                    with opened(path) as file:
+                        of_weights = path.name != CALIBRATION
+                        self.send(version, ("drafter-" if prefix and of_weights else "") + path.name,
+                                  file.prefixed(prefix) if prefix and of_weights else file.data)
+                        entries += file.entries(prefix) if of_weights else ()
+            return self._client.push_weights(version, channel="http", tensors=entries, **fields)
+
+    @contextmanager
+    def _sending(self, version: str) -> Iterator[None]:
+        """Around all of a push."""
+        try:
+            yield
+        except BaseException as error:  # the iterator's own, too, and an interrupt
+            if not isinstance(error, ConnectionFailed) and not (isinstance(error, ServerError) and error.retryable):
+                self._take_back(version)
+            raise
+        self._begun.discard(version)
+
+    def _take_back(self, version: str) -> None:
+        if version in self._begun:
+            self._begun.remove(version)
+            with suppress(Exception):  # what has ended the push is what its caller is to see
+                self._client.abort_weights(version, upload_only=True)
 
     def send(self, version: str, part: str, data: bytes | mmap.mmap | Joined) -> None:
         """One part, from where the server has it. `ConnectionFailed` when a chunk does not get through in many attempts."""
@@ -102,9 +127,14 @@ class HttpSender:
         while there < len(data):
             chunk = data[there : there + self._chunk_bytes]
             try:
-                there = self._client.put_weights(version, part, chunk, start=there, total=len(data))["bytes"]
-                failures = 0
+                came = self._client.put_weights(version, part, chunk, start=there, total=len(data))
+                there, failures = came["bytes"], 0
+                if came.get("begins"):
+                    self._begun.add(version)
                 self._on_bytes(part, there, len(data))
+            except Conflict:
+                self._begun.discard(version)  # somebody else sends it too, or pushes it, or has ended it
+                raise
             except (ConnectionFailed, ServerError) as error:
                 failures += 1
                 if failures == ATTEMPTS or (isinstance(error, ServerError) and not error.retryable):

@@ -24,7 +24,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tlt_client.channels import Announcement, Batch, Buffers, Intake, Tensors, announced, by_role
+from tlt_client.channels import Announcement, Batch, Buffers, Intake, Sender, Tensors, announced, by_role
 from tlt_client.channels.errors import ChannelBroken, ContentRefused, PlaceForbidden
 from tlt_client.channels.line import Line, address, entered
 from tlt_client.channels.memory import Memory, share
@@ -138,14 +138,14 @@ class IpcReceiver:
             os.close(self._directory)
 
 
-class IpcSender:
+class IpcSender(Sender):
     """Takes memory for two buckets while it pushes: on the GPU where tensors are on one, else the CPU's."""
 
     def __init__(self, client: Client, *, bucket_bytes: int = BUCKET_BYTES, checksums: bool = False, timeout_s: float = 120.0) -> None:
         """`checksums`: the manifest declares them, which takes a trainer about a second per gigabyte on a CPU, hardly any time on a GPU."""
         self._client, self._bucket_bytes, self._checksums, self._timeout_s = client, bucket_bytes, checksums, timeout_s
 
-    def push(self, tensors: Tensors, version: str, **fields: Any) -> Mapping[str, Any]:
+    def _push(self, tensors: Tensors, version: str, **fields: Any) -> Mapping[str, Any]:
         import torch
 
         held = {name: tensor.detach().contiguous() for name, tensor in tensors}

@@ -71,8 +71,6 @@ def files(tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[dic
         if group and size + held.nbytes > max_bytes:
             yield group
             group, size = {}, 0
-        if name in group:
-            raise ContentRefused(f"tensor {name!r} comes twice; push each tensor once")
         group[name] = held
         size += held.nbytes
     if group:

@@ -379,14 +379,16 @@ class GetPartRequest(_message.Message):
     def __init__(self, version: _Optional[str] = ..., part: _Optional[str] = ...) -> None: ...
 
 class PartStatus(_message.Message):
-    __slots__ = ("part", "bytes", "total")
+    __slots__ = ("part", "bytes", "total", "begins")
     PART_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     TOTAL_FIELD_NUMBER: _ClassVar[int]
+    BEGINS_FIELD_NUMBER: _ClassVar[int]
     part: str
     bytes: int
     total: int
-    def __init__(self, part: _Optional[str] = ..., bytes: _Optional[int] = ..., total: _Optional[int] = ...) -> None: ...
+    begins: bool
+    def __init__(self, part: _Optional[str] = ..., bytes: _Optional[int] = ..., total: _Optional[int] = ..., begins: _Optional[bool] = ...) -> None: ...
 
 class JoinGroupRequest(_message.Message):
     __slots__ = ("name", "master_address", "master_port", "rank_offset", "world_size", "backend", "prefixed")
@@ -465,10 +467,12 @@ class CommitWeightsRequest(_message.Message):
     def __init__(self, version: _Optional[str] = ...) -> None: ...
 
 class AbortWeightsRequest(_message.Message):
-    __slots__ = ("version",)
+    __slots__ = ("version", "upload_only")
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    UPLOAD_ONLY_FIELD_NUMBER: _ClassVar[int]
     version: str
-    def __init__(self, version: _Optional[str] = ...) -> None: ...
+    upload_only: bool
+    def __init__(self, version: _Optional[str] = ..., upload_only: _Optional[bool] = ...) -> None: ...
 
 class RollbackRequest(_message.Message):
     __slots__ = ("to", "in_flight")
@@ -515,7 +519,7 @@ class PushReply(_message.Message):
     def __init__(self, state: _Optional[str] = ..., version: _Optional[str] = ..., role: _Optional[str] = ..., weight_version: _Optional[str] = ..., checksums: _Optional[_Mapping[str, str]] = ..., phases_s: _Optional[_Mapping[str, float]] = ..., pause_ms: _Optional[float] = ...) -> None: ...
 
 class WeightState(_message.Message):
-    __slots__ = ("target", "drafter", "previous", "open", "spooled", "quarantined", "groups", "sockets")
+    __slots__ = ("target", "drafter", "previous", "open", "spooled", "quarantined", "groups", "sockets", "uploads", "update")
     class PreviousEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -545,6 +549,8 @@ class WeightState(_message.Message):
     QUARANTINED_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     SOCKETS_FIELD_NUMBER: _ClassVar[int]
+    UPLOADS_FIELD_NUMBER: _ClassVar[int]
+    UPDATE_FIELD_NUMBER: _ClassVar[int]
     target: str
     drafter: str
     previous: _containers.ScalarMap[str, str]
@@ -553,7 +559,37 @@ class WeightState(_message.Message):
     quarantined: _containers.ScalarMap[str, str]
     groups: _containers.RepeatedScalarFieldContainer[str]
     sockets: str
-    def __init__(self, target: _Optional[str] = ..., drafter: _Optional[str] = ..., previous: _Optional[_Mapping[str, str]] = ..., open: _Optional[_Mapping[str, str]] = ..., spooled: _Optional[bool] = ..., quarantined: _Optional[_Mapping[str, str]] = ..., groups: _Optional[_Iterable[str]] = ..., sockets: _Optional[str] = ...) -> None: ...
+    uploads: _containers.RepeatedCompositeFieldContainer[UploadStatus]
+    update: UpdateStatus
+    def __init__(self, target: _Optional[str] = ..., drafter: _Optional[str] = ..., previous: _Optional[_Mapping[str, str]] = ..., open: _Optional[_Mapping[str, str]] = ..., spooled: _Optional[bool] = ..., quarantined: _Optional[_Mapping[str, str]] = ..., groups: _Optional[_Iterable[str]] = ..., sockets: _Optional[str] = ..., uploads: _Optional[_Iterable[_Union[UploadStatus, _Mapping]]] = ..., update: _Optional[_Union[UpdateStatus, _Mapping]] = ...) -> None: ...
+
+class UpdateStatus(_message.Message):
+    __slots__ = ("selector", "pushes", "age_s", "ends_in_s")
+    SELECTOR_FIELD_NUMBER: _ClassVar[int]
+    PUSHES_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    ENDS_IN_S_FIELD_NUMBER: _ClassVar[int]
+    selector: str
+    pushes: int
+    age_s: float
+    ends_in_s: float
+    def __init__(self, selector: _Optional[str] = ..., pushes: _Optional[int] = ..., age_s: _Optional[float] = ..., ends_in_s: _Optional[float] = ...) -> None: ...
+
+class UploadStatus(_message.Message):
+    __slots__ = ("version", "parts", "bytes", "total", "age_s", "idle_s")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    IDLE_S_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    parts: int
+    bytes: int
+    total: int
+    age_s: float
+    idle_s: float
+    def __init__(self, version: _Optional[str] = ..., parts: _Optional[int] = ..., bytes: _Optional[int] = ..., total: _Optional[int] = ..., age_s: _Optional[float] = ..., idle_s: _Optional[float] = ...) -> None: ...
 
 class GetInfoRequest(_message.Message):
     __slots__ = ()

@@ -11,11 +11,12 @@ from functools import partial
 from typing import Annotated, Any, Literal, cast
 
 from msgspec import Meta, Struct
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tlt_client.arguments import VERSION_MUST, is_version
 from tlt_server.errors import (
     ChannelBroken,
     Conflict,
@@ -25,18 +26,18 @@ from tlt_server.errors import (
     NotFound,
     PushFailed,
     StorageFailed,
-    TltError,
     Unavailable,
     WeightsRefused,
+    from_code,
 )
 from tlt_server.frontend.broadcasts import Address, Dimensions, Port, Rank, TensorName, WorldSize
 from tlt_server.frontend.endpoints import Endpoint, Parameter
 from tlt_server.frontend.generation import Service
 from tlt_server.frontend.replies import json_response
-from tlt_server.frontend.requests import Strict, checked, read_object
-from tlt_server.frontend.uploads import PartStatus, Uploads, span
+from tlt_server.frontend.requests import Strict, checked, read_object, shown
+from tlt_server.frontend.uploads import PartStatus, Uploads, UploadStatus, span
 from tlt_server.frontend.vllm.transfer import GROUP, UpdateFields
-from tlt_server.frontend.weight_session import Update, Version
+from tlt_server.frontend.weight_session import Update, UpdateStatus, Version, succeeded
 from tlt_server.records import (
     AbortWeights,
     CommitWeights,
@@ -109,6 +110,12 @@ class RollbackFields(Strict):
     in_flight: Annotated[InFlight, Field(description="what becomes of running requests when the target changes")] = "continue"
 
 
+class AbortFields(Strict):
+    """A body may be left out."""
+
+    upload_only: Annotated[bool, Field(description="end what has come by http and is not being pushed, and no push")] = False
+
+
 class NoFields(Strict):
     """Nothing; a body may be left out."""
 
@@ -132,6 +139,11 @@ class PushReply(Struct, frozen=True):
     checksums: Annotated[dict[str, str], Meta(description="of the tensors pushed: mix64 of their values, by name")]
     phases_s: Annotated[dict[str, float], Meta(description="what the push took, by phase, in seconds")]
     pause_ms: Annotated[float, Meta(description="for which the commit kept the loop from stepping")]
+
+
+class WeightsReply(WeightState, frozen=True, kw_only=True):
+    uploads: Annotated[list[UploadStatus], Meta(description="versions on their way by http, oldest first")] = []
+    update: Annotated[UpdateStatus | None, Meta(description="the weight update that was begun and not ended; null without one")] = None
 
 
 class GroupsReply(Struct, frozen=True):
@@ -165,16 +177,13 @@ def routes(service: Service) -> list[Endpoint]:
 
     async def _upload(update: Update, manifest: Manifest, uploads: Uploads) -> WeightReport:
         """Push what came by http; its parts are kept where the same push may yet succeed."""
-        keep, sealed = True, replace(manifest, path=uploads.seal(manifest.version))
+        keep, sealed = True, uploads.seal(manifest.version)
         try:
-            report = await update.push(sealed)
-            keep = False
-        except TltError as error:
-            keep = error.retryable or isinstance(error, Conflict)
-            raise
+            report = await update.tried(replace(manifest, path=sealed.path))
+            keep = _may_pass(report)
         finally:
-            uploads.release(manifest.version, keep=keep)
-        return report
+            uploads.release(manifest.version, sealed, keep=keep)
+        return succeeded(report)
 
     def opened() -> Uploads:
         if uploads is None:
@@ -213,10 +222,16 @@ def routes(service: Service) -> list[Endpoint]:
         return outcome(await answer(CommitWeights(engine.command_id(), request.path_params["version"])))
 
     async def abort(request: Request) -> Response:
-        """End a push that is not committed, and forget its parts that came by http; nothing changes."""
-        checked(NoFields, await _content(await request.body(), "nothing"))
+        """End a push that is not committed, and forget its parts that came by http; nothing changes.
+
+        With upload_only a push that has begun goes on, whoever's it is: that is how a sender takes back what it has sent.
+        """
+        asked = checked(AbortFields, await _content(await request.body(), "upload_only"))
         version = request.path_params["version"]
-        if uploads is None or not uploads.drop(version):
+        if asked.upload_only:
+            if not opened().forget(version):
+                raise NotFound(f"there is no upload of version {version[:80]!r} that no push reads; GET /weights says what there is")
+        elif uploads is None or not uploads.drop(version):
             return outcome(await answer(AbortWeights(engine.command_id(), version)))
         state = (await session.look()).state
         return json_response(PushReply("aborted", version, "", state.target, {}, {}, 0.0))
@@ -233,13 +248,15 @@ def routes(service: Service) -> list[Endpoint]:
 
     async def look(request: Request) -> Response:
         """Which versions are live, kept for a rollback, and on their way."""
-        return json_response((await session.look()).state)
+        state = (await session.look()).state
+        return json_response(WeightsReply(**asdict(state), uploads=uploads.listed() if uploads is not None else [],
+                                          update=session.status))
 
     gone = (EngineFailed, Unavailable)
     part = (Parameter("version", "path", "that the part belongs to"), Parameter("part", "path", "a file name, without its ending"))
     content_range = Parameter("Content-Range", "header", "bytes FIRST-LAST/TOTAL; absent: the body is the whole part")
     endpoint = partial(Endpoint, needs="push-weights")
-    pushed = partial(endpoint, "POST", takes=NoFields, optional_body=True, gives=PushReply,
+    pushed = partial(endpoint, "POST", optional_body=True, gives=PushReply,
                      parameters=(Parameter("version", "path", "the version that the push named"),))
     return [
         endpoint("POST", "/update_weights", push, takes=ManifestFields | DirectoryFields | UpdateFields,
@@ -249,12 +266,12 @@ def routes(service: Service) -> list[Endpoint]:
                  raises=(Forbidden, Conflict, WeightsRefused, ChannelBroken, *gone)),
         endpoint("DELETE", "/weight_groups/{name}", leave, parameters=(Parameter("name", "path", "of the group"),), gives=GroupsReply,
                  raises=(Conflict, *gone)),
-        endpoint("GET", "/weights", look, gives=WeightState, raises=gone),
+        endpoint("GET", "/weights", look, gives=WeightsReply, raises=gone),
         endpoint("POST", "/weights/rollback", rollback, takes=RollbackFields, optional_body=True, gives=PushReply,
                  raises=(Conflict, PushFailed, *gone)),
         endpoint("POST", "/weights/abort", abort_any, takes=NoFields, optional_body=True, gives=PushReply, raises=(NotFound, *gone)),
-        pushed("/weights/{version}/commit", commit, raises=(NotFound, Conflict, WeightsRefused, PushFailed, *gone)),
-        pushed("/weights/{version}/abort", abort, raises=(NotFound, Conflict, *gone)),
+        pushed("/weights/{version}/commit", commit, takes=NoFields, raises=(NotFound, Conflict, WeightsRefused, PushFailed, *gone)),
+        pushed("/weights/{version}/abort", abort, takes=AbortFields, raises=(Forbidden, NotFound, Conflict, *gone)),
         endpoint("PUT", PART_PATH, put, parameters=(*part, content_range), takes_bytes="application/octet-stream",
                  gives=PartStatus, raises=(Forbidden, Conflict, StorageFailed)),
         endpoint("GET", PART_PATH, part_status, parameters=part, gives=PartStatus, raises=(Forbidden, NotFound)),
@@ -263,7 +280,19 @@ def routes(service: Service) -> list[Endpoint]:
 
 def _part(request: Request) -> tuple[str, str]:
     """Version and file name."""
-    return request.path_params["version"], request.path_params["part"] + PART_PATH.rpartition("}")[2]
+    version = request.path_params["version"]
+    if not is_version(version):
+        raise InvalidRequest(f"version is {shown(version)}; it must {VERSION_MUST}")
+    return version, request.path_params["part"] + PART_PATH.rpartition("}")[2]
+
+
+def _may_pass(report: WeightReport) -> bool:
+    """Whether a push that failed may succeed with the same parts: its storage failed, or something was in its way before it read them. A
+    conflict afterwards is one with what they hold, or an abort."""
+    if report.error is None:
+        return False
+    error = from_code(*report.error)
+    return error.retryable or (isinstance(error, Conflict) and not report.phases)
 
 
 async def _content(body: bytes, field: str) -> dict[str, Any]:

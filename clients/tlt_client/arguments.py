@@ -1,0 +1,66 @@
+"""What a caller gives, checked before anything is sent of it: an `InvalidArgument` names the value, what it must be, and the remedy.
+
+Called where a client is made, and by `calls`. A version's name is the one thing here that the server checks too, by this rule.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from typing import Any, SupportsIndex
+
+import httpx
+
+from tlt_client.errors import InvalidArgument
+
+KEY = re.compile(r"[\x21-\x7e]+")
+VERSION = r"^[^/\x00-\x1f\x7f]+$"
+MAX_VERSION = 256  # characters
+VERSION_MUST = f"have 1 to {MAX_VERSION} characters, none of them '/' or a control character, such as run-7"
+
+
+def url_of(address: str) -> str:
+    """Of a server; it may hold a password, which is not quoted."""
+    try:
+        parsed = httpx.URL(address)
+        if parsed.scheme in ("http", "https") and parsed.host:
+            return address
+    except (httpx.InvalidURL, TypeError):
+        pass
+    shown = address.rpartition("@")[2][:200] if isinstance(address, str) else type(address).__name__
+    raise InvalidArgument(f"url is {shown!r}; it must begin with http:// or https:// and name a host, such as http://127.0.0.1:8000")
+
+
+def bearer(api_key: str | None) -> dict[str, str]:
+    """The header that carries the key, which no message quotes."""
+    if not api_key:
+        return {}
+    if not isinstance(api_key, str):
+        raise InvalidArgument(f"api_key is of type {type(api_key).__name__}; give it as text")
+    if not KEY.fullmatch(api_key):
+        at = next(place for place, character in enumerate(api_key) if not KEY.fullmatch(character))
+        what = "white space" if api_key[at].isspace() else "a control character" if api_key[at] < " " else "no visible ASCII character"
+        raise InvalidArgument(f"api_key has {len(api_key)} characters, of which number {at + 1} is {what}; a key is visible ASCII "
+                              "characters: take off what surrounds it where it is read (.strip() after reading a file)")
+    return {"authorization": f"Bearer {api_key}"}
+
+
+def is_version(name: str) -> bool:
+    return len(name) <= MAX_VERSION and re.fullmatch(VERSION, name) is not None
+
+
+def version_of(name: str) -> str:
+    if not isinstance(name, str):
+        raise InvalidArgument(f"version is {str(name)[:80]} of type {type(name).__name__}; it must be text, such as {f'run-{name}'[:80]!r}")
+    if not is_version(name):
+        raise InvalidArgument(f"version is {name[:80]!r}; it must {VERSION_MUST}")
+    return name
+
+
+def plain(value: Any) -> Any:
+    """What JSON has no form for, of numpy and torch: numbers and lists of numbers."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, SupportsIndex):
+        return operator.index(value)
+    raise InvalidArgument(f"the request holds a {type(value).__name__}, for which JSON has no form; give numbers, texts, lists, mappings")

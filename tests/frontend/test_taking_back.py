@@ -1,0 +1,167 @@
+"""What a push by http leaves behind when it fails or is interrupted: nothing that keeps the next one out, and nothing of others' ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.frontend.live_server import LiveServer, live_server
+from tlt_client import Client, ConnectionFailed
+from tlt_client.channels.http import HttpSender
+from tlt_client.errors import Conflict, InvalidRequest, NotFound, PushFailed, ServerError, StorageFailed, WeightsRefused
+from tlt_server.__main__ import main
+from tlt_server.records import AbortWeights
+
+TENSORS = {f"w{count}": torch.full((64,), float(count)) for count in range(4)}
+FILE_BYTES = 300  # so that each tensor has a part of its own
+PART = "part-00001.safetensors"
+
+
+@pytest.fixture
+def server(model: Path, tmp_path: Path) -> Iterator[LiveServer]:
+    with live_server(model, state_dir=tmp_path / "state", weight_channels="http", max_uploads=2) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: LiveServer) -> Iterator[Client]:
+    with Client(server.url, timeout_s=10) as client:
+        yield client
+
+
+def sender(client: Client) -> HttpSender:
+    return HttpSender(client, max_file_bytes=FILE_BYTES, sleep=lambda s: None)
+
+
+def stopping(error: BaseException) -> Iterator[tuple[str, torch.Tensor]]:
+    for count, item in enumerate(TENSORS.items()):
+        if count == 3:
+            raise error
+        yield item
+
+
+def there(client: Client, version: str) -> bool:
+    try:
+        client.weights_part(version, PART)
+    except NotFound:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(1), RuntimeError("out of memory"), GeneratorExit()])
+def test_trainers_that_stop_in_their_iterator_leave_the_room_to_the_next(error: BaseException, client: Client) -> None:
+    for run in ("a", "b", "c"):  # more than max_uploads
+        with pytest.raises(type(error)) as raised:
+            sender(client).push(stopping(error), run)
+        assert raised.value is error and not there(client, run)
+    assert sender(client).push(TENSORS.items(), "d")["state"] == "committed"
+
+
+def test_manifests_that_are_refused_leave_the_room_to_the_next(client: Client, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file(TENSORS, tmp_path / "model.safetensors")
+    for run in ("a", "b"):
+        with pytest.raises(InvalidRequest, match="inflight"):
+            sender(client).push(TENSORS.items(), run, inflight="abort")
+        with pytest.raises(InvalidRequest, match="inflight"):
+            sender(client).push_directory(tmp_path, run, inflight="abort")
+    assert sender(client).push(TENSORS.items(), "c")["state"] == "committed"
+
+
+def test_what_may_pass_leaves_the_parts_to_the_same_push_and_is_taken_back_by_the_sender_that_began_it(client: Client,
+                                                                                                     server: LiveServer) -> None:
+    ours = sender(client)
+    for error in (ConnectionFailed("gone"), PushFailed("push_failed", "", status=500, retryable=True)):
+        with pytest.raises(type(error)):
+            ours.push(stopping(error), "a")
+        assert there(client, "a")
+    server.engine.fails = "push_failed"
+    with pytest.raises(PushFailed):
+        ours.push(TENSORS.items(), "a")
+    assert there(client, "a")
+    with pytest.raises(KeyboardInterrupt):
+        ours.push(stopping(KeyboardInterrupt()), "a")
+    assert not there(client, "a")
+
+
+def test_what_somebody_else_began_to_send_stays(client: Client) -> None:
+    client.put_weights("a", PART, b"other bytes", start=0, total=20)
+    with pytest.raises(Conflict, match="begun with 20 bytes"):
+        sender(client).push(TENSORS.items(), "a")
+    assert client.weights_part("a", PART)["bytes"] == 11
+    client.put_weights("b", "theirs.safetensors", b"abc", start=0, total=20)
+    with pytest.raises(KeyboardInterrupt):
+        sender(client).push(stopping(KeyboardInterrupt()), "b")
+    assert client.weights_part("b", "theirs.safetensors")["bytes"] == 3
+
+
+def test_a_push_that_has_begun_is_ended_by_no_sender(client: Client, server: LiveServer) -> None:
+    """Somebody else pushes the version, by whatever channel: taking an upload back reaches no engine."""
+    server.engine.fails, server.engine.reads = "conflict", False
+    with pytest.raises(Conflict):
+        sender(client).push(TENSORS.items(), "a")
+    assert not there(client, "a")
+    assert not [command for command in server.engine.weight_commands if isinstance(command, AbortWeights)]
+    with pytest.raises(NotFound, match="no upload of version 'a'"):
+        client.abort_weights("a", upload_only=True)
+
+
+def test_an_abort_that_fails_hides_nothing(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[str]()
+
+    def fails(version: str = "", *, upload_only: bool = False) -> Any:
+        asked.append(version)
+        raise ConnectionFailed("the server is gone")
+
+    monkeypatch.setattr(client, "abort_weights", fails)
+    with pytest.raises(RuntimeError, match="the trainer's own"):
+        sender(client).push(stopping(RuntimeError("the trainer's own")), "a")
+    assert asked == ["a"]
+
+
+@pytest.mark.parametrize("code, reads, stays", [
+    ("conflict", False, True), ("conflict", True, False), ("push_failed", True, True), ("weights_refused", True, False)])
+def test_the_server_keeps_parts_only_where_they_may_yet_be_pushed(code: str, reads: bool, stays: bool, client: Client,
+                                                                  server: LiveServer) -> None:
+    """A conflict before they were read is one with another push; afterwards it is with what they hold."""
+    client.put_weights("a", PART, b"abc", start=0, total=3)
+    server.engine.fails, server.engine.reads = code, reads
+    with pytest.raises((Conflict, PushFailed, WeightsRefused)):
+        client.push_weights("a", channel="http", tensors=[{"name": "w", "checksum": "xxh3:0"}])
+    assert there(client, "a") == stays
+
+
+def test_an_upload_of_which_no_byte_came_takes_no_place(client: Client) -> None:
+    for version in ("a", "b", "c"):  # more than max_uploads
+        with pytest.raises(Conflict, match="send from 0"):
+            client.put_weights(version, PART, b"abc", start=5, total=100)
+    assert client.put_weights("d", PART, b"abc", start=0, total=100)["begins"]
+    assert not client.put_weights("d", PART, b"abc", start=0, total=100)["begins"]
+
+
+def test_what_is_on_its_way_is_listed_and_shown(client: Client, server: LiveServer, capsys: pytest.CaptureFixture[str]) -> None:
+    assert client.weights()["uploads"] == []
+    client.put_weights("run-1", PART, b"abc", start=0, total=100)
+    client.put_weights("run-1", "part-00002.safetensors", b"abcd", start=0, total=4)
+    client.put_weights("run-2", PART, b"a", start=0, total=1)
+    first, second = client.weights()["uploads"]
+    assert (first["version"], first["parts"], first["bytes"], first["total"]) == ("run-1", 2, 7, 104) and second["version"] == "run-2"
+    assert first["age_s"] >= first["idle_s"] >= 0 and first["age_s"] >= second["age_s"]
+    assert main(["weights", "status", "--url", server.url]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "on its way by http: 'run-1', 2 parts, 7 of 104 bytes, begun 0 s ago" in said and "abort ends it" in said
+    client.abort_weights("run-1", upload_only=True)
+    assert [upload["version"] for upload in client.weights()["uploads"]] == ["run-2"]
+
+
+def test_room_that_is_taken_says_by_whom(client: Client) -> None:
+    for version in ("a", "b"):
+        client.put_weights(version, PART, b"abc", start=0, total=100)
+    with pytest.raises(StorageFailed, match=r"push or abort one of \['a', 'b'\]") as full:
+        sender(client).push(TENSORS.items(), "c")
+    assert isinstance(full.value, ServerError) and there(client, "a") and there(client, "b")
