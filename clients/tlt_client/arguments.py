@@ -14,9 +14,9 @@ import httpx
 from tlt_client.errors import InvalidArgument
 
 KEY = re.compile(r"[\x21-\x7e]+")
-VERSION = r"^[^/\x00-\x1f\x7f]+$"
+VERSION = r"^[^/\x00-\x1f\x7f]*[^./\x00-\x1f\x7f][^/\x00-\x1f\x7f]*$"  # an address that ends in dots alone names another place
 MAX_VERSION = 256  # characters
-VERSION_MUST = f"have 1 to {MAX_VERSION} characters, none of them '/' or a control character, such as run-7"
+VERSION_MUST = f"have 1 to {MAX_VERSION} characters, none of them '/' or a control character, and not dots alone, such as run-7"
 
 
 def url_of(address: str) -> str:

@@ -65,14 +65,14 @@ def test_an_address_and_a_key_that_fit_are_taken() -> None:
 
 # versions
 
-ALLOWED = "have 1 to 256 characters, none of them '/' or a control character, such as run-7"
+ALLOWED = "have 1 to 256 characters, none of them '/' or a control character, and not dots alone, such as run-7"
 CALLS: list[Callable[[Any, Any], Any]] = [
     lambda client, version: client.update_weights("p", version), lambda client, version: client.push_weights(version, path="p"),
     lambda client, version: client.put_weights(version, "part.safetensors", b"abc", start=0, total=3)]
 
 
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("version", ["run/7", "", "a\n", "x" * 257])
+@pytest.mark.parametrize("version", ["run/7", "", "a\n", "x" * 257, ".", ".."])
 def test_a_version_that_no_push_can_have_is_refused_before_anything_is_sent(call: Any, version: str) -> None:
     with Client("http://127.0.0.1:1") as client, pytest.raises(InvalidArgument) as refused:
         call(client, version)

@@ -20,7 +20,7 @@ from tlt_client.channels.broadcast import BroadcastSender
 from tlt_client.channels.disk import DiskSender
 from tlt_client.channels.http import HttpSender
 from tlt_client.channels.ipc import IpcSender
-from tlt_client.errors import Conflict
+from tlt_client.errors import Conflict, NotFound
 from tlt_server.__main__ import main
 from tlt_server.demo.push import perturbed_copy
 from tlt_server.demo.server import ServerProcess
@@ -122,6 +122,18 @@ def test_by_http_the_same_version_again_is_unchanged_also_after_other_content_wa
         HttpSender(trainer).push(((name, tensor * 1.01) for name, tensor in tensors.items()), "taken")
     assert HttpSender(trainer).push(tensors.items(), "taken")["state"] == "unchanged"
     trainer.roll_back_weights()
+
+
+def test_an_abort_ends_the_push_and_drops_the_upload_of_its_name(trainer: Client, root: Path) -> None:
+    HttpSender(trainer).push(load_file(root / "new" / "model.safetensors").items(), "both", commit=False)
+    trainer.put_weights("both", "part-00001.safetensors", b"one byte and more", start=0, total=100)
+    assert trainer.weights()["open"]["state"] == "staged" and [upload["version"] for upload in trainer.weights()["uploads"]] == ["both"]
+    assert trainer.abort_weights("both")["state"] == "aborted"
+    assert not trainer.weights()["open"] and not trainer.weights()["uploads"]
+    trainer.put_weights("both", "part-00001.safetensors", b"one byte and more", start=0, total=100)
+    assert trainer.abort_weights("both")["state"] == "aborted", "an upload alone"
+    with pytest.raises(NotFound):
+        trainer.abort_weights("both")
 
 
 @pytest.mark.parametrize(("dies", "kind"), [(DIES, BroadcastSender), (DIES_BY_IPC, IpcSender)], ids=["broadcast", "ipc"])

@@ -231,8 +231,13 @@ def routes(service: Service) -> list[Endpoint]:
         if asked.upload_only:
             if not opened().forget(version):
                 raise NotFound(f"there is no upload of version {version[:80]!r} that no push reads; GET /weights says what there is")
-        elif uploads is None or not uploads.drop(version):
-            return outcome(await answer(AbortWeights(engine.command_id(), version)))
+        else:
+            dropped = uploads is not None and uploads.drop(version)
+            try:
+                return outcome(await answer(AbortWeights(engine.command_id(), version)))
+            except NotFound:
+                if not dropped:
+                    raise
         state = (await session.look()).state
         return json_response(PushReply("aborted", version, "", state.target, {}, {}, 0.0))
 
