@@ -208,13 +208,12 @@ def _rollout(figures: dict[str, Any]) -> Iterator[str]:
         yield _model(figures)
     yield (f"Medians of {figures['rounds']} interleaved rounds; speed-up against the faster of the two plain engines. Responses that "
            f"differ from plain decoding: {figures['responses_differing']}. `tail`: 64 requests, run to the end; "
-           "`full`: 64 running all the time. The last column says what had the time; steps that read prompts apart.")
+           "`full`: 64 running all the time.")
     arms = {name: row for name, row in figures.items() if "/" in name}
-    yield table(("workload / policy", "wall s", "passes", "tokens / pass", "accept length", "speed-up", "where at most 2 run", "time"), (
+    yield table(("workload / policy", "wall s", "passes", "tokens / pass", "accept length", "speed-up", "where at most 2 run"), (
         (name, f"{r['wall_s']:.2f}", f"{r['passes']:.0f}", f"{r['tokens_per_pass']:.1f}",
          f"{r['accept_length']:.2f}" if r["accept_length"] else "", f"{r['speedup']:.2f}x",
-         f"{r['tail_speedup']:.2f}x" if "tail_speedup" in r else "",
-         ", ".join(f"{strategy} {share:.0%}" for strategy, share in r["share_of_time"].items())) for name, r in arms.items()))
+         f"{r['tail_speedup']:.2f}x" if "tail_speedup" in r else "") for name, r in arms.items()))
 
 
 def _overload(figures: dict[str, Any]) -> Iterator[str]:
@@ -228,16 +227,12 @@ def _overload(figures: dict[str, Any]) -> Iterator[str]:
 def _weights(figures: dict[str, Any]) -> Iterator[str]:
     yield (f"Medians of {figures['rounds']} interleaved rounds, from the trainer's call until the weights are live. The copy is of the "
            "same bytes on the same disk, synced. With `--state-dir`, so every push is also spooled and synced.")
-    headings = ["checkpoint", "MB", "channel", "seconds", "MB/s", "against a plain copy"]
-    rows = [[r["checkpoint"], f"{r['bytes'] / 1e6:.0f}", r["channel"], f"{r['push_s']:.2f}", f"{r['mb_per_s']:.0f}", f"{r['ratio']:.2f}x"]
-            for r in figures["rows"]]
-    if "requests" in figures:
-        yield (f"The last two columns are of {figures['rounds']} more such rounds, while {figures['requests']} requests decode on the same "
-               "cores: the median, and of all these commits the longest for which no step could begin.")
-        headings += ["seconds while decoding", "longest pause at commit, ms"]
-        rows = [[*row, f"{r['push_while_decoding_s']:.2f}", f"{r['longest_pause_ms']:.2f}"]
-                for row, r in zip(rows, figures["rows"], strict=True)]
-    yield table(headings, rows)
+    yield (f"The last two columns are of {figures['rounds']} more such rounds, while {figures['requests']} requests decode on the same "
+           "cores: the median, and of all these commits the longest for which no step could begin.")
+    yield table(("checkpoint", "MB", "channel", "seconds", "MB/s", "against a plain copy", "seconds while decoding",
+                 "longest pause at commit, ms"), (
+        (r["checkpoint"], f"{r['bytes'] / 1e6:.0f}", r["channel"], f"{r['push_s']:.2f}", f"{r['mb_per_s']:.0f}", f"{r['ratio']:.2f}x",
+         f"{r['push_while_decoding_s']:.2f}", f"{r['longest_pause_ms']:.2f}") for r in figures["rows"]))
 
 
 def _weights_gpu(figures: dict[str, Any]) -> Iterator[str]:
