@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import traceback
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -60,5 +61,8 @@ class Errands:
 
 def _run(queue: SimpleQueue[Callable[[], None] | None]) -> None:
     while (errand := queue.get()) is not None:
-        errand()
+        try:
+            errand()
+        except Exception:
+            traceback.print_exc()  # the next one is done all the same
         del errand  # and what it holds, before the next one comes

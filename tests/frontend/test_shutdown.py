@@ -23,7 +23,7 @@ from tlt_client.rpc import Manifest, Part, RolloutServiceStub, UpdateWeightsRequ
 from tlt_client.rpc import rollout_pb2 as proto
 
 __all__ = ["no_variables"]  # a fixture
-PROMPT_S = 3.0  # less than what is left to replies on their way (build.FLUSH_S), more than a reply to half a body takes
+PROMPT_S = 4.5  # less than what is left to replies on their way (build.FLUSH_S), more than a reply to half a body takes
 MANIFEST = UpdateWeightsRequest(manifest=Manifest(version="v", path="hangs"))
 GROUP: dict[str, Any] = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2}
 
@@ -47,7 +47,7 @@ def ends(server: Served, *calls: Callable[[], Any]) -> list[BaseException | None
     """What a call raises each, once the server has been told to stop, which it does at once."""
     with ThreadPoolExecutor(len(calls)) as pool:
         asked: list[Future[Any]] = [pool.submit(call) for call in calls]
-        time.sleep(0.5)
+        time.sleep(1.5)
         assert not any(call.done() for call in asked)
         started = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
@@ -69,7 +69,7 @@ def test_a_pause_that_waits_for_what_runs_is_told_too(server: Served) -> None:
     with Client(server.url, timeout_s=20) as client:
         thread = threading.Thread(target=lambda: client.generate([{"token_ids": [HANGS]}]))
         thread.start()
-        time.sleep(0.2)
+        time.sleep(1)
 
         def pause() -> None:
             assert httpx.post(f"{server.url}/pause?mode=wait", timeout=20).status_code == 503

@@ -154,7 +154,7 @@ def test_what_is_on_its_way_is_listed_and_shown(client: Client, server: LiveServ
     assert first["age_s"] >= first["idle_s"] >= 0 and first["age_s"] >= second["age_s"]
     assert main(["weights", "status", "--url", server.url]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "on its way by http: 'run-1', 2 parts, 7 of 104 bytes, begun 0 s ago" in said and "abort ends it" in said
+    assert "on its way by http: 'run-1', 2 parts, 7 of 104 bytes, begun" in said and "abort ends it" in said
     client.abort_weights("run-1", upload_only=True)
     assert [upload["version"] for upload in client.weights()["uploads"]] == ["run-2"]
 

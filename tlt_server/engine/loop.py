@@ -90,8 +90,8 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Nothing to do until the next command."""
-        return (not self._commands and not self.halt.due and not self.pushes.settling and (self.scheduler.idle or self.scheduler.halted)
-                and not self.runner.in_flight)
+        return (not self._commands and not self.halt.due and not self.pushes.settling and not self.pushes.transaction.untidy
+                and (self.scheduler.idle or self.scheduler.halted) and not self.runner.in_flight)
 
     @property
     def finished(self) -> bool:

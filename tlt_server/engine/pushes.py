@@ -101,6 +101,7 @@ class WeightPushes:
     def advance(self) -> list[StepOutput]:
         """Between two steps: commit what is staged, if its moment has come. Returns the sequences that end of it."""
         self.settling = False
+        self.transaction.tidy()  # what the call before has dropped, of which nothing is on the stack any more
         if self._rollback is not None and self._may_change(self._rollback.in_flight, self.transaction.previous):
             self._roll_back(self._rollback.id, self._rollback.in_flight)
         waiting = self.transaction.push
@@ -335,14 +336,12 @@ class WeightPushes:
     def _take_over(self, live: Parts, changed: Parts, in_flight: InFlight) -> None:
         self._ended += self.settle()
         self._install(live, changed)
-        self.transaction.tidy()
         if changed.target is not None:
             self._ended += self._scheduler.change_version(changed.target.version, in_flight)
 
     def _close(self, push: Push, result: str, *, parts: Parts | None = None, error: TltError | None = None) -> None:
         """Nothing was committed; what a failure in place leaves behind is told with the answer."""
         self.transaction.close()
-        self.transaction.tidy()
         if error is not None:
             error = self._to_send_again(push, error)
             result = error.code

@@ -68,6 +68,7 @@ class Update:
         self.live = ""  # version of the target where what was pushed is live already
         self.pushing = 0  # calls that are on their way
         self.begun_s = self.touched_s = 0.0  # by the loop's clock
+        self.follows_a_drop = False  # outside any session: the one before has ended by itself, and its trainer may not know
 
     @property
     def role(self) -> Role:
@@ -124,6 +125,7 @@ class WeightSession:
                 loop.call_later(left_s if left_s > 0 else self._ttl_s / 10, look)
                 return
             self._update = Update(self)
+            self._update.follows_a_drop = True
             log.warning("weight_update_dropped", selector=update.selector, pushes=update.calls, idle_s=self._ttl_s,
                         remedy="end a weight update that is begun, or allow more time between its calls (weight_update_ttl_s)")
             task = asyncio.create_task(self._drop_late(update))
@@ -161,7 +163,16 @@ class WeightSession:
             update.touched_s = asyncio.get_running_loop().time()
         update.succeeded = max(update.succeeded, call)
 
+    def _check_known(self) -> None:
+        """Once a session has ended by itself, the next call may be meant for it: it is refused, so that it changes nothing else."""
+        if self._update.follows_a_drop:
+            self._update = Update(self)
+            raise Conflict(f"the weight update ended by itself, as nobody called for {self._ttl_s:g} s (weight_update_ttl_s), and what it "
+                           "held was dropped; begin another, or send this again to do it outside of an update")
+
     def check_takes(self, update: Update) -> None:
+        if update is self._update:
+            self._check_known()
         if update is not self._update:
             raise Conflict("since this push was asked for a weight update has begun or ended, and it may not belong to that; push again")
         if update.ending.locked():
@@ -172,6 +183,7 @@ class WeightSession:
 
         Where nothing can be committed the session stays open: what is missing may still be pushed, or another name given.
         """
+        self._check_known()
         update = self._update
         async with update.ending:
             if update.ended is not None:
@@ -181,8 +193,8 @@ class WeightSession:
                 return update.ended
             update.touched_s = asyncio.get_running_loop().time()
             if update.selector is None:
-                raise Conflict("no weight update is open: none was begun, or nobody called for weight_update_ttl_s; begin one (POST "
-                               "/start_weight_update, /begin_weight_update), or push without")
+                raise Conflict("no weight update was begun; begin one (POST /start_weight_update, /begin_weight_update), or push "
+                               "without")
             if update.succeeded != update.calls:
                 raise Conflict("the last push of this weight update failed or is under way, so there is nothing to make live; push again "
                                "and then end it, or begin another")
@@ -205,6 +217,7 @@ class WeightSession:
 
     async def rename(self, version: str) -> None:
         """Name what the open session pushes, or else what is live."""
+        self._check_known()
         if self._update.selector is not None:
             self._update.name, self._update.touched_s = version, asyncio.get_running_loop().time()
         else:

@@ -80,7 +80,8 @@ class Staging:
     def __init__(self, live: Parts, steps: Steps) -> None:
         self.live, self.steps = live, steps
         self.opened: Manifest | None = None  # the last one of which a receiver takes what comes, or has taken it
-        self._receiver: Receiver | None = None
+        self._receiver: Receiver | None = None  # of which something is taken now
+        self._stopped = False
         self._roles: dict[str, _Role] = {}
         self._overwriting: set[str] = set()
 
@@ -95,7 +96,8 @@ class Staging:
         return any(role in self._roles and name in self._roles[role].sums for role, name in owners)
 
     def stop(self) -> None:
-        """From another thread: a wait for a trainer ends. What begins later asks `Steps.enter`."""
+        """From another thread: a wait for a trainer ends, also one that is about to begin."""
+        self._stopped = True
         receiver = self._receiver
         if receiver is not None:
             receiver.stop()
@@ -121,6 +123,8 @@ class Staging:
             enter("open")
             with closing(receive(manifest)) as receiver:
                 self.opened, self._receiver = manifest, receiver
+                if self._stopped:
+                    receiver.stop()
                 try:
                     return self._receive(manifest, receiver, enter)
                 except Exception as error:
@@ -136,6 +140,7 @@ class Staging:
                              "check the disks and push again") from None
         finally:
             first = None  # its traceback holds this frame, and with it the network
+            self._receiver = None
 
     def _receive(self, manifest: Manifest, receiver: Receiver, enter: Enter) -> Parts | None:
         declared = self._declared(manifest)

@@ -177,7 +177,9 @@ class Transaction:
         """Make the staged parts live; the caller installs what is returned before the next step."""
         assert self.push is not None and self.push.state == "staged" and self.push.parts is not None
         parts, manifest = self.push.parts, self.push.manifest
+        before = self.previous
         self._make_live(parts)
+        self._drop(before)
         for role in parts.by_role:
             self.quarantined.pop(role, None)
         if self.in_place:
@@ -292,8 +294,13 @@ class Transaction:
         self.previous, self._last = Parts(), None
         return self.live
 
+    @property
+    def untidy(self) -> bool:
+        """Whether `tidy` has something to do."""
+        return bool(self._dropped or self._garbage)
+
     def tidy(self) -> None:
-        """Once what is live is installed: let go of what nobody uses any more, in threads, as it takes a while."""
+        """Let go of what nobody uses any more, in threads, as it takes a while. Between two steps, once what is live is installed."""
         if self._dropped:
             self._freeing.give(partial(let_go, self._dropped))
             self._dropped = []
@@ -312,7 +319,6 @@ class Transaction:
                 spool.commit()
             except OSError as error:
                 raise not_recorded(error) from None
-        self._drop(self.previous)
         self.live, self.previous = live, previous
         for role, part in parts.by_role.items():
             self._names.add(role, part)
