@@ -6,7 +6,7 @@ through it in that order, whatever was refused of it meanwhile, until it is left
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,7 +59,7 @@ class Wire:
             raise ChannelBroken(self.broken)
         data.view(torch.float32)[:] = self.sent.pop(0)
 
-    def end(self, work: None) -> None:
+    def end(self, work: None, gives_up: Callable[[], bool]) -> None:
         if self.breaks:
             self.broken = "cut"
             raise ChannelBroken(self.broken)

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from tlt_server.errors import Conflict, InvalidRequest, TltError
 from tlt_server.frontend.engine_client import EngineClient
+from tlt_server.frontend.versions import Versions
 from tlt_server.frontend.weight_session import WeightSession
 from tlt_server.records import (
     AbortWeights,
@@ -67,7 +68,7 @@ class Twin:
         self.answers: dict[str, asyncio.Future[WeightReport]] = {}
         self.open: Open | None = None
         self.live: tuple[str, list[Came]] = ("initial", [])
-        self.command_id = lambda: str(next(ids))
+        self.command_id, self.versions = lambda: str(next(ids)), Versions()
         self.session = WeightSession(cast(EngineClient, self), stages=stages)
 
     async def weights(self, command: WeightCommand) -> WeightReport:
