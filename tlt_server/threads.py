@@ -58,6 +58,12 @@ class Errands:
     def give(self, errand: Callable[[], None]) -> None:
         self._queue.put(errand)
 
+    def finish(self) -> None:
+        """Returns once all that was given is done."""
+        done = threading.Event()
+        self._queue.put(done.set)
+        done.wait()
+
 
 def _run(queue: SimpleQueue[Callable[[], None] | None]) -> None:
     while (errand := queue.get()) is not None:

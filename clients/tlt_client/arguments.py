@@ -5,6 +5,7 @@ Called where a client is made, and by `calls`. A version's name is the one thing
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 from typing import Any, SupportsIndex
@@ -57,10 +58,17 @@ def version_of(name: str) -> str:
     return name
 
 
+def _finite(numbers: Any) -> bool:
+    return all(map(_finite, numbers)) if isinstance(numbers, list) else math.isfinite(numbers)
+
+
 def plain(value: Any) -> Any:
     """What JSON has no form for, of numpy and torch: numbers and lists of numbers."""
     if hasattr(value, "tolist"):
-        return value.tolist()
+        numbers = value.tolist()
+        if "float" in str(getattr(value, "dtype", "")) and not _finite(numbers):
+            raise InvalidArgument(f"the request holds {str(value)[:80]} of type {type(value).__name__}; give finite numbers")
+        return numbers
     if isinstance(value, SupportsIndex):
         return operator.index(value)
     raise InvalidArgument(f"the request holds a {type(value).__name__}, for which JSON has no form; give numbers, texts, lists, mappings")

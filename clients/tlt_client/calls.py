@@ -15,7 +15,7 @@ import httpx
 import msgspec
 
 from tlt_client.arguments import plain, version_of
-from tlt_client.errors import NotLive
+from tlt_client.errors import InvalidArgument, NotLive
 from tlt_client.responses import in_path, json_object, read_as, succeeded, whole_reply
 from tlt_client.wire import GenerateBody, Item, Reply, RolloutList, RolloutReply, RolloutStatus, RolloutSummary, SamplingFields, Weights
 
@@ -71,7 +71,7 @@ def _check_finite(where: str, fields: Mapping[str, Any]) -> None:
     """JSON has no other numbers: what is none would arrive as null, and nobody would say why."""
     for name, value in fields.items():
         if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{where}{name} is {value}; it must be a finite number")
+            raise InvalidArgument(f"{where}{name} is {value}; it must be a finite number")
         if isinstance(value, msgspec.Struct):
             _check_finite(f"{where}{name}.", msgspec.structs.asdict(value))
         elif isinstance(value, Mapping):

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tlt_client.errors import ConnectionFailed, NotReached, ServerError, TltClientError
+from tlt_client.errors import ConnectionFailed, InvalidArgument, NotReached, ServerError, TltClientError
 
 REFUSED = (408, 429, 503)  # with these nothing of the request was done, or what may be done twice
 
@@ -26,8 +26,8 @@ class Retries:
 
     def __post_init__(self) -> None:
         if self.times < 0 or not 0 <= self.first_s <= self.longest_s:
-            raise ValueError(f"times is {self.times}, first_s {self.first_s} and longest_s {self.longest_s}; none may be negative, nor "
-                             "first_s above longest_s")
+            raise InvalidArgument(f"times is {self.times}, first_s {self.first_s} and longest_s {self.longest_s}; none may be negative, "
+                                  "nor first_s above longest_s")
 
     def pause_s(self, tried: int, error: TltClientError, *, repeatable: bool, drawn: Callable[[], float] = random.random) -> float | None:
         """Before the next try, after `tried` of them; None where there is none."""

@@ -6,6 +6,8 @@ import ssl
 from dataclasses import dataclass
 from os import PathLike
 
+from tlt_client.errors import InvalidArgument
+
 
 @dataclass(frozen=True)
 class Tls:
@@ -17,14 +19,14 @@ class Tls:
     key: str | PathLike[str] | None = None
 
     def context(self) -> ssl.SSLContext:
-        """`ValueError` where the files cannot be used."""
+        """`InvalidArgument` where the files cannot be used."""
         if (self.cert is None) != (self.key is None):
-            raise ValueError(f"cert is {self.cert} and key is {self.key}; give both, or neither")
+            raise InvalidArgument(f"cert is {self.cert} and key is {self.key}; give both, or neither")
         try:
             context = ssl.create_default_context(cafile=self.ca)
             if self.cert is not None:
                 context.load_cert_chain(self.cert, self.key, password=lambda: "")
         except (OSError, ssl.SSLError) as error:
-            raise ValueError(f"ca {self.ca}, cert {self.cert}, key {self.key} cannot be used ({error}); name PEM files, the key without a "
-                             "passphrase") from None
+            raise InvalidArgument(f"ca {self.ca}, cert {self.cert}, key {self.key} cannot be used ({error}); name PEM files, the key "
+                                  "without a passphrase") from None
         return context

@@ -106,6 +106,16 @@ def test_what_json_has_no_form_for_is_named_by_its_type() -> None:
         client.generate([{"token_ids": [1j]}])
 
 
+@pytest.mark.parametrize(("sampling", "item"), [
+    ({"temperature": float("nan")}, {}), ({"logit_bias": {"3": np.float64("inf")}}, {}), ({"temperature": np.float32("nan")}, {}),
+    ({"top_p": torch.tensor(float("inf"))}, {}), ({}, {"token_ids": np.array([1.0, np.nan])}),
+    ({}, {"token_ids": [1], "sampling": {"min_p": torch.tensor([[float("-inf")]])}}),
+])
+def test_what_is_no_number_does_not_arrive_as_null(sampling: dict[str, Any], item: dict[str, Any]) -> None:
+    with Client("http://127.0.0.1:1") as client, pytest.raises(InvalidArgument, match="finite number"):
+        client.generate([{"token_ids": [1], **item}], sampling=sampling)
+
+
 # the command
 
 def test_the_command_ends_with_the_remedy(capsys: pytest.CaptureFixture[str]) -> None:

@@ -189,6 +189,22 @@ def test_a_paused_engine_takes_weights(engine: Pushable, settings: EngineSetting
     check_spans(engine, "r0", ["initial", "v1"])
 
 
+def test_a_push_that_would_wait_for_what_is_paused_is_refused_unless_it_changes_nothing(engine: Pushable, root: Path) -> None:
+    sums = [{"name": name, "checksum": value} for name, value in engine.push(root / "new", "v0").checksums.items()]
+    assert engine.push(root / "new", "v1", in_flight="drain", tensors=sums).result == "committed"
+    engine.submit(request())
+    engine.step(5)
+    engine.engine.send(Pause("p"))
+    refused = engine.push(root / "newer", "v2", in_flight="drain")
+    assert refused.result == "conflict" and "resume it first" in refused.error[1] and refused.state.open == {}  # type: ignore[index]
+    assert engine.push(root / "new", "v1", in_flight="drain", tensors=sums).result == "unchanged"
+    assert engine.push(root / "newer", "v2", in_flight="drain", commit=False).result == "staged"
+    assert engine.commit("v2").result == "conflict"
+    engine.engine.send(Resume("r"))
+    assert engine.commit("v2").result == "committed"
+    check_spans(engine, "r0", ["v1"])
+
+
 @pytest.mark.parametrize("in_flight", ["continue", "recompute", "abort", "drain"])
 def test_the_prefix_index_is_never_stale(in_flight: str, engine: Pushable, settings: EngineSettings, root: Path) -> None:
     """Requests with one prompt before, during and after pushes and a rollback."""
@@ -401,7 +417,17 @@ def test_a_commit_may_be_asked_for_again(engine: Pushable, root: Path) -> None:
     both = engine.commit("v2")
     assert (both.result, both.role) == ("committed", "drafter"), "a push on its way comes before what is live by its name"
     assert engine.commit("v2").role == "all" and engine.roll_back().result == "rolled_back"
-    assert engine.commit("v2").role == "target"
+    assert engine.commit("v2").result == "not_found", "the drafter's is not live any more"
+
+
+def test_what_is_live_of_one_role_is_no_answer_for_a_push_of_the_other(kept: EngineSettings, root: Path) -> None:
+    engine = Pushable(kept)
+    assert engine.push(root / "new", "v1").result == "committed" and engine.commit("v1").result == "unchanged"
+    assert Pushable(kept).commit("v1").result == "unchanged", "nor does a restart lose what was committed"
+    assert engine.push(root / "new-drafter", "v1", role="drafter", commit=False).result == "staged"
+    assert engine.abort("v1").result == "aborted"
+    assert engine.commit("v1").result == "not_found", "what was pushed last by this name is gone"
+    assert engine.push(root / "new", "v1").result == "unchanged" and engine.commit("v1").result == "unchanged"
 
 
 def test_checksums_that_come_back_can_be_declared_with_the_next_push(engine: Pushable, root: Path) -> None:

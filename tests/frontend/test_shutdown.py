@@ -18,7 +18,7 @@ import pytest
 from tests.frontend.fake_engine import HANGS
 from tests.frontend.test_command import Served, no_variables, served
 from tests.frontend.test_rpc import refused
-from tlt_client import Client, ServerError
+from tlt_client import Client, Retries, ServerError
 from tlt_client.rpc import Manifest, Part, RolloutServiceStub, UpdateWeightsRequest
 from tlt_client.rpc import rollout_pb2 as proto
 
@@ -61,8 +61,16 @@ def ends(server: Served, *calls: Callable[[], Any]) -> list[BaseException | None
 def test_a_push_and_a_join_on_their_way_are_told_that_the_server_leaves(server: Served) -> None:
     with Client(server.url, timeout_s=20) as client:
         for error in ends(server, lambda: client.push_weights("v", path="hangs"), lambda: client.join_group("hangs", **GROUP)):
-            assert isinstance(error, ServerError) and (error.status, error.code, error.retryable) == (503, "unavailable", True)
-            assert "shutting down" in error.message and "GET /weights" in error.message and error.retry_after_s
+            assert isinstance(error, ServerError) and (error.status, error.code, error.retryable) == (500, "engine_failed", True)
+            assert "may be done or not" in error.message and "GET /weights" in error.message
+
+
+def test_what_may_not_be_done_twice_is_not_sent_again_behind_a_shutdown(server: Served) -> None:
+    """A refusal is sent again whatever it refused; this may have been done."""
+    tries = Retries(times=2, first_s=0.1)
+    with Client(server.url, timeout_s=20, retries=tries) as client:
+        asked = ends(server, lambda: client.join_group("hangs", **GROUP))
+        assert isinstance(asked[0], ServerError) and asked[0].code == "engine_failed", "a second try would find nobody"
 
 
 def test_a_pause_that_waits_for_what_runs_is_told_too(server: Served) -> None:
@@ -113,5 +121,5 @@ def test_calls_over_grpc_likewise(server: Served, stub: RolloutServiceStub) -> N
                       asked(lambda: stub.JoinGroup(proto.JoinGroupRequest(name="hangs", **GROUP), timeout=20)))
     finally:
         over.set()
-    assert [error.code for error in errors if isinstance(error, ServerError)] == ["unavailable"] * 3
+    assert [error.code for error in errors if isinstance(error, ServerError)] == ["engine_failed", "unavailable", "engine_failed"]
     assert all("shutting down" in str(error) for error in errors)

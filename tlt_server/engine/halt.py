@@ -126,6 +126,7 @@ class Halt:
             if self._pushes.in_use:
                 raise Conflict("a weight push, a rollback or a reading is under way; wait for it, then put the weights to sleep")
             self._ended += self.settle()
+            transaction.tidy(wait=True)
             self._dormant.put_away(transaction.live, transaction.previous)
             self._pushes.asleep = True
         if in_flight == "abort":

@@ -135,8 +135,9 @@ class WeightPushes:
         match command:
             case PushWeights(id, manifest):
                 self._check_no_rollback()
-                self._check_drains(manifest.in_flight, manifest.roles)
                 push = transaction.begin(manifest)
+                if push.state == "waiting" and not (push.asked or push.staging or push.trails) and manifest.commit:
+                    self._check_begun(push)
                 push.asked.append(id)
                 if push.state == "waiting" and not transaction.in_place:
                     transaction.start()
@@ -288,6 +289,14 @@ class WeightPushes:
         if in_flight == "drain" and "target" in roles and self._scheduler.paused and begun:
             raise Conflict(f"in_flight is drain, and {begun} requests that have begun do not go on while generation is paused or asleep; "
                            "resume it first (POST /resume, /wake_up), or say another in_flight (continue, recompute, abort)")
+
+    def _check_begun(self, push: Push) -> None:
+        """Nothing of it has come yet, so it is refused now rather than once all of it is there."""
+        try:
+            self._check_drains(push.manifest.in_flight, push.manifest.roles)
+        except Conflict:
+            self.transaction.close()
+            raise
 
     def _check_no_rollback(self) -> None:
         if self._rollback is not None:

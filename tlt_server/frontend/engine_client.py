@@ -122,7 +122,8 @@ class EngineClient:
         self._queue.clear()
         self._on_trial = ""
         self._unanswered |= bool(self._answers)
-        self._settle_all(lambda: EngineFailed(f"{death.error.message}; GET /weights says what is live once the engine is back"))
+        for answers in (self._answers, self._done):
+            _fail(answers, lambda: EngineFailed(f"{death.error.message}; GET /weights says what is live once the engine is back"))
         for id, route in list(self._routes.items()):
             if route.submission.resume is None:
                 self._end(id, EngineFailed(death.error.message))
@@ -202,15 +203,9 @@ class EngineClient:
     def _stop_taking(self) -> None:
         """Who waits for a push, a join or a pause is told now: what it waits for may take longer than there is."""
         self.draining = True
-        self._settle_all(lambda: Unavailable(
-            "the server is shutting down and does not wait for the end of this, so it may be done or not; ask again once it is back "
-            "(GET /weights says what is live then), or ask another replica", retry_after_s=5))
-
-    def _settle_all(self, error: Callable[[], TltError]) -> None:
-        waiting: list[asyncio.Future[Any]] = [*self._answers.values(), *self._done.values()]
-        for answer in waiting:
-            if not answer.done():
-                answer.set_exception(error())
+        told = "the server is shutting down and does not wait for the end of this, so it may be done or not"
+        _fail(self._answers, lambda: EngineFailed(f"{told}; once it is back GET /weights says what is live"))  # no 503: that is sent again
+        _fail(self._done, lambda: Unavailable(f"{told}; ask again once it is back, or ask another replica", retry_after_s=5))
 
     def _end(self, id: str, error: TltError) -> None:
         self._finish(id, "error", (error.code, error.message))
@@ -391,6 +386,12 @@ class EngineClient:
     def _send(self, command: Command) -> bool:
         """Whether there is an engine that may take it."""
         return self._link is not None and self._link.send(command)
+
+
+def _fail(answers: Mapping[str, asyncio.Future[Any]], error: Callable[[], TltError]) -> None:
+    for answer in answers.values():
+        if not answer.done():
+            answer.set_exception(error())
 
 
 def _settle(answers: Mapping[str, asyncio.Future[Report]], id: str, report: Report) -> None:

@@ -13,8 +13,8 @@ import re
 import shutil
 import threading
 from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -23,6 +23,7 @@ from msgspec.structs import replace
 
 from tlt_server.config import Config
 from tlt_server.errors import Conflict, InvalidRequest, NotFound, StorageFailed
+from tlt_server.threads import Errands
 
 PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\.safetensors", re.ASCII)
 RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})", re.ASCII)
@@ -95,8 +96,8 @@ class Uploads:
         self._uploads: dict[str, _Upload] = {}
         self._lock = threading.Lock()
         self._numbers = itertools.count()  # a version that comes anew has another directory
-        self._remover = ThreadPoolExecutor(1, "remove uploads")
-        self._leaving_bytes = 0  # of ended uploads that are not removed yet
+        self._removing = Errands("remove uploads")
+        self._leaving: dict[Path, int] = {}  # bytes of ended uploads that are not removed yet
 
     def listed(self) -> list[UploadStatus]:
         """All, oldest first."""
@@ -156,7 +157,7 @@ class Uploads:
         if there is not None and there.total != total:
             raise Conflict(f"part {part!r} was begun with {there.total} bytes in all, now it has {total}; abort the version to begin anew")
         if there is None:
-            held = sum(upload.total for upload in self._uploads.values()) + self._leaving_bytes
+            held = sum(upload.total for upload in self._uploads.values()) + sum(self._leaving.copy().values())
             if held + total > config.max_upload_mb * 2**20:
                 raise StorageFailed(f"part {part!r} has {total} bytes and {held} are on their way; the limit is {config.max_upload_mb} MiB "
                                     "(max_upload_mb): push or abort what is there")
@@ -242,16 +243,15 @@ class Uploads:
 
     def _remove(self, version: str) -> None:
         """The version may come anew at once; what it left, which may be many bytes, is removed by a thread and counts until then."""
-        with self._lock:
-            upload = self._uploads.pop(version)
-            upload.ended = True
-            self._leaving_bytes += upload.total
-        self._remover.submit(self._remove_files, upload)
+        upload = self._uploads.pop(version)
+        upload.ended, self._leaving[upload.directory] = True, upload.total
+        self._removing.give(partial(self._remove_files, upload))
 
     def _remove_files(self, upload: _Upload) -> None:
-        shutil.rmtree(upload.directory, ignore_errors=True)
         with self._lock:
-            self._leaving_bytes -= upload.total
+            pass  # a piece that is being written has come to its end, and no other one begins
+        shutil.rmtree(upload.directory, ignore_errors=True)
+        del self._leaving[upload.directory]
 
     def _expire_later(self, version: str, upload: _Upload) -> None:
         loop, ttl_s = asyncio.get_running_loop(), self._config.upload_ttl_s

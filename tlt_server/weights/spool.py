@@ -39,6 +39,7 @@ class Kept(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class Current(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     model: str  # the directory the server was started with
     roles: dict[str, Kept]
+    pushed: list[str] = []  # roles that the last commit brought
 
 
 class Spool:
@@ -53,11 +54,11 @@ class Spool:
         self._prepared: dict[tuple[str, str], str] = {}  # the same after the next commit
         self._lost: dict[str, Kept] = {}  # role -> what stays recorded until a commit of that role, as it could not be restored
         self._pushing: set[str] = set()  # roles that the next commit brings
+        self.pushed: list[str] = []  # that the last one brought, before the start
 
     # while a push is staged, in its thread
 
     def begin(self) -> None:
-        self.discard()
         self._pushed = Path(tempfile.mkdtemp(prefix=PUSH_PREFIX, dir=self.directory))
 
     def keep(self, role: str, file: str, data: Data) -> None:
@@ -72,11 +73,10 @@ class Spool:
                 out.writelines(data)
         _sync(path)
 
-    def discard(self) -> None:
-        """The push does not become a version."""
-        if self._pushed is not None:
-            shutil.rmtree(self._pushed, ignore_errors=True)
-            self._pushed = None
+    def discarded(self) -> list[Path]:
+        """The push does not become a version; its folders, for `settle`."""
+        pushed, self._pushed = self._pushed, None
+        return [pushed] if pushed is not None else []
 
     def prepare(self, pushed: Parts, live: Parts) -> None:
         """Write what `commit` will rename: `live` will be live, and of it `pushed` came with the push that was kept."""
@@ -87,7 +87,7 @@ class Spool:
         self._pushing = set(pushed.by_role)
         roles |= {role: kept for role, kept in self._lost.items() if role not in self._pushing}
         with open(self._draft, "wb") as out:
-            out.write(msgspec.json.encode(Current(model=self._model, roles=roles)))
+            out.write(msgspec.json.encode(Current(model=self._model, roles=roles, pushed=sorted(self._pushing))))
             out.flush()
             os.fsync(out.fileno())
 
@@ -134,6 +134,7 @@ class Spool:
         for role, kept in current.roles.items():
             if kept.directory:
                 self._places[role, kept.digest] = kept.directory
+        self.pushed = current.pushed
         return current.roles
 
     def lose(self, role: str, kept: Kept) -> None:

@@ -36,6 +36,8 @@ class Transaction:
         self.live, self.previous = live, Parts()
         self.quarantined: dict[str, str] = {}  # role -> why what is live of it is no version
         self._last: Manifest | None = None  # of the commit that made `live`
+        brought = frozenset(options.spool.pushed if options.spool is not None else ())
+        self._ended_as = live.only(brought).version, brought  # version and roles of the last push that ended as what is live
         self.push: Push | None = None
         self._options, self.on_phase, self._clock = options, on_phase, clock
         self._work = Work(options, parse_calibration, clock)
@@ -44,7 +46,8 @@ class Transaction:
             if part.sums:
                 self._names.add(role, part)
         self._series = Series()
-        self._freeing, self._settling = Errands("free weights"), Errands("settle spool")
+        self._freeing = Errands("free weights")
+        self._settling = Errands("settle spool") if options.spool is not None else None
         self._dropped: list[TargetNetwork | DrafterNetwork] = []
         self._garbage: list[list[Path]] = []  # of the spool, a list per commit
 
@@ -136,6 +139,7 @@ class Transaction:
         """Stage the push that waits, in a thread; without one it fails."""
         assert self.push is not None and self.push.state == "waiting"
         self.push.state = "staging"
+        self.tidy()
         try:
             self.push.thread = started("stage weights", partial(self._stage, self.push))
         except Unavailable as error:
@@ -185,20 +189,27 @@ class Transaction:
         if self.in_place:
             self.previous = Parts()  # its storage holds these now
         self._last, self.push = _repeatable(manifest), None
+        self._ended_as = parts.version, frozenset(parts.by_role)
         return self.live
 
     def close(self) -> None:
         """Drop the push that failed, is unchanged or was aborted; one that has written over live weights quarantines them."""
-        if self.push is not None and self.push.overwritten and self.push.state != "unchanged":
-            reason = f"a push of version {self.push.version!r} wrote over the {{role}}'s weights in use (--weight-staging none) and failed"
-            self.quarantined |= {role: reason.format(role=role) for role in self.push.overwritten}
+        push, self.push = self.push, None
+        if push is None:
+            return
+        if push.state == "unchanged" and push.parts is not None:
+            self._ended_as = push.version, frozenset(push.parts.by_role)
+        elif push.version == self._ended_as[0]:
+            self._ended_as = "", frozenset()  # a commit of this version may mean what has failed
+        if push.overwritten and push.state != "unchanged":
+            reason = f"a push of version {push.version!r} wrote over the {{role}}'s weights in use (--weight-staging none) and failed"
+            self.quarantined |= {role: reason.format(role=role) for role in push.overwritten}
             self._last = None
-        if self.push is not None and self.push.staging is not None:
-            self._dropped += self.push.staging.networks
-            self.push.staging = None
-        self.push = None
+        if push.staging is not None:
+            self._dropped += push.staging.networks
+            push.staging = None
         if self._options.spool is not None:
-            self._options.spool.discard()
+            self._garbage.append(self._options.spool.discarded())
 
     def abort(self, version: str = "", session: str = "") -> Push:
         """Ask the push of this version or session to end, or any; `poll` gives it back as failed."""
@@ -211,8 +222,9 @@ class Transaction:
         return push
 
     def ready_to_commit(self, version: str, session: str = "") -> Push | None:
-        """None where no push of this version is on its way and it is what is live: a commit may be asked for again."""
-        if self.live_as(version).by_role and (self.push is None or self.push.version != version):
+        """None where no push of this version is on its way and the last one is what is live: a commit may be asked for again."""
+        ended_as, roles = self._ended_as
+        if version == ended_as and roles <= set(self.live_as(version).by_role) and (self.push is None or self.push.version != version):
             return None
         push = self._named(version, session)
         if push.state == "gathering":
@@ -264,6 +276,7 @@ class Transaction:
             except OSError as error:
                 raise not_recorded(error) from None
         self.live = renamed.over(self.live)
+        self._ended_as = version, frozenset({"target"})
         if renamed.sums:
             self._names.add("target", renamed.by_role["target"])
         return True
@@ -299,15 +312,18 @@ class Transaction:
         """Whether `tidy` has something to do."""
         return bool(self._dropped or self._garbage)
 
-    def tidy(self) -> None:
-        """Let go of what nobody uses any more, in threads, as it takes a while. Between two steps, once what is live is installed."""
+    def tidy(self, *, wait: bool = False) -> None:
+        """Let go of what nobody uses any more, in threads, as it takes a while. Between two steps, once what is live is installed.
+        `wait`: until the memory is free."""
         if self._dropped:
             self._freeing.give(partial(let_go, self._dropped))
             self._dropped = []
         for paths in self._garbage:
-            assert self._options.spool is not None
+            assert self._options.spool is not None and self._settling is not None
             self._settling.give(partial(self._options.spool.settle, paths))
         self._garbage.clear()
+        if wait:
+            self._freeing.finish()
 
     # -- inside --------------------------------------------------------------------------------------------------
 
@@ -382,6 +398,9 @@ class Transaction:
     # -- the staging thread's side -------------------------------------------------------------------------------
 
     def _stage(self, push: Push) -> None:
+        for errands in (self._freeing, self._settling):
+            if errands is not None:
+                errands.finish()  # what was dropped may take the room that this one needs
         self._work.do(push, self._complete_live, self.on_phase)
 
     def _complete_live(self) -> Parts:
