@@ -38,17 +38,22 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--commit", metavar="NAME", help="of the code that runs [default: what git says]")
     asked, for_pytest = parser.parse_known_args(arguments)
     require_gpu("benchmarks.record_tests")
+    command = "make test-gpu" + (f" ARGS={shlex.quote(shlex.join(for_pytest))}" if for_pytest else "")
+
+    def record(came: dict[str, Any]) -> None:
+        write_entry(RECORD, entry_of(came, command, on_gpu=True, commit=asked.commit))
+
     with tempfile.TemporaryDirectory() as folder:
         red, tests = False, {}
         for name, selection in RUNS.items():
             report = Path(folder) / f"{name}.xml"
             red |= bool(subprocess.run([sys.executable, "-m", "pytest", *selection, f"--junitxml={report}", *for_pytest]).returncode)
             tests[name] = counts(report)
+            record(figures(tests, {}, red=True))  # until the rest has been looked at
         file = Path(folder) / "exact.json"
         red |= bool(subprocess.run([sys.executable, *EXACT, "--json", str(file)]).returncode)
         exact = json.loads(file.read_text())["figures"] if file.exists() else {}
-    command = "make test-gpu" + (f" ARGS={shlex.quote(shlex.join(for_pytest))}" if for_pytest else "")
-    write_entry(RECORD, entry_of(figures(tests, exact, red=red), command, on_gpu=True, commit=asked.commit))
+    record(figures(tests, exact, red=red))
     print(f"{RECORD.name}: {'red' if red else 'green'}")
     return int(red)
 

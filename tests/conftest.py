@@ -31,7 +31,8 @@ class ByShared(LoadScopeScheduling):
     def _split_scope(self, nodeid: str) -> str:
         if nodeid.startswith("tests/kernels/"):
             return nodeid
-        return "tests/e2e" if nodeid.startswith("tests/e2e/") else nodeid.partition("::")[0]
+        file = nodeid.partition("::")[0]
+        return "tests/e2e" if file.startswith("tests/e2e/") and not file.endswith("_on_gpu.py") else file
 
 
 @pytest.hookimpl(optionalhook=True)

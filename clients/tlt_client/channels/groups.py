@@ -73,7 +73,7 @@ class Group:
         store = self._store
         if self.member.backend == "nccl" and not self.member.prefixed:
             id = self._id()
-            return nccl.Communicator(id, self.member.rank, self.member.world_size, self.device, self.member.timeout_s, left(self._until))
+            return nccl.Communicator(id, self.member.rank, self.member.world_size, self.device, left(self._until))
         if self.member.prefixed:
             for prefix in (self.member.name, f"{self.member.name}/", f"{self.device.type}/"):
                 store = PrefixStore(prefix, store)

@@ -49,29 +49,26 @@ def id_in(message: bytes) -> bytes:
 class Communicator:
     """Joined once constructed, together with all others."""
 
-    def __init__(self, id: bytes, rank: int, size: int, device: torch.device, timeout_s: float, join_s: float | None = None) -> None:
-        """`timeout_s` bounds every broadcast, and the joining as a whole if `join_s` does not."""
+    def __init__(self, id: bytes, rank: int, size: int, device: torch.device, timeout_s: float) -> None:
+        """`timeout_s` bounds the joining as a whole."""
         import torch
 
         self._library, self._device, self._joined = _library(), device, ctypes.c_void_p()
-        join_s = timeout_s if join_s is None else join_s
         config = _Config(ctypes.sizeof(_Config), 0xCAFEBEEF, 21400, 0)
         with torch.cuda.device(device):
             self._stream = torch.cuda.Stream(device)
             one = torch.zeros(1, device=device)
             _check(self._library.ncclCommInitRankConfig(ctypes.byref(self._joined), size, _Id.from_buffer_copy(id), rank,
                                                         ctypes.byref(config)))
-        until = time.monotonic() + join_s
+        until = time.monotonic() + timeout_s
         try:
-            self._until(lambda: self._state() == SUCCESS, join_s)
-            self._timeout_s = until - time.monotonic()
+            self._until(lambda: self._state() == SUCCESS, timeout_s)
             summed = self._begin(lambda stream: self._library.ncclAllReduce(
                 one.data_ptr(), one.data_ptr(), 1, FLOAT32, SUM, self._joined, stream))
             summed.wait(timedelta(seconds=until - time.monotonic()))
         except RuntimeError:
             self.abort()
             raise
-        self._timeout_s = timeout_s
 
     def broadcast(self, tensors: Sequence[Tensor], options: Any) -> Work:
         """The root's bytes into everybody's one tensor."""
@@ -92,8 +89,7 @@ class Communicator:
         with torch.cuda.device(self._device):
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             _check(launch(self._stream.cuda_stream))
-            self._until(lambda: self._state() == SUCCESS, self._timeout_s)  # only then it is on the stream
-            return Work(self._stream.record_event(), self._state, self._until)
+        return Work(self._stream, self._state, self._until)
 
     def _until(self, done: Callable[[], bool], timeout_s: float) -> None:
         give_up = time.monotonic() + timeout_s
@@ -110,15 +106,21 @@ class Communicator:
 
 
 class Work:
-    def __init__(self, event: torch.cuda.Event, state: Callable[[], int], until: Callable[[Callable[[], bool], float], None]) -> None:
-        self._event, self._state, self._until = event, state, until
+    """What was begun last; nothing else begins before it has ended."""
+
+    def __init__(self, stream: torch.cuda.Stream, state: Callable[[], int], until: Callable[[Callable[[], bool], float], None]) -> None:
+        self._stream, self._state, self._until = stream, state, until
+        self._event: torch.cuda.Event | None = None  # behind it, once it is on the stream
 
     def is_completed(self) -> bool:
-        _check(self._state())  # what a rank is lost for is never completed
-        return self._event.query()
+        state = self._state()
+        _check(state)  # what a rank is lost for is never completed
+        if self._event is None and state == SUCCESS:
+            self._event = self._stream.record_event()
+        return self._event is not None and self._event.query()
 
     def wait(self, timeout: timedelta) -> None:
-        self._until(self._event.query, timeout.total_seconds())
+        self._until(self.is_completed, timeout.total_seconds())
 
 
 class _Id(ctypes.Structure):
