@@ -2,12 +2,13 @@
 a GPU Triton's CPU interpreter, which must be chosen before a kernel is imported. Hypothesis has no deadlines: machines are shared.
 
 Under xdist a worker runs whole files, so that what a file's fixtures build is built once; the end-to-end tests share one server, and
-kernels' tests, which share nothing, go one by one.
+kernels' tests, which share nothing, go one by one. Files for a GPU have servers of their own.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 from typing import Any
 
 import hypothesis
@@ -17,6 +18,7 @@ from xdist.scheduler import LoadScopeScheduling
 from tlt_server.models.environment import library_environment
 
 os.environ.update(library_environment())
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and so would all it starts
 
 import torch  # noqa: E402
 
