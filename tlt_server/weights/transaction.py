@@ -223,8 +223,8 @@ class Transaction:
 
     def ready_to_commit(self, version: str, session: str = "") -> Push | None:
         """None where no push of this version is on its way and the last one is what is live: a commit may be asked for again."""
-        ended_as, roles = self._ended_as
-        if version == ended_as and roles <= set(self.live_as(version).by_role) and (self.push is None or self.push.version != version):
+        push, (ended_as, roles) = self.push, self._ended_as
+        if version and version == ended_as and roles <= {*self.live_as(version).by_role} and (push is None or push.version != version):
             return None
         push = self._named(version, session)
         if push.state == "gathering":

@@ -228,8 +228,9 @@ class Groups:
         return any(member.backend == "nccl" for member in [*self._joining, *working])
 
     def join(self, member: Membership) -> None:
-        """Takes until all are there; a group of that name is left first."""
-        self.leave(member.name)
+        """Takes until all are there; a group of that name, and those that are broken, are left first."""
+        for name in (member.name, *(set(self._groups) - set(self))):
+            self.leave(name)
         if len(self._groups) >= MAX_GROUPS:
             raise ContentRefused(f"{len(self._groups)} groups are joined, the limit is {MAX_GROUPS}; leave one of {sorted(self._groups)}")
         self._joining.append(member)
@@ -251,7 +252,8 @@ class Groups:
         return group is not None
 
     def __iter__(self) -> Iterator[str]:
-        return iter(list(self._groups))
+        """Names of those that are in order."""
+        return iter([name for name, group in list(self._groups.items()) if not group.broken])
 
     def __getitem__(self, name: str) -> Group:
         group = self._groups.get(name)
