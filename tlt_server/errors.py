@@ -134,7 +134,8 @@ class Unavailable(TltError):
 
 
 class EngineFailed(TltError):
-    """The engine failed while this request was open; its pages are free and it may be sent again."""
+    """The engine failed while this request was open; its pages are free and it may be sent again. A change of weights may be done or not:
+    also where the server leaves before it is answered."""
 
     code, http_status, grpc_code, retryable = "engine_failed", 500, "INTERNAL", True
 
