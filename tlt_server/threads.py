@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import traceback
 import weakref
@@ -58,17 +59,18 @@ class Errands:
     def give(self, errand: Callable[[], None]) -> None:
         self._queue.put(errand)
 
-    def finish(self) -> None:
-        """Returns once all that was given is done."""
+    def mark(self) -> threading.Event:
+        """Set once all that was given until now is done."""
         done = threading.Event()
         self._queue.put(done.set)
-        done.wait()
+        return done
 
 
 def _run(queue: SimpleQueue[Callable[[], None] | None]) -> None:
     while (errand := queue.get()) is not None:
         try:
             errand()
-        except Exception:
-            traceback.print_exc()  # the next one is done all the same
+        except Exception:  # the next one is done all the same
+            with contextlib.suppress(Exception):
+                traceback.print_exc()
         del errand  # and what it holds, before the next one comes

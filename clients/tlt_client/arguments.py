@@ -66,6 +66,8 @@ def plain(value: Any) -> Any:
     """What JSON has no form for, of numpy and torch: numbers and lists of numbers."""
     if hasattr(value, "tolist"):
         numbers = value.tolist()
+        if type(numbers) is type(value):
+            raise InvalidArgument(f"the request holds {str(value)[:80]} of type {type(value).__name__}; give Python's own numbers")
         if "float" in str(getattr(value, "dtype", "")) and not _finite(numbers):
             raise InvalidArgument(f"the request holds {str(value)[:80]} of type {type(value).__name__}; give finite numbers")
         return numbers

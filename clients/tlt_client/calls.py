@@ -59,23 +59,25 @@ def _put(method: str, path: str, content: Any, read: Callable[[httpx.Response], 
 
 def _body(items: Items, sampling: Fields, timeout_s: float | None, queue_timeout_s: float | None, **how: bool) -> GenerateBody:
     items = list(items)
-    _check_finite("", {"timeout_s": timeout_s, "queue_timeout_s": queue_timeout_s, "sampling": sampling})
-    for i, item in enumerate(items):
-        _check_finite(f"requests[{i}].", {"sampling": item.get("sampling") if isinstance(item, dict) else getattr(item, "sampling", None)})
+    for name, value in {"timeout_s": timeout_s, "queue_timeout_s": queue_timeout_s, "sampling": sampling, "requests": items}.items():
+        _check_finite(name, value)
     return GenerateBody(requests=items, sampling=sampling if sampling is not None else msgspec.UNSET,
                         timeout_s=timeout_s if timeout_s is not None else msgspec.UNSET,
                         queue_timeout_s=queue_timeout_s if queue_timeout_s is not None else msgspec.UNSET, **how)
 
 
-def _check_finite(where: str, fields: Mapping[str, Any]) -> None:
+def _check_finite(name: str, value: Any) -> None:
     """JSON has no other numbers: what is none would arrive as null, and nobody would say why."""
-    for name, value in fields.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            raise InvalidArgument(f"{where}{name} is {value}; it must be a finite number")
-        if isinstance(value, msgspec.Struct):
-            _check_finite(f"{where}{name}.", msgspec.structs.asdict(value))
-        elif isinstance(value, Mapping):
-            _check_finite(f"{where}{name}.", value)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise InvalidArgument(f"{name} is {value}; it must be a finite number")
+    if isinstance(value, msgspec.Struct):
+        value = msgspec.structs.asdict(value)
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            _check_finite(f"{name}.{key}", inner)
+    elif isinstance(value, list | tuple) and not {*map(type, value)} <= {int, str}:  # prompts are long
+        for i, inner in enumerate(value):
+            _check_finite(f"{name}[{i}]", inner)
 
 
 def _named(key: str | None) -> dict[str, str]:

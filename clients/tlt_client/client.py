@@ -165,7 +165,7 @@ class Client:
         return self._ask(calls.leave_group(name))
 
     def commit_weights(self, version: str) -> Mapping[str, Any]:
-        """Make a push live that was staged with `commit=False`; `unchanged` where that version is live already."""
+        """Make a push live that was staged with `commit=False`; `unchanged` where its last push is live already."""
         return self._ask(calls.commit_weights(version))
 
     def abort_weights(self, version: str = "", *, upload_only: bool = False) -> Mapping[str, Any]:

@@ -159,7 +159,7 @@ class Unavailable(ServerError):
 
 
 class EngineFailed(ServerError):
-    """The engine died with this request."""
+    """The engine died with this request, or the server left with this change of weights, which may be done or not."""
 
     of_code = "engine_failed"
 

@@ -109,11 +109,17 @@ def test_what_json_has_no_form_for_is_named_by_its_type() -> None:
 @pytest.mark.parametrize(("sampling", "item"), [
     ({"temperature": float("nan")}, {}), ({"logit_bias": {"3": np.float64("inf")}}, {}), ({"temperature": np.float32("nan")}, {}),
     ({"top_p": torch.tensor(float("inf"))}, {}), ({}, {"token_ids": np.array([1.0, np.nan])}),
-    ({}, {"token_ids": [1], "sampling": {"min_p": torch.tensor([[float("-inf")]])}}),
+    ({}, {"token_ids": [1], "sampling": {"min_p": torch.tensor([[float("-inf")]])}}), ({}, {"token_ids": [1.0, float("nan")]}),
+    ({"stop_token_ids": (3, float("inf"))}, {}), ({}, {"seed": float("nan")}), ({}, {"messages": [{"content": [{"x": float("nan")}]}]}),
 ])
 def test_what_is_no_number_does_not_arrive_as_null(sampling: dict[str, Any], item: dict[str, Any]) -> None:
     with Client("http://127.0.0.1:1") as client, pytest.raises(InvalidArgument, match="finite number"):
         client.generate([{"token_ids": [1], **item}], sampling=sampling)
+
+
+def test_a_number_that_only_numpy_has_is_named() -> None:
+    with Client("http://127.0.0.1:1") as client, pytest.raises(InvalidArgument, match="longdouble; give Python's own numbers"):
+        client.generate([{"token_ids": [1]}], sampling={"temperature": np.longdouble(0.5)})
 
 
 # the command

@@ -21,6 +21,8 @@ from tlt_server.records import (
     GenerateRequest,
     JoinGroup,
     NameWeights,
+    Pause,
+    Resume,
     RollbackWeights,
     Sampling,
     Sleep,
@@ -97,6 +99,19 @@ def test_what_comes_again_begins_anew_and_versions_do_not_mix(settings: EngineSe
     assert part(engine, root, "new2", 2).result == "conflict" and engine.checksums() == before, "and the one before has ended"
     assert results(engine, root, "new2", version="v2") == ["gathering", "gathering", "committed"]
     assert engine.checksums() == live_as(settings, root / "new2")
+
+
+def test_a_part_that_would_wait_for_what_is_paused_is_refused(engine: Pushable, root: Path) -> None:
+    engine.submit(GenerateRequest(id="r", token_ids=[5, 6, 7], seed=3, sampling=Sampling(max_tokens=200, ignore_eos=True)))
+    engine.step(4)
+    assert part(engine, root, "new1", 0, "v1", in_flight="drain").result == "gathering"
+    engine.engine.send(Pause("p"))
+    refused = part(engine, root, "new1", 1, "v1", in_flight="drain")
+    assert refused.result == "conflict" and "resume it first" in (refused.error or ("", ""))[1] and refused.state.open == {}
+    assert part(engine, root, "new1", 2, "v1", in_flight="drain").result == "conflict"
+    engine.engine.send(Resume("q"))
+    engine.finish()
+    assert results(engine, root, "new1", version="v1", in_flight="drain") == ["gathering", "gathering", "committed"]
 
 
 def test_a_part_that_is_refused_ends_the_push(engine: Pushable, root: Path, tmp_path: Path) -> None:

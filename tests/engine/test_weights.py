@@ -21,7 +21,19 @@ from tlt_client.channels import checkpoint
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import StartupError
 from tlt_server.models.decoder import Decoder
-from tlt_server.records import GenerateRequest, LookAtWeights, Pause, Resume, Sampling, SetPolicy, Strategy
+from tlt_server.records import (
+    CommitWeights,
+    GenerateRequest,
+    LookAtWeights,
+    NameWeights,
+    Pause,
+    Resume,
+    Sampling,
+    SetPolicy,
+    Sleep,
+    Strategy,
+)
+from tlt_server.threads import Errands
 from tlt_server.weights.checksums import checksum
 
 
@@ -203,6 +215,11 @@ def test_a_push_that_would_wait_for_what_is_paused_is_refused_unless_it_changes_
     engine.engine.send(Resume("r"))
     assert engine.commit("v2").result == "committed"
     check_spans(engine, "r0", ["v1"])
+    engine.submit(request(1))
+    engine.step(5)
+    engine.engine.send(Pause("p"))
+    assert engine.push(root / "newer", "v2", in_flight="drain").result == "conflict"
+    assert engine.commit("v2").result == "unchanged", "what was refused before anything came of it takes nothing away"
 
 
 @pytest.mark.parametrize("in_flight", ["continue", "recompute", "abort", "drain"])
@@ -430,6 +447,54 @@ def test_what_is_live_of_one_role_is_no_answer_for_a_push_of_the_other(kept: Eng
     assert engine.push(root / "new", "v1").result == "unchanged" and engine.commit("v1").result == "unchanged"
 
 
+def test_a_commit_may_be_asked_for_again_whatever_came_since_as_long_as_it_is_live(engine: Pushable, root: Path) -> None:
+    assert engine.commit("").result == "not_found"
+    assert engine.push(root / "new", "v1").result == engine.push(root / "new-drafter", "d1", role="drafter").result == "committed"
+    assert [engine.commit(version).result for version in ("v1", "d1")] == ["unchanged", "unchanged"]
+    assert engine.push(root / "newer", "v2").result == "committed" and engine.commit("v1").result == "not_found"
+    assert engine.roll_back().result == "rolled_back"
+    assert [engine.commit(version).result for version in ("v1", "d1", "v2")] == ["unchanged", "unchanged", "not_found"]
+    engine.engine.send(NameWeights("n", "r1", ""))
+    assert engine.report("n").result == "named"
+    assert [engine.commit(version).result for version in ("r1", "d1", "v1")] == ["unchanged", "unchanged", "not_found"]
+
+
+def test_memory_that_is_being_freed_is_waited_for(engine: Pushable, root: Path) -> None:
+    """By a push and by a sleep; an abort ends the wait of a push."""
+    freeing, go_on = engine.engine.pushes.transaction._freeing, threading.Event()
+    freeing.give(lambda: (go_on.wait(20), None)[1])
+    id = engine.send_push(root / "new", "v1")
+    engine.step(20)
+    assert engine.engine.pushes.state().open["state"] == "staging" and id not in engine.reports
+    assert engine.abort("v1").result == "aborted" and engine.report(id).result == "conflict"
+    id = engine.send_push(root / "new", "v2")
+    engine.step(20)
+    assert id not in engine.reports
+    go_on.set()
+    assert engine.report(id).result == "committed"
+    go_on.clear()
+    freeing.give(lambda: (go_on.wait(20), None)[1])
+    threading.Timer(0.5, go_on.set).start()
+    engine.engine.send(Sleep("s", ["weights"]))
+    engine.step()
+    assert go_on.is_set() and engine.engine.control_reports()[0].error is None
+
+
+def test_what_a_commit_has_dropped_is_let_go_before_the_loop_rests(engine: Pushable, root: Path) -> None:
+    for version in ("v1", "v2"):
+        engine.push(root / "new", version)
+    engine.engine.send(Pause("p"))
+    engine.until(lambda: engine.engine.idle, "rest")
+    assert not engine.engine.pushes.transaction.untidy
+
+
+def test_an_errand_that_fails_keeps_none_of_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    errands, done = Errands("fail"), list[str]()
+    for errand in (lambda: done.append("a"), lambda: 1 / 0, lambda: done.append("b")):
+        errands.give(errand)  # type: ignore[arg-type]
+    assert errands.mark().wait(20) and done == ["a", "b"] and "ZeroDivisionError" in capsys.readouterr().err
+
+
 def test_checksums_that_come_back_can_be_declared_with_the_next_push(engine: Pushable, root: Path) -> None:
     report = engine.push(root / "new", "v1")
     tensors = [{"name": name, "checksum": value} for name, value in report.checksums.items()]
@@ -535,6 +600,27 @@ def break_spooled(kept: EngineSettings, role: str) -> Path:
     data[-1] ^= 1
     file.write_bytes(data)
     return file
+
+
+def test_a_name_that_cannot_be_recorded_leaves_the_record_of_what_is_staged(
+        kept: EngineSettings, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Pushable(kept)
+    assert engine.push(root / "new", "v1").result == "committed"
+    for fails in ("fsync", "write"):
+        assert engine.push(root / "newer", f"by {fails}", commit=False).result == "staged"
+        with monkeypatch.context() as patched:
+            if fails == "fsync":
+                patched.setattr(os, "fsync", full)
+            else:
+                patched.setattr(msgspec.json, "encode", full)
+            engine.engine.send(CommitWeights(fails, f"by {fails}", "another"))
+            assert engine.report(fails).result == "push_failed"
+        assert engine.commit(f"by {fails}").result == "committed"
+        assert Pushable(kept).info.weight_version == f"by {fails}"
+
+
+def full(*given: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_a_lost_version_is_named_and_the_model_directory_stands_in(kept: EngineSettings, root: Path) -> None:

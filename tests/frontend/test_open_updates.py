@@ -15,7 +15,7 @@ import structlog
 
 from tests.frontend.live_server import LiveServer, live_server
 from tests.frontend.test_weight_updates import Story
-from tlt_client import AsyncClient, Client, Retries
+from tlt_client import AsyncClient, Client, Retries, errors
 from tlt_client.errors import NotLive
 from tlt_server.__main__ import main
 from tlt_server.errors import Conflict
@@ -90,10 +90,13 @@ def test_an_update_for_which_nobody_calls_is_dropped_and_said_so(model: Path, lo
         post(server, "/begin_weight_update")
         client.update_weights("p", "v1", commit=False)
         until(lambda: client.weights()["update"] is None)
+        with pytest.raises(errors.Conflict, match="ended by itself"):
+            client.update_weights("p", "v2")  # perhaps another trainer's, who asks again
         named = httpx.post(f"{server.url}/update_weight_version", json={"new_version": "v1"})
         assert named.status_code == 409 and "ended by itself" in named.text, "it was meant for what is gone"
         assert httpx.post(f"{server.url}/end_weight_update").status_code == 409
         assert client.update_weights("p", "v2")["state"] == "committed"
+        assert httpx.post(f"{server.url}/update_weight_version", json={"new_version": "v3"}).status_code == 200
         assert [command.session != "" for command in server.engine.weight_commands if isinstance(command, AbortWeights)] == [True]
     (said,) = [line for line in logged if line["event"] == "weight_update_dropped"]
     assert said["log_level"] == "warning" and said["pushes"] == 1 and "weight_update_ttl_s" in said["remedy"]

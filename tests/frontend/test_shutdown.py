@@ -47,7 +47,7 @@ def ends(server: Served, *calls: Callable[[], Any]) -> list[BaseException | None
     """What a call raises each, once the server has been told to stop, which it does at once."""
     with ThreadPoolExecutor(len(calls)) as pool:
         asked: list[Future[Any]] = [pool.submit(call) for call in calls]
-        time.sleep(1.5)
+        time.sleep(2.5)
         assert not any(call.done() for call in asked)
         started = time.monotonic()
         server.process.send_signal(signal.SIGTERM)

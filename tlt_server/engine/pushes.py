@@ -136,7 +136,7 @@ class WeightPushes:
             case PushWeights(id, manifest):
                 self._check_no_rollback()
                 push = transaction.begin(manifest)
-                if push.state == "waiting" and not (push.asked or push.staging or push.trails) and manifest.commit:
+                if push.state == "waiting" and not (push.asked or push.trails) and manifest.commit:
                     self._check_begun(push)
                 push.asked.append(id)
                 if push.state == "waiting" and not transaction.in_place:
@@ -291,7 +291,7 @@ class WeightPushes:
                            "resume it first (POST /resume, /wake_up), or say another in_flight (continue, recompute, abort)")
 
     def _check_begun(self, push: Push) -> None:
-        """Nothing of it has come yet, so it is refused now rather than once all of it is there."""
+        """It is refused now rather than once all of it is there."""
         try:
             self._check_drains(push.manifest.in_flight, push.manifest.roles)
         except Conflict:

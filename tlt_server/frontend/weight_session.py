@@ -68,7 +68,8 @@ class Update:
         self.live = ""  # version of the target where what was pushed is live already
         self.pushing = 0  # calls that are on their way
         self.begun_s = self.touched_s = 0.0  # by the loop's clock
-        self.follows_a_drop = False  # outside any session: the one before has ended by itself, and its trainer may not know
+        self.follows_a_drop = False  # outside any session: the one before has ended by itself, and its trainer may not know, until a push
+        self.told = False  # the first push since then was refused, so that its trainer knows
 
     @property
     def role(self) -> Role:
@@ -162,16 +163,17 @@ class WeightSession:
             update.pushing -= 1
             update.touched_s = asyncio.get_running_loop().time()
         update.succeeded = max(update.succeeded, call)
+        update.follows_a_drop = False
 
     def _check_known(self) -> None:
-        """Once a session has ended by itself, the next call may be meant for it: it is refused, so that it changes nothing else."""
+        """Once a session has ended by itself, a call may be meant for it: it is refused, so that it changes nothing else."""
         if self._update.follows_a_drop:
-            self._update = Update(self)
+            self._update.told = True
             raise Conflict(f"the weight update ended by itself, as nobody called for {self._ttl_s:g} s (weight_update_ttl_s), and what it "
                            "held was dropped; begin another, or send this again to do it outside of an update")
 
     def check_takes(self, update: Update) -> None:
-        if update is self._update:
+        if update is self._update and not update.told:
             self._check_known()
         if update is not self._update:
             raise Conflict("since this push was asked for a weight update has begun or ended, and it may not belong to that; push again")

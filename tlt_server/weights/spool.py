@@ -39,7 +39,6 @@ class Kept(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class Current(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     model: str  # the directory the server was started with
     roles: dict[str, Kept]
-    pushed: list[str] = []  # roles that the last commit brought
 
 
 class Spool:
@@ -54,7 +53,6 @@ class Spool:
         self._prepared: dict[tuple[str, str], str] = {}  # the same after the next commit
         self._lost: dict[str, Kept] = {}  # role -> what stays recorded until a commit of that role, as it could not be restored
         self._pushing: set[str] = set()  # roles that the next commit brings
-        self.pushed: list[str] = []  # that the last one brought, before the start
 
     # while a push is staged, in its thread
 
@@ -79,17 +77,20 @@ class Spool:
         return [pushed] if pushed is not None else []
 
     def prepare(self, pushed: Parts, live: Parts) -> None:
-        """Write what `commit` will rename: `live` will be live, and of it `pushed` came with the push that was kept."""
+        """Write what `commit` will rename: `live` will be live, and of it `pushed` came with the push that was kept. Where that fails, what
+        was prepared before stays prepared."""
         new = {(role, part.digest): f"{self._pushed.name}/{role}" for role, part in pushed.by_role.items()} if self._pushed else {}
-        self._prepared = {**self._places, **new}
-        roles = {role: Kept(version=part.version, digest=part.digest, directory=self._prepared.get((role, part.digest), ""))
+        prepared, pushing = {**self._places, **new}, set(pushed.by_role)
+        roles = {role: Kept(version=part.version, digest=part.digest, directory=prepared.get((role, part.digest), ""))
                  for role, part in live.by_role.items()}
-        self._pushing = set(pushed.by_role)
-        roles |= {role: kept for role, kept in self._lost.items() if role not in self._pushing}
-        with open(self._draft, "wb") as out:
-            out.write(msgspec.json.encode(Current(model=self._model, roles=roles, pushed=sorted(self._pushing))))
+        roles |= {role: kept for role, kept in self._lost.items() if role not in pushing}
+        unfinished = self._draft.with_suffix(".unfinished")
+        with open(unfinished, "wb") as out:
+            out.write(msgspec.json.encode(Current(model=self._model, roles=roles)))
             out.flush()
             os.fsync(out.fileno())
+        unfinished.replace(self._draft)
+        self._prepared, self._pushing = prepared, pushing
 
     # between two steps
 
@@ -134,7 +135,6 @@ class Spool:
         for role, kept in current.roles.items():
             if kept.directory:
                 self._places[role, kept.digest] = kept.directory
-        self.pushed = current.pushed
         return current.roles
 
     def lose(self, role: str, kept: Kept) -> None:

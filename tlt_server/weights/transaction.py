@@ -11,7 +11,7 @@ Where weights are staged in place (`Storage.in_place`) there is no copy: whoever
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 
@@ -28,6 +28,8 @@ from tlt_server.weights.series import Series
 from tlt_server.weights.staging import TIED_HEAD
 from tlt_server.weights.work import Options, Work, not_recorded
 
+LOOK_S = 0.05  # between two looks whether a push that waits was aborted
+
 
 class Transaction:
     def __init__(self, live: Parts, options: Options, parse_calibration: Callable[[bytes, str], object],
@@ -36,8 +38,9 @@ class Transaction:
         self.live, self.previous = live, Parts()
         self.quarantined: dict[str, str] = {}  # role -> why what is live of it is no version
         self._last: Manifest | None = None  # of the commit that made `live`
-        brought = frozenset(options.spool.pushed if options.spool is not None else ())
-        self._ended_as = live.only(brought).version, brought  # version and roles of the last push that ended as what is live
+        self._made: dict[str, frozenset[str]] = {}  # roles that the last push of a version made live, of what is live or kept
+        for part in live.by_role.values():
+            self._note(part.version, self.live_as(part.version).by_role)
         self.push: Push | None = None
         self._options, self.on_phase, self._clock = options, on_phase, clock
         self._work = Work(options, parse_calibration, clock)
@@ -189,7 +192,7 @@ class Transaction:
         if self.in_place:
             self.previous = Parts()  # its storage holds these now
         self._last, self.push = _repeatable(manifest), None
-        self._ended_as = parts.version, frozenset(parts.by_role)
+        self._note(parts.version, parts.by_role)
         return self.live
 
     def close(self) -> None:
@@ -198,9 +201,9 @@ class Transaction:
         if push is None:
             return
         if push.state == "unchanged" and push.parts is not None:
-            self._ended_as = push.version, frozenset(push.parts.by_role)
-        elif push.version == self._ended_as[0]:
-            self._ended_as = "", frozenset()  # a commit of this version may mean what has failed
+            self._note(push.version, push.parts.by_role)
+        elif push.state != "waiting":
+            self._made.pop(push.version, None)  # a commit of this version may mean what has failed
         if push.overwritten and push.state != "unchanged":
             reason = f"a push of version {push.version!r} wrote over the {{role}}'s weights in use (--weight-staging none) and failed"
             self.quarantined |= {role: reason.format(role=role) for role in push.overwritten}
@@ -223,8 +226,8 @@ class Transaction:
 
     def ready_to_commit(self, version: str, session: str = "") -> Push | None:
         """None where no push of this version is on its way and the last one is what is live: a commit may be asked for again."""
-        push, (ended_as, roles) = self.push, self._ended_as
-        if version and version == ended_as and roles <= {*self.live_as(version).by_role} and (push is None or push.version != version):
+        push, roles = self.push, self._made.get(version)
+        if roles and roles <= {*self.live_as(version).by_role} and (push is None or push.version != version):
             return None
         push = self._named(version, session)
         if push.state == "gathering":
@@ -276,7 +279,7 @@ class Transaction:
             except OSError as error:
                 raise not_recorded(error) from None
         self.live = renamed.over(self.live)
-        self._ended_as = version, frozenset({"target"})
+        self._note(version, {"target"})
         if renamed.sums:
             self._names.add("target", renamed.by_role["target"])
         return True
@@ -323,7 +326,7 @@ class Transaction:
             self._settling.give(partial(self._options.spool.settle, paths))
         self._garbage.clear()
         if wait:
-            self._freeing.finish()
+            self._freeing.mark().wait()
 
     # -- inside --------------------------------------------------------------------------------------------------
 
@@ -340,6 +343,11 @@ class Transaction:
             self._names.add(role, part)
         if spool is not None:
             self._garbage.append(spool.garbage([self.live, self.previous]))
+
+    def _note(self, version: str, roles: Collection[str]) -> None:
+        """These roles were made live as this version."""
+        kept = {part.version for parts in (self.live, self.previous) for part in parts.by_role.values()}
+        self._made = {version: roles for version, roles in self._made.items() if version in kept} | {version: frozenset(roles)}
 
     def _drop(self, parts: Parts) -> None:
         self._dropped += [part.network for part in parts.by_role.values()]
@@ -399,8 +407,9 @@ class Transaction:
 
     def _stage(self, push: Push) -> None:
         for errands in (self._freeing, self._settling):
-            if errands is not None:
-                errands.finish()  # what was dropped may take the room that this one needs
+            done = errands.mark() if errands is not None else None  # what was dropped may take the room that this one needs
+            while done is not None and not (done.wait(LOOK_S) or push.aborted):
+                pass
         self._work.do(push, self._complete_live, self.on_phase)
 
     def _complete_live(self) -> Parts:

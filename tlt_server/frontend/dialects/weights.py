@@ -217,7 +217,7 @@ def routes(service: Service) -> list[Endpoint]:
         return json_response(GroupsReply(await service.broadcasts.leave(request.path_params["name"])))
 
     async def commit(request: Request) -> Response:
-        """Make a staged push live. A version that is live already is a success that changes nothing, so this may be asked again."""
+        """Make a staged push live. Where the version's last push is live already it changes nothing, so this may be asked again."""
         checked(NoFields, await _content(await request.body(), "nothing"))
         return outcome(await answer(CommitWeights(engine.command_id(), request.path_params["version"])))
 
