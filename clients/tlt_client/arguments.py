@@ -8,9 +8,11 @@ from __future__ import annotations
 import math
 import operator
 import re
+from collections.abc import Mapping
 from typing import Any, SupportsIndex
 
 import httpx
+import msgspec
 
 from tlt_client.errors import InvalidArgument
 
@@ -58,8 +60,18 @@ def version_of(name: str) -> str:
     return name
 
 
-def _finite(numbers: Any) -> bool:
-    return all(map(_finite, numbers)) if isinstance(numbers, list) else math.isfinite(numbers)
+def check_finite(name: str, value: Any) -> None:
+    """JSON has no other numbers: what is none would arrive as null, and nobody would say why."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise InvalidArgument(f"{name} is {value}; it must be a finite number")
+    if isinstance(value, msgspec.Struct):
+        value = msgspec.structs.asdict(value)
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            check_finite(f"{name}.{key}", inner)
+    elif isinstance(value, list | tuple) and not {*map(type, value)} <= {int, str}:  # prompts are long
+        for i, inner in enumerate(value):
+            check_finite(f"{name}[{i}]", inner)
 
 
 def plain(value: Any) -> Any:
@@ -68,8 +80,7 @@ def plain(value: Any) -> Any:
         numbers = value.tolist()
         if type(numbers) is type(value):
             raise InvalidArgument(f"the request holds {str(value)[:80]} of type {type(value).__name__}; give Python's own numbers")
-        if "float" in str(getattr(value, "dtype", "")) and not _finite(numbers):
-            raise InvalidArgument(f"the request holds {str(value)[:80]} of type {type(value).__name__}; give finite numbers")
+        check_finite(f"a {type(value).__name__} in the request", numbers)
         return numbers
     if isinstance(value, SupportsIndex):
         return operator.index(value)

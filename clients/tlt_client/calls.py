@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike, fspath
@@ -14,8 +13,8 @@ from typing import Any, Generic, TypeVar, cast
 import httpx
 import msgspec
 
-from tlt_client.arguments import plain, version_of
-from tlt_client.errors import InvalidArgument, NotLive
+from tlt_client.arguments import check_finite, plain, version_of
+from tlt_client.errors import NotLive
 from tlt_client.responses import in_path, json_object, read_as, succeeded, whole_reply
 from tlt_client.wire import GenerateBody, Item, Reply, RolloutList, RolloutReply, RolloutStatus, RolloutSummary, SamplingFields, Weights
 
@@ -60,24 +59,10 @@ def _put(method: str, path: str, content: Any, read: Callable[[httpx.Response], 
 def _body(items: Items, sampling: Fields, timeout_s: float | None, queue_timeout_s: float | None, **how: bool) -> GenerateBody:
     items = list(items)
     for name, value in {"timeout_s": timeout_s, "queue_timeout_s": queue_timeout_s, "sampling": sampling, "requests": items}.items():
-        _check_finite(name, value)
+        check_finite(name, value)
     return GenerateBody(requests=items, sampling=sampling if sampling is not None else msgspec.UNSET,
                         timeout_s=timeout_s if timeout_s is not None else msgspec.UNSET,
                         queue_timeout_s=queue_timeout_s if queue_timeout_s is not None else msgspec.UNSET, **how)
-
-
-def _check_finite(name: str, value: Any) -> None:
-    """JSON has no other numbers: what is none would arrive as null, and nobody would say why."""
-    if isinstance(value, float) and not math.isfinite(value):
-        raise InvalidArgument(f"{name} is {value}; it must be a finite number")
-    if isinstance(value, msgspec.Struct):
-        value = msgspec.structs.asdict(value)
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            _check_finite(f"{name}.{key}", inner)
-    elif isinstance(value, list | tuple) and not {*map(type, value)} <= {int, str}:  # prompts are long
-        for i, inner in enumerate(value):
-            _check_finite(f"{name}[{i}]", inner)
 
 
 def _named(key: str | None) -> dict[str, str]:
