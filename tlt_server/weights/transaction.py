@@ -406,10 +406,9 @@ class Transaction:
     # -- the staging thread's side -------------------------------------------------------------------------------
 
     def _stage(self, push: Push) -> None:
-        for errands in (self._freeing, self._settling):
-            done = errands.mark() if errands is not None else None  # what was dropped may take the room that this one needs
-            while done is not None and not (done.wait(LOOK_S) or push.aborted):
-                pass
+        for done in [errands.mark() for errands in (self._freeing, self._settling) if errands is not None]:
+            while not (done.wait(LOOK_S) or push.aborted):
+                pass  # what was dropped may take the room that this one needs
         self._work.do(push, self._complete_live, self.on_phase)
 
     def _complete_live(self) -> Parts:
