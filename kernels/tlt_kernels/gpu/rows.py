@@ -198,7 +198,7 @@ def layout_prefill(place_W: Tensor, start_W: Tensor, count_W: Tensor, places: Pl
     samples; count_E: 1 if it samples) and samples V + w, and `kept.page_R` from row V on.
     """
     works, path_depth = place_W.shape[0], rows.path_RD.shape[1]
-    block = 64 if prefill_rows <= 64 else 128  # two kernels, of which steps of any size are
+    block = 64 if prefill_rows <= 64 else 128  # one of two compiled kernels, whatever the step's size
     _layout_prefill[(triton.cdiv(prefill_rows, block),)](
         place_W, start_W, count_W, works, places.token_QT, places.token_QT.shape[1], places.length_Q, places.page_table_QP,
         places.page_table_QP.shape[1], rows.token_R, rows.position_R, rows.slot_R, rows.place_R, rows.base_R, rows.path_RD, path_depth,
