@@ -260,8 +260,9 @@ def test_a_server_that_never_receives_is_given_up_by_the_trainer(beside: Client,
     sender = BroadcastSender(beside, backend="nccl", timeout_s=3)
     never = threading.Event()
     monkeypatch.setattr(sender, "_client", SimpleNamespace(push_weights=lambda *given, **fields: never.wait()))
+    more_than_nccl_buffers = torch.zeros(2**29, dtype=torch.bfloat16, device="cuda")
     with pytest.raises(ChannelError, match="make the group anew and push again"):
-        sender.push(weights(14).items(), "never")
+        sender.push([("w", more_than_nccl_buffers)], "never")
     never.set()
     torch.cuda.synchronize()  # its kernel is gone
     tensors = weights(15)

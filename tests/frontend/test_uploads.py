@@ -227,6 +227,7 @@ class Slow(Uploads):
 
     @property
     def written(self) -> list[bytes]:
+        assert self._removing.mark().wait(10)
         return [path.read_bytes() for path in self.root.rglob(PART)]
 
 

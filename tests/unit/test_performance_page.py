@@ -9,16 +9,21 @@ from typing import Any
 
 import pytest
 
+from benchmarks import record_tests
 from benchmarks.goals import Result, answer, comparable, goals, results, verdict
-from benchmarks.record_tests import RUNS, counts, figures
+from benchmarks.record_tests import RUNS, begun, counts, figures
 from benchmarks.report import NOTES, PAGE, RESULTS, page
 from benchmarks.weights import Push, row
+from tlt_server.bench.record import write_entry
 
 SHAPE = {"layers": 28, "hidden": 3584, "intermediate": 18944, "heads": 28, "kv_heads": 4, "vocab": 152064}
 COMMON = {"quick": False, "shape": SHAPE, "drafter": "eagle", "device": "cuda", "dtype": "bfloat16", "attention": "triton",
           "numerics": "strict", "max_running": 256}
 STEP = {"context": 137, "steps": 400, "quartiles_ms": [3.9, 4.1], "tokens_per_s": 250.4, "accept_length": 1.0}
-TEST_REPORT = '<testsuites><testsuite tests="9" failures="1" errors="1" skipped="2" time="3.25"></testsuite></testsuites>'
+TEST_REPORT = """<testsuites><testsuite tests="9" failures="1" errors="1" skipped="2" time="3.25"><testcase name="a" /><testcase name="c">
+<error message="x" /></testcase><testcase name="b"><failure message="x" /></testcase></testsuite></testsuites>"""
+PASSED = {"passed": 5, "failed": 0, "skipped": 0, "seconds": 2.0}
+ALL_PASSED, EXACT = dict.fromkeys(RUNS, PASSED), {"requests": 612, "differing_tokens": 0, "differing_logprob_bits": 0}
 
 
 def result(name: str, date: str = "2026-11-22", machine: str = "1 x NVIDIA H200 (140 GiB); 16 cores of a host", **said: Any) -> Result:
@@ -59,7 +64,7 @@ EXAMPLES = [
     result("products.json", bench="products", rows=[
         {"rows": 256, "step_ms": 6.3, "products_ms": 6.1, "floor_ms": 3.3, "cublas_ms": 5.9, "of_floor": 1.85, "of_cublas": 1.034}]),
     result("trees.json", bench="trees", rows=[{"requests": 1, "walk_us": 3.5}]),
-    result("test-gpu.json", **figures({"marked gpu": {"passed": 5, "failed": 0, "skipped": 0, "seconds": 2.0}}, {}, red=False)),
+    result("test-gpu.json", **figures(ALL_PASSED, EXACT)),
 ]
 
 
@@ -88,7 +93,7 @@ def test_each_kind_of_result_has_its_section_goals_and_source() -> None:
                  "| gap between tokens at the commit of pushed weights, nccl | ms | 25 | 20 | 26.50 | short |",
                  "| random | 1000 | disk | 4.00 | 250 | 2.00x | 4.00 | 97.00 |",
                  "| ipc | 15.2 | 2.00 | 7.6 |", "| 256 | 6.3 | 6.1 | 3.3 | 5.9 | 1.85 | 1.034 |",
-                 "| requests | walk_us |", "| marked gpu | 5 | 0 | 0 | 2 |"):
+                 "| requests | walk_us |", "| server | 5 | 0 | 0 | 2 |"):
         assert line in text, line
     assert all(f"](../benchmarks/results/{example.name}): `tlt bench x` at abc1234" in text for example in EXAMPLES)
     assert "\n## Notes on performance\n" in text and text.count("\n# ") == 0
@@ -134,7 +139,26 @@ def test_counts_of_a_test_run(tmp_path: Path) -> None:
     report = tmp_path / "report.xml"
     assert counts(report)["failed"] == 1, "a run that never finished is red"
     report.write_text(TEST_REPORT)
-    assert counts(report) == {"passed": 5, "failed": 2, "skipped": 2, "seconds": 3.2}
+    assert counts(report) == {"passed": 5, "failed": 2, "skipped": 2, "seconds": 3.2, "red": ["b", "c"]}
+
+
+def test_a_record_is_green_once_every_part_has_passed_and_no_bit_differed() -> None:
+    first = next(iter(RUNS))
+    assert figures(ALL_PASSED, EXACT)["green"]
+    assert not figures({first: PASSED}, EXACT)["green"] and not figures(ALL_PASSED, {})["green"]
+    assert not figures(ALL_PASSED, EXACT | {"differing_logprob_bits": 1})["green"]
+    for came in (PASSED | {"failed": 1}, PASSED | {"passed": 0}):
+        assert not figures(ALL_PASSED | {first: came}, EXACT)["green"]
+
+
+def test_parts_add_to_the_record_of_the_same_code_and_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record_tests, "RECORD", tmp_path / "test-gpu.json")
+    entry = {"commit": "abc1234", "machine": "one", "versions": {"torch": "2.11.0"}}
+    assert begun(entry) == ({}, {})
+    write_entry(record_tests.RECORD, entry | {"figures": figures(ALL_PASSED, EXACT)})
+    assert begun(entry) == (ALL_PASSED, EXACT)
+    for change in ({"commit": "def5678"}, {"machine": "two"}, {"versions": {}}):
+        assert begun(entry | change) == ({}, {})
 
 
 def test_results_are_of_one_form() -> None:
