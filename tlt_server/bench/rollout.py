@@ -28,6 +28,7 @@ from tlt_server.records import Cycle, GenerateRequest, Outputs, SetPolicy, Strat
 EAGLE = Strategy("eagle", 7, 1, 8)
 TREE = Strategy("eagle", 7, 4, 32)
 HISTORY = Strategy("history", 7, 1, 8)
+RUNNING = 64  # at most, on every device
 TAIL = 2  # running requests at most: the cycles that long responses dominate
 ROUNDS = 5
 WITH_PROMPTS = "with prompts"
@@ -72,13 +73,13 @@ def run(args: argparse.Namespace) -> int:
     """Print a table and one line of JSON; 0 when every arm gave the tokens of `off`, else 1 (fast numerics may differ)."""
     from tlt_server.demo.workload import problems_as_requests
 
-    base, arms = settings_of(args), ARMS[args.device]
+    base, arms = msgspec.structs.replace(settings_of(args), max_running=RUNNING), ARMS[args.device]
     if args.numerics != "strict":
         raise StartupError("--numerics is fast; a rollout is timed in both strict and fast numerics: leave the flag out")
     if args.device == "cuda":
         base = msgspec.structs.replace(base, kv_memory_mb=GPU_KV_MB, max_model_len=at_most_what_it_takes(base.model, GPU_MODEL_LEN))
     rounds = 1 if args.quick else ROUNDS
-    batch = problems_as_requests(base.model, 64, group=8, seed=args.seed, max_tokens=256 if args.quick else 2000)
+    batch = problems_as_requests(base.model, RUNNING, group=8, seed=args.seed, max_tokens=256 if args.quick else 2000)
     steady = [
         shortened(r, 48 if args.quick else 96)
         for r in problems_as_requests(base.model, 64 if args.quick else 320, group=8, seed=args.seed + 100)

@@ -8,7 +8,7 @@ scheduler reads as many prompt rows as leave it full.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -23,7 +23,7 @@ from tlt_server.engine.gpu.extend import ExtendKey
 from tlt_server.records import OFF, Strategy
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
-BESIDE_PROMPTS = (0, 8, 32, *BATCHES[6:])  # where nothing is drafted: what pads the batch there only takes the place of prompt rows
+BESIDE_PROMPTS = (0, 8, 32, *BATCHES[6:])  # what pads a batch there only takes the place of prompt rows
 PROMPT_SIZES, PROMPT_WORKS = (64, 128, 256, 384, 512), 16  # of a captured step that reads prompts: rows in all, and prompts
 MOST_VERIFIED = attention.TREE_ROWS  # decode rows of a step, at most; a larger batch has its roots
 MOST_WIDTH = 8  # children of a node
@@ -113,7 +113,6 @@ class Shapes:
 
     @cached_property
     def beside_prompts(self) -> tuple[int, ...]:
-        """Of batches that draft nothing."""
         return batch_buckets(self.max_running, BESIDE_PROMPTS)
 
     @property
@@ -122,10 +121,8 @@ class Shapes:
 
     def step(self, decoding: int, strategy: Strategy, rows: int = 0, works: int = 0, *, filtered: bool = False) -> StepShape:
         """Of so many decoding requests, with `rows` of `works` prompts beside them."""
-        batch = bucket(self.batches, decoding)
+        batch = bucket(self.beside_prompts if works else self.batches, decoding)
         strategy = fitted(strategy, batch, self.depth) if decoding else OFF
-        if works and strategy == OFF:
-            batch = bucket(self.beside_prompts, decoding)
         first = decode_rows(batch, strategy)
         prompt_rows = self.prompts.padded(first + rows) - first if works else 0
         padded_works = self.prompts.works if works <= self.prompts.works else self.most_works
@@ -147,24 +144,27 @@ class Shapes:
         return [*(key for key in large if not self.keeps(key)), ExtendKey(1, 1, filtered=True)]
 
     def captured(self, arms: Iterable[Strategy], affordable_rows: Sequence[tuple[int, int]]) -> list[DraftKey | ExtendKey]:
-        """Keys of pure decode steps under these arms, the largest first, and of plain decoding, or none, beside prompt rows.
+        """Keys of steps under these arms, pure decode steps and those that read short prompts, the largest first.
 
-        affordable_rows: (smallest batch, most verify rows per request), as policies use it. Steps that draft beside prompt rows are
-        captured behind their first run.
+        affordable_rows: (smallest batch, most verify rows per request), as policies use it.
         """
         keys: dict[DraftKey | ExtendKey, None] = {}
-        below = 0
-        for batch in self.batches:
-            smallest = below + 1  # a batch of so many is the first that this bucket serves
-            below = batch
-            most = max((rows for start, rows in affordable_rows if start <= batch and _ends(affordable_rows, start) >= smallest), default=1)
-            for arm in arms:
-                shape = self.step(batch, arm)
-                if arm == OFF or (arm.rows <= most and shape.draft):
-                    keys |= dict.fromkeys(key for key in (shape.extend, shape.draft) if key)
-        for batch in self.beside_prompts:
-            keys |= dict.fromkeys(self.step(batch, OFF, rows - batch, 1).extend for rows in self.prompts.captured(batch))
+        for works, batches in enumerate((self.batches, self.beside_prompts)):
+            below = -1  # a batch of one more is the first that a bucket serves
+            for batch in batches:
+                most = max((rows for start, rows in affordable_rows if start <= batch and _ends(affordable_rows, start) > below), default=1)
+                below = batch
+                for arm in arms:
+                    if arm.rows <= most:
+                        keys |= dict.fromkeys(self._keys(batch, arm, works))
         return sorted(keys, key=_size, reverse=True)
+
+    def _keys(self, batch: int, arm: Strategy, works: int) -> Iterator[DraftKey | ExtendKey]:
+        """Of a step of a bucket's largest batch; with `works`, of every captured one beside prompts."""
+        first = self.step(batch, arm, 0, works).extend.decode_rows
+        for rows in self.prompts.captured(first) if works else [first]:
+            shape = self.step(batch, arm, rows - first, works)
+            yield from (key for key in (shape.extend, shape.draft) if key)
 
 
 def _ends(affordable_rows: Sequence[tuple[int, int]], start: int) -> float:
