@@ -1,19 +1,19 @@
-"""`python -m benchmarks.record_tests [--part NAME ...] [--commit NAME] [pytest arguments]`: run on a GPU what needs one, record the rest.
+"""`python -m benchmarks.record_tests [--part NAME ...] [-n WORKERS] [-v] [--commit NAME]`: run on a GPU what needs one, and record it.
 
 The kernels' tests, all of which take the GPU where there is one, the other tests marked `gpu`, and `tlt bench exact --quick` on the
-shipped pair. The last result is benchmarks/results/test-gpu.json, red ones included; what ends early leaves what it has come to. Where a
-machine is lent for minutes, parts run one at a time: those of one commit, machine and set of versions stand in one record, which is green
-once all are there.
+shipped pair. The last result is benchmarks/results/test-gpu.json, red ones included; a run that ends early leaves the parts that ended.
+Where a machine is lent for minutes, parts run one at a time: those of one commit, machine and set of versions stand in one record, which
+is green once all are there.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,61 +32,83 @@ RUNS = {  # bits of kernels first: nothing counts before they are right
     "server": ("tests/e2e/test_on_gpu.py", *ALONE),
     "weight channels": ("tests/e2e/test_channels_on_gpu.py", *ALONE),
 }
-LIMIT = ("--timeout", "240")  # seconds of one test, its fixtures included
+TEST_S, PART_S = 240, 1800  # that a test may take, its fixtures included, and a part, which ends what hangs in a call of the driver
 EXACT = "exactness"
 EXACT_COMMAND = ("-m", "tlt_server", "bench", "exact", "--device", "cuda", "--quick")
 SAME = ("commit", "machine", "versions")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """0 if everything passed, 1 if not; exits with 2 without a GPU."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """0 if all that there is of the record passed, 1 if not; exits with 2 without a GPU."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--commit", metavar="NAME", help="of the code that runs [default: what git says]")
     parser.add_argument("--part", action="append", choices=[*RUNS, EXACT], metavar="NAME", help=f"one of {', '.join([*RUNS, EXACT])} "
                         "[default: all]; may be given several times, and adds to the record of the same commit and machine")
-    asked, for_pytest = parser.parse_known_args(arguments)
+    parser.add_argument("-n", metavar="WORKERS", default="0", help="of pytest, where tests need not run alone [default: none]")
+    parser.add_argument("-v", action="store_true", help="name every test")
+    asked = parser.parse_args(arguments)
     require_gpu("benchmarks.record_tests")
-    command = "make test-gpu" + (f" ARGS={shlex.quote(shlex.join(for_pytest))}" if for_pytest else "")
-    entry = entry_of({}, command, on_gpu=True, commit=asked.commit)
-    tests, exact = begun(entry) if asked.part else ({}, {})
+    entry = entry_of({}, "make test-gpu" + (f" ARGS='-n {asked.n}'" if asked.n != "0" else ""), on_gpu=True, commit=asked.commit)
+    parts, exact = begun(entry) if asked.part else ({}, {})
+    how = ("--timeout", str(TEST_S), "-n", asked.n, *(["-vv"] if asked.v else []))
     for part in asked.part or [*RUNS, EXACT]:
+        parts.pop(part, None)
         with tempfile.TemporaryDirectory() as folder:
-            report = Path(folder) / "report"
+            report, started = Path(folder) / "report", time.monotonic()
             if part == EXACT:
-                subprocess.run([sys.executable, *EXACT_COMMAND, "--json", str(report)])
+                status = run(*EXACT_COMMAND, "--json", str(report))
                 exact = json.loads(report.read_text())["figures"] if report.exists() else {}
+                parts[part] = {"passed": int(not status), "failed": int(bool(status)), "skipped": 0,
+                               "seconds": round(time.monotonic() - started, 1)}
             else:
-                subprocess.run([sys.executable, "-m", "pytest", *for_pytest, *LIMIT, *RUNS[part], f"--junitxml={report}"])
-                tests[part] = counts(report)
-        found = figures(tests, exact)
+                parts[part] = counts(report, run("-m", "pytest", *how, *RUNS[part], f"--junitxml={report}"))
+        found = figures(parts, exact)
         write_entry(RECORD, entry | {"figures": found})
     print(f"{RECORD.name}: {'green' if found['green'] else 'red'}")
-    return int(not found["green"])
+    return int(any(came["failed"] for came in parts.values()))
+
+
+def run(*command: str) -> int:
+    """Its exit status; not 0 for what had to be ended."""
+    try:
+        return subprocess.run([sys.executable, *command], timeout=PART_S).returncode
+    except subprocess.TimeoutExpired:
+        return -1
 
 
 def begun(entry: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Tests and exactness of the record, if it is of the same code on the same machine."""
+    """Parts and exactness of the record, if it is of the same code, all of it committed, on the same machine."""
     before = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-    same = before and all(before[name] == entry[name] for name in SAME)
-    return (before["figures"]["tests"], before["figures"]["exact"]) if same else ({}, {})
+    same = before and all(before[name] == entry[name] for name in SAME) and entry["commit"] != "unknown" and entry["commit"][-1] != "+"
+    return (before["figures"]["parts"], before["figures"]["exact"]) if same else ({}, {})
 
 
-def figures(tests: dict[str, dict[str, Any]], exact: dict[str, Any]) -> dict[str, Any]:
-    """Green: every part ran, none of its tests failed, not one bit differed."""
-    passed = tests.keys() == RUNS.keys() and all(came["passed"] and not came["failed"] for came in tests.values())
-    same = bool(exact) and not (exact["differing_tokens"] or exact["differing_logprob_bits"])
-    return {"bench": "test-gpu", "green": passed and same, "tests": {name: tests[name] for name in RUNS if name in tests}, "exact": exact}
+def figures(parts: dict[str, dict[str, Any]], exact: dict[str, Any]) -> dict[str, Any]:
+    """Green: every part ran, and nothing of it failed."""
+    green = parts.keys() == {*RUNS, EXACT} and all(came["passed"] and not came["failed"] for came in parts.values())
+    return {"bench": "test-gpu", "green": green, "parts": {name: parts[name] for name in (*RUNS, EXACT) if name in parts}, "exact": exact}
 
 
-def counts(report: Path) -> dict[str, Any]:
-    """Of a JUnit report, with the names of what failed; a run that ended before it wrote one has no counts and one failure."""
-    if not report.exists():
-        return {"passed": 0, "failed": 1, "skipped": 0, "seconds": 0.0, "red": ["the run, which left no report"]}
-    suites = list(ElementTree.parse(report).getroot().iter("testsuite"))
-    ran, failed, errors, skipped = (sum(int(suite.get(name, 0)) for suite in suites) for name in ("tests", "failures", "errors", "skipped"))
-    red = {case.get("name", "") for suite in suites for case in suite.iter("testcase") if {"failure", "error"} & {at.tag for at in case}}
-    return {"passed": ran - failed - errors - skipped, "failed": failed + errors, "skipped": skipped,
-            "seconds": round(sum(float(suite.get("time", 0)) for suite in suites), 1), **({"red": sorted(red)} if red else {})}
+def counts(report: Path, status: int) -> dict[str, Any]:
+    """Of a JUnit report and pytest's exit status: tests by how they ended, and which were red."""
+    cases = [case for suite in _suites(report) for case in suite.iter("testcase")]
+    ends = [{at.tag for at in case} for case in cases]
+    ill = {"failure", "error"}
+    red = sorted({f"{case.get('classname')}::{case.get('name')}" for case, end in zip(cases, ends, strict=True) if end & ill})
+    if status and not red:
+        red = [f"the run, which ended with status {status}"]
+    skipped = sum("skipped" in end for end in ends)
+    seconds = sum(float(suite.get("time", 0)) for suite in _suites(report))
+    return {"passed": sum(not end & {*ill, "skipped"} for end in ends), "failed": len(red), "skipped": skipped,
+            "seconds": round(seconds, 1), **({"red": red} if red else {})}
+
+
+def _suites(report: Path) -> list[ElementTree.Element]:
+    """None of a run that ended before it wrote them."""
+    try:
+        return list(ElementTree.parse(report).getroot().iter("testsuite"))
+    except (OSError, ElementTree.ParseError):
+        return []
 
 
 if __name__ == "__main__":

@@ -260,8 +260,8 @@ def _cell(value: object) -> str:
 
 def _tests(figures: dict[str, Any]) -> Iterator[str]:
     yield table(("what", "passed", "failed", "skipped", "seconds"), (
-        (name, r["passed"], r["failed"], r["skipped"], f"{r['seconds']:.0f}") for name, r in figures["tests"].items()))
-    red = [name for r in figures["tests"].values() for name in r.get("red", ())]
+        (name, r["passed"], r["failed"], r["skipped"], f"{r['seconds']:.0f}") for name, r in figures["parts"].items()))
+    red = [name for r in figures["parts"].values() for name in r.get("red", ())]
     if red:
         yield f"Red: {', '.join(f'`{name}`' for name in red)}."
     exact = figures["exact"]

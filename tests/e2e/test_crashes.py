@@ -151,6 +151,7 @@ def test_twenty_kills_under_load_leave_every_request_with_one_end() -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(3600)
 def test_a_hundred_kills_under_load_leave_every_request_with_one_end() -> None:
     kill_under_load(100)
 

@@ -255,5 +255,6 @@ def test_twenty_thousand_hostile_requests_change_nothing(target: ServerProcess) 
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(3600)
 def test_a_hundred_and_twenty_thousand_hostile_requests_change_nothing(target: ServerProcess) -> None:
     survives(target, 2, 120_000)

@@ -74,6 +74,7 @@ def test_what_stops_the_others_does_what_the_document_says(limited: ServerProces
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", range(2, 8))
 def test_every_operation_does_what_the_document_says_to_many_questions(limited: ServerProcess, seed: int) -> None:
     schemathesis(limited, "--exclude-path-regex", HALTS, "--phases", "fuzzing", "--max-examples", "300", "--seed", str(seed),

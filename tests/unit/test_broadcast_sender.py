@@ -16,7 +16,7 @@ from tlt_client.channels import broadcast
 from tlt_client.channels.broadcast import BroadcastSender
 from tlt_client.channels.errors import ChannelBroken
 from tlt_client.channels.groups import Group, Membership, host_store
-from tlt_client.errors import ServerError
+from tlt_client.errors import ConnectionFailed, NotLive, ServerError
 
 TIMEOUT_S = 0.2
 TENSORS = {"a": torch.arange(3.0), "b": torch.arange(5.0)}
@@ -105,16 +105,18 @@ def test_what_the_server_says_of_a_push_that_it_ended_is_told(server: Server, co
     assert communicators[0].aborted
 
 
-@pytest.mark.parametrize("code, anew", [
-    ("channel_broken", True), ("conflict", True), ("too_large", True), ("weights_refused", False)])
+@pytest.mark.parametrize("error, anew", [
+    (ServerError("channel_broken", "so it is", status=424), True), (ServerError("conflict", "so it is", status=409), True),
+    (ServerError("too_large", "so it is", status=413), True), (ConnectionFailed("so it is: no reply"), True),
+    (ServerError("weights_refused", "so it is", status=422), False), (NotLive("so it is: staged"), False)], ids=str)
 def test_a_group_that_may_be_out_of_step_is_made_anew(
-        code: str, anew: bool, server: Server, communicators: list[Communicator], monkeypatch: pytest.MonkeyPatch) -> None:
+        error: Exception, anew: bool, server: Server, communicators: list[Communicator], monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where every byte was sent before the server said so."""
     sender = BroadcastSender(server, timeout_s=30)  # type: ignore[arg-type]
     monkeypatch.setattr(sender, "_send", lambda named, reply: None)
-    server.error = ServerError(code, "so it is", status=424)
+    server.error = error
     server.answers.set()
-    with pytest.raises(ServerError, match="so it is"):
+    with pytest.raises(type(error), match="so it is"):
         sender.push(TENSORS.items(), "v")
     server.error = None
     assert sender.push(TENSORS.items(), "v")["state"] == "committed" and len(communicators) == 1 + anew

@@ -58,7 +58,7 @@ def used_by_beg(shapes: Shapes, arms: Sequence[Strategy], rows: Rows) -> set[Dra
         for arm in bucket.arms if decoding else [OFF]:  # every leader and every trial is one of these
             if decoding:
                 used |= keys_of(shapes, decoding, arm)
-            for prompt_rows in range(1, 2 * PROMPT_SIZES[-1], 16):
+            for prompt_rows in range(1, 2 * PROMPT_SIZES[-1], 48):
                 shape = shapes.step(decoding, arm, prompt_rows, 1)
                 used |= {shape.extend, *([shape.draft] if shape.draft else [])} if shapes.keeps(shape.extend) else set()
     return used
@@ -101,7 +101,7 @@ def test_captures_are_a_sum_not_a_product() -> None:
         shapes = {(arm.drafter, arm.depth, arm.width) for arm in LADDER.arms if arm != OFF}
         assert len(extends) <= len(sizes) and len(drafts) <= len(shapes)
     mixed = [key for key in keys if isinstance(key, ExtendKey) and key.works]
-    assert len({(key.batch, key.decode_rows) for key in mixed}) <= 3 * len(batch_buckets(256, BESIDE_PROMPTS)) and len(keys) < 160
+    assert len({(key.batch, key.decode_rows) for key in mixed}) <= 3 * len(batch_buckets(256, BESIDE_PROMPTS)) and len(keys) < 200
 
 
 def test_larger_keys_come_first() -> None:

@@ -20,10 +20,12 @@ SHAPE = {"layers": 28, "hidden": 3584, "intermediate": 18944, "heads": 28, "kv_h
 COMMON = {"quick": False, "shape": SHAPE, "drafter": "eagle", "device": "cuda", "dtype": "bfloat16", "attention": "triton",
           "numerics": "strict", "max_running": 256}
 STEP = {"context": 137, "steps": 400, "quartiles_ms": [3.9, 4.1], "tokens_per_s": 250.4, "accept_length": 1.0}
-TEST_REPORT = """<testsuites><testsuite tests="9" failures="1" errors="1" skipped="2" time="3.25"><testcase name="a" /><testcase name="c">
-<error message="x" /></testcase><testcase name="b"><failure message="x" /></testcase></testsuite></testsuites>"""
+TEST_REPORT = """<testsuites><testsuite time="3.25"><testcase classname="t" name="a" /><testcase classname="t" name="c"><failure />
+</testcase><testcase classname="t" name="c"><error /></testcase><testcase classname="t" name="b"><error /></testcase>
+<testcase classname="t" name="d"><skipped /></testcase></testsuite></testsuites>"""  # c failed twice: in the call and behind it
 PASSED = {"passed": 5, "failed": 0, "skipped": 0, "seconds": 2.0}
-ALL_PASSED, EXACT = dict.fromkeys(RUNS, PASSED), {"requests": 612, "differing_tokens": 0, "differing_logprob_bits": 0}
+ALL_PASSED = dict.fromkeys([*RUNS, record_tests.EXACT], PASSED)
+SAME_BITS = {"requests": 612, "differing_tokens": 0, "differing_logprob_bits": 0}
 
 
 def result(name: str, date: str = "2026-11-22", machine: str = "1 x NVIDIA H200 (140 GiB); 16 cores of a host", **said: Any) -> Result:
@@ -64,7 +66,7 @@ EXAMPLES = [
     result("products.json", bench="products", rows=[
         {"rows": 256, "step_ms": 6.3, "products_ms": 6.1, "floor_ms": 3.3, "cublas_ms": 5.9, "of_floor": 1.85, "of_cublas": 1.034}]),
     result("trees.json", bench="trees", rows=[{"requests": 1, "walk_us": 3.5}]),
-    result("test-gpu.json", **figures(ALL_PASSED, EXACT)),
+    result("test-gpu.json", **figures(ALL_PASSED, SAME_BITS)),
 ]
 
 
@@ -137,28 +139,57 @@ def test_goals_ask_for_fields_that_benches_write() -> None:
 
 def test_counts_of_a_test_run(tmp_path: Path) -> None:
     report = tmp_path / "report.xml"
-    assert counts(report)["failed"] == 1, "a run that never finished is red"
+    assert counts(report, -9)["red"] == ["the run, which ended with status -9"]
+    report.write_text(TEST_REPORT[:100])
+    assert counts(report, 3)["failed"] == 1, "a run that never finished is red"
     report.write_text(TEST_REPORT)
-    assert counts(report) == {"passed": 5, "failed": 2, "skipped": 2, "seconds": 3.2, "red": ["b", "c"]}
+    assert counts(report, 1) == {"passed": 1, "failed": 2, "skipped": 1, "seconds": 3.2, "red": ["t::b", "t::c"]}
+    report.write_text('<testsuites><testsuite time="1"><testcase classname="t" name="a" /></testsuite></testsuites>')
+    assert counts(report, 0)["failed"] == 0 and counts(report, 2)["failed"] == 1, "interrupted before a test failed"
 
 
-def test_a_record_is_green_once_every_part_has_passed_and_no_bit_differed() -> None:
+def test_a_record_is_green_once_every_part_has_passed() -> None:
     first = next(iter(RUNS))
-    assert figures(ALL_PASSED, EXACT)["green"]
-    assert not figures({first: PASSED}, EXACT)["green"] and not figures(ALL_PASSED, {})["green"]
-    assert not figures(ALL_PASSED, EXACT | {"differing_logprob_bits": 1})["green"]
+    assert figures(ALL_PASSED, SAME_BITS)["green"]
+    for part in ALL_PASSED:
+        assert not figures({name: came for name, came in ALL_PASSED.items() if name != part}, SAME_BITS)["green"]
     for came in (PASSED | {"failed": 1}, PASSED | {"passed": 0}):
-        assert not figures(ALL_PASSED | {first: came}, EXACT)["green"]
+        assert not figures(ALL_PASSED | {first: came}, SAME_BITS)["green"]
 
 
 def test_parts_add_to_the_record_of_the_same_code_and_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record_tests, "RECORD", tmp_path / "test-gpu.json")
     entry = {"commit": "abc1234", "machine": "one", "versions": {"torch": "2.11.0"}}
     assert begun(entry) == ({}, {})
-    write_entry(record_tests.RECORD, entry | {"figures": figures(ALL_PASSED, EXACT)})
-    assert begun(entry) == (ALL_PASSED, EXACT)
+    write_entry(record_tests.RECORD, entry | {"figures": figures(ALL_PASSED, SAME_BITS)})
+    assert begun(entry) == (ALL_PASSED, SAME_BITS)
     for change in ({"commit": "def5678"}, {"machine": "two"}, {"versions": {}}):
         assert begun(entry | change) == ({}, {})
+    for commit in ("unknown", "abc1234+"):
+        write_entry(record_tests.RECORD, entry | {"commit": commit, "figures": figures(ALL_PASSED, SAME_BITS)})
+        assert begun(entry | {"commit": commit}) == ({}, {}), "nobody knows whether that is the same code"
+
+
+def test_parts_run_one_by_one_into_one_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(record_tests, "RECORD", tmp_path / "test-gpu.json")
+    monkeypatch.setattr(record_tests, "require_gpu", lambda name: None)
+    monkeypatch.setattr(record_tests, "entry_of", lambda found, command, on_gpu, commit: {"commit": commit, "machine": "x", "versions": {}})
+    statuses = {"exact": 0}
+
+    def ran(*command: str) -> int:
+        file = Path(next(word for word in command if word.endswith("report")).removeprefix("--junitxml="))
+        file.write_text(json.dumps({"figures": SAME_BITS}) if "exact" in command else
+                        '<testsuites><testsuite time="1"><testcase classname="t" name="a" /></testsuite></testsuites>')
+        return statuses["exact"] if "exact" in command else 0
+
+    monkeypatch.setattr(record_tests, "run", ran)
+    for part in RUNS:
+        assert record_tests.main(["--commit", "abc", "--part", part, "-n", "4"]) == 0 and "red" in capsys.readouterr().out
+    statuses["exact"] = 1
+    assert record_tests.main(["--commit", "abc", "--part", record_tests.EXACT]) == 1 and "red" in capsys.readouterr().out
+    statuses["exact"] = 0
+    assert record_tests.main(["--commit", "abc", "--part", record_tests.EXACT]) == 0 and "green" in capsys.readouterr().out
+    assert list(json.loads(record_tests.RECORD.read_text())["figures"]["parts"]) == [*RUNS, record_tests.EXACT]
 
 
 def test_results_are_of_one_form() -> None:

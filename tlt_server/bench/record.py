@@ -88,10 +88,11 @@ def versions(*, on_gpu: bool) -> dict[str, str]:
 
 
 def commit_here() -> str:
-    """Of the directory that this code lies in; `unknown` outside a repository, `+` for changes that are not committed."""
-    root = Path(__file__).parents[2]
-    name = _said(["git", "-C", str(root), "rev-parse", "--short", "HEAD"])
-    return (name + "+" * bool(_said(["git", "-C", str(root), "status", "--porcelain", "--untracked-files=no"]))) if name else "unknown"
+    """Of the directory that this code lies in; `unknown` outside a repository, `+` for changes that are not committed, results aside."""
+    git = ["git", "-C", str(Path(__file__).parents[2])]
+    name = _said([*git, "rev-parse", "--short", "HEAD"])
+    changed = _said([*git, "status", "--porcelain", "--untracked-files=no", "--", ":/", ":(exclude,top)benchmarks/results"])
+    return name + "+" * bool(changed) if name else "unknown"
 
 
 def _processor() -> str:

@@ -22,7 +22,7 @@ from tlt_client.channels import Announcement, Batch, Buffers, Intake, Sender, Te
 from tlt_client.channels.errors import ChannelBroken, ContentRefused
 from tlt_client.channels.groups import Group, Membership, host_store
 from tlt_client.channels.tensors import Slot, buckets, entry, size_of, slot, unpacked
-from tlt_client.errors import ServerError
+from tlt_client.errors import NotLive, ServerError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -119,7 +119,8 @@ class BroadcastSender(Sender):
     def __init__(self, client: Client, *, address: str = "127.0.0.1", port: int = 0, backend: str = "gloo", name: str = "weights",
                  packed: bool = True, bucket_bytes: int = BUCKET_BYTES, prefixed: bool = False, checksums: bool = False,
                  timeout_s: float = 120.0) -> None:
-        """`checksums`: the manifest declares them, which takes a trainer about a second per gigabyte on a CPU, hardly any time on a GPU."""
+        """`checksums`: the manifest declares them, which takes a trainer about a second per gigabyte on a CPU, hardly any time on a GPU.
+        `timeout_s` bounds joining and each bucket; for the reply, which a drain may keep, `push` waits as long as the client does."""
         self._client, self._packed, self._bucket_bytes, self._checksums = client, packed, bucket_bytes, checksums
         self._member = Membership(name, backend, address, port, 0, 2, prefixed, timeout_s)
         self._reply_s = timeout_s + GRACE_S
@@ -163,9 +164,10 @@ class BroadcastSender(Sender):
             raise
         try:
             return reply.result()
-        except ServerError as error:
-            if error.code != ContentRefused.code:  # which is said of what has come
-                self._group.close()  # the server may have left it, or never heard of this push; the next one makes it anew
+        except BaseException as error:
+            heard = isinstance(error, NotLive) or (isinstance(error, ServerError) and error.code == ContentRefused.code)
+            if not heard:  # the server may have left the group, or never heard of this push and taken no byte of it
+                self._group.close()  # the next one makes it anew
             raise
 
     def _send(self, named: list[tuple[str, Tensor]], reply: Future[Mapping[str, Any]]) -> None:

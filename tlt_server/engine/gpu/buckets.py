@@ -23,7 +23,7 @@ from tlt_server.engine.gpu.extend import ExtendKey
 from tlt_server.records import OFF, Strategy
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
-BESIDE_PROMPTS = (0, 8, 32, *BATCHES[6:])  # what pads a batch there only takes the place of prompt rows
+BESIDE_PROMPTS = (0, 2, 8, 16, 32, *BATCHES[6:])  # what pads a batch there takes the place of prompt rows
 PROMPT_SIZES, PROMPT_WORKS = (64, 128, 256, 384, 512), 16  # of a captured step that reads prompts: rows in all, and prompts
 MOST_VERIFIED = attention.TREE_ROWS  # decode rows of a step, at most; a larger batch has its roots
 MOST_WIDTH = 8  # children of a node
