@@ -146,7 +146,7 @@ def test_abort_returns_partial_results_and_what_has_not_begun_runs_on_the_new_ve
 
 
 def test_drain_lets_what_runs_end_and_new_requests_wait(engine: Pushable, settings: EngineSettings, root: Path) -> None:
-    first, second = request(0, 200), request(1, 10)
+    first, second = request(0, 500), request(1, 10)
     engine.submit(first)
     engine.step(3)
     id = engine.send_push(root / "new", "v1", in_flight="drain")
@@ -157,13 +157,13 @@ def test_drain_lets_what_runs_end_and_new_requests_wait(engine: Pushable, settin
     assert "r1" not in engine.said and id not in engine.reports
     engine.finish()
     assert engine.report(id).result == "committed"
-    assert engine.spans("r0") == [("initial", 0, 200)] and engine.spans("r1") == [("v1", 0, 10)]
+    assert engine.spans("r0") == [("initial", 0, 500)] and engine.spans("r1") == [("v1", 0, 10)]
     assert (engine.tokens("r0"), engine.logprobs("r0")) == fresh(settings, root / "base", first)["r0"]
     assert (engine.tokens("r1"), engine.logprobs("r1")) == fresh(settings, root / "new", second)["r1"]
 
 
 def test_a_push_that_waits_for_the_drain_can_be_aborted(engine: Pushable, root: Path) -> None:
-    engine.submit(request(0, 200))
+    engine.submit(request(0, 500))
     engine.step(3)
     id = engine.send_push(root / "new", "v1", in_flight="drain")
     engine.until(lambda: engine.engine.scheduler.holding, "hold")
@@ -172,7 +172,7 @@ def test_a_push_that_waits_for_the_drain_can_be_aborted(engine: Pushable, root: 
     engine.step(2)
     assert not engine.engine.scheduler.holding and "r1" in engine.said, "what waited for the push goes on"
     engine.finish()
-    assert engine.spans("r0") == [("initial", 0, 200)] and engine.spans("r1") == [("initial", 0, 10)]
+    assert engine.spans("r0") == [("initial", 0, 500)] and engine.spans("r1") == [("initial", 0, 10)]
 
 
 def test_a_rollback_may_drain_first(engine: Pushable, settings: EngineSettings, root: Path) -> None:
