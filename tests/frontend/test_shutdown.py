@@ -40,6 +40,7 @@ def server(model: Path, tmp_path: Path) -> Iterator[Served]:
 def stub(server: Served) -> Iterator[RolloutServiceStub]:
     [address] = [line.split()[3] for line in server.lines if line.endswith(" for gRPC")]
     with grpc.insecure_channel(address) as channel:
+        grpc.channel_ready_future(channel).result(60)
         yield RolloutServiceStub(channel)
 
 
@@ -47,7 +48,7 @@ def ends(server: Served, *calls: Callable[[], Any]) -> list[BaseException | None
     """What a call raises each, once the server has been told to stop, which it does at once."""
     with ThreadPoolExecutor(len(calls)) as pool:
         asked: list[Future[Any]] = [pool.submit(call) for call in calls]
-        time.sleep(2.5)
+        time.sleep(4)  # they arrive
         assert not any(call.done() for call in asked)
         started = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
