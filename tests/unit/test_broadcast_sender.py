@@ -18,7 +18,7 @@ from tlt_client.channels.errors import ChannelBroken
 from tlt_client.channels.groups import Group, Membership, host_store
 from tlt_client.errors import ServerError
 
-TIMEOUT_S = 0.2
+TIMEOUT_S = 2.0
 TENSORS = {"a": torch.arange(3.0), "b": torch.arange(5.0)}
 
 
@@ -88,7 +88,7 @@ def test_a_server_that_neither_receives_nor_answers_is_given_up_in_time(server: 
     sender, started = BroadcastSender(server, timeout_s=TIMEOUT_S), time.monotonic()  # type: ignore[arg-type]
     with pytest.raises(ChannelBroken, match=r"takes no part.*make the group anew and push again"):
         sender.push(TENSORS.items(), "v")
-    assert 2 * TIMEOUT_S <= time.monotonic() - started < 20 and communicators[0].aborted
+    assert 2 * TIMEOUT_S <= time.monotonic() - started < 60 and communicators[0].aborted
     server.answers.set()
     server.join_group("again")
     with pytest.raises(ChannelBroken):
