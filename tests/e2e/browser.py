@@ -12,7 +12,8 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 ARGUMENTS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
              "--disable-component-update", "--disable-sync")
-SOON_MS = 20_000  # for what a busy machine may delay; nothing waits that long on a quiet one
+SOON_MS = 40_000  # for what a busy machine may delay; nothing waits that long on a quiet one
+expect.set_options(timeout=SOON_MS)
 Open = Callable[..., Page]  # the fixture `open_page`
 
 
@@ -29,8 +30,8 @@ def browser() -> Iterator[Browser]:
 
 
 def ready(page: Page) -> Page:
-    expect(page.locator("#state")).to_have_text("ready", timeout=SOON_MS)
-    expect(page.locator("#now-pages")).to_have_text(re.compile(r"[\d,]+"), timeout=SOON_MS)
+    expect(page.locator("#state")).to_have_text("ready")
+    expect(page.locator("#now-pages")).to_have_text(re.compile(r"[\d,]+"))
     return page
 
 

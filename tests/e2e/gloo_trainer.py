@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import socket
 import sys
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -156,7 +155,7 @@ def trl(trainer: Trainer, seeds: list[int]) -> None:
         assert trainer.calls.post("/finish_weight_update", {"weight_version": f"trl-{seed}"})["state"] == "committed"
         trainer.calls.post("/resume")
         trainer.tell(sent)
-        time.sleep(0.4)  # rollouts go on
+        trainer.calls.await_tokens()  # rollouts go on
 
 
 def art(trainer: Trainer, seeds: list[int]) -> None:
@@ -212,7 +211,7 @@ def slime(trainer: Trainer, seeds: list[int]) -> None:
         assert reply["new_version"] == f"slime-{seed}"
         trainer.calls.post("/continue_generation", {})
         trainer.tell(sent)
-        time.sleep(0.4)
+        trainer.calls.await_tokens()
     assert trainer.calls.post("/destroy_weights_update_group", {"group_name": "slime-pp_0"})["success"]
 
 

@@ -29,20 +29,20 @@ PROMPT = list(b"Compute 3*4+5.")
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     state = tmp_path_factory.mktemp("state")
-    with ServerProcess(*PAIR, "--weight-channels", "broadcast", "--state-dir", str(state), "--weight-timeout-s", "30") as running:
+    with ServerProcess(*PAIR, "--weight-channels", "broadcast", "--state-dir", str(state), "--weight-timeout-s", "60") as running:
         yield running
 
 
 def trainer(order: str, url: str, *seeds: int) -> list[dict[str, Any]]:
     """What the trainer said after each round."""
     done = subprocess.run([sys.executable, "-m", "tests.e2e.gloo_trainer", order, url, *map(str, seeds)], cwd=ROOT, text=True,
-                          capture_output=True, timeout=120)
+                          capture_output=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def completion(url: str, i: int) -> Rollout | None:
-    response = httpx.post(f"{url}/inference/v1/generate", timeout=60, json={
+    response = httpx.post(f"{url}/inference/v1/generate", timeout=120, json={
         "token_ids": PROMPT, "sampling_params": {"max_tokens": 200, "seed": i, "ignore_eos": True, "temperature": 1.0}})
     if response.status_code == 503:
         return None
@@ -54,7 +54,7 @@ def completion(url: str, i: int) -> Rollout | None:
 @pytest.mark.parametrize("order", sorted(ORDERS))
 def test_what_is_live_is_what_the_trainer_has_broadcast(order: str, server: ServerProcess) -> None:
     first = 10 * sorted(ORDERS).index(order) + 1
-    with Client(server.url, timeout_s=30) as client:
+    with Client(server.url, timeout_s=60) as client:
         before = dict(client.weight_checksums())
         with rolling(lambda i: completion(server.url, i)) as rollouts:
             said = trainer(order, server.url, first, first + 1)

@@ -75,12 +75,12 @@ class Load:
     def __exit__(self, *error: object) -> None:
         self._stop.set()
         for thread in self._threads:
-            thread.join(60)
+            thread.join(150)
             assert not thread.is_alive(), "a request never ended"
 
     def _client(self, seed: int) -> None:
         draw = random.Random(seed)
-        with Client(self.url, timeout_s=60) as client:
+        with Client(self.url, timeout_s=120) as client:
             while not self._stop.is_set():
                 try:
                     self._ask(client, draw)
@@ -130,10 +130,10 @@ def kill_under_load(kills: int) -> None:
         with Load(server.url, expected) as load:
             for _ in range(kills):
                 completed = load.ends["completed"]
-                until(lambda: load.ends["completed"] > completed, timeout_s=30)  # noqa: B023
+                until(lambda: load.ends["completed"] > completed)  # noqa: B023
                 time.sleep(draw.uniform(0, 0.2))
                 pids.append(kill_engine(server))
-                until(lambda: succeeded(server, pids[-1]) and client.is_ready(), timeout_s=30)
+                until(lambda: succeeded(server, pids[-1]) and client.is_ready())
         assert load.wrong == []
         assert load.accepted == sum(load.ends.values()) and set(load.ends) == {"completed", "engine_failed"}, load.ends
         assert load.ends["completed"] >= kills and load.ends["engine_failed"] > kills / 2, load.ends
@@ -158,20 +158,20 @@ def test_a_hundred_kills_under_load_leave_every_request_with_one_end() -> None:
 
 def test_a_stopped_engine_is_killed_and_its_successor_is_told_what_was_set() -> None:
     strategy = "history:4x1x5"
-    flags = (*FAST_START[:2], "--drafter", "history", "--kv-memory-mb", "64", "--hang-timeout-s", "3", *AT_ONCE)
+    flags = (*FAST_START[:2], "--drafter", "history", "--kv-memory-mb", "64", "--hang-timeout-s", "8", *AT_ONCE)
     with ServerProcess(*flags) as server, Client(server.url, timeout_s=60) as client:
         client.set_strategy("fixed", strategy)
         replies: list[Any] = []
         asking = threading.Thread(target=lambda: replies.append(client.generate([{"messages": QUESTION}], sampling=LONG)))
         asking.start()
-        with Client(server.url, timeout_s=10) as other:
+        with Client(server.url, timeout_s=60) as other:
             until(lambda: look(other).running == 1)
             pid, seen = kill_engine(server, signal.SIGSTOP), set()
-            end = time.monotonic() + 40
+            end = time.monotonic() + 120
             while not succeeded(server, pid) or not other.is_ready() or 503 not in seen:
                 seen.add(httpx.get(f"{server.url}/livez").status_code)
                 assert time.monotonic() < end, server.lines
-            asking.join(10)
+            asking.join(60)
             assert replies[0].results[0].error.code == "engine_failed" and "hang_timeout_s" in replies[0].results[0].error.message
             assert seen == {200, 503} and httpx.get(f"{server.url}/livez").status_code == 200
             other.generate([{"messages": QUESTION}], sampling={"max_tokens": 64, "ignore_eos": True})
@@ -181,19 +181,20 @@ def test_a_stopped_engine_is_killed_and_its_successor_is_told_what_was_set() -> 
 
 
 def test_an_idle_engine_is_not_taken_for_a_hung_one() -> None:
-    with ServerProcess(*FAST_START, "--hang-timeout-s", "2", "--max-restarts", "0") as server, Client(server.url) as client:
-        time.sleep(5)
+    with ServerProcess(*FAST_START, "--hang-timeout-s", "4", "--max-restarts", "0") as server, Client(server.url) as client:
+        time.sleep(10)
         assert client.is_ready() and server.process.poll() is None
 
 
 def test_an_engine_that_dies_again_and_again_ends_the_server() -> None:
-    with ServerProcess(*FAST_START, "--max-restarts", "1") as server, Client(server.url, timeout_s=30) as client:
+    with ServerProcess(*FAST_START, "--max-restarts", "1") as server, Client(server.url, timeout_s=60) as client:
         kill_engine(server)
         until(lambda: not client.is_ready())
         assert httpx.get(f"{server.url}/livez").status_code == 503 and httpx.get(f"{server.url}/startupz").status_code == 200
-        until(client.is_ready, timeout_s=30)
+        until(client.is_ready)
         kill_engine(server)
-        assert server.process.wait(20) == 1
+        assert server.process.wait(60) == 1
+        server._reader.join(60)
         said = [line for line in server.lines if line.startswith("tlt: ")]
         assert "max_restarts 1" in said[-1] and "SIGKILL" in said[-1]
 
@@ -201,12 +202,12 @@ def test_an_engine_that_dies_again_and_again_ends_the_server() -> None:
 def test_a_request_that_kills_the_engine_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     program = (sys.executable, str(Path(__file__).with_name("fatal.py")), "serve", "--port", "0")
     monkeypatch.setattr(demo_server, "COMMAND", program)
-    with ServerProcess(*FAST_START, *AT_ONCE) as server, Client(server.url, timeout_s=30) as client:
+    with ServerProcess(*FAST_START, *AT_ONCE) as server, Client(server.url, timeout_s=60) as client:
         batch = [{"id": "killer", "token_ids": [*FATAL, 14]}, {"id": "other", "prompt": "1+1="}]
         for attempt in range(2):
             results = client.generate(batch if attempt == 0 else batch[:1], sampling={"max_tokens": 400, "ignore_eos": True}).results
             assert {result.error.code for result in results if result.error} == {"engine_failed"}
-            until(client.is_ready, timeout_s=30)
+            until(client.is_ready)
         alive = children(server)
         refused, served = client.generate(batch, sampling={"max_tokens": 400, "ignore_eos": True}).results
         assert refused.error is not None and (refused.error.code, refused.error.retryable) == ("poisoned", False)
@@ -216,7 +217,7 @@ def test_a_request_that_kills_the_engine_is_refused_by_name(monkeypatch: pytest.
         assert children(server) == alive
 
 
-def outlive_a_gpus_error(monkeypatch: pytest.MonkeyPatch, *flags: str, ready_s: float = 30) -> list[str]:
+def outlive_a_gpus_error(monkeypatch: pytest.MonkeyPatch, *flags: str, ready_s: float = 60) -> list[str]:
     """What clients see of a server with these flags before, while and after a step ends with a GPU's error; the server's lines."""
     program = (sys.executable, str(Path(__file__).with_name("gpu_fault.py")), "serve", "--port", "0")
     monkeypatch.setattr(demo_server, "COMMAND", program)
@@ -228,13 +229,13 @@ def outlive_a_gpus_error(monkeypatch: pytest.MonkeyPatch, *flags: str, ready_s: 
             until(lambda: look(other).running == 3)
             [pid], began = children(server), time.monotonic()
             [faulty] = other.generate([{"token_ids": [*FAULTY, 14]}], sampling={"max_tokens": 4}).results
-            asking.join(10)
+            asking.join(60)
             [bystander] = replies[0].results
             for error in (faulty.error, bystander.error):
                 assert error is not None and (error.code, error.retryable) == ("engine_failed", True)
                 assert re.search("the GPU reported '.+'; the engine restarts", error.message) and "asynchronously" not in error.message
-            until(lambda: not Path(f"/proc/{pid}").exists(), timeout_s=5)
-            assert time.monotonic() - began < 8, "it did not wait for what cannot be freed"
+            until(lambda: not Path(f"/proc/{pid}").exists())
+            assert time.monotonic() - began < 50, "it did not wait for what cannot be freed"
             until(other.is_ready, timeout_s=ready_s)
             assert 'tlt_engine_restarts_total{reason="failed"} 1.0' in other.metrics().splitlines()
             assert len(other.generate(ASKED[:1], sampling={"max_tokens": 5, "ignore_eos": True}).results[0].choices[0].token_ids) == 5
@@ -267,7 +268,7 @@ def test_an_engine_that_had_a_gpus_error_leaves_by_itself(tmp_path: Path) -> Non
             while not isinstance(event := decode_event(events.recv()), Failed):
                 pass
             assert event == Failed("engine_failed", f"the GPU reported '{REPORTED}'; the engine restarts")
-            assert process.wait(5) == 1, "nothing of it was freed, which would have taken an hour"
+            assert process.wait(60) == 1, "nothing of it was freed, which would have taken an hour"
             said = process.stderr.read().decode()
             assert "freed" not in said and "AcceleratorError" in said
         finally:
@@ -295,8 +296,8 @@ def test_a_restarted_engine_serves_what_was_committed_or_nothing(state: str, tmp
         if state == "broken":
             shutil.rmtree(next((tmp_path / "state" / "weights").glob("push-*")))
         pid = kill_engine(server)
-        until(lambda: succeeded(server, pid), timeout_s=30)
-        until(lambda: httpx.get(f"{server.url}/livez").status_code == 200, timeout_s=30)
+        until(lambda: succeeded(server, pid))
+        until(lambda: httpx.get(f"{server.url}/livez").status_code == 200)
         if state != "kept":
             for refused in (httpx.get(f"{server.url}/readyz"), httpx.post(f"{server.url}/generate", json={"requests": ASKED[:1]})):
                 assert refused.status_code == 503 and refused.headers["retry-after"]
@@ -304,7 +305,7 @@ def test_a_restarted_engine_serves_what_was_committed_or_nothing(state: str, tmp
             named = httpx.post(f"{server.url}/update_weight_version", json={"new_version": "v1"})
             assert named.status_code == 409 and "'v1' of the target is lost" in named.text
             assert client.weights()["target"] == "initial" and not client.is_ready()
-            assert any("nothing is generated" in line for line in server.lines)
+            until(lambda: any("nothing is generated" in line for line in [*server.lines]))
             client.update_weights("v1", "v1")
         assert client.is_ready()
         again = client.generate(ASKED[:1], sampling={"max_tokens": 20}).results[0].choices[0]

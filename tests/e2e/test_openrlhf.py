@@ -71,7 +71,7 @@ class Executor:
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    with ServerProcess(*PAIR, "--weight-channels", "broadcast", "--weight-timeout-s", "20") as server:
+    with ServerProcess(*PAIR, "--weight-channels", "broadcast", "--weight-timeout-s", "60") as server:
         yield server
 
 
@@ -95,7 +95,7 @@ def test_the_order_of_openrlhf_with_rollouts_running(running: ServerProcess, tra
         actor, port, name = RolloutActor(running.url, executor=Executor()), free_port(), trainer.__name__
         _, broadcast = await meanwhile(actor.init_process_group(HOST, port, 1, 2, name, backend="gloo", use_ray=False),
                                        lambda: trainer(port, name))
-        long = [asyncio.ensure_future(actor.generate(PROMPT, params(max_tokens=600, seed=i))) for i in range(4)]
+        long = [asyncio.ensure_future(actor.generate(PROMPT, params(max_tokens=1500, seed=i))) for i in range(4)]
         await asyncio.sleep(0.3)
         for step in (1, 2):
             sent = weights(step + 10 * len(name))
@@ -116,7 +116,7 @@ def test_the_order_of_openrlhf_with_rollouts_running(running: ServerProcess, tra
             await asyncio.sleep(0.1)
         for output in await asyncio.gather(*long):
             one = output.outputs[0]
-            assert (len(one.token_ids), one.finish_reason, len(one.logprobs)) == (600, "length", 600)
+            assert (len(one.token_ids), one.finish_reason, len(one.logprobs)) == (1500, "length", 1500)
             assert [span.version.rpartition("-")[2] for span in one.weight_versions][-1] == "2" and len(one.weight_versions) > 1
         samples = await actor.generate_responses("Compute 3*4+5.", "17", params(), 512, None, num_samples=3)
         assert len(samples) == 3 and len({tuple(sample["observation_tokens"]) for sample in samples}) > 1, "each has a seed of its own"
@@ -124,7 +124,7 @@ def test_the_order_of_openrlhf_with_rollouts_running(running: ServerProcess, tra
         assert actor.get_num_unfinished_requests() == 0
 
     def live() -> dict[str, str]:
-        with Client(running.url, timeout_s=30) as client:
+        with Client(running.url, timeout_s=60) as client:
             return dict(client.weight_checksums())
 
     asyncio.run(trained())
@@ -141,7 +141,7 @@ def test_a_reply_is_what_the_server_says(running: ServerProcess) -> None:
         return [(await actor.generate(PROMPT, params(seed=3, **fields))).outputs[0] for fields in ({}, {"logprobs": None, "top_k": 1})]
 
     sampled, greedy = asyncio.run(both())
-    with Client(running.url, timeout_s=30) as client:
+    with Client(running.url, timeout_s=60) as client:
         said = client.generate([{"token_ids": PROMPT, "seed": 3}], sampling={"max_tokens": 40, "ignore_eos": True}).results[0].choices[0]
         best = client.generate([{"token_ids": PROMPT}], sampling={"max_tokens": 40, "ignore_eos": True, "temperature": 0.0})
     assert (sampled.token_ids, sampled.text) == (said.token_ids, said.text)

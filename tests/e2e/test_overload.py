@@ -34,9 +34,9 @@ def test_deadlines_are_kept_in_the_queue_and_in_decoding_and_pages_come_back() -
             items = [{"messages": QUESTION, "n": 4}]
             [result] = client.generate(items, sampling=LONG, timeout_s=1.0).results
             assert result.error is not None and result.error.code == "deadline_exceeded"
-            assert 1.0 <= time.monotonic() - started < 3.0  # the frontend answers by its own clock
+            assert 1.0 <= time.monotonic() - started < 8.0  # the frontend answers by its own clock
             until(lambda: look(client).open == look(client).running == 0 and gauge(client, "tlt_pages_free") == free)
             items = [{"id": str(i), "messages": QUESTION} for i in range(4)]
-            results = client.generate(items, sampling=LONG, timeout_s=6.0, queue_timeout_s=0.5).results
+            results = client.generate(items, sampling=LONG, timeout_s=6.0, queue_timeout_s=2.0).results
             assert sorted(r.error.code for r in results if r.error is not None) == ["deadline_exceeded"] * 2 + ["queue_timeout"] * 2
             until(lambda: look(client).open == look(client).running == 0 and gauge(client, "tlt_pages_free") == free)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, Route, expect
 
-from tests.e2e.browser import SOON_MS, Open, ask, ready
+from tests.e2e.browser import Open, ask, ready
 from tests.e2e.test_lifecycle import FAST_START, LONG, QUESTION, until
 from tlt_client import Client
 from tlt_server.demo.push import perturbed_copy
@@ -83,14 +83,14 @@ def test_figures_move_under_load_and_the_strip_shows_which_strategy_ran(open_pag
         for policy, strategy, accepts in (("off", "off", r"1\.00"), ("fixed", "eagle:7x1x8", r"[1-8]\.\d\d")):
             client.set_strategy(policy, strategy if policy == "fixed" else None)
             with load(server):
-                expect(page.locator("#now-running")).to_have_text("4", timeout=SOON_MS)
-                expect(page.locator("#now-tokens")).to_have_text(re.compile(r"^\d*[1-9][\d,.]*$"), timeout=SOON_MS)
-                expect(page.locator("#now-accept")).to_have_text(re.compile(accepts), timeout=SOON_MS)
-                expect(page.locator(f'.band[data-strategy="{strategy}"]').first).to_be_attached(timeout=SOON_MS)
+                expect(page.locator("#now-running")).to_have_text("4")
+                expect(page.locator("#now-tokens")).to_have_text(re.compile(r"^\d*[1-9][\d,.]*$"))
+                expect(page.locator("#now-accept")).to_have_text(re.compile(accepts))
+                expect(page.locator(f'.band[data-strategy="{strategy}"]').first).to_be_attached()
             until(lambda: look(client).open == 0)
     finally:
         client.set_strategy("beg")
-    expect(page.locator("#now-running")).to_have_text("0", timeout=SOON_MS)
+    expect(page.locator("#now-running")).to_have_text("0")
     assert page.locator("#strategies li").all_inner_texts()[0].startswith("off")
     swatches = [item.inner_html() for item in page.locator("#strategies svg").all()]
     assert "pattern" not in swatches[0] and len(set(swatches)) == len(swatches)
@@ -105,7 +105,7 @@ def test_a_prompt_streams_with_its_seed_and_comes_back_the_same(open_page: Open,
     seed = 2**64 - 3  # more digits than a number of the browser holds
     page = ready(open_page(server.url))
     ask(page, "Compute 3*4+5.", seed=str(seed))
-    expect(page.locator("#figures")).to_contain_text(f"seed {seed}", timeout=SOON_MS)
+    expect(page.locator("#figures")).to_contain_text(f"seed {seed}")
     (choice,) = client.generate([{"messages": [{"role": "user", "content": "Compute 3*4+5."}], "seed": seed}]).results[0].choices
     assert page.locator("#output").text_content() == choice.text
     expect(page.locator("#figures")).to_contain_text(f"{len(choice.token_ids)} tokens")
@@ -122,8 +122,8 @@ def test_a_prompt_streams_with_its_seed_and_comes_back_the_same(open_page: Open,
     page.get_by_label("speculate").uncheck()
     page.get_by_label("raw text").check()
     ask(page, "2+2=", **{"max-tokens": "3"})
-    expect(page.locator("#figures")).to_contain_text("3 tokens", timeout=SOON_MS)
-    expect(page.locator("#figures")).to_contain_text("finish reason length", timeout=SOON_MS)
+    expect(page.locator("#figures")).to_contain_text("3 tokens")
+    expect(page.locator("#figures")).to_contain_text("finish reason length")
     expect(page.locator("#pointed")).not_to_be_empty()
     assert page.locator("#output span").count() == 3  # without speculation a step gives one token
 
@@ -131,7 +131,7 @@ def test_a_prompt_streams_with_its_seed_and_comes_back_the_same(open_page: Open,
 def test_a_response_can_be_stopped_and_frees_its_place(open_page: Open, server: ServerProcess, client: Client) -> None:
     page = ready(open_page(server.url, before=lambda page: page.route("**/generate", without_end)))
     ask(page, "Use 3,7,11 to make 300.", **{"max-tokens": "3500"})
-    expect(page.locator("#output span").nth(5)).to_be_attached(timeout=SOON_MS)
+    expect(page.locator("#output span").nth(5)).to_be_attached()
     assert look(client).open == 1 and page.locator("#go").is_disabled()
     page.click("#stop")
     expect(page.locator("#figures")).to_contain_text("stopped by you")
@@ -142,10 +142,10 @@ def test_a_response_can_be_stopped_and_frees_its_place(open_page: Open, server: 
 def test_refusals_are_shown_in_the_servers_words(open_page: Open, server: ServerProcess) -> None:
     page = ready(open_page(server.url, quiet=False))
     ask(page, "1+1=", seed=str(2**64))
-    expect(page.locator("#said")).to_contain_text(f"seed is {2**64}", timeout=SOON_MS)
+    expect(page.locator("#said")).to_contain_text(f"seed is {2**64}")
     expect(page.locator("#said")).to_contain_text("(400 invalid_request)")
     ask(page, "1+1=", seed="", **{"max-tokens": "100000"})
-    expect(page.locator("#said")).to_contain_text("max_tokens is 100000", timeout=SOON_MS)
+    expect(page.locator("#said")).to_contain_text("max_tokens is 100000")
 
 
 def test_only_its_own_script_runs(open_page: Open, server: ServerProcess) -> None:
@@ -187,7 +187,7 @@ def test_counters_of_another_server_give_no_negative_rate(open_page: Open, serve
         route.fulfill(body=re.sub(r"^tlt_generated_tokens_total .*", f"tlt_generated_tokens_total {total}", text, flags=re.MULTILINE))
 
     page = open_page(server.url, before=lambda page: page.route("**/metrics", metrics))
-    until(lambda: page.evaluate("points.length >= 4 && points.some((p) => p.epoch === 1 && p.tokensPerS > 0)"), 20)
+    until(lambda: page.evaluate("points.length >= 4 && points.some((p) => p.epoch === 1 && p.tokensPerS > 0)"))
     first, *rates = page.evaluate("points.slice(0, 4).map((p) => p.tokensPerS)")
     assert first is None and rates[0] > 0 and rates[1] is None and rates[2] > 0
 
@@ -195,33 +195,32 @@ def test_counters_of_another_server_give_no_negative_rate(open_page: Open, serve
 def test_it_asks_less_often_while_nobody_looks(open_page: Open, server: ServerProcess) -> None:
     page = ready(open_page(server.url))
     page.evaluate("Object.defineProperty(document, 'hidden', { value: true, configurable: true })")
-    page.wait_for_timeout(1500)  # the next turn, which sees it
+    page.wait_for_timeout(4000)  # the next turn, which sees it
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
     page.wait_for_timeout(2500)
     assert asked == []
-    page.evaluate("delete document.hidden; document.dispatchEvent(new Event('visibilitychange'))")
-    page.wait_for_timeout(500)
-    assert f"{server.url}/metrics" in asked
+    with page.expect_request("**/metrics"):
+        page.evaluate("delete document.hidden; document.dispatchEvent(new Event('visibilitychange'))")
 
 
 def test_a_key_is_asked_for_kept_in_the_tab_and_sent(open_page: Open, guarded: ServerProcess) -> None:
     page = open_page(guarded.url, quiet=False)
-    expect(page.locator("#state")).to_have_text("ready", timeout=SOON_MS)
-    expect(page.locator("#key-said")).to_contain_text("asks for an API key", timeout=SOON_MS)
+    expect(page.locator("#state")).to_have_text("ready")
+    expect(page.locator("#key-said")).to_contain_text("asks for an API key")
     page.fill("#key-field", "wrong")
     page.get_by_role("button", name="Use this key").click()
-    expect(page.locator("#key-said")).to_contain_text("refused this key", timeout=SOON_MS)
+    expect(page.locator("#key-said")).to_contain_text("refused this key")
     expect(page.locator("#key-said")).to_contain_text("401")
     page.fill("#key-field", "eval-key")
     page.get_by_role("button", name="Use this key").click()
-    expect(page.locator("#key-said")).to_contain_text("the key eval has the scopes data, and this needs operate", timeout=SOON_MS)
+    expect(page.locator("#key-said")).to_contain_text("the key eval has the scopes data, and this needs operate")
     page.fill("#key-field", KEY)
     page.get_by_role("button", name="Use this key").click()
-    expect(page.locator("#key")).to_be_hidden(timeout=SOON_MS)
+    expect(page.locator("#key")).to_be_hidden()
     ready(page)
     ask(page, "1+1=", **{"max-tokens": "2"})
-    expect(page.locator("#figures")).to_contain_text("2 tokens", timeout=SOON_MS)
+    expect(page.locator("#figures")).to_contain_text("2 tokens")
     assert page.evaluate("[Object.values(sessionStorage), Object.values(localStorage), document.cookie]") == [[KEY], [], ""]
     page.reload()
     ready(page)
@@ -237,10 +236,10 @@ def test_markup_from_the_server_or_a_model_stays_text(open_page: Open, guarded: 
     body = f"event: token\ndata: {json.dumps(hostile)}\n\nevent: error\ndata: " + json.dumps(
         {"id": "0", "error": {"code": HOSTILE, "message": HOSTILE, "retryable": False}}) + '\n\nevent: done\ndata: {}\n\n'
     page = ready(open_page(guarded.url, before=with_key))
-    expect(page.locator("#model")).to_have_text(HOSTILE, timeout=SOON_MS)
+    expect(page.locator("#model")).to_have_text(HOSTILE)
     page.route("**/generate", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
     ask(page, HOSTILE)
-    expect(page.locator("#output")).to_have_text(HOSTILE, timeout=SOON_MS)
+    expect(page.locator("#output")).to_have_text(HOSTILE)
     expect(page.locator("#said")).to_have_text(f"{HOSTILE} ({HOSTILE})")
     assert page.locator("img").count() == 0 and page.evaluate("window.inert") is None
 
@@ -250,14 +249,14 @@ def test_new_weights_are_marked_in_the_charts_and_in_a_response(open_page: Open,
     expect(page.locator(".version-marker")).to_have_count(0)
     page.route("**/generate", without_end)
     page.get_by_role("radio", name="weight version").check()
-    ask(page, "Use 3,7,11 to make 300.", **{"max-tokens": "600"})
-    expect(page.locator("#output span").nth(5)).to_be_attached(timeout=SOON_MS)
+    ask(page, "Use 3,7,11 to make 300.", **{"max-tokens": "999"})
+    expect(page.locator("#output span").nth(5)).to_be_attached()
     with Client(guarded.url, api_key=KEY, timeout_s=60) as trainer:
         trainer.update_weights("next", HOSTILE)
-    expect(page.locator(".version-marker")).to_have_count(4, timeout=SOON_MS)  # one in each chart
+    expect(page.locator(".version-marker")).to_have_count(4)  # one in each chart
     expect(page.locator(".version-marker").first).to_contain_text(HOSTILE[:20])
     expect(page.locator("#fact-weights")).to_contain_text(f"{HOSTILE}, live for")
-    expect(page.locator("#figures")).to_contain_text("600 tokens", timeout=SOON_MS)
+    expect(page.locator("#figures")).to_contain_text("999 tokens")
     expect(page.locator("#scale-version li")).to_have_text(["initial", HOSTILE])
     classes = page.evaluate("answer.blocks.map(({ node }) => node.className.includes('v1'))")
     assert classes == sorted(classes) and len(set(classes)) == 2  # the old version's tokens, then the new one's
@@ -274,7 +273,7 @@ def test_the_state_is_what_the_probes_say(open_page: Open, server: ServerProcess
                 status=503, json={"error": {"code": "unavailable", "message": reason, "retryable": True}}))
 
     page = open_page(server.url, quiet=False, before=probes)
-    expect(page.locator("#state")).to_have_text(state, timeout=SOON_MS)
+    expect(page.locator("#state")).to_have_text(state)
     expect(page.locator("#banner")).to_have_text(reason)
     page.unroute_all()
     ready(page)
@@ -289,13 +288,13 @@ def test_it_sees_a_server_drain_go_and_come_back(open_page: Open) -> None:
     with ServerProcess(*flags) as first:
         page = ready(open_page(first.url, quiet=False, before=lambda page: page.route("**/generate", without_end)))
         ask(page, "Use 3,7,11 to make 300.", **{"max-tokens": "3500"})
-        expect(page.locator("#output span").nth(5)).to_be_attached(timeout=SOON_MS)
+        expect(page.locator("#output span").nth(5)).to_be_attached()
         first.process.send_signal(signal.SIGTERM)
-        expect(page.locator("#state")).to_have_text("draining", timeout=SOON_MS)
+        expect(page.locator("#state")).to_have_text("draining")
         expect(page.locator("#banner")).to_contain_text("send the request to another replica")
         page.click("#stop")
-        assert first.process.wait(20) == 0
-    expect(page.locator("#state")).to_have_text("unreachable", timeout=SOON_MS)
+        assert first.process.wait(60) == 0
+    expect(page.locator("#state")).to_have_text("unreachable")
     expect(page.locator("#banner")).to_contain_text("start it again with tlt serve")
     assert set(page.locator("[id^=now-]").all_inner_texts()) == {"–"}  # no figure of a server that is gone
     with ServerProcess(*flags):

@@ -7,7 +7,7 @@ import re
 import pytest
 from playwright.sync_api import expect
 
-from tests.e2e.browser import SOON_MS, Open, ask, ready
+from tests.e2e.browser import Open, ask, ready
 from tlt_server.demo.server import ServerProcess
 
 # Every visible text with its contrast (WCAG 2) to what lies below it; any CSS colour becomes bytes by being painted.
@@ -36,7 +36,7 @@ def test_the_theme_is_the_systems_until_it_is_chosen_and_contrast_is_enough(open
     other = "dark" if theme == "light" else "light"
     page = ready(open_page(server.url, color_scheme=theme))
     ask(page, "Use 3,7,11 to make 300.", seed="3")
-    expect(page.locator("#figures")).to_contain_text("seed 3", timeout=SOON_MS)
+    expect(page.locator("#figures")).to_contain_text("seed 3")
     ground = "getComputedStyle(document.documentElement).backgroundColor"
     grounds = {}
     for by in ("logprob", "version"):
@@ -59,7 +59,7 @@ def test_the_theme_is_the_systems_until_it_is_chosen_and_contrast_is_enough(open
 def test_nothing_is_wider_than_the_window(open_page: Open, server: ServerProcess, width: int) -> None:
     page = ready(open_page(server.url, width=width))
     ask(page, "9" * 200, **{"max-tokens": "60"})
-    expect(page.locator("#figures")).to_contain_text("seed", timeout=SOON_MS)
+    expect(page.locator("#figures")).to_contain_text("seed")
     assert page.evaluate("document.documentElement.scrollWidth") == width
     cut = "(e) => e.clientWidth && e.scrollWidth > e.clientWidth + 1"
     assert page.evaluate(f"[...document.querySelectorAll('dd, button, li')].filter({cut}).map((e) => e.id)") == []

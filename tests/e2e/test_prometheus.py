@@ -6,7 +6,7 @@ import math
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from tlt_server.demo.workload import PAIR, TARGET
 
 KEY = "key-of-the-test"
 SCRAPES = 4  # after which rates have values
-PATIENCE_S = 60
+PATIENCE_S = 180
 
 
 def command(place: Path) -> list[str]:
@@ -58,6 +58,7 @@ class Prometheus:
         self._file = place / "prometheus.yml"
         self._file.write_text(yaml.safe_dump(config))
         self.url = f"http://127.0.0.1:{free_port()}"
+        self.load_again: Callable[[], None] = lambda: None
         self._log = (place / "prometheus.log").open("w")
         self._command = ["prometheus", f"--config.file={self._file}", f"--storage.tsdb.path={place / 'tsdb'}",
                          f"--web.listen-address={self.url.removeprefix('http://')}"]
@@ -70,12 +71,12 @@ class Prometheus:
 
     def __exit__(self, *ignored: object) -> None:
         self._process.terminate()
-        self._process.wait(20)
+        self._process.wait(60)
         self._log.close()
 
     def query(self, expression: str) -> list[dict[str, Any]]:
         try:
-            reply = httpx.get(f"{self.url}/api/v1/query", params={"query": expression}, timeout=10)
+            reply = httpx.get(f"{self.url}/api/v1/query", params={"query": expression}, timeout=60)
         except httpx.TransportError:
             return []  # not up yet
         if reply.status_code == 503:
@@ -114,21 +115,23 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
     with ServerProcess(*command(place)) as server:
         for path, key, status in (("/livez", "", 200), ("/metrics", "", 401), ("/metrics", KEY, 200)):
             headers = {"authorization": f"Bearer {key}"} if key else {}
-            assert httpx.get(server.url + path, headers=headers, timeout=10).status_code == status
+            assert httpx.get(server.url + path, headers=headers, timeout=60).status_code == status
         with Prometheus(server.url.removeprefix("http://"), place) as prometheus, Client(server.url, api_key=KEY, timeout_s=60) as client:
             give_up = time.monotonic() + PATIENCE_S
             while not prometheus.shows(f"count_over_time(up[1m]) >= {SCRAPES} and up == 1"):
                 assert time.monotonic() < give_up, (place / "prometheus.log").read_text()
                 load(client, place / "weights")
+            prometheus.load_again = lambda: load(client, place / "weights")
             yield prometheus
 
 
 @pytest.mark.parametrize("place", board_expressions())
 def test_a_panel_shows_data(place: str, watched: Prometheus) -> None:
     expression = plain(board_expressions()[place], interval="1m")
-    give_up = time.monotonic() + 10
+    give_up = time.monotonic() + PATIENCE_S
     while not watched.shows(expression if not place.startswith("annotation") else expression.replace("> 0", ">= 0")):
         assert time.monotonic() < give_up, f"no data: {expression}"
+        watched.load_again()  # rates look back a minute
         time.sleep(0.5)
 
 
@@ -138,7 +141,7 @@ def test_the_list_of_servers_fills_the_boards_variable(watched: Prometheus) -> N
 
 
 def test_alerts_are_loaded_and_a_healthy_server_rings_none_that_is_critical(watched: Prometheus) -> None:
-    (group,) = httpx.get(f"{watched.url}/api/v1/rules", timeout=10).json()["data"]["groups"]
+    (group,) = httpx.get(f"{watched.url}/api/v1/rules", timeout=60).json()["data"]["groups"]
     assert [rule["name"] for rule in group["rules"]] == [rule["alert"] for rule in RULES]
     assert all(rule["health"] in ("ok", "unknown") for rule in group["rules"]), group["rules"]
     assert not watched.query('ALERTS{severity="critical"}')

@@ -20,7 +20,7 @@ from tlt_server.demo.server import ServerProcess
 README = Path(__file__).parents[2] / "README.md"
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README.read_text(), re.MULTILINE | re.DOTALL)
 ADDRESS = "http://127.0.0.1:8000"
-TIMEOUT_S = 60
+TIMEOUT_S = 200
 TLT = """#!/bin/sh
 case "$1" in serve) echo $$ > "$README_PID"; set -- "$@" --port 0;; esac
 exec {python} -m tlt_server "$@"

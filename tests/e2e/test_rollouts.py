@@ -45,7 +45,7 @@ def said(result: ItemResult) -> list[Any]:
 
 
 def await_tokens(rollout: Rollout, least: int) -> None:
-    until(lambda: rollout.fetch().progress.tokens > least, timeout_s=30)
+    until(lambda: rollout.fetch().progress.tokens > least)
     assert rollout.fetch().status == "running"
 
 
@@ -57,7 +57,7 @@ def check_same(reply: Reply, expected: Reply) -> None:
 
 
 def test_an_engine_killed_again_and_again_goes_on_where_it_was(undisturbed: Reply) -> None:
-    with ServerProcess(*PAIR, "--kv-memory-mb", "64", "--max-restarts", "100") as server, Client(server.url, timeout_s=60) as client:
+    with ServerProcess(*PAIR, "--kv-memory-mb", "64", "--max-restarts", "100") as server, Client(server.url, timeout_s=600) as client:
         detached = [client.generate(ITEMS, sampling=LONG, detach=True) for _ in range(2)]
         keyed: list[Reply] = []
         waiting = threading.Thread(target=lambda: keyed.append(client.generate(ITEMS, sampling=LONG, idempotency_key="k")))
@@ -67,10 +67,10 @@ def test_an_engine_killed_again_and_again_goes_on_where_it_was(undisturbed: Repl
             pid = engine_pid(server)
             os.kill(pid, signal.SIGKILL)
             until(lambda: not client.is_ready())
-            until(client.is_ready, timeout_s=60)
+            until(client.is_ready)
         for rollout in detached:
-            check_same(rollout.result(120), undisturbed)
-        waiting.join(60)
+            check_same(rollout.result(400), undisturbed)
+        waiting.join(400)
         check_same(keyed[0], undisturbed)
         assert gauge(client, "tlt_resumed_sequences_total") >= 5 and gauge(client, "tlt_open_sequences") == 0
 
@@ -79,41 +79,42 @@ def test_the_whole_server_killed_and_started_again_goes_on_where_it_was(undistur
     flags = (*FAST_START, "--state-dir", str(tmp_path))
     ids: list[str] = []
     for least in (300, 800, 1300):
-        with ServerProcess(*flags) as server, Client(server.url, timeout_s=30) as client:
+        with ServerProcess(*flags) as server, Client(server.url, timeout_s=60) as client:
             ids = ids or [client.generate(ITEMS, sampling=LONG, detach=True).id for _ in range(2)]
             await_tokens(client.rollout(ids[0]), least)
             server.process.kill()
-    with ServerProcess(*flags) as server, Client(server.url, timeout_s=30) as client:
+    with ServerProcess(*flags) as server, Client(server.url, timeout_s=60) as client:
         assert [summary.id for summary in client.rollouts()] == ids
         for id in ids:
-            check_same(client.rollout(id).result(60), undisturbed)
+            check_same(client.rollout(id).result(400), undisturbed)
 
 
 def test_a_retry_with_its_key_survives_the_server(undisturbed: Reply, tmp_path: Path) -> None:
     """The connection breaks, the trainer knows nothing, repeats itself, and nothing ran twice."""
     flags = (*FAST_START, "--state-dir", str(tmp_path))
-    with ServerProcess(*flags) as server, Client(server.url, timeout_s=30) as client:
+    with ServerProcess(*flags) as server, Client(server.url, timeout_s=60) as client:
         first = client.generate(ITEMS, sampling=LONG, idempotency_key="step-1", detach=True)
         await_tokens(first, 300)
         server.process.kill()
     with ServerProcess(*flags) as server, Client(server.url, timeout_s=60) as client:
         again = client.generate(ITEMS, sampling=LONG, idempotency_key="step-1", detach=True)
         assert again.id == first.id
-        check_same(again.result(60), undisturbed)
+        check_same(again.result(400), undisturbed)
         assert len(client.rollouts()) == 1
 
 
 def test_sigterm_does_not_wait_for_what_the_next_server_can_finish(undisturbed: Reply, tmp_path: Path) -> None:
     flags = (*FAST_START, "--state-dir", str(tmp_path))
-    with ServerProcess(*flags) as server, Client(server.url, timeout_s=30) as client:
+    with ServerProcess(*flags) as server, Client(server.url, timeout_s=60) as client:
         rollout = client.generate([*ITEMS, {"id": "endless", "prompt": "1", "sampling": {"max_tokens": 2000, "ignore_eos": True}}],
                                   sampling=LONG, detach=True)
         await_tokens(rollout, 300)
         server.process.send_signal(signal.SIGTERM)
         started = time.monotonic()
-        assert server.process.wait(20) == 0 and time.monotonic() - started < 10
-    with ServerProcess(*flags) as server, Client(server.url, timeout_s=30) as client:
-        reply = client.rollout(rollout.id).result(120)
+        assert server.process.wait(60) == 0 and time.monotonic() - started < 30  # of 60 s to drain
+    with ServerProcess(*flags) as server, Client(server.url, timeout_s=60) as client:
+        reply = client.rollout(rollout.id).result(400)
         assert len(reply.results[-1].choices[0].token_ids) == 2000
         for mine, theirs in zip(reply.results, undisturbed.results, strict=False):
             assert said(mine) == said(theirs), mine.id
+        assert gauge(client, "tlt_resumed_sequences_total") >= 1

@@ -194,7 +194,7 @@ with Client(url, timeout_s=60) as client:
 
 def test_processes_that_train_together_push_once_and_sample_from_the_same_weights(server: ServerProcess, tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python",
-                           sys.executable, "-c", RANK, server.url, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=120,
+                           sys.executable, "-c", RANK, server.url, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=300,
                           env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     ranks = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
@@ -203,7 +203,7 @@ def test_processes_that_train_together_push_once_and_sample_from_the_same_weight
 
 def test_the_example_trains(server: ServerProcess, client: Client) -> None:
     done = subprocess.run([sys.executable, "-m", "examples.trl.train", "--url", server.url, "--steps", "1", "--prompts", "1",
-                           "--completions", "2", "--max-tokens", "16"], cwd=ROOT, capture_output=True, text=True, timeout=120,
+                           "--completions", "2", "--max-tokens", "16"], cwd=ROOT, capture_output=True, text=True, timeout=300,
                           env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
     assert done.returncode == 0, done.stderr
     first, last = done.stdout.splitlines()

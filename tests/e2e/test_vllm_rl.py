@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,7 +34,7 @@ def completion(url: str, i: int) -> Rollout | None:
     """As TRL and prime-rl ask: token ids in and out; None while new requests are refused."""
     body = {"request_id": f"r{i}", "token_ids": PROMPT, "cache_salt": "x",
             "sampling_params": {"max_tokens": 300, "seed": i, "logprobs": 0, "ignore_eos": True, "temperature": 1.0}}
-    response = httpx.post(f"{url}/inference/v1/generate", json=body, timeout=60)
+    response = httpx.post(f"{url}/inference/v1/generate", json=body, timeout=120)
     if response.status_code == 503:
         return None
     assert response.status_code == 200, response.text
@@ -45,7 +44,7 @@ def completion(url: str, i: int) -> Rollout | None:
 
 
 def sums(url: str) -> dict[str, str]:
-    with Client(url, timeout_s=30) as client:
+    with Client(url, timeout_s=60) as client:
         return dict(client.weight_checksums())
 
 
@@ -58,7 +57,7 @@ def test_the_order_of_an_asynchronous_trainer(pushable: tuple[ServerProcess, Pat
     assert calls.get("/get_world_size") == {"world_size": 1}
     seen = [sums(server.url)]
     with rolling(lambda i: completion(server.url, i)) as rollouts:
-        time.sleep(0.5)
+        calls.await_tokens()
         for step in (1, 2):
             calls.post("/pause?mode=keep")
             calls.post("/start_weight_update", {"is_checkpoint_format": True})
@@ -69,7 +68,7 @@ def test_the_order_of_an_asynchronous_trainer(pushable: tuple[ServerProcess, Pat
             assert finished["state"] == "committed" and finished["version"] == str(step)
             calls.post("/resume")
             seen.append(sums(server.url))
-            time.sleep(0.5)
+            calls.await_tokens()
     assert len({tuple(sorted(one.items())) for one in seen}) == 3, "every push changes the weights"
     check(rollouts, ["initial", "1", "2"])
     assert not any(rollout.aborted for rollout in rollouts) and any(len(rollout.spans) > 1 for rollout in rollouts)
@@ -82,7 +81,7 @@ def test_the_order_of_prime_rl(pushable: tuple[ServerProcess, Path]) -> None:
     live = calls.get("/weight_info")["weight_version"]
     versions = [live]
     with rolling(lambda i: completion(server.url, 10_000 + i)) as rollouts:
-        time.sleep(0.4)
+        calls.await_tokens()
         for step in (3, 4):
             calls.post("/pause")
             assert httpx.get(f"{server.url}/health").status_code == 200
@@ -91,7 +90,7 @@ def test_the_order_of_prime_rl(pushable: tuple[ServerProcess, Path]) -> None:
             versions.append(pushed["weight_version"])
             assert calls.post("/update_weights", {"weight_dir": str(root / f"step_{step}")})["state"] == "unchanged", "a retried push"
             calls.post("/resume")
-            time.sleep(0.4)
+            calls.await_tokens()
         refused = httpx.post(f"{server.url}/update_weights", json={"weight_dir": str(root / "step_6")}, timeout=30)
         assert refused.status_code == 422 and "STABLE" in refused.text
     check(rollouts, versions)
@@ -104,7 +103,7 @@ def test_a_trainer_on_the_same_device_takes_the_memory_between_steps(pushable: t
     calls = Calls(server.url)
     live = calls.get("/weight_info")["weight_version"]
     with rolling(lambda i: completion(server.url, 20_000 + i)) as rollouts:
-        time.sleep(0.4)
+        calls.await_tokens()
         before = sums(server.url)
         calls.post("/sleep?level=2&mode=keep")
         assert calls.get("/is_sleeping")["is_sleeping"] and completion(server.url, 99_999) is None
@@ -115,7 +114,7 @@ def test_a_trainer_on_the_same_device_takes_the_memory_between_steps(pushable: t
         assert calls.post("/update_weights", {"weight_dir": "step_5", "weight_version": "five"})["state"] == "committed"
         calls.post("/wake_up?tags=kv_cache")
         assert not calls.get("/is_sleeping")["is_sleeping"]
-        time.sleep(0.4)
+        calls.await_tokens()
     check(rollouts, [live, "five"])
     said = calls.post("/generate", {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 64, "ignore_eos": True}})
     assert said["meta_info"]["spec_verify_ct"] > 0 and said["meta_info"]["spec_accept_token_num"] > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ class Calls:
     """A client that expects every call to succeed."""
 
     def __init__(self, url: str) -> None:
-        self._http = httpx.Client(base_url=url, timeout=60)
+        self._http = httpx.Client(base_url=url, timeout=120)
 
     def post(self, path: str, body: object = None) -> Any:
         response = self._http.post(path, json=body) if body is not None else self._http.post(path)
@@ -36,6 +37,17 @@ class Calls:
         response = self._http.get(path)
         assert response.status_code == 200, (path, response.text)
         return response.json()
+
+    def await_tokens(self, more: int = 60) -> None:
+        """Until rollouts that run have so many more."""
+        least, give_up = self._tokens() + more, time.monotonic() + 60
+        while self._tokens() < least:
+            assert time.monotonic() < give_up, "nothing is generated"
+            time.sleep(0.02)
+
+    def _tokens(self) -> float:
+        lines = self._http.get("/metrics").text.splitlines()
+        return float(next(line for line in lines if line.startswith("tlt_generated_tokens_total ")).split()[1])
 
 
 @contextmanager
@@ -61,7 +73,7 @@ def rolling(ask: Callable[[int], Rollout | None], workers: int = 3) -> Iterator[
         finally:
             stop.set()
         for worker in running:
-            worker.result(60)
+            worker.result(120)
 
 
 def check(rollouts: list[Rollout], versions: list[str]) -> None:

@@ -65,9 +65,9 @@ class Pushable:
             self.step()
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
-        give_up = time.monotonic() + 20
+        give_up = time.monotonic() + 60
         while not condition():
-            assert time.monotonic() < give_up, f"no {what} within 20 s"
+            assert time.monotonic() < give_up, f"no {what} within 60 s"
             self.step()
             if self.engine.last_cycle is None:
                 time.sleep(0.0005)  # as the engine's process waits; a thread needs the interpreter, too

@@ -24,8 +24,8 @@ from tlt_client.channels.memory import share
 from tlt_client.channels.tensors import entry
 from tlt_server.engine.settings import EngineSettings
 
-TIMEOUT_S = 30.0  # of every wait for a trainer
-MOMENT_S = 5.0  # far less than that, on a machine that does other things, too
+TIMEOUT_S = 90.0  # of every wait for a trainer
+MOMENT_S = 20.0  # far less than that, on a machine that does other things, too
 Trainer = Callable[[Pushable, dict[str, torch.Tensor]], Iterator[dict[str, Any]]]
 
 
@@ -97,7 +97,7 @@ def test_an_abort_ends_the_wait_for_a_silent_trainer(trainer: Trainer, engine: P
     assert pushed not in engine.reports
     started = time.monotonic()
     assert engine.abort("silent").result == "aborted"
-    assert time.monotonic() - started < 1.0, "the loop does not wait for the trainer"
+    assert time.monotonic() - started < MOMENT_S, "the loop does not wait for the trainer"
     report = engine.report(pushed)
     assert (report.result, report.state.open) == ("conflict", {}) and "aborted" in report.error[1]  # type: ignore[index]
     assert time.monotonic() - started < MOMENT_S < TIMEOUT_S / 2
@@ -108,7 +108,7 @@ def test_an_abort_ends_the_wait_for_a_silent_trainer(trainer: Trainer, engine: P
 
 def test_an_aborted_push_that_goes_on_coming_leaves_its_group_in_order(
         engine: Pushable, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(broadcast, "STOP_S", 20.0)  # it comes, however busy the machine is
+    monkeypatch.setattr(broadcast, "STOP_S", 60.0)  # it comes, however busy the machine is
     tensors = load_file(root / "new" / "model.safetensors")
     group, fields = joined(engine), {"channel": "broadcast", "group": "g", "packed": False, "tensors": entries(tensors)}
 

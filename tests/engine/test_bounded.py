@@ -45,7 +45,7 @@ def lives(engine: Pushable) -> bool:
 
 def test_so_many_joins_at_once_and_no_more(settings: EngineSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     go_on, engine = threading.Event(), Pushable(settings)
-    monkeypatch.setattr(Groups, "join", lambda self, member: go_on.wait(20))
+    monkeypatch.setattr(Groups, "join", lambda self, member: go_on.wait(60))
     for i in range(MAX_JOINS + 2):
         engine.engine.send(join(f"j{i}"))
     for i in (MAX_JOINS, MAX_JOINS + 1):
@@ -61,7 +61,7 @@ def test_so_many_joins_at_once_and_no_more(settings: EngineSettings, monkeypatch
 def test_so_many_readers_at_once_and_no_more_also_behind_a_commit(settings: EngineSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     go_on, sound, engine = threading.Event(), checksums.mix64, Pushable(settings)
     assert engine.push("new", "v", commit=False).result == "staged"
-    monkeypatch.setattr(checksums, "mix64", lambda tensor: (go_on.wait(20), sound(tensor))[1])
+    monkeypatch.setattr(checksums, "mix64", lambda tensor: (go_on.wait(60), sound(tensor))[1])
     engine.engine.send(LookAtWeights("l0", checksums=True))
     engine.step()
     engine.engine.send(CommitWeights("c", "v"))
@@ -106,7 +106,7 @@ def test_a_crew_counts_who_waits_and_forgets_who_has_ended() -> None:
     with pytest.raises(Unavailable, match="2 are at work already to do it, the limit is 2"):
         crew.check_room(2)
     for _ in range(2):
-        crew.start(lambda: (go_on.wait(20), None)[1])
+        crew.start(lambda: (go_on.wait(60), None)[1])
     with pytest.raises(Unavailable):
         crew.check_room()
     go_on.set()

@@ -39,7 +39,7 @@ from tlt_server.records import GenerateRequest, JoinGroup, LeaveGroup, Manifest,
 
 FAULTS = ("kill", "truncate", "flip", "duplicate", "reorder", "time out")
 CHUNKS = 19  # of every channel; the checkpoint is cut so that there are at least as many
-SHORT_S, LONG_S = 0.3, 10.0  # that the two ends of a group wait for each other
+SHORT_S, LONG_S = 0.3, 30.0  # that the two ends of a group wait for each other
 Tensors = dict[str, torch.Tensor]
 
 

@@ -21,7 +21,7 @@ from tlt_server.weights.storage import Free, Storage
 from tlt_server.weights.transaction import Transaction
 from tlt_server.weights.work import Options
 
-WAIT_S = 5.0
+WAIT_S = 20.0
 HALVES = NAMES[:2], NAMES[2:]
 
 

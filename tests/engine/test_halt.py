@@ -541,7 +541,7 @@ class Slow:
         self._go_on, self._tensor, self.shape = go_on, tensor, tensor.shape
 
     def float(self) -> torch.Tensor:
-        assert self._go_on.wait(20)
+        assert self._go_on.wait(60)
         return self._tensor.float()
 
 

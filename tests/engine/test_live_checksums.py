@@ -30,7 +30,7 @@ class Reader:
             self._tensors += 1
             if self._tensors == 4:
                 self.halfway.set()
-                assert self.go_on.wait(20)
+                assert self.go_on.wait(60)
         return self._sound(tensor)
 
 
@@ -50,7 +50,7 @@ def look_halfway(engine: Pushable, monkeypatch: pytest.MonkeyPatch) -> Reader:
     reader = Reader(monkeypatch)
     engine.engine.send(LookAtWeights("look", checksums=True))
     engine.step()
-    assert reader.halfway.wait(20)
+    assert reader.halfway.wait(60)
     return reader
 
 

@@ -7,7 +7,7 @@ from itertools import islice
 
 import pytest
 
-from tests.engine.tiny import write_target
+from tests.engine.tiny import Shape, write_target
 from tlt_server.engine.child import EngineChild
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.records import ClearCache, Command, ControlReport, GenerateRequest, Heartbeat, Outputs, Pause, Sampling, Submit
@@ -15,7 +15,8 @@ from tlt_server.records import ClearCache, Command, ControlReport, GenerateReque
 
 @pytest.fixture(scope="module")
 def child(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineChild]:
-    target = write_target(tmp_path_factory.mktemp("process") / "target")
+    slow = Shape(layers=24)  # a request of many tokens runs for seconds: it is still there when it is paused
+    target = write_target(tmp_path_factory.mktemp("process") / "target", shape=slow)
     with EngineChild(EngineSettings(model=str(target), policy="off", kv_memory_mb=16)) as child:
         yield child
 
@@ -34,7 +35,7 @@ def gauges_at_answer(child: EngineChild, command: Command) -> dict[str, float]:
 
 
 def test_what_a_command_changes_is_told_before_its_answer_and_once(child: EngineChild) -> None:
-    first = next(event for event in islice(child.events(), 2) if isinstance(event, Outputs))
+    first = next(event for event in islice(child.events(), 60) if isinstance(event, Outputs))
     assert first.gauges["running"] == 0 and first.gauges["pages_free"] == child.info.pages, "told without a step, too"
     prompt, sampling = list(range(40)), Sampling(max_tokens=900, ignore_eos=True)
     child.send(Submit([GenerateRequest(id="r", token_ids=prompt, sampling=sampling, seed=1)]))

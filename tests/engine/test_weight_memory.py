@@ -78,7 +78,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("channel", ["disk", "http"])
 @pytest.mark.parametrize("keeps", ["spooled", "not spooled"])
 def test_files_are_staged_bucket_by_bucket(channel: str, keeps: str, root: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", CHILD, channel, root, keeps, str(TENSORS), str(TENSOR_MIB)], timeout=120, text=True,
+    done = subprocess.run([sys.executable, "-c", CHILD, channel, root, keeps, str(TENSORS), str(TENSOR_MIB)], timeout=400, text=True,
                           capture_output=True, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < BUCKETS_MIB, f"{done.stdout.strip()} MiB beside a model of {TENSORS * TENSOR_MIB} MiB"

@@ -45,7 +45,7 @@ class Pins:
     def count(self, expected: int) -> bool:
         """Whether so many are held, once what was dropped has been let go in its thread."""
         gc.collect()
-        give_up = time.monotonic() + 20
+        give_up = time.monotonic() + 60
         while len(self.held) != expected and time.monotonic() < give_up:
             time.sleep(0.001)
         return len(self.held) == expected

@@ -132,9 +132,10 @@ def test_abort_returns_partial_results_and_what_has_not_begun_runs_on_the_new_ve
     engine = Pushable(msgspec.structs.replace(settings, max_running=2))
     asked = [request(i, 60) for i in range(3)]
     old = fresh(settings, root / "base", *asked)
+    assert engine.push(root / "new", "v1", in_flight="abort", commit=False).result == "staged"  # before anything could end
     engine.submit(*asked)
     engine.step(5)
-    assert engine.push(root / "new", "v1", in_flight="abort").result == "committed"
+    assert engine.commit("v1").result == "committed"
     engine.finish()
     for r in asked[:2]:
         tokens = engine.tokens(r.id)
@@ -145,7 +146,7 @@ def test_abort_returns_partial_results_and_what_has_not_begun_runs_on_the_new_ve
 
 
 def test_drain_lets_what_runs_end_and_new_requests_wait(engine: Pushable, settings: EngineSettings, root: Path) -> None:
-    first, second = request(0, 200), request(1, 10)
+    first, second = request(0, 500), request(1, 10)
     engine.submit(first)
     engine.step(3)
     id = engine.send_push(root / "new", "v1", in_flight="drain")
@@ -156,13 +157,13 @@ def test_drain_lets_what_runs_end_and_new_requests_wait(engine: Pushable, settin
     assert "r1" not in engine.said and id not in engine.reports
     engine.finish()
     assert engine.report(id).result == "committed"
-    assert engine.spans("r0") == [("initial", 0, 200)] and engine.spans("r1") == [("v1", 0, 10)]
+    assert engine.spans("r0") == [("initial", 0, 500)] and engine.spans("r1") == [("v1", 0, 10)]
     assert (engine.tokens("r0"), engine.logprobs("r0")) == fresh(settings, root / "base", first)["r0"]
     assert (engine.tokens("r1"), engine.logprobs("r1")) == fresh(settings, root / "new", second)["r1"]
 
 
 def test_a_push_that_waits_for_the_drain_can_be_aborted(engine: Pushable, root: Path) -> None:
-    engine.submit(request(0, 200))
+    engine.submit(request(0, 500))
     engine.step(3)
     id = engine.send_push(root / "new", "v1", in_flight="drain")
     engine.until(lambda: engine.engine.scheduler.holding, "hold")
@@ -171,7 +172,7 @@ def test_a_push_that_waits_for_the_drain_can_be_aborted(engine: Pushable, root: 
     engine.step(2)
     assert not engine.engine.scheduler.holding and "r1" in engine.said, "what waited for the push goes on"
     engine.finish()
-    assert engine.spans("r0") == [("initial", 0, 200)] and engine.spans("r1") == [("initial", 0, 10)]
+    assert engine.spans("r0") == [("initial", 0, 500)] and engine.spans("r1") == [("initial", 0, 10)]
 
 
 def test_a_rollback_may_drain_first(engine: Pushable, settings: EngineSettings, root: Path) -> None:
@@ -462,7 +463,7 @@ def test_a_commit_may_be_asked_for_again_whatever_came_since_as_long_as_it_is_li
 def test_memory_that_is_being_freed_is_waited_for(engine: Pushable, root: Path) -> None:
     """By a push and by a sleep; an abort ends the wait of a push."""
     freeing, go_on = engine.engine.pushes.transaction._freeing, threading.Event()
-    freeing.give(lambda: (go_on.wait(20), None)[1])
+    freeing.give(lambda: (go_on.wait(60), None)[1])
     id = engine.send_push(root / "new", "v1")
     engine.step(20)
     assert engine.engine.pushes.state().open["state"] == "staging" and id not in engine.reports
@@ -473,7 +474,7 @@ def test_memory_that_is_being_freed_is_waited_for(engine: Pushable, root: Path) 
     go_on.set()
     assert engine.report(id).result == "committed"
     go_on.clear()
-    freeing.give(lambda: (go_on.wait(20), None)[1])
+    freeing.give(lambda: (go_on.wait(60), None)[1])
     threading.Timer(0.5, go_on.set).start()
     engine.engine.send(Sleep("s", ["weights"]))
     engine.step()
@@ -492,7 +493,7 @@ def test_an_errand_that_fails_keeps_none_of_the_others(capsys: pytest.CaptureFix
     errands, done = Errands("fail"), list[str]()
     for errand in (lambda: done.append("a"), lambda: 1 / 0, lambda: done.append("b")):
         errands.give(errand)  # type: ignore[arg-type]
-    assert errands.mark().wait(20) and done == ["a", "b"] and "ZeroDivisionError" in capsys.readouterr().err
+    assert errands.mark().wait(60) and done == ["a", "b"] and "ZeroDivisionError" in capsys.readouterr().err
 
 
 def test_checksums_that_come_back_can_be_declared_with_the_next_push(engine: Pushable, root: Path) -> None:

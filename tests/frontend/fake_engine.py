@@ -286,7 +286,7 @@ def main() -> int:
             socket = zmq.asyncio.Context.instance().socket(zmq.PUSH)
             socket.connect(f"ipc://{directory}/events")
             await socket.send(encode(Failed("model", "model.safetensors is truncated; fetch it again")))
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(1)
             return 2
         return await FakeEngine(directory, step_s=0.02 if mode == "slow" else 0.001).run()
 

@@ -1,4 +1,7 @@
-"""`tlt serve` with the fake engine's process in place of the real one: arguments are its mode and the flags of serve."""
+"""`tlt serve` with the fake engine's process in place of the real one: arguments are its mode and the flags of serve.
+
+Nobody should have to wait for replies or for an engine to be given up at the end: here that takes longer than any test waits.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import sys
 from pathlib import Path
 
 from tlt_server import __main__, build
+from tlt_server.frontend import engine_link
 
 build.ENGINE = (sys.executable, str(Path(__file__).with_name("fake_engine.py")), sys.argv[1])
+build.FLUSH_S, engine_link.STOP_S = 120, 120.0
 sys.exit(__main__.main(["serve", *sys.argv[2:]]))

@@ -65,11 +65,11 @@ class LiveServer:
 
     def start(self) -> None:
         self._thread.start()
-        assert self.started.wait(10)
+        assert self.started.wait(60)
 
     def stop(self) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(10)
+        self._thread.join(60)
         assert not self._thread.is_alive()
 
     def call(self, function: Callable[[], Any]) -> Any:
@@ -77,7 +77,7 @@ class LiveServer:
         async def run() -> Any:
             return function()
 
-        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(5)
+        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(30)
 
     async def _main(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()

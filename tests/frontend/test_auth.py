@@ -215,7 +215,7 @@ def test_owners_outlive_the_process(model: Path, tmp_path: Path) -> None:
     settings = {"api_key_file": tmp_path / "keys", "state_dir": tmp_path / "state"}
     with live_server(model, **settings) as server, Client(server.url, api_key="a", timeout_s=20) as client:
         rollout = client.generate([{"prompt": "abc"}], sampling={"max_tokens": 2}, detach=True)
-        rollout.result(10)
+        rollout.result(30)
     with live_server(model, **settings) as server:
         with Client(server.url, api_key="b") as stranger:
             assert stranger.rollouts() == []

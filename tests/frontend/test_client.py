@@ -151,7 +151,7 @@ def test_both_clients_stream_detach_and_fetch_the_same(server: LiveServer) -> No
         async with AsyncClient(server.url, timeout_s=20) as client:
             events = [event async for event in client.stream(BATCH, sampling=SHORT)]
             rollout = await client.generate(BATCH, sampling=SHORT, detach=True)
-            reply = await rollout.result(10)
+            reply = await rollout.result(30)
             fetched = await client.rollout(rollout.id).fetch(wait_s=1)
             await rollout.delete()
             with pytest.raises(NotFound):
@@ -161,7 +161,7 @@ def test_both_clients_stream_detach_and_fetch_the_same(server: LiveServer) -> No
     with Client(server.url, timeout_s=20) as client:
         events = list(client.stream(BATCH, sampling=SHORT))
         rollout = client.generate(BATCH, sampling=SHORT, detach=True)
-        reply = rollout.result(10)
+        reply = rollout.result(30)
         fetched = client.rollout(rollout.id).fetch(wait_s=1)
         rollout.delete()
         with pytest.raises(NotFound):

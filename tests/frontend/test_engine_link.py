@@ -32,7 +32,7 @@ def test_who_hears_that_the_engine_is_ready_can_give_it_commands(tmp_path: Path)
     sent: list[bool] = []
 
     async def run() -> None:
-        link, process = EngineLink(tmp_path, startup_timeout_s=10, hang_timeout_s=10), Process()
+        link, process = EngineLink(tmp_path, startup_timeout_s=60, hang_timeout_s=60), Process()
         context = zmq.asyncio.Context()
         events, commands = context.socket(zmq.PUSH), context.socket(zmq.PULL)
 
@@ -45,7 +45,7 @@ def test_who_hears_that_the_engine_is_ready_can_give_it_commands(tmp_path: Path)
         await asyncio.sleep(0.2)
         assert sent == []
         commands.connect(f"ipc://{tmp_path}/commands")
-        received.append(decode_command(await asyncio.wait_for(commands.recv(), 5)))
+        received.append(decode_command(await asyncio.wait_for(commands.recv(), 30)))
         process.exited.set_result(0)
         assert (await living).ending == "exited"
         context.destroy(linger=0)

@@ -32,11 +32,11 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 
 def post(server: LiveServer, path: str, body: object = None) -> httpx.Response:
-    return httpx.post(f"{server.url}{path}", content=json.dumps(body) if body is not None else b"", timeout=20)
+    return httpx.post(f"{server.url}{path}", content=json.dumps(body) if body is not None else b"", timeout=60)
 
 
 def until(condition: Callable[[], bool]) -> None:
-    give_up = time.monotonic() + 5
+    give_up = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < give_up
         time.sleep(0.005)
@@ -44,7 +44,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 def begun(server: LiveServer, pool: ThreadPoolExecutor, body: object = LONG) -> Future[httpx.Response]:
     asked = pool.submit(post, server, "/generate", body)
-    until(lambda: any(running.sent > 2 for running in server.engine.running.values()))
+    until(lambda: any(running.sent > 2 for running in list(server.engine.running.values())))
     return asked
 
 
@@ -54,7 +54,7 @@ def begun(server: LiveServer, pool: ThreadPoolExecutor, body: object = LONG) -> 
 def test_what_is_aborted_comes_back_with_what_it_has(path: str, body: object, server: LiveServer, pool: ThreadPoolExecutor) -> None:
     asked = begun(server, pool)
     assert post(server, path, body).status_code == 200
-    reply = asked.result(5).json()
+    reply = asked.result(30).json()
     meta = reply["meta_info"]
     assert meta["finish_reason"]["type"] == "abort" and 2 < meta["completion_tokens"] == len(reply["output_ids"]) < 400
     assert len(meta["output_token_logprobs"]) == meta["completion_tokens"] and len(server.client) == 0
@@ -64,8 +64,8 @@ def test_what_is_aborted_comes_back_with_what_it_has(path: str, body: object, se
 def test_only_the_request_named_is_aborted(server: LiveServer, pool: ThreadPoolExecutor) -> None:
     first, second = begun(server, pool), begun(server, pool, LONG | {"rid": "other", "sampling_params": {"max_new_tokens": 60}})
     post(server, "/abort_request", {"rid": "long"})
-    assert first.result(5).json()["meta_info"]["finish_reason"]["type"] == "abort"
-    assert second.result(5).json()["meta_info"]["finish_reason"] == {"type": "length", "length": 60}
+    assert first.result(30).json()["meta_info"]["finish_reason"]["type"] == "abort"
+    assert second.result(30).json()["meta_info"]["finish_reason"] == {"type": "length", "length": 60}
     assert post(server, "/abort_request", {"rid": "long"}).status_code == 200, "it has ended already"
     assert post(server, "/abort_request", {}).status_code == 400
 
@@ -78,18 +78,18 @@ def test_what_comes_in_a_pause_that_takes_it_waits(pause: str, resume: str, serv
     time.sleep(0.1)
     assert not asked.done() and httpx.get(f"{server.url}/readyz").status_code == 200
     assert post(server, resume).status_code == 200
-    assert asked.result(5).json()["output_ids"] == [65, 65]
+    assert asked.result(30).json()["output_ids"] == [65, 65]
 
 
 def test_a_waiting_pause_refuses_new_requests_and_is_answered_at_the_end(server: LiveServer, pool: ThreadPoolExecutor) -> None:
-    asked = begun(server, pool, LONG | {"sampling_params": {"max_new_tokens": 60}})
+    asked = begun(server, pool, LONG | {"sampling_params": {"max_new_tokens": 200}})
     paused = pool.submit(post, server, "/pause?mode=wait")
     until(lambda: httpx.get(f"{server.url}/is_paused").json()["is_paused"])
     refused = post(server, "/v1/completions", {"prompt": "a", "max_tokens": 1})
     assert refused.status_code == 503 and "POST /resume" in refused.text and int(refused.headers["retry-after"]) >= 1
     assert not paused.done(), "it waits for what runs"
-    assert asked.result(5).json()["meta_info"]["finish_reason"]["type"] == "length"
-    assert paused.result(5).json() == {"status": "paused"}
+    assert asked.result(30).json()["meta_info"]["finish_reason"]["type"] == "length"
+    assert paused.result(30).json() == {"status": "paused"}
     assert post(server, "/resume").status_code == 200
     assert post(server, "/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
 
@@ -98,12 +98,12 @@ def test_a_waiting_pause_refuses_new_requests_and_is_answered_at_the_end(server:
                                                     ("/sleep?mode=wait&level=2", "/is_sleeping", "/wake_up")])
 def test_what_a_client_asks_for_and_does_not_wait_for_is_done(path: str, said: str, back: str, server: LiveServer,
                                                               pool: ThreadPoolExecutor) -> None:
-    asked = begun(server, pool, LONG | {"sampling_params": {"max_new_tokens": 60}})
+    asked = begun(server, pool, LONG | {"sampling_params": {"max_new_tokens": 200}})
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{server.url}{path}", timeout=0.05)
-    assert httpx.get(f"{server.url}{said}").json() == {said[1:]: True}
+        httpx.post(f"{server.url}{path}", timeout=httpx.Timeout(30, read=0.05))
+    until(lambda: httpx.get(f"{server.url}{said}").json() == {said[1:]: True})
     assert post(server, "/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 503
-    assert asked.result(5).json()["meta_info"]["finish_reason"]["type"] == "length", "what runs has ended first"
+    assert asked.result(30).json()["meta_info"]["finish_reason"]["type"] == "length", "what runs has ended first"
     until(lambda: server.engine.paused or bool(server.engine.asleep))
     assert httpx.get(f"{server.url}{said}").json() == {said[1:]: True}
     assert post(server, back).status_code == 200
@@ -115,7 +115,7 @@ def test_a_cache_is_not_flushed_while_requests_run(server: LiveServer, pool: Thr
     for method in ("GET", "POST"):
         assert httpx.request(method, f"{server.url}/flush_cache").status_code == 400
     post(server, "/abort_request", {"abort_all": True})
-    asked.result(5)
+    asked.result(30)
     assert httpx.get(f"{server.url}/flush_cache").status_code == 200
 
 
@@ -123,9 +123,9 @@ def test_an_engine_that_is_started_anew_is_told_of_the_pause_and_the_sleep(serve
     post(server, "/pause?mode=keep")
     killed = pool.submit(post, server, "/generate", {"input_ids": [DIES]})
     first = server.engine
-    assert killed.result(5).status_code == 500
-    until(lambda: server.engine is not first and bool(server.engine.controls))
-    assert [type(command) for command in server.engine.controls] == [Pause] and server.engine.paused
+    assert killed.result(30).status_code == 500
+    until(lambda: server.engine is not first and server.engine.paused)
+    assert [type(command) for command in server.engine.controls] == [Pause]
     post(server, "/resume")
     post(server, "/sleep?level=2")
     second = server.engine
@@ -142,7 +142,7 @@ def test_a_command_that_an_engine_dies_of_changes_nothing(server: LiveServer, po
     paused = pool.submit(post, server, "/pause?mode=wait")
     until(lambda: bool(server.engine.draining))
     server.engine.dies = True
-    assert paused.result(5).status_code == 500 and hung.result(5).status_code == 500
+    assert paused.result(30).status_code == 500 and hung.result(30).status_code == 500
     until(lambda: httpx.get(f"{server.url}/readyz").status_code == 200)
     assert httpx.get(f"{server.url}/is_paused").json() == {"is_paused": False}
 
@@ -241,20 +241,20 @@ def test_health_generate_says_at_once_that_no_token_is_made(path: str, body: obj
 def test_a_health_generate_on_its_way_does_not_wait_for_the_end_of_a_pause(path: str, body: object, back: str, server: LiveServer,
                                                                          pool: ThreadPoolExecutor) -> None:
     server.engine.deaf = True
-    asked = pool.submit(httpx.get, f"{server.url}/health_generate", timeout=20)
+    asked = pool.submit(httpx.get, f"{server.url}/health_generate", timeout=60)
     until(lambda: len(server.client) == 1)
     halted = pool.submit(post, server, path, body)
-    made_no_token(asked.result(5), back)
+    made_no_token(asked.result(30), back)
     server.engine.deaf = False
-    assert halted.result(5).status_code == 200
+    assert halted.result(30).status_code == 200
     until(lambda: server.engine.aborted == [made.id for made in server.engine.submitted])
     assert len(server.client) == 0, "nothing is left of it"
 
 
 def test_a_health_generate_that_is_aborted_made_no_token(server: LiveServer, pool: ThreadPoolExecutor) -> None:
     server.engine.deaf = True
-    asked = pool.submit(httpx.get, f"{server.url}/health_generate", timeout=20)
+    asked = pool.submit(httpx.get, f"{server.url}/health_generate", timeout=60)
     until(lambda: len(server.client) == 1)
     assert post(server, "/abort_request", {"abort_all": True}).status_code == 200
     server.engine.deaf = False
-    made_no_token(asked.result(5), "ask again")
+    made_no_token(asked.result(30), "ask again")

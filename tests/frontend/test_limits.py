@@ -19,6 +19,7 @@ from tests.frontend.fake_engine import DIES, HANGS
 from tests.frontend.live_server import LiveServer, live_server
 from tlt_client import Client, ServerError
 from tlt_client.wire import ItemResult, Token
+from tlt_server.frontend import limits
 from tlt_server.frontend.submission import Submission
 
 LONG = {"requests": [{"token_ids": [HANGS]}]}
@@ -26,12 +27,12 @@ LONG = {"requests": [{"token_ids": [HANGS]}]}
 
 @pytest.fixture(scope="module")
 def server(model: Path) -> Iterator[LiveServer]:
-    with live_server(model, max_body_mb=1, body_timeout_s=0.5, header_timeout_s=0.5, send_timeout_s=0.5, max_header_kb=4,
+    with live_server(model, max_body_mb=1, body_timeout_s=2.0, header_timeout_s=2.0, send_timeout_s=2.0, max_header_kb=4,
                      max_queue=10) as running:
         yield running
 
 
-def eventually(condition: Callable[[], Any], within_s: float = 5.0) -> None:
+def eventually(condition: Callable[[], Any], within_s: float = 30.0) -> None:
     end = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < end, "it did not happen"
@@ -40,7 +41,7 @@ def eventually(condition: Callable[[], Any], within_s: float = 5.0) -> None:
 
 def connect(server: LiveServer) -> socket.socket:
     host, port = server.url.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), timeout=5)
+    return socket.create_connection((host, int(port)), timeout=60)
 
 
 def head(path: str = "/generate", **headers: object) -> bytes:
@@ -82,7 +83,9 @@ def test_a_body_without_length_is_cut_at_the_limit(server: LiveServer) -> None:
 
 @pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/nothing", "/livez"])
 @pytest.mark.parametrize("chunked", [True, False])
-def test_a_client_that_sends_all_before_it_reads_gets_its_refusal(server: LiveServer, path: str, chunked: bool) -> None:
+def test_a_client_that_sends_all_before_it_reads_gets_its_refusal(server: LiveServer, path: str, chunked: bool,
+                                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "DISCARD_S", 50.0)
     size = 2**21 - 2**12  # over the limit, and not twice as much
     with connect(server) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**16)  # so that it must wait for the server to take it all
@@ -94,7 +97,7 @@ def test_a_client_that_sends_all_before_it_reads_gets_its_refusal(server: LiveSe
         reply = read_all(connection)
     status = 413 if not chunked or path not in ("/nothing", "/livez") else 404 if path == "/nothing" else 405
     assert reply.startswith(b"HTTP/1.1 %d" % status) and reply.endswith(b"}") and b"connection: close" in reply.lower()
-    assert time.monotonic() - started < 0.9, "what had all arrived is thrown away without waiting"
+    assert time.monotonic() - started < 20, "what had all arrived is thrown away without waiting"
 
 
 def test_a_client_that_never_ends_its_body_is_left_soon_after_the_reply(server: LiveServer) -> None:
@@ -102,7 +105,7 @@ def test_a_client_that_never_ends_its_body_is_left_soon_after_the_reply(server: 
     with connect(server) as connection:
         connection.sendall(head("/nothing", content_length=1000) + b"x")
         reply = read_all(connection)
-    assert reply.startswith(b"HTTP/1.1 404") and 0.9 < time.monotonic() - started < 4
+    assert reply.startswith(b"HTTP/1.1 404") and 0.9 < time.monotonic() - started < 20
 
 
 def test_httpx_sees_the_413(server: LiveServer) -> None:
@@ -141,7 +144,7 @@ def test_what_is_no_http_is_refused_in_the_envelope(server: LiveServer, request_
 
 
 def test_a_full_queue_refuses_whole_batches_and_says_when_to_retry(server: LiveServer) -> None:
-    with Client(server.url, timeout_s=10) as client, httpx.Client() as other:
+    with Client(server.url, timeout_s=30) as client, httpx.Client() as other:
         with other.stream("POST", f"{server.url}/generate", json={"requests": [{"token_ids": [HANGS], "n": 8}], "stream": True}):
             eventually(lambda: len(server.client) == 8)
             with pytest.raises(ServerError) as caught:
@@ -156,7 +159,7 @@ def test_a_full_queue_refuses_whole_batches_and_says_when_to_retry(server: LiveS
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_aborts_its_sequences(server: LiveServer, stream: bool) -> None:
     before = len(server.engine.aborted)
-    with pytest.raises(httpx.ReadTimeout), httpx.Client(timeout=0.2) as client:
+    with pytest.raises(httpx.ReadTimeout), httpx.Client(timeout=httpx.Timeout(30, read=1.0)) as client:
         response = client.send(client.build_request("POST", f"{server.url}/generate", json=LONG | {"stream": stream}), stream=stream)
         response.read()
     eventually(lambda: len(server.engine.aborted) > before)
@@ -193,7 +196,7 @@ def test_what_follows_a_running_request_is_not_taken_and_the_reply_says_so(serve
 
 
 def test_requests_one_after_the_other_share_a_connection(server: LiveServer) -> None:
-    connection = HTTPConnection(server.url.removeprefix("http://"), timeout=5)
+    connection = HTTPConnection(server.url.removeprefix("http://"), timeout=60)
     sockets = set()
     for _ in range(3):
         connection.request("GET", "/livez")
@@ -206,7 +209,7 @@ def test_requests_one_after_the_other_share_a_connection(server: LiveServer) -> 
 
 def test_closing_a_stream_in_the_middle_aborts(server: LiveServer) -> None:
     before = len(server.engine.aborted)
-    with Client(server.url, timeout_s=10) as client:
+    with Client(server.url, timeout_s=30) as client:
         events = client.stream([{"prompt": "abc"}, {"token_ids": [HANGS]}], sampling={"max_tokens": 50})
         assert isinstance(next(events), Token)
         events.close()
@@ -219,16 +222,16 @@ def test_a_client_that_does_not_read_is_cut_off(model: Path) -> None:
         body = b'{"requests": [' + b",".join([b'{"prompt": "abc", "n": 100}'] * 40) + b'], "sampling": {"max_tokens": 400}, "stream": true}'
         connection.sendall(head(content_length=len(body)) + body)
         eventually(lambda: len(server.client) > 0)
-        eventually(lambda: len(server.client) == 0, within_s=15)
+        eventually(lambda: len(server.client) == 0)
         eventually(lambda: server.engine.aborted)
 
 
 def test_a_deadline_is_a_typed_error_and_spares_what_finished(server: LiveServer) -> None:
     started = time.monotonic()
-    with Client(server.url, timeout_s=10) as client:
-        done, late = client.generate([{"prompt": "a"}, {"token_ids": [HANGS], "n": 2}], sampling={"max_tokens": 2}, timeout_s=0.3).results
+    with Client(server.url, timeout_s=30) as client:
+        done, late = client.generate([{"prompt": "a"}, {"token_ids": [HANGS], "n": 2}], sampling={"max_tokens": 2}, timeout_s=1.5).results
     assert done.choices and late.error is not None and late.error.code == "deadline_exceeded"
-    assert 0.25 < time.monotonic() - started < 3
+    assert 1.4 < time.monotonic() - started < 15
     response = httpx.post(f"{server.url}/generate", json=LONG | {"timeout_s": 0.1})
     assert response.status_code == 504
     eventually(lambda: not server.engine.running)
@@ -245,15 +248,15 @@ def test_a_deadline_after_the_last_end_aborts_nobody(server: LiveServer) -> None
 
 
 def test_a_streamed_deadline_is_an_error_event(server: LiveServer) -> None:
-    with Client(server.url, timeout_s=10) as client:
+    with Client(server.url, timeout_s=30) as client:
         events = list(client.stream([{"token_ids": [HANGS]}], timeout_s=0.1))
     assert [event.error.code for event in events if isinstance(event, ItemResult) and event.error] == ["deadline_exceeded"]
 
 
 def test_draining_finishes_what_runs_and_takes_nothing_new(model: Path) -> None:
-    with live_server(model, engine={"step_s": 0.02}) as server, Client(server.url, timeout_s=10) as client:
+    with live_server(model, engine={"step_s": 0.02}) as server, Client(server.url, timeout_s=30) as client:
         replies: list[Any] = []
-        running = threading.Thread(target=lambda: replies.append(client.generate([{"prompt": "abc"}], sampling={"max_tokens": 60})))
+        running = threading.Thread(target=lambda: replies.append(client.generate([{"prompt": "abc"}], sampling={"max_tokens": 240})))
         running.start()
         eventually(lambda: len(server.client) == 1)
         server.call(lambda: setattr(server.client, "draining", True))
@@ -266,13 +269,13 @@ def test_draining_finishes_what_runs_and_takes_nothing_new(model: Path) -> None:
 
 
 def test_the_engines_death_ends_every_open_request_with_a_typed_error(model: Path) -> None:
-    with live_server(model, max_restarts=0) as server, Client(server.url, timeout_s=10) as client:
+    with live_server(model, max_restarts=0) as server, Client(server.url, timeout_s=30) as client:
         replies: list[Any] = []
         waiting = threading.Thread(target=lambda: replies.append(client.generate([{"token_ids": [HANGS]}, {"token_ids": [HANGS], "n": 2}])))
         waiting.start()
         eventually(lambda: len(server.client) == 3)
         last = client.generate([{"token_ids": [DIES]}])
-        waiting.join(5)
+        waiting.join(30)
         for result in [*last.results, *replies[0].results]:
             assert result.error is not None and result.error.code == "engine_failed" and "status 7" in result.error.message
         for path, status in (("/livez", 503), ("/readyz", 503), ("/startupz", 200)):
@@ -283,13 +286,13 @@ def test_the_engines_death_ends_every_open_request_with_a_typed_error(model: Pat
 
 
 def test_an_event_that_cannot_be_read_ends_open_requests_rather_than_hang_them(model: Path) -> None:
-    with live_server(model) as server, Client(server.url, timeout_s=10) as client:
+    with live_server(model) as server, Client(server.url, timeout_s=30) as client:
         replies: list[Any] = []
         waiting = threading.Thread(target=lambda: replies.append(client.generate([{"token_ids": [HANGS]}])))
         waiting.start()
         eventually(lambda: len(server.client) == 1)
         server.call(lambda: asyncio.ensure_future(server.engine._events.send(b"\x81garbage")))
-        waiting.join(5)
+        waiting.join(30)
         assert replies[0].results[0].error.code == "engine_failed"
 
 

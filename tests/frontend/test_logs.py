@@ -42,7 +42,7 @@ def stream() -> Iterator[io.StringIO]:
 @pytest.fixture
 def keyed(model: Path, tmp_path: Path) -> Iterator[LiveServer]:
     (tmp_path / "keys").write_text(KEY)
-    with live_server(model, api_key_file=tmp_path / "keys", body_timeout_s=0.3) as server:
+    with live_server(model, api_key_file=tmp_path / "keys", body_timeout_s=1.0) as server:
         yield server
 
 
@@ -52,7 +52,7 @@ def lines(stream: io.StringIO) -> list[dict[str, Any]]:
 
 def accesses(stream: io.StringIO, count: int) -> list[dict[str, Any]]:
     """So many access lines; one is written when its reply has gone out, so a client may be earlier."""
-    give_up = time.monotonic() + 5
+    give_up = time.monotonic() + 30
     while len(found := [line for line in lines(stream) if line["event"] == "request"]) < count:
         assert time.monotonic() < give_up, found
         time.sleep(0.005)
@@ -62,7 +62,7 @@ def accesses(stream: io.StringIO, count: int) -> list[dict[str, Any]]:
 
 def ask(server: LiveServer, body: Any, path: str = "/generate", **headers: str) -> httpx.Response:
     content = body if isinstance(body, str) else json.dumps(body)
-    return httpx.post(f"{server.url}{path}", content=content, headers={"authorization": f"Bearer {KEY}", **headers}, timeout=10)
+    return httpx.post(f"{server.url}{path}", content=content, headers={"authorization": f"Bearer {KEY}", **headers}, timeout=30)
 
 
 def test_a_request_has_one_access_line_and_its_id_in_every_line(keyed: LiveServer, stream: io.StringIO) -> None:
@@ -73,7 +73,7 @@ def test_a_request_has_one_access_line_and_its_id_in_every_line(keyed: LiveServe
     assert (access["method"], access["route"], access["status"], access["client"], access["level"]) == (
         "POST", "/generate", 200, "127.0.0.1", "info")
     assert access["request_bytes"] == len(reply.request.content) and access["response_bytes"] == len(reply.content)
-    assert 0 < access["seconds"] < 10 and access["timestamp"].endswith("Z")
+    assert 0 < access["seconds"] < 30 and access["timestamp"].endswith("Z")
     (generated,) = [line for line in lines(stream) if line["event"] == "generated"]
     assert generated["request_id"] == access["request_id"] == "step-7.a"
 

@@ -23,6 +23,7 @@ from tests.frontend.test_metrics import series
 from tlt_client.errors import Cancelled, ConnectionFailed, InvalidRequest, NotReached, ServerError, Unauthenticated, Unavailable
 from tlt_client.rpc import GenerateRequest, GetInfoRequest, Item, RolloutServiceStub, SamplingFields, WatchEventsRequest, error_of
 from tlt_client.rpc import rollout_pb2 as proto
+from tlt_server import build
 
 LONG = GenerateRequest(requests=[Item(token_ids=[HANGS])])
 SHORT = GenerateRequest(requests=[Item(prompt="abc", seed=7)], sampling=SamplingFields(max_tokens=4))
@@ -30,7 +31,7 @@ SHORT = GenerateRequest(requests=[Item(prompt="abc", seed=7)], sampling=Sampling
 
 @pytest.fixture(scope="module")
 def server(model: Path) -> Iterator[LiveServer]:
-    with live_server(model, grpc_port=0, max_body_mb=1, body_timeout_s=0.5, send_timeout_s=0.5, max_header_kb=4, max_connections=5,
+    with live_server(model, grpc_port=0, max_body_mb=1, body_timeout_s=2.0, send_timeout_s=2.0, max_header_kb=4, max_connections=5,
                      max_output_tokens=500) as running:
         yield running
 
@@ -92,7 +93,7 @@ def test_who_does_not_read_is_cut_off(model: Path) -> None:
         stream = RolloutServiceStub(channel).Generate(GenerateRequest(requests=items, sampling=SamplingFields(max_tokens=400)))
         next(stream)
         eventually(lambda: len(fast.client) == 1)
-        eventually(lambda: len(fast.client) == 0, within_s=20)
+        eventually(lambda: len(fast.client) == 0)
         error = refused(lambda: list(stream))
         assert isinstance(error, Cancelled) and "unread for 0.3 s (send_timeout_s)" in error.message
 
@@ -142,12 +143,12 @@ def test_a_message_that_does_not_come_is_not_waited_for(server: LiveServer, chan
     silent = threading.Event()
 
     def nothing() -> Iterator[bytes]:
-        silent.wait(5)
+        silent.wait(30)
         yield from ()
 
     error = refused(lambda: call(nothing()))
     silent.set()
-    assert error.code == "request_timeout" and "0.5 s (body_timeout_s)" in error.message
+    assert error.code == "request_timeout" and "2 s (body_timeout_s)" in error.message
 
 
 def test_more_calls_than_connections_are_refused(server: LiveServer, stub: RolloutServiceStub) -> None:
@@ -223,7 +224,8 @@ def test_health_and_events_follow_the_server(server: LiveServer, stub: RolloutSe
     events.cancel()
 
 
-def test_a_server_that_stops_ends_every_stream_typed(model: Path) -> None:
+def test_a_server_that_stops_ends_every_stream_typed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "FLUSH_S", 50)
     with live_server(model, grpc_port=0) as stopping, grpc.insecure_channel(stopping.grpc_address) as channel:
         stub = RolloutServiceStub(channel)
         stream, events = stub.Generate(LONG), stub.WatchEvents(WatchEventsRequest())
@@ -239,8 +241,8 @@ def test_a_server_that_stops_ends_every_stream_typed(model: Path) -> None:
         assert [event.state.draining for event in events] == [True]
         for _ in health:
             pass
-        stopper.join(10)
-        assert time.monotonic() - began < 4, "open streams did not hold it up"
+        stopper.join(30)
+        assert time.monotonic() - began < 25, "open streams did not hold it up"
         with pytest.raises(grpc.RpcError) as caught:
             stub.GetInfo(GetInfoRequest())
         assert isinstance(error_of(caught.value), NotReached | ConnectionFailed)

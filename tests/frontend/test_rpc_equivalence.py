@@ -327,7 +327,7 @@ def test_a_pause_and_a_full_queue_are_told_alike(keyed: LiveServer) -> None:
         assert over_grpc(keyed, "Resume", Case("")).reply == {"status": "resumed"}
     assert (http.code, http.message, http.retry_after) == (rpc.code, rpc.message, rpc.retry_after)
 
-    full = batch(*({"token_ids": [HANGS], "n": 4, "id": f"h{i}"} for i in range(6)), timeout_s=15.0, sampling={"max_tokens": 4})
+    full = batch(*({"token_ids": [HANGS], "n": 4, "id": f"h{i}"} for i in range(6)), timeout_s=60.0, sampling={"max_tokens": 4})
     assert over_grpc(keyed, "Detach", Case("", full, key="data")).reply
     eventually(lambda: len(keyed.client) == 24)
     http, rpc = (ask(keyed, "GenerateBatch", Case("", batch(ITEM))) for ask in (over_http, over_grpc))

@@ -16,14 +16,14 @@ import httpx
 import pytest
 
 from tests.frontend.fake_engine import HANGS
-from tests.frontend.test_command import Served, no_variables, served
+from tests.frontend.test_command import Served, await_open, no_variables, served
 from tests.frontend.test_rpc import refused
 from tlt_client import Client, Retries, ServerError
 from tlt_client.rpc import Manifest, Part, RolloutServiceStub, UpdateWeightsRequest
 from tlt_client.rpc import rollout_pb2 as proto
 
 __all__ = ["no_variables"]  # a fixture
-PROMPT_S = 4.5  # less than what is left to replies on their way (build.FLUSH_S), more than a reply to half a body takes
+PROMPT_S = 30  # more than a reply to half a body takes, and less than what fake_server.py leaves to replies on their way
 MANIFEST = UpdateWeightsRequest(manifest=Manifest(version="v", path="hangs"))
 GROUP: dict[str, Any] = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2}
 
@@ -40,6 +40,7 @@ def server(model: Path, tmp_path: Path) -> Iterator[Served]:
 def stub(server: Served) -> Iterator[RolloutServiceStub]:
     [address] = [line.split()[3] for line in server.lines if line.endswith(" for gRPC")]
     with grpc.insecure_channel(address) as channel:
+        grpc.channel_ready_future(channel).result(60)
         yield RolloutServiceStub(channel)
 
 
@@ -47,19 +48,18 @@ def ends(server: Served, *calls: Callable[[], Any]) -> list[BaseException | None
     """What a call raises each, once the server has been told to stop, which it does at once."""
     with ThreadPoolExecutor(len(calls)) as pool:
         asked: list[Future[Any]] = [pool.submit(call) for call in calls]
-        time.sleep(2.5)
+        time.sleep(4)  # they arrive
         assert not any(call.done() for call in asked)
         started = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
         errors = [call.exception(PROMPT_S) for call in asked]
         assert server.ended() == 0 and time.monotonic() - started < PROMPT_S
-    server._reader.join(5)
     assert not any("Traceback" in line or "CancelledError" in line or "unexpected_error" in line for line in server.lines), server.lines
     return errors
 
 
 def test_a_push_and_a_join_on_their_way_are_told_that_the_server_leaves(server: Served) -> None:
-    with Client(server.url, timeout_s=20) as client:
+    with Client(server.url, timeout_s=60) as client:
         for error in ends(server, lambda: client.push_weights("v", path="hangs"), lambda: client.join_group("hangs", **GROUP)):
             assert isinstance(error, ServerError) and (error.status, error.code, error.retryable) == (500, "engine_failed", True)
             assert "may be done or not" in error.message and "GET /weights" in error.message
@@ -68,30 +68,30 @@ def test_a_push_and_a_join_on_their_way_are_told_that_the_server_leaves(server: 
 def test_what_may_not_be_done_twice_is_not_sent_again_behind_a_shutdown(server: Served) -> None:
     """A refusal is sent again whatever it refused; this may have been done."""
     tries = Retries(times=2, first_s=0.1)
-    with Client(server.url, timeout_s=20, retries=tries) as client:
+    with Client(server.url, timeout_s=60, retries=tries) as client:
         asked = ends(server, lambda: client.join_group("hangs", **GROUP))
         assert isinstance(asked[0], ServerError) and asked[0].code == "engine_failed", "a second try would find nobody"
 
 
 def test_a_pause_that_waits_for_what_runs_is_told_too(server: Served) -> None:
-    with Client(server.url, timeout_s=20) as client:
+    with Client(server.url, timeout_s=60) as client:
         thread = threading.Thread(target=lambda: client.generate([{"token_ids": [HANGS]}]))
         thread.start()
-        time.sleep(1)
+        await_open(server)
 
         def pause() -> None:
-            assert httpx.post(f"{server.url}/pause?mode=wait", timeout=20).status_code == 503
+            assert httpx.post(f"{server.url}/pause?mode=wait", timeout=60).status_code == 503
             raise InterruptedError
 
         assert isinstance(ends(server, pause)[0], InterruptedError)
-        thread.join(5)
+        thread.join(30)
 
 
 def test_half_a_part_is_answered(server: Served) -> None:
     host, port = server.url.removeprefix("http://").split(":")
 
     def put() -> None:
-        with socket.create_connection((host, int(port)), timeout=20) as connection:
+        with socket.create_connection((host, int(port)), timeout=60) as connection:
             connection.sendall(b"PUT /weights/v/p.safetensors HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n" + b"x" * 1000)
             said = b""
             while piece := connection.recv(2**16):
@@ -108,7 +108,7 @@ def test_calls_over_grpc_likewise(server: Served, stub: RolloutServiceStub) -> N
 
     def half() -> Iterator[UpdateWeightsRequest]:
         yield UpdateWeightsRequest(part=Part(version="w", part="p", data=b"x" * 100, total=1000))
-        over.wait(20)
+        over.wait(60)
 
     def asked(call: Callable[[], Any]) -> Callable[[], Any]:
         def ask() -> None:
@@ -116,9 +116,9 @@ def test_calls_over_grpc_likewise(server: Served, stub: RolloutServiceStub) -> N
         return ask
 
     try:
-        errors = ends(server, asked(lambda: stub.UpdateWeights(iter([MANIFEST]), timeout=20)),
-                      asked(lambda: stub.UpdateWeights(half(), timeout=20)),
-                      asked(lambda: stub.JoinGroup(proto.JoinGroupRequest(name="hangs", **GROUP), timeout=20)))
+        errors = ends(server, asked(lambda: stub.UpdateWeights(iter([MANIFEST]), timeout=60)),
+                      asked(lambda: stub.UpdateWeights(half(), timeout=60)),
+                      asked(lambda: stub.JoinGroup(proto.JoinGroupRequest(name="hangs", **GROUP), timeout=60)))
     finally:
         over.set()
     assert [error.code for error in errors if isinstance(error, ServerError)] == ["engine_failed", "unavailable", "engine_failed"]

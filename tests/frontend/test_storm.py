@@ -60,7 +60,7 @@ def test_a_storm_leaves_nothing_behind(model: Path) -> None:
         with ThreadPoolExecutor(16) as pool:
             kinds = Counter(pool.map(run, range(80)))
         assert len(kinds) >= 4
-        end = time.monotonic() + 5
+        end = time.monotonic() + 30
         while len(server.client) or server.engine.running:
             assert time.monotonic() < end, (len(server.client), server.engine.running)
             time.sleep(0.01)

@@ -22,7 +22,7 @@ def server(model: Path) -> Iterator[LiveServer]:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    give_up = time.monotonic() + 5
+    give_up = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < give_up
         time.sleep(0.005)

@@ -34,11 +34,11 @@ def server(model: Path) -> Iterator[LiveServer]:
 
 def die(server: LiveServer, prompt: int = 65) -> None:
     """Kill the engine by a request, and wait until the next life is ready."""
-    life = server.engine
-    with Client(server.url, timeout_s=10) as client:
+    life, said = server.engine, len(server.said.getvalue())
+    with Client(server.url, timeout_s=30) as client:
         [result] = client.generate([{"token_ids": [prompt, DIES]}]).results
     assert result.error is not None and (result.error.code, result.error.retryable) == ("engine_failed", True)
-    eventually(lambda: server.engine is not life and not server.client.failure)
+    eventually(lambda: server.engine is not life and not server.client.failure and "the engine is back" in server.said.getvalue()[said:])
 
 
 class Collected:
@@ -79,13 +79,13 @@ def request(id: str, token_ids: tuple[int, ...] = (65,), max_tokens: int = 5, **
 
 
 def test_a_dead_engine_is_restarted_and_what_was_open_ends_with_one_typed_error(server: LiveServer) -> None:
-    with Client(server.url, timeout_s=10) as client:
+    with Client(server.url, timeout_s=30) as client:
         replies: list[Any] = []
         waiting = threading.Thread(target=lambda: replies.append(client.generate([{"token_ids": [HANGS]}, {"token_ids": [HANGS], "n": 2}])))
         waiting.start()
         eventually(lambda: len(server.client) == 3)
         die(server)
-        waiting.join(5)
+        waiting.join(30)
         for result in replies[0].results:
             assert result.error is not None and result.error.code == "engine_failed" and "status 7" in result.error.message
         assert client.generate([{"prompt": "ab"}], sampling={"max_tokens": 3}).results[0].choices
@@ -102,7 +102,7 @@ def test_a_dead_engine_is_restarted_and_what_was_open_ends_with_one_typed_error(
 def test_probes_are_red_while_the_engine_is_gone_and_say_when_to_come_again(model: Path) -> None:
     with live_server(model, **OFTEN) as server:
         server.call(server.may_launch.clear)
-        with Client(server.url, timeout_s=10) as client:
+        with Client(server.url, timeout_s=30) as client:
             client.generate([{"token_ids": [DIES]}])
         for path, status in (("/livez", 503), ("/readyz", 503), ("/startupz", 200), ("/strategy", 503), ("/weights", 503)):
             response = httpx.get(server.url + path)
@@ -119,17 +119,17 @@ def test_probes_are_red_while_the_engine_is_gone_and_say_when_to_come_again(mode
 
 
 def test_how_long_a_start_took_is_measured_from_outside_and_said(model: Path) -> None:
-    with live_server(model, **OFTEN) as server, Client(server.url, timeout_s=10) as client:
+    with live_server(model, **OFTEN) as server, Client(server.url, timeout_s=30) as client:
         server.call(server.may_launch.clear)
         client.generate([{"token_ids": [DIES]}])
         time.sleep(1.1)  # as library imports do, of which the engine's phases know nothing
         server.call(server.may_launch.set)
-        eventually(lambda: not server.client.failure)
+        eventually(lambda: "the engine is back" in server.said.getvalue())
         (back,) = re.findall(r"the engine is back after ([\d.]+) s", server.said.getvalue())
-        assert 1.1 <= float(back) < 5
+        assert 1.1 <= float(back) < 30
         server.call(server.may_launch.clear)
         client.generate([{"token_ids": [66, DIES]}])
-        assert 2 <= int(httpx.get(f"{server.url}/readyz").headers["retry-after"]) < 6
+        assert 2 <= int(httpx.get(f"{server.url}/readyz").headers["retry-after"]) < 31
         server.call(server.may_launch.set)
         eventually(lambda: not server.client.failure)
 
@@ -195,7 +195,7 @@ def test_a_request_in_flight_at_two_crashes_is_refused_by_name(server: LiveServe
 
 
 def test_a_resumed_request_that_kills_again_ends_instead_of_a_third_try(server: LiveServer) -> None:
-    bystander = Collected(server, request("b", (66,), 2500))
+    bystander = Collected(server, request("b", (66,), 10**6))
     eventually(lambda: bystander.outputs)
     killer = Collected(server, request("k", (65, DIES)))
     assert killer.ends() == {"k": ("error", "poisoned")} and killer.resumed == ["k"]
@@ -239,7 +239,7 @@ def test_one_that_is_given_up_on_trial_makes_room_for_the_next(server: LiveServe
 
 
 def test_another_version_after_a_restart_is_not_served_until_a_push(server: LiveServer) -> None:
-    with Client(server.url, timeout_s=10) as client:
+    with Client(server.url, timeout_s=30) as client:
         client.update_weights("p", "v1")
         waiting = Collected(server, request("w", (66,), 10**6))
         die(server)
@@ -264,13 +264,13 @@ def test_another_version_after_a_restart_is_not_served_until_a_push(server: Live
 def test_a_version_that_the_first_life_lost_is_not_served_either(model: Path) -> None:
     with live_server(model, engine={"lost": {"target": "the committed weight version 'v7' of the target is lost: truncated"}}) as server:
         assert "v7" in httpx.get(f"{server.url}/readyz").json()["error"]["message"]
-        with Client(server.url, timeout_s=10) as client:
+        with Client(server.url, timeout_s=30) as client:
             client.update_weights("p", "v8")
             assert client.is_ready()
 
 
 def test_an_aborted_sequence_under_a_lost_version_ends_here(server: LiveServer) -> None:
-    with Client(server.url, timeout_s=10) as client:
+    with Client(server.url, timeout_s=30) as client:
         client.update_weights("p", "v1")
     waiting = Collected(server, request("w", (66,), 10**6))
     die(server)
@@ -297,4 +297,4 @@ def test_a_frontend_that_was_held_up_itself_blames_nobody(model: Path) -> None:
             time.sleep(2.7)
         assert not server.client.failure
         server.call(lambda: setattr(server.engine, "deaf", True))
-        eventually(lambda: "hang_timeout_s" in server.client.failure, within_s=8)
+        eventually(lambda: "hang_timeout_s" in server.client.failure)

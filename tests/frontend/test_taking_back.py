@@ -29,7 +29,7 @@ def server(model: Path, tmp_path: Path) -> Iterator[LiveServer]:
 
 @pytest.fixture
 def client(server: LiveServer) -> Iterator[Client]:
-    with Client(server.url, timeout_s=10) as client:
+    with Client(server.url, timeout_s=30) as client:
         yield client
 
 

@@ -112,14 +112,14 @@ def test_a_client_certificate_opens_the_connection_and_the_key_the_routes(
         with Client(server.url, tls=own) as keyless, pytest.raises(Unauthenticated):
             keyless.server_info()
         for tls in (Tls(first.ca), others):
-            with Client(server.url, tls=tls, api_key="key", timeout_s=5) as stranger, pytest.raises(ConnectionFailed):
+            with Client(server.url, tls=tls, api_key="key", timeout_s=30) as stranger, pytest.raises(ConnectionFailed):
                 stranger.server_info()
 
 
 def trusts(server: LiveServer, tls: Tls) -> bool:
     """Whether a new connection comes about."""
     try:
-        return httpx.get(f"{server.url}/livez", verify=tls.context(), timeout=5).status_code == 200
+        return httpx.get(f"{server.url}/livez", verify=tls.context(), timeout=30).status_code == 200
     except httpx.TransportError:
         return False
 

@@ -183,7 +183,7 @@ def test_a_batch_over_the_queue_is_refused_before_its_sequences_are_made(model: 
         response = httpx.post(f"{server.url}/generate", content=body, timeout=60)
         seconds = time.monotonic() - started
     assert response.status_code == 413 and "1048576 sequences (items x n); the limit is 8192" in response.json()["error"]["message"]
-    assert seconds < 3  # a million records took 35 s
+    assert seconds < 15  # a million records took 35 s
 
 
 @pytest.mark.parametrize(("path", "body"), [

@@ -62,17 +62,17 @@ def test_arrivals_are_seeded_and_of_the_rate_that_was_asked_for() -> None:
 
 
 def test_an_open_loop_does_not_wait_and_a_closed_one_does() -> None:
-    open_now, most = 0, 0
+    open_now, most, takes_s = 0, 0, 0.2
 
     async def ask(due_s: float) -> Answer:
         nonlocal open_now, most
         open_now += 1
         most = max(most, open_now)
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(takes_s)
         open_now -= 1
         return Answer(due_s, due_s, time.perf_counter(), 200, b"", b"")
 
     answers = asyncio.run(open_loop(ask, 100, 0.3, seed=0))
     assert len(answers) == len(list(arrivals(100, 0.3, seed=0))) and most > 10
-    most = 0
-    assert len(asyncio.run(closed_loop(ask, 3, 0.3))) == 6 and most == 3
+    most, takes_s = 0, 1.0
+    assert len(asyncio.run(closed_loop(ask, 3, 1.5))) == 6 and most == 3

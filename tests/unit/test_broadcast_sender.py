@@ -18,7 +18,7 @@ from tlt_client.channels.errors import ChannelBroken
 from tlt_client.channels.groups import Group, Membership, host_store
 from tlt_client.errors import ConnectionFailed, NotLive, ServerError
 
-TIMEOUT_S = 0.2
+TIMEOUT_S = 2.0
 TENSORS = {"a": torch.arange(3.0), "b": torch.arange(5.0)}
 
 
@@ -88,7 +88,7 @@ def test_a_server_that_neither_receives_nor_answers_is_given_up_in_time(server: 
     sender, started = BroadcastSender(server, timeout_s=TIMEOUT_S), time.monotonic()  # type: ignore[arg-type]
     with pytest.raises(ChannelBroken, match=r"takes no part.*make the group anew and push again"):
         sender.push(TENSORS.items(), "v")
-    assert 2 * TIMEOUT_S <= time.monotonic() - started < 20 and communicators[0].aborted
+    assert 2 * TIMEOUT_S <= time.monotonic() - started < 60 and communicators[0].aborted
     server.answers.set()
     server.join_group("again")
     with pytest.raises(ChannelBroken):
@@ -145,7 +145,7 @@ def joined_in_time(port: int, timeout_s: float, said: str) -> None:
     started = time.monotonic()
     with pytest.raises(ChannelBroken, match=f"broke while joining, or {timeout_s:g} s passed .*{said}.*make the group anew"):
         Group(Membership("g", "gloo", "127.0.0.1", port, 1, 2, timeout_s=timeout_s))
-    assert timeout_s - 0.5 <= time.monotonic() - started < timeout_s + 2.5
+    assert timeout_s - 0.5 <= time.monotonic() - started < timeout_s + 15
 
 
 def test_a_join_where_nobody_listens_ends_in_its_time(port: int) -> None:
@@ -171,11 +171,11 @@ def test_a_broadcast_may_take_its_time_however_little_was_left_for_joining(port:
     stores, groups = list[Any](), dict[int, Group]()
 
     def join(rank: int, store: Any = None) -> None:
-        groups[rank] = Group(Membership("g", "gloo", "127.0.0.1", port, rank, 2, timeout_s=6), store)
+        groups[rank] = Group(Membership("g", "gloo", "127.0.0.1", port, rank, 2, timeout_s=10), store)
 
     def lead() -> None:
-        time.sleep(3)
-        stores.append(host_store("127.0.0.1", port, 2, 6))
+        time.sleep(5)
+        stores.append(host_store("127.0.0.1", port, 2, 10))
         join(0, stores[0])
 
     leads = threading.Thread(target=lead)
@@ -184,9 +184,9 @@ def test_a_broadcast_may_take_its_time_however_little_was_left_for_joining(port:
     leads.join()
     received = torch.zeros(3)
     work = groups[1].begin(received)
-    time.sleep(3.5)  # longer than there was left of the joining
+    time.sleep(5.5)  # longer than there was left of the joining
     groups[0].end(groups[0].begin(torch.arange(3.0)))
     groups[1].end(work)
-    assert received.tolist() == [0, 1, 2] and stores[0].timeout == groups[1]._store.timeout == timedelta(seconds=6)
+    assert received.tolist() == [0, 1, 2] and stores[0].timeout == groups[1]._store.timeout == timedelta(seconds=10)
     for group in groups.values():
         group.close()

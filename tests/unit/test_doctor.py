@@ -56,7 +56,7 @@ def expect_ok(finding: Finding, said: str) -> None:
 def doctor(*flags: str, **environment: str) -> tuple[int, str]:
     own = {name: value for name, value in os.environ.items() if not name.startswith("TLT_")}
     path = os.pathsep.join(str(ROOT / part) for part in ("", "kernels", "clients"))
-    done = subprocess.run([sys.executable, "-m", "tlt_server", "doctor", *flags], capture_output=True, text=True, timeout=120, check=False,
+    done = subprocess.run([sys.executable, "-m", "tlt_server", "doctor", *flags], capture_output=True, text=True, timeout=400, check=False,
                           env={**own, "PYTHONPATH": path, **environment})
     assert "Traceback" not in done.stderr + done.stdout
     return done.returncode, done.stdout
