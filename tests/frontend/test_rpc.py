@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from tlt_client.errors import Cancelled, ConnectionFailed, InvalidRequest, NotRe
 from tlt_client.rpc import GenerateRequest, GetInfoRequest, Item, RolloutServiceStub, SamplingFields, WatchEventsRequest, error_of
 from tlt_client.rpc import rollout_pb2 as proto
 from tlt_server import build
+from tlt_server.frontend.rpc.exchange import Exchange
+from tlt_server.frontend.rpc.methods import METHODS
 
 LONG = GenerateRequest(requests=[Item(token_ids=[HANGS])])
 SHORT = GenerateRequest(requests=[Item(prompt="abc", seed=7)], sampling=SamplingFields(max_tokens=4))
@@ -160,6 +163,46 @@ def test_more_calls_than_connections_are_refused(server: LiveServer, stub: Rollo
         call.cancel()
     eventually(lambda: not server.engine.running)
     eventually(lambda: stub.GetInfo(GetInfoRequest()).ready)
+
+
+class SlowToBegin:
+    """A context whose reply begins later than a client may take to read."""
+
+    def __init__(self) -> None:
+        self.sent: list[object] = []
+
+    def invocation_metadata(self) -> tuple[()]:
+        return ()
+
+    def peer(self) -> str:
+        return "ipv4:127.0.0.1:5"
+
+    async def read(self) -> bytes:
+        return b""
+
+    async def send_initial_metadata(self, metadata: object) -> None:
+        await asyncio.sleep(0.2)
+        self.sent.append("metadata")
+
+    async def write(self, data: bytes) -> None:
+        self.sent.append(data)
+
+
+def test_the_begin_of_a_reply_is_not_cut_off() -> None:
+    """Behind half a begin no status could follow, and the client would wait for ever."""
+    context, method = SlowToBegin(), METHODS["/tlt.v1.RolloutService/GetInfo"]
+
+    async def app(scope: object, receive: object, send: Callable[[dict[str, object]], Awaitable[None]]) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    async def called() -> Exchange:
+        exchange = Exchange(context, method.operation, 0.05, secure=False)  # type: ignore[arg-type]
+        await exchange.run(app, method, open_calls=0)  # type: ignore[arg-type]
+        await exchange.tell()
+        return exchange
+
+    assert asyncio.run(called()).error is None and context.sent == ["metadata", b""]
 
 
 def test_a_key_is_asked_for_before_the_message_is_read(model: Path, tmp_path: Path) -> None:

@@ -98,11 +98,11 @@ class Exchange:
     async def _write(self, data: bytes) -> None:
         if self._gone.is_set():
             return
+        if not self._told:  # waits for no reader; were it cut off halfway, gRPC would send it a second time, and no status could follow
+            self._told = True
+            await self._context.send_initial_metadata(self.metadata)
         try:
             async with asyncio.timeout(self._send_timeout_s):
-                if not self._told:
-                    self._told = True
-                    await self._context.send_initial_metadata(self.metadata)
                 await self._context.write(data)
         except TimeoutError:
             self._unread = True
