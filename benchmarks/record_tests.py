@@ -91,14 +91,14 @@ def figures(parts: dict[str, dict[str, Any]], exact: dict[str, Any]) -> dict[str
 
 def counts(report: Path, status: int) -> dict[str, Any]:
     """Of a JUnit report and pytest's exit status: tests by how they ended, and which were red."""
-    cases = [case for suite in _suites(report) for case in suite.iter("testcase")]
+    suites, ill = _suites(report), {"failure", "error"}
+    cases = [case for suite in suites for case in suite.iter("testcase")]
     ends = [{at.tag for at in case} for case in cases]
-    ill = {"failure", "error"}
     red = sorted({f"{case.get('classname')}::{case.get('name')}" for case, end in zip(cases, ends, strict=True) if end & ill})
     if status and not red:
         red = [f"the run, which ended with status {status}"]
     skipped = sum("skipped" in end for end in ends)
-    seconds = sum(float(suite.get("time", 0)) for suite in _suites(report))
+    seconds = sum(float(suite.get("time", 0)) for suite in suites)
     return {"passed": sum(not end & {*ill, "skipped"} for end in ends), "failed": len(red), "skipped": skipped,
             "seconds": round(seconds, 1), **({"red": red} if red else {})}
 

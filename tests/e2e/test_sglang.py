@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from tests.e2e.conftest import PAIR
+from tests.e2e.test_lifecycle import until
 from tests.e2e.trainers import Calls, Rollout, check, rolling
 from tlt_server.demo.push import perturbed_copy
 from tlt_server.demo.server import ServerProcess
@@ -89,13 +90,6 @@ def loads(calls: Calls) -> tuple[int, int, int]:
     """How many run and wait, and the positions of KV that are in use."""
     [one] = calls.get("/v1/loads?include=core")["loads"]
     return one["num_running_reqs"], one["num_waiting_reqs"], one["num_used_tokens"]
-
-
-def until(condition: Callable[[], bool]) -> None:
-    give_up = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < give_up
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])

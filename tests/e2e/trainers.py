@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import httpx
+
+from tests.e2e.test_lifecycle import until
 
 Spans = list[dict[str, Any]]
 
@@ -40,10 +41,8 @@ class Calls:
 
     def await_tokens(self, more: int = 60) -> None:
         """Until rollouts that run have so many more."""
-        least, give_up = self._tokens() + more, time.monotonic() + 60
-        while self._tokens() < least:
-            assert time.monotonic() < give_up, "nothing is generated"
-            time.sleep(0.02)
+        least = self._tokens() + more
+        until(lambda: self._tokens() >= least)
 
     def _tokens(self) -> float:
         lines = self._http.get("/metrics").text.splitlines()

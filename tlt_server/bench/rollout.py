@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     batch = problems_as_requests(base.model, RUNNING, group=8, seed=args.seed, max_tokens=256 if args.quick else 2000)
     steady = [
         shortened(r, 48 if args.quick else 96)
-        for r in problems_as_requests(base.model, 64 if args.quick else 320, group=8, seed=args.seed + 100)
+        for r in problems_as_requests(base.model, RUNNING if args.quick else 5 * RUNNING, group=8, seed=args.seed + 100)
     ]
     workloads = {"tail": batch, "full": steady}
     seen: dict[tuple[str, str], list[Figures]] = {}
