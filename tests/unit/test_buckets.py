@@ -210,13 +210,15 @@ def test_what_a_row_past_a_tile_costs() -> None:
         assert past_a_tile(full + 1) and (rounds(full), rounds(full + 1)) == (before, after)
 
 
-def test_the_largest_prompts_are_rehearsed_but_not_kept_and_filters_are_both() -> None:
+def test_the_largest_prompts_are_rehearsed_but_not_kept_and_what_is_a_variant_of_its_own_is_both() -> None:
     shapes = Shapes(64, LEAST_DEPTH)
-    *keys, filters = shapes.rehearsed(8192)
+    *keys, many_short, filters = shapes.rehearsed(8192)
     assert filters.filtered and shapes.keeps(filters)
+    assert (many_short.works, many_short.prompt_rows) == (64, PROMPT_SIZES[0]) and shapes.keeps(many_short)
     assert {key.works for key in keys} == {PROMPT_WORKS, 64} and not any(shapes.keeps(key) for key in keys)
     assert {key.decode_rows + key.prompt_rows for key in keys} == {8192}
-    assert shapes.rehearsed(PROMPT_SIZES[-1]) == [ExtendKey(1, 1, filtered=True)]
+    assert shapes.rehearsed(PROMPT_SIZES[-1]) == [many_short, filters]
+    assert Shapes(PROMPT_WORKS, LEAST_DEPTH).rehearsed(PROMPT_SIZES[-1]) == [filters]
 
 
 def test_ceilings_never_grow_with_the_batch() -> None:

@@ -100,7 +100,7 @@ def children(
     BLOCK = BLOCK_OF_FEW if M <= FEW else BLOCK_OF_MANY
     B, W = triton.cdiv(C, BLOCK), max(width, 2)
     TILE, WIDE = triton.next_power_of_2(B * W), triton.next_power_of_2(W)
-    key_MBW, token_MBW = place_M.new_empty((2, M, B, W)).unbind()
+    key_MBW, token_MBW = (place_M.new_empty((M, B, W)) for _ in range(2))  # each aligned, or the kernel has other variants
     token_MW, z_MW = place_M.new_empty((M, W)), logits_MC.new_empty((M, W))
     _best_of_blocks[(B, M)](
         logits_MC, target_ids_C, place_M, position_M, seed_Q, temperature_Q, key_MBW, token_MBW,

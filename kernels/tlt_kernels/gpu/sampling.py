@@ -190,7 +190,7 @@ def sample(
     """The token of every sampled row and its log-prob."""
     S, V = logits_SV.shape
     B = triton.cdiv(V, BLOCK)
-    score_SB, z_SB, top_SB, sum_SB = logits_SV.new_empty((4, S, B)).unbind()
+    score_SB, z_SB, top_SB, sum_SB = (logits_SV.new_empty((S, B)) for _ in range(4))  # each aligned, or the kernel has other variants
     token_SB = row_S.new_empty((S, B))
     token_S, logprob_S = torch.empty_like(row_S), logits_SV.new_empty(S)
     filtered = filtered and V > 1  # filters leave the best token in any case

@@ -139,9 +139,11 @@ class Shapes:
         return not key.works or key.decode_rows + key.prompt_rows <= self.prompts.largest(key.decode_rows)
 
     def rehearsed(self, max_rows: int) -> list[ExtendKey]:
-        """Steps of the largest prompts, and one with filters, run once at start so that no request waits for a compiler."""
-        large = dict.fromkeys(self.step(0, OFF, max_rows, works).extend for works in (1, self.prompts.works + 1))
-        return [*(key for key in large if not self.keeps(key)), ExtendKey(1, 1, filtered=True)]
+        """Steps run once at start so that no request waits for a compiler: of the largest prompts, of many short ones, with filters."""
+        many = self.prompts.works + 1
+        large = dict.fromkeys(self.step(0, OFF, max_rows, works).extend for works in (1, many))
+        short = [self.step(0, OFF, many, many).extend] if many <= self.max_running else []
+        return [*(key for key in large if not self.keeps(key)), *short, ExtendKey(1, 1, filtered=True)]
 
     def captured(self, arms: Iterable[Strategy], affordable_rows: Sequence[tuple[int, int]]) -> list[DraftKey | ExtendKey]:
         """Keys of steps under these arms, pure decode steps and those that read short prompts, the largest first.

@@ -1,0 +1,107 @@
+"""Run by itself, without Triton's interpreter: names the kernel variants that steps need and start has not loaded, as JSON. No GPU.
+
+Triton tells its cache hook of every variant that is launched; the hook says that it has been seen to, so nothing is compiled or run, and
+the engine computes nonsense of the right shapes.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+from tlt_kernels.gpu import gemm, gemm_stream
+from tlt_server.demo.workload import DRAFTER, TARGET
+from tlt_server.engine.assembly import assemble
+from tlt_server.engine.devices.cuda import Interpreted
+from tlt_server.engine.gpu.buckets import CAPTURED, Shapes
+from tlt_server.engine.gpu.drafts import DraftKey
+from tlt_server.engine.gpu.extend import ExtendKey
+from tlt_server.engine.gpu.reports import FEWEST_BEST
+from tlt_server.engine.settings import EngineSettings
+from tlt_server.speculation.policies.arms import Ladder, affordable, ladder
+
+MAX_ROWS = 4096  # of a step, as on a GPU
+PROMPT_ROWS = (1, 60, 120, 250, 380, 500, 700, 1000, 1800, 2600, 4000)
+
+
+class Hopper:
+    """What Triton asks of a driver before it compiles."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+class Pretended(Interpreted):
+    """Steps are shaped as on a GPU."""
+
+    prompts = CAPTURED
+
+
+def reachable(shapes: Shapes, rungs: Ladder) -> Iterator[ExtendKey | DraftKey]:
+    """What steps of default strategies are launched as: of no prompts, of one, and of more than a captured step has."""
+    for decoding, works, rows in product(range(shapes.max_running + 1), (0, 1, shapes.prompts.works + 1), PROMPT_ROWS):
+        if not 0 < decoding + works <= shapes.max_running:
+            continue
+        most = [rows for start, rows in rungs.rows if start <= max(1, decoding)][-1]
+        for strategy, filtered in product(affordable(rungs.arms, most), (False, True)):
+            shape = shapes.step(decoding, strategy, max(works, rows) if works else 0, works, filtered=filtered)
+            yield from (key for key in (shape.draft, shape.extend) if key)
+
+
+def main(drafter: str, max_running: int, dtype: str) -> None:
+    found: dict[str, None] = {}
+
+    def see(**told: Any) -> bool:
+        found[f"{told['fn'].name} {told['key']}"] = None
+        return True
+
+    driver.set_active(Hopper())
+    triton.knobs.runtime.jit_cache_hook = see
+    gemm._hindrance = lambda dtype, device: "" if dtype == torch.bfloat16 else f"the type is {dtype}"
+    gemm_stream._multiprocessors = lambda device: 132
+    made: list[Pretended] = []
+
+    def make(settings: EngineSettings) -> Pretended:
+        made.append(Pretended(settings))
+        return made[-1]
+
+    settings = EngineSettings(model=str(TARGET), drafter=str(DRAFTER) if drafter == "eagle" else drafter, device="interpreter",
+                              dtype=dtype, max_running=max_running, max_rows=MAX_ROWS, kv_memory_mb=64)
+    assemble(settings, make_device=make)
+    runner, rungs = made[0]._runner, ladder(settings.drafters, "cuda")
+    assert runner is not None
+    with torch.inference_mode():
+        runner.prepare([*runner.shapes.rehearsed(MAX_ROWS), *runner.shapes.captured(rungs.arms, rungs.rows)], lambda done, of: None)
+        at_start = len(found)
+        for key in dict.fromkeys(reachable(runner.shapes, rungs)):
+            if isinstance(key, DraftKey):
+                runner._work(runner._draft(key))()
+                continue
+            extend = runner._extend(key)
+            if not key.plain:
+                extend.select(None)
+            runner._work(extend)()
+            for best in (0, FEWEST_BEST, 8 * FEWEST_BEST):
+                extend.report(torch.zeros(1, dtype=torch.int32), best)
+    print(json.dumps({"at_start": at_start, "later": [*found][at_start:]}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
