@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -35,7 +36,6 @@ RUNS = {  # bits of kernels first: nothing counts before they are right
 TEST_S, PART_S = 240, 1800  # that a test may take, its fixtures included, and a part, which ends what hangs in a call of the driver
 EXACT = "exactness"
 EXACT_COMMAND = ("-m", "tlt_server", "bench", "exact", "--device", "cuda", "--quick")
-SAME = ("commit", "machine", "versions")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -81,8 +81,13 @@ def run(*command: str) -> int:
 def begun(entry: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Parts and exactness of the record, if it is of the same code, all of it committed, on the same machine."""
     before = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-    same = before and all(before[name] == entry[name] for name in SAME) and entry["commit"] != "unknown" and entry["commit"][-1] != "+"
+    same = before and code_and_machine(before) == code_and_machine(entry) and entry["commit"] != "unknown" and entry["commit"][-1] != "+"
     return (before["figures"]["parts"], before["figures"]["exact"]) if same else ({}, {})
+
+
+def code_and_machine(entry: dict[str, Any]) -> tuple[Any, ...]:
+    """Of a machine that runs several parts at a time each may have some of its cores."""
+    return entry["commit"], re.sub(r"\d+ cores", "cores", entry["machine"]), entry["versions"]
 
 
 def figures(parts: dict[str, dict[str, Any]], exact: dict[str, Any]) -> dict[str, Any]:

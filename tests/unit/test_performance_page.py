@@ -159,11 +159,11 @@ def test_a_record_is_green_once_every_part_has_passed() -> None:
 
 def test_parts_add_to_the_record_of_the_same_code_and_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record_tests, "RECORD", tmp_path / "test-gpu.json")
-    entry = {"commit": "abc1234", "machine": "one", "versions": {"torch": "2.11.0"}}
+    entry = {"commit": "abc1234", "machine": "1 x NVIDIA H200; 16 cores of a host", "versions": {"torch": "2.11.0"}}
     assert begun(entry) == ({}, {})
     write_entry(record_tests.RECORD, entry | {"figures": figures(ALL_PASSED, SAME_BITS)})
-    assert begun(entry) == (ALL_PASSED, SAME_BITS)
-    for change in ({"commit": "def5678"}, {"machine": "two"}, {"versions": {}}):
+    assert begun(entry) == begun(entry | {"machine": "1 x NVIDIA H200; 32 cores of a host"}) == (ALL_PASSED, SAME_BITS)
+    for change in ({"commit": "def5678"}, {"machine": "1 x NVIDIA H100; 16 cores of a host"}, {"versions": {}}):
         assert begun(entry | change) == ({}, {})
     for commit in ("unknown", "abc1234+"):
         write_entry(record_tests.RECORD, entry | {"commit": commit, "figures": figures(ALL_PASSED, SAME_BITS)})
