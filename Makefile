@@ -77,8 +77,9 @@ bench-gpu: $(STAMP) ## on a GPU: exactness first, then graphs, decode, prefill, 
 	"$(BIN)/python" -m benchmarks.prefill --json "$(RESULTS)/prefill-gpu.json"
 	"$(BIN)/python" -m benchmarks.padded --pair "$(PAIR)" --json "$(RESULTS)/padded-gpu.json"
 	"$(BIN)/tlt" bench cycle $(ON_PAIR) --context 16000 --json "$(RESULTS)/cycle-gpu.json"
+	"$(BIN)/tlt" bench cycle --device cuda --json "$(RESULTS)/cycle-demo-gpu.json"
 	"$(BIN)/tlt" bench rollout $(ON_PAIR) --json "$(RESULTS)/rollout-gpu.json"
-	for part in gemm attention sampling trees; do "$(BIN)/python" -m "benchmarks.$$part" --json "$(RESULTS)/$$part-gpu.json"; done
+	for part in gemm norms attention sampling trees; do "$(BIN)/python" -m "benchmarks.$$part" --json "$(RESULTS)/$$part-gpu.json"; done
 	"$(BIN)/python" -m benchmarks.weights --device cuda --model "$(PAIR)/target" --channel ipc --json "$(RESULTS)/weights-ipc-gpu.json"
 	"$(BIN)/python" -m benchmarks.report
 

@@ -30,6 +30,7 @@ tlt bench decode $P --against fast --context 16000 --json benchmarks/results/dec
 python -m benchmarks.prefill --json benchmarks/results/prefill-gpu.json
 python -m benchmarks.padded --pair /data/padded-7b --json benchmarks/results/padded-gpu.json
 tlt bench cycle $P --context 16000 --json benchmarks/results/cycle-gpu.json
+tlt bench cycle --device cuda --json benchmarks/results/cycle-demo-gpu.json
 tlt bench graphs $P --json benchmarks/results/graphs-gpu.json
 tlt bench graphs $P --cold --json benchmarks/results/graphs-cold-gpu.json
 tlt bench rollout $P --json benchmarks/results/rollout-gpu.json
