@@ -67,7 +67,7 @@ def main(arguments: Sequence[str]) -> int:
         found = figures(parts, exact)
         write_entry(RECORD, entry | {"figures": found})
     print(f"{RECORD.name}: {'green' if found['green'] else 'red'}")
-    return int(any(came["failed"] for came in parts.values()))
+    return int(any(came["failed"] or not came["passed"] for came in parts.values()))
 
 
 def run(*command: str) -> int:

@@ -209,7 +209,7 @@ def _rollout(figures: dict[str, Any]) -> Iterator[str]:
         yield _model(figures)
     yield (f"Medians of {figures['rounds']} interleaved rounds; speed-up against the faster of the two plain engines. Responses that "
            f"differ from plain decoding: {figures['responses_differing']}. `tail`: 64 requests, run to the end; "
-           "`full`: 64 running all the time.")
+           "`full`: 64 running all the time. Fast numerics give other responses, so where at most 2 run they may have other work.")
     arms = {name: row for name, row in figures.items() if "/" in name}
     yield table(("workload / policy", "wall s", "passes", "tokens / pass", "accept length", "speed-up", "where at most 2 run"), (
         (name, f"{r['wall_s']:.2f}", f"{r['passes']:.0f}", f"{r['tokens_per_pass']:.1f}",
@@ -241,7 +241,7 @@ def _weights_gpu(figures: dict[str, Any]) -> Iterator[str]:
                 else "Without `--state-dir`, so nothing is spooled.")
     yield (f"Medians of {figures['rounds']} pushes out of a trainer's GPU memory, while {figures['rows'][0]['requests']:.0f} requests "
            f"decode. {spooling} By ipc trainer and engine share a GPU, by nccl each has one. Staged: from the first byte until every "
-           "tensor has been checked and summed. The gap is the longest wait for a token that a request saw at the commit.")
+           "tensor has been checked and summed. The gap is the longest wait for a token that any request saw at any of these commits.")
     headings = ("channel", "GB", "staged, s", "GB/s", "live, s", "pause at commit, ms", "gap, ms", "token, ms", "token while staging, ms")
     yield table(headings, (
         (r["channel"], f"{r['bytes'] / 1e9:.1f}", f"{r['staged_s']:.2f}", f"{r['gb_per_s']:.1f}", f"{r['push_s']:.2f}",
@@ -268,7 +268,7 @@ def _tests(figures: dict[str, Any]) -> Iterator[str]:
     exact = figures["exact"]
     if exact:
         yield (f"`tlt bench exact --quick` on the shipped pair: {exact['differing_tokens']} tokens and {exact['differing_logprob_bits']} "
-               f"log-prob bits differ in {exact['requests']} requests.")
+               f"log-prob bits differ in {exact['requests']} runs of requests.")
 
 
 SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], Iterator[str]]]] = {

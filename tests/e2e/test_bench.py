@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from benchmarks import weights
 from tests.e2e.test_lifecycle import until
@@ -88,3 +89,11 @@ def test_what_cannot_be_measured_is_refused() -> None:
                           (["rollout", "--numerics", "fast"], "leave the flag out")):
         done = subprocess.run([sys.executable, "-m", "tlt_server", "bench", *flags], capture_output=True, text=True, timeout=300)
         assert done.returncode == 2 and remedy in done.stderr, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("name", ["exact", "rollout", "decode", "cycle", "graphs", "overload"])
+def test_a_model_that_is_not_there_is_one_line_with_the_remedy(name: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tlt_server", "bench", name, "--quick", "--model", str(tmp_path / "nowhere")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert "nowhere" in done.stderr and len(done.stderr.strip().splitlines()) == 1

@@ -110,6 +110,17 @@ def test_what_a_client_asks_for_and_does_not_wait_for_is_done(path: str, said: s
     assert post(server, "/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
 
 
+@pytest.mark.parametrize("said", ["true", "True", "TRUE", "1", "yes", "on", "false", "False", "0", "no", "Off"])
+def test_a_flag_is_said_in_any_librarys_way(said: str, server: LiveServer) -> None:
+    assert post(server, f"/pause?mode=keep&clear_cache={said}").json() == {"status": "paused"}
+    assert post(server, "/resume").status_code == 200
+
+
+def test_a_flag_that_says_neither_is_refused(server: LiveServer) -> None:
+    refused = post(server, "/pause?clear_cache=maybe")
+    assert refused.status_code == 400 and "clear_cache is 'maybe'; it must be one of true, 1, yes" in refused.text
+
+
 def test_a_cache_is_not_flushed_while_requests_run(server: LiveServer, pool: ThreadPoolExecutor) -> None:
     asked = begun(server, pool)
     for method in ("GET", "POST"):

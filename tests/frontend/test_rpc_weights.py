@@ -92,7 +92,8 @@ def test_what_is_wrong_with_a_part_ends_the_stream_typed(server: LiveServer, stu
     for messages, kind, says in (
         ([part(DATA[50:], start=50, total=100)], Conflict, "send from 0"),
         ([part(DATA[:40], total=100), part(b"\xff" * 40, total=100)], Conflict, "came with other bytes"),
-        ([part(DATA, part="../../x")], InvalidRequest, "part is '..%2F..%2Fx.safetensors'"),
+        ([part(DATA, part="../../x")], InvalidRequest, "part is '../../x'; it must have no '/'"),
+        ([part(DATA, version="a/b")], InvalidRequest, "version is 'a/b'; it must have no '/'"),
         ([part(DATA, start=-5, total=100)], InvalidRequest, "it must be bytes FIRST-LAST/TOTAL"),
         ([part(bytes(2**20 + 1))], TooLarge, "(max_body_mb)"),
         ([UpdateWeightsRequest()], InvalidRequest, "holds none of part, manifest"),

@@ -25,6 +25,7 @@ from tlt_server.records import (
     LookAtWeights,
     Manifest,
     NameWeights,
+    PushRole,
     PushWeights,
     WeightCommand,
     WeightReport,
@@ -277,6 +278,67 @@ def test_a_call_that_is_refused_leaves_nothing_to_make_live_until_one_succeeds()
     assert run("push", "do", "finish named", "settle") == ("initial", []), "nor one that is under way"
     assert run("push bad", "push", "settle", "finish named", "settle") == ("step 1", [Came(2, None)])
     assert run("finish named", "settle") == ("initial", []), "nor one that never came"
+
+
+async def done(twin: Twin, what: Any) -> WeightReport | None:
+    """What comes of it, with an engine that does all that it is asked."""
+    task = asyncio.ensure_future(what)
+    while not task.done():
+        await asyncio.sleep(0)
+        if twin.queue:
+            twin.do()
+            twin.arrive()
+    report: WeightReport | None = task.result()
+    return report
+
+
+async def pushed(twin: Twin, call: int, role: PushRole) -> WeightReport:
+    with twin.session.pushing() as update:
+        return await update.push(Manifest(path=str(call), role=role))
+
+
+def test_a_model_whose_push_was_refused_is_not_left_out_at_the_end() -> None:
+    async def story(role: PushRole) -> None:
+        twin = Twin()
+        await done(twin, twin.session.begin("all"))
+        refused = asyncio.ensure_future(pushed(twin, 1, role))
+        await asyncio.sleep(0)
+        twin.do()
+        twin.close("weights_refused")
+        with pytest.raises(TltError):
+            await refused
+        assert await done(twin, pushed(twin, 2, "drafter"))
+        with pytest.raises(Conflict, match="the last push of the target in this weight update failed"):
+            await done(twin, twin.session.end("step"))
+        assert twin.live == ("initial", [])
+        await done(twin, twin.session.begin("all"))
+        assert await done(twin, pushed(twin, 3, "all")) and await done(twin, twin.session.end("step"))
+        assert twin.live == ("step", [Came(3, None)])
+
+    for role in ("target", "all"):
+        asyncio.run(story(role))
+
+
+def test_an_update_of_the_drafter_does_not_drop_what_came_for_the_target() -> None:
+    async def story() -> None:
+        twin = Twin()
+        await done(twin, twin.session.begin("target"))
+        await done(twin, twin.session.begin("draft"))  # it held nothing
+        await done(twin, pushed(twin, 1, "drafter"))
+        await done(twin, twin.session.begin("target"))
+        assert twin.open is None, "one of the drafter is dropped"
+        await done(twin, pushed(twin, 2, "target"))
+        with pytest.raises(Conflict, match="holds weights of the target, which this would drop; finish it first"):
+            await done(twin, twin.session.begin("draft"))
+        await done(twin, twin.session.end("step"))
+        assert twin.live == ("step", [Came(2, None)])
+        await done(twin, twin.session.begin("draft"))
+        await done(twin, twin.session.begin("target"))
+        await done(twin, pushed(twin, 3, "target"))
+        await done(twin, twin.session.begin("target"))
+        assert twin.open is None, "begun anew it is dropped, too"
+
+    asyncio.run(story())
 
 
 def test_where_nothing_is_staged_an_end_names_what_the_parts_made_live() -> None:

@@ -19,7 +19,7 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-PACKAGES = ("torch", "triton", "numba", "numpy")
+PACKAGES = ("torch", "triton", "transformers", "numba", "numpy")
 DRIVER = Path("/proc/driver/nvidia/version")
 
 

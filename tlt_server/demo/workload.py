@@ -8,6 +8,7 @@ from tokenizers import Tokenizer
 
 from tlt_server.demo.chat import render_prompt
 from tlt_server.demo.task import EVAL_SEEDS, problem
+from tlt_server.errors import StartupError
 from tlt_server.records import GenerateRequest, Sampling
 
 PAIR = Path(__file__).parent / "pair"
@@ -19,9 +20,12 @@ def problems_as_requests(
 ) -> list[GenerateRequest]:
     """`count` requests: evaluation problems from number `seed` on, `group` responses to each, every one with its own seed.
 
-    `model` must be a directory with a `tokenizer.json`.
+    `StartupError` unless `model` is a directory with a `tokenizer.json`.
     """
-    tokenizer = Tokenizer.from_file(str(Path(model) / "tokenizer.json"))
+    file = Path(model) / "tokenizer.json"
+    if not file.is_file():
+        raise StartupError(f"{file} is not there, and the task's problems are text; name a model directory with its tokenizer (--model)")
+    tokenizer = Tokenizer.from_file(str(file))
     requests = []
     for i in range(count):
         number = EVAL_SEEDS[(seed + i // group) % len(EVAL_SEEDS)]

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from tlt_server.errors import InvalidRequest
 from tlt_server.frontend.requests import shown
 
-FLAGS = {"true": True, "1": True, "false": False, "0": False}
+FLAGS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 
 
 def word(request: Request, name: str, known: Collection[str], default: str) -> str:
@@ -29,7 +29,12 @@ def words(request: Request, name: str, known: Collection[str]) -> list[str]:
 
 
 def flag(request: Request, name: str, *, default: bool) -> bool:
-    return FLAGS[word(request, name, FLAGS, "true" if default else "false").lower()]
+    """As trainers' libraries write them, in whatever case: `True` of Python's requests, `true` of JSON."""
+    text = request.query_params.get(name, str(default))
+    value = FLAGS.get(text.lower())
+    if value is None:
+        raise InvalidRequest(f"{name} is {shown(text)}; it must be one of {', '.join(FLAGS)}")
+    return value
 
 
 def seconds(request: Request, name: str, most: float) -> float:

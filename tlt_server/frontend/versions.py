@@ -49,7 +49,7 @@ class Versions:
     @property
     def reason(self) -> str:
         """Why nothing is generated, and what helps; empty when nothing is lost."""
-        return f"{'; '.join(self.lost.values())}; or push that version, or another (POST /update_weights)" if self.lost else ""
+        return f"{'; '.join(self.lost.values())}. Push that version, or another (POST /update_weights)" if self.lost else ""
 
     def check(self) -> None:
         """`Unavailable` while something is lost."""

@@ -64,6 +64,8 @@ class Update:
         self.name = name  # for what becomes live at the end, or has
         self.calls = 0  # that began to push
         self.succeeded = 0  # number of the last call that did
+        self.owed: set[Role] = set()  # whose weights a push was to bring and has not
+        self.brought: set[Role] = set()  # whose weights came, to be live at the end
         self.waits = False  # what was pushed is staged, or gathers
         self.live = ""  # version of the target where what was pushed is live already
         self.pushing = 0  # calls that are on their way
@@ -76,6 +78,11 @@ class Update:
         """Of a push that does not say whose weights it brings."""
         return "drafter" if self.selector == "draft" else "target"
 
+    @property
+    def holds_a_target(self) -> bool:
+        """That nobody has committed."""
+        return self.selector in ("target", "all") and "target" in self.brought
+
     async def push(self, manifest: Manifest) -> WeightReport:
         """Live when this returns; or staged, inside a session; or gathering, where the manifest is partial and tensors are missing."""
         return succeeded(await self.tried(manifest))
@@ -86,10 +93,15 @@ class Update:
         session.check_takes(self)
         if self.selector is not None:
             manifest = msgspec.structs.replace(manifest, session=self.id, commit=manifest.commit and not session.stages)
+        roles: tuple[Role, ...] = ("target", "drafter") if manifest.role == "all" else (manifest.role,)
+        self.owed.update(roles)
         report = await session.report(PushWeights(session.command_id(), manifest))
         if report.error is not None:
             return report
+        self.owed.difference_update(roles)
         self.waits = report.result in ("staged", "gathering")
+        if self.waits:
+            self.brought.update(roles)
         if not self.waits and report.role != "drafter":
             self.live = report.state.target
         return report
@@ -103,7 +115,11 @@ class WeightSession:
         self._dropping: set[asyncio.Task[None]] = set()
 
     async def begin(self, selector: Selector) -> None:
-        """What an earlier session left, staged or on its way, is dropped; a repeated begin changes nothing else."""
+        """What an earlier session left, staged or on its way, is dropped; a repeated begin changes nothing else. `Conflict` where that
+        would drop a target's weights for the drafter's: a trainer that means to bring both would learn from the wrong target for ever."""
+        if selector == "draft" and self._update.holds_a_target:
+            raise Conflict("a weight update that was begun holds weights of the target, which this would drop; finish it first (POST "
+                           "/finish_weight_update, /end_weight_update), or begin it anew, for all or for the target, to drop them")
         earlier, self._update = self._update, Update(self, selector, self.command_id())
         self._update.begun_s = self._update.touched_s = asyncio.get_running_loop().time()
         self._end_when_idle(self._update)
@@ -197,9 +213,10 @@ class WeightSession:
             if update.selector is None:
                 raise Conflict("no weight update was begun; begin one (POST /start_weight_update, /begin_weight_update), or push "
                                "without")
-            if update.succeeded != update.calls:
-                raise Conflict("the last push of this weight update failed or is under way, so there is nothing to make live; push again "
-                               "and then end it, or begin another")
+            if update.succeeded != update.calls or update.owed:
+                whose = f" of the {' and the '.join(sorted(update.owed, reverse=True))}" if update.owed else ""
+                raise Conflict(f"the last push{whose} in this weight update failed or is under way, so there is nothing to make live; push "
+                               "again and then end it, or begin another")
             update.ended = await self._commit(update, name or update.name)
             update.name = name or update.name
             if update is self._update:

@@ -205,7 +205,8 @@ class Transaction:
         elif push.state != "waiting":
             self._made.pop(push.version, None)  # a commit of this version may mean what has failed
         if push.overwritten and push.state != "unchanged":
-            reason = f"a push of version {push.version!r} wrote over the {{role}}'s weights in use (--weight-staging none) and failed"
+            which = f"of version {push.version!r}" if push.version else "without a name"
+            reason = f"a push {which} wrote over the {{role}}'s weights in use (--weight-staging none) and failed"
             self.quarantined |= {role: reason.format(role=role) for role in push.overwritten}
             self._last = None
         if push.staging is not None:

@@ -199,7 +199,8 @@ class RolloutServiceServicer:
 
     def UpdateWeights(self, request_iterator, context):
         """For each message, in order, the operation that it holds: PUT /weights/{version}/{part}.safetensors for a part, and last, for the
-        manifest, POST /update_weights. The channel http takes parts first; any other has its manifest alone.
+        manifest, POST /update_weights, whose answer ends the call: what is sent behind it is not read. The channel http takes parts first;
+        any other has its manifest alone.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -18,6 +18,7 @@ from tlt_client.rpc.rollout_pb2 import DESCRIPTOR
 from tlt_server.errors import InvalidRequest
 from tlt_server.frontend.arrival import Arrived
 from tlt_server.frontend.dialects.events import MAX_WAIT_S
+from tlt_server.frontend.requests import shown
 from tlt_server.frontend.rpc.messages import parsed, plain
 
 SERVICE = DESCRIPTOR.services_by_name["RolloutService"]
@@ -33,7 +34,7 @@ class Operation(NamedTuple):
     def arrived(self, content: dict[str, Any]) -> Arrived:
         """What the request over HTTP would have said."""
         content |= self.says
-        path = re.sub(r"{(\w+)}", lambda match: content.pop(match[1], "").replace("/", "%2F"), self.path)  # one segment each
+        path = re.sub(r"{(\w+)}", lambda match: _segment(match[1], content.pop(match[1], "")), self.path)
         path = path.replace("//", "/")  # an empty one is left out
         if self.method == "PUT":
             return _part(path, **content)
@@ -41,6 +42,13 @@ class Operation(NamedTuple):
             return Arrived(self.method, path, body=msgspec.json.encode(content))
         query = {name: msgspec.json.encode(value).decode() if not isinstance(value, str) else value for name, value in content.items()}
         return Arrived(self.method, path, query=urlencode(query, quote_via=quote))
+
+
+def _segment(name: str, value: str) -> str:
+    """Of a path."""
+    if "/" in value:
+        raise InvalidRequest(f"{name} is {shown(value)}; it must have no '/', as it is a part of a path")
+    return value
 
 
 def _part(path: str, start: int = 0, total: int | None = None, data: bytes = b"") -> Arrived:
