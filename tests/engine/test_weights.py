@@ -189,6 +189,26 @@ def test_a_rollback_may_drain_first(engine: Pushable, settings: EngineSettings, 
     assert (engine.tokens("r1"), engine.logprobs("r1")) == fresh(settings, root / "base", request(1, 10))["r1"]
 
 
+def test_a_rollback_that_waits_can_be_aborted(engine: Pushable, root: Path) -> None:
+    engine.push(root / "new", "v1")
+    engine.submit(request(0, 500))
+    engine.step(3)
+    id = engine.send_roll_back(in_flight="drain")
+    engine.until(lambda: engine.engine.scheduler.holding, "hold")
+    engine.submit(request(1, 10))
+    engine.engine.send(Pause("p"))
+    engine.step(2)
+    refused = engine.push(root / "newer", "v2")
+    assert refused.result == "conflict" and refused.error is not None and "POST /weights/abort" in refused.error[1]
+    assert engine.abort("").result == "aborted" and engine.report(id).result == "conflict"
+    engine.engine.send(Resume("r"))
+    engine.step(2)
+    assert not engine.engine.scheduler.holding and "r1" in engine.said, "what waited for the rollback goes on"
+    assert engine.push(root / "newer", "v2", in_flight="recompute").result == "committed"
+    engine.finish()
+    assert [version for version, *_ in engine.spans("r0")] == ["v1", "v2"]
+
+
 def test_a_paused_engine_takes_weights(engine: Pushable, settings: EngineSettings, root: Path) -> None:
     engine.submit(request())
     engine.step(5)

@@ -151,6 +151,11 @@ class WeightPushes:
                     transaction.name_staged(name)
                 ready.asked.append(id)
                 ready.due = True
+            case AbortWeights(id, "", "") if self._rollback is not None and transaction.push is None:
+                waiting, self._rollback = self._rollback, None
+                self._reset()
+                self._report(waiting.id, "conflict", error=Conflict("the rollback was aborted before its moment came; nothing has changed"))
+                self._report(id, "aborted")
             case AbortWeights(id, version, session):
                 push = transaction.abort(version, session)
                 self._report(id, "aborted", version=push.version)
@@ -300,7 +305,8 @@ class WeightPushes:
 
     def _check_no_rollback(self) -> None:
         if self._rollback is not None:
-            raise Conflict("a rollback waits for its moment; send this again after it is answered")
+            raise Conflict("a rollback waits for what runs to end (in a pause, for POST /resume first); send this again after it is "
+                           "answered, or abort it (POST /weights/abort)")
 
     def _advance(self, push: Push) -> None:
         if push.state == "failed":
