@@ -370,7 +370,7 @@ class WeightState(Struct, frozen=True, kw_only=True):
 
     target: Annotated[str, Meta(description="the version that is live")]
     drafter: Annotated[str, Meta(description="the drafter's; empty where there is none to push")] = ""
-    previous: Annotated[dict[str, str], Meta(description="role -> version that a rollback restores")] = {}
+    previous: Annotated[dict[str, str], Meta(description="role -> version before, which a rollback can restore")] = {}
     open: Annotated[dict[str, str], Meta(description="version, role and state of a push on its way; empty without one")] = {}
     spooled: Annotated[bool, Meta(description="whether committed versions are kept for a restart")] = False
     quarantined: Annotated[dict[str, str], Meta(

@@ -174,7 +174,8 @@ class Client:
         return self._ask(calls.abort_weights(version, upload_only))
 
     def roll_back_weights(self, **fields: Any) -> Mapping[str, Any]:
-        """Make the version before the last commit live again; `to` names it, which makes a repeated call safe."""
+        """Undo the last commit; or with `to` make that version live again, of each model that had it before, which makes a repeated call
+        safe."""
         return self._ask(calls.roll_back_weights(fields))
 
     def weights(self) -> Weights:

@@ -188,7 +188,7 @@ class Weights(TypedDict):
 
     target: str  # the version that is live
     drafter: str  # the drafter's; empty where there is none to push
-    previous: dict[str, str]  # role -> version that a rollback restores
+    previous: dict[str, str]  # role -> version before, which a rollback can restore
     open: dict[str, str]  # version, role and state of a push on its way; empty without one
     spooled: bool  # committed versions are kept for a restart
     quarantined: dict[str, str]  # role -> why nothing is generated

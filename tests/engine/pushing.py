@@ -107,11 +107,14 @@ class Pushable:
         self.engine.send(AbortWeights(id, version))
         return self.report(id)
 
-    def checksums(self) -> dict[str, str]:
-        """mix64 of every live tensor, computed anew."""
+    def look(self) -> WeightReport:
+        """With mix64 of every live tensor, computed anew."""
         id = next(self._ids)
         self.engine.send(LookAtWeights(id, checksums=True))
-        return self.report(id).checksums
+        return self.report(id)
+
+    def checksums(self) -> dict[str, str]:
+        return self.look().checksums
 
     # what was said
 

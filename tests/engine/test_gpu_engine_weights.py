@@ -153,6 +153,18 @@ def test_both_at_once_share_the_new_embedding(settings: EngineSettings, root: Pa
     assert engine.roll_back().result == "rolled_back" and same(values(engine), old)
 
 
+def test_a_target_is_rolled_back_behind_a_push_of_the_drafter(settings: EngineSettings, root: Path) -> None:
+    engine = Pushable(drafting(settings, "eagle", 2, 2, 4))
+    where = addresses(engine)
+    for path, version, role in (("new", "v1", "target"), ("base", "v2", "target"), ("new-drafter", "d1", "drafter")):
+        assert engine.push(root / path, version, role=role).result == "committed"
+    report = engine.roll_back("v1")
+    assert (report.result, report.role) == ("rolled_back", "target") and addresses(engine) == where
+    fresh = Pushable(msgspec.structs.replace(engine.settings, model=str(root / "new"), drafter=str(root / "new-drafter")))
+    assert same(values(engine), values(fresh)) and engine.checksums() == fresh.checksums()
+    assert said(engine, *asked()) == said(fresh, *asked())
+
+
 @pytest.mark.parametrize(("resident", "pushed", "word"), [
     ("drafter", "embedding-drafter", "brings"), ("embedding-drafter", "drafter", "lacks")])
 def test_an_embedding_can_neither_come_nor_go(resident: str, pushed: str, word: str, settings: EngineSettings, root: Path) -> None:

@@ -328,6 +328,35 @@ def test_rollback_restores_every_bit(engine: Pushable, root: Path) -> None:
     assert engine.roll_back("v7").result == "conflict"
 
 
+def test_a_push_of_the_drafter_keeps_what_the_target_was_before(settings: EngineSettings, root: Path) -> None:
+    engine, asked = Pushable(settings), request()
+    said = engine.run(asked)
+    sums = {"initial": engine.checksums()}
+    for path, version, role in (("new", "v1", "target"), ("newer", "v2", "target"), ("new-drafter", "d1", "drafter")):
+        assert engine.push(root / path, version, role=role).result == "committed"
+        sums[version] = engine.checksums()
+    report = engine.roll_back("v1")
+    assert (report.result, report.role, report.state.target, report.state.drafter) == ("rolled_back", "target", "v1", "d1")
+    assert report.state.previous == {"drafter": "initial"}
+    assert engine.checksums() == {name: sums["d1" if name.startswith("draft.") else "v1"][name] for name in sums["d1"]}
+    assert engine.roll_back().result == "conflict", "the last step was a rollback"
+    assert engine.roll_back("v1").result == "unchanged" and engine.roll_back("v2").result == "conflict"
+    report = engine.roll_back("initial")
+    assert (report.role, report.state.target, report.state.drafter, report.state.previous) == ("drafter", "v1", "initial", {})
+    assert engine.checksums() == sums["v1"]
+    assert engine.push(root / "base", "v3").result == "committed" and engine.run(asked) == said
+
+
+def test_without_a_name_a_rollback_undoes_the_last_commit_alone(settings: EngineSettings, root: Path) -> None:
+    engine = Pushable(settings)
+    engine.push(root / "new", "v1")
+    engine.push(root / "new-drafter", "d1", role="drafter")
+    assert engine.roll_back().role == "drafter"
+    engine.push(root / "new-drafter", "d1", role="drafter")
+    report = engine.roll_back("initial")
+    assert (report.role, report.state.target, report.state.drafter) == ("all", "initial", "initial"), "all that was called so"
+
+
 def test_a_drafter_push_changes_no_token(settings: EngineSettings, root: Path) -> None:
     drafting = msgspec.structs.replace(settings, policy="fixed", strategy=Strategy("eagle", 4, 3, 9))
     asked = [request(i) for i in range(3)]
@@ -595,6 +624,16 @@ def test_a_restart_after_a_rollback_serves_what_was_rolled_back_to(kept: EngineS
     again.push(root / "new", "v3")
     folders = {path.name for path in (Path(kept.state_dir) / "weights").glob("push-*")}
     again.until(lambda: len(list((Path(kept.state_dir) / "weights").glob("push-*"))) <= 2, f"cleaning of {folders}")
+
+
+def test_a_restart_serves_a_target_that_was_rolled_back_behind_a_push_of_the_drafter(kept: EngineSettings, root: Path) -> None:
+    engine = Pushable(kept)
+    for path, version, role in (("new", "v1", "target"), ("newer", "v2", "target"), ("new-drafter", "d1", "drafter")):
+        engine.push(root / path, version, role=role)
+    assert engine.roll_back("v1").result == "rolled_back"
+    sums = engine.checksums()
+    again = Pushable(kept)
+    assert (again.info.weight_version, again.look().state.drafter) == ("v1", "d1") and again.checksums() == sums
 
 
 def test_a_commit_that_cannot_be_recorded_changes_nothing(kept: EngineSettings, root: Path) -> None:

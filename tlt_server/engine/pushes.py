@@ -50,6 +50,7 @@ class _Rollback(NamedTuple):
 
     id: str
     in_flight: InFlight
+    parts: Parts  # that it makes live
 
 
 class WeightPushes:
@@ -102,8 +103,8 @@ class WeightPushes:
         """Between two steps: commit what is staged, if its moment has come. Returns the sequences that end of it."""
         self.settling = False
         self.transaction.tidy()  # what the call before has dropped, of which nothing is on the stack any more
-        if self._rollback is not None and self._may_change(self._rollback.in_flight, self.transaction.previous):
-            self._roll_back(self._rollback.id, self._rollback.in_flight)
+        if self._rollback is not None and self._may_change(self._rollback.in_flight, self._rollback.parts):
+            self._roll_back(*self._rollback)
         waiting = self.transaction.push
         if waiting is not None and waiting.state == "waiting":
             self._begin(waiting)
@@ -171,11 +172,12 @@ class WeightPushes:
                 self._read(id, lambda: {"values": tensor.float().cpu().contiguous().numpy().tobytes(), "shape": list(tensor.shape)})
             case RollbackWeights(id, to, in_flight):
                 self._check_no_rollback()
-                if not transaction.check_rollback(to):
+                parts = transaction.to_roll_back(to)
+                if not parts.by_role:
                     self._report(id, "unchanged", version=to)
                 else:
-                    self._check_drains(in_flight, transaction.previous.by_role)
-                    self._rollback = _Rollback(id, in_flight)
+                    self._check_drains(in_flight, parts.by_role)
+                    self._rollback = _Rollback(id, in_flight, parts)
             case LookAtWeights(id, checksums):
                 if not checksums:
                     self._report(id, "looked")
@@ -336,11 +338,11 @@ class WeightPushes:
         self._reset()
         self._answer(push, "committed", parts=parts, pause_ms=pause_s * 1e3)
 
-    def _roll_back(self, id: str, in_flight: InFlight) -> None:
-        started, parts = time.perf_counter(), self.transaction.previous
+    def _roll_back(self, id: str, in_flight: InFlight, parts: Parts) -> None:
+        started = time.perf_counter()
         self._rollback = None
         try:
-            self._take_over(self.transaction.rollback(), parts, in_flight)
+            self._take_over(self.transaction.rollback(parts), parts, in_flight)
         except TltError as error:
             self._report(id, error.code, error=error)
         else:

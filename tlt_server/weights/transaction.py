@@ -35,7 +35,8 @@ class Transaction:
     def __init__(self, live: Parts, options: Options, parse_calibration: Callable[[bytes, str], object],
                  on_phase: Callable[[str], None] = lambda phase: None, clock: Callable[[], float] = time.perf_counter) -> None:
         """`live` may come without sums: they are computed with the first push. `on_phase` is called in the staging thread."""
-        self.live, self.previous = live, Parts()
+        self.live, self.previous = live, Parts()  # of each role what was live before
+        self._latest: frozenset[str] = frozenset()  # roles of the last commit, if it can be undone
         self.quarantined: dict[str, str] = {}  # role -> why what is live of it is no version
         self._last: Manifest | None = None  # of the commit that made `live`
         self._made: dict[str, frozenset[str]] = {}  # roles that the last push of a version made live, of what is live or kept
@@ -184,13 +185,14 @@ class Transaction:
         """Make the staged parts live; the caller installs what is returned before the next step."""
         assert self.push is not None and self.push.state == "staged" and self.push.parts is not None
         parts, manifest = self.push.parts, self.push.manifest
-        before = self.previous
+        before = self.previous.only(parts.by_role)
         self._make_live(parts)
         self._drop(before)
         for role in parts.by_role:
             self.quarantined.pop(role, None)
+        self._latest = frozenset(parts.by_role)
         if self.in_place:
-            self.previous = Parts()  # its storage holds these now
+            self.previous, self._latest = Parts(), frozenset()  # its storage holds these now
         self._last, self.push = _repeatable(manifest), None
         self._note(parts.version, parts.by_role)
         return self.live
@@ -285,30 +287,31 @@ class Transaction:
             self._names.add("target", renamed.by_role["target"])
         return True
 
-    def check_rollback(self, to: str) -> bool:
-        """Whether there is something to do; `Conflict` when the version asked for is neither live nor the one before."""
+    def to_roll_back(self, to: str) -> Parts:
+        """What a rollback makes live: of each role that had version `to` before, that; without `to`, of the roles of the last commit. None
+        where `to` is live. `Conflict` where it is neither live nor kept."""
         if self.push is not None:
             raise Conflict(f"version {self.push.version!r} is being pushed; wait for it or abort it, then roll back")
-        if to and to in {part.version for part in self.live.by_role.values()} and to not in {
-                part.version for part in self.previous.by_role.values()}:
-            return False
-        if not self.previous.by_role:
-            raise Conflict("there is no version to roll back to: none was pushed yet, or the last step was a rollback already; "
-                           "push the version wanted")
-        if to and to not in {part.version for part in self.previous.by_role.values()}:
-            raise Conflict(f"version {to!r} is not kept; a rollback can restore {self.previous.version!r}: name that, or push {to!r} again")
-        return True
+        parts = self.previous.only([role for role, part in self.previous.by_role.items() if part.version == to] if to else self._latest)
+        if parts.by_role or (to and self.live_as(to).by_role):
+            return parts
+        if to and self.previous.by_role:
+            kept = ", ".join(dict.fromkeys(repr(part.version) for part in self.previous.by_role.values()))
+            raise Conflict(f"version {to!r} is not kept; a rollback can restore {kept}: name that, or push {to!r} again")
+        raise Conflict("there is no version to roll back to: none was pushed yet, or the last step was a rollback already; "
+                       "push the version wanted")
 
-    def rollback(self) -> Parts:
-        """The version before is live again, from the very storage it had; nothing is kept to roll back to."""
+    def rollback(self, parts: Parts) -> Parts:
+        """What a rollback was found to restore is live again, from the very storage it had; what it replaces is not kept."""
         if self._options.spool is not None:
             try:
-                self._options.spool.prepare(Parts(), self.previous.over(self.live))
+                self._options.spool.prepare(Parts(), parts.over(self.live))
             except OSError as error:
                 raise not_recorded(error) from None
-        self._make_live(self.previous)
-        self._drop(self.previous)
-        self.previous, self._last = Parts(), None
+        self._make_live(parts)
+        self._drop(self.previous.only(parts.by_role))
+        self.previous = self.previous.only(self.previous.by_role.keys() - parts.by_role.keys())
+        self._latest, self._last = frozenset(), None
         return self.live
 
     @property
@@ -339,7 +342,7 @@ class Transaction:
                 spool.commit()
             except OSError as error:
                 raise not_recorded(error) from None
-        self.live, self.previous = live, previous
+        self.live, self.previous = live, previous.over(self.previous)
         for role, part in parts.by_role.items():
             self._names.add(role, part)
         if spool is not None:

@@ -106,7 +106,8 @@ class GroupFields(Strict):
 
 
 class RollbackFields(Strict):
-    to: Annotated[str, Field(description="the version to be live after it; makes a repeated call safe")] = ""
+    to: Annotated[str, Field(description="the version before, of the target, the drafter or both, that is to be live after it; makes a repeated call safe. "
+                                    "Absent: undo the last commit, of whichever models that brought")] = ""
     in_flight: Annotated[InFlight, Field(description="what becomes of running requests when the target changes")] = "continue"
 
 
@@ -247,7 +248,7 @@ def routes(service: Service) -> list[Endpoint]:
         return outcome(await answer(AbortWeights(engine.command_id())))
 
     async def rollback(request: Request) -> Response:
-        """Make the version before the last commit live again, bit for bit."""
+        """Make the version before live again, bit for bit."""
         asked = checked(RollbackFields, await _content(await request.body(), "to"))
         return outcome(await answer(RollbackWeights(engine.command_id(), asked.to, asked.in_flight)))
 
