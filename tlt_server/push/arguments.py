@@ -22,7 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     push.add_argument("--stage", action="store_true", help="stop before the commit; POST /weights/{version}/commit makes it live")
     status = verbs.add_parser("status", help="which versions are live, kept and on their way", allow_abbrev=False)
     rollback = verbs.add_parser("rollback", help="undo the last commit, of whichever models it brought", allow_abbrev=False)
-    rollback.add_argument("--to", default="", metavar="NAME", help="the version before, of target or drafter, to be live afterwards; makes a repeated call safe")
+    rollback.add_argument("--to", default="", metavar="NAME",
+                          help="the version before, of target or drafter, to be live afterwards; makes a repeated call safe")
     abort = verbs.add_parser("abort", help="end a push that is not live, and forget its parts", allow_abbrev=False)
     abort.add_argument("version", metavar="VERSION", help="that the push named")
     for verb in (push, status, rollback, abort):

@@ -106,8 +106,8 @@ class GroupFields(Strict):
 
 
 class RollbackFields(Strict):
-    to: Annotated[str, Field(description="the version before, of the target, the drafter or both, that is to be live after it; makes a repeated call safe. "
-                                    "Absent: undo the last commit, of whichever models that brought")] = ""
+    to: Annotated[str, Field(description="the version before, of the target, the drafter or both, that is to be live after it; makes a "
+                                         "repeated call safe. Absent: undo the last commit, of whichever models that brought")] = ""
     in_flight: Annotated[InFlight, Field(description="what becomes of running requests when the target changes")] = "continue"
 
 
