@@ -194,7 +194,7 @@ def test_an_end_after_a_push_that_failed_names_nothing(server: LiveServer) -> No
     post(server, "/start_weight_update")
     post(server, "/update_weights", {"path": "weights_refused", "version": "8"}, status=422)
     refused = post(server, "/finish_weight_update", {"weight_version": "8"}, status=409)
-    assert "the last push of this weight update failed" in str(refused)
+    assert "the last push of the target in this weight update failed" in str(refused)
     assert not any(isinstance(command, NameWeights) for command in commands(server))
     post(server, "/update_weights", {"path": "good", "version": "8"})
     assert post(server, "/finish_weight_update", {"weight_version": "8"})["version"] == "8"
