@@ -49,22 +49,21 @@ def main(arguments: Sequence[str]) -> int:
     asked = parser.parse_args(arguments)
     require_gpu("benchmarks.record_tests")
     entry = entry_of({}, "make test-gpu" + (f" ARGS='-n {asked.n}'" if asked.n != "0" else ""), on_gpu=True, commit=asked.commit)
-    parts, exact = dict[str, Any](), dict[str, Any]()
+    mine, exact, parts = dict[str, Any](), dict[str, Any](), dict[str, Any]()
     how = ("--timeout", str(TEST_S), "-n", asked.n, *(["-vv"] if asked.v else []))
     for part in asked.part or [*RUNS, EXACT]:
         with tempfile.TemporaryDirectory() as folder:
             report, started = Path(folder) / "report", time.monotonic()
-            status = run(*EXACT_COMMAND, "--json", str(report)) if part == EXACT else run(
-                "-m", "pytest", *how, *RUNS[part], f"--junitxml={report}")
-            if asked.part:
-                parts, exact = begun(entry)  # others may have run meanwhile, on another GPU
             if part == EXACT:
+                status = run(*EXACT_COMMAND, "--json", str(report))
                 exact = json.loads(report.read_text())["figures"] if report.exists() else {}
-                parts[part] = {"passed": int(not status), "failed": int(bool(status)), "skipped": 0,
-                               "seconds": round(time.monotonic() - started, 1)}
+                mine[part] = {"passed": int(not status), "failed": int(bool(status)), "skipped": 0,
+                              "seconds": round(time.monotonic() - started, 1)}
             else:
-                parts[part] = counts(report, status)
-        found = figures(parts, exact)
+                mine[part] = counts(report, run("-m", "pytest", *how, *RUNS[part], f"--junitxml={report}"))
+        others, exact_before = begun(entry) if asked.part else ({}, {})  # read anew: they may have run meanwhile, on another GPU
+        parts = others | mine
+        found = figures(parts, exact if EXACT in mine else exact_before)
         write_entry(RECORD, entry | {"figures": found})
     print(f"{RECORD.name}: {'green' if found['green'] else 'red'}")
     return int(any(came["failed"] or not came["passed"] for came in parts.values()))

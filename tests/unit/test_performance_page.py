@@ -190,6 +190,9 @@ def test_parts_run_one_by_one_into_one_record(tmp_path: Path, monkeypatch: pytes
     statuses["exact"] = 0
     assert record_tests.main(["--commit", "abc", "--part", record_tests.EXACT]) == 0 and "green" in capsys.readouterr().out
     assert list(json.loads(record_tests.RECORD.read_text())["figures"]["parts"]) == [*RUNS, record_tests.EXACT]
+    statuses["exact"] = 1
+    assert record_tests.main(["--commit", "abc+", "--part", record_tests.EXACT, "--part", "engine"]) == 1, "none of a run's own is lost"
+    assert list(json.loads(record_tests.RECORD.read_text())["figures"]["parts"]) == ["engine", record_tests.EXACT]
 
 
 def test_results_are_of_one_form() -> None:
