@@ -64,8 +64,8 @@ class Update:
         self.name = name  # for what becomes live at the end, or has
         self.calls = 0  # that began to push
         self.succeeded = 0  # number of the last call that did
-        self.owed: set[Role] = set()  # whose weights a push was to bring and has not
-        self.brought: set[Role] = set()  # whose weights came, to be live at the end
+        self.owed: set[str] = set()  # whose weights a push was to bring and has not
+        self.brought: set[str] = set()  # whose weights came, to be live at the end
         self.waits = False  # what was pushed is staged, or gathers
         self.live = ""  # version of the target where what was pushed is live already
         self.pushing = 0  # calls that are on their way
@@ -80,7 +80,7 @@ class Update:
 
     @property
     def holds_a_target(self) -> bool:
-        """That nobody has committed."""
+        """Whose end is still to come."""
         return self.selector in ("target", "all") and "target" in self.brought
 
     async def push(self, manifest: Manifest) -> WeightReport:
@@ -93,16 +93,15 @@ class Update:
         session.check_takes(self)
         if self.selector is not None:
             manifest = msgspec.structs.replace(manifest, session=self.id, commit=manifest.commit and not session.stages)
-        roles: tuple[Role, ...] = ("target", "drafter") if manifest.role == "all" else (manifest.role,)
-        self.owed.update(roles)
+        self.owed.update(manifest.roles)
         report = await session.report(PushWeights(session.command_id(), manifest))
         if report.error is not None:
             return report
-        self.owed.difference_update(roles)
+        self.owed.difference_update(manifest.roles)
         self.waits = report.result in ("staged", "gathering")
         if self.waits:
-            self.brought.update(roles)
-        if not self.waits and report.role != "drafter":
+            self.brought.update(manifest.roles)
+        elif report.role != "drafter":
             self.live = report.state.target
         return report
 

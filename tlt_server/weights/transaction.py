@@ -36,9 +36,8 @@ class Transaction:
                  on_phase: Callable[[str], None] = lambda phase: None, clock: Callable[[], float] = time.perf_counter) -> None:
         """`live` may come without sums: they are computed with the first push. `on_phase` is called in the staging thread."""
         self.live, self.previous = live, Parts()  # of each role what was live before
-        self._latest: frozenset[str] = frozenset()  # roles of the last commit, if it can be undone
         self.quarantined: dict[str, str] = {}  # role -> why what is live of it is no version
-        self._last: Manifest | None = None  # of the commit that made `live`
+        self._last: Manifest | None = None  # of the commit that made `live`; None behind a rollback
         self._made: dict[str, frozenset[str]] = {}  # roles that the last push of a version made live, of what is live or kept
         for part in live.by_role.values():
             self._note(part.version, self.live_as(part.version).by_role)
@@ -190,9 +189,8 @@ class Transaction:
         self._drop(before)
         for role in parts.by_role:
             self.quarantined.pop(role, None)
-        self._latest = frozenset(parts.by_role)
         if self.in_place:
-            self.previous, self._latest = Parts(), frozenset()  # its storage holds these now
+            self.previous = Parts()  # its storage holds these now
         self._last, self.push = _repeatable(manifest), None
         self._note(parts.version, parts.by_role)
         return self.live
@@ -292,7 +290,8 @@ class Transaction:
         where `to` is live. `Conflict` where it is neither live nor kept."""
         if self.push is not None:
             raise Conflict(f"version {self.push.version!r} is being pushed; wait for it or abort it, then roll back")
-        parts = self.previous.only([role for role, part in self.previous.by_role.items() if part.version == to] if to else self._latest)
+        of_last = self._last.roles if self._last is not None else ()
+        parts = self.previous.only([role for role, part in self.previous.by_role.items() if part.version == to] if to else of_last)
         if parts.by_role or (to and self.live_as(to).by_role):
             return parts
         if to and self.previous.by_role:
@@ -311,7 +310,7 @@ class Transaction:
         self._make_live(parts)
         self._drop(self.previous.only(parts.by_role))
         self.previous = self.previous.only(self.previous.by_role.keys() - parts.by_role.keys())
-        self._latest, self._last = frozenset(), None
+        self._last = None
         return self.live
 
     @property
