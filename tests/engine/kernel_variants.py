@@ -88,7 +88,7 @@ def main(drafter: str, max_running: int, dtype: str) -> None:
     runner, rungs = made[0]._runner, ladder(settings.drafters, "cuda")
     assert runner is not None
     with torch.inference_mode():
-        runner.prepare([*runner.shapes.rehearsed(MAX_ROWS), *runner.shapes.captured(rungs.arms, rungs.rows)], lambda done, of: None)
+        runner.prepare(runner.shapes.at_start(MAX_ROWS, rungs.arms, rungs.rows), lambda done, of: None)
         at_start = len(found)
         for key in dict.fromkeys(reachable(runner.shapes, rungs)):
             if isinstance(key, DraftKey):

@@ -214,7 +214,7 @@ class CudaDevice:
                                      shapes=shapes, stream=self._stream, page_hint_PH=self._page_hint_PH)
             self._synchronize()  # what the runner's stream will read was written on another
             if capture:
-                self._runner.prepare([*shapes.rehearsed(settings.max_rows), *shapes.captured(ladder.arms, ladder.rows)], on_progress)
+                self._runner.prepare(shapes.at_start(settings.max_rows, ladder.arms, ladder.rows), on_progress)
             if self._stream is not None:
                 for part in live.by_role.values():
                     assert isinstance(part.network, GpuDecoder | GpuEagle3)

@@ -138,6 +138,10 @@ class Shapes:
         """Worth a graph: steps that read long prompts come in too many sizes, and take the device longer than the host to launch."""
         return not key.works or key.decode_rows + key.prompt_rows <= self.prompts.largest(key.decode_rows)
 
+    def at_start(self, max_rows: int, arms: Iterable[Strategy], affordable_rows: Sequence[tuple[int, int]]) -> list[DraftKey | ExtendKey]:
+        """Keys of all that runs once before a request may come."""
+        return [*self.rehearsed(max_rows), *self.captured(arms, affordable_rows)]
+
     def rehearsed(self, max_rows: int) -> list[ExtendKey]:
         """Steps run once at start so that no request waits for a compiler: of the largest prompts, of many short ones, with filters."""
         many = self.prompts.works + 1
