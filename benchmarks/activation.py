@@ -1,4 +1,5 @@
-"""silu(gate) * up of rows that hold both, gate first: what the library's products, which cannot do it themselves, are measured with.
+"""silu(gate) * up of rows that hold both, gate first: what the library's products, which cannot do
+it themselves, are measured with.
 
 Legend: R rows, I intermediate.
 """

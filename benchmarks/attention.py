@@ -1,8 +1,10 @@
-"""Rotary embedding, KV write and paged attention of one layer, per shape of step: microseconds inside a CUDA graph.
+"""Rotary embedding, KV write and paged attention of one layer, per shape of step: microseconds
+inside a CUDA graph.
 
-`python -m benchmarks.attention [case ...]` prints a table and, as its last line, the same as JSON. A graph holds many layers, each
-with its own KV cache, so that keys come from device memory as they do between the weights of a real step. Floor: reading every
-key and value of every request once at 4.3 TB/s. Qwen2.5-7B: 28 query heads, 4 KV heads of 128, bfloat16.
+`python -m benchmarks.attention [case ...]` prints a table and, as its last line, the same as JSON.
+A graph holds many layers, each with its own KV cache, so that keys come from device memory as they
+do between the weights of a real step. Floor: reading every key and value of every request once at
+4.3 TB/s. Qwen2.5-7B: 28 query heads, 4 KV heads of 128, bfloat16.
 """
 
 from __future__ import annotations
@@ -55,26 +57,48 @@ def rows_of(case: Case, device: str) -> tuple[PagedRows, torch.Tensor, int]:
             if case.prompt:
                 p, mine, seen = case.context - case.rows + r, [], case.context
             else:  # chains of 8 below the root, each node in scratch
-                mine = [pages * PAGE_SIZE + b * case.rows + r - i for i in reversed(range((r - 1) % depth + 1))] if r else []
+                mine = (
+                    [
+                        pages * PAGE_SIZE + b * case.rows + r - i
+                        for i in reversed(range((r - 1) % depth + 1))
+                    ]
+                    if r
+                    else []
+                )
                 p, seen = case.context - 1 + len(mine), case.context
             position.append(p)
             base.append(seen)
             path.append(mine + [-1] * (depth - len(mine)))
-            slot.append(mine[-1] if mine else int(table_QP[b, p // PAGE_SIZE]) * PAGE_SIZE + p % PAGE_SIZE)
+            slot.append(
+                mine[-1] if mine else int(table_QP[b, p // PAGE_SIZE]) * PAGE_SIZE + p % PAGE_SIZE
+            )
     place = [b for b in range(case.requests) for _ in range(case.rows)]
-    integers = (torch.tensor(values, dtype=torch.int32, device=device) for values in (position, place, base, path))
+    integers = (
+        torch.tensor(values, dtype=torch.int32, device=device)
+        for values in (position, place, base, path)
+    )
     slots = pages * PAGE_SIZE + len(position)
-    return PagedRows(*integers, table_QP.to(device)), torch.tensor(slot, dtype=torch.int32, device=device), slots
+    return (
+        PagedRows(*integers, table_QP.to(device)),
+        torch.tensor(slot, dtype=torch.int32, device=device),
+        slots,
+    )
 
 
 def sdpa(case: Case, layers: int) -> float:
-    q, k, v = (torch.randn(layers, case.requests, heads, case.context, WIDTH, device="cuda", dtype=torch.bfloat16)
-               for heads in (HEADS, KV_HEADS, KV_HEADS))
+    q, k, v = (
+        torch.randn(
+            layers, case.requests, heads, case.context, WIDTH, device="cuda", dtype=torch.bfloat16
+        )
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    )
 
     def run() -> None:
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
             for i in range(layers):
-                torch.nn.functional.scaled_dot_product_attention(q[i], k[i], v[i], is_causal=True, enable_gqa=True)
+                torch.nn.functional.scaled_dot_product_attention(
+                    q[i], k[i], v[i], is_causal=True, enable_gqa=True
+                )
 
     return microseconds(run, 7) / layers
 
@@ -87,17 +111,29 @@ def measure(case: Case, tile: int) -> dict[str, float]:
     qkv_RX = torch.randn(count, (HEADS + 2 * KV_HEADS) * WIDTH, device="cuda", dtype=torch.bfloat16)
     angle = torch.randn(case.context + 64, WIDTH // 2, device="cuda")
     cos, sin = angle.cos(), angle.sin()
-    work = allocate(rows=count, context=case.context + 16, heads=HEADS, kv_heads=KV_HEADS, width=WIDTH, device="cuda",
-                    tiles=case.rows > 1, tile=tile)
+    work = allocate(
+        rows=count,
+        context=case.context + 16,
+        heads=HEADS,
+        kv_heads=KV_HEADS,
+        width=WIDTH,
+        device="cuda",
+        tiles=case.rows > 1,
+        tile=tile,
+    )
     scale = WIDTH**-0.5
 
     def layer(i: int) -> None:
-        q_RND = rope_store(qkv_RX, rows.position_R, slot_R, cos, sin, cache[i, 0], cache[i, 1], heads=HEADS)
+        q_RND = rope_store(
+            qkv_RX, rows.position_R, slot_R, cos, sin, cache[i, 0], cache[i, 1], heads=HEADS
+        )
         attend(q_RND, cache[i, 0], cache[i, 1], rows, work, first=0, scale=scale)
 
     def only_rope() -> None:
         for i in range(layers):
-            rope_store(qkv_RX, rows.position_R, slot_R, cos, sin, cache[i, 0], cache[i, 1], heads=HEADS)
+            rope_store(
+                qkv_RX, rows.position_R, slot_R, cos, sin, cache[i, 0], cache[i, 1], heads=HEADS
+            )
 
     def step() -> None:
         plan(rows, work)
@@ -108,17 +144,29 @@ def measure(case: Case, tile: int) -> dict[str, float]:
         for _ in range(50):
             plan(rows, work)
 
-    result = {"us": microseconds(step) / layers, "rope_us": microseconds(only_rope) / layers, "plan_us": microseconds(only_plan) / 50}
-    result |= {"floor_us": kv_bytes / BANDWIDTH * 1e6, "row_items": work.count_2[0].item(), "tile_items": work.count_2[1].item()}
+    result = {
+        "us": microseconds(step) / layers,
+        "rope_us": microseconds(only_rope) / layers,
+        "plan_us": microseconds(only_plan) / 50,
+    }
+    result |= {
+        "floor_us": kv_bytes / BANDWIDTH * 1e6,
+        "row_items": work.count_2[0].item(),
+        "tile_items": work.count_2[1].item(),
+    }
     if case.prompt and case.rows == case.context:
         result["sdpa_us"] = sdpa(case, layers)
     return result
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("case", nargs="*", choices=[[], *CASES])
-    parser.add_argument("--tile", type=int, default=64, metavar="ROWS", help="of tree and prompt rows [default 64]")
+    parser.add_argument(
+        "--tile", type=int, default=64, metavar="ROWS", help="of tree and prompt rows [default 64]"
+    )
     options(parser)
     chosen = parser.parse_args()
     require_gpu("benchmarks.attention")
@@ -127,7 +175,10 @@ def main() -> None:
     for name in chosen.case or CASES:
         measured = measure(CASES[name], chosen.tile)
         found.append({"case": name, **{key: round(value, 2) for key, value in measured.items()}})
-        print(f"{name:20}" + "".join(f"  {key} {value:9.2f}" for key, value in measured.items()), flush=True)
+        print(
+            f"{name:20}" + "".join(f"  {key} {value:9.2f}" for key, value in measured.items()),
+            flush=True,
+        )
     finish(chosen, {"bench": "attention", "rows": found}, on_gpu=True)
 
 

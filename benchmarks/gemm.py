@@ -1,8 +1,10 @@
-"""All matrix products of one Qwen2.5-7B step as one CUDA graph: time, bytes read per second, and cuBLAS beside it.
+"""All matrix products of one Qwen2.5-7B step as one CUDA graph: time, bytes read per second, and
+cuBLAS beside it.
 
-`python -m benchmarks.gemm [--rows 1,8,64]` prints a table and, last, a line of JSON. A step is per layer qkv, o, gate-up
-with SiLU and down, then the LM head in float32; every layer has its own weights, so the L2 cache does not help. cuBLAS runs the same
-products without SiLU, and in turns with ours; the step with the two norms that stand between the products is timed, too. Data are
+`python -m benchmarks.gemm [--rows 1,8,64]` prints a table and, last, a line of JSON. A step is per
+layer qkv, o, gate-up with SiLU and down, then the LM head in float32; every layer has its own
+weights, so the L2 cache does not help. cuBLAS runs the same products without SiLU, and in turns
+with ours; the step with the two norms that stand between the products is timed, too. Data are
 random: zeros run faster than any model does.
 """
 
@@ -39,7 +41,15 @@ def draw(*shape: int) -> Tensor:
     return torch.randn(shape, device="cuda", dtype=torch.bfloat16) * 0.02
 
 
-def step(layers: list[Layer], head: Tensor, sampled: int, x: Tensor, attended: Tensor, residual: Tensor, norm: Tensor) -> Tensor:
+def step(
+    layers: list[Layer],
+    head: Tensor,
+    sampled: int,
+    x: Tensor,
+    attended: Tensor,
+    residual: Tensor,
+    norm: Tensor,
+) -> Tensor:
     normed = x
     for layer in layers:
         linear(normed, layer.qkv, layer.qkv_bias)
@@ -49,7 +59,9 @@ def step(layers: list[Layer], head: Tensor, sampled: int, x: Tensor, attended: T
     return linear(normed[:sampled], head, out_dtype=torch.float32)
 
 
-def alone(layers: list[Layer], head: Tensor, sampled: int, x: Tensor, attended: Tensor, inner: Tensor) -> Tensor:
+def alone(
+    layers: list[Layer], head: Tensor, sampled: int, x: Tensor, attended: Tensor, inner: Tensor
+) -> Tensor:
     for layer in layers:
         linear(x, layer.qkv, layer.qkv_bias)
         partials(attended, layer.o, segments=SEGMENTS)
@@ -58,7 +70,9 @@ def alone(layers: list[Layer], head: Tensor, sampled: int, x: Tensor, attended: 
     return linear(x[:sampled], head, out_dtype=torch.float32)
 
 
-def cublas(layers: list[Layer], head: Tensor, sampled: int, x: Tensor, attended: Tensor, inner: Tensor) -> Tensor:
+def cublas(
+    layers: list[Layer], head: Tensor, sampled: int, x: Tensor, attended: Tensor, inner: Tensor
+) -> Tensor:
     for layer in layers:
         torch.nn.functional.linear(x, layer.qkv, layer.qkv_bias)
         torch.mm(attended, layer.o.T)
@@ -68,35 +82,79 @@ def cublas(layers: list[Layer], head: Tensor, sampled: int, x: Tensor, attended:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", default="1,2,8,16,32,64,128,256,512,2048,8192", metavar="N,N", help="[default: %(default)s]")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--rows",
+        default="1,2,8,16,32,64,128,256,512,2048,8192",
+        metavar="N,N",
+        help="[default: %(default)s]",
+    )
     options(parser)
     arguments = parser.parse_args()
     require_gpu("benchmarks.gemm")
     layers = [
-        Layer(draw(QKV, HIDDEN), draw(QKV), draw(HIDDEN, HIDDEN), draw(2 * INTERMEDIATE, HIDDEN), draw(HIDDEN, INTERMEDIATE))
+        Layer(
+            draw(QKV, HIDDEN),
+            draw(QKV),
+            draw(HIDDEN, HIDDEN),
+            draw(2 * INTERMEDIATE, HIDDEN),
+            draw(HIDDEN, INTERMEDIATE),
+        )
         for _ in range(LAYERS)
     ]
     head, norm = draw(VOCABULARY, HIDDEN), torch.ones(HIDDEN, device="cuda", dtype=torch.bfloat16)
-    weights = [head, *(w for layer in layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down))]
+    weights = [
+        head,
+        *(w for layer in layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down)),
+    ]
     floor = sum(w.numel() for w in weights) * 2 / READ_BYTES_PER_S * 1e3
     found = []
-    print(f"{'rows':>6} {'step':>8} {'alone':>8} {'floor':>8} {'cuBLAS':>8} {'TB/s':>6} {'TFLOP/s':>8}")
+    print(
+        f"{'rows':>6} {'step':>8} {'alone':>8} {'floor':>8} {'cuBLAS':>8} {'TB/s':>6} {'TFLOP/s':>8}"
+    )
     for rows in (int(r) for r in arguments.rows.split(",")):
         sampled = min(rows, 1024)  # a long prefill needs few logits
-        x, attended, inner = draw(rows, HIDDEN) * 50, draw(rows, HIDDEN) * 50, draw(rows, INTERMEDIATE) * 50
+        x, attended, inner = (
+            draw(rows, HIDDEN) * 50,
+            draw(rows, HIDDEN) * 50,
+            draw(rows, INTERMEDIATE) * 50,
+        )
         residual = torch.randn(rows, HIDDEN, device="cuda")
 
         products = (layers, head, sampled, x, attended, inner)
-        ms = in_turns({"step": captured(partial(step, layers, head, sampled, x, attended, residual, norm)),
-                       "alone": captured(partial(alone, *products)), "cublas": captured(partial(cublas, *products))})
+        ms = in_turns(
+            {
+                "step": captured(partial(step, layers, head, sampled, x, attended, residual, norm)),
+                "alone": captured(partial(alone, *products)),
+                "cublas": captured(partial(cublas, *products)),
+            }
+        )
         flops = 2 * (rows * sum(w.numel() for w in weights[1:]) + sampled * head.numel())
-        found.append({"rows": rows, "step_ms": round(ms["step"], 4), "products_ms": round(ms["alone"], 4), "floor_ms": round(floor, 4),
-                      "cublas_ms": round(ms["cublas"], 4), "of_floor": round(ms["alone"] / floor, 3),
-                      "of_cublas": round(ms["alone"] / ms["cublas"], 3)})
-        rates = f"{floor / ms['alone'] * READ_BYTES_PER_S / 1e12:6.2f} {flops / ms['alone'] / 1e9:8.0f}"
-        print(f"{rows:6d} {ms['step']:8.3f} {ms['alone']:8.3f} {floor:8.3f} {ms['cublas']:8.3f} {rates}", flush=True)
-    finish(arguments, {"bench": "products", "shape": {"layers": LAYERS, "hidden": HIDDEN}, "rows": found}, on_gpu=True)
+        found.append(
+            {
+                "rows": rows,
+                "step_ms": round(ms["step"], 4),
+                "products_ms": round(ms["alone"], 4),
+                "floor_ms": round(floor, 4),
+                "cublas_ms": round(ms["cublas"], 4),
+                "of_floor": round(ms["alone"] / floor, 3),
+                "of_cublas": round(ms["alone"] / ms["cublas"], 3),
+            }
+        )
+        rates = (
+            f"{floor / ms['alone'] * READ_BYTES_PER_S / 1e12:6.2f} {flops / ms['alone'] / 1e9:8.0f}"
+        )
+        print(
+            f"{rows:6d} {ms['step']:8.3f} {ms['alone']:8.3f} {floor:8.3f} {ms['cublas']:8.3f} {rates}",
+            flush=True,
+        )
+    finish(
+        arguments,
+        {"bench": "products", "shape": {"layers": LAYERS, "hidden": HIDDEN}, "rows": found},
+        on_gpu=True,
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""The figures to reach, from `goals.json`, and which of the measured ones answers each: the newest of the goals' machine and shapes."""
+"""The figures to reach, from `goals.json`, and which of the measured ones answers each: the newest
+of the goals' machine and shapes.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class Found(NamedTuple):
 
 def results(directory: Path) -> list[Result]:
     """Every file, the oldest first."""
-    read = [Result(path.name, json.loads(path.read_text())) for path in sorted(directory.glob("*.json"))]
+    read = [
+        Result(path.name, json.loads(path.read_text())) for path in sorted(directory.glob("*.json"))
+    ]
     return sorted(read, key=lambda result: str(result.entry["date"]))
 
 
@@ -42,21 +46,34 @@ def goals() -> dict[str, Any]:
 
 
 def comparable(found: Iterable[Result], wanted: Mapping[str, Any]) -> list[Result]:
-    """Full runs on the goals' machine, with the goals' shapes and, where a result says what ran, the goals' kind of engine."""
-    return [result for result in found if wanted["machine"] in result.entry["machine"] and not result.figures.get("quick")
-            and matches(result.figures.get("shape", {}), wanted["shape"])
-            and all(result.figures.get(key, value) == value for key, value in wanted["engine"].items())]
+    """Full runs on the goals' machine, with the goals' shapes and, where a result says what ran,
+    the goals' kind of engine.
+    """
+    return [
+        result
+        for result in found
+        if wanted["machine"] in result.entry["machine"]
+        and not result.figures.get("quick")
+        and matches(result.figures.get("shape", {}), wanted["shape"])
+        and all(result.figures.get(key, value) == value for key, value in wanted["engine"].items())
+    ]
 
 
 def matches(row: Mapping[str, Any], where: Mapping[str, Any]) -> bool:
     """A list in `where` means any of its values."""
-    return all(key in row and (row[key] in value if isinstance(value, list) else row[key] == value) for key, value in where.items())
+    return all(
+        key in row and (row[key] in value if isinstance(value, list) else row[key] == value)
+        for key, value in where.items()
+    )
 
 
 def answer(goal: Mapping[str, Any], found: Iterable[Result]) -> Found | None:
     """The goal's figure in the newest result that has it."""
-    answers = [Found(_taken(goal, values) * goal.get("scale", 1), result.name, result.entry["commit"])
-               for result in found if result.bench == goal["bench"] and (values := list(_values(goal, result.figures)))]
+    answers = [
+        Found(_taken(goal, values) * goal.get("scale", 1), result.name, result.entry["commit"])
+        for result in found
+        if result.bench == goal["bench"] and (values := list(_values(goal, result.figures)))
+    ]
     return answers[-1] if answers else None
 
 

@@ -1,4 +1,6 @@
-"""How long a GPU takes for what functions launch, by events; of small kernels by themselves: captured as one CUDA graph and replayed."""
+"""How long a GPU takes for what functions launch, by events; of small kernels by themselves:
+captured as one CUDA graph and replayed.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,10 @@ WARMING = 2  # runs that are not counted
 
 def require_gpu(program: str) -> None:
     if not torch.cuda.is_available():
-        print(f"{program}: torch finds no GPU; run this on a machine that has one (nvidia-smi lists it)", file=sys.stderr)
+        print(
+            f"{program}: torch finds no GPU; run this on a machine that has one (nvidia-smi lists it)",
+            file=sys.stderr,
+        )
         sys.exit(2)
 
 

@@ -1,7 +1,9 @@
-"""Time of the norms between products on one GPU, at Qwen2.5-7B's width: `python -m benchmarks.norms`.
+"""Time of the norms between products on one GPU, at Qwen2.5-7B's width: `python -m
+benchmarks.norms`.
 
-A table, then one line of JSON: microseconds per call inside a CUDA graph of many calls over rotating tensors, and the time to move their
-bytes at 4.3 TB/s, which few rows, whose tensors stay in the cache, may be below.
+A table, then one line of JSON: microseconds per call inside a CUDA graph of many calls over
+rotating tensors, and the time to move their bytes at 4.3 TB/s, which few rows, whose tensors stay
+in the cache, may be below.
 """
 
 from __future__ import annotations
@@ -25,17 +27,37 @@ BANDWIDTH = 4.3e12
 
 def calls(rows: int) -> Iterator[tuple[str, list[Callable[[], object]], int]]:
     """(name, the same call on different tensors, bytes that one moves)."""
-    weight, embedding = torch.ones(HIDDEN, device="cuda").bfloat16(), torch.randn(VOCABULARY, HIDDEN, device="cuda").bfloat16()
+    weight, embedding = (
+        torch.ones(HIDDEN, device="cuda").bfloat16(),
+        torch.randn(VOCABULARY, HIDDEN, device="cuda").bfloat16(),
+    )
     parts = [torch.randn(SEGMENTS, rows, HIDDEN, device="cuda") for _ in range(ROTATED)]
     residuals = [torch.randn(rows, HIDDEN, device="cuda") for _ in range(ROTATED)]
-    tokens = [torch.randint(0, VOCABULARY, (rows,), device="cuda", dtype=torch.int32) for _ in range(ROTATED)]
+    tokens = [
+        torch.randint(0, VOCABULARY, (rows,), device="cuda", dtype=torch.int32)
+        for _ in range(ROTATED)
+    ]
     values = rows * HIDDEN
     yield "rms_norm", [lambda x=x: rms_norm(x, weight, EPS) for x in residuals], values * (4 + 2)
-    yield ("add_rms_norm", [lambda p=p, x=x: add_rms_norm(p, x, weight, EPS) for p, x in zip(parts, residuals, strict=True)],
-           values * (4 * SEGMENTS + 8 + 2))
-    yield "embed_rms_norm", [lambda t=t: embed_rms_norm(t, embedding, weight, EPS) for t in tokens], values * (2 + 4 + 2)
+    yield (
+        "add_rms_norm",
+        [
+            lambda p=p, x=x: add_rms_norm(p, x, weight, EPS)
+            for p, x in zip(parts, residuals, strict=True)
+        ],
+        values * (4 * SEGMENTS + 8 + 2),
+    )
+    yield (
+        "embed_rms_norm",
+        [lambda t=t: embed_rms_norm(t, embedding, weight, EPS) for t in tokens],
+        values * (2 + 4 + 2),
+    )
     both = zip(tokens, residuals, strict=True)
-    yield "embed_norms", [lambda t=t, x=x: embed_norms(t, embedding, weight, x, weight, EPS) for t, x in both], values * (2 + 4 + 4)
+    yield (
+        "embed_norms",
+        [lambda t=t, x=x: embed_norms(t, embedding, weight, x, weight, EPS) for t, x in both],
+        values * (2 + 4 + 4),
+    )
 
 
 def time_us(rotated: list[Callable[[], object]]) -> float:
@@ -47,15 +69,27 @@ def time_us(rotated: list[Callable[[], object]]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     options(parser)
     arguments = parser.parse_args()
     require_gpu("benchmarks.norms")
     found: list[dict[str, object]] = []
     for rows in ROWS:
         for name, rotated, moved in calls(rows):
-            found.append({"norm": name, "rows": rows, "us": round(time_us(rotated), 2), "floor_us": round(moved / BANDWIDTH * 1e6, 2)})
-            print("{norm:16} {rows:6} {us:8.2f} us, floor {floor_us:8.2f}".format_map(found[-1]), flush=True)
+            found.append(
+                {
+                    "norm": name,
+                    "rows": rows,
+                    "us": round(time_us(rotated), 2),
+                    "floor_us": round(moved / BANDWIDTH * 1e6, 2),
+                }
+            )
+            print(
+                "{norm:16} {rows:6} {us:8.2f} us, floor {floor_us:8.2f}".format_map(found[-1]),
+                flush=True,
+            )
     finish(arguments, {"bench": "norms", "shape": {"hidden": HIDDEN}, "rows": found}, on_gpu=True)
 
 

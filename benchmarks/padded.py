@@ -1,8 +1,10 @@
-"""What padding and bfloat16 do to a pair's target: its logits against the small target's, which are computed in float32.
+"""What padding and bfloat16 do to a pair's target: its logits against the small target's, which are
+computed in float32.
 
-`python -m benchmarks.padded --pair DIR [--json FILE]` reads a pair that `benchmarks.pad` wrote, has the small target write greedy answers
-to problems of its task, and compares logits at every position: of the small target in bfloat16, and of the padded one, both computed by
-transformers, an implementation that shares nothing with ours. Prints a table and, last, a line of JSON.
+`python -m benchmarks.padded --pair DIR [--json FILE]` reads a pair that `benchmarks.pad` wrote, has
+the small target write greedy answers to problems of its task, and compares logits at every
+position: of the small target in bfloat16, and of the padded one, both computed by transformers, an
+implementation that shares nothing with ours. Prints a table and, last, a line of JSON.
 """
 
 from __future__ import annotations
@@ -31,8 +33,15 @@ def answers(small: transformers.PreTrainedModel) -> list[Tensor]:
     for number in ANSWERS:
         (request,) = problems_as_requests(TARGET, 1, group=1, seed=number)
         prompt = torch.tensor([request.token_ids], device="cuda")
-        found.append(small.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, min_new_tokens=LENGTH,
-                                    max_new_tokens=LENGTH))
+        found.append(
+            small.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                do_sample=False,
+                min_new_tokens=LENGTH,
+                max_new_tokens=LENGTH,
+            )
+        )
     return found
 
 
@@ -44,12 +53,24 @@ def logits(of: transformers.PreTrainedModel, texts: list[Tensor], vocab: int) ->
 def compared(found_PV: Tensor, expected_PV: Tensor) -> dict[str, float]:
     error_PV = (found_PV - expected_PV).abs()
     same = (found_PV.argmax(-1) == expected_PV.argmax(-1)).float().mean()
-    return {"mean": round(error_PV.mean().item(), 4), "max": round(error_PV.max().item(), 4), "greedy_agreement": round(same.item(), 4)}
+    return {
+        "mean": round(error_PV.mean().item(), 4),
+        "max": round(error_PV.max().item(), 4),
+        "greedy_agreement": round(same.item(), 4),
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pair", type=Path, required=True, metavar="DIR", help="what benchmarks.pad --out was given")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--pair",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="what benchmarks.pad --out was given",
+    )
     options(parser)
     arguments = parser.parse_args()
     require_gpu("benchmarks.padded")
@@ -59,11 +80,22 @@ def main() -> None:
         expected_PV = logits(small, texts, vocab)
         rows = []
         for name, target in (("small", TARGET), ("padded", arguments.pair / "target")):
-            rows.append({"target": name, **compared(logits(model(target, torch.bfloat16), texts, vocab), expected_PV)})
+            rows.append(
+                {
+                    "target": name,
+                    **compared(logits(model(target, torch.bfloat16), texts, vocab), expected_PV),
+                }
+            )
             print("  ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
     large = transformers.AutoConfig.from_pretrained(arguments.pair / "target")
-    figures = {"bench": "padded", "shape": {"layers": large.num_hidden_layers, "hidden": large.hidden_size}, "dtype": "bfloat16",
-               "positions": len(expected_PV), "largest_logit": round(expected_PV.abs().max().item(), 1), "rows": rows}
+    figures = {
+        "bench": "padded",
+        "shape": {"layers": large.num_hidden_layers, "hidden": large.hidden_size},
+        "dtype": "bfloat16",
+        "positions": len(expected_PV),
+        "largest_logit": round(expected_PV.abs().max().item(), 1),
+        "rows": rows,
+    }
     finish(arguments, figures, on_gpu=True)
 
 

@@ -1,8 +1,11 @@
-"""Prefill of a model of Qwen2.5-7B's shapes against the libraries: cuBLAS and torch's flash attention in the same decoder.
+"""Prefill of a model of Qwen2.5-7B's shapes against the libraries: cuBLAS and torch's flash
+attention in the same decoder.
 
-`python -m benchmarks.prefill [--json FILE]` prints a table and, last, a line of JSON. Weights and prompts are random. Prompts are computed
-in steps of 4,096 rows, as in the engine; the time is that of all steps, by CUDA events, the median of nine. The libraries' attention
-gets keys and values that lie as it likes them best, not in pages; their gate and up pass through one kernel of silu(gate) * up.
+`python -m benchmarks.prefill [--json FILE]` prints a table and, last, a line of JSON. Weights and
+prompts are random. Prompts are computed in steps of 4,096 rows, as in the engine; the time is that
+of all steps, by CUDA events, the median of nine. The libraries' attention gets keys and values that
+lie as it likes them best, not in pages; their gate and up pass through one kernel of silu(gate) *
+up.
 """
 
 from __future__ import annotations
@@ -30,8 +33,16 @@ from tlt_server.models.gpu.products import PRODUCTS, Fast, Strict
 from tlt_server.models.numerics import Mode
 
 MODEL = {
-    "architectures": ["Qwen2ForCausalLM"], "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
-    "num_attention_heads": 28, "num_key_value_heads": 4, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+    "architectures": ["Qwen2ForCausalLM"],
+    "vocab_size": 152064,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
     "attention_bias": True,
 }
 STEP_ROWS = 4096
@@ -44,8 +55,14 @@ class Library(Fast):
     """Every product is cuBLAS's. There is no LM head, so nothing is asked for in float32."""
 
     @staticmethod
-    def linear(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None, *, out_dtype: torch.dtype | None = None,
-               out_MN: Tensor | None = None) -> Tensor:
+    def linear(
+        x_MK: Tensor,
+        weight_NK: Tensor,
+        bias_N: Tensor | None = None,
+        *,
+        out_dtype: torch.dtype | None = None,
+        out_MN: Tensor | None = None,
+    ) -> Tensor:
         return functional.linear(x_MK, weight_NK, bias_N)
 
     @staticmethod
@@ -64,19 +81,41 @@ class Step:
         self.prompts, self.length, self.model, self.cache = prompts, length, model, cache
         count = prompts * length
         self.rows = Rows.allocate(count, 1)
-        place_R, position_R = torch.arange(prompts).repeat_interleave(length), torch.arange(length).repeat(prompts)
+        place_R, position_R = (
+            torch.arange(prompts).repeat_interleave(length),
+            torch.arange(length).repeat(prompts),
+        )
         pages = torch.randperm(count // PAGE_SIZE, dtype=torch.int32).view(prompts, -1)
         self.rows.token_R.random_(0, 1000)
         self.rows.place_R.copy_(place_R)
         self.rows.position_R.copy_(position_R)
         self.rows.base_R.fill_(length)
-        self.rows.slot_R.copy_(pages[place_R, position_R // PAGE_SIZE] * PAGE_SIZE + position_R % PAGE_SIZE)
+        self.rows.slot_R.copy_(
+            pages[place_R, position_R // PAGE_SIZE] * PAGE_SIZE + position_R % PAGE_SIZE
+        )
         self.tensors = RowTensors(self.rows.token_R, self.rows.position_R, self.rows.slot_R)
         self.pages = pages.cuda()
         config = model.config
-        self.planned = {numerics: TritonPaged(heads=config.heads, kv_heads=config.kv_heads, head_dim=config.head_dim, context=STEP_ROWS,
-                                              device=torch.device("cuda"), numerics=numerics).planned(count) for numerics in PRODUCTS}
-        self.keys, self.values = torch.randn(2, prompts, config.kv_heads, length, config.head_dim, device="cuda", dtype=torch.bfloat16)
+        self.planned = {
+            numerics: TritonPaged(
+                heads=config.heads,
+                kv_heads=config.kv_heads,
+                head_dim=config.head_dim,
+                context=STEP_ROWS,
+                device=torch.device("cuda"),
+                numerics=numerics,
+            ).planned(count)
+            for numerics in PRODUCTS
+        }
+        self.keys, self.values = torch.randn(
+            2,
+            prompts,
+            config.kv_heads,
+            length,
+            config.head_dim,
+            device="cuda",
+            dtype=torch.bfloat16,
+        )
 
     def ours(self, numerics: Mode) -> None:
         use(self.model, PRODUCTS[numerics]())
@@ -87,7 +126,9 @@ class Step:
     def theirs(self) -> None:
         def attend(q_RND: Tensor, k_SKD: Tensor, v_SKD: Tensor, *, first: int = 0) -> Tensor:
             q = q_RND.view(self.prompts, self.length, *q_RND.shape[1:]).transpose(1, 2)
-            out = functional.scaled_dot_product_attention(q, self.keys, self.values, is_causal=True, enable_gqa=True)
+            out = functional.scaled_dot_product_attention(
+                q, self.keys, self.values, is_causal=True, enable_gqa=True
+            )
             return out.transpose(1, 2).reshape(q_RND.shape)
 
         use(self.model, Library())
@@ -116,20 +157,44 @@ def use(model: GpuDecoder, products: Strict) -> None:
 def measure() -> Iterator[dict[str, Any]]:
     model = decoder()
     config = model.config
-    cache = KVCache(layers=config.layers, pages=STEP_ROWS // PAGE_SIZE, page_size=PAGE_SIZE, scratch=1, kv_heads=config.kv_heads,
-                    head_dim=config.head_dim, dtype=torch.bfloat16, device="cuda")
+    cache = KVCache(
+        layers=config.layers,
+        pages=STEP_ROWS // PAGE_SIZE,
+        page_size=PAGE_SIZE,
+        scratch=1,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        dtype=torch.bfloat16,
+        device="cuda",
+    )
     for prompts, length in PROMPTS:
         together = STEP_ROWS // length
         step, steps = Step(together, length, model, cache), prompts // together
-        runs: dict[str, Callable[[], None]] = {numerics: partial(step.ours, numerics) for numerics in PRODUCTS}
-        found = in_turns({name: partial(times, steps, run) for name, run in {**runs, LIBRARIES: step.theirs}.items()}, REPEATS)
+        runs: dict[str, Callable[[], None]] = {
+            numerics: partial(step.ours, numerics) for numerics in PRODUCTS
+        }
+        found = in_turns(
+            {
+                name: partial(times, steps, run)
+                for name, run in {**runs, LIBRARIES: step.theirs}.items()
+            },
+            REPEATS,
+        )
         for name, ms in found.items():
-            yield {"with": name, "prompts": prompts, "length": length, "ms": round(ms, 3),
-                   "tokens_per_s": round(prompts * length / ms * 1e3), "ratio": round(found[LIBRARIES] / ms, 4)}
+            yield {
+                "with": name,
+                "prompts": prompts,
+                "length": length,
+                "ms": round(ms, 3),
+                "tokens_per_s": round(prompts * length / ms * 1e3),
+                "ratio": round(found[LIBRARIES] / ms, 4),
+            }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     options(parser)
     arguments = parser.parse_args()
     require_gpu("benchmarks.prefill")
@@ -138,9 +203,15 @@ def main() -> None:
     with torch.inference_mode():
         for row in measure():
             rows.append(row)
-            print(f"{row['with']:16} {row['prompts']:8} {row['length']:7} {row['ms']:9.2f} {row['tokens_per_s']:9} {row['ratio']:9.3f}",
-                  flush=True)
-    figures = {"bench": "prefill", "shape": {"layers": MODEL["num_hidden_layers"], "hidden": MODEL["hidden_size"]}, "rows": rows}
+            print(
+                f"{row['with']:16} {row['prompts']:8} {row['length']:7} {row['ms']:9.2f} {row['tokens_per_s']:9} {row['ratio']:9.3f}",
+                flush=True,
+            )
+    figures = {
+        "bench": "prefill",
+        "shape": {"layers": MODEL["num_hidden_layers"], "hidden": MODEL["hidden_size"]},
+        "rows": rows,
+    }
     finish(arguments, figures, on_gpu=True)
 
 

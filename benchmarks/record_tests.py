@@ -1,9 +1,11 @@
-"""`python -m benchmarks.record_tests [--part NAME ...] [-n WORKERS] [-v] [--commit NAME]`: run on a GPU what needs one, and record it.
+"""`python -m benchmarks.record_tests [--part NAME ...] [-n WORKERS] [-v] [--commit NAME]`: run on a
+GPU what needs one, and record it.
 
-The kernels' tests, all of which take the GPU where there is one, the other tests marked `gpu`, and `tlt bench exact --quick` on the
-shipped pair. The last result is benchmarks/results/test-gpu.json, red ones included; a run that ends early leaves the parts that ended.
-Where a machine is lent for minutes, parts run one at a time: those of one commit, machine and set of versions stand in one record, which
-is green once all are there.
+The kernels' tests, all of which take the GPU where there is one, the other tests marked `gpu`, and
+`tlt bench exact --quick` on the shipped pair. The last result is benchmarks/results/test-gpu.json,
+red ones included; a run that ends early leaves the parts that ended. Where a machine is lent for
+minutes, parts run one at a time: those of one commit, machine and set of versions stand in one
+record, which is green once all are there.
 """
 
 from __future__ import annotations
@@ -25,7 +27,12 @@ from tlt_server.bench.record import entry_of, write_entry
 
 RECORD = Path(__file__).with_name("results") / "test-gpu.json"
 BITS = ("tests/kernels/test_gpu_gemm.py", "tests/kernels/test_gpu_attention.py")
-ALONE = ("-m", "gpu", "-n", "0")  # they fill a GPU's memory, and wait no longer than a server should take
+ALONE = (
+    "-m",
+    "gpu",
+    "-n",
+    "0",
+)  # they fill a GPU's memory, and wait no longer than a server should take
 RUNS = {  # bits of kernels first: nothing counts before they are right
     "products and attention": BITS,
     "other kernels": ("tests/kernels", *(f"--ignore={file}" for file in BITS)),
@@ -33,22 +40,47 @@ RUNS = {  # bits of kernels first: nothing counts before they are right
     "server": ("tests/e2e/test_on_gpu.py", *ALONE),
     "weight channels": ("tests/e2e/test_channels_on_gpu.py", *ALONE),
 }
-TEST_S, PART_S = 240, 1800  # that a test may take, its fixtures included, and a part, which ends what hangs in a call of the driver
+TEST_S, PART_S = (
+    240,
+    1800,
+)  # that a test may take, its fixtures included, and a part, which ends what hangs in a call of the driver
 EXACT = "exactness"
 EXACT_COMMAND = ("-m", "tlt_server", "bench", "exact", "--device", "cuda", "--quick")
 
 
 def main(arguments: Sequence[str]) -> int:
     """0 if all that there is of the record passed, 1 if not; exits with 2 without a GPU."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--commit", metavar="NAME", help="of the code that runs [default: what git says]")
-    parser.add_argument("--part", action="append", choices=[*RUNS, EXACT], metavar="NAME", help=f"one of {', '.join([*RUNS, EXACT])} "
-                        "[default: all]; may be given several times, and adds to the record of the same commit and machine")
-    parser.add_argument("-n", metavar="WORKERS", default="0", help="of pytest, where tests need not run alone [default: none]")
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--commit", metavar="NAME", help="of the code that runs [default: what git says]"
+    )
+    parser.add_argument(
+        "--part",
+        action="append",
+        choices=[*RUNS, EXACT],
+        metavar="NAME",
+        help=f"one of {', '.join([*RUNS, EXACT])} "
+        "[default: all]; may be given several times, and adds to the record of the same commit and machine",
+    )
+    parser.add_argument(
+        "-n",
+        metavar="WORKERS",
+        default="0",
+        help="of pytest, where tests need not run alone [default: none]",
+    )
     parser.add_argument("-v", action="store_true", help="name every test")
     asked = parser.parse_args(arguments)
     require_gpu("benchmarks.record_tests")
-    entry = entry_of({}, "make test-gpu" + (f" ARGS='-n {asked.n}'" if asked.n != "0" else ""), on_gpu=True, commit=asked.commit)
+    entry = entry_of(
+        {},
+        "make test-gpu" + (f" ARGS='-n {asked.n}'" if asked.n != "0" else ""),
+        on_gpu=True,
+        commit=asked.commit,
+    )
     mine, exact, parts = dict[str, Any](), dict[str, Any](), dict[str, Any]()
     how = ("--timeout", str(TEST_S), "-n", asked.n, *(["-vv"] if asked.v else []))
     for part in asked.part or [*RUNS, EXACT]:
@@ -57,11 +89,19 @@ def main(arguments: Sequence[str]) -> int:
             if part == EXACT:
                 status = run(*EXACT_COMMAND, "--json", str(report))
                 exact = json.loads(report.read_text())["figures"] if report.exists() else {}
-                mine[part] = {"passed": int(not status), "failed": int(bool(status)), "skipped": 0,
-                              "seconds": round(time.monotonic() - started, 1)}
+                mine[part] = {
+                    "passed": int(not status),
+                    "failed": int(bool(status)),
+                    "skipped": 0,
+                    "seconds": round(time.monotonic() - started, 1),
+                }
             else:
-                mine[part] = counts(report, run("-m", "pytest", *how, *RUNS[part], f"--junitxml={report}"))
-        others, exact_before = begun(entry) if asked.part else ({}, {})  # read anew: they may have run meanwhile, on another GPU
+                mine[part] = counts(
+                    report, run("-m", "pytest", *how, *RUNS[part], f"--junitxml={report}")
+                )
+        others, exact_before = (
+            begun(entry) if asked.part else ({}, {})
+        )  # read anew: they may have run meanwhile, on another GPU
         parts = others | mine
         found = figures(parts, exact if EXACT in mine else exact_before)
         write_entry(RECORD, entry | {"figures": found})
@@ -78,9 +118,16 @@ def run(*command: str) -> int:
 
 
 def begun(entry: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Parts and exactness of the record, if it is of the same code, all of it committed, on the same machine."""
+    """Parts and exactness of the record, if it is of the same code, all of it committed, on the
+    same machine.
+    """
     before = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-    same = before and code_and_machine(before) == code_and_machine(entry) and entry["commit"] != "unknown" and entry["commit"][-1] != "+"
+    same = (
+        before
+        and code_and_machine(before) == code_and_machine(entry)
+        and entry["commit"] != "unknown"
+        and entry["commit"][-1] != "+"
+    )
     return (before["figures"]["parts"], before["figures"]["exact"]) if same else ({}, {})
 
 
@@ -91,8 +138,15 @@ def code_and_machine(entry: dict[str, Any]) -> tuple[Any, ...]:
 
 def figures(parts: dict[str, dict[str, Any]], exact: dict[str, Any]) -> dict[str, Any]:
     """Green: every part ran, and nothing of it failed."""
-    green = parts.keys() == {*RUNS, EXACT} and all(came["passed"] and not came["failed"] for came in parts.values())
-    return {"bench": "test-gpu", "green": green, "parts": {name: parts[name] for name in (*RUNS, EXACT) if name in parts}, "exact": exact}
+    green = parts.keys() == {*RUNS, EXACT} and all(
+        came["passed"] and not came["failed"] for came in parts.values()
+    )
+    return {
+        "bench": "test-gpu",
+        "green": green,
+        "parts": {name: parts[name] for name in (*RUNS, EXACT) if name in parts},
+        "exact": exact,
+    }
 
 
 def counts(report: Path, status: int) -> dict[str, Any]:
@@ -100,13 +154,24 @@ def counts(report: Path, status: int) -> dict[str, Any]:
     suites, ill = _suites(report), {"failure", "error"}
     cases = [case for suite in suites for case in suite.iter("testcase")]
     ends = [{at.tag for at in case} for case in cases]
-    red = sorted({f"{case.get('classname')}::{case.get('name')}" for case, end in zip(cases, ends, strict=True) if end & ill})
+    red = sorted(
+        {
+            f"{case.get('classname')}::{case.get('name')}"
+            for case, end in zip(cases, ends, strict=True)
+            if end & ill
+        }
+    )
     if status and not red:
         red = [f"the run, which ended with status {status}"]
     skipped = sum("skipped" in end for end in ends)
     seconds = sum(float(suite.get("time", 0)) for suite in suites)
-    return {"passed": sum(not end & {*ill, "skipped"} for end in ends), "failed": len(red), "skipped": skipped,
-            "seconds": round(seconds, 1), **({"red": red} if red else {})}
+    return {
+        "passed": sum(not end & {*ill, "skipped"} for end in ends),
+        "failed": len(red),
+        "skipped": skipped,
+        "seconds": round(seconds, 1),
+        **({"red": red} if red else {}),
+    }
 
 
 def _suites(report: Path) -> list[ElementTree.Element]:

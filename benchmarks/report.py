@@ -1,4 +1,6 @@
-"""`python -m benchmarks.report`: write docs/performance.md from benchmarks/results/*.json, the goals and docs/performance_notes.md."""
+"""`python -m benchmarks.report`: write docs/performance.md from benchmarks/results/*.json, the
+goals and docs/performance_notes.md.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,11 @@ from typing import Any
 from benchmarks.goals import Result, answer, comparable, goals, matches, results, verdict
 
 ROOT = Path(__file__).parents[1]
-RESULTS, PAGE, NOTES = ROOT / "benchmarks" / "results", ROOT / "docs" / "performance.md", ROOT / "docs" / "performance_notes.md"
+RESULTS, PAGE, NOTES = (
+    ROOT / "benchmarks" / "results",
+    ROOT / "docs" / "performance.md",
+    ROOT / "docs" / "performance_notes.md",
+)
 
 INTRODUCTION = """\
 # Performance
@@ -58,12 +64,31 @@ def page(found: Sequence[Result], notes: str) -> str:
         of_bench = [result for result in found if result.bench == bench]
         if of_bench:
             title, section = SECTIONS[bench]
-            parts += [f"## {title}", *(part for result in of_bench for part in (_source(result), *section(result.figures)))]
-    return "\n\n".join([*parts, notes.strip().replace("\n# ", "\n## ").replace("# Notes", "## Notes", 1), HOW_TO_RUN]) + "\n"
+            parts += [
+                f"## {title}",
+                *(
+                    part
+                    for result in of_bench
+                    for part in (_source(result), *section(result.figures))
+                ),
+            ]
+    return (
+        "\n\n".join(
+            [
+                *parts,
+                notes.strip().replace("\n# ", "\n## ").replace("# Notes", "## Notes", 1),
+                HOW_TO_RUN,
+            ]
+        )
+        + "\n"
+    )
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    return "\n".join(f"| {' | '.join(str(cell) for cell in row)} |" for row in (headings, ["---"] * len(headings), *rows))
+    return "\n".join(
+        f"| {' | '.join(str(cell) for cell in row)} |"
+        for row in (headings, ["---"] * len(headings), *rows)
+    )
 
 
 def _file(name: str) -> str:
@@ -75,8 +100,10 @@ def _source(result: Result) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in entry["versions"].items())
     note = f" {entry['note']}" if "note" in entry else ""
     quick = " A quick run." if result.figures.get("quick") else ""
-    return (f"{_file(result.name)}: `{entry['command']}` at {entry['commit']}, {entry['date']}.{quick}{note}\n"
-            f"Machine: {entry['machine']}; {versions}.")
+    return (
+        f"{_file(result.name)}: `{entry['command']}` at {entry['commit']}, {entry['date']}.{quick}{note}\n"
+        f"Machine: {entry['machine']}; {versions}."
+    )
 
 
 # -- the goals, and other engines ------------------------------------------------------------------------------------
@@ -94,35 +121,74 @@ def _goals(found: Sequence[Result]) -> Iterator[str]:
         if answered:
             commits[answered.commit] = None
         if not answered:
-            return [goal["what"], goal["unit"], goal["must"], goal["stretch"], "", "not measured", ""]
+            return [
+                goal["what"],
+                goal["unit"],
+                goal["must"],
+                goal["stretch"],
+                "",
+                "not measured",
+                "",
+            ]
         value = f"{answered.value:.3f}" if goal["unit"] == "x" else _number(answered.value)
-        ours = [value, verdict(goal, answered.value), f"{_file(answered.name)} at {answered.commit}"]
+        ours = [
+            value,
+            verdict(goal, answered.value),
+            f"{_file(answered.name)} at {answered.commit}",
+        ]
         return [goal["what"], goal["unit"], goal["must"], goal["stretch"], *ours]
 
-    yield table(("what", "unit", "must", "stretch", "measured", "", "file"), map(row, wanted["goals"]))
+    yield table(
+        ("what", "unit", "must", "stretch", "measured", "", "file"), map(row, wanted["goals"])
+    )
     if len(commits) > 1:
-        yield (f"Not all of one commit, but of {', '.join(commits)}: what is exact at one of them need not be the code that is fast at "
-               "another.")
+        yield (
+            f"Not all of one commit, but of {', '.join(commits)}: what is exact at one of them need not be the code that is fast at "
+            "another."
+        )
 
 
 def _others(found: Sequence[Result]) -> Iterator[str]:
     wanted = goals()
     others = wanted["others"]
     batches = [int(column) for column in others["columns"]]
-    yield (f"## Beside other engines\n\nMilliseconds per step or cycle by batch. Other engines: {others['where']}. Ours: the small pair "
-           "that comes with the server in those shapes, from the engine's loop, without text and HTTP.")
+    yield (
+        f"## Beside other engines\n\nMilliseconds per step or cycle by batch. Other engines: {others['where']}. Ours: the small pair "
+        "that comes with the server in those shapes, from the engine's loop, without text and HTTP."
+    )
     rows: list[list[object]] = [
-        [line["engine"], *("" if v is None else f"{v:.2f}" for v in line["values"]), ""] for line in others["step_ms"]]
-    rates: list[list[object]] = [[line["engine"], *line["values"]] for line in others["tokens_per_s"]]
+        [line["engine"], *("" if v is None else f"{v:.2f}" for v in line["values"]), ""]
+        for line in others["step_ms"]
+    ]
+    rates: list[list[object]] = [
+        [line["engine"], *line["values"]] for line in others["tokens_per_s"]
+    ]
     length, columns = others["accept_length"], batches[: len(rates[0]) - 1]
     for line in others["ours"]:
         for result in comparable(found, wanted)[::-1]:
-            mine = {row["batch"]: row["step_ms"] for row in result.figures.get("rows", ()) if result.bench == line["bench"]
-                    and matches(row, line["where"])}
+            mine = {
+                row["batch"]: row["step_ms"]
+                for row in result.figures.get("rows", ())
+                if result.bench == line["bench"] and matches(row, line["where"])
+            }
             if mine:
-                rows.append([line["engine"], *(f"{mine[b]:.2f}" if b in mine else "" for b in batches), _file(result.name)])
+                rows.append(
+                    [
+                        line["engine"],
+                        *(f"{mine[b]:.2f}" if b in mine else "" for b in batches),
+                        _file(result.name),
+                    ]
+                )
                 if line.get("rated"):
-                    rates.append([line["rated"], *(round(b * length / mine[b] * 1e3) if b in mine else "" for b in columns)])
+                    rates.append(
+                        [
+                            line["rated"],
+                            *(
+                                round(b * length / mine[b] * 1e3) if b in mine else ""
+                                for b in columns
+                            ),
+                        ]
+                    )
                 break
     yield table(("engine", *(f"batch {batch}" for batch in batches), "file"), rows)
     yield f"Tokens per second at an accept length of {length}, if it were that (ours: batch x {length} / time of a cycle):"
@@ -134,125 +200,337 @@ def _others(found: Sequence[Result]) -> Iterator[str]:
 
 def _model(figures: dict[str, Any]) -> str:
     shape = figures["shape"]
-    return (f"{shape['layers']} layers of {shape['hidden']}, vocabulary {shape['vocab']}, {figures['dtype']}, attention "
-            f"{figures['attention']}, drafter {figures['drafter']}"
-            f"{', up to {} running'.format(figures['max_running']) if figures['max_running'] else ''}.")
+    return (
+        f"{shape['layers']} layers of {shape['hidden']}, vocabulary {shape['vocab']}, {figures['dtype']}, attention "
+        f"{figures['attention']}, drafter {figures['drafter']}"
+        f"{', up to {} running'.format(figures['max_running']) if figures['max_running'] else ''}."
+    )
 
 
 def _decode(figures: dict[str, Any]) -> Iterator[str]:
     yield _model(figures)
-    yield table(("numerics", "batch", "prompt", "steps", "ms per step", "quartiles", "tokens/s"), (
-        (r["numerics"], r["batch"], r["prompt"], r["steps"], f"{r['step_ms']:.3f}", " - ".join(f"{q:.3f}" for q in r["quartiles_ms"]),
-         _number(r["tokens_per_s"])) for r in figures["rows"]))
+    yield table(
+        ("numerics", "batch", "prompt", "steps", "ms per step", "quartiles", "tokens/s"),
+        (
+            (
+                r["numerics"],
+                r["batch"],
+                r["prompt"],
+                r["steps"],
+                f"{r['step_ms']:.3f}",
+                " - ".join(f"{q:.3f}" for q in r["quartiles_ms"]),
+                _number(r["tokens_per_s"]),
+            )
+            for r in figures["rows"]
+        ),
+    )
     if "price" in figures:
-        yield table(("prefill", "numerics", "tokens/s"), (
-            (f"{r['prompts']} x {r['length']} tokens", r["numerics"], _number(r["tokens_per_s"])) for r in figures["prefill"]))
+        yield table(
+            ("prefill", "numerics", "tokens/s"),
+            (
+                (
+                    f"{r['prompts']} x {r['length']} tokens",
+                    r["numerics"],
+                    _number(r["tokens_per_s"]),
+                )
+                for r in figures["prefill"]
+            ),
+        )
         yield f"The price of {figures['numerics']} numerics, as time over the time of fast, less one:"
-        yield table(("what", "price"), (
-            (f"decode, batch {r['batch']}, prompt {r['prompt']}" if r["what"] == "decode" else f"prefill, {r['prompts']} x {r['length']}",
-             f"{r['percent']:+.1f} %") for r in figures["price"]))
+        yield table(
+            ("what", "price"),
+            (
+                (
+                    f"decode, batch {r['batch']}, prompt {r['prompt']}"
+                    if r["what"] == "decode"
+                    else f"prefill, {r['prompts']} x {r['length']}",
+                    f"{r['percent']:+.1f} %",
+                )
+                for r in figures["price"]
+            ),
+        )
 
 
 def _prefill(figures: dict[str, Any]) -> Iterator[str]:
     yield "The decoder's layers alone: no LM head, no drafter, no scheduler. The three take turns."
-    yield table(("prompts", "with", "ms", "tokens/s", "throughput against cuBLAS + SDPA"), (
-        (f"{r['prompts']} x {r['length']}", r["with"], f"{r['ms']:.1f}", _number(r["tokens_per_s"]), f"{r['ratio']:.2f}x")
-        for r in figures["rows"]))
+    yield table(
+        ("prompts", "with", "ms", "tokens/s", "throughput against cuBLAS + SDPA"),
+        (
+            (
+                f"{r['prompts']} x {r['length']}",
+                r["with"],
+                f"{r['ms']:.1f}",
+                _number(r["tokens_per_s"]),
+                f"{r['ratio']:.2f}x",
+            )
+            for r in figures["rows"]
+        ),
+    )
 
 
 def _cycle(figures: dict[str, Any]) -> Iterator[str]:
     yield _model(figures)
-    yield ("Behind random prompts, answers are noise to the drafter; `problem`: problems of the demo task, one after another, each to its "
-           "end, without the prompt and the first 3 cycles of each.")
-    headings = ("strategy", "batch", "prompt", "context", "cycles", "ms per cycle", "quartiles", "tokens/s", "accept length", "GPU idle")
-    yield table(headings, (
-        (r["strategy"], r["batch"], r["prompt"], r["context"], r["steps"], f"{r['step_ms']:.3f}",
-         " - ".join(f"{q:.3f}" for q in r["quartiles_ms"]), _number(r["tokens_per_s"]), f"{r['accept_length']:.2f}",
-         f"{r['gpu_idle_percent']:.2f} %" if "gpu_idle_percent" in r else "") for r in figures["rows"]))
+    yield (
+        "Behind random prompts, answers are noise to the drafter; `problem`: problems of the demo task, one after another, each to its "
+        "end, without the prompt and the first 3 cycles of each."
+    )
+    headings = (
+        "strategy",
+        "batch",
+        "prompt",
+        "context",
+        "cycles",
+        "ms per cycle",
+        "quartiles",
+        "tokens/s",
+        "accept length",
+        "GPU idle",
+    )
+    yield table(
+        headings,
+        (
+            (
+                r["strategy"],
+                r["batch"],
+                r["prompt"],
+                r["context"],
+                r["steps"],
+                f"{r['step_ms']:.3f}",
+                " - ".join(f"{q:.3f}" for q in r["quartiles_ms"]),
+                _number(r["tokens_per_s"]),
+                f"{r['accept_length']:.2f}",
+                f"{r['gpu_idle_percent']:.2f} %" if "gpu_idle_percent" in r else "",
+            )
+            for r in figures["rows"]
+        ),
+    )
     profiled = [r for r in figures["rows"] if "longest_kernels_ms" in r]
     if profiled:
-        yield ("Where these cycles go, by the profiler, in ms. A kernel may be resident while it waits for the one before; a moment that "
-               "several share counts for the first of them. Idle is when there is none.")
+        yield (
+            "Where these cycles go, by the profiler, in ms. A kernel may be resident while it waits for the one before; a moment that "
+            "several share counts for the first of them. Idle is when there is none."
+        )
         taken = [dict(r["longest_kernels_ms"]) for r in profiled]
-        names = sorted({name for of in taken for name in of}, key=lambda name: (-max(of.get(name, 0) for of in taken), name))
-        yield table(("kernel", *(f"{r['strategy']}, batch {r['batch']}, prompt {r['prompt']}" for r in profiled)), [
-            ["all of it", *(f"{r['profiled_step_ms']:.3f}" for r in profiled)],
-            ["kernels and copies", *(r["kernels_per_step"] for r in profiled)],
-            *([f"`{name}`", *(f"{of[name]:.3f}" if name in of else "" for of in taken)] for name in names)])
+        names = sorted(
+            {name for of in taken for name in of},
+            key=lambda name: (-max(of.get(name, 0) for of in taken), name),
+        )
+        yield table(
+            (
+                "kernel",
+                *(f"{r['strategy']}, batch {r['batch']}, prompt {r['prompt']}" for r in profiled),
+            ),
+            [
+                ["all of it", *(f"{r['profiled_step_ms']:.3f}" for r in profiled)],
+                ["kernels and copies", *(r["kernels_per_step"] for r in profiled)],
+                *(
+                    [f"`{name}`", *(f"{of[name]:.3f}" if name in of else "" for of in taken)]
+                    for name in names
+                ),
+            ],
+        )
 
 
 def _padded(figures: dict[str, Any]) -> Iterator[str]:
-    yield (f"Logits in {figures['dtype']} against the small target's in float32, at {figures['positions']} positions of its greedy "
-           f"answers; the largest logit is {figures['largest_logit']}. Both by transformers.")
-    yield table(("target", "mean error", "largest error", "same greedy token"), (
-        (r["target"], r["mean"], r["max"], f"{r['greedy_agreement']:.2%}") for r in figures["rows"]))
+    yield (
+        f"Logits in {figures['dtype']} against the small target's in float32, at {figures['positions']} positions of its greedy "
+        f"answers; the largest logit is {figures['largest_logit']}. Both by transformers."
+    )
+    yield table(
+        ("target", "mean error", "largest error", "same greedy token"),
+        (
+            (r["target"], r["mean"], r["max"], f"{r['greedy_agreement']:.2%}")
+            for r in figures["rows"]
+        ),
+    )
 
 
 def _graphs(figures: dict[str, Any]) -> Iterator[str]:
     yield _model(figures)
     phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in figures["phases_s"].items())
-    yield (f"{figures['graphs']} graphs in {figures['graph_bytes'] / 1e9:.2f} GB, captured in {figures['capture_s']:.1f} s. Ready after "
-           f"{figures['ready_s']:.1f} s with a {figures['triton_cache']} Triton cache: {phases}.")
+    yield (
+        f"{figures['graphs']} graphs in {figures['graph_bytes'] / 1e9:.2f} GB, captured in {figures['capture_s']:.1f} s. Ready after "
+        f"{figures['ready_s']:.1f} s with a {figures['triton_cache']} Triton cache: {phases}."
+    )
 
 
 def _exact(figures: dict[str, Any]) -> Iterator[str]:
     yield _model(figures)
-    headings = ("numerics", "configurations", "runs of requests", "tokens", "preemptions", "tokens differ", "log-prob bits differ",
-                "tokens' rate")
-    yield table(headings, [
-        (figures["numerics"], figures["configurations"], figures["requests"], figures["tokens"], figures["preemptions"],
-         figures["differing_tokens"], figures["differing_logprob_bits"], f"{figures['differing_token_rate']:.2%}")])
+    headings = (
+        "numerics",
+        "configurations",
+        "runs of requests",
+        "tokens",
+        "preemptions",
+        "tokens differ",
+        "log-prob bits differ",
+        "tokens' rate",
+    )
+    yield table(
+        headings,
+        [
+            (
+                figures["numerics"],
+                figures["configurations"],
+                figures["requests"],
+                figures["tokens"],
+                figures["preemptions"],
+                figures["differing_tokens"],
+                figures["differing_logprob_bits"],
+                f"{figures['differing_token_rate']:.2%}",
+            )
+        ],
+    )
 
 
 def _rollout(figures: dict[str, Any]) -> Iterator[str]:
     if "shape" in figures:
         yield _model(figures)
-    yield (f"Medians of {figures['rounds']} interleaved rounds; speed-up against the faster of the two plain engines. Responses that "
-           f"differ from plain decoding: {figures['responses_differing']}. `tail`: 64 requests, run to the end; "
-           "`full`: 64 running all the time. Fast numerics give other responses, so where at most 2 run they may have other work.")
+    yield (
+        f"Medians of {figures['rounds']} interleaved rounds; speed-up against the faster of the two plain engines. Responses that "
+        f"differ from plain decoding: {figures['responses_differing']}. `tail`: 64 requests, run to the end; "
+        "`full`: 64 running all the time. Fast numerics give other responses, so where at most 2 run they may have other work."
+    )
     arms = {name: row for name, row in figures.items() if "/" in name}
-    yield table(("workload / policy", "wall s", "passes", "tokens / pass", "accept length", "speed-up", "where at most 2 run"), (
-        (name, f"{r['wall_s']:.2f}", f"{r['passes']:.0f}", f"{r['tokens_per_pass']:.1f}",
-         f"{r['accept_length']:.2f}" if r["accept_length"] else "", f"{r['speedup']:.2f}x",
-         f"{r['tail_speedup']:.2f}x" if "tail_speedup" in r else "") for name, r in arms.items()))
+    yield table(
+        (
+            "workload / policy",
+            "wall s",
+            "passes",
+            "tokens / pass",
+            "accept length",
+            "speed-up",
+            "where at most 2 run",
+        ),
+        (
+            (
+                name,
+                f"{r['wall_s']:.2f}",
+                f"{r['passes']:.0f}",
+                f"{r['tokens_per_pass']:.1f}",
+                f"{r['accept_length']:.2f}" if r["accept_length"] else "",
+                f"{r['speedup']:.2f}x",
+                f"{r['tail_speedup']:.2f}x" if "tail_speedup" in r else "",
+            )
+            for name, r in arms.items()
+        ),
+    )
 
 
 def _overload(figures: dict[str, Any]) -> Iterator[str]:
-    yield table(("offered", "requests", "goodput, tokens/s", "of peak", "refused", "late", "refusals p99 ms"), (
-        (name, r["requests"], _number(r["goodput"]), f"{r['of_peak']:.2f}", f"{r['shed']:.0%}", r["late"], r["shed_p99_ms"])
-        for name, r in figures.items() if isinstance(r, dict) and "goodput" in r))
-    yield (f"Every request has exactly one end: {'yes' if figures['exactly_one_end'] else 'no'}. "
-           f"Bounds missed: {', '.join(figures['missed']) or 'none'}.")
+    yield table(
+        (
+            "offered",
+            "requests",
+            "goodput, tokens/s",
+            "of peak",
+            "refused",
+            "late",
+            "refusals p99 ms",
+        ),
+        (
+            (
+                name,
+                r["requests"],
+                _number(r["goodput"]),
+                f"{r['of_peak']:.2f}",
+                f"{r['shed']:.0%}",
+                r["late"],
+                r["shed_p99_ms"],
+            )
+            for name, r in figures.items()
+            if isinstance(r, dict) and "goodput" in r
+        ),
+    )
+    yield (
+        f"Every request has exactly one end: {'yes' if figures['exactly_one_end'] else 'no'}. "
+        f"Bounds missed: {', '.join(figures['missed']) or 'none'}."
+    )
 
 
 def _weights(figures: dict[str, Any]) -> Iterator[str]:
-    yield (f"Medians of {figures['rounds']} interleaved rounds, from the trainer's call until the weights are live. The copy is of the "
-           "same bytes on the same disk, synced. With `--state-dir`, so every push is also spooled and synced.")
-    yield (f"The last two columns are of {figures['rounds']} more such rounds, while {figures['requests']} requests decode on the same "
-           "cores: the median, and of all these commits the longest for which no step could begin.")
-    yield table(("checkpoint", "MB", "channel", "seconds", "MB/s", "against a plain copy", "seconds while decoding",
-                 "longest pause at commit, ms"), (
-        (r["checkpoint"], f"{r['bytes'] / 1e6:.0f}", r["channel"], f"{r['push_s']:.2f}", f"{r['mb_per_s']:.0f}", f"{r['ratio']:.2f}x",
-         f"{r['push_while_decoding_s']:.2f}", f"{r['longest_pause_ms']:.2f}") for r in figures["rows"]))
+    yield (
+        f"Medians of {figures['rounds']} interleaved rounds, from the trainer's call until the weights are live. The copy is of the "
+        "same bytes on the same disk, synced. With `--state-dir`, so every push is also spooled and synced."
+    )
+    yield (
+        f"The last two columns are of {figures['rounds']} more such rounds, while {figures['requests']} requests decode on the same "
+        "cores: the median, and of all these commits the longest for which no step could begin."
+    )
+    yield table(
+        (
+            "checkpoint",
+            "MB",
+            "channel",
+            "seconds",
+            "MB/s",
+            "against a plain copy",
+            "seconds while decoding",
+            "longest pause at commit, ms",
+        ),
+        (
+            (
+                r["checkpoint"],
+                f"{r['bytes'] / 1e6:.0f}",
+                r["channel"],
+                f"{r['push_s']:.2f}",
+                f"{r['mb_per_s']:.0f}",
+                f"{r['ratio']:.2f}x",
+                f"{r['push_while_decoding_s']:.2f}",
+                f"{r['longest_pause_ms']:.2f}",
+            )
+            for r in figures["rows"]
+        ),
+    )
 
 
 def _weights_gpu(figures: dict[str, Any]) -> Iterator[str]:
-    spooling = ("With `--state-dir`, so every push is also spooled and synced." if figures.get("spooled")
-                else "Without `--state-dir`, so nothing is spooled.")
-    yield (f"Medians of {figures['rounds']} pushes out of a trainer's GPU memory, while {figures['rows'][0]['requests']:.0f} requests "
-           f"decode. {spooling} By ipc trainer and engine share a GPU, by nccl each has one. Staged: from the first byte until every "
-           "tensor has been checked and summed. The gap is the longest wait for a token that any request saw at any of these commits.")
-    headings = ("channel", "GB", "staged, s", "GB/s", "live, s", "pause at commit, ms", "gap, ms", "token, ms", "token while staging, ms")
-    yield table(headings, (
-        (r["channel"], f"{r['bytes'] / 1e9:.1f}", f"{r['staged_s']:.2f}", f"{r['gb_per_s']:.1f}", f"{r['push_s']:.2f}",
-         f"{r['pause_ms']:.1f}", f"{r['longest_gap_ms']:.1f}", f"{r['step_ms']:.2f}", f"{r['step_while_staging_ms']:.2f}")
-        for r in figures["rows"]))
+    spooling = (
+        "With `--state-dir`, so every push is also spooled and synced."
+        if figures.get("spooled")
+        else "Without `--state-dir`, so nothing is spooled."
+    )
+    yield (
+        f"Medians of {figures['rounds']} pushes out of a trainer's GPU memory, while {figures['rows'][0]['requests']:.0f} requests "
+        f"decode. {spooling} By ipc trainer and engine share a GPU, by nccl each has one. Staged: from the first byte until every "
+        "tensor has been checked and summed. The gap is the longest wait for a token that any request saw at any of these commits."
+    )
+    headings = (
+        "channel",
+        "GB",
+        "staged, s",
+        "GB/s",
+        "live, s",
+        "pause at commit, ms",
+        "gap, ms",
+        "token, ms",
+        "token while staging, ms",
+    )
+    yield table(
+        headings,
+        (
+            (
+                r["channel"],
+                f"{r['bytes'] / 1e9:.1f}",
+                f"{r['staged_s']:.2f}",
+                f"{r['gb_per_s']:.1f}",
+                f"{r['push_s']:.2f}",
+                f"{r['pause_ms']:.1f}",
+                f"{r['longest_gap_ms']:.1f}",
+                f"{r['step_ms']:.2f}",
+                f"{r['step_while_staging_ms']:.2f}",
+            )
+            for r in figures["rows"]
+        ),
+    )
 
 
 def _kernels(figures: dict[str, Any]) -> Iterator[str]:
     """Rows of a program that measures kernels alone, as they are."""
     headings = list(dict.fromkeys(name for row in figures["rows"] for name in row))
-    yield table(headings, ([_cell(row.get(name, "")) for name in headings] for row in figures["rows"]))
+    yield table(
+        headings, ([_cell(row.get(name, "")) for name in headings] for row in figures["rows"])
+    )
 
 
 def _cell(value: object) -> str:
@@ -260,15 +538,22 @@ def _cell(value: object) -> str:
 
 
 def _tests(figures: dict[str, Any]) -> Iterator[str]:
-    yield table(("what", "passed", "failed", "skipped", "seconds"), (
-        (name, r["passed"], r["failed"], r["skipped"], f"{r['seconds']:.0f}") for name, r in figures["parts"].items()))
+    yield table(
+        ("what", "passed", "failed", "skipped", "seconds"),
+        (
+            (name, r["passed"], r["failed"], r["skipped"], f"{r['seconds']:.0f}")
+            for name, r in figures["parts"].items()
+        ),
+    )
     red = [name for r in figures["parts"].values() for name in r.get("red", ())]
     if red:
         yield f"Red: {', '.join(f'`{name}`' for name in red)}."
     exact = figures["exact"]
     if exact:
-        yield (f"`tlt bench exact --quick` on the shipped pair: {exact['differing_tokens']} tokens and {exact['differing_logprob_bits']} "
-               f"log-prob bits differ in {exact['requests']} runs of requests.")
+        yield (
+            f"`tlt bench exact --quick` on the shipped pair: {exact['differing_tokens']} tokens and {exact['differing_logprob_bits']} "
+            f"log-prob bits differ in {exact['requests']} runs of requests."
+        )
 
 
 SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], Iterator[str]]]] = {

@@ -1,8 +1,9 @@
-"""Time of sampling, of reports on samples, and of choosing children on one GPU: `python -m benchmarks.sampling`.
+"""Time of sampling, of reports on samples, and of choosing children on one GPU: `python -m
+benchmarks.sampling`.
 
-A table, then one line of JSON. Every figure is microseconds per call, from graphs of many calls over rotating logits (more than the
-cache holds), the median of replays. "head" rows fall off as rank^-1.5, "even" rows are normal with a deviation of 2.5, so that a top_p
-of 0.95 keeps thousands.
+A table, then one line of JSON. Every figure is microseconds per call, from graphs of many calls
+over rotating logits (more than the cache holds), the median of replays. "head" rows fall off as
+rank^-1.5, "even" rows are normal with a deviation of 2.5, so that a top_p of 0.95 keeps thousands.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ CALLS, REPLAYS = 48, 15
 
 
 def time_us(calls: list[Callable[[], object]]) -> float:
-    """Microseconds per call of a graph that runs all of them, again and again, at least `CALLS` times."""
+    """Microseconds per call of a graph that runs all of them, again and again, at least `CALLS`
+    times.
+    """
     rounds = math.ceil(CALLS / len(calls))
 
     def run() -> None:
@@ -45,7 +48,9 @@ def even_rows(count: int, size: int) -> torch.Tensor:
     return 2.5 * torch.randn(count, size, device="cuda")
 
 
-def places(count: int, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> dict[str, torch.Tensor]:
+def places(
+    count: int, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> dict[str, torch.Tensor]:
     def full(value: float, dtype: torch.dtype) -> torch.Tensor:
         return torch.full((count,), value, dtype=dtype, device="cuda")
 
@@ -62,11 +67,15 @@ def buffers(count: int, size: int) -> int:
     return max(2, min(CALLS, ROTATED_BYTES // (4 * count * size)))
 
 
-def sample_us(count: int, rows: Callable[[int, int], torch.Tensor], *, filtered: bool, **filters: float) -> float:
+def sample_us(
+    count: int, rows: Callable[[int, int], torch.Tensor], *, filtered: bool, **filters: float
+) -> float:
     index = torch.arange(count, dtype=torch.int32, device="cuda")
     table = places(count, **filters)  # type: ignore[arg-type]
     logits = [rows(count, VOCABULARY) for _ in range(buffers(count, VOCABULARY))]
-    return time_us([lambda x=x: sample(x, index, index + 7, index, **table, filtered=filtered) for x in logits])
+    return time_us(
+        [lambda x=x: sample(x, index, index + 7, index, **table, filtered=filtered) for x in logits]
+    )
 
 
 def score_us(count: int, live: int, best: int) -> float:
@@ -75,7 +84,12 @@ def score_us(count: int, live: int, best: int) -> float:
     row_S, table = torch.where(index < live, index, -1), places(count)
     logits = [head_rows(count, VOCABULARY) for _ in range(buffers(count, VOCABULARY))]
     filters = [table[name] for name in ("temperature_Q", "top_k_Q", "top_p_Q", "min_p_Q")]
-    return time_us([lambda x=x: score(x, row_S, index, index, *filters, filtered=False, best=best) for x in logits])
+    return time_us(
+        [
+            lambda x=x: score(x, row_S, index, index, *filters, filtered=False, best=best)
+            for x in logits
+        ]
+    )
 
 
 def children_us(count: int, width: int) -> float:
@@ -84,11 +98,18 @@ def children_us(count: int, width: int) -> float:
     table = places(count)
     seed, temperature = table["seed_Q"], table["temperature_Q"]
     logits = [even_rows(count, DRAFT_VOCABULARY) for _ in range(buffers(count, DRAFT_VOCABULARY))]
-    return time_us([lambda x=x: children(x, target_ids, index, index, seed, temperature, width=width) for x in logits])
+    return time_us(
+        [
+            lambda x=x: children(x, target_ids, index, index, seed, temperature, width=width)
+            for x in logits
+        ]
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     options(parser)
     arguments = parser.parse_args()
     require_gpu("benchmarks.sampling")
@@ -97,10 +118,16 @@ def main() -> None:
         figures[f"sample {count}"] = sample_us(count, head_rows, filtered=False)
     for count, live, best in ((1, 1, 16), (64, 64, 0), (64, 64, 16), (256, 4, 16)):
         figures[f"score {live} of {count}, best {best}"] = score_us(count, live, best)
-    kinds = {"top_p": {"top_p": 0.95}, "top_k": {"top_k": 50}, "all": {"top_p": 0.9, "top_k": 100, "min_p": 0.01}}
+    kinds = {
+        "top_p": {"top_p": 0.95},
+        "top_k": {"top_k": 50},
+        "all": {"top_p": 0.9, "top_k": 100, "min_p": 0.01},
+    }
     for name, filters in kinds.items():
         for count in (1, 64):
-            figures[f"sample {count} {name}, head"] = sample_us(count, head_rows, filtered=True, **filters)
+            figures[f"sample {count} {name}, head"] = sample_us(
+                count, head_rows, filtered=True, **filters
+            )
     for name, filters in kinds.items():
         figures[f"sample 64 {name}, even"] = sample_us(64, even_rows, filtered=True, **filters)
     for count, width in ((1, 2), (8, 2), (1, 8), (8, 8), (64, 8), (512, 8)):

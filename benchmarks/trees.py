@@ -1,7 +1,9 @@
-"""What a cycle does beside products and attention, per call inside a CUDA graph: trees grow, rows are chosen, paths walked, KV kept.
+"""What a cycle does beside products and attention, per call inside a CUDA graph: trees grow, rows
+are chosen, paths walked, KV kept.
 
-`python -m benchmarks.trees` prints a table and, last, a line of JSON. Every walk takes the whole path, so that all of its KV moves;
-`history` looks through the texts of a group of 8. Shapes of Qwen2.5-7B: 28 layers, 4 KV heads of 128, bfloat16.
+`python -m benchmarks.trees` prints a table and, last, a line of JSON. Every walk takes the whole
+path, so that all of its KV moves; `history` looks through the texts of a group of 8. Shapes of
+Qwen2.5-7B: 28 layers, 4 KV heads of 128, bfloat16.
 """
 
 from __future__ import annotations
@@ -35,44 +37,103 @@ class Case(NamedTuple):
     context: int = 640
 
 
-CASES = (Case(1, 7, 4, 32), Case(1, 7, 4, 32, 16_000), Case(8, 7, 1, 64), Case(32, 7, 1, 256), Case(64, 3, 2, 256))
+CASES = (
+    Case(1, 7, 4, 32),
+    Case(1, 7, 4, 32, 16_000),
+    Case(8, 7, 1, 64),
+    Case(32, 7, 1, 256),
+    Case(64, 3, 2, 256),
+)
 
 
 def texts(case: Case, device: str) -> Places:
-    """Of few distinct tokens, so that history has matches; every place is at `context` and has room."""
+    """Of few distinct tokens, so that history has matches; every place is at `context` and has
+    room.
+    """
     longest = case.context + 4 * PAGE_SIZE * 64
     places = Places.allocate(case.requests + 1, longest, hidden=8, device=device)
     pages = places.page_table_QP.numel()
     live = slice(0, case.requests)
-    places.token_QT[:] = torch.randint(VOCABULARY, places.token_QT.shape, dtype=torch.int32, device=device)
-    places.page_table_QP[:] = torch.randperm(pages, dtype=torch.int32, device=device).view_as(places.page_table_QP)
-    places.length_Q[live], places.limit_Q[live], places.capacity_Q[live] = case.context, longest, longest
+    places.token_QT[:] = torch.randint(
+        VOCABULARY, places.token_QT.shape, dtype=torch.int32, device=device
+    )
+    places.page_table_QP[:] = torch.randperm(pages, dtype=torch.int32, device=device).view_as(
+        places.page_table_QP
+    )
+    places.length_Q[live], places.limit_Q[live], places.capacity_Q[live] = (
+        case.context,
+        longest,
+        longest,
+    )
     places.done_Q[live], places.drafts_Q[live] = 0, 1
     places.group_Q[live] = torch.arange(case.requests, dtype=torch.int32, device=device) // GROUP
     return places
 
 
-def calls(case: Case, *, layers: int = LAYERS, device: str = "cuda") -> dict[str, Callable[[], object]]:
+def calls(
+    case: Case, *, layers: int = LAYERS, device: str = "cuda"
+) -> dict[str, Callable[[], object]]:
     """Name of a part -> what launches it once."""
     places, wide = texts(case, device), columns(case.depth, case.width)
     trash = places.page_table_QP.numel() * PAGE_SIZE
     place_B = torch.arange(case.requests, dtype=torch.int32, device=device)
-    draft, nodes = Draft.allocate(case.requests, case.depth, case.width, device=device), Nodes.allocate(case.requests, wide, device=device)
-    calibration, edges = Calibration.of(torch.full((CELLS,), 0.9, device=device)), torch.tensor(EDGES, device=device)
-    rows, trees = Rows.allocate(case.rows, case.depth, device=device), Trees.allocate(case.requests, 0, case.rows, device=device)
+    draft, nodes = (
+        Draft.allocate(case.requests, case.depth, case.width, device=device),
+        Nodes.allocate(case.requests, wide, device=device),
+    )
+    calibration, edges = (
+        Calibration.of(torch.full((CELLS,), 0.9, device=device)),
+        torch.tensor(EDGES, device=device),
+    )
+    rows, trees = (
+        Rows.allocate(case.rows, case.depth, device=device),
+        Trees.allocate(case.requests, 0, case.rows, device=device),
+    )
     kept = Kept.allocate(case.requests, 0, case.rows, 0, case.depth, device=device)
     given = [Draft.level(case.requests, case.width, level)[1] for level in range(case.depth)]
-    token_ML = [torch.rand(count, VOCABULARY, device=device).argsort(1)[:, : max(case.width, 2)].int().contiguous() for count in given]
-    z_ML = [torch.randn(tokens.shape, device=device).sort(1, descending=True).values.contiguous() for tokens in token_ML]
+    token_ML = [
+        torch.rand(count, VOCABULARY, device=device)
+        .argsort(1)[:, : max(case.width, 2)]
+        .int()
+        .contiguous()
+        for count in given
+    ]
+    z_ML = [
+        torch.randn(tokens.shape, device=device).sort(1, descending=True).values.contiguous()
+        for tokens in token_ML
+    ]
 
     def grown() -> None:
         roots(place_B, places, draft, nodes, depth=case.depth, trash=trash)
         for level in range(case.depth):
-            grow(level, token_ML[level], z_ML[level], draft, nodes, calibration, edges, requests=case.requests, depth=case.depth,
-                 width=case.width, first_slot=trash, trash=trash, idle=places.idle)
+            grow(
+                level,
+                token_ML[level],
+                z_ML[level],
+                draft,
+                nodes,
+                calibration,
+                edges,
+                requests=case.requests,
+                depth=case.depth,
+                width=case.width,
+                first_slot=trash,
+                trash=trash,
+                idle=places.idle,
+            )
 
     def selected() -> None:
-        select_rows(place_B, places, nodes, rows, trees, kept, decode_rows=case.rows, scratch_start=trash + 1, trash=trash)
+        select_rows(
+            place_B,
+            places,
+            nodes,
+            rows,
+            trees,
+            kept,
+            decode_rows=case.rows,
+            scratch_start=trash + 1,
+            trash=trash,
+        )
 
     grown()
     selected()
@@ -83,22 +144,57 @@ def calls(case: Case, *, layers: int = LAYERS, device: str = "cuda") -> dict[str
 
     def walked() -> None:
         places.length_Q.copy_(length_Q)  # a walk moves it
-        accept(place_B, None, token_S, logprob_S, places, rows, trees, kept, outcome_EF, decode_rows=case.rows)
+        accept(
+            place_B,
+            None,
+            token_S,
+            logprob_S,
+            places,
+            rows,
+            trees,
+            kept,
+            outcome_EF,
+            decode_rows=case.rows,
+        )
 
     walked()
     slots = trash + 1 + case.rows
-    k_LSKD, v_LSKD = (torch.randn(layers, slots, KV_HEADS, WIDTH, device=device).to(torch.bfloat16) for _ in range(2))
+    k_LSKD, v_LSKD = (
+        torch.randn(layers, slots, KV_HEADS, WIDTH, device=device).to(torch.bfloat16)
+        for _ in range(2)
+    )
     match_BJW = workspace(case.requests, case.width, device=device)
     found = Nodes.allocate(case.requests, max(wide, case.depth * case.width), device=device)
-    history = partial(history_nodes, place_B, places, found, calibration, match_BJW, depth=case.depth, width=case.width)
-    return {"tree": grown, "rows": selected, "walk": walked, "KV": partial(commit_kv, kept, k_LSKD, v_LSKD), "history": history}
+    history = partial(
+        history_nodes,
+        place_B,
+        places,
+        found,
+        calibration,
+        match_BJW,
+        depth=case.depth,
+        width=case.width,
+    )
+    return {
+        "tree": grown,
+        "rows": selected,
+        "walk": walked,
+        "KV": partial(commit_kv, kept, k_LSKD, v_LSKD),
+        "history": history,
+    }
 
 
 def followed(rows: Rows, count: int) -> torch.Tensor:
     """Samples that agree with each row's first child."""
     parent_R, token_R = rows.parent_R[:count].tolist(), rows.token_R[:count].tolist()
-    child = {parent: token for parent, token in reversed(list(zip(parent_R, token_R, strict=True))) if parent >= 0}
-    return torch.tensor([child.get(row, 0) for row in range(count)], dtype=torch.int32, device=rows.token_R.device)
+    child = {
+        parent: token
+        for parent, token in reversed(list(zip(parent_R, token_R, strict=True)))
+        if parent >= 0
+    }
+    return torch.tensor(
+        [child.get(row, 0) for row in range(count)], dtype=torch.int32, device=rows.token_R.device
+    )
 
 
 def repeated(call: Callable[[], object]) -> None:
@@ -107,15 +203,22 @@ def repeated(call: Callable[[], object]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     options(parser)
     arguments = parser.parse_args()
     require_gpu("benchmarks.trees")
     torch.manual_seed(0)
     found = []
     for case in CASES:
-        row = {**case._asdict(), **{f"{name}_us": round(microseconds(partial(repeated, call)) / CALLS, 2)
-                                    for name, call in calls(case).items()}}
+        row = {
+            **case._asdict(),
+            **{
+                f"{name}_us": round(microseconds(partial(repeated, call)) / CALLS, 2)
+                for name, call in calls(case).items()
+            },
+        }
         found.append(row)
         print("  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
     finish(arguments, {"bench": "trees", "rows": found}, on_gpu=True)

@@ -1,10 +1,13 @@
-"""`python -m benchmarks.weights`: pushes by every channel of a CPU, against a plain copy of the same bytes on the same disk.
+"""`python -m benchmarks.weights`: pushes by every channel of a CPU, against a plain copy of the
+same bytes on the same disk.
 
-Two checkpoints: the shipped pair's target, and a random one of `--gib` GiB in float32. Each push goes into a real server, from the
-trainers' own halves, and ends when it is live; the copy is read, written and synced. Rounds are interleaved. As many follow while requests
-decode, for the pause at the commit. Only ratios say something on a busy machine.
+Two checkpoints: the shipped pair's target, and a random one of `--gib` GiB in float32. Each push
+goes into a real server, from the trainers' own halves, and ends when it is live; the copy is read,
+written and synced. Rounds are interleaved. As many follow while requests decode, for the pause at
+the commit. Only ratios say something on a busy machine.
 
-With `--channel ipc` or `nccl`, `--device cuda` and `--model DIR` instead: pushes from GPU to GPU (`weights_gpu`).
+With `--channel ipc` or `nccl`, `--device cuda` and `--model DIR` instead: pushes from GPU to GPU
+(`weights_gpu`).
 """
 
 from __future__ import annotations
@@ -55,13 +58,28 @@ def random_checkpoint(directory: Path, gib: float) -> Path:
             shutil.copy(file, directory)
     config = json.loads((TARGET / "config.json").read_text())
     per_layer = 4 * (2 * HIDDEN * HIDDEN + 2 * HIDDEN * HIDDEN // 4 + 3 * HIDDEN * MLP)
-    config |= {"hidden_size": HIDDEN, "intermediate_size": MLP, "num_attention_heads": 16, "num_key_value_heads": 4,
-               "head_dim": HIDDEN // 16, "num_hidden_layers": max(1, round(gib * 2**30 / per_layer)), "torch_dtype": "float32"}
+    config |= {
+        "hidden_size": HIDDEN,
+        "intermediate_size": MLP,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": HIDDEN // 16,
+        "num_hidden_layers": max(1, round(gib * 2**30 / per_layer)),
+        "torch_dtype": "float32",
+    }
     config.pop("layer_types", None)
     (directory / "config.json").write_text(json.dumps(config))
     with torch.device("meta"):
-        shapes = {name: view.shape for name, view in empty_target(directory, numerics=Numerics("fast", threads=1)).parameters().items()}
-    write(((name, torch.randn(shape) / math.sqrt(HIDDEN)) for name, shape in shapes.items()), directory)
+        shapes = {
+            name: view.shape
+            for name, view in empty_target(directory, numerics=Numerics("fast", threads=1))
+            .parameters()
+            .items()
+        }
+    write(
+        ((name, torch.randn(shape) / math.sqrt(HIDDEN)) for name, shape in shapes.items()),
+        directory,
+    )
     return directory
 
 
@@ -86,14 +104,18 @@ def timed(push: Callable[[str], Mapping[str, Any]], version: str) -> Push:
 
 @contextmanager
 def decoding(url: str) -> Iterator[None]:
-    """Requests decode as long as this lasts, each followed by another one at once, and they do not end at the same moment."""
+    """Requests decode as long as this lasts, each followed by another one at once, and they do not
+    end at the same moment.
+    """
     over, seen = threading.Event(), [0] * REQUESTS
 
     def keep_one(i: int) -> None:
         with Client(url, timeout_s=600) as client:
             while not over.is_set():
-                for event in client.stream([{"token_ids": [1 + i] * 16, "seed": i}],
-                                           sampling={"max_tokens": LENGTH - 32 - 16 * i, "ignore_eos": True}):
+                for event in client.stream(
+                    [{"token_ids": [1 + i] * 16, "seed": i}],
+                    sampling={"max_tokens": LENGTH - 32 - 16 * i, "ignore_eos": True},
+                ):
                     seen[i] += isinstance(event, Token)
 
     with ThreadPoolExecutor(REQUESTS) as pool:
@@ -111,18 +133,35 @@ def decoding(url: str) -> Iterator[None]:
         one.result()
 
 
-def row(channel: str, size: int, copy_s: Sequence[float], alone: Sequence[Push], busy: Sequence[Push]) -> dict[str, Any]:
-    """Of one channel: medians of the pushes into an idle server, and the longest pause of those into a `busy` one."""
+def row(
+    channel: str, size: int, copy_s: Sequence[float], alone: Sequence[Push], busy: Sequence[Push]
+) -> dict[str, Any]:
+    """Of one channel: medians of the pushes into an idle server, and the longest pause of those
+    into a `busy` one.
+    """
     took, copy = statistics.median(push.seconds for push in alone), statistics.median(copy_s)
-    phases = {phase: statistics.median(push.reply["phases_s"][phase] for push in alone) for phase in alone[0].reply["phases_s"]}
-    return {"bytes": size, "channel": channel, "push_s": round(took, 4), "copy_s": round(copy, 4), "ratio": round(took / copy, 2),
-            "mb_per_s": round(size / took / 1e6, 1), "phases_s": {phase: round(phase_s, 4) for phase, phase_s in phases.items()},
-            "push_while_decoding_s": round(statistics.median(push.seconds for push in busy), 4),
-            "longest_pause_ms": round(max(push.reply["pause_ms"] for push in busy), 3)}
+    phases = {
+        phase: statistics.median(push.reply["phases_s"][phase] for push in alone)
+        for phase in alone[0].reply["phases_s"]
+    }
+    return {
+        "bytes": size,
+        "channel": channel,
+        "push_s": round(took, 4),
+        "copy_s": round(copy, 4),
+        "ratio": round(took / copy, 2),
+        "mb_per_s": round(size / took / 1e6, 1),
+        "phases_s": {phase: round(phase_s, 4) for phase, phase_s in phases.items()},
+        "push_while_decoding_s": round(statistics.median(push.seconds for push in busy), 4),
+        "longest_pause_ms": round(max(push.reply["pause_ms"] for push in busy), 3),
+    }
 
 
 def measure(model: Path, room: Path, rounds: int) -> Iterator[dict[str, Any]]:
-    files, (one, other) = sorted(model.glob("*.safetensors")), (room / "copy", room / "root" / "pushed")
+    files, (one, other) = (
+        sorted(model.glob("*.safetensors")),
+        (room / "copy", room / "root" / "pushed"),
+    )
     one.mkdir(parents=True)
     other.mkdir(parents=True)
     copied(files, other)
@@ -130,9 +169,24 @@ def measure(model: Path, room: Path, rounds: int) -> Iterator[dict[str, Any]]:
         shutil.copy(file, other)
     tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
     size = sum(tensor.nbytes for tensor in tensors.values())
-    flags = ("--model", str(model), "--weight-root", str(room / "root"), "--state-dir", str(room / "state"), "--weight-channels",
-             "disk,http,broadcast,ipc", "--kv-memory-mb", "64", "--max-model-len", str(LENGTH), "--max-running", str(REQUESTS),
-             "--numerics", "fast")
+    flags = (
+        "--model",
+        str(model),
+        "--weight-root",
+        str(room / "root"),
+        "--state-dir",
+        str(room / "state"),
+        "--weight-channels",
+        "disk,http,broadcast,ipc",
+        "--kv-memory-mb",
+        "64",
+        "--max-model-len",
+        str(LENGTH),
+        "--max-running",
+        str(REQUESTS),
+        "--numerics",
+        "fast",
+    )
     with ServerProcess(*flags) as server, Client(server.url, timeout_s=600) as client:
         broadcast = BroadcastSender(client)
         pushes: dict[str, Callable[[str], Mapping[str, Any]]] = {
@@ -159,34 +213,80 @@ def measure(model: Path, room: Path, rounds: int) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gib", type=float, default=1.0, metavar="N", help="size of the random checkpoint [default 1; 0: none]")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="[default cpu: all channels of a CPU]")
-    parser.add_argument("--channel", choices=("ipc", "nccl"), help="with --device cuda: one GPU, or the first to the second")
-    parser.add_argument("--model", type=Path, metavar="DIR", help="with --device cuda: what is served and pushed")
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="of which the median counts, the longest pause [default 3]")
-    parser.add_argument("--state-dir", type=Path, metavar="DIR", help="with --device cuda: every push is also spooled there, and synced "
-                        "[default: nothing is spooled; on a CPU everything is]")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--gib",
+        type=float,
+        default=1.0,
+        metavar="N",
+        help="size of the random checkpoint [default 1; 0: none]",
+    )
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="[default cpu: all channels of a CPU]",
+    )
+    parser.add_argument(
+        "--channel",
+        choices=("ipc", "nccl"),
+        help="with --device cuda: one GPU, or the first to the second",
+    )
+    parser.add_argument(
+        "--model", type=Path, metavar="DIR", help="with --device cuda: what is served and pushed"
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=3,
+        metavar="N",
+        help="of which the median counts, the longest pause [default 3]",
+    )
+    parser.add_argument(
+        "--state-dir",
+        type=Path,
+        metavar="DIR",
+        help="with --device cuda: every push is also spooled there, and synced "
+        "[default: nothing is spooled; on a CPU everything is]",
+    )
     options(parser)
     arguments = parser.parse_args()
     if (arguments.device == "cuda") != bool(arguments.channel and arguments.model):
         parser.error("--device cuda needs --channel and --model, and they are for it only")
     if arguments.device == "cpu" and arguments.state_dir:
-        parser.error("--state-dir is for --device cuda; on a CPU every push is spooled beside the checkpoints")
+        parser.error(
+            "--state-dir is for --device cuda; on a CPU every push is spooled beside the checkpoints"
+        )
     if arguments.device == "cuda":
         from benchmarks.weights_gpu import measure as measured
 
-        finish(arguments, measured(arguments.channel, arguments.model, arguments.rounds, arguments.state_dir), on_gpu=True)
+        finish(
+            arguments,
+            measured(arguments.channel, arguments.model, arguments.rounds, arguments.state_dir),
+            on_gpu=True,
+        )
         return
     rows = []
     with tempfile.TemporaryDirectory(prefix="tlt-weights-") as name:
-        models = [TARGET, *([random_checkpoint(Path(name) / "random", arguments.gib)] if arguments.gib else [])]
+        models = [
+            TARGET,
+            *([random_checkpoint(Path(name) / "random", arguments.gib)] if arguments.gib else []),
+        ]
         for model in models:
             for found in measure(model, Path(name) / f"room-{model.name}", arguments.rounds):
                 rows.append(found)
-                print(f"{found['checkpoint']:8} {found['channel']:6} {found['push_s']:8.3f} s, {found['ratio']:6.2f} x a plain copy, "
-                      f"paused for {found['longest_pause_ms']:6.2f} ms at most", flush=True)
-    finish(arguments, {"bench": "weights", "rounds": arguments.rounds, "requests": REQUESTS, "rows": rows}, on_gpu=False)
+                print(
+                    f"{found['checkpoint']:8} {found['channel']:6} {found['push_s']:8.3f} s, {found['ratio']:6.2f} x a plain copy, "
+                    f"paused for {found['longest_pause_ms']:6.2f} ms at most",
+                    flush=True,
+                )
+    finish(
+        arguments,
+        {"bench": "weights", "rounds": arguments.rounds, "requests": REQUESTS, "rows": rows},
+        on_gpu=False,
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""Pushes from a trainer's GPU memory into a serving engine, for `python -m benchmarks.weights --channel ipc|nccl --device cuda`.
+"""Pushes from a trainer's GPU memory into a serving engine, for `python -m benchmarks.weights
+--channel ipc|nccl --device cuda`.
 
-By ipc both are on the first GPU, by nccl the engine is on the second. Requests decode all the while. A commit falls between a step's end
-and its tokens' way out, or before the next step; so the gap at a commit is the longer of the last two before a request's first token of
-the new version is there. With a state directory every push is spooled, too; without, nothing is.
+By ipc both are on the first GPU, by nccl the engine is on the second. Requests decode all the
+while. A commit falls between a step's end and its tokens' way out, or before the next step; so the
+gap at a commit is the longer of the last two before a request's first token of the new version is
+there. With a state directory every push is spooled, too; without, nothing is.
 """
 
 from __future__ import annotations
@@ -29,7 +31,10 @@ from tlt_server.demo.server import ServerProcess
 
 REQUESTS, LENGTH = 8, 16384  # that decode; longer than the pushes take
 SETTLE_S = 0.5  # of decoding before and after a push
-NOT_STAGING = ("wait", "commit")  # phases; the others are from the first byte until the version is staged
+NOT_STAGING = (
+    "wait",
+    "commit",
+)  # phases; the others are from the first byte until the version is staged
 
 
 class Decoding:
@@ -46,11 +51,17 @@ class Decoding:
     def _read(self) -> None:
         items = [{"id": f"r{i}", "token_ids": [1 + i] * 16, "seed": i} for i in range(REQUESTS)]
         with Client(self._url, timeout_s=600) as client:
-            for event in client.stream(items, sampling={"max_tokens": LENGTH - 32, "ignore_eos": True}):
+            for event in client.stream(
+                items, sampling={"max_tokens": LENGTH - 32, "ignore_eos": True}
+            ):
                 now = time.perf_counter()
                 if isinstance(event, Token):
                     self.times.setdefault(event.id, []).extend([now] * len(event.token_ids))
-                elif isinstance(event, ItemResult) and event.choices and len(event.choices[0].weight_versions) > 1:
+                elif (
+                    isinstance(event, ItemResult)
+                    and event.choices
+                    and len(event.choices[0].weight_versions) > 1
+                ):
                     self.boundaries[event.id] = event.choices[0].weight_versions[1].start
 
     def end(self) -> None:
@@ -60,13 +71,28 @@ class Decoding:
 
     def figures(self, begun: float) -> dict[str, float]:
         """In milliseconds. `begun`: when the push was."""
-        gaps = [[(after - before, after) for before, after in zip(times, times[1:], strict=False)] for times in self.times.values()]
+        gaps = [
+            [(after - before, after) for before, after in zip(times, times[1:], strict=False)]
+            for times in self.times.values()
+        ]
         ends = {id: self.times[id][at] for id, at in self.boundaries.items()}
-        at_commit = [gap for id, at in self.boundaries.items() for gap in last_gaps(self.times[id][: at + 1])]
-        staging = [gap for of in gaps for gap, after in of if begun < after < min(ends.values()) - max(at_commit)]
+        at_commit = [
+            gap for id, at in self.boundaries.items() for gap in last_gaps(self.times[id][: at + 1])
+        ]
+        staging = [
+            gap
+            for of in gaps
+            for gap, after in of
+            if begun < after < min(ends.values()) - max(at_commit)
+        ]
         alone = [gap for of in gaps for gap, after in of if after < begun]
-        return {"requests": len(ends), "longest_gap_ms": 1e3 * max(at_commit), "step_ms": 1e3 * statistics.median(alone),
-                "step_while_staging_ms": 1e3 * statistics.median(staging), "longest_gap_while_staging_ms": 1e3 * max(staging)}
+        return {
+            "requests": len(ends),
+            "longest_gap_ms": 1e3 * max(at_commit),
+            "step_ms": 1e3 * statistics.median(alone),
+            "step_while_staging_ms": 1e3 * statistics.median(staging),
+            "longest_gap_while_staging_ms": 1e3 * max(staging),
+        }
 
 
 def last_gaps(times: list[float]) -> list[float]:
@@ -79,9 +105,23 @@ def last_gaps(times: list[float]) -> list[float]:
 def served(model: Path, channel: str, state: Path | None) -> Iterator[str]:
     """On the GPU that the channel asks for; this process has the first one."""
     torch.cuda.init()
-    flags = ("--device", "cuda", "--model", str(model), "--weight-channels", "ipc,broadcast", "--max-running", str(REQUESTS),
-             "--max-model-len", str(LENGTH), "--kv-memory-mb", "12288", "--weight-staging", "device",
-             *(("--state-dir", str(state)) if state else ()))
+    flags = (
+        "--device",
+        "cuda",
+        "--model",
+        str(model),
+        "--weight-channels",
+        "ipc,broadcast",
+        "--max-running",
+        str(REQUESTS),
+        "--max-model-len",
+        str(LENGTH),
+        "--kv-memory-mb",
+        "12288",
+        "--weight-staging",
+        "device",
+        *(("--state-dir", str(state)) if state else ()),
+    )
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
     before = dict(os.environ)
     if channel == "nccl":
@@ -95,7 +135,11 @@ def served(model: Path, channel: str, state: Path | None) -> Iterator[str]:
 
 
 def measure(channel: str, model: Path, rounds: int, state: Path | None = None) -> dict[str, Any]:
-    tensors = {name: tensor for file in sorted(model.glob("*.safetensors")) for name, tensor in load_file(file, device="cuda:0").items()}
+    tensors = {
+        name: tensor
+        for file in sorted(model.glob("*.safetensors"))
+        for name, tensor in load_file(file, device="cuda:0").items()
+    }
     size, rows = sum(tensor.nbytes for tensor in tensors.values()), list[dict[str, float]]()
     with served(model, channel, state) as url, Client(url, timeout_s=600) as client:
         sender = IpcSender(client) if channel == "ipc" else BroadcastSender(client, backend="nccl")
@@ -104,12 +148,33 @@ def measure(channel: str, model: Path, rounds: int, state: Path | None = None) -
             reply: Mapping[str, Any] = sender.push(tensors.items(), f"{channel}-{turn}")
             push_s = time.perf_counter() - begun
             decoding.end()
-            staged_s = sum(seconds for phase, seconds in reply["phases_s"].items() if phase not in NOT_STAGING)
-            rows.append({"push_s": push_s, "staged_s": staged_s, "gb_per_s": size / staged_s / 1e9, "pause_ms": reply["pause_ms"],
-                         **decoding.figures(begun), **{f"{phase}_s": seconds for phase, seconds in reply["phases_s"].items()}})
+            staged_s = sum(
+                seconds for phase, seconds in reply["phases_s"].items() if phase not in NOT_STAGING
+            )
+            rows.append(
+                {
+                    "push_s": push_s,
+                    "staged_s": staged_s,
+                    "gb_per_s": size / staged_s / 1e9,
+                    "pause_ms": reply["pause_ms"],
+                    **decoding.figures(begun),
+                    **{f"{phase}_s": seconds for phase, seconds in reply["phases_s"].items()},
+                }
+            )
         sender.close()
     median = {name: round(statistics.median(row[name] for row in rows), 4) for name in rows[0]}
     config = json.loads((model / "config.json").read_text())
     shape = {"layers": config["num_hidden_layers"], "hidden": config["hidden_size"]}
-    row = {"channel": channel, "bytes": size, **median, "longest_gap_ms": round(max(row["longest_gap_ms"] for row in rows), 3)}
-    return {"bench": "weights-gpu", "shape": shape, "rounds": rounds, "spooled": state is not None, "rows": [row]}
+    row = {
+        "channel": channel,
+        "bytes": size,
+        **median,
+        "longest_gap_ms": round(max(row["longest_gap_ms"] for row in rows), 3),
+    }
+    return {
+        "bench": "weights-gpu",
+        "shape": shape,
+        "rounds": rounds,
+        "spooled": state is not None,
+        "rows": [row],
+    }

@@ -13,8 +13,13 @@ def certain_rows(tokens: Tensor, start: int, table_P: Tensor, page_size: int) ->
     position_R = torch.arange(start, start + len(tokens))
     slot_R = table_P[position_R // page_size].long() * page_size + position_R % page_size
     return Rows(
-        tokens, position_R, slot_R, torch.zeros(len(tokens), dtype=torch.int32), torch.tensor([start + len(tokens)], dtype=torch.int32),
-        table_P[None].to(torch.int32), torch.full((len(tokens), 0), -1, dtype=torch.int32),
+        tokens,
+        position_R,
+        slot_R,
+        torch.zeros(len(tokens), dtype=torch.int32),
+        torch.tensor([start + len(tokens)], dtype=torch.int32),
+        table_P[None].to(torch.int32),
+        torch.full((len(tokens), 0), -1, dtype=torch.int32),
     )
 
 
@@ -28,20 +33,36 @@ def batch(parts: list[Rows]) -> Rows:
 
     offsets = torch.tensor([0, *(len(part.base_B) for part in parts)]).cumsum(0).tolist()
     return Rows(
-        torch.cat([part.token_R for part in parts]), torch.cat([part.position_R for part in parts]),
+        torch.cat([part.token_R for part in parts]),
+        torch.cat([part.position_R for part in parts]),
         torch.cat([part.slot_R for part in parts]),
-        torch.cat([part.request_R + offset for part, offset in zip(parts, offsets, strict=False)]).to(torch.int32),
-        torch.cat([part.base_B for part in parts]), torch.cat([pad(part.page_table_BP, width) for part in parts]).contiguous(),
+        torch.cat(
+            [part.request_R + offset for part, offset in zip(parts, offsets, strict=False)]
+        ).to(torch.int32),
+        torch.cat([part.base_B for part in parts]),
+        torch.cat([pad(part.page_table_BP, width) for part in parts]).contiguous(),
         torch.cat([pad(part.path_RD, depth) for part in parts]).contiguous(),
     )
 
 
 class Sequence:
-    def __init__(self, model, capacity: int, *, cache: KVCache | None = None, table_P: Tensor | None = None, page_size: int = 16) -> None:
+    def __init__(
+        self,
+        model,
+        capacity: int,
+        *,
+        cache: KVCache | None = None,
+        table_P: Tensor | None = None,
+        page_size: int = 16,
+    ) -> None:
         self.model, self.page_size, self.length = model, page_size, 0
         pages = -(-capacity // page_size)
         self.cache = cache if cache is not None else model.make_cache(pages + 1, page_size, 32)
-        self.table_P = table_P if table_P is not None else torch.randperm(pages, generator=torch.Generator().manual_seed(1)).to(torch.int32)
+        self.table_P = (
+            table_P
+            if table_P is not None
+            else torch.randperm(pages, generator=torch.Generator().manual_seed(1)).to(torch.int32)
+        )
 
     def rows(self, tokens: Tensor) -> Rows:
         part = certain_rows(tokens, self.length, self.table_P, self.page_size)

@@ -1,4 +1,5 @@
-"""The `tlt` command: serve | demo | bench | doctor | weights. Parses arguments with the standard library only; heavy imports wait.
+"""The `tlt` command: serve | demo | bench | doctor | weights. Parses arguments with the standard
+library only; heavy imports wait.
 
 User errors (`StartupError`) end in one line on stderr and exit status 2.
 """
@@ -29,27 +30,50 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="tlt", description="Exact, adaptive speculative rollouts for reasoning-RL trainers.", allow_abbrev=False)
+        prog="tlt",
+        description="Exact, adaptive speculative rollouts for reasoning-RL trainers.",
+        allow_abbrev=False,
+    )
     parser.add_argument("--version", action="version", version=f"tlt {__version__}")
     verbs = parser.add_subparsers(metavar="VERB", required=True)
-    serve = verbs.add_parser("serve", help="serve a model", allow_abbrev=False, description=(
-        "Serve a model. Every flag is also a variable (TLT_MAX_QUEUE) and a YAML key (max_queue); flags win over variables, "
-        "variables over the file."))
+    serve = verbs.add_parser(
+        "serve",
+        help="serve a model",
+        allow_abbrev=False,
+        description=(
+            "Serve a model. Every flag is also a variable (TLT_MAX_QUEUE) and a YAML key (max_queue); flags win over variables, "
+            "variables over the file."
+        ),
+    )
     _add_settings(serve)
     serve.set_defaults(run=_serve)
-    demo = verbs.add_parser("demo", help="serve the shipped pair and show exactness and speed-up", allow_abbrev=False)
+    demo = verbs.add_parser(
+        "demo", help="serve the shipped pair and show exactness and speed-up", allow_abbrev=False
+    )
     import_module("tlt_server.demo.arguments").add_arguments(demo)
     demo.set_defaults(run=_later("tlt_server.demo.command"))
-    doctor = verbs.add_parser("doctor", help="check whether serve with these flags would work here", allow_abbrev=False, description=(
-        "Check Python, packages, torch, port, disk, memory and model files, each with a remedy. Takes the flags of serve; without "
-        "--model it checks for the shipped pair."))
+    doctor = verbs.add_parser(
+        "doctor",
+        help="check whether serve with these flags would work here",
+        allow_abbrev=False,
+        description=(
+            "Check Python, packages, torch, port, disk, memory and model files, each with a remedy. Takes the flags of serve; without "
+            "--model it checks for the shipped pair."
+        ),
+    )
     _add_settings(doctor)
     import_module("tlt_server.doctor.arguments").add_arguments(doctor)
     doctor.set_defaults(run=_later("tlt_server.doctor.command"))
-    weights = verbs.add_parser("weights", help="push weights to a running server, look at them, roll back", allow_abbrev=False)
+    weights = verbs.add_parser(
+        "weights",
+        help="push weights to a running server, look at them, roll back",
+        allow_abbrev=False,
+    )
     import_module("tlt_server.push.arguments").add_arguments(weights)
     weights.set_defaults(run=_later("tlt_server.push.command"))
-    benches = verbs.add_parser("bench", help="benchmarks", allow_abbrev=False).add_subparsers(metavar="NAME", required=True)
+    benches = verbs.add_parser("bench", help="benchmarks", allow_abbrev=False).add_subparsers(
+        metavar="NAME", required=True
+    )
     for name, (sentence, run) in BENCHES.items():
         bench = benches.add_parser(name, help=sentence, description=sentence, allow_abbrev=False)
         import_module("tlt_server.bench.arguments").add_arguments(bench, name)
@@ -65,15 +89,22 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
 
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file of settings.")
     for setting in settings():
-        parser.add_argument(setting.flag, dest=setting.name, default=argparse.SUPPRESS, metavar=setting.doc.unit.split()[0].upper(),
-                            help=setting.help.replace("%", "%%"))
+        parser.add_argument(
+            setting.flag,
+            dest=setting.name,
+            default=argparse.SUPPRESS,
+            metavar=setting.doc.unit.split()[0].upper(),
+            help=setting.help.replace("%", "%%"),
+        )
 
 
 def _serve(arguments: argparse.Namespace) -> int:
     from tlt_server.build import serve
     from tlt_server.config import load
 
-    flags = {name: value for name, value in vars(arguments).items() if name not in ("run", "config")}
+    flags = {
+        name: value for name, value in vars(arguments).items() if name not in ("run", "config")
+    }
     return serve(load(flags, file=arguments.config).resolved())
 
 
@@ -82,7 +113,9 @@ def _later(module: str):  # type: ignore[no-untyped-def]
 
 
 def _with_engine(module: str):  # type: ignore[no-untyped-def]
-    """A verb with an engine in this process, whose libraries read the environment when they are loaded."""
+    """A verb with an engine in this process, whose libraries read the environment when they are
+    loaded.
+    """
 
     def run(arguments: argparse.Namespace) -> int:
         from tlt_server.models.environment import library_environment
@@ -99,7 +132,10 @@ BENCHES = {
     "cycle": ("time cycles of drafting and verifying; accept length, idle GPU", _with_engine),
     "graphs": ("start an engine; what its CUDA graphs take, and each phase", _with_engine),
     "rollout": ("time a rollout with a long tail, speculation off and on", _later),
-    "overload": ("ask a server for three times what it can do; goodput, refusals and memory", _later),
+    "overload": (
+        "ask a server for three times what it can do; goodput, refusals and memory",
+        _later,
+    ),
 }
 
 
@@ -109,10 +145,17 @@ def _nearest(name: str, parser: argparse.ArgumentParser, argv: list[str]) -> str
 
     options: list[str] = []
     for word in argv:
-        choices = next((a.choices for a in parser._actions if isinstance(a, argparse._SubParsersAction)), {})
+        choices = next(
+            (a.choices for a in parser._actions if isinstance(a, argparse._SubParsersAction)), {}
+        )
         if word in choices:
             parser = choices[word]
-    options = [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
+    options = [
+        option
+        for action in parser._actions
+        for option in action.option_strings
+        if option.startswith("--")
+    ]
     return nearest(name.partition("=")[0], options)
 
 

@@ -1,6 +1,8 @@
-"""What the engine has begun, on file: written by the scheduler's `on_begin`, read by the frontend once the engine is dead.
+"""What the engine has begun, on file: written by the scheduler's `on_begin`, read by the frontend
+once the engine is dead.
 
-A message may still be in the process when it dies, and dies with it; what was written to a file does not.
+A message may still be in the process when it dies, and dies with it; what was written to a file
+does not.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Composition root: puts frontend and engine together and runs them until a signal or a failure.
 
-The engine is a process of its own, `python -m tlt_server.engine.process DIR`: `DIR` holds the sockets `commands` and `events`, bound
-by the frontend. Its standard input carries one line, its `EngineSettings` as JSON. The environment for strict numerics is set here,
-before the engine imports torch. The supervisor starts such processes and this module ends with the last one.
+The engine is a process of its own, `python -m tlt_server.engine.process DIR`: `DIR` holds the
+sockets `commands` and `events`, bound by the frontend. Its standard input carries one line, its
+`EngineSettings` as JSON. The environment for strict numerics is set here, before the engine imports
+torch. The supervisor starts such processes and this module ends with the last one.
 """
 
 from __future__ import annotations
@@ -53,46 +54,87 @@ FLUSH_S = 5  # that replies in progress have to go out
 
 
 def serve(config: Config, *, engine_command: Sequence[str] | None = None) -> int:
-    """Serve until SIGTERM or SIGINT (drains, returns 0) or until the engine ends too often (returns 1). `StartupError` before it was ready
-    once."""
+    """Serve until SIGTERM or SIGINT (drains, returns 0) or until the engine ends too often (returns
+    1). `StartupError` before it was ready once.
+    """
     write_logs(config.log_level, config.log_format)
     return uvloop.run(_serve(config, engine_command or ENGINE))
 
 
 async def _serve(config: Config, engine_command: Sequence[str]) -> int:
     text, metrics, progress = Text.load(config.model), Metrics(), Progress()
-    gate, certificates = Gate(config, metrics), watched_certificates(config, partial(metrics.file_read, "certificates"))
+    gate, certificates = (
+        Gate(config, metrics),
+        watched_certificates(config, partial(metrics.file_read, "certificates")),
+    )
     asyncio.get_running_loop().set_exception_handler(left_behind)
     if config.state_dir is not None:
         metrics.watch_disk(config.state_dir)
     client = EngineClient(admission(config), metrics)
-    with listening(config) as listener, tempfile.TemporaryDirectory(prefix="tlt-") as name:  # a directory of mode 0700
+    with (
+        listening(config) as listener,
+        tempfile.TemporaryDirectory(prefix="tlt-") as name,
+    ):  # a directory of mode 0700
         async with contextlib.AsyncExitStack() as stack:
             rollouts = Rollouts((config.state_dir or Path(name)) / "rollouts", config, metrics)
-            service = Service(config, client, text, _validator(config, text, client), metrics, rollouts)
-            supervisor = Supervisor(config, partial(_launch, config, engine_command), Path(name), client, metrics, progress)
+            service = Service(
+                config, client, text, _validator(config, text, client), metrics, rollouts
+            )
+            supervisor = Supervisor(
+                config,
+                partial(_launch, config, engine_command),
+                Path(name),
+                client,
+                metrics,
+                progress,
+            )
             supervised = asyncio.create_task(supervisor.run())
             stack.push_async_callback(_cancel, supervised)
             await rollouts.open(service)
             app = build_app(service, gate)
-            grpc_address = await stack.enter_async_context(serving_grpc(app, service, gate, certificates))
-            server = _Server(uvicorn.Config(
-                app, http=bounded_protocol(config), ws="none", lifespan="off", log_config=None, access_log=False,
-                proxy_headers=False, server_header=False, timeout_graceful_shutdown=FLUSH_S,
-                ssl_context_factory=None if certificates is None else lambda *_: server_context(certificates),
-            ))
+            grpc_address = await stack.enter_async_context(
+                serving_grpc(app, service, gate, certificates)
+            )
+            server = _Server(
+                uvicorn.Config(
+                    app,
+                    http=bounded_protocol(config),
+                    ws="none",
+                    lifespan="off",
+                    log_config=None,
+                    access_log=False,
+                    proxy_headers=False,
+                    server_header=False,
+                    timeout_graceful_shutdown=FLUSH_S,
+                    ssl_context_factory=None
+                    if certificates is None
+                    else lambda *_: server_context(certificates),
+                )
+            )
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             stack.push_async_callback(_finish, server, serving)
-            stack.callback(service.close)  # what is still open ends with a typed error, which `_finish` lets out
-            stack.push_async_callback(rollouts.close)  # first: that error is none of theirs where their journals last
+            stack.callback(
+                service.close
+            )  # what is still open ends with a typed error, which `_finish` lets out
+            stack.push_async_callback(
+                rollouts.close
+            )  # first: that error is none of theirs where their journals last
             url = _url(config, listener)
             progress.listening(url, grpc_address)
             return await _run(config, client, supervised, rollouts, progress, url)
 
 
-async def _run(config: Config, client: EngineClient, supervised: asyncio.Task[EngineFailed], rollouts: Rollouts, progress: Progress,
-               url: str) -> int:
-    """From starting to stopped; the caller tears down. `supervised` ends when there is no engine any more."""
+async def _run(
+    config: Config,
+    client: EngineClient,
+    supervised: asyncio.Task[EngineFailed],
+    rollouts: Rollouts,
+    progress: Progress,
+    url: str,
+) -> int:
+    """From starting to stopped; the caller tears down. `supervised` ends when there is no engine
+    any more.
+    """
     stop, stop_now = _signals()
     stopping, starting = asyncio.create_task(stop.wait()), asyncio.create_task(client.ready())
     await asyncio.wait({starting, stopping, supervised}, return_when=asyncio.FIRST_COMPLETED)
@@ -111,19 +153,28 @@ async def _run(config: Config, client: EngineClient, supervised: asyncio.Task[En
         await rollouts.suspend(detached_only=True)
     progress.draining(len(client), config.drain_timeout_s)
     drained = asyncio.create_task(client.drain(config.drain_timeout_s))
-    await asyncio.wait({drained, supervised, asyncio.create_task(stop_now.wait())}, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait(
+        {drained, supervised, asyncio.create_task(stop_now.wait())},
+        return_when=asyncio.FIRST_COMPLETED,
+    )
     return 0
 
 
 @contextlib.asynccontextmanager
-async def serving_grpc(app: ASGIApp, service: Service, gate: Gate, certificates: Watched[Certificates] | None) -> AsyncIterator[str]:
-    """The address that is listened on, empty without a `grpc_port`. At the end calls in progress may end."""
+async def serving_grpc(
+    app: ASGIApp, service: Service, gate: Gate, certificates: Watched[Certificates] | None
+) -> AsyncIterator[str]:
+    """The address that is listened on, empty without a `grpc_port`. At the end calls in progress
+    may end.
+    """
     if service.config.grpc_port is None:
         yield ""
         return
     from tlt_server.frontend.rpc.server import RpcServer
 
-    server = RpcServer(app, service.config, gate, service.metrics, lambda: is_ready(service), certificates)
+    server = RpcServer(
+        app, service.config, gate, service.metrics, lambda: is_ready(service), certificates
+    )
     address = await server.start()
     try:
         yield address
@@ -137,7 +188,11 @@ async def _cancel(task: asyncio.Task[EngineFailed]) -> None:
 
 
 def admission(config: Config) -> Admission:
-    return Admission(max_queue=config.max_queue, max_queue_tokens=config.max_queue_tokens, max_page_forecast=config.max_page_forecast)
+    return Admission(
+        max_queue=config.max_queue,
+        max_queue_tokens=config.max_queue_tokens,
+        max_page_forecast=config.max_page_forecast,
+    )
 
 
 def _validator(config: Config, text: Text, client: EngineClient) -> Validator:
@@ -155,7 +210,9 @@ class _Server(uvicorn.Server):
 def _signals() -> tuple[asyncio.Event, asyncio.Event]:
     first, second = asyncio.Event(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, lambda: second.set() if first.is_set() else first.set())
+        asyncio.get_running_loop().add_signal_handler(
+            number, lambda: second.set() if first.is_set() else first.set()
+        )
     return first, second
 
 
@@ -167,10 +224,14 @@ async def _finish(server: uvicorn.Server, serving: asyncio.Task[None]) -> None:
 
 
 async def _launch(config: Config, command: Sequence[str], directory: Path) -> Process:
-    """An engine process. It ignores Ctrl-C, on which the frontend drains; both are in one session, where its niceness counts."""
+    """An engine process. It ignores Ctrl-C, on which the frontend drains; both are in one session,
+    where its niceness counts.
+    """
     environment = {**os.environ, **library_environment(config.numerics)}
     environment.pop(config.api_key_variable, None)  # an engine has no use for keys
-    process = await asyncio.create_subprocess_exec(*command, str(directory), stdin=PIPE, env=environment)
+    process = await asyncio.create_subprocess_exec(
+        *command, str(directory), stdin=PIPE, env=environment
+    )
     assert process.stdin is not None
     with contextlib.suppress(ConnectionError):  # it has exited already, as `wait` tells
         settings = msgspec.structs.replace(engine_settings(config), parent=os.getpid())
@@ -185,11 +246,21 @@ def engine_settings(config: Config) -> EngineSettings:
     chosen = {name: getattr(config, name, None) for name in EngineSettings.__struct_fields__}
     given = {name: value for name, value in chosen.items() if value not in ("auto", None)}
     paths = {name: str(value.resolve()) for name, value in given.items() if isinstance(value, Path)}
-    return EngineSettings(**{**given, **paths, "model": str(config.model), "device": config.device, "strategy": config.strategy})
+    return EngineSettings(
+        **{
+            **given,
+            **paths,
+            "model": str(config.model),
+            "device": config.device,
+            "strategy": config.strategy,
+        }
+    )
 
 
 @contextlib.contextmanager
-def listening(config: Config, setting: Literal["port", "grpc_port"] = "port") -> Iterator[socket.socket]:
+def listening(
+    config: Config, setting: Literal["port", "grpc_port"] = "port"
+) -> Iterator[socket.socket]:
     """The bound socket, or `StartupError`."""
     port = getattr(config, setting)
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
@@ -198,8 +269,10 @@ def listening(config: Config, setting: Literal["port", "grpc_port"] = "port") ->
         try:
             listener.bind((config.host, port))
         except OSError as error:
-            raise StartupError(f"cannot bind {config.host}:{port}: {error.strerror}; choose another --host or "
-                               f"--{setting.replace('_', '-')} (0 = a free one)") from None
+            raise StartupError(
+                f"cannot bind {config.host}:{port}: {error.strerror}; choose another --host or "
+                f"--{setting.replace('_', '-')} (0 = a free one)"
+            ) from None
         yield listener
 
 

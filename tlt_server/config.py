@@ -1,7 +1,8 @@
 """One typed, frozen, strict configuration: flag = `TLT_*` variable = YAML key (see `settings`).
 
-`load` reads the three sources through pydantic-settings and refuses what it does not know, naming the nearest known name;
-`Config.resolved` turns "auto" into values once, in a new object. Every fault is a `StartupError`: the command exits with 2.
+`load` reads the three sources through pydantic-settings and refuses what it does not know, naming
+the nearest known name; `Config.resolved` turns "auto" into values once, in a new object. Every
+fault is a `StartupError`: the command exits with 2.
 """
 
 from __future__ import annotations
@@ -30,28 +31,48 @@ from tlt_server.settings import Settings, open_channels, settings
 _TABLE = {setting.name: setting for setting in settings()}
 _STRATEGY = re.compile(r"([a-z][a-z0-9_]*):(\d{1,3})x(\d{1,3})x(\d{1,4})", re.ASCII)
 _REQUIREMENTS = {  # pydantic's kind of error -> what it must be or have
-    "int_type": "be a whole number", "int_parsing": "be a whole number", "int_from_float": "be a whole number",
+    "int_type": "be a whole number",
+    "int_parsing": "be a whole number",
+    "int_from_float": "be a whole number",
     "int_parsing_size": "be a smaller whole number",
-    "float_type": "be a number", "float_parsing": "be a number", "finite_number": "be a finite number",
-    "bool_type": "be true or false", "bool_parsing": "be true or false",
-    "string_type": "be a string", "path_type": "be a path", "literal_error": "be {expected}",
-    "list_type": "be a list", "dict_type": "be an object", "model_type": "be an object", "model_attributes_type": "be an object",
-    "greater_than_equal": "be at least {ge}", "greater_than": "be greater than {gt}",
-    "less_than_equal": "be at most {le}", "less_than": "be less than {lt}",
-    "too_short": "have at least {min_length} item{s}", "too_long": "have at most {max_length} item{s}",
-    "string_too_short": "have at least {min_length} character{s}", "string_too_long": "have at most {max_length} character{s}",
+    "float_type": "be a number",
+    "float_parsing": "be a number",
+    "finite_number": "be a finite number",
+    "bool_type": "be true or false",
+    "bool_parsing": "be true or false",
+    "string_type": "be a string",
+    "path_type": "be a path",
+    "literal_error": "be {expected}",
+    "list_type": "be a list",
+    "dict_type": "be an object",
+    "model_type": "be an object",
+    "model_attributes_type": "be an object",
+    "greater_than_equal": "be at least {ge}",
+    "greater_than": "be greater than {gt}",
+    "less_than_equal": "be at most {le}",
+    "less_than": "be less than {lt}",
+    "too_short": "have at least {min_length} item{s}",
+    "too_long": "have at most {max_length} item{s}",
+    "string_too_short": "have at least {min_length} character{s}",
+    "string_too_long": "have at most {max_length} character{s}",
 }
 _PATTERNS = {VERSION: VERSION_MUST}  # those that are better said in words
 
 
 def parse_strategy(text: str, name: str = "sd_strategy") -> Strategy:
-    """`eagle:7x4x32`: drafter, depth, children per node, verify rows per request (the root row included). `name` is for the message."""
+    """`eagle:7x4x32`: drafter, depth, children per node, verify rows per request (the root row
+    included). `name` is for the message.
+    """
     match = _STRATEGY.fullmatch(text)
     if match is None:
-        raise StartupError(f"{name} is {text[:80]!r}; it must look like drafter:DEPTHxWIDTHxROWS, for example eagle:7x4x32")
+        raise StartupError(
+            f"{name} is {text[:80]!r}; it must look like drafter:DEPTHxWIDTHxROWS, for example eagle:7x4x32"
+        )
     depth, width, rows = (int(number) for number in match.groups()[1:])
     if depth < 1 or width < 1 or rows < 2:
-        raise StartupError(f"{name} is {text!r}; depth and width must be at least 1 and rows at least 2 (the root and one draft)")
+        raise StartupError(
+            f"{name} is {text!r}; depth and width must be at least 1 and rows at least 2 (the root and one draft)"
+        )
     return Strategy(drafter=match[1], depth=depth, width=width, rows=rows)
 
 
@@ -67,7 +88,9 @@ def is_loopback(host: str) -> bool:
 class Config(Settings, BaseModel):
     """The whole configuration."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=()
+    )
 
     @field_validator("*", mode="before")
     @classmethod
@@ -95,53 +118,93 @@ class Config(Settings, BaseModel):
     def checked(self) -> Self:
         """Validation across fields; returns itself."""
         if not is_loopback(self.host) and self.api_key_file is None and not self.api_key_variable:
-            raise StartupError(f"host is {self.host}, which other machines can reach; name an api_key_file, or bind 127.0.0.1")
-        if (self.tls_cert is None) != (self.tls_key is None) or (self.tls_client_ca is not None and self.tls_cert is None):
-            raise StartupError(f"tls_cert is {_named(self.tls_cert)}, tls_key {_named(self.tls_key)} and tls_client_ca "
-                               f"{_named(self.tls_client_ca)}; give tls_cert and tls_key together, and tls_client_ca only with them")
+            raise StartupError(
+                f"host is {self.host}, which other machines can reach; name an api_key_file, or bind 127.0.0.1"
+            )
+        if (self.tls_cert is None) != (self.tls_key is None) or (
+            self.tls_client_ca is not None and self.tls_cert is None
+        ):
+            raise StartupError(
+                f"tls_cert is {_named(self.tls_cert)}, tls_key {_named(self.tls_key)} and tls_client_ca "
+                f"{_named(self.tls_client_ca)}; give tls_cert and tls_key together, and tls_client_ca only with them"
+            )
         if not self.model.is_dir():
-            raise StartupError(f"model is {self.model}, which is not a directory; name one that holds config.json and safetensors files")
+            raise StartupError(
+                f"model is {self.model}, which is not a directory; name one that holds config.json and safetensors files"
+            )
         if self.drafter not in ("none", "history") and not Path(self.drafter).is_dir():
-            raise StartupError(f"drafter is {self.drafter!r}; it must be a directory, history or none")
+            raise StartupError(
+                f"drafter is {self.drafter!r}; it must be a directory, history or none"
+            )
         if self.weight_root is not None and not self.weight_root.is_dir():
-            raise StartupError(f"weight_root is {self.weight_root}, which is not a directory; make it (mkdir -p), or name another")
+            raise StartupError(
+                f"weight_root is {self.weight_root}, which is not a directory; make it (mkdir -p), or name another"
+            )
         for channel in self.channels:
             if channel not in CHANNELS:
-                raise StartupError(f"weight_channels names {channel!r}{nearest(channel, CHANNELS)}; known are {', '.join(CHANNELS)}")
+                raise StartupError(
+                    f"weight_channels names {channel!r}{nearest(channel, CHANNELS)}; known are {', '.join(CHANNELS)}"
+                )
         if "disk" in self.channels and self.weight_root is None:
-            raise StartupError("weight_channels names disk, but there is no weight_root that directories may be pushed from; name one")
+            raise StartupError(
+                "weight_channels names disk, but there is no weight_root that directories may be pushed from; name one"
+            )
         if "http" in self.channels and self.state_dir is None:
-            raise StartupError("weight_channels names http, but there is no state_dir that parts could be put into; name one")
+            raise StartupError(
+                "weight_channels names http, but there is no state_dir that parts could be put into; name one"
+            )
         if self.weight_staging == "disk" and self.state_dir is None:
             raise StartupError("weight_staging is disk, but there is no state_dir for it; name one")
         if self.policy in ("fixed", "beg") and self.drafter == "none":
-            raise StartupError(f"policy is {self.policy} but drafter is none; name a drafter, or use policy off")
+            raise StartupError(
+                f"policy is {self.policy} but drafter is none; name a drafter, or use policy off"
+            )
         if (self.policy == "fixed") != bool(self.sd_strategy):
-            raise StartupError(f"policy is {self.policy} and sd_strategy is {self.sd_strategy!r}; sd_strategy is for policy fixed, "
-                               "which needs one, for example eagle:7x4x32")
-        if self.strategy is not None and self.strategy.drafter == "eagle" and self.drafter == "history":
-            raise StartupError(f"sd_strategy names the drafter {self.strategy.drafter!r} but drafter is {self.drafter!r}; make them agree")
+            raise StartupError(
+                f"policy is {self.policy} and sd_strategy is {self.sd_strategy!r}; sd_strategy is for policy fixed, "
+                "which needs one, for example eagle:7x4x32"
+            )
+        if (
+            self.strategy is not None
+            and self.strategy.drafter == "eagle"
+            and self.drafter == "history"
+        ):
+            raise StartupError(
+                f"sd_strategy names the drafter {self.strategy.drafter!r} but drafter is {self.drafter!r}; make them agree"
+            )
         if self.device == "cpu" and self.dtype not in ("auto", "float32"):
-            raise StartupError(f"dtype is {self.dtype}, and a CPU computes in float32; use auto or float32 (a checkpoint in half "
-                               "precision is read exactly), or device cuda")
+            raise StartupError(
+                f"dtype is {self.dtype}, and a CPU computes in float32; use auto or float32 (a checkpoint in half "
+                "precision is read exactly), or device cuda"
+            )
         if self.default_timeout_s > self.max_timeout_s:
-            raise StartupError(f"default_timeout_s is {_plain(self.default_timeout_s)} s, above max_timeout_s "
-                               f"({_plain(self.max_timeout_s)}); lower it, or raise that")
+            raise StartupError(
+                f"default_timeout_s is {_plain(self.default_timeout_s)} s, above max_timeout_s "
+                f"({_plain(self.max_timeout_s)}); lower it, or raise that"
+            )
         return self
 
     def resolved(self) -> Self:
-        """A new object in which every "auto" that needs no device has a value; of the others (device, dtype, attention, memory, sizes of
-        a step) the engine reports what it chose."""
+        """A new object in which every "auto" that needs no device has a value; of the others
+        (device, dtype, attention, memory, sizes of a step) the engine reports what it chose.
+        """
         longest = _model_limit(self.model) if self.max_model_len == "auto" else self.max_model_len
         fill = lambda value, auto: auto if value == "auto" else value  # noqa: E731
-        return self.model_copy(update={
-            "max_model_len": longest,
-            "max_prompt_tokens": min(fill(self.max_prompt_tokens, longest - 1), longest - 1),
-            "max_output_tokens": min(fill(self.max_output_tokens, longest - 1), longest - 1),
-            "served_model_name": fill(self.served_model_name, self.model.resolve().name),
-            "threads": fill(self.threads, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1),
-            "policy": fill(self.policy, "off" if self.drafter == "none" else "beg"),
-        })
+        return self.model_copy(
+            update={
+                "max_model_len": longest,
+                "max_prompt_tokens": min(fill(self.max_prompt_tokens, longest - 1), longest - 1),
+                "max_output_tokens": min(fill(self.max_output_tokens, longest - 1), longest - 1),
+                "served_model_name": fill(self.served_model_name, self.model.resolve().name),
+                "threads": fill(
+                    self.threads,
+                    len(os.sched_getaffinity(0))
+                    if hasattr(os, "sched_getaffinity")
+                    else os.cpu_count() or 1,
+                ),
+                "policy": fill(self.policy, "off" if self.drafter == "none" else "beg"),
+            }
+        )
 
 
 def _model_limit(model: Path) -> int:
@@ -149,13 +212,21 @@ def _model_limit(model: Path) -> int:
     try:
         content = json.loads(path.read_text())
     except FileNotFoundError:
-        raise StartupError(f"there is no {path}; model must name a directory that holds config.json and safetensors files") from None
+        raise StartupError(
+            f"there is no {path}; model must name a directory that holds config.json and safetensors files"
+        ) from None
     except OSError as error:
-        raise StartupError(f"cannot read {path}: {error.strerror}; make it readable for this user") from None
+        raise StartupError(
+            f"cannot read {path}: {error.strerror}; make it readable for this user"
+        ) from None
     except ValueError as error:
-        raise StartupError(f"{path} is not JSON ({error}); copy it anew from where the model came from") from None
+        raise StartupError(
+            f"{path} is not JSON ({error}); copy it anew from where the model came from"
+        ) from None
     if not isinstance(content, dict):
-        raise StartupError(f"{path} holds a {type(content).__name__}; it must be an object: copy it anew from where the model came from")
+        raise StartupError(
+            f"{path} holds a {type(content).__name__}; it must be an object: copy it anew from where the model came from"
+        )
     if "max_position_embeddings" not in content:
         raise StartupError(f"{path} has no max_position_embeddings; set max_model_len")
     declared = content["max_position_embeddings"]
@@ -165,15 +236,22 @@ def _model_limit(model: Path) -> int:
 
 
 class _Sources(BaseSettings, Config):
-    """`Config` filled from flags (as keyword arguments), variables and the file, in this order of precedence."""
+    """`Config` filled from flags (as keyword arguments), variables and the file, in this order of
+    precedence.
+    """
 
     model_config = SettingsConfigDict(env_prefix="TLT_", **Config.model_config)  # type: ignore[typeddict-item]
     file: ClassVar[Mapping[str, Any]] = {}
 
     @classmethod
-    def settings_customise_sources(cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource,
-                                   env_settings: PydanticBaseSettingsSource, dotenv_settings: PydanticBaseSettingsSource,
-                                   file_secret_settings: PydanticBaseSettingsSource) -> tuple[Any, ...]:
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[Any, ...]:
         return init_settings, env_settings, lambda: dict(cls.file)
 
 
@@ -181,10 +259,18 @@ def load(flags: Mapping[str, Any], *, file: Path | None = None) -> Config:
     """The checked configuration. `flags` holds only what the command line named, by setting name."""
     _refuse_unknown("flag", (name for name in flags if name not in _TABLE), list(_TABLE))
     variables = {setting.variable: setting for setting in _TABLE.values()}
-    _refuse_unknown("variable", (name for name in os.environ if name.startswith("TLT_") and name not in variables), list(variables))
+    _refuse_unknown(
+        "variable",
+        (name for name in os.environ if name.startswith("TLT_") and name not in variables),
+        list(variables),
+    )
     keys = _read(file) if file is not None else {}
     _refuse_unknown(f"key of {file}", (str(key) for key in keys if key not in _TABLE), list(_TABLE))
-    sources = type("Sources", (_Sources,), {"file": keys, "__annotations__": {"file": ClassVar[Mapping[str, Any]]}})
+    sources = type(
+        "Sources",
+        (_Sources,),
+        {"file": keys, "__annotations__": {"file": ClassVar[Mapping[str, Any]]}},
+    )
     try:
         loaded = sources(**flags)
     except ValidationError as error:
@@ -196,7 +282,11 @@ class _Loader(yaml.SafeLoader):
     """YAML in which only true and false are booleans: `policy: off` is a string."""
 
     yaml_implicit_resolvers = {
-        first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool" or first in "tTfF"]
+        first: [
+            (tag, pattern)
+            for tag, pattern in resolvers
+            if tag != "tag:yaml.org,2002:bool" or first in "tTfF"
+        ]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
@@ -214,7 +304,9 @@ def _read(file: Path) -> dict[Any, Any]:
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise StartupError(f"cannot read the configuration file {file}: {error}") from None
     if not isinstance(keys, dict | None):
-        raise StartupError(f"the configuration file {file} holds a {type(keys).__name__}; it must map setting names to values")
+        raise StartupError(
+            f"the configuration file {file} holds a {type(keys).__name__}; it must map setting names to values"
+        )
     return keys or {}
 
 
@@ -222,25 +314,35 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """What all begin with (`--`, `TLT_`) makes nothing alike."""
     names = list(known)
     shared = os.path.commonprefix([name, *names]) if len(names) > 1 else ""
-    near = difflib.get_close_matches(name.removeprefix(shared), [other.removeprefix(shared) for other in names], n=1, cutoff=0.5)
+    near = difflib.get_close_matches(
+        name.removeprefix(shared), [other.removeprefix(shared) for other in names], n=1, cutoff=0.5
+    )
     return f"; did you mean {shared}{near[0]}?" if near else ""
 
 
 def _refuse_unknown(kind: str, unknown: Iterable[str], known: list[str]) -> None:
     for name in unknown:
-        raise StartupError(f"unknown {kind} {name}{nearest(name, known)} (tlt serve --help lists all settings)")
+        raise StartupError(
+            f"unknown {kind} {name}{nearest(name, known)} (tlt serve --help lists all settings)"
+        )
 
 
 def requirement(errors: Sequence[ErrorDetails]) -> str:
-    """What a value must be or have, in our words; `errors` are pydantic's for one value, one per branch of a union."""
-    return " or ".join(dict.fromkeys(_requirement(error) for error in errors)).replace(" or be ", " or ")
+    """What a value must be or have, in our words; `errors` are pydantic's for one value, one per
+    branch of a union.
+    """
+    return " or ".join(dict.fromkeys(_requirement(error) for error in errors)).replace(
+        " or be ", " or "
+    )
 
 
 def _requirement(error: ErrorDetails) -> str:
     if error["type"] == "string_pattern_mismatch":
         return _PATTERNS.get(error["ctx"]["pattern"], f"match {error['ctx']['pattern']}")
-    context = {name: int(value) if isinstance(value, float) and value.is_integer() else value
-               for name, value in error.get("ctx", {}).items()}
+    context = {
+        name: int(value) if isinstance(value, float) and value.is_integer() else value
+        for name, value in error.get("ctx", {}).items()
+    }
     plural = "" if 1 in context.values() else "s"
     return _REQUIREMENTS.get(error["type"], "be valid").format(**context, s=plural)
 
@@ -250,8 +352,17 @@ def _explain(errors: Sequence[ErrorDetails], flags: Mapping[str, Any]) -> str:
     setting = _TABLE[str(error["loc"][0])]
     if error["type"] == "missing":
         return f"{setting.name} is not set; give {setting.flag}, {setting.variable} or the key {setting.name}: {setting.doc.sentence}"
-    source = setting.flag if setting.name in flags else setting.variable if setting.variable in os.environ else "the configuration file"
-    must, (low, high) = requirement([other for other in errors if other["loc"][0] == setting.name]), (setting.doc.low, setting.doc.high)
+    source = (
+        setting.flag
+        if setting.name in flags
+        else setting.variable
+        if setting.variable in os.environ
+        else "the configuration file"
+    )
+    must, (low, high) = (
+        requirement([other for other in errors if other["loc"][0] == setting.name]),
+        (setting.doc.low, setting.doc.high),
+    )
     if low is not None and high is not None:
         must = f"{'be' if error['type'] == 'value_error' else f'{must},'} from {_plain(low)} to {_plain(high)}"
     return f"{setting.name} is {str(error['input'])[:80]!r} ({source}); it must {must} ({setting.doc.unit}). {setting.doc.sentence}"

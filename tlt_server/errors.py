@@ -1,7 +1,8 @@
-"""The error tree. Every class knows its HTTP status and gRPC code; every message names value, limit and remedy.
+"""The error tree. Every class knows its HTTP status and gRPC code; every message names value, limit
+and remedy.
 
-User errors derive from `TltError` and cross process seams as `(code, message)`; anything else is our own bug.
-`retryable` tells a client whether the same request may succeed later.
+User errors derive from `TltError` and cross process seams as `(code, message)`; anything else is
+our own bug. `retryable` tells a client whether the same request may succeed later.
 """
 
 from __future__ import annotations
@@ -42,8 +43,9 @@ class Unauthenticated(TltError):
 
 
 class Forbidden(TltError):
-    """Not by this key, not from there, or not to there: a key without the scope, a foreign Host or Origin, a path outside the weight
-    root, a server that takes no weights."""
+    """Not by this key, not from there, or not to there: a key without the scope, a foreign Host or
+    Origin, a path outside the weight root, a server that takes no weights.
+    """
 
     code, http_status, grpc_code = "forbidden", 403, "PERMISSION_DENIED"
 
@@ -61,7 +63,9 @@ class MethodNotAllowed(TltError):
 
 
 class Conflict(TltError):
-    """The request does not fit what the server is doing or already holds: a push during a push, a version with other content."""
+    """The request does not fit what the server is doing or already holds: a push during a push, a
+    version with other content.
+    """
 
     code, http_status, grpc_code = "conflict", 409, "ABORTED"
 
@@ -73,14 +77,17 @@ class WeightsRefused(TltError):
 
 
 class PushFailed(TltError):
-    """A push broke off for a reason that is not the weights'; nothing has changed and the same push may be sent again."""
+    """A push broke off for a reason that is not the weights'; nothing has changed and the same push
+    may be sent again.
+    """
 
     code, http_status, grpc_code, retryable = "push_failed", 500, "INTERNAL", True
 
 
 class ChannelBroken(TltError):
-    """A push broke off because its sender went away, fell silent or sent too little, or what it sent could not be kept; it must send
-    again, not only ask again."""
+    """A push broke off because its sender went away, fell silent or sent too little, or what it
+    sent could not be kept; it must send again, not only ask again.
+    """
 
     code, http_status, grpc_code = "channel_broken", 424, "ABORTED"
 
@@ -92,7 +99,9 @@ class QueueFull(TltError):
 
 
 class Overloaded(TltError):
-    """By forecast the request would miss its time because of what is open; the reply carries Retry-After."""
+    """By forecast the request would miss its time because of what is open; the reply carries
+    Retry-After.
+    """
 
     code, http_status, grpc_code, retryable = "overloaded", 429, "RESOURCE_EXHAUSTED", True
 
@@ -104,7 +113,9 @@ class QueueTimeout(TltError):
 
 
 class UnsafeChannel(TltError):
-    """A form of weights that is not read because reading it runs code; the message names the safe ones."""
+    """A form of weights that is not read because reading it runs code; the message names the safe
+    ones.
+    """
 
     code, http_status, grpc_code = "unsafe_channel", 415, "UNIMPLEMENTED"
 
@@ -134,20 +145,25 @@ class Unavailable(TltError):
 
 
 class EngineFailed(TltError):
-    """The engine failed while this request was open; its pages are free and it may be sent again. A change of weights may be done or not:
-    also where the server leaves before it is answered."""
+    """The engine failed while this request was open; its pages are free and it may be sent again. A
+    change of weights may be done or not: also where the server leaves before it is answered.
+    """
 
     code, http_status, grpc_code, retryable = "engine_failed", 500, "INTERNAL", True
 
 
 class Poisoned(TltError):
-    """The request was running at two crashes of the engine and got no further in between; it is not run again."""
+    """The request was running at two crashes of the engine and got no further in between; it is not
+    run again.
+    """
 
     code, http_status, grpc_code = "poisoned", 422, "FAILED_PRECONDITION"
 
 
 class StorageFailed(TltError):
-    """What must be kept cannot be: the disk is full or broken, or a limit on what is kept is reached."""
+    """What must be kept cannot be: the disk is full or broken, or a limit on what is kept is
+    reached.
+    """
 
     code, http_status, grpc_code, retryable = "storage_failed", 507, "RESOURCE_EXHAUSTED", True
 

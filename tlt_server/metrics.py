@@ -1,8 +1,9 @@
 """Every metric name in one place, on one registry of our own.
 
-The frontend counts requests here; the engine's numbers arrive as `Outputs.gauges` and `Outputs.cycle` and are mapped by
-`engine_outputs`. A gauge name that `GAUGES` and `TOTALS` do not list still shows, as `tlt_engine_gauge{name=...}`.
-Every label has a bounded set of values, whatever clients and operators send.
+The frontend counts requests here; the engine's numbers arrive as `Outputs.gauges` and
+`Outputs.cycle` and are mapped by `engine_outputs`. A gauge name that `GAUGES` and `TOTALS` do not
+list still shows, as `tlt_engine_gauge{name=...}`. Every label has a bounded set of values, whatever
+clients and operators send.
 """
 
 from __future__ import annotations
@@ -32,25 +33,73 @@ from tlt_server.records import Cycle, Ending, EngineInfo, Outputs, WeightReport
 LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 TOKEN_S = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1, 2, 5)
 PUSH_S = (0.0001, 0.001, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
-STEP_S = (0.001, 0.002, 0.004, 0.006, 0.008, 0.012, 0.016, 0.024, 0.032, 0.064, 0.128, 0.256, 0.512, 1, 2)
+STEP_S = (
+    0.001,
+    0.002,
+    0.004,
+    0.006,
+    0.008,
+    0.012,
+    0.016,
+    0.024,
+    0.032,
+    0.064,
+    0.128,
+    0.256,
+    0.512,
+    1,
+    2,
+)
 
 GAUGES = {  # name in Outputs.gauges -> (metric, sentence)
     "running": ("tlt_running_sequences", "Sequences that decode."),
     "waiting": ("tlt_waiting_sequences", "Sequences admitted and waiting for a slot."),
     "pages_free": ("tlt_pages_free", "KV pages that can be handed out now, cached ones included."),
     "pages_total": ("tlt_pages_total", "KV pages in all."),
-    "spanning": ("tlt_spanning_sequences", "Sequences whose KV is of more than one weight version."),
-    "drafters_resting": ("tlt_drafters_resting", "Drafters that rest because acceptance collapsed after a change of weights."),
-    "pages_cached": ("tlt_pages_cached", "KV pages that nobody uses and the prefix index could still serve."),
+    "spanning": (
+        "tlt_spanning_sequences",
+        "Sequences whose KV is of more than one weight version.",
+    ),
+    "drafters_resting": (
+        "tlt_drafters_resting",
+        "Drafters that rest because acceptance collapsed after a change of weights.",
+    ),
+    "pages_cached": (
+        "tlt_pages_cached",
+        "KV pages that nobody uses and the prefix index could still serve.",
+    ),
 }
 TOTALS = {  # likewise, counted by the engine since it started
-    "drafter_collapses": ("tlt_drafter_collapses", "Times that acceptance collapsed after a change of weights."),
-    "preemptions": ("tlt_preemptions", "Sequences preempted: their pages were taken for older ones."),
+    "drafter_collapses": (
+        "tlt_drafter_collapses",
+        "Times that acceptance collapsed after a change of weights.",
+    ),
+    "preemptions": (
+        "tlt_preemptions",
+        "Sequences preempted: their pages were taken for older ones.",
+    ),
 }
-PUSH_RESULTS = ("committed", "staged", "gathering", "unchanged", "aborted", "named", "rolled_back",  # and the codes of errors that end one
-                "invalid_request", "forbidden", "not_found", "model", "weights_refused", "channel_broken", "conflict", "push_failed")
+PUSH_RESULTS = (
+    "committed",
+    "staged",
+    "gathering",
+    "unchanged",
+    "aborted",
+    "named",
+    "rolled_back",  # and the codes of errors that end one
+    "invalid_request",
+    "forbidden",
+    "not_found",
+    "model",
+    "weights_refused",
+    "channel_broken",
+    "conflict",
+    "push_failed",
+)
 STRATEGIES = 64  # label values; strategies beyond them count as "other"
-POSITIONS = 16  # label values; places further down a draft count in tlt_sd_accepted_tokens_total only
+POSITIONS = (
+    16  # label values; places further down a draft count in tlt_sd_accepted_tokens_total only
+)
 
 disable_created_metrics()  # a `_created` series beside every counter tells nobody anything
 
@@ -65,60 +114,171 @@ class Metrics:
         def gauge(name: str, sentence: str, *labels: str) -> Gauge:
             return Gauge(name, sentence, labels, registry=self.registry)
 
-        def histogram(name: str, sentence: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+        def histogram(
+            name: str, sentence: str, buckets: tuple[float, ...], *labels: str
+        ) -> Histogram:
             return Histogram(name, sentence, labels, buckets=buckets, registry=self.registry)
 
-        self.http_requests = counter("tlt_http_requests", "HTTP requests answered.", "method", "route", "status")
-        self.http_s = histogram("tlt_http_request_seconds", "From a request's headers to the end of its reply.", LATENCY_S, "route")
-        self.grpc_calls = counter("tlt_grpc_calls", "gRPC calls ended; each is a request of its route, too.", "method", "code")
-        self.sequences = counter("tlt_sequences", "Sequences ended, by finish reason or error code.", "result")
-        self.rejected = counter("tlt_requests_rejected", "HTTP requests refused, by error code; probes and scrapes do not count.", "reason")
-        self.auth_refusals = counter("tlt_auth_refusals", "Requests without the key or scope that they need, by reason.", "reason")
-        self.file_reads = counter("tlt_file_reads", "Files of keys and certificates read at start and after a change, by result.",
-                                  "file", "result")
-        self.ready = gauge("tlt_ready", "1 when a request sent now would be taken, as /readyz says.")
+        self.http_requests = counter(
+            "tlt_http_requests", "HTTP requests answered.", "method", "route", "status"
+        )
+        self.http_s = histogram(
+            "tlt_http_request_seconds",
+            "From a request's headers to the end of its reply.",
+            LATENCY_S,
+            "route",
+        )
+        self.grpc_calls = counter(
+            "tlt_grpc_calls",
+            "gRPC calls ended; each is a request of its route, too.",
+            "method",
+            "code",
+        )
+        self.sequences = counter(
+            "tlt_sequences", "Sequences ended, by finish reason or error code.", "result"
+        )
+        self.rejected = counter(
+            "tlt_requests_rejected",
+            "HTTP requests refused, by error code; probes and scrapes do not count.",
+            "reason",
+        )
+        self.auth_refusals = counter(
+            "tlt_auth_refusals",
+            "Requests without the key or scope that they need, by reason.",
+            "reason",
+        )
+        self.file_reads = counter(
+            "tlt_file_reads",
+            "Files of keys and certificates read at start and after a change, by result.",
+            "file",
+            "result",
+        )
+        self.ready = gauge(
+            "tlt_ready", "1 when a request sent now would be taken, as /readyz says."
+        )
         self.open_sequences = gauge("tlt_open_sequences", "Sequences accepted and not ended.")
-        self.open_tokens = gauge("tlt_open_tokens", "Prompt plus max_tokens of sequences accepted and not ended.")
-        self.forecast_pages = gauge("tlt_forecast_pages", "KV pages that these sequences are expected to need in all.")
-        self.forecast_wait_s = gauge("tlt_forecast_wait_seconds", "Until a sequence accepted now would begin; 0 = at once, or not known.")
+        self.open_tokens = gauge(
+            "tlt_open_tokens", "Prompt plus max_tokens of sequences accepted and not ended."
+        )
+        self.forecast_pages = gauge(
+            "tlt_forecast_pages", "KV pages that these sequences are expected to need in all."
+        )
+        self.forecast_wait_s = gauge(
+            "tlt_forecast_wait_seconds",
+            "Until a sequence accepted now would begin; 0 = at once, or not known.",
+        )
         self.generated = counter("tlt_generated_tokens", "Tokens given to requests.")
-        self.stale = counter("tlt_stale_tokens", "Tokens of ended sequences made by another weight version than the one live at the end.")
-        self.prompt = counter("tlt_prompt_tokens", "Prompt tokens of requests accepted, each choice counted.")
+        self.stale = counter(
+            "tlt_stale_tokens",
+            "Tokens of ended sequences made by another weight version than the one live at the end.",
+        )
+        self.prompt = counter(
+            "tlt_prompt_tokens", "Prompt tokens of requests accepted, each choice counted."
+        )
         self.prefilled = counter("tlt_prefill_tokens", "Prompt rows that the target computed.")
         self.cached = counter("tlt_cached_tokens", "Prompt tokens served by the prefix index.")
-        self.queued_s = histogram("tlt_queue_seconds", "From a sequence's arrival at the engine until it was begun.", LATENCY_S)
-        self.first_token_s = histogram("tlt_time_to_first_token_seconds", "From acceptance to the first token of a sequence.", LATENCY_S)
+        self.queued_s = histogram(
+            "tlt_queue_seconds",
+            "From a sequence's arrival at the engine until it was begun.",
+            LATENCY_S,
+        )
+        self.first_token_s = histogram(
+            "tlt_time_to_first_token_seconds",
+            "From acceptance to the first token of a sequence.",
+            LATENCY_S,
+        )
         self.inter_token_s = histogram(
-            "tlt_inter_token_seconds", "Between two outputs of a sequence, per token of the second; one observation per output.", TOKEN_S)
-        self.end_to_end_s = histogram("tlt_end_to_end_seconds", "From acceptance to the end of a sequence.", LATENCY_S)
+            "tlt_inter_token_seconds",
+            "Between two outputs of a sequence, per token of the second; one observation per output.",
+            TOKEN_S,
+        )
+        self.end_to_end_s = histogram(
+            "tlt_end_to_end_seconds", "From acceptance to the end of a sequence.", LATENCY_S
+        )
         self.step_s = histogram("tlt_step_seconds", "Wall time of an engine step.", STEP_S)
         self.cycles = counter("tlt_cycles", "Engine steps, by strategy.", "strategy")
-        self.decodes = counter("tlt_decodes", "Decoding requests summed over engine steps, by strategy.", "strategy")
-        self.sd_drafted = counter("tlt_sd_drafted_tokens", "Draft rows verified, by strategy.", "strategy")
-        self.sd_accepted = counter("tlt_sd_accepted_tokens", "Draft tokens accepted, by strategy.", "strategy")
-        self.sd_position = counter("tlt_sd_accepted_position", "Draft tokens accepted, by strategy and place in the draft; 1 is the first.",
-                                   "strategy", "position")
-        self.accept_length = gauge("tlt_accept_length", "Mean tokens per request and step, last step of the strategy.", "strategy")
-        self.strategy = gauge("tlt_strategy_in_force", "1 for the strategy of the last step.", "strategy")
-        self.switches = counter("tlt_strategy_switches", "Steps whose strategy was another than that of the step before.")
-        self.build = gauge("tlt_build_info", "Always 1; what runs.", "version", "model", "numerics", "drafter", "device")
-        self.up = gauge("tlt_engine_up", "1 while an engine is ready, 0 before and between two lives of it.")
-        self.restarts = counter("tlt_engine_restarts", "Restarts of the engine, by how it ended.", "reason")
+        self.decodes = counter(
+            "tlt_decodes", "Decoding requests summed over engine steps, by strategy.", "strategy"
+        )
+        self.sd_drafted = counter(
+            "tlt_sd_drafted_tokens", "Draft rows verified, by strategy.", "strategy"
+        )
+        self.sd_accepted = counter(
+            "tlt_sd_accepted_tokens", "Draft tokens accepted, by strategy.", "strategy"
+        )
+        self.sd_position = counter(
+            "tlt_sd_accepted_position",
+            "Draft tokens accepted, by strategy and place in the draft; 1 is the first.",
+            "strategy",
+            "position",
+        )
+        self.accept_length = gauge(
+            "tlt_accept_length",
+            "Mean tokens per request and step, last step of the strategy.",
+            "strategy",
+        )
+        self.strategy = gauge(
+            "tlt_strategy_in_force", "1 for the strategy of the last step.", "strategy"
+        )
+        self.switches = counter(
+            "tlt_strategy_switches",
+            "Steps whose strategy was another than that of the step before.",
+        )
+        self.build = gauge(
+            "tlt_build_info",
+            "Always 1; what runs.",
+            "version",
+            "model",
+            "numerics",
+            "drafter",
+            "device",
+        )
+        self.up = gauge(
+            "tlt_engine_up", "1 while an engine is ready, 0 before and between two lives of it."
+        )
+        self.restarts = counter(
+            "tlt_engine_restarts", "Restarts of the engine, by how it ended.", "reason"
+        )
         for reason in get_args(Ending):
             self.restarts.labels(reason)
-        self.weights = gauge("tlt_weight_version_info", "1 for the version that new tokens come from.", "version")
-        self.drafter = gauge("tlt_drafter_version_info", "1 for the drafter version in use.", "version")
+        self.weights = gauge(
+            "tlt_weight_version_info", "1 for the version that new tokens come from.", "version"
+        )
+        self.drafter = gauge(
+            "tlt_drafter_version_info", "1 for the drafter version in use.", "version"
+        )
         self.weight_age_s = gauge("tlt_weight_age_seconds", "Since the weights in use went live.")
-        self.drafter_behind = gauge("tlt_drafter_behind_commits", "Changes of the target since the drafter in use went live.")
-        self.quarantined = gauge("tlt_weights_quarantined", "1 while a push that wrote over the weights in use has failed: nothing "
-                                 "is served.")
-        self.weight_pushes = counter("tlt_weight_pushes", "Pushes and rollbacks, by role and result or error code.", "role", "result")
-        self.weight_push_s = histogram("tlt_weight_push_seconds", "Phases of pushes; commit is what the loop waits for.", PUSH_S, "phase")
+        self.drafter_behind = gauge(
+            "tlt_drafter_behind_commits",
+            "Changes of the target since the drafter in use went live.",
+        )
+        self.quarantined = gauge(
+            "tlt_weights_quarantined",
+            "1 while a push that wrote over the weights in use has failed: nothing is served.",
+        )
+        self.weight_pushes = counter(
+            "tlt_weight_pushes",
+            "Pushes and rollbacks, by role and result or error code.",
+            "role",
+            "result",
+        )
+        self.weight_push_s = histogram(
+            "tlt_weight_push_seconds",
+            "Phases of pushes; commit is what the loop waits for.",
+            PUSH_S,
+            "phase",
+        )
         self.rollouts = gauge("tlt_rollouts", "Rollouts kept, by status.", "status")
         self.rollout_bytes = gauge("tlt_rollout_bytes", "Size of all rollouts' journals.")
-        self.resumed = counter("tlt_resumed_sequences", "Sequences of rollouts given to another engine to go on with.")
-        self.disk_free = gauge("tlt_disk_free_bytes", "Free on the file system that holds the state directory.")
-        self.disk_total = gauge("tlt_disk_total_bytes", "Size of the file system that holds the state directory.")
+        self.resumed = counter(
+            "tlt_resumed_sequences", "Sequences of rollouts given to another engine to go on with."
+        )
+        self.disk_free = gauge(
+            "tlt_disk_free_bytes", "Free on the file system that holds the state directory."
+        )
+        self.disk_total = gauge(
+            "tlt_disk_total_bytes", "Size of the file system that holds the state directory."
+        )
         for status in ("running", "done"):
             self.rollouts.labels(status)
         for code in codes():  # from 0 on, so that the first one counts in an `increase`
@@ -130,8 +290,12 @@ class Metrics:
         for role, result in itertools.product(("target", "drafter", "all", "none"), PUSH_RESULTS):
             self.weight_pushes.labels(role, result)
         self._live = ("", "")  # target's and drafter's version
-        self._engine = {name: gauge(metric, sentence) for name, (metric, sentence) in GAUGES.items()}
-        self._totals = {name: counter(metric, sentence) for name, (metric, sentence) in TOTALS.items()}
+        self._engine = {
+            name: gauge(metric, sentence) for name, (metric, sentence) in GAUGES.items()
+        }
+        self._totals = {
+            name: counter(metric, sentence) for name, (metric, sentence) in TOTALS.items()
+        }
         self._counted = dict.fromkeys(TOTALS, 0.0)
         self._other = gauge("tlt_engine_gauge", "Further gauges of the engine, by name.", "name")
         self._others: dict[str, Gauge] = {}
@@ -196,7 +360,9 @@ class Metrics:
                 self._engine[name].set(value)
             elif name in self._totals:
                 before, self._counted[name] = self._counted[name], value
-                self._totals[name].inc(value - before if value >= before else value)  # a new engine counts from 0
+                self._totals[name].inc(
+                    value - before if value >= before else value
+                )  # a new engine counts from 0
             else:
                 if name not in self._others:
                     self._others[name] = self._other.labels(name)
@@ -234,7 +400,9 @@ class Disk(NamedTuple):
 
 def disk(directory: Path) -> Disk:
     """The file system that holds `directory`, or would once it is made."""
-    usage = shutil.disk_usage(next(path for path in (directory, *directory.absolute().parents) if path.exists()))
+    usage = shutil.disk_usage(
+        next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    )
     return Disk(usage.total, usage.free)
 
 
@@ -243,9 +411,14 @@ class _Arm:
 
     def __init__(self, metrics: Metrics, name: str) -> None:
         self._cycles, self._decodes = metrics.cycles.labels(name), metrics.decodes.labels(name)
-        self._drafted, self._accepted = metrics.sd_drafted.labels(name), metrics.sd_accepted.labels(name)
+        self._drafted, self._accepted = (
+            metrics.sd_drafted.labels(name),
+            metrics.sd_accepted.labels(name),
+        )
         self._accept_length = metrics.accept_length.labels(name)
-        self._new_position: Callable[[int], Counter] = lambda position: metrics.sd_position.labels(name, str(position))
+        self._new_position: Callable[[int], Counter] = lambda position: metrics.sd_position.labels(
+            name, str(position)
+        )
         self._positions: list[Counter] = []
 
     def count(self, cycle: Cycle) -> None:
@@ -262,8 +435,14 @@ class _Arm:
         deepest = min(max(cycle.accepted), POSITIONS)
         while len(self._positions) < deepest:
             self._positions.append(self._new_position(len(self._positions) + 1))
-        reached = [0] * (deepest + 1)  # requests that accepted exactly so many, the deepest and beyond together
+        reached = [0] * (
+            deepest + 1
+        )  # requests that accepted exactly so many, the deepest and beyond together
         for count in cycle.accepted:
             reached[min(count, deepest)] += 1
-        for position, total in zip(reversed(self._positions[:deepest]), itertools.accumulate(reversed(reached[1:])), strict=True):
+        for position, total in zip(
+            reversed(self._positions[:deepest]),
+            itertools.accumulate(reversed(reached[1:])),
+            strict=True,
+        ):
             position.inc(total)

@@ -1,7 +1,8 @@
 """What crosses seams: small frozen records, no torch.
 
-Requests and outputs travel between frontend and engine as msgpack (msgspec), so every record here is a `Struct`.
-Positions count from 0 over prompt + output; a *row* is one (request, position, token) that the target processes.
+Requests and outputs travel between frontend and engine as msgpack (msgspec), so every record here
+is a `Struct`. Positions count from 0 over prompt + output; a *row* is one (request, position,
+token) that the target processes.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ MAX_SEED = 2**64 - 1
 
 
 class Sampling(Struct, frozen=True, kw_only=True):
-    """How one sequence is sampled. Applied in this order: bias, penalties, min_tokens, temperature, min_p, top_k, top_p, noise.
+    """How one sequence is sampled. Applied in this order: bias, penalties, min_tokens, temperature,
+    min_p, top_k, top_p, noise.
 
     The frontend validates against the server's limits; the engine trusts it.
     """
@@ -24,7 +26,9 @@ class Sampling(Struct, frozen=True, kw_only=True):
     top_k: int = 0  # 0 = all
     top_p: float = 1.0
     min_p: float = 0.0
-    max_tokens: int = 256  # 0: the prompt is read, and scored with prompt_logprobs, and no token follows
+    max_tokens: int = (
+        256  # 0: the prompt is read, and scored with prompt_logprobs, and no token follows
+    )
     min_tokens: int = 0  # stop tokens are masked before this many output tokens
     stop: tuple[str, ...] = ()  # matched by the frontend on the text
     stop_token_ids: tuple[int, ...] = ()
@@ -50,11 +54,15 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     sd: bool = True  # False: this request is never speculated on
     deadline_s: float | None = None  # time.monotonic() of this host
     begin_by_s: float | None = None  # likewise: it ends unless it has begun by then
-    generated: list[int] = []  # output tokens that it has already; the engine goes on behind them and reports only new ones
+    generated: list[
+        int
+    ] = []  # output tokens that it has already; the engine goes on behind them and reports only new ones
 
 
 class Strategy(Struct, frozen=True, order=True):
-    """One arm. `rows` is verify rows per request, the root row included: OFF is one row and no drafter."""
+    """One arm. `rows` is verify rows per request, the root row included: OFF is one row and no
+    drafter.
+    """
 
     drafter: str = ""
     depth: int = 0
@@ -88,7 +96,9 @@ class Cycle(Struct, frozen=True, kw_only=True):
     emitted: int = 0  # tokens given to requests, bonus tokens included, surplus behind a stop not
     accepted: tuple[int, ...]  # draft tokens accepted, per decoding request
     drafted: int  # draft rows verified
-    step_s: float = 0.0  # wall time since the previous step ended, or since this one began after idling
+    step_s: float = (
+        0.0  # wall time since the previous step ended, or since this one began after idling
+    )
 
 
 class TokenLogprobs(Struct, frozen=True, array_like=True):
@@ -99,7 +109,9 @@ class TokenLogprobs(Struct, frozen=True, array_like=True):
 
 
 class StepOutput(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one step gave to one request; the last one carries `finish_reason`. Whoever holds all of them has all of the request."""
+    """What one step gave to one request; the last one carries `finish_reason`. Whoever holds all of
+    them has all of the request.
+    """
 
     id: str
     token_ids: list[int]
@@ -108,7 +120,9 @@ class StepOutput(Struct, frozen=True, kw_only=True, omit_defaults=True):
     top_logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # once, with the first output
     cached_tokens: int = 0  # prompt tokens served by the prefix index; with the first output
-    queued_s: float = 0.0  # from its arrival at the engine until it was begun; with the first output
+    queued_s: float = (
+        0.0  # from its arrival at the engine until it was begun; with the first output
+    )
     finish_reason: str | None = None  # stop | length | abort | error
     stop_reason: int | str | None = None  # the token id or string that stopped it
     error: tuple[str, str] | None = None  # (code, message) when finish_reason is "error"
@@ -131,20 +145,37 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     max_running: Annotated[int, Meta(description="sequences that decode at once")]
     drafter: Annotated[str, Meta(description="where draft tokens come from")]
     policy: Annotated[str, Meta(description="who chooses each step's strategy")]
-    numerics: Annotated[str, Meta(description="the guarantee that the tokens have, with how it is kept")]
+    numerics: Annotated[
+        str, Meta(description="the guarantee that the tokens have, with how it is kept")
+    ]
     max_rows: Annotated[int, Meta(description="prompt rows that one step processes")] = 0
     attention: Annotated[str, Meta(description="the attention backend")]
     dtype: Annotated[str, Meta(description="of weights and KV")]
     device: Annotated[str, Meta(description="that computes: cpu or cuda")]
-    gpu: Annotated[str, Meta(description="the GPU's name, memory and compute capability; empty on a CPU")] = ""
-    products: Annotated[str, Meta(description="the kernel of matrix products: streaming, or portable and why; empty on a CPU")] = ""
+    gpu: Annotated[
+        str, Meta(description="the GPU's name, memory and compute capability; empty on a CPU")
+    ] = ""
+    products: Annotated[
+        str,
+        Meta(
+            description="the kernel of matrix products: streaming, or portable and why; empty on a CPU"
+        ),
+    ] = ""
     graphs: Annotated[bool, Meta(description="whether steps are captured as CUDA graphs")] = False
-    choices: Annotated[dict[str, str], Meta(description="setting that was left to what is found here -> its value and why")] = {}
+    choices: Annotated[
+        dict[str, str],
+        Meta(description="setting that was left to what is found here -> its value and why"),
+    ] = {}
     threads: Annotated[int, Meta(description="that compute")]
     phases: Annotated[dict[str, float], Meta(description="start-up phase -> seconds")]
     pid: Annotated[int, Meta(description="of the engine process")] = 0
-    spooled: Annotated[bool, Meta(description="whether committed versions are kept for a restart")] = False
-    lost: Annotated[dict[str, str], Meta(description="role -> which committed version is not what is live, and why")] = {}
+    spooled: Annotated[
+        bool, Meta(description="whether committed versions are kept for a restart")
+    ] = False
+    lost: Annotated[
+        dict[str, str],
+        Meta(description="role -> which committed version is not what is live, and why"),
+    ] = {}
 
 
 class Submit(Struct, frozen=True, tag="submit"):
@@ -164,10 +195,12 @@ Memory = Literal["weights", "kv_cache"]
 
 
 class Pause(Struct, frozen=True, tag="pause"):
-    """No further step until `Resume`; what is submitted meanwhile waits. `in_flight` says what becomes of what came before.
+    """No further step until `Resume`; what is submitted meanwhile waits. `in_flight` says what
+    becomes of what came before.
 
-    `continue` stays as it is, its KV included; `recompute` gives its KV back and goes on from its tokens; `abort` ends with what it has;
-    `drain` ends first, and only then the pause begins and is answered. Every command on this list is answered by one `ControlReport`.
+    `continue` stays as it is, its KV included; `recompute` gives its KV back and goes on from its
+    tokens; `abort` ends with what it has; `drain` ends first, and only then the pause begins and is
+    answered. Every command on this list is answered by one `ControlReport`.
     """
 
     id: str
@@ -180,8 +213,9 @@ class Resume(Struct, frozen=True, tag="resume"):
 
 
 class Sleep(Struct, frozen=True, tag="sleep"):
-    """No further step, and this memory is given back, until `WakeUp`. `in_flight` is as for `Pause`, but nothing keeps its KV: what
-    does not end goes on from its tokens."""
+    """No further step, and this memory is given back, until `WakeUp`. `in_flight` is as for
+    `Pause`, but nothing keeps its KV: what does not end goes on from its tokens.
+    """
 
     id: str
     memory: list[Memory]
@@ -196,15 +230,18 @@ class WakeUp(Struct, frozen=True, tag="wake_up"):
 
 
 class ClearCache(Struct, frozen=True, tag="clear_cache"):
-    """Forget every cached prefix: no later request is served by KV of before. `unless_held`: if a sequence holds KV, a `Conflict`
-    instead; those that only wait hold none."""
+    """Forget every cached prefix: no later request is served by KV of before. `unless_held`: if a
+    sequence holds KV, a `Conflict` instead; those that only wait hold none.
+    """
 
     id: str
     unless_held: bool = False
 
 
 class SetPolicy(Struct, frozen=True, tag="set_policy"):
-    """Replace the policy in force, between steps; `strategy` is for `fixed`. Takes effect without flushing KV."""
+    """Replace the policy in force, between steps; `strategy` is for `fixed`. Takes effect without
+    flushing KV.
+    """
 
     policy: str
     strategy: Strategy | None = None
@@ -216,13 +253,17 @@ class Stop(Struct, frozen=True, tag="stop"):
     drain: bool = True
 
 
-Ending = Literal["exited", "failed", "hung"]  # of an engine process: by itself or a signal; with its own last word; killed as it was silent
+Ending = Literal[
+    "exited", "failed", "hung"
+]  # of an engine process: by itself or a signal; with its own last word; killed as it was silent
 Role = Literal["target", "drafter"]
 PushRole = Role | Literal["all"]
 
 
 class TensorEntry(Struct, frozen=True, kw_only=True):
-    """What a manifest says of one tensor; fields left empty are not compared. In role `all`, drafter names begin with `draft.`."""
+    """What a manifest says of one tensor; fields left empty are not compared. In role `all`,
+    drafter names begin with `draft.`.
+    """
 
     name: str
     dtype: str = ""  # as torch names it: "bfloat16"
@@ -231,14 +272,18 @@ class TensorEntry(Struct, frozen=True, kw_only=True):
 
 
 class Manifest(Struct, frozen=True, kw_only=True):
-    """One push of weights. `in_flight` says what becomes of requests that run when the target changes."""
+    """One push of weights. `in_flight` says what becomes of requests that run when the target
+    changes.
+    """
 
     role: PushRole = "target"
     version: str = ""  # empty: the directory's name and the content's digest
     channel: str = "disk"  # a name of `tlt_client.channels.CHANNELS`
     path: str = ""  # directory, absolute or below the weight root; by http the upload's; by ipc the name of a socket
     drafter_path: str = ""  # by disk with role `all`: the drafter's directory
-    tensors: list[TensorEntry] = []  # empty: everything the model has, whatever its bytes; by broadcast and ipc those that come, in order
+    tensors: list[
+        TensorEntry
+    ] = []  # empty: everything the model has, whatever its bytes; by broadcast and ipc those that come, in order
     group: str = ""  # by broadcast: that brings them
     packed: bool = True  # by broadcast: in buckets of raw bytes; False: one by one
     bucket_bytes: int = 2**30  # a bucket closes after the tensor that takes it over this
@@ -253,14 +298,18 @@ class Manifest(Struct, frozen=True, kw_only=True):
 
 
 class PushWeights(Struct, frozen=True, tag="push_weights"):
-    """Stage, verify and (unless the manifest says otherwise) commit. Every weight command is answered by one `WeightReport` of its id."""
+    """Stage, verify and (unless the manifest says otherwise) commit. Every weight command is
+    answered by one `WeightReport` of its id.
+    """
 
     id: str
     manifest: Manifest
 
 
 class CommitWeights(Struct, frozen=True, tag="commit_weights"):
-    """Make the staged push of `version`, or of a session, live, as version `name` where that is given."""
+    """Make the staged push of `version`, or of a session, live, as version `name` where that is
+    given.
+    """
 
     id: str
     version: str = ""
@@ -269,7 +318,9 @@ class CommitWeights(Struct, frozen=True, tag="commit_weights"):
 
 
 class NameWeights(Struct, frozen=True, tag="name_weights"):
-    """Call the target's weights that are live `version` from now on; their content stays. `Conflict` where they are not `of`, if given."""
+    """Call the target's weights that are live `version` from now on; their content stays.
+    `Conflict` where they are not `of`, if given.
+    """
 
     id: str
     version: str
@@ -277,7 +328,9 @@ class NameWeights(Struct, frozen=True, tag="name_weights"):
 
 
 class ReadWeights(Struct, frozen=True, tag="read_weights"):
-    """The first `rows` rows of a live tensor. Drafter names begin with `draft.`. `Conflict` while the weights change."""
+    """The first `rows` rows of a live tensor. Drafter names begin with `draft.`. `Conflict` while
+    the weights change.
+    """
 
     id: str
     name: str
@@ -285,7 +338,9 @@ class ReadWeights(Struct, frozen=True, tag="read_weights"):
 
 
 class AbortWeights(Struct, frozen=True, tag="abort_weights"):
-    """End the push of `version`, or of a session; without either the one on its way, whatever it is called."""
+    """End the push of `version`, or of a session; without either the one on its way, whatever it is
+    called.
+    """
 
     id: str
     version: str = ""
@@ -293,7 +348,9 @@ class AbortWeights(Struct, frozen=True, tag="abort_weights"):
 
 
 class RollbackWeights(Struct, frozen=True, tag="rollback_weights"):
-    """Make the version before the last commit live again. With `to`, a repeated command finds it live and succeeds."""
+    """Make the version before the last commit live again. With `to`, a repeated command finds it
+    live and succeeds.
+    """
 
     id: str
     to: str = ""
@@ -306,7 +363,9 @@ class LookAtWeights(Struct, frozen=True, tag="look_at_weights"):
 
 
 class JoinGroup(Struct, frozen=True, tag="join_group"):
-    """Become a member of a process group whose rank 0, a trainer, hosts the store. A group of that name is left first."""
+    """Become a member of a process group whose rank 0, a trainer, hosts the store. A group of that
+    name is left first.
+    """
 
     id: str
     name: str
@@ -320,15 +379,26 @@ class JoinGroup(Struct, frozen=True, tag="join_group"):
 
 
 class LeaveGroup(Struct, frozen=True, tag="leave_group"):
-    """`Conflict` while a push takes what comes through it; `out_of_step`: then once it has, as more comes that nobody takes."""
+    """`Conflict` while a push takes what comes through it; `out_of_step`: then once it has, as more
+    comes that nobody takes.
+    """
 
     id: str
     name: str
     out_of_step: bool = False
 
 
-WeightCommand = (PushWeights | CommitWeights | AbortWeights | NameWeights | ReadWeights | RollbackWeights | LookAtWeights | JoinGroup
-                 | LeaveGroup)
+WeightCommand = (
+    PushWeights
+    | CommitWeights
+    | AbortWeights
+    | NameWeights
+    | ReadWeights
+    | RollbackWeights
+    | LookAtWeights
+    | JoinGroup
+    | LeaveGroup
+)
 ControlCommand = Pause | Resume | Sleep | WakeUp | ClearCache
 Command = Submit | Abort | SetPolicy | Stop | ControlCommand | WeightCommand
 
@@ -369,14 +439,30 @@ class WeightState(Struct, frozen=True, kw_only=True):
     """What is live, what could be rolled back to, what is on its way."""
 
     target: Annotated[str, Meta(description="the version that is live")]
-    drafter: Annotated[str, Meta(description="the drafter's; empty where there is none to push")] = ""
-    previous: Annotated[dict[str, str], Meta(description="role -> version before, which a rollback can restore")] = {}
-    open: Annotated[dict[str, str], Meta(description="version, role and state of a push on its way; empty without one")] = {}
-    spooled: Annotated[bool, Meta(description="whether committed versions are kept for a restart")] = False
-    quarantined: Annotated[dict[str, str], Meta(
-        description="role -> why nothing is generated: a push that wrote into the weights in use has failed")] = {}
+    drafter: Annotated[
+        str, Meta(description="the drafter's; empty where there is none to push")
+    ] = ""
+    previous: Annotated[
+        dict[str, str], Meta(description="role -> version before, which a rollback can restore")
+    ] = {}
+    open: Annotated[
+        dict[str, str],
+        Meta(description="version, role and state of a push on its way; empty without one"),
+    ] = {}
+    spooled: Annotated[
+        bool, Meta(description="whether committed versions are kept for a restart")
+    ] = False
+    quarantined: Annotated[
+        dict[str, str],
+        Meta(
+            description="role -> why nothing is generated: a push that wrote into the weights in use has failed"
+        ),
+    ] = {}
     groups: Annotated[list[str], Meta(description="process groups that were joined")] = []
-    sockets: Annotated[str, Meta(description="directory of the sockets of pushes by ipc; empty: the channel is closed")] = ""
+    sockets: Annotated[
+        str,
+        Meta(description="directory of the sockets of pushes by ipc; empty: the channel is closed"),
+    ] = ""
 
 
 class WeightReport(Struct, frozen=True, kw_only=True, tag="weight_report"):
@@ -388,7 +474,9 @@ class WeightReport(Struct, frozen=True, kw_only=True, tag="weight_report"):
     error: tuple[str, str] | None = None  # (code, message)
     version: str = ""
     role: str = ""
-    checksums: dict[str, str] = {}  # tensor -> "mix64:..." of its values; drafter names begin with "draft." where both are meant
+    checksums: dict[
+        str, str
+    ] = {}  # tensor -> "mix64:..." of its values; drafter names begin with "draft." where both are meant
     phases: dict[str, float] = {}  # seconds
     pause_ms: float = 0.0  # for which the commit kept the loop from stepping
     values: bytes = b""  # of a tensor that was read: float32, row after row

@@ -1,7 +1,7 @@
 """Name -> "module:Class" tables, resolved lazily so that optional libraries stay optional.
 
-Each extension folder owns one `Registry`; a new drafter, policy, dialect, model family or attention backend
-is one new file and one line in that folder's table.
+Each extension folder owns one `Registry`; a new drafter, policy, dialect, model family or attention
+backend is one new file and one line in that folder's table.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ class Registry:
         if target is None:
             near = difflib.get_close_matches(name, self._table, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise StartupError(f"unknown {self.kind} {name!r}: known are {', '.join(sorted(self._table))}{hint}")
+            raise StartupError(
+                f"unknown {self.kind} {name!r}: known are {', '.join(sorted(self._table))}{hint}"
+            )
         module, _, attribute = target.partition(":")
         return getattr(import_module(module), attribute)

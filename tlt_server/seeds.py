@@ -1,7 +1,9 @@
-"""Who gets which seed. The noise of a token is keyed by (seed, position), so two sequences with one seed share their noise.
+"""Who gets which seed. The noise of a token is keyed by (seed, position), so two sequences with one
+seed share their noise.
 
-The frontend calls this when it turns a call into requests. An explicit seed is used as given by choice 0 and hashed with
-the index by the others; a request without one gets the server's next, never anything derived from a client's id.
+The frontend calls this when it turns a call into requests. An explicit seed is used as given by
+choice 0 and hashed with the index by the others; a request without one gets the server's next,
+never anything derived from a client's id.
 """
 
 from __future__ import annotations
@@ -16,15 +18,21 @@ GOLDEN = 0x9E3779B97F4A7C15  # odd, so counter * GOLDEN visits every 64-bit valu
 
 
 def choice_seed(seed: int, index: int) -> int:
-    """Seed of choice `index` of a request with this seed: the seed itself for 0, else 64 bits of BLAKE2b(seed, index)."""
+    """Seed of choice `index` of a request with this seed: the seed itself for 0, else 64 bits of
+    BLAKE2b(seed, index).
+    """
     if index == 0:
         return seed
     material = seed.to_bytes(8, "little") + index.to_bytes(8, "little")
-    return int.from_bytes(hashlib.blake2b(material, digest_size=8, person=b"tlt-choice").digest(), "little")
+    return int.from_bytes(
+        hashlib.blake2b(material, digest_size=8, person=b"tlt-choice").digest(), "little"
+    )
 
 
 class SeedSource:
-    """Seeds for requests that name none: distinct for 2^64 calls of one server, unrelated between servers."""
+    """Seeds for requests that name none: distinct for 2^64 calls of one server, unrelated between
+    servers.
+    """
 
     def __init__(self, start: int | None = None) -> None:
         """`start`: 64 bits; random when not given."""
@@ -37,7 +45,9 @@ class SeedSource:
 
 
 def _mixed(x: int) -> int:
-    """SplitMix64's finaliser (Steele et al. 2014): a bijection of 64 bits, so distinct counters stay distinct."""
+    """SplitMix64's finaliser (Steele et al. 2014): a bijection of 64 bits, so distinct counters
+    stay distinct.
+    """
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MAX_SEED
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MAX_SEED
     return x ^ (x >> 31)

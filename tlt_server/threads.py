@@ -1,4 +1,6 @@
-"""Threads beside a loop that must not wait: one that cannot be started, or is one too many, is a typed error for who asked."""
+"""Threads beside a loop that must not wait: one that cannot be started, or is one too many, is a
+typed error for who asked.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,10 @@ def started(name: str, work: Callable[[], None]) -> threading.Thread:
     try:
         thread.start()
     except (RuntimeError, MemoryError) as error:
-        raise Unavailable(f"no thread can be started to {name} ({error}); raise the limit on processes (ulimit -u, or the container's "
-                          "pids limit), or ask again later") from None
+        raise Unavailable(
+            f"no thread can be started to {name} ({error}); raise the limit on processes (ulimit -u, or the container's "
+            "pids limit), or ask again later"
+        ) from None
     return thread
 
 
@@ -40,16 +44,19 @@ class Crew:
         """`Unavailable` when with those that `waiting` counts there are as many as may be."""
         count = (len(self._threads) if self.busy else 0) + waiting
         if count >= self._limit:
-            raise Unavailable(f"{count} are at work already to {self._name}, the limit is {self._limit}; wait for one to be answered, then "
-                              "ask again")
+            raise Unavailable(
+                f"{count} are at work already to {self._name}, the limit is {self._limit}; wait for one to be answered, then "
+                "ask again"
+            )
 
     def start(self, work: Callable[[], None]) -> None:
         self._threads.append(started(self._name, work))
 
 
 class Errands:
-    """One thread that does what it is given, in order: it waits already, as to start one takes longer than a loop may. Ends with its
-    owner."""
+    """One thread that does what it is given, in order: it waits already, as to start one takes
+    longer than a loop may. Ends with its owner.
+    """
 
     def __init__(self, name: str) -> None:
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()

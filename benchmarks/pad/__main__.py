@@ -38,40 +38,98 @@ Prompts are the small pair's: the shipped one does written-out arithmetic, see t
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser("python -m benchmarks.pad", description=DESCRIPTION, epilog=EXAMPLES,
-                                formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        "python -m benchmarks.pad",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     p.add_argument("--shape", required=True, choices=SHAPES, help="sizes of the large model")
-    p.add_argument("--out", required=True, type=Path, metavar="DIR", help="gets DIR/target and DIR/drafter, new or empty")
-    p.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"),
-                   help="of all weights [default bfloat16, which rounds norm weights once more; float32: logits within 1e-4]")
-    p.add_argument("--layers", type=int, metavar="N", help="layers of the target instead of the shape's; at least the small target's")
-    p.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the extra weights [default 0]")
-    p.add_argument("--device", default="cpu", metavar="NAME", help="where random numbers are made, e.g. cuda: faster [default cpu]")
-    p.add_argument("--target", type=Path, default=TARGET, metavar="DIR", help="small target [default the shipped pair's]")
-    p.add_argument("--drafter", type=Path, default=DRAFTER, metavar="DIR", help="its EAGLE-3 drafter [default the shipped pair's]")
+    p.add_argument(
+        "--out",
+        required=True,
+        type=Path,
+        metavar="DIR",
+        help="gets DIR/target and DIR/drafter, new or empty",
+    )
+    p.add_argument(
+        "--dtype",
+        default="bfloat16",
+        choices=("bfloat16", "float32"),
+        help="of all weights [default bfloat16, which rounds norm weights once more; float32: logits within 1e-4]",
+    )
+    p.add_argument(
+        "--layers",
+        type=int,
+        metavar="N",
+        help="layers of the target instead of the shape's; at least the small target's",
+    )
+    p.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="seed of the extra weights [default 0]"
+    )
+    p.add_argument(
+        "--device",
+        default="cpu",
+        metavar="NAME",
+        help="where random numbers are made, e.g. cuda: faster [default cpu]",
+    )
+    p.add_argument(
+        "--target",
+        type=Path,
+        default=TARGET,
+        metavar="DIR",
+        help="small target [default the shipped pair's]",
+    )
+    p.add_argument(
+        "--drafter",
+        type=Path,
+        default=DRAFTER,
+        metavar="DIR",
+        help="its EAGLE-3 drafter [default the shipped pair's]",
+    )
     return p
 
 
 def main(arguments: list[str] | None = None) -> int:
     args = parser().parse_args(arguments)
-    shape = SHAPES[args.shape] if args.layers is None else replace(SHAPES[args.shape], layers=args.layers)
+    shape = (
+        SHAPES[args.shape]
+        if args.layers is None
+        else replace(SHAPES[args.shape], layers=args.layers)
+    )
     dtype = getattr(torch, args.dtype)
     if why := unusable(args.device):
-        print(f"benchmarks.pad: --device {args.device} cannot be used: {why}; use cpu, or cuda on a machine with a GPU", file=sys.stderr)
+        print(
+            f"benchmarks.pad: --device {args.device} cannot be used: {why}; use cpu, or cuda on a machine with a GPU",
+            file=sys.stderr,
+        )
         return 2
     console = Console(width=None if sys.stdout.isatty() else 150)
     try:
         total = weight_bytes(pad(args.target, args.drafter, shape, dtype, device="meta"))
         check_room(args.out, total)
         pair = pad(args.target, args.drafter, shape, dtype, seed=args.seed, device=args.device)
-        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(),
+            TimeRemainingColumn(),
+        )
         with Progress(*columns, console=console) as progress:
             task = progress.add_task("writing", total=total)
-            write(pair, args.out, on_tensor=lambda name, size: progress.update(task, advance=size, description=name))
+            write(
+                pair,
+                args.out,
+                on_tensor=lambda name, size: progress.update(task, advance=size, description=name),
+            )
     except ModelError as error:
         print(f"benchmarks.pad: {error.message}", file=sys.stderr)
         return 1
-    console.print(f"tlt serve --model {args.out}/target --drafter {args.out}/drafter", highlight=False, soft_wrap=True)
+    console.print(
+        f"tlt serve --model {args.out}/target --drafter {args.out}/drafter",
+        highlight=False,
+        soft_wrap=True,
+    )
     return 0
 
 
@@ -79,7 +137,11 @@ def unusable(device: str) -> str:
     """Why no random number can be made there and read; empty: it can."""
     try:
         torch.empty(1, device=device).normal_().item()
-    except (RuntimeError, AssertionError, ImportError) as error:  # AssertionError: what a torch without CUDA raises
+    except (
+        RuntimeError,
+        AssertionError,
+        ImportError,
+    ) as error:  # AssertionError: what a torch without CUDA raises
         return str(error).splitlines()[0]
     return ""
 
@@ -92,7 +154,9 @@ def check_room(out: Path, needed: int) -> None:
     existing = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
     free = shutil.disk_usage(existing).free
     if needed > free:
-        raise ModelError(f"{out} needs {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free there; choose another --out or fewer --layers")
+        raise ModelError(
+            f"{out} needs {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free there; choose another --out or fewer --layers"
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""A padded pair on disk, in the layouts every engine loads: a sharded Hugging Face target and an EAGLE-3 drafter beside it.
+"""A padded pair on disk, in the layouts every engine loads: a sharded Hugging Face target and an
+EAGLE-3 drafter beside it.
 
 One shard is in memory at a time. config.json comes last: a directory that has one is complete.
 """
@@ -21,8 +22,16 @@ INDEX = "model.safetensors.index.json"
 OnTensor = Callable[[str, int], None]
 
 
-def write(pair: Pair, directory: str | Path, *, shard_bytes: int = SHARD_BYTES, on_tensor: OnTensor = lambda name, size: None) -> None:
-    """`directory`/target and `directory`/drafter. `ModelError` when something lies there. `on_tensor` hears each name and size in bytes."""
+def write(
+    pair: Pair,
+    directory: str | Path,
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    on_tensor: OnTensor = lambda name, size: None,
+) -> None:
+    """`directory`/target and `directory`/drafter. `ModelError` when something lies there.
+    `on_tensor` hears each name and size in bytes.
+    """
     folders = {Path(directory) / part: checkpoint for part, checkpoint in pair._asdict().items()}
     for folder in folders:
         if folder.exists() and any(folder.iterdir()):
@@ -33,8 +42,12 @@ def write(pair: Pair, directory: str | Path, *, shard_bytes: int = SHARD_BYTES, 
         _write_rest(checkpoint, folder)
 
 
-def _write_tensors(checkpoint: Checkpoint, folder: Path, shard_bytes: int, on_tensor: OnTensor) -> None:
-    """Shards under provisional names until their number is known; a single one is `model.safetensors` without an index."""
+def _write_tensors(
+    checkpoint: Checkpoint, folder: Path, shard_bytes: int, on_tensor: OnTensor
+) -> None:
+    """Shards under provisional names until their number is known; a single one is
+    `model.safetensors` without an index.
+    """
     shards: list[list[str]] = []
     held: dict[str, Tensor] = {}
     total = 0
@@ -59,12 +72,18 @@ def _write_tensors(checkpoint: Checkpoint, folder: Path, shard_bytes: int, on_te
         file = f"model-{number + 1:05}-of-{len(shards):05}.safetensors"
         (folder / f"part-{number}").rename(folder / file)
         places |= dict.fromkeys(names, file)
-    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=1) + "\n")
+    (folder / INDEX).write_text(
+        json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=1) + "\n"
+    )
 
 
 def _write_rest(checkpoint: Checkpoint, folder: Path) -> None:
     """Tokenizer, generation config and calibration as they are, and the large config."""
     for path in sorted(checkpoint.source.iterdir()):
-        if path.is_file() and path.name not in ("config.json", INDEX) and not path.name.startswith("model"):
+        if (
+            path.is_file()
+            and path.name not in ("config.json", INDEX)
+            and not path.name.startswith("model")
+        ):
             shutil.copy(path, folder)
     (folder / "config.json").write_text(json.dumps(checkpoint.config, indent=2) + "\n")

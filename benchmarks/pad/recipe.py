@@ -1,17 +1,21 @@
-"""Every tensor of the padded pair. The small model's entries stand at `live` places; all others are random, and heard by nobody.
+"""Every tensor of the padded pair. The small model's entries stand at `live` places; all others are
+random, and heard by nobody.
 
 Why the outputs are the small model's (width d inside D, RMSNorm epsilon e):
 - **Matrices that write to the residual stream** (o, down, fc, embedding) hold, outside the live block, random values of 2^-48: no zeros,
-  which would flatter power and clocks, but bits as random as any weight's, whose sum is below the rounding of everything it is added to.
-  So extra channels stay empty, and extra heads, units and layers add nothing. They are 32 % of what a step of a 7B reads; about one
-  weight in 100,000 is exactly zero.
+  which would flatter power and clocks, but bits as random as any weight's, whose sum is below the
+  rounding of everything it is added to. So extra channels stay empty, and extra heads, units and
+  layers add nothing. They are 32 % of what a step of a 7B reads; about one weight in 100,000 is
+  exactly zero.
 - **Matrices that read** (q, k, v, gate, up, LM head) are random at ordinary size: in live rows they read extra channels, which are empty.
 - **RMSNorm** then sees the same sum of squares over D instead of d channels: weights times sqrt(d / D), and the epsilon follows.
 - **One constant channel** of value c lies behind the live ones: written by the embedding (and by fc, from the first feature), added to by
-  nothing. Its square is taken out of the epsilon: e' = (e d - c^2) / D. Layers ignore it (norm weight 0); the final norm makes it
-  loud, and the head's extra rows turn it into large negative logits: tokens beyond the small vocabulary are never sampled.
+  nothing. Its square is taken out of the epsilon: e' = (e d - c^2) / D. Layers ignore it (norm
+  weight 0); the final norm makes it loud, and the head's extra rows turn it into large negative
+  logits: tokens beyond the small vocabulary are never sampled.
 
-Legend: D hidden, V vocabulary, C draft vocabulary; `live` = places of the small model's entries along an axis.
+Legend: D hidden, V vocabulary, C draft vocabulary; `live` = places of the small model's entries
+along an axis.
 """
 
 from __future__ import annotations
@@ -35,13 +39,24 @@ from tlt_server.models.loader import read_tensors, tensor_files
 
 WHISPER = 2.0**-48  # of random weights that write: a sum over 20,000 units of size 1 is 5e-13
 SHOUT = 256.0  # what the final norm makes of the constant channel where the small residual's root mean square is 1
-HUSH = -2048.0  # the extra rows' weight on it: with a residual of 1,000 their logits are still below -500
+HUSH = (
+    -2048.0
+)  # the extra rows' weight on it: with a residual of 1,000 their logits are still below -500
 DTYPES = (torch.float32, torch.bfloat16)  # a whisper needs eight bits of exponent
 
 Named = Iterator[tuple[str, Tensor]]
 Tensors = dict[str, Tensor]
-ATTENTION = {"q_proj": ("query", "channel"), "k_proj": ("kv", "channel"), "v_proj": ("kv", "channel"), "o_proj": ("channel", "query")}
-MLP = {"gate_proj": ("unit", "channel"), "up_proj": ("unit", "channel"), "down_proj": ("channel", "unit")}
+ATTENTION = {
+    "q_proj": ("query", "channel"),
+    "k_proj": ("kv", "channel"),
+    "v_proj": ("kv", "channel"),
+    "o_proj": ("channel", "query"),
+}
+MLP = {
+    "gate_proj": ("unit", "channel"),
+    "up_proj": ("unit", "channel"),
+    "down_proj": ("channel", "unit"),
+}
 
 
 class Axis(NamedTuple):
@@ -61,7 +76,11 @@ class Checkpoint:
     def tensors(self) -> Named:
         """(published name, tensor) one after another; the caller may keep or drop each."""
         is_drafter = "draft_vocab_size" in self.config
-        return self._padding.drafter(self._small) if is_drafter else self._padding.target(self._small, self.config)
+        return (
+            self._padding.drafter(self._small)
+            if is_drafter
+            else self._padding.target(self._small, self.config)
+        )
 
 
 class Pair(NamedTuple):
@@ -69,23 +88,37 @@ class Pair(NamedTuple):
     drafter: Checkpoint
 
 
-def pad(target: str | Path, drafter: str | Path, shape: Shape, dtype: torch.dtype, *, seed: int = 0,
-        device: str | torch.device = "cpu") -> Pair:
+def pad(
+    target: str | Path,
+    drafter: str | Path,
+    shape: Shape,
+    dtype: torch.dtype,
+    *,
+    seed: int = 0,
+    device: str | torch.device = "cpu",
+) -> Pair:
     """The pair of directories `target` and `drafter` in `shape`. `ModelError` when it does not fit.
 
-    Extra entries depend on seed, tensor name, dtype and the kind of device. On `meta` only names, shapes and dtypes are made.
+    Extra entries depend on seed, tensor name, dtype and the kind of device. On `meta` only names,
+    shapes and dtypes are made.
     """
     target, drafter = Path(target), Path(drafter)
     if dtype not in DTYPES:
-        raise ModelError(f"dtype {dtype} cannot hold the padding; use {' or '.join(map(str, DTYPES))}")
+        raise ModelError(
+            f"dtype {dtype} cannot hold the padding; use {' or '.join(map(str, DTYPES))}"
+        )
     raw_target, raw_drafter = read_json(target / "config.json"), read_json(drafter / "config.json")
     small, head = ModelConfig.read(target), ModelConfig.read(drafter)
     check_fit(small, head, raw_drafter["draft_vocab_size"], shape)
     target_tensors, drafter_tensors = _read(target), _read(drafter)
     if "embed_tokens.weight" in drafter_tensors:
-        raise ModelError(f"{drafter}: the drafter has an embedding of its own; only one that reads its target's can be padded")
+        raise ModelError(
+            f"{drafter}: the drafter has an embedding of its own; only one that reads its target's can be padded"
+        )
     width = small.hidden_size
-    constant = 2.0 ** math.floor(math.log2(min(small.norm_eps, head.norm_eps) * width / 2) / 2)  # c^2 at most half of e d
+    constant = 2.0 ** math.floor(
+        math.log2(min(small.norm_eps, head.norm_eps) * width / 2) / 2
+    )  # c^2 at most half of e d
 
     def epsilon(of: ModelConfig) -> float:
         return (of.norm_eps * width - constant**2) / shape.hidden
@@ -93,52 +126,109 @@ def pad(target: str | Path, drafter: str | Path, shape: Shape, dtype: torch.dtyp
     live = live_layers(small.layers, shape.layers)
     features = [live[layer] for layer in feature_layers(drafter, small)]
     name = str(dtype).removeprefix("torch.")
-    padding = partial(Padding, shape=shape, width=width, constant=constant, dtype=dtype, device=torch.device(device), seed=seed)
+    padding = partial(
+        Padding,
+        shape=shape,
+        width=width,
+        constant=constant,
+        dtype=dtype,
+        device=torch.device(device),
+        seed=seed,
+    )
     return Pair(
-        Checkpoint(target, target_config(raw_target, shape, epsilon(small), name), target_tensors, padding(small)),
-        Checkpoint(drafter, drafter_config(raw_drafter, shape, epsilon(head), name, features), drafter_tensors, padding(head)),
+        Checkpoint(
+            target,
+            target_config(raw_target, shape, epsilon(small), name),
+            target_tensors,
+            padding(small),
+        ),
+        Checkpoint(
+            drafter,
+            drafter_config(raw_drafter, shape, epsilon(head), name, features),
+            drafter_tensors,
+            padding(head),
+        ),
     )
 
 
 def _read(directory: Path) -> Tensors:
-    return {name: tensor for file, path in tensor_files(directory).items() for name, tensor in read_tensors(path, [file])}
+    return {
+        name: tensor
+        for file, path in tensor_files(directory).items()
+        for name, tensor in read_tensors(path, [file])
+    }
 
 
 class Padding:
     """One model's places and random numbers."""
 
-    def __init__(self, small: ModelConfig, shape: Shape, width: int, constant: float, dtype: torch.dtype, device: torch.device,
-                 seed: int) -> None:
+    def __init__(
+        self,
+        small: ModelConfig,
+        shape: Shape,
+        width: int,
+        constant: float,
+        dtype: torch.dtype,
+        device: torch.device,
+        seed: int,
+    ) -> None:
         self.small, self.shape, self.width, self.constant = small, shape, width, constant
         self.dtype, self.device, self.seed = dtype, device, seed
-        self.norm_scale, self.loud = (width / shape.hidden) ** 0.5, width**-0.5  # loud: extra heads and units see values of size 1
+        self.norm_scale, self.loud = (
+            (width / shape.hidden) ** 0.5,
+            width**-0.5,
+        )  # loud: extra heads and units see values of size 1
         hidden, channel = shape.hidden, torch.arange(width)
         group, large_group = small.heads // small.kv_heads, shape.heads // shape.kv_heads
-        query_head = torch.arange(small.heads) // group * large_group + torch.arange(small.heads) % group
+        query_head = (
+            torch.arange(small.heads) // group * large_group + torch.arange(small.heads) % group
+        )
         self.axes = {
             "channel": Axis(hidden, channel),
-            "joined": Axis(2 * hidden, torch.cat([channel, hidden + channel])),  # the drafter's embedding beside its feature
-            "features": Axis(3 * hidden, torch.cat([channel, hidden + channel, 2 * hidden + channel])),
+            "joined": Axis(
+                2 * hidden, torch.cat([channel, hidden + channel])
+            ),  # the drafter's embedding beside its feature
+            "features": Axis(
+                3 * hidden, torch.cat([channel, hidden + channel, 2 * hidden + channel])
+            ),
             "query": Axis(shape.heads * shape.head_dim, _spans(query_head, shape.head_dim)),
-            "kv": Axis(shape.kv_heads * shape.head_dim, torch.arange(small.kv_heads * shape.head_dim)),
+            "kv": Axis(
+                shape.kv_heads * shape.head_dim, torch.arange(small.kv_heads * shape.head_dim)
+            ),
             "unit": Axis(shape.intermediate, torch.arange(small.intermediate_size)),
         }
 
     def target(self, small: Tensors, config: dict[str, Any]) -> Named:
         yield "model.embed_tokens.weight", self.embedding(small["model.embed_tokens.weight"])
         places = live_layers(self.small.layers, self.shape.layers)
-        biased = {"qwen2": ("q_proj", "k_proj", "v_proj"), "llama": tuple(ATTENTION) if config.get("attention_bias") else ()}
+        biased = {
+            "qwen2": ("q_proj", "k_proj", "v_proj"),
+            "llama": tuple(ATTENTION) if config.get("attention_bias") else (),
+        }
         for layer in range(self.shape.layers):
             source = None
             if layer in places:
                 old = f"model.layers.{places.index(layer)}."
-                source = {name.removeprefix(old): tensor for name, tensor in small.items() if name.startswith(old)}
+                source = {
+                    name.removeprefix(old): tensor
+                    for name, tensor in small.items()
+                    if name.startswith(old)
+                }
             prefix = f"model.layers.{layer}."
             yield from self.norms(prefix, ("input_layernorm", "post_attention_layernorm"), source)
-            yield from self.matrices(f"{prefix}self_attn.", ATTENTION, _part(source, "self_attn."), biased[self.shape.family])
+            yield from self.matrices(
+                f"{prefix}self_attn.",
+                ATTENTION,
+                _part(source, "self_attn."),
+                biased[self.shape.family],
+            )
             yield from self.matrices(f"{prefix}mlp.", MLP, _part(source, "mlp."))
         yield "model.norm.weight", self.norm("model.norm.weight", small["model.norm.weight"], SHOUT)
-        head = small["model.embed_tokens.weight"] if self.small.tied_embeddings else small["lm_head.weight"]
+        head = (
+            small["model.embed_tokens.weight"]
+            if self.small.tied_embeddings
+            else small["lm_head.weight"]
+        )
         yield "lm_head.weight", self.head("lm_head.weight", head, self.shape.vocab)
 
     def drafter(self, small: Tensors) -> Named:
@@ -146,12 +236,20 @@ class Padding:
         fusion[self.width, self.width] = 1.0  # hands the constant channel on
         yield "fc.weight", fusion
         source = _part(small, "midlayer.")
-        joined = {name: axes if name == "o_proj" else (axes[0], "joined") for name, axes in ATTENTION.items()}
-        yield from self.norms("midlayer.", ("input_layernorm", "hidden_norm", "post_attention_layernorm"), source)
+        joined = {
+            name: axes if name == "o_proj" else (axes[0], "joined")
+            for name, axes in ATTENTION.items()
+        }
+        yield from self.norms(
+            "midlayer.", ("input_layernorm", "hidden_norm", "post_attention_layernorm"), source
+        )
         yield from self.matrices("midlayer.self_attn.", joined, _part(source, "self_attn."))
         yield from self.matrices("midlayer.mlp.", MLP, _part(source, "mlp."))
         yield "norm.weight", self.norm("norm.weight", small["norm.weight"], SHOUT)
-        yield "lm_head.weight", self.head("lm_head.weight", small["lm_head.weight"], self.shape.draft_vocab)
+        yield (
+            "lm_head.weight",
+            self.head("lm_head.weight", small["lm_head.weight"], self.shape.draft_vocab),
+        )
         yield from self.vocabulary_map(small["d2t"], len(small["t2d"]))
 
     def random(self, name: str, sizes: tuple[int, ...], std: float) -> Tensor:
@@ -159,20 +257,41 @@ class Padding:
         if self.device.type == "meta":
             return empty
         digest = hashlib.blake2b(f"{self.seed}:{name}".encode(), digest_size=7).digest()
-        return empty.normal_(0.0, std, generator=torch.Generator(self.device).manual_seed(int.from_bytes(digest, "big")))
+        return empty.normal_(
+            0.0,
+            std,
+            generator=torch.Generator(self.device).manual_seed(int.from_bytes(digest, "big")),
+        )
 
     def matrix(self, name: str, axes: tuple[str, ...], small: Tensor | None) -> Tensor:
-        """`small` (zeros where the small model has no such tensor) among random values; None: random values only."""
+        """`small` (zeros where the small model has no such tensor) among random values; None:
+        random values only.
+        """
         chosen = [self.axes[axis] for axis in axes]
-        large = self.random(name, tuple(axis.size for axis in chosen), WHISPER if axes[0] == "channel" else self.loud)
+        large = self.random(
+            name,
+            tuple(axis.size for axis in chosen),
+            WHISPER if axes[0] == "channel" else self.loud,
+        )
         if small is not None:
-            large[torch.meshgrid(*(axis.live.to(self.device) for axis in chosen), indexing="ij")] = self.cast(small)
+            large[
+                torch.meshgrid(*(axis.live.to(self.device) for axis in chosen), indexing="ij")
+            ] = self.cast(small)
         return large
 
-    def matrices(self, prefix: str, axes: dict[str, tuple[str, str]], source: Tensors | None, biased: tuple[str, ...] = ()) -> Named:
+    def matrices(
+        self,
+        prefix: str,
+        axes: dict[str, tuple[str, str]],
+        source: Tensors | None,
+        biased: tuple[str, ...] = (),
+    ) -> Named:
         for name, (rows, columns) in axes.items():
             small = None if source is None else source[f"{name}.weight"]
-            yield f"{prefix}{name}.weight", self.matrix(f"{prefix}{name}.weight", (rows, columns), small)
+            yield (
+                f"{prefix}{name}.weight",
+                self.matrix(f"{prefix}{name}.weight", (rows, columns), small),
+            )
             if name in biased:
                 none = torch.zeros(len(self.axes[rows].live))
                 bias = None if source is None else source.get(f"{name}.bias", none)
@@ -184,7 +303,9 @@ class Padding:
             yield f"{prefix}{name}.weight", self.norm(f"{prefix}{name}.weight", small, 0.0)
 
     def norm(self, name: str, small: Tensor | None, constant: float) -> Tensor:
-        """`constant`: what the constant channel becomes where the small residual's root mean square is 1."""
+        """`constant`: what the constant channel becomes where the small residual's root mean square
+        is 1.
+        """
         large = self.random(name, (self.shape.hidden,), self.norm_scale)
         if small is not None:
             large[: self.width] = self.cast(small.float() * self.norm_scale)
@@ -192,9 +313,15 @@ class Padding:
         return large
 
     def embedding(self, small: Tensor) -> Tensor:
-        """Extra tokens repeat the small ones, so any prompt of the large vocabulary is a prompt of the small one."""
-        large = self.random("model.embed_tokens.weight", (self.shape.vocab, self.shape.hidden), WHISPER)
-        large[:, : self.width] = self.cast(small)[torch.arange(self.shape.vocab, device=self.device) % len(small)]
+        """Extra tokens repeat the small ones, so any prompt of the large vocabulary is a prompt of
+        the small one.
+        """
+        large = self.random(
+            "model.embed_tokens.weight", (self.shape.vocab, self.shape.hidden), WHISPER
+        )
+        large[:, : self.width] = self.cast(small)[
+            torch.arange(self.shape.vocab, device=self.device) % len(small)
+        ]
         large[:, self.width] = self.constant
         return large
 
@@ -206,12 +333,19 @@ class Padding:
         return large
 
     def vocabulary_map(self, d2t_c: Tensor, vocab: int) -> Named:
-        """The small draft ids, then further ones spread over the extra tokens; ascending as before, in one dtype each."""
+        """The small draft ids, then further ones spread over the extra tokens; ascending as before,
+        in one dtype each.
+        """
         count = self.shape.draft_vocab - len(d2t_c)
         further = vocab + torch.arange(count) * (self.shape.vocab - vocab) // max(1, count)
         ids_C = torch.cat([torch.arange(len(d2t_c)) + d2t_c, further])
         yield "d2t", (ids_C - torch.arange(len(ids_C))).to(self.device)
-        yield "t2d", torch.zeros(self.shape.vocab, dtype=torch.bool).index_fill_(0, ids_C, True).to(self.device)
+        yield (
+            "t2d",
+            torch.zeros(self.shape.vocab, dtype=torch.bool)
+            .index_fill_(0, ids_C, True)
+            .to(self.device),
+        )
 
     def cast(self, small: Tensor) -> Tensor:
         return small.to(self.device, self.dtype)
@@ -222,4 +356,10 @@ def _spans(heads: Tensor, head_dim: int) -> Tensor:
 
 
 def _part(tensors: Tensors | None, prefix: str) -> Tensors | None:
-    return None if tensors is None else {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+    return (
+        None
+        if tensors is None
+        else {
+            name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)
+        }
+    )

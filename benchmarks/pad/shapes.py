@@ -1,8 +1,9 @@
 """The large models' sizes, which small pair fits into them, and the config.json of what comes out.
 
-What fits: a Qwen2 target, or a Llama without biases, in shapes of the same head width. A Llama shape takes a small model's q, k and v
-biases by `attention_bias` (the real one has none); Qwen3 normalises queries and keys, which nothing can undo. Rotary parameters are
-the small model's: the frequencies must be, and cost nothing.
+What fits: a Qwen2 target, or a Llama without biases, in shapes of the same head width. A Llama
+shape takes a small model's q, k and v biases by `attention_bias` (the real one has none); Qwen3
+normalises queries and keys, which nothing can undo. Rotary parameters are the small model's: the
+frequencies must be, and cost nothing.
 """
 
 from __future__ import annotations
@@ -14,10 +15,21 @@ from tlt_server.errors import ModelError
 from tlt_server.models.config import ModelConfig
 
 FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "use_sliding_window": False},
+    "qwen2": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "use_sliding_window": False,
+    },
     "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "mlp_bias": False},
 }
-KEPT = ("rope_theta", "rope_scaling", "rope_parameters", "bos_token_id", "eos_token_id", "pad_token_id")  # of the small config
+KEPT = (
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+)  # of the small config
 
 
 @dataclass(frozen=True)
@@ -47,57 +59,108 @@ SHAPES = {
 def check_fit(target: ModelConfig, drafter: ModelConfig, draft_vocab: int, shape: Shape) -> None:
     """`ModelError` unless the small pair fits into the shape."""
     if target.architecture not in ("Qwen2ForCausalLM", "LlamaForCausalLM"):
-        raise ModelError(f"a {target.architecture} cannot be padded; the small target must be a Qwen2 or a Llama without q and k norms")
+        raise ModelError(
+            f"a {target.architecture} cannot be padded; the small target must be a Qwen2 or a Llama without q and k norms"
+        )
     for who, small in (("target", target), ("drafter", drafter)):
         if small.mlp_bias or small.attention_bias:
-            raise ModelError(f"the small {who} has mlp_bias or attention_bias set, which the large one has no place for; use one without")
+            raise ModelError(
+                f"the small {who} has mlp_bias or attention_bias set, which the large one has no place for; use one without"
+            )
     for who, small in (("target", target), ("drafter", drafter)):
         if small.head_dim != shape.head_dim:
-            raise ModelError(f"the small {who}'s head_dim {small.head_dim} is not the shape's {shape.head_dim}; choose a shape that has it")
-        _check_sizes(who, {
-            "hidden_size": (small.hidden_size + 1, shape.hidden),  # and the constant channel
-            "intermediate_size": (small.intermediate_size, shape.intermediate),
-            "num_key_value_heads": (small.kv_heads, shape.kv_heads),
-            "query heads per KV head": (small.heads // small.kv_heads, shape.heads // shape.kv_heads),
-        })
+            raise ModelError(
+                f"the small {who}'s head_dim {small.head_dim} is not the shape's {shape.head_dim}; choose a shape that has it"
+            )
+        _check_sizes(
+            who,
+            {
+                "hidden_size": (small.hidden_size + 1, shape.hidden),  # and the constant channel
+                "intermediate_size": (small.intermediate_size, shape.intermediate),
+                "num_key_value_heads": (small.kv_heads, shape.kv_heads),
+                "query heads per KV head": (
+                    small.heads // small.kv_heads,
+                    shape.heads // shape.kv_heads,
+                ),
+            },
+        )
     if target.layers > shape.layers:
-        raise ModelError(f"the small target has {target.layers} layers, the large one {shape.layers}; raise --layers to {target.layers}")
+        raise ModelError(
+            f"the small target has {target.layers} layers, the large one {shape.layers}; raise --layers to {target.layers}"
+        )
     _check_sizes("target", {"vocab_size": (target.vocab_size, shape.vocab)})
-    _check_sizes("drafter", {"draft_vocab_size": (draft_vocab, shape.draft_vocab),
-                             "further draft ids": (shape.draft_vocab - draft_vocab, shape.vocab - target.vocab_size)})
+    _check_sizes(
+        "drafter",
+        {
+            "draft_vocab_size": (draft_vocab, shape.draft_vocab),
+            "further draft ids": (shape.draft_vocab - draft_vocab, shape.vocab - target.vocab_size),
+        },
+    )
 
 
 def _check_sizes(who: str, sizes: dict[str, tuple[int, int]]) -> None:
     for name, (needed, room) in sizes.items():
         if needed > room:
-            raise ModelError(f"the small {who} does not fit: {name} needs {needed}, the shape has {room}; choose a larger shape")
+            raise ModelError(
+                f"the small {who} does not fit: {name} needs {needed}, the shape has {room}; choose a larger shape"
+            )
 
 
 def live_layers(small: int, large: int) -> tuple[int, ...]:
-    """Where each small layer stands, spread over the depth; what lies between adds nothing, so its input is the small layer's."""
+    """Where each small layer stands, spread over the depth; what lies between adds nothing, so its
+    input is the small layer's.
+    """
     return tuple(index * large // small for index in range(small))
 
 
 def target_config(raw: dict[str, Any], shape: Shape, norm_eps: float, dtype: str) -> dict[str, Any]:
-    biases = {"attention_bias": True} if shape.family == "llama" and "Qwen2ForCausalLM" in raw["architectures"] else {}
-    return {**FAMILIES[shape.family], **biases, "vocab_size": shape.vocab, "num_hidden_layers": shape.layers,
-            **_sizes(raw, shape, norm_eps, dtype)}
+    biases = (
+        {"attention_bias": True}
+        if shape.family == "llama" and "Qwen2ForCausalLM" in raw["architectures"]
+        else {}
+    )
+    return {
+        **FAMILIES[shape.family],
+        **biases,
+        "vocab_size": shape.vocab,
+        "num_hidden_layers": shape.layers,
+        **_sizes(raw, shape, norm_eps, dtype),
+    }
 
 
-def drafter_config(raw: dict[str, Any], shape: Shape, norm_eps: float, dtype: str, features: list[int]) -> dict[str, Any]:
+def drafter_config(
+    raw: dict[str, Any], shape: Shape, norm_eps: float, dtype: str, features: list[int]
+) -> dict[str, Any]:
     """`features`: layers of the large target whose inputs are read."""
     return {
-        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "vocab_size": shape.vocab, "num_hidden_layers": 1,
-        "draft_vocab_size": shape.draft_vocab, "target_hidden_size": shape.hidden, "attention_bias": False, "mlp_bias": False,
-        **_sizes(raw, shape, norm_eps, dtype), "eagle_aux_hidden_state_layer_ids": features,
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in features], "use_aux_hidden_state": True},
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "vocab_size": shape.vocab,
+        "num_hidden_layers": 1,
+        "draft_vocab_size": shape.draft_vocab,
+        "target_hidden_size": shape.hidden,
+        "attention_bias": False,
+        "mlp_bias": False,
+        **_sizes(raw, shape, norm_eps, dtype),
+        "eagle_aux_hidden_state_layer_ids": features,
+        "eagle_config": {
+            "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in features],
+            "use_aux_hidden_state": True,
+        },
     }
 
 
 def _sizes(raw: dict[str, Any], shape: Shape, norm_eps: float, dtype: str) -> dict[str, Any]:
     return {
-        "hidden_size": shape.hidden, "intermediate_size": shape.intermediate, "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim, "max_position_embeddings": shape.max_position,
-        "rms_norm_eps": norm_eps, "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": dtype,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "max_position_embeddings": shape.max_position,
+        "rms_norm_eps": norm_eps,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "torch_dtype": dtype,
         **{key: raw[key] for key in KEPT if key in raw},
     }

@@ -1,11 +1,12 @@
-"""Client of TLT Server: `Client` and `AsyncClient` over HTTP, the wire models, the tree of errors (`tlt_client.errors`). No torch.
+"""Client of TLT Server: `Client` and `AsyncClient` over HTTP, the wire models, the tree of errors
+(`tlt_client.errors`). No torch.
 
-    from tlt_client import Client
+from tlt_client import Client
 
-    with Client("http://127.0.0.1:8000") as client:
-        reply = client.generate([{"prompt": "2 + 2 =", "n": 4, "seed": 7}], sampling={"max_tokens": 32})
-        for choice in reply.results[0].choices:
-            print(choice.text, sum(choice.logprobs))
+with Client("http://127.0.0.1:8000") as client:
+    reply = client.generate([{"prompt": "2 + 2 =", "n": 4, "seed": 7}], sampling={"max_tokens": 32})
+    for choice in reply.results[0].choices:
+        print(choice.text, sum(choice.logprobs))
 """
 
 from __future__ import annotations
@@ -35,7 +36,28 @@ from tlt_client.wire import (
 
 __version__ = "0.1.0"
 __all__ = [
-    "AsyncClient", "AsyncRollout", "Choice", "Client", "ConnectionFailed", "Done", "Item", "ItemResult", "Progress", "Reply", "Retries",
-    "Rollout", "RolloutReply", "RolloutSummary", "SamplingFields", "SdReport", "ServerError", "StreamEvent", "Tls", "TltClientError",
-    "Token", "Usage", "VersionSpan", "WireError",
+    "AsyncClient",
+    "AsyncRollout",
+    "Choice",
+    "Client",
+    "ConnectionFailed",
+    "Done",
+    "Item",
+    "ItemResult",
+    "Progress",
+    "Reply",
+    "Retries",
+    "Rollout",
+    "RolloutReply",
+    "RolloutSummary",
+    "SamplingFields",
+    "SdReport",
+    "ServerError",
+    "StreamEvent",
+    "Tls",
+    "TltClientError",
+    "Token",
+    "Usage",
+    "VersionSpan",
+    "WireError",
 ]

@@ -1,6 +1,8 @@
-"""What a caller gives, checked before anything is sent of it: an `InvalidArgument` names the value, what it must be, and the remedy.
+"""What a caller gives, checked before anything is sent of it: an `InvalidArgument` names the value,
+what it must be, and the remedy.
 
-Called where a client is made, and by `calls`. A version's name is the one thing here that the server checks too, by this rule.
+Called where a client is made, and by `calls`. A version's name is the one thing here that the
+server checks too, by this rule.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ def url_of(address: str) -> str:
     except (httpx.InvalidURL, TypeError):
         pass
     shown = address.rpartition("@")[2][:200] if isinstance(address, str) else type(address).__name__
-    raise InvalidArgument(f"url is {shown!r}; it must begin with http:// or https:// and name a host, such as http://127.0.0.1:8000")
+    raise InvalidArgument(
+        f"url is {shown!r}; it must begin with http:// or https:// and name a host, such as http://127.0.0.1:8000"
+    )
 
 
 def bearer(api_key: str | None) -> dict[str, str]:
@@ -42,9 +46,17 @@ def bearer(api_key: str | None) -> dict[str, str]:
         raise InvalidArgument(f"api_key is of type {type(api_key).__name__}; give it as text")
     if not KEY.fullmatch(api_key):
         at = next(place for place, character in enumerate(api_key) if not KEY.fullmatch(character))
-        what = "white space" if api_key[at].isspace() else "a control character" if api_key[at] < " " else "no visible ASCII character"
-        raise InvalidArgument(f"api_key has {len(api_key)} characters, of which number {at + 1} is {what}; a key is visible ASCII "
-                              "characters: take off what surrounds it where it is read (.strip() after reading a file)")
+        what = (
+            "white space"
+            if api_key[at].isspace()
+            else "a control character"
+            if api_key[at] < " "
+            else "no visible ASCII character"
+        )
+        raise InvalidArgument(
+            f"api_key has {len(api_key)} characters, of which number {at + 1} is {what}; a key is visible ASCII "
+            "characters: take off what surrounds it where it is read (.strip() after reading a file)"
+        )
     return {"authorization": f"Bearer {api_key}"}
 
 
@@ -54,7 +66,9 @@ def is_version(name: str) -> bool:
 
 def version_of(name: str) -> str:
     if not isinstance(name, str):
-        raise InvalidArgument(f"version is {str(name)[:80]} of type {type(name).__name__}; it must be text, such as {f'run-{name}'[:80]!r}")
+        raise InvalidArgument(
+            f"version is {str(name)[:80]} of type {type(name).__name__}; it must be text, such as {f'run-{name}'[:80]!r}"
+        )
     if not is_version(name):
         raise InvalidArgument(f"version is {name[:80]!r}; it must {VERSION_MUST}")
     return name
@@ -69,7 +83,10 @@ def check_finite(name: str, value: Any) -> None:
     if isinstance(value, Mapping):
         for key, inner in value.items():
             check_finite(f"{name}.{key}", inner)
-    elif isinstance(value, list | tuple) and not {*map(type, value)} <= {int, str}:  # prompts are long
+    elif isinstance(value, list | tuple) and not {*map(type, value)} <= {
+        int,
+        str,
+    }:  # prompts are long
         for i, inner in enumerate(value):
             check_finite(f"{name}[{i}]", inner)
 
@@ -79,9 +96,13 @@ def plain(value: Any) -> Any:
     if hasattr(value, "tolist"):
         numbers = value.tolist()
         if type(numbers) is type(value):
-            raise InvalidArgument(f"the request holds {str(value)[:80]} of type {type(value).__name__}; give Python's own numbers")
+            raise InvalidArgument(
+                f"the request holds {str(value)[:80]} of type {type(value).__name__}; give Python's own numbers"
+            )
         check_finite(f"a {type(value).__name__} in the request", numbers)
         return numbers
     if isinstance(value, SupportsIndex):
         return operator.index(value)
-    raise InvalidArgument(f"the request holds a {type(value).__name__}, for which JSON has no form; give numbers, texts, lists, mappings")
+    raise InvalidArgument(
+        f"the request holds a {type(value).__name__}, for which JSON has no form; give numbers, texts, lists, mappings"
+    )

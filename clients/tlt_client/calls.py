@@ -1,4 +1,5 @@
-"""Every operation of the server as a value: the request it is, and how its reply is read. No network and no clock in here.
+"""Every operation of the server as a value: the request it is, and how its reply is read. No
+network and no clock in here.
 
 `Client` and `AsyncClient` send these; an operation is written once, here.
 """
@@ -16,7 +17,17 @@ import msgspec
 from tlt_client.arguments import check_finite, plain, version_of
 from tlt_client.errors import NotLive
 from tlt_client.responses import in_path, json_object, read_as, succeeded, whole_reply
-from tlt_client.wire import GenerateBody, Item, Reply, RolloutList, RolloutReply, RolloutStatus, RolloutSummary, SamplingFields, Weights
+from tlt_client.wire import (
+    GenerateBody,
+    Item,
+    Reply,
+    RolloutList,
+    RolloutReply,
+    RolloutStatus,
+    RolloutSummary,
+    SamplingFields,
+    Weights,
+)
 
 Items = Sequence[Item | dict[str, Any]]
 Fields = SamplingFields | dict[str, Any] | None
@@ -41,58 +52,127 @@ class Call(Generic[T]):
     def request(self, http: httpx.Client | httpx.AsyncClient) -> httpx.Request:
         limits = http.timeout
         read_s = None if limits.read is None else limits.read + self.wait_s
-        read_s = min((seconds for seconds in (read_s, self.within_s) if seconds is not None), default=None)
-        timeout = httpx.Timeout(connect=limits.connect, read=read_s, write=limits.write, pool=limits.pool)
-        return http.build_request(self.method, self.path, content=self.content, headers=dict(self.headers),
-                                  params=dict(self.params) or None, timeout=timeout)
+        read_s = min(
+            (seconds for seconds in (read_s, self.within_s) if seconds is not None), default=None
+        )
+        timeout = httpx.Timeout(
+            connect=limits.connect, read=read_s, write=limits.write, pool=limits.pool
+        )
+        return http.build_request(
+            self.method,
+            self.path,
+            content=self.content,
+            headers=dict(self.headers),
+            params=dict(self.params) or None,
+            timeout=timeout,
+        )
 
 
-def _put(method: str, path: str, content: Any, read: Callable[[httpx.Response], T], headers: Mapping[str, str] | None = None,
-         **options: Any) -> Call[T]:
+def _put(
+    method: str,
+    path: str,
+    content: Any,
+    read: Callable[[httpx.Response], T],
+    headers: Mapping[str, str] | None = None,
+    **options: Any,
+) -> Call[T]:
     """A call with a JSON body."""
     body = msgspec.json.encode(content, enc_hook=plain)
-    return Call(method, path, read, body, {"content-type": "application/json", **(headers or {})}, **options)
+    return Call(
+        method, path, read, body, {"content-type": "application/json", **(headers or {})}, **options
+    )
 
 
 # batches
 
-def _body(items: Items, sampling: Fields, timeout_s: float | None, queue_timeout_s: float | None, **how: bool) -> GenerateBody:
+
+def _body(
+    items: Items,
+    sampling: Fields,
+    timeout_s: float | None,
+    queue_timeout_s: float | None,
+    **how: bool,
+) -> GenerateBody:
     items = list(items)
-    for name, value in {"timeout_s": timeout_s, "queue_timeout_s": queue_timeout_s, "sampling": sampling, "requests": items}.items():
+    for name, value in {
+        "timeout_s": timeout_s,
+        "queue_timeout_s": queue_timeout_s,
+        "sampling": sampling,
+        "requests": items,
+    }.items():
         check_finite(name, value)
-    return GenerateBody(requests=items, sampling=sampling if sampling is not None else msgspec.UNSET,
-                        timeout_s=timeout_s if timeout_s is not None else msgspec.UNSET,
-                        queue_timeout_s=queue_timeout_s if queue_timeout_s is not None else msgspec.UNSET, **how)
+    return GenerateBody(
+        requests=items,
+        sampling=sampling if sampling is not None else msgspec.UNSET,
+        timeout_s=timeout_s if timeout_s is not None else msgspec.UNSET,
+        queue_timeout_s=queue_timeout_s if queue_timeout_s is not None else msgspec.UNSET,
+        **how,
+    )
 
 
 def _named(key: str | None) -> dict[str, str]:
     return {"idempotency-key": key} if key is not None else {}
 
 
-def generate(items: Items, sampling: Fields, timeout_s: float | None, queue_timeout_s: float | None, key: str | None) -> Call[Reply]:
+def generate(
+    items: Items,
+    sampling: Fields,
+    timeout_s: float | None,
+    queue_timeout_s: float | None,
+    key: str | None,
+) -> Call[Reply]:
     body = _body(items, sampling, timeout_s, queue_timeout_s)
     return _put("POST", "/generate", body, whole_reply, _named(key), repeatable=key is not None)
 
 
-def detach(items: Items, sampling: Fields, timeout_s: float | None, queue_timeout_s: float | None, key: str | None) -> Call[str]:
+def detach(
+    items: Items,
+    sampling: Fields,
+    timeout_s: float | None,
+    queue_timeout_s: float | None,
+    key: str | None,
+) -> Call[str]:
     """Gives the id of the rollout."""
     body = _body(items, sampling, timeout_s, queue_timeout_s, detach=True)
-    return _put("POST", "/generate", body, lambda response: _status(response).id, _named(key), repeatable=key is not None)
+    return _put(
+        "POST",
+        "/generate",
+        body,
+        lambda response: _status(response).id,
+        _named(key),
+        repeatable=key is not None,
+    )
 
 
-def stream(items: Items, sampling: Fields, timeout_s: float | None, queue_timeout_s: float | None) -> Call[httpx.Response]:
+def stream(
+    items: Items, sampling: Fields, timeout_s: float | None, queue_timeout_s: float | None
+) -> Call[httpx.Response]:
     """Gives the response, open."""
-    return _put("POST", "/generate", _body(items, sampling, timeout_s, queue_timeout_s, stream=True), succeeded, streams=True)
+    return _put(
+        "POST",
+        "/generate",
+        _body(items, sampling, timeout_s, queue_timeout_s, stream=True),
+        succeeded,
+        streams=True,
+    )
 
 
 # rollouts
+
 
 def rollouts() -> Call[list[RolloutSummary]]:
     return Call("GET", "/rollouts", lambda response: _list(response).rollouts, repeatable=True)
 
 
 def fetch(id: str, wait_s: float) -> Call[RolloutReply]:
-    return Call("GET", f"/rollouts/{in_path(id)}", _rollout_reply, params={"wait_s": wait_s}, repeatable=True, wait_s=wait_s)
+    return Call(
+        "GET",
+        f"/rollouts/{in_path(id)}",
+        _rollout_reply,
+        params={"wait_s": wait_s},
+        repeatable=True,
+        wait_s=wait_s,
+    )
 
 
 def delete(id: str) -> Call[httpx.Response]:
@@ -100,6 +180,7 @@ def delete(id: str) -> Call[httpx.Response]:
 
 
 # the server
+
 
 def ready() -> Call[bool]:
     return Call("GET", "/readyz", lambda response: response.is_success)
@@ -124,11 +205,21 @@ def set_strategy(policy: str, strategy: str | None) -> Call[Mapping[str, Any]]:
 
 # pauses and memory
 
-PAUSES = {"continue": "in_place", "recompute": "retract", "abort": "abort"}  # in_flight -> the route's word
+PAUSES = {
+    "continue": "in_place",
+    "recompute": "retract",
+    "abort": "abort",
+}  # in_flight -> the route's word
 
 
 def pause(in_flight: str) -> Call[Mapping[str, Any]]:
-    return _put("POST", "/pause_generation", {"mode": PAUSES.get(in_flight, in_flight)}, json_object, repeatable=True)
+    return _put(
+        "POST",
+        "/pause_generation",
+        {"mode": PAUSES.get(in_flight, in_flight)},
+        json_object,
+        repeatable=True,
+    )
 
 
 def resume() -> Call[Mapping[str, Any]]:
@@ -140,7 +231,9 @@ def abort_request(id: str) -> Call[Mapping[str, Any]]:
 
 
 def sleep(memory: Sequence[str]) -> Call[Mapping[str, Any]]:
-    return _put("POST", "/release_memory_occupation", {"tags": memory}, json_object, repeatable=True)
+    return _put(
+        "POST", "/release_memory_occupation", {"tags": memory}, json_object, repeatable=True
+    )
 
 
 def wake(memory: Sequence[str]) -> Call[Mapping[str, Any]]:
@@ -153,28 +246,53 @@ def clear_cache() -> Call[Mapping[str, Any]]:
 
 # weights
 
-def update_weights(path: str | PathLike[str], version: str, fields: Mapping[str, Any]) -> Call[Mapping[str, Any]]:
+
+def update_weights(
+    path: str | PathLike[str], version: str, fields: Mapping[str, Any]
+) -> Call[Mapping[str, Any]]:
     return push_weights(version, {"path": fspath(path), **fields})
 
 
 def push_weights(version: str, fields: Mapping[str, Any]) -> Call[Mapping[str, Any]]:
-    """Sent again it brings nothing by a channel whose bytes come beside the call. `NotLive` where it ends staged and was to commit."""
+    """Sent again it brings nothing by a channel whose bytes come beside the call. `NotLive` where
+    it ends staged and was to commit.
+    """
     beside, commits = fields.get("channel") in ("broadcast", "ipc"), fields.get("commit", True)
 
     def read(response: httpx.Response) -> Mapping[str, Any]:
         reply = json_object(response)
         if reply["state"] == "staged" and commits:
-            raise NotLive(f"version {version!r} is staged, not live: somebody has begun a weight update on this server and not ended it "
-                          "(POST /finish_weight_update or /end_weight_update, which makes it live; GET /weights says since when it is "
-                          "open); end it, then push again, or push with commit=False")
+            raise NotLive(
+                f"version {version!r} is staged, not live: somebody has begun a weight update on this server and not ended it "
+                "(POST /finish_weight_update or /end_weight_update, which makes it live; GET /weights says since when it is "
+                "open); end it, then push again, or push with commit=False"
+            )
         return reply
 
-    return _put("POST", "/update_weights", {"version": version_of(version), **fields}, read, repeatable=not beside)
+    return _put(
+        "POST",
+        "/update_weights",
+        {"version": version_of(version), **fields},
+        read,
+        repeatable=not beside,
+    )
 
 
-def put_weights(version: str, part: str, data: bytes, start: int, total: int) -> Call[Mapping[str, Any]]:
-    headers = {"content-range": f"bytes {start}-{start + len(data) - 1}/{total}", "content-type": "application/octet-stream"}
-    return Call("PUT", f"/weights/{in_path(version_of(version))}/{in_path(part)}", json_object, data, headers, repeatable=True)
+def put_weights(
+    version: str, part: str, data: bytes, start: int, total: int
+) -> Call[Mapping[str, Any]]:
+    headers = {
+        "content-range": f"bytes {start}-{start + len(data) - 1}/{total}",
+        "content-type": "application/octet-stream",
+    }
+    return Call(
+        "PUT",
+        f"/weights/{in_path(version_of(version))}/{in_path(part)}",
+        json_object,
+        data,
+        headers,
+        repeatable=True,
+    )
 
 
 def weights_part(version: str, part: str) -> Call[Mapping[str, Any]]:
@@ -196,7 +314,13 @@ def commit_weights(version: str) -> Call[Mapping[str, Any]]:
 def abort_weights(version: str, upload_only: bool) -> Call[Mapping[str, Any]]:
     """Of an upload alone it ends another call's failure, which is not to wait for it."""
     path = f"/weights/{in_path(version)}/abort" if version else "/weights/abort"
-    return _put("POST", path, {"upload_only": True} if upload_only else {}, json_object, within_s=10.0 if upload_only else None)
+    return _put(
+        "POST",
+        path,
+        {"upload_only": True} if upload_only else {},
+        json_object,
+        within_s=10.0 if upload_only else None,
+    )
 
 
 def roll_back_weights(fields: Mapping[str, Any]) -> Call[Mapping[str, Any]]:
@@ -204,13 +328,31 @@ def roll_back_weights(fields: Mapping[str, Any]) -> Call[Mapping[str, Any]]:
 
 
 def weights() -> Call[Weights]:
-    return Call("GET", "/weights", lambda response: cast(Weights, json_object(response)), repeatable=True)
+    return Call(
+        "GET", "/weights", lambda response: cast(Weights, json_object(response)), repeatable=True
+    )
 
 
 def weight_checksums(action: str) -> Call[Mapping[str, str]]:
-    return _put("POST", "/weight_checker", {"action": action}, lambda response: json_object(response)["checksums"], repeatable=True)
+    return _put(
+        "POST",
+        "/weight_checker",
+        {"action": action},
+        lambda response: json_object(response)["checksums"],
+        repeatable=True,
+    )
 
 
 def compare_weights(baseline: Mapping[str, str] | None) -> Call[list[str]]:
-    fields: dict[str, Any] = {"action": "compare"} if baseline is None else {"action": "compare", "baseline": dict(baseline)}
-    return _put("POST", "/weight_checker", fields, lambda response: json_object(response)["mismatches"], repeatable=True)
+    fields: dict[str, Any] = (
+        {"action": "compare"}
+        if baseline is None
+        else {"action": "compare", "baseline": dict(baseline)}
+    )
+    return _put(
+        "POST",
+        "/weight_checker",
+        fields,
+        lambda response: json_object(response)["mismatches"],
+        repeatable=True,
+    )

@@ -1,10 +1,11 @@
-"""What can go wrong on the way to a result: one class for each error code of the server, and what the connection can do.
+"""What can go wrong on the way to a result: one class for each error code of the server, and what
+the connection can do.
 
-    TltClientError
-    ├── ConnectionFailed ── NotReached
-    ├── InvalidArgument
-    ├── NotLive
-    └── ServerError ── InvalidRequest, Unauthenticated, Forbidden, NotFound, QueueFull, Unavailable, ...
+TltClientError
+├── ConnectionFailed ── NotReached
+├── InvalidArgument
+├── NotLive
+└── ServerError ── InvalidRequest, Unauthenticated, Forbidden, NotFound, QueueFull, Unavailable, ...
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ class TltClientError(Exception):
 
 
 class ConnectionFailed(TltClientError):
-    """The server was not reached, or the connection broke before the reply was complete; nothing is known of the request."""
+    """The server was not reached, or the connection broke before the reply was complete; nothing is
+    known of the request.
+    """
 
 
 class NotReached(ConnectionFailed):
@@ -29,15 +32,27 @@ class InvalidArgument(TltClientError, ValueError):
 
 
 class NotLive(TltClientError):
-    """A push was taken, and what it brought is not what the server generates with, though nobody asked for that by `commit=False`."""
+    """A push was taken, and what it brought is not what the server generates with, though nobody
+    asked for that by `commit=False`.
+    """
 
 
 class ServerError(TltClientError):
-    """The server refused the request or could not finish it. Of a code that this client does not know it is the class itself."""
+    """The server refused the request or could not finish it. Of a code that this client does not
+    know it is the class itself.
+    """
 
     of_code: ClassVar[str] = ""
 
-    def __init__(self, code: str, message: str, *, status: int, retryable: bool = False, retry_after_s: float | None = None) -> None:
+    def __init__(
+        self,
+        code: str,
+        message: str,
+        *,
+        status: int,
+        retryable: bool = False,
+        retry_after_s: float | None = None,
+    ) -> None:
         super().__init__(f"{code}: {message}")
         self.code, self.message, self.status = code, message, status
         self.retryable, self.retry_after_s = retryable, retry_after_s
@@ -104,8 +119,9 @@ class PushFailed(ServerError):
 
 
 class ChannelBroken(ServerError):
-    """A push broke off because its sender went away, fell silent or sent too little, or what it sent could not be kept; it must send
-    again, not only ask again."""
+    """A push broke off because its sender went away, fell silent or sent too little, or what it
+    sent could not be kept; it must send again, not only ask again.
+    """
 
     of_code = "channel_broken"
 
@@ -159,7 +175,9 @@ class Unavailable(ServerError):
 
 
 class EngineFailed(ServerError):
-    """The engine died with this request, or the server left with this change of weights, which may be done or not."""
+    """The engine died with this request, or the server left with this change of weights, which may
+    be done or not.
+    """
 
     of_code = "engine_failed"
 
@@ -189,6 +207,15 @@ def _tree(cls: type[ServerError]) -> list[type[ServerError]]:
 _BY_CODE = {cls.of_code: cls for cls in _tree(ServerError)}
 
 
-def server_error(code: str, message: str, *, status: int, retryable: bool = False, retry_after_s: float | None = None) -> ServerError:
+def server_error(
+    code: str,
+    message: str,
+    *,
+    status: int,
+    retryable: bool = False,
+    retry_after_s: float | None = None,
+) -> ServerError:
     """The error of the class that its code has."""
-    return _BY_CODE.get(code, ServerError)(code, message, status=status, retryable=retryable, retry_after_s=retry_after_s)
+    return _BY_CODE.get(code, ServerError)(
+        code, message, status=status, retryable=retryable, retry_after_s=retry_after_s
+    )

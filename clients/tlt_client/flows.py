@@ -1,7 +1,8 @@
-"""What takes more than one call: tries until one succeeds, polls until a rollout is done. No network in here either.
+"""What takes more than one call: tries until one succeeds, polls until a rollout is done. No
+network in here either.
 
-A flow is a generator of steps: a `Call` to send, whose value or error it is given, or a `Pause`. `Client` runs it blocking, `AsyncClient`
-in a loop.
+A flow is a generator of steps: a `Call` to send, whose value or error it is given, or a `Pause`.
+`Client` runs it blocking, `AsyncClient` in a loop.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ def ready() -> Flow[bool]:
 
 
 def result(id: str, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> Flow[Reply]:
-    """A rollout's whole reply. Waits also while the server restarts; `TimeoutError` when time is up, and the rollout goes on."""
+    """A rollout's whole reply. Waits also while the server restarts; `TimeoutError` when time is
+    up, and the rollout goes on.
+    """
     give_up_s = clock() + timeout_s
     while True:
         left_s = give_up_s - clock()
@@ -68,4 +71,6 @@ def result(id: str, timeout_s: float, clock: Callable[[], float] = time.monotoni
             if found.status == "done":
                 return Reply(found.results, found.usage, found.numerics)
         if left_s <= 0:
-            raise TimeoutError(f"the rollout {id} is not done after {timeout_s:g} s; it goes on: ask again, or delete it")
+            raise TimeoutError(
+                f"the rollout {id} is not done after {timeout_s:g} s; it goes on: ask again, or delete it"
+            )

@@ -1,4 +1,6 @@
-"""Names in a request's path; responses of the server as wire objects, or as the error that they stand for."""
+"""Names in a request's path; responses of the server as wire objects, or as the error that they
+stand for.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,16 @@ def succeeded(response: httpx.Response) -> httpx.Response:
     try:
         error = msgspec.json.decode(response.content, type=_Refusal).error
     except msgspec.MsgspecError:
-        error = WireError("unknown", response.text[:500], retryable=response.status_code in (429, 503))
-    raise server_error(error.code, error.message, status=response.status_code, retryable=error.retryable, retry_after_s=retry_after_s)
+        error = WireError(
+            "unknown", response.text[:500], retryable=response.status_code in (429, 503)
+        )
+    raise server_error(
+        error.code,
+        error.message,
+        status=response.status_code,
+        retryable=error.retryable,
+        retry_after_s=retry_after_s,
+    )
 
 
 def whole_reply(response: httpx.Response) -> Reply:

@@ -1,4 +1,6 @@
-"""Handles of rollouts: batches that go on without their client, made by `generate(..., detach=True)` or from an id."""
+"""Handles of rollouts: batches that go on without their client, made by `generate(...,
+detach=True)` or from an id.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ class RunsAsync(Protocol):
 
 
 class Rollout:
-    """A batch on its way: it goes on whatever becomes of this client. Results are kept for a while after its end (`rollout_ttl_s`)."""
+    """A batch on its way: it goes on whatever becomes of this client. Results are kept for a while
+    after its end (`rollout_ttl_s`).
+    """
 
     def __init__(self, client: Runs, id: str) -> None:
         self._client, self.id = client, id
@@ -40,7 +44,9 @@ class Rollout:
         return self._client.run(flows.tried(calls.fetch(self.id, wait_s), self._client.retries))
 
     def result(self, timeout_s: float = 3600.0) -> Reply:
-        """The whole reply. Waits also while the server restarts; `TimeoutError` when time is up, and the rollout goes on."""
+        """The whole reply. Waits also while the server restarts; `TimeoutError` when time is up,
+        and the rollout goes on.
+        """
         return self._client.run(flows.result(self.id, timeout_s))
 
     def delete(self) -> None:
@@ -55,7 +61,9 @@ class AsyncRollout:
         self._client, self.id = client, id
 
     async def fetch(self, wait_s: float = 0.0) -> RolloutReply:
-        return await self._client.run(flows.tried(calls.fetch(self.id, wait_s), self._client.retries))
+        return await self._client.run(
+            flows.tried(calls.fetch(self.id, wait_s), self._client.retries)
+        )
 
     async def result(self, timeout_s: float = 3600.0) -> Reply:
         return await self._client.run(flows.result(self.id, timeout_s))

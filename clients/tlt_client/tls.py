@@ -11,8 +11,9 @@ from tlt_client.errors import InvalidArgument
 
 @dataclass(frozen=True)
 class Tls:
-    """PEM files. `ca`: what signed the server's certificate; None for what this machine trusts. `cert` and `key`: the client's own, for a
-    server that asks for one."""
+    """PEM files. `ca`: what signed the server's certificate; None for what this machine trusts.
+    `cert` and `key`: the client's own, for a server that asks for one.
+    """
 
     ca: str | PathLike[str] | None = None
     cert: str | PathLike[str] | None = None
@@ -21,12 +22,16 @@ class Tls:
     def context(self) -> ssl.SSLContext:
         """`InvalidArgument` where the files cannot be used."""
         if (self.cert is None) != (self.key is None):
-            raise InvalidArgument(f"cert is {self.cert} and key is {self.key}; give both, or neither")
+            raise InvalidArgument(
+                f"cert is {self.cert} and key is {self.key}; give both, or neither"
+            )
         try:
             context = ssl.create_default_context(cafile=self.ca)
             if self.cert is not None:
                 context.load_cert_chain(self.cert, self.key, password=lambda: "")
         except (OSError, ssl.SSLError) as error:
-            raise InvalidArgument(f"ca {self.ca}, cert {self.cert}, key {self.key} cannot be used ({error}); name PEM files, the key "
-                                  "without a passphrase") from None
+            raise InvalidArgument(
+                f"ca {self.ca}, cert {self.cert}, key {self.key} cannot be used ({error}); name PEM files, the key "
+                "without a passphrase"
+            ) from None
         return context

@@ -1,4 +1,6 @@
-"""The native dialect's messages as msgspec structs. Requests leave out what is unset; replies ignore fields they do not know."""
+"""The native dialect's messages as msgspec structs. Requests leave out what is unset; replies
+ignore fields they do not know.
+"""
 
 from __future__ import annotations
 
@@ -51,14 +53,18 @@ class GenerateBody(Struct, kw_only=True, omit_defaults=True):
     sampling: SamplingFields | dict[str, Any] | UnsetType = UNSET
     stream: bool = False
     timeout_s: float | UnsetType = UNSET
-    queue_timeout_s: float | UnsetType = UNSET  # a sequence that has not begun by then ends with the error queue_timeout
+    queue_timeout_s: float | UnsetType = (
+        UNSET  # a sequence that has not begun by then ends with the error queue_timeout
+    )
     detach: bool = False
 
 
 class VersionSpan(Struct, frozen=True):
     """Output tokens [start, end) were computed by weight version `version`."""
 
-    version: Annotated[str, Meta(description="the weight version that computed these output tokens")]
+    version: Annotated[
+        str, Meta(description="the weight version that computed these output tokens")
+    ]
     start: Annotated[int, Meta(description="the first of them, counted from 0")]
     end: Annotated[int, Meta(description="one past the last")]
 
@@ -69,10 +75,18 @@ class SdReport(Struct, frozen=True):
     steps: Annotated[int, Meta(description="that emitted tokens")] = 0
     draft_steps: Annotated[int, Meta(description="of those, with at least one draft row")] = 0
     drafted: Annotated[int, Meta(description="draft rows verified")] = 0
-    accepted: Annotated[int, Meta(description="drafts accepted, also those that a stop cut off")] = 0
-    mean_accept_length: Annotated[float | None, Meta(
-        description="tokens per step that had a draft, the bonus token included; null without such a step")] = None
-    histogram: Annotated[list[int], Meta(description="entry k: draft steps with k drafts accepted")] = []
+    accepted: Annotated[
+        int, Meta(description="drafts accepted, also those that a stop cut off")
+    ] = 0
+    mean_accept_length: Annotated[
+        float | None,
+        Meta(
+            description="tokens per step that had a draft, the bonus token included; null without such a step"
+        ),
+    ] = None
+    histogram: Annotated[
+        list[int], Meta(description="entry k: draft steps with k drafts accepted")
+    ] = []
 
 
 Alternatives = tuple[list[int], list[float]]  # token ids and their log-probs, best first
@@ -81,33 +95,64 @@ Alternatives = tuple[list[int], list[float]]  # token ids and their log-probs, b
 class Choice(Struct, frozen=True, kw_only=True):
     index: Annotated[int, Meta(description="which of the item's n choices, from 0")]
     token_ids: Annotated[list[int], Meta(description="the output, its stop token included")]
-    text: Annotated[str | None, Meta(
-        description="the output as text, without stop token or stop string; null where the model has no tokenizer")]
-    logprobs: Annotated[list[float], Meta(description="one per token, under the distribution that was sampled from")]
-    finish_reason: Annotated[FinishReason, Meta(description="what ended it: a stop token or string, its length, or an abort")]
-    stop_reason: Annotated[int | str | None, Meta(description="the stop token's id or the stop string; null for another end")]
-    weight_versions: Annotated[list[VersionSpan], Meta(description="which weights computed which tokens")]
+    text: Annotated[
+        str | None,
+        Meta(
+            description="the output as text, without stop token or stop string; null where the model has no tokenizer"
+        ),
+    ]
+    logprobs: Annotated[
+        list[float], Meta(description="one per token, under the distribution that was sampled from")
+    ]
+    finish_reason: Annotated[
+        FinishReason,
+        Meta(description="what ended it: a stop token or string, its length, or an abort"),
+    ]
+    stop_reason: Annotated[
+        int | str | None,
+        Meta(description="the stop token's id or the stop string; null for another end"),
+    ]
+    weight_versions: Annotated[
+        list[VersionSpan], Meta(description="which weights computed which tokens")
+    ]
     seed: Annotated[int, Meta(description="with which the choice can be repeated")]
     sd: Annotated[SdReport, Meta(description="figures of its speculation")]
-    raw_logprobs: Annotated[list[float] | None, Meta(
-        description="one per token, under the unprocessed distribution; where asked for")] = None
-    top_logprobs: Annotated[list[Alternatives] | None, Meta(description="per token the most likely alternatives; where asked for")] = None
-    prompt_logprobs: Annotated[list[Alternatives | None] | None, Meta(
-        description="per prompt token its own and the most likely alternatives, null for the first; where asked for")] = None
+    raw_logprobs: Annotated[
+        list[float] | None,
+        Meta(description="one per token, under the unprocessed distribution; where asked for"),
+    ] = None
+    top_logprobs: Annotated[
+        list[Alternatives] | None,
+        Meta(description="per token the most likely alternatives; where asked for"),
+    ] = None
+    prompt_logprobs: Annotated[
+        list[Alternatives | None] | None,
+        Meta(
+            description="per prompt token its own and the most likely alternatives, null for the first; where asked for"
+        ),
+    ] = None
 
 
 class WireError(Struct, frozen=True):
     code: Annotated[str, Meta(description="the kind of error, for programs")]
     message: Annotated[str, Meta(description="the value, the limit and the remedy")]
-    retryable: Annotated[bool, Meta(description="whether the same request may succeed later")] = False
+    retryable: Annotated[bool, Meta(description="whether the same request may succeed later")] = (
+        False
+    )
 
 
 class ItemResult(Struct, frozen=True):
     """One item's end: choices, or an error."""
 
-    id: Annotated[str, Meta(description="of the item, as the request gave it or as it was numbered")]
-    choices: Annotated[list[Choice], Meta(description="the item's n choices; empty where it failed")] = []
-    error: Annotated[WireError | None, Meta(description="why there are no choices; else null")] = None
+    id: Annotated[
+        str, Meta(description="of the item, as the request gave it or as it was numbered")
+    ]
+    choices: Annotated[
+        list[Choice], Meta(description="the item's n choices; empty where it failed")
+    ] = []
+    error: Annotated[WireError | None, Meta(description="why there are no choices; else null")] = (
+        None
+    )
 
 
 class Usage(Struct, frozen=True):
@@ -117,9 +162,14 @@ class Usage(Struct, frozen=True):
 
 
 class Reply(Struct, frozen=True):
-    results: Annotated[list[ItemResult], Meta(description="one per item, in the order of the request")]
+    results: Annotated[
+        list[ItemResult], Meta(description="one per item, in the order of the request")
+    ]
     usage: Annotated[Usage, Meta(description="tokens of the whole batch")]
-    numerics: Annotated[str, Meta(description="the guarantee that the tokens have: strict or fast, with how it is kept")]
+    numerics: Annotated[
+        str,
+        Meta(description="the guarantee that the tokens have: strict or fast, with how it is kept"),
+    ]
 
 
 class Progress(Struct, frozen=True):
@@ -132,7 +182,10 @@ class RolloutStatus(Struct, frozen=True):
     """What became of one rollout."""
 
     id: Annotated[str, Meta(description="with which it is followed, fetched and deleted")]
-    status: Annotated[Literal["running", "done", "deleted"], Meta(description="running or done; of a rollout just deleted, deleted")]
+    status: Annotated[
+        Literal["running", "done", "deleted"],
+        Meta(description="running or done; of a rollout just deleted, deleted"),
+    ]
 
 
 class RolloutSummary(Struct, frozen=True):
@@ -140,12 +193,19 @@ class RolloutSummary(Struct, frozen=True):
 
     id: Annotated[str, Meta(description="with which it is followed, fetched and deleted")]
     status: Annotated[Literal["running", "done"], Meta(description="whether all items have ended")]
-    detached: Annotated[bool, Meta(description="asked for with `detach`, else with an Idempotency-Key alone")]
+    detached: Annotated[
+        bool, Meta(description="asked for with `detach`, else with an Idempotency-Key alone")
+    ]
     created_s: Annotated[float, Meta(description="when it was begun, in Unix seconds")]
-    done_s: Annotated[float | None, Meta(description="when its last item ended, in Unix seconds; null while it runs")]
+    done_s: Annotated[
+        float | None,
+        Meta(description="when its last item ended, in Unix seconds; null while it runs"),
+    ]
     bytes: Annotated[int, Meta(description="size of its journal")]
     progress: Annotated[Progress, Meta(description="how far it is")]
-    owner: Annotated[str, Meta(description="the name of the key that began it; empty on a server without keys")] = ""
+    owner: Annotated[
+        str, Meta(description="the name of the key that began it; empty on a server without keys")
+    ] = ""
 
 
 class RolloutList(Struct, frozen=True):
@@ -158,9 +218,15 @@ class RolloutReply(Struct, frozen=True):
     id: Annotated[str, Meta(description="of the rollout")]
     status: Annotated[Literal["running", "done"], Meta(description="whether all items have ended")]
     progress: Annotated[Progress, Meta(description="how far it is")]
-    results: Annotated[list[ItemResult], Meta(description="of the items that have ended, in the order of the request")]
+    results: Annotated[
+        list[ItemResult],
+        Meta(description="of the items that have ended, in the order of the request"),
+    ]
     usage: Annotated[Usage, Meta(description="tokens of these items")]
-    numerics: Annotated[str, Meta(description="the guarantee that the tokens have: strict or fast, with how it is kept")]
+    numerics: Annotated[
+        str,
+        Meta(description="the guarantee that the tokens have: strict or fast, with how it is kept"),
+    ]
 
 
 class UploadStatus(TypedDict):
@@ -184,7 +250,9 @@ class UpdateStatus(TypedDict):
 
 
 class Weights(TypedDict):
-    """What is live, what could be rolled back to, what is on its way. Servers of other versions may say less, or more."""
+    """What is live, what could be rolled back to, what is on its way. Servers of other versions may
+    say less, or more.
+    """
 
     target: str  # the version that is live
     drafter: str  # the drafter's; empty where there is none to push
@@ -204,23 +272,40 @@ class Token(Struct, frozen=True, kw_only=True):
     id: Annotated[str, Meta(description="of the item")]
     index: Annotated[int, Meta(description="which of the item's n choices, from 0")]
     token_ids: Annotated[list[int], Meta(description="the new tokens")]
-    text: Annotated[str | None, Meta(description="the new text, which may lag behind the tokens; null where the model has no tokenizer")]
-    logprobs: Annotated[list[float], Meta(description="one per new token, under the distribution that was sampled from")]
-    top_logprobs: Annotated[list[Alternatives] | None, Meta(
-        description="per new token the most likely alternatives; where asked for")] = None
-    prompt_logprobs: Annotated[list[Alternatives | None] | None, Meta(
-        description="with the choice's first tokens, as in the choice; where asked for")] = None
+    text: Annotated[
+        str | None,
+        Meta(
+            description="the new text, which may lag behind the tokens; null where the model has no tokenizer"
+        ),
+    ]
+    logprobs: Annotated[
+        list[float],
+        Meta(description="one per new token, under the distribution that was sampled from"),
+    ]
+    top_logprobs: Annotated[
+        list[Alternatives] | None,
+        Meta(description="per new token the most likely alternatives; where asked for"),
+    ] = None
+    prompt_logprobs: Annotated[
+        list[Alternatives | None] | None,
+        Meta(description="with the choice's first tokens, as in the choice; where asked for"),
+    ] = None
 
 
 class Done(Struct, frozen=True):
     usage: Annotated[Usage, Meta(description="tokens of the whole batch")]
-    numerics: Annotated[str, Meta(description="the guarantee that the tokens have: strict or fast, with how it is kept")]
+    numerics: Annotated[
+        str,
+        Meta(description="the guarantee that the tokens have: strict or fast, with how it is kept"),
+    ]
 
 
 StreamEvent = Token | ItemResult | Done
 _EVENTS: dict[str, msgspec.json.Decoder[Any]] = {
-    "token": msgspec.json.Decoder(Token), "result": msgspec.json.Decoder(ItemResult),
-    "error": msgspec.json.Decoder(ItemResult), "done": msgspec.json.Decoder(Done),
+    "token": msgspec.json.Decoder(Token),
+    "result": msgspec.json.Decoder(ItemResult),
+    "error": msgspec.json.Decoder(ItemResult),
+    "done": msgspec.json.Decoder(Done),
 }
 
 

@@ -26,33 +26,72 @@ def goals(hot: dict) -> list[list[object]]:
         ("accept length, 32 rows, depth 7, T=1", thirty_two, ">= 4.8", thirty_two >= 4.8),
         ("solved at T=1", hot["solved"], "0.40 to 0.70", 0.4 <= hot["solved"] <= 0.7),
         ("p99 / p50 of response tokens", tail, ">= 10", tail >= 10),
-        ("share ended by the cap, T=1", hot["share_at_cap"], "<= 0.01", hot["share_at_cap"] <= 0.01),
-        ("entropy per token (nats), T=1", hot["entropy_per_token"], "0.1 to 0.4", 0.1 <= hot["entropy_per_token"] <= 0.4),
+        (
+            "share ended by the cap, T=1",
+            hot["share_at_cap"],
+            "<= 0.01",
+            hot["share_at_cap"] <= 0.01,
+        ),
+        (
+            "entropy per token (nats), T=1",
+            hot["entropy_per_token"],
+            "0.1 to 0.4",
+            0.1 <= hot["entropy_per_token"] <= 0.4,
+        ),
     ]
-    return [[name, value, wanted, "yes" if reached else "**no**"] for name, value, wanted, reached in checks]
+    return [
+        [name, value, wanted, "yes" if reached else "**no**"]
+        for name, value, wanted, reached in checks
+    ]
 
 
 def model_card(figures: dict) -> str:
-    target, drafter, e = figures["target_training"], figures["drafter_training"], figures["evaluation"]
+    target, drafter, e = (
+        figures["target_training"],
+        figures["drafter_training"],
+        figures["evaluation"],
+    )
     hot, cold, depth = e["T=1"], e["T=0"], e["depth"]
     levels = [str(level + 1) for level in range(depth)]
     deciles = hot["solved_by_length_decile"]
     compared = [
         ["solved", hot["solved"], cold["solved"]],
-        *([f"response tokens, {name}", hot["tokens"][name], cold["tokens"][name]] for name in ("p50", "p90", "p99", "max", "mean")),
-        ["responses of 2,000 tokens or more", hot["share_at_least_2000_tokens"], cold["share_at_least_2000_tokens"]],
+        *(
+            [f"response tokens, {name}", hot["tokens"][name], cold["tokens"][name]]
+            for name in ("p50", "p90", "p99", "max", "mean")
+        ),
+        [
+            "responses of 2,000 tokens or more",
+            hot["share_at_least_2000_tokens"],
+            cold["share_at_least_2000_tokens"],
+        ],
         [f"ended by the cap of {RESPONSE_TOKEN_CAP}", hot["share_at_cap"], cold["share_at_cap"]],
         ["entropy, nats per token", hot["entropy_per_token"], ""],
         *(
-            [f"accept length, depth {depth}, {rows} rows", hot["accept"][rows]["accept_length"], cold["accept"][rows]["accept_length"]]
+            [
+                f"accept length, depth {depth}, {rows} rows",
+                hot["accept"][rows]["accept_length"],
+                cold["accept"][rows]["accept_length"],
+            ]
             for rows in ROWS
         ),
     ]
-    accepted = [[f"{rows} rows", *(f"{a:.3f}" for a in hot["accept"][rows]["accepted_at_depth"])] for rows in ROWS]
-    among = [[f"k = {k}", *(f"{e['among_children'][f'step_{level}'][k]:.3f}" for level in levels)] for k in ("1", "2", "4", "8")]
+    accepted = [
+        [f"{rows} rows", *(f"{a:.3f}" for a in hot["accept"][rows]["accepted_at_depth"])]
+        for rows in ROWS
+    ]
+    among = [
+        [f"k = {k}", *(f"{e['among_children'][f'step_{level}'][k]:.3f}" for level in levels)]
+        for k in ("1", "2", "4", "8")
+    ]
     cold_kinds = cold["solved_by_kind"]
     kinds = [
-        [name, kind["share"], kind["solved"], cold_kinds[name]["solved"] if name in cold_kinds else ""]
+        [
+            name,
+            kind["share"],
+            kind["solved"],
+            cold_kinds[name]["solved"] if name in cold_kinds else "",
+        ]
         for name, kind in hot["solved_by_kind"].items()
     ]
     parts = [

@@ -1,6 +1,8 @@
-"""Token data of the pair: flat arrays of sequences, written in parallel, read back and served as batches of similar length.
+"""Token data of the pair: flat arrays of sequences, written in parallel, read back and served as
+batches of similar length.
 
-A sequence is ChatML prompt + response + `<|im_end|>`. Batches are right-padded to a length bucket and hold about the same number of tokens.
+A sequence is ChatML prompt + response + `<|im_end|>`. Batches are right-padded to a length bucket
+and hold about the same number of tokens.
 """
 
 from __future__ import annotations
@@ -18,12 +20,33 @@ from tokenizers import Tokenizer
 
 from tlt_server.demo import chat, task
 
-BUCKETS = (64, 80, 96, 112, 128, 160, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 2816)
+BUCKETS = (
+    64,
+    80,
+    96,
+    112,
+    128,
+    160,
+    192,
+    256,
+    320,
+    384,
+    512,
+    640,
+    768,
+    1024,
+    1280,
+    1536,
+    2048,
+    2816,
+)
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """`tokens` int16 flat; sequence i, of problem seeds[i], is tokens[offsets[i]:offsets[i+1]], prompt_lengths[i] of them prompt."""
+    """`tokens` int16 flat; sequence i, of problem seeds[i], is tokens[offsets[i]:offsets[i+1]],
+    prompt_lengths[i] of them prompt.
+    """
 
     tokens: torch.Tensor
     offsets: torch.Tensor
@@ -31,15 +54,25 @@ class Sequences:
     seeds: torch.Tensor
 
     @staticmethod
-    def from_lists(sequences: list[list[int]], prompt_lengths: list[int], seeds: list[int]) -> Sequences:
+    def from_lists(
+        sequences: list[list[int]], prompt_lengths: list[int], seeds: list[int]
+    ) -> Sequences:
         lengths = torch.tensor([0, *map(len, sequences)])
         flat = numpy.fromiter((t for s in sequences for t in s), dtype=numpy.int16)
-        return Sequences(torch.from_numpy(flat), lengths.cumsum(0), torch.tensor(prompt_lengths), torch.tensor(seeds))
+        return Sequences(
+            torch.from_numpy(flat),
+            lengths.cumsum(0),
+            torch.tensor(prompt_lengths),
+            torch.tensor(seeds),
+        )
 
     @staticmethod
     def concatenate(parts: list[Sequences]) -> Sequences:
         starts = torch.tensor([0, *(len(p.tokens) for p in parts)]).cumsum(0)
-        offsets = torch.cat([p.offsets[:-1] + start for p, start in zip(parts, starts[:-1], strict=True)] + [starts[-1:]])
+        offsets = torch.cat(
+            [p.offsets[:-1] + start for p, start in zip(parts, starts[:-1], strict=True)]
+            + [starts[-1:]]
+        )
         return Sequences(
             torch.cat([p.tokens for p in parts]),
             offsets,
@@ -55,16 +88,26 @@ class Sequences:
 
     def select(self, indices: torch.Tensor) -> Sequences:
         rows = [self.list(int(i)) for i in indices]
-        return Sequences.from_lists(rows, self.prompt_lengths[indices].tolist(), self.seeds[indices].tolist())
+        return Sequences.from_lists(
+            rows, self.prompt_lengths[indices].tolist(), self.seeds[indices].tolist()
+        )
 
     def save(self, path: Path) -> None:
         temporary = path.with_suffix(".part")
-        save_file({name: getattr(self, name).cpu().numpy() for name in ("tokens", "offsets", "prompt_lengths", "seeds")}, temporary)
+        save_file(
+            {
+                name: getattr(self, name).cpu().numpy()
+                for name in ("tokens", "offsets", "prompt_lengths", "seeds")
+            },
+            temporary,
+        )
         os.replace(temporary, path)
 
     @staticmethod
     def load(path: Path) -> Sequences:
-        return Sequences(**{name: torch.from_numpy(value) for name, value in load_file(path).items()})
+        return Sequences(
+            **{name: torch.from_numpy(value) for name, value in load_file(path).items()}
+        )
 
 
 @dataclass(frozen=True)
@@ -83,14 +126,23 @@ class Batch:
 
 
 class Batcher:
-    """Serves a data set on a device in random batches of one length bucket; `epoch(n)` is the same for the same seed."""
+    """Serves a data set on a device in random batches of one length bucket; `epoch(n)` is the same
+    for the same seed.
+    """
 
     def __init__(
-        self, data: Sequences, tokens_per_batch: int, device: str, seed: int = 0, buckets: tuple[int, ...] = BUCKETS
+        self,
+        data: Sequences,
+        tokens_per_batch: int,
+        device: str,
+        seed: int = 0,
+        buckets: tuple[int, ...] = BUCKETS,
     ) -> None:
         self.buckets, self.tokens_per_batch, self.seed = buckets, tokens_per_batch, seed
         self.flat = data.tokens.to(device)
-        self.offsets, self.prompt_lengths, self.seeds = (x.to(device) for x in (data.offsets, data.prompt_lengths, data.seeds))
+        self.offsets, self.prompt_lengths, self.seeds = (
+            x.to(device) for x in (data.offsets, data.prompt_lengths, data.seeds)
+        )
         self.lengths = data.offsets.diff()
 
     def gather(self, rows: torch.Tensor, width: int) -> Batch:
@@ -109,7 +161,11 @@ class Batcher:
         for bucket, width in enumerate(self.buckets):
             rows = (bucket_of == bucket).nonzero()[:, 0]
             rows = rows[torch.randperm(len(rows), generator=generator)]
-            plans += [(chunk, width) for chunk in rows.split(max(1, self.tokens_per_batch // width)) if len(chunk)]
+            plans += [
+                (chunk, width)
+                for chunk in rows.split(max(1, self.tokens_per_batch // width))
+                if len(chunk)
+            ]
         for index in torch.randperm(len(plans), generator=generator).tolist():
             yield self.gather(*plans[index])
 
@@ -130,18 +186,28 @@ def _write_shard(job: tuple[Path, Path, range]) -> Path:
         problem = task.problem(seed)
         prompt = encode_prompt(tokenizer, problem.prompt_text)
         response = tokenizer.encode(task.solution(problem, Random(f"solution-{seed}"))).ids
-        sequences.append(prompt + response[: task.RESPONSE_TOKEN_CAP] + [end] * (len(response) < task.RESPONSE_TOKEN_CAP))
+        sequences.append(
+            prompt
+            + response[: task.RESPONSE_TOKEN_CAP]
+            + [end] * (len(response) < task.RESPONSE_TOKEN_CAP)
+        )
         prompt_lengths.append(len(prompt))
     Sequences.from_lists(sequences, prompt_lengths, list(seeds)).save(path)
     return path
 
 
-def write_shards(directory: Path, tokenizer_file: Path, documents: int, per_shard: int, workers: int):
-    """Write `documents` train documents in shards, in parallel; yields each shard's path as it is done."""
+def write_shards(
+    directory: Path, tokenizer_file: Path, documents: int, per_shard: int, workers: int
+):
+    """Write `documents` train documents in shards, in parallel; yields each shard's path as it is
+    done.
+    """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     directory.mkdir(parents=True, exist_ok=True)
     first = task.TRAIN_SEEDS.start
     starts = range(first, first + documents, per_shard)
-    jobs = [(directory, tokenizer_file, range(s, min(s + per_shard, first + documents))) for s in starts]
+    jobs = [
+        (directory, tokenizer_file, range(s, min(s + per_shard, first + documents))) for s in starts
+    ]
     with get_context("spawn").Pool(workers, initializer=os.nice, initargs=(5,)) as pool:
         yield from pool.imap_unordered(_write_shard, jobs)

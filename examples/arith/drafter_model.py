@@ -1,8 +1,9 @@
-"""The EAGLE-3 drafter for training: one decoder layer over the target's hidden states, parameter names of the published
-checkpoints.
+"""The EAGLE-3 drafter for training: one decoder layer over the target's hidden states, parameter
+names of the published checkpoints.
 
-Slot p holds (embedding of x_p, feature g_{p-1}); its output h predicts x_{p+1} and is the feature of the next drafted slot. Slot 0
-does not exist. Legend: B sequences, T positions, N branch roots, H hidden, D head size.
+Slot p holds (embedding of x_p, feature g_{p-1}); its output h predicts x_{p+1} and is the feature
+of the next drafted slot. Slot 0 does not exist. Legend: B sequences, T positions, N branch roots, H
+hidden, D head size.
 """
 
 from __future__ import annotations
@@ -37,10 +38,21 @@ class DrafterAttention(nn.Module):
         self.v_proj = nn.Linear(2 * size, config.num_key_value_heads * self.head_dim, bias=False)
         self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, size, bias=False)
 
-    def project(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q [.., N, heads, D], k and v [.., N, 1, D] for inputs [.., N, 2H]; cos and sin [.., N, D]."""
-        q, k, v = (layer(x).unflatten(-1, (-1, self.head_dim)) for layer in (self.q_proj, self.k_proj, self.v_proj))
-        return rotate(q, cos.unsqueeze(-2), sin.unsqueeze(-2)), rotate(k, cos.unsqueeze(-2), sin.unsqueeze(-2)), v
+    def project(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q [.., N, heads, D], k and v [.., N, 1, D] for inputs [.., N, 2H]; cos and sin [.., N,
+        D].
+        """
+        q, k, v = (
+            layer(x).unflatten(-1, (-1, self.head_dim))
+            for layer in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        return (
+            rotate(q, cos.unsqueeze(-2), sin.unsqueeze(-2)),
+            rotate(k, cos.unsqueeze(-2), sin.unsqueeze(-2)),
+            v,
+        )
 
 
 class Midlayer(nn.Module):
@@ -62,7 +74,9 @@ class Midlayer(nn.Module):
 
 
 class DrafterModel(nn.Module):
-    """Embeddings are the target's and passed in; `d2t` and `t2d` say which target ids the draft vocabulary keeps."""
+    """Embeddings are the target's and passed in; `d2t` and `t2d` say which target ids the draft
+    vocabulary keeps.
+    """
 
     def __init__(self, config: DrafterConfig, kept_ids: torch.Tensor) -> None:
         super().__init__()
@@ -77,7 +91,12 @@ class DrafterModel(nn.Module):
         kept[kept_ids] = True
         self.register_buffer("d2t", kept_ids - torch.arange(len(kept_ids)))
         self.register_buffer("t2d", kept)
-        cos, sin = rope_tables(config.target.max_position_embeddings, config.target.head_dim, config.target.rope_theta, "cpu")
+        cos, sin = rope_tables(
+            config.target.max_position_embeddings,
+            config.target.head_dim,
+            config.target.rope_theta,
+            "cpu",
+        )
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
         for name, parameter in self.named_parameters():
@@ -96,10 +115,14 @@ class DrafterModel(nn.Module):
     def logits(self, h: torch.Tensor) -> torch.Tensor:
         return self.lm_head(self.norm(h)).float()
 
-    def unroll(self, embeds_BTH: torch.Tensor, fused_BTH: torch.Tensor, steps: int) -> Iterator[torch.Tensor]:
-        """Training-time test along the true path: yields h [B, N, H] of step j for roots r = 1 .. T-2-j, as `losses.pair` counts.
+    def unroll(
+        self, embeds_BTH: torch.Tensor, fused_BTH: torch.Tensor, steps: int
+    ) -> Iterator[torch.Tensor]:
+        """Training-time test along the true path: yields h [B, N, H] of step j for roots r = 1 ..
+        T-2-j, as `losses.pair` counts.
 
-        Step j's slot r+j sees the true slots 1..r and its own path's slots r+1 .. r+j, whose keys come from steps 1 .. j.
+        Step j's slot r+j sees the true slots 1..r and its own path's slots r+1 .. r+j, whose keys
+        come from steps 1 .. j.
         """
         last = embeds_BTH.shape[1] - 1
         state = fused_BTH[:, : last - 1]
@@ -109,23 +132,39 @@ class DrafterModel(nn.Module):
             roots = last - 1 - step
             state = state[:, :roots]
             joined = self.midlayer.join(embeds_BTH[:, 1 + step : last], state)
-            q, k, v = self.midlayer.self_attn.project(joined, self.cos[1 + step : last], self.sin[1 + step : last])
+            q, k, v = self.midlayer.self_attn.project(
+                joined, self.cos[1 + step : last], self.sin[1 + step : last]
+            )
             keys.append(k.transpose(1, 2))
             values.append(v.transpose(1, 2))
-            attended = attend_branches(q.transpose(1, 2), [x[:, :, :roots] for x in keys], [x[:, :, :roots] for x in values])
+            attended = attend_branches(
+                q.transpose(1, 2),
+                [x[:, :, :roots] for x in keys],
+                [x[:, :, :roots] for x in values],
+            )
             state = self.midlayer.finish(state, attended.transpose(1, 2).flatten(2))
             yield state
 
 
-def attend_branches(q_BhND: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor]) -> torch.Tensor:
-    """Row r attends to keys[0][<= r] (true slots) and to keys[i][r] for i >= 1 (its own path); keys and values [B, 1, N, D]."""
+def attend_branches(
+    q_BhND: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor]
+) -> torch.Tensor:
+    """Row r attends to keys[0][<= r] (true slots) and to keys[i][r] for i >= 1 (its own path); keys
+    and values [B, 1, N, D].
+    """
     if len(keys) == 1:
-        return F.scaled_dot_product_attention(q_BhND, keys[0], values[0], is_causal=True, enable_gqa=True)
+        return F.scaled_dot_product_attention(
+            q_BhND, keys[0], values[0], is_causal=True, enable_gqa=True
+        )
     rows = q_BhND.shape[2]
     future = torch.ones((rows, rows), dtype=torch.bool, device=q_BhND.device).triu(1)
     true = (q_BhND @ keys[0].transpose(2, 3)).masked_fill(future, float("-inf"))
     own = torch.stack([(q_BhND * k).sum(-1) for k in keys[1:]], -1)
-    weights = (torch.cat([true, own.to(true.dtype)], -1) * q_BhND.shape[-1] ** -0.5).softmax(-1).to(values[0].dtype)
+    weights = (
+        (torch.cat([true, own.to(true.dtype)], -1) * q_BhND.shape[-1] ** -0.5)
+        .softmax(-1)
+        .to(values[0].dtype)
+    )
     out = weights[..., :rows] @ values[0]
     for i, value in enumerate(values[1:]):
         out = out + weights[..., rows + i, None] * value
@@ -156,14 +195,20 @@ def export_drafter(model: DrafterModel, directory: Path) -> None:
         "attention_bias": False,
         "mlp_bias": False,
         "tie_word_embeddings": False,
-        # Published checkpoints count layer inputs at the top level, but layer outputs (one less) inside `eagle_config`.
+        # Published checkpoints count layer inputs at the top level, but layer outputs (one less)
+        # inside `eagle_config`.
         "eagle_aux_hidden_state_layer_ids": list(target.aux_layers),
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [i - 1 for i in target.aux_layers], "use_aux_hidden_state": True},
+        "eagle_config": {
+            "eagle_aux_hidden_state_layer_ids": [i - 1 for i in target.aux_layers],
+            "use_aux_hidden_state": True,
+        },
         "torch_dtype": "bfloat16",
     }
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     state = {
-        name: value.detach().to("cpu", torch.bfloat16 if value.is_floating_point() else value.dtype).contiguous()
+        name: value.detach()
+        .to("cpu", torch.bfloat16 if value.is_floating_point() else value.dtype)
+        .contiguous()
         for name, value in model.state_dict().items()
     }
     save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
@@ -174,6 +219,13 @@ def load_drafter(directory: Path, target: TargetConfig, device: str) -> DrafterM
     config = json.loads((directory / "config.json").read_text())
     state = load_file(directory / "model.safetensors")
     kept = state["d2t"] + torch.arange(len(state["d2t"]))
-    model = DrafterModel(DrafterConfig(target, config["intermediate_size"], config["draft_vocab_size"]), kept)
-    model.load_state_dict({name: value.float() if value.is_floating_point() else value for name, value in state.items()})
+    model = DrafterModel(
+        DrafterConfig(target, config["intermediate_size"], config["draft_vocab_size"]), kept
+    )
+    model.load_state_dict(
+        {
+            name: value.float() if value.is_floating_point() else value
+            for name, value in state.items()
+        }
+    )
     return model.to(device).eval()

@@ -1,7 +1,8 @@
-"""Step 5: measure the pair on held-out problems, fit the calibration table, and write `figures.json` and the model card.
+"""Step 5: measure the pair on held-out problems, fit the calibration table, and write
+`figures.json` and the model card.
 
-Accept lengths replay draft-and-verify cycles on recorded samples (see `tree.py`); the last of the samples fit the table, the first are
-measured.
+Accept lengths replay draft-and-verify cycles on recorded samples (see `tree.py`); the last of the
+samples fit the table, the first are measured.
 """
 
 from __future__ import annotations
@@ -30,14 +31,20 @@ from tlt_server.demo import task
 
 def length_figures(sequences: Sequences, rewards: torch.Tensor) -> dict:
     lengths = (sequences.offsets.diff() - sequences.prompt_lengths).float()
-    quantiles = {f"p{percent}": round(float(torch.quantile(lengths, percent / 100)), 1) for percent in (50, 90, 99)}
+    quantiles = {
+        f"p{percent}": round(float(torch.quantile(lengths, percent / 100)), 1)
+        for percent in (50, 90, 99)
+    }
     kinds = [task.problem(int(seed)).kind for seed in sequences.seeds]
     deciles = [
         {"tokens_up_to": int(lengths[part].max()), "solved": round(float(rewards[part].mean()), 4)}
         for part in lengths.argsort(stable=True).chunk(10)
     ]
     by_kind = {
-        kind: {"share": round(len(part) / len(kinds), 4), "solved": round(float(rewards[part].mean()), 4)}
+        kind: {
+            "share": round(len(part) / len(kinds), 4),
+            "solved": round(float(rewards[part].mean()), 4),
+        }
         for kind in sorted(set(kinds))
         for part in [torch.tensor([i for i, k in enumerate(kinds) if k == kind])]
     }
@@ -65,36 +72,71 @@ def entropy_per_token(target: TargetModel, batcher: Batcher, device: str) -> flo
 
 
 def accept_lengths(
-    drafter: DrafterModel, target: TargetModel, table: Calibration, data: Sequences, options: argparse.Namespace, temperature: float
+    drafter: DrafterModel,
+    target: TargetModel,
+    table: Calibration,
+    data: Sequences,
+    options: argparse.Namespace,
+    temperature: float,
 ) -> dict:
     batcher = Batcher(data, options.replay_tokens, options.device, buckets=(128, 512, 2816))
     figures = {}
     for rows in (8, 16, 32):
         walk = Walk()
         for batch in batcher.epoch(0):
-            replay(drafter, target, table, batch, Settings(rows, options.depth, options.width, temperature), walk)
+            replay(
+                drafter,
+                target,
+                table,
+                batch,
+                Settings(rows, options.depth, options.width, temperature),
+                walk,
+            )
         figures[str(rows)] = walk.summary()
-        print(f"{time.strftime('%H:%M:%S')} T={temperature} rows {rows}: {figures[str(rows)]}", flush=True)
+        print(
+            f"{time.strftime('%H:%M:%S')} T={temperature} rows {rows}: {figures[str(rows)]}",
+            flush=True,
+        )
     return figures
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--pair", type=Path, default=Path("tlt_server/demo/pair"))
     parser.add_argument("--samples", type=int, default=20_000, help="eval problems at T=1")
     parser.add_argument("--greedy-samples", type=int, default=4_000, help="eval problems at T=0")
-    parser.add_argument("--calibration-samples", type=int, default=8_000, help="the last of --samples, kept out of the accept lengths")
-    parser.add_argument("--replayed", type=int, default=3_000, help="samples replayed per accept length, from the first")
+    parser.add_argument(
+        "--calibration-samples",
+        type=int,
+        default=8_000,
+        help="the last of --samples, kept out of the accept lengths",
+    )
+    parser.add_argument(
+        "--replayed",
+        type=int,
+        default=3_000,
+        help="samples replayed per accept length, from the first",
+    )
     parser.add_argument("--depth", type=int, default=7)
     parser.add_argument("--width", type=int, default=8, help="nodes expanded per level")
     parser.add_argument("--replay-tokens", type=int, default=400_000)
     parser.add_argument("--cap", type=int, default=task.RESPONSE_TOKEN_CAP)
-    parser.add_argument("--card-only", action="store_true", help="write the model card from figures.json and measure nothing")
-    parser.add_argument("--machine", default="one NVIDIA H200" if torch.cuda.is_available() else "a CPU")
+    parser.add_argument(
+        "--card-only",
+        action="store_true",
+        help="write the model card from figures.json and measure nothing",
+    )
+    parser.add_argument(
+        "--machine", default="one NVIDIA H200" if torch.cuda.is_available() else "a CPU"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
     if options.card_only:
-        (options.pair / "README.md").write_text(model_card(json.loads((options.pair / "figures.json").read_text())))
+        (options.pair / "README.md").write_text(
+            model_card(json.loads((options.pair / "figures.json").read_text()))
+        )
         return
     torch.set_float32_matmul_precision("high")
     started = time.monotonic()
@@ -105,16 +147,23 @@ def main() -> None:
     data, rewards = sample_problems(target, tokenizer, seeds, 1.0, options.cap)
     hot = length_figures(data, rewards)
     print(f"{time.monotonic() - started:.0f}s {hot}", flush=True)
-    greedy, greedy_rewards = sample_problems(target, tokenizer, seeds[: options.greedy_samples], 0.0, options.cap)
+    greedy, greedy_rewards = sample_problems(
+        target, tokenizer, seeds[: options.greedy_samples], 0.0, options.cap
+    )
     cold = length_figures(greedy, greedy_rewards)
     print(f"{time.monotonic() - started:.0f}s {cold}", flush=True)
     measured = data.select(torch.arange(options.replayed))
     held = data.select(torch.arange(options.samples - options.calibration_samples, options.samples))
-    hot["entropy_per_token"] = round(entropy_per_token(target, Batcher(data, 65_536, options.device), options.device), 4)
+    hot["entropy_per_token"] = round(
+        entropy_per_token(target, Batcher(data, 65_536, options.device), options.device), 4
+    )
     batches = list(Batcher(held, 32_768, options.device).epoch(0))
     table, among = fit_calibration(drafter, target, batches, options.depth)
     save_file(
-        {"survival": table.survival.cpu().contiguous(), "gap_edges": table.gap_edges.cpu().float().contiguous()},
+        {
+            "survival": table.survival.cpu().contiguous(),
+            "gap_edges": table.gap_edges.cpu().float().contiguous(),
+        },
         options.pair / "drafter" / "calibration.safetensors",
     )
     print(f"{time.monotonic() - started:.0f}s among children: {json.dumps(among)}", flush=True)
@@ -137,7 +186,9 @@ def main() -> None:
         "T=0": cold,
     }
     record_figures(options.pair / "figures.json", "evaluation", evaluation)
-    (options.pair / "README.md").write_text(model_card(json.loads((options.pair / "figures.json").read_text())))
+    (options.pair / "README.md").write_text(
+        model_card(json.loads((options.pair / "figures.json").read_text()))
+    )
     print(f"{time.monotonic() - started:.0f}s written to {options.pair}", flush=True)
 
 

@@ -1,4 +1,6 @@
-"""`figures.json` beside the pair: one JSON object, one key per script; the model card is rendered from it."""
+"""`figures.json` beside the pair: one JSON object, one key per script; the model card is rendered
+from it.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Step 1: train the byte-level BPE on the task's text and save it as a Qwen2 tokenizer directory.
 
-Normalizer (NFC), split pattern and byte alphabet are Qwen2's own, so `AutoTokenizer`, which rebuilds a Qwen2 tokenizer from vocabulary and
-merges, gives the same ids as the file itself.
+Normalizer (NFC), split pattern and byte alphabet are Qwen2's own, so `AutoTokenizer`, which
+rebuilds a Qwen2 tokenizer from vocabulary and merges, gives the same ids as the file itself.
 """
 
 from __future__ import annotations
@@ -11,13 +11,20 @@ import json
 from pathlib import Path
 from random import Random
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
 
 from tlt_server.demo import chat, task
 
-QWEN2_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+QWEN2_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 def train_tokenizer(documents: int, vocab_size: int) -> Tokenizer:
@@ -35,7 +42,10 @@ def train_tokenizer(documents: int, vocab_size: int) -> Tokenizer:
     def corpus():
         for seed in task.TRAIN_SEEDS[:documents]:
             problem = task.problem(seed)
-            for text in (chat.render_prompt(problem.prompt_text), task.solution(problem, Random(seed))):
+            for text in (
+                chat.render_prompt(problem.prompt_text),
+                task.solution(problem, Random(seed)),
+            ):
                 for special in chat.SPECIALS:
                     text = text.replace(special, "")
                 yield text
@@ -50,13 +60,19 @@ def train_tokenizer(documents: int, vocab_size: int) -> Tokenizer:
     tokenizer.train_from_iterator(corpus(), trainer)
     missing = vocab_size - len(chat.SPECIALS) - tokenizer.get_vocab_size()
     if missing:
-        raise ValueError(f"the corpus gives {missing} merges too few for a vocabulary of {vocab_size}: use more documents or a smaller one")
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in chat.SPECIALS])
+        raise ValueError(
+            f"the corpus gives {missing} merges too few for a vocabulary of {vocab_size}: use more documents or a smaller one"
+        )
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in chat.SPECIALS]
+    )
     return tokenizer
 
 
 def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
-    """Write tokenizer.json and tokenizer_config.json (with the chat template) as `transformers` expects of a Qwen2 model."""
+    """Write tokenizer.json and tokenizer_config.json (with the chat template) as `transformers`
+    expects of a Qwen2 model.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
     config = {
@@ -89,9 +105,13 @@ def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=Path("tlt_server/demo/pair/target"))
-    parser.add_argument("--documents", type=int, default=40_000, help="training texts, from the first train seeds")
+    parser.add_argument(
+        "--documents", type=int, default=40_000, help="training texts, from the first train seeds"
+    )
     parser.add_argument("--vocab-size", type=int, default=512)
     options = parser.parse_args()
     tokenizer = train_tokenizer(options.documents, options.vocab_size)

@@ -1,4 +1,6 @@
-"""Step 4: train the EAGLE-3 drafter on the target's own samples, with training-time test and the target's full distributions as teacher."""
+"""Step 4: train the EAGLE-3 drafter on the target's own samples, with training-time test and the
+target's full distributions as teacher.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,12 @@ def response_tokens(batch: Batch) -> torch.Tensor:
 
 
 def drafter_loss(
-    drafter: DrafterModel, target: TargetModel, batch: Batch, steps: int, decay: float, variation: float
+    drafter: DrafterModel,
+    target: TargetModel,
+    batch: Batch,
+    steps: int,
+    decay: float,
+    variation: float,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """(the training loss, total variation of each step)."""
     with torch.no_grad():
@@ -34,12 +41,18 @@ def drafter_loss(
     counted = response_tokens(batch)
     per_step, variations = [], []
     for step, h in enumerate(drafter.unroll(embeds, drafter.fuse(states), steps)):
-        probabilities = losses.pair(batch.tokens_BT, embeds, teacher.probabilities, step).teacher_BNV
-        covered = losses.pair(batch.tokens_BT, embeds, teacher.covered[..., None], step).teacher_BNV[..., 0]
+        probabilities = losses.pair(
+            batch.tokens_BT, embeds, teacher.probabilities, step
+        ).teacher_BNV
+        covered = losses.pair(
+            batch.tokens_BT, embeds, teacher.covered[..., None], step
+        ).teacher_BNV[..., 0]
         weights = losses.slot_weights(counted, step) * covered
         logits = drafter.logits(h)
         variations.append(losses.total_variation(logits, probabilities, weights))
-        per_step.append(losses.soft_cross_entropy(logits, probabilities, weights) + variation * variations[-1])
+        per_step.append(
+            losses.soft_cross_entropy(logits, probabilities, weights) + variation * variations[-1]
+        )
     return losses.over_steps(per_step, decay), [v.detach() for v in variations]
 
 
@@ -52,15 +65,32 @@ def frequent_ids(data: Sequences, vocab_size: int, size: int) -> torch.Tensor:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", type=Path, default=Path("tlt_server/demo/pair/target"))
-    parser.add_argument("--samples", type=Path, nargs="+", default=[Path("build/arith/samples.safetensors")])
+    parser.add_argument(
+        "--samples", type=Path, nargs="+", default=[Path("build/arith/samples.safetensors")]
+    )
     parser.add_argument("--out", type=Path, default=Path("tlt_server/demo/pair/drafter"))
-    parser.add_argument("--start-from", type=Path, help="an exported drafter to continue from, in place of fresh weights")
+    parser.add_argument(
+        "--start-from",
+        type=Path,
+        help="an exported drafter to continue from, in place of fresh weights",
+    )
     parser.add_argument("--checkpoint", type=Path, default=Path("build/arith/drafter"))
     parser.add_argument("--steps", type=int, default=6_000, help="optimizer steps")
-    parser.add_argument("--time-limit-s", type=float, default=400.0, help="the schedule is stretched to end by then")
-    parser.add_argument("--test-steps", type=int, default=7, help="training-time test: steps drafted ahead")
-    parser.add_argument("--decay", type=float, default=0.9, help="weight of each later step relative to the one before")
-    parser.add_argument("--variation", type=float, default=0.5, help="weight of the total-variation term")
+    parser.add_argument(
+        "--time-limit-s", type=float, default=400.0, help="the schedule is stretched to end by then"
+    )
+    parser.add_argument(
+        "--test-steps", type=int, default=7, help="training-time test: steps drafted ahead"
+    )
+    parser.add_argument(
+        "--decay",
+        type=float,
+        default=0.9,
+        help="weight of each later step relative to the one before",
+    )
+    parser.add_argument(
+        "--variation", type=float, default=0.5, help="weight of the total-variation term"
+    )
     parser.add_argument("--tokens-per-batch", type=int, default=32_768)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--intermediate", type=int, default=DrafterConfig.intermediate_size)
@@ -77,14 +107,28 @@ def main() -> None:
         drafter = load_drafter(options.start_from, target.config, options.device).train()
     else:
         kept = frequent_ids(data, target.config.vocab_size, options.draft_vocab)
-        drafter = DrafterModel(DrafterConfig(target.config, options.intermediate, options.draft_vocab), kept).to(options.device)
+        drafter = DrafterModel(
+            DrafterConfig(target.config, options.intermediate, options.draft_vocab), kept
+        ).to(options.device)
     optimizer = optimizer_of(drafter, options.lr, fused=options.device == "cuda")
-    record = load_state(options.checkpoint, drafter, optimizer) or {"step": 0, "seconds": 0.0, "epoch": 0, "tokens": 0}
+    record = load_state(options.checkpoint, drafter, optimizer) or {
+        "step": 0,
+        "seconds": 0.0,
+        "epoch": 0,
+        "tokens": 0,
+    }
     loss_of = torch.compile(drafter_loss, dynamic=True) if options.compile else drafter_loss
     batcher = Batcher(data, options.tokens_per_batch, options.device, options.seed)
     size = sum(p.numel() for p in drafter.parameters())
-    print(f"{size} parameters, {len(data)} samples, {len(data.tokens)} tokens, {record}", flush=True)
-    before, started, last_print, last_save = record["seconds"], time.monotonic(), 0.0, time.monotonic()
+    print(
+        f"{size} parameters, {len(data)} samples, {len(data.tokens)} tokens, {record}", flush=True
+    )
+    before, started, last_print, last_save = (
+        record["seconds"],
+        time.monotonic(),
+        0.0,
+        time.monotonic(),
+    )
     finished = False
     while not finished:
         record["epoch"] += 1
@@ -97,7 +141,9 @@ def main() -> None:
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(progress, options.lr)
             with torch.autocast(options.device, torch.bfloat16):
-                loss, variations = loss_of(drafter, target, batch, options.test_steps, options.decay, options.variation)
+                loss, variations = loss_of(
+                    drafter, target, batch, options.test_steps, options.decay, options.variation
+                )
             loss.backward()
             torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
             optimizer.step()
@@ -117,7 +163,12 @@ def main() -> None:
                 save_state(options.checkpoint, drafter, optimizer, record)
     save_state(options.checkpoint, drafter, optimizer, record)
     export_drafter(drafter, options.out)
-    record |= {"seed": options.seed, "samples": len(data), "test_steps": options.test_steps, "lr": options.lr}
+    record |= {
+        "seed": options.seed,
+        "samples": len(data),
+        "test_steps": options.test_steps,
+        "lr": options.lr,
+    }
     record_figures(options.out.parent / "figures.json", "drafter_training", record)
     print(f"exported to {options.out} after {record}", flush=True)
 

@@ -1,4 +1,6 @@
-"""Step 2: train the target on the written solutions (data is written in parallel while training runs) and export it."""
+"""Step 2: train the target on the written solutions (data is written in parallel while training
+runs) and export it.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ class GrowingData:
         tokenizer_file = options.out / "tokenizer.json"
 
         def write() -> None:
-            for path in write_shards(options.data, tokenizer_file, options.documents, options.per_shard, options.workers):
+            for path in write_shards(
+                options.data, tokenizer_file, options.documents, options.per_shard, options.workers
+            ):
                 self.paths.append(path)
             self.done = True
 
@@ -62,15 +66,24 @@ class GrowingData:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("tlt_server/demo/pair/target"), help="holds the tokenizer, gets the model")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("tlt_server/demo/pair/target"),
+        help="holds the tokenizer, gets the model",
+    )
     parser.add_argument("--data", type=Path, default=Path("build/arith/data"))
     parser.add_argument("--checkpoint", type=Path, default=Path("build/arith/target"))
     parser.add_argument("--documents", type=int, default=1_600_000)
     parser.add_argument("--per-shard", type=int, default=20_000)
-    parser.add_argument("--start-shards", type=int, default=12, help="shards to have before the first step")
+    parser.add_argument(
+        "--start-shards", type=int, default=12, help="shards to have before the first step"
+    )
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     parser.add_argument("--steps", type=int, default=12_000)
-    parser.add_argument("--time-limit-s", type=float, default=360.0, help="the schedule is stretched to end by then")
+    parser.add_argument(
+        "--time-limit-s", type=float, default=360.0, help="the schedule is stretched to end by then"
+    )
     parser.add_argument("--tokens-per-batch", type=int, default=65_536)
     parser.add_argument("--lr", type=float, default=2.5e-3)
     parser.add_argument("--layers", type=int, default=TargetConfig.num_hidden_layers)
@@ -85,20 +98,32 @@ def main() -> None:
     config = TargetConfig(num_hidden_layers=options.layers, intermediate_size=options.intermediate)
     model = TargetModel(config).to(options.device)
     optimizer = optimizer_of(model, options.lr, fused=options.device == "cuda")
-    record = load_state(options.checkpoint, model, optimizer) or {"step": 0, "seconds": 0.0, "epoch": 0, "tokens": 0}
+    record = load_state(options.checkpoint, model, optimizer) or {
+        "step": 0,
+        "seconds": 0.0,
+        "epoch": 0,
+        "tokens": 0,
+    }
     if options.compile:
         torch._dynamo.config.suppress_errors = True
         for layer in model.model.layers:
             layer.compile(dynamic=True)
     print(f"{sum(p.numel() for p in model.parameters())} parameters, {record}", flush=True)
     shards, parts = data.wait(options.start_shards), []
-    before, started, last_print, last_save = record["seconds"], time.monotonic(), 0.0, time.monotonic()
+    before, started, last_print, last_save = (
+        record["seconds"],
+        time.monotonic(),
+        0.0,
+        time.monotonic(),
+    )
     finished = False
     while not finished:
         shards = data.wait(1)
         if len(parts) < len(shards):
             parts += [Sequences.load(path) for path in shards[len(parts) :]]
-            batcher = Batcher(Sequences.concatenate(parts), options.tokens_per_batch, options.device, options.seed)
+            batcher = Batcher(
+                Sequences.concatenate(parts), options.tokens_per_batch, options.device, options.seed
+            )
         record["epoch"] += 1
         for batch in batcher.epoch(record["epoch"]):
             record["seconds"] = before + time.monotonic() - started
@@ -128,7 +153,9 @@ def main() -> None:
                 save_state(options.checkpoint, model, optimizer, record)
     save_state(options.checkpoint, model, optimizer, record)
     tokenizer = Tokenizer.from_file(str(options.out / "tokenizer.json"))
-    export_target(model, options.out, tokenizer.token_to_id(chat.END), tokenizer.token_to_id(chat.PAD))
+    export_target(
+        model, options.out, tokenizer.token_to_id(chat.END), tokenizer.token_to_id(chat.PAD)
+    )
     record |= {"seed": options.seed, "documents": options.documents, "lr": options.lr}
     record_figures(options.out.parent / "figures.json", "target_training", record)
     print(f"exported to {options.out} after {record}", flush=True)

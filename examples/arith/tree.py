@@ -1,9 +1,9 @@
-"""Accept length of the shared-noise draft tree, replayed on recorded samples, and the calibration table that grows the
-tree.
+"""Accept length of the shared-noise draft tree, replayed on recorded samples, and the calibration
+table that grows the tree.
 
-A sample is a pure function of (weights, prefix, seed), so a recorded trajectory decides every acceptance: no target pass is needed at
-the nodes. Legend: M sequences, T positions, W nodes expanded per level, K children per node, H hidden, D head size, V draft
-vocabulary.
+A sample is a pure function of (weights, prefix, seed), so a recorded trajectory decides every
+acceptance: no target pass is needed at the nodes. Legend: M sequences, T positions, W nodes
+expanded per level, K children per node, H hidden, D head size, V draft vocabulary.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ GAP_BUCKETS = len(GAP_EDGES) + 1
 
 @dataclass(frozen=True)
 class Calibration:
-    """P(child is the target's token | its parent is on the path): `survival` [phase, rank, bucket]; phase 0 = children of the root."""
+    """P(child is the target's token | its parent is on the path): `survival` [phase, rank, bucket];
+    phase 0 = children of the root.
+    """
 
     survival: torch.Tensor
     gap_edges: torch.Tensor
@@ -45,20 +47,34 @@ def gaps_of(top_values: torch.Tensor) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def fit_calibration(drafter: DrafterModel, target: TargetModel, batches: list[Batch], depth: int) -> tuple[Calibration, dict]:
-    """Count hits by (phase, rank, gap bucket) along true paths at T=1; also P(token among the first k children) of each step."""
+def fit_calibration(
+    drafter: DrafterModel, target: TargetModel, batches: list[Batch], depth: int
+) -> tuple[Calibration, dict]:
+    """Count hits by (phase, rank, gap bucket) along true paths at T=1; also P(token among the first
+    k children) of each step.
+    """
     device = drafter.d2t.device
     edges, vocab = torch.tensor(GAP_EDGES, device=device), target.config.vocab_size
-    hits, counts = (torch.zeros(2 * CHILDREN * GAP_BUCKETS, dtype=torch.float64, device=device) for _ in range(2))
-    found, seen = torch.zeros((depth, CHILDREN), dtype=torch.float64, device=device), torch.zeros(depth, dtype=torch.float64, device=device)
+    hits, counts = (
+        torch.zeros(2 * CHILDREN * GAP_BUCKETS, dtype=torch.float64, device=device)
+        for _ in range(2)
+    )
+    found, seen = (
+        torch.zeros((depth, CHILDREN), dtype=torch.float64, device=device),
+        torch.zeros(depth, dtype=torch.float64, device=device),
+    )
     for batch in batches:
         tokens = batch.tokens_BT
         rows, width = tokens.shape
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             states = target.hidden_states(tokens)
-            outputs = [drafter.logits(h) for h in drafter.unroll(states[0], drafter.fuse(states), depth)]
+            outputs = [
+                drafter.logits(h) for h in drafter.unroll(states[0], drafter.fuse(states), depth)
+            ]
         positions = torch.arange(width, device=device).repeat(rows)
-        noise = gumbel(batch.seeds_B.repeat_interleave(width), positions, vocab)[:, drafter.kept_ids].view(rows, width, -1)
+        noise = gumbel(batch.seeds_B.repeat_interleave(width), positions, vocab)[
+            :, drafter.kept_ids
+        ].view(rows, width, -1)
         for step, logits in enumerate(outputs):
             labels = tokens[:, 2 + step :]
             keep = losses.slot_weights(response_tokens(batch), step).bool()
@@ -67,17 +83,29 @@ def fit_calibration(drafter: DrafterModel, target: TargetModel, batches: list[Ba
             gaps = gaps_of(values)
             hit = (drafter.kept_ids[children] == labels[keep][:, None]).double()
             bucket = torch.bucketize(gaps.contiguous(), edges, right=True)
-            index = ((min(step, 1) * CHILDREN + torch.arange(CHILDREN, device=device)) * GAP_BUCKETS + bucket).flatten()
+            index = (
+                (min(step, 1) * CHILDREN + torch.arange(CHILDREN, device=device)) * GAP_BUCKETS
+                + bucket
+            ).flatten()
             hits += torch.bincount(index, hit.flatten(), minlength=len(hits))
             counts += torch.bincount(index, minlength=len(counts))
             found[step] += hit.cumsum(-1).sum(0)
             seen[step] += len(hit)
-    prior = torch.tensor([0.9, 0.1, 0.05, 0.03, 0.02, 0.01, 0.01, 0.01], dtype=torch.float64, device=device).repeat(2)
-    survival = (hits.view(-1, GAP_BUCKETS) + 2 * prior[:, None]) / (counts.view(-1, GAP_BUCKETS) + 2)
-    survival = survival.clamp(1e-6, 1 - 1e-6)  # strictly inside (0, 1) in float32 too: a child never ties with its parent
+    prior = torch.tensor(
+        [0.9, 0.1, 0.05, 0.03, 0.02, 0.01, 0.01, 0.01], dtype=torch.float64, device=device
+    ).repeat(2)
+    survival = (hits.view(-1, GAP_BUCKETS) + 2 * prior[:, None]) / (
+        counts.view(-1, GAP_BUCKETS) + 2
+    )
+    survival = survival.clamp(
+        1e-6, 1 - 1e-6
+    )  # strictly inside (0, 1) in float32 too: a child never ties with its parent
     table = Calibration(survival.view(2, CHILDREN, GAP_BUCKETS).float(), edges)
     among = (found / seen[:, None]).tolist()
-    return table, {f"step_{step + 1}": {str(k): round(among[step][k - 1], 4) for k in (1, 2, 4, 8)} for step in range(depth)}
+    return table, {
+        f"step_{step + 1}": {str(k): round(among[step][k - 1], 4) for k in (1, 2, 4, 8)}
+        for step in range(depth)
+    }
 
 
 @dataclass
@@ -98,7 +126,9 @@ class Walk:
 
 @dataclass(frozen=True)
 class Settings:
-    """One tree shape: `rows` verified (the root included), `depth` levels, `width` nodes expanded per level."""
+    """One tree shape: `rows` verified (the root included), `depth` levels, `width` nodes expanded
+    per level.
+    """
 
     rows: int
     depth: int
@@ -108,7 +138,9 @@ class Settings:
 
 @dataclass(frozen=True)
 class Context:
-    """What the drafter knows of a batch before any cycle: features g, and keys and values of every true slot; [sequence, position, ...]."""
+    """What the drafter knows of a batch before any cycle: features g, and keys and values of every
+    true slot; [sequence, position, ...].
+    """
 
     fused: torch.Tensor
     keys: torch.Tensor
@@ -116,19 +148,32 @@ class Context:
 
 
 def true_slots(drafter: DrafterModel, target: TargetModel, tokens_BT: torch.Tensor) -> Context:
-    """Slot p of the caches is sequence position p; slot 0 does not exist and is masked by the reader."""
+    """Slot p of the caches is sequence position p; slot 0 does not exist and is masked by the
+    reader.
+    """
     kind, last = tokens_BT.device.type, tokens_BT.shape[1]
     with torch.autocast(kind, torch.bfloat16, enabled=kind == "cuda"):
         states = target.hidden_states(tokens_BT)
         fused = drafter.fuse(states).float()
         joined = drafter.midlayer.join(states[0][:, 1:].float(), fused[:, :-1])
-        _, keys, values = drafter.midlayer.self_attn.project(joined, drafter.cos[1:last], drafter.sin[1:last])
+        _, keys, values = drafter.midlayer.self_attn.project(
+            joined, drafter.cos[1:last], drafter.sin[1:last]
+        )
     return Context(fused, *(F.pad(x[:, :, 0].float(), (0, 0, 1, 0)) for x in (keys, values)))
 
 
 @torch.inference_mode()
-def replay(drafter: DrafterModel, target: TargetModel, table: Calibration, batch: Batch, settings: Settings, walk: Walk) -> None:
-    """Run draft-and-verify cycles over every response; tokens per cycle include the bonus and stop at the response's end."""
+def replay(
+    drafter: DrafterModel,
+    target: TargetModel,
+    table: Calibration,
+    batch: Batch,
+    settings: Settings,
+    walk: Walk,
+) -> None:
+    """Run draft-and-verify cycles over every response; tokens per cycle include the bonus and stop
+    at the response's end.
+    """
     walk.accepted_at = walk.accepted_at or [0] * settings.depth
     context = true_slots(drafter, target, batch.tokens_BT)
     sequence = torch.arange(len(batch.tokens_BT), device=batch.tokens_BT.device)
@@ -138,7 +183,12 @@ def replay(drafter: DrafterModel, target: TargetModel, table: Calibration, batch
         sequence, root = sequence[live], root[live]
         if not len(sequence):
             return
-        batch = Batch(batch.tokens_BT[live], batch.lengths_B[live], batch.prompt_lengths_B[live], batch.seeds_B[live])
+        batch = Batch(
+            batch.tokens_BT[live],
+            batch.lengths_B[live],
+            batch.prompt_lengths_B[live],
+            batch.seeds_B[live],
+        )
         accepted = accepted_drafts(drafter, target, table, batch, settings, context, sequence, root)
         emitted = torch.minimum(accepted + 1, batch.lengths_B - 1 - root)
         walk.cycles += len(root)
@@ -166,19 +216,32 @@ def accepted_drafts(
     hidden = (slots > root_M[:, None, None] - 1) | (slots == 0)
     tokens_MW = batch.tokens_BT.gather(1, root_M[:, None])
     features = context.fused[sequence_M, root_M - 1][:, None]
-    chance, on_path = torch.ones((count, 1), device=device), torch.ones((count, 1), dtype=torch.bool, device=device)
-    own_keys, own_values = (torch.zeros((count, 1, 0, attention.head_dim), device=device) for _ in range(2))
+    chance, on_path = (
+        torch.ones((count, 1), device=device),
+        torch.ones((count, 1), dtype=torch.bool, device=device),
+    )
+    own_keys, own_values = (
+        torch.zeros((count, 1, 0, attention.head_dim), device=device) for _ in range(2)
+    )
     all_chances, all_hits = [], []
     for level in range(settings.depth):
         position = root_M + level
         joined = drafter.midlayer.join(target.model.embed_tokens(tokens_MW), features)
-        q, k, v = attention.project(joined, drafter.cos[position][:, None], drafter.sin[position][:, None])
+        q, k, v = attention.project(
+            joined, drafter.cos[position][:, None], drafter.sin[position][:, None]
+        )
         own_keys, own_values = torch.cat([own_keys, k], 2), torch.cat([own_values, v], 2)
         heads = q.shape[2]
-        true = torch.bmm(q.flatten(1, 2), keys_MTD.transpose(1, 2)).masked_fill(hidden, float("-inf")).unflatten(1, (-1, heads))
+        true = (
+            torch.bmm(q.flatten(1, 2), keys_MTD.transpose(1, 2))
+            .masked_fill(hidden, float("-inf"))
+            .unflatten(1, (-1, heads))
+        )
         own = q @ own_keys.transpose(2, 3)
         weights = (torch.cat([true, own], -1) * attention.head_dim**-0.5).softmax(-1)
-        attended = torch.bmm(weights[..., :extent].flatten(1, 2), values_MTD).unflatten(1, (-1, heads))
+        attended = torch.bmm(weights[..., :extent].flatten(1, 2), values_MTD).unflatten(
+            1, (-1, heads)
+        )
         attended = attended + weights[..., extent:] @ own_values
         state = drafter.midlayer.finish(features, attended.flatten(2))
         z = (drafter.logits(state) / (settings.temperature or 1.0)).log_softmax(-1)
@@ -187,9 +250,13 @@ def accepted_drafts(
         top, children = z.topk(CHILDREN, -1)
         child_chance = (chance[..., None] * table.lookup(gaps_of(top), min(level, 1))).flatten(1)
         inside = position + 1 < batch.lengths_B
-        truth = batch.tokens_BT.gather(1, (position + 1).clamp(max=batch.tokens_BT.shape[1] - 1)[:, None])
+        truth = batch.tokens_BT.gather(
+            1, (position + 1).clamp(max=batch.tokens_BT.shape[1] - 1)[:, None]
+        )
         child_tokens = kept[children]
-        hit = (on_path[..., None] & (child_tokens == truth[..., None]) & inside[:, None, None]).flatten(1)
+        hit = (
+            on_path[..., None] & (child_tokens == truth[..., None]) & inside[:, None, None]
+        ).flatten(1)
         all_chances.append(child_chance)
         all_hits.append(hit)
         chance, chosen = child_chance.topk(min(settings.width, child_chance.shape[1]), -1)

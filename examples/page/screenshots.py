@@ -1,6 +1,8 @@
-"""Renew `docs/images/page-*.png`: the shipped pair serves some steps of a small rollout, with new weights before each but the first.
+"""Renew `docs/images/page-*.png`: the shipped pair serves some steps of a small rollout, with new
+weights before each but the first.
 
-`make screenshots` runs it; about a minute and a half. The font is the machine's: Inter where it is installed (Debian: fonts-inter).
+`make screenshots` runs it; about a minute and a half. The font is the machine's: Inter where it is
+installed (Debian: fonts-inter).
 """
 
 from __future__ import annotations
@@ -25,8 +27,14 @@ FIRST = 436  # evaluation problem; of the next twenty some take long, so that ea
 
 
 def rollout(url: str, step: int) -> None:
-    items = [{"messages": [{"role": "user", "content": problem(FIRST + i).prompt_text}], "n": RESPONSES, "seed": 1000 * step + i}
-             for i in range(PROBLEMS)]
+    items = [
+        {
+            "messages": [{"role": "user", "content": problem(FIRST + i).prompt_text}],
+            "n": RESPONSES,
+            "seed": 1000 * step + i,
+        }
+        for i in range(PROBLEMS)
+    ]
     with Client(url, timeout_s=300) as client:
         client.generate(items, sampling={"max_tokens": MAX_TOKENS})
 
@@ -43,7 +51,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as root, ThreadPoolExecutor(1) as pool, browser() as running:
         for step in range(1, STEPS):
             perturbed_copy(TARGET, Path(root) / f"step-{step}", seed=step)
-        flags = ("--model", str(TARGET), "--drafter", str(DRAFTER), "--weight-root", root, "--served-model-name", "demo-pair")
+        flags = (
+            "--model",
+            str(TARGET),
+            "--drafter",
+            str(DRAFTER),
+            "--weight-root",
+            root,
+            "--served-model-name",
+            "demo-pair",
+        )
         with ServerProcess(*flags) as server, Client(server.url, timeout_s=60) as trainer:
             page = running.new_page(viewport={"width": 1280, "height": 945})
             page.goto(server.url)

@@ -1,9 +1,10 @@
-"""Train the demo's target with TRL's GRPOTrainer: the shipped pair serves, every step's weights are pushed, one line of progress per step.
+"""Train the demo's target with TRL's GRPOTrainer: the shipped pair serves, every step's weights are
+pushed, one line of progress per step.
 
     python -m examples.trl.train --steps 20
 
-Needs `tlt-client[trl]`. On two CPU cores a step takes some seconds; `--url` takes a server that runs already, with http among its
-`--weight-channels` and the demo's target.
+Needs `tlt-client[trl]`. On two CPU cores a step takes some seconds; `--url` takes a server that
+runs already, with http among its `--weight-channels` and the demo's target.
 """
 
 from __future__ import annotations
@@ -29,22 +30,32 @@ from tlt_server.demo.workload import DRAFTER, TARGET
 def solved(completions: list[Any], number: list[int], **_: Any) -> list[float]:
     """1 for a right answer, and a little for getting to one."""
     texts = [completion[0]["content"] for completion in completions]
-    return [reward(problem(i), text) + 0.1 * ("answer:" in text) for i, text in zip(number, texts, strict=True)]
+    return [
+        reward(problem(i), text) + 0.1 * ("answer:" in text)
+        for i, text in zip(number, texts, strict=True)
+    ]
 
 
 class Progress(TrainerCallback):
     def __init__(self, client: Client) -> None:
         self._client = client
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any
+    ) -> None:
         if logs and "reward" in logs:
-            print(f"step {state.global_step:3} of {state.max_steps}  reward {logs['reward']:.3f}  "
-                  f"{logs['completions/mean_length']:6.1f} tokens  {logs['step_time']:5.1f} s  "
-                  f"sampled from {self._client.weights()['target']}", flush=True)
+            print(
+                f"step {state.global_step:3} of {state.max_steps}  reward {logs['reward']:.3f}  "
+                f"{logs['completions/mean_length']:6.1f} tokens  {logs['step_time']:5.1f} s  "
+                f"sampled from {self._client.weights()['target']}",
+                flush=True,
+            )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--prompts", type=int, default=4, help="of each step")
     parser.add_argument("--completions", type=int, default=8, help="of each prompt")
@@ -54,25 +65,56 @@ def main() -> None:
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     with ExitStack() as stack:
         place = stack.enter_context(tempfile.TemporaryDirectory())
-        url = asked.url or stack.enter_context(ServerProcess(
-            "--model", str(TARGET), "--drafter", str(DRAFTER), "--state-dir", f"{place}/state", "--weight-channels", "http")).url
+        url = (
+            asked.url
+            or stack.enter_context(
+                ServerProcess(
+                    "--model",
+                    str(TARGET),
+                    "--drafter",
+                    str(DRAFTER),
+                    "--state-dir",
+                    f"{place}/state",
+                    "--weight-channels",
+                    "http",
+                )
+            ).url
+        )
         client = stack.enter_context(Client(url))
         numbers = TRAIN_SEEDS[: asked.steps * asked.prompts]
         prompts = [[{"role": "user", "content": problem(i).prompt_text}] for i in numbers]
         args = GRPOConfig(
-            f"{place}/out", max_steps=asked.steps, per_device_train_batch_size=asked.prompts * asked.completions,
-            num_generations=asked.completions, max_completion_length=asked.max_tokens, learning_rate=1e-5, lr_scheduler_type="constant",
-            use_cpu=True, bf16=False, report_to="none", save_strategy="no", logging_steps=1, disable_tqdm=True)
+            f"{place}/out",
+            max_steps=asked.steps,
+            per_device_train_batch_size=asked.prompts * asked.completions,
+            num_generations=asked.completions,
+            max_completion_length=asked.max_tokens,
+            learning_rate=1e-5,
+            lr_scheduler_type="constant",
+            use_cpu=True,
+            bf16=False,
+            report_to="none",
+            save_strategy="no",
+            logging_steps=1,
+            disable_tqdm=True,
+        )
         rollouts = RolloutFunc(client)
         trainer = GRPOTrainer(
-            AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32), solved, args=args,
+            AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32),
+            solved,
+            args=args,
             train_dataset=Dataset.from_dict({"prompt": prompts, "number": list(numbers)}),
-            processing_class=AutoTokenizer.from_pretrained(TARGET), callbacks=[Progress(client)], rollout_func=rollouts)
+            processing_class=AutoTokenizer.from_pretrained(TARGET),
+            callbacks=[Progress(client)],
+            rollout_func=rollouts,
+        )
         trainer.remove_callback(PrinterCallback)
         trainer.train()
         rollouts.sync(trainer)
         rollouts.close()
-        print(f"the server has {client.weights()['target']}, the weights after step {trainer.state.global_step}")
+        print(
+            f"the server has {client.weights()['target']}, the weights after step {trainer.state.global_step}"
+        )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""Slow twins of the kernels in plain PyTorch: what each one means, with no regard for speed or order of summation.
+"""Slow twins of the kernels in plain PyTorch: what each one means, with no regard for speed or
+order of summation.
 
-The tests compare every kernel with its twin. Arguments are those of the kernel; see `cpu/elementwise.py` and
-`cpu/attention.py` for shapes. Where `double` is true the arithmetic is float64, to serve as ground truth.
+The tests compare every kernel with its twin. Arguments are those of the kernel; see
+`cpu/elementwise.py` and `cpu/attention.py` for shapes. Where `double` is true the arithmetic is
+float64, to serve as ground truth.
 """
 
 from __future__ import annotations
@@ -25,8 +27,20 @@ def rotate(x_RND: Tensor, cos_RD2: Tensor, sin_RD2: Tensor) -> Tensor:
     return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
 
 
-def rope_store(qkv_RX: Tensor, position_R: Tensor, slot_R: Tensor, cos_PD2: Tensor, sin_PD2: Tensor, k_SKD: Tensor, v_SKD: Tensor, *,
-               heads: int, q_weight_D: Tensor | None = None, k_weight_D: Tensor | None = None, eps: float = 0.0) -> Tensor:
+def rope_store(
+    qkv_RX: Tensor,
+    position_R: Tensor,
+    slot_R: Tensor,
+    cos_PD2: Tensor,
+    sin_PD2: Tensor,
+    k_SKD: Tensor,
+    v_SKD: Tensor,
+    *,
+    heads: int,
+    q_weight_D: Tensor | None = None,
+    k_weight_D: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
     kv_heads, width = k_SKD.shape[1:]
     q, k, v = qkv_RX.view(len(qkv_RX), -1, width).split([heads, kv_heads, kv_heads], dim=1)
     if q_weight_D is not None:
@@ -52,25 +66,53 @@ def copy_slots(array: Tensor, source_C: Tensor, target_C: Tensor) -> None:
             array[target] = array[source]
 
 
-def visible_slots(r: int, position_R: Tensor, request_R: Tensor, base_B: Tensor, page_table_BP: Tensor, path_RD: Tensor,
-                  page_size: int, first: int) -> Tensor:
+def visible_slots(
+    r: int,
+    position_R: Tensor,
+    request_R: Tensor,
+    base_B: Tensor,
+    page_table_BP: Tensor,
+    path_RD: Tensor,
+    page_size: int,
+    first: int,
+) -> Tensor:
     """Slots of key positions [first, position_R[r]] of row r, in order of position."""
     b, last = int(request_R[r]), int(position_R[r])
     base = int(base_B[b])
-    return torch.tensor([
-        int(page_table_BP[b, p // page_size]) * page_size + p % page_size if p < base else int(path_RD[r, p - base])
-        for p in range(first, last + 1)
-    ], dtype=torch.int64)
+    return torch.tensor(
+        [
+            int(page_table_BP[b, p // page_size]) * page_size + p % page_size
+            if p < base
+            else int(path_RD[r, p - base])
+            for p in range(first, last + 1)
+        ],
+        dtype=torch.int64,
+    )
 
 
-def attend_rows(q_RND: Tensor, k_SKD: Tensor, v_SKD: Tensor, position_R: Tensor, request_R: Tensor, base_B: Tensor,
-                page_table_BP: Tensor, path_RD: Tensor, page_size: int, first: int, scale: float, *, double: bool = False) -> Tensor:
+def attend_rows(
+    q_RND: Tensor,
+    k_SKD: Tensor,
+    v_SKD: Tensor,
+    position_R: Tensor,
+    request_R: Tensor,
+    base_B: Tensor,
+    page_table_BP: Tensor,
+    path_RD: Tensor,
+    page_size: int,
+    first: int,
+    scale: float,
+    *,
+    double: bool = False,
+) -> Tensor:
     rows, heads, _ = q_RND.shape
     group = heads // k_SKD.shape[1]
     dtype = torch.float64 if double else q_RND.dtype
     out_RND = torch.zeros_like(q_RND, dtype=dtype)
     for r in range(rows):
-        slots = visible_slots(r, position_R, request_R, base_B, page_table_BP, path_RD, page_size, first)
+        slots = visible_slots(
+            r, position_R, request_R, base_B, page_table_BP, path_RD, page_size, first
+        )
         if not len(slots):
             continue
         k = k_SKD[slots].to(dtype).repeat_interleave(group, dim=1)

@@ -1,6 +1,8 @@
-"""Slow twins of the sampling kernels: plain numpy, one idea per line, no code shared with the fast ones.
+"""Slow twins of the sampling kernels: plain numpy, one idea per line, no code shared with the fast
+ones.
 
-Legend: S rows, V vocabulary. Arithmetic that decides a token is float32 in both; sums here are float64.
+Legend: S rows, V vocabulary. Arithmetic that decides a token is float32 in both; sums here are
+float64.
 """
 
 from __future__ import annotations
@@ -11,7 +13,9 @@ MASK = np.uint64(0xFFFFFFFF)
 
 
 def philox4x32(key: tuple[int, int], counter: tuple[np.ndarray | int, ...]) -> list[np.ndarray]:
-    """Philox-4x32-10 on arrays of counters, in uint64 arithmetic: the four words, each as uint64 below 2^32."""
+    """Philox-4x32-10 on arrays of counters, in uint64 arithmetic: the four words, each as uint64
+    below 2^32.
+    """
     c = [np.asarray(word, dtype=np.uint64) & MASK for word in counter]
     k = [key[0], key[1]]
     for _ in range(10):
@@ -27,10 +31,14 @@ def philox4x32(key: tuple[int, int], counter: tuple[np.ndarray | int, ...]) -> l
 
 
 def gumbel(seed: int, tokens: np.ndarray, position: int) -> np.ndarray:
-    """G(seed, token, position) for an array of token ids: float64 throughout, rounded to float32 at the end."""
+    """G(seed, token, position) for an array of token ids: float64 throughout, rounded to float32 at
+    the end.
+    """
     tokens = np.asarray(tokens, dtype=np.int64)
     words = np.stack(philox4x32((seed % 2**32, seed >> 32), (tokens >> 2, position, 0, 0)))
-    words = np.broadcast_to(words.reshape(4, -1) if words.ndim > 1 else words[:, None], (4, tokens.size))
+    words = np.broadcast_to(
+        words.reshape(4, -1) if words.ndim > 1 else words[:, None], (4, tokens.size)
+    )
     x = words[tokens.ravel() & 3, np.arange(tokens.size)].astype(np.float64)
     u = np.minimum((x + 0.5) * 2.0**-32, 1.0 - 2.0**-24)
     return (-np.log(-np.log1p(-u))).astype(np.float32).reshape(tokens.shape)
@@ -46,7 +54,9 @@ def edited(
     frequency: float,
     masked: list[int],
 ) -> np.ndarray:
-    """Bias, then the repetition penalty, then presence and frequency, then the mask; one token at a time in float32."""
+    """Bias, then the repetition penalty, then presence and frequency, then the mask; one token at a
+    time in float32.
+    """
     result = logits.astype(np.float32).copy()
     for token, value in bias.items():
         result[token] = result[token] + np.float32(value)
@@ -67,9 +77,11 @@ def log_softmax(z: np.ndarray) -> np.ndarray:
 
 
 def kept(z: np.ndarray, min_p: float, top_k: int, top_p: float) -> tuple[np.ndarray, float]:
-    """Mask of the tokens that min_p, top_k and top_p keep, by a full sort; and how near a float threshold came to a probability.
+    """Mask of the tokens that min_p, top_k and top_p keep, by a full sort; and how near a float
+    threshold came to a probability.
 
-    A fast sum in another order may decide otherwise only where that distance is of the size of its rounding errors.
+    A fast sum in another order may decide otherwise only where that distance is of the size of its
+    rounding errors.
     """
     keep, distance = z > -np.inf, np.inf
     if min_p > 0:
@@ -90,9 +102,16 @@ def kept(z: np.ndarray, min_p: float, top_k: int, top_p: float) -> tuple[np.ndar
 
 
 def sample(
-    logits: np.ndarray, temperature: float, min_p: float, top_k: int, top_p: float, noise: np.ndarray
+    logits: np.ndarray,
+    temperature: float,
+    min_p: float,
+    top_k: int,
+    top_p: float,
+    noise: np.ndarray,
 ) -> tuple[int, np.ndarray, float]:
-    """One row: the token, the float64 log-probs of the processed distribution, and `kept`'s distance. Temperature 0 is greedy."""
+    """One row: the token, the float64 log-probs of the processed distribution, and `kept`'s
+    distance. Temperature 0 is greedy.
+    """
     if temperature == 0:
         return int(np.argmax(logits)), log_softmax(logits), np.inf
     z = logits / np.float32(temperature)

@@ -1,8 +1,9 @@
-"""The client's distribution by itself, built and installed: it and what its dependencies name, nothing else; so no torch, and none of the
-server.
+"""The client's distribution by itself, built and installed: it and what its dependencies name,
+nothing else; so no torch, and none of the server.
 
-pip builds it with the setuptools that is here, and its dependencies are the files that are installed here, so no network is needed: a
-directory with these distributions' packages, and an interpreter that sees that directory and its own standard library.
+pip builds it with the setuptools that is here, and its dependencies are the files that are
+installed here, so no network is needed: a directory with these distributions' packages, and an
+interpreter that sees that directory and its own standard library.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ def closure(names: list[str]) -> Iterator[metadata.Distribution]:
     while left:
         requirement = Requirement(left.pop())
         name = requirement.name.lower().replace("_", "-")
-        if name in seen or (requirement.marker is not None and not requirement.marker.evaluate({"extra": ""})):
+        if name in seen or (
+            requirement.marker is not None and not requirement.marker.evaluate({"extra": ""})
+        ):
             continue
         seen.add(name)
         found = metadata.distribution(name)
@@ -68,14 +71,32 @@ def closure(names: list[str]) -> Iterator[metadata.Distribution]:
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory that an interpreter can be given in place of its installed packages."""
     place, source = tmp_path_factory.mktemp("alone"), tmp_path_factory.mktemp("source") / "clients"
-    shutil.copytree(CLIENTS, source, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info", "build"))  # where a build leaves its traces
-    install = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index", "--no-deps",
-               "--no-build-isolation", "--target", str(place), str(source)]
+    shutil.copytree(
+        CLIENTS, source, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info", "build")
+    )  # where a build leaves its traces
+    install = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-index",
+        "--no-deps",
+        "--no-build-isolation",
+        "--target",
+        str(place),
+        str(source),
+    ]
     done = subprocess.run(install, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     needs = tomllib.loads((CLIENTS / "pyproject.toml").read_text())["project"]["dependencies"]
     for distribution in closure(needs):
-        for top in {file.parts[0] for file in distribution.files or () if file.parts[0] not in ("..", "__pycache__")}:
+        for top in {
+            file.parts[0]
+            for file in distribution.files or ()
+            if file.parts[0] not in ("..", "__pycache__")
+        }:
             if not (place / top).exists():
                 (place / top).symlink_to(Path(str(distribution.locate_file(top))).resolve())
     return place
@@ -92,9 +113,17 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 def python(alone: Path, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Isolated: no site packages, no variables; `alone` stands first in its path."""
     begin = f"import sys; sys.path.insert(0, {str(alone)!r})\n"
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "TLT_"))}
-    return subprocess.run([sys.executable, "-I", "-S", "-c", begin + script, *arguments], capture_output=True, text=True, timeout=200,
-                          env=environment, check=False)
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "TLT_"))
+    }
+    return subprocess.run(
+        [sys.executable, "-I", "-S", "-c", begin + script, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env=environment,
+        check=False,
+    )
 
 
 def test_it_works_against_a_server_and_loads_nothing_heavy(alone: Path, server: LiveServer) -> None:
@@ -107,27 +136,61 @@ def test_it_works_against_a_server_and_loads_nothing_heavy(alone: Path, server: 
 @pytest.mark.parametrize("name", HEAVY)
 def test_there_is_nothing_heavy_to_load(alone: Path, name: str) -> None:
     done = python(alone, f"import {name}")
-    assert done.returncode == 1 and f"No module named '{name}'" in done.stderr, "else the test before shows nothing"
+    assert done.returncode == 1 and f"No module named '{name}'" in done.stderr, (
+        "else the test before shows nothing"
+    )
 
 
 def files(directory: Path) -> set[str]:
-    return {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    return {
+        str(path.relative_to(directory))
+        for path in directory.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
 
 
 def test_all_of_its_files_are_installed(alone: Path) -> None:
     there = files(alone / "tlt_client")
-    assert {"__init__.py", "py.typed", "channels/broadcast.py", "rpc/rollout_pb2.py", "rpc/rollout_pb2.pyi", "rpc/rollout.proto"} <= there
-    assert there == files(CLIENTS / "tlt_client") and not any((alone / "tlt_client" / name).is_symlink() for name in there)
-    assert (alone / "tlt_client" / "rpc" / "rollout.proto").read_bytes() == (CLIENTS / "proto" / "rollout.proto").read_bytes()
+    assert {
+        "__init__.py",
+        "py.typed",
+        "channels/broadcast.py",
+        "rpc/rollout_pb2.py",
+        "rpc/rollout_pb2.pyi",
+        "rpc/rollout.proto",
+    } <= there
+    assert there == files(CLIENTS / "tlt_client") and not any(
+        (alone / "tlt_client" / name).is_symlink() for name in there
+    )
+    assert (alone / "tlt_client" / "rpc" / "rollout.proto").read_bytes() == (
+        CLIENTS / "proto" / "rollout.proto"
+    ).read_bytes()
 
 
 def test_every_module_of_it_is_imported_without_what_is_heavy(alone: Path) -> None:
-    """Also those that `tlt_client` does not import by itself; in an environment that has torch to load."""
-    modules = [".".join(Path("tlt_client", name).with_suffix("").parts).removesuffix(".__init__")
-               for name in sorted(files(alone / "tlt_client")) if name.endswith(".py")]
-    script = ("import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name)\n"
-              "import tlt_client\nprint('torch' in sys.modules, tlt_client.__file__)")
-    done = subprocess.run([sys.executable, "-c", script, *modules], capture_output=True, text=True, timeout=200, check=False,
-                          cwd=alone, env={**os.environ, "PYTHONPATH": str(alone)})
-    assert (done.returncode, done.stdout.strip()) == (0, f"False {alone / 'tlt_client' / '__init__.py'}"), done.stderr
+    """Also those that `tlt_client` does not import by itself; in an environment that has torch to
+    load.
+    """
+    modules = [
+        ".".join(Path("tlt_client", name).with_suffix("").parts).removesuffix(".__init__")
+        for name in sorted(files(alone / "tlt_client"))
+        if name.endswith(".py")
+    ]
+    script = (
+        "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name)\n"
+        "import tlt_client\nprint('torch' in sys.modules, tlt_client.__file__)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, *modules],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+        cwd=alone,
+        env={**os.environ, "PYTHONPATH": str(alone)},
+    )
+    assert (done.returncode, done.stdout.strip()) == (
+        0,
+        f"False {alone / 'tlt_client' / '__init__.py'}",
+    ), done.stderr
     assert len(modules) >= 10

@@ -29,13 +29,28 @@ both = pytest.mark.parametrize("kind", [Client, AsyncClient])
 
 
 @both
-@pytest.mark.parametrize("key, says", [
-    (SECRET + "\n", "of which number 18 is white space"), ("\ufeff" + SECRET, "number 1 is no visible ASCII"),
-    (SECRET + "ü", "number 18 is no visible ASCII"), ("a b" + SECRET, "number 2 is white space"), (SECRET + "\x00", "a control character")])
-def test_a_key_that_no_header_carries_is_refused_at_once_and_not_quoted(kind: Any, key: str, says: str) -> None:
+@pytest.mark.parametrize(
+    "key, says",
+    [
+        (SECRET + "\n", "of which number 18 is white space"),
+        ("\ufeff" + SECRET, "number 1 is no visible ASCII"),
+        (SECRET + "ü", "number 18 is no visible ASCII"),
+        ("a b" + SECRET, "number 2 is white space"),
+        (SECRET + "\x00", "a control character"),
+    ],
+)
+def test_a_key_that_no_header_carries_is_refused_at_once_and_not_quoted(
+    kind: Any, key: str, says: str
+) -> None:
     with pytest.raises(InvalidArgument, match=says) as refused:
-        kind("http://127.0.0.1:8000", api_key=key, retries=Retries(times=9, first_s=60, longest_s=60))
-    assert ".strip()" in str(refused.value) and "sk-" not in repr(refused.value) and refused.value.__cause__ is None
+        kind(
+            "http://127.0.0.1:8000", api_key=key, retries=Retries(times=9, first_s=60, longest_s=60)
+        )
+    assert (
+        ".strip()" in str(refused.value)
+        and "sk-" not in repr(refused.value)
+        and refused.value.__cause__ is None
+    )
 
 
 def test_a_key_that_is_no_text_is_not_quoted_either() -> None:
@@ -45,10 +60,25 @@ def test_a_key_that_is_no_text_is_not_quoted_either() -> None:
 
 
 @both
-@pytest.mark.parametrize("url", ["127.0.0.1:8000", "localhost:8000", "localhost", "", "http://", "https:///v1", "ftp://a", "http://a:b",
-                                 None])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "127.0.0.1:8000",
+        "localhost:8000",
+        "localhost",
+        "",
+        "http://",
+        "https:///v1",
+        "ftp://a",
+        "http://a:b",
+        None,
+    ],
+)
 def test_an_address_that_is_no_servers_is_refused_at_once(kind: Any, url: str) -> None:
-    with pytest.raises(InvalidArgument, match=r"must begin with http:// or https:// and name a host, such as http://127"):
+    with pytest.raises(
+        InvalidArgument,
+        match=r"must begin with http:// or https:// and name a host, such as http://127",
+    ):
         kind(url)
 
 
@@ -59,7 +89,10 @@ def test_a_password_in_an_address_is_not_quoted() -> None:
 
 
 def test_an_address_and_a_key_that_fit_are_taken() -> None:
-    with Client("https://me:secret@127.0.0.1:1/below", api_key=SECRET) as client, pytest.raises(ConnectionFailed):
+    with (
+        Client("https://me:secret@127.0.0.1:1/below", api_key=SECRET) as client,
+        pytest.raises(ConnectionFailed),
+    ):
         client.weights()
 
 
@@ -67,62 +100,109 @@ def test_an_address_and_a_key_that_fit_are_taken() -> None:
 
 ALLOWED = "have 1 to 256 characters, none of them '/' or a control character, and not dots alone, such as run-7"
 CALLS: list[Callable[[Any, Any], Any]] = [
-    lambda client, version: client.update_weights("p", version), lambda client, version: client.push_weights(version, path="p"),
-    lambda client, version: client.put_weights(version, "part.safetensors", b"abc", start=0, total=3)]
+    lambda client, version: client.update_weights("p", version),
+    lambda client, version: client.push_weights(version, path="p"),
+    lambda client, version: client.put_weights(
+        version, "part.safetensors", b"abc", start=0, total=3
+    ),
+]
 
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("version", ["run/7", "", "a\n", "x" * 257, ".", ".."])
-def test_a_version_that_no_push_can_have_is_refused_before_anything_is_sent(call: Any, version: str) -> None:
+def test_a_version_that_no_push_can_have_is_refused_before_anything_is_sent(
+    call: Any, version: str
+) -> None:
     with Client("http://127.0.0.1:1") as client, pytest.raises(InvalidArgument) as refused:
         call(client, version)
-    assert str(refused.value).endswith(f"; it must {ALLOWED}") and "version is '" in str(refused.value)
+    assert str(refused.value).endswith(f"; it must {ALLOWED}") and "version is '" in str(
+        refused.value
+    )
 
 
 @pytest.mark.parametrize("call", CALLS)
 def test_a_version_that_is_no_text_is_refused_before_anything_is_sent(call: Any) -> None:
-    with Client("http://127.0.0.1:1") as client, pytest.raises(InvalidArgument, match="version is 7 of type int; .* such as 'run-7'"):
+    with (
+        Client("http://127.0.0.1:1") as client,
+        pytest.raises(InvalidArgument, match="version is 7 of type int; .* such as 'run-7'"),
+    ):
         call(client, 7)
 
 
 # numbers of other libraries
+
 
 def test_numbers_and_lists_of_numpy_and_torch_are_sent_as_what_they_are(server: LiveServer) -> None:
     class Seven:
         def __index__(self) -> int:
             return 7
 
-    given = [np.array([7, 8]), [np.int64(7), torch.tensor(8)], torch.tensor([7, 8]), (Seven(), np.uint8(8)), torch.tensor([7])]
+    given = [
+        np.array([7, 8]),
+        [np.int64(7), torch.tensor(8)],
+        torch.tensor([7, 8]),
+        (Seven(), np.uint8(8)),
+        torch.tensor([7]),
+    ]
     with Client(server.url, timeout_s=20) as client:
         for ids in given:
-            client.generate([{"token_ids": ids, "seed": np.int64(3)}],
-                            sampling={"max_tokens": np.int32(2), "temperature": np.float32(0.5), "top_p": np.float64(1)})
+            client.generate(
+                [{"token_ids": ids, "seed": np.int64(3)}],
+                sampling={
+                    "max_tokens": np.int32(2),
+                    "temperature": np.float32(0.5),
+                    "top_p": np.float64(1),
+                },
+            )
     asked = [list(request.token_ids) for request in server.engine.submitted]
-    assert asked == [[7, 8]] * 4 + [[7]] and {request.sampling.temperature for request in server.engine.submitted} == {0.5}
+    assert asked == [[7, 8]] * 4 + [[7]] and {
+        request.sampling.temperature for request in server.engine.submitted
+    } == {0.5}
 
 
 def test_what_json_has_no_form_for_is_named_by_its_type() -> None:
-    with Client("http://127.0.0.1:1") as client, pytest.raises(InvalidArgument, match="a complex, for which JSON has no form"):
+    with (
+        Client("http://127.0.0.1:1") as client,
+        pytest.raises(InvalidArgument, match="a complex, for which JSON has no form"),
+    ):
         client.generate([{"token_ids": [1j]}])
 
 
-@pytest.mark.parametrize(("sampling", "item"), [
-    ({"temperature": float("nan")}, {}), ({"logit_bias": {"3": np.float64("inf")}}, {}), ({"temperature": np.float32("nan")}, {}),
-    ({"top_p": torch.tensor(float("inf"))}, {}), ({}, {"token_ids": np.array([1.0, np.nan])}),
-    ({}, {"token_ids": [1], "sampling": {"min_p": torch.tensor([[float("-inf")]])}}), ({}, {"token_ids": [1.0, float("nan")]}),
-    ({"stop_token_ids": (3, float("inf"))}, {}), ({}, {"seed": float("nan")}), ({}, {"messages": [{"content": [{"x": float("nan")}]}]}),
-])
-def test_what_is_no_number_does_not_arrive_as_null(sampling: dict[str, Any], item: dict[str, Any]) -> None:
-    with Client("http://127.0.0.1:1") as client, pytest.raises(InvalidArgument, match="finite number"):
+@pytest.mark.parametrize(
+    ("sampling", "item"),
+    [
+        ({"temperature": float("nan")}, {}),
+        ({"logit_bias": {"3": np.float64("inf")}}, {}),
+        ({"temperature": np.float32("nan")}, {}),
+        ({"top_p": torch.tensor(float("inf"))}, {}),
+        ({}, {"token_ids": np.array([1.0, np.nan])}),
+        ({}, {"token_ids": [1], "sampling": {"min_p": torch.tensor([[float("-inf")]])}}),
+        ({}, {"token_ids": [1.0, float("nan")]}),
+        ({"stop_token_ids": (3, float("inf"))}, {}),
+        ({}, {"seed": float("nan")}),
+        ({}, {"messages": [{"content": [{"x": float("nan")}]}]}),
+    ],
+)
+def test_what_is_no_number_does_not_arrive_as_null(
+    sampling: dict[str, Any], item: dict[str, Any]
+) -> None:
+    with (
+        Client("http://127.0.0.1:1") as client,
+        pytest.raises(InvalidArgument, match="finite number"),
+    ):
         client.generate([{"token_ids": [1], **item}], sampling=sampling)
 
 
 def test_a_number_that_only_numpy_has_is_named() -> None:
-    with Client("http://127.0.0.1:1") as client, pytest.raises(InvalidArgument, match="longdouble; give Python's own numbers"):
+    with (
+        Client("http://127.0.0.1:1") as client,
+        pytest.raises(InvalidArgument, match="longdouble; give Python's own numbers"),
+    ):
         client.generate([{"token_ids": [1]}], sampling={"temperature": np.longdouble(0.5)})
 
 
 # the command
+
 
 def test_the_command_ends_with_the_remedy(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["weights", "status", "--url", "127.0.0.1:8000"]) == 2

@@ -1,4 +1,6 @@
-"""What the adapter for TRL asks of the server, for what a trainer gives it. Real trainers are in `tests/e2e/test_trl.py`."""
+"""What the adapter for TRL asks of the server, for what a trainer gives it. Real trainers are in
+`tests/e2e/test_trl.py`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,15 @@ from tlt_client.adapters.trl import OffPolicy, RolloutFunc, WeightTransfer
 from tlt_client.errors import EngineFailed
 from tlt_client.wire import Choice, ItemResult, Reply, SdReport, Usage, VersionSpan, WireError
 
-SAMPLING = {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.0, "repetition_penalty": 1.1, "max_tokens": 16, "stop_token_ids": [9]}
+SAMPLING = {
+    "temperature": 0.7,
+    "top_p": 0.9,
+    "top_k": 5,
+    "min_p": 0.0,
+    "repetition_penalty": 1.1,
+    "max_tokens": 16,
+    "stop_token_ids": [9],
+}
 
 
 class Server:
@@ -34,14 +44,35 @@ class Server:
     def weights(self) -> dict[str, Any]:
         return {"target": self.pushed[-1][0]}
 
-    def generate(self, items: list[dict[str, Any]], *, sampling: dict[str, Any], timeout_s: float | None) -> Reply:
+    def generate(
+        self, items: list[dict[str, Any]], *, sampling: dict[str, Any], timeout_s: float | None
+    ) -> Reply:
         self.asked.append((items, sampling))
-        return Reply([ItemResult(str(i), [self.choice(k, item["token_ids"]) for k in range(item["n"])], self.error)
-                      for i, item in enumerate(items)], Usage(), "strict")
+        return Reply(
+            [
+                ItemResult(
+                    str(i),
+                    [self.choice(k, item["token_ids"]) for k in range(item["n"])],
+                    self.error,
+                )
+                for i, item in enumerate(items)
+            ],
+            Usage(),
+            "strict",
+        )
 
     def choice(self, index: int, prompt: list[int]) -> Choice:
-        return Choice(index=index, token_ids=[*prompt, index], text=None, logprobs=[-0.5] * (len(prompt) + 1), finish_reason=self.finish,
-                      stop_reason=None, weight_versions=[VersionSpan(self.pushed[-1][0], 0, len(prompt) + 1)], seed=1, sd=SdReport())
+        return Choice(
+            index=index,
+            token_ids=[*prompt, index],
+            text=None,
+            logprobs=[-0.5] * (len(prompt) + 1),
+            finish_reason=self.finish,
+            stop_reason=None,
+            weight_versions=[VersionSpan(self.pushed[-1][0], 0, len(prompt) + 1)],
+            seed=1,
+            sd=SdReport(),
+        )
 
 
 class Tied(torch.nn.Module):
@@ -53,13 +84,38 @@ class Tied(torch.nn.Module):
 
 def trainer(**changed: Any) -> Any:
     model = Tied()
-    accelerator = SimpleNamespace(is_main_process=True, process_index=0, unwrap_model=lambda wrapped: wrapped,
-                                  wait_for_everyone=lambda: None, get_state_dict=lambda wrapped: wrapped.state_dict())
-    args = SimpleNamespace(seed=42, temperature=0.7, top_p=0.9, top_k=5, min_p=None, repetition_penalty=1.1, max_completion_length=16,
-                           generation_kwargs=None)
-    return SimpleNamespace(**{"args": args, "state": SimpleNamespace(global_step=0), "accelerator": accelerator, "model_wrapped": model,
-                              "num_generations": 3, "tools": [], "chat_template": None, "chat_template_kwargs": {}, "eos_token_ids": [9],
-                              "processing_class": lambda text: {"input_ids": [[len(one)] for one in text]}} | changed)
+    accelerator = SimpleNamespace(
+        is_main_process=True,
+        process_index=0,
+        unwrap_model=lambda wrapped: wrapped,
+        wait_for_everyone=lambda: None,
+        get_state_dict=lambda wrapped: wrapped.state_dict(),
+    )
+    args = SimpleNamespace(
+        seed=42,
+        temperature=0.7,
+        top_p=0.9,
+        top_k=5,
+        min_p=None,
+        repetition_penalty=1.1,
+        max_completion_length=16,
+        generation_kwargs=None,
+    )
+    return SimpleNamespace(
+        **{
+            "args": args,
+            "state": SimpleNamespace(global_step=0),
+            "accelerator": accelerator,
+            "model_wrapped": model,
+            "num_generations": 3,
+            "tools": [],
+            "chat_template": None,
+            "chat_template_kwargs": {},
+            "eos_token_ids": [9],
+            "processing_class": lambda text: {"input_ids": [[len(one)] for one in text]},
+        }
+        | changed
+    )
 
 
 def func(server: Server) -> RolloutFunc:
@@ -70,9 +126,24 @@ def test_prompts_in_a_row_are_choices_of_one_item_and_come_back_in_order() -> No
     server = Server()
     said = func(server)(["a"] * 5 + ["bb"] * 3 + ["a"], trainer())
     [(items, sampling)] = server.asked
-    assert [(item["token_ids"], item["n"]) for item in items] == [([1], 3), ([1], 2), ([2], 3), ([1], 1)]
+    assert [(item["token_ids"], item["n"]) for item in items] == [
+        ([1], 3),
+        ([1], 2),
+        ([2], 3),
+        ([1], 1),
+    ]
     assert said["prompt_ids"] == [[1]] * 5 + [[2]] * 3 + [[1]]
-    assert said["completion_ids"] == [[1, 0], [1, 1], [1, 2], [1, 0], [1, 1], [2, 0], [2, 1], [2, 2], [1, 0]]
+    assert said["completion_ids"] == [
+        [1, 0],
+        [1, 1],
+        [1, 2],
+        [1, 0],
+        [1, 1],
+        [2, 0],
+        [2, 1],
+        [2, 2],
+        [1, 0],
+    ]
     assert said["logprobs"] == [[-0.5, -0.5]] * 9
     assert sampling == SAMPLING
 
@@ -94,9 +165,20 @@ def test_messages_go_through_the_trainers_template() -> None:
 
     server = Server()
     prompts = [[{"role": "user", "content": [{"type": "text", "text": "2+2"}]}]]
-    func(server)(prompts, trainer(processing_class=Tokenizer(), chat_template="T", chat_template_kwargs={"think": True}))
-    assert said == {"conversation": prompts, "chat_template": "T", "add_generation_prompt": True, "tokenize": True, "return_dict": True,
-                    "think": True}
+    func(server)(
+        prompts,
+        trainer(
+            processing_class=Tokenizer(), chat_template="T", chat_template_kwargs={"think": True}
+        ),
+    )
+    assert said == {
+        "conversation": prompts,
+        "chat_template": "T",
+        "add_generation_prompt": True,
+        "tokenize": True,
+        "return_dict": True,
+        "think": True,
+    }
     assert server.asked[0][0][0]["token_ids"] == [7, 8]
 
 
@@ -149,11 +231,20 @@ def test_an_item_that_failed_and_a_choice_that_was_cut_short_are_errors() -> Non
         func(server)(["a"], trainer())
 
 
-@pytest.mark.parametrize(("prompt", "changed", "message"), [
-    ("a", {"tools": [print]}, "the trainer has 1 tools"),
-    ([{"role": "user", "content": [{"type": "image", "image": 0}]}], {}, r"parts of the types \['image'\]"),
-])
-def test_what_the_server_cannot_do_is_refused(prompt: Any, changed: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(
+    ("prompt", "changed", "message"),
+    [
+        ("a", {"tools": [print]}, "the trainer has 1 tools"),
+        (
+            [{"role": "user", "content": [{"type": "image", "image": 0}]}],
+            {},
+            r"parts of the types \['image'\]",
+        ),
+    ],
+)
+def test_what_the_server_cannot_do_is_refused(
+    prompt: Any, changed: dict[str, Any], message: str
+) -> None:
     server = Server()
     with pytest.raises(ValueError, match=message):
         func(server)([prompt], trainer(**changed))

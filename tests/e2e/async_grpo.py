@@ -1,7 +1,8 @@
-"""What `AsyncGRPOTrainer` needs a GPU and vLLM for, done on a CPU with TLT Server: its attention over packed rows, and a rollout worker.
+"""What `AsyncGRPOTrainer` needs a GPU and vLLM for, done on a CPU with TLT Server: its attention
+over packed rows, and a rollout worker.
 
-The trainer takes the worker as an argument. Attention it registers by name with transformers when it is made; `on_cpu` then takes the
-name. It also asks CUDA what its device is called.
+The trainer takes the worker as an argument. Attention it registers by name with transformers when
+it is made; `on_cpu` then takes the name. It also asks CUDA what its device is called.
 """
 
 from __future__ import annotations
@@ -25,17 +26,48 @@ Tensor = torch.Tensor
 Completions = list[tuple[list[int], list[int], list[float]]]  # prompt, completion, log-probs
 
 
-def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *, tree_kv_index: Tensor | None = None,
-              tree_cu_seqlens_q: Any = None, tree_cu_seqlens_k: Any = None, scaling: float | None = None, **_: Any) -> tuple[Tensor, None]:
-    """Each segment of the row sees its path: keys `tree_kv_index[c:d]`, of which the last are its own. Without a tree, one causal row."""
+def attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    *,
+    tree_kv_index: Tensor | None = None,
+    tree_cu_seqlens_q: Any = None,
+    tree_cu_seqlens_k: Any = None,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Each segment of the row sees its path: keys `tree_kv_index[c:d]`, of which the last are its
+    own. Without a tree, one causal row.
+    """
     if tree_kv_index is None:
-        tree_kv_index, tree_cu_seqlens_q, tree_cu_seqlens_k = torch.arange(key.shape[2]), (0, key.shape[2]), (0, key.shape[2])
+        tree_kv_index, tree_cu_seqlens_q, tree_cu_seqlens_k = (
+            torch.arange(key.shape[2]),
+            (0, key.shape[2]),
+            (0, key.shape[2]),
+        )
     parts = []
-    for a, b, c, d in zip(tree_cu_seqlens_q[:-1], tree_cu_seqlens_q[1:], tree_cu_seqlens_k[:-1], tree_cu_seqlens_k[1:], strict=True):
+    for a, b, c, d in zip(
+        tree_cu_seqlens_q[:-1],
+        tree_cu_seqlens_q[1:],
+        tree_cu_seqlens_k[:-1],
+        tree_cu_seqlens_k[1:],
+        strict=True,
+    ):
         path = tree_kv_index[c:d]
         seen = torch.ones(int(b - a), len(path), dtype=torch.bool).tril(len(path) - int(b - a))
-        parts.append(scaled_dot_product_attention(query[:, :, a:b], key[:, :, path], value[:, :, path], attn_mask=seen, scale=scaling,
-                                                  enable_gqa=True))
+        parts.append(
+            scaled_dot_product_attention(
+                query[:, :, a:b],
+                key[:, :, path],
+                value[:, :, path],
+                attn_mask=seen,
+                scale=scaling,
+                enable_gqa=True,
+            )
+        )
     return torch.cat(parts, 2).transpose(1, 2), None
 
 
@@ -47,14 +79,33 @@ def on_cpu() -> Iterator[Callable[[], None]]:
 
 
 class LockstepWorker:
-    """A batch whenever new weights are live, and one more at first: the trainer fetches the next one before it learns from this one.
+    """A batch whenever new weights are live, and one more at first: the trainer fetches the next
+    one before it learns from this one.
 
     It asks as TRL's own worker does.
     """
 
-    def __init__(self, url: str, model: str, prompt: list[int], n: int, max_tokens: int, on_batch: Callable[[Completions], None]) -> None:
-        self.rollout_buffer, self.metrics_queue = queue.Queue[RolloutSample](), queue.Queue[dict[str, float]]()
-        self._url, self._model, self._prompt, self._n, self._max_tokens, self._on_batch = url, model, prompt, n, max_tokens, on_batch
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        prompt: list[int],
+        n: int,
+        max_tokens: int,
+        on_batch: Callable[[Completions], None],
+    ) -> None:
+        self.rollout_buffer, self.metrics_queue = (
+            queue.Queue[RolloutSample](),
+            queue.Queue[dict[str, float]](),
+        )
+        self._url, self._model, self._prompt, self._n, self._max_tokens, self._on_batch = (
+            url,
+            model,
+            prompt,
+            n,
+            max_tokens,
+            on_batch,
+        )
         self.versions: list[int] = []
         self.batches = 0
 
@@ -68,19 +119,43 @@ class LockstepWorker:
     def _roll(self, version: int) -> None:
         self.batches += 1
         with ThreadPoolExecutor(self._n) as pool:
-            said = list(pool.map(self._ask, range(1000 * self.batches, 1000 * self.batches + self._n)))
+            said = list(
+                pool.map(self._ask, range(1000 * self.batches, 1000 * self.batches + self._n))
+            )
         self._on_batch(said)
         for i, (prompt, completion, logprobs) in enumerate(said):
-            self.rollout_buffer.put(RolloutSample(
-                prompt=[], completion=[], input_ids=np.array(prompt + completion),
-                completion_mask=np.array([0] * len(prompt) + [1] * len(completion)),
-                old_log_probs=np.array([0.0] * len(prompt) + logprobs, dtype=np.float32), advantage=(-1.0) ** i, model_version=version,
-                group_id=self.batches, metrics={"reward": 0.0}))
+            self.rollout_buffer.put(
+                RolloutSample(
+                    prompt=[],
+                    completion=[],
+                    input_ids=np.array(prompt + completion),
+                    completion_mask=np.array([0] * len(prompt) + [1] * len(completion)),
+                    old_log_probs=np.array([0.0] * len(prompt) + logprobs, dtype=np.float32),
+                    advantage=(-1.0) ** i,
+                    model_version=version,
+                    group_id=self.batches,
+                    metrics={"reward": 0.0},
+                )
+            )
 
     def _ask(self, seed: int) -> tuple[list[int], list[int], list[float]]:
-        response = httpx.post(f"{self._url}/v1/completions", timeout=60, json={
-            "model": self._model, "prompt": self._prompt, "max_tokens": self._max_tokens, "temperature": 1.0, "top_p": 1.0, "top_k": 0,
-            "repetition_penalty": 1.0, "n": 1, "return_token_ids": True, "logprobs": 0, "seed": seed})
+        response = httpx.post(
+            f"{self._url}/v1/completions",
+            timeout=60,
+            json={
+                "model": self._model,
+                "prompt": self._prompt,
+                "max_tokens": self._max_tokens,
+                "temperature": 1.0,
+                "top_p": 1.0,
+                "top_k": 0,
+                "repetition_penalty": 1.0,
+                "n": 1,
+                "return_token_ids": True,
+                "logprobs": 0,
+                "seed": seed,
+            },
+        )
         assert response.status_code == 200, response.text
         [choice] = response.json()["choices"]
         return self._prompt, choice["token_ids"], choice["logprobs"]["token_logprobs"]

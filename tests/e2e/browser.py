@@ -1,4 +1,6 @@
-"""The headless browser of the page's tests and of its screenshots: the machine's own Chromium, a fresh profile, no traffic of its own."""
+"""The headless browser of the page's tests and of its screenshots: the machine's own Chromium, a
+fresh profile, no traffic of its own.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,16 @@ from contextlib import contextmanager
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
-ARGUMENTS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-             "--disable-component-update", "--disable-sync")
+ARGUMENTS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
 SOON_MS = 40_000  # for what a busy machine may delay; nothing waits that long on a quiet one
 expect.set_options(timeout=SOON_MS)
 Open = Callable[..., Page]  # the fixture `open_page`
@@ -22,7 +32,9 @@ def browser() -> Iterator[Browser]:
     """While it is open this thread cannot run asyncio loops of its own."""
     path = next(filter(None, map(shutil.which, NAMES)), None)
     if path is None:
-        raise FileNotFoundError(f"none of {', '.join(NAMES)} is on PATH; run `make browser`, or install one")
+        raise FileNotFoundError(
+            f"none of {', '.join(NAMES)} is on PATH; run `make browser`, or install one"
+        )
     with sync_playwright() as playwright:
         running = playwright.chromium.launch(executable_path=path, args=ARGUMENTS)
         yield running

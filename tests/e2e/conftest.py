@@ -1,4 +1,6 @@
-"""One real `tlt serve` with the shipped pair for the whole session; `tests/conftest.py` gives all of these tests to one worker."""
+"""One real `tlt serve` with the shipped pair for the whole session; `tests/conftest.py` gives all
+of these tests to one worker.
+"""
 
 from __future__ import annotations
 
@@ -42,17 +44,30 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def open_page(browser: Browser) -> Iterator[Open]:
-    """Opens pages, each with storage of its own; at the end no script may have failed and no other origin may have been asked."""
+    """Opens pages, each with storage of its own; at the end no script may have failed and no other
+    origin may have been asked.
+    """
     contexts: list[Any] = []
     wrong: list[str] = []
 
-    def opened(url: str, *, width: int = 1280, quiet: bool = True, before: Callable[[Page], None] = lambda page: None,
-               **options: Any) -> Page:
+    def opened(
+        url: str,
+        *,
+        width: int = 1280,
+        quiet: bool = True,
+        before: Callable[[Page], None] = lambda page: None,
+        **options: Any,
+    ) -> Page:
         context = browser.new_context(viewport={"width": width, "height": 900}, **options)
         contexts.append(context)
         page = context.new_page()
         page.on("pageerror", lambda error: wrong.append(str(error)))
-        page.on("request", lambda asked: None if asked.url.startswith((f"{url}/", "data:")) else wrong.append(asked.url))
+        page.on(
+            "request",
+            lambda asked: (
+                None if asked.url.startswith((f"{url}/", "data:")) else wrong.append(asked.url)
+            ),
+        )
         if quiet:
             page.on("console", lambda message: wrong.append(message.text))
         before(page)

@@ -1,4 +1,5 @@
-"""`tlt serve` with a planted fault: the real engine dies in the step that is to compute a prompt which begins with FATAL.
+"""`tlt serve` with a planted fault: the real engine dies in the step that is to compute a prompt
+which begins with FATAL.
 
 As a program: `fatal.py serve FLAGS` is the server, `fatal.py DIR` its engine.
 """

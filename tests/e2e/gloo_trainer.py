@@ -1,8 +1,10 @@
-"""A trainer in a process of its own, for the end-to-end tests: rank 0 of a gloo group that is made as trainers make theirs which drive vLLM
-(a group straight upon a TCPStore) or SGLang (torch's rendezvous, a prefix, torch's helper for named groups).
+"""A trainer in a process of its own, for the end-to-end tests: rank 0 of a gloo group that is made
+as trainers make theirs which drive vLLM (a group straight upon a TCPStore) or SGLang (torch's
+rendezvous, a prefix, torch's helper for named groups).
 
-`python -m tests.e2e.gloo_trainer ORDER URL SEED...` makes the calls of one of `ORDERS` once per seed, and prints after each round a line of
-JSON: what the trainer has broadcast and what the server says is live, as checksums by tensor, and the version that is live.
+`python -m tests.e2e.gloo_trainer ORDER URL SEED...` makes the calls of one of `ORDERS` once per
+seed, and prints after each round a line of JSON: what the trainer has broadcast and what the server
+says is live, as checksums by tensor, and the version that is live.
 """
 
 from __future__ import annotations
@@ -32,13 +34,19 @@ Named = list[tuple[str, Tensor]]
 def weights(seed: int, source: Any = TARGET, prefix: str = "") -> Named:
     """As `named_parameters` gives them after a step."""
     generator = torch.Generator().manual_seed(seed)
-    return [(prefix + name, tensor + 0.01 * torch.randn(tensor.shape, generator=generator) if tensor.is_floating_point() else tensor)
-            for name, tensor in load_file(source / "model.safetensors").items()]
+    return [
+        (
+            prefix + name,
+            tensor + 0.01 * torch.randn(tensor.shape, generator=generator)
+            if tensor.is_floating_point()
+            else tensor,
+        )
+        for name, tensor in load_file(source / "model.safetensors").items()
+    ]
 
 
 def sums(named: Named) -> dict[str, str]:
-    return {name: mix64(tensor) for name, tensor in named
-            if tensor.is_floating_point()}
+    return {name: mix64(tensor) for name, tensor in named if tensor.is_floating_point()}
 
 
 def free_port() -> int:
@@ -86,14 +94,29 @@ class Trainer:
 
         _, self.group = self.meanwhile(path, body(port), join)
 
-    def send_to_vllm(self, path: str, body: Callable[[Any], dict[str, Any]], pushes: list[Named], *, limit: int | None = None,
-                     listed: bool = False) -> Any:
-        infos = [{"names": [name for name, _ in named], "dtype_names": [str(t.dtype).removeprefix("torch.") for _, t in named],
-                  "shapes": [list(t.shape) for _, t in named]} for named in pushes]
+    def send_to_vllm(
+        self,
+        path: str,
+        body: Callable[[Any], dict[str, Any]],
+        pushes: list[Named],
+        *,
+        limit: int | None = None,
+        listed: bool = False,
+    ) -> Any:
+        infos = [
+            {
+                "names": [name for name, _ in named],
+                "dtype_names": [str(t.dtype).removeprefix("torch.") for _, t in named],
+                "shapes": [list(t.shape) for _, t in named],
+            }
+            for named in pushes
+        ]
 
         def send() -> None:
             for named in pushes:
-                for tensor in packed(named, limit) if limit is not None else (tensor for _, tensor in named):
+                for tensor in (
+                    packed(named, limit) if limit is not None else (tensor for _, tensor in named)
+                ):
                     self.group.broadcast(tensor, 0).wait()
 
         return self.meanwhile(path, body(infos if listed else infos[0]), send)[0]
@@ -105,24 +128,50 @@ class Trainer:
         torch_groups = distributed.distributed_c10d
 
         def join() -> Any:
-            store, rank, size = next(distributed.rendezvous(f"tcp://{HOST}:{port}", 0, 2, timeout=LIMIT))  # type: ignore[attr-defined]
+            store, rank, size = next(
+                distributed.rendezvous(f"tcp://{HOST}:{port}", 0, 2, timeout=LIMIT)
+            )  # type: ignore[attr-defined]
             store.set_timeout(LIMIT)
             group, _ = torch_groups._new_process_group_helper(  # type: ignore[no-untyped-call]
-                size, rank, [], torch_groups.Backend("gloo"), PrefixStore(name, store), group_name=name, timeout=LIMIT)
+                size,
+                rank,
+                [],
+                torch_groups.Backend("gloo"),
+                PrefixStore(name, store),
+                group_name=name,
+                timeout=LIMIT,
+            )
             torch_groups._world.pg_group_ranks[group] = {0: 0, 1: 1}
             return group
 
-        asked = {"master_address": HOST, "master_port": str(port), "rank_offset": 1, "world_size": 2, "group_name": name, "backend": "gloo"}
+        asked = {
+            "master_address": HOST,
+            "master_port": str(port),
+            "rank_offset": 1,
+            "world_size": 2,
+            "group_name": name,
+            "backend": "gloo",
+        }
         reply, self.group = self.meanwhile("/init_weights_update_group", asked, join)
         assert reply["success"]
 
     def send_to_sglang(self, name: str, named: Named, **fields: Any) -> Any:
-        asked = {"names": [name for name, _ in named], "dtypes": [str(tensor.dtype) for _, tensor in named],
-                 "shapes": [list(tensor.shape) for _, tensor in named], "group_name": name, **fields}
+        asked = {
+            "names": [name for name, _ in named],
+            "dtypes": [str(tensor.dtype) for _, tensor in named],
+            "shapes": [list(tensor.shape) for _, tensor in named],
+            "group_name": name,
+            **fields,
+        }
 
         def send() -> None:
-            tensors = packed(named, 2**40) if "load_format" in fields else [tensor for _, tensor in named]
-            for work in [distributed.broadcast(tensor, 0, group=self.group, async_op=True) for tensor in tensors]:
+            tensors = (
+                packed(named, 2**40) if "load_format" in fields else [tensor for _, tensor in named]
+            )
+            for work in [
+                distributed.broadcast(tensor, 0, group=self.group, async_op=True)
+                for tensor in tensors
+            ]:
                 work.wait()
 
         return self.meanwhile("/update_weights_from_distributed", asked, send)[0]
@@ -134,16 +183,39 @@ class Trainer:
     def tell(self, sent: Named) -> None:
         live = self.calls.post("/weight_checker", {"action": "checksum"})["checksums"]
         mine = sums(sent)
-        print(json.dumps({"version": self.version(), "mine": mine, "live": {name: live.get(name) for name in mine}}), flush=True)
+        print(
+            json.dumps(
+                {
+                    "version": self.version(),
+                    "mine": mine,
+                    "live": {name: live.get(name) for name in mine},
+                }
+            ),
+            flush=True,
+        )
 
 
 def init_info(port: int, **fields: Any) -> dict[str, Any]:
-    return {"init_info": {"master_address": HOST, "master_port": port, "rank_offset": 1, "world_size": 2, "backend": "gloo", **fields}}
+    return {
+        "init_info": {
+            "master_address": HOST,
+            "master_port": port,
+            "rank_offset": 1,
+            "world_size": 2,
+            "backend": "gloo",
+            **fields,
+        }
+    }
 
 
 def trl(trainer: Trainer, seeds: list[int]) -> None:
     """Freeze what runs; in a session one call names everything, and tensors come one by one."""
-    assert trainer.calls.get("/server_info?config_format=json")["vllm_config"]["weight_transfer_config"]["backend"] == "gloo"
+    assert (
+        trainer.calls.get("/server_info?config_format=json")["vllm_config"][
+            "weight_transfer_config"
+        ]["backend"]
+        == "gloo"
+    )
     assert trainer.calls.get("/get_world_size") == {"world_size": 1}
     trainer.join_as_vllm("/init_weight_transfer_engine", init_info)
     for seed in seeds:
@@ -151,21 +223,37 @@ def trl(trainer: Trainer, seeds: list[int]) -> None:
         trainer.calls.post("/pause?mode=keep")
         trainer.calls.post("/start_weight_update", {"is_checkpoint_format": True})
         reply = trainer.send_to_vllm("/update_weights", lambda info: {"update_info": info}, [sent])
-        assert reply["state"] == "staged" and trainer.version() == before, "not before the end of the session"
-        assert trainer.calls.post("/finish_weight_update", {"weight_version": f"trl-{seed}"})["state"] == "committed"
+        assert reply["state"] == "staged" and trainer.version() == before, (
+            "not before the end of the session"
+        )
+        assert (
+            trainer.calls.post("/finish_weight_update", {"weight_version": f"trl-{seed}"})["state"]
+            == "committed"
+        )
         trainer.calls.post("/resume")
         trainer.tell(sent)
         trainer.calls.await_tokens()  # rollouts go on
 
 
 def art(trainer: Trainer, seeds: list[int]) -> None:
-    """No session: one call lists several groups of tensors, packed, and is answered when they are live."""
-    trainer.join_as_vllm("/init_weight_transfer_engine", lambda port: init_info(
-        port, packed=True, packed_buffer_size_bytes=BUCKET, packed_num_buffers=2))
+    """No session: one call lists several groups of tensors, packed, and is answered when they are
+    live.
+    """
+    trainer.join_as_vllm(
+        "/init_weight_transfer_engine",
+        lambda port: init_info(
+            port, packed=True, packed_buffer_size_bytes=BUCKET, packed_num_buffers=2
+        ),
+    )
     for seed in seeds:
         sent = weights(seed)
-        reply = trainer.send_to_vllm("/update_weights", lambda infos, seed=seed: {"update_info": infos, "weight_version": f"art-{seed}"},
-                                     chunks(sent, 3), limit=BUCKET, listed=True)
+        reply = trainer.send_to_vllm(
+            "/update_weights",
+            lambda infos, seed=seed: {"update_info": infos, "weight_version": f"art-{seed}"},
+            chunks(sent, 3),
+            limit=BUCKET,
+            listed=True,
+        )
         assert reply["state"] == "committed" and reply["weight_version"] == f"art-{seed}"
         trainer.tell(sent)
 
@@ -175,10 +263,20 @@ def skyrl(trainer: Trainer, seeds: list[int]) -> None:
     trainer.join_as_vllm("/init_weight_transfer_engine", init_info)
     for seed in seeds:
         sent, before = weights(seed), trainer.version()
-        trainer.calls.post("/collective_rpc", {"method": "skyrl_start_weight_update", "kwargs": {"is_checkpoint_format": True}})
+        trainer.calls.post(
+            "/collective_rpc",
+            {"method": "skyrl_start_weight_update", "kwargs": {"is_checkpoint_format": True}},
+        )
         for chunk in chunks(sent, 5):
-            trainer.send_to_vllm("/collective_rpc", lambda info: {
-                "method": "update_weights_nccl", "kwargs": {"update_info": info | {"packed": True}}}, [chunk], limit=2**30)
+            trainer.send_to_vllm(
+                "/collective_rpc",
+                lambda info: {
+                    "method": "update_weights_nccl",
+                    "kwargs": {"update_info": info | {"packed": True}},
+                },
+                [chunk],
+                limit=2**30,
+            )
         assert trainer.version() == before
         trainer.calls.post("/collective_rpc", {"method": "skyrl_finish_weight_update"})
         trainer.tell(sent)
@@ -186,8 +284,17 @@ def skyrl(trainer: Trainer, seeds: list[int]) -> None:
 
 def prime_rl(trainer: Trainer, seeds: list[int]) -> None:
     """The group is made with the servers' own count; target and drafter come in one stream."""
-    trainer.join_as_vllm("/init_broadcaster", lambda port: {
-        "host": HOST, "port": port, "rank_offset": 0, "inference_world_size": 1, "timeout": 60, "backend": "gloo"})
+    trainer.join_as_vllm(
+        "/init_broadcaster",
+        lambda port: {
+            "host": HOST,
+            "port": port,
+            "rank_offset": 0,
+            "inference_world_size": 1,
+            "timeout": 60,
+            "backend": "gloo",
+        },
+    )
     for seed in seeds:
         sent = weights(seed) + weights(seed, DRAFTER, "draft.")
         trainer.calls.post("/pause")
@@ -205,14 +312,20 @@ def slime(trainer: Trainer, seeds: list[int]) -> None:
         trainer.calls.post("/pause_generation", {"mode": "in_place"})
         buckets = chunks(sent, 4)
         for bucket in buckets[:-1]:
-            reply = trainer.send_to_sglang("slime-pp_0", bucket, weight_version=f"slime-{seed}", flush_cache=False)
+            reply = trainer.send_to_sglang(
+                "slime-pp_0", bucket, weight_version=f"slime-{seed}", flush_cache=False
+            )
             assert reply["message"].startswith("gathering") and trainer.version() == before
-        reply = trainer.send_to_sglang("slime-pp_0", buckets[-1], weight_version=f"slime-{seed}", flush_cache=False)
+        reply = trainer.send_to_sglang(
+            "slime-pp_0", buckets[-1], weight_version=f"slime-{seed}", flush_cache=False
+        )
         assert reply["new_version"] == f"slime-{seed}"
         trainer.calls.post("/continue_generation", {})
         trainer.tell(sent)
         trainer.calls.await_tokens()
-    assert trainer.calls.post("/destroy_weights_update_group", {"group_name": "slime-pp_0"})["success"]
+    assert trainer.calls.post("/destroy_weights_update_group", {"group_name": "slime-pp_0"})[
+        "success"
+    ]
 
 
 def miles(trainer: Trainer, seeds: list[int]) -> None:
@@ -224,7 +337,9 @@ def miles(trainer: Trainer, seeds: list[int]) -> None:
         for bucket in chunks(sent, 3):
             trainer.send_to_sglang("miles", bucket, load_format="flattened_bucket")
         for bucket in chunks(drafter, 2):
-            trainer.send_to_sglang("miles", bucket, load_format="flattened_bucket", selector="draft")
+            trainer.send_to_sglang(
+                "miles", bucket, load_format="flattened_bucket", selector="draft"
+            )
         trainer.calls.post("/update_weight_version", {"new_version": f"miles-{seed}"})
         assert trainer.calls.post("/end_weight_update")["new_version"] == f"miles-{seed}"
         trainer.tell(sent + [(f"draft.{name}", tensor) for name, tensor in drafter])
@@ -236,7 +351,9 @@ def areal(trainer: Trainer, seeds: list[int]) -> None:
         trainer.join_as_sglang(f"areal-{seed}")
         sent = weights(seed)
         trainer.calls.post("/pause_generation", {})
-        reply = trainer.send_to_sglang(f"areal-{seed}", sent, abort_all_requests=True, weight_version=f"areal-{seed}")
+        reply = trainer.send_to_sglang(
+            f"areal-{seed}", sent, abort_all_requests=True, weight_version=f"areal-{seed}"
+        )
         assert reply["message"] == f"committed: version areal-{seed}"
         trainer.calls.post("/continue_generation", {})
         trainer.tell(sent)

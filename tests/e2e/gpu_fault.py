@@ -1,8 +1,10 @@
-"""`tlt serve` with a planted fault: the real engine gets a GPU's error in the step that is to compute a prompt which begins with FAULTY.
+"""`tlt serve` with a planted fault: the real engine gets a GPU's error in the step that is to
+compute a prompt which begins with FAULTY.
 
-On a GPU the error is a real one, found when that step's outcome is waited for. On a CPU it is raised, and what would lie on the GPU
-cannot be freed afterwards: whoever tries waits for ever, as with a context that is lost.
-As a program: `gpu_fault.py serve FLAGS` is the server, `gpu_fault.py DIR` its engine.
+On a GPU the error is a real one, found when that step's outcome is waited for. On a CPU it is
+raised, and what would lie on the GPU cannot be freed afterwards: whoever tries waits for ever, as
+with a context that is lost. As a program: `gpu_fault.py serve FLAGS` is the server, `gpu_fault.py
+DIR` its engine.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ if __name__ == "__main__":
         def launch(self, batch: Batch, strategy: Strategy) -> None:
             if is_faulty(batch):
                 with torch.cuda.stream(self._stream):
-                    torch.zeros(4, device="cuda")[torch.full((4,), 1 << 30, device="cuda")]  # out of bounds
+                    torch.zeros(4, device="cuda")[
+                        torch.full((4,), 1 << 30, device="cuda")
+                    ]  # out of bounds
             super().launch(batch, strategy)
 
     class FaultyRunner(CpuRunner):
@@ -50,7 +54,9 @@ if __name__ == "__main__":
             if is_faulty(batch):
                 resident = Resident()
                 atexit.register(time.sleep, 3600)
-                raise torch.AcceleratorError(f"CUDA error: {REPORTED}\nCUDA kernel errors might be asynchronously reported, {resident}.")
+                raise torch.AcceleratorError(
+                    f"CUDA error: {REPORTED}\nCUDA kernel errors might be asynchronously reported, {resident}."
+                )
             super().launch(batch, strategy)
 
     cpu.CpuRunner = FaultyRunner  # type: ignore[misc]

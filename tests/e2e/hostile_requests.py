@@ -1,8 +1,10 @@
-"""Hostile requests from a seed: request `index` of a seed is always the same bytes, sent and left in the same way.
+"""Hostile requests from a seed: request `index` of a seed is always the same bytes, sent and left
+in the same way.
 
     python -m tests.e2e.hostile_requests SEED INDEX        # shows one
 
-`Attempt` says what goes over the wire and what may come back; `test_hostile` sends them and judges the answers.
+`Attempt` says what goes over the wire and what may come back; `test_hostile` sends them and judges
+the answers.
 """
 
 from __future__ import annotations
@@ -12,12 +14,39 @@ import re
 import sys
 from typing import Literal, NamedTuple
 
-from tests.e2e.hostile_bodies import OFTEN, READ, SECRET, SOUND, VOCAB, Body, encode, generate, spoil
+from tests.e2e.hostile_bodies import (
+    OFTEN,
+    READ,
+    SECRET,
+    SOUND,
+    VOCAB,
+    Body,
+    encode,
+    generate,
+    spoil,
+)
 
 MAX_N, MAX_ITEMS, MAX_OUTPUT, MAX_PROMPT, MAX_BODY_MB, MAX_HEADER_KB = 4, 8, 24, 200, 1, 8
 LIMITS = (
-    "--max-n", MAX_N, "--max-batch-items", MAX_ITEMS, "--max-output-tokens", MAX_OUTPUT, "--max-model-len", 256, "--max-prompt-tokens",
-    MAX_PROMPT, "--max-body-mb", MAX_BODY_MB, "--max-header-kb", MAX_HEADER_KB, "--body-timeout-s", 5, "--max-queue", 256, "--max-running",
+    "--max-n",
+    MAX_N,
+    "--max-batch-items",
+    MAX_ITEMS,
+    "--max-output-tokens",
+    MAX_OUTPUT,
+    "--max-model-len",
+    256,
+    "--max-prompt-tokens",
+    MAX_PROMPT,
+    "--max-body-mb",
+    MAX_BODY_MB,
+    "--max-header-kb",
+    MAX_HEADER_KB,
+    "--body-timeout-s",
+    5,
+    "--max-queue",
+    256,
+    "--max-running",
     32,
 )
 
@@ -38,12 +67,17 @@ class Attempt(NamedTuple):
     @property
     def short_deadline(self) -> bool:
         """Whether it names a timeout_s so short that it may pass."""
-        return any(float(value) < 5 for value in re.findall(rb'"timeout_s": ?(\d+\.?\d*(?:e[+-]?\d+)?)', self.data))
+        return any(
+            float(value) < 5
+            for value in re.findall(rb'"timeout_s": ?(\d+\.?\d*(?:e[+-]?\d+)?)', self.data)
+        )
 
 
 def attempt(seed: int, index: int) -> Attempt:
     rng = random.Random(f"{seed}:{index}")
-    make = rng.choices([_fields, _json, _limits, _framing, _paths, _connections], weights=[30, 22, 14, 14, 12, 8])[0]
+    make = rng.choices(
+        [_fields, _json, _limits, _framing, _paths, _connections], weights=[30, 22, 14, 14, 12, 8]
+    )[0]
     return make(rng)
 
 
@@ -51,7 +85,10 @@ def _fields(rng: random.Random) -> Attempt:
     route = rng.choice(OFTEN)
     body = SOUND[route](rng)
     what = [spoil(body, rng) for _ in range(rng.choice([1, 1, 1, 2, 3]))]
-    return Attempt(f"fields: {', '.join(what)}", [_request(*route, encode(body, rng).encode("utf-8", "surrogatepass"), rng)])
+    return Attempt(
+        f"fields: {', '.join(what)}",
+        [_request(*route, encode(body, rng).encode("utf-8", "surrogatepass"), rng)],
+    )
 
 
 def _json(rng: random.Random) -> Attempt:
@@ -62,15 +99,34 @@ def _json(rng: random.Random) -> Attempt:
     depth = rng.choice([50, 150, 300, 1000, 20_000])
     changed = rng.choice(
         [
-            lambda: text[:at], lambda: text[at:], lambda: text[:at] + rng.randbytes(rng.randint(1, 4)) + text[at:],
-            lambda: text[:at] + text[at + 1 :], lambda: text + rng.choice([b"x", b"{}", b"\0", b",", text]), lambda: b"\xef\xbb\xbf" + text,
-            lambda: text.decode().encode("utf-16"), lambda: text.decode().encode("utf-32"), lambda: text.replace(b'"', b"'"),
-            lambda: text.replace(b":", b"=", 1), lambda: text.replace(b"}", b"]", 1), lambda: b"[" * depth,
-            lambda: b"[" * depth + b"]" * depth, lambda: b'{"requests":' * depth + b"1" + b"}" * depth,
-            lambda: b'{"prompt":' + b"[" * depth + b"]" * depth + b"}", lambda: b"", lambda: b" " * 5000, lambda: b"null", lambda: b'"a"',
-            lambda: b"[]", lambda: b"1" * 5000, lambda: rng.randbytes(rng.randint(1, 200)), lambda: text.replace(b"1", b"\xc0\x80"),
-            lambda: b"--boundary\r\n\r\n" + text, lambda: b"a=1&b=2", lambda: text[:-1] + b', "x": ' + b"[" * depth + b"]" * depth + b"}",
-            lambda: b'{"requests": [' + b'{"prompt": "a"},' * 300 + b'{"prompt": "a"}]}', lambda: text.replace(b"e", b"\\u0065"),
+            lambda: text[:at],
+            lambda: text[at:],
+            lambda: text[:at] + rng.randbytes(rng.randint(1, 4)) + text[at:],
+            lambda: text[:at] + text[at + 1 :],
+            lambda: text + rng.choice([b"x", b"{}", b"\0", b",", text]),
+            lambda: b"\xef\xbb\xbf" + text,
+            lambda: text.decode().encode("utf-16"),
+            lambda: text.decode().encode("utf-32"),
+            lambda: text.replace(b'"', b"'"),
+            lambda: text.replace(b":", b"=", 1),
+            lambda: text.replace(b"}", b"]", 1),
+            lambda: b"[" * depth,
+            lambda: b"[" * depth + b"]" * depth,
+            lambda: b'{"requests":' * depth + b"1" + b"}" * depth,
+            lambda: b'{"prompt":' + b"[" * depth + b"]" * depth + b"}",
+            lambda: b"",
+            lambda: b" " * 5000,
+            lambda: b"null",
+            lambda: b'"a"',
+            lambda: b"[]",
+            lambda: b"1" * 5000,
+            lambda: rng.randbytes(rng.randint(1, 200)),
+            lambda: text.replace(b"1", b"\xc0\x80"),
+            lambda: b"--boundary\r\n\r\n" + text,
+            lambda: b"a=1&b=2",
+            lambda: text[:-1] + b', "x": ' + b"[" * depth + b"]" * depth + b"}",
+            lambda: b'{"requests": [' + b'{"prompt": "a"},' * 300 + b'{"prompt": "a"}]}',
+            lambda: text.replace(b"e", b"\\u0065"),
         ]
     )()
     return Attempt("json", [_request(*route, changed, rng)])
@@ -84,25 +140,43 @@ def _limits(rng: random.Random) -> Attempt:
     body: Body = {"requests": [item], "sampling": sampling}
     field = rng.choice(
         [
-            lambda: item.update(n=MAX_N + by), lambda: sampling.update(max_tokens=MAX_OUTPUT + by), lambda: sampling.update(max_tokens=by),
-            lambda: item.update(seed=2**64 - 1 + by), lambda: sampling.update(temperature=100 + by),
-            lambda: sampling.update(temperature=1e-3 * (1 + by / 2)), lambda: sampling.update(top_k=2**31 - 1 + by),
-            lambda: sampling.update(top_k=VOCAB + by), lambda: sampling.update(top_p=rng.choice([0, 5e-324, 1, 1.0000001])),
-            lambda: sampling.update(stop=["ab"] * 1 + [str(i) for i in range(15 + by)]), lambda: sampling.update(stop="x" * (256 + by)),
-            lambda: sampling.update(stop_token_ids=[VOCAB - 1 + by]), lambda: sampling.update(stop_token_ids=list(range(64 + by))),
-            lambda: sampling.update(logprobs=20 + by), lambda: sampling.update(prompt_logprobs=rng.choice([20 + by, -1, -2])),
-            lambda: sampling.update(logit_bias={str(VOCAB - 1 + by): 100}), lambda: sampling.update(logit_bias={"3": 100 + by}),
-            lambda: sampling.update(logit_bias={str(i): -100 for i in range(VOCAB)}), lambda: sampling.update(min_tokens=2 + by),
+            lambda: item.update(n=MAX_N + by),
+            lambda: sampling.update(max_tokens=MAX_OUTPUT + by),
+            lambda: sampling.update(max_tokens=by),
+            lambda: item.update(seed=2**64 - 1 + by),
+            lambda: sampling.update(temperature=100 + by),
+            lambda: sampling.update(temperature=1e-3 * (1 + by / 2)),
+            lambda: sampling.update(top_k=2**31 - 1 + by),
+            lambda: sampling.update(top_k=VOCAB + by),
+            lambda: sampling.update(top_p=rng.choice([0, 5e-324, 1, 1.0000001])),
+            lambda: sampling.update(stop=["ab"] * 1 + [str(i) for i in range(15 + by)]),
+            lambda: sampling.update(stop="x" * (256 + by)),
+            lambda: sampling.update(stop_token_ids=[VOCAB - 1 + by]),
+            lambda: sampling.update(stop_token_ids=list(range(64 + by))),
+            lambda: sampling.update(logprobs=20 + by),
+            lambda: sampling.update(prompt_logprobs=rng.choice([20 + by, -1, -2])),
+            lambda: sampling.update(logit_bias={str(VOCAB - 1 + by): 100}),
+            lambda: sampling.update(logit_bias={"3": 100 + by}),
+            lambda: sampling.update(logit_bias={str(i): -100 for i in range(VOCAB)}),
+            lambda: sampling.update(min_tokens=2 + by),
             lambda: sampling.update(repetition_penalty=rng.choice([0.01, 0.009, 100, 101])),
-            lambda: sampling.update(presence_penalty=2 + by), lambda: sampling.update(min_p=1 + by),
+            lambda: sampling.update(presence_penalty=2 + by),
+            lambda: sampling.update(min_p=1 + by),
             lambda: body.update(requests=[{"prompt": "a"}] * (MAX_ITEMS + by)),
             lambda: body.update(requests=[{"token_ids": [VOCAB - 1 + by]}]),
             lambda: body.update(requests=[{"token_ids": [5] * (MAX_PROMPT + by)}]),
-            lambda: body.update(timeout_s=rng.choice([86400 + by, 5e-324, 0.001, 0.05, 0])), lambda: item.update(id="i" * (256 + by)),
-            lambda: item.update(salt="i" * (256 + by)), lambda: item.update(group_id="i" * (256 + by)), lambda: item.update(token_ids=[1]),
-            lambda: body.update(requests=[{"token_ids": []}]), lambda: body.update(requests=[{"messages": []}]),
-            lambda: body.update(requests=[]), lambda: body.update(requests=[item, item | {"id": "0"}, item | {"id": "0"}]),
-            lambda: item.update(prompt="\u20ac" * (400 + by)), lambda: item.update(prompt=""), lambda: item.update(prompt="a" * 2**17),
+            lambda: body.update(timeout_s=rng.choice([86400 + by, 5e-324, 0.001, 0.05, 0])),
+            lambda: item.update(id="i" * (256 + by)),
+            lambda: item.update(salt="i" * (256 + by)),
+            lambda: item.update(group_id="i" * (256 + by)),
+            lambda: item.update(token_ids=[1]),
+            lambda: body.update(requests=[{"token_ids": []}]),
+            lambda: body.update(requests=[{"messages": []}]),
+            lambda: body.update(requests=[]),
+            lambda: body.update(requests=[item, item | {"id": "0"}, item | {"id": "0"}]),
+            lambda: item.update(prompt="\u20ac" * (400 + by)),
+            lambda: item.update(prompt=""),
+            lambda: item.update(prompt="a" * 2**17),
             lambda: body.update(requests=[{"token_ids": [5] * 90_000}]),
         ]
     )
@@ -115,16 +189,56 @@ def _paths(rng: random.Random) -> Attempt:
     path = rng.choice([*READ, *(path for _, path in SOUND)])
     twisted = rng.choice(
         [
-            path, path, path, path + "/", "/" + path, path.upper(), path.replace("/", "/%2e%2e/", 1), path.replace("/", "%2f"),
-            path + "?" + "a=1&" * 50, path + "?stream=true#x", path + "%00", path + "%", path + "%zz", path + "%ff",
-            path + "/../../etc/passwd", "/..%5c..%5cetc", "/weights//commit", "/weights/" + "%F0%9F%9A%80" * 20 + "/commit",
-            "/weights/%2e%2e/abort", "/weights/a%2fb/commit", "/weights/" + "v" * 3000 + "/commit", "*", "", "//",
-            "http://localhost" + path, "http://evil.example" + path, "/" + "a" * 7000, "/caf\u00e9", path + ";x=1",
-            path.replace("e", "%65", 1), "/\\", "/.",
+            path,
+            path,
+            path,
+            path + "/",
+            "/" + path,
+            path.upper(),
+            path.replace("/", "/%2e%2e/", 1),
+            path.replace("/", "%2f"),
+            path + "?" + "a=1&" * 50,
+            path + "?stream=true#x",
+            path + "%00",
+            path + "%",
+            path + "%zz",
+            path + "%ff",
+            path + "/../../etc/passwd",
+            "/..%5c..%5cetc",
+            "/weights//commit",
+            "/weights/" + "%F0%9F%9A%80" * 20 + "/commit",
+            "/weights/%2e%2e/abort",
+            "/weights/a%2fb/commit",
+            "/weights/" + "v" * 3000 + "/commit",
+            "*",
+            "",
+            "//",
+            "http://localhost" + path,
+            "http://evil.example" + path,
+            "/" + "a" * 7000,
+            "/caf\u00e9",
+            path + ";x=1",
+            path.replace("e", "%65", 1),
+            "/\\",
+            "/.",
         ]
     )
     method = rng.choice(
-        ["GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "TRACE", "CONNECT", "PROPFIND", "get", "X" * 30, "BREW"]
+        [
+            "GET",
+            "POST",
+            "PUT",
+            "DELETE",
+            "PATCH",
+            "HEAD",
+            "OPTIONS",
+            "TRACE",
+            "CONNECT",
+            "PROPFIND",
+            "get",
+            "X" * 30,
+            "BREW",
+        ]
     )
     body = rng.choice([b"", b"{}", b"[]", b"x"]) if rng.random() < 0.5 else b""
     plain = (
@@ -150,58 +264,128 @@ def _framing(rng: random.Random) -> Attempt:
                 head
                 + rng.choice(
                     [
-                        b"Content-Length: -5", b"Content-Length: 1e3", b"Content-Length: " + b"9" * 30, b"Content-Length: 0x10",
-                        b"Content-Length:", b"Content-Length: 5, 5", b"Content-Length: 5 5", b"Content-Length: +5",
+                        b"Content-Length: -5",
+                        b"Content-Length: 1e3",
+                        b"Content-Length: " + b"9" * 30,
+                        b"Content-Length: 0x10",
+                        b"Content-Length:",
+                        b"Content-Length: 5, 5",
+                        b"Content-Length: 5 5",
+                        b"Content-Length: +5",
                     ]
                 )
                 + b"\r\n\r\n"
                 + text
             ),
-            lambda: head + length + b"Content-Length: 3\r\n\r\n" + text, lambda: head + b"Content-Length: %d\r\n\r\n" % (size - 3) + text,
-            lambda: head + b"Content-Length: %d\r\n\r\n" % (2**20 + 1) + text, lambda: head + b"Content-Length: %d\r\n\r\n" % 2**62 + text,
+            lambda: head + length + b"Content-Length: 3\r\n\r\n" + text,
+            lambda: head + b"Content-Length: %d\r\n\r\n" % (size - 3) + text,
+            lambda: head + b"Content-Length: %d\r\n\r\n" % (2**20 + 1) + text,
+            lambda: head + b"Content-Length: %d\r\n\r\n" % 2**62 + text,
             lambda: head + b"Transfer-Encoding: chunked\r\n\r\n" + chunk + b"0\r\n\r\n",
-            lambda: head + b"Transfer-Encoding: chunked\r\n\r\n" + chunk.replace(b"\r\n", b";ext=1\r\n", 1) + b"0\r\nTrailer: x\r\n\r\n",
             lambda: (
                 head
                 + b"Transfer-Encoding: chunked\r\n\r\n"
-                + rng.choice([b"zz\r\n", b"-1\r\n", b"fffffffffffffffff\r\n", b"5\r\nabc\r\n", b"\r\n"])
+                + chunk.replace(b"\r\n", b";ext=1\r\n", 1)
+                + b"0\r\nTrailer: x\r\n\r\n"
+            ),
+            lambda: (
+                head
+                + b"Transfer-Encoding: chunked\r\n\r\n"
+                + rng.choice(
+                    [b"zz\r\n", b"-1\r\n", b"fffffffffffffffff\r\n", b"5\r\nabc\r\n", b"\r\n"]
+                )
                 + garbage
             ),
             lambda: head + b"Transfer-Encoding: chunked\r\n" + length + b"\r\n" + text,
             lambda: head + b"Transfer-Encoding: gzip\r\n\r\n" + garbage,
             lambda: head + b"Transfer-Encoding: chunked, chunked\r\n\r\n" + chunk + b"0\r\n\r\n",
             lambda: head + b"Content-Encoding: gzip\r\n" + length + b"\r\n" + text,
-            lambda: head.replace(b"1.1", rng.choice([b"1.0", b"0.9", b"2.0", b"1.10", b"9.9", b"x"])) + length + b"\r\n" + text,
-            lambda: b"POST /generate\r\n\r\n", lambda: b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", lambda: b"\x16\x03\x01\x02\x00" + garbage,
-            lambda: garbage, lambda: b"\r\n" * 40, lambda: (head + length + b"\r\n" + text).replace(b"\r\n", b"\n"),
-            lambda: head + b" folded: a\r\n" + length + b"\r\n" + text, lambda: head + garbage + b"\r\n" + length + b"\r\n" + text,
+            lambda: (
+                head.replace(b"1.1", rng.choice([b"1.0", b"0.9", b"2.0", b"1.10", b"9.9", b"x"]))
+                + length
+                + b"\r\n"
+                + text
+            ),
+            lambda: b"POST /generate\r\n\r\n",
+            lambda: b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+            lambda: b"\x16\x03\x01\x02\x00" + garbage,
+            lambda: garbage,
+            lambda: b"\r\n" * 40,
+            lambda: (head + length + b"\r\n" + text).replace(b"\r\n", b"\n"),
+            lambda: head + b" folded: a\r\n" + length + b"\r\n" + text,
+            lambda: head + garbage + b"\r\n" + length + b"\r\n" + text,
             lambda: head + b"X: " + garbage.replace(b"\n", b"") + b"\r\n" + length + b"\r\n" + text,
-            lambda: head + b"X-Long: " + b"a" * rng.choice([1000, 9000, 60_000]) + b"\r\n" + length + b"\r\n" + text,
-            lambda: head + b"".join(b"X-%d: 1\r\n" % i for i in range(rng.choice([50, 400]))) + length + b"\r\n" + text,
-            lambda: head + b": empty\r\n" + length + b"\r\n" + text, lambda: head + b"X y: 1\r\n" + length + b"\r\n" + text,
+            lambda: (
+                head
+                + b"X-Long: "
+                + b"a" * rng.choice([1000, 9000, 60_000])
+                + b"\r\n"
+                + length
+                + b"\r\n"
+                + text
+            ),
+            lambda: (
+                head
+                + b"".join(b"X-%d: 1\r\n" % i for i in range(rng.choice([50, 400])))
+                + length
+                + b"\r\n"
+                + text
+            ),
+            lambda: head + b": empty\r\n" + length + b"\r\n" + text,
+            lambda: head + b"X y: 1\r\n" + length + b"\r\n" + text,
             lambda: (
                 head.replace(
                     b"Host: localhost",
-                    rng.choice([b"Host: ", b"Host: evil.example", b"Host: localhost\r\nHost: evil", b"X: y", b"Host: [::1", b"Host: \xff"]),
+                    rng.choice(
+                        [
+                            b"Host: ",
+                            b"Host: evil.example",
+                            b"Host: localhost\r\nHost: evil",
+                            b"X: y",
+                            b"Host: [::1",
+                            b"Host: \xff",
+                        ]
+                    ),
                 )
                 + length
                 + b"\r\n"
                 + text
             ),
             lambda: (
-                head + b"Origin: " + rng.choice([b"null", b"http://evil.example", b"http://[", b"\xff"]) + b"\r\n" + length + b"\r\n" + text
+                head
+                + b"Origin: "
+                + rng.choice([b"null", b"http://evil.example", b"http://[", b"\xff"])
+                + b"\r\n"
+                + length
+                + b"\r\n"
+                + text
             ),
             lambda: head + b"Expect: 100-continue\r\n" + length + b"\r\n" + text,
-            lambda: head.replace(b"Connection: close", b"Connection: Upgrade\r\nUpgrade: websocket") + length + b"\r\n" + text,
-            lambda: head + b"Authorization: Bearer \xff\xfe\r\nContent-Type: \xff\r\nAccept: \0\r\n" + length + b"\r\n" + text,
+            lambda: (
+                head.replace(b"Connection: close", b"Connection: Upgrade\r\nUpgrade: websocket")
+                + length
+                + b"\r\n"
+                + text
+            ),
+            lambda: (
+                head
+                + b"Authorization: Bearer \xff\xfe\r\nContent-Type: \xff\r\nAccept: \0\r\n"
+                + length
+                + b"\r\n"
+                + text
+            ),
         ]
     )()
-    return Attempt("framing", [data], leaving="half-close" if rng.random() < 0.3 else "read", answered=False)
+    return Attempt(
+        "framing", [data], leaving="half-close" if rng.random() < 0.3 else "read", answered=False
+    )
 
 
 def _connections(rng: random.Random) -> Attempt:
     """Clients that stop, leave, trickle, pipeline or do not read."""
-    route = rng.choice([("POST", "/generate"), ("POST", "/v1/completions"), ("POST", "/v1/chat/completions")])
+    route = rng.choice(
+        [("POST", "/generate"), ("POST", "/v1/completions"), ("POST", "/v1/chat/completions")]
+    )
     body = SOUND[route](rng)
     body["stream"] = stream = rng.random() < 0.6
     whole = _request(*route, encode(body, rng).encode(), rng)
@@ -209,27 +393,57 @@ def _connections(rng: random.Random) -> Attempt:
     leaving: Leaving = rng.choice(["leave", "reset"])
     return rng.choice(
         [
-            lambda: Attempt("leave in the middle of a request", [whole[:at]], leaving, answered=False),
+            lambda: Attempt(
+                "leave in the middle of a request", [whole[:at]], leaving, answered=False
+            ),
             lambda: Attempt("leave before the reply", [whole], leaving, answered=False),
             lambda: Attempt("half-close behind a request", [whole], "half-close", answered=False),
-            lambda: Attempt("half-close in the middle of a request", [whole[:at]], "half-close", answered=False),
-            lambda: Attempt("leave in the middle of a stream", [whole], "leave stream" if stream else leaving, answered=False),
-            lambda: Attempt("in pieces", [whole[i : i + len(whole) // 3 + 1] for i in range(0, len(whole), len(whole) // 3 + 1)]),
             lambda: Attempt(
-                "pipelined", [whole + rng.choice([whole, b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n", b"\0garbage" * 200])]
+                "half-close in the middle of a request", [whole[:at]], "half-close", answered=False
+            ),
+            lambda: Attempt(
+                "leave in the middle of a stream",
+                [whole],
+                "leave stream" if stream else leaving,
+                answered=False,
+            ),
+            lambda: Attempt(
+                "in pieces",
+                [
+                    whole[i : i + len(whole) // 3 + 1]
+                    for i in range(0, len(whole), len(whole) // 3 + 1)
+                ],
+            ),
+            lambda: Attempt(
+                "pipelined",
+                [
+                    whole
+                    + rng.choice(
+                        [
+                            whole,
+                            b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n",
+                            b"\0garbage" * 200,
+                        ]
+                    )
+                ],
             ),
             lambda: Attempt("nothing", [b""], leaving, answered=False),
             lambda: (
                 Attempt("a body that never comes", [whole[:-1]], "read", answered=False, slow=True)
                 if rng.random() < 0.1
-                else Attempt("leave in the middle of a request", [whole[:at]], leaving, answered=False)
+                else Attempt(
+                    "leave in the middle of a request", [whole[:at]], leaving, answered=False
+                )
             ),
         ]
     )()
 
 
 def _request(method: str, target: str, body: bytes, rng: random.Random) -> bytes:
-    kind = rng.choice(["application/json"] * 6 + ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "", "a" * 200])
+    kind = rng.choice(
+        ["application/json"] * 6
+        + ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "", "a" * 200]
+    )
     length = f"Content-Length: {len(body)}\r\n" if body or method in ("POST", "PUT") else ""
     named = rng.choice(["k1", "k2", "a b", "k" * 300, "", "caf\u00e9"])
     key = f"Idempotency-Key: {named}\r\n" if rng.random() < 0.05 else ""

@@ -6,7 +6,9 @@ SHORT_S = 5  # a deadline below it may pass before a request of the test's size 
 
 
 @schemathesis.check
-def only_deliberate_5xx(context: schemathesis.CheckContext, response: schemathesis.Response, case: schemathesis.Case) -> None:
+def only_deliberate_5xx(
+    context: schemathesis.CheckContext, response: schemathesis.Response, case: schemathesis.Case
+) -> None:
     """No 5xx, but a 504 for a request that named so short a deadline itself."""
     timeout_s = case.body.get("timeout_s") if isinstance(case.body, dict) else None
     short = isinstance(timeout_s, int | float) and 0 < timeout_s < SHORT_S

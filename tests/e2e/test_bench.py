@@ -1,4 +1,6 @@
-"""The benchmark commands as a user runs them: exact is green, rollout reports passes that speculation saves."""
+"""The benchmark commands as a user runs them: exact is green, rollout reports passes that
+speculation saves.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,11 @@ def bench(name: str, file: Path) -> dict[str, Any]:
     last = json.loads(done.stdout.strip().splitlines()[-1])
     entry = json.loads(file.read_text())
     assert entry["figures"] == last, "the file and the last line differ"
-    assert entry["command"] == f"tlt bench {name} --quick --json .../{file.name}" and entry["commit"] and "cores of" in entry["machine"]
+    assert (
+        entry["command"] == f"tlt bench {name} --quick --json .../{file.name}"
+        and entry["commit"]
+        and "cores of" in entry["machine"]
+    )
     assert entry["date"].startswith("20") and {"python", "torch"} <= set(entry["versions"])
     return dict(last)
 
@@ -33,7 +39,11 @@ def bench(name: str, file: Path) -> dict[str, Any]:
 def test_exact_finds_no_difference(tmp_path: Path) -> None:
     said = bench("exact", tmp_path / "exact.json")
     assert said["configurations"] >= 18 and said["requests"] > 500 and said["preemptions"] > 0
-    assert (said["differing_tokens"], said["differing_logprob_bits"], said["scarce_without_preemption"]) == (0, 0, 0)
+    assert (
+        said["differing_tokens"],
+        said["differing_logprob_bits"],
+        said["scarce_without_preemption"],
+    ) == (0, 0, 0)
 
 
 def test_rollout_saves_passes(tmp_path: Path) -> None:
@@ -42,19 +52,30 @@ def test_rollout_saves_passes(tmp_path: Path) -> None:
     plain, eagle, beg = (said[f"tail/{name}"] for name in ("off", "eagle", "beg"))
     assert eagle["tokens"] == plain["tokens"] == beg["tokens"]
     assert eagle["passes"] <= plain["passes"] / 3 and beg["passes"] <= plain["passes"]
-    assert eagle["accept_length"] >= 3.5 and eagle["tokens_per_pass"] >= 3 * plain["tokens_per_pass"]
+    assert (
+        eagle["accept_length"] >= 3.5 and eagle["tokens_per_pass"] >= 3 * plain["tokens_per_pass"]
+    )
     assert beg["speedup"] >= 0.2  # a floor for a busy machine
 
 
 def test_decode_and_cycle_time_whole_batches(tmp_path: Path) -> None:
-    plain, drafted = bench("decode", tmp_path / "decode.json"), bench("cycle", tmp_path / "cycle.json")
+    plain, drafted = (
+        bench("decode", tmp_path / "decode.json"),
+        bench("cycle", tmp_path / "cycle.json"),
+    )
     for row in plain["rows"] + drafted["rows"]:
         low, high = row["quartiles_ms"]
         assert 0 < low <= row["step_ms"] <= high and row["steps"] > 20 and row["tokens_per_s"] > 0
-    assert [row["batch"] for row in plain["rows"]] == [1, 8] and {row["accept_length"] for row in plain["rows"]} == {1.0}
+    assert [row["batch"] for row in plain["rows"]] == [1, 8] and {
+        row["accept_length"] for row in plain["rows"]
+    } == {1.0}
     assert [(row["batch"], row["strategy"], row["prompt"]) for row in drafted["rows"]] == [
-        (1, "eagle:7x4x32", 128), (1, "eagle:7x1x8", 128), (8, "eagle:7x1x8", 128), (1, "eagle:7x4x32", "problem"),
-        (1, "eagle:7x1x8", "problem")]
+        (1, "eagle:7x4x32", 128),
+        (1, "eagle:7x1x8", 128),
+        (8, "eagle:7x1x8", 128),
+        (1, "eagle:7x4x32", "problem"),
+        (1, "eagle:7x1x8", "problem"),
+    ]
     assert all(row["accept_length"] > 3 for row in drafted["rows"] if row["prompt"] == "problem")
 
 
@@ -62,12 +83,21 @@ def test_weights_are_pushed_by_every_channel_while_requests_decode(tmp_path: Pat
     rows = list(weights.measure(weights.TARGET, tmp_path, rounds=2))
     assert [row["channel"] for row in rows] == ["disk", "http", "gloo", "ipc"]
     for row in rows:
-        assert row["push_s"] > sum(row["phases_s"].values()) > 0 and row["push_while_decoding_s"] > 0
+        assert (
+            row["push_s"] > sum(row["phases_s"].values()) > 0 and row["push_while_decoding_s"] > 0
+        )
         assert 0 < row["longest_pause_ms"] < 20_000
 
 
 def test_requests_decode_as_long_as_they_shall() -> None:
-    flags = ("--max-model-len", str(weights.LENGTH), "--max-running", str(weights.REQUESTS), "--kv-memory-mb", "64")
+    flags = (
+        "--max-model-len",
+        str(weights.LENGTH),
+        "--max-running",
+        str(weights.REQUESTS),
+        "--kv-memory-mb",
+        "64",
+    )
     with ServerProcess("--model", str(weights.TARGET), *flags) as server:
         with weights.decoding(server.url):
             open_s, seen = time.monotonic() + 3, list[float]()  # several of their lengths
@@ -84,16 +114,33 @@ def test_graphs_reports_phases_of_the_start(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_measured_is_refused() -> None:
-    for flags, remedy in ((["decode", "--against", "fast"], "--device cuda"), (["cycle", "--drafter", "history"], "EAGLE-3"),
-                          (["decode", "--context", "16000"], "max_model_len 16400 exceeds the model's 4096"),
-                          (["rollout", "--numerics", "fast"], "leave the flag out")):
-        done = subprocess.run([sys.executable, "-m", "tlt_server", "bench", *flags], capture_output=True, text=True, timeout=300)
+    for flags, remedy in (
+        (["decode", "--against", "fast"], "--device cuda"),
+        (["cycle", "--drafter", "history"], "EAGLE-3"),
+        (["decode", "--context", "16000"], "max_model_len 16400 exceeds the model's 4096"),
+        (["rollout", "--numerics", "fast"], "leave the flag out"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", "tlt_server", "bench", *flags],
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
         assert done.returncode == 2 and remedy in done.stderr, done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("name", ["exact", "rollout", "decode", "cycle", "graphs", "overload"])
 def test_a_model_that_is_not_there_is_one_line_with_the_remedy(name: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tlt_server", "bench", name, "--quick", "--model", str(tmp_path / "nowhere")]
+    command = [
+        sys.executable,
+        "-m",
+        "tlt_server",
+        "bench",
+        name,
+        "--quick",
+        "--model",
+        str(tmp_path / "nowhere"),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
     assert "nowhere" in done.stderr and len(done.stderr.strip().splitlines()) == 1

@@ -1,4 +1,6 @@
-"""Every channel into one real server by the trainers' own halves: the same weights, the same sums; a sender that dies changes nothing."""
+"""Every channel into one real server by the trainers' own halves: the same weights, the same sums;
+a sender that dies changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -69,8 +71,17 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def running(root: Path) -> Iterator[ServerProcess]:
-    with ServerProcess(*PAIR, "--weight-root", str(root / "weights"), "--state-dir", str(root / "state"), "--weight-channels",
-                       "disk,http,broadcast,ipc", "--weight-timeout-s", "20") as server:
+    with ServerProcess(
+        *PAIR,
+        "--weight-root",
+        str(root / "weights"),
+        "--state-dir",
+        str(root / "state"),
+        "--weight-channels",
+        "disk,http,broadcast,ipc",
+        "--weight-timeout-s",
+        "20",
+    ) as server:
         yield server
 
 
@@ -82,11 +93,19 @@ def trainer(running: ServerProcess) -> Iterator[Client]:
 
 def test_every_channel_brings_the_same_weights(trainer: Client, root: Path) -> None:
     tensors: dict[str, Any] = load_file(root / "new" / "model.safetensors")
-    drafter = {f"draft.{name}": tensor for name, tensor in load_file(root / "new-drafter" / "model.safetensors").items()}
+    drafter = {
+        f"draft.{name}": tensor
+        for name, tensor in load_file(root / "new-drafter" / "model.safetensors").items()
+    }
     before, sums = trainer.weight_checksums(), []
-    senders = [DiskSender(trainer, root / "weights", max_file_bytes=2**20), HttpSender(trainer, max_file_bytes=2**20, chunk_bytes=2**18),
-               BroadcastSender(trainer, bucket_bytes=2**20), BroadcastSender(trainer, packed=False, prefixed=True, name="one.by.one"),
-               IpcSender(trainer, bucket_bytes=2**20), IpcSender(trainer, bucket_bytes=1, checksums=True)]
+    senders = [
+        DiskSender(trainer, root / "weights", max_file_bytes=2**20),
+        HttpSender(trainer, max_file_bytes=2**20, chunk_bytes=2**18),
+        BroadcastSender(trainer, bucket_bytes=2**20),
+        BroadcastSender(trainer, packed=False, prefixed=True, name="one.by.one"),
+        IpcSender(trainer, bucket_bytes=2**20),
+        IpcSender(trainer, bucket_bytes=1, checksums=True),
+    ]
     for count, sender in enumerate(senders):
         reply = sender.push((tensors | drafter).items(), f"all-{count}", role="all")
         assert (reply["state"], reply["weight_version"]) == ("committed", f"all-{count}")
@@ -101,7 +120,8 @@ def test_every_channel_brings_the_same_weights(trainer: Client, root: Path) -> N
 
 
 def test_a_manifest_that_comes_again_by_http_is_answered_though_its_upload_is_gone(
-        trainer: Client, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer: Client, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As a client sends it whose first reply was lost."""
     push, replies = trainer.push_weights, list[dict[str, Any]]()
 
@@ -111,23 +131,36 @@ def test_a_manifest_that_comes_again_by_http_is_answered_though_its_upload_is_go
 
     monkeypatch.setattr(trainer, "push_weights", twice)
     HttpSender(trainer).push(load_file(root / "new" / "model.safetensors").items(), "again")
-    assert [(reply["state"], reply["weight_version"]) for reply in replies] == [("committed", "again"), ("unchanged", "again")]
+    assert [(reply["state"], reply["weight_version"]) for reply in replies] == [
+        ("committed", "again"),
+        ("unchanged", "again"),
+    ]
     trainer.roll_back_weights()
 
 
-def test_by_http_the_same_version_again_is_unchanged_also_after_other_content_was_refused(trainer: Client, root: Path) -> None:
+def test_by_http_the_same_version_again_is_unchanged_also_after_other_content_was_refused(
+    trainer: Client, root: Path
+) -> None:
     tensors = load_file(root / "new" / "model.safetensors")
     assert HttpSender(trainer).push(tensors.items(), "taken")["state"] == "committed"
     with pytest.raises(Conflict, match="other content"):
-        HttpSender(trainer).push(((name, tensor * 1.01) for name, tensor in tensors.items()), "taken")
+        HttpSender(trainer).push(
+            ((name, tensor * 1.01) for name, tensor in tensors.items()), "taken"
+        )
     assert HttpSender(trainer).push(tensors.items(), "taken")["state"] == "unchanged"
     trainer.roll_back_weights()
 
 
-def test_an_abort_ends_the_push_and_drops_the_upload_of_its_name(trainer: Client, root: Path) -> None:
-    HttpSender(trainer).push(load_file(root / "new" / "model.safetensors").items(), "both", commit=False)
+def test_an_abort_ends_the_push_and_drops_the_upload_of_its_name(
+    trainer: Client, root: Path
+) -> None:
+    HttpSender(trainer).push(
+        load_file(root / "new" / "model.safetensors").items(), "both", commit=False
+    )
     trainer.put_weights("both", "part-00001.safetensors", b"one byte and more", start=0, total=100)
-    assert trainer.weights()["open"]["state"] == "staged" and [upload["version"] for upload in trainer.weights()["uploads"]] == ["both"]
+    assert trainer.weights()["open"]["state"] == "staged" and [
+        upload["version"] for upload in trainer.weights()["uploads"]
+    ] == ["both"]
     assert trainer.abort_weights("both")["state"] == "aborted"
     assert not trainer.weights()["open"] and not trainer.weights()["uploads"]
     trainer.put_weights("both", "part-00001.safetensors", b"one byte and more", start=0, total=100)
@@ -136,24 +169,45 @@ def test_an_abort_ends_the_push_and_drops_the_upload_of_its_name(trainer: Client
         trainer.abort_weights("both")
 
 
-@pytest.mark.parametrize(("dies", "kind"), [(DIES, BroadcastSender), (DIES_BY_IPC, IpcSender)], ids=["broadcast", "ipc"])
+@pytest.mark.parametrize(
+    ("dies", "kind"), [(DIES, BroadcastSender), (DIES_BY_IPC, IpcSender)], ids=["broadcast", "ipc"]
+)
 def test_a_sender_that_is_killed_in_the_middle_changes_nothing_and_the_next_one_is_served(
-        dies: str, kind: Any, running: ServerProcess, trainer: Client, root: Path) -> None:
+    dies: str, kind: Any, running: ServerProcess, trainer: Client, root: Path
+) -> None:
     before = trainer.weight_checksums()
     file = str(root / "new" / "model.safetensors")
-    with subprocess.Popen([sys.executable, "-c", dies, running.url, file], stdout=subprocess.PIPE, text=True) as dying:
+    with subprocess.Popen(
+        [sys.executable, "-c", dies, running.url, file], stdout=subprocess.PIPE, text=True
+    ) as dying:
         assert dying.stdout is not None and dying.stdout.readline() == "sent\n"
         assert trainer.weights()["open"]["state"] == "staging"
-        said = trainer.generate([{"prompt": "2+2=", "seed": 1}], sampling={"max_tokens": 4}).results[0].choices[0]
+        said = (
+            trainer.generate([{"prompt": "2+2=", "seed": 1}], sampling={"max_tokens": 4})
+            .results[0]
+            .choices[0]
+        )
         dying.send_signal(signal.SIGKILL)
     until(lambda: not trainer.weights()["open"])
     assert trainer.weight_checksums() == before
-    again = trainer.generate([{"prompt": "2+2=", "seed": 1}], sampling={"max_tokens": 4}).results[0].choices[0]
+    again = (
+        trainer.generate([{"prompt": "2+2=", "seed": 1}], sampling={"max_tokens": 4})
+        .results[0]
+        .choices[0]
+    )
     assert (again.token_ids, again.logprobs) == (said.token_ids, said.logprobs)
-    assert kind(trainer).push(load_file(file).items(), f"after-{kind.__name__}")["state"] == "committed"
+    assert (
+        kind(trainer).push(load_file(file).items(), f"after-{kind.__name__}")["state"]
+        == "committed"
+    )
     trainer.roll_back_weights()
     with pytest.raises(ServerError, match="make the group first"):
-        trainer.push_weights("v", channel="broadcast", group="nobody", tensors=[{"name": "w", "dtype": "float32", "shape": [1]}])
+        trainer.push_weights(
+            "v",
+            channel="broadcast",
+            group="nobody",
+            tensors=[{"name": "w", "dtype": "float32", "shape": [1]}],
+        )
 
 
 def until(condition: Any) -> None:
@@ -165,18 +219,34 @@ def until(condition: Any) -> None:
 
 
 def test_the_command_pushes_shows_and_rolls_back(
-        running: ServerProcess, trainer: Client, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    running: ServerProcess, trainer: Client, root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def tlt(*words: str) -> tuple[int, str, str]:
         status = main(["weights", *words, "--url", running.url])
         said = capsys.readouterr()
         return status, " ".join(said.out.split()), said.err
 
     before = trainer.weight_checksums()
-    pushed = ("push", str(root / "new"), "--version", "by-http", "--channel", "http", "--drafter", str(root / "new-drafter"))
+    pushed = (
+        "push",
+        str(root / "new"),
+        "--version",
+        "by-http",
+        "--channel",
+        "http",
+        "--drafter",
+        str(root / "new-drafter"),
+    )
     status, out, err = tlt(*pushed)
-    assert (status, err) == (0, "") and "committed: version 'by-http' of the target and drafter" in out
+    assert (status, err) == (
+        0,
+        "",
+    ) and "committed: version 'by-http' of the target and drafter" in out
     assert "phases: " in out and "together sha256:" in out
-    assert "live: target 'by-http', drafter 'by-http'" in tlt("status")[1] and trainer.weight_checksums() != before
+    assert (
+        "live: target 'by-http', drafter 'by-http'" in tlt("status")[1]
+        and trainer.weight_checksums() != before
+    )
     assert tlt(*pushed)[1].startswith("unchanged: ")
     status, out, _ = tlt("rollback")
     assert status == 0 and "rolled_back" in out and trainer.weight_checksums() == before
@@ -188,4 +258,7 @@ def test_the_command_pushes_shows_and_rolls_back(
     assert status == 2 and "--channel http" in err
     status, _, err = tlt("push", str(TARGET / "config.json"), "--version", "v", "--channel", "http")
     assert status == 2 and "not a whole safetensors file" in err
-    assert main(["weights", "status", "--url", "http://127.0.0.1:9"]) == 1 and "does not answer" in capsys.readouterr().err
+    assert (
+        main(["weights", "status", "--url", "http://127.0.0.1:9"]) == 1
+        and "does not answer" in capsys.readouterr().err
+    )

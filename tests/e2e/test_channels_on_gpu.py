@@ -1,4 +1,6 @@
-"""Weights from GPU to GPU: by ipc within one, by nccl between two; what is live is bit for bit what the trainer, this process, has sent."""
+"""Weights from GPU to GPU: by ipc within one, by nccl between two; what is live is bit for bit what
+the trainer, this process, has sent.
+"""
 
 from __future__ import annotations
 
@@ -38,11 +40,24 @@ from tlt_client.channels.tensors import buckets, slot
 from tlt_server.demo.server import ServerProcess
 from tlt_server.demo.workload import TARGET
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
 HOST, LIMIT = "127.0.0.1", timedelta(seconds=30)
-FLAGS = ("--device", "cuda", "--model", str(TARGET), *FEW, "--weight-channels", "ipc,broadcast", "--weight-timeout-s", "10")
+FLAGS = (
+    "--device",
+    "cuda",
+    "--model",
+    str(TARGET),
+    *FEW,
+    "--weight-channels",
+    "ipc,broadcast",
+    "--weight-timeout-s",
+    "10",
+)
 DIES = """
 import sys, threading
 from safetensors.torch import load_file
@@ -63,8 +78,12 @@ Dying(Client(sys.argv[1]), bucket_bytes=2**16).push(((n, t.cuda()) for n, t in l
 def weights(seed: int) -> dict[str, Tensor]:
     """On this process's first GPU, in the type they are served in."""
     generator = torch.Generator().manual_seed(seed)
-    return {name: (tensor.float() + 0.01 * torch.randn(tensor.shape, generator=generator)).to("cuda", torch.bfloat16)
-            for name, tensor in load_file(TARGET / "model.safetensors").items()}
+    return {
+        name: (tensor.float() + 0.01 * torch.randn(tensor.shape, generator=generator)).to(
+            "cuda", torch.bfloat16
+        )
+        for name, tensor in load_file(TARGET / "model.safetensors").items()
+    }
 
 
 def sums(tensors: dict[str, Tensor]) -> dict[str, str]:
@@ -72,7 +91,11 @@ def sums(tensors: dict[str, Tensor]) -> dict[str, str]:
 
 
 def live(client: Client) -> dict[str, str]:
-    return {name: value for name, value in client.weight_checksums().items() if not name.startswith("draft.")}
+    return {
+        name: value
+        for name, value in client.weight_checksums().items()
+        if not name.startswith("draft.")
+    }
 
 
 @pytest.fixture(scope="module")
@@ -112,16 +135,22 @@ def beside(second_server: ServerProcess) -> Iterator[Client]:
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 2**18, 2**28])
-def test_what_comes_from_a_gpus_memory_is_live_bit_for_bit(bucket_bytes: int, client: Client) -> None:
+def test_what_comes_from_a_gpus_memory_is_live_bit_for_bit(
+    bucket_bytes: int, client: Client
+) -> None:
     tensors = weights(bucket_bytes % 97)
     assert live(client) != sums(tensors)
-    reply = IpcSender(client, bucket_bytes=bucket_bytes).push(tensors.items(), f"ipc-{bucket_bytes}")
+    reply = IpcSender(client, bucket_bytes=bucket_bytes).push(
+        tensors.items(), f"ipc-{bucket_bytes}"
+    )
     assert reply["state"] == "committed" and live(client) == sums(tensors)
 
 
 def test_a_trainer_of_the_cpu_pushes_to_a_gpu(client: Client) -> None:
     tensors = {name: tensor.cpu() for name, tensor in weights(5).items()}
-    assert IpcSender(client).push(tensors.items(), "cpu")["state"] == "committed" and live(client) == sums(tensors)
+    assert IpcSender(client).push(tensors.items(), "cpu")["state"] == "committed" and live(
+        client
+    ) == sums(tensors)
 
 
 def test_other_bytes_than_declared_in_a_gpus_memory_are_refused(client: Client) -> None:
@@ -140,7 +169,9 @@ def test_other_bytes_than_declared_in_a_gpus_memory_are_refused(client: Client) 
 def test_more_memory_than_is_allocated_is_not_read(client: Client) -> None:
     class Boasting(IpcSender):
         def _send(self, line: Any, memory: Any, cut: Any, held: Any) -> None:
-            line.send(memory.grant._replace(size=2 * memory.grant.size).packed(), memory.descriptors)
+            line.send(
+                memory.grant._replace(size=2 * memory.grant.size).packed(), memory.descriptors
+            )
             line.receive(8)
 
     before = live(client)
@@ -148,10 +179,14 @@ def test_more_memory_than_is_allocated_is_not_read(client: Client) -> None:
         Boasting(client).push(weights(8).items(), "boasting")
     assert live(client) == before
     tensors = weights(9)
-    assert IpcSender(client).push(tensors.items(), "modest")["state"] == "committed" and live(client) == sums(tensors)
+    assert IpcSender(client).push(tensors.items(), "modest")["state"] == "committed" and live(
+        client
+    ) == sums(tensors)
 
 
-def test_a_trainer_killed_while_its_memory_is_open_leaves_the_engine_alive_and_as_it_was(server: ServerProcess, client: Client) -> None:
+def test_a_trainer_killed_while_its_memory_is_open_leaves_the_engine_alive_and_as_it_was(
+    server: ServerProcess, client: Client
+) -> None:
     before = live(client)
     arguments = [sys.executable, "-c", DIES, server.url, str(TARGET / "model.safetensors")]
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as dying:
@@ -163,7 +198,9 @@ def test_a_trainer_killed_while_its_memory_is_open_leaves_the_engine_alive_and_a
         threading.Event().wait(0.05)
     assert live(client) == before
     tensors = weights(7)
-    assert IpcSender(client).push(tensors.items(), "after")["state"] == "committed" and live(client) == sums(tensors)
+    assert IpcSender(client).push(tensors.items(), "after")["state"] == "committed" and live(
+        client
+    ) == sums(tensors)
 
 
 def test_on_one_gpu_nccl_is_refused_with_the_way_that_works(client: Client) -> None:
@@ -177,7 +214,10 @@ class ToAll:
 
 
 def test_a_communicator_of_one_broadcasts_to_itself() -> None:
-    communicator, data = Communicator(new_id(), 0, 1, torch.device("cuda", 0), 20.0), torch.arange(1000, device="cuda")
+    communicator, data = (
+        Communicator(new_id(), 0, 1, torch.device("cuda", 0), 20.0),
+        torch.arange(1000, device="cuda"),
+    )
     work = communicator.broadcast([data], ToAll())
     work.wait(LIMIT)
     assert work.is_completed() and data.tolist() == list(range(1000))
@@ -190,8 +230,12 @@ def test_a_rank_that_is_alone_gives_up_in_time() -> None:
 
 
 @two_gpus
-@pytest.mark.parametrize("fields", [{}, {"packed": False}, {"bucket_bytes": 2**18}, {"prefixed": True}], ids=str)
-def test_what_nccl_brings_to_another_gpu_is_live_bit_for_bit(fields: dict[str, Any], beside: Client) -> None:
+@pytest.mark.parametrize(
+    "fields", [{}, {"packed": False}, {"bucket_bytes": 2**18}, {"prefixed": True}], ids=str
+)
+def test_what_nccl_brings_to_another_gpu_is_live_bit_for_bit(
+    fields: dict[str, Any], beside: Client
+) -> None:
     sender = BroadcastSender(beside, backend="nccl", timeout_s=30, **fields)
     for seed in (11, 12):
         tensors = weights(seed)
@@ -203,10 +247,19 @@ def test_what_nccl_brings_to_another_gpu_is_live_bit_for_bit(fields: dict[str, A
 @two_gpus
 @pytest.mark.parametrize("way", ["store", "id"])
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_trainer_that_drives_vllm_pushes_by_nccl(way: str, packed: bool, second_server: ServerProcess, beside: Client) -> None:
-    """Rank 0 meets the server in a store that has the id as vLLM's trainers write it, or by the id itself."""
+def test_a_trainer_that_drives_vllm_pushes_by_nccl(
+    way: str, packed: bool, second_server: ServerProcess, beside: Client
+) -> None:
+    """Rank 0 meets the server in a store that has the id as vLLM's trainers write it, or by the id
+    itself.
+    """
     tensors, id, limit = weights(21 + packed), new_id(), 2**18
-    info: dict[str, Any] = {"rank_offset": 1, "world_size": 2, "packed": packed, "packed_buffer_size_bytes": limit}
+    info: dict[str, Any] = {
+        "rank_offset": 1,
+        "world_size": 2,
+        "packed": packed,
+        "packed_buffer_size_bytes": limit,
+    }
     if way == "store":
         store = TCPStore(HOST, 0, 2, True, LIMIT, wait_for_workers=False)
         store.set(KEY, written(id))
@@ -218,12 +271,21 @@ def test_a_trainer_that_drives_vllm_pushes_by_nccl(way: str, packed: bool, secon
         joined = pool.submit(calls.post, "/init_weight_transfer_engine", {"init_info": info})
         communicator = Communicator(id, 0, 2, torch.device("cuda", 0), 30.0)
         joined.result()
-        described = {"names": list(tensors), "dtype_names": ["bfloat16"] * len(tensors),
-                     "shapes": [list(tensor.shape) for tensor in tensors.values()]}
-        reply = pool.submit(calls.post, "/update_weights", {"update_info": described, "weight_version": f"{way} {packed}"})
+        described = {
+            "names": list(tensors),
+            "dtype_names": ["bfloat16"] * len(tensors),
+            "shapes": [list(tensor.shape) for tensor in tensors.values()],
+        }
+        reply = pool.submit(
+            calls.post,
+            "/update_weights",
+            {"update_info": described, "weight_version": f"{way} {packed}"},
+        )
         slots = [slot(name, "bfloat16", tensor.shape) for name, tensor in tensors.items()]
         for bucket in buckets(slots, limit if packed else None):
-            data = torch.cat([tensors[piece.name].reshape(-1).view(torch.uint8) for piece in bucket])
+            data = torch.cat(
+                [tensors[piece.name].reshape(-1).view(torch.uint8) for piece in bucket]
+            )
             communicator.broadcast([data], ToAll()).wait(LIMIT)
         assert reply.result()["state"] == "committed"
     assert live(beside) == sums(tensors)
@@ -232,11 +294,22 @@ def test_a_trainer_that_drives_vllm_pushes_by_nccl(way: str, packed: bool, secon
 
 @two_gpus
 def test_a_rank_0_that_falls_silent_does_not_keep_requests_waiting_and_memory_does_not_go_to_sleep(
-        second_server: ServerProcess, beside: Client) -> None:
+    second_server: ServerProcess, beside: Client
+) -> None:
     sender = BroadcastSender(beside, backend="nccl", timeout_s=20, bucket_bytes=2**16)
-    entries = [{"name": name, "dtype": "bfloat16", "shape": list(tensor.shape)} for name, tensor in weights(1).items()]
+    entries = [
+        {"name": name, "dtype": "bfloat16", "shape": list(tensor.shape)}
+        for name, tensor in weights(1).items()
+    ]
     with ThreadPoolExecutor(1) as pool:
-        reply = pool.submit(beside.push_weights, "silent too", channel="broadcast", group="weights", tensors=entries, bucket_bytes=2**16)
+        reply = pool.submit(
+            beside.push_weights,
+            "silent too",
+            channel="broadcast",
+            group="weights",
+            tensors=entries,
+            bucket_bytes=2**16,
+        )
         for _ in range(600):
             if beside.weights()["open"].get("state") == "staging":
                 break
@@ -245,7 +318,9 @@ def test_a_rank_0_that_falls_silent_does_not_keep_requests_waiting_and_memory_do
         with Client(second_server.url, timeout_s=5) as other:
             for seed in range(3):  # batches of other shapes, whose graphs are not there yet
                 asked = [{"prompt": f"{i}+{seed}=", "seed": seed} for i in range(1 + 5 * seed)]
-                assert len(other.generate(asked, sampling={"max_tokens": 8, "top_p": 0.9}).results) == len(asked)
+                assert len(
+                    other.generate(asked, sampling={"max_tokens": 8, "top_p": 0.9}).results
+                ) == len(asked)
             refused = httpx.post(f"{second_server.url}/sleep?level=1", timeout=5)
             assert refused.status_code == 409 and "through the GPU" in refused.text
         assert not reply.done()
@@ -255,48 +330,73 @@ def test_a_rank_0_that_falls_silent_does_not_keep_requests_waiting_and_memory_do
 
 
 @two_gpus
-def test_a_server_that_never_receives_is_given_up_by_the_trainer(beside: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_never_receives_is_given_up_by_the_trainer(
+    beside: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(broadcast, "GRACE_S", 1.0)
     sender = BroadcastSender(beside, backend="nccl", timeout_s=3)
     never = threading.Event()
-    monkeypatch.setattr(sender, "_client", SimpleNamespace(push_weights=lambda *given, **fields: never.wait()))
+    monkeypatch.setattr(
+        sender, "_client", SimpleNamespace(push_weights=lambda *given, **fields: never.wait())
+    )
     more_than_nccl_buffers = torch.zeros(2**29, dtype=torch.bfloat16, device="cuda")
     with pytest.raises(ChannelError, match="make the group anew and push again"):
         sender.push([("w", more_than_nccl_buffers)], "never")
     never.set()
     torch.cuda.synchronize()  # its kernel is gone
     tensors = weights(15)
-    assert BroadcastSender(beside, backend="nccl").push(tensors.items(), "at last")["state"] == "committed"
+    assert (
+        BroadcastSender(beside, backend="nccl").push(tensors.items(), "at last")["state"]
+        == "committed"
+    )
     assert live(beside) == sums(tensors)
 
 
 @two_gpus
 def test_the_order_of_openrlhf_by_nccl(second_server: ServerProcess, beside: Client) -> None:
-    """Its actor joins the communicator that its trainer makes, and is told of each parameter before rank 0 broadcasts it."""
+    """Its actor joins the communicator that its trainer makes, and is told of each parameter before
+    rank 0 broadcasts it.
+    """
     tensors, states = weights(31), list[str]()
 
     async def pushed() -> None:
         actor, port = RolloutActor(second_server.url), free_port()
-        joined = asyncio.ensure_future(actor.init_process_group(HOST, port, 1, 2, "openrlhf", backend="nccl", use_ray=False))
+        joined = asyncio.ensure_future(
+            actor.init_process_group(HOST, port, 1, 2, "openrlhf", backend="nccl", use_ray=False)
+        )
         group = await asyncio.to_thread(TrainerGroup, HOST, port, 2, backend="nccl", timeout_s=30)
         await joined
         for name, tensor in tensors.items():
-            asked = asyncio.ensure_future(actor.update_weight(name, dtype=tensor.dtype, shape=tensor.shape))
+            asked = asyncio.ensure_future(
+                actor.update_weight(name, dtype=tensor.dtype, shape=tensor.shape)
+            )
             await asyncio.to_thread(group.broadcast, tensor)
             states.append(await asked)
         group.close()
 
     asyncio.run(pushed())
-    assert states == ["gathering"] * (len(tensors) - 1) + ["committed"] and live(beside) == sums(tensors)
+    assert states == ["gathering"] * (len(tensors) - 1) + ["committed"] and live(beside) == sums(
+        tensors
+    )
 
 
 @two_gpus
 def test_a_rank_0_that_falls_silent_is_given_up_and_the_engine_lives(beside: Client) -> None:
-    before, sender = live(beside), BroadcastSender(beside, backend="nccl", timeout_s=3, bucket_bytes=2**16)
-    entries = [{"name": name, "dtype": "bfloat16", "shape": list(tensor.shape)} for name, tensor in weights(1).items()]
+    before, sender = (
+        live(beside),
+        BroadcastSender(beside, backend="nccl", timeout_s=3, bucket_bytes=2**16),
+    )
+    entries = [
+        {"name": name, "dtype": "bfloat16", "shape": list(tensor.shape)}
+        for name, tensor in weights(1).items()
+    ]
     with pytest.raises(ServerError, match="make the group anew"):
-        beside.push_weights("silent", channel="broadcast", group="weights", tensors=entries, bucket_bytes=2**16)
+        beside.push_weights(
+            "silent", channel="broadcast", group="weights", tensors=entries, bucket_bytes=2**16
+        )
     assert live(beside) == before
     sender.close()
     tensors = weights(13)
-    assert BroadcastSender(beside, backend="nccl").push(tensors.items(), "anew")["state"] == "committed" and live(beside) == sums(tensors)
+    assert BroadcastSender(beside, backend="nccl").push(tensors.items(), "anew")[
+        "state"
+    ] == "committed" and live(beside) == sums(tensors)

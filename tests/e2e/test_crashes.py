@@ -1,4 +1,6 @@
-"""A real server whose engine is killed, stopped, or kills itself: exactly one end for each accepted request, and a server that goes on."""
+"""A real server whose engine is killed, stopped, or kills itself: exactly one end for each accepted
+request, and a server that goes on.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,22 @@ from tlt_server.demo.rounds import look
 from tlt_server.demo.server import ServerProcess
 from tlt_server.demo.workload import TARGET
 from tlt_server.engine.settings import EngineSettings
-from tlt_server.records import Failed, GenerateRequest, Ready, Sampling, Submit, decode_event, encode
+from tlt_server.records import (
+    Failed,
+    GenerateRequest,
+    Ready,
+    Sampling,
+    Submit,
+    decode_event,
+    encode,
+)
 
-AT_ONCE = ("--max-restarts", "1000", "--restart-window-s", "1")  # every death is the first of its window
+AT_ONCE = (
+    "--max-restarts",
+    "1000",
+    "--restart-window-s",
+    "1",
+)  # every death is the first of its window
 ASKED = [{"prompt": f"Compute {i}*4+5.", "seed": i} for i in range(24)]
 TOKENS = 120  # of the longest
 
@@ -56,7 +71,9 @@ def succeeded(server: ServerProcess, pid: int) -> bool:
 
 
 class Load:
-    """Clients that ask without pause, whole batches and streams; every reply is checked against the tokens of an undisturbed run."""
+    """Clients that ask without pause, whole batches and streams; every reply is checked against the
+    tokens of an undisturbed run.
+    """
 
     def __init__(self, url: str, expected: list[list[int]]) -> None:
         self.url, self.expected = url, expected
@@ -85,7 +102,10 @@ class Load:
                 try:
                     self._ask(client, draw)
                 except ServerError as error:
-                    if (error.code, error.status) != ("unavailable", 503) or not error.retry_after_s:
+                    if (error.code, error.status) != (
+                        "unavailable",
+                        503,
+                    ) or not error.retry_after_s:
                         self.wrong.append(f"refused: {error}")
                     time.sleep(0.05)
                 except Exception as error:  # a connection that breaks is not an end
@@ -103,13 +123,21 @@ class Load:
         self._check(items, [event for event in events if isinstance(event, ItemResult)])
 
     def _sampling(self, draw: random.Random) -> dict[str, Any]:
-        """A stop string that never comes makes each request another one, so that none runs at two crashes."""
-        return {"max_tokens": draw.randint(10, TOKENS), "ignore_eos": True, "stop": [f"<{next(self._serial)}>"]}
+        """A stop string that never comes makes each request another one, so that none runs at two
+        crashes.
+        """
+        return {
+            "max_tokens": draw.randint(10, TOKENS),
+            "ignore_eos": True,
+            "stop": [f"<{next(self._serial)}>"],
+        }
 
     def _check(self, items: list[Any], results: list[Any]) -> None:
         self.accepted += len(items)
         if sorted(result.id for result in results) != sorted(item["id"] for item in items):
-            self.wrong.append(f"asked for {[item['id'] for item in items]}, ended {[result.id for result in results]}")
+            self.wrong.append(
+                f"asked for {[item['id'] for item in items]}, ended {[result.id for result in results]}"
+            )
         lengths = {item["id"]: item["sampling"]["max_tokens"] for item in items}
         for result in results:
             if result.error is not None:
@@ -124,7 +152,9 @@ class Load:
 
 def kill_under_load(kills: int) -> None:
     with ServerProcess(*FAST_START, *AT_ONCE) as server, Client(server.url, timeout_s=60) as client:
-        undisturbed = client.generate(ASKED, sampling={"max_tokens": TOKENS, "ignore_eos": True}).results
+        undisturbed = client.generate(
+            ASKED, sampling={"max_tokens": TOKENS, "ignore_eos": True}
+        ).results
         expected = [result.choices[0].token_ids for result in undisturbed]
         free, draw, pids = gauge(client, "tlt_pages_free"), random.Random(0), []
         with Load(server.url, expected) as load:
@@ -135,13 +165,26 @@ def kill_under_load(kills: int) -> None:
                 pids.append(kill_engine(server))
                 until(lambda: succeeded(server, pids[-1]) and client.is_ready())
         assert load.wrong == []
-        assert load.accepted == sum(load.ends.values()) and set(load.ends) == {"completed", "engine_failed"}, load.ends
+        assert load.accepted == sum(load.ends.values()) and set(load.ends) == {
+            "completed",
+            "engine_failed",
+        }, load.ends
         assert load.ends["completed"] >= kills and load.ends["engine_failed"] > kills / 2, load.ends
-        assert server.process.poll() is None and len(children(server)) == 1 and len(set(pids)) == kills
-        assert f'tlt_engine_restarts_total{{reason="exited"}} {float(kills)}' in client.metrics().splitlines()
+        assert (
+            server.process.poll() is None and len(children(server)) == 1 and len(set(pids)) == kills
+        )
+        assert (
+            f'tlt_engine_restarts_total{{reason="exited"}} {float(kills)}'
+            in client.metrics().splitlines()
+        )
         again = client.generate(ASKED, sampling={"max_tokens": TOKENS, "ignore_eos": True}).results
         assert [result.choices[0].token_ids for result in again] == expected
-        until(lambda: look(client).open == look(client).running == 0 and gauge(client, "tlt_pages_free") == free)
+        until(
+            lambda: (
+                look(client).open == look(client).running == 0
+                and gauge(client, "tlt_pages_free") == free
+            )
+        )
         assert server.stop() == 0
         assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
@@ -158,11 +201,22 @@ def test_a_hundred_kills_under_load_leave_every_request_with_one_end() -> None:
 
 def test_a_stopped_engine_is_killed_and_its_successor_is_told_what_was_set() -> None:
     strategy = "history:4x1x5"
-    flags = (*FAST_START[:2], "--drafter", "history", "--kv-memory-mb", "64", "--hang-timeout-s", "8", *AT_ONCE)
+    flags = (
+        *FAST_START[:2],
+        "--drafter",
+        "history",
+        "--kv-memory-mb",
+        "64",
+        "--hang-timeout-s",
+        "8",
+        *AT_ONCE,
+    )
     with ServerProcess(*flags) as server, Client(server.url, timeout_s=60) as client:
         client.set_strategy("fixed", strategy)
         replies: list[Any] = []
-        asking = threading.Thread(target=lambda: replies.append(client.generate([{"messages": QUESTION}], sampling=LONG)))
+        asking = threading.Thread(
+            target=lambda: replies.append(client.generate([{"messages": QUESTION}], sampling=LONG))
+        )
         asking.start()
         with Client(server.url, timeout_s=60) as other:
             until(lambda: look(other).running == 1)
@@ -172,25 +226,39 @@ def test_a_stopped_engine_is_killed_and_its_successor_is_told_what_was_set() -> 
                 seen.add(httpx.get(f"{server.url}/livez").status_code)
                 assert time.monotonic() < end, server.lines
             asking.join(60)
-            assert replies[0].results[0].error.code == "engine_failed" and "hang_timeout_s" in replies[0].results[0].error.message
+            assert (
+                replies[0].results[0].error.code == "engine_failed"
+                and "hang_timeout_s" in replies[0].results[0].error.message
+            )
             assert seen == {200, 503} and httpx.get(f"{server.url}/livez").status_code == 200
-            other.generate([{"messages": QUESTION}], sampling={"max_tokens": 64, "ignore_eos": True})
+            other.generate(
+                [{"messages": QUESTION}], sampling={"max_tokens": 64, "ignore_eos": True}
+            )
             assert look(other).strategy == strategy
             assert not Path(f"/proc/{pid}").exists()
             assert 'tlt_engine_restarts_total{reason="hung"} 1.0' in other.metrics().splitlines()
 
 
 def test_an_idle_engine_is_not_taken_for_a_hung_one() -> None:
-    with ServerProcess(*FAST_START, "--hang-timeout-s", "4", "--max-restarts", "0") as server, Client(server.url) as client:
+    with (
+        ServerProcess(*FAST_START, "--hang-timeout-s", "4", "--max-restarts", "0") as server,
+        Client(server.url) as client,
+    ):
         time.sleep(10)
         assert client.is_ready() and server.process.poll() is None
 
 
 def test_an_engine_that_dies_again_and_again_ends_the_server() -> None:
-    with ServerProcess(*FAST_START, "--max-restarts", "1") as server, Client(server.url, timeout_s=60) as client:
+    with (
+        ServerProcess(*FAST_START, "--max-restarts", "1") as server,
+        Client(server.url, timeout_s=60) as client,
+    ):
         kill_engine(server)
         until(lambda: not client.is_ready())
-        assert httpx.get(f"{server.url}/livez").status_code == 503 and httpx.get(f"{server.url}/startupz").status_code == 200
+        assert (
+            httpx.get(f"{server.url}/livez").status_code == 503
+            and httpx.get(f"{server.url}/startupz").status_code == 200
+        )
         until(client.is_ready)
         kill_engine(server)
         assert server.process.wait(60) == 1
@@ -199,64 +267,117 @@ def test_an_engine_that_dies_again_and_again_ends_the_server() -> None:
         assert "max_restarts 1" in said[-1] and "SIGKILL" in said[-1]
 
 
-def test_a_request_that_kills_the_engine_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_kills_the_engine_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     program = (sys.executable, str(Path(__file__).with_name("fatal.py")), "serve", "--port", "0")
     monkeypatch.setattr(demo_server, "COMMAND", program)
     with ServerProcess(*FAST_START, *AT_ONCE) as server, Client(server.url, timeout_s=60) as client:
         batch = [{"id": "killer", "token_ids": [*FATAL, 14]}, {"id": "other", "prompt": "1+1="}]
         for attempt in range(2):
-            results = client.generate(batch if attempt == 0 else batch[:1], sampling={"max_tokens": 400, "ignore_eos": True}).results
+            results = client.generate(
+                batch if attempt == 0 else batch[:1],
+                sampling={"max_tokens": 400, "ignore_eos": True},
+            ).results
             assert {result.error.code for result in results if result.error} == {"engine_failed"}
             until(client.is_ready)
         alive = children(server)
-        refused, served = client.generate(batch, sampling={"max_tokens": 400, "ignore_eos": True}).results
-        assert refused.error is not None and (refused.error.code, refused.error.retryable) == ("poisoned", False)
+        refused, served = client.generate(
+            batch, sampling={"max_tokens": 400, "ignore_eos": True}
+        ).results
+        assert refused.error is not None and (refused.error.code, refused.error.retryable) == (
+            "poisoned",
+            False,
+        )
         assert "'killer'" in refused.error.message and len(served.choices[0].token_ids) == 400
-        assert httpx.post(f"{server.url}/generate", json={"requests": batch[:1], "sampling": {"max_tokens": 400, "ignore_eos": True}}
-                          ).status_code == 422
+        assert (
+            httpx.post(
+                f"{server.url}/generate",
+                json={"requests": batch[:1], "sampling": {"max_tokens": 400, "ignore_eos": True}},
+            ).status_code
+            == 422
+        )
         assert children(server) == alive
 
 
-def outlive_a_gpus_error(monkeypatch: pytest.MonkeyPatch, *flags: str, ready_s: float = 60) -> list[str]:
-    """What clients see of a server with these flags before, while and after a step ends with a GPU's error; the server's lines."""
-    program = (sys.executable, str(Path(__file__).with_name("gpu_fault.py")), "serve", "--port", "0")
+def outlive_a_gpus_error(
+    monkeypatch: pytest.MonkeyPatch, *flags: str, ready_s: float = 60
+) -> list[str]:
+    """What clients see of a server with these flags before, while and after a step ends with a
+    GPU's error; the server's lines.
+    """
+    program = (
+        sys.executable,
+        str(Path(__file__).with_name("gpu_fault.py")),
+        "serve",
+        "--port",
+        "0",
+    )
     monkeypatch.setattr(demo_server, "COMMAND", program)
     with ServerProcess(*flags, *AT_ONCE) as server, Client(server.url, timeout_s=60) as client:
         replies: list[Any] = []
-        asking = threading.Thread(target=lambda: replies.append(client.generate([{"messages": QUESTION, "n": 3}], sampling=LONG)))
+        asking = threading.Thread(
+            target=lambda: replies.append(
+                client.generate([{"messages": QUESTION, "n": 3}], sampling=LONG)
+            )
+        )
         asking.start()
         with Client(server.url, timeout_s=60) as other:
             until(lambda: look(other).running == 3)
             [pid], began = children(server), time.monotonic()
-            [faulty] = other.generate([{"token_ids": [*FAULTY, 14]}], sampling={"max_tokens": 4}).results
+            [faulty] = other.generate(
+                [{"token_ids": [*FAULTY, 14]}], sampling={"max_tokens": 4}
+            ).results
             asking.join(60)
             [bystander] = replies[0].results
             for error in (faulty.error, bystander.error):
-                assert error is not None and (error.code, error.retryable) == ("engine_failed", True)
-                assert re.search("the GPU reported '.+'; the engine restarts", error.message) and "asynchronously" not in error.message
+                assert error is not None and (error.code, error.retryable) == (
+                    "engine_failed",
+                    True,
+                )
+                assert (
+                    re.search("the GPU reported '.+'; the engine restarts", error.message)
+                    and "asynchronously" not in error.message
+                )
             until(lambda: not Path(f"/proc/{pid}").exists())
             assert time.monotonic() - began < 50, "it did not wait for what cannot be freed"
             until(other.is_ready, timeout_s=ready_s)
             assert 'tlt_engine_restarts_total{reason="failed"} 1.0' in other.metrics().splitlines()
-            assert len(other.generate(ASKED[:1], sampling={"max_tokens": 5, "ignore_eos": True}).results[0].choices[0].token_ids) == 5
+            assert (
+                len(
+                    other.generate(ASKED[:1], sampling={"max_tokens": 5, "ignore_eos": True})
+                    .results[0]
+                    .choices[0]
+                    .token_ids
+                )
+                == 5
+            )
         assert server.stop() == 0
         gone = [line for line in server.lines if "engine_gone" in line]
         assert len(gone) == 1 and "the GPU reported" in gone[0]
         return server.lines
 
 
-def test_a_gpus_error_ends_what_is_open_with_one_typed_error_and_restarts_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpus_error_ends_what_is_open_with_one_typed_error_and_restarts_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     lines = outlive_a_gpus_error(monkeypatch, *FAST_START, "--device", "cpu")
     assert any(REPORTED in line for line in lines) and not any("freed" in line for line in lines)
 
 
 def test_an_engine_that_had_a_gpus_error_leaves_by_itself(tmp_path: Path) -> None:
-    with zmq.Context() as context, context.socket(zmq.PUSH) as commands, context.socket(zmq.PULL) as events:
+    with (
+        zmq.Context() as context,
+        context.socket(zmq.PUSH) as commands,
+        context.socket(zmq.PULL) as events,
+    ):
         commands.bind(f"ipc://{tmp_path}/commands")
         events.bind(f"ipc://{tmp_path}/events")
         events.setsockopt(zmq.RCVTIMEO, 60_000)
         program = [sys.executable, str(Path(__file__).with_name("gpu_fault.py")), str(tmp_path)]
-        settings = EngineSettings(model=str(TARGET), drafter="none", policy="off", kv_memory_mb=64, parent=os.getpid())
+        settings = EngineSettings(
+            model=str(TARGET), drafter="none", policy="off", kv_memory_mb=64, parent=os.getpid()
+        )
         process = subprocess.Popen(program, stdin=subprocess.PIPE, stderr=subprocess.PIPE)
         assert process.stdin is not None and process.stderr is not None
         try:
@@ -264,10 +385,22 @@ def test_an_engine_that_had_a_gpus_error_leaves_by_itself(tmp_path: Path) -> Non
             process.stdin.flush()
             while not isinstance(event := decode_event(events.recv()), Ready):
                 pass
-            commands.send(encode(Submit([GenerateRequest(id="a", token_ids=FAULTY, seed=1, sampling=Sampling(max_tokens=4))])))
+            commands.send(
+                encode(
+                    Submit(
+                        [
+                            GenerateRequest(
+                                id="a", token_ids=FAULTY, seed=1, sampling=Sampling(max_tokens=4)
+                            )
+                        ]
+                    )
+                )
+            )
             while not isinstance(event := decode_event(events.recv()), Failed):
                 pass
-            assert event == Failed("engine_failed", f"the GPU reported '{REPORTED}'; the engine restarts")
+            assert event == Failed(
+                "engine_failed", f"the GPU reported '{REPORTED}'; the engine restarts"
+            )
             assert process.wait(60) == 1, "nothing of it was freed, which would have taken an hour"
             said = process.stderr.read().decode()
             assert "freed" not in said and "AcceleratorError" in said
@@ -281,11 +414,18 @@ def test_an_engine_whose_server_was_killed_leaves() -> None:
         pid = engine_pid(server)
         server.process.kill()
         server.process.wait()
-        until(lambda: not Path(f"/proc/{pid}").exists() or "State:\tZ" in Path(f"/proc/{pid}/status").read_text())
+        until(
+            lambda: (
+                not Path(f"/proc/{pid}").exists()
+                or "State:\tZ" in Path(f"/proc/{pid}/status").read_text()
+            )
+        )
 
 
 @pytest.mark.parametrize("state", ["kept", "broken", "none"])
-def test_a_restarted_engine_serves_what_was_committed_or_nothing(state: str, tmp_path: Path) -> None:
+def test_a_restarted_engine_serves_what_was_committed_or_nothing(
+    state: str, tmp_path: Path
+) -> None:
     perturbed_copy(TARGET, tmp_path / "root" / "v1")
     flags = [*FAST_START, *AT_ONCE, "--weight-root", str(tmp_path / "root")]
     if state != "none":
@@ -299,9 +439,15 @@ def test_a_restarted_engine_serves_what_was_committed_or_nothing(state: str, tmp
         until(lambda: succeeded(server, pid))
         until(lambda: httpx.get(f"{server.url}/livez").status_code == 200)
         if state != "kept":
-            for refused in (httpx.get(f"{server.url}/readyz"), httpx.post(f"{server.url}/generate", json={"requests": ASKED[:1]})):
+            for refused in (
+                httpx.get(f"{server.url}/readyz"),
+                httpx.post(f"{server.url}/generate", json={"requests": ASKED[:1]}),
+            ):
                 assert refused.status_code == 503 and refused.headers["retry-after"]
-                assert "'v1' of the target is lost" in refused.text and "POST /update_weights" in refused.text
+                assert (
+                    "'v1' of the target is lost" in refused.text
+                    and "POST /update_weights" in refused.text
+                )
             named = httpx.post(f"{server.url}/update_weight_version", json={"new_version": "v1"})
             assert named.status_code == 409 and "'v1' of the target is lost" in named.text
             assert client.weights()["target"] == "initial" and not client.is_ready()

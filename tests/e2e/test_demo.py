@@ -19,25 +19,62 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONSAFEPATH": "1"}
 
 
-def test_the_quick_demo_prints_its_table_and_every_round_has_the_same_tokens(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-m", "tlt_server", "demo", "--quick", "--json", str(tmp_path / "figures.json")], cwd=tmp_path,
-                          env=environment(), capture_output=True, text=True, timeout=300)
+def test_the_quick_demo_prints_its_table_and_every_round_has_the_same_tokens(
+    tmp_path: Path,
+) -> None:
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "tlt_server",
+            "demo",
+            "--quick",
+            "--json",
+            str(tmp_path / "figures.json"),
+        ],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr
-    for part in ("load model", "identical", "eagle", "history", "beg", "p50/p90/p99/max", "curl -sN"):
+    for part in (
+        "load model",
+        "identical",
+        "eagle",
+        "history",
+        "beg",
+        "p50/p90/p99/max",
+        "curl -sN",
+    ):
         assert part in done.stdout
     figures = json.loads((tmp_path / "figures.json").read_text())
     push, rounds = figures["push"], figures["rounds"]
-    assert push["sound"] and push["crossing"] > 0 and push["pause_ms"] < 1000 and "step-1 [" in done.stdout
+    assert (
+        push["sound"]
+        and push["crossing"] > 0
+        and push["pause_ms"] < 1000
+        and "step-1 [" in done.stdout
+    )
     assert [turn["name"] for turn in rounds] == ["off", "eagle", "history", "beg"]
-    assert all(turn["responses_differing"] == 0 and turn["reward"] == rounds[0]["reward"] for turn in rounds)
+    assert all(
+        turn["responses_differing"] == 0 and turn["reward"] == rounds[0]["reward"]
+        for turn in rounds
+    )
     assert rounds[0]["accept_length"] is None and rounds[1]["accept_length"] > 1
     assert rounds[1]["passes"] < rounds[0]["passes"]
 
 
 @pytest.mark.parametrize("when", ["listening on", "off: "])
 def test_an_interrupted_demo_takes_its_server_with_it(when: str, tmp_path: Path) -> None:
-    with subprocess.Popen([sys.executable, "-m", "tlt_server", "demo"], cwd=tmp_path, env=environment(), stdout=subprocess.PIPE,
-                          text=True) as demo:
+    with subprocess.Popen(
+        [sys.executable, "-m", "tlt_server", "demo"],
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as demo:
         assert demo.stdout is not None
         said = ""
         while when not in said:

@@ -1,4 +1,5 @@
-"""The pages under docs are what runs: their `python` blocks, and their `bash` blocks line by line, against a real server.
+"""The pages under docs are what runs: their `python` blocks, and their `bash` blocks line by line,
+against a real server.
 
 Every route has one.
 """
@@ -24,10 +25,16 @@ DOCS = Path(__file__).parents[2] / "docs"
 README = DOCS.parent / "README.md"
 ADDRESS, GRPC_ADDRESS = "http://127.0.0.1:8000", "127.0.0.1:8001"
 COMMANDS = [
-    pytest.param([sys.executable, "-c", block] if language == "python" else ["bash", "-euo", "pipefail", "-c", block],
-                 id=f"{page.stem}-{place}-{language}")
+    pytest.param(
+        [sys.executable, "-c", block]
+        if language == "python"
+        else ["bash", "-euo", "pipefail", "-c", block],
+        id=f"{page.stem}-{place}-{language}",
+    )
     for page in sorted(DOCS.glob("*.md"))
-    for place, (language, text) in enumerate(re.findall(r"^```(python|bash)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL))
+    for place, (language, text) in enumerate(
+        re.findall(r"^```(python|bash)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    )
     for block in ([text] if language == "python" else text.strip().splitlines())
 ]
 
@@ -38,31 +45,66 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     directory = tmp_path_factory.mktemp("docs")
     for seed, name in enumerate(("step-1", "step-2")):
         perturbed_copy(TARGET, directory / "weights" / name, seed)
-    with ServerProcess(*PAIR, "--weight-root", str(directory / "weights"), "--state-dir", str(directory / "state"),
-                       "--weight-channels", "disk,http,broadcast,ipc", "--grpc-port", "0") as running:
+    with ServerProcess(
+        *PAIR,
+        "--weight-root",
+        str(directory / "weights"),
+        "--state-dir",
+        str(directory / "state"),
+        "--weight-channels",
+        "disk,http,broadcast,ipc",
+        "--grpc-port",
+        "0",
+    ) as running:
         yield running
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_an_example_runs(command: list[str], server: ServerProcess, tmp_path: Path) -> None:
     text = command[-1].replace(ADDRESS, server.url).replace(GRPC_ADDRESS, server.grpc_address)
-    done = subprocess.run([*command[:-1], text], cwd=tmp_path, timeout=200, capture_output=True,
-                          text=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    done = subprocess.run(
+        [*command[:-1], text],
+        cwd=tmp_path,
+        timeout=200,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
     assert done.returncode == 0, done.stderr
-    assert done.stdout and not re.search(r'^(data: )?{"error"', done.stdout, re.MULTILINE), done.stdout
+    assert done.stdout and not re.search(r'^(data: )?{"error"', done.stdout, re.MULTILINE), (
+        done.stdout
+    )
 
 
 def test_every_route_has_an_example(server: ServerProcess) -> None:
-    """Of those that `/openapi.json` lists, with `curl` or with httpx in a block that runs, or as what a trainer's half does there."""
-    asked = {("POST", "/weight_groups")} if any("BroadcastSender(client)" in command.values[0][-1] for command in COMMANDS) else set()
+    """Of those that `/openapi.json` lists, with `curl` or with httpx in a block that runs, or as
+    what a trainer's half does there.
+    """
+    asked = (
+        {("POST", "/weight_groups")}
+        if any("BroadcastSender(client)" in command.values[0][-1] for command in COMMANDS)
+        else set()
+    )
     for command in COMMANDS:
-        asked |= {(method.upper(), path) for method, path in re.findall(r'http\.(\w+)\("(/[^"]*)"', command.values[0][-1])}  # type: ignore[index]
-    for command in (line for page in [*DOCS.glob("*.md"), README] for line in page.read_text().splitlines() if line.startswith("curl ")):
+        asked |= {
+            (method.upper(), path)
+            for method, path in re.findall(r'http\.(\w+)\("(/[^"]*)"', command.values[0][-1])
+        }  # type: ignore[index]
+    for command in (
+        line
+        for page in [*DOCS.glob("*.md"), README]
+        for line in page.read_text().splitlines()
+        if line.startswith("curl ")
+    ):
         method = re.search(r"-X (\w+)", command)
         path = command.split(ADDRESS)[1].split()[0].partition("?")[0].strip("\"'") or "/"
         asked.add((method[1] if method else "POST" if " -d " in command else "GET", path))
     paths = httpx.get(f"{server.url}/openapi.json").json()["paths"]
     routes = [(method.upper(), path) for path, methods in paths.items() for method in methods]
     pattern = {path: re.compile(re.sub(r"{\w+}", "[^/]+", path)) for path in paths}
-    missing = [f"{method} {path}" for method, path in routes if not any(m == method and pattern[path].fullmatch(p) for m, p in asked)]
+    missing = [
+        f"{method} {path}"
+        for method, path in routes
+        if not any(m == method and pattern[path].fullmatch(p) for m, p in asked)
+    ]
     assert len(routes) > 20 and not missing

@@ -1,4 +1,6 @@
-"""Over HTTP, with the real pair: what is sampled depends on prompt, parameters and seed, and on nothing else."""
+"""Over HTTP, with the real pair: what is sampled depends on prompt, parameters and seed, and on
+nothing else.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,12 @@ SAMPLINGS: list[dict[str, Any]] = [
     {},
     {"temperature": 0.0},
     {"temperature": 0.7, "top_p": 0.9, "top_k": 40, "min_p": 0.01},
-    {"repetition_penalty": 1.1, "presence_penalty": 0.3, "min_tokens": 20, "logit_bias": {"20": 1.5}},
+    {
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.3,
+        "min_tokens": 20,
+        "logit_bias": {"20": 1.5},
+    },
     {"logprobs": 3, "raw_logprobs": True},
 ]
 SALTS = itertools.count()
@@ -24,14 +31,37 @@ SALTS = itertools.count()
 def batch(count: int = 10, n: int = 2) -> list[dict[str, Any]]:
     """The same requests each time, in a salt of their own."""
     salt = str(next(SALTS))
-    return [{"id": str(i), "messages": [{"role": "user", "content": problem(i).prompt_text}], "n": n, "seed": 100 + i, "salt": salt,
-             "sampling": SAMPLINGS[i % len(SAMPLINGS)]} for i in range(count)]
+    return [
+        {
+            "id": str(i),
+            "messages": [{"role": "user", "content": problem(i).prompt_text}],
+            "n": n,
+            "seed": 100 + i,
+            "salt": salt,
+            "sampling": SAMPLINGS[i % len(SAMPLINGS)],
+        }
+        for i in range(count)
+    ]
 
 
 def said(choices: list[Choice]) -> list[tuple[Any, ...]]:
-    """Everything that must not depend on the way; floats compare by value, which for these is by bits."""
-    return [(c.index, c.token_ids, c.logprobs, c.raw_logprobs, c.top_logprobs, c.text, c.finish_reason, c.stop_reason, c.seed)
-            for c in choices]
+    """Everything that must not depend on the way; floats compare by value, which for these is by
+    bits.
+    """
+    return [
+        (
+            c.index,
+            c.token_ids,
+            c.logprobs,
+            c.raw_logprobs,
+            c.top_logprobs,
+            c.text,
+            c.finish_reason,
+            c.stop_reason,
+            c.seed,
+        )
+        for c in choices
+    ]
 
 
 def generate(client: Client, items: list[dict[str, Any]]) -> list[list[tuple[Any, ...]]]:
@@ -47,11 +77,19 @@ def plain(server: Any) -> list[list[tuple[Any, ...]]]:
         return generate(client, batch())
 
 
-POLICIES = [("fixed", "eagle:7x4x16"), ("fixed", "eagle:1x1x2"), ("fixed", "history:8x2x9"), ("fixed", "eagle:10x6x32"), ("beg", None)]
+POLICIES = [
+    ("fixed", "eagle:7x4x16"),
+    ("fixed", "eagle:1x1x2"),
+    ("fixed", "history:8x2x9"),
+    ("fixed", "eagle:10x6x32"),
+    ("beg", None),
+]
 
 
 @pytest.mark.parametrize("policy,strategy", POLICIES)
-def test_speculation_changes_neither_a_token_nor_a_logprob(client: Client, plain: list[Any], policy: str, strategy: str | None) -> None:
+def test_speculation_changes_neither_a_token_nor_a_logprob(
+    client: Client, plain: list[Any], policy: str, strategy: str | None
+) -> None:
     client.set_strategy(policy, strategy)
     reply = client.generate(batch(), sampling={"max_tokens": 150})
     assert [said(result.choices) for result in reply.results] == plain
@@ -71,7 +109,9 @@ def test_the_policy_may_change_while_requests_run(client: Client, plain: list[An
     assert [found[str(i)] for i in range(len(plain))] == plain
 
 
-def test_the_same_seed_gives_the_same_tokens_alone_or_in_a_batch(client: Client, plain: list[Any]) -> None:
+def test_the_same_seed_gives_the_same_tokens_alone_or_in_a_batch(
+    client: Client, plain: list[Any]
+) -> None:
     client.set_strategy("beg")
     one = batch()[3]
     assert generate(client, [one]) == generate(client, [one]) == [plain[3]]
@@ -84,7 +124,9 @@ def test_another_seed_gives_other_tokens(client: Client, plain: list[Any]) -> No
     assert found[0] != plain[0] and found[2] != plain[2]
 
 
-def test_choices_have_seeds_of_their_own_and_each_can_be_had_alone(client: Client, plain: list[Any]) -> None:
+def test_choices_have_seeds_of_their_own_and_each_can_be_had_alone(
+    client: Client, plain: list[Any]
+) -> None:
     item = batch(1, n=4)[0]
     choices = generate(client, [item])[0]
     assert [choice[0] for choice in choices] == [0, 1, 2, 3]

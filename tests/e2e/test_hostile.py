@@ -1,7 +1,8 @@
-"""Twenty thousand hostile requests at a real server: each is answered as it should be, and the server is afterwards as it was before.
+"""Twenty thousand hostile requests at a real server: each is answered as it should be, and the
+server is afterwards as it was before.
 
-Requests are made by `hostile_requests` from a seed; a failure names seed and index. Sound requests run in between, and their results
-are bit for bit those from before the storm.
+Requests are made by `hostile_requests` from a seed; a failure names seed and index. Sound requests
+run in between, and their results are bit for bit those from before the storm.
 """
 
 from __future__ import annotations
@@ -34,9 +35,18 @@ GROWTH_MB = 96  # of either process, once warm: allocators' slack, not a leak of
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 SOUND: list[dict[str, Any]] = [
     {"requests": [{"prompt": "2+2=", "seed": 7, "n": 2}], "sampling": {"max_tokens": 20}},
-    {"requests": [{"token_ids": [5, 9], "seed": 1}, {"prompt": "3*4+5=", "seed": 2}], "sampling": {"max_tokens": 16, "temperature": 0.7}},
-    {"requests": [{"messages": [{"role": "user", "content": "Compute 3*4+5."}], "seed": 3}], "sampling": {"max_tokens": 24, "logprobs": 3}},
-    {"requests": [{"prompt": "7*8=", "seed": 4, "sd": False}], "sampling": {"max_tokens": 12, "top_p": 0.8, "repetition_penalty": 1.2}},
+    {
+        "requests": [{"token_ids": [5, 9], "seed": 1}, {"prompt": "3*4+5=", "seed": 2}],
+        "sampling": {"max_tokens": 16, "temperature": 0.7},
+    },
+    {
+        "requests": [{"messages": [{"role": "user", "content": "Compute 3*4+5."}], "seed": 3}],
+        "sampling": {"max_tokens": 24, "logprobs": 3},
+    },
+    {
+        "requests": [{"prompt": "7*8=", "seed": 4, "sd": False}],
+        "sampling": {"max_tokens": 12, "top_p": 0.8, "repetition_penalty": 1.2},
+    },
 ]
 
 
@@ -49,7 +59,11 @@ class Answer:
         self.status = int(lines[0].split(b" ")[1])
         pairs = (line.decode("latin-1").partition(":") for line in lines[1:])
         self.headers = {name.strip().lower(): value.strip() for name, _, value in pairs}
-        self.whole, self.body, self.behind = True, b"", rest  # without either header there is no body
+        self.whole, self.body, self.behind = (
+            True,
+            b"",
+            rest,
+        )  # without either header there is no body
         if not head_only and "content-length" in self.headers:
             size = int(self.headers["content-length"])
             self.body, self.behind, self.whole = rest[:size], rest[size:], len(rest) >= size
@@ -63,7 +77,7 @@ class Answer:
             size, _, rest = rest.partition(b"\r\n")
             length = int(size, 16)
             self.body += rest[:length]
-            rest = rest[length + 2:]
+            rest = rest[length + 2 :]
             if not length:
                 return True, rest
         return False, b""
@@ -87,7 +101,9 @@ async def send(address: tuple[str, int], asked: Attempt) -> bytes:
         elif asked.leaving in ("leave", "reset"):
             await asyncio.sleep(0.005)
             if asked.leaving == "reset":
-                writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                writer.get_extra_info("socket").setsockopt(
+                    socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+                )
             return b""
         while chunk := await reader.read(65536):
             received += chunk
@@ -112,7 +128,9 @@ def judge(asked: Attempt, received: bytes) -> str:
     assert not answer.behind, f"more than one reply: {answer.behind[:200]!r}"
     if answer.status >= 500:
         deadline = answer.status in (408, 504) and (asked.short_deadline or asked.slow)
-        assert deadline or b'"unavailable"' in answer.body, f"{answer.status}: {answer.body[:400]!r}"
+        assert deadline or b'"unavailable"' in answer.body, (
+            f"{answer.status}: {answer.body[:400]!r}"
+        )
     for word in (b"Traceback", b'File \\"', b".py", b"site-packages"):
         assert word not in answer.body, f"{answer.status} tells of the code: {answer.body[:400]!r}"
     if answer.status >= 400 and answer.body:
@@ -125,12 +143,18 @@ def judge(asked: Attempt, received: bytes) -> str:
 
 
 def _judge_refusal(asked: Attempt, answer: Answer) -> None:
-    assert answer.kind == "application/json", f"{answer.status} is {answer.kind!r}: {answer.body[:200]!r}"
+    assert answer.kind == "application/json", (
+        f"{answer.status} is {answer.kind!r}: {answer.body[:200]!r}"
+    )
     body = json.loads(answer.body)
-    errors = [result["error"] for result in body["results"]] if "results" in body else [body["error"]]
+    errors = (
+        [result["error"] for result in body["results"]] if "results" in body else [body["error"]]
+    )
     for error in errors:
         assert error["code"] and 8 < len(error["message"]) < 5000, error
-        assert SECRET not in error["message"] or asked.what.startswith(("fields", "json")), f"a prompt in {error['message']!r}"
+        assert SECRET not in error["message"] or asked.what.startswith(("fields", "json")), (
+            f"a prompt in {error['message']!r}"
+        )
         assert "retryable" in error or {"type", "param"} <= error.keys(), error
     assert answer.status not in (405,) or answer.headers["allow"]
     assert answer.status not in (429,) or int(answer.headers["retry-after"]) > 0
@@ -148,7 +172,10 @@ def _judge_stream(answer: Answer) -> None:
 
 
 def bits(reply: Any) -> list[Any]:
-    return [[(c.token_ids, c.logprobs, c.text, c.finish_reason) for c in result.choices] for result in reply.results]
+    return [
+        [(c.token_ids, c.logprobs, c.text, c.finish_reason) for c in result.choices]
+        for result in reply.results
+    ]
 
 
 async def ask(client: AsyncClient, body: dict[str, Any]) -> list[Any]:
@@ -173,7 +200,9 @@ async def storm(server: ServerProcess, seed: int, indices: range) -> Counter[str
             try:
                 outcome = judge(asked, await asyncio.wait_for(send(address, asked), ANSWER_S))
             except Exception as error:
-                raise AssertionError(f"request {index} of seed {seed} ({asked.what}): {type(error).__name__}: {error}") from error
+                raise AssertionError(
+                    f"request {index} of seed {seed} ({asked.what}): {type(error).__name__}: {error}"
+                ) from error
             seen[f"{asked.what.partition(':')[0]}: {outcome}"] += 1
 
     async def be_sound() -> None:
@@ -181,7 +210,9 @@ async def storm(server: ServerProcess, seed: int, indices: range) -> Counter[str
             for body in itertools.cycle(SOUND):
                 if done.is_set():
                     return
-                assert await ask(client, body) == reference[json.dumps(body)], "a sound request has other bits than before the storm"
+                assert await ask(client, body) == reference[json.dumps(body)], (
+                    "a sound request has other bits than before the storm"
+                )
                 seen["sound"] += 1
 
     async def probe() -> None:
@@ -212,12 +243,20 @@ def resident_mb(pid: int) -> float:
 
 def engine_pid(server: ServerProcess) -> int:
     pid = server.process.pid
-    [engine] = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    [engine] = [
+        int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    ]
     return engine
 
 
 def free_pages(client: Client) -> float:
-    return float(next(line.split()[1] for line in client.metrics().splitlines() if line.startswith("tlt_pages_free ")))
+    return float(
+        next(
+            line.split()[1]
+            for line in client.metrics().splitlines()
+            if line.startswith("tlt_pages_free ")
+        )
+    )
 
 
 @pytest.fixture(scope="module")
@@ -236,18 +275,28 @@ def survives(server: ServerProcess, seed: int, count: int) -> None:
         before = {pid: resident_mb(pid) for pid in (server.process.pid, engine)}
         started = time.monotonic()
         seen += uvloop.run(storm(server, seed, range(warm, count)))
-        print(f"{count - warm} requests in {time.monotonic() - started:.0f} s; {dict(sorted(seen.items()))}")
-        assert sum(seen.values()) - seen["sound"] - seen["probe"] == count and seen["sound"] > 0 and seen["probe"] > 0
+        print(
+            f"{count - warm} requests in {time.monotonic() - started:.0f} s; {dict(sorted(seen.items()))}"
+        )
+        assert (
+            sum(seen.values()) - seen["sound"] - seen["probe"] == count
+            and seen["sound"] > 0
+            and seen["probe"] > 0
+        )
         give_up = time.monotonic() + 60
         while look(client).open or free_pages(client) != free:
-            assert time.monotonic() < give_up, f"{look(client)}, {free_pages(client)} of {free} pages are free"
+            assert time.monotonic() < give_up, (
+                f"{look(client)}, {free_pages(client)} of {free} pages are free"
+            )
             time.sleep(0.02)
         grown = {pid: round(resident_mb(pid) - megabytes) for pid, megabytes in before.items()}
         print(f"resident memory grew by {grown} MB")
         assert engine_pid(server) == engine and max(grown.values()) < GROWTH_MB, grown
         uvloop.run(storm(server, seed, range(20)))  # and it still answers
     said = "\n".join(server.lines)
-    assert "unexpected_error" not in said and "Traceback" not in said and SECRET not in said, said[-4000:]
+    assert "unexpected_error" not in said and "Traceback" not in said and SECRET not in said, said[
+        -4000:
+    ]
 
 
 def test_twenty_thousand_hostile_requests_change_nothing(target: ServerProcess) -> None:
@@ -256,5 +305,7 @@ def test_twenty_thousand_hostile_requests_change_nothing(target: ServerProcess) 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_a_hundred_and_twenty_thousand_hostile_requests_change_nothing(target: ServerProcess) -> None:
+def test_a_hundred_and_twenty_thousand_hostile_requests_change_nothing(
+    target: ServerProcess,
+) -> None:
     survives(target, 2, 120_000)

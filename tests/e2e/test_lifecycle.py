@@ -1,4 +1,6 @@
-"""A server's end, and its requests': clients that leave, an engine that dies, SIGTERM, model directories that cannot be used."""
+"""A server's end, and its requests': clients that leave, an engine that dies, SIGTERM, model
+directories that cannot be used.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,12 @@ FAST_START = ("--model", str(TARGET), "--drafter", "none", "--kv-memory-mb", "64
 
 
 def gauge(client: Client, name: str) -> float:
-    return next(s.value for family in text_string_to_metric_families(client.metrics()) for s in family.samples if s.name == name)
+    return next(
+        s.value
+        for family in text_string_to_metric_families(client.metrics())
+        for s in family.samples
+        if s.name == name
+    )
 
 
 def until(condition: Callable[[], bool], timeout_s: float = 60) -> None:
@@ -42,7 +49,9 @@ def until(condition: Callable[[], bool], timeout_s: float = 60) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_frees_its_pages_at_once(client: Client, server: ServerProcess, stream: bool) -> None:
+def test_a_client_that_leaves_frees_its_pages_at_once(
+    client: Client, server: ServerProcess, stream: bool
+) -> None:
     client.set_strategy("beg")
     until(lambda: look(client).open == 0)
     free = gauge(client, "tlt_pages_free")
@@ -57,22 +66,37 @@ def test_a_client_that_leaves_frees_its_pages_at_once(client: Client, server: Se
             with pytest.raises(httpx.ReadTimeout):
                 leaving.post(f"{server.url}/generate", json=body)
     passes = look(client).passes
-    until(lambda: look(client).open == look(client).running == 0 and gauge(client, "tlt_pages_free") == free)
+    until(
+        lambda: (
+            look(client).open == look(client).running == 0
+            and gauge(client, "tlt_pages_free") == free
+        )
+    )
     assert look(client).passes - passes < 300  # of some thousand that were left
 
 
 def test_killing_the_engine_ends_every_open_request_with_one_typed_error() -> None:
-    with ServerProcess(*FAST_START, "--max-restarts", "0") as server, Client(server.url, timeout_s=60) as client:
+    with (
+        ServerProcess(*FAST_START, "--max-restarts", "0") as server,
+        Client(server.url, timeout_s=60) as client,
+    ):
         ended: list[Any] = []
 
         def ask() -> None:
-            ended.append(client.generate([{"messages": QUESTION, "n": 2}, {"messages": QUESTION}], sampling=LONG))
+            ended.append(
+                client.generate(
+                    [{"messages": QUESTION, "n": 2}, {"messages": QUESTION}], sampling=LONG
+                )
+            )
 
         waiting = threading.Thread(target=ask)
         waiting.start()
         events, errors = [], []
         with Client(server.url, timeout_s=60) as other:
-            for event in other.stream([{"id": "a", "messages": QUESTION}, {"id": "b", "messages": QUESTION, "n": 2}], sampling=LONG):
+            for event in other.stream(
+                [{"id": "a", "messages": QUESTION}, {"id": "b", "messages": QUESTION, "n": 2}],
+                sampling=LONG,
+            ):
                 if isinstance(event, Token) and not events:
                     until(lambda: look(client).open == 6)
                     os.kill(engine_pid(server), signal.SIGKILL)
@@ -94,17 +118,27 @@ def engine_pid(server: ServerProcess) -> int:
 def test_sigterm_lets_running_requests_finish_and_refuses_new_ones() -> None:
     with ServerProcess(*FAST_START) as server, Client(server.url, timeout_s=60) as client:
         replies: list[Any] = []
-        running = threading.Thread(target=lambda: replies.append(client.generate([{"messages": QUESTION, "n": 2}], sampling=SHORTER)))
+        running = threading.Thread(
+            target=lambda: replies.append(
+                client.generate([{"messages": QUESTION, "n": 2}], sampling=SHORTER)
+            )
+        )
         running.start()
         until(lambda: look(client).open == 2)
         server.process.send_signal(signal.SIGTERM)
         until(lambda: not client.is_ready())
         with pytest.raises(ServerError) as refused:
             client.generate([{"messages": QUESTION}])
-        assert (refused.value.code, refused.value.status, refused.value.retryable) == ("unavailable", 503, True)
+        assert (refused.value.code, refused.value.status, refused.value.retryable) == (
+            "unavailable",
+            503,
+            True,
+        )
         assert running.is_alive()
         running.join(60)
-        assert [(c.finish_reason, len(c.token_ids)) for c in replies[0].results[0].choices] == [("length", 1500)] * 2
+        assert [(c.finish_reason, len(c.token_ids)) for c in replies[0].results[0].choices] == [
+            ("length", 1500)
+        ] * 2
         assert server.process.wait(60) == 0
 
 
@@ -126,7 +160,10 @@ def _mis_shaped(model: Path) -> None:
 BROKEN: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "no config": (_without_config, ("there is no", "config.json", "model must name a directory")),
     "truncated": (_truncated, ("model.safetensors", "truncated or damaged", "download it again")),
-    "mis-shaped": (_mis_shaped, ("model.norm.weight", "[255], expected [256]", "do not belong together")),
+    "mis-shaped": (
+        _mis_shaped,
+        ("model.norm.weight", "[255], expected [256]", "do not belong together"),
+    ),
 }
 
 

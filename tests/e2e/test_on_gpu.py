@@ -1,4 +1,6 @@
-"""`tlt serve --device cuda` with the shipped pair, over HTTP: exact, pushed into, scraped, stopped, short of memory, hit by an error."""
+"""`tlt serve --device cuda` with the shipped pair, over HTTP: exact, pushed into, scraped, stopped,
+short of memory, hit by an error.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,10 @@ from tlt_server.demo.push import perturbed_copy
 from tlt_server.demo.server import ServerProcess
 from tlt_server.demo.workload import TARGET
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 FEW = ("--max-running", "16", "--kv-memory-mb", "256")  # so that it starts soon
 READY_S = 180.0
@@ -34,7 +39,9 @@ def pushable(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def gpu_server(pushable: Path) -> Iterator[ServerProcess]:
-    with ServerProcess("--device", "cuda", *PAIR, *FEW, "--weight-root", str(pushable.parent)) as running:
+    with ServerProcess(
+        "--device", "cuda", *PAIR, *FEW, "--weight-root", str(pushable.parent)
+    ) as running:
         yield running
         assert running.stop() == 0, "SIGTERM ends it in good order"
 
@@ -55,18 +62,28 @@ def plain(gpu_server: ServerProcess) -> list[Any]:
 
 def samples(client: Client, name: str) -> dict[str, float]:
     """Labels -> value."""
-    lines = [re.fullmatch(rf"{name}(\{{.*\}})? (\S+)", line) for line in client.metrics().splitlines()]
+    lines = [
+        re.fullmatch(rf"{name}(\{{.*\}})? (\S+)", line) for line in client.metrics().splitlines()
+    ]
     return {found[1] or "": float(found[2]) for found in lines if found}
 
 
 def test_it_says_what_it_runs_on(client: Client) -> None:
     engine = client.server_info()["engine"]
-    assert engine["device"] == "cuda" and engine["drafter"] == "eagle+history" and engine["numerics"].startswith("strict")
+    assert (
+        engine["device"] == "cuda"
+        and engine["drafter"] == "eagle+history"
+        and engine["numerics"].startswith("strict")
+    )
     assert (engine["graphs"], engine["dtype"], bool(engine["gpu"])) == (True, "bfloat16", True)
 
 
-@pytest.mark.parametrize(("policy", "strategy"), [("fixed", "eagle:7x4x16"), ("fixed", "history:8x2x9"), ("beg", None)])
-def test_speculation_changes_neither_a_token_nor_a_logprob(client: Client, plain: list[Any], policy: str, strategy: str | None) -> None:
+@pytest.mark.parametrize(
+    ("policy", "strategy"), [("fixed", "eagle:7x4x16"), ("fixed", "history:8x2x9"), ("beg", None)]
+)
+def test_speculation_changes_neither_a_token_nor_a_logprob(
+    client: Client, plain: list[Any], policy: str, strategy: str | None
+) -> None:
     client.set_strategy(policy, strategy)
     reply = client.generate(batch(16, n=1), sampling={"max_tokens": 150})
     assert [said(result.choices) for result in reply.results] == plain
@@ -74,9 +91,13 @@ def test_speculation_changes_neither_a_token_nor_a_logprob(client: Client, plain
         assert sum(result.choices[0].sd.accepted for result in reply.results) > 0
 
 
-def test_alternatives_change_neither_a_token_nor_a_logprob_and_are_speculated_on(client: Client, plain: list[Any]) -> None:
+def test_alternatives_change_neither_a_token_nor_a_logprob_and_are_speculated_on(
+    client: Client, plain: list[Any]
+) -> None:
     client.set_strategy("fixed", "eagle:7x4x16")
-    reply = client.generate(batch(16, n=1), sampling={"max_tokens": 150, "logprobs": 2, "raw_logprobs": True})
+    reply = client.generate(
+        batch(16, n=1), sampling={"max_tokens": 150, "logprobs": 2, "raw_logprobs": True}
+    )
     assert sum(result.choices[0].sd.accepted for result in reply.results) > 0
     for result, [before] in zip(reply.results, plain, strict=True):
         [choice] = result.choices
@@ -97,16 +118,23 @@ def test_a_stream_gives_what_the_whole_reply_gave(client: Client, plain: list[An
     assert said(choices) == plain[0] and sum(parts, []) == choices[0].token_ids and len(parts) > 1
 
 
-def test_pushed_weights_change_every_reply_and_a_rollback_brings_the_old_bits_back(client: Client, plain: list[Any]) -> None:
+def test_pushed_weights_change_every_reply_and_a_rollback_brings_the_old_bits_back(
+    client: Client, plain: list[Any]
+) -> None:
     client.set_strategy("fixed", "eagle:7x4x16")
     sums = client.weight_checksums()
     assert client.update_weights("v1", "v1")["state"] == "committed"
-    assert client.weights()["target"] == "v1" and client.weight_checksums().keys() == sums.keys() != set()
+    assert (
+        client.weights()["target"] == "v1"
+        and client.weight_checksums().keys() == sums.keys() != set()
+    )
     assert samples(client, "tlt_weight_version_info") == {'{version="v1"}': 1.0}
     reply = client.generate(batch(16, n=1), sampling={"max_tokens": 150})
     for result, [old] in zip(reply.results, plain, strict=True):
         [new] = result.choices
-        assert [(span.version, span.start, span.end) for span in new.weight_versions] == [("v1", 0, len(new.token_ids))]
+        assert [(span.version, span.start, span.end) for span in new.weight_versions] == [
+            ("v1", 0, len(new.token_ids))
+        ]
         assert new.logprobs[0] != old[2][0]
     client.roll_back_weights(to="initial")
     assert client.weight_checksums() == sums
@@ -118,23 +146,35 @@ def test_metrics_tell_of_it(client: Client, plain: list[Any]) -> None:
     generate(client, batch(16, n=1))
     [build] = samples(client, "tlt_build_info")
     assert 'device="cuda"' in build
-    assert samples(client, "tlt_generated_tokens_total")[""] >= 2 * sum(len(choice[1]) for [choice] in plain)
+    assert samples(client, "tlt_generated_tokens_total")[""] >= 2 * sum(
+        len(choice[1]) for [choice] in plain
+    )
     assert samples(client, "tlt_sd_accepted_tokens_total")['{strategy="eagle:7x4x16"}'] > 0
     assert samples(client, "tlt_engine_gauge")['{name="calibration_drift"}'] > 0
-    assert samples(client, "tlt_engine_up")[""] == 1 and samples(client, "tlt_running_sequences")[""] == 0
+    assert (
+        samples(client, "tlt_engine_up")[""] == 1
+        and samples(client, "tlt_running_sequences")[""] == 0
+    )
 
 
 def test_too_little_memory_is_refused_at_start_and_the_remedy_works() -> None:
-    """The least fraction there is, all of which another program holds, is too little for one sequence."""
+    """The least fraction there is, all of which another program holds, is too little for one
+    sequence.
+    """
     held = torch.empty(torch.cuda.mem_get_info()[1] // 20, dtype=torch.uint8, device="cuda")
     try:
         flags = ("--device", "cuda", *PAIR, "--max-running", "1")
         message = starting_fails(*flags, "--memory-fraction", "0.05")
-        says = (r"memory_fraction 0\.05 of .* is \d+ MiB short of one sequence of max_model_len 4096 beside .*; "
-                r".*raise memory_fraction to ([\d.]+)")
+        says = (
+            r"memory_fraction 0\.05 of .* is \d+ MiB short of one sequence of max_model_len 4096 beside .*; "
+            r".*raise memory_fraction to ([\d.]+)"
+        )
         offered = re.search(says, message)
         assert offered is not None and "nvidia-smi" in message, message
-        with ServerProcess(*flags, "--memory-fraction", offered[1]) as server, Client(server.url, timeout_s=60) as client:
+        with (
+            ServerProcess(*flags, "--memory-fraction", offered[1]) as server,
+            Client(server.url, timeout_s=60) as client,
+        ):
             assert client.server_info()["engine"]["pages"] * 16 >= 4096
     finally:
         del held
@@ -143,8 +183,23 @@ def test_too_little_memory_is_refused_at_start_and_the_remedy_works() -> None:
 
 def test_pages_without_number_are_refused_at_start_with_how_many_fit() -> None:
     message = starting_fails("--device", "cuda", *PAIR, "--pages", "2000000000")
-    assert re.search(r"2000000000 KV pages take [\d.]+ GiB, the GPU is [\d.]+ GiB short beside .*; lower pages to \d+", message), message
+    assert re.search(
+        r"2000000000 KV pages take [\d.]+ GiB, the GPU is [\d.]+ GiB short beside .*; lower pages to \d+",
+        message,
+    ), message
 
 
-def test_a_cuda_error_ends_what_is_open_with_one_typed_error_and_the_engine_serves_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    outlive_a_gpus_error(monkeypatch, "--device", "cuda", "--model", str(TARGET), "--drafter", "none", *FEW, ready_s=READY_S)
+def test_a_cuda_error_ends_what_is_open_with_one_typed_error_and_the_engine_serves_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    outlive_a_gpus_error(
+        monkeypatch,
+        "--device",
+        "cuda",
+        "--model",
+        str(TARGET),
+        "--drafter",
+        "none",
+        *FEW,
+        ready_s=READY_S,
+    )

@@ -1,4 +1,6 @@
-"""The OpenAI SDK against a real server with the shipped pair: its own parsing is the check, and `/generate` is the reference."""
+"""The OpenAI SDK against a real server with the shipped pair: its own parsing is the check, and
+`/generate` is the reference.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ LENGTH = 48
 
 @pytest.fixture
 def sdk(server: ServerProcess) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=60, max_retries=0) as sdk:
+    with openai.OpenAI(
+        base_url=f"{server.url}/v1", api_key="none", timeout=60, max_retries=0
+    ) as sdk:
         yield sdk
 
 
@@ -32,35 +36,67 @@ def test_models_list_the_served_one(sdk: openai.OpenAI) -> None:
     assert model.id == MODEL and extra(model)["max_model_len"] > 1000
 
 
-def test_completions_have_the_native_tokens_and_logprobs_for_the_same_seed(sdk: openai.OpenAI, client: Client) -> None:
-    reply = sdk.completions.create(model=MODEL, prompt=PROMPTS, n=2, max_tokens=LENGTH, seed=7, temperature=0.9, logprobs=2,
-                                   extra_body={"return_token_ids": True, "top_k": 50, "return_weight_versions": True})
-    native = client.generate([{"prompt": prompt, "n": 2, "seed": 7} for prompt in PROMPTS],
-                             sampling={"max_tokens": LENGTH, "temperature": 0.9, "top_k": 50})
+def test_completions_have_the_native_tokens_and_logprobs_for_the_same_seed(
+    sdk: openai.OpenAI, client: Client
+) -> None:
+    reply = sdk.completions.create(
+        model=MODEL,
+        prompt=PROMPTS,
+        n=2,
+        max_tokens=LENGTH,
+        seed=7,
+        temperature=0.9,
+        logprobs=2,
+        extra_body={"return_token_ids": True, "top_k": 50, "return_weight_versions": True},
+    )
+    native = client.generate(
+        [{"prompt": prompt, "n": 2, "seed": 7} for prompt in PROMPTS],
+        sampling={"max_tokens": LENGTH, "temperature": 0.9, "top_k": 50},
+    )
     expected = [choice for result in native.results for choice in result.choices]
     assert [choice.index for choice in reply.choices] == [0, 1, 2, 3]
     for ours, choice in zip(reply.choices, expected, strict=True):
-        assert (extra(ours)["token_ids"], ours.text, ours.finish_reason) == (choice.token_ids, choice.text, choice.finish_reason)
+        assert (extra(ours)["token_ids"], ours.text, ours.finish_reason) == (
+            choice.token_ids,
+            choice.text,
+            choice.finish_reason,
+        )
         assert ours.logprobs is not None and ours.logprobs.token_logprobs == choice.logprobs
         assert extra(ours)["weight_versions"][-1]["end"] == len(choice.token_ids)
         figures = extra(ours)["metrics"]["speculative_decoding"]
         assert figures is None or sum(figures["acceptance_histogram"]) == figures["num_spec_steps"]
-    assert reply.usage is not None and reply.usage.completion_tokens == sum(len(choice.token_ids) for choice in expected)
+    assert reply.usage is not None and reply.usage.completion_tokens == sum(
+        len(choice.token_ids) for choice in expected
+    )
 
 
 def test_chat_has_the_native_tokens_and_is_reproducible(sdk: openai.OpenAI, client: Client) -> None:
     def ask(seed: int) -> Any:
-        return sdk.chat.completions.create(model=MODEL, messages=QUESTION, n=3, seed=seed, max_completion_tokens=LENGTH, logprobs=True,
-                                           top_logprobs=2, extra_body={"return_token_ids": True})
+        return sdk.chat.completions.create(
+            model=MODEL,
+            messages=QUESTION,
+            n=3,
+            seed=seed,
+            max_completion_tokens=LENGTH,
+            logprobs=True,
+            top_logprobs=2,
+            extra_body={"return_token_ids": True},
+        )
 
     first, again, other = ask(3), ask(3), ask(4)
-    native = client.generate([{"messages": QUESTION, "n": 3, "seed": 3}], sampling={"max_tokens": LENGTH}).results[0]
+    native = client.generate(
+        [{"messages": QUESTION, "n": 3, "seed": 3}], sampling={"max_tokens": LENGTH}
+    ).results[0]
     for a, b, choice in zip(first.choices, again.choices, native.choices, strict=True):
         assert a.message.content == b.message.content == choice.text and a.logprobs == b.logprobs
         assert extra(a)["token_ids"] == choice.token_ids
         assert [token.logprob for token in a.logprobs.content] == choice.logprobs
-        assert b"".join(bytes(token.bytes) for token in a.logprobs.content).startswith((choice.text or "").encode())
-    assert [extra(c)["token_ids"] for c in other.choices] != [extra(c)["token_ids"] for c in first.choices]
+        assert b"".join(bytes(token.bytes) for token in a.logprobs.content).startswith(
+            (choice.text or "").encode()
+        )
+    assert [extra(c)["token_ids"] for c in other.choices] != [
+        extra(c)["token_ids"] for c in first.choices
+    ]
 
 
 @pytest.mark.parametrize("stop", [None, "+"])
@@ -72,45 +108,87 @@ def test_streams_add_up_to_whole_replies(sdk: openai.OpenAI, stop: str | None) -
         for choice in chunk.choices:
             texts[choice.index] += choice.text
             reasons[choice.index] += choice.finish_reason or ""
-    assert texts == [choice.text for choice in whole.choices] and reasons == [choice.finish_reason for choice in whole.choices]
+    assert texts == [choice.text for choice in whole.choices] and reasons == [
+        choice.finish_reason for choice in whole.choices
+    ]
 
     answer = sdk.chat.completions.create(messages=QUESTION, **asked)
     texts = ["", ""]
     usage = None
-    for part in sdk.chat.completions.create(messages=QUESTION, stream=True, stream_options={"include_usage": True}, **asked):
+    for part in sdk.chat.completions.create(
+        messages=QUESTION, stream=True, stream_options={"include_usage": True}, **asked
+    ):
         usage = part.usage or usage
         for delta in part.choices:
             texts[delta.index] += delta.delta.content or ""
     assert texts == [choice.message.content for choice in answer.choices] and usage == answer.usage
 
 
-def test_token_ids_in_and_echo_with_the_prompts_logprobs(sdk: openai.OpenAI, client: Client) -> None:
+def test_token_ids_in_and_echo_with_the_prompts_logprobs(
+    sdk: openai.OpenAI, client: Client
+) -> None:
     ids = sdk.post("/../tokenize", body={"prompt": PROMPTS[1]}, cast_to=object)["tokens"]  # type: ignore[index]
-    reply = sdk.completions.create(model=MODEL, prompt=ids, max_tokens=4, seed=1, echo=True, logprobs=0)
+    reply = sdk.completions.create(
+        model=MODEL, prompt=ids, max_tokens=4, seed=1, echo=True, logprobs=0
+    )
     logprobs = reply.choices[0].logprobs
-    native = client.generate([{"token_ids": ids, "seed": 1}], sampling={"max_tokens": 4, "prompt_logprobs": 0}).results[0].choices[0]
+    native = (
+        client.generate(
+            [{"token_ids": ids, "seed": 1}], sampling={"max_tokens": 4, "prompt_logprobs": 0}
+        )
+        .results[0]
+        .choices[0]
+    )
     assert logprobs is not None and native.prompt_logprobs is not None
-    assert logprobs.token_logprobs == [None, *(each[1][0] for each in native.prompt_logprobs if each), *native.logprobs]
+    assert logprobs.token_logprobs == [
+        None,
+        *(each[1][0] for each in native.prompt_logprobs if each),
+        *native.logprobs,
+    ]
     assert reply.choices[0].text == PROMPTS[1] + (native.text or "")
 
 
-def test_max_tokens_0_scores_the_prompt_alone_with_the_bits_of_a_whole_request(sdk: openai.OpenAI, client: Client) -> None:
-    reply = sdk.completions.create(model=MODEL, prompt=PROMPTS, max_tokens=0, echo=True, logprobs=3, extra_body={"return_token_ids": True})
-    native = client.generate([{"prompt": prompt} for prompt in PROMPTS], sampling={"max_tokens": 4, "prompt_logprobs": 3})
+def test_max_tokens_0_scores_the_prompt_alone_with_the_bits_of_a_whole_request(
+    sdk: openai.OpenAI, client: Client
+) -> None:
+    reply = sdk.completions.create(
+        model=MODEL,
+        prompt=PROMPTS,
+        max_tokens=0,
+        echo=True,
+        logprobs=3,
+        extra_body={"return_token_ids": True},
+    )
+    native = client.generate(
+        [{"prompt": prompt} for prompt in PROMPTS], sampling={"max_tokens": 4, "prompt_logprobs": 3}
+    )
     for ours, result, prompt in zip(reply.choices, native.results, PROMPTS, strict=True):
         [choice] = result.choices
         assert (ours.text, ours.finish_reason, extra(ours)["token_ids"]) == (prompt, "length", [])
         assert choice.prompt_logprobs is not None and ours.logprobs is not None
-        assert ours.logprobs.token_logprobs == [None, *(each[1][0] for each in choice.prompt_logprobs if each)]
+        assert ours.logprobs.token_logprobs == [
+            None,
+            *(each[1][0] for each in choice.prompt_logprobs if each),
+        ]
     assert reply.usage is not None and reply.usage.completion_tokens == 0
-    chat = sdk.chat.completions.create(model=MODEL, messages=QUESTION, max_completion_tokens=0, extra_body={"prompt_logprobs": 0})
-    assert chat.choices[0].message.content == "" and len(extra(chat)["prompt_logprobs"]) == chat.usage.prompt_tokens  # type: ignore[union-attr]
+    chat = sdk.chat.completions.create(
+        model=MODEL, messages=QUESTION, max_completion_tokens=0, extra_body={"prompt_logprobs": 0}
+    )
+    assert (
+        chat.choices[0].message.content == ""
+        and len(extra(chat)["prompt_logprobs"]) == chat.usage.prompt_tokens
+    )  # type: ignore[union-attr]
 
 
-def test_a_choice_is_said_to_have_ended_when_it_ends_and_not_with_its_siblings(sdk: openai.OpenAI) -> None:
+def test_a_choice_is_said_to_have_ended_when_it_ends_and_not_with_its_siblings(
+    sdk: openai.OpenAI,
+) -> None:
     question: Any = [{"role": "user", "content": "Use 3,7,11 to make 300."}]
     asked: dict[str, Any] = {"model": MODEL, "n": 4, "seed": 7, "max_tokens": 1000, "stream": True}
-    for stream in (sdk.completions.create(prompt=PROMPTS[1], **asked), sdk.chat.completions.create(messages=question, **asked)):
+    for stream in (
+        sdk.completions.create(prompt=PROMPTS[1], **asked),
+        sdk.chat.completions.create(messages=question, **asked),
+    ):
         ends, behind = set(), 0  # chunks of choices that go on behind the first end
         for part in stream:
             for choice in part.choices:
@@ -118,12 +196,18 @@ def test_a_choice_is_said_to_have_ended_when_it_ends_and_not_with_its_siblings(s
                 behind += bool(ends) and choice.finish_reason is None
                 if choice.finish_reason is not None:
                     ends.add(choice.index)
-        assert len(ends) == 4 and behind, "these choices have different lengths, and one must end while another goes on"
+        assert len(ends) == 4 and behind, (
+            "these choices have different lengths, and one must end while another goes on"
+        )
 
 
 def test_refusals_are_the_sdks_own_errors(sdk: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="max_tokens is -1") as caught:
         sdk.completions.create(model=MODEL, prompt="a", max_tokens=-1)
-    assert (caught.value.param, caught.value.code, caught.value.type) == ("max_tokens", "invalid_request", "invalid_request_error")
+    assert (caught.value.param, caught.value.code, caught.value.type) == (
+        "max_tokens",
+        "invalid_request",
+        "invalid_request_error",
+    )
     with pytest.raises(openai.NotFoundError, match="this server serves 'target'"):
         sdk.chat.completions.create(model="other", messages=QUESTION)

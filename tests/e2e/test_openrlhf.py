@@ -1,8 +1,9 @@
 """OpenRLHF's order of calls on its rollout actors, over real gloo groups against a real server.
 
-Two trainers make their half of the group: `TrainerGroup`, and torch's helper for named groups, as OpenRLHF's releases did that had no
-communicator of vLLM. That itself needs two GPUs: see `test_channels_on_gpu`. OpenRLHF itself is not run: the orders are written after its
-source (0.11.2), and Ray is left out, as the actor is a plain class with it or without.
+Two trainers make their half of the group: `TrainerGroup`, and torch's helper for named groups, as
+OpenRLHF's releases did that had no communicator of vLLM. That itself needs two GPUs: see
+`test_channels_on_gpu`. OpenRLHF itself is not run: the orders are written after its source
+(0.11.2), and Ray is left out, as the actor is a plain class with it or without.
 """
 
 from __future__ import annotations
@@ -34,10 +35,28 @@ Broadcast = Callable[[Tensor], None]
 
 def params(**fields: Any) -> Any:
     """As vLLM's SamplingParams, with what OpenRLHF sets and what it leaves."""
-    return SimpleNamespace(**{"n": 1, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "max_tokens": 40, "min_tokens": 1,
-                              "seed": None, "stop": [], "stop_token_ids": [], "ignore_eos": True, "repetition_penalty": 1.0,
-                              "presence_penalty": 0.0, "frequency_penalty": 0.0, "logit_bias": None, "skip_special_tokens": False,
-                              "logprobs": 1, **fields})
+    return SimpleNamespace(
+        **{
+            "n": 1,
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "top_k": -1,
+            "min_p": 0.0,
+            "max_tokens": 40,
+            "min_tokens": 1,
+            "seed": None,
+            "stop": [],
+            "stop_token_ids": [],
+            "ignore_eos": True,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "logit_bias": None,
+            "skip_special_tokens": False,
+            "logprobs": 1,
+            **fields,
+        }
+    )
 
 
 def by_communicator(port: int, name: str) -> Broadcast:
@@ -51,7 +70,14 @@ def by_named_group(port: int, name: str) -> Broadcast:
     store, rank, size = next(distributed.rendezvous(f"tcp://{HOST}:{port}", 0, 2, timeout=limit))  # type: ignore[attr-defined]
     store.set_timeout(limit)
     group, _ = groups._new_process_group_helper(  # type: ignore[no-untyped-call]
-        size, rank, [], groups.Backend("gloo"), PrefixStore(name, store), group_name=name, timeout=LIMIT)
+        size,
+        rank,
+        [],
+        groups.Backend("gloo"),
+        PrefixStore(name, store),
+        group_name=name,
+        timeout=LIMIT,
+    )
     groups._world.pg_group_ranks[group] = {0: 0, 1: 1}
     return lambda tensor: distributed.broadcast(tensor, 0, group=group)
 
@@ -59,31 +85,53 @@ def by_named_group(port: int, name: str) -> Broadcast:
 class Executor:
     """As OpenRLHF's SingleTurnAgentExecutor asks the actor, and what it makes of the reply."""
 
-    async def execute(self, prompt: str, label: str, sampling_params: Any, max_length: int, hf_tokenizer: Any, llm_engine: Any,
-                      images: Any = None) -> dict[str, Any]:
+    async def execute(
+        self,
+        prompt: str,
+        label: str,
+        sampling_params: Any,
+        max_length: int,
+        hf_tokenizer: Any,
+        llm_engine: Any,
+        images: Any = None,
+    ) -> dict[str, Any]:
         ids = list(prompt.encode())
         output = await llm_engine.generate(ids, deepcopy(sampling_params), multi_modal_data=None)
         one = output.outputs[0]
-        logprobs = [0.0] * len(ids) + [of[token].logprob for token, of in zip(one.token_ids, one.logprobs, strict=True)]
-        return {"observation_tokens": ids + one.token_ids, "rollout_log_probs": logprobs, "truncated": one.finish_reason == "length",
-                "label": label}
+        logprobs = [0.0] * len(ids) + [
+            of[token].logprob for token, of in zip(one.token_ids, one.logprobs, strict=True)
+        ]
+        return {
+            "observation_tokens": ids + one.token_ids,
+            "rollout_log_probs": logprobs,
+            "truncated": one.finish_reason == "length",
+            "label": label,
+        }
 
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    with ServerProcess(*PAIR, "--weight-channels", "broadcast", "--weight-timeout-s", "60") as server:
+    with ServerProcess(
+        *PAIR, "--weight-channels", "broadcast", "--weight-timeout-s", "60"
+    ) as server:
         yield server
 
 
 def weights(seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return {name: tensor + 0.01 * torch.randn(tensor.shape, generator=generator)
-            for name, tensor in load_file(TARGET / "model.safetensors").items()}
+    return {
+        name: tensor + 0.01 * torch.randn(tensor.shape, generator=generator)
+        for name, tensor in load_file(TARGET / "model.safetensors").items()
+    }
 
 
 @pytest.mark.parametrize("trainer", [by_communicator, by_named_group])
-def test_the_order_of_openrlhf_with_rollouts_running(running: ServerProcess, trainer: Callable[[int, str], Broadcast]) -> None:
-    """Join once; then for each step: pause, forget prefixes, every parameter one by one, resume. Responses go on under the new weights."""
+def test_the_order_of_openrlhf_with_rollouts_running(
+    running: ServerProcess, trainer: Callable[[int, str], Broadcast]
+) -> None:
+    """Join once; then for each step: pause, forget prefixes, every parameter one by one, resume.
+    Responses go on under the new weights.
+    """
 
     async def meanwhile(call: Awaitable[Any], own: Callable[[], Any]) -> Any:
         """A call to the actor, and what the trainer does before it waits for the reply."""
@@ -92,10 +140,19 @@ def test_the_order_of_openrlhf_with_rollouts_running(running: ServerProcess, tra
         return await asked, done
 
     async def trained() -> None:
-        actor, port, name = RolloutActor(running.url, executor=Executor()), free_port(), trainer.__name__
-        _, broadcast = await meanwhile(actor.init_process_group(HOST, port, 1, 2, name, backend="gloo", use_ray=False),
-                                       lambda: trainer(port, name))
-        long = [asyncio.ensure_future(actor.generate(PROMPT, params(max_tokens=1500, seed=i))) for i in range(4)]
+        actor, port, name = (
+            RolloutActor(running.url, executor=Executor()),
+            free_port(),
+            trainer.__name__,
+        )
+        _, broadcast = await meanwhile(
+            actor.init_process_group(HOST, port, 1, 2, name, backend="gloo", use_ray=False),
+            lambda: trainer(port, name),
+        )
+        long = [
+            asyncio.ensure_future(actor.generate(PROMPT, params(max_tokens=1500, seed=i)))
+            for i in range(4)
+        ]
         await asyncio.sleep(0.3)
         for step in (1, 2):
             sent = weights(step + 10 * len(name))
@@ -106,21 +163,44 @@ def test_the_order_of_openrlhf_with_rollouts_running(running: ServerProcess, tra
             states = []
             for count, (parameter, tensor) in enumerate(sent.items(), 1):
                 state, _ = await meanwhile(
-                    actor.update_weight(parameter, dtype=tensor.dtype, shape=tensor.shape, empty_cache=count == len(sent)),
-                    lambda tensor=tensor: broadcast(tensor))  # type: ignore[misc]
+                    actor.update_weight(
+                        parameter,
+                        dtype=tensor.dtype,
+                        shape=tensor.shape,
+                        empty_cache=count == len(sent),
+                    ),
+                    lambda tensor=tensor: broadcast(tensor),
+                )  # type: ignore[misc]
                 states.append(state)
             assert states == ["gathering"] * (len(sent) - 1) + ["committed"]
             now, mine = await asyncio.to_thread(live), sums(list(sent.items()))
-            assert {each: now[each] for each in mine} == mine and all(before[each] != mine[each] for each in mine)
+            assert {each: now[each] for each in mine} == mine and all(
+                before[each] != mine[each] for each in mine
+            )
             await actor.resume_generation()
             await asyncio.sleep(0.1)
         for output in await asyncio.gather(*long):
             one = output.outputs[0]
-            assert (len(one.token_ids), one.finish_reason, len(one.logprobs)) == (1500, "length", 1500)
-            assert [span.version.rpartition("-")[2] for span in one.weight_versions][-1] == "2" and len(one.weight_versions) > 1
-        samples = await actor.generate_responses("Compute 3*4+5.", "17", params(), 512, None, num_samples=3)
-        assert len(samples) == 3 and len({tuple(sample["observation_tokens"]) for sample in samples}) > 1, "each has a seed of its own"
-        assert all(len(sample["rollout_log_probs"]) == len(sample["observation_tokens"]) and sample["truncated"] for sample in samples)
+            assert (len(one.token_ids), one.finish_reason, len(one.logprobs)) == (
+                1500,
+                "length",
+                1500,
+            )
+            assert [span.version.rpartition("-")[2] for span in one.weight_versions][
+                -1
+            ] == "2" and len(one.weight_versions) > 1
+        samples = await actor.generate_responses(
+            "Compute 3*4+5.", "17", params(), 512, None, num_samples=3
+        )
+        assert (
+            len(samples) == 3
+            and len({tuple(sample["observation_tokens"]) for sample in samples}) > 1
+        ), "each has a seed of its own"
+        assert all(
+            len(sample["rollout_log_probs"]) == len(sample["observation_tokens"])
+            and sample["truncated"]
+            for sample in samples
+        )
         assert actor.get_num_unfinished_requests() == 0
 
     def live() -> dict[str, str]:
@@ -138,24 +218,54 @@ def test_a_reply_is_what_the_server_says(running: ServerProcess) -> None:
             await actor.generate(PROMPT, params())
         await actor.wake_up(tags=["weights"])
         await actor.wake_up()
-        return [(await actor.generate(PROMPT, params(seed=3, **fields))).outputs[0] for fields in ({}, {"logprobs": None, "top_k": 1})]
+        return [
+            (await actor.generate(PROMPT, params(seed=3, **fields))).outputs[0]
+            for fields in ({}, {"logprobs": None, "top_k": 1})
+        ]
 
     sampled, greedy = asyncio.run(both())
     with Client(running.url, timeout_s=60) as client:
-        said = client.generate([{"token_ids": PROMPT, "seed": 3}], sampling={"max_tokens": 40, "ignore_eos": True}).results[0].choices[0]
-        best = client.generate([{"token_ids": PROMPT}], sampling={"max_tokens": 40, "ignore_eos": True, "temperature": 0.0})
+        said = (
+            client.generate(
+                [{"token_ids": PROMPT, "seed": 3}], sampling={"max_tokens": 40, "ignore_eos": True}
+            )
+            .results[0]
+            .choices[0]
+        )
+        best = client.generate(
+            [{"token_ids": PROMPT}],
+            sampling={"max_tokens": 40, "ignore_eos": True, "temperature": 0.0},
+        )
     assert (sampled.token_ids, sampled.text) == (said.token_ids, said.text)
-    assert [of[token].logprob for token, of in zip(sampled.token_ids, sampled.logprobs, strict=True)] == said.logprobs
+    assert [
+        of[token].logprob for token, of in zip(sampled.token_ids, sampled.logprobs, strict=True)
+    ] == said.logprobs
     assert greedy.logprobs is None and greedy.token_ids == best.results[0].choices[0].token_ids
 
 
-@pytest.mark.parametrize(("call", "remedy"), [
-    (lambda actor: actor.init_process_group(HOST, 1, 1, 2, "g", backend="gloo", use_ray=True), "sync_with_ray"),
-    (lambda actor: actor.update_weight_cuda_ipc("w", torch.float32, [1], {}), "sync_backend gloo"),
-    (lambda actor: actor.generate([1], params(), multi_modal_data={"image": []}), "leave it out"),
-    (lambda actor: actor.generate([1], params(n=2)), "ask as often"),
-])
-def test_what_is_not_served_is_refused_with_a_remedy(call: Callable[[RolloutActor], Awaitable[Any]], remedy: str) -> None:
+@pytest.mark.parametrize(
+    ("call", "remedy"),
+    [
+        (
+            lambda actor: actor.init_process_group(
+                HOST, 1, 1, 2, "g", backend="gloo", use_ray=True
+            ),
+            "sync_with_ray",
+        ),
+        (
+            lambda actor: actor.update_weight_cuda_ipc("w", torch.float32, [1], {}),
+            "sync_backend gloo",
+        ),
+        (
+            lambda actor: actor.generate([1], params(), multi_modal_data={"image": []}),
+            "leave it out",
+        ),
+        (lambda actor: actor.generate([1], params(n=2)), "ask as often"),
+    ],
+)
+def test_what_is_not_served_is_refused_with_a_remedy(
+    call: Callable[[RolloutActor], Awaitable[Any]], remedy: str
+) -> None:
     async def asked() -> None:
         await call(RolloutActor("http://127.0.0.1:9"))
 
@@ -163,15 +273,21 @@ def test_what_is_not_served_is_refused_with_a_remedy(call: Callable[[RolloutActo
         asyncio.run(asked())
 
 
-def test_a_trainer_that_leaves_parameters_out_is_told_at_its_last_one(running: ServerProcess) -> None:
+def test_a_trainer_that_leaves_parameters_out_is_told_at_its_last_one(
+    running: ServerProcess,
+) -> None:
     name, tensor = next(iter(weights(1).items()))
 
     async def pushed() -> None:
         actor, port = RolloutActor(running.url), free_port()
-        joined = asyncio.ensure_future(actor.init_process_group(HOST, port, 1, 2, "short", backend="gloo", use_ray=False))
+        joined = asyncio.ensure_future(
+            actor.init_process_group(HOST, port, 1, 2, "short", backend="gloo", use_ray=False)
+        )
         group = await asyncio.to_thread(TrainerGroup, HOST, port, 2, group_name="short")
         await joined
-        asked = asyncio.ensure_future(actor.update_weight(name, tensor.dtype, tensor.shape, empty_cache=True))
+        asked = asyncio.ensure_future(
+            actor.update_weight(name, tensor.dtype, tensor.shape, empty_cache=True)
+        )
         await asyncio.to_thread(group.broadcast, tensor)
         with pytest.raises(NotServed, match="all of its parameters"):
             await asked
@@ -183,10 +299,33 @@ def test_a_trainer_that_leaves_parameters_out_is_told_at_its_last_one(running: S
 def test_the_actor_has_the_parameters_by_which_it_is_called() -> None:
     """Of OpenRLHF 0.11.2's RolloutRayActor."""
     called = {
-        "init_process_group": ["master_address", "master_port", "rank_offset", "world_size", "group_name", "backend", "use_ray"],
-        "update_weight": ["name", "dtype", "shape", "empty_cache"], "reset_prefix_cache": [], "pause_generation": [],
-        "resume_generation": [], "sleep": ["level"], "wake_up": ["tags"], "get_num_unfinished_requests": [],
+        "init_process_group": [
+            "master_address",
+            "master_port",
+            "rank_offset",
+            "world_size",
+            "group_name",
+            "backend",
+            "use_ray",
+        ],
+        "update_weight": ["name", "dtype", "shape", "empty_cache"],
+        "reset_prefix_cache": [],
+        "pause_generation": [],
+        "resume_generation": [],
+        "sleep": ["level"],
+        "wake_up": ["tags"],
+        "get_num_unfinished_requests": [],
         "generate": ["prompt_token_ids", "sampling_params", "multi_modal_data"],
-        "generate_responses": ["prompt", "label", "sampling_params", "max_length", "hf_tokenizer", "num_samples", "images"],
+        "generate_responses": [
+            "prompt",
+            "label",
+            "sampling_params",
+            "max_length",
+            "hf_tokenizer",
+            "num_samples",
+            "images",
+        ],
     }
-    assert {name: list(inspect.signature(getattr(RolloutActor, name)).parameters)[1:] for name in called} == called
+    assert {
+        name: list(inspect.signature(getattr(RolloutActor, name)).parameters)[1:] for name in called
+    } == called

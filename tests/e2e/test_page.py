@@ -1,4 +1,6 @@
-"""The built-in page in a real browser against real servers: what it shows, what it sends, and what cannot get in."""
+"""The built-in page in a real browser against real servers: what it shows, what it sends, and what
+cannot get in.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +39,15 @@ def weight_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def guarded(weight_root: Path) -> Iterator[ServerProcess]:
     """A server with keys, with a weight root, and with a name that is markup."""
     (weight_root / "keys").write_text(f"{KEY}\neval-key scopes=data name=eval\n")
-    with ServerProcess(*FAST_START, "--api-key-file", str(weight_root / "keys"), "--weight-root", str(weight_root),
-                       "--served-model-name", HOSTILE) as running:
+    with ServerProcess(
+        *FAST_START,
+        "--api-key-file",
+        str(weight_root / "keys"),
+        "--weight-root",
+        str(weight_root),
+        "--served-model-name",
+        HOSTILE,
+    ) as running:
         yield running
 
 
@@ -56,7 +65,11 @@ def load(server: ServerProcess) -> Iterator[None]:
         stream = client.stream([{"messages": QUESTION, "n": 4}], sampling=LONG)
         next(stream)
         draining = threading.Event()
-        reader = threading.Thread(target=lambda: [None for _ in iter(lambda: draining.is_set() or next(stream, None) is None, True)])
+        reader = threading.Thread(
+            target=lambda: [
+                None for _ in iter(lambda: draining.is_set() or next(stream, None) is None, True)
+            ]
+        )
         reader.start()
         try:
             yield
@@ -77,10 +90,15 @@ def test_it_says_what_is_served(open_page: Open, server: ServerProcess) -> None:
     expect(page.locator("#key")).to_be_hidden()
 
 
-def test_figures_move_under_load_and_the_strip_shows_which_strategy_ran(open_page: Open, server: ServerProcess, client: Client) -> None:
+def test_figures_move_under_load_and_the_strip_shows_which_strategy_ran(
+    open_page: Open, server: ServerProcess, client: Client
+) -> None:
     page = ready(open_page(server.url))
     try:
-        for policy, strategy, accepts in (("off", "off", r"1\.00"), ("fixed", "eagle:7x1x8", r"[1-8]\.\d\d")):
+        for policy, strategy, accepts in (
+            ("off", "off", r"1\.00"),
+            ("fixed", "eagle:7x1x8", r"[1-8]\.\d\d"),
+        ):
             client.set_strategy(policy, strategy if policy == "fixed" else None)
             with load(server):
                 expect(page.locator("#now-running")).to_have_text("4")
@@ -94,19 +112,30 @@ def test_figures_move_under_load_and_the_strip_shows_which_strategy_ran(open_pag
     assert page.locator("#strategies li").all_inner_texts()[0].startswith("off")
     swatches = [item.inner_html() for item in page.locator("#strategies svg").all()]
     assert "pattern" not in swatches[0] and len(set(swatches)) == len(swatches)
-    assert page.locator("#chart-tokens .trace").count() and page.locator("#chart-requests .trace.c2").count()
+    assert (
+        page.locator("#chart-tokens .trace").count()
+        and page.locator("#chart-requests .trace.c2").count()
+    )
     page.locator("#chart-tokens").focus()
     page.keyboard.press("ArrowLeft")
     expect(page.locator("#readout")).to_contain_text("tokens/s")
     expect(page.locator("#chart-strategy .cursor")).to_be_attached()
 
 
-def test_a_prompt_streams_with_its_seed_and_comes_back_the_same(open_page: Open, server: ServerProcess, client: Client) -> None:
+def test_a_prompt_streams_with_its_seed_and_comes_back_the_same(
+    open_page: Open, server: ServerProcess, client: Client
+) -> None:
     seed = 2**64 - 3  # more digits than a number of the browser holds
     page = ready(open_page(server.url))
     ask(page, "Compute 3*4+5.", seed=str(seed))
     expect(page.locator("#figures")).to_contain_text(f"seed {seed}")
-    (choice,) = client.generate([{"messages": [{"role": "user", "content": "Compute 3*4+5."}], "seed": seed}]).results[0].choices
+    (choice,) = (
+        client.generate(
+            [{"messages": [{"role": "user", "content": "Compute 3*4+5."}], "seed": seed}]
+        )
+        .results[0]
+        .choices
+    )
     assert page.locator("#output").text_content() == choice.text
     expect(page.locator("#figures")).to_contain_text(f"{len(choice.token_ids)} tokens")
     expect(page.locator("#figures")).to_contain_text("finish reason stop")
@@ -128,7 +157,9 @@ def test_a_prompt_streams_with_its_seed_and_comes_back_the_same(open_page: Open,
     assert page.locator("#output span").count() == 3  # without speculation a step gives one token
 
 
-def test_a_response_can_be_stopped_and_frees_its_place(open_page: Open, server: ServerProcess, client: Client) -> None:
+def test_a_response_can_be_stopped_and_frees_its_place(
+    open_page: Open, server: ServerProcess, client: Client
+) -> None:
     page = ready(open_page(server.url, before=lambda page: page.route("**/generate", without_end)))
     ask(page, "Use 3,7,11 to make 300.", **{"max-tokens": "3500"})
     expect(page.locator("#output span").nth(5)).to_be_attached()
@@ -170,24 +201,43 @@ def test_only_its_own_script_runs(open_page: Open, server: ServerProcess) -> Non
 def test_a_stream_may_be_cut_anywhere(open_page: Open, server: ServerProcess) -> None:
     page = ready(open_page(server.url))
     frames = 'event: token\ndata: {"text":"é😀\\n\\n\\"seed\\":1"}\n\nevent: result\ndata: {"seed":18446744073709551615}\n\nevent: cut'
-    found = page.evaluate("""async (text) => {
+    found = page.evaluate(
+        """async (text) => {
       const bytes = new TextEncoder().encode(text), found = [];
       const body = new ReadableStream({ start(stream) { for (const byte of bytes) stream.enqueue(Uint8Array.of(byte)); stream.close(); } });
       for await (const event of events(body)) found.push(event);
       return found;
-    }""", frames)
-    assert found == [["token", {"text": 'é😀\n\n"seed":1'}], ["result", {"seed": "18446744073709551615"}]]
+    }""",
+        frames,
+    )
+    assert found == [
+        ["token", {"text": 'é😀\n\n"seed":1'}],
+        ["result", {"seed": "18446744073709551615"}],
+    ]
 
 
-def test_counters_of_another_server_give_no_negative_rate(open_page: Open, server: ServerProcess, client: Client) -> None:
+def test_counters_of_another_server_give_no_negative_rate(
+    open_page: Open, server: ServerProcess, client: Client
+) -> None:
     text, totals = client.metrics(), iter([5000.0, 6000.0, 10.0, 500.0])
 
     def metrics(route: Route) -> None:
         total = next(totals, 500.0)
-        route.fulfill(body=re.sub(r"^tlt_generated_tokens_total .*", f"tlt_generated_tokens_total {total}", text, flags=re.MULTILINE))
+        route.fulfill(
+            body=re.sub(
+                r"^tlt_generated_tokens_total .*",
+                f"tlt_generated_tokens_total {total}",
+                text,
+                flags=re.MULTILINE,
+            )
+        )
 
     page = open_page(server.url, before=lambda page: page.route("**/metrics", metrics))
-    until(lambda: page.evaluate("points.length >= 4 && points.some((p) => p.epoch === 1 && p.tokensPerS > 0)"))
+    until(
+        lambda: page.evaluate(
+            "points.length >= 4 && points.some((p) => p.epoch === 1 && p.tokensPerS > 0)"
+        )
+    )
     first, *rates = page.evaluate("points.slice(0, 4).map((p) => p.tokensPerS)")
     assert first is None and rates[0] > 0 and rates[1] is None and rates[2] > 0
 
@@ -201,10 +251,14 @@ def test_it_asks_less_often_while_nobody_looks(open_page: Open, server: ServerPr
     page.wait_for_timeout(2500)
     assert asked == []
     with page.expect_request("**/metrics"):
-        page.evaluate("delete document.hidden; document.dispatchEvent(new Event('visibilitychange'))")
+        page.evaluate(
+            "delete document.hidden; document.dispatchEvent(new Event('visibilitychange'))"
+        )
 
 
-def test_a_key_is_asked_for_kept_in_the_tab_and_sent(open_page: Open, guarded: ServerProcess) -> None:
+def test_a_key_is_asked_for_kept_in_the_tab_and_sent(
+    open_page: Open, guarded: ServerProcess
+) -> None:
     page = open_page(guarded.url, quiet=False)
     expect(page.locator("#state")).to_have_text("ready")
     expect(page.locator("#key-said")).to_contain_text("asks for an API key")
@@ -214,14 +268,18 @@ def test_a_key_is_asked_for_kept_in_the_tab_and_sent(open_page: Open, guarded: S
     expect(page.locator("#key-said")).to_contain_text("401")
     page.fill("#key-field", "eval-key")
     page.get_by_role("button", name="Use this key").click()
-    expect(page.locator("#key-said")).to_contain_text("the key eval has the scopes data, and this needs operate")
+    expect(page.locator("#key-said")).to_contain_text(
+        "the key eval has the scopes data, and this needs operate"
+    )
     page.fill("#key-field", KEY)
     page.get_by_role("button", name="Use this key").click()
     expect(page.locator("#key")).to_be_hidden()
     ready(page)
     ask(page, "1+1=", **{"max-tokens": "2"})
     expect(page.locator("#figures")).to_contain_text("2 tokens")
-    assert page.evaluate("[Object.values(sessionStorage), Object.values(localStorage), document.cookie]") == [[KEY], [], ""]
+    assert page.evaluate(
+        "[Object.values(sessionStorage), Object.values(localStorage), document.cookie]"
+    ) == [[KEY], [], ""]
     page.reload()
     ready(page)
     expect(page.locator("#key")).to_be_hidden()
@@ -231,20 +289,31 @@ def with_key(page: Page) -> None:
     page.add_init_script(f"sessionStorage.setItem('tlt-key', '{KEY}')")
 
 
-def test_markup_from_the_server_or_a_model_stays_text(open_page: Open, guarded: ServerProcess) -> None:
+def test_markup_from_the_server_or_a_model_stays_text(
+    open_page: Open, guarded: ServerProcess
+) -> None:
     hostile = {"id": "0", "index": 0, "token_ids": [1], "logprobs": [-1.0], "text": HOSTILE}
-    body = f"event: token\ndata: {json.dumps(hostile)}\n\nevent: error\ndata: " + json.dumps(
-        {"id": "0", "error": {"code": HOSTILE, "message": HOSTILE, "retryable": False}}) + '\n\nevent: done\ndata: {}\n\n'
+    body = (
+        f"event: token\ndata: {json.dumps(hostile)}\n\nevent: error\ndata: "
+        + json.dumps(
+            {"id": "0", "error": {"code": HOSTILE, "message": HOSTILE, "retryable": False}}
+        )
+        + "\n\nevent: done\ndata: {}\n\n"
+    )
     page = ready(open_page(guarded.url, before=with_key))
     expect(page.locator("#model")).to_have_text(HOSTILE)
-    page.route("**/generate", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
+    page.route(
+        "**/generate", lambda route: route.fulfill(body=body, content_type="text/event-stream")
+    )
     ask(page, HOSTILE)
     expect(page.locator("#output")).to_have_text(HOSTILE)
     expect(page.locator("#said")).to_have_text(f"{HOSTILE} ({HOSTILE})")
     assert page.locator("img").count() == 0 and page.evaluate("window.inert") is None
 
 
-def test_new_weights_are_marked_in_the_charts_and_in_a_response(open_page: Open, guarded: ServerProcess) -> None:
+def test_new_weights_are_marked_in_the_charts_and_in_a_response(
+    open_page: Open, guarded: ServerProcess
+) -> None:
     page = ready(open_page(guarded.url, before=with_key))
     expect(page.locator(".version-marker")).to_have_count(0)
     page.route("**/generate", without_end)
@@ -259,18 +328,30 @@ def test_new_weights_are_marked_in_the_charts_and_in_a_response(open_page: Open,
     expect(page.locator("#figures")).to_contain_text("999 tokens")
     expect(page.locator("#scale-version li")).to_have_text(["initial", HOSTILE])
     classes = page.evaluate("answer.blocks.map(({ node }) => node.className.includes('v1'))")
-    assert classes == sorted(classes) and len(set(classes)) == 2  # the old version's tokens, then the new one's
+    assert (
+        classes == sorted(classes) and len(set(classes)) == 2
+    )  # the old version's tokens, then the new one's
     assert page.locator("img").count() == 0
 
 
-@pytest.mark.parametrize(("failing", "state"), [(("startupz",), "starting"), (("livez",), "restarting"), ((), "not ready")])
-def test_the_state_is_what_the_probes_say(open_page: Open, server: ServerProcess, failing: tuple[str, ...], state: str) -> None:
+@pytest.mark.parametrize(
+    ("failing", "state"),
+    [(("startupz",), "starting"), (("livez",), "restarting"), ((), "not ready")],
+)
+def test_the_state_is_what_the_probes_say(
+    open_page: Open, server: ServerProcess, failing: tuple[str, ...], state: str
+) -> None:
     reason = "reason, limit and remedy"
 
     def probes(page: Page) -> None:
         for name in ("readyz", *failing):
-            page.route(f"**/{name}", lambda route: route.fulfill(
-                status=503, json={"error": {"code": "unavailable", "message": reason, "retryable": True}}))
+            page.route(
+                f"**/{name}",
+                lambda route: route.fulfill(
+                    status=503,
+                    json={"error": {"code": "unavailable", "message": reason, "retryable": True}},
+                ),
+            )
 
     page = open_page(server.url, quiet=False, before=probes)
     expect(page.locator("#state")).to_have_text(state)
@@ -286,7 +367,11 @@ def test_it_sees_a_server_drain_go_and_come_back(open_page: Open) -> None:
         port = str(free.getsockname()[1])
     flags = (*FAST_START, "--port", port)
     with ServerProcess(*flags) as first:
-        page = ready(open_page(first.url, quiet=False, before=lambda page: page.route("**/generate", without_end)))
+        page = ready(
+            open_page(
+                first.url, quiet=False, before=lambda page: page.route("**/generate", without_end)
+            )
+        )
         ask(page, "Use 3,7,11 to make 300.", **{"max-tokens": "3500"})
         expect(page.locator("#output span").nth(5)).to_be_attached()
         first.process.send_signal(signal.SIGTERM)
@@ -296,15 +381,25 @@ def test_it_sees_a_server_drain_go_and_come_back(open_page: Open) -> None:
         assert first.process.wait(60) == 0
     expect(page.locator("#state")).to_have_text("unreachable")
     expect(page.locator("#banner")).to_contain_text("start it again with tlt serve")
-    assert set(page.locator("[id^=now-]").all_inner_texts()) == {"–"}  # no figure of a server that is gone
+    assert set(page.locator("[id^=now-]").all_inner_texts()) == {
+        "–"
+    }  # no figure of a server that is gone
     with ServerProcess(*flags):
         ready(page)
         assert page.evaluate("points.every((p) => !(p.tokensPerS < 0))")
-        assert page.evaluate("points.some((p, k) => k && p.from === p.t && points[k - 1].t < p.t)")  # a gap, not a line across it
+        assert page.evaluate(
+            "points.some((p, k) => k && p.from === p.t && points[k - 1].t < p.t)"
+        )  # a gap, not a line across it
 
 
 def test_console_messages_are_noticed(open_page: Open, server: ServerProcess) -> None:
     said: list[str] = []
-    page = ready(open_page(server.url, quiet=False, before=lambda page: page.on("console", lambda message: said.append(message.text))))
+    page = ready(
+        open_page(
+            server.url,
+            quiet=False,
+            before=lambda page: page.on("console", lambda message: said.append(message.text)),
+        )
+    )
     page.evaluate("console.error('seen')")
     assert said == ["seen"]

@@ -1,4 +1,6 @@
-"""How the built-in page looks: in the system's theme or the chosen one, readable in both, and never wider than the window."""
+"""How the built-in page looks: in the system's theme or the chosen one, readable in both, and never
+wider than the window.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from playwright.sync_api import expect
 from tests.e2e.browser import Open, ask, ready
 from tlt_server.demo.server import ServerProcess
 
-# Every visible text with its contrast (WCAG 2) to what lies below it; any CSS colour becomes bytes by being painted.
+# Every visible text with its contrast (WCAG 2) to what lies below it; any CSS colour becomes bytes
+# by being painted.
 CONTRASTS = """() => {
   const canvas = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
   const over = (colours) => { canvas.clearRect(0, 0, 1, 1); for (const c of colours) { canvas.fillStyle = c; canvas.fillRect(0, 0, 1, 1); }
@@ -32,7 +35,9 @@ CONTRASTS = """() => {
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_the_theme_is_the_systems_until_it_is_chosen_and_contrast_is_enough(open_page: Open, server: ServerProcess, theme: str) -> None:
+def test_the_theme_is_the_systems_until_it_is_chosen_and_contrast_is_enough(
+    open_page: Open, server: ServerProcess, theme: str
+) -> None:
     other = "dark" if theme == "light" else "light"
     page = ready(open_page(server.url, color_scheme=theme))
     ask(page, "Use 3,7,11 to make 300.", seed="3")
@@ -42,13 +47,24 @@ def test_the_theme_is_the_systems_until_it_is_chosen_and_contrast_is_enough(open
     for by in ("logprob", "version"):
         page.check(f"input[name=by][value={by}]")
         contrasts = page.evaluate(CONTRASTS)
-        assert len(contrasts) > 60 and min(ratio for _, ratio in contrasts) >= 4.5, sorted(contrasts, key=lambda found: found[1])[:5]
-    page.evaluate(f"document.getElementById('model').style.color = '{'#8c8c8c' if theme == 'light' else '#666'}'")
-    assert dict(page.evaluate(CONTRASTS))["model"] < 4.5  # the measurement sees grey that is a little too faint
+        assert len(contrasts) > 60 and min(ratio for _, ratio in contrasts) >= 4.5, sorted(
+            contrasts, key=lambda found: found[1]
+        )[:5]
+    page.evaluate(
+        f"document.getElementById('model').style.color = '{'#8c8c8c' if theme == 'light' else '#666'}'"
+    )
+    assert (
+        dict(page.evaluate(CONTRASTS))["model"] < 4.5
+    )  # the measurement sees grey that is a little too faint
     grounds[theme] = page.evaluate(ground)
     page.emulate_media(color_scheme=other)
     grounds[other] = page.evaluate(ground)
-    assert sum(map(int, re.findall(r"\d+", grounds["dark"])[:3])) < 150 < 600 < sum(map(int, re.findall(r"\d+", grounds["light"])[:3]))
+    assert (
+        sum(map(int, re.findall(r"\d+", grounds["dark"])[:3]))
+        < 150
+        < 600
+        < sum(map(int, re.findall(r"\d+", grounds["light"])[:3]))
+    )
     page.get_by_role("button", name=f"{theme} theme").click()
     assert page.evaluate(ground) == grounds[theme]
     page.reload()
@@ -56,10 +72,17 @@ def test_the_theme_is_the_systems_until_it_is_chosen_and_contrast_is_enough(open
 
 
 @pytest.mark.parametrize("width", [375, 700, 1000, 1920])
-def test_nothing_is_wider_than_the_window(open_page: Open, server: ServerProcess, width: int) -> None:
+def test_nothing_is_wider_than_the_window(
+    open_page: Open, server: ServerProcess, width: int
+) -> None:
     page = ready(open_page(server.url, width=width))
     ask(page, "9" * 200, **{"max-tokens": "60"})
     expect(page.locator("#figures")).to_contain_text("seed")
     assert page.evaluate("document.documentElement.scrollWidth") == width
     cut = "(e) => e.clientWidth && e.scrollWidth > e.clientWidth + 1"
-    assert page.evaluate(f"[...document.querySelectorAll('dd, button, li')].filter({cut}).map((e) => e.id)") == []
+    assert (
+        page.evaluate(
+            f"[...document.querySelectorAll('dd, button, li')].filter({cut}).map((e) => e.id)"
+        )
+        == []
+    )

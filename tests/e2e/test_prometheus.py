@@ -1,4 +1,6 @@
-"""The compose file's own server command, under load, scraped by a real Prometheus with the shipped configuration: every panel has data."""
+"""The compose file's own server command, under load, scraped by a real Prometheus with the shipped
+configuration: every panel has data.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,14 @@ def command(place: Path) -> list[str]:
     (place / "api_key").write_text(KEY + "\n")
     given = yaml.safe_load((DOCKER / "compose.yaml").read_text())["services"]["server"]["command"]
     assert given[0] == "serve"
-    moved = {"/opt/tlt/pair": PAIR, "/run/secrets/": f"{place}/", "/weights": place / "weights", "/var/lib/tlt/state": place / "state",
-             "--host=0.0.0.0": "--host=127.0.0.1", "--port=8000": "--port=0"}
+    moved = {
+        "/opt/tlt/pair": PAIR,
+        "/run/secrets/": f"{place}/",
+        "/weights": place / "weights",
+        "/var/lib/tlt/state": place / "state",
+        "--host=0.0.0.0": "--host=127.0.0.1",
+        "--port=8000": "--port=0",
+    }
     flags = given[1:]
     for inside, here in moved.items():
         assert any(inside in flag for flag in flags), inside
@@ -60,11 +68,21 @@ class Prometheus:
         self.url = f"http://127.0.0.1:{free_port()}"
         self.load_again: Callable[[], None] = lambda: None
         self._log = (place / "prometheus.log").open("w")
-        self._command = ["prometheus", f"--config.file={self._file}", f"--storage.tsdb.path={place / 'tsdb'}",
-                         f"--web.listen-address={self.url.removeprefix('http://')}"]
+        self._command = [
+            "prometheus",
+            f"--config.file={self._file}",
+            f"--storage.tsdb.path={place / 'tsdb'}",
+            f"--web.listen-address={self.url.removeprefix('http://')}",
+        ]
 
     def __enter__(self) -> Prometheus:
-        checked = subprocess.run(["promtool", "check", "config", str(self._file)], capture_output=True, text=True, timeout=60, check=False)
+        checked = subprocess.run(
+            ["promtool", "check", "config", str(self._file)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
         assert checked.returncode == 0, checked.stdout + checked.stderr
         self._process = subprocess.Popen(self._command, stdout=self._log, stderr=self._log)
         return self
@@ -82,7 +100,9 @@ class Prometheus:
         if reply.status_code == 503:
             return []  # up, and still reading its files: a text instead of JSON
         answer = reply.json()
-        assert answer["status"] in ("success", "error") and "parse" not in answer.get("error", ""), answer
+        assert answer["status"] in ("success", "error") and "parse" not in answer.get(
+            "error", ""
+        ), answer
         return list(answer["data"]["result"]) if answer["status"] == "success" else []
 
     def shows(self, expression: str) -> bool:
@@ -90,7 +110,9 @@ class Prometheus:
 
 
 def load(client: Client, root: Path) -> None:
-    """A round of all that the board shows: sampling under several strategies, a push that fails, one that succeeds, a refusal."""
+    """A round of all that the board shows: sampling under several strategies, a push that fails,
+    one that succeeds, a refusal.
+    """
     question = [{"role": "user", "content": "Use 3,7,11 to make 300."}]
     for policy in ("beg", "off"):
         client.set_strategy(policy)
@@ -113,10 +135,17 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
     place = tmp_path_factory.mktemp("watched")
     perturbed_copy(TARGET, place / "weights" / "step-1")
     with ServerProcess(*command(place)) as server:
-        for path, key, status in (("/livez", "", 200), ("/metrics", "", 401), ("/metrics", KEY, 200)):
+        for path, key, status in (
+            ("/livez", "", 200),
+            ("/metrics", "", 401),
+            ("/metrics", KEY, 200),
+        ):
             headers = {"authorization": f"Bearer {key}"} if key else {}
             assert httpx.get(server.url + path, headers=headers, timeout=60).status_code == status
-        with Prometheus(server.url.removeprefix("http://"), place) as prometheus, Client(server.url, api_key=KEY, timeout_s=60) as client:
+        with (
+            Prometheus(server.url.removeprefix("http://"), place) as prometheus,
+            Client(server.url, api_key=KEY, timeout_s=60) as client,
+        ):
             give_up = time.monotonic() + PATIENCE_S
             while not prometheus.shows(f"count_over_time(up[1m]) >= {SCRAPES} and up == 1"):
                 assert time.monotonic() < give_up, (place / "prometheus.log").read_text()
@@ -129,18 +158,24 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
 def test_a_panel_shows_data(place: str, watched: Prometheus) -> None:
     expression = plain(board_expressions()[place], interval="1m")
     give_up = time.monotonic() + PATIENCE_S
-    while not watched.shows(expression if not place.startswith("annotation") else expression.replace("> 0", ">= 0")):
+    while not watched.shows(
+        expression if not place.startswith("annotation") else expression.replace("> 0", ">= 0")
+    ):
         assert time.monotonic() < give_up, f"no data: {expression}"
         watched.load_again()  # rates look back a minute
         time.sleep(0.5)
 
 
 def test_the_list_of_servers_fills_the_boards_variable(watched: Prometheus) -> None:
-    assert BOARD["templating"]["list"][0]["query"]["query"] == "label_values(tlt_build_info, instance)"
+    assert (
+        BOARD["templating"]["list"][0]["query"]["query"] == "label_values(tlt_build_info, instance)"
+    )
     assert watched.shows("tlt_build_info")
 
 
-def test_alerts_are_loaded_and_a_healthy_server_rings_none_that_is_critical(watched: Prometheus) -> None:
+def test_alerts_are_loaded_and_a_healthy_server_rings_none_that_is_critical(
+    watched: Prometheus,
+) -> None:
     (group,) = httpx.get(f"{watched.url}/api/v1/rules", timeout=60).json()["data"]["groups"]
     assert [rule["name"] for rule in group["rules"]] == [rule["alert"] for rule in RULES]
     assert all(rule["health"] in ("ok", "unknown") for rule in group["rules"]), group["rules"]

@@ -1,7 +1,9 @@
-"""Twenty pushes land while clients of both dialects, streaming and not, have batches open, with speculation on.
+"""Twenty pushes land while clients of both dialects, streaming and not, have batches open, with
+speculation on.
 
-Channels and what becomes of running requests alternate, so that every pair of them comes. Nothing is lost or comes twice, every token says
-which of the pushed versions made it, in their order, and at the end the server says what a fresh one with the last weights says.
+Channels and what becomes of running requests alternate, so that every pair of them comes. Nothing
+is lost or comes twice, every token says which of the pushed versions made it, in their order, and
+at the end the server says what a fresh one with the last weights says.
 """
 
 from __future__ import annotations
@@ -36,7 +38,12 @@ from tlt_server.demo.workload import DRAFTER, TARGET
 PUSHES, ITEMS, N, TOKENS = 20, 2, 2, 100
 IN_FLIGHT = ("continue", "recompute", "abort", "drain")
 CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
-PROMPTS = [Tokenizer.from_file(str(TARGET / "tokenizer.json")).encode(CHAT.format(problem(i).prompt_text)).ids for i in range(ITEMS)]
+PROMPTS = [
+    Tokenizer.from_file(str(TARGET / "tokenizer.json"))
+    .encode(CHAT.format(problem(i).prompt_text))
+    .ids
+    for i in range(ITEMS)
+]
 SAMPLING = {"max_tokens": TOKENS, "ignore_eos": True, "temperature": 1.0}
 Place = tuple[str, int, int]  # client, its batch, choice of the batch
 
@@ -49,11 +56,19 @@ class Said(NamedTuple):
 
 
 def native(place: Place, choice: Choice) -> Said:
-    return Said(place, choice.token_ids, [(span.version, span.start, span.end) for span in choice.weight_versions], choice.finish_reason)
+    return Said(
+        place,
+        choice.token_ids,
+        [(span.version, span.start, span.end) for span in choice.weight_versions],
+        choice.finish_reason,
+    )
 
 
 def items(name: str, batch: int) -> list[dict[str, Any]]:
-    return [{"id": f"{name}-{batch}-{i}", "token_ids": prompt, "n": N, "seed": 1000 * batch + i} for i, prompt in enumerate(PROMPTS)]
+    return [
+        {"id": f"{name}-{batch}-{i}", "token_ids": prompt, "n": N, "seed": 1000 * batch + i}
+        for i, prompt in enumerate(PROMPTS)
+    ]
 
 
 def placed(name: str, batch: int, result: ItemResult) -> Iterator[Said]:
@@ -73,23 +88,37 @@ def by_native_streamed(client: Client, name: str, batch: int) -> list[Said]:
     events = list(client.stream(items(name, batch), sampling=SAMPLING))
     for event in events:
         if isinstance(event, Token):
-            tokens.setdefault(int(event.id.rpartition("-")[2]) * N + event.index, []).extend(event.token_ids)
+            tokens.setdefault(int(event.id.rpartition("-")[2]) * N + event.index, []).extend(
+                event.token_ids
+            )
         elif isinstance(event, ItemResult):
             found += placed(name, batch, event)
     assert isinstance(events[-1], Done) and sum(isinstance(event, Done) for event in events) == 1
-    assert all(tokens.get(said.place[2], []) == said.token_ids for said in found), "a token was streamed twice, or never"
+    assert all(tokens.get(said.place[2], []) == said.token_ids for said in found), (
+        "a token was streamed twice, or never"
+    )
     return found
 
 
 def completions(batch: int, *, stream: bool) -> dict[str, Any]:
-    return {"prompt": PROMPTS, "n": N, "seed": batch, "stream": stream, "return_token_ids": True, "return_weight_versions": True,
-            **SAMPLING}
+    return {
+        "prompt": PROMPTS,
+        "n": N,
+        "seed": batch,
+        "stream": stream,
+        "return_token_ids": True,
+        "return_weight_versions": True,
+        **SAMPLING,
+    }
 
 
 def by_openai(http: httpx.Client, name: str, batch: int) -> list[Said]:
     response = http.post("/v1/completions", json=completions(batch, stream=False))
     assert response.status_code == 200, response.text
-    return [openai((name, batch, choice["index"]), choice["token_ids"], choice) for choice in response.json()["choices"]]
+    return [
+        openai((name, batch, choice["index"]), choice["token_ids"], choice)
+        for choice in response.json()["choices"]
+    ]
 
 
 def by_openai_streamed(http: httpx.Client, name: str, batch: int) -> list[Said]:
@@ -103,17 +132,25 @@ def by_openai_streamed(http: httpx.Client, name: str, batch: int) -> list[Said]:
         tokens.setdefault(choice["index"], []).extend(choice["token_ids"])
         if choice["finish_reason"] is not None:
             found.append(openai((name, batch, choice["index"]), tokens[choice["index"]], choice))
-    assert all(tokens[said.place[2]] is said.token_ids for said in found), "a choice went on after its end"
+    assert all(tokens[said.place[2]] is said.token_ids for said in found), (
+        "a choice went on after its end"
+    )
     return found
 
 
 def openai(place: Place, token_ids: list[int], choice: dict[str, Any]) -> Said:
-    return Said(place, token_ids, [(span["version"], span["start"], span["end"]) for span in choice["weight_versions"]],
-                choice["finish_reason"])
+    return Said(
+        place,
+        token_ids,
+        [(span["version"], span["start"], span["end"]) for span in choice["weight_versions"]],
+        choice["finish_reason"],
+    )
 
 
 class Load:
-    """One thread per kind of client, batch after batch until `stop`; what was asked for, and what was said."""
+    """One thread per kind of client, batch after batch until `stop`; what was asked for, and what
+    was said.
+    """
 
     def __init__(self, url: str) -> None:
         self.asked: list[Place] = []
@@ -149,12 +186,19 @@ class Load:
 
 def perturbed(base: dict[str, Tensor], seed: int) -> list[tuple[str, Tensor]]:
     generator = torch.Generator().manual_seed(seed)
-    return [(name, tensor * (1 + 0.01 * torch.randn(tensor.shape, generator=generator))) for name, tensor in base.items()]
+    return [
+        (name, tensor * (1 + 0.01 * torch.randn(tensor.shape, generator=generator)))
+        for name, tensor in base.items()
+    ]
 
 
 def scored(client: Client) -> list[tuple[list[int], list[float]]]:
     asked = [{"token_ids": prompt, "n": N, "seed": i} for i, prompt in enumerate(PROMPTS)]
-    choices = [choice for result in client.generate(asked, sampling=SAMPLING).results for choice in result.choices]
+    choices = [
+        choice
+        for result in client.generate(asked, sampling=SAMPLING).results
+        for choice in result.choices
+    ]
     assert sum(choice.sd.accepted for choice in choices) > 0
     return [(choice.token_ids, choice.logprobs) for choice in choices]
 
@@ -164,32 +208,60 @@ def check_versions(said: list[Said], versions: list[str], modes: list[str]) -> N
     crossings: set[str] = set()
     for one in said:
         starts, ends = [start for _, start, _ in one.spans], [end for _, _, end in one.spans]
-        assert [*starts, len(one.token_ids)] == [0, *ends] and all(start < end for _, start, end in one.spans), one
+        assert [*starts, len(one.token_ids)] == [0, *ends] and all(
+            start < end for _, start, end in one.spans
+        ), one
         places = [versions.index(version) for version, _, _ in one.spans]
         assert places == sorted(set(places)), one
-        passed = {modes[place] for first, last in itertools.pairwise(places) for place in range(first + 1, last + 1)}
-        assert passed <= {"continue", "recompute"}, f"it went on over a push that ends what runs or waits for its end: {one}"
+        passed = {
+            modes[place]
+            for first, last in itertools.pairwise(places)
+            for place in range(first + 1, last + 1)
+        }
+        assert passed <= {"continue", "recompute"}, (
+            f"it went on over a push that ends what runs or waits for its end: {one}"
+        )
         crossings |= passed
         if one.finish_reason == "abort":
             assert len(one.token_ids) < TOKENS, one
-            later = modes[places[-1] + 1:] if places else ["abort"]
-            assert next(mode for mode in later if mode not in ("continue", "recompute")) == "abort", one
+            later = modes[places[-1] + 1 :] if places else ["abort"]
+            assert (
+                next(mode for mode in later if mode not in ("continue", "recompute")) == "abort"
+            ), one
         else:
             assert (one.finish_reason, len(one.token_ids)) == ("length", TOKENS), one
-    assert crossings == {"continue", "recompute"} and any(one.finish_reason == "abort" for one in said), "else nothing ran meanwhile"
+    assert crossings == {"continue", "recompute"} and any(
+        one.finish_reason == "abort" for one in said
+    ), "else nothing ran meanwhile"
     assert {version for one in said for version, _, _ in one.spans} <= set(versions)
 
 
 def test_twenty_pushes_land_while_batches_run(tmp_path: Path) -> None:
-    flags = ("--weight-root", str(tmp_path / "root"), "--state-dir", str(tmp_path / "state"), "--weight-channels", "disk,http,broadcast",
-             "--policy", "fixed", "--sd-strategy", "eagle:4x2x8")
+    flags = (
+        "--weight-root",
+        str(tmp_path / "root"),
+        "--state-dir",
+        str(tmp_path / "state"),
+        "--weight-channels",
+        "disk,http,broadcast",
+        "--policy",
+        "fixed",
+        "--sd-strategy",
+        "eagle:4x2x8",
+    )
     (tmp_path / "root").mkdir()
     base = load_file(TARGET / "model.safetensors")
     versions, modes = ["initial"], [""]
     with ServerProcess(*PAIR, *flags) as server, Client(server.url, timeout_s=60) as trainer:
-        senders = [DiskSender(trainer, tmp_path / "root"), HttpSender(trainer), BroadcastSender(trainer, bucket_bytes=2**20)]
+        senders = [
+            DiskSender(trainer, tmp_path / "root"),
+            HttpSender(trainer),
+            BroadcastSender(trainer, bucket_bytes=2**20),
+        ]
         load = Load(server.url)
-        for push, sender, in_flight in zip(range(PUSHES), itertools.cycle(senders), itertools.cycle(IN_FLIGHT), strict=False):
+        for push, sender, in_flight in zip(
+            range(PUSHES), itertools.cycle(senders), itertools.cycle(IN_FLIGHT), strict=False
+        ):
             time.sleep(0.2)
             versions.append(f"step-{push}")
             modes.append(in_flight)
@@ -197,17 +269,26 @@ def test_twenty_pushes_land_while_batches_run(tmp_path: Path) -> None:
             reply = sender.push(iter(sent), versions[-1], in_flight=in_flight)
             assert (reply["state"], reply["weight_version"]) == ("committed", versions[-1])
             live, mine = trainer.weight_checksums(), sums(sent)
-            assert {name: reply["checksums"][name] for name in mine} == mine == {name: live[name] for name in mine}
+            assert (
+                {name: reply["checksums"][name] for name in mine}
+                == mine
+                == {name: live[name] for name in mine}
+            )
             load.check_running()
         load.stop()
         last = scored(trainer)
         for sender in senders:
             sender.close()
-    assert sorted(one.place for one in load.said) == sorted(load.asked), "every response comes, and comes once"
+    assert sorted(one.place for one in load.said) == sorted(load.asked), (
+        "every response comes, and comes once"
+    )
     check_versions(load.said, versions, modes)
 
     fresh = tmp_path / "fresh"
     shutil.copytree(TARGET, fresh)
     save_file(dict(sent), fresh / "model.safetensors")
-    with ServerProcess("--model", str(fresh), "--drafter", str(DRAFTER)) as server, Client(server.url, timeout_s=60) as client:
+    with (
+        ServerProcess("--model", str(fresh), "--drafter", str(DRAFTER)) as server,
+        Client(server.url, timeout_s=60) as client,
+    ):
         assert scored(client) == last, "the same tokens, and the same bits of their log-probs"

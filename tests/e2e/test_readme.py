@@ -1,6 +1,8 @@
-"""The README is what runs: its `python` and `bash` blocks against real servers. `console` blocks (make, pip) are not run here.
+"""The README is what runs: its `python` and `bash` blocks against real servers. `console` blocks
+(make, pip) are not run here.
 
-The address in the blocks is replaced by the test server's; a block that starts `tlt serve` gets a free port, and SIGTERM once it is ready.
+The address in the blocks is replaced by the test server's; a block that starts `tlt serve` gets a
+free port, and SIGTERM once it is ready.
 """
 
 from __future__ import annotations
@@ -33,38 +35,68 @@ def blocks(language: str, *, serving: bool = False) -> list[str]:
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """Ours, with `tlt` and `python` on the path, and nothing of the checkout in the working directory."""
+    """Ours, with `tlt` and `python` on the path, and nothing of the checkout in the working
+    directory.
+    """
     for name, text in (("tlt", TLT), ("python", '#!/bin/sh\nexec {python} "$@"\n')):
         (tmp_path / name).write_text(text.format(python=sys.executable))
         (tmp_path / name).chmod(0o755)
-    return {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": os.pathsep.join(sys.path),
-            "README_PID": str(tmp_path / "pid")}
+    return {
+        **os.environ,
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "README_PID": str(tmp_path / "pid"),
+    }
 
 
 @pytest.mark.parametrize("block", blocks("python"))
-def test_a_python_block_runs(block: str, server: ServerProcess, environment: dict[str, str], tmp_path: Path) -> None:
+def test_a_python_block_runs(
+    block: str, server: ServerProcess, environment: dict[str, str], tmp_path: Path
+) -> None:
     assert ADDRESS in block
-    done = subprocess.run([sys.executable, "-c", block.replace(ADDRESS, server.url)], cwd=tmp_path, env=environment, timeout=TIMEOUT_S,
-                          capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", block.replace(ADDRESS, server.url)],
+        cwd=tmp_path,
+        env=environment,
+        timeout=TIMEOUT_S,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout
 
 
 @pytest.mark.parametrize("block", blocks("bash"))
-def test_a_bash_block_runs(block: str, server: ServerProcess, environment: dict[str, str], tmp_path: Path) -> None:
+def test_a_bash_block_runs(
+    block: str, server: ServerProcess, environment: dict[str, str], tmp_path: Path
+) -> None:
     assert ADDRESS in block
     for line in block.strip().splitlines():
-        done = subprocess.run(["bash", "-euo", "pipefail", "-c", line.replace(ADDRESS, server.url)], cwd=tmp_path, env=environment,
-                              timeout=TIMEOUT_S, capture_output=True, text=True)
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", line.replace(ADDRESS, server.url)],
+            cwd=tmp_path,
+            env=environment,
+            timeout=TIMEOUT_S,
+            capture_output=True,
+            text=True,
+        )
         assert done.returncode == 0, done.stderr
         assert done.stdout and '"error"' not in done.stdout, done.stdout
 
 
 @pytest.mark.parametrize("block", blocks("bash", serving=True))
-def test_a_block_that_serves_gets_ready_and_stops(block: str, environment: dict[str, str], tmp_path: Path) -> None:
+def test_a_block_that_serves_gets_ready_and_stops(
+    block: str, environment: dict[str, str], tmp_path: Path
+) -> None:
     said = []
-    with subprocess.Popen(["bash", "-euo", "pipefail", "-c", block], cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True,
-                          start_new_session=True) as shell:
+    with subprocess.Popen(
+        ["bash", "-euo", "pipefail", "-c", block],
+        cwd=tmp_path,
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as shell:
         assert shell.stderr is not None
         give_up = threading.Timer(TIMEOUT_S, os.killpg, (shell.pid, signal.SIGKILL))
         give_up.start()
@@ -78,11 +110,22 @@ def test_a_block_that_serves_gets_ready_and_stops(block: str, environment: dict[
 
 
 def test_there_are_blocks_of_each_kind() -> None:
-    assert len(blocks("python")) == 2 and len(blocks("bash")) == 1 and len(blocks("bash", serving=True)) == 3
+    assert (
+        len(blocks("python")) == 2
+        and len(blocks("bash")) == 1
+        and len(blocks("bash", serving=True)) == 3
+    )
 
 
 def test_files_that_are_named_exist() -> None:
     text = README.read_text()
-    named = set(re.findall(r"`((?:tests|tlt_server|kernels|clients|docs|examples|benchmarks)/[\w/.-]*)`|\]\(([\w/.]+)\)", text))
-    missing = [path for pair in named for path in pair if path and not (README.parent / path).exists()]
+    named = set(
+        re.findall(
+            r"`((?:tests|tlt_server|kernels|clients|docs|examples|benchmarks)/[\w/.-]*)`|\]\(([\w/.]+)\)",
+            text,
+        )
+    )
+    missing = [
+        path for pair in named for path in pair if path and not (README.parent / path).exists()
+    ]
     assert not missing

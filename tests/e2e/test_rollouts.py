@@ -1,4 +1,6 @@
-"""Detached batches over SIGKILL, of the engine and of the whole server: token for token and bit for bit an undisturbed run's."""
+"""Detached batches over SIGKILL, of the engine and of the whole server: token for token and bit for
+bit an undisturbed run's.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,40 @@ from tlt_server.demo.server import ServerProcess
 LONG = {"max_tokens": 500, "ignore_eos": True}
 ITEMS: list[dict[str, Any]] = [
     {"id": "group", "messages": QUESTION, "n": 3, "seed": 11},
-    {"id": "penalised", "prompt": "1+1=", "seed": 12, "sampling": {
-        **LONG, "repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.1, "min_tokens": 20, "temperature": 0.7}},
-    {"id": "reported", "prompt": "12*3=", "seed": 13, "sampling": {
-        **LONG, "logprobs": 3, "raw_logprobs": True, "prompt_logprobs": 2, "top_k": 30, "top_p": 0.95}},
+    {
+        "id": "penalised",
+        "prompt": "1+1=",
+        "seed": 12,
+        "sampling": {
+            **LONG,
+            "repetition_penalty": 1.2,
+            "presence_penalty": 0.3,
+            "frequency_penalty": 0.1,
+            "min_tokens": 20,
+            "temperature": 0.7,
+        },
+    },
+    {
+        "id": "reported",
+        "prompt": "12*3=",
+        "seed": 13,
+        "sampling": {
+            **LONG,
+            "logprobs": 3,
+            "raw_logprobs": True,
+            "prompt_logprobs": 2,
+            "top_k": 30,
+            "top_p": 0.95,
+        },
+    },
     {"id": "greedy", "prompt": "7-2=", "seed": 16, "sampling": {**LONG, "temperature": 0.0}},
     {"id": "short", "messages": QUESTION, "seed": 14, "sampling": {"max_tokens": 300}},
-    {"id": "stopped", "messages": QUESTION, "seed": 15, "sampling": {"max_tokens": 400, "ignore_eos": True, "stop": ["=30", "99"]}},
+    {
+        "id": "stopped",
+        "messages": QUESTION,
+        "seed": 15,
+        "sampling": {"max_tokens": 400, "ignore_eos": True, "stop": ["=30", "99"]},
+    },
 ]
 
 
@@ -40,8 +69,22 @@ def undisturbed(server: ServerProcess) -> Reply:
 def said(result: ItemResult) -> list[Any]:
     """Everything but how it was sped up."""
     assert not result.error, result
-    return [(c.index, c.token_ids, c.text, c.logprobs, c.raw_logprobs, c.top_logprobs, c.prompt_logprobs, c.finish_reason, c.stop_reason,
-             c.seed, c.weight_versions) for c in result.choices]
+    return [
+        (
+            c.index,
+            c.token_ids,
+            c.text,
+            c.logprobs,
+            c.raw_logprobs,
+            c.top_logprobs,
+            c.prompt_logprobs,
+            c.finish_reason,
+            c.stop_reason,
+            c.seed,
+            c.weight_versions,
+        )
+        for c in result.choices
+    ]
 
 
 def await_tokens(rollout: Rollout, least: int) -> None:
@@ -57,10 +100,15 @@ def check_same(reply: Reply, expected: Reply) -> None:
 
 
 def test_an_engine_killed_again_and_again_goes_on_where_it_was(undisturbed: Reply) -> None:
-    with ServerProcess(*PAIR, "--kv-memory-mb", "64", "--max-restarts", "100") as server, Client(server.url, timeout_s=600) as client:
+    with (
+        ServerProcess(*PAIR, "--kv-memory-mb", "64", "--max-restarts", "100") as server,
+        Client(server.url, timeout_s=600) as client,
+    ):
         detached = [client.generate(ITEMS, sampling=LONG, detach=True) for _ in range(2)]
         keyed: list[Reply] = []
-        waiting = threading.Thread(target=lambda: keyed.append(client.generate(ITEMS, sampling=LONG, idempotency_key="k")))
+        waiting = threading.Thread(
+            target=lambda: keyed.append(client.generate(ITEMS, sampling=LONG, idempotency_key="k"))
+        )
         waiting.start()
         for least in (200, 600, 1000, 1400, 1800):
             await_tokens(detached[0], least)
@@ -72,10 +120,15 @@ def test_an_engine_killed_again_and_again_goes_on_where_it_was(undisturbed: Repl
             check_same(rollout.result(400), undisturbed)
         waiting.join(400)
         check_same(keyed[0], undisturbed)
-        assert gauge(client, "tlt_resumed_sequences_total") >= 5 and gauge(client, "tlt_open_sequences") == 0
+        assert (
+            gauge(client, "tlt_resumed_sequences_total") >= 5
+            and gauge(client, "tlt_open_sequences") == 0
+        )
 
 
-def test_the_whole_server_killed_and_started_again_goes_on_where_it_was(undisturbed: Reply, tmp_path: Path) -> None:
+def test_the_whole_server_killed_and_started_again_goes_on_where_it_was(
+    undisturbed: Reply, tmp_path: Path
+) -> None:
     flags = (*FAST_START, "--state-dir", str(tmp_path))
     ids: list[str] = []
     for least in (300, 800, 1300):
@@ -103,11 +156,23 @@ def test_a_retry_with_its_key_survives_the_server(undisturbed: Reply, tmp_path: 
         assert len(client.rollouts()) == 1
 
 
-def test_sigterm_does_not_wait_for_what_the_next_server_can_finish(undisturbed: Reply, tmp_path: Path) -> None:
+def test_sigterm_does_not_wait_for_what_the_next_server_can_finish(
+    undisturbed: Reply, tmp_path: Path
+) -> None:
     flags = (*FAST_START, "--state-dir", str(tmp_path))
     with ServerProcess(*flags) as server, Client(server.url, timeout_s=60) as client:
-        rollout = client.generate([*ITEMS, {"id": "endless", "prompt": "1", "sampling": {"max_tokens": 2000, "ignore_eos": True}}],
-                                  sampling=LONG, detach=True)
+        rollout = client.generate(
+            [
+                *ITEMS,
+                {
+                    "id": "endless",
+                    "prompt": "1",
+                    "sampling": {"max_tokens": 2000, "ignore_eos": True},
+                },
+            ],
+            sampling=LONG,
+            detach=True,
+        )
         await_tokens(rollout, 300)
         server.process.send_signal(signal.SIGTERM)
         started = time.monotonic()

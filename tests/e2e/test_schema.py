@@ -1,4 +1,5 @@
-"""The OpenAPI document against a real server: schemathesis sends every operation what its schema allows and what it forbids.
+"""The OpenAPI document against a real server: schemathesis sends every operation what its schema
+allows and what it forbids.
 
 A failure comes with a curl command; a run is the same for the same seed.
 """
@@ -22,10 +23,33 @@ from tlt_server.demo.rounds import look
 from tlt_server.demo.server import ServerProcess
 from tlt_server.demo.workload import TARGET
 
-LIMITS = ("--max-output-tokens", "24", "--max-n", "4", "--max-batch-items", "8", "--max-queue", "64", "--max-running", "16",
-          "--default-timeout-s", "30", "--max-timeout-s", "30")  # so that no request costs much
-CHECKS = ("only_deliberate_5xx", "status_code_conformance", "content_type_conformance", "response_headers_conformance",
-          "response_schema_conformance", "negative_data_rejection", "unsupported_method", "allow_header_conformance", "ignored_auth")
+LIMITS = (
+    "--max-output-tokens",
+    "24",
+    "--max-n",
+    "4",
+    "--max-batch-items",
+    "8",
+    "--max-queue",
+    "64",
+    "--max-running",
+    "16",
+    "--default-timeout-s",
+    "30",
+    "--max-timeout-s",
+    "30",
+)  # so that no request costs much
+CHECKS = (
+    "only_deliberate_5xx",
+    "status_code_conformance",
+    "content_type_conformance",
+    "response_headers_conformance",
+    "response_schema_conformance",
+    "negative_data_rejection",
+    "unsupported_method",
+    "allow_header_conformance",
+    "ignored_auth",
+)
 
 HALTS = "^/(pause|resume|sleep|wake_up|is_|continue_|release_)"  # while one of these holds, the others say 503
 
@@ -46,27 +70,69 @@ def limited(weight_root: Path) -> Iterator[ServerProcess]:
 
 def schemathesis(server: ServerProcess, *flags: str) -> None:
     """Run the command; it must find nothing."""
-    command = [str(Path(sys.executable).with_name("schemathesis")), "run", f"{server.url}/openapi.json", "--checks", ",".join(CHECKS),
-               "--continue-on-failure", "--suppress-health-check", "all", "--request-timeout", "60", "--no-color",
-               "--generation-database", "none", *flags]
-    environment = {**os.environ, "SCHEMATHESIS_HOOKS": "schema_hooks", "PYTHONPATH": str(Path(__file__).parent)}
+    command = [
+        str(Path(sys.executable).with_name("schemathesis")),
+        "run",
+        f"{server.url}/openapi.json",
+        "--checks",
+        ",".join(CHECKS),
+        "--continue-on-failure",
+        "--suppress-health-check",
+        "all",
+        "--request-timeout",
+        "60",
+        "--no-color",
+        "--generation-database",
+        "none",
+        *flags,
+    ]
+    environment = {
+        **os.environ,
+        "SCHEMATHESIS_HOOKS": "schema_hooks",
+        "PYTHONPATH": str(Path(__file__).parent),
+    }
     with tempfile.TemporaryDirectory() as directory:  # it remembers failures there
-        done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment, cwd=directory)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=900, env=environment, cwd=directory
+        )
     assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-2000:]
 
 
 def test_every_operation_does_what_the_document_says(limited: ServerProcess) -> None:
-    schemathesis(limited, "--exclude-path-regex", HALTS, "--phases", "examples,coverage,fuzzing", "--max-examples", "15",
-                 "--seed", "1", "--workers", "2")
+    schemathesis(
+        limited,
+        "--exclude-path-regex",
+        HALTS,
+        "--phases",
+        "examples,coverage,fuzzing",
+        "--max-examples",
+        "15",
+        "--seed",
+        "1",
+        "--workers",
+        "2",
+    )
     with Client(limited.url, timeout_s=30) as client:
         assert look(client).open == 0
         pushes = client.metrics()
-        assert 'result="committed"' in pushes or 'result="staged"' in pushes  # the example was a real push; or one in a session
+        assert (
+            'result="committed"' in pushes or 'result="staged"' in pushes
+        )  # the example was a real push; or one in a session
         assert client.generate([{"prompt": "2+2="}], sampling={"max_tokens": 4}).results[0].choices
 
 
 def test_what_stops_the_others_does_what_the_document_says(limited: ServerProcess) -> None:
-    schemathesis(limited, "--include-path-regex", HALTS, "--phases", "coverage,fuzzing", "--max-examples", "10", "--seed", "1")
+    schemathesis(
+        limited,
+        "--include-path-regex",
+        HALTS,
+        "--phases",
+        "coverage,fuzzing",
+        "--max-examples",
+        "10",
+        "--seed",
+        "1",
+    )
     with Client(limited.url, timeout_s=30) as client:
         for path in ("/resume", "/wake_up"):
             assert httpx.post(limited.url + path, timeout=30).status_code == 200
@@ -76,14 +142,40 @@ def test_what_stops_the_others_does_what_the_document_says(limited: ServerProces
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", range(2, 8))
-def test_every_operation_does_what_the_document_says_to_many_questions(limited: ServerProcess, seed: int) -> None:
-    schemathesis(limited, "--exclude-path-regex", HALTS, "--phases", "fuzzing", "--max-examples", "300", "--seed", str(seed),
-                 "--workers", "2")
+def test_every_operation_does_what_the_document_says_to_many_questions(
+    limited: ServerProcess, seed: int
+) -> None:
+    schemathesis(
+        limited,
+        "--exclude-path-regex",
+        HALTS,
+        "--phases",
+        "fuzzing",
+        "--max-examples",
+        "300",
+        "--seed",
+        str(seed),
+        "--workers",
+        "2",
+    )
 
 
 def test_with_keys_every_operation_asks_for_one(weight_root: Path, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("secret\n")
-    with ServerProcess(*PAIR, *LIMITS, "--weight-root", str(weight_root), "--api-key-file", str(tmp_path / "keys")) as server:
+    with ServerProcess(
+        *PAIR, *LIMITS, "--weight-root", str(weight_root), "--api-key-file", str(tmp_path / "keys")
+    ) as server:
         assert httpx.get(f"{server.url}/openapi.json").status_code == 401
-        schemathesis(server, "--exclude-path-regex", HALTS, "--header", "Authorization: Bearer secret", "--phases", "fuzzing",
-                     "--max-examples", "4", "--seed", "1")
+        schemathesis(
+            server,
+            "--exclude-path-regex",
+            HALTS,
+            "--header",
+            "Authorization: Bearer secret",
+            "--phases",
+            "fuzzing",
+            "--max-examples",
+            "4",
+            "--seed",
+            "1",
+        )

@@ -1,4 +1,6 @@
-"""The orders of calls that slime and AReaL document, on a real server, with rollouts running meanwhile."""
+"""The orders of calls that slime and AReaL document, on a real server, with rollouts running
+meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +32,28 @@ def pushable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess
 
 
 def generate(url: str, token_ids: list[int], seed: int, tokens: int) -> dict[str, Any]:
-    body = {"input_ids": token_ids, "return_logprob": True, "stream": False, "rid": f"s{seed}-{len(token_ids)}",
-            "sampling_params": {"max_new_tokens": tokens, "sampling_seed": seed, "ignore_eos": True, "temperature": 1.0, "top_k": -1,
-                                "skip_special_tokens": False, "no_stop_trim": True, "spaces_between_special_tokens": False}}
+    body = {
+        "input_ids": token_ids,
+        "return_logprob": True,
+        "stream": False,
+        "rid": f"s{seed}-{len(token_ids)}",
+        "sampling_params": {
+            "max_new_tokens": tokens,
+            "sampling_seed": seed,
+            "ignore_eos": True,
+            "temperature": 1.0,
+            "top_k": -1,
+            "skip_special_tokens": False,
+            "no_stop_trim": True,
+            "spaces_between_special_tokens": False,
+        },
+    }
     response = httpx.post(f"{url}/generate", json=body, timeout=120)
     assert response.status_code == 200, response.text
     reply: dict[str, Any] = response.json()
-    assert [token for _, token, _ in reply["meta_info"]["output_token_logprobs"]] == reply["output_ids"]
+    assert [token for _, token, _ in reply["meta_info"]["output_token_logprobs"]] == reply[
+        "output_ids"
+    ]
     return reply
 
 
@@ -48,7 +65,11 @@ def resumed(url: str, seed: int, tokens: int = 300) -> Rollout:
     while True:
         reply = generate(url, PROMPT + output, seed, tokens - len(output))
         for span in reply["meta_info"]["weight_versions"]:
-            moved = {"version": span["version"], "start": span["start"] + len(output), "end": span["end"] + len(output)}
+            moved = {
+                "version": span["version"],
+                "start": span["start"] + len(output),
+                "end": span["end"] + len(output),
+            }
             if spans and spans[-1]["version"] == moved["version"]:
                 moved["start"] = spans.pop()["start"]
             spans.append(moved)
@@ -76,14 +97,21 @@ def test_the_order_of_slime(pushable: ServerProcess) -> None:
             mode = "in_place" if step == 1 else "retract"
             calls.post("/pause_generation", {"mode": mode})
             flushed = httpx.get(f"{pushable.url}/flush_cache", timeout=30).status_code
-            assert flushed == (200 if mode == "retract" else 400), "only what is paused in place holds KV"
-            pushed = calls.post("/update_weights_from_disk", {"model_path": f"iter_{step}", "weight_version": str(step)})
+            assert flushed == (200 if mode == "retract" else 400), (
+                "only what is paused in place holds KV"
+            )
+            pushed = calls.post(
+                "/update_weights_from_disk",
+                {"model_path": f"iter_{step}", "weight_version": str(step)},
+            )
             assert pushed["success"] and pushed["num_paused_requests"] > 0
             calls.post("/continue_generation", {})
             assert calls.get("/get_weight_version") == {"weight_version": str(step)}
             calls.await_tokens()
     check(rollouts, ["initial", "1", "2"])
-    assert any(rollout.aborted for rollout in rollouts) and calls.get("/flush_cache")["status"] == "ok"
+    assert (
+        any(rollout.aborted for rollout in rollouts) and calls.get("/flush_cache")["status"] == "ok"
+    )
 
 
 def loads(calls: Calls) -> tuple[int, int, int]:
@@ -93,8 +121,12 @@ def loads(calls: Calls) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
-def test_a_cache_is_flushed_in_a_pause_that_leaves_no_kv(mode: str, pushable: ServerProcess) -> None:
-    """As slime and Miles do it before a push, with a request open and another that comes meanwhile; what is told of the load is of now."""
+def test_a_cache_is_flushed_in_a_pause_that_leaves_no_kv(
+    mode: str, pushable: ServerProcess
+) -> None:
+    """As slime and Miles do it before a push, with a request open and another that comes meanwhile;
+    what is told of the load is of now.
+    """
     calls = Calls(pushable.url)
     whole = {seed: resumed(pushable.url, seed, 1000).token_ids for seed in (501, 502)}
     with ThreadPoolExecutor() as pool:
@@ -105,14 +137,21 @@ def test_a_cache_is_flushed_in_a_pause_that_leaves_no_kv(mode: str, pushable: Se
             running, _, used = loads(calls)
             assert (running, used > 0) == ((1, True) if mode == "in_place" else (0, False))
             late = pool.submit(resumed, pushable.url, 502, 1000)
-            until(lambda: loads(calls)[1] == (1 if mode == "in_place" else 2))  # what was aborted is sent again, and waits
-            assert httpx.get(f"{pushable.url}/health_generate", timeout=30).status_code == 503, "no token is made"
+            until(
+                lambda: loads(calls)[1] == (1 if mode == "in_place" else 2)
+            )  # what was aborted is sent again, and waits
+            assert httpx.get(f"{pushable.url}/health_generate", timeout=30).status_code == 503, (
+                "no token is made"
+            )
             for method in ("GET", "POST"):
                 flushed = httpx.request(method, f"{pushable.url}/flush_cache", timeout=30)
                 assert flushed.status_code == (400 if mode == "in_place" else 200), flushed.text
         finally:
             calls.post("/continue_generation", {})
-        assert [opened.result(120).token_ids, late.result(120).token_ids] == [whole[501], whole[502]]
+        assert [opened.result(120).token_ids, late.result(120).token_ids] == [
+            whole[501],
+            whole[502],
+        ]
     until(lambda: loads(calls) == (0, 0, 0))
     assert opened.result().aborted == (mode == "abort")
 
@@ -135,19 +174,27 @@ def test_what_was_aborted_and_sent_again_is_the_same_output(pushable: ServerProc
 
 
 def test_the_order_of_areal(pushable: ServerProcess) -> None:
-    """Pause, update from disk with what runs aborted, continue; then the same in a session, named at its end."""
+    """Pause, update from disk with what runs aborted, continue; then the same in a session, named
+    at its end.
+    """
     calls = Calls(pushable.url)
     versions = [calls.get("/get_model_info")["weight_version"]]
     with rolling(lambda i: resumed(pushable.url, 1000 + i)) as rollouts:
         calls.await_tokens()
         calls.post("/pause_generation", {})
-        versions.append(calls.post("/update_weights_from_disk", {"model_path": "iter_3", "abort_all_requests": True})["new_version"])
+        versions.append(
+            calls.post(
+                "/update_weights_from_disk", {"model_path": "iter_3", "abort_all_requests": True}
+            )["new_version"]
+        )
         calls.post("/continue_generation", {})
         calls.await_tokens()
         calls.post("/begin_weight_update", {"selector": "target"})
         calls.post("/update_weights_from_disk", {"model_path": "iter_4", "flush_cache": True})
         calls.post("/update_weight_version", {"new_version": "four"})
-        assert calls.get("/get_weight_version")["weight_version"] == versions[-1], "not before the end of the session"
+        assert calls.get("/get_weight_version")["weight_version"] == versions[-1], (
+            "not before the end of the session"
+        )
         assert calls.post("/end_weight_update")["new_version"] == "four"
         calls.await_tokens()
     check(rollouts, [*versions, "four"])
@@ -155,15 +202,24 @@ def test_the_order_of_areal(pushable: ServerProcess) -> None:
 
 def test_memory_is_lent_and_comes_back(pushable: ServerProcess) -> None:
     calls = Calls(pushable.url)
-    before, sums = resumed(pushable.url, 3), calls.post("/weights_checker", {"action": "snapshot"})["checksums"]
+    before, sums = (
+        resumed(pushable.url, 3),
+        calls.post("/weights_checker", {"action": "snapshot"})["checksums"],
+    )
     calls.post("/release_memory_occupation", {})
     assert httpx.post(f"{pushable.url}/generate", json={"text": "a"}, timeout=30).status_code == 503
     calls.post("/resume_memory_occupation", {"tags": ["weights"]})
     calls.post("/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]})
-    assert calls.post("/weights_checker", {"action": "compare"})["success"] and any(name.startswith("draft.") for name in sums)
+    assert calls.post("/weights_checker", {"action": "compare"})["success"] and any(
+        name.startswith("draft.") for name in sums
+    )
     assert resumed(pushable.url, 3).token_ids == before.token_ids
 
 
 def test_pickled_tensors_are_refused(pushable: ServerProcess) -> None:
-    refused = httpx.post(f"{pushable.url}/update_weights_from_tensor", json={"serialized_named_tensors": ["gASV"]}, timeout=30)
+    refused = httpx.post(
+        f"{pushable.url}/update_weights_from_tensor",
+        json={"serialized_named_tensors": ["gASV"]},
+        timeout=30,
+    )
     assert refused.status_code == 415 and "update_weights_from_disk" in refused.json()["message"]

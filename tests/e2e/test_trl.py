@@ -1,9 +1,11 @@
-"""TRL's own trainers through the shipped adapter, against a real server that speculates, in float32 on the CPU.
+"""TRL's own trainers through the shipped adapter, against a real server that speculates, in float32
+on the CPU.
 
-Whenever a trainer's weights were pushed and completions came, what the trainer holds is compared with what the server holds, tensor by
-tensor, and the log-probs that the server sent with those of a forward pass of the trainer's model. `wrong` says what differs; it must say
-nothing, and it must speak up when pushes are lost. (TRL has this difference as a metric, `sampling/sampling_logp_difference`, but
-computes it for vLLM only.)
+Whenever a trainer's weights were pushed and completions came, what the trainer holds is compared
+with what the server holds, tensor by tensor, and the log-probs that the server sent with those of a
+forward pass of the trainer's model. `wrong` says what differs; it must say nothing, and it must
+speak up when pushes are lost. (TRL has this difference as a metric,
+`sampling/sampling_logp_difference`, but computes it for vLLM only.)
 """
 
 from __future__ import annotations
@@ -58,16 +60,32 @@ class Looks:
         self.client, self.before, self.seen = client, client.weight_checksums(), list[Seen]()
 
     def look(self, model: Any, said: Completions) -> None:
-        apart = torch.cat([(forward(model, prompt, completion) - torch.tensor(logprobs)).abs() for prompt, completion, logprobs in said])
-        mine, live = {name: mix64(tensor) for name, tensor in model.named_parameters()}, self.client.weight_checksums()
-        self.seen.append(Seen(mine, {name: live[name] for name in mine}, apart.max().item(), apart.mean().item()))
+        apart = torch.cat(
+            [
+                (forward(model, prompt, completion) - torch.tensor(logprobs)).abs()
+                for prompt, completion, logprobs in said
+            ]
+        )
+        mine, live = (
+            {name: mix64(tensor) for name, tensor in model.named_parameters()},
+            self.client.weight_checksums(),
+        )
+        self.seen.append(
+            Seen(mine, {name: live[name] for name in mine}, apart.max().item(), apart.mean().item())
+        )
 
     def wrong(self) -> list[str]:
         said = []
-        for push, (now, before) in enumerate(zip(self.seen, [self.before, *(seen.live for seen in self.seen)], strict=False)):
-            said += [f"push {push}: the server's weights are not the trainer's"] * (now.mine != now.live)
+        for push, (now, before) in enumerate(
+            zip(self.seen, [self.before, *(seen.live for seen in self.seen)], strict=False)
+        ):
+            said += [f"push {push}: the server's weights are not the trainer's"] * (
+                now.mine != now.live
+            )
             said += [f"push {push}: log-probs differ"] * (now.largest > TOLERANCE)
-            said += [f"push {push}: a tensor has not changed"] * any(before[name] == sum for name, sum in now.live.items())
+            said += [f"push {push}: a tensor has not changed"] * any(
+                before[name] == sum for name, sum in now.live.items()
+            )
         return said
 
 
@@ -80,13 +98,23 @@ def forward(model: Any, prompt: list[int], completion: list[int]) -> torch.Tenso
 
 def lost(pushes: range) -> list[str]:
     """What `wrong` says when these are lost."""
-    return [f"push {push}: {what}" for push in pushes for what in (
-        "the server's weights are not the trainer's", "log-probs differ", "a tensor has not changed")]
+    return [
+        f"push {push}: {what}"
+        for push in pushes
+        for what in (
+            "the server's weights are not the trainer's",
+            "log-probs differ",
+            "a tensor has not changed",
+        )
+    ]
 
 
 def policy(seed: int) -> Any:
     """Weights that the server has not seen."""
-    model, generator = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32), torch.Generator().manual_seed(seed)
+    model, generator = (
+        AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32),
+        torch.Generator().manual_seed(seed),
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 1e-3 * torch.randn(parameter.shape, generator=generator)
@@ -101,20 +129,34 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     state = tmp_path_factory.mktemp("state")
-    with ServerProcess(*PAIR, "--state-dir", str(state), "--weight-root", str(root), "--weight-channels", "disk,http,broadcast") as running:
+    with ServerProcess(
+        *PAIR,
+        "--state-dir",
+        str(state),
+        "--weight-root",
+        str(root),
+        "--weight-channels",
+        "disk,http,broadcast",
+    ) as running:
         yield running
 
 
 @pytest.fixture
 def senders(root: Path) -> dict[str, OpenSender]:
-    return {"http": HttpSender, "broadcast": BroadcastSender, "disk": lambda client: DiskSender(client, root)}
+    return {
+        "http": HttpSender,
+        "broadcast": BroadcastSender,
+        "disk": lambda client: DiskSender(client, root),
+    }
 
 
 class Stale(HttpSender):
     """Loses every push but the first: it sends the same weights again, under the new name."""
 
     def push(self, tensors: Any, version: str, **fields: Any) -> Any:
-        self.first = getattr(self, "first", None) or [(name, tensor.clone()) for name, tensor in tensors]
+        self.first = getattr(self, "first", None) or [
+            (name, tensor.clone()) for name, tensor in tensors
+        ]
         return super().push(self.first, version, **fields)
 
 
@@ -125,7 +167,11 @@ class Lost(HttpSender):
 
 def accepted(client: Client) -> float:
     """Draft tokens so far."""
-    lines = [line for line in client.metrics().splitlines() if line.startswith("tlt_sd_accepted_tokens_total{")]
+    lines = [
+        line
+        for line in client.metrics().splitlines()
+        if line.startswith("tlt_sd_accepted_tokens_total{")
+    ]
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
 
@@ -138,12 +184,29 @@ def varied(completion_ids: list[list[int]], **_: Any) -> list[float]:
 
 
 def grpo(rollout_func: Callable[..., Any], seed: int, steps: int, place: Path) -> GRPOTrainer:
-    args = GRPOConfig(str(place), max_steps=steps, per_device_train_batch_size=PROMPTS * COMPLETIONS, num_generations=COMPLETIONS,
-                      max_completion_length=MAX_TOKENS, learning_rate=LEARNING_RATE, lr_scheduler_type="constant", use_cpu=True, bf16=False,
-                      report_to="none", save_strategy="no", disable_tqdm=True)
+    args = GRPOConfig(
+        str(place),
+        max_steps=steps,
+        per_device_train_batch_size=PROMPTS * COMPLETIONS,
+        num_generations=COMPLETIONS,
+        max_completion_length=MAX_TOKENS,
+        learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant",
+        use_cpu=True,
+        bf16=False,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+    )
     prompts = [[{"role": "user", "content": problem(i).prompt_text}] for i in range(10)]
-    return GRPOTrainer(policy(seed), varied, args=args, train_dataset=Dataset.from_dict({"prompt": prompts}),
-                       processing_class=AutoTokenizer.from_pretrained(TARGET), rollout_func=rollout_func)
+    return GRPOTrainer(
+        policy(seed),
+        varied,
+        args=args,
+        train_dataset=Dataset.from_dict({"prompt": prompts}),
+        processing_class=AutoTokenizer.from_pretrained(TARGET),
+        rollout_func=rollout_func,
+    )
 
 
 class Watched(Looks):
@@ -156,18 +219,25 @@ class Watched(Looks):
     def __call__(self, prompts: list[Any], trainer: GRPOTrainer) -> dict[str, list[Any]]:
         said = self.func(prompts, trainer)
         assert len(said["completion_ids"]) == len(prompts) == PROMPTS * COMPLETIONS
-        self.look(trainer.model, list(zip(said["prompt_ids"], said["completion_ids"], said["logprobs"], strict=True)))
+        self.look(
+            trainer.model,
+            list(zip(said["prompt_ids"], said["completion_ids"], said["logprobs"], strict=True)),
+        )
         return said
 
 
 @pytest.mark.parametrize(("channel", "steps"), [("http", STEPS), ("disk", 1), ("broadcast", 1)])
-def test_after_every_step_the_server_is_the_trainer(channel: str, steps: int, client: Client, senders: dict[str, OpenSender],
-                                                    tmp_path: Path) -> None:
+def test_after_every_step_the_server_is_the_trainer(
+    channel: str, steps: int, client: Client, senders: dict[str, OpenSender], tmp_path: Path
+) -> None:
     watched, before = Watched(client, senders[channel]), accepted(client)
     trainer = grpo(watched, 1 + len(channel), steps, tmp_path)
     trainer.train()
     assert trainer.state.global_step == steps == len(watched.seen)
-    watched([trainer.train_dataset[i // COMPLETIONS]["prompt"] for i in range(PROMPTS * COMPLETIONS)], trainer)  # after the last step
+    watched(
+        [trainer.train_dataset[i // COMPLETIONS]["prompt"] for i in range(PROMPTS * COMPLETIONS)],
+        trainer,
+    )  # after the last step
     watched.func.close()
     assert watched.wrong() == []
     assert max(seen.mean for seen in watched.seen) < 1e-6
@@ -192,22 +262,64 @@ with Client(url, timeout_s=60) as client:
 """
 
 
-def test_processes_that_train_together_push_once_and_sample_from_the_same_weights(server: ServerProcess, tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python",
-                           sys.executable, "-c", RANK, server.url, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=300,
-                          env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"})
+def test_processes_that_train_together_push_once_and_sample_from_the_same_weights(
+    server: ServerProcess, tmp_path: Path
+) -> None:
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            "--no-python",
+            sys.executable,
+            "-c",
+            RANK,
+            server.url,
+            str(tmp_path),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+    )
     assert done.returncode == 0, done.stderr
     ranks = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
     assert ranks[0] == ranks[1] and ranks[0][0] == [] and len(ranks[0][1]) == 2
 
 
 def test_the_example_trains(server: ServerProcess, client: Client) -> None:
-    done = subprocess.run([sys.executable, "-m", "examples.trl.train", "--url", server.url, "--steps", "1", "--prompts", "1",
-                           "--completions", "2", "--max-tokens", "16"], cwd=ROOT, capture_output=True, text=True, timeout=300,
-                          env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "examples.trl.train",
+            "--url",
+            server.url,
+            "--steps",
+            "1",
+            "--prompts",
+            "1",
+            "--completions",
+            "2",
+            "--max-tokens",
+            "16",
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
     assert done.returncode == 0, done.stderr
     first, last = done.stdout.splitlines()
-    assert first.startswith("step   1 of 1  reward ") and last == f"the server has {client.weights()['target']}, the weights after step 1"
+    assert (
+        first.startswith("step   1 of 1  reward ")
+        and last == f"the server has {client.weights()['target']}, the weights after step 1"
+    )
 
 
 def test_the_looks_see_pushes_that_are_lost(client: Client, tmp_path: Path) -> None:
@@ -217,7 +329,9 @@ def test_the_looks_see_pushes_that_are_lost(client: Client, tmp_path: Path) -> N
     assert min(seen.mean for seen in watched.seen[1:]) > 1e-3
 
 
-def test_tokens_of_other_weights_than_were_pushed_are_refused(client: Client, tmp_path: Path) -> None:
+def test_tokens_of_other_weights_than_were_pushed_are_refused(
+    client: Client, tmp_path: Path
+) -> None:
     with pytest.raises(OffPolicy, match=r"the policy was pushed as 'trl-\w+-1'"):
         grpo(Watched(client, Lost), 11, 1, tmp_path).train()
 
@@ -225,7 +339,9 @@ def test_tokens_of_other_weights_than_were_pushed_are_refused(client: Client, tm
 # AsyncGRPOTrainer
 
 
-def async_grpo(client: Client, url: str, sender: OpenSender, seed: int, place: Path) -> tuple[Looks, list[dict[str, Any]]]:
+def async_grpo(
+    client: Client, url: str, sender: OpenSender, seed: int, place: Path
+) -> tuple[Looks, list[dict[str, Any]]]:
     """What was seen after each push, and what TRL logged."""
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
@@ -236,16 +352,36 @@ def async_grpo(client: Client, url: str, sender: OpenSender, seed: int, place: P
     def look(said: Completions) -> None:
         if len(looks.seen) < len(worker.versions):  # once for each push
             looks.look(trainer.model, said)
-            assert client.weights()["target"] == f"async-{seed}-{worker.versions[-1]}", "counted as TRL counts"
+            assert client.weights()["target"] == f"async-{seed}-{worker.versions[-1]}", (
+                "counted as TRL counts"
+            )
 
     worker = LockstepWorker(url, TARGET.name, prompt, COMPLETIONS, MAX_TOKENS, look)
-    args = AsyncGRPOConfig(str(place), max_steps=ASYNC_STEPS, per_device_train_batch_size=COMPLETIONS, num_generations=COMPLETIONS,
-                           max_completion_length=MAX_TOKENS, learning_rate=LEARNING_RATE / 4, token_budget=-1, use_cpu=True, bf16=False,
-                           report_to="none", save_strategy="no", disable_tqdm=True, vllm_server_base_url=url)
+    args = AsyncGRPOConfig(
+        str(place),
+        max_steps=ASYNC_STEPS,
+        per_device_train_batch_size=COMPLETIONS,
+        num_generations=COMPLETIONS,
+        max_completion_length=MAX_TOKENS,
+        learning_rate=LEARNING_RATE / 4,
+        token_budget=-1,
+        use_cpu=True,
+        bf16=False,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        vllm_server_base_url=url,
+    )
     with on_cpu() as attend:
-        trainer = AsyncGRPOTrainer(str(place / "policy"), varied, args=args, train_dataset=Dataset.from_dict({"prompt": ["-"]}),
-                                   processing_class=tokenizer, rollout_worker=worker,
-                                   weight_transfer=WeightTransfer(client, sender, run=f"async-{seed}"))
+        trainer = AsyncGRPOTrainer(
+            str(place / "policy"),
+            varied,
+            args=args,
+            train_dataset=Dataset.from_dict({"prompt": ["-"]}),
+            processing_class=tokenizer,
+            rollout_worker=worker,
+            weight_transfer=WeightTransfer(client, sender, run=f"async-{seed}"),
+        )
         attend()
         trainer.train()
     assert worker.versions == list(range(1, ASYNC_STEPS + 2)) and len(looks.seen) == ASYNC_STEPS + 1
@@ -253,16 +389,25 @@ def async_grpo(client: Client, url: str, sender: OpenSender, seed: int, place: P
 
 
 @pytest.mark.parametrize("channel", ["http", "broadcast"])
-def test_the_asynchronous_trainer_pushes_after_every_step(channel: str, server: ServerProcess, client: Client,
-                                                          senders: dict[str, OpenSender], tmp_path: Path) -> None:
+def test_the_asynchronous_trainer_pushes_after_every_step(
+    channel: str,
+    server: ServerProcess,
+    client: Client,
+    senders: dict[str, OpenSender],
+    tmp_path: Path,
+) -> None:
     looks, logged = async_grpo(client, server.url, senders[channel], 20 + len(channel), tmp_path)
     assert looks.wrong() == []
     assert max(seen.mean for seen in looks.seen) < 1e-6
-    assert abs(logged[0]["ratio"] - 1) < 1e-5 and abs(logged[0]["kl"]) < 1e-6, "TRL's own, of the step that learns from its own tokens"
+    assert abs(logged[0]["ratio"] - 1) < 1e-5 and abs(logged[0]["kl"]) < 1e-6, (
+        "TRL's own, of the step that learns from its own tokens"
+    )
     assert abs(logged[1]["kl"]) > 1e-4, "the next one was sampled before a step"
     assert client.weights()["groups"] == []
 
 
-def test_the_looks_see_pushes_that_the_asynchronous_trainer_loses(server: ServerProcess, client: Client, tmp_path: Path) -> None:
+def test_the_looks_see_pushes_that_the_asynchronous_trainer_loses(
+    server: ServerProcess, client: Client, tmp_path: Path
+) -> None:
     looks, _ = async_grpo(client, server.url, Stale, 40, tmp_path)
     assert looks.wrong() == lost(range(1, ASYNC_STEPS + 1))

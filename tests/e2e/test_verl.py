@@ -1,6 +1,8 @@
-"""verl's rollout backend against a real server: what verl's clients ask, and its order of calls around an update of weights.
+"""verl's rollout backend against a real server: what verl's clients ask, and its order of calls
+around an update of weights.
 
-With verl and ray installed their real classes and actors are used; else stand-ins with the signatures of verl 0.9.1.
+With verl and ray installed their real classes and actors are used; else stand-ins with the
+signatures of verl 0.9.1.
 """
 
 from __future__ import annotations
@@ -33,13 +35,23 @@ INSTALLED = find_spec("verl") is not None and find_spec("ray") is not None
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     root, state = tmp_path_factory.mktemp("weights"), tmp_path_factory.mktemp("state")
-    with ServerProcess(*PAIR, "--weight-root", str(root), "--state-dir", str(state), "--weight-channels", "disk,http") as server:
+    with ServerProcess(
+        *PAIR,
+        "--weight-root",
+        str(root),
+        "--state-dir",
+        str(state),
+        "--weight-channels",
+        "disk,http",
+    ) as server:
         yield server
 
 
 @pytest.fixture(scope="module", params=["verl" if INSTALLED else "stand-in"])
 def verl_(request: pytest.FixtureRequest) -> Iterator[None]:
-    """`import verl` works. What the adapter has made of its classes before or will make after is not kept."""
+    """`import verl` works. What the adapter has made of its classes before or will make after is
+    not kept.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RANK", "0")
         for name, module in ({} if INSTALLED else verl_standin.modules()).items():
@@ -59,8 +71,13 @@ def verl_(request: pytest.FixtureRequest) -> Iterator[None]:
 def config(verl_: None, running: ServerProcess) -> Any:
     from verl.workers.config import RolloutConfig
 
-    return RolloutConfig(name="tlt", tensor_model_parallel_size=1, response_length=300, ignore_eos=True,
-                         engine_kwargs={"tlt": {"urls": [running.url]}})
+    return RolloutConfig(
+        name="tlt",
+        tensor_model_parallel_size=1,
+        response_length=300,
+        ignore_eos=True,
+        engine_kwargs={"tlt": {"urls": [running.url]}},
+    )
 
 
 async def launched(config: Any) -> Any:
@@ -75,12 +92,16 @@ async def launched(config: Any) -> Any:
 
 def weights(seed: int) -> Named:
     generator = torch.Generator().manual_seed(seed)
-    return [(name, tensor + 0.01 * torch.randn(tensor.shape, generator=generator))
-            for name, tensor in load_file(TARGET / "model.safetensors").items()]
+    return [
+        (name, tensor + 0.01 * torch.randn(tensor.shape, generator=generator))
+        for name, tensor in load_file(TARGET / "model.safetensors").items()
+    ]
 
 
 def buffered(named: Named) -> Iterator[tuple[str, Tensor]]:
-    """As verl's checkpoint engines do: every tensor is a view of one buffer, which is filled again for the next."""
+    """As verl's checkpoint engines do: every tensor is a view of one buffer, which is filled again
+    for the next.
+    """
     buffer = torch.empty(max(tensor.numel() for _, tensor in named))
     for name, tensor in named:
         view = buffer[: tensor.numel()].view(tensor.shape)
@@ -97,47 +118,90 @@ async def received(named: Named) -> AsyncIterator[tuple[str, Tensor]]:
 def asked(replica: Any, i: int, **params: Any) -> Awaitable[Any]:
     """As LLMServerClient asks."""
     result: Awaitable[Any] = replica.server_handle.generate.remote(
-        request_id=f"r{i}", prompt_ids=params.pop("prompt", PROMPT), image_data=None, video_data=None,
-        sampling_params={"temperature": 1.0, "top_p": 1.0, "top_k": -1, "logprobs": True, "seed": i, **params})
+        request_id=f"r{i}",
+        prompt_ids=params.pop("prompt", PROMPT),
+        image_data=None,
+        video_data=None,
+        sampling_params={
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "top_k": -1,
+            "logprobs": True,
+            "seed": i,
+            **params,
+        },
+    )
     return result
 
 
-def test_a_request_of_verl_gives_the_server_s_tokens_and_logprobs(config: Any, running: ServerProcess) -> None:
+def test_a_request_of_verl_gives_the_server_s_tokens_and_logprobs(
+    config: Any, running: ServerProcess
+) -> None:
     async def both() -> list[Any]:
         replica = await launched(config)
         assert running.url.endswith(replica.server_address)
-        return [await asked(replica, 5, max_tokens=40), await asked(replica, 5, max_new_tokens=40), await asked(replica, 6),
-                await asked(replica, 7, max_tokens=10**6, ignore_eos=False)]
+        return [
+            await asked(replica, 5, max_tokens=40),
+            await asked(replica, 5, max_new_tokens=40),
+            await asked(replica, 6),
+            await asked(replica, 7, max_tokens=10**6, ignore_eos=False),
+        ]
 
     first, second, long, clipped = asyncio.run(both())
     with Client(running.url, timeout_s=60) as client:
-        said = client.generate([{"token_ids": PROMPT, "seed": 5}], sampling={"max_tokens": 40, "ignore_eos": True}).results[0].choices[0]
-    assert (first.token_ids, first.log_probs, first.stop_reason) == (said.token_ids, said.logprobs, "completed")
-    assert second.token_ids == first.token_ids and len(long.token_ids) == config.response_length and clipped.stop_reason == "completed"
+        said = (
+            client.generate(
+                [{"token_ids": PROMPT, "seed": 5}], sampling={"max_tokens": 40, "ignore_eos": True}
+            )
+            .results[0]
+            .choices[0]
+        )
+    assert (first.token_ids, first.log_probs, first.stop_reason) == (
+        said.token_ids,
+        said.logprobs,
+        "completed",
+    )
+    assert (
+        second.token_ids == first.token_ids
+        and len(long.token_ids) == config.response_length
+        and clipped.stop_reason == "completed"
+    )
     assert first.extra_fields["global_steps"] is None, "nothing was pushed"
     assert first.extra_fields["spec_num_verify_steps"] > 0
 
 
-@pytest.mark.parametrize("packaged", [iter, buffered, received], ids=["tensors", "one buffer", "asynchronous"])
-def test_weights_become_live_as_they_were(config: Any, running: ServerProcess, packaged: Callable[[Named], Any]) -> None:
+@pytest.mark.parametrize(
+    "packaged", [iter, buffered, received], ids=["tensors", "one buffer", "asynchronous"]
+)
+def test_weights_become_live_as_they_were(
+    config: Any, running: ServerProcess, packaged: Callable[[Named], Any]
+) -> None:
     step = {iter: 3, buffered: 4, received: 5}[packaged]
     sent = weights(step)
 
     async def pushed() -> Any:
         replica = await launched(config)
-        await adapter.rollout_class()(config, None, None).update_weights(packaged(sent), global_steps=step, peft_config=None)
+        await adapter.rollout_class()(config, None, None).update_weights(
+            packaged(sent), global_steps=step, peft_config=None
+        )
         return await asked(replica, 1, max_tokens=8)
 
     output = asyncio.run(pushed())
-    assert {name: output.extra_fields[name] for name in ("min_global_steps", "max_global_steps", "global_steps")} == {
-        "min_global_steps": step, "max_global_steps": step, "global_steps": step}
+    assert {
+        name: output.extra_fields[name]
+        for name in ("min_global_steps", "max_global_steps", "global_steps")
+    } == {"min_global_steps": step, "max_global_steps": step, "global_steps": step}
     with Client(running.url, timeout_s=30) as client:
         live, mine = client.weight_checksums(), sums(sent)
-        assert {name: live[name] for name in mine} == mine and client.weights()["target"].endswith(f"-{step}")
+        assert {name: live[name] for name in mine} == mine and client.weights()["target"].endswith(
+            f"-{step}"
+        )
 
 
 def test_the_order_of_an_update_while_requests_run(config: Any, running: ServerProcess) -> None:
-    """CheckpointEngineManager: abort, release the KV, push, take the KV again, resume. Clients ask again with what they had."""
+    """CheckpointEngineManager: abort, release the KV, push, take the KV again, resume. Clients ask
+    again with what they had.
+    """
     sent = weights(6)
 
     async def whole(replica: Any, i: int) -> tuple[list[int], list[Any], bool]:
@@ -149,7 +213,10 @@ def test_the_order_of_an_update_while_requests_run(config: Any, running: ServerP
             output = await asked(replica, i, prompt=PROMPT + tokens, max_tokens=300 - len(tokens))
             tokens += output.token_ids
             if output.token_ids:
-                steps += [output.extra_fields["min_global_steps"], output.extra_fields["max_global_steps"]]
+                steps += [
+                    output.extra_fields["min_global_steps"],
+                    output.extra_fields["max_global_steps"],
+                ]
             assert len(output.log_probs or ()) == len(output.token_ids)
             if output.stop_reason != "aborted":
                 return tokens, steps, aborted
@@ -180,13 +247,19 @@ def test_the_order_of_an_update_while_requests_run(config: Any, running: ServerP
         return done, rejected
 
     done, rejected = asyncio.run(updated())
-    assert (rejected.token_ids, rejected.stop_reason, rejected.extra_fields["global_steps"]) == ([], "aborted", 6)
+    assert (rejected.token_ids, rejected.stop_reason, rejected.extra_fields["global_steps"]) == (
+        [],
+        "aborted",
+        6,
+    )
     assert any(aborted for _, _, aborted in done)
     for tokens, steps, _ in done:
         assert len(tokens) == 300 and steps == sorted(steps) and set(steps) <= {5, 6}
 
 
-def test_a_rollout_releases_and_takes_memory_again_and_pushes_by_disk(config: Any, running: ServerProcess) -> None:
+def test_a_rollout_releases_and_takes_memory_again_and_pushes_by_disk(
+    config: Any, running: ServerProcess
+) -> None:
     with Client(running.url, timeout_s=30) as client:
         root = client.server_info()["config"]["weight_root"]
         config.engine_kwargs["tlt"]["weight_root"] = root
@@ -201,10 +274,16 @@ def test_a_rollout_releases_and_takes_memory_again_and_pushes_by_disk(config: An
         assert said.weight_versions[0].version.endswith("-7") and not list(Path(root).iterdir())
 
 
-def test_only_the_first_worker_of_a_replica_pushes_and_all_take_the_tensors(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_first_worker_of_a_replica_pushes_and_all_take_the_tensors(
+    config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from verl.workers.config import RolloutConfig
 
-    wide = RolloutConfig(name="tlt", tensor_model_parallel_size=2, engine_kwargs={"tlt": {"urls": ["http://127.0.0.1:9"] * 3}})
+    wide = RolloutConfig(
+        name="tlt",
+        tensor_model_parallel_size=2,
+        engine_kwargs={"tlt": {"urls": ["http://127.0.0.1:9"] * 3}},
+    )
     taken: list[str] = []
 
     def gathered() -> Iterator[tuple[str, Tensor]]:
@@ -223,7 +302,10 @@ def test_what_is_not_served_is_refused_by_name(config: Any, running: ServerProce
     from verl.workers.config import RolloutConfig
 
     rollout = adapter.rollout_class()(config, None, None)
-    for arguments, remedy in (({"wire_format": "delta_flush"}, "checkpoint_engine.backend"), ({"peft_config": {"r": 8}}, "merge=True")):
+    for arguments, remedy in (
+        ({"wire_format": "delta_flush"}, "checkpoint_engine.backend"),
+        ({"peft_config": {"r": 8}}, "merge=True"),
+    ):
         with pytest.raises(adapter.NotServed, match=remedy):
             asyncio.run(rollout.update_weights(iter(()), **arguments))
     server = adapter.Server(config, 0)
@@ -238,7 +320,9 @@ def test_what_is_not_served_is_refused_by_name(config: Any, running: ServerProce
             adapter.Settings.of(RolloutConfig(name="tlt", engine_kwargs=wrong))
 
 
-def test_the_checkpoint_engine_s_workers_push_what_they_receive(config: Any, running: ServerProcess) -> None:
+def test_the_checkpoint_engine_s_workers_push_what_they_receive(
+    config: Any, running: ServerProcess
+) -> None:
     """They get the rollout by the hook for it, so that verl's own table of rollouts stays as it is."""
     replica = adapter.replica_class()(replica_rank=0, config=config, model_config=None)
     workers = replica.get_ray_class_with_init_args()
@@ -248,11 +332,24 @@ def test_the_checkpoint_engine_s_workers_push_what_they_receive(config: Any, run
     import ray
     from verl.single_controller.ray import RayResourcePool, RayWorkerGroup
 
-    group = RayWorkerGroup(resource_pool=RayResourcePool([1], use_gpu=False, max_colocate_count=1), ray_cls_with_init=workers,
-                           bin_pack=False, name_prefix="tlt", use_gpu=False, device_name="cpu")
+    group = RayWorkerGroup(
+        resource_pool=RayResourcePool([1], use_gpu=False, max_colocate_count=1),
+        ray_cls_with_init=workers,
+        bin_pack=False,
+        name_prefix="tlt",
+        use_gpu=False,
+        device_name="cpu",
+    )
     sent = weights(8)
-    ray.get([worker.__ray_call__.remote(lambda self: self.checkpoint_engine.send_weights(iter(sent))) for worker in group.workers])
+    ray.get(
+        [
+            worker.__ray_call__.remote(lambda self: self.checkpoint_engine.send_weights(iter(sent)))
+            for worker in group.workers
+        ]
+    )
     ray.get(group.update_weights(global_steps=8))
     with Client(running.url, timeout_s=30) as client:
         live, mine = client.weight_checksums(), sums(sent)
-        assert {name: live[name] for name in mine} == mine and client.weights()["target"].endswith("-8")
+        assert {name: live[name] for name in mine} == mine and client.weights()["target"].endswith(
+            "-8"
+        )

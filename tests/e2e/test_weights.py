@@ -1,4 +1,6 @@
-"""Pushes into a real server over HTTP: refused without a weight root; committed, spooled, and back after a kill."""
+"""Pushes into a real server over HTTP: refused without a weight root; committed, spooled, and back
+after a kill.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +31,24 @@ def test_what_was_committed_is_served_after_a_kill(tmp_path: Path) -> None:
     with ServerProcess(*flags) as server, Client(server.url, timeout_s=60) as client:
         before = client.weight_checksums()
         reply = client.update_weights("v1", "v1")
-        assert reply["state"] == "committed" and client.update_weights("v1", "v1")["state"] == "unchanged"
-        sums, said = client.weight_checksums(), client.generate(ASKED, sampling={"max_tokens": 20}).results[0].choices[0]
-        assert sums != before and [(v.version, v.start) for v in said.weight_versions] == [("v1", 0)]
+        assert (
+            reply["state"] == "committed"
+            and client.update_weights("v1", "v1")["state"] == "unchanged"
+        )
+        sums, said = (
+            client.weight_checksums(),
+            client.generate(ASKED, sampling={"max_tokens": 20}).results[0].choices[0],
+        )
+        assert sums != before and [(v.version, v.start) for v in said.weight_versions] == [
+            ("v1", 0)
+        ]
         os.kill(server.process.pid, signal.SIGKILL)
         server.process.wait()
     (weights / "model.safetensors").unlink()
     with ServerProcess(*flags) as server, Client(server.url, timeout_s=60) as client:
-        assert client.weights()["target"] == client.server_info()["engine"]["weight_version"] == "v1"
+        assert (
+            client.weights()["target"] == client.server_info()["engine"]["weight_version"] == "v1"
+        )
         assert client.weight_checksums() == sums
         again = client.generate(ASKED, sampling={"max_tokens": 20}).results[0].choices[0]
         assert (again.token_ids, again.logprobs) == (said.token_ids, said.logprobs)

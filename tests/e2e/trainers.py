@@ -1,4 +1,6 @@
-"""A trainer's side for the end-to-end tests of the dialects: checkpoints to push, and rollouts that run all the while."""
+"""A trainer's side for the end-to-end tests of the dialects: checkpoints to push, and rollouts that
+run all the while.
+"""
 
 from __future__ import annotations
 
@@ -46,12 +48,18 @@ class Calls:
 
     def _tokens(self) -> float:
         lines = self._http.get("/metrics").text.splitlines()
-        return float(next(line for line in lines if line.startswith("tlt_generated_tokens_total ")).split()[1])
+        return float(
+            next(line for line in lines if line.startswith("tlt_generated_tokens_total ")).split()[
+                1
+            ]
+        )
 
 
 @contextmanager
 def rolling(ask: Callable[[int], Rollout | None], workers: int = 3) -> Iterator[list[Rollout]]:
-    """`ask(i)` one rollout after another in each worker; None when it was refused. At the end none may be missing."""
+    """`ask(i)` one rollout after another in each worker; None when it was refused. At the end none
+    may be missing.
+    """
     done: list[Rollout] = []
     stop = threading.Event()
 
@@ -76,10 +84,15 @@ def rolling(ask: Callable[[int], Rollout | None], workers: int = 3) -> Iterator[
 
 
 def check(rollouts: list[Rollout], versions: list[str]) -> None:
-    """Every token has exactly one version, in the order in which they went live; every version made some."""
+    """Every token has exactly one version, in the order in which they went live; every version made
+    some.
+    """
     assert rollouts
     for rollout in rollouts:
-        assert [span["start"] for span in rollout.spans] == [0, *(span["end"] for span in rollout.spans[:-1])][:len(rollout.spans)]
+        assert [span["start"] for span in rollout.spans] == [
+            0,
+            *(span["end"] for span in rollout.spans[:-1]),
+        ][: len(rollout.spans)]
         assert (rollout.spans[-1]["end"] if rollout.spans else 0) == len(rollout.token_ids)
         places = [versions.index(span["version"]) for span in rollout.spans]
         assert places == sorted(set(places)), rollout.spans

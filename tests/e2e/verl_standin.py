@@ -1,5 +1,6 @@
-"""What of verl 0.9.1 and of ray the adapter touches, for an environment that has neither: names, parameters and defaults are those of that
-release, read from its source; what the methods do is as little as the adapter needs. Actors live in this process.
+"""What of verl 0.9.1 and of ray the adapter touches, for an environment that has neither: names,
+parameters and defaults are those of that release, read from its source; what the methods do is as
+little as the adapter needs. Actors live in this process.
 """
 
 from __future__ import annotations
@@ -40,8 +41,16 @@ class TokenOutput:
 
 
 class RolloutReplica(ABC):
-    def __init__(self, replica_rank: int, config: Any, model_config: Any, gpus_per_node: int = 8, is_reward_model: bool = False,
-                 is_teacher_model: bool = False, name_suffix: str = "") -> None:
+    def __init__(
+        self,
+        replica_rank: int,
+        config: Any,
+        model_config: Any,
+        gpus_per_node: int = 8,
+        is_reward_model: bool = False,
+        is_teacher_model: bool = False,
+        name_suffix: str = "",
+    ) -> None:
         self.replica_rank, self.config, self.model_config = replica_rank, config, model_config
         self.servers: list[Any] = []
         self._server_address: Any = None
@@ -65,7 +74,9 @@ class RolloutReplica(ABC):
         return concurrency
 
     async def _all(self, method: str, **arguments: Any) -> None:
-        await asyncio.gather(*(getattr(server, method).remote(**arguments) for server in self.servers))
+        await asyncio.gather(
+            *(getattr(server, method).remote(**arguments) for server in self.servers)
+        )
 
     async def sleep(self) -> None:
         await self._all("sleep")
@@ -102,23 +113,35 @@ class RolloutReplicaRegistry:
 
 
 class BaseRollout(ABC):
-    def __init__(self, config: Any, model_config: Any, device_mesh: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, config: Any, model_config: Any, device_mesh: Any, *args: Any, **kwargs: Any
+    ) -> None:
         self.config, self.model_config, self.device_mesh = config, model_config, device_mesh
 
     @abstractmethod
     async def resume(self, tags: list[str]) -> None: ...
 
     @abstractmethod
-    async def update_weights(self, weights: Any, wire_format: str = "named_tensors", **kwargs: Any) -> None: ...
+    async def update_weights(
+        self, weights: Any, wire_format: str = "named_tensors", **kwargs: Any
+    ) -> None: ...
 
     @abstractmethod
     async def release(self) -> None: ...
 
 
 class CheckpointEngineWorker:
-    def __init__(self, rollout_config: Any, model_config: Any, server_adapter: BaseRollout | None = None, *args: Any,
-                 **kwargs: Any) -> None:
-        assert server_adapter is not None, "without one verl looks the rollout up in a table of its own"
+    def __init__(
+        self,
+        rollout_config: Any,
+        model_config: Any,
+        server_adapter: BaseRollout | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        assert server_adapter is not None, (
+            "without one verl looks the rollout up in a table of its own"
+        )
         self.server_adapter = server_adapter
 
 
@@ -159,13 +182,20 @@ class Actor:
 
 CONTENT: dict[str, dict[str, Any]] = {
     "ray": {"remote": Actor},
-    "verl": {}, "verl.workers": {}, "verl.workers.rollout": {},
+    "verl": {},
+    "verl.workers": {},
+    "verl.workers.rollout": {},
     "verl.workers.config": {"RolloutConfig": RolloutConfig},
-    "verl.workers.rollout.replica": {"RolloutReplica": RolloutReplica, "RolloutReplicaRegistry": RolloutReplicaRegistry,
-                                     "TokenOutput": TokenOutput},
+    "verl.workers.rollout.replica": {
+        "RolloutReplica": RolloutReplica,
+        "RolloutReplicaRegistry": RolloutReplicaRegistry,
+        "TokenOutput": TokenOutput,
+    },
     "verl.workers.rollout.base": {"BaseRollout": BaseRollout},
-    "verl.checkpoint_engine": {}, "verl.checkpoint_engine.base": {"CheckpointEngineWorker": CheckpointEngineWorker},
-    "verl.single_controller": {}, "verl.single_controller.ray": {"RayClassWithInitArgs": RayClassWithInitArgs},
+    "verl.checkpoint_engine": {},
+    "verl.checkpoint_engine.base": {"CheckpointEngineWorker": CheckpointEngineWorker},
+    "verl.single_controller": {},
+    "verl.single_controller.ray": {"RayClassWithInitArgs": RayClassWithInitArgs},
 }
 
 

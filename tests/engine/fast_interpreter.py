@@ -1,7 +1,9 @@
-"""Triton's CPU interpreter at three times its speed, for whole engines: patched once, and sums are not checked for overflow.
+"""Triton's CPU interpreter at three times its speed, for whole engines: patched once, and sums are
+not checked for overflow.
 
-By itself it patches the language anew for every launch and every call of a device function, and computes each integer sum and product
-again in 64 bits. The kernels' own tests run it as it is. With a Triton whose interior differs this changes nothing.
+By itself it patches the language anew for every launch and every call of a device function, and
+computes each integer sum and product again in 64 bits. The kernels' own tests run it as it is. With
+a Triton whose interior differs this changes nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +21,10 @@ import tlt_server.engine.devices.cuda  # noqa: F401  kernels are to be imported 
 
 @contextmanager
 def patched_once() -> Iterator[None]:
-    builder, patch = getattr(interpreter, "interpreter_builder", None), getattr(interpreter, "_patch_lang", None)
+    builder, patch = (
+        getattr(interpreter, "interpreter_builder", None),
+        getattr(interpreter, "_patch_lang", None),
+    )
     if builder is None or patch is None or not hasattr(interpreter, "_LangPatchScope"):
         yield
         return

@@ -1,7 +1,8 @@
-"""Run by itself, without Triton's interpreter: names the kernel variants that steps need and start has not loaded, as JSON. No GPU.
+"""Run by itself, without Triton's interpreter: names the kernel variants that steps need and start
+has not loaded, as JSON. No GPU.
 
-Triton tells its cache hook of every variant that is launched; the hook says that it has been seen to, so nothing is compiled or run, and
-the engine computes nonsense of the right shapes.
+Triton tells its cache hook of every variant that is launched; the hook says that it has been seen
+to, so nothing is compiled or run, and the engine computes nonsense of the right shapes.
 """
 
 from __future__ import annotations
@@ -55,13 +56,19 @@ class Pretended(Interpreted):
 
 
 def reachable(shapes: Shapes, rungs: Ladder) -> Iterator[ExtendKey | DraftKey]:
-    """What steps of default strategies are launched as: of no prompts, of one, and of more than a captured step has."""
-    for decoding, works, rows in product(range(shapes.max_running + 1), (0, 1, shapes.prompts.works + 1), PROMPT_ROWS):
+    """What steps of default strategies are launched as: of no prompts, of one, and of more than a
+    captured step has.
+    """
+    for decoding, works, rows in product(
+        range(shapes.max_running + 1), (0, 1, shapes.prompts.works + 1), PROMPT_ROWS
+    ):
         if not 0 < decoding + works <= shapes.max_running:
             continue
         most = [rows for start, rows in rungs.rows if start <= max(1, decoding)][-1]
         for strategy, filtered in product(affordable(rungs.arms, most), (False, True)):
-            shape = shapes.step(decoding, strategy, max(works, rows) if works else 0, works, filtered=filtered)
+            shape = shapes.step(
+                decoding, strategy, max(works, rows) if works else 0, works, filtered=filtered
+            )
             yield from (key for key in (shape.draft, shape.extend) if key)
 
 
@@ -74,7 +81,9 @@ def main(drafter: str, max_running: int, dtype: str) -> None:
 
     driver.set_active(Hopper())
     triton.knobs.runtime.jit_cache_hook = see
-    gemm._hindrance = lambda dtype, device: "" if dtype == torch.bfloat16 else f"the type is {dtype}"
+    gemm._hindrance = lambda dtype, device: (
+        "" if dtype == torch.bfloat16 else f"the type is {dtype}"
+    )
     gemm_stream._multiprocessors = lambda device: 132
     made: list[Pretended] = []
 
@@ -82,13 +91,22 @@ def main(drafter: str, max_running: int, dtype: str) -> None:
         made.append(Pretended(settings))
         return made[-1]
 
-    settings = EngineSettings(model=str(TARGET), drafter=str(DRAFTER) if drafter == "eagle" else drafter, device="interpreter",
-                              dtype=dtype, max_running=max_running, max_rows=MAX_ROWS, kv_memory_mb=64)
+    settings = EngineSettings(
+        model=str(TARGET),
+        drafter=str(DRAFTER) if drafter == "eagle" else drafter,
+        device="interpreter",
+        dtype=dtype,
+        max_running=max_running,
+        max_rows=MAX_ROWS,
+        kv_memory_mb=64,
+    )
     assemble(settings, make_device=make)
     runner, rungs = made[0]._runner, ladder(settings.drafters, "cuda")
     assert runner is not None
     with torch.inference_mode():
-        runner.prepare(runner.shapes.at_start(MAX_ROWS, rungs.arms, rungs.rows), lambda done, of: None)
+        runner.prepare(
+            runner.shapes.at_start(MAX_ROWS, rungs.arms, rungs.rows), lambda done, of: None
+        )
         at_start = len(found)
         for key in dict.fromkeys(reachable(runner.shapes, rungs)):
             if isinstance(key, DraftKey):

@@ -1,4 +1,6 @@
-"""An in-process engine to push weights into, and checkpoints a little different from the one it serves."""
+"""An in-process engine to push weights into, and checkpoints a little different from the one it
+serves.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,15 @@ def perturbed(source: Path, directory: Path, seed: int, scale: float = 0.02) -> 
     shutil.copytree(source, directory)
     generator = torch.Generator().manual_seed(seed)
     tensors = load_file(source / "model.safetensors")
-    save_file({name: t + scale * torch.randn(t.shape, generator=generator) if t.is_floating_point() else t for name, t in tensors.items()},
-              directory / "model.safetensors")
+    save_file(
+        {
+            name: t + scale * torch.randn(t.shape, generator=generator)
+            if t.is_floating_point()
+            else t
+            for name, t in tensors.items()
+        },
+        directory / "model.safetensors",
+    )
     return directory
 
 
@@ -70,13 +79,19 @@ class Pushable:
             assert time.monotonic() < give_up, f"no {what} within 60 s"
             self.step()
             if self.engine.last_cycle is None:
-                time.sleep(0.0005)  # as the engine's process waits; a thread needs the interpreter, too
+                time.sleep(
+                    0.0005
+                )  # as the engine's process waits; a thread needs the interpreter, too
 
     # weight commands; each gives the id of its report
 
     def send_push(self, path: Path | str, version: str = "", **fields: object) -> str:
         id = next(self._ids)
-        self.engine.send(PushWeights(id, msgspec.convert({"path": str(path), "version": version, **fields}, Manifest)))
+        self.engine.send(
+            PushWeights(
+                id, msgspec.convert({"path": str(path), "version": version, **fields}, Manifest)
+            )
+        )
         return id
 
     def report(self, id: str) -> WeightReport:
@@ -128,7 +143,10 @@ class Pushable:
         """As the frontend joins them."""
         versions = [output.weight_version for output in self.said[id] for _ in output.token_ids]
         starts = [i for i, version in enumerate(versions) if i == 0 or version != versions[i - 1]]
-        return [(versions[start], start, end) for start, end in zip(starts, [*starts[1:], len(versions)], strict=True)]
+        return [
+            (versions[start], start, end)
+            for start, end in zip(starts, [*starts[1:], len(versions)], strict=True)
+        ]
 
     def run(self, *requests: GenerateRequest) -> dict[str, tuple[list[int], list[float]]]:
         """Submit, run to the end, and give tokens and log-probs; ids may come again."""
@@ -136,4 +154,6 @@ class Pushable:
             self.said.pop(request.id, None)
         self.submit(*requests)
         self.finish()
-        return {request.id: (self.tokens(request.id), self.logprobs(request.id)) for request in requests}
+        return {
+            request.id: (self.tokens(request.id), self.logprobs(request.id)) for request in requests
+        }

@@ -1,4 +1,6 @@
-"""An abort ends the wait for a trainer that falls silent: the push is answered and the next one taken within a moment."""
+"""An abort ends the wait for a trainer that falls silent: the push is answered and the next one
+taken within a moment.
+"""
 
 from __future__ import annotations
 
@@ -39,9 +41,18 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(root: Path) -> Pushable:
-    return Pushable(EngineSettings(
-        model=str(root / "base"), drafter="none", policy="off", kv_memory_mb=4, weight_root=str(root), threads=1,
-        weight_channels="disk,broadcast,ipc", weight_timeout_s=TIMEOUT_S))
+    return Pushable(
+        EngineSettings(
+            model=str(root / "base"),
+            drafter="none",
+            policy="off",
+            kv_memory_mb=4,
+            weight_root=str(root),
+            threads=1,
+            weight_channels="disk,broadcast,ipc",
+            weight_timeout_s=TIMEOUT_S,
+        )
+    )
 
 
 def entries(tensors: dict[str, torch.Tensor]) -> list[dict[str, Any]]:
@@ -52,13 +63,21 @@ def never_comes(engine: Pushable, tensors: dict[str, torch.Tensor]) -> Iterator[
     yield {"channel": "ipc", "path": "none"}
 
 
-def stops_in_the_middle(engine: Pushable, tensors: dict[str, torch.Tensor]) -> Iterator[dict[str, Any]]:
+def stops_in_the_middle(
+    engine: Pushable, tensors: dict[str, torch.Tensor]
+) -> Iterator[dict[str, Any]]:
     """By ipc, behind its first bucket."""
     yield {"channel": "ipc", "path": "half", "bucket_bytes": 1}
     directory = entered(Path(engine.engine.pushes.state().sockets))
-    connection, size = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET), next(iter(tensors.values())).nbytes
+    connection, size = (
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET),
+        next(iter(tensors.values())).nbytes,
+    )
     connection.connect(address(directory, "half"))
-    with closing(Line(connection, TIMEOUT_S)) as line, closing(share(2 * size, torch.device("cpu"))) as memory:
+    with (
+        closing(Line(connection, TIMEOUT_S)) as line,
+        closing(share(2 * size, torch.device("cpu"))) as memory,
+    ):
         line.send(memory.grant.packed(), memory.descriptors)
         line.send(OFFER.pack(0, 0, size))
         line.receive(8)
@@ -68,7 +87,10 @@ def stops_in_the_middle(engine: Pushable, tensors: dict[str, torch.Tensor]) -> I
 def joined(engine: Pushable) -> Group:
     """Rank 0 of a group with the engine."""
     store, made = host_store("127.0.0.1", 0, 2, TIMEOUT_S), list[Group]()
-    ends = [Membership("g", "gloo", "127.0.0.1", store.port, rank, 2, timeout_s=TIMEOUT_S) for rank in (0, 1)]
+    ends = [
+        Membership("g", "gloo", "127.0.0.1", store.port, rank, 2, timeout_s=TIMEOUT_S)
+        for rank in (0, 1)
+    ]
     trainer = threading.Thread(target=lambda: made.append(Group(ends[0], store)))
     trainer.start()
     engine.engine.pushes.transaction.intake.groups.join(ends[1])
@@ -76,7 +98,9 @@ def joined(engine: Pushable) -> Group:
     return made[0]
 
 
-def broadcasts_nothing(engine: Pushable, tensors: dict[str, torch.Tensor]) -> Iterator[dict[str, Any]]:
+def broadcasts_nothing(
+    engine: Pushable, tensors: dict[str, torch.Tensor]
+) -> Iterator[dict[str, Any]]:
     group = joined(engine)
     yield {"channel": "broadcast", "group": "g"}
     yield {}
@@ -84,10 +108,14 @@ def broadcasts_nothing(engine: Pushable, tensors: dict[str, torch.Tensor]) -> It
 
 
 @pytest.mark.parametrize("trainer", [never_comes, stops_in_the_middle, broadcasts_nothing])
-def test_an_abort_ends_the_wait_for_a_silent_trainer(trainer: Trainer, engine: Pushable, root: Path) -> None:
+def test_an_abort_ends_the_wait_for_a_silent_trainer(
+    trainer: Trainer, engine: Pushable, root: Path
+) -> None:
     tensors, sums = load_file(root / "new" / "model.safetensors"), engine.checksums()
     doing = trainer(engine, tensors)
-    pushed = engine.send_push(**{"path": "", "version": "silent", "tensors": entries(tensors), **next(doing)})
+    pushed = engine.send_push(
+        **{"path": "", "version": "silent", "tensors": entries(tensors), **next(doing)}
+    )
     engine.until(lambda: engine.engine.pushes.transaction.push is not None, "push")
     push = engine.engine.pushes.transaction.push
     assert push is not None
@@ -102,22 +130,34 @@ def test_an_abort_ends_the_wait_for_a_silent_trainer(trainer: Trainer, engine: P
     assert (report.result, report.state.open) == ("conflict", {}) and "aborted" in report.error[1]  # type: ignore[index]
     assert time.monotonic() - started < MOMENT_S < TIMEOUT_S / 2
     assert engine.checksums() == sums
-    assert engine.push(root / "new", "after").result == "committed" and engine.roll_back().result == "rolled_back"
+    assert (
+        engine.push(root / "new", "after").result == "committed"
+        and engine.roll_back().result == "rolled_back"
+    )
     next(doing, None)
 
 
 def test_an_aborted_push_that_goes_on_coming_leaves_its_group_in_order(
-        engine: Pushable, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine: Pushable, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(broadcast, "STOP_S", 60.0)  # it comes, however busy the machine is
     tensors = load_file(root / "new" / "model.safetensors")
-    group, fields = joined(engine), {"channel": "broadcast", "group": "g", "packed": False, "tensors": entries(tensors)}
+    group, fields = (
+        joined(engine),
+        {"channel": "broadcast", "group": "g", "packed": False, "tensors": entries(tensors)},
+    )
 
     def send() -> None:
         for tensor in tensors.values():
             group.end(group.begin(tensor.contiguous()))
 
     pushed = engine.send_push("", "ended", **fields)
-    engine.until(lambda: (push := engine.engine.pushes.transaction.push) is not None and push.phase == "read", "waiting for the trainer")
+    engine.until(
+        lambda: (
+            (push := engine.engine.pushes.transaction.push) is not None and push.phase == "read"
+        ),
+        "waiting for the trainer",
+    )
     assert engine.abort("ended").result == "aborted"
     for version in ("", "taken"):
         sender = threading.Thread(target=send)

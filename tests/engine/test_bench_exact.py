@@ -1,4 +1,6 @@
-"""The exactness benchmark itself: its array covers every pair, it is green on a sound engine and red on one moved ulp."""
+"""The exactness benchmark itself: its array covers every pair, it is green on a sound engine and
+red on one moved ulp.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,23 @@ SIZE = Size(requests=10, max_tokens=24, long=1, long_tokens=90, alone=2)
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> EngineSettings:
     root = tmp_path_factory.mktemp("tiny")
-    return EngineSettings(model=str(write_target(root / "target")), drafter=str(write_eagle(root / "drafter")), kv_memory_mb=64)
+    return EngineSettings(
+        model=str(write_target(root / "target")),
+        drafter=str(write_eagle(root / "drafter")),
+        kv_memory_mb=64,
+    )
 
 
 @pytest.fixture(scope="module")
 def requests() -> list[GenerateRequest]:
     lengths = [SIZE.long_tokens] * SIZE.long + [SIZE.max_tokens] * (SIZE.requests - SIZE.long)
     return [
-        GenerateRequest(id=f"r{i}", token_ids=[(7 * i + p) % (VOCAB - 1) for p in range(20)], seed=i, sampling=Sampling(max_tokens=length))
+        GenerateRequest(
+            id=f"r{i}",
+            token_ids=[(7 * i + p) % (VOCAB - 1) for p in range(20)],
+            seed=i,
+            sampling=Sampling(max_tokens=length),
+        )
         for i, length in enumerate(lengths)
     ]
 
@@ -38,13 +49,17 @@ def test_every_pair_of_levels_meets(seed: int, device: str) -> None:
     array = covering_array(factors, seed)
     met = set().union(*(pairs(configuration) for configuration in array))
     wanted = {
-        ((a, x), (b, y)) for (a, xs), (b, ys) in itertools.combinations(factors.items(), 2) for x, y in itertools.product(xs, ys)
+        ((a, x), (b, y))
+        for (a, xs), (b, ys) in itertools.combinations(factors.items(), 2)
+        for x, y in itertools.product(xs, ys)
     }
     assert met == wanted
     assert len(array) <= 24 and covering_array(factors, seed) == array
 
 
-def test_green_on_a_sound_engine_and_red_on_one_ulp(base: EngineSettings, requests: list[GenerateRequest]) -> None:
+def test_green_on_a_sound_engine_and_red_on_one_ulp(
+    base: EngineSettings, requests: list[GenerateRequest]
+) -> None:
     reference, _ = rollout(base, PLANS["cpu"].reference, requests, SIZE)
     configuration = {"arm": "eagle medium", "batch": 7, "pages": "scarce", "chunk": 16}
     found, counts = rollout(base, configuration, requests, SIZE)
@@ -55,9 +70,13 @@ def test_green_on_a_sound_engine_and_red_on_one_ulp(base: EngineSettings, reques
     assert faulty.differing_tokens + faulty.differing_logprobs > 0
 
 
-def test_scarce_pages_hold_the_longest_request_and_preempt(base: EngineSettings, requests: list[GenerateRequest]) -> None:
+def test_scarce_pages_hold_the_longest_request_and_preempt(
+    base: EngineSettings, requests: list[GenerateRequest]
+) -> None:
     configuration = {"arm": "off", "batch": 7, "pages": "scarce", "chunk": 512}
     pages = pages_for(configuration, requests, SIZE, base.page_size)
     assert pages * base.page_size >= max(len(r.token_ids) + r.sampling.max_tokens for r in requests)
-    _, counts = rollout(msgspec.structs.replace(base, drafter="none"), configuration, requests, SIZE)
+    _, counts = rollout(
+        msgspec.structs.replace(base, drafter="none"), configuration, requests, SIZE
+    )
     assert counts["preemptions"] > 0

@@ -1,4 +1,6 @@
-"""Threads beside the loop are few, and one that cannot be started is an error for who asked, not the end of the engine."""
+"""Threads beside the loop are few, and one that cannot be started is an error for who asked, not
+the end of the engine.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,14 @@ from tlt_client.channels.groups import MAX_GROUPS, Group, Groups, Membership, ho
 from tlt_server.engine.pushes import MAX_JOINS, MAX_READERS
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import Unavailable, from_code
-from tlt_server.records import CommitWeights, GenerateRequest, JoinGroup, LookAtWeights, Sampling, Sleep
+from tlt_server.records import (
+    CommitWeights,
+    GenerateRequest,
+    JoinGroup,
+    LookAtWeights,
+    Sampling,
+    Sleep,
+)
 from tlt_server.threads import Crew, started
 from tlt_server.weights import checksums
 
@@ -25,12 +34,21 @@ from tlt_server.weights import checksums
 def settings(tmp_path: Path) -> EngineSettings:
     write_target(tmp_path / "base", shape=SMALLEST)
     perturbed(tmp_path / "base", tmp_path / "root" / "new", 1)
-    return EngineSettings(model=str(tmp_path / "base"), drafter="none", policy="off", kv_memory_mb=4, threads=1,
-                          weight_channels="disk,broadcast", weight_root=str(tmp_path / "root"))
+    return EngineSettings(
+        model=str(tmp_path / "base"),
+        drafter="none",
+        policy="off",
+        kv_memory_mb=4,
+        threads=1,
+        weight_channels="disk,broadcast",
+        weight_root=str(tmp_path / "root"),
+    )
 
 
 def join(id: str) -> JoinGroup:
-    return JoinGroup(id, id, backend="gloo", master_address="127.0.0.1", master_port=1, rank=1, world_size=2)
+    return JoinGroup(
+        id, id, backend="gloo", master_address="127.0.0.1", master_port=1, rank=1, world_size=2
+    )
 
 
 def unavailable(engine: Pushable, id: str) -> str:
@@ -40,10 +58,24 @@ def unavailable(engine: Pushable, id: str) -> str:
 
 
 def lives(engine: Pushable) -> bool:
-    return len(engine.run(GenerateRequest(id="r", token_ids=[5, 6], seed=1, sampling=Sampling(max_tokens=3, ignore_eos=True)))["r"][0]) == 3
+    return (
+        len(
+            engine.run(
+                GenerateRequest(
+                    id="r",
+                    token_ids=[5, 6],
+                    seed=1,
+                    sampling=Sampling(max_tokens=3, ignore_eos=True),
+                )
+            )["r"][0]
+        )
+        == 3
+    )
 
 
-def test_so_many_joins_at_once_and_no_more(settings: EngineSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_so_many_joins_at_once_and_no_more(
+    settings: EngineSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
     go_on, engine = threading.Event(), Pushable(settings)
     monkeypatch.setattr(Groups, "join", lambda self, member: go_on.wait(60))
     for i in range(MAX_JOINS + 2):
@@ -58,7 +90,9 @@ def test_so_many_joins_at_once_and_no_more(settings: EngineSettings, monkeypatch
     assert engine.report("later").result == "joined"
 
 
-def test_so_many_readers_at_once_and_no_more_also_behind_a_commit(settings: EngineSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_so_many_readers_at_once_and_no_more_also_behind_a_commit(
+    settings: EngineSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
     go_on, sound, engine = threading.Event(), checksums.mix64, Pushable(settings)
     assert engine.push("new", "v", commit=False).result == "staged"
     monkeypatch.setattr(checksums, "mix64", lambda tensor: (go_on.wait(60), sound(tensor))[1])
@@ -69,11 +103,16 @@ def test_so_many_readers_at_once_and_no_more_also_behind_a_commit(settings: Engi
         engine.engine.send(LookAtWeights(f"l{i}", checksums=True))
     assert f"the limit is {MAX_READERS}" in unavailable(engine, f"l{MAX_READERS}")
     go_on.set()
-    assert all(engine.report(f"l{i}").result == "looked" for i in range(MAX_READERS)) and engine.report("c").result == "committed"
+    assert (
+        all(engine.report(f"l{i}").result == "looked" for i in range(MAX_READERS))
+        and engine.report("c").result == "committed"
+    )
 
 
 @pytest.mark.parametrize("staging", ["auto", "none"])
-def test_an_engine_that_gets_no_thread_says_so_and_lives(staging: str, settings: EngineSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_gets_no_thread_says_so_and_lives(
+    staging: str, settings: EngineSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = Pushable(msgspec.structs.replace(settings, weight_staging=staging))
     sums = engine.checksums()
 
@@ -92,12 +131,19 @@ def test_an_engine_that_gets_no_thread_says_so_and_lives(staging: str, settings:
     assert engine.checksums() == sums and engine.push("new", "v").result == "committed"
 
 
-def test_a_join_that_fails_in_any_way_is_answered(settings: EngineSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_join_that_fails_in_any_way_is_answered(
+    settings: EngineSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = Pushable(settings)
     monkeypatch.setattr(Groups, "join", lambda self, member: {}["nobody"])
     engine.engine.send(join("j"))
     error = engine.report("j").error
-    assert error is not None and error[0] == "channel_broken" and "KeyError" in error[1] and "make it anew" in error[1]
+    assert (
+        error is not None
+        and error[0] == "channel_broken"
+        and "KeyError" in error[1]
+        and "make it anew" in error[1]
+    )
 
 
 def test_a_crew_counts_who_waits_and_forgets_who_has_ended() -> None:
@@ -122,7 +168,10 @@ def test_groups_that_broke_take_no_place_and_are_not_listed(settings: EngineSett
     def join(name: str) -> Group:
         stores.append(host_store("127.0.0.1", 0, 2, 20))
         with ThreadPoolExecutor(1) as pool:
-            ours = pool.submit(pushes.transaction.intake.groups.join, Membership(name, "gloo", "127.0.0.1", stores[-1].port, 1, 2))
+            ours = pool.submit(
+                pushes.transaction.intake.groups.join,
+                Membership(name, "gloo", "127.0.0.1", stores[-1].port, 1, 2),
+            )
             theirs = Group(Membership(name, "gloo", "127.0.0.1", stores[-1].port, 0, 2), stores[-1])
             ours.result()
         return theirs
@@ -140,7 +189,9 @@ def test_groups_that_broke_take_no_place_and_are_not_listed(settings: EngineSett
         trainer.close()
 
 
-def test_memory_does_not_go_to_sleep_while_a_trainer_holds_the_gpu(settings: EngineSettings) -> None:
+def test_memory_does_not_go_to_sleep_while_a_trainer_holds_the_gpu(
+    settings: EngineSettings,
+) -> None:
     """Giving memory back waits for every kernel, and so would the loop for the trainer."""
     engine = Pushable(settings)
     groups = engine.engine.pushes.transaction.intake.groups

@@ -1,9 +1,11 @@
-"""Faults on the way of a push, by every channel and at every chunk: what is live afterwards is exactly the old or the new version.
+"""Faults on the way of a push, by every channel and at every chunk: what is live afterwards is
+exactly the old or the new version.
 
-A case spoils one chunk of one push. A chunk is what the channel moves at once: a range of a file on disk, a body over http, a bucket in a
-gloo group or in shared memory. After each case the live sums are computed anew, the same request gives the same tokens and log-probs as
-that version always gave, and a good push by the same channel works. With weights staged in place a third end is allowed: nothing is
-generated.
+A case spoils one chunk of one push. A chunk is what the channel moves at once: a range of a file on
+disk, a body over http, a bucket in a gloo group or in shared memory. After each case the live sums
+are computed anew, the same request gives the same tokens and log-probs as that version always gave,
+and a good push by the same channel works. With weights staged in place a third end is allowed:
+nothing is generated.
 """
 
 from __future__ import annotations
@@ -35,7 +37,15 @@ from tlt_client.errors import server_error
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import TltError, from_code
 from tlt_server.frontend.uploads import Uploads
-from tlt_server.records import GenerateRequest, JoinGroup, LeaveGroup, Manifest, PushWeights, Sampling, WeightReport
+from tlt_server.records import (
+    GenerateRequest,
+    JoinGroup,
+    LeaveGroup,
+    Manifest,
+    PushWeights,
+    Sampling,
+    WeightReport,
+)
 
 FAULTS = ("kill", "truncate", "flip", "duplicate", "reorder", "time out")
 CHUNKS = 19  # of every channel; the checkpoint is cut so that there are at least as many
@@ -44,7 +54,9 @@ Tensors = dict[str, torch.Tensor]
 
 
 class Server:
-    """Engine and uploads of one process, with the methods of `tlt_client.Client` that the trainers' halves call."""
+    """Engine and uploads of one process, with the methods of `tlt_client.Client` that the trainers'
+    halves call.
+    """
 
     def __init__(self, root: Path, staging: str = "auto") -> None:
         self.root = root
@@ -52,17 +64,38 @@ class Server:
         write_target(root / "base", shape=SMALLEST)
         self.old = load_file(root / "base" / "model.safetensors")
         self.new = load_file(perturbed(root / "base", root / "new", 1) / "model.safetensors")
-        self.engine = Pushable(EngineSettings(
-            model=str(root / "base"), drafter="none", policy="off", kv_memory_mb=4, weight_root=str(root / "weights"), threads=1,
-            weight_channels="disk,http,broadcast,ipc", weight_staging=staging, state_dir=str(root / "state")))
+        self.engine = Pushable(
+            EngineSettings(
+                model=str(root / "base"),
+                drafter="none",
+                policy="off",
+                kv_memory_mb=4,
+                weight_root=str(root / "weights"),
+                threads=1,
+                weight_channels="disk,http,broadcast,ipc",
+                weight_staging=staging,
+                state_dir=str(root / "state"),
+            )
+        )
         self.runner = asyncio.Runner()
-        limits = SimpleNamespace(state_dir=root / "state", max_uploads=2, max_upload_parts=64, max_upload_mb=64, upload_ttl_s=600)
+        limits = SimpleNamespace(
+            state_dir=root / "state",
+            max_uploads=2,
+            max_upload_parts=64,
+            max_upload_mb=64,
+            upload_ttl_s=600,
+        )
         self.uploads = self.runner.run(self._uploads(limits))
         self.versions = (f"v{i}" for i in itertools.count())
         self.ids = (f"c{i}" for i in itertools.count())
         self.known: list[tuple[dict[str, str], Any]] = []
         for tensors in (self.new, self.old):  # what each says; the old one is live in the end
-            assert DiskSender(self, root / "weights").push(tensors.items(), next(self.versions))["state"] == "committed"  # type: ignore[arg-type]
+            assert (
+                DiskSender(self, root / "weights").push(tensors.items(), next(self.versions))[
+                    "state"
+                ]
+                == "committed"
+            )  # type: ignore[arg-type]
             self.known.append((self.engine.checksums(), self.speak()))
 
     @staticmethod
@@ -70,7 +103,14 @@ class Server:
         return Uploads(limits)
 
     def speak(self) -> Any:
-        return self.engine.run(GenerateRequest(id="r", token_ids=[5, 6, 7], seed=3, sampling=Sampling(max_tokens=3, ignore_eos=True)))
+        return self.engine.run(
+            GenerateRequest(
+                id="r",
+                token_ids=[5, 6, 7],
+                seed=3,
+                sampling=Sampling(max_tokens=3, ignore_eos=True),
+            )
+        )
 
     # what a client calls
 
@@ -80,7 +120,9 @@ class Server:
         report = self.engine.report(command.id)
         if report.error is not None:
             error = from_code(*report.error)
-            raise server_error(error.code, error.message, status=error.http_status, retryable=error.retryable)
+            raise server_error(
+                error.code, error.message, status=error.http_status, retryable=error.retryable
+            )
         return report
 
     def push_weights(self, version: str, **fields: Any) -> dict[str, Any]:
@@ -97,7 +139,9 @@ class Server:
         assert upload_only, "a sender ends nothing else"
         self.uploads.forget(version)
 
-    def put_weights(self, version: str, part: str, data: bytes, *, start: int, total: int) -> dict[str, Any]:
+    def put_weights(
+        self, version: str, part: str, data: bytes, *, start: int, total: int
+    ) -> dict[str, Any]:
         async def body() -> Any:
             yield data
 
@@ -113,10 +157,16 @@ class Server:
         try:
             return dict(msgspec.to_builtins(self.runner.run(call())))
         except TltError as error:
-            raise server_error(error.code, error.message, status=error.http_status, retryable=error.retryable) from None
+            raise server_error(
+                error.code, error.message, status=error.http_status, retryable=error.retryable
+            ) from None
 
     def join_group(self, name: str, *, rank_offset: int, **fields: Any) -> dict[str, Any]:
-        return {"groups": self._ask(JoinGroup(next(self.ids), name, rank=rank_offset, **fields)).state.groups}
+        return {
+            "groups": self._ask(
+                JoinGroup(next(self.ids), name, rank=rank_offset, **fields)
+            ).state.groups
+        }
 
     def leave_group(self, name: str) -> dict[str, Any]:
         return {"groups": self._ask(LeaveGroup(next(self.ids), name)).state.groups}
@@ -135,7 +185,9 @@ class Server:
             self.engine.submit(GenerateRequest(id="q", token_ids=[5], seed=1, sampling=Sampling()))
             self.engine.finish()
             (said,) = self.engine.said.pop("q")
-            assert said.token_ids == [] and said.error is not None and said.error[0] == "unavailable"
+            assert (
+                said.token_ids == [] and said.error is not None and said.error[0] == "unavailable"
+            )
             return "quarantined"
         sums, found = self.engine.checksums(), (self.speak(),)
         at = [i for i, (known, said) in enumerate(self.known) if (known, (said,)) == (sums, found)]
@@ -187,7 +239,12 @@ def by_disk(server: Server, fault: str, at: int) -> None:
     elif fault == "duplicate":
         file.write_bytes(data[:start] + piece + piece + data[start + chunk :])
     elif fault == "reorder":
-        file.write_bytes(data[:start] + piece[len(piece) // 2 :] + piece[: len(piece) // 2] + data[start + chunk :])
+        file.write_bytes(
+            data[:start]
+            + piece[len(piece) // 2 :]
+            + piece[: len(piece) // 2]
+            + data[start + chunk :]
+        )
     else:  # the writer has stalled before this chunk and writes it while the server reads
         transaction, reads = server.engine.engine.pushes.transaction, itertools.count()
 
@@ -230,7 +287,9 @@ class Wire:
             data = data[:7] + bytes([data[7] ^ 1 << self._at % 8]) + data[8:]
         if self._fault == "duplicate":
             put(version, part, data, start=start, total=total)
-        if self._fault == "reorder" and start + len(data) < total:  # the next chunk overtakes this one
+        if (
+            self._fault == "reorder" and start + len(data) < total
+        ):  # the next chunk overtakes this one
             put(version, part, bytes(8), start=start + len(data), total=total)
         if self._fault == "time out":
             put(version, part, data, start=start, total=total)
@@ -241,7 +300,12 @@ class Wire:
 def by_http(server: Server, fault: str, at: int) -> None:
     version = next(server.versions)
     size = sum(tensor.nbytes for tensor in server.new.values())
-    sender = HttpSender(Wire(server, fault, at), max_file_bytes=2**14, chunk_bytes=size // CHUNKS, sleep=lambda s: None)  # type: ignore[arg-type]
+    sender = HttpSender(
+        Wire(server, fault, at),
+        max_file_bytes=2**14,
+        chunk_bytes=size // CHUNKS,
+        sleep=lambda s: None,
+    )  # type: ignore[arg-type]
     try:
         sender.push(server.new.items(), version)
     finally:
@@ -259,9 +323,15 @@ class Spoiled(BroadcastSender):
     fault, at = "", 0
 
     def _send(self, named: list[tuple[str, torch.Tensor]], reply: Any) -> None:
-        data, slots = dict(named), [slot(name, str(tensor.dtype), tensor.shape) for name, tensor in named]
+        data, slots = (
+            dict(named),
+            [slot(name, str(tensor.dtype), tensor.shape) for name, tensor in named],
+        )
         cut = buckets(slots, self._bucket_bytes)
-        messages = [torch.cat([data[s.name].reshape(-1).view(torch.uint8) for s in bucket]) for bucket in cut]
+        messages = [
+            torch.cat([data[s.name].reshape(-1).view(torch.uint8) for s in bucket])
+            for bucket in cut
+        ]
         at = self.at * len(messages) // CHUNKS
         if self.fault == "kill":
             del messages[at:]
@@ -285,7 +355,9 @@ class Spoiled(BroadcastSender):
 
 
 def in_group(server: Server, kind: type[BroadcastSender], timeout_s: float, **options: Any) -> Any:
-    """A sender in a new group; a connection that does not come about in time (a busy machine) is tried again."""
+    """A sender in a new group; a connection that does not come about in time (a busy machine) is
+    tried again.
+    """
     server.engine.engine.pushes.transaction.intake.groups.timeout_s = timeout_s
     for _ in range(20):
         try:
@@ -296,7 +368,9 @@ def in_group(server: Server, kind: type[BroadcastSender], timeout_s: float, **op
 
 
 def by_broadcast(server: Server, fault: str, at: int) -> None:
-    timeout_s = SHORT_S if fault in ("duplicate", "time out") else LONG_S  # in these somebody waits for nothing
+    timeout_s = (
+        SHORT_S if fault in ("duplicate", "time out") else LONG_S
+    )  # in these somebody waits for nothing
     sender = in_group(server, Spoiled, timeout_s, bucket_bytes=bucket_bytes(server), checksums=True)
     sender.fault, sender.at = fault, at
     try:
@@ -326,7 +400,11 @@ class Faulty(IpcSender):
             line.close()
             raise ChannelBroken("the trainer is gone")
         elif self.fault == "truncate":
-            line.send(message[: len(message) // 2] if sequence % 2 else OFFER.pack(sequence, start, size // 2))
+            line.send(
+                message[: len(message) // 2]
+                if sequence % 2
+                else OFFER.pack(sequence, start, size // 2)
+            )
         elif self.fault == "reorder":
             self.held = message
         else:
@@ -339,7 +417,9 @@ class Faulty(IpcSender):
 
 
 def by_ipc(server: Server, fault: str, at: int) -> None:
-    server.engine.engine.pushes.transaction.intake.groups.timeout_s = SHORT_S if fault == "time out" else LONG_S
+    server.engine.engine.pushes.transaction.intake.groups.timeout_s = (
+        SHORT_S if fault == "time out" else LONG_S
+    )
     sender = Faulty(server, bucket_bytes=bucket_bytes(server), checksums=True)  # type: ignore[arg-type]
     sender.fault, sender.at = fault, at * count_of_buckets(server) // CHUNKS
     if fault == "reorder":
@@ -352,7 +432,17 @@ def bucket_bytes(server: Server) -> int:
 
 
 def count_of_buckets(server: Server) -> int:
-    return len(list(buckets([slot(name, str(tensor.dtype), tensor.shape) for name, tensor in server.new.items()], bucket_bytes(server))))
+    return len(
+        list(
+            buckets(
+                [
+                    slot(name, str(tensor.dtype), tensor.shape)
+                    for name, tensor in server.new.items()
+                ],
+                bucket_bytes(server),
+            )
+        )
+    )
 
 
 CHANNELS = {"disk": by_disk, "http": by_http, "broadcast": by_broadcast, "ipc": by_ipc}
@@ -367,7 +457,9 @@ def ended(server: Server, channel: str, fault: str, at: int) -> str:
     except (ServerError, ChannelError) as error:
         assert len(str(error)) > 40
         after = server.check()
-        assert after in (before, "quarantined") or fault == "duplicate"  # of the last bucket: all had come, and one too many
+        assert (
+            after in (before, "quarantined") or fault == "duplicate"
+        )  # of the last bucket: all had come, and one too many
         return after
     except Killed:
         assert server.check() == before
@@ -391,32 +483,51 @@ def restore(server: Server, channel: str) -> None:
     assert reply["state"] == "committed" and server.check() == "old"
 
 
-GETS_THROUGH = {("http", fault) for fault in ("truncate", "duplicate", "time out")}  # resumed, or the same bytes again
+GETS_THROUGH = {
+    ("http", fault) for fault in ("truncate", "duplicate", "time out")
+}  # resumed, or the same bytes again
 
 
 @pytest.mark.parametrize("channel, fault, at", CASES)
-def test_a_fault_leaves_the_old_or_the_new_version(channel: str, fault: str, at: int, staged: Server) -> None:
+def test_a_fault_leaves_the_old_or_the_new_version(
+    channel: str, fault: str, at: int, staged: Server
+) -> None:
     end = ended(staged, channel, fault, at)
     if (channel, fault) in GETS_THROUGH:
         assert end == "new"
-    elif (channel, fault) not in {("http", "reorder"), ("disk", "time out"), ("broadcast", "duplicate")}:  # a late one may come too late
+    elif (channel, fault) not in {
+        ("http", "reorder"),
+        ("disk", "time out"),
+        ("broadcast", "duplicate"),
+    }:  # a late one may come too late
         assert end == "old"
     restore(staged, channel)
 
 
 @pytest.mark.parametrize("channel, fault, at", CASES[::4])
-def test_in_place_a_fault_leaves_the_old_or_the_new_version_or_nothing(channel: str, fault: str, at: int, in_place: Server) -> None:
+def test_in_place_a_fault_leaves_the_old_or_the_new_version_or_nothing(
+    channel: str, fault: str, at: int, in_place: Server
+) -> None:
     assert ended(in_place, channel, fault, at) in ("old", "new", "quarantined")
     restore(in_place, channel)
 
 
-def test_in_place_a_fault_behind_the_first_write_quarantines_and_one_before_it_does_not(in_place: Server) -> None:
+def test_in_place_a_fault_behind_the_first_write_quarantines_and_one_before_it_does_not(
+    in_place: Server,
+) -> None:
     assert ended(in_place, "http", "flip", CHUNKS - 1) == "quarantined"
     report = in_place.engine.push(in_place.root / "nowhere", "v")
-    assert report.result == "forbidden" and list(report.state.quarantined) == ["target"] and in_place.check() == "quarantined"
+    assert (
+        report.result == "forbidden"
+        and list(report.state.quarantined) == ["target"]
+        and in_place.check() == "quarantined"
+    )
     assert in_place.engine.roll_back().result == "conflict"
     restore(in_place, "http")
-    assert in_place.engine.push(in_place.root / "weights", "v").result == "weights_refused" and in_place.check() == "old"
+    assert (
+        in_place.engine.push(in_place.root / "weights", "v").result == "weights_refused"
+        and in_place.check() == "old"
+    )
 
 
 def test_there_are_enough_cases_and_each_channel_has_that_many_chunks(staged: Server) -> None:

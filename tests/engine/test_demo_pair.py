@@ -1,4 +1,6 @@
-"""The shipped pair in the real engine: what speculation saves in passes, and the accept lengths its card promises."""
+"""The shipped pair in the real engine: what speculation saves in passes, and the accept lengths its
+card promises.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,15 @@ class Run(NamedTuple):
 
 
 def rollout(policy: str, strategy: Strategy | None = None) -> Run:
-    engine, _ = assemble(EngineSettings(model=str(TARGET), drafter=str(DRAFTER), policy=policy, strategy=strategy, kv_memory_mb=256))
+    engine, _ = assemble(
+        EngineSettings(
+            model=str(TARGET),
+            drafter=str(DRAFTER),
+            policy=policy,
+            strategy=strategy,
+            kv_memory_mb=256,
+        )
+    )
     requests = problems_as_requests(TARGET, REQUESTS, group=4, seed=50, max_tokens=MAX_TOKENS)
     tokens: dict[str, list[int]] = {r.id: [] for r in requests}
     engine.send(Submit(requests))
@@ -62,4 +72,6 @@ def test_beg_saves_passes_and_is_not_slow(plain: Run) -> None:
     run = rollout("beg")
     assert run.tokens == plain.tokens
     assert run.passes <= 0.9 * plain.passes
-    assert run.seconds <= 3 * plain.seconds  # of the processors, as the machine may be busy; `tlt bench rollout` measures
+    assert (
+        run.seconds <= 3 * plain.seconds
+    )  # of the processors, as the machine may be busy; `tlt bench rollout` measures

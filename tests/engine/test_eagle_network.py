@@ -19,12 +19,35 @@ from tlt_server.models.rope import rotary_table
 
 H, V, C, HEADS, KV, D = 32, 40, 12, 4, 2, 8
 TARGET = ModelConfig(
-    architecture="", vocab_size=V, hidden_size=H, intermediate_size=48, layers=6, heads=HEADS, kv_heads=KV, head_dim=D, max_position=256,
-    norm_eps=1e-6, rope=Rope(), tied_embeddings=True, attention_bias=False, mlp_bias=False, eos_token_ids=(),
+    architecture="",
+    vocab_size=V,
+    hidden_size=H,
+    intermediate_size=48,
+    layers=6,
+    heads=HEADS,
+    kv_heads=KV,
+    head_dim=D,
+    max_position=256,
+    norm_eps=1e-6,
+    rope=Rope(),
+    tied_embeddings=True,
+    attention_bias=False,
+    mlp_bias=False,
+    eos_token_ids=(),
 )
-CONFIG = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "vocab_size": V, "draft_vocab_size": C, "hidden_size": H,
-          "intermediate_size": 56, "num_hidden_layers": 1, "num_attention_heads": HEADS, "num_key_value_heads": KV, "rms_norm_eps": 1e-6,
-          "max_position_embeddings": 16}
+CONFIG = {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "model_type": "llama",
+    "vocab_size": V,
+    "draft_vocab_size": C,
+    "hidden_size": H,
+    "intermediate_size": 56,
+    "num_hidden_layers": 1,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 16,
+}
 
 
 def noise(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -43,13 +66,24 @@ def target():
 def directory(tmp_path):
     ids = torch.randperm(V, generator=torch.Generator().manual_seed(9))[:C].sort().values
     shapes = {
-        "fc": (H, 3 * H), "midlayer.input_layernorm": (H,), "midlayer.hidden_norm": (H,),
-        "midlayer.self_attn.q_proj": (HEADS * D, 2 * H), "midlayer.self_attn.k_proj": (KV * D, 2 * H),
-        "midlayer.self_attn.v_proj": (KV * D, 2 * H), "midlayer.self_attn.o_proj": (H, HEADS * D),
-        "midlayer.post_attention_layernorm": (H,), "midlayer.mlp.gate_proj": (56, H), "midlayer.mlp.up_proj": (56, H),
-        "midlayer.mlp.down_proj": (H, 56), "norm": (H,), "lm_head": (C, H),
+        "fc": (H, 3 * H),
+        "midlayer.input_layernorm": (H,),
+        "midlayer.hidden_norm": (H,),
+        "midlayer.self_attn.q_proj": (HEADS * D, 2 * H),
+        "midlayer.self_attn.k_proj": (KV * D, 2 * H),
+        "midlayer.self_attn.v_proj": (KV * D, 2 * H),
+        "midlayer.self_attn.o_proj": (H, HEADS * D),
+        "midlayer.post_attention_layernorm": (H,),
+        "midlayer.mlp.gate_proj": (56, H),
+        "midlayer.mlp.up_proj": (56, H),
+        "midlayer.mlp.down_proj": (H, 56),
+        "norm": (H,),
+        "lm_head": (C, H),
     }
-    tensors = {f"{name}.weight": noise(*shape, seed=seed) for seed, (name, shape) in enumerate(shapes.items())}
+    tensors = {
+        f"{name}.weight": noise(*shape, seed=seed)
+        for seed, (name, shape) in enumerate(shapes.items())
+    }
     tensors |= {"d2t": ids - torch.arange(C), "t2d": torch.isin(torch.arange(V), ids)}
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
@@ -58,19 +92,38 @@ def directory(tmp_path):
 
 def equations(w: dict[str, torch.Tensor], token_R, g_RH, target) -> torch.Tensor:
     """h_RH of rows at positions 1, 2, ... in one pass; w holds the checkpoint."""
-    n = torch.cat([reference.rms_norm(target.embedding_VH[token_R], w["midlayer.input_layernorm.weight"], 1e-6),
-                   reference.rms_norm(g_RH, w["midlayer.hidden_norm.weight"], 1e-6)], dim=1)
+    n = torch.cat(
+        [
+            reference.rms_norm(
+                target.embedding_VH[token_R], w["midlayer.input_layernorm.weight"], 1e-6
+            ),
+            reference.rms_norm(g_RH, w["midlayer.hidden_norm.weight"], 1e-6),
+        ],
+        dim=1,
+    )
     rows = len(token_R)
     table = rotary_table(Rope(), D, 256)
     cos, sin = table.cos_PD2[1 : rows + 1], table.sin_PD2[1 : rows + 1]
-    q, k, v = (torch.nn.functional.linear(n, w[f"midlayer.self_attn.{part}_proj.weight"]).view(rows, -1, D) for part in "qkv")
+    q, k, v = (
+        torch.nn.functional.linear(n, w[f"midlayer.self_attn.{part}_proj.weight"]).view(rows, -1, D)
+        for part in "qkv"
+    )
     q, k = reference.rotate(q, cos, sin), reference.rotate(k, cos, sin)
     k, v = k.repeat_interleave(HEADS // KV, 1), v.repeat_interleave(HEADS // KV, 1)
     score = torch.einsum("rnd,tnd->nrt", q, k) * D**-0.5
-    weight = score.masked_fill(torch.ones(rows, rows, dtype=torch.bool).triu(1), float("-inf")).softmax(-1)
-    h = g_RH + torch.einsum("nrt,tnd->rnd", weight, v).reshape(rows, -1) @ w["midlayer.self_attn.o_proj.weight"].t()
+    weight = score.masked_fill(
+        torch.ones(rows, rows, dtype=torch.bool).triu(1), float("-inf")
+    ).softmax(-1)
+    h = (
+        g_RH
+        + torch.einsum("nrt,tnd->rnd", weight, v).reshape(rows, -1)
+        @ w["midlayer.self_attn.o_proj.weight"].t()
+    )
     x = reference.rms_norm(h, w["midlayer.post_attention_layernorm.weight"], 1e-6)
-    gate_up = torch.cat([x @ w["midlayer.mlp.gate_proj.weight"].t(), x @ w["midlayer.mlp.up_proj.weight"].t()], dim=1)
+    gate_up = torch.cat(
+        [x @ w["midlayer.mlp.gate_proj.weight"].t(), x @ w["midlayer.mlp.up_proj.weight"].t()],
+        dim=1,
+    )
     return h + reference.silu_mul(gate_up) @ w["midlayer.mlp.down_proj.weight"].t()
 
 
@@ -80,14 +133,19 @@ def test_forward_matches_the_equations_also_after_catch_up(target, directory):
     tokens = torch.randint(0, V, (80,), generator=torch.Generator().manual_seed(4))
     features_RF = Sequence(target, capacity=80).extend(tokens).features_RF
     g_RH = drafter.fuse(features_RF[:-1])
-    expected_RH = equations(weights, tokens[1:], features_RF[:-1] @ weights["fc.weight"].t(), target)
+    expected_RH = equations(
+        weights, tokens[1:], features_RF[:-1] @ weights["fc.weight"].t(), target
+    )
     table_P = torch.randperm(6).to(torch.int32)
     cache = drafter.make_cache(6, 16, 4)
     cache.k.fill_(float("nan")), cache.v.fill_(float("nan"))  # slot 0 stays so
     drafter.store_only(certain_rows(tokens[1:70], 1, table_P, 16), g_RH[:69], cache)
     h_RH = drafter.forward(certain_rows(tokens[70:], 70, table_P, 16), g_RH[69:], cache)
     assert (h_RH - expected_RH[69:]).norm() / expected_RH[69:].norm() < 1e-5, "h_RH"
-    logits_RC = reference.rms_norm(expected_RH[69:], weights["norm.weight"], 1e-6) @ weights["lm_head.weight"].t()
+    logits_RC = (
+        reference.rms_norm(expected_RH[69:], weights["norm.weight"], 1e-6)
+        @ weights["lm_head.weight"].t()
+    )
     assert (drafter.logits(h_RH) - logits_RC).norm() / logits_RC.norm() < 1e-5, "logits_RC"
 
 
@@ -95,10 +153,17 @@ def test_vocabulary_map_and_optional_parts(target, directory):
     drafter = Eagle3.load(directory, target)
     tensors = load_file(directory / "model.safetensors")
     assert torch.equal(drafter.target_ids, tensors["t2d"].nonzero()[:, 0])
-    assert drafter.survival is None and drafter.gap_edges is None and drafter.embedding_VH is target.embedding_VH
+    assert (
+        drafter.survival is None
+        and drafter.gap_edges is None
+        and drafter.embedding_VH is target.embedding_VH
+    )
     own = noise(V, H)
     save_file({**tensors, "embed_tokens.weight": own}, directory / "model.safetensors")
-    save_file({"survival": torch.rand(2, 8, 16), "gap_edges": torch.rand(15)}, directory / "calibration.safetensors")
+    save_file(
+        {"survival": torch.rand(2, 8, 16), "gap_edges": torch.rand(15)},
+        directory / "calibration.safetensors",
+    )
     drafter = Eagle3.load(directory, target)
     assert torch.equal(drafter.embedding_VH, own)
     assert drafter.survival.shape == (2, 8, 16) and drafter.gap_edges.shape == (15,)
@@ -116,28 +181,37 @@ def test_feature_layers_in_both_conventions(directory):
         given(eagle_aux_hidden_state_layer_ids=[1, 2, 6])
 
 
-@pytest.mark.parametrize(("changes", "words"), [
-    ({"d2t": None}, ("d2t", "missing")),
-    ({"d2t": torch.full((C,), 39)}, ("d2t", "contradict")),
-    ({"t2d": torch.zeros(V, dtype=torch.bool)}, ("t2d", "contradict")),
-    ({"t2d": torch.zeros(V)}, ("t2d", "float32", "torch.bool")),
-    ({"fc.weight": torch.zeros(H, H)}, ("fc.weight", "[32, 32]", "[32, 96]")),
-    ({"lm_head.weight": None}, ("lm_head.weight", "missing")),
-])
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"d2t": None}, ("d2t", "missing")),
+        ({"d2t": torch.full((C,), 39)}, ("d2t", "contradict")),
+        ({"t2d": torch.zeros(V, dtype=torch.bool)}, ("t2d", "contradict")),
+        ({"t2d": torch.zeros(V)}, ("t2d", "float32", "torch.bool")),
+        ({"fc.weight": torch.zeros(H, H)}, ("fc.weight", "[32, 32]", "[32, 96]")),
+        ({"lm_head.weight": None}, ("lm_head.weight", "missing")),
+    ],
+)
 def test_checkpoint_errors(target, directory, changes, words):
     tensors = {**load_file(directory / "model.safetensors"), **changes}
-    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, directory / "model.safetensors")
+    save_file(
+        {name: tensor for name, tensor in tensors.items() if tensor is not None},
+        directory / "model.safetensors",
+    )
     with pytest.raises(ModelError) as caught:
         Eagle3.load(directory, target)
     assert all(word in caught.value.message for word in words), caught.value.message
 
 
-@pytest.mark.parametrize(("changes", "words"), [
-    ({"architectures": ["LlamaForCausalLM"]}, ("LlamaForCausalLM", "LlamaForCausalLMEagle3")),
-    ({"hidden_size": 64}, ("hidden_size", "64", "32")),
-    ({"draft_vocab_size": 41}, ("draft_vocab_size", "41", "40")),
-    ({"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}, ("(0, 1, 2)", "(2, 3, 3)")),
-])
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, ("LlamaForCausalLM", "LlamaForCausalLMEagle3")),
+        ({"hidden_size": 64}, ("hidden_size", "64", "32")),
+        ({"draft_vocab_size": 41}, ("draft_vocab_size", "41", "40")),
+        ({"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}, ("(0, 1, 2)", "(2, 3, 3)")),
+    ],
+)
 def test_drafter_of_another_target(target, directory, changes, words):
     (directory / "config.json").write_text(json.dumps({**CONFIG, **changes}))
     with pytest.raises(ModelError) as caught:

@@ -1,4 +1,6 @@
-"""The whole engine on tiny random checkpoints: whatever the strategy, memory or chunking, the same tokens and the same bits."""
+"""The whole engine on tiny random checkpoints: whatever the strategy, memory or chunking, the same
+tokens and the same bits.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,18 @@ from tlt_server.engine.assembly import assemble
 from tlt_server.engine.devices.choice import Gpu
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import StartupError
-from tlt_server.records import Abort, GenerateRequest, Pause, Resume, Sampling, SetPolicy, StepContext, StepOutput, Strategy, Submit
+from tlt_server.records import (
+    Abort,
+    GenerateRequest,
+    Pause,
+    Resume,
+    Sampling,
+    SetPolicy,
+    StepContext,
+    StepOutput,
+    Strategy,
+    Submit,
+)
 from tlt_server.speculation.policies.fixed import Fixed
 
 
@@ -20,7 +33,10 @@ from tlt_server.speculation.policies.fixed import Fixed
 def base(tmp_path_factory: pytest.TempPathFactory) -> EngineSettings:
     root = tmp_path_factory.mktemp("tiny")
     return EngineSettings(
-        model=str(write_target(root / "target")), drafter=str(write_eagle(root / "drafter")), policy="off", kv_memory_mb=64
+        model=str(write_target(root / "target")),
+        drafter=str(write_eagle(root / "drafter")),
+        policy="off",
+        kv_memory_mb=64,
     )
 
 
@@ -43,7 +59,14 @@ SAMPLINGS = {
         min_tokens=12,
         logit_bias={3: 2.0, 7: -50.0},
     ),
-    "reported": Sampling(max_tokens=24, temperature=0.5, logprobs=4, raw_logprobs=True, prompt_logprobs=2, ignore_eos=True),
+    "reported": Sampling(
+        max_tokens=24,
+        temperature=0.5,
+        logprobs=4,
+        raw_logprobs=True,
+        prompt_logprobs=2,
+        ignore_eos=True,
+    ),
 }
 
 
@@ -51,7 +74,11 @@ def requests(count: int = 12, sampling: str = "") -> list[GenerateRequest]:
     kinds = list(SAMPLINGS)
     return [
         GenerateRequest(
-            id=f"r{i}", token_ids=prompt(i), sampling=SAMPLINGS[sampling or kinds[i % len(kinds)]], seed=1000 + i, group_id=f"g{i // 3}"
+            id=f"r{i}",
+            token_ids=prompt(i),
+            sampling=SAMPLINGS[sampling or kinds[i % len(kinds)]],
+            seed=1000 + i,
+            group_id=f"g{i // 3}",
         )
         for i in range(count)
     ]
@@ -107,7 +134,12 @@ CHANGES: dict[str, dict[str, object]] = {
     "few pages": {"pages": 9},
     "eagle small": {"policy": "fixed", "strategy": Strategy("eagle", 2, 2, 4)},
     "eagle large": {"policy": "fixed", "strategy": Strategy("eagle", 6, 4, 24)},
-    "eagle, few pages, small chunks": {"policy": "fixed", "strategy": Strategy("eagle", 4, 3, 9), "pages": 9, "max_rows": 5},
+    "eagle, few pages, small chunks": {
+        "policy": "fixed",
+        "strategy": Strategy("eagle", 4, 3, 9),
+        "pages": 9,
+        "max_rows": 5,
+    },
     "history": {"policy": "fixed", "strategy": Strategy("history", 6, 3, 12)},
     "beg": {"policy": "beg"},
     "page of 1": {"page_size": 1, "policy": "fixed", "strategy": Strategy("eagle", 3, 2, 6)},
@@ -117,7 +149,9 @@ CHANGES: dict[str, dict[str, object]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_bits_do_not_depend_on_the_way(name: str, base: EngineSettings, reference: dict[str, tuple[object, ...]]) -> None:
+def test_bits_do_not_depend_on_the_way(
+    name: str, base: EngineSettings, reference: dict[str, tuple[object, ...]]
+) -> None:
     settings = msgspec.structs.replace(base, **CHANGES[name])
     said, counts = run(settings, requests())
     assert bits(said) == reference
@@ -129,7 +163,10 @@ def test_bits_do_not_depend_on_the_way(name: str, base: EngineSettings, referenc
 def test_history_is_accepted_where_text_repeats(base: EngineSettings) -> None:
     greedy = requests(6, "greedy")
     plain, plain_counts = run(base, greedy)
-    drafted, counts = run(msgspec.structs.replace(base, policy="fixed", strategy=Strategy("history", 6, 3, 12)), greedy)
+    drafted, counts = run(
+        msgspec.structs.replace(base, policy="fixed", strategy=Strategy("history", 6, 3, 12)),
+        greedy,
+    )
     assert bits(drafted) == bits(plain)
     assert counts["accepted"] > 0 and counts["passes"] < plain_counts["passes"]
     outputs = [output for said in drafted.values() for output in said]
@@ -143,7 +180,9 @@ def test_resubmitting_a_partial_output_continues_the_same_stream(base: EngineSet
     rest = msgspec.structs.replace(
         request,
         token_ids=request.token_ids + whole[:7],
-        sampling=msgspec.structs.replace(request.sampling, max_tokens=request.sampling.max_tokens - 7),
+        sampling=msgspec.structs.replace(
+            request.sampling, max_tokens=request.sampling.max_tokens - 7
+        ),
     )
     assert bits(run(base, [rest])[0])[request.id][0] == whole[7:]
 
@@ -170,7 +209,9 @@ def test_policies_change_between_steps_without_changing_tokens(base: EngineSetti
     assert bits(said) == expected
 
 
-def test_a_step_reports_the_very_context_that_its_strategy_was_chosen_for(base: EngineSettings) -> None:
+def test_a_step_reports_the_very_context_that_its_strategy_was_chosen_for(
+    base: EngineSettings,
+) -> None:
     engine, _ = assemble(base)
     seen: list[StepContext] = []
 
@@ -183,7 +224,9 @@ def test_a_step_reports_the_very_context_that_its_strategy_was_chosen_for(base: 
     engine.send(Submit(requests(3)))
     while not engine.idle:
         engine.step()
-        assert engine.last_cycle is None or engine.last_cycle.context is seen[-1], "it was worked out twice"
+        assert engine.last_cycle is None or engine.last_cycle.context is seen[-1], (
+            "it was worked out twice"
+        )
     assert {context.decoding for context in seen} > {0, 3}
 
 
@@ -204,17 +247,28 @@ def test_abort_frees_everything_and_reports_what_there_is(base: EngineSettings) 
 
 
 @pytest.mark.parametrize("name", ["eagle large", "small chunks", "page of 1"])
-def test_without_output_tokens_a_prompt_is_scored_with_the_same_bits(name: str, base: EngineSettings) -> None:
+def test_without_output_tokens_a_prompt_is_scored_with_the_same_bits(
+    name: str, base: EngineSettings
+) -> None:
     others, full = requests(6, "sampled"), requests(4, "reported")
     asked = Sampling(max_tokens=0, prompt_logprobs=2)
     scored = [msgspec.structs.replace(r, id=f"s{i}", sampling=asked) for i, r in enumerate(full)]
-    scored.append(msgspec.structs.replace(full[0], id="one", token_ids=[5], sampling=asked))  # a prompt of one row
+    scored.append(
+        msgspec.structs.replace(full[0], id="one", token_ids=[5], sampling=asked)
+    )  # a prompt of one row
     said, counts = run(msgspec.structs.replace(base, **CHANGES[name]), others + scored)
     expected = bits(run(base, full)[0])
     for i, request in enumerate(full):
         [output] = said[f"s{i}"]
-        assert (output.token_ids, output.logprobs, output.finish_reason, output.drafted) == ([], [], "length", 0)
-        assert bits(said)[f"s{i}"][4] == expected[request.id][4] and len(output.prompt_logprobs or []) == len(request.token_ids)
+        assert (output.token_ids, output.logprobs, output.finish_reason, output.drafted) == (
+            [],
+            [],
+            "length",
+            0,
+        )
+        assert bits(said)[f"s{i}"][4] == expected[request.id][4] and len(
+            output.prompt_logprobs or []
+        ) == len(request.token_ids)
     assert [o.prompt_logprobs for o in said["one"]] == [[None]]
     assert bits({r.id: said[r.id] for r in others}) == bits(run(base, others)[0])
     assert counts["pages_free"] == counts["pages"]
@@ -249,7 +303,9 @@ def test_a_batch_that_cannot_run_ends_with_one_typed_error_each(base: EngineSett
     assert engine.idle
 
 
-def test_a_policy_that_cannot_be_is_refused_and_nothing_changes(base: EngineSettings, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_policy_that_cannot_be_is_refused_and_nothing_changes(
+    base: EngineSettings, capsys: pytest.CaptureFixture[str]
+) -> None:
     engine, _ = assemble(msgspec.structs.replace(base, drafter="history"))
     before = engine.policy
     engine.send(SetPolicy("fixed", Strategy("eagle", 2, 2, 4)))
@@ -263,7 +319,9 @@ def test_a_request_the_sampler_cannot_take_ends_alone(base: EngineSettings) -> N
     engine, _ = assemble(base)
     good = requests(2)
     engine.send(Submit(good))
-    engine.send(Submit([msgspec.structs.replace(good[0], id="bad", sampling=Sampling(top_k=2**40))]))
+    engine.send(
+        Submit([msgspec.structs.replace(good[0], id="bad", sampling=Sampling(top_k=2**40))])
+    )
     ended = [o for o in engine.step() if o.finish_reason]
     assert [(o.id, o.error and o.error[0]) for o in ended] == [("bad", "engine_failed")]
     while not engine.idle:
@@ -288,9 +346,23 @@ def test_an_engine_says_what_it_chose(base: EngineSettings) -> None:
     gpu = Gpu(unusable="torch finds no GPU")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(assembly, "look", lambda: gpu)
-        engine, info = assemble(settings, lambda name, seconds, detail: phases.append((name, detail)))
-    assert (info.device, info.gpu, info.dtype, info.attention, info.graphs) == ("cpu", "", "float32", "cpu", False)
-    assert (info.max_running, info.max_rows, engine.scheduler.max_running, engine.scheduler.max_rows) == (64, 512, 64, 512)
+        engine, info = assemble(
+            settings, lambda name, seconds, detail: phases.append((name, detail))
+        )
+    assert (info.device, info.gpu, info.dtype, info.attention, info.graphs) == (
+        "cpu",
+        "",
+        "float32",
+        "cpu",
+        False,
+    )
+    assert (
+        info.max_running,
+        info.max_rows,
+        engine.scheduler.max_running,
+        engine.scheduler.max_rows,
+    ) == (64, 512, 64, 512)
     assert info.choices == {"device": "cpu: torch finds no GPU"}
     assert [detail for name, detail in phases if name == "choose device"] == [
-        "cpu, float32, attention cpu, up to 64 sequences | device cpu: torch finds no GPU"]
+        "cpu, float32, attention cpu, up to 64 sequences | device cpu: torch finds no GPU"
+    ]

@@ -1,12 +1,13 @@
-"""The `flash_attn` backend against the slow twin, with a library of one function in its place, and with the real one where there is one.
+"""The `flash_attn` backend against the slow twin, with a library of one function in its place, and
+with the real one where there is one.
 
-Caches are NaN wherever no row may look. Tolerance: queries, keys, weights and outputs are rounded to 2^-11 (float16) or 2^-8 (bfloat16).
+Caches are NaN wherever no row may look. Tolerance: queries, keys, weights and outputs are rounded
+to 2^-11 (float16) or 2^-8 (bfloat16).
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from importlib.util import find_spec
 from itertools import pairwise
 from types import ModuleType
@@ -33,35 +34,69 @@ from tlt_server.models.config import ModelConfig
 
 SHAPES = [(7, 1, 32), (4, 2, 16)]
 DECODING = [(70, 3), (1, 1), (129, 5)]  # trees and plain decoding
-PROMPTS = [(300, -220), (17, -17), (70, -1), (200, -90)]  # chunks behind cached prefixes, and whole prompts
+PROMPTS = [
+    (300, -220),
+    (17, -17),
+    (70, -1),
+    (200, -90),
+]  # chunks behind cached prefixes, and whole prompts
 PROMPT_ROWS_HERE = LARGE + 128  # of a step with PROMPTS: the rest are dead
 DEAD = PROMPT_ROWS_HERE - sum(-count for _, count in PROMPTS)
 
 
 class Library:
-    """What the backend may rely on: packed sequences, grouped heads, a causal mask that ends at the bottom right."""
+    """What the backend may rely on: packed sequences, grouped heads, a causal mask that ends at the
+    bottom right.
+    """
 
     def __init__(self) -> None:
         self.calls: list[tuple[int, int]] = []  # sequences, keys
 
-    def flash_attn_varlen_func(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
-                               max_seqlen_k: int, dropout_p: float = 0.0, softmax_scale: float | None = None,
-                               causal: bool = False) -> Tensor:
+    def flash_attn_varlen_func(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        dropout_p: float = 0.0,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+    ) -> Tensor:
         assert q.dtype == k.dtype == v.dtype and q.dtype in (torch.float16, torch.bfloat16)
-        assert q.dim() == 3 and k.shape == v.shape and q.shape[2] == k.shape[2] and q.shape[1] % k.shape[1] == 0
+        assert (
+            q.dim() == 3
+            and k.shape == v.shape
+            and q.shape[2] == k.shape[2]
+            and q.shape[1] % k.shape[1] == 0
+        )
         assert q.stride(2) == k.stride(2) == v.stride(2) == 1
         assert {t.device for t in (q, k, v, cu_seqlens_q, cu_seqlens_k)} == {q.device}
         for cu, tokens, most in ((cu_seqlens_q, q, max_seqlen_q), (cu_seqlens_k, k, max_seqlen_k)):
             assert cu.dtype == torch.int32 and cu.is_contiguous() and cu.shape == cu_seqlens_q.shape
-            assert cu[0] == 0 and cu[-1] == len(tokens) and type(most) is int and most == cu.diff().max() and cu.diff().min() >= 0
+            assert (
+                cu[0] == 0
+                and cu[-1] == len(tokens)
+                and type(most) is int
+                and most == cu.diff().max()
+                and cu.diff().min() >= 0
+            )
         assert causal and softmax_scale == q.shape[2] ** -0.5 and dropout_p == 0
         self.calls.append((len(cu_seqlens_q) - 1, len(k)))
         group, out = q.shape[1] // k.shape[1], torch.zeros_like(q)
-        for (q0, q1), (k0, k1) in zip(pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_k.tolist()), strict=True):
+        for (q0, q1), (k0, k1) in zip(
+            pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_k.tolist()), strict=True
+        ):
             key, value = (t[k0:k1].float().repeat_interleave(group, dim=1) for t in (k, v))
             score = torch.einsum("qnd,knd->nqk", q[q0:q1].float(), key) * softmax_scale
-            seen = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool, device=q.device).tril(k1 - k0 - (q1 - q0))
-            weight = torch.softmax(score.masked_fill(~seen, -torch.inf), dim=-1).nan_to_num(0.0)  # a row without keys is 0
+            seen = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool, device=q.device).tril(
+                k1 - k0 - (q1 - q0)
+            )
+            weight = torch.softmax(score.masked_fill(~seen, -torch.inf), dim=-1).nan_to_num(
+                0.0
+            )  # a row without keys is 0
             out[q0:q1] = torch.einsum("nqk,knd->qnd", weight, value).to(q.dtype)
         return out
 
@@ -76,23 +111,46 @@ def library(monkeypatch) -> Library:
 
 def arguments(step: Step, **others: object) -> dict:
     _, heads, width = step.q_RND.shape
-    return {"heads": heads, "kv_heads": step.k_SKD.shape[1], "head_dim": width, "context": step.context, "device": torch.device(DEVICE),
-            "dtype": step.q_RND.dtype, "numerics": "fast", **others}
+    return {
+        "heads": heads,
+        "kv_heads": step.k_SKD.shape[1],
+        "head_dim": width,
+        "context": step.context,
+        "device": torch.device(DEVICE),
+        "dtype": step.q_RND.dtype,
+        "numerics": "fast",
+        **others,
+    }
 
 
-def a_mixed_step(shape: tuple[int, int, int], dtype: torch.dtype, decoding=DECODING, prompts=PROMPTS, dead: int = DEAD) -> Step:
-    """Decode and tree rows, the last of which is dead, then prompt rows, the last of which are dead."""
+def a_mixed_step(
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    decoding=DECODING,
+    prompts=PROMPTS,
+    dead: int = DEAD,
+) -> Step:
+    """Decode and tree rows, the last of which is dead, then prompt rows, the last of which are
+    dead.
+    """
     step = a_step(shape, [*decoding, *prompts], dtype=dtype, dead=dead)
     last = sum(count for _, count in decoding) - 1
     if decoding:
-        step.rows.position_R[last], step.rows.place_R[last], step.rows.base_R[last] = -1, len(step.rows.page_table_QP) - 1, 0
+        step.rows.position_R[last], step.rows.place_R[last], step.rows.base_R[last] = (
+            -1,
+            len(step.rows.page_table_QP) - 1,
+            0,
+        )
     return step
 
 
 def attend(backend: object, step: Step, prompt_rows: int, first: int = 0) -> Tensor:
     paged, none_R = step.rows, torch.full_like(step.rows.position_R, -1)
     planned = backend.planned(len(none_R), prompt_rows=prompt_rows)
-    planned.plan(Rows(none_R, paged.position_R, none_R, paged.place_R, paged.base_R, paged.path_RD, none_R), paged.page_table_QP)
+    planned.plan(
+        Rows(none_R, paged.position_R, none_R, paged.place_R, paged.base_R, paged.path_RD, none_R),
+        paged.page_table_QP,
+    )
     layers = []
     for _ in range(2):
         if DEVICE == "cuda":
@@ -118,27 +176,37 @@ def assert_like_the_twin(found: Tensor, step: Step, first: int, tolerance: float
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_large_step_matches_the_twin_and_reads_nothing_invisible(library, shape, first):
     step = a_mixed_step(shape, torch.float16)
-    assert_like_the_twin(attend(FlashPaged(**arguments(step)), step, PROMPT_ROWS_HERE, first), step, first, 1e-3)
+    assert_like_the_twin(
+        attend(FlashPaged(**arguments(step)), step, PROMPT_ROWS_HERE, first), step, first, 1e-3
+    )
     assert library.calls == [(len(PROMPTS), sum(max(known - first, 0) for known, _ in PROMPTS))] * 2
 
 
 def test_a_step_of_prompts_alone_needs_no_other_rows(library):
     step = a_mixed_step(SHAPES[1], torch.bfloat16, decoding=[])
-    assert_like_the_twin(attend(FlashPaged(**arguments(step)), step, PROMPT_ROWS_HERE), step, 0, 6e-3)
+    assert_like_the_twin(
+        attend(FlashPaged(**arguments(step)), step, PROMPT_ROWS_HERE), step, 0, 6e-3
+    )
 
 
 def test_keys_are_gathered_for_a_few_requests_at_a_time(library, monkeypatch):
     step = a_mixed_step(SHAPES[1], torch.float16, decoding=[])
     together = attend(FlashPaged(**arguments(step)), step, PROMPT_ROWS_HERE)
-    monkeypatch.setattr(flash, "GATHERED", 280 * 2 * 2 * 16 * 2)  # 280 keys and values of 2 heads of 16 in two bytes
+    monkeypatch.setattr(
+        flash, "GATHERED", 280 * 2 * 2 * 16 * 2
+    )  # 280 keys and values of 2 heads of 16 in two bytes
     library.calls.clear()
-    assert_same_live_rows("out_RND", attend(FlashPaged(**arguments(step)), step, PROMPT_ROWS_HERE), together, step)
+    assert_same_live_rows(
+        "out_RND", attend(FlashPaged(**arguments(step)), step, PROMPT_ROWS_HERE), together, step
+    )
     assert library.calls == [(1, 300), (2, 87), (1, 200)] * 2
 
 
 def test_a_rehearsed_step_has_no_live_prompt_row_and_calls_nothing(library):
     step = a_mixed_step(SHAPES[1], torch.float16, prompts=[], dead=PROMPT_ROWS_HERE)
-    assert_like_the_twin(attend(FlashPaged(**arguments(step)), step, PROMPT_ROWS_HERE), step, 0, 1e-3)
+    assert_like_the_twin(
+        attend(FlashPaged(**arguments(step)), step, PROMPT_ROWS_HERE), step, 0, 1e-3
+    )
     assert not library.calls
 
 
@@ -146,12 +214,17 @@ def test_what_may_be_captured_is_the_triton_kernels_to_the_bit(library):
     assert LARGE >= PROMPT_SIZES[-1]  # a captured plan could not wait for the device
     step = a_mixed_step(SHAPES[1], torch.float16, prompts=[(40, -20)], dead=0)
     expected = attend(TritonPaged(**arguments(step)), step, 20)
-    assert_same_live_rows("out_RND", attend(FlashPaged(**arguments(step)), step, 20), expected, step)
+    assert_same_live_rows(
+        "out_RND", attend(FlashPaged(**arguments(step)), step, 20), expected, step
+    )
     assert not library.calls
 
 
 def test_runs_end_where_the_request_changes_or_the_dead_begin():
-    position_P, place_P = np.array([5, 6, 7, 0, 8, 9, -1], np.int32), np.array([2, 2, 2, 0, 1, 1, 3], np.int32)
+    position_P, place_P = (
+        np.array([5, 6, 7, 0, 8, 9, -1], np.int32),
+        np.array([2, 2, 2, 0, 1, 1, 3], np.int32),
+    )
     runs = runs_of(position_P, place_P)
     assert runs == [Run(0, 3, 2, 8), Run(3, 1, 0, 1), Run(4, 2, 1, 10)]
     assert [len(part) for part in parts_of(runs, 9)] == [2, 1]
@@ -175,16 +248,28 @@ def test_what_it_cannot_serve_is_refused_with_the_remedy(library, monkeypatch):
 
 def test_an_engine_is_refused_before_its_weights_are_read(tmp_path):
     config = ModelConfig.read(write_target(tmp_path / "target"))
-    settings = EngineSettings(model="/nowhere", device="interpreter", dtype="bfloat16", attention="flash_attn", numerics="strict")
+    settings = EngineSettings(
+        model="/nowhere",
+        device="interpreter",
+        dtype="bfloat16",
+        attention="flash_attn",
+        numerics="strict",
+    )
     with pytest.raises(StartupError, match="numerics is strict"):
         Interpreted(settings).load(config)
 
 
 @gpu
-@pytest.mark.skipif(find_spec("flash_attn") is None or DEVICE == "cpu", reason="the package flash-attn and a GPU are needed")
+@pytest.mark.skipif(
+    find_spec("flash_attn") is None or DEVICE == "cpu",
+    reason="the package flash-attn and a GPU are needed",
+)
 @pytest.mark.parametrize("shape", [(28, 4, 128), (32, 8, 64)])
 def test_on_the_gpu_the_real_library_matches_the_twin(shape):
     step = a_mixed_step(shape, torch.bfloat16)
-    found: Callable[[int], Tensor] = lambda first: attend(FlashPaged(**arguments(step)), step, PROMPT_ROWS_HERE, first)  # noqa: E731
+
+    def found(first: int) -> Tensor:
+        return attend(FlashPaged(**arguments(step)), step, PROMPT_ROWS_HERE, first)
+
     for first in (0, 180):
         assert_like_the_twin(found(first), step, first, 5e-3)

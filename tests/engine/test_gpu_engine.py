@@ -1,4 +1,6 @@
-"""The GPU engine on the interpreter: plain decoding equals the CPU engine's, and speculation changes no bit of it."""
+"""The GPU engine on the interpreter: plain decoding equals the CPU engine's, and speculation
+changes no bit of it.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,16 @@ import msgspec
 import pytest
 
 from tests.engine.fast_interpreter import patched_once
-from tests.engine.gpu_engine import PAGE, assert_agree, bits, checkpoints, drafting, on_cpu, prompt, request
+from tests.engine.gpu_engine import (
+    PAGE,
+    assert_agree,
+    bits,
+    checkpoints,
+    drafting,
+    on_cpu,
+    prompt,
+    request,
+)
 from tests.engine.pushing import Pushable
 from tlt_server.engine.assembly import assemble
 from tlt_server.engine.gpu.drafts import drift
@@ -60,7 +71,9 @@ def test_tokens_equal_the_cpu_engines(plain: Pushable, cpu: Pushable) -> None:
     assert plain.said["r5"][0].cached_tokens == PAGE
 
 
-def test_it_says_which_kernel_computes_products(settings: EngineSettings, plain: Pushable, cpu: Pushable) -> None:
+def test_it_says_which_kernel_computes_products(
+    settings: EngineSettings, plain: Pushable, cpu: Pushable
+) -> None:
     why = "portable: the type is float32, and the streaming kernel is for bfloat16"
     assert plain.info.products == why and cpu.info.products == ""
     said = {}
@@ -70,12 +83,24 @@ def test_it_says_which_kernel_computes_products(settings: EngineSettings, plain:
 
 def test_all_pages_are_free_again_and_nothing_is_in_flight(plain: Pushable) -> None:
     gauges = plain.engine.gauges()
-    assert gauges["pages_free"] == plain.info.pages and gauges["running"] == 0 and plain.engine.runner.in_flight == 0
+    assert (
+        gauges["pages_free"] == plain.info.pages
+        and gauges["running"] == 0
+        and plain.engine.runner.in_flight == 0
+    )
 
 
-@pytest.mark.parametrize("strategy", [("eagle", 2, 2, 4), ("eagle", 3, 1, 4), ("history", 3, 2, 4)], ids=["tree", "chain", "history"])
-def test_speculation_changes_no_bit(strategy: tuple[str, int, int, int], settings: EngineSettings, plain: Pushable,
-                                    monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "strategy",
+    [("eagle", 2, 2, 4), ("eagle", 3, 1, 4), ("history", 3, 2, 4)],
+    ids=["tree", "chain", "history"],
+)
+def test_speculation_changes_no_bit(
+    strategy: tuple[str, int, int, int],
+    settings: EngineSettings,
+    plain: Pushable,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(drift, "EVERY", 1)
     engine = Pushable(drafting(settings, *strategy))
     passes = accepted = drafted = 0
@@ -83,26 +108,39 @@ def test_speculation_changes_no_bit(strategy: tuple[str, int, int, int], setting
     while not engine.engine.idle:
         engine.step()
         if cycle := engine.engine.last_cycle:
-            passes, accepted, drafted = passes + 1, accepted + sum(cycle.accepted), drafted + cycle.drafted
+            passes, accepted, drafted = (
+                passes + 1,
+                accepted + sum(cycle.accepted),
+                drafted + cycle.drafted,
+            )
     assert bits(engine, IDS) == bits(plain, IDS)
     said = [output for id in IDS for output in engine.said[id]]
     assert sum(output.drafted for output in said) == drafted > 0
     assert sum(output.accepted for output in said) == accepted <= drafted
-    assert accepted > 0 or strategy[0] == "history", "the drafter shares the noise: some of its tokens must hit"
+    assert accepted > 0 or strategy[0] == "history", (
+        "the drafter shares the noise: some of its tokens must hit"
+    )
     assert all(output.drafted == 0 for output in engine.said["r6"]), "it is never speculated on"
     gauges = engine.engine.gauges()
     assert gauges["pages_free"] == engine.info.pages
     table = engine.engine.runner._drafters[strategy[0]].calibration
     online = OnlineTable(table.prior_Z.numpy())
     online.survival_K, online.trials_K = table.survival_Z.numpy(), table.trials_Z.numpy()
-    assert gauges["calibration_drift" if strategy[0] == "eagle" else "history_table_drift"] == pytest.approx(online.drift)
+    assert gauges[
+        "calibration_drift" if strategy[0] == "eagle" else "history_table_drift"
+    ] == pytest.approx(online.drift)
     assert online.drift > 0 or strategy[0] == "history"
 
 
 def test_preemption_changes_no_bit(settings: EngineSettings) -> None:
     """Two sequences of three pages each, on four."""
     asked = [request(0, PAGE - 1, max_tokens=PAGE + 3), request(1, PAGE - 2, max_tokens=PAGE + 3)]
-    wide, scarce = Pushable(settings), Pushable(msgspec.structs.replace(drafting(settings, "eagle", 3, 1, 4), pages=4, max_rows=12))
+    wide, scarce = (
+        Pushable(settings),
+        Pushable(
+            msgspec.structs.replace(drafting(settings, "eagle", 3, 1, 4), pages=4, max_rows=12)
+        ),
+    )
     wide.run(*asked)
     scarce.run(*asked)
     assert bits(scarce, ["r0", "r1"]) == bits(wide, ["r0", "r1"])

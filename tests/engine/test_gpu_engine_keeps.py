@@ -23,7 +23,9 @@ def fast() -> Iterator[None]:
 
 
 def test_no_activation_outlives_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Pushable(msgspec.structs.replace(drafting(checkpoints(tmp_path), "eagle", 3, 2, 4), max_rows=64))
+    engine = Pushable(
+        msgspec.structs.replace(drafting(checkpoints(tmp_path), "eagle", 3, 2, 4), max_rows=64)
+    )
     model, hidden = engine.engine.runner.state.model, []
     sound = model.forward
 

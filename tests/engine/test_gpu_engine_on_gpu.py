@@ -1,4 +1,6 @@
-"""The demo pair on a real GPU, bfloat16, captured: nothing that the engine may decide changes a token or a bit of a log-prob."""
+"""The demo pair on a real GPU, bfloat16, captured: nothing that the engine may decide changes a
+token or a bit of a log-prob.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ from tlt_server.models.gpu.products import FEW_ROWS
 from tlt_server.records import GenerateRequest, Sampling, SetPolicy, Strategy
 from tlt_server.speculation.policies.arms import ladder
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 GIB = 2**30
 Bits = dict[str, tuple[list[int], bytes]]
@@ -38,7 +43,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, scale in (("base", 0.0), ("new", 0.003)):
         shutil.copytree(TARGET, root / name)
         tensors = load_file(TARGET / "model.safetensors")
-        moved = {k: (t.float() + scale * torch.randn(t.shape, generator=generator)).to(torch.bfloat16) for k, t in tensors.items()}
+        moved = {
+            k: (t.float() + scale * torch.randn(t.shape, generator=generator)).to(torch.bfloat16)
+            for k, t in tensors.items()
+        }
         save_file(moved, root / name / "model.safetensors")
     return root
 
@@ -46,8 +54,18 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def settings(root: Path) -> EngineSettings:
     return EngineSettings(
-        model=str(root / "base"), drafter=str(DRAFTER), policy="off", device="cuda", dtype="bfloat16", attention="triton",
-        kv_memory_mb=2048, max_model_len=512, max_running=64, max_rows=512, weight_root=str(root))
+        model=str(root / "base"),
+        drafter=str(DRAFTER),
+        policy="off",
+        device="cuda",
+        dtype="bfloat16",
+        attention="triton",
+        kv_memory_mb=2048,
+        max_model_len=512,
+        max_running=64,
+        max_rows=512,
+        weight_root=str(root),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -57,16 +75,34 @@ def engine(settings: EngineSettings) -> Iterator[Pushable]:
 
 def requests() -> list[GenerateRequest]:
     """64, of all kinds of device sampling, a few never speculated on."""
-    kinds = [{}, {"temperature": 0.0}, {"temperature": 0.7, "top_k": 20}, {"top_p": 0.9}, {"temperature": 0.5, "min_p": 0.05}]
+    kinds = [
+        {},
+        {"temperature": 0.0},
+        {"temperature": 0.7, "top_k": 20},
+        {"top_p": 0.9},
+        {"temperature": 0.5, "min_p": 0.05},
+    ]
     asked = problems_as_requests(TARGET, 64, group=4, seed=0, max_tokens=48)
-    return [msgspec.structs.replace(r, sampling=msgspec.structs.replace(r.sampling, **kinds[i % 5]), sd=i % 16 != 7)
-            for i, r in enumerate(asked)]
+    return [
+        msgspec.structs.replace(
+            r, sampling=msgspec.structs.replace(r.sampling, **kinds[i % 5]), sd=i % 16 != 7
+        )
+        for i, r in enumerate(asked)
+    ]
 
 
-def bits(engine: Pushable, asked: list[GenerateRequest], policy: str = "off", strategy: Strategy | None = None) -> Bits:
+def bits(
+    engine: Pushable,
+    asked: list[GenerateRequest],
+    policy: str = "off",
+    strategy: Strategy | None = None,
+) -> Bits:
     engine.engine.send(SetPolicy(policy, strategy))
     said = engine.run(*asked)
-    return {id: (tokens, np.array(logprobs, np.float32).tobytes()) for id, (tokens, logprobs) in said.items()}
+    return {
+        id: (tokens, np.array(logprobs, np.float32).tobytes())
+        for id, (tokens, logprobs) in said.items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -77,55 +113,93 @@ def plain(engine: Pushable) -> Bits:
 def assert_same(found: Bits, expected: Bits) -> None:
     tokens = sum(a != b for id in found for a, b in zip(found[id][0], expected[id][0], strict=True))
     assert tokens == 0, f"{tokens} tokens differ"
-    logprobs = sum(int((np.frombuffer(found[id][1], np.int32) != np.frombuffer(expected[id][1], np.int32)).sum()) for id in found)
+    logprobs = sum(
+        int(
+            (
+                np.frombuffer(found[id][1], np.int32) != np.frombuffer(expected[id][1], np.int32)
+            ).sum()
+        )
+        for id in found
+    )
     assert logprobs == 0, f"{logprobs} log-probs differ in their bits"
 
 
 def test_what_policies_reach_is_captured_within_its_memory(engine: Pushable, plain: Bits) -> None:
-    """`plain` has run: keys of mixed steps are there already, and nothing of these was captured twice."""
+    """`plain` has run: keys of mixed steps are there already, and nothing of these was captured
+    twice.
+    """
     graphs, rungs = engine.engine.runner.graphs, ladder(("eagle", "history"), "cuda")
     keys = engine.engine.runner.shapes.captured(rungs.arms, rungs.rows)
     assert all(key in graphs for key in keys)
-    assert [key for key in graphs.bytes if key in set(keys)] == keys, "from the largest to the smallest"
+    assert [key for key in graphs.bytes if key in set(keys)] == keys, (
+        "from the largest to the smallest"
+    )
     assert 0 < graphs.total_bytes < 2 * GIB
 
 
-@pytest.mark.parametrize("arm", ["eagle 7 4 32", "eagle 7 1 8", "eagle 7 4 16", "history 12 2 16", "beg"])
+@pytest.mark.parametrize(
+    "arm", ["eagle 7 4 32", "eagle 7 1 8", "eagle 7 4 16", "history 12 2 16", "beg"]
+)
 @pytest.mark.parametrize("batch", [64, 7, 1])
 def test_speculation_changes_no_bit(arm: str, batch: int, engine: Pushable, plain: Bits) -> None:
     drafter, *numbers = arm.split()
-    policy, strategy = ("fixed", Strategy(drafter, *map(int, numbers))) if numbers else ("beg", None)
-    assert_same(bits(engine, requests()[:batch] if batch > 1 else requests()[5:6], policy, strategy), plain)
+    policy, strategy = (
+        ("fixed", Strategy(drafter, *map(int, numbers))) if numbers else ("beg", None)
+    )
+    assert_same(
+        bits(engine, requests()[:batch] if batch > 1 else requests()[5:6], policy, strategy), plain
+    )
     if policy == "fixed":
         assert sum(o.accepted for outputs in engine.said.values() for o in outputs) > 0
 
 
 @pytest.mark.parametrize("arm", ["off", "eagle 7 4 16", "history 12 2 16"])
 def test_asking_for_reports_changes_no_bit_and_every_step_stays_a_captured_one(
-        arm: str, engine: Pushable, plain: Bits, monkeypatch: pytest.MonkeyPatch) -> None:
+    arm: str, engine: Pushable, plain: Bits, monkeypatch: pytest.MonkeyPatch
+) -> None:
     drafter, *numbers = arm.split()
     strategy = Strategy(drafter, *map(int, numbers)) if numbers else None
-    asked = [msgspec.structs.replace(r, sampling=msgspec.structs.replace(r.sampling, logprobs=(0, 1, 20)[i % 3], raw_logprobs=i % 2 > 0))
-             for i, r in enumerate(requests())]
+    asked = [
+        msgspec.structs.replace(
+            r,
+            sampling=msgspec.structs.replace(
+                r.sampling, logprobs=(0, 1, 20)[i % 3], raw_logprobs=i % 2 > 0
+            ),
+        )
+        for i, r in enumerate(requests())
+    ]
     launched: Counter[object] = Counter()
     sound = Extend.run
-    monkeypatch.setattr(Extend, "run", lambda extend: launched.update([extend.key]) or sound(extend))
+    monkeypatch.setattr(
+        Extend, "run", lambda extend: launched.update([extend.key]) or sound(extend)
+    )
     monkeypatch.setattr(runner, "sample_by_host", lambda *given: pytest.fail("the host sampled"))
     found = bits(engine, asked, "fixed" if strategy else "off", strategy)
     assert_same(found, plain)
-    assert max(launched.values(), default=0) <= 2, "once to run and once to record; then it is replayed"
-    assert strategy is None or sum(o.accepted for r in asked if r.sampling.logprobs for o in engine.said[r.id]) > 0
+    assert max(launched.values(), default=0) <= 2, (
+        "once to run and once to record; then it is replayed"
+    )
+    assert (
+        strategy is None
+        or sum(o.accepted for r in asked if r.sampling.logprobs for o in engine.said[r.id]) > 0
+    )
     for r in asked:
         tokens, logprobs = found[r.id][0], np.frombuffer(found[r.id][1], np.float32)
         raw = [x for output in engine.said[r.id] for x in output.raw_logprobs or []]
         top = [x for output in engine.said[r.id] for x in output.top_logprobs or []]
-        assert len(raw) == len(tokens) * r.sampling.raw_logprobs and len(top) == len(tokens) * (r.sampling.logprobs > 0)
-        filtered = r.sampling.temperature != 0 and (r.sampling.top_k or r.sampling.top_p < 1 or r.sampling.min_p)
+        assert len(raw) == len(tokens) * r.sampling.raw_logprobs and len(top) == len(tokens) * (
+            r.sampling.logprobs > 0
+        )
+        filtered = r.sampling.temperature != 0 and (
+            r.sampling.top_k or r.sampling.top_p < 1 or r.sampling.min_p
+        )
         if raw and r.sampling.temperature in (0.0, 1.0) and not filtered:
             np.testing.assert_allclose(raw, logprobs, atol=1e-5, err_msg=r.id)
         for token, logprob, best in zip(tokens, logprobs, top, strict=False):
             among = dict(zip(best.token_ids, best.logprobs, strict=True))
-            assert len(among) <= r.sampling.logprobs and best.logprobs == sorted(best.logprobs, reverse=True)
+            assert len(among) <= r.sampling.logprobs and best.logprobs == sorted(
+                best.logprobs, reverse=True
+            )
             assert filtered or len(among) == r.sampling.logprobs
             if token in among:
                 assert abs(among[token] - logprob) < 1e-5
@@ -143,8 +217,12 @@ def test_batch_and_chunks_change_no_bit(engine: Pushable, plain: Bits) -> None:
         scheduler.max_rows = kept
 
 
-def test_without_graphs_and_with_few_pages_the_bits_are_the_same(settings: EngineSettings, plain: Bits) -> None:
-    scarce = Pushable(msgspec.structs.replace(settings, graphs=False, pages=32, max_running=12, max_rows=96))
+def test_without_graphs_and_with_few_pages_the_bits_are_the_same(
+    settings: EngineSettings, plain: Bits
+) -> None:
+    scarce = Pushable(
+        msgspec.structs.replace(settings, graphs=False, pages=32, max_running=12, max_rows=96)
+    )
     asked = requests()[:24]
     assert_same(bits(scarce, asked), plain)
     assert_same(bits(scarce, asked, "fixed", Strategy("eagle", 7, 4, 16)), plain)
@@ -152,26 +230,42 @@ def test_without_graphs_and_with_few_pages_the_bits_are_the_same(settings: Engin
 
 
 def test_graphs_compute_with_pushed_weights_and_with_the_old_ones_after_a_rollback(
-        engine: Pushable, settings: EngineSettings, root: Path, plain: Bits) -> None:
+    engine: Pushable, settings: EngineSettings, root: Path, plain: Bits
+) -> None:
     model = engine.engine.runner.state.model
-    where, sums = {name: view.data_ptr() for name, view in model.parameters().items()}, engine.checksums()
+    where, sums = (
+        {name: view.data_ptr() for name, view in model.parameters().items()},
+        engine.checksums(),
+    )
     report = engine.push(root / "new", "v1")
     assert report.result == "committed"
-    assert {name: view.data_ptr() for name, view in engine.engine.runner.state.model.parameters().items()} == where
+    assert {
+        name: view.data_ptr()
+        for name, view in engine.engine.runner.state.model.parameters().items()
+    } == where
     after = bits(engine, requests()[:16], "fixed", Strategy("eagle", 7, 1, 8))
-    fresh = Pushable(msgspec.structs.replace(settings, model=str(root / "new"), graphs=False, max_running=16))
+    fresh = Pushable(
+        msgspec.structs.replace(settings, model=str(root / "new"), graphs=False, max_running=16)
+    )
     assert_same(after, bits(fresh, requests()[:16]))
     assert after != {id: plain[id] for id in after}
     assert engine.roll_back("initial").result == "rolled_back" and engine.checksums() == sums
     assert_same(bits(engine, requests()[:16], "fixed", Strategy("eagle", 7, 1, 8)), plain)
 
 
-def test_a_push_while_graphs_run_is_marked_at_the_token(engine: Pushable, root: Path, plain: Bits) -> None:
-    long = [msgspec.structs.replace(r, sampling=Sampling(max_tokens=200, ignore_eos=True)) for r in requests()[:4]]
+def test_a_push_while_graphs_run_is_marked_at_the_token(
+    engine: Pushable, root: Path, plain: Bits
+) -> None:
+    long = [
+        msgspec.structs.replace(r, sampling=Sampling(max_tokens=200, ignore_eos=True))
+        for r in requests()[:4]
+    ]
     for r in long:
         engine.said.pop(r.id, None)
     engine.engine.send(SetPolicy("fixed", Strategy("eagle", 7, 1, 8)))
-    assert engine.push(root / "new", "v2", in_flight="continue", commit=False).result == "staged"  # which takes longer than they run
+    assert (
+        engine.push(root / "new", "v2", in_flight="continue", commit=False).result == "staged"
+    )  # which takes longer than they run
     engine.submit(*long)
     engine.step(6)
     assert engine.engine.runner.in_flight and engine.commit("v2").result == "committed"
@@ -182,7 +276,9 @@ def test_a_push_while_graphs_run_is_marked_at_the_token(engine: Pushable, root: 
     assert engine.roll_back("initial").result == "rolled_back"
 
 
-def test_weights_that_are_not_finite_end_requests_with_one_typed_error(engine: Pushable, plain: Bits) -> None:
+def test_weights_that_are_not_finite_end_requests_with_one_typed_error(
+    engine: Pushable, plain: Bits
+) -> None:
     norm_H = engine.engine.runner.state.model.final_norm_H
     kept_H = norm_H.clone()
     norm_H.fill_(float("nan"))
@@ -193,22 +289,35 @@ def test_weights_that_are_not_finite_end_requests_with_one_typed_error(engine: P
     torch.cuda.synchronize()
     for r in asked:
         last = engine.said[r.id][-1]
-        assert last.finish_reason == "error" and last.error is not None and last.error[0] == "engine_failed" and "finite" in last.error[1]
+        assert (
+            last.finish_reason == "error"
+            and last.error is not None
+            and last.error[0] == "engine_failed"
+            and "finite" in last.error[1]
+        )
     assert_same(bits(engine, asked), plain)
 
 
-def test_pages_without_number_are_refused_with_a_remedy(settings: EngineSettings, engine: Pushable) -> None:
+def test_pages_without_number_are_refused_with_a_remedy(
+    settings: EngineSettings, engine: Pushable
+) -> None:
     with pytest.raises(StartupError, match=r"KV pages.*lower .*pages"):
         Pushable(msgspec.structs.replace(settings, pages=10**9, graphs=False))
 
 
 def test_fast_numerics_sample_the_models_distribution(settings: EngineSettings) -> None:
-    """First tokens over seeds against the softmax in float64 of one row's fp32 logits; drawn beside each other, so by other products."""
+    """First tokens over seeds against the softmax in float64 of one row's fp32 logits; drawn beside
+    each other, so by other products.
+    """
     many = 2 * FEW_ROWS  # of which the library computes what it may
-    fast = Pushable(msgspec.structs.replace(settings, numerics="fast", graphs=False, max_running=many))
+    fast = Pushable(
+        msgspec.structs.replace(settings, numerics="fast", graphs=False, max_running=many)
+    )
     assert "fast" in fast.info.numerics
     asked, draws, vocab = requests()[0], 3000, fast.info.vocab_size
-    every = msgspec.structs.replace(asked, id="every", sampling=Sampling(max_tokens=1, logprobs=vocab, temperature=1.6))
+    every = msgspec.structs.replace(
+        asked, id="every", sampling=Sampling(max_tokens=1, logprobs=vocab, temperature=1.6)
+    )
     fast.run(every)
     (top,) = [t for output in fast.said["every"] for t in output.top_logprobs or []]
     p = np.zeros(vocab)
@@ -218,8 +327,14 @@ def test_fast_numerics_sample_the_models_distribution(settings: EngineSettings) 
     said = fast.run(*[msgspec.structs.replace(one, id=f"d{i}", seed=i) for i in range(draws)])
     counts = np.bincount([tokens[0] for tokens, _ in said.values()], minlength=vocab)
     rare = p * draws < 5
-    grouped_p, grouped = np.append(p[~rare], p[rare].sum()), np.append(counts[~rare], counts[rare].sum())
+    grouped_p, grouped = (
+        np.append(p[~rare], p[rare].sum()),
+        np.append(counts[~rare], counts[rare].sum()),
+    )
     if grouped_p[-1] * draws < 5:  # too few to be told apart: into the last of the others
-        grouped_p, grouped = np.append(grouped_p[:-2], grouped_p[-2:].sum()), np.append(grouped[:-2], grouped[-2:].sum())
+        grouped_p, grouped = (
+            np.append(grouped_p[:-2], grouped_p[-2:].sum()),
+            np.append(grouped[:-2], grouped[-2:].sum()),
+        )
     assert len(grouped) > 2, "one token has it all; choose another prompt"
     assert p_value(grouped, grouped_p / grouped_p.sum()) > P_LOWEST

@@ -1,4 +1,6 @@
-"""What the host decides while a step is in flight, and what only the host samples; on the interpreter, against the CPU engine."""
+"""What the host decides while a step is in flight, and what only the host samples; on the
+interpreter, against the CPU engine.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineSetting
         yield checkpoints(tmp_path_factory.mktemp("smallest"))
 
 
-def test_the_place_and_pages_of_an_aborted_request_serve_the_next_while_its_step_is_in_flight(settings: EngineSettings) -> None:
+def test_the_place_and_pages_of_an_aborted_request_serve_the_next_while_its_step_is_in_flight(
+    settings: EngineSettings,
+) -> None:
     narrow = msgspec.structs.replace(drafting(settings, "eagle", 2, 1, 3), max_running=1, pages=2)
     first, second = request(0, 12, max_tokens=20), request(1, 7, max_tokens=6)
     engine, cpu = Pushable(narrow), Pushable(on_cpu(narrow))
@@ -43,12 +47,16 @@ def test_the_place_and_pages_of_an_aborted_request_serve_the_next_while_its_step
     cpu.run(first, second)
     assert engine.said["r0"][-1].finish_reason == "stop"
     got = engine.tokens("r0")
-    assert 0 < len(got) < 20 and got == cpu.tokens("r0")[: len(got)], "what was said before the abort stays said, nothing after it"
+    assert 0 < len(got) < 20 and got == cpu.tokens("r0")[: len(got)], (
+        "what was said before the abort stays said, nothing after it"
+    )
     assert_agree(engine, cpu, ["r1"])
     assert engine.engine.gauges()["pages_free"] == 2
 
 
-def test_weights_that_are_not_finite_end_a_request_with_one_typed_error(settings: EngineSettings) -> None:
+def test_weights_that_are_not_finite_end_a_request_with_one_typed_error(
+    settings: EngineSettings,
+) -> None:
     engine = Pushable(settings)
     engine.submit(request(0))
     engine.step(3)
@@ -57,7 +65,12 @@ def test_weights_that_are_not_finite_end_a_request_with_one_typed_error(settings
     norm_H.fill_(float("nan"))
     engine.finish()
     last = engine.said["r0"][-1]
-    assert last.finish_reason == "error" and last.error is not None and last.error[0] == "engine_failed" and "finite" in last.error[1]
+    assert (
+        last.finish_reason == "error"
+        and last.error is not None
+        and last.error[0] == "engine_failed"
+        and "finite" in last.error[1]
+    )
     norm_H.copy_(kept_H)
     assert len(engine.run(request(1, 3, max_tokens=2))["r1"][0]) == 2, "its place serves the next"
 
@@ -66,10 +79,25 @@ def by_host() -> list:
     """Requests that need the host's sampler, beside ordinary ones."""
     return [
         request(0, 6, max_tokens=7),
-        request(1, 4, temperature=0.7, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2),
+        request(
+            1,
+            4,
+            temperature=0.7,
+            repetition_penalty=1.3,
+            presence_penalty=0.4,
+            frequency_penalty=0.2,
+        ),
         request(2, 5, max_tokens=5, logprobs=3, raw_logprobs=True, top_k=9, frequency_penalty=0.3),
         request(3, 9, max_tokens=4, prompt_logprobs=2),
-        request(4, 4, max_tokens=5, ignore_eos=False, stop_token_ids=list(range(56)), min_tokens=3, logit_bias={40: 1.5, 3: -60.0}),
+        request(
+            4,
+            4,
+            max_tokens=5,
+            ignore_eos=False,
+            stop_token_ids=list(range(56)),
+            min_tokens=3,
+            logit_bias={40: 1.5, 3: -60.0},
+        ),
         request(5, 8, max_tokens=0, prompt_logprobs=1),
     ]
 
@@ -88,21 +116,29 @@ def engine(settings: EngineSettings) -> Pushable:
     return engine
 
 
-def test_requests_sampled_by_the_host_agree_beside_ordinary_ones(engine: Pushable, twin: Pushable) -> None:
+def test_requests_sampled_by_the_host_agree_beside_ordinary_ones(
+    engine: Pushable, twin: Pushable
+) -> None:
     assert_agree(engine, twin, [f"r{i}" for i in range(6)])
     assert engine.said["r4"][-1].finish_reason == "stop" and len(engine.tokens("r4")) >= 3
 
 
-def test_alternatives_and_raw_logprobs_of_an_edited_distribution_agree(engine: Pushable, twin: Pushable) -> None:
+def test_alternatives_and_raw_logprobs_of_an_edited_distribution_agree(
+    engine: Pushable, twin: Pushable
+) -> None:
     assert_reports_agree(engine, twin, "r2")
 
 
 @pytest.mark.parametrize("id", ["r3", "r5"], ids=["read in pieces", "scored only"])
 def test_prompt_logprobs_agree(id: str, engine: Pushable, twin: Pushable) -> None:
-    assert_alternatives_agree(joined(engine.said[id], "prompt_logprobs"), joined(twin.said[id], "prompt_logprobs"))
+    assert_alternatives_agree(
+        joined(engine.said[id], "prompt_logprobs"), joined(twin.said[id], "prompt_logprobs")
+    )
 
 
-def test_prompts_are_scored_in_pieces_that_the_steps_logits_have_room_for(settings: EngineSettings, twin: Pushable) -> None:
+def test_prompts_are_scored_in_pieces_that_the_steps_logits_have_room_for(
+    settings: EngineSettings, twin: Pushable
+) -> None:
     engine, rows = Pushable(settings), []
     state = engine.engine.runner.state
     state.logits_SV = state.logits_SV[:5]
@@ -118,12 +154,18 @@ def test_prompts_are_scored_in_pieces_that_the_steps_logits_have_room_for(settin
         engine.run(by_host()[3])
     finally:
         del state.model.logits
-    assert rows[:2] == [5, 3] and max(rows) == 5, "of nine rows eight are scored, before the samples of the step"
+    assert rows[:2] == [5, 3] and max(rows) == 5, (
+        "of nine rows eight are scored, before the samples of the step"
+    )
     assert_agree(engine, twin, ["r3"])
-    assert_alternatives_agree(joined(engine.said["r3"], "prompt_logprobs"), joined(twin.said["r3"], "prompt_logprobs"))
+    assert_alternatives_agree(
+        joined(engine.said["r3"], "prompt_logprobs"), joined(twin.said["r3"], "prompt_logprobs")
+    )
 
 
-def test_an_ordinary_request_has_the_bits_it_has_alone(engine: Pushable, settings: EngineSettings) -> None:
+def test_an_ordinary_request_has_the_bits_it_has_alone(
+    engine: Pushable, settings: EngineSettings
+) -> None:
     alone = Pushable(settings)
     alone.run(by_host()[0])
     assert bits(alone, ["r0"]) == bits(engine, ["r0"])

@@ -1,4 +1,6 @@
-"""Raw log-probs and alternatives on the interpreter: the CPU engine's values, and no bit of what is sampled depends on asking."""
+"""Raw log-probs and alternatives on the interpreter: the CPU engine's values, and no bit of what is
+sampled depends on asking.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,18 @@ import msgspec
 import pytest
 
 from tests.engine.fast_interpreter import patched_once
-from tests.engine.gpu_engine import PAGE, assert_agree, assert_reports_agree, bits, checkpoints, choose, drafting, joined, on_cpu, request
+from tests.engine.gpu_engine import (
+    PAGE,
+    assert_agree,
+    assert_reports_agree,
+    bits,
+    checkpoints,
+    choose,
+    drafting,
+    joined,
+    on_cpu,
+    request,
+)
 from tests.engine.pushing import Pushable
 from tlt_server.engine.gpu.extend import Extend
 from tlt_server.engine.gpu.reports import best_of
@@ -25,8 +38,13 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineSetting
 
 
 def asked(*, reports: bool) -> list[GenerateRequest]:
-    """Three at a time: all kinds of device sampling, one that asks for nothing, one that the host samples."""
-    def one(i: int, length: int, logprobs: int = 0, raw_logprobs: bool = False, **sampling: object) -> GenerateRequest:
+    """Three at a time: all kinds of device sampling, one that asks for nothing, one that the host
+    samples.
+    """
+
+    def one(
+        i: int, length: int, logprobs: int = 0, raw_logprobs: bool = False, **sampling: object
+    ) -> GenerateRequest:
         said = {"logprobs": logprobs, "raw_logprobs": raw_logprobs} if reports else {}
         return request(i, length, **said, **sampling)
 
@@ -34,8 +52,17 @@ def asked(*, reports: bool) -> list[GenerateRequest]:
         one(0, 3, logprobs=2, raw_logprobs=True),
         one(1, 5),
         one(2, 4, logprobs=5, temperature=0.0),
-        one(3, 15, logprobs=20, temperature=0.8, top_k=12, top_p=0.9, max_tokens=4),  # fewer are kept than asked for
-        one(4, 4, raw_logprobs=True, temperature=0.6, ignore_eos=False, stop_token_ids=list(range(0, 60, 3))),
+        one(
+            3, 15, logprobs=20, temperature=0.8, top_k=12, top_p=0.9, max_tokens=4
+        ),  # fewer are kept than asked for
+        one(
+            4,
+            4,
+            raw_logprobs=True,
+            temperature=0.6,
+            ignore_eos=False,
+            stop_token_ids=list(range(0, 60, 3)),
+        ),
         one(5, 4, logprobs=1, repetition_penalty=1.3, max_tokens=2),
         one(6, 5, logprobs=64, temperature=1.4, max_tokens=2),
     ]
@@ -60,13 +87,19 @@ def engine(settings: EngineSettings) -> Pushable:
 def silent(engine: Pushable) -> dict[str, tuple[object, ...]]:
     choose(engine, None)
     engine.run(*asked(reports=False))
-    assert not any(output.raw_logprobs or output.top_logprobs for id in IDS for output in engine.said[id])
+    assert not any(
+        output.raw_logprobs or output.top_logprobs for id in IDS for output in engine.said[id]
+    )
     return bits(engine, IDS)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=["off", "tree", "history"])
 def test_asking_changes_no_bit_and_the_values_are_the_cpu_engines(
-        strategy: Strategy | None, engine: Pushable, silent: dict[str, tuple[object, ...]], twin: Pushable) -> None:
+    strategy: Strategy | None,
+    engine: Pushable,
+    silent: dict[str, tuple[object, ...]],
+    twin: Pushable,
+) -> None:
     choose(engine, strategy)
     engine.run(*asked(reports=True))
     assert bits(engine, IDS) == silent
@@ -76,12 +109,21 @@ def test_asking_changes_no_bit_and_the_values_are_the_cpu_engines(
     for given in asked(reports=True):
         tokens, sampling = len(engine.tokens(given.id)), given.sampling
         assert len(joined(engine.said[given.id], "raw_logprobs")) == tokens * sampling.raw_logprobs
-        assert len(joined(engine.said[given.id], "top_logprobs")) == tokens * (sampling.logprobs > 0)
+        assert len(joined(engine.said[given.id], "top_logprobs")) == tokens * (
+            sampling.logprobs > 0
+        )
         drafted = sum(output.drafted for output in engine.said[given.id])
-        assert strategy is None or drafted == 0 or given.id != "r5", "only the host's is never speculated on"
+        assert strategy is None or drafted == 0 or given.id != "r5", (
+            "only the host's is never speculated on"
+        )
     if strategy is not None and strategy.drafter == "eagle":
-        assert sum(output.accepted for id in ("r0", "r2", "r3", "r6") for output in engine.said[id]) > 0
-    assert {len(top.token_ids) for top in joined(engine.said["r6"], "top_logprobs")} == {64}, "the whole vocabulary"
+        assert (
+            sum(output.accepted for id in ("r0", "r2", "r3", "r6") for output in engine.said[id])
+            > 0
+        )
+    assert {len(top.token_ids) for top in joined(engine.said["r6"], "top_logprobs")} == {64}, (
+        "the whole vocabulary"
+    )
     assert max(len(top.token_ids) for top in joined(engine.said["r3"], "top_logprobs")) <= 12
     assert engine.engine.gauges()["pages_free"] == engine.info.pages
 
@@ -93,14 +135,24 @@ def test_the_host_stays_ahead_of_a_request_that_asks(engine: Pushable) -> None:
     assert engine.engine.runner.in_flight == 1
     before = len(engine.tokens("r0"))
     engine.step()
-    assert len(engine.tokens("r0")) == before + 1 and engine.engine.runner.in_flight == 1, "one step a token, taken in a step late"
+    assert len(engine.tokens("r0")) == before + 1 and engine.engine.runner.in_flight == 1, (
+        "one step a token, taken in a step late"
+    )
     engine.finish()
 
 
-def test_preemption_changes_neither_tokens_nor_what_is_said_of_them(settings: EngineSettings) -> None:
+def test_preemption_changes_neither_tokens_nor_what_is_said_of_them(
+    settings: EngineSettings,
+) -> None:
     """Two sequences of three pages each, on four."""
-    both = [request(i, PAGE - 1 - i, max_tokens=PAGE + 3, logprobs=2, raw_logprobs=True) for i in range(2)]
-    cpu, scarce = Pushable(on_cpu(settings)), Pushable(msgspec.structs.replace(drafting(settings, "eagle", 3, 1, 4), pages=4))
+    both = [
+        request(i, PAGE - 1 - i, max_tokens=PAGE + 3, logprobs=2, raw_logprobs=True)
+        for i in range(2)
+    ]
+    cpu, scarce = (
+        Pushable(on_cpu(settings)),
+        Pushable(msgspec.structs.replace(drafting(settings, "eagle", 3, 1, 4), pages=4)),
+    )
     cpu.run(*both)
     scarce.run(*both)
     assert scarce.engine.gauges()["preemptions"] > 0
@@ -109,7 +161,9 @@ def test_preemption_changes_neither_tokens_nor_what_is_said_of_them(settings: En
         assert_reports_agree(scarce, cpu, id)
 
 
-def test_a_step_in_which_nobody_asks_reads_no_logits_again(engine: Pushable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_in_which_nobody_asks_reads_no_logits_again(
+    engine: Pushable, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls = []
     sound = Extend.report
     monkeypatch.setattr(Extend, "report", lambda *given: calls.append(given) or sound(*given))

@@ -1,4 +1,6 @@
-"""Pushes into the GPU engine on the interpreter: weights are exchanged where they lie, whole, and come back bit for bit."""
+"""Pushes into the GPU engine on the interpreter: weights are exchanged where they lie, whole, and
+come back bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineSetting
     root = tmp_path_factory.mktemp("smallest")
     with patched_once():
         settings = checkpoints(root)
-        write_eagle(root / "new-drafter", seed=5, shape=SMALLEST, draft_vocab=40)  # another vocabulary, too
+        write_eagle(
+            root / "new-drafter", seed=5, shape=SMALLEST, draft_vocab=40
+        )  # another vocabulary, too
         write_eagle(root / "embedding-drafter", shape=SMALLEST, draft_vocab=40, own_embedding=True)
         yield settings
 
@@ -39,9 +43,13 @@ def storage(engine: Pushable) -> dict[str, torch.Tensor]:
     runner = engine.engine.runner
     tensors = {f"target {name}": tensor for name, tensor in runner.state.model.parameters().items()}
     network = runner._drafters["eagle"].network
-    return {**tensors, **{f"drafter {name}": tensor for name, tensor in network.parameters().items()},
-            "drafter embedding": network.embedding_VH, "drafter vocabulary": network.target_ids_C,
-            "drafter gap edges": runner._drafters["eagle"].gap_edge_G}
+    return {
+        **tensors,
+        **{f"drafter {name}": tensor for name, tensor in network.parameters().items()},
+        "drafter embedding": network.embedding_VH,
+        "drafter vocabulary": network.target_ids_C,
+        "drafter gap edges": runner._drafters["eagle"].gap_edge_G,
+    }
 
 
 def addresses(engine: Pushable) -> dict[str, int]:
@@ -67,23 +75,37 @@ def said(engine: Pushable, *requests: GenerateRequest) -> dict[str, tuple[object
     return bits(engine, [r.id for r in requests])
 
 
-def test_a_target_is_exchanged_in_place_and_rolled_back_bit_for_bit(settings: EngineSettings, root: Path) -> None:
+def test_a_target_is_exchanged_in_place_and_rolled_back_bit_for_bit(
+    settings: EngineSettings, root: Path
+) -> None:
     engine = Pushable(settings)
     where, old = addresses(engine), values(engine)
     before, sums = said(engine, *asked()), engine.checksums()
     report = engine.push(root / "new", "v1")
-    assert report.result == "committed" and addresses(engine) == where and not same(values(engine), old)
+    assert (
+        report.result == "committed"
+        and addresses(engine) == where
+        and not same(values(engine), old)
+    )
     live = engine.checksums()
-    assert {name: live[name] for name in report.checksums} == report.checksums != {name: sums[name] for name in report.checksums}
+    assert (
+        {name: live[name] for name in report.checksums}
+        == report.checksums
+        != {name: sums[name] for name in report.checksums}
+    )
     fresh = Pushable(msgspec.structs.replace(settings, model=str(root / "new")))
     after = said(engine, *asked())
     assert after == said(fresh, *asked()) != before
     report = engine.roll_back("initial")
-    assert report.result == "rolled_back" and addresses(engine) == where and same(values(engine), old)
+    assert (
+        report.result == "rolled_back" and addresses(engine) == where and same(values(engine), old)
+    )
     assert engine.checksums() == sums and said(engine, *asked()) == before
 
 
-def test_in_flight_requests_continue_or_are_recomputed(settings: EngineSettings, root: Path) -> None:
+def test_in_flight_requests_continue_or_are_recomputed(
+    settings: EngineSettings, root: Path
+) -> None:
     engine = Pushable(drafting(settings, "eagle", 2, 1, 3))
     cpu = Pushable(on_cpu(msgspec.structs.replace(settings, model=str(root / "new"))))
     for mode, id in (("continue", "r0"), ("recompute", "r1")):
@@ -97,11 +119,19 @@ def test_in_flight_requests_continue_or_are_recomputed(settings: EngineSettings,
         assert engine.push(root / "new", f"v-{mode}", in_flight=mode).result == "committed"
         engine.finish()
         spans = engine.spans(id)
-        assert spans[-1][0] == f"v-{mode}" and spans[-1][2] == 12 == len(engine.tokens(id)) and len(spans) > 1
+        assert (
+            spans[-1][0] == f"v-{mode}"
+            and spans[-1][2] == 12 == len(engine.tokens(id))
+            and len(spans) > 1
+        )
         if mode == "recompute":
             at = spans[-1][1]
-            rest = msgspec.structs.replace(r, id="rest", token_ids=r.token_ids + engine.tokens(id)[:at],
-                                           sampling=msgspec.structs.replace(r.sampling, max_tokens=12 - at))
+            rest = msgspec.structs.replace(
+                r,
+                id="rest",
+                token_ids=r.token_ids + engine.tokens(id)[:at],
+                sampling=msgspec.structs.replace(r.sampling, max_tokens=12 - at),
+            )
             tokens, logprobs = cpu.run(rest)["rest"]
             assert engine.tokens(id)[at:] == tokens
             assert engine.logprobs(id)[at:] == pytest.approx(logprobs, abs=LOGPROB_TOLERANCE)
@@ -117,18 +147,32 @@ def test_what_was_in_flight_is_told_before_the_pause(settings: EngineSettings, r
         engine.step(4)
         asked_for, told, flying = change(), dict[str, int](), 1
         while asked_for not in engine.reports:
-            told, flying = {id: len(engine.tokens(id)) for id in engine.said}, engine.engine.runner.in_flight
+            told, flying = (
+                {id: len(engine.tokens(id)) for id in engine.said},
+                engine.engine.runner.in_flight,
+            )
             engine.step()
-        assert not flying and engine.engine.runner.in_flight, "the call that changes weights waits for nothing, and launches the next step"
-        assert {id: len(engine.tokens(id)) for id in engine.said} == told, "nor has it anything to tell"
-        assert {id: (engine.spans(id)[-1][0], engine.spans(id)[-1][2]) for id in told} == {id: (versions[-1], told[id]) for id in told}
+        assert not flying and engine.engine.runner.in_flight, (
+            "the call that changes weights waits for nothing, and launches the next step"
+        )
+        assert {id: len(engine.tokens(id)) for id in engine.said} == told, (
+            "nor has it anything to tell"
+        )
+        assert {id: (engine.spans(id)[-1][0], engine.spans(id)[-1][2]) for id in told} == {
+            id: (versions[-1], told[id]) for id in told
+        }
         versions.append(engine.reports[asked_for].version)
     engine.finish()
     assert versions == ["initial", "v1", "initial"]
-    assert {id: [span[0] for span in engine.spans(id)] for id in ("r0", "r1")} == {"r0": versions, "r1": versions}
+    assert {id: [span[0] for span in engine.spans(id)] for id in ("r0", "r1")} == {
+        "r0": versions,
+        "r1": versions,
+    }
 
 
-def test_a_drafter_is_exchanged_with_its_vocabulary_and_changes_no_token(settings: EngineSettings, root: Path) -> None:
+def test_a_drafter_is_exchanged_with_its_vocabulary_and_changes_no_token(
+    settings: EngineSettings, root: Path
+) -> None:
     engine = Pushable(drafting(settings, "eagle", 2, 2, 4))
     where, old = addresses(engine), values(engine)
     before = said(engine, *asked())
@@ -148,35 +192,58 @@ def test_both_at_once_share_the_new_embedding(settings: EngineSettings, root: Pa
     where, old = addresses(engine), values(engine)
     report = engine.push(root / "new", "both", role="all", drafter_path=str(root / "new-drafter"))
     assert report.result == "committed" and addresses(engine) == where
-    fresh = Pushable(msgspec.structs.replace(settings, model=str(root / "new"), drafter=str(root / "new-drafter")))
+    fresh = Pushable(
+        msgspec.structs.replace(
+            settings, model=str(root / "new"), drafter=str(root / "new-drafter")
+        )
+    )
     assert same(values(engine), values(fresh)) and engine.checksums() == fresh.checksums()
     assert engine.roll_back().result == "rolled_back" and same(values(engine), old)
 
 
-def test_a_target_is_rolled_back_behind_a_push_of_the_drafter(settings: EngineSettings, root: Path) -> None:
+def test_a_target_is_rolled_back_behind_a_push_of_the_drafter(
+    settings: EngineSettings, root: Path
+) -> None:
     engine = Pushable(drafting(settings, "eagle", 2, 2, 4))
     where = addresses(engine)
-    for path, version, role in (("new", "v1", "target"), ("base", "v2", "target"), ("new-drafter", "d1", "drafter")):
+    for path, version, role in (
+        ("new", "v1", "target"),
+        ("base", "v2", "target"),
+        ("new-drafter", "d1", "drafter"),
+    ):
         assert engine.push(root / path, version, role=role).result == "committed"
     report = engine.roll_back("v1")
     assert (report.result, report.role) == ("rolled_back", "target") and addresses(engine) == where
-    fresh = Pushable(msgspec.structs.replace(engine.settings, model=str(root / "new"), drafter=str(root / "new-drafter")))
+    fresh = Pushable(
+        msgspec.structs.replace(
+            engine.settings, model=str(root / "new"), drafter=str(root / "new-drafter")
+        )
+    )
     assert same(values(engine), values(fresh)) and engine.checksums() == fresh.checksums()
     assert said(engine, *asked()) == said(fresh, *asked())
 
 
-@pytest.mark.parametrize(("resident", "pushed", "word"), [
-    ("drafter", "embedding-drafter", "brings"), ("embedding-drafter", "drafter", "lacks")])
-def test_an_embedding_can_neither_come_nor_go(resident: str, pushed: str, word: str, settings: EngineSettings, root: Path) -> None:
+@pytest.mark.parametrize(
+    ("resident", "pushed", "word"),
+    [("drafter", "embedding-drafter", "brings"), ("embedding-drafter", "drafter", "lacks")],
+)
+def test_an_embedding_can_neither_come_nor_go(
+    resident: str, pushed: str, word: str, settings: EngineSettings, root: Path
+) -> None:
     engine = Pushable(msgspec.structs.replace(settings, drafter=str(root / resident)))
     old = values(engine)
     report = engine.push(root / pushed, "d1", role="drafter")
     assert report.result == "weights_refused" and report.error is not None
     assert f"{word} 'embed_tokens.weight'" in report.error[1] and "restart" in report.error[1]
-    assert same(values(engine), old) and engine.push(root / resident, "d2", role="drafter").result == "committed"
+    assert (
+        same(values(engine), old)
+        and engine.push(root / resident, "d2", role="drafter").result == "committed"
+    )
 
 
-def test_a_layer_that_a_drafter_reads_twice_is_given_twice(settings: EngineSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_that_a_drafter_reads_twice_is_given_twice(
+    settings: EngineSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Features (1, 0, 1) of a target of two layers: the first and the last third are one layer's."""
     engine = Pushable(settings)
     model, found = engine.engine.runner.state.model, []
@@ -200,11 +267,15 @@ def test_sleep_lends_memory_and_the_same_bits_come_back(settings: EngineSettings
     slept.engine.send(WakeUp("w", ["weights", "kv_cache"]))
     plain.finish()
     slept.finish()
-    assert slept.engine.control_reports() == [ControlReport("s"), ControlReport("w")] and same(values(slept), before)
+    assert slept.engine.control_reports() == [ControlReport("s"), ControlReport("w")] and same(
+        values(slept), before
+    )
     assert bits(slept, ["r0", "r1"]) == bits(plain, ["r0", "r1"])
 
 
-def test_a_sleep_that_waits_for_the_end_of_what_ran_waits_for_a_rollback_too(settings: EngineSettings, root: Path) -> None:
+def test_a_sleep_that_waits_for_the_end_of_what_ran_waits_for_a_rollback_too(
+    settings: EngineSettings, root: Path
+) -> None:
     engine = Pushable(settings)
     assert engine.push(root / "new", "v1").result == "committed"
     engine.submit(asked(2)[0])
@@ -216,7 +287,9 @@ def test_a_sleep_that_waits_for_the_end_of_what_ran_waits_for_a_rollback_too(set
     assert engine.engine.control_reports() == [ControlReport("s")]
 
 
-def test_values_that_the_engines_type_cannot_hold_are_refused(settings: EngineSettings, root: Path) -> None:
+def test_values_that_the_engines_type_cannot_hold_are_refused(
+    settings: EngineSettings, root: Path
+) -> None:
     engine = Pushable(msgspec.structs.replace(settings, dtype="bfloat16"))
     tensors = load_file(root / "new" / "model.safetensors")
     shutil.copytree(root / "new", root / "beyond")
@@ -224,5 +297,8 @@ def test_values_that_the_engines_type_cannot_hold_are_refused(settings: EngineSe
     save_file(tensors, root / "beyond" / "model.safetensors")
     sums = engine.checksums()
     report = engine.push(root / "beyond", "beyond")
-    assert report.result == "weights_refused" and "beyond the range of torch.bfloat16" in report.error[1]  # type: ignore[index]
+    assert (
+        report.result == "weights_refused"
+        and "beyond the range of torch.bfloat16" in report.error[1]
+    )  # type: ignore[index]
     assert engine.checksums() == sums

@@ -1,4 +1,6 @@
-"""The pool of captured graphs: what is recorded, in which order, what it takes, and that a replay does the work."""
+"""The pool of captured graphs: what is recorded, in which order, what it takes, and that a replay
+does the work.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def test_nothing_is_recorded_while_a_trainer_holds_the_gpu(monkeypatch: pytest.M
 
 
 class Recorder:
-    """What torch does to record a graph, on a device with so many bytes free, each graph taking so many."""
+    """What torch does to record a graph, on a device with so many bytes free, each graph taking so
+    many.
+    """
 
     def __init__(self, free: int, each: int) -> None:
         self.free, self.each, self.recording = free, each, False
@@ -48,7 +52,9 @@ class Recorder:
 
     def work(self) -> None:
         if self.recording and self.each > self.free:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB. GPU 0 has a total capacity of 8.00 GiB")
+            raise torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 3.00 GiB. GPU 0 has a total capacity of 8.00 GiB"
+            )
 
     def replay(self) -> None:
         pass
@@ -72,7 +78,8 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Recorder]:
 
 
 def test_a_graph_that_finds_no_room_is_told_once_and_tried_again_after_clear(
-        recorder: Callable[..., Recorder], capsys: pytest.CaptureFixture[str]) -> None:
+    recorder: Callable[..., Recorder], capsys: pytest.CaptureFixture[str]
+) -> None:
     device = recorder(free=GIB, each=3 * GIB)
     pool = GraphPool(device, most_bytes=100 * GIB)  # type: ignore[arg-type]
     for key in ("wide", "narrow", "wide"):
@@ -80,7 +87,10 @@ def test_a_graph_that_finds_no_room_is_told_once_and_tried_again_after_clear(
     assert not pool.bytes and not pool.seconds
     told = capsys.readouterr().err
     assert told.count("\n") == 1, "once"
-    assert "the graph of wide: 3072 MiB more were asked for and 1024 MiB of its 8192 MiB are free" in told
+    assert (
+        "the graph of wide: 3072 MiB more were asked for and 1024 MiB of its 8192 MiB are free"
+        in told
+    )
     assert "launched kernel by kernel" in told and "lower --memory-fraction" in told
     device.free = 4 * GIB
     pool.run("wide", device.work, keep=True)
@@ -91,14 +101,17 @@ def test_a_graph_that_finds_no_room_is_told_once_and_tried_again_after_clear(
 
 
 def test_graphs_that_take_all_that_is_set_aside_are_told_once(
-        recorder: Callable[..., Recorder], capsys: pytest.CaptureFixture[str]) -> None:
+    recorder: Callable[..., Recorder], capsys: pytest.CaptureFixture[str]
+) -> None:
     device = recorder(free=8 * GIB, each=GIB)
     pool = GraphPool(device, most_bytes=2 * GIB)  # type: ignore[arg-type]
     for key in range(4):
         pool.run(key, device.work, keep=True)
     told = capsys.readouterr().err
     assert list(pool.bytes) == [0, 1] and told.count("\n") == 1
-    assert "2 graphs take 2048 MiB, 2048 MiB are set aside" in told and "lower --max-running" in told
+    assert (
+        "2 graphs take 2048 MiB, 2048 MiB are set aside" in told and "lower --max-running" in told
+    )
 
 
 @pytest.mark.gpu
@@ -147,7 +160,9 @@ class TestOnGpu:
         assert list(pool.bytes) == [64, 32, 16] and pool.total_bytes == sum(pool.bytes.values())
         assert pool.bytes[64] >= 64 * 2**22 and pool.bytes[32] + pool.bytes[16] < 32 * 2**22
 
-    def test_a_graph_that_finds_no_room_is_told_and_the_stream_goes_on(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_graph_that_finds_no_room_is_told_and_the_stream_goes_on(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         stream = torch.cuda.Stream()
         pool, x = GraphPool(stream), torch.zeros(1, device="cuda")
 
@@ -161,7 +176,11 @@ class TestOnGpu:
             for _ in range(3):
                 pool.run("key", work, keep=True)
             told = capsys.readouterr().err
-            assert "key" not in pool and told.count("\n") == 1 and "32768.0 GiB more were asked for" in told
+            assert (
+                "key" not in pool
+                and told.count("\n") == 1
+                and "32768.0 GiB more were asked for" in told
+            )
             pool.clear()
             greedy = False
             for _ in range(3):

@@ -1,4 +1,6 @@
-"""Products of the fast numerics: whoever computes them, logits are sums in float32 that nobody has rounded."""
+"""Products of the fast numerics: whoever computes them, logits are sums in float32 that nobody has
+rounded.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,18 @@ from tlt_server.models.gpu.products import FEW_ROWS, Fast
 @pytest.mark.parametrize("rows", [FEW_ROWS, FEW_ROWS + 1])
 def test_logits_keep_their_float32(rows: int) -> None:
     generator = torch.Generator().manual_seed(0)
-    x, weight = (torch.randn(count, 64, generator=generator).to(DEVICE, torch.bfloat16) for count in (rows, 96))
+    x, weight = (
+        torch.randn(count, 64, generator=generator).to(DEVICE, torch.bfloat16)
+        for count in (rows, 96)
+    )
     logits = Fast.linear(x, weight, out_dtype=torch.float32)
     assert logits.dtype == torch.float32
     assert_close("logits", logits, x.double() @ weight.double().T, 1e-6)
 
 
 def test_what_is_not_a_logit_has_the_dtype_of_its_input() -> None:
-    x, weight = torch.randn(FEW_ROWS + 1, 16, device=DEVICE, dtype=torch.bfloat16), torch.randn(8, 16, device=DEVICE, dtype=torch.bfloat16)
+    x, weight = (
+        torch.randn(FEW_ROWS + 1, 16, device=DEVICE, dtype=torch.bfloat16),
+        torch.randn(8, 16, device=DEVICE, dtype=torch.bfloat16),
+    )
     assert Fast.linear(x, weight).dtype == torch.bfloat16

@@ -1,4 +1,6 @@
-"""What was sent through a process group and is taken by nobody is never the next push's: over real gloo groups, the trainer being here."""
+"""What was sent through a process group and is taken by nobody is never the next push's: over real
+gloo groups, the trainer being here.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,15 @@ from tests.engine.test_steps_never_mix import NAMES, Network
 from tlt_client.channels import Intake
 from tlt_client.channels.groups import Group, Groups, Membership, host_store
 from tlt_server.engine.pushes import WeightPushes
-from tlt_server.records import JoinGroup, LeaveGroup, Manifest, PushWeights, TensorEntry, WeightCommand, WeightReport
+from tlt_server.records import (
+    JoinGroup,
+    LeaveGroup,
+    Manifest,
+    PushWeights,
+    TensorEntry,
+    WeightCommand,
+    WeightReport,
+)
 from tlt_server.weights.parts import Parts, Target
 from tlt_server.weights.storage import Free, Storage
 from tlt_server.weights.transaction import Transaction
@@ -26,14 +36,18 @@ HALVES = NAMES[:2], NAMES[2:]
 
 
 class Pair:
-    """The weights' side of an engine, stepped by hand, and a trainer that broadcasts without waiting, as NCCL does."""
+    """The weights' side of an engine, stepped by hand, and a trainer that broadcasts without
+    waiting, as NCCL does.
+    """
 
     def __init__(self) -> None:
         live = Parts(Target("v0", Network(), {}))  # type: ignore[arg-type]
         storage = Storage("device", lambda: Free(2**62, 0, 0), torch.device("cpu"), None)
         options = Options(("broadcast",), Intake(groups=Groups(WAIT_S)), storage=storage)
         self.transaction = Transaction(live, options, lambda data, where: None)
-        scheduler: Any = SimpleNamespace(holding=False, frozen=False, begun=False, change_version=lambda version, in_flight: [])
+        scheduler: Any = SimpleNamespace(
+            holding=False, frozen=False, begun=False, change_version=lambda version, in_flight: []
+        )
         self.pushes = WeightPushes(self.transaction, scheduler, lambda live, changed: None)
         self.ids, self.reports = map(str, itertools.count()), dict[str, WeightReport]()
         self.trainer: Group | None = None
@@ -58,7 +72,9 @@ class Pair:
         self.close()
         store = host_store("127.0.0.1", 0, 2, WAIT_S)
         id = self.ask(JoinGroup(next(self.ids), "g", "gloo", "127.0.0.1", store.port, 1, 2))
-        self.trainer = Group(Membership("g", "gloo", "127.0.0.1", store.port, 0, 2, False, WAIT_S), store)
+        self.trainer = Group(
+            Membership("g", "gloo", "127.0.0.1", store.port, 0, 2, False, WAIT_S), store
+        )
         assert self.told(id)[0] == "joined"
 
     def close(self) -> None:
@@ -72,13 +88,27 @@ class Pair:
 
     def push(self, names: tuple[str, ...], version: str = "", **fields: Any) -> str:
         tensors = [TensorEntry(name=name, dtype="float32", shape=[4]) for name in names]
-        return self.ask(PushWeights(next(self.ids), Manifest(version=version, channel="broadcast", packed=False, group="g", tensors=tensors,
-                                                             **fields)))
+        return self.ask(
+            PushWeights(
+                next(self.ids),
+                Manifest(
+                    version=version,
+                    channel="broadcast",
+                    packed=False,
+                    group="g",
+                    tensors=tensors,
+                    **fields,
+                ),
+            )
+        )
 
     @property
     def live(self) -> list[float]:
         assert self.transaction.live.target is not None
-        return [tensor.tolist()[0] for tensor in self.transaction.live.target.network.parameters().values()]
+        return [
+            tensor.tolist()[0]
+            for tensor in self.transaction.live.target.network.parameters().values()
+        ]
 
 
 @pytest.fixture
@@ -124,7 +154,9 @@ def test_a_part_that_fails_when_the_others_are_on_the_wire(pair: Pair) -> None:
     pair.send(float("nan"), 2)
     pair.send(2.0, 2)
     result, said = pair.told(first)
-    assert result == "weights_refused" and "group 'g' is left" in said, "and the trainer goes on with the next step"
+    assert result == "weights_refused" and "group 'g' is left" in said, (
+        "and the trainer goes on with the next step"
+    )
     third = pair.push(HALVES[0], partial=True)
     pair.send(3.0, 2)
     assert pair.told(third)[0] == "channel_broken" and pair.live == [0.0] * 4
@@ -138,7 +170,9 @@ def test_a_body_that_the_frontend_refuses(pair: Pair, on_the_wire: bool) -> None
     assert pair.told(pair.ask(LeaveGroup(next(pair.ids), "g", out_of_step=True)))[0] == "left"
     if on_the_wire:
         pair.send(2.0, 4)
-        assert pair.told(two)[0] == "committed" and pair.live == [2.0] * 4, "what is on the wire comes to its end"
+        assert pair.told(two)[0] == "committed" and pair.live == [2.0] * 4, (
+            "what is on the wire comes to its end"
+        )
     assert list(pair.transaction.intake.groups) == []
 
 

@@ -1,4 +1,6 @@
-"""Pause and sleep in a whole engine: what runs ends, waits or goes on with the same bits; memory is really given back."""
+"""Pause and sleep in a whole engine: what runs ends, waits or goes on with the same bits; memory is
+really given back.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,13 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def settings(root: Path) -> EngineSettings:
-    return EngineSettings(model=str(root / "base"), drafter=str(root / "drafter"), policy="off", kv_memory_mb=16, weight_root=str(root))
+    return EngineSettings(
+        model=str(root / "base"),
+        drafter=str(root / "drafter"),
+        policy="off",
+        kv_memory_mb=16,
+        weight_root=str(root),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -78,14 +86,21 @@ def one_engine(settings: EngineSettings) -> Pushable:
 
 def request(i: int = 0, max_tokens: int = 40) -> GenerateRequest:
     sampling = Sampling(max_tokens=max_tokens, ignore_eos=True)
-    return GenerateRequest(id=f"r{i}", token_ids=[(7 * i + 3 * p) % (VOCAB - 1) for p in range(21 + i)], sampling=sampling, seed=50 + i)
+    return GenerateRequest(
+        id=f"r{i}",
+        token_ids=[(7 * i + 3 * p) % (VOCAB - 1) for p in range(21 + i)],
+        sampling=sampling,
+        seed=50 + i,
+    )
 
 
 def send(engine: Pushable, command: ControlCommand) -> ControlReport | None:
     """Its report, if one came with the next step."""
     engine.engine.send(command)
     engine.step()
-    return next((report for report in engine.engine.control_reports() if report.id == command.id), None)
+    return next(
+        (report for report in engine.engine.control_reports() if report.id == command.id), None
+    )
 
 
 def done(engine: Pushable, command: ControlCommand) -> None:
@@ -107,7 +122,9 @@ def resident_mb() -> float:
 
 
 @pytest.mark.parametrize("in_flight", ["continue", "recompute"])
-def test_what_a_pause_stops_goes_on_with_the_same_bits(in_flight: str, engine: Pushable, expected: object) -> None:
+def test_what_a_pause_stops_goes_on_with_the_same_bits(
+    in_flight: str, engine: Pushable, expected: object
+) -> None:
     begun(engine)
     done(engine, Pause("p", in_flight))  # type: ignore[arg-type]
     held = engine.engine.scheduler.pool.held
@@ -120,11 +137,15 @@ def test_what_a_pause_stops_goes_on_with_the_same_bits(in_flight: str, engine: P
     assert bits(engine) == expected
 
 
-def test_an_aborting_pause_gives_what_there_is_and_what_comes_later_waits(engine: Pushable, expected: dict[str, object]
-                                                                           ) -> None:
+def test_an_aborting_pause_gives_what_there_is_and_what_comes_later_waits(
+    engine: Pushable, expected: dict[str, object]
+) -> None:
     begun(engine)
     done(engine, Pause("p", "abort"))
-    assert all(engine.said[f"r{i}"][-1].finish_reason == "abort" and 0 < len(engine.tokens(f"r{i}")) < 40 for i in range(3))
+    assert all(
+        engine.said[f"r{i}"][-1].finish_reason == "abort" and 0 < len(engine.tokens(f"r{i}")) < 40
+        for i in range(3)
+    )
     engine.said.clear()
     engine.submit(request(1))
     engine.step(3)
@@ -134,14 +155,20 @@ def test_an_aborting_pause_gives_what_there_is_and_what_comes_later_waits(engine
     assert (engine.tokens("r1"), engine.logprobs("r1")) == expected["r1"]
 
 
-def test_a_draining_pause_is_answered_when_all_has_ended(engine: Pushable, expected: object) -> None:
+def test_a_draining_pause_is_answered_when_all_has_ended(
+    engine: Pushable, expected: object
+) -> None:
     begun(engine)
     assert send(engine, Pause("p", "drain")) is None
     reports: list[ControlReport] = []
     while not reports:
         engine.step()
         reports = engine.engine.control_reports()
-    assert reports == [ControlReport("p")] and engine.engine.scheduler.paused and bits(engine) == expected
+    assert (
+        reports == [ControlReport("p")]
+        and engine.engine.scheduler.paused
+        and bits(engine) == expected
+    )
     engine.submit(request(1))
     engine.said.clear()
     engine.step(3)
@@ -159,10 +186,14 @@ def test_a_resume_answers_a_pause_that_still_waits(engine: Pushable) -> None:
 
 
 @pytest.mark.parametrize("memory", [["kv_cache"], ["weights"], ["weights", "kv_cache"]])
-def test_what_slept_goes_on_with_the_same_bits(memory: list[str], engine: Pushable, expected: object) -> None:
+def test_what_slept_goes_on_with_the_same_bits(
+    memory: list[str], engine: Pushable, expected: object
+) -> None:
     sums = engine.checksums()
     begun(engine)
-    assert any(output.drafted for said in engine.said.values() for output in said), "the drafter must be at work"
+    assert any(output.drafted for said in engine.said.values() for output in said), (
+        "the drafter must be at work"
+    )
     done(engine, Sleep("s", memory))  # type: ignore[arg-type]
     assert engine.engine.scheduler.pool.held == 0
     engine.step(3)
@@ -171,33 +202,51 @@ def test_what_slept_goes_on_with_the_same_bits(memory: list[str], engine: Pushab
         done(engine, WakeUp("w", [memory_kind]))  # type: ignore[list-item]
     engine.finish()
     assert bits(engine) == expected and engine.checksums() == sums
-    assert sum(output.accepted for said in engine.said.values() for output in said[5:]) > 0, "the drafter is back"
+    assert sum(output.accepted for said in engine.said.values() for output in said[5:]) > 0, (
+        "the drafter is back"
+    )
 
 
-def test_sleep_gives_memory_back_and_waking_takes_it_again(settings: EngineSettings, root: Path, tmp_path: Path) -> None:
+def test_sleep_gives_memory_back_and_waking_takes_it_again(
+    settings: EngineSettings, root: Path, tmp_path: Path
+) -> None:
     shutil.copytree(root / "base", tmp_path / "base")
-    engine = Pushable(msgspec.structs.replace(settings, kv_memory_mb=256, model=str(tmp_path / "base")))
+    engine = Pushable(
+        msgspec.structs.replace(settings, kv_memory_mb=256, model=str(tmp_path / "base"))
+    )
     cache = engine.engine.runner._cache  # type: ignore[attr-defined]
     cache.k.fill_(1.0)
     cache.v.fill_(1.0)
     network = engine.engine.pushes.transaction.live.target.network
-    full = [float(tensor.abs().sum()) for tensor in network.parameters().values() if tensor.numel() >= 3000]
+    full = [
+        float(tensor.abs().sum())
+        for tensor in network.parameters().values()
+        if tensor.numel() >= 3000
+    ]
     before, size = resident_mb(), 2 * cache.k.nbytes / 2**20
     assert size > 90
     done(engine, Sleep("s", ["weights", "kv_cache"]))
     assert resident_mb() < before - 0.9 * size
     large = [tensor for tensor in network.parameters().values() if tensor.numel() >= 3000]
-    assert sum(float(tensor.abs().sum()) for tensor in large) < 0.9 * sum(full), "whole pages are gone"
+    assert sum(float(tensor.abs().sum()) for tensor in large) < 0.9 * sum(full), (
+        "whole pages are gone"
+    )
     done(engine, WakeUp("w", ["weights", "kv_cache"]))
     assert [float(tensor.abs().sum()) for tensor in large] == full
-    assert float(cache.k.abs().sum()) < 0.001 * cache.k.numel(), "but for what shares a page with other data"
+    assert float(cache.k.abs().sum()) < 0.001 * cache.k.numel(), (
+        "but for what shares a page with other data"
+    )
     assert engine.run(request(0)) == Pushable(settings).run(request(0))
 
 
-def test_weights_that_sleep_take_no_push_and_pages_that_sleep_do(engine: Pushable, settings: EngineSettings, root: Path) -> None:
+def test_weights_that_sleep_take_no_push_and_pages_that_sleep_do(
+    engine: Pushable, settings: EngineSettings, root: Path
+) -> None:
     done(engine, Sleep("s", ["weights", "kv_cache"]))
     refused = engine.push(root / "new", "v1")
-    assert refused.result == "conflict" and refused.error is not None and "wake_up" in refused.error[1]
+    assert (
+        refused.result == "conflict" and refused.error is not None and "wake_up" in refused.error[1]
+    )
     done(engine, WakeUp("w", ["weights"]))
     assert engine.push(root / "new", "v1").result == "committed"
     done(engine, WakeUp("w", ["kv_cache"]))
@@ -209,7 +258,9 @@ def test_weights_that_sleep_take_no_push_and_pages_that_sleep_do(engine: Pushabl
     assert engine.run(request(0)) == Pushable(settings).run(request(0))
 
 
-def test_a_change_that_drains_is_refused_where_what_runs_is_paused(engine: Pushable, root: Path) -> None:
+def test_a_change_that_drains_is_refused_where_what_runs_is_paused(
+    engine: Pushable, root: Path
+) -> None:
     assert engine.push(root / "new", "v1").result == "committed"
     assert engine.push(root / "base", "v2", in_flight="drain", commit=False).result == "staged"
     begun(engine)
@@ -217,9 +268,18 @@ def test_a_change_that_drains_is_refused_where_what_runs_is_paused(engine: Pusha
     report = engine.commit("v2")
     assert (report.state.open["state"], report.state.target) == ("staged", "v1")
     assert engine.abort("v2").result == "aborted"
-    for refused in (report, engine.push(root / "base", "v3", in_flight="drain"), engine.roll_back(in_flight="drain")):
+    for refused in (
+        report,
+        engine.push(root / "base", "v3", in_flight="drain"),
+        engine.roll_back(in_flight="drain"),
+    ):
         said = refused.error[1] if refused.error else ""
-        assert refused.result == "conflict" and "drain" in said and "POST /resume" in said and "another in_flight" in said
+        assert (
+            refused.result == "conflict"
+            and "drain" in said
+            and "POST /resume" in said
+            and "another in_flight" in said
+        )
     assert engine.push(root / "base", "v3").result == "committed", "any other in_flight goes on"
     assert engine.roll_back(in_flight="recompute").result == "rolled_back"
     done(engine, Resume("r"))
@@ -238,7 +298,9 @@ def test_sleeping_twice_and_waking_twice_change_nothing(engine: Pushable, expect
     assert bits(engine) == expected
 
 
-def test_kv_of_two_versions_sleeps_and_is_not_computed_again(settings: EngineSettings, root: Path) -> None:
+def test_kv_of_two_versions_sleeps_and_is_not_computed_again(
+    settings: EngineSettings, root: Path
+) -> None:
     def run(*, sleeping: bool) -> dict[str, tuple[list[int], list[float]]]:
         engine = Pushable(settings)
         engine.push(root / "new", "v1", commit=False)
@@ -246,7 +308,9 @@ def test_kv_of_two_versions_sleeps_and_is_not_computed_again(settings: EngineSet
         engine.commit("v1")
         engine.step(2)
         if sleeping:
-            assert all(len(engine.spans(f"r{i}")) == 2 for i in range(3)), "their KV is of two versions"
+            assert all(len(engine.spans(f"r{i}")) == 2 for i in range(3)), (
+                "their KV is of two versions"
+            )
             done(engine, Sleep("s", ["weights", "kv_cache"]))
             done(engine, WakeUp("w", ["weights", "kv_cache"]))
         engine.finish()
@@ -259,12 +323,19 @@ def disk_full(**options: object) -> None:
     raise OSError(28, "No space left on device")
 
 
-def test_a_disk_that_is_full_leaves_the_weights_awake(engine: Pushable, expected: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_is_full_leaves_the_weights_awake(
+    engine: Pushable, expected: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
     begun(engine)
     with monkeypatch.context() as patched:
         patched.setattr(tempfile, "TemporaryFile", disk_full)
         report = send(engine, Sleep("s", ["weights", "kv_cache"]))
-    assert report is not None and report.error is not None and report.error[0] == "storage_failed" and "No space" in report.error[1]
+    assert (
+        report is not None
+        and report.error is not None
+        and report.error[0] == "storage_failed"
+        and "No space" in report.error[1]
+    )
     engine.finish()
     assert bits(engine) == expected
 
@@ -274,8 +345,9 @@ def out_of_memory() -> None:
 
 
 @pytest.mark.parametrize("place", ["pages", "weights"])
-def test_a_waking_that_fails_leaves_everything_asleep_and_can_be_repeated(place: str, engine: Pushable, expected: object,
-                                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_waking_that_fails_leaves_everything_asleep_and_can_be_repeated(
+    place: str, engine: Pushable, expected: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where the weights could not be put away again, because the disk is full by now."""
     begun(engine)
     done(engine, Sleep("s", ["weights", "kv_cache"]))
@@ -288,8 +360,15 @@ def test_a_waking_that_fails_leaves_everything_asleep_and_can_be_repeated(place:
         if place == "weights":
             patched.setattr(halt._dormant, "bring_back", out_of_memory)
         report = send(engine, WakeUp("w", ["weights", "kv_cache"]))
-    assert report is not None and report.error is not None and report.error[0] == "unavailable" and "sleeps on" in report.error[1]
-    assert taken == (["reclaimed", "freed"] if place == "weights" else []), "what was taken is given back"
+    assert (
+        report is not None
+        and report.error is not None
+        and report.error[0] == "unavailable"
+        and "sleeps on" in report.error[1]
+    )
+    assert taken == (["reclaimed", "freed"] if place == "weights" else []), (
+        "what was taken is given back"
+    )
     assert engine.push("new", "v1").result == "conflict", "the weights still sleep"
     done(engine, WakeUp("w", ["weights", "kv_cache"]))
     engine.finish()
@@ -313,21 +392,29 @@ class Counted:
         self._pages.free()
 
 
-def test_a_sleep_that_waits_comes_after_the_end_of_what_runs(engine: Pushable, expected: object) -> None:
+def test_a_sleep_that_waits_comes_after_the_end_of_what_runs(
+    engine: Pushable, expected: object
+) -> None:
     begun(engine)
     assert send(engine, Sleep("s", ["weights", "kv_cache"], "drain")) is None
     reports: list[ControlReport] = []
     while not reports:
         engine.step()
         reports = engine.engine.control_reports()
-    assert reports == [ControlReport("s")] and engine.engine.scheduler.paused and bits(engine) == expected
+    assert (
+        reports == [ControlReport("s")]
+        and engine.engine.scheduler.paused
+        and bits(engine) == expected
+    )
     done(engine, WakeUp("w", ["weights", "kv_cache"]))
     begun(engine)
     engine.engine.send(Sleep("s", ["kv_cache"], "drain"))
     engine.engine.send(WakeUp("w", ["kv_cache"]))
     engine.step()
     told = {report.id: report.error for report in engine.engine.control_reports()}
-    assert told["w"] is None and told["s"] is not None and told["s"][0] == "conflict", "it was woken before it slept"
+    assert told["w"] is None and told["s"] is not None and told["s"][0] == "conflict", (
+        "it was woken before it slept"
+    )
 
 
 def test_a_sleep_that_fails_aborts_nothing(engine: Pushable, root: Path, expected: object) -> None:
@@ -342,14 +429,30 @@ def test_a_sleep_that_fails_aborts_nothing(engine: Pushable, root: Path, expecte
 
 IN_FLIGHT = st.sampled_from(["continue", "recompute", "abort", "drain"])
 MEMORY = st.sampled_from([["weights"], ["kv_cache"], ["weights", "kv_cache"]])
-COMMANDS = st.one_of(st.builds(lambda how: Pause("", how), IN_FLIGHT), st.just(Resume("")),
-                     st.builds(lambda memory, how: Sleep("", memory, how), MEMORY, IN_FLIGHT), st.builds(lambda m: WakeUp("", m), MEMORY))
+COMMANDS = st.one_of(
+    st.builds(lambda how: Pause("", how), IN_FLIGHT),
+    st.just(Resume("")),
+    st.builds(lambda memory, how: Sleep("", memory, how), MEMORY, IN_FLIGHT),
+    st.builds(lambda m: WakeUp("", m), MEMORY),
+)
 
 
-@given(st.lists(st.tuples(COMMANDS, st.sampled_from(["", "", "disk full", "no pages", "no room"]), st.integers(0, 3)), max_size=8))
+@given(
+    st.lists(
+        st.tuples(
+            COMMANDS,
+            st.sampled_from(["", "", "disk full", "no pages", "no room"]),
+            st.integers(0, 3),
+        ),
+        max_size=8,
+    )
+)
 @hypothesis.settings(max_examples=60, deadline=None)
 def test_halts_in_any_order_with_failures_are_what_their_answers_say(
-        one_engine: Pushable, expected: dict[str, object], commands: list[tuple[ControlCommand, str, int]]) -> None:
+    one_engine: Pushable,
+    expected: dict[str, object],
+    commands: list[tuple[ControlCommand, str, int]],
+) -> None:
     engine, halt = one_engine, one_engine.engine.halt
     paused, asleep, sent, answers = False, set(), {}, {}
     engine.said.clear()
@@ -364,9 +467,13 @@ def test_halts_in_any_order_with_failures_are_what_their_answers_say(
                 paused = isinstance(command, Pause) or (paused and not isinstance(command, Resume))
                 asleep |= {*command.memory} if isinstance(command, Sleep) else set()
                 asleep -= {*command.memory} if isinstance(command, WakeUp) else set()
-        assert engine.engine.scheduler.paused == (paused or bool(asleep)) and engine.engine.pushes.asleep == ("weights" in asleep)
+        assert engine.engine.scheduler.paused == (
+            paused or bool(asleep)
+        ) and engine.engine.pushes.asleep == ("weights" in asleep)
 
-    for i, (command, failure, steps) in enumerate([*commands, (Resume(""), "", 1), (WakeUp("", ["weights", "kv_cache"]), "", 1)]):
+    for i, (command, failure, steps) in enumerate(
+        [*commands, (Resume(""), "", 1), (WakeUp("", ["weights", "kv_cache"]), "", 1)]
+    ):
         sent[f"c{i}"] = msgspec.structs.replace(command, id=f"c{i}")
         with pytest.MonkeyPatch.context() as patched:
             if failure == "disk full":
@@ -380,7 +487,9 @@ def test_halts_in_any_order_with_failures_are_what_their_answers_say(
         told()
         engine.step(steps)
         told()
-    assert not sent and not paused and not asleep, "each is answered once, and the last two end every halt"
+    assert not sent and not paused and not asleep, (
+        "each is answered once, and the last two end every halt"
+    )
     engine.finish()
     assert all(engine.said[id][-1].finish_reason in ("length", "abort") for id in expected)
     assert engine.run(*(request(i) for i in range(3))) == expected
@@ -403,13 +512,21 @@ def test_what_is_live_can_be_named(settings: EngineSettings, root: Path, tmp_pat
     assert [version for version, _, _ in engine.spans("r0")] == ["initial", "first"]
     assert engine.push(root / "new", "v1").result == "committed"
     refused = name("first")
-    assert refused.result == "conflict" and refused.error is not None and "other content" in refused.error[1]
-    assert engine.push(root / "base", "first").result == "committed", "the same content under its name"
+    assert (
+        refused.result == "conflict"
+        and refused.error is not None
+        and "other content" in refused.error[1]
+    )
+    assert engine.push(root / "base", "first").result == "committed", (
+        "the same content under its name"
+    )
     assert name("second").state.target == "second"
     assert Pushable(kept).info.weight_version == "second", "a restart knows the name"
 
 
-def test_a_staged_push_is_committed_under_the_name_given_last(settings: EngineSettings, root: Path, tmp_path: Path) -> None:
+def test_a_staged_push_is_committed_under_the_name_given_last(
+    settings: EngineSettings, root: Path, tmp_path: Path
+) -> None:
     kept = msgspec.structs.replace(settings, state_dir=str(tmp_path))
     engine = Pushable(kept)
     assert engine.push(root / "new", "v1", commit=False).result == "staged"
@@ -447,7 +564,9 @@ def flushed(engine: Pushable) -> bool:
 
 
 @pytest.mark.parametrize("in_flight", ["continue", "recompute", "abort"])
-def test_a_pause_that_leaves_no_kv_can_be_flushed_in(in_flight: str, engine: Pushable, expected: dict[str, object]) -> None:
+def test_a_pause_that_leaves_no_kv_can_be_flushed_in(
+    in_flight: str, engine: Pushable, expected: dict[str, object]
+) -> None:
     """Also with sequences that wait: those given up, and those that came meanwhile."""
     engine.run(request(3))
     begun(engine)
@@ -465,7 +584,9 @@ def test_a_pause_that_leaves_no_kv_can_be_flushed_in(in_flight: str, engine: Pus
     assert in_flight == "abort" or bits(engine) == expected
 
 
-def test_a_flush_leaves_a_sequence_of_two_versions_what_it_has_saved(settings: EngineSettings, root: Path) -> None:
+def test_a_flush_leaves_a_sequence_of_two_versions_what_it_has_saved(
+    settings: EngineSettings, root: Path
+) -> None:
     def run(*, flush: bool) -> dict[str, tuple[list[int], list[float]]]:
         engine = Pushable(settings)
         engine.push(root / "new", "v1", commit=False)
@@ -483,7 +604,9 @@ def test_a_flush_leaves_a_sequence_of_two_versions_what_it_has_saved(settings: E
     assert run(flush=True) == run(flush=False)
 
 
-def test_what_runs_through_a_flush_goes_on_and_serves_nobody(engine: Pushable, expected: object) -> None:
+def test_what_runs_through_a_flush_goes_on_and_serves_nobody(
+    engine: Pushable, expected: object
+) -> None:
     begun(engine)
     done(engine, ClearCache("c"))
     engine.finish()
@@ -499,7 +622,10 @@ def test_rows_of_a_live_tensor_can_be_read(engine: Pushable) -> None:
     engine.engine.send(ReadWeights("c", "no.such", 2))
     rows, vector, missing = (engine.report(id) for id in "abc")
     live = engine.engine.pushes.transaction.live.target.network.parameters()[name]
-    assert array("f", rows.values).tolist() == live[:2].flatten().tolist() and rows.shape == [2, *live.shape[1:]]
+    assert array("f", rows.values).tolist() == live[:2].flatten().tolist() and rows.shape == [
+        2,
+        *live.shape[1:],
+    ]
     assert len(array("f", vector.values)) == 3 and vector.shape == [3]
     assert missing.error is not None and missing.error[0] == "not_found"
 
@@ -510,8 +636,12 @@ def read(engine: Pushable, name: str, rows: int) -> WeightReport:
     return engine.report("read")
 
 
-def test_no_more_numbers_are_read_than_the_limit(engine: Pushable, monkeypatch: pytest.MonkeyPatch) -> None:
-    live = engine.engine.pushes.transaction.live.target.network.parameters()["model.embed_tokens.weight"]
+def test_no_more_numbers_are_read_than_the_limit(
+    engine: Pushable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live = engine.engine.pushes.transaction.live.target.network.parameters()[
+        "model.embed_tokens.weight"
+    ]
     monkeypatch.setattr(pushes, "MOST_NUMBERS", 4 * live.shape[1])
     assert read(engine, "model.embed_tokens.weight", 4).result == "looked"
     refused = read(engine, "model.embed_tokens.weight", 5)
@@ -519,7 +649,9 @@ def test_no_more_numbers_are_read_than_the_limit(engine: Pushable, monkeypatch: 
     assert f"limit is {4 * live.shape[1]}: ask for at most 4 (truncate_size)" in refused.error[1]
 
 
-def test_a_tensor_is_read_beside_the_loop(engine: Pushable, expected: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tensor_is_read_beside_the_loop(
+    engine: Pushable, expected: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The loop steps on while a reader is slow, and what would change the weights waits for it."""
     go_on = threading.Event()
     tensor = engine.engine.pushes.transaction.live.target.network.parameters()["model.norm.weight"]
@@ -545,15 +677,27 @@ class Slow:
         return self._tensor.float()
 
 
-def test_weights_that_change_in_place_or_sleep_are_not_read(settings: EngineSettings, root: Path, tmp_path: Path) -> None:
-    engine, name = Pushable(msgspec.structs.replace(settings, weight_staging="none", weight_root="/")), "model.norm.weight"
+def test_weights_that_change_in_place_or_sleep_are_not_read(
+    settings: EngineSettings, root: Path, tmp_path: Path
+) -> None:
+    engine, name = (
+        Pushable(msgspec.structs.replace(settings, weight_staging="none", weight_root="/")),
+        "model.norm.weight",
+    )
 
     def refused(why: str) -> None:
         report = read(engine, name, 4)
-        assert report.error is not None and report.error[0] == "conflict" and why in report.error[1] and not report.values
+        assert (
+            report.error is not None
+            and report.error[0] == "conflict"
+            and why in report.error[1]
+            and not report.values
+        )
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(engine.engine.pushes.transaction, "start", lambda: None)  # it is about to write
+        patched.setattr(
+            engine.engine.pushes.transaction, "start", lambda: None
+        )  # it is about to write
         id = engine.send_push(root / "new", "v1")
         refused("about to change")
     assert engine.report(id).result == "committed" and read(engine, name, 4).result == "looked"
@@ -562,6 +706,9 @@ def test_weights_that_change_in_place_or_sleep_are_not_read(settings: EngineSett
     save_file(torn, tmp_path / "torn" / "model.safetensors")
     assert engine.push(tmp_path / "torn", "v2").state.quarantined
     refused("push that version, or another")
-    assert engine.push(root / "base", "v3").result == "committed" and read(engine, name, 4).result == "looked"
+    assert (
+        engine.push(root / "base", "v3").result == "committed"
+        and read(engine, name, 4).result == "looked"
+    )
     done(engine, Sleep("s", ["weights"]))
     refused("the weights sleep")

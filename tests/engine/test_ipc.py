@@ -1,4 +1,6 @@
-"""What the engine's half of the channel ipc makes of a trainer that does not keep to it, without an engine around it."""
+"""What the engine's half of the channel ipc makes of a trainer that does not keep to it, without an
+engine around it.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,23 @@ from tlt_client.channels.errors import ChannelBroken, ChannelError, ContentRefus
 from tlt_client.channels.groups import Groups
 from tlt_client.channels.ipc import DONE, OFFER, IpcReceiver, IpcSender
 from tlt_client.channels.line import Line, entered, made_directory
-from tlt_client.channels.memory import GRANT, CudaMemory, Grant, HostMemory, Memory, check_inside, opened, share
+from tlt_client.channels.memory import (
+    GRANT,
+    CudaMemory,
+    Grant,
+    HostMemory,
+    Memory,
+    check_inside,
+    opened,
+    share,
+)
 from tlt_server.records import Manifest, TensorEntry
 
 CPU = torch.device("cpu")
-TENSORS = [TensorEntry(name="a", dtype="float32", shape=[3]), TensorEntry(name="b", dtype="bfloat16", shape=[5])]  # 12 and 10 bytes
+TENSORS = [
+    TensorEntry(name="a", dtype="float32", shape=[3]),
+    TensorEntry(name="b", dtype="bfloat16", shape=[5]),
+]  # 12 and 10 bytes
 PUSH = Manifest(version="v", channel="ipc", path="here", tensors=TENSORS, bucket_bytes=1)
 TIMEOUT_S = 2.0
 
@@ -43,7 +57,9 @@ def memory() -> Iterator[Memory]:
     memory.close()
 
 
-def received(intake: Intake, act: Callable[[socket.socket], object], push: Manifest = PUSH) -> list[dict[str, torch.Tensor]]:
+def received(
+    intake: Intake, act: Callable[[socket.socket], object], push: Manifest = PUSH
+) -> list[dict[str, torch.Tensor]]:
     """What the receiver takes of a trainer that acts so once it is connected."""
     receiver = IpcReceiver(push, intake)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
@@ -53,7 +69,10 @@ def received(intake: Intake, act: Callable[[socket.socket], object], push: Manif
         thread = threading.Thread(target=act, args=(connection,))
         thread.start()
         try:
-            batches = [{name: tensor.clone() for name, tensor in batch.tensors.items()} for batch in receiver.batches()]
+            batches = [
+                {name: tensor.clone() for name, tensor in batch.tensors.items()}
+                for batch in receiver.batches()
+            ]
             receiver.confirm()
         finally:
             receiver.close()
@@ -62,7 +81,9 @@ def received(intake: Intake, act: Callable[[socket.socket], object], push: Manif
     return batches
 
 
-def say(*messages: bytes, grant: bytes, descriptors: Sequence[int] = ()) -> Callable[[socket.socket], None]:
+def say(
+    *messages: bytes, grant: bytes, descriptors: Sequence[int] = ()
+) -> Callable[[socket.socket], None]:
     def act(connection: socket.socket) -> None:
         socket.send_fds(connection, [grant], list(descriptors))
         for message in messages:
@@ -71,36 +92,64 @@ def say(*messages: bytes, grant: bytes, descriptors: Sequence[int] = ()) -> Call
     return act
 
 
-def test_buckets_are_copied_out_of_the_shared_memory_wherever_they_lie(intake: Intake, memory: Memory) -> None:
-    a, b = torch.tensor([1.0, -2.0, 3.0]), torch.tensor([0.5, 1.5, 2.5, 3.5, 4.5], dtype=torch.bfloat16)
+def test_buckets_are_copied_out_of_the_shared_memory_wherever_they_lie(
+    intake: Intake, memory: Memory
+) -> None:
+    a, b = (
+        torch.tensor([1.0, -2.0, 3.0]),
+        torch.tensor([0.5, 1.5, 2.5, 3.5, 4.5], dtype=torch.bfloat16),
+    )
     memory.view[7:19], memory.view[54:64] = a.view(torch.uint8), b.view(torch.uint8)
     acknowledged = []
 
     def act(connection: socket.socket) -> None:
-        say(OFFER.pack(0, 7, 12), OFFER.pack(1, 54, 10), grant=memory.grant.packed(), descriptors=memory.descriptors)(connection)
+        say(
+            OFFER.pack(0, 7, 12),
+            OFFER.pack(1, 54, 10),
+            grant=memory.grant.packed(),
+            descriptors=memory.descriptors,
+        )(connection)
         acknowledged.extend(DONE.unpack(connection.recv(100))[0] for _ in range(2))
         connection.shutdown(socket.SHUT_WR)
 
-    assert [{name: tensor.tolist() for name, tensor in batch.items()} for batch in received(intake, act)] == [
-        {"a": a.tolist()}, {"b": b.tolist()}]
+    assert [
+        {name: tensor.tolist() for name, tensor in batch.items()} for batch in received(intake, act)
+    ] == [{"a": a.tolist()}, {"b": b.tolist()}]
     assert acknowledged == [0, 1]
 
 
-@pytest.mark.parametrize(("offers", "said"), [
-    ([(1, 0, 12)], "bucket 0 of 12 bytes was due"),
-    ([(0, 0, 11)], "bucket 0 of 12 bytes was due"),
-    ([(0, 53, 12)], "12 bytes from 53 on of 64"),
-    ([(0, 2**64 - 1, 12)], "of 64"),
-    ([(0, 0, 12), (0, 0, 12)], "bucket 1 of 10 bytes was due"),
-    ([(0, 0, 12), (1, 0, 10), (1, 0, 10)], "more came than the manifest names"),
-])
-def test_an_offer_of_something_else_is_refused(offers: list[tuple[int, int, int]], said: str, intake: Intake, memory: Memory) -> None:
+@pytest.mark.parametrize(
+    ("offers", "said"),
+    [
+        ([(1, 0, 12)], "bucket 0 of 12 bytes was due"),
+        ([(0, 0, 11)], "bucket 0 of 12 bytes was due"),
+        ([(0, 53, 12)], "12 bytes from 53 on of 64"),
+        ([(0, 2**64 - 1, 12)], "of 64"),
+        ([(0, 0, 12), (0, 0, 12)], "bucket 1 of 10 bytes was due"),
+        ([(0, 0, 12), (1, 0, 10), (1, 0, 10)], "more came than the manifest names"),
+    ],
+)
+def test_an_offer_of_something_else_is_refused(
+    offers: list[tuple[int, int, int]], said: str, intake: Intake, memory: Memory
+) -> None:
     with pytest.raises(ContentRefused, match=said):
-        received(intake, say(*[OFFER.pack(*offer) for offer in offers], grant=memory.grant.packed(), descriptors=memory.descriptors))
+        received(
+            intake,
+            say(
+                *[OFFER.pack(*offer) for offer in offers],
+                grant=memory.grant.packed(),
+                descriptors=memory.descriptors,
+            ),
+        )
 
 
-@pytest.mark.parametrize(("message", "said"), [(b"short", "5 bytes came where 24"), (bytes(100), "25 bytes came where 24")])
-def test_a_message_of_another_length_breaks_the_push(message: bytes, said: str, intake: Intake, memory: Memory) -> None:
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [(b"short", "5 bytes came where 24"), (bytes(100), "25 bytes came where 24")],
+)
+def test_a_message_of_another_length_breaks_the_push(
+    message: bytes, said: str, intake: Intake, memory: Memory
+) -> None:
     with pytest.raises(ChannelBroken, match=said):
         received(intake, say(message, grant=memory.grant.packed(), descriptors=memory.descriptors))
 
@@ -114,15 +163,24 @@ def resizable(size: int) -> int:
 GRANTED = Grant(1, bytes(16), bytes(64), 64)
 
 
-@pytest.mark.parametrize(("grant", "make", "said"), [
-    (GRANTED, lambda: [resizable(64)], "can still be resized"),
-    (GRANTED, lambda: [os.dup(share(32, CPU).descriptors[0])], "32 bytes and was granted with 64"),
-    (GRANTED, lambda: [os.open("/dev/null", os.O_RDONLY)], "send one, of a memory file"),
-    (GRANTED, list, "0 descriptors"),
-    (GRANTED._replace(kind=7), list, r"kind 7, known are \[1, 2\]"),
-    (GRANTED._replace(kind=2), list, "on GPU 00000000-0000"),
-])
-def test_memory_that_cannot_be_relied_on_is_refused(grant: Grant, make: Callable[[], list[int]], said: str, intake: Intake) -> None:
+@pytest.mark.parametrize(
+    ("grant", "make", "said"),
+    [
+        (GRANTED, lambda: [resizable(64)], "can still be resized"),
+        (
+            GRANTED,
+            lambda: [os.dup(share(32, CPU).descriptors[0])],
+            "32 bytes and was granted with 64",
+        ),
+        (GRANTED, lambda: [os.open("/dev/null", os.O_RDONLY)], "send one, of a memory file"),
+        (GRANTED, list, "0 descriptors"),
+        (GRANTED._replace(kind=7), list, r"kind 7, known are \[1, 2\]"),
+        (GRANTED._replace(kind=2), list, "on GPU 00000000-0000"),
+    ],
+)
+def test_memory_that_cannot_be_relied_on_is_refused(
+    grant: Grant, make: Callable[[], list[int]], said: str, intake: Intake
+) -> None:
     descriptors = make()
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(ContentRefused, match=said):
@@ -137,7 +195,9 @@ def test_a_grant_of_another_protocol_is_refused(intake: Intake) -> None:
         received(intake, say(grant=b"NOPE" + bytes(GRANT.size - 4)))
 
 
-def test_a_trainer_that_falls_silent_or_never_comes_is_given_up(intake: Intake, memory: Memory) -> None:
+def test_a_trainer_that_falls_silent_or_never_comes_is_given_up(
+    intake: Intake, memory: Memory
+) -> None:
     intake.groups.timeout_s = 0.5
     with pytest.raises(ChannelBroken, match=r"0\.5 s passed"):
         received(intake, say(grant=memory.grant.packed(), descriptors=memory.descriptors))
@@ -199,20 +259,42 @@ def test_a_closed_channel_is_said_before_anything_is_sent() -> None:
 
 
 def test_the_structs_have_no_gaps() -> None:
-    assert (GRANT.size, OFFER.size, DONE.size) == (4 + 4 + 16 + 64 + 8, 24, 8) and struct.calcsize(GRANT.format) == GRANT.size
+    assert (GRANT.size, OFFER.size, DONE.size) == (4 + 4 + 16 + 64 + 8, 24, 8) and struct.calcsize(
+        GRANT.format
+    ) == GRANT.size
 
 
-@pytest.mark.parametrize("granted, fits", [
-    ((1000, 96), True), ((1000, 1), True), ((1032, 64), True), ((1000, 97), False), ((1032, 65), False), ((999, 8), False),
-    ((1096, 1), False), ((1000, 0), False), ((1000, 2**63), False),
-])
-def test_what_a_trainer_grants_of_a_gpu_lies_inside_its_allocation(granted: tuple[int, int], fits: bool) -> None:
-    with nullcontext() if fits else pytest.raises(ContentRefused, match="grant no more than is allocated"):
+@pytest.mark.parametrize(
+    "granted, fits",
+    [
+        ((1000, 96), True),
+        ((1000, 1), True),
+        ((1032, 64), True),
+        ((1000, 97), False),
+        ((1032, 65), False),
+        ((999, 8), False),
+        ((1096, 1), False),
+        ((1000, 0), False),
+        ((1000, 2**63), False),
+    ],
+)
+def test_what_a_trainer_grants_of_a_gpu_lies_inside_its_allocation(
+    granted: tuple[int, int], fits: bool
+) -> None:
+    with (
+        nullcontext()
+        if fits
+        else pytest.raises(ContentRefused, match="grant no more than is allocated")
+    ):
         check_inside(cuda.Range(*granted), cuda.Range(1000, 96))
 
 
-@pytest.mark.parametrize("found", [cuda.Range(4096, 64), RuntimeError("cuMemGetAddressRange failed (201)")], ids=str)
-def test_memory_of_a_gpu_that_is_smaller_than_granted_is_closed_unread(found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "found", [cuda.Range(4096, 64), RuntimeError("cuMemGetAddressRange failed (201)")], ids=str
+)
+def test_memory_of_a_gpu_that_is_smaller_than_granted_is_closed_unread(
+    found: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     closed: list[int] = []
 
     def allocation(pointer: int) -> cuda.Range:
@@ -223,9 +305,16 @@ def test_memory_of_a_gpu_that_is_smaller_than_granted_is_closed_unread(found: An
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    for name, standin in (("opened", lambda handle: 4096), ("allocation", allocation), ("close", closed.append)):
+    for name, standin in (
+        ("opened", lambda handle: 4096),
+        ("allocation", allocation),
+        ("close", closed.append),
+    ):
         monkeypatch.setattr(cuda, name, standin)
     monkeypatch.setattr(memories, "_uuid", lambda index: bytes(16))
-    with pytest.raises(ChannelError, match="65 bytes of a GPU's memory were granted.*has 64|cuMemGetAddressRange failed.*another channel"):
+    with pytest.raises(
+        ChannelError,
+        match="65 bytes of a GPU's memory were granted.*has 64|cuMemGetAddressRange failed.*another channel",
+    ):
         opened(Grant(CudaMemory.kind, bytes(16), bytes(64), 65), [])
     assert closed == [4096]

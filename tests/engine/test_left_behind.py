@@ -1,4 +1,6 @@
-"""What an engine's process leaves behind when it is killed: nothing that its parent does not remove."""
+"""What an engine's process leaves behind when it is killed: nothing that its parent does not
+remove.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +18,27 @@ from tlt_server.records import LookAtWeights, WeightReport
 
 
 @pytest.mark.parametrize("ending", ["killed", "told"])
-def test_no_directory_of_sockets(ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_directory_of_sockets(
+    ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     places = tmp_path / "tmp"
     places.mkdir()
     monkeypatch.setenv("TMPDIR", str(places))  # the engine's
     monkeypatch.setattr(tempfile, "tempdir", str(places))
     write_target(tmp_path / "base", shape=SMALLEST)
-    settings = EngineSettings(model=str(tmp_path / "base"), drafter="none", policy="off", kv_memory_mb=4, threads=1, weight_channels="ipc")
+    settings = EngineSettings(
+        model=str(tmp_path / "base"),
+        drafter="none",
+        policy="off",
+        kv_memory_mb=4,
+        threads=1,
+        weight_channels="ipc",
+    )
     with EngineChild(settings) as child:
         child.send(LookAtWeights("look"))
-        sockets = Path(next(event for event in child.events() if isinstance(event, WeightReport)).state.sockets)
+        sockets = Path(
+            next(event for event in child.events() if isinstance(event, WeightReport)).state.sockets
+        )
         assert places in sockets.parents and sockets.stat().st_mode & 0o777 == 0o700
         if ending == "killed":
             os.kill(child.info.pid, signal.SIGKILL)

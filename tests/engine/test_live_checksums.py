@@ -43,7 +43,11 @@ def fast() -> Iterator[None]:
 @pytest.fixture(params=["interpreter", "cpu"])
 def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Pushable:
     settings = checkpoints(tmp_path)
-    return Pushable(settings if request.param == "interpreter" else msgspec.structs.replace(settings, device="cpu", attention="cpu"))
+    return Pushable(
+        settings
+        if request.param == "interpreter"
+        else msgspec.structs.replace(settings, device="cpu", attention="cpu")
+    )
 
 
 def look_halfway(engine: Pushable, monkeypatch: pytest.MonkeyPatch) -> Reader:
@@ -54,7 +58,9 @@ def look_halfway(engine: Pushable, monkeypatch: pytest.MonkeyPatch) -> Reader:
     return reader
 
 
-def test_a_commit_waits_for_who_reads(engine: Pushable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_commit_waits_for_who_reads(
+    engine: Pushable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     old = engine.checksums()
     assert engine.push(tmp_path / "new", "v1", commit=False).result == "staged"
     reader = look_halfway(engine, monkeypatch)
@@ -65,10 +71,14 @@ def test_a_commit_waits_for_who_reads(engine: Pushable, tmp_path: Path, monkeypa
     reader.go_on.set()
     assert engine.report("look").checksums == old and engine.report("commit").result == "committed"
     new = engine.report("later").checksums
-    assert new != old and engine.checksums() == new, "who came while the commit waited sees what it committed"
+    assert new != old and engine.checksums() == new, (
+        "who came while the commit waited sees what it committed"
+    )
 
 
-def test_a_rollback_waits_for_who_reads(engine: Pushable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rollback_waits_for_who_reads(
+    engine: Pushable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     old = engine.checksums()
     assert engine.push(tmp_path / "new", "v1").result == "committed"
     new = engine.checksums()

@@ -1,4 +1,6 @@
-"""Each family against the reference implementation: small random models, float32, the whole path from directory to log-prob."""
+"""Each family against the reference implementation: small random models, float32, the whole path
+from directory to log-prob.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +13,59 @@ from tlt_server.models.loader import load_target
 from tlt_server.models.numerics import Numerics
 
 SMALL = {
-    "vocab_size": 131, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "initializer_range": 0.15, "bos_token_id": None,
+    "vocab_size": 131,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.15,
+    "bos_token_id": None,
     "eos_token_id": 7,
 }
-LLAMA3 = {"rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": 64}
-YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
 MODELS = {
-    "llama3-untied": (transformers.LlamaForCausalLM, transformers.LlamaConfig(**SMALL, rope_parameters=LLAMA3, tie_word_embeddings=False)),
+    "llama3-untied": (
+        transformers.LlamaForCausalLM,
+        transformers.LlamaConfig(**SMALL, rope_parameters=LLAMA3, tie_word_embeddings=False),
+    ),
     "llama-tied-biases": (
-        transformers.LlamaForCausalLM, transformers.LlamaConfig(**SMALL, tie_word_embeddings=True, attention_bias=True, mlp_bias=True)),
-    "llama-yarn": (transformers.LlamaForCausalLM, transformers.LlamaConfig(**SMALL, rope_parameters=YARN, head_dim=24)),
-    "qwen2-tied": (transformers.Qwen2ForCausalLM, transformers.Qwen2Config(**SMALL, tie_word_embeddings=True)),
-    "qwen2-untied": (transformers.Qwen2ForCausalLM, transformers.Qwen2Config(**SMALL, tie_word_embeddings=False)),
-    "qwen3-untied": (transformers.Qwen3ForCausalLM, transformers.Qwen3Config(**SMALL, head_dim=32, tie_word_embeddings=False)),
+        transformers.LlamaForCausalLM,
+        transformers.LlamaConfig(
+            **SMALL, tie_word_embeddings=True, attention_bias=True, mlp_bias=True
+        ),
+    ),
+    "llama-yarn": (
+        transformers.LlamaForCausalLM,
+        transformers.LlamaConfig(**SMALL, rope_parameters=YARN, head_dim=24),
+    ),
+    "qwen2-tied": (
+        transformers.Qwen2ForCausalLM,
+        transformers.Qwen2Config(**SMALL, tie_word_embeddings=True),
+    ),
+    "qwen2-untied": (
+        transformers.Qwen2ForCausalLM,
+        transformers.Qwen2Config(**SMALL, tie_word_embeddings=False),
+    ),
+    "qwen3-untied": (
+        transformers.Qwen3ForCausalLM,
+        transformers.Qwen3Config(**SMALL, head_dim=32, tie_word_embeddings=False),
+    ),
 }
 TOLERANCE = 1e-4  # float32 over four layers: differences of 1e-6 relative, logits of order 10
 
@@ -38,7 +78,9 @@ def pair(request, tmp_path_factory):
     reference = family(config).eval()
     with torch.no_grad():
         for name, parameter in reference.named_parameters():
-            if name.endswith("bias") or "norm" in name:  # the initial zeros and ones would hide a missing term
+            if (
+                name.endswith("bias") or "norm" in name
+            ):  # the initial zeros and ones would hide a missing term
                 parameter.add_(torch.randn_like(parameter) * 0.2)
     directory = tmp_path_factory.mktemp(request.param)
     reference.save_pretrained(directory, max_shard_size="80KB")
@@ -73,7 +115,11 @@ def test_greedy_tokens_are_identical(pair):
     for _ in range(200):
         token = model.logits(sequence.extend(token).hidden_RH[-1:]).argmax(-1)
         tokens.append(int(token))
-    expected = reference(torch.cat([prompt, torch.tensor(tokens)])[None]).logits[0, len(prompt) - 1 : -1].argmax(-1)
+    expected = (
+        reference(torch.cat([prompt, torch.tensor(tokens)])[None])
+        .logits[0, len(prompt) - 1 : -1]
+        .argmax(-1)
+    )
     assert tokens == expected.tolist()
 
 

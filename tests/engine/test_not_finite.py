@@ -1,4 +1,6 @@
-"""KV that a pass spoilt (NaN) is nobody's prefix: whoever asks for the same prompt afterwards is served as if nothing had been."""
+"""KV that a pass spoilt (NaN) is nobody's prefix: whoever asks for the same prompt afterwards is
+served as if nothing had been.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ SIBLING = msgspec.structs.replace(ASKED, id="sibling", seed=7)
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineSettings]:
     with patched_once():
-        chunked = msgspec.structs.replace(checkpoints(tmp_path_factory.mktemp("smallest")), max_rows=PAGE)
+        chunked = msgspec.structs.replace(
+            checkpoints(tmp_path_factory.mktemp("smallest")), max_rows=PAGE
+        )
         yield drafting(chunked, "eagle", 2, 1, 3)
 
 
@@ -44,17 +48,31 @@ def spoilt(engine: Pushable, *asked: GenerateRequest) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "interpreter"])
-def test_what_a_failed_sequence_computed_is_not_found_by_the_next_one(device: str, settings: EngineSettings) -> None:
-    settings = settings if device == "interpreter" else msgspec.structs.replace(
-        on_cpu(settings), policy=settings.policy, strategy=settings.strategy)
+def test_what_a_failed_sequence_computed_is_not_found_by_the_next_one(
+    device: str, settings: EngineSettings
+) -> None:
+    settings = (
+        settings
+        if device == "interpreter"
+        else msgspec.structs.replace(
+            on_cpu(settings), policy=settings.policy, strategy=settings.strategy
+        )
+    )
     sound, engine = Pushable(settings), Pushable(settings)
     sound.run(ASKED)
     sound.run(AGAIN)
-    spoilt(engine, ASKED, SIBLING)  # the second one finds the first one's page before either has failed
-    assert engine.engine.gauges()["pages_cached"] == 0 and engine.engine.gauges()["pages_free"] == engine.info.pages
+    spoilt(
+        engine, ASKED, SIBLING
+    )  # the second one finds the first one's page before either has failed
+    assert (
+        engine.engine.gauges()["pages_cached"] == 0
+        and engine.engine.gauges()["pages_free"] == engine.info.pages
+    )
     engine.run(ASKED)
     engine.run(AGAIN)
     assert bits(engine, ["r0", "again"]) == bits(sound, ["r0", "again"])
     assert [engine.said[id][0].cached_tokens for id in ("r0", "again")] == [0, PAGE]
     drafts = [[(o.drafted, o.accepted) for o in one.said["again"]] for one in (engine, sound)]
-    assert drafts[0] == drafts[1] and sum(drafted for drafted, _ in drafts[0]), "the drafter reads what lies beside those pages"
+    assert drafts[0] == drafts[1] and sum(drafted for drafted, _ in drafts[0]), (
+        "the drafter reads what lies beside those pages"
+    )

@@ -1,4 +1,6 @@
-"""A padded pair says what the small one says, to our engine and to others, and is as large as it claims."""
+"""A padded pair says what the small one says, to our engine and to others, and is as large as it
+claims.
+"""
 
 from __future__ import annotations
 
@@ -30,18 +32,40 @@ from tlt_server.models.numerics import Numerics
 from tlt_server.records import Strategy, Submit
 
 TOLERANCE = 1e-4  # float32 over eight layers, logits of size 30; two implementations of the small model differ as much
-LONG = (2, 3, 5)  # problems whose greedy answers take over 200 tokens; behind an answer's end the small model's own rounding grows to 1e-2
+LONG = (
+    2,
+    3,
+    5,
+)  # problems whose greedy answers take over 200 tokens; behind an answer's end the small model's own rounding grows to 1e-2
 MID = SHAPES["mid"]
 REAL = {
     "qwen2.5-7b": transformers.Qwen2Config(
-        vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
-        tie_word_embeddings=False),
+        vocab_size=152064,
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_hidden_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        tie_word_embeddings=False,
+    ),
     "qwen2.5-32b": transformers.Qwen2Config(
-        vocab_size=152064, hidden_size=5120, intermediate_size=27648, num_hidden_layers=64, num_attention_heads=40, num_key_value_heads=8,
-        tie_word_embeddings=False),
+        vocab_size=152064,
+        hidden_size=5120,
+        intermediate_size=27648,
+        num_hidden_layers=64,
+        num_attention_heads=40,
+        num_key_value_heads=8,
+        tie_word_embeddings=False,
+    ),
     "llama-3.1-8b": transformers.LlamaConfig(
-        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
-        tie_word_embeddings=False),
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        tie_word_embeddings=False,
+    ),
 }
 
 
@@ -51,7 +75,11 @@ class Loaded(NamedTuple):
 
 
 def load(target: Path, drafter: Path) -> Loaded:
-    model = load_target(target, numerics=Numerics("strict"), feature_layers=feature_layers(drafter, ModelConfig.read(target)))
+    model = load_target(
+        target,
+        numerics=Numerics("strict"),
+        feature_layers=feature_layers(drafter, ModelConfig.read(target)),
+    )
     return Loaded(model, Eagle3.load(drafter, model))
 
 
@@ -63,7 +91,11 @@ def small() -> Loaded:
 @pytest.fixture(scope="module", params=["qwen2", "llama"])
 def directory(request, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp(request.param)
-    write(pad(TARGET, DRAFTER, replace(MID, family=request.param), torch.float32), out, shard_bytes=60_000_000)
+    write(
+        pad(TARGET, DRAFTER, replace(MID, family=request.param), torch.float32),
+        out,
+        shard_bytes=60_000_000,
+    )
     return out
 
 
@@ -92,37 +124,55 @@ def outputs(pair: Loaded, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     said = Sequence(pair.target, capacity=len(tokens)).extend(tokens)
     table_P = torch.arange(len(tokens) // 16 + 1, dtype=torch.int32)
     cache = pair.drafter.make_cache(len(table_P), 16, 1)
-    h_RH = pair.drafter.forward(certain_rows(tokens[1:], 1, table_P, 16), pair.drafter.fuse(said.features_RF[:-1]), cache)
+    h_RH = pair.drafter.forward(
+        certain_rows(tokens[1:], 1, table_P, 16), pair.drafter.fuse(said.features_RF[:-1]), cache
+    )
     return pair.target.logits(said.hidden_RH), said.features_RF, pair.drafter.logits(h_RH)
 
 
 @torch.no_grad()
 def test_target_and_drafter_say_the_same(small, padded, texts):
-    width, vocab, drafts = small.target.hidden_size, small.target.vocab_size, small.drafter.draft_vocab_size
+    width, vocab, drafts = (
+        small.target.hidden_size,
+        small.target.vocab_size,
+        small.drafter.draft_vocab_size,
+    )
     for tokens in texts:
         logits_RV, features_RF, drafted_RC = outputs(small, tokens)
         large_RV, large_RF, large_RC = outputs(padded, tokens)
         assert (large_RV[:, :vocab] - logits_RV).abs().max() < TOLERANCE, "logits_RV"
-        # A row's bits do not depend on the rows beside it, so this is what 200 steps of greedy decoding say.
+        # A row's bits do not depend on the rows beside it, so this is what 200 steps of greedy
+        # decoding say.
         assert torch.equal(large_RV[-201:-1].argmax(-1), tokens[-200:])
-        assert large_RV[:, vocab:].max() < -200, "a token beyond the small vocabulary could be sampled"
+        assert large_RV[:, vocab:].max() < -200, (
+            "a token beyond the small vocabulary could be sampled"
+        )
         live_RF = large_RF.view(len(tokens), 3, -1)[:, :, :width].flatten(1)
         assert (live_RF - features_RF).norm() / features_RF.norm() < 1e-5, "features_RF"
         assert (large_RC[:, :drafts] - drafted_RC).abs().max() < TOLERANCE, "drafted_RC"
-        assert large_RC[:, drafts:].max() < -200, "a draft beyond the small vocabulary could be drafted"
+        assert large_RC[:, drafts:].max() < -200, (
+            "a draft beyond the small vocabulary could be drafted"
+        )
         assert torch.equal(large_RC.topk(4).indices, drafted_RC.topk(4).indices)
     assert torch.equal(padded.drafter.target_ids[:drafts], small.drafter.target_ids)
 
 
 @torch.no_grad()
 def test_another_implementation_loads_it(directory, small, texts):
-    model = transformers.AutoModelForCausalLM.from_pretrained(directory / "target", dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        directory / "target", dtype=torch.float32
+    )
     assert len(list((directory / "target").glob("*.safetensors"))) > 1, "should be sharded"
     for tokens in texts:
         logits_RV = outputs(small, tokens)[0]
-        assert (model(tokens[None]).logits[0, :, : small.target.vocab_size] - logits_RV).abs().max() < TOLERANCE
+        assert (
+            model(tokens[None]).logits[0, :, : small.target.vocab_size] - logits_RV
+        ).abs().max() < TOLERANCE
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory / "target")
-    assert tokenizer("1 + 1").input_ids == transformers.AutoTokenizer.from_pretrained(TARGET)("1 + 1").input_ids
+    assert (
+        tokenizer("1 + 1").input_ids
+        == transformers.AutoTokenizer.from_pretrained(TARGET)("1 + 1").input_ids
+    )
 
 
 @torch.no_grad()
@@ -135,8 +185,16 @@ def test_tokens_beyond_the_small_vocabulary_are_understood(small, padded, texts)
 
 
 def accept_length(target: Path, drafter: Path) -> tuple[dict[str, list[int]], float]:
-    engine, _ = assemble(EngineSettings(
-        model=str(target), drafter=str(drafter), policy="fixed", strategy=Strategy("eagle", 7, 8, 16), kv_memory_mb=512, max_model_len=512))
+    engine, _ = assemble(
+        EngineSettings(
+            model=str(target),
+            drafter=str(drafter),
+            policy="fixed",
+            strategy=Strategy("eagle", 7, 8, 16),
+            kv_memory_mb=512,
+            max_model_len=512,
+        )
+    )
     requests = problems_as_requests(target, 4, group=2, seed=50, max_tokens=40)
     tokens: dict[str, list[int]] = {r.id: [] for r in requests}
     engine.send(Submit(requests))
@@ -150,27 +208,46 @@ def accept_length(target: Path, drafter: Path) -> tuple[dict[str, list[int]], fl
 
 
 def test_the_engine_accepts_as_much_and_says_the_same(tmp_path):
-    """Sampled at temperature 1, which a difference of 1e-4 in the logits can turn only where two tokens nearly tie: not here."""
+    """Sampled at temperature 1, which a difference of 1e-4 in the logits can turn only where two
+    tokens nearly tie: not here.
+    """
     write(pad(TARGET, DRAFTER, MID, torch.float32), tmp_path)
-    assert accept_length(tmp_path / "target", tmp_path / "drafter") == accept_length(TARGET, DRAFTER)
+    assert accept_length(tmp_path / "target", tmp_path / "drafter") == accept_length(
+        TARGET, DRAFTER
+    )
 
 
 def tensors(seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
     pair = pad(TARGET, DRAFTER, MID, dtype, seed=seed)
-    return dict(itertools.chain(pair.target.tensors(), ((f"drafter.{name}", tensor) for name, tensor in pair.drafter.tensors())))
+    return dict(
+        itertools.chain(
+            pair.target.tensors(),
+            ((f"drafter.{name}", tensor) for name, tensor in pair.drafter.tensors()),
+        )
+    )
 
 
 def test_the_seed_decides_the_bits():
     first, again, other = tensors(), tensors(), tensors(seed=1)
     for name, tensor in first.items():
         assert torch.equal(tensor, again[name]), name
-        assert tensor.dtype in (torch.int64, torch.bool) or not torch.equal(tensor, other[name]), name
-    large = [tensor.flatten()[-1000:] for tensor in first.values() if tensor.dtype == torch.bfloat16 and tensor.numel() > 10_000]
-    assert len({tuple(part.tolist()) for part in large}) == len(large), "two tensors hold the same random numbers"
+        assert tensor.dtype in (torch.int64, torch.bool) or not torch.equal(tensor, other[name]), (
+            name
+        )
+    large = [
+        tensor.flatten()[-1000:]
+        for tensor in first.values()
+        if tensor.dtype == torch.bfloat16 and tensor.numel() > 10_000
+    ]
+    assert len({tuple(part.tolist()) for part in large}) == len(large), (
+        "two tensors hold the same random numbers"
+    )
 
 
 def test_nothing_is_zero_but_what_must_be():
-    """No row or column of a matrix is zero, and the whispering weights' mantissas are as varied as any weight's."""
+    """No row or column of a matrix is zero, and the whispering weights' mantissas are as varied as
+    any weight's.
+    """
     zeros = total = 0
     for name, tensor in tensors().items():
         if tensor.dtype != torch.bfloat16:
@@ -182,8 +259,12 @@ def test_nothing_is_zero_but_what_must_be():
             if name.endswith(("o_proj.weight", "down_proj.weight", "fc.weight")):
                 quiet = tensor[300:].float()
                 assert quiet.abs().max() < 10 * WHISPER and 0.9 < quiet.std() / WHISPER < 1.1, name
-                mantissas = (tensor[300:].view(torch.int16) & 127).flatten().int().bincount(minlength=128)
-                assert mantissas.min() > 0.4 * mantissas.max(), name  # of any normal numbers, the highest are half as frequent
+                mantissas = (
+                    (tensor[300:].view(torch.int16) & 127).flatten().int().bincount(minlength=128)
+                )
+                assert mantissas.min() > 0.4 * mantissas.max(), (
+                    name
+                )  # of any normal numbers, the highest are half as frequent
     assert zeros < 1e-3 * total
 
 
@@ -194,13 +275,25 @@ def test_real_shapes_have_the_real_models_names_shapes_and_dtypes(name):
         model = transformers.AutoModelForCausalLM.from_config(REAL[name], dtype=torch.bfloat16)
     real = {key: (tensor.shape, tensor.dtype) for key, tensor in model.state_dict().items()}
     ours = {key: (tensor.shape, tensor.dtype) for key, tensor in pair.target.tensors()}
-    biases = {key for key in ours if SHAPES[name].family == "llama" and key.endswith("bias")}  # for the small model's; see `shapes`
+    biases = {
+        key for key in ours if SHAPES[name].family == "llama" and key.endswith("bias")
+    }  # for the small model's; see `shapes`
     assert {key: layout for key, layout in ours.items() if key not in biases} == real
-    for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size"):
+    for key in (
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "vocab_size",
+    ):
         assert pair.target.config[key] == getattr(REAL[name], key)
     hidden, heads, kv_heads = SHAPES[name].hidden, SHAPES[name].heads, SHAPES[name].kv_heads
     drafter = {key: tuple(tensor.shape) for key, tensor in pair.drafter.tensors()}
-    assert drafter["fc.weight"] == (hidden, 3 * hidden) and drafter["lm_head.weight"] == (32_000, hidden)
+    assert drafter["fc.weight"] == (hidden, 3 * hidden) and drafter["lm_head.weight"] == (
+        32_000,
+        hidden,
+    )
     assert drafter["midlayer.self_attn.q_proj.weight"] == (heads * 128, 2 * hidden)
     assert drafter["midlayer.self_attn.k_proj.weight"] == (kv_heads * 128, 2 * hidden)
     assert drafter["t2d"] == (SHAPES[name].vocab,) and drafter["d2t"] == (32_000,)
@@ -210,20 +303,27 @@ def test_the_norms_epsilon_is_the_small_ones():
     """Also where the residual is so small that the epsilon decides, and in the 7B's width."""
     pair = pad(TARGET, DRAFTER, SHAPES["qwen2.5-7b"], torch.float32, device="meta")
     shape, scale = SHAPES["qwen2.5-7b"], (256 / 3584) ** 0.5
-    x_RH = torch.randn(3, 256, generator=torch.Generator().manual_seed(0)) * torch.tensor([[1e-4], [1e-3], [50.0]])
+    x_RH = torch.randn(3, 256, generator=torch.Generator().manual_seed(0)) * torch.tensor(
+        [[1e-4], [1e-3], [50.0]]
+    )
     large_RH = torch.nn.functional.pad(x_RH, (0, shape.hidden - 256))
     large_RH[:, 256] = 2.0**-7
-    found_RH = rms_norm(large_RH, torch.full((shape.hidden,), scale), pair.target.config["rms_norm_eps"])[:, :256]
+    found_RH = rms_norm(
+        large_RH, torch.full((shape.hidden,), scale), pair.target.config["rms_norm_eps"]
+    )[:, :256]
     torch.testing.assert_close(found_RH, rms_norm(x_RH, torch.ones(256), 1e-6), rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize(("changes", "words"), [
-    ({"hidden": 256}, ("hidden_size", "257", "256")),
-    ({"layers": 7}, ("8 layers", "7", "raise --layers to 8")),
-    ({"heads": 2}, ("query heads per KV head", "2", "1")),
-    ({"head_dim": 64}, ("head_dim", "128", "64")),
-    ({"draft_vocab": 6000}, ("further draft ids", "5744", "5000")),
-])
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hidden": 256}, ("hidden_size", "257", "256")),
+        ({"layers": 7}, ("8 layers", "7", "raise --layers to 8")),
+        ({"heads": 2}, ("query heads per KV head", "2", "1")),
+        ({"head_dim": 64}, ("head_dim", "128", "64")),
+        ({"draft_vocab": 6000}, ("further draft ids", "5744", "5000")),
+    ],
+)
 def test_what_does_not_fit_is_said(changes, words):
     with pytest.raises(ModelError) as caught:
         pad(TARGET, DRAFTER, replace(MID, **changes), torch.float32)
@@ -238,12 +338,25 @@ def test_half_precision_without_the_exponent_is_refused():
 def test_another_pair_can_be_padded(tmp_path):
     """Nothing depends on the shipped pair: random weights, six layers, heads of 32."""
     target, drafter = write_target(tmp_path / "small"), write_eagle(tmp_path / "head")
-    shape = replace(MID, hidden=160, intermediate=200, layers=7, vocab=500, draft_vocab=100, head_dim=32, max_position=1024)
+    shape = replace(
+        MID,
+        hidden=160,
+        intermediate=200,
+        layers=7,
+        vocab=500,
+        draft_vocab=100,
+        head_dim=32,
+        max_position=1024,
+    )
     write(pad(target, drafter, shape, torch.float32), tmp_path / "out")
     tokens = torch.randint(0, 97, (120,), generator=torch.Generator().manual_seed(2))
     logits_RV, _, drafted_RC = outputs(load(target, drafter), tokens)
-    large_RV, _, large_RC = outputs(load(tmp_path / "out" / "target", tmp_path / "out" / "drafter"), tokens)
-    assert (large_RV[:, :97] - logits_RV).abs().max() < TOLERANCE and (large_RC[:, :60] - drafted_RC).abs().max() < TOLERANCE
+    large_RV, _, large_RC = outputs(
+        load(tmp_path / "out" / "target", tmp_path / "out" / "drafter"), tokens
+    )
+    assert (large_RV[:, :97] - logits_RV).abs().max() < TOLERANCE and (
+        large_RC[:, :60] - drafted_RC
+    ).abs().max() < TOLERANCE
 
 
 def test_the_command_writes_a_pair_and_leaves_another_alone(tmp_path, capsys):
@@ -251,12 +364,16 @@ def test_the_command_writes_a_pair_and_leaves_another_alone(tmp_path, capsys):
     assert main(arguments) == 0
     assert f"--model {tmp_path}/target" in capsys.readouterr().out
     config = ModelConfig.read(tmp_path / "target")
-    assert (config.layers, config.hidden_size) == (8, MID.hidden) and (tmp_path / "drafter" / "calibration.safetensors").exists()
+    assert (config.layers, config.hidden_size) == (8, MID.hidden) and (
+        tmp_path / "drafter" / "calibration.safetensors"
+    ).exists()
     assert main(arguments) == 1
     assert "not empty" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("device", ["foo", "meta", *(() if torch.cuda.is_available() else ("cuda",))])
+@pytest.mark.parametrize(
+    "device", ["foo", "meta", *(() if torch.cuda.is_available() else ("cuda",))]
+)
 def test_a_device_that_is_not_there_is_one_line(device, tmp_path, capsys):
     assert main(["--shape", "mid", "--device", device, "--out", str(tmp_path / "out")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -267,4 +384,8 @@ def test_a_device_that_is_not_there_is_one_line(device, tmp_path, capsys):
 
 def test_too_few_layers_name_the_flag(tmp_path, capsys):
     assert main(["--shape", "mid", "--layers", "2", "--out", str(tmp_path / "out")]) == 1
-    assert capsys.readouterr().err.strip().endswith("has 8 layers, the large one 2; raise --layers to 8")
+    assert (
+        capsys.readouterr()
+        .err.strip()
+        .endswith("has 8 layers, the large one 2; raise --layers to 8")
+    )

@@ -10,12 +10,24 @@ import pytest
 from tests.engine.tiny import Shape, write_target
 from tlt_server.engine.child import EngineChild
 from tlt_server.engine.settings import EngineSettings
-from tlt_server.records import ClearCache, Command, ControlReport, GenerateRequest, Heartbeat, Outputs, Pause, Sampling, Submit
+from tlt_server.records import (
+    ClearCache,
+    Command,
+    ControlReport,
+    GenerateRequest,
+    Heartbeat,
+    Outputs,
+    Pause,
+    Sampling,
+    Submit,
+)
 
 
 @pytest.fixture(scope="module")
 def child(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineChild]:
-    slow = Shape(layers=24)  # a request of many tokens runs for seconds: it is still there when it is paused
+    slow = Shape(
+        layers=24
+    )  # a request of many tokens runs for seconds: it is still there when it is paused
     target = write_target(tmp_path_factory.mktemp("process") / "target", shape=slow)
     with EngineChild(EngineSettings(model=str(target), policy="off", kv_memory_mb=16)) as child:
         yield child
@@ -36,12 +48,20 @@ def gauges_at_answer(child: EngineChild, command: Command) -> dict[str, float]:
 
 def test_what_a_command_changes_is_told_before_its_answer_and_once(child: EngineChild) -> None:
     first = next(event for event in islice(child.events(), 60) if isinstance(event, Outputs))
-    assert first.gauges["running"] == 0 and first.gauges["pages_free"] == child.info.pages, "told without a step, too"
+    assert first.gauges["running"] == 0 and first.gauges["pages_free"] == child.info.pages, (
+        "told without a step, too"
+    )
     prompt, sampling = list(range(40)), Sampling(max_tokens=900, ignore_eos=True)
     child.send(Submit([GenerateRequest(id="r", token_ids=prompt, sampling=sampling, seed=1)]))
     begun = next(event for event in child.events() if isinstance(event, Outputs) and event.outputs)
     assert begun.gauges["running"] == 1 and begun.gauges["pages_free"] < child.info.pages
     retracted = gauges_at_answer(child, Pause("retract", "recompute"))
-    assert (retracted["running"], retracted["waiting"], retracted["pages_free"]) == (0, 1, child.info.pages)
-    assert gauges_at_answer(child, ClearCache("flush", unless_held=True)) == {}, "it has changed nothing"
+    assert (retracted["running"], retracted["waiting"], retracted["pages_free"]) == (
+        0,
+        1,
+        child.info.pages,
+    )
+    assert gauges_at_answer(child, ClearCache("flush", unless_held=True)) == {}, (
+        "it has changed nothing"
+    )
     assert [type(event) for event in islice(child.events(), 2)] == [Heartbeat, Heartbeat]

@@ -1,4 +1,6 @@
-"""What only a GPU shows of receiving weights: memory that is really pinned, waits that are not for the whole device, granted memory."""
+"""What only a GPU shows of receiving weights: memory that is really pinned, waits that are not for
+the whole device, granted memory.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ from tlt_server.engine.gpu.graphs import GraphPool
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.records import ControlReport, Sleep, WakeUp
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 LONG = 2_000_000_000  # cycles: a second or so
 PAGES = 64 * 2**20  # bytes
@@ -44,13 +49,20 @@ def resident() -> int:
 
 
 def test_pinned_memory_is_given_back_and_is_one_memory_again_to_host_and_gpu() -> None:
-    tensor, values = pinned((PAGES // 4,), torch.int32), torch.arange(PAGES // 4, dtype=torch.int32, device="cuda")
+    tensor, values = (
+        pinned((PAGES // 4,), torch.int32),
+        torch.arange(PAGES // 4, dtype=torch.int32, device="cuda"),
+    )
     assert tensor.is_pinned()
     tensor.copy_(values)
     assert torch.equal(tensor, values.cpu())
     behind, before = Backing(tensor), resident()
     behind.free()
-    assert not tensor.is_pinned() and before - resident() > PAGES // 2 and int(tensor[::4096].sum()) == 0
+    assert (
+        not tensor.is_pinned()
+        and before - resident() > PAGES // 2
+        and int(tensor[::4096].sum()) == 0
+    )
     behind.reclaim()
     assert tensor.is_pinned()
     tensor.copy_(values, non_blocking=True)  # by the GPU
@@ -75,7 +87,9 @@ def test_what_is_pinned_is_let_go_with_its_tensor() -> None:
 
 @pytest.fixture
 def busy() -> Iterator[torch.cuda.Event]:
-    """Of a stream that computes for a second, as a broadcast that waits for its trainer does for longer."""
+    """Of a stream that computes for a second, as a broadcast that waits for its trainer does for
+    longer.
+    """
     stream = torch.cuda.Stream()
     torch.zeros(4, device="cuda").add_(1).sum().item()  # to load a kernel may wait for the device
     with torch.cuda.stream(stream):
@@ -89,7 +103,10 @@ def busy() -> Iterator[torch.cuda.Event]:
 
 def test_a_commit_does_not_wait_for_what_others_do_on_the_device(busy: torch.cuda.Event) -> None:
     device = object.__new__(CudaDevice)
-    device.device, device._stream = torch.device("cuda", torch.cuda.current_device()), torch.cuda.Stream()
+    device.device, device._stream = (
+        torch.device("cuda", torch.cuda.current_device()),
+        torch.cuda.Stream(),
+    )
     staged = torch.zeros(4, device="cuda").add_(1)
     with torch.cuda.stream(device._stream):
         exchanged = torch.zeros(4, device="cuda").add_(1)
@@ -98,7 +115,9 @@ def test_a_commit_does_not_wait_for_what_others_do_on_the_device(busy: torch.cud
     assert staged.tolist() == exchanged.tolist() == [1.0] * 4
 
 
-def test_a_key_that_comes_while_a_trainer_holds_the_gpu_runs_at_once(busy: torch.cuda.Event) -> None:
+def test_a_key_that_comes_while_a_trainer_holds_the_gpu_runs_at_once(
+    busy: torch.cuda.Event,
+) -> None:
     stream, x = torch.cuda.Stream(), torch.zeros(4, device="cuda")
     pool = GraphPool(stream, quiet=busy.query)
     stream.wait_stream(torch.cuda.default_stream())
@@ -114,7 +133,9 @@ def test_a_key_that_comes_while_a_trainer_holds_the_gpu_runs_at_once(busy: torch
 
 @pytest.mark.parametrize("more, fits", [(0, True), (1, False), (2**40, False)])
 def test_the_driver_knows_how_large_another_processs_memory_is(more: int, fits: bool) -> None:
-    with subprocess.Popen([sys.executable, "-c", SHARES], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as trainer:
+    with subprocess.Popen(
+        [sys.executable, "-c", SHARES], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as trainer:
         assert trainer.stdout is not None and trainer.stdin is not None
         grant = Grant.parsed(trainer.stdout.read(GRANT.size))
         asked = grant._replace(size=grant.size + more)
@@ -132,9 +153,22 @@ def test_the_driver_knows_how_large_another_processs_memory_is(more: int, fits: 
 
 def test_weights_sleep_after_a_push_that_was_staged_in_pinned_memory(tmp_path: Path) -> None:
     perturbed(TARGET, tmp_path / "new", 1, scale=0.003)
-    engine = Pushable(EngineSettings(
-        model=str(TARGET), drafter="none", policy="off", device="cuda", dtype="bfloat16", attention="triton", kv_memory_mb=256,
-        max_model_len=256, max_running=8, max_rows=128, weight_root=str(tmp_path), weight_staging="host"))
+    engine = Pushable(
+        EngineSettings(
+            model=str(TARGET),
+            drafter="none",
+            policy="off",
+            device="cuda",
+            dtype="bfloat16",
+            attention="triton",
+            kv_memory_mb=256,
+            max_model_len=256,
+            max_running=8,
+            max_rows=128,
+            weight_root=str(tmp_path),
+            weight_staging="host",
+        )
+    )
     old = engine.checksums()
     assert engine.push("new", "v").result == "committed"
     new = engine.checksums()

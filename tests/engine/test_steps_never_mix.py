@@ -1,7 +1,9 @@
-"""Whatever befalls the parts of successive steps: what is committed is always exactly one step's tensors, and a clean step is committed.
+"""Whatever befalls the parts of successive steps: what is committed is always exactly one step's
+tensors, and a clean step is committed.
 
-The transaction is the real one; the model is four tensors, and every tensor of a step holds that step's number. A group gives what was sent
-through it in that order, whatever was refused of it meanwhile, until it is left.
+The transaction is the real one; the model is four tensors, and every tensor of a step holds that
+step's number. A group gives what was sent through it in that order, whatever was refused of it
+meanwhile, until it is left.
 """
 
 from __future__ import annotations
@@ -28,8 +30,21 @@ from tlt_server.weights.work import Options
 
 NAMES = ("a", "b", "c", "d")
 Fate = str
-FATES = ("fine", "fine", "fine", "not finite", "broken", "asleep", "not read", "never sent", "late", "aborted", "repeated", "meanwhile",
-         "another meanwhile")
+FATES = (
+    "fine",
+    "fine",
+    "fine",
+    "not finite",
+    "broken",
+    "asleep",
+    "not read",
+    "never sent",
+    "late",
+    "aborted",
+    "repeated",
+    "meanwhile",
+    "another meanwhile",
+)
 
 
 class Network:
@@ -86,8 +101,12 @@ class Receiving:
         storage = Storage(place, lambda: Free(2**62, 0, 0), torch.device("cpu"), None)
         groups: Any = self.groups
         live = Parts(Target("v0", Network(), {}))  # type: ignore[arg-type]
-        self.transaction = Transaction(live, Options(("broadcast",), Intake(groups=groups), storage=storage), lambda data, where: None,
-                                       clock=lambda: self.now)
+        self.transaction = Transaction(
+            live,
+            Options(("broadcast",), Intake(groups=groups), storage=storage),
+            lambda data, where: None,
+            clock=lambda: self.now,
+        )
 
     def join(self, group: str = "g") -> None:
         """As trainers do that begin a step and find their group left."""
@@ -95,18 +114,31 @@ class Receiving:
         self.settle(committing=True)
         self.groups[group] = Wire()
 
-    def step(self, number: float, parts: list[tuple[str, ...]], fates: Sequence[Fate], **fields: Any) -> list[str]:
+    def step(
+        self, number: float, parts: list[tuple[str, ...]], fates: Sequence[Fate], **fields: Any
+    ) -> list[str]:
         if "g" not in self.groups or self.groups["g"].broken:
             self.join()
-        return [self.part(names, number, fate, **fields) for names, fate in zip(parts, fates, strict=False)]
+        return [
+            self.part(names, number, fate, **fields)
+            for names, fate in zip(parts, fates, strict=False)
+        ]
 
     def part(self, names: tuple[str, ...], value: float, fate: Fate = "fine", **fields: Any) -> str:
         """How the push stands after this part."""
         if fate == "never sent":
             return fate
-        manifest = Manifest(channel="broadcast", packed=False, partial=True, **{"group": "g"} | fields,
-                            tensors=[TensorEntry(name=name, dtype="float32", shape=[4]) for name in names])
-        wire, other = self.groups.get(manifest.group, Wire()), replace(manifest, version="another", partial=False)
+        manifest = Manifest(
+            channel="broadcast",
+            packed=False,
+            partial=True,
+            **{"group": "g"} | fields,
+            tensors=[TensorEntry(name=name, dtype="float32", shape=[4]) for name in names],
+        )
+        wire, other = (
+            self.groups.get(manifest.group, Wire()),
+            replace(manifest, version="another", partial=False),
+        )
         wire.sent += [float("nan") if fate == "not finite" else value] * len(names)
         wire.breaks, asked = fate == "broken", manifest
         try:
@@ -126,7 +158,9 @@ class Receiving:
             self.transaction.refuse(asked)
         self.now += 20 if fate == "late" else 0
         said = self.settle(committing=manifest.commit)
-        assert said != "committed" or self.live["a"].tolist() == [value] * 4, "another step's under this one's name"
+        assert said != "committed" or self.live["a"].tolist() == [value] * 4, (
+            "another step's under this one's name"
+        )
         if fate == "aborted" and self.transaction.push is not None:
             self.transaction.abort(self.transaction.push.version)
             return self.settle(committing=True)
@@ -150,7 +184,9 @@ class Receiving:
         return push.state if push is not None else "gathering"
 
     def check(self) -> None:
-        assert len({value for tensor in self.live.values() for value in tensor.tolist()}) == 1, f"a mixture: {self.live}"
+        assert len({value for tensor in self.live.values() for value in tensor.tolist()}) == 1, (
+            f"a mixture: {self.live}"
+        )
 
     @property
     def live(self) -> dict[str, torch.Tensor]:
@@ -159,35 +195,68 @@ class Receiving:
 
 
 def cuts(parts: int) -> list[tuple[str, ...]]:
-    return {1: [NAMES], 2: [NAMES[:1], NAMES[1:]], 3: [NAMES[:2], NAMES[2:3], NAMES[3:]], 4: [(name,) for name in NAMES]}[parts]
+    return {
+        1: [NAMES],
+        2: [NAMES[:1], NAMES[1:]],
+        3: [NAMES[:2], NAMES[2:3], NAMES[3:]],
+        4: [(name,) for name in NAMES],
+    }[parts]
 
 
-steps = st.lists(st.tuples(st.integers(1, 4), st.lists(st.sampled_from(FATES), min_size=4, max_size=4),
-                           st.sampled_from(["", "", "", "named", "whole step"])), min_size=1, max_size=5)
+steps = st.lists(
+    st.tuples(
+        st.integers(1, 4),
+        st.lists(st.sampled_from(FATES), min_size=4, max_size=4),
+        st.sampled_from(["", "", "", "named", "whole step"]),
+    ),
+    min_size=1,
+    max_size=5,
+)
 
 
 @pytest.mark.parametrize("place", ["device", "none"])
 @settings(max_examples=150, deadline=None)
 @given(steps=steps)
-def test_what_is_committed_is_one_step(place: str, steps: list[tuple[int, list[Fate], str]]) -> None:
-    """Trainers go on after an error, or give the step up; parts grow and shrink from step to step; some steps have names."""
+def test_what_is_committed_is_one_step(
+    place: str, steps: list[tuple[int, list[Fate], str]]
+) -> None:
+    """Trainers go on after an error, or give the step up; parts grow and shrink from step to step;
+    some steps have names.
+    """
     receiving = Receiving(place)
     for number, (parts, fates, version) in enumerate(steps, 1):
-        if fates[0] == "never sent":  # what never comes at all is a step that was given up at its start
+        if (
+            fates[0] == "never sent"
+        ):  # what never comes at all is a step that was given up at its start
             continue
-        receiving.step(float(number), cuts(parts), fates, version=f"{version} {number}" if version == "whole step" else version)
+        receiving.step(
+            float(number),
+            cuts(parts),
+            fates,
+            version=f"{version} {number}" if version == "whole step" else version,
+        )
         receiving.now += 1
     said = receiving.step(99.0, cuts(4), ["fine"] * 4)
     assert said == ["gathering"] * 3 + ["committed"] and receiving.live["d"].tolist() == [99.0] * 4
 
 
 @settings(max_examples=100, deadline=None)
-@given(sessions=st.lists(st.lists(st.tuples(st.integers(0, 3), st.sampled_from(FATES)), max_size=6), min_size=1, max_size=4))
-def test_a_session_takes_its_parts_in_any_order_and_no_other_ones(sessions: list[list[tuple[int, Fate]]]) -> None:
+@given(
+    sessions=st.lists(
+        st.lists(st.tuples(st.integers(0, 3), st.sampled_from(FATES)), max_size=6),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_a_session_takes_its_parts_in_any_order_and_no_other_ones(
+    sessions: list[list[tuple[int, Fate]]],
+) -> None:
     receiving = Receiving("device")
     for number, sent in enumerate(sessions, 1):
         for place, fate in sent:
-            receiving.step(float(number), [cuts(4)[place]], [fate], session=str(number), commit=False)
+            receiving.step(
+                float(number), [cuts(4)[place]], [fate], session=str(number), commit=False
+            )
         push = receiving.transaction.push
         if push is not None and push.state == "staged":
             assert push.manifest.session == str(number)
@@ -202,10 +271,14 @@ def test_without_a_version_all_comes_through_one_group() -> None:
     receiving = Receiving("device")
     assert receiving.part(("a",), 1.0) == "gathering"
     receiving.part(("b",), 1.0, group="h")
-    assert receiving.transaction.push is not None and receiving.transaction.push.manifest.group == "g"
+    assert (
+        receiving.transaction.push is not None and receiving.transaction.push.manifest.group == "g"
+    )
     receiving.part(("b", "c"), 1.0)
     assert receiving.part(("d",), 1.0) == "committed"
-    assert "h" not in receiving.groups, "what it brought of the part that was refused is not another push's"
+    assert "h" not in receiving.groups, (
+        "what it brought of the part that was refused is not another push's"
+    )
     receiving.join("h")
     for group, names in (("g", "ab"), ("h", "cd")):
         said = receiving.part(tuple(names), 2.0, group=group, version="two")
@@ -217,26 +290,46 @@ def test_who_joins_a_group_anew_begins_a_push_in_an_order_of_their_own() -> None
     receiving.part(("a", "b"), 1.0)
     receiving.join()
     assert receiving.part(("c",), 2.0) == "gathering"
-    assert receiving.part(("d", "a", "b"), 2.0) == "committed" and receiving.live["a"].tolist() == [2.0] * 4
+    assert (
+        receiving.part(("d", "a", "b"), 2.0) == "committed"
+        and receiving.live["a"].tolist() == [2.0] * 4
+    )
     receiving.part(("a", "b"), 3.0, version="three")
     receiving.join()
-    assert receiving.part(("c", "d"), 3.0, version="three") == "committed", "a version's parts may come through several groups"
+    assert receiving.part(("c", "d"), 3.0, version="three") == "committed", (
+        "a version's parts may come through several groups"
+    )
 
 
 def test_a_first_part_that_is_refused_is_no_beginning_for_the_ones_after_it() -> None:
     receiving = Receiving("device")
     assert receiving.part(("c", "d"), 1.0, "asleep") == "gathering" and "g" not in receiving.groups
-    assert receiving.part(("a", "b"), 1.0) == "failed", "nothing comes through it until it is joined anew"
+    assert receiving.part(("a", "b"), 1.0) == "failed", (
+        "nothing comes through it until it is joined anew"
+    )
     for number in (2.0, 3.0):
-        assert receiving.step(number, [("a", "b"), ("c", "d")], ["fine", "fine"]) == ["gathering", "committed"]
+        assert receiving.step(number, [("a", "b"), ("c", "d")], ["fine", "fine"]) == [
+            "gathering",
+            "committed",
+        ]
     receiving.join()
     receiving.part(("a", "b"), 4.0, "not read")
     assert receiving.part(("c", "d"), 4.0) == "failed"
-    assert receiving.step(5.0, [("a", "b"), ("c", "d")], ["fine", "fine"]) == ["gathering", "committed"]
+    assert receiving.step(5.0, [("a", "b"), ("c", "d")], ["fine", "fine"]) == [
+        "gathering",
+        "committed",
+    ]
 
 
 def test_senders_that_never_end_a_push_take_no_memory() -> None:
     receiving = Receiving("device")
     for number in range(REMEMBERED + 10):
-        receiving.transaction.refuse(Manifest(channel="broadcast", partial=True, version=str(number), tensors=[TensorEntry(name="a")]))
+        receiving.transaction.refuse(
+            Manifest(
+                channel="broadcast",
+                partial=True,
+                version=str(number),
+                tensors=[TensorEntry(name="a")],
+            )
+        )
     assert len(receiving.transaction._series._starts) == REMEMBERED

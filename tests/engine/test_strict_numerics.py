@@ -1,4 +1,6 @@
-"""Strict numerics over a whole forward: a row's bits do not depend on batch, chunking, threads or draft against committed."""
+"""Strict numerics over a whole forward: a row's bits do not depend on batch, chunking, threads or
+draft against committed.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,21 @@ from tlt_server.models.qwen2 import Qwen2
 from tlt_server.models.qwen3 import Qwen3
 
 CONFIG = ModelConfig(
-    architecture="", vocab_size=259, hidden_size=256, intermediate_size=512, layers=3, heads=2, kv_heads=1, head_dim=128, max_position=512,
-    norm_eps=1e-6, rope=Rope(), tied_embeddings=True, attention_bias=False, mlp_bias=False, eos_token_ids=(),
+    architecture="",
+    vocab_size=259,
+    hidden_size=256,
+    intermediate_size=512,
+    layers=3,
+    heads=2,
+    kv_heads=1,
+    head_dim=128,
+    max_position=512,
+    norm_eps=1e-6,
+    rope=Rope(),
+    tied_embeddings=True,
+    attention_bias=False,
+    mlp_bias=False,
+    eos_token_ids=(),
 )
 TOKENS = torch.randint(0, CONFIG.vocab_size, (140,), generator=torch.Generator().manual_seed(2))
 
@@ -51,7 +66,9 @@ def model(request, numerics):
 
 
 def in_chunks(model, sizes: list[int]) -> torch.Tensor:
-    """Logits and features of TOKENS, side by side, computed in chunks of these sizes (the last one repeats)."""
+    """Logits and features of TOKENS, side by side, computed in chunks of these sizes (the last one
+    repeats).
+    """
     sequence, found, start = Sequence(model, capacity=len(TOKENS)), [], 0
     while start < len(TOKENS):
         size = sizes.pop(0) if len(sizes) > 1 else sizes[0]
@@ -70,14 +87,22 @@ def test_chunking_does_not_change_a_bit(model):
 def test_company_does_not_change_a_bit(model):
     expected = in_chunks(model, [140])
     cache = model.make_cache(64, 16, 8)
-    sequences = [Sequence(model, 140, cache=cache, table_P=torch.arange(9 * b, 9 * b + 9).to(torch.int32)) for b in range(5)]
+    sequences = [
+        Sequence(model, 140, cache=cache, table_P=torch.arange(9 * b, 9 * b + 9).to(torch.int32))
+        for b in range(5)
+    ]
     lengths = [100, 17, 64, 3, 139]
     for sequence, length in zip(sequences, lengths, strict=True):
         sequence.extend(TOKENS[:length])
-    parts = [sequence.rows(TOKENS[length : length + 1 + b]) for b, (sequence, length) in enumerate(zip(sequences, lengths, strict=True))]
+    parts = [
+        sequence.rows(TOKENS[length : length + 1 + b])
+        for b, (sequence, length) in enumerate(zip(sequences, lengths, strict=True))
+    ]
     forward = model.forward(batch(parts), cache)
     found = torch.cat([model.logits(forward.hidden_RH), forward.features_RF], dim=1)
-    wanted = torch.cat([expected[length : length + len(part)] for length, part in zip(lengths, parts, strict=True)])
+    wanted = torch.cat(
+        [expected[length : length + len(part)] for length, part in zip(lengths, parts, strict=True)]
+    )
     assert torch.equal(found, wanted)
 
 
@@ -94,14 +119,23 @@ def test_drafted_rows_have_the_bits_of_committed_ones(model):
     expected = in_chunks(model, [140])
     sequence = Sequence(model, capacity=160)
     sequence.extend(TOKENS[:62])
-    rows = certain_rows(TOKENS[62:69], 62, sequence.table_P, 16)  # one certain row, then a chain of six drafts across a chunk edge
+    rows = certain_rows(
+        TOKENS[62:69], 62, sequence.table_P, 16
+    )  # one certain row, then a chain of six drafts across a chunk edge
     scratch = torch.arange(6) + sequence.cache.scratch_start
     path_RD = torch.full((7, 6), -1, dtype=torch.int32)
     for draft in range(6):
         path_RD[draft + 1, : draft + 1] = scratch[: draft + 1]
-    rows = replace(rows, slot_R=torch.cat([rows.slot_R[:1], scratch]), base_B=torch.tensor([63], dtype=torch.int32), path_RD=path_RD)
+    rows = replace(
+        rows,
+        slot_R=torch.cat([rows.slot_R[:1], scratch]),
+        base_B=torch.tensor([63], dtype=torch.int32),
+        path_RD=path_RD,
+    )
     forward = model.forward(rows, sequence.cache)
-    assert torch.equal(torch.cat([model.logits(forward.hidden_RH), forward.features_RF], dim=1), expected[62:69])
+    assert torch.equal(
+        torch.cat([model.logits(forward.hidden_RH), forward.features_RF], dim=1), expected[62:69]
+    )
 
 
 def test_fast_mode_is_never_tested_and_says_what_it_is():
@@ -111,7 +145,9 @@ def test_fast_mode_is_never_tested_and_says_what_it_is():
 
 
 def test_describe_names_the_path_taken(numerics, monkeypatch):
-    """A processor of another maker than the library's may have no fixed-order mode: then the padded path is taken without our doing."""
+    """A processor of another maker than the library's may have no fixed-order mode: then the padded
+    path is taken without our doing.
+    """
     test, plain = numerics._row_invariant, list[bool]()
 
     def tested(weight_KN, bias_N):
@@ -122,7 +158,9 @@ def test_describe_names_the_path_taken(numerics, monkeypatch):
     monkeypatch.setattr(numerics, "_row_invariant", tested)
     build(Qwen2, numerics)
     assert plain and not (all(plain) and isinstance(numerics, Padded))
-    assert numerics.describe().startswith("strict: library products (MKL_CBWR=" if all(plain) else "strict: padded")
+    assert numerics.describe().startswith(
+        "strict: library products (MKL_CBWR=" if all(plain) else "strict: padded"
+    )
 
 
 def test_hopeless_library_is_an_error_with_a_remedy():
@@ -134,11 +172,14 @@ def test_hopeless_library_is_an_error_with_a_remedy():
         build(Qwen2, Hopeless("strict"))
 
 
-@pytest.mark.parametrize(("flags", "expected"), [
-    ("fpu avx2 avx512f avx512bw avx512dq avx512vl", {"MKL_CBWR": "AVX512,STRICT"}),
-    ("fpu avx2 avx512f", {"MKL_CBWR": "AVX2,STRICT"}),
-    ("fpu sse2", {}),
-])
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("fpu avx2 avx512f avx512bw avx512dq avx512vl", {"MKL_CBWR": "AVX512,STRICT"}),
+        ("fpu avx2 avx512f", {"MKL_CBWR": "AVX2,STRICT"}),
+        ("fpu sse2", {}),
+    ],
+)
 def test_strict_environment_follows_the_processor(flags, expected):
     assert strict_environment(f"processor : 0\nflags\t\t: {flags}\n") == expected
 

@@ -1,4 +1,6 @@
-"""Whatever is wrong with a push: live weights are exactly the old or the new ones, and a failure says why and changes no token."""
+"""Whatever is wrong with a push: live weights are exactly the old or the new ones, and a failure
+says why and changes no token.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,17 @@ from tlt_server.records import GenerateRequest, Sampling, WeightReport
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 REFUSED = ("weights_refused", "forbidden", "push_failed", "conflict")
-EMBEDDING, QUERY, NORM = "model.embed_tokens.weight", "model.layers.2.self_attn.q_proj.weight", "model.norm.weight"
+EMBEDDING, QUERY, NORM = (
+    "model.embed_tokens.weight",
+    "model.layers.2.self_attn.q_proj.weight",
+    "model.norm.weight",
+)
 
 
 class Bench:
-    """The engine, what it serves, and a directory per case with a good copy of new weights to spoil."""
+    """The engine, what it serves, and a directory per case with a good copy of new weights to
+    spoil.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root, self.weights = root, root / "weights"
@@ -39,8 +47,15 @@ class Bench:
         write_eagle(root / "drafter")
         perturbed(root / "base", root / "good", 1)
         perturbed(root / "drafter", root / "good-drafter", 2)
-        self.engine = Pushable(EngineSettings(
-            model=str(root / "base"), drafter=str(root / "drafter"), policy="off", kv_memory_mb=16, weight_root=str(self.weights)))
+        self.engine = Pushable(
+            EngineSettings(
+                model=str(root / "base"),
+                drafter=str(root / "drafter"),
+                policy="off",
+                kv_memory_mb=16,
+                weight_root=str(self.weights),
+            )
+        )
         self.transaction = self.engine.engine.pushes.transaction
         self.said, self.sums = self.speak(), self.transaction.live.live_sums()
         self.count = 0
@@ -48,7 +63,14 @@ class Bench:
         assert self.engine.roll_back().result == "rolled_back"
 
     def speak(self) -> Any:
-        return self.engine.run(GenerateRequest(id="r", token_ids=[5, 6, 7], seed=3, sampling=Sampling(max_tokens=5, ignore_eos=True)))
+        return self.engine.run(
+            GenerateRequest(
+                id="r",
+                token_ids=[5, 6, 7],
+                seed=3,
+                sampling=Sampling(max_tokens=5, ignore_eos=True),
+            )
+        )
 
     def copy(self, name: str) -> Path:
         self.count += 1
@@ -103,7 +125,10 @@ def declared(directory: Path, bench: Bench) -> list[dict[str, object]]:
 # -- damaged files
 
 
-@pytest.mark.parametrize("cut", [0, 1, 7, 8, 9, 0.02, 0.05, 0.1, *(i / 14 for i in range(2, 14)), 0.99, 0.999, -9, -4, -2, -1])
+@pytest.mark.parametrize(
+    "cut",
+    [0, 1, 7, 8, 9, 0.02, 0.05, 0.1, *(i / 14 for i in range(2, 14)), 0.99, 0.999, -9, -4, -2, -1],
+)
 def test_a_truncated_file(cut: float, bench: Bench) -> None:
     directory = bench.copy("good")
     size = (directory / FILE).stat().st_size
@@ -142,7 +167,11 @@ def test_a_value_that_is_not_finite(name: str, value: float, bench: Bench) -> No
     directory = bench.copy("good")
     edit(directory, lambda tensors: tensors[name].view(-1).__setitem__(-1, value))
     report = bench.engine.push(directory, "v")
-    assert report.result == "weights_refused" and name in report.error[1] and "NaN or infinite" in report.error[1]  # type: ignore[index]
+    assert (
+        report.result == "weights_refused"
+        and name in report.error[1]
+        and "NaN or infinite" in report.error[1]
+    )  # type: ignore[index]
     bench.check(report)
 
 
@@ -165,7 +194,9 @@ TENSORS: dict[str, Callable[[dict[str, torch.Tensor]], object]] = {
     "no norm": lambda t: t.pop(NORM),
     "only one": lambda t: [t.pop(name) for name in list(t) if name != NORM],
     "a layer missing": lambda t: [t.pop(name) for name in list(t) if ".layers.3." in name],
-    "a layer more": lambda t: t.update({name.replace(".5.", ".6."): x.clone() for name, x in t.items() if ".layers.5." in name}),
+    "a layer more": lambda t: t.update(
+        {name.replace(".5.", ".6."): x.clone() for name, x in t.items() if ".layers.5." in name}
+    ),
     "a stranger": lambda t: t.update({"model.stranger": torch.ones(2)}),
     "another name": lambda t: t.update({"transformer.wte": t.pop(EMBEDDING)}),
     "a head of its own": lambda t: t.update({"lm_head.weight": t[EMBEDDING] + 1}),
@@ -190,9 +221,15 @@ def declare(directory: Path, name: str) -> None:
         header = json.loads(file.read(header_size(directory) + 8)[8:])
     header.setdefault(name, {})
     end = 0
-    for tensor, said in ((tensor, said) for tensor, said in header.items() if tensor != "__metadata__"):
+    for tensor, said in (
+        (tensor, said) for tensor, said in header.items() if tensor != "__metadata__"
+    ):
         size = LARGE if tensor == name else said["data_offsets"][1] - said["data_offsets"][0]
-        header[tensor] = said | {"dtype": "F32", "data_offsets": [end, end + size]} | ({"shape": [LARGE // 4]} if tensor == name else {})
+        header[tensor] = (
+            said
+            | {"dtype": "F32", "data_offsets": [end, end + size]}
+            | ({"shape": [LARGE // 4]} if tensor == name else {})
+        )
         end += size
     text = json.dumps(header).encode()
     with open(directory / FILE, "wb") as file:
@@ -200,9 +237,17 @@ def declare(directory: Path, name: str) -> None:
         file.truncate(8 + len(text) + end)
 
 
-@pytest.mark.parametrize("name, said", [
-    (QUERY, "expected"), ("lm_head.weight", "more elements than any"), ("model.layers.0.rotary_emb.inv_freq", "more elements than any")])
-def test_a_tensor_larger_than_the_model_has_is_refused_before_it_is_read(name: str, said: str, bench: Bench) -> None:
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        (QUERY, "expected"),
+        ("lm_head.weight", "more elements than any"),
+        ("model.layers.0.rotary_emb.inv_freq", "more elements than any"),
+    ],
+)
+def test_a_tensor_larger_than_the_model_has_is_refused_before_it_is_read(
+    name: str, said: str, bench: Bench
+) -> None:
     directory = bench.copy("good")
     declare(directory, name)
     report = bench.engine.push(directory, "v")
@@ -212,7 +257,11 @@ def test_a_tensor_larger_than_the_model_has_is_refused_before_it_is_read(name: s
 
 
 def test_so_is_one_that_comes_by_http(bench: Bench, tmp_path: Path) -> None:
-    engine = Pushable(msgspec.structs.replace(bench.engine.settings, weight_channels="http", state_dir=str(tmp_path)))
+    engine = Pushable(
+        msgspec.structs.replace(
+            bench.engine.settings, weight_channels="http", state_dir=str(tmp_path)
+        )
+    )
     part = shutil.copytree(bench.root / "good", tmp_path / "uploads" / "u") / FILE
     for file in part.parent.iterdir():
         if file != part:
@@ -220,7 +269,9 @@ def test_so_is_one_that_comes_by_http(bench: Bench, tmp_path: Path) -> None:
     declare(part.parent, QUERY)
     report = engine.push("u", "v", channel="http", tensors=declared(part.parent, bench))
     assert report.result == "weights_refused" and "read" not in report.phases
-    assert report.error and all(word in report.error[1] for word in (f"part '{FILE}'", repr(QUERY), f"[{LARGE // 4}]"))
+    assert report.error and all(
+        word in report.error[1] for word in (f"part '{FILE}'", repr(QUERY), f"[{LARGE // 4}]")
+    )
 
 
 def test_a_tied_head_that_agrees_is_welcome(bench: Bench) -> None:
@@ -239,6 +290,7 @@ def rewrite(change: Callable[[dict[str, str]], object]) -> Callable[[Path], None
         weight_map = json.loads((directory / INDEX).read_text())["weight_map"]
         change(weight_map)
         (directory / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+
     return spoil
 
 
@@ -258,7 +310,9 @@ SHARDS: dict[str, Callable[[Path], object]] = {
     "index lacks one": rewrite(lambda m: m.pop(NORM)),
     "index has one more": rewrite(lambda m: m.update({"model.stranger": "model-0.safetensors"})),
     "index misplaces one": rewrite(lambda m: m.update({NORM: m[EMBEDDING], EMBEDDING: m[NORM]})),
-    "index with many lists": lambda d: (d / INDEX).write_text('{"a":[' + ",".join(["[]"] * 10**6) + "]}"),
+    "index with many lists": lambda d: (d / INDEX).write_text(
+        '{"a":[' + ",".join(["[]"] * 10**6) + "]}"
+    ),
     "index not text": lambda d: (d / INDEX).write_bytes(b"\xff\xfe\x00"),
 }
 
@@ -290,10 +344,12 @@ def outside(bench: Bench) -> Path:
 
 def linked(make: Callable[[Path, Path], object]) -> Callable[[Bench], str]:
     """A case directory spoiled with a link to what lies outside."""
+
     def place(bench: Bench) -> str:
         directory = bench.copy("good")
         make(directory, outside(bench))
         return str(directory)
+
     return place
 
 
@@ -338,8 +394,12 @@ PLACES: dict[str, Callable[[Bench], str]] = {
     "a link out on the way": link_on_the_way,
     "a link to itself": loop,
     "a file that links out": linked(lambda d, out: replaced(d / FILE, out / FILE)),
-    "a file that links out, relatively": linked(lambda d, out: replaced(d / FILE, "../../good/model.safetensors")),
-    "a config that links out": linked(lambda d, out: replaced(d / "config.json", out / "config.json")),
+    "a file that links out, relatively": linked(
+        lambda d, out: replaced(d / FILE, "../../good/model.safetensors")
+    ),
+    "a config that links out": linked(
+        lambda d, out: replaced(d / "config.json", out / "config.json")
+    ),
     "an index that links out": linked(lambda d, out: (d / INDEX).symlink_to(out / "config.json")),
     "a link to nothing": linked(lambda d, out: replaced(d / FILE, "nothing")),
     "a device": linked(lambda d, out: replaced(d / FILE, "/dev/zero")),
@@ -423,7 +483,9 @@ def link_out(directory: Path, out: Path) -> None:
 MEANWHILE: dict[str, Callable[[Path, Path], object]] = {
     "written": lambda d, out: touch(next(iter(sorted(d.glob("model*.safetensors"))))),
     "truncated": lambda d, out: os.truncate(next(iter(sorted(d.glob("model*.safetensors")))), 100),
-    "grown": lambda d, out: next(iter(sorted(d.glob("model*.safetensors")))).open("ab").write(b"more"),
+    "grown": lambda d, out: (
+        next(iter(sorted(d.glob("model*.safetensors")))).open("ab").write(b"more")
+    ),
     "removed": lambda d, out: shutil.rmtree(d),
     "replaced": swap,
     "linked out": link_out,
@@ -432,7 +494,9 @@ MEANWHILE: dict[str, Callable[[Path, Path], object]] = {
 
 @pytest.mark.parametrize("phase", ["read", "check", "spool"])
 @pytest.mark.parametrize("name", MEANWHILE)
-def test_a_directory_that_changes_while_it_is_read(name: str, phase: str, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_that_changes_while_it_is_read(
+    name: str, phase: str, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     directory, done = bench.copy("good"), []
     shard(directory)
 
@@ -442,8 +506,12 @@ def test_a_directory_that_changes_while_it_is_read(name: str, phase: str, bench:
             MEANWHILE[name](directory, outside(bench))
 
     monkeypatch.setattr(bench.transaction, "on_phase", meddle)
-    report = bench.engine.push(directory, f"meanwhile-{name}-{phase}", tensors=declared(directory, bench))
-    assert done and report.result in ("weights_refused", "forbidden"), "the shards read and those that stand there do not belong together"
+    report = bench.engine.push(
+        directory, f"meanwhile-{name}-{phase}", tensors=declared(directory, bench)
+    )
+    assert done and report.result in ("weights_refused", "forbidden"), (
+        "the shards read and those that stand there do not belong together"
+    )
     bench.check(report)
 
 
@@ -452,7 +520,9 @@ def test_a_directory_that_changes_while_it_is_read(name: str, phase: str, bench:
 
 @pytest.mark.parametrize("error", [MemoryError, SystemExit, KeyboardInterrupt, RecursionError])
 @pytest.mark.parametrize("phase", ["open", "read", "check", "fill", "spool", "done"])
-def test_a_staging_thread_that_dies(phase: str, error: type[BaseException], bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_staging_thread_that_dies(
+    phase: str, error: type[BaseException], bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def die(entered: str) -> None:
         if entered == phase:
             raise error("killed by the test")
@@ -464,7 +534,9 @@ def test_a_staging_thread_that_dies(phase: str, error: type[BaseException], benc
 
 
 @pytest.mark.parametrize("phase", ["open", "read", "check", "fill", "spool", "done"])
-def test_a_push_during_a_push_and_an_abort_in_each_phase(phase: str, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_push_during_a_push_and_an_abort_in_each_phase(
+    phase: str, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine, seen = bench.engine, []
 
     def interfere(entered: str) -> None:
@@ -479,7 +551,10 @@ def test_a_push_during_a_push_and_an_abort_in_each_phase(phase: str, bench: Benc
     engine.until(lambda: bool(seen), phase)
     other = engine.push(bench.copy("good"), "other")
     assert other.result == "conflict" and f"'first-{phase}' is being pushed" in other.error[1]  # type: ignore[index]
-    assert [engine.abort(version).result for version in ("other", f"first-{phase}")] == ["not_found", "aborted"]
+    assert [engine.abort(version).result for version in ("other", f"first-{phase}")] == [
+        "not_found",
+        "aborted",
+    ]
     report = engine.report(first)
     assert report.result == "conflict" and "aborted" in report.error[1]  # type: ignore[index]
     bench.check(report)
@@ -503,17 +578,32 @@ MANIFESTS: dict[str, list[dict[str, object]]] = {
 @pytest.mark.parametrize("name", MANIFESTS)
 def test_a_manifest_that_says_otherwise(name: str, bench: Bench) -> None:
     changed = {str(entry["name"]) for entry in MANIFESTS[name]}
-    tensors = [*MANIFESTS[name], *({"name": other} for other in bench.new_sums if other not in changed)]
+    tensors = [
+        *MANIFESTS[name],
+        *({"name": other} for other in bench.new_sums if other not in changed),
+    ]
     report = bench.engine.push(bench.copy("good"), "v", tensors=tensors)
     assert report.result == "weights_refused"
     bench.check(report)
 
 
-@pytest.mark.parametrize("dtype, said", [
-    ("float99", "float64, float32, float16, bfloat16"), ("Tensor", "use one of"), ("quint4x2", "use one of"), ("complex128", "use one of"),
-    ("float64", "takes it as bfloat16 or float16 or float32"), ("torch.int64", "takes it as bfloat16 or float16 or float32")])
-def test_a_declared_dtype_that_is_not_taken_is_refused_before_anything_is_read(dtype: str, said: str, bench: Bench) -> None:
-    tensors = [{"name": name, "dtype": dtype if name == QUERY else "float32"} for name in bench.new_sums]
+@pytest.mark.parametrize(
+    "dtype, said",
+    [
+        ("float99", "float64, float32, float16, bfloat16"),
+        ("Tensor", "use one of"),
+        ("quint4x2", "use one of"),
+        ("complex128", "use one of"),
+        ("float64", "takes it as bfloat16 or float16 or float32"),
+        ("torch.int64", "takes it as bfloat16 or float16 or float32"),
+    ],
+)
+def test_a_declared_dtype_that_is_not_taken_is_refused_before_anything_is_read(
+    dtype: str, said: str, bench: Bench
+) -> None:
+    tensors = [
+        {"name": name, "dtype": dtype if name == QUERY else "float32"} for name in bench.new_sums
+    ]
     report = bench.engine.push(bench.copy("good"), "v", tensors=tensors)
     assert report.result == "weights_refused" and "read" not in report.phases
     assert all(word in report.error[1] for word in (repr(QUERY), dtype, said))  # type: ignore[index]
@@ -521,13 +611,24 @@ def test_a_declared_dtype_that_is_not_taken_is_refused_before_anything_is_read(d
 
 
 def test_a_manifest_that_leaves_one_out(bench: Bench) -> None:
-    report = bench.engine.push(bench.copy("good"), "v", tensors=[{"name": name} for name in bench.new_sums if name != NORM])
+    report = bench.engine.push(
+        bench.copy("good"), "v", tensors=[{"name": name} for name in bench.new_sums if name != NORM]
+    )
     assert report.result == "weights_refused" and NORM in report.error[1]  # type: ignore[index]
     bench.check(report)
 
 
-@pytest.mark.parametrize("field, value", [("hidden_size", 2 * HIDDEN), ("num_hidden_layers", 5), ("rms_norm_eps", 1e-3),
-                                          ("tie_word_embeddings", False), ("architectures", ["LlamaForCausalLM"]), ("hidden_act", "gelu")])
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("hidden_size", 2 * HIDDEN),
+        ("num_hidden_layers", 5),
+        ("rms_norm_eps", 1e-3),
+        ("tie_word_embeddings", False),
+        ("architectures", ["LlamaForCausalLM"]),
+        ("hidden_act", "gelu"),
+    ],
+)
 def test_a_config_of_another_model(field: str, value: object, bench: Bench) -> None:
     directory = bench.copy("good")
     config = json.loads((directory / "config.json").read_text())
@@ -554,7 +655,11 @@ def test_a_drafter_that_does_not_fit(name: str, role: str, bench: Bench) -> None
     """With a good target in the same transaction, nothing of that may be live either."""
     drafter = bench.copy("good-drafter")
     edit(drafter, DRAFTERS[name])
-    places = {"path": drafter} if role == "drafter" else {"path": bench.copy("good"), "drafter_path": str(drafter)}
+    places = (
+        {"path": drafter}
+        if role == "drafter"
+        else {"path": bench.copy("good"), "drafter_path": str(drafter)}
+    )
     report = bench.engine.push(places.pop("path"), "v", role=role, **places)
     assert report.result == "weights_refused"
     bench.check(report)
@@ -569,8 +674,16 @@ def test_a_calibration_that_is_none(bench: Bench) -> None:
 
 
 def test_a_directory_without_its_marker(bench: Bench, tmp_path: Path) -> None:
-    engine = Pushable(EngineSettings(model=str(bench.root / "base"), drafter="none", policy="off", kv_memory_mb=4,
-                                     weight_root=str(bench.weights), weight_marker="STABLE"))
+    engine = Pushable(
+        EngineSettings(
+            model=str(bench.root / "base"),
+            drafter="none",
+            policy="off",
+            kv_memory_mb=4,
+            weight_root=str(bench.weights),
+            weight_marker="STABLE",
+        )
+    )
     directory = bench.copy("good")
     report = engine.push(directory, "v")
     assert report.result == "weights_refused" and "'STABLE'" in report.error[1]  # type: ignore[index]
@@ -580,6 +693,8 @@ def test_a_directory_without_its_marker(bench: Bench, tmp_path: Path) -> None:
 
 
 def test_without_a_weight_root_nothing_is_taken(bench: Bench) -> None:
-    engine = Pushable(EngineSettings(model=str(bench.root / "base"), drafter="none", policy="off", kv_memory_mb=4))
+    engine = Pushable(
+        EngineSettings(model=str(bench.root / "base"), drafter="none", policy="off", kv_memory_mb=4)
+    )
     report = engine.push(bench.copy("good"), "v")
     assert report.result == "forbidden" and "--weight-root" in report.error[1]  # type: ignore[index]

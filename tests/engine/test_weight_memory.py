@@ -1,6 +1,8 @@
-"""How much host memory a push of files takes while it is staged, beside the model that it fills: some buckets, not some files.
+"""How much host memory a push of files takes while it is staged, beside the model that it fills:
+some buckets, not some files.
 
-Of a process of its own, by the kernel's count of what it had at most (VmHWM), as no allocator is asked that torch or a library may pass by.
+Of a process of its own, by the kernel's count of what it had at most (VmHWM), as no allocator is
+asked that torch or a library may pass by.
 """
 
 from __future__ import annotations
@@ -71,14 +73,24 @@ print(memory("VmHWM") - before - tensors * mib)
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("memory")
     (root / "new").mkdir()
-    save_file({f"t{i:02}": torch.rand(TENSOR_MIB * 2**18) for i in range(TENSORS)}, root / "new/model.safetensors")
+    save_file(
+        {f"t{i:02}": torch.rand(TENSOR_MIB * 2**18) for i in range(TENSORS)},
+        root / "new/model.safetensors",
+    )
     return root
 
 
 @pytest.mark.parametrize("channel", ["disk", "http"])
 @pytest.mark.parametrize("keeps", ["spooled", "not spooled"])
 def test_files_are_staged_bucket_by_bucket(channel: str, keeps: str, root: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", CHILD, channel, root, keeps, str(TENSORS), str(TENSOR_MIB)], timeout=400, text=True,
-                          capture_output=True, cwd=Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, channel, root, keeps, str(TENSORS), str(TENSOR_MIB)],
+        timeout=400,
+        text=True,
+        capture_output=True,
+        cwd=Path(__file__).parents[2],
+    )
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) < BUCKETS_MIB, f"{done.stdout.strip()} MiB beside a model of {TENSORS * TENSOR_MIB} MiB"
+    assert int(done.stdout) < BUCKETS_MIB, (
+        f"{done.stdout.strip()} MiB beside a model of {TENSORS * TENSOR_MIB} MiB"
+    )

@@ -1,4 +1,6 @@
-"""Where a pushed version lies while it is staged, and what a restart finds of one that came in several files."""
+"""Where a pushed version lies while it is staged, and what a restart finds of one that came in
+several files.
+"""
 
 from __future__ import annotations
 
@@ -63,22 +65,43 @@ def pins(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pins]:
     assert pins.count(0), "what was pinned is let go"
 
 
-@pytest.mark.parametrize("asked, free, places", [
-    ("auto", Free(10, 10, 10), "device host disk"), ("auto", Free(9, 10, 10), "host disk"), ("auto", Free(10, 9, 10), "device disk"),
-    ("auto", Free(9, 9, 10), "disk"), ("host", Free(10, 10, 10), "host"), ("disk", Free(10, 10, 10), "disk"),
-    ("device", Free(10, 0, 0), "device"),
-])
-def test_the_places_with_room_are_tried_in_order_or_the_one_asked_for(asked: str, free: Free, places: str) -> None:
+@pytest.mark.parametrize(
+    "asked, free, places",
+    [
+        ("auto", Free(10, 10, 10), "device host disk"),
+        ("auto", Free(9, 10, 10), "host disk"),
+        ("auto", Free(10, 9, 10), "device disk"),
+        ("auto", Free(9, 9, 10), "disk"),
+        ("host", Free(10, 10, 10), "host"),
+        ("disk", Free(10, 10, 10), "disk"),
+        ("device", Free(10, 0, 0), "device"),
+    ],
+)
+def test_the_places_with_room_are_tried_in_order_or_the_one_asked_for(
+    asked: str, free: Free, places: str
+) -> None:
     assert choose(asked, 10 * MIB, Free(*(MIB * n for n in free))) == places.split()  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("device, buffers, place", [
-    ("cuda", Buffers(), "device"), ("cuda", Buffers(host=9), "device"), ("cuda", Buffers(device=1), "host"),
-    ("cuda", Buffers(host=11, device=1), "disk"), ("cpu", Buffers(), "device"), ("cpu", Buffers(host=1), "host"),
-    ("cpu", Buffers(device=1, host=1), "host"), ("cpu", Buffers(host=11), "disk"),
-])
-def test_a_receivers_buffers_are_kept_free(device: str, buffers: Buffers, place: str, pins: Pins, tmp_path: Path) -> None:
-    storage = Storage("auto", lambda: Free(10 * MIB, 20 * MIB, 30 * MIB), torch.device(device), tmp_path)
+@pytest.mark.parametrize(
+    "device, buffers, place",
+    [
+        ("cuda", Buffers(), "device"),
+        ("cuda", Buffers(host=9), "device"),
+        ("cuda", Buffers(device=1), "host"),
+        ("cuda", Buffers(host=11, device=1), "disk"),
+        ("cpu", Buffers(), "device"),
+        ("cpu", Buffers(host=1), "host"),
+        ("cpu", Buffers(device=1, host=1), "host"),
+        ("cpu", Buffers(host=11), "disk"),
+    ],
+)
+def test_a_receivers_buffers_are_kept_free(
+    device: str, buffers: Buffers, place: str, pins: Pins, tmp_path: Path
+) -> None:
+    storage = Storage(
+        "auto", lambda: Free(10 * MIB, 20 * MIB, 30 * MIB), torch.device(device), tmp_path
+    )
     storage.make(10 * MIB, Buffers(*(MIB * n for n in buffers)), lambda: torch.empty(3))
     assert storage.place == place
 
@@ -87,29 +110,52 @@ V1 = ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_ina
 V2 = ("memory.max", "memory.current", "inactive_file")
 
 
-@pytest.mark.parametrize("files, limit, used, cached, left", [
-    (V2, "max", 22, 1, 100), (V2, f"{24 * MIB}", 22, 0, 2), (V2, f"{24 * MIB}", 22, 5, 7), (V2, f"{24 * MIB}", 25, 0, 0),
-    (V1, f"{2**63 - 4096}", 22, 1, 100), (V1, f"{24 * MIB}", 22, 5, 7)])
-def test_what_the_control_group_uses_is_not_available(files: tuple[str, str, str], limit: str, used: int, cached: int, left: int,
-                                                      monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "files, limit, used, cached, left",
+    [
+        (V2, "max", 22, 1, 100),
+        (V2, f"{24 * MIB}", 22, 0, 2),
+        (V2, f"{24 * MIB}", 22, 5, 7),
+        (V2, f"{24 * MIB}", 25, 0, 0),
+        (V1, f"{2**63 - 4096}", 22, 1, 100),
+        (V1, f"{24 * MIB}", 22, 5, 7),
+    ],
+)
+def test_what_the_control_group_uses_is_not_available(
+    files: tuple[str, str, str],
+    limit: str,
+    used: int,
+    cached: int,
+    left: int,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
     (tmp_path / "memory").mkdir()
     (tmp_path / "meminfo").write_text(f"MemTotal: {200 * 1024} kB\nMemAvailable: {100 * 1024} kB\n")
     (tmp_path / files[0]).write_text(f"{limit}\n")
     (tmp_path / files[1]).write_text(f"{used * MIB}\n")
-    (tmp_path / files[1]).with_name("memory.stat").write_text(f"anon 3\n{files[2]} {cached * MIB}\n")
+    (tmp_path / files[1]).with_name("memory.stat").write_text(
+        f"anon 3\n{files[2]} {cached * MIB}\n"
+    )
     monkeypatch.setattr(storage, "MEMORY", tmp_path / "meminfo")
     monkeypatch.setattr(storage, "CONTROL_GROUP", tmp_path)
     assert storage.host_memory() == (left * MIB, (200 if left == 100 else 24) * MIB)
 
 
-NO_ROOM = [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("CUDA error: out of memory"), MemoryError(),
-           RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"), OSError(12, "Cannot allocate memory"),
-           OSError(28, "No space left on device")]
+NO_ROOM = [
+    torch.OutOfMemoryError("CUDA out of memory."),
+    RuntimeError("CUDA error: out of memory"),
+    MemoryError(),
+    RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
+    OSError(12, "Cannot allocate memory"),
+    OSError(28, "No space left on device"),
+]
 
 
 @pytest.mark.parametrize("error", NO_ROOM, ids=repr)
 def test_a_place_that_has_no_room_after_all_gives_way_to_the_next_and_says_so(
-        error: Exception, pins: Pins, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    error: Exception, pins: Pins, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     storage, made = Storage("auto", lambda: Free(MIB, MIB, MIB), torch.device("cuda"), tmp_path), []
 
     def make() -> torch.Tensor:
@@ -121,7 +167,10 @@ def test_a_place_that_has_no_room_after_all_gives_way_to_the_next_and_says_so(
     assert storage.make(100, Buffers(), make) is made[2] and storage.place == "disk"
     assert pins.sizes == [20], "the second one was in the host's memory"
     said = capsys.readouterr().err.splitlines()
-    assert [line.partition(" after all: ")[2].partition(",")[0] for line in said] == ["device", "host"]
+    assert [line.partition(" after all: ")[2].partition(",")[0] for line in said] == [
+        "device",
+        "host",
+    ]
     storage = Storage("device", lambda: Free(MIB, MIB, MIB), torch.device("cuda"), tmp_path)
     made.clear()
     with pytest.raises(PushFailed, match="could not be had.*--weight-staging none"):
@@ -133,35 +182,65 @@ def test_another_error_than_of_room_is_told_as_it_is(tmp_path: Path) -> None:
         raise RuntimeError("a bug")
 
     with pytest.raises(RuntimeError, match="a bug"):
-        Storage("auto", lambda: Free(MIB, MIB, MIB), torch.device("cpu"), tmp_path).make(1, Buffers(), make)
+        Storage("auto", lambda: Free(MIB, MIB, MIB), torch.device("cpu"), tmp_path).make(
+            1, Buffers(), make
+        )
 
 
-def test_a_disk_that_is_full_says_so_before_it_is_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "posix_fallocate", lambda *given: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+def test_a_disk_that_is_full_says_so_before_it_is_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        os,
+        "posix_fallocate",
+        lambda *given: (_ for _ in ()).throw(OSError(28, "No space left on device")),
+    )
     with pytest.raises(PushFailed, match="could not be had"):
-        Storage("disk", lambda: Free(0, 0, MIB), torch.device("cpu"), tmp_path).make(100, Buffers(), lambda: torch.zeros(3))
+        Storage("disk", lambda: Free(0, 0, MIB), torch.device("cpu"), tmp_path).make(
+            100, Buffers(), lambda: torch.zeros(3)
+        )
 
 
-@pytest.mark.parametrize("asked, free", [("auto", Free(9, 9, 9)), ("device", Free(9, 10, 10)), ("disk", Free(10, 10, 0))])
-def test_without_room_the_refusal_says_how_much_is_lacking_and_where(asked: str, free: Free) -> None:
+@pytest.mark.parametrize(
+    "asked, free", [("auto", Free(9, 9, 9)), ("device", Free(9, 10, 10)), ("disk", Free(10, 10, 0))]
+)
+def test_without_room_the_refusal_says_how_much_is_lacking_and_where(
+    asked: str, free: Free
+) -> None:
     with pytest.raises(PushFailed, match="takes 10 MiB.*--weight-staging none"):
         choose(asked, 10 * MIB, Free(*(MIB * n for n in free)))  # type: ignore[arg-type]
 
 
 def test_storage_on_disk_is_mapped_files_without_names(tmp_path: Path) -> None:
     storage = Storage("disk", lambda: Free(0, 0, MIB), torch.device("cpu"), tmp_path / "staged")
-    made = storage.make(100, Buffers(), lambda: [
-        torch.zeros(3, 4), torch.ones(5), torch.empty((2, 2), dtype=torch.bfloat16), torch.zeros(0)])
-    assert [tuple(t.shape) for t in made] == [(3, 4), (5,), (2, 2), (0,)] and made[2].dtype == torch.bfloat16
+    made = storage.make(
+        100,
+        Buffers(),
+        lambda: [
+            torch.zeros(3, 4),
+            torch.ones(5),
+            torch.empty((2, 2), dtype=torch.bfloat16),
+            torch.zeros(0),
+        ],
+    )
+    assert [tuple(t.shape) for t in made] == [(3, 4), (5,), (2, 2), (0,)] and made[
+        2
+    ].dtype == torch.bfloat16
     assert made[0].sum() == 0 and made[1].sum() == 5 and list((tmp_path / "staged").iterdir()) == []
-    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line]
+    mapped = [
+        line for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line
+    ]
     assert len(mapped) >= 3, "it is not the process's own memory"
     assert torch.zeros(2).sum() == 0, "outside, storage is ordinary"
 
 
 def test_pinned_memory_has_the_size_of_its_tensors_and_goes_with_them(pins: Pins) -> None:
     storage = Storage("host", lambda: Free(0, MIB, 0), torch.device("cuda"), None)
-    made = storage.make(100, Buffers(), lambda: [torch.zeros(3, 4), torch.ones(1025, dtype=torch.bfloat16), torch.empty(0)])
+    made = storage.make(
+        100,
+        Buffers(),
+        lambda: [torch.zeros(3, 4), torch.ones(1025, dtype=torch.bfloat16), torch.empty(0)],
+    )
     assert pins.sizes == [48, 2050, 1] and [tuple(t.shape) for t in made] == [(3, 4), (1025,), (0,)]
     assert made[0].sum() == 0 and made[1].sum() == 1025
     view = made[1][7:9]
@@ -173,11 +252,14 @@ def test_pinned_memory_has_the_size_of_its_tensors_and_goes_with_them(pins: Pins
 
 
 def test_pinned_pages_are_let_go_before_they_are_dropped_and_held_again_before_they_are_used(
-        pins: Pins, monkeypatch: pytest.MonkeyPatch) -> None:
+    pins: Pins, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tensor = pinned((2**16,), torch.float32).fill_(1)
     dropped: list[bool] = []
     sound = backing._libc.madvise
-    monkeypatch.setattr(backing._libc, "madvise", lambda *given: dropped.append(bool(pins.held)) or sound(*given))
+    monkeypatch.setattr(
+        backing._libc, "madvise", lambda *given: dropped.append(bool(pins.held)) or sound(*given)
+    )
     behind = backing.Backing(tensor)
     behind.free()
     assert dropped == [False] and not pins.held and tensor.sum() == 0
@@ -194,21 +276,34 @@ def test_pinned_pages_are_let_go_before_they_are_dropped_and_held_again_before_t
 def settings(tmp_path: Path) -> EngineSettings:
     write_target(tmp_path / "base", shape=SMALLEST)
     perturbed(tmp_path / "base", tmp_path / "root" / "new", 1)
-    return EngineSettings(model=str(tmp_path / "base"), drafter="none", policy="off", kv_memory_mb=4, threads=1,
-                          weight_root=str(tmp_path / "root"), state_dir=str(tmp_path / "state"))
+    return EngineSettings(
+        model=str(tmp_path / "base"),
+        drafter="none",
+        policy="off",
+        kv_memory_mb=4,
+        threads=1,
+        weight_root=str(tmp_path / "root"),
+        state_dir=str(tmp_path / "state"),
+    )
 
 
 def test_a_version_staged_on_disk_is_committed_and_rolled_back(settings: EngineSettings) -> None:
     plain = Pushable(settings)
     sums = plain.push("new", "v").checksums
-    engine = Pushable(msgspec.structs.replace(settings, weight_staging="disk", state_dir=settings.state_dir + "-2"))
+    engine = Pushable(
+        msgspec.structs.replace(
+            settings, weight_staging="disk", state_dir=settings.state_dir + "-2"
+        )
+    )
     before = engine.checksums()
     assert engine.push("new", "v").checksums == sums == engine.checksums() != before
     assert engine.engine.pushes.transaction._options.storage.place == "disk"
     assert engine.roll_back().result == "rolled_back" and engine.checksums() == before
 
 
-def test_weights_sleep_after_a_push_that_was_staged_in_pinned_memory(settings: EngineSettings, pins: Pins) -> None:
+def test_weights_sleep_after_a_push_that_was_staged_in_pinned_memory(
+    settings: EngineSettings, pins: Pins
+) -> None:
     """On a CPU the pinned version itself is live then; on a GPU it holds the one before."""
     engine = Pushable(msgspec.structs.replace(settings, weight_staging="host"))
     engine.engine.pushes.transaction._options.storage._device = torch.device("cuda")
@@ -225,12 +320,18 @@ def test_weights_sleep_after_a_push_that_was_staged_in_pinned_memory(settings: E
     assert engine.roll_back().result == "rolled_back" and engine.checksums() != sums
 
 
-def test_without_room_a_push_fails_and_changes_nothing(settings: EngineSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_room_a_push_fails_and_changes_nothing(
+    settings: EngineSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(CpuDevice, "free", lambda self: Free(0, 0, 0))
     engine = Pushable(settings)
     before = engine.checksums()
     report = engine.push("new", "v")
-    assert report.result == "push_failed" and report.error and "free are 0 MiB (device)" in report.error[1]
+    assert (
+        report.result == "push_failed"
+        and report.error
+        and "free are 0 MiB (device)" in report.error[1]
+    )
     assert engine.checksums() == before
 
 
@@ -247,7 +348,11 @@ def test_a_restart_finds_what_came_in_several_files(settings: EngineSettings) ->
 
 def test_in_place_requests_that_run_go_on_with_the_new_version(settings: EngineSettings) -> None:
     engine = Pushable(msgspec.structs.replace(settings, weight_staging="none"))
-    engine.submit(GenerateRequest(id="r", token_ids=[5, 6, 7], seed=3, sampling=Sampling(max_tokens=30, ignore_eos=True)))
+    engine.submit(
+        GenerateRequest(
+            id="r", token_ids=[5, 6, 7], seed=3, sampling=Sampling(max_tokens=30, ignore_eos=True)
+        )
+    )
     engine.step(8)
     assert engine.push("new", "v").result == "committed"
     engine.finish()
@@ -255,4 +360,6 @@ def test_in_place_requests_that_run_go_on_with_the_new_version(settings: EngineS
     assert [version for version, _, _ in spans] == ["initial", "v"] and spans[-1][2] == 30
     assert engine.roll_back().result == "conflict", "what would be rolled back to was written over"
     refused = engine.push("new", "w", commit=False)
-    assert refused.result == "invalid_request" and refused.error and "commit true" in refused.error[1]
+    assert (
+        refused.result == "invalid_request" and refused.error and "commit true" in refused.error[1]
+    )

@@ -1,4 +1,6 @@
-"""Tiny random checkpoints on disk, in the published layouts: a qwen2 target and an EAGLE-3 head that knows nothing."""
+"""Tiny random checkpoints on disk, in the published layouts: a qwen2 target and an EAGLE-3 head
+that knows nothing.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ class Shape:
         return self.vocab - 1
 
 
-SMALLEST = Shape(vocab=64, hidden=32, layers=2, head_dim=16, mlp=48, features=(1, 0, 1))  # for the interpreter: milliseconds a row
+SMALLEST = Shape(
+    vocab=64, hidden=32, layers=2, head_dim=16, mlp=48, features=(1, 0, 1)
+)  # for the interpreter: milliseconds a row
 
 
 def write_target(directory: Path, seed: int = 0, shape: Shape = Shape()) -> Path:
@@ -53,7 +57,13 @@ def write_target(directory: Path, seed: int = 0, shape: Shape = Shape()) -> Path
     return directory
 
 
-def write_eagle(directory: Path, seed: int = 1, draft_vocab: int = 60, shape: Shape = Shape(), own_embedding: bool = False) -> Path:
+def write_eagle(
+    directory: Path,
+    seed: int = 1,
+    draft_vocab: int = 60,
+    shape: Shape = Shape(),
+    own_embedding: bool = False,
+) -> Path:
     torch.manual_seed(seed)
     vocab, hidden, head_dim, mlp = shape.vocab, shape.hidden, shape.head_dim, shape.mlp
     directory.mkdir(parents=True, exist_ok=True)

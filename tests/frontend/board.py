@@ -13,7 +13,11 @@ import yaml
 DOCKER = Path(__file__).parents[2] / "docker"
 BOARD: dict[str, Any] = json.loads((DOCKER / "grafana" / "boards" / "tlt.json").read_text())
 PANELS: list[dict[str, Any]] = [panel for panel in BOARD["panels"] if panel["type"] != "row"]
-RULES: list[dict[str, Any]] = [rule for group in yaml.safe_load((DOCKER / "alerts.yml").read_text())["groups"] for rule in group["rules"]]
+RULES: list[dict[str, Any]] = [
+    rule
+    for group in yaml.safe_load((DOCKER / "alerts.yml").read_text())["groups"]
+    for rule in group["rules"]
+]
 
 
 class Asked(NamedTuple):
@@ -30,8 +34,14 @@ def plain(expression: str, *, instance: str = ".*", interval: str = "1m") -> str
 
 def board_expressions() -> dict[str, str]:
     """Where it stands -> the expression as it is written."""
-    found = {f"{panel['title']} {target['refId']}": target["expr"] for panel in PANELS for target in panel["targets"]}
-    return found | {f"annotation {entry['name']}": entry["expr"] for entry in BOARD["annotations"]["list"]}
+    found = {
+        f"{panel['title']} {target['refId']}": target["expr"]
+        for panel in PANELS
+        for target in panel["targets"]
+    }
+    return found | {
+        f"annotation {entry['name']}": entry["expr"] for entry in BOARD["annotations"]["list"]
+    }
 
 
 def asked(expression: str) -> Asked:
@@ -39,11 +49,17 @@ def asked(expression: str) -> Asked:
     labels: set[str] = set()
     for node in nodes(promql_parser.parse(plain(expression))):
         if isinstance(node, promql_parser.VectorSelector):
-            metrics.setdefault(node.name, set()).update(matcher.name for matcher in node.matchers.matchers)
+            metrics.setdefault(node.name, set()).update(
+                matcher.name for matcher in node.matchers.matchers
+            )
         modifier = getattr(node, "modifier", None)
         if isinstance(node, promql_parser.AggregateExpr) and modifier is not None:
             labels.update(modifier.labels)
-        if isinstance(node, promql_parser.BinaryExpr) and modifier is not None and modifier.matching is not None:
+        if (
+            isinstance(node, promql_parser.BinaryExpr)
+            and modifier is not None
+            and modifier.matching is not None
+        ):
             labels.update(modifier.matching.labels)
     return Asked(metrics, labels)
 

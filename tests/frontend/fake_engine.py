@@ -1,7 +1,9 @@
-"""An engine without a model: speaks the command and event protocol and echoes prompts, deterministically.
+"""An engine without a model: speaks the command and event protocol and echoes prompts,
+deterministically.
 
-Output token i is prompt token i modulo the prompt's length; `per_step` tokens come in one output, as with speculation. Some tokens in a
-prompt stand for an event: see the constants. Runs as a coroutine in a test's loop, or as a process in place of the real engine.
+Output token i is prompt token i modulo the prompt's length; `per_step` tokens come in one output,
+as with speculation. Some tokens in a prompt stand for an event: see the constants. Runs as a
+coroutine in a test's loop, or as a process in place of the real engine.
 """
 
 from __future__ import annotations
@@ -60,11 +62,29 @@ from tlt_server.records import (
 )
 
 EOS = 256
-DIES, FAILS, HANGS = 290, 291, 292  # the engine ends; this request ends with an error; it never gives a token
+DIES, FAILS, HANGS = (
+    290,
+    291,
+    292,
+)  # the engine ends; this request ends with an error; it never gives a token
 LATE = 293  # it is not begun in time
 INFO = EngineInfo(
-    model="fake", weight_version="v0", vocab_size=300, max_model_len=512, eos_token_ids=[EOS], pages=64, page_size=16, max_running=8,
-    drafter="", policy="off", numerics="strict", attention="none", dtype="float32", device="cpu", threads=1, phases={"load": 0.01},
+    model="fake",
+    weight_version="v0",
+    vocab_size=300,
+    max_model_len=512,
+    eos_token_ids=[EOS],
+    pages=64,
+    page_size=16,
+    max_running=8,
+    drafter="",
+    policy="off",
+    numerics="strict",
+    attention="none",
+    dtype="float32",
+    device="cpu",
+    threads=1,
+    phases={"load": 0.01},
     pid=os.getpid(),
 )
 
@@ -94,12 +114,22 @@ class Running:
         first, self.sent = self.sent == 0, self.sent + len(tokens)
         extra = [TokenLogprobs([token], [-0.5]) for token in tokens]
         return StepOutput(
-            id=request.id, token_ids=tokens, logprobs=[-0.5] * len(tokens), raw_logprobs=[-1.0] * len(tokens),
+            id=request.id,
+            token_ids=tokens,
+            logprobs=[-0.5] * len(tokens),
+            raw_logprobs=[-1.0] * len(tokens),
             top_logprobs=extra if sampling.logprobs else None,
-            prompt_logprobs=[None, *(TokenLogprobs([token, 65], [-2.0, -0.1]) for token in request.token_ids[1:])]
-            if first and sampling.prompt_logprobs is not None else None,
-            finish_reason=reason, stop_reason=stop_reason,
-            weight_version=version, drafted=3 if tokens else 0, accepted=max(0, len(tokens) - 1),
+            prompt_logprobs=[
+                None,
+                *(TokenLogprobs([token, 65], [-2.0, -0.1]) for token in request.token_ids[1:]),
+            ]
+            if first and sampling.prompt_logprobs is not None
+            else None,
+            finish_reason=reason,
+            stop_reason=stop_reason,
+            weight_version=version,
+            drafted=3 if tokens else 0,
+            accepted=max(0, len(tokens) - 1),
         )
 
 
@@ -135,8 +165,19 @@ class FakeEngine:
         try:
             if startup:
                 await self._events.send(encode(Phase("load", 0.01)))
-                await self._events.send(encode(Ready(msgspec.structs.replace(
-                    INFO, drafter=self.drafter, weight_version=self.weights.target, spooled=self.spooled, lost=self.lost))))
+                await self._events.send(
+                    encode(
+                        Ready(
+                            msgspec.structs.replace(
+                                INFO,
+                                drafter=self.drafter,
+                                weight_version=self.weights.target,
+                                spooled=self.spooled,
+                                lost=self.lost,
+                            )
+                        )
+                    )
+                )
             return await self._loop()
         finally:
             context.destroy(linger=200)
@@ -152,7 +193,9 @@ class FakeEngine:
                 match command:
                     case Submit():
                         self.submitted += command.requests
-                        self.running.update((request.id, Running(request)) for request in command.requests)
+                        self.running.update(
+                            (request.id, Running(request)) for request in command.requests
+                        )
                         begun.note(list(self.running))
                     case Abort():
                         self.aborted += command.ids
@@ -169,7 +212,9 @@ class FakeEngine:
                     case _:
                         self.weight_commands.append(command)
                         await self._answer(command)
-            if self.dies or any(DIES in running.request.token_ids for running in self.running.values()):
+            if self.dies or any(
+                DIES in running.request.token_ids for running in self.running.values()
+            ):
                 return 7
             if not self.paused and not self.asleep:
                 await self._step()
@@ -185,7 +230,9 @@ class FakeEngine:
 
     async def _control(self, command: ControlCommand) -> None:
         match command:
-            case (Pause(_, in_flight) | Sleep(_, _, in_flight)) if in_flight == "drain" and self.running:
+            case Pause(_, in_flight) | Sleep(_, _, in_flight) if (
+                in_flight == "drain" and self.running
+            ):
                 self.draining.append(command)
                 return
             case Pause(_, in_flight) | Sleep(_, _, in_flight):
@@ -200,7 +247,9 @@ class FakeEngine:
                 self.paused = False
             case WakeUp(_, memory):
                 self.asleep -= {*memory}
-            case ClearCache(id, unless_held) if unless_held and any(running.held for running in self.running.values()):
+            case ClearCache(id, unless_held) if unless_held and any(
+                running.held for running in self.running.values()
+            ):
                 await self._events.send(encode(ControlReport(id, ("conflict", "sequences run"))))
                 return
         await self._events.send(encode(ControlReport(command.id)))
@@ -212,15 +261,32 @@ class FakeEngine:
             self.paused = True
 
     async def _answer(self, command: WeightCommand) -> None:
-        """Commits at once; a path that names an error's code is answered by that error, a path or group `hangs` not at all."""
+        """Commits at once; a path that names an error's code is answered by that error, a path or
+        group `hangs` not at all.
+        """
         values, shape = b"", list[int]()
-        result, error, version, role, sums = "looked", None, "", "", {"w": f"sha256:{self.weights.target}"}
+        result, error, version, role, sums = (
+            "looked",
+            None,
+            "",
+            "",
+            {"w": f"sha256:{self.weights.target}"},
+        )
         match command:
             case PushWeights(_, manifest):
-                version, role, result = manifest.version or "named", manifest.role, "committed" if manifest.commit else "staged"
+                version, role, result = (
+                    manifest.version or "named",
+                    manifest.role,
+                    "committed" if manifest.commit else "staged",
+                )
                 if manifest.group == "spoils":
-                    self.weights = msgspec.structs.replace(self.weights, quarantined={"target": "half of it is another version"})
-                    result, error = "channel_broken", ("channel_broken", "channel_broken: out of luck")
+                    self.weights = msgspec.structs.replace(
+                        self.weights, quarantined={"target": "half of it is another version"}
+                    )
+                    result, error = (
+                        "channel_broken",
+                        ("channel_broken", "channel_broken: out of luck"),
+                    )
                 if manifest.path == "hangs":
                     return
                 fails = self.fails or manifest.path
@@ -242,17 +308,38 @@ class FakeEngine:
             case JoinGroup(_, "hangs"):
                 return
             case JoinGroup(_, name):
-                result, self.weights = "joined", msgspec.structs.replace(self.weights, groups=[name])
+                result, self.weights = (
+                    "joined",
+                    msgspec.structs.replace(self.weights, groups=[name]),
+                )
             case LeaveGroup():
                 result, self.weights = "left", msgspec.structs.replace(self.weights, groups=[])
             case RollbackWeights(_, to):
                 version, result, role = to or "v0", "rolled_back", "target"
         if result in ("committed", "rolled_back"):
             self.weights = WeightState(target=version, previous={"target": self.weights.target})
-        phases = {"read": 0.2, "commit": 0.001} if result != "looked" and (error is None or self.reads) else {}
-        await self._events.send(encode(WeightReport(
-            id=command.id, state=self.weights, result=result, error=error, version=version, role=role, checksums=sums, phases=phases,
-            pause_ms=1.0, values=values, shape=shape)))
+        phases = (
+            {"read": 0.2, "commit": 0.001}
+            if result != "looked" and (error is None or self.reads)
+            else {}
+        )
+        await self._events.send(
+            encode(
+                WeightReport(
+                    id=command.id,
+                    state=self.weights,
+                    result=result,
+                    error=error,
+                    version=version,
+                    role=role,
+                    checksums=sums,
+                    phases=phases,
+                    pause_ms=1.0,
+                    values=values,
+                    shape=shape,
+                )
+            )
+        )
 
     async def _step(self) -> None:
         outputs = []
@@ -260,20 +347,36 @@ class FakeEngine:
             output = running.step(self.per_step, self.weights.target)
             for token, code in ((FAILS, "engine_failed"), (LATE, "queue_timeout")):
                 if token in running.request.token_ids:
-                    output = StepOutput(id=id, token_ids=[], logprobs=[], finish_reason="error", error=(code, "out of luck"))
+                    output = StepOutput(
+                        id=id,
+                        token_ids=[],
+                        logprobs=[],
+                        finish_reason="error",
+                        error=(code, "out of luck"),
+                    )
             if output is not None:
                 outputs.append(output)
                 if output.finish_reason is not None:
                     del self.running[id]
         if outputs:
             context = StepContext(len(outputs), 0, 10.0, 0)
-            cycle = Cycle(context=context, strategy=OFF, rows=1, emitted=1, accepted=(2,), drafted=3, step_s=self.step_s)
+            cycle = Cycle(
+                context=context,
+                strategy=OFF,
+                rows=1,
+                emitted=1,
+                accepted=(2,),
+                drafted=3,
+                step_s=self.step_s,
+            )
             gauges = {"running": float(len(self.running)), "pages_free": 60.0, "odd_gauge": 1.0}
             await self._events.send(encode(Outputs(outputs, gauges, cycle)))
 
 
 def main() -> int:
-    """As a process: arguments are the directory and how to behave; the configuration is one line on standard input."""
+    """As a process: arguments are the directory and how to behave; the configuration is one line on
+    standard input.
+    """
     directory, mode = Path(sys.argv[-1]), sys.argv[1]
     json.loads(sys.stdin.readline())
     if mode == "exits":
@@ -285,7 +388,9 @@ def main() -> int:
         if mode == "refuses":
             socket = zmq.asyncio.Context.instance().socket(zmq.PUSH)
             socket.connect(f"ipc://{directory}/events")
-            await socket.send(encode(Failed("model", "model.safetensors is truncated; fetch it again")))
+            await socket.send(
+                encode(Failed("model", "model.safetensors is truncated; fetch it again"))
+            )
             await asyncio.sleep(1)
             return 2
         return await FakeEngine(directory, step_s=0.02 if mode == "slow" else 0.001).run()

@@ -1,6 +1,8 @@
-"""`tlt serve` with the fake engine's process in place of the real one: arguments are its mode and the flags of serve.
+"""`tlt serve` with the fake engine's process in place of the real one: arguments are its mode and
+the flags of serve.
 
-Nobody should have to wait for replies or for an engine to be given up at the end: here that takes longer than any test waits.
+Nobody should have to wait for replies or for an engine to be given up at the end: here that takes
+longer than any test waits.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""A proxy in front of a server that does to each connection what its script says; past the script it lets everything through."""
+"""A proxy in front of a server that does to each connection what its script says; past the script
+it lets everything through.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ REFUSAL = b'{"error": {"code": "unavailable", "message": "not now", "retryable":
 
 
 class Flaky:
-    """drop: close the connection before the server has seen anything. refuse: answer 503. lose: pass it on, and lose the reply."""
+    """drop: close the connection before the server has seen anything. refuse: answer 503. lose:
+    pass it on, and lose the reply.
+    """
 
     def __init__(self, url: str, script: Sequence[Deed], retry_after_s: int = 0) -> None:
         self._server, self._script, self._retry_after_s = urlsplit(url), list(script), retry_after_s
@@ -31,7 +35,11 @@ class Flaky:
         with suppress(OSError):
             while True:
                 client, _ = self._listener.accept()
-                deed = self._script[self.connections] if self.connections < len(self._script) else "pass"
+                deed = (
+                    self._script[self.connections]
+                    if self.connections < len(self._script)
+                    else "pass"
+                )
                 self.connections += 1
                 threading.Thread(target=self._serve, args=(client, deed), daemon=True).start()
 
@@ -40,8 +48,10 @@ class Flaky:
         with client, suppress(OSError):
             request = _request(client)
             if deed == "refuse":
-                client.sendall(b"HTTP/1.1 503 Service Unavailable\r\nretry-after: %d\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%s"
-                               % (self._retry_after_s, len(REFUSAL), REFUSAL))
+                client.sendall(
+                    b"HTTP/1.1 503 Service Unavailable\r\nretry-after: %d\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%s"
+                    % (self._retry_after_s, len(REFUSAL), REFUSAL)
+                )
             elif deed != "drop":
                 with socket.create_connection((self._server.hostname, self._server.port)) as server:
                     server.sendall(request)
@@ -58,7 +68,11 @@ def _request(client: socket.socket) -> bytes:
     while b"\r\n\r\n" not in data:
         data += client.recv(65536)
     head, _, body = data.partition(b"\r\n\r\n")
-    lengths = [int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length")]
+    lengths = [
+        int(line.split(b":")[1])
+        for line in head.split(b"\r\n")
+        if line.lower().startswith(b"content-length")
+    ]
     while len(body) < sum(lengths):
         body += client.recv(65536)
     return head + b"\r\n\r\n" + body

@@ -1,4 +1,6 @@
-"""A whole frontend over real sockets, in a thread, in front of a `FakeEngine`; each life of it is another one."""
+"""A whole frontend over real sockets, in a thread, in front of a `FakeEngine`; each life of it is
+another one.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ class FakeProcess:
 
 
 class LiveServer:
-    def __init__(self, model: Path, directory: Path, engine: dict[str, Any], settings: dict[str, Any]) -> None:
+    def __init__(
+        self, model: Path, directory: Path, engine: dict[str, Any], settings: dict[str, Any]
+    ) -> None:
         self.config = Config(model=model, port=0, **settings).checked().resolved()
         self.directory, self._engine_options = directory, engine
         self.started = threading.Event()
@@ -74,6 +78,7 @@ class LiveServer:
 
     def call(self, function: Callable[[], Any]) -> Any:
         """Run `function` in the server's loop."""
+
         async def run() -> Any:
             return function()
 
@@ -84,10 +89,18 @@ class LiveServer:
         config, metrics, text = self.config, Metrics(), Text.load(self.config.model)
         self.text = text
         self.client = EngineClient(admission(config), metrics)
-        supervisor = Supervisor(config, self._launch, self.directory, self.client, metrics, Progress(self.said))
+        supervisor = Supervisor(
+            config, self._launch, self.directory, self.client, metrics, Progress(self.said)
+        )
         supervised = asyncio.create_task(supervisor.run())
         seeds = itertools.count(1000)
-        validator = Validator(config, text, lambda: next(seeds), lambda seed, i: seed + i * 10**6, self.client.check_room)
+        validator = Validator(
+            config,
+            text,
+            lambda: next(seeds),
+            lambda seed, i: seed + i * 10**6,
+            self.client.check_room,
+        )
         self.rollouts = Rollouts((config.state_dir or self.directory) / "rollouts", config, metrics)
         service = Service(config, self.client, text, validator, metrics, self.rollouts)
         await self.rollouts.open(service)
@@ -97,10 +110,23 @@ class LiveServer:
             listener = stack.enter_context(socket.socket())
             listener.bind(("127.0.0.1", 0))
             self.url = f"{'http' if certificates is None else 'https'}://127.0.0.1:{listener.getsockname()[1]}"
-            self.grpc_address = await stack.enter_async_context(serving_grpc(self.app, service, gate, certificates))
-            server = uvicorn.Server(uvicorn.Config(
-                self.app, http=bounded_protocol(config), ws="none", lifespan="off", log_config=None, access_log=False,
-                proxy_headers=False, ssl_context_factory=None if certificates is None else lambda *_: server_context(certificates)))
+            self.grpc_address = await stack.enter_async_context(
+                serving_grpc(self.app, service, gate, certificates)
+            )
+            server = uvicorn.Server(
+                uvicorn.Config(
+                    self.app,
+                    http=bounded_protocol(config),
+                    ws="none",
+                    lifespan="off",
+                    log_config=None,
+                    access_log=False,
+                    proxy_headers=False,
+                    ssl_context_factory=None
+                    if certificates is None
+                    else lambda *_: server_context(certificates),
+                )
+            )
             server.capture_signals = _no_signals
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             await self.client.ready()
@@ -128,7 +154,9 @@ def _no_signals() -> Iterator[None]:
 
 
 @contextmanager
-def live_server(model: Path, *, engine: dict[str, Any] | None = None, **settings: Any) -> Iterator[LiveServer]:
+def live_server(
+    model: Path, *, engine: dict[str, Any] | None = None, **settings: Any
+) -> Iterator[LiveServer]:
     with TemporaryDirectory(prefix="tlt-") as directory:
         server = LiveServer(model, Path(directory), engine or {}, settings)
         server.start()

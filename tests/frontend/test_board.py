@@ -1,4 +1,6 @@
-"""The board and the alerts ask for what the server exposes, by names and labels; the operators' page lists every metric and alert."""
+"""The board and the alerts ask for what the server exposes, by names and labels; the operators'
+page lists every metric and alert.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,11 @@ OWN = {"up": set[str]()}  # that Prometheus itself makes
 @pytest.fixture(scope="module")
 def families(model: Path) -> Iterator[list[Any]]:
     """What a server exposes that has served, refused, and taken a push."""
-    with live_server(model, grpc_port=0) as server, Client(server.url) as client, grpc.insecure_channel(server.grpc_address) as channel:
+    with (
+        live_server(model, grpc_port=0) as server,
+        Client(server.url) as client,
+        grpc.insecure_channel(server.grpc_address) as channel,
+    ):
         RolloutServiceStub(channel).GetInfo(GetInfoRequest())
         client.generate([{"prompt": "abc"}], sampling={"max_tokens": 9})
         client.update_weights("p", "v1", role="target")
@@ -63,14 +69,22 @@ def test_metrics_and_labels_exist(place: str, exposed: dict[str, set[str]]) -> N
 
 
 def test_the_parser_sees_names_labels_and_groups() -> None:
-    wanted = asked('a{x="$instance"} / on (i) group_left () sum by (le) (rate(b{y!="1"}[$__rate_interval])) > 3')
+    wanted = asked(
+        'a{x="$instance"} / on (i) group_left () sum by (le) (rate(b{y!="1"}[$__rate_interval])) > 3'
+    )
     assert wanted.metrics == {"a": {"x"}, "b": {"y"}} and wanted.labels == {"i", "le"}
 
 
 @pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel["title"])
 def test_a_panel_says_what_it_shows(panel: dict[str, Any], exposed: dict[str, set[str]]) -> None:
-    assert panel["title"] and len(panel["description"]) > 20 and panel["fieldConfig"]["defaults"]["unit"]
-    assert panel["datasource"] == {"type": "prometheus", "uid": "tlt-prometheus"} and panel["targets"]
+    assert (
+        panel["title"]
+        and len(panel["description"]) > 20
+        and panel["fieldConfig"]["defaults"]["unit"]
+    )
+    assert (
+        panel["datasource"] == {"type": "prometheus", "uid": "tlt-prometheus"} and panel["targets"]
+    )
     for target in panel["targets"]:
         labels = set().union(*(exposed[name] for name in asked(target["expr"]).metrics))
         assert in_legend(target["legendFormat"]) <= labels | TARGET_LABELS
@@ -83,7 +97,11 @@ def test_panels_are_unique_and_do_not_overlap() -> None:
     cells: set[tuple[int, int]] = set()
     for panel in BOARD["panels"]:
         place = panel["gridPos"]
-        own = {(x, y) for x in range(place["x"], place["x"] + place["w"]) for y in range(place["y"], place["y"] + place["h"])}
+        own = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
         assert max(x for x, _ in own) < 24 and not own & cells, panel["title"]
         cells |= own
 
@@ -102,9 +120,15 @@ def anchors(markdown: str) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_the_operators_page_lists_every_metric_with_its_type_and_labels(families: list[Any], exposed: dict[str, set[str]]) -> None:
-    listed = {name: (kind, {label for label in labels.split(", ") if label}) for name, kind, labels in
-              re.findall(r"^\| `(tlt_\w+)` \| (\w+) \| ([\w, ]*) \|", PAGE.read_text(), re.MULTILINE)}
+def test_the_operators_page_lists_every_metric_with_its_type_and_labels(
+    families: list[Any], exposed: dict[str, set[str]]
+) -> None:
+    listed = {
+        name: (kind, {label for label in labels.split(", ") if label})
+        for name, kind, labels in re.findall(
+            r"^\| `(tlt_\w+)` \| (\w+) \| ([\w, ]*) \|", PAGE.read_text(), re.MULTILINE
+        )
+    }
     found = {}
     for family in families:
         if not family.name.startswith("tlt_") or family.name.startswith("tlt_engine_process"):
@@ -114,15 +138,35 @@ def test_the_operators_page_lists_every_metric_with_its_type_and_labels(families
     assert listed == found
 
 
-@pytest.mark.parametrize("arguments", [["check", "rules", "docker/alerts.yml"], ["test", "rules", "tests/frontend/alerts_test.yml"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["check", "rules", "docker/alerts.yml"], ["test", "rules", "tests/frontend/alerts_test.yml"]],
+)
 def test_promtool_agrees(arguments: list[str]) -> None:
     require("promtool")
-    done = subprocess.run(["promtool", *arguments], cwd=DOCKER.parent, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(
+        ["promtool", *arguments],
+        cwd=DOCKER.parent,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_every_alert_is_tested() -> None:
     cases = yaml.safe_load(Path(__file__).with_name("alerts_test.yml").read_text())["tests"]
-    fires = {case["alertname"] for test in cases for case in test["alert_rule_test"] if case.get("exp_alerts")}
-    stays = {case["alertname"] for test in cases for case in test["alert_rule_test"] if not case.get("exp_alerts")}
+    fires = {
+        case["alertname"]
+        for test in cases
+        for case in test["alert_rule_test"]
+        if case.get("exp_alerts")
+    }
+    stays = {
+        case["alertname"]
+        for test in cases
+        for case in test["alert_rule_test"]
+        if not case.get("exp_alerts")
+    }
     assert fires == stays == {rule["alert"] for rule in RULES}

@@ -1,4 +1,6 @@
-"""What the dialects make of groups and broadcasts: commands for the engine; sessions around them; what is refused before it reaches one."""
+"""What the dialects make of groups and broadcasts: commands for the engine; sessions around them;
+what is refused before it reaches one.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,31 @@ from tests.frontend.live_server import LiveServer, live_server
 from tlt_client import Client
 from tlt_client.adapters.openrlhf import RolloutActor
 from tlt_server.frontend.rpc.methods import OPERATIONS
-from tlt_server.records import AbortWeights, CommitWeights, JoinGroup, LeaveGroup, Manifest, NameWeights, PushWeights, TensorEntry
+from tlt_server.records import (
+    AbortWeights,
+    CommitWeights,
+    JoinGroup,
+    LeaveGroup,
+    Manifest,
+    NameWeights,
+    PushWeights,
+    TensorEntry,
+)
 
 INFO = {"names": ["w", "v"], "dtype_names": ["bfloat16", "float32"], "shapes": [[2, 3], []]}
-ENTRIES = [TensorEntry(name="w", dtype="bfloat16", shape=[2, 3]), TensorEntry(name="v", dtype="float32", shape=[])]
+ENTRIES = [
+    TensorEntry(name="w", dtype="bfloat16", shape=[2, 3]),
+    TensorEntry(name="v", dtype="float32", shape=[]),
+]
 DISTRIBUTED = {"names": ["w", "v"], "dtypes": ["bfloat16", "float32"], "shapes": [[2, 3], []]}
 ID = base64.b64encode(bytes(range(128))).decode()
-WHERE = {"master_address": "h", "master_port": "29500", "rank_offset": 1, "world_size": 3, "backend": "gloo"}
+WHERE = {
+    "master_address": "h",
+    "master_port": "29500",
+    "rank_offset": 1,
+    "world_size": 3,
+    "backend": "gloo",
+}
 
 
 @pytest.fixture
@@ -31,7 +51,11 @@ def server(model: Path) -> Iterator[LiveServer]:
 
 
 def post(server: LiveServer, path: str, body: Any = None, *, status: int = 200) -> Any:
-    response = httpx.post(f"{server.url}{path}", json=body, timeout=10) if body is not None else httpx.post(f"{server.url}{path}")
+    response = (
+        httpx.post(f"{server.url}{path}", json=body, timeout=10)
+        if body is not None
+        else httpx.post(f"{server.url}{path}")
+    )
     assert response.status_code == status, response.text
     return response.json()
 
@@ -47,22 +71,49 @@ def pushed(server: LiveServer) -> list[Manifest]:
 
 
 def came(group: str, **fields: Any) -> Manifest:
-    given: dict[str, Any] = {"channel": "broadcast", "group": group, "tensors": ENTRIES, "packed": False, "partial": True}
+    given: dict[str, Any] = {
+        "channel": "broadcast",
+        "group": group,
+        "tensors": ENTRIES,
+        "packed": False,
+        "partial": True,
+    }
     return Manifest(**given | fields)
 
 
-@pytest.mark.parametrize(("path", "body", "expected"), [
-    ("/init_weight_transfer_engine", {"init_info": WHERE}, ("weight_transfer", 1, 3, False)),
-    ("/init_broadcaster", {"host": "h", "port": 29500, "rank_offset": 1, "inference_world_size": 4, "backend": "gloo"},
-     ("weight_transfer", 2, 5, False)),
-    ("/init_weights_update_group", WHERE | {"group_name": "slime-pp_0"}, ("slime-pp_0", 1, 3, True)),
-    ("/init_weights_update_group", WHERE, ("weight_update_group", 1, 3, True)),
-    ("/weight_groups", WHERE | {"name": "own"}, ("own", 1, 3, False)),
-])
-def test_every_dialect_joins_a_group(path: str, body: Any, expected: tuple[str, int, int, bool], server: LiveServer) -> None:
+@pytest.mark.parametrize(
+    ("path", "body", "expected"),
+    [
+        ("/init_weight_transfer_engine", {"init_info": WHERE}, ("weight_transfer", 1, 3, False)),
+        (
+            "/init_broadcaster",
+            {
+                "host": "h",
+                "port": 29500,
+                "rank_offset": 1,
+                "inference_world_size": 4,
+                "backend": "gloo",
+            },
+            ("weight_transfer", 2, 5, False),
+        ),
+        (
+            "/init_weights_update_group",
+            WHERE | {"group_name": "slime-pp_0"},
+            ("slime-pp_0", 1, 3, True),
+        ),
+        ("/init_weights_update_group", WHERE, ("weight_update_group", 1, 3, True)),
+        ("/weight_groups", WHERE | {"name": "own"}, ("own", 1, 3, False)),
+    ],
+)
+def test_every_dialect_joins_a_group(
+    path: str, body: Any, expected: tuple[str, int, int, bool], server: LiveServer
+) -> None:
     post(server, path, body)
     (told,) = commands(server)
-    assert isinstance(told, JoinGroup) and (told.name, told.rank, told.world_size, told.prefixed) == expected
+    assert (
+        isinstance(told, JoinGroup)
+        and (told.name, told.rank, told.world_size, told.prefixed) == expected
+    )
     assert (told.backend, told.master_address, told.master_port) == ("gloo", "h", 29500)
     post(server, "/destroy_weights_update_group", {"group_name": expected[0]})
     (left,) = commands(server)
@@ -70,75 +121,200 @@ def test_every_dialect_joins_a_group(path: str, body: Any, expected: tuple[str, 
 
 
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
-def test_the_actor_of_openrlhf_joins_the_group_that_its_trainer_makes(backend: str, server: LiveServer) -> None:
+def test_the_actor_of_openrlhf_joins_the_group_that_its_trainer_makes(
+    backend: str, server: LiveServer
+) -> None:
     """Over nccl a communicator as vLLM makes it, over gloo torch's group of that name."""
-    asyncio.run(RolloutActor(server.url).init_process_group("h", 29500, 1, 2, "openrlhf", backend=backend, use_ray=False))
+    asyncio.run(
+        RolloutActor(server.url).init_process_group(
+            "h", 29500, 1, 2, "openrlhf", backend=backend, use_ray=False
+        )
+    )
     (told,) = commands(server)
-    assert isinstance(told, JoinGroup) and (told.name, told.backend, told.prefixed) == ("openrlhf", backend, backend == "gloo")
+    assert isinstance(told, JoinGroup) and (told.name, told.backend, told.prefixed) == (
+        "openrlhf",
+        backend,
+        backend == "gloo",
+    )
 
 
-@pytest.mark.parametrize(("fields", "expected"), [
-    ({"master_address": "h", "master_port": 29500, "nccl_unique_id_b64": None}, ("h", 29500, b"")),
-    ({"master_address": None, "master_port": None, "nccl_unique_id_b64": ID}, ("", 0, bytes(range(128)))),
-])
-def test_a_group_of_nccl_meets_in_the_store_or_by_its_id(fields: Any, expected: Any, server: LiveServer) -> None:
-    post(server, "/init_weight_transfer_engine", {"init_info": {"rank_offset": 1, "world_size": 2, "packed": True} | fields})
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        (
+            {"master_address": "h", "master_port": 29500, "nccl_unique_id_b64": None},
+            ("h", 29500, b""),
+        ),
+        (
+            {"master_address": None, "master_port": None, "nccl_unique_id_b64": ID},
+            ("", 0, bytes(range(128))),
+        ),
+    ],
+)
+def test_a_group_of_nccl_meets_in_the_store_or_by_its_id(
+    fields: Any, expected: Any, server: LiveServer
+) -> None:
+    post(
+        server,
+        "/init_weight_transfer_engine",
+        {"init_info": {"rank_offset": 1, "world_size": 2, "packed": True} | fields},
+    )
     (told,) = commands(server)
     assert isinstance(told, JoinGroup) and told.backend == "nccl" and not told.prefixed
     assert (told.master_address, told.master_port, told.unique_id) == expected
 
 
-@pytest.mark.parametrize(("path", "body", "said"), [
-    ("/init_weight_transfer_engine", {"init_info": WHERE | {"nccl_unique_id_b64": ID}}, "give one of both"),
-    ("/init_weight_transfer_engine", {"init_info": {"world_size": 2}}, "give one of both"),
-    ("/init_weight_transfer_engine", {"init_info": {"world_size": 2, "nccl_unique_id_b64": ID[:-4]}}, "128 bytes of ncclGetUniqueId"),
-    ("/init_weight_transfer_engine", {"init_info": {"world_size": 2, "nccl_unique_id_b64": "-_" + ID[2:]}}, "in ordinary base64"),
-    ("/init_weight_transfer_engine", {"init_info": {"world_size": 2, "nccl_unique_id_b64": ID, "backend": "gloo"}}, "for backend nccl"),
-    ("/init_weight_transfer_engine", {"init_info": {"world_size": 2, "nccl_unique_id_b64": ID * 2}}, "at most 256 characters"),
-    ("/init_weight_transfer_engine", {"init_info": {**WHERE, "master_port": 0}}, "from 1 to 65535"),
-    ("/init_weight_transfer_engine", {"init_info": WHERE | {"rank_offset": 3}}, "ranks are below the world size"),
-    ("/init_weight_transfer_engine", {"init_info": WHERE | {"rank_offset": 0}}, "rank 0 is the trainer's"),
-    ("/init_weight_transfer_engine", {}, "init_info is missing"),
-    ("/init_broadcaster", {"host": "h", "port": 29500, "inference_world_size": 1}, "backend is absent, which means nccl"),
-    ("/init_broadcaster", {"host": "h", "port": 29500, "inference_world_size": 1, "backend": None}, "weight_broadcast type filesystem"),
-    ("/init_broadcaster", {"host": "h", "port": 29500, "inference_world_size": 1, "backend": "nccl"}, "backend is 'nccl'"),
-    ("/init_weights_update_group", WHERE | {"master_port": "x1"}, "'x1'"),
-    ("/weight_groups", WHERE | {"name": "own", "master_port": 70000}, "70000"),
-])
-def test_a_group_that_cannot_be_is_refused_at_once(path: str, body: Any, said: str, server: LiveServer) -> None:
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        (
+            "/init_weight_transfer_engine",
+            {"init_info": WHERE | {"nccl_unique_id_b64": ID}},
+            "give one of both",
+        ),
+        ("/init_weight_transfer_engine", {"init_info": {"world_size": 2}}, "give one of both"),
+        (
+            "/init_weight_transfer_engine",
+            {"init_info": {"world_size": 2, "nccl_unique_id_b64": ID[:-4]}},
+            "128 bytes of ncclGetUniqueId",
+        ),
+        (
+            "/init_weight_transfer_engine",
+            {"init_info": {"world_size": 2, "nccl_unique_id_b64": "-_" + ID[2:]}},
+            "in ordinary base64",
+        ),
+        (
+            "/init_weight_transfer_engine",
+            {"init_info": {"world_size": 2, "nccl_unique_id_b64": ID, "backend": "gloo"}},
+            "for backend nccl",
+        ),
+        (
+            "/init_weight_transfer_engine",
+            {"init_info": {"world_size": 2, "nccl_unique_id_b64": ID * 2}},
+            "at most 256 characters",
+        ),
+        (
+            "/init_weight_transfer_engine",
+            {"init_info": {**WHERE, "master_port": 0}},
+            "from 1 to 65535",
+        ),
+        (
+            "/init_weight_transfer_engine",
+            {"init_info": WHERE | {"rank_offset": 3}},
+            "ranks are below the world size",
+        ),
+        (
+            "/init_weight_transfer_engine",
+            {"init_info": WHERE | {"rank_offset": 0}},
+            "rank 0 is the trainer's",
+        ),
+        ("/init_weight_transfer_engine", {}, "init_info is missing"),
+        (
+            "/init_broadcaster",
+            {"host": "h", "port": 29500, "inference_world_size": 1},
+            "backend is absent, which means nccl",
+        ),
+        (
+            "/init_broadcaster",
+            {"host": "h", "port": 29500, "inference_world_size": 1, "backend": None},
+            "weight_broadcast type filesystem",
+        ),
+        (
+            "/init_broadcaster",
+            {"host": "h", "port": 29500, "inference_world_size": 1, "backend": "nccl"},
+            "backend is 'nccl'",
+        ),
+        ("/init_weights_update_group", WHERE | {"master_port": "x1"}, "'x1'"),
+        ("/weight_groups", WHERE | {"name": "own", "master_port": 70000}, "70000"),
+    ],
+)
+def test_a_group_that_cannot_be_is_refused_at_once(
+    path: str, body: Any, said: str, server: LiveServer
+) -> None:
     reply = post(server, path, body, status=400)
     assert said in (reply.get("message") or reply["error"]["message"]) and commands(server) == []
 
 
 def test_tensors_become_manifests_as_the_group_was_made(server: LiveServer) -> None:
     post(server, "/update_weights", {"update_info": INFO})
-    post(server, "/init_weight_transfer_engine", {"init_info": WHERE | {"packed": True, "packed_buffer_size_bytes": 77}})
-    post(server, "/update_weights", {"update_info": [INFO, INFO | {"packed": False}], "weight_version": "7"})
-    post(server, "/collective_rpc", {"method": "update_weights_nccl", "kwargs": {"update_info": INFO | {"packed_buffer_size_bytes": 9}}})
+    post(
+        server,
+        "/init_weight_transfer_engine",
+        {"init_info": WHERE | {"packed": True, "packed_buffer_size_bytes": 77}},
+    )
+    post(
+        server,
+        "/update_weights",
+        {"update_info": [INFO, INFO | {"packed": False}], "weight_version": "7"},
+    )
+    post(
+        server,
+        "/collective_rpc",
+        {
+            "method": "update_weights_nccl",
+            "kwargs": {"update_info": INFO | {"packed_buffer_size_bytes": 9}},
+        },
+    )
     assert pushed(server) == [
-        came("weight_transfer"), came("weight_transfer", version="7", packed=True, bucket_bytes=77),
-        came("weight_transfer", version="7", bucket_bytes=77), came("weight_transfer", packed=True, bucket_bytes=9)]
-    post(server, "/update_weights_from_distributed", DISTRIBUTED | {"group_name": "g", "weight_version": "8", "abort_all_requests": True})
-    post(server, "/update_weights_from_distributed", DISTRIBUTED | {"load_format": "flattened_bucket", "flush_cache": True})
-    assert pushed(server) == [came("g", version="8", in_flight="abort"), came("weight_update_group", packed=True, bucket_bytes=2**40)]
+        came("weight_transfer"),
+        came("weight_transfer", version="7", packed=True, bucket_bytes=77),
+        came("weight_transfer", version="7", bucket_bytes=77),
+        came("weight_transfer", packed=True, bucket_bytes=9),
+    ]
+    post(
+        server,
+        "/update_weights_from_distributed",
+        DISTRIBUTED | {"group_name": "g", "weight_version": "8", "abort_all_requests": True},
+    )
+    post(
+        server,
+        "/update_weights_from_distributed",
+        DISTRIBUTED | {"load_format": "flattened_bucket", "flush_cache": True},
+    )
+    assert pushed(server) == [
+        came("g", version="8", in_flight="abort"),
+        came("weight_update_group", packed=True, bucket_bytes=2**40),
+    ]
 
 
-@pytest.mark.parametrize(("path", "body", "group"), [
-    ("/update_weights", {"update_info": INFO | {"shapes": []}}, "weight_transfer"),
-    ("/update_weights", {"update_info": [INFO, INFO | {"names": ["w"]}]}, "weight_transfer"),
-    ("/update_weights", {"update_info": 7}, "weight_transfer"),
-    ("/update_weights", {"weight_dir": None}, "weight_transfer"),
-    ("/collective_rpc", {"method": "update_weights_nccl", "kwargs": {"update_info": INFO | {"dtype_names": ["a"]}}}, "weight_transfer"),
-    ("/update_weights_from_distributed", DISTRIBUTED | {"dtypes": [], "group_name": "g"}, "g"),
-    ("/update_weights_from_distributed", {"names": 7}, "weight_update_group"),
-    ("/update_weights", {"version": "7", "channel": "broadcast", "group": "own", "tensors": [{"name": "w"}]}, "own"),
-    ("/update_weights", {"version": "7", "channel": "broadcast", "group": "own", "tensors": []}, "own"),
-    ("/update_weights", {"version": "7", "path": 7}, ""),
-    ("/update_weights", {"version": "7", "channel": "broadcast", "group": 7}, ""),
-])
-def test_a_body_that_is_refused_leaves_the_group_whose_tensors_nobody_takes(path: str, body: Any, group: str, server: LiveServer) -> None:
+@pytest.mark.parametrize(
+    ("path", "body", "group"),
+    [
+        ("/update_weights", {"update_info": INFO | {"shapes": []}}, "weight_transfer"),
+        ("/update_weights", {"update_info": [INFO, INFO | {"names": ["w"]}]}, "weight_transfer"),
+        ("/update_weights", {"update_info": 7}, "weight_transfer"),
+        ("/update_weights", {"weight_dir": None}, "weight_transfer"),
+        (
+            "/collective_rpc",
+            {
+                "method": "update_weights_nccl",
+                "kwargs": {"update_info": INFO | {"dtype_names": ["a"]}},
+            },
+            "weight_transfer",
+        ),
+        ("/update_weights_from_distributed", DISTRIBUTED | {"dtypes": [], "group_name": "g"}, "g"),
+        ("/update_weights_from_distributed", {"names": 7}, "weight_update_group"),
+        (
+            "/update_weights",
+            {"version": "7", "channel": "broadcast", "group": "own", "tensors": [{"name": "w"}]},
+            "own",
+        ),
+        (
+            "/update_weights",
+            {"version": "7", "channel": "broadcast", "group": "own", "tensors": []},
+            "own",
+        ),
+        ("/update_weights", {"version": "7", "path": 7}, ""),
+        ("/update_weights", {"version": "7", "channel": "broadcast", "group": 7}, ""),
+    ],
+)
+def test_a_body_that_is_refused_leaves_the_group_whose_tensors_nobody_takes(
+    path: str, body: Any, group: str, server: LiveServer
+) -> None:
     post(server, path, body, status=400)
-    assert [(told.name, told.out_of_step) for told in commands(server)] == ([(group, True)] if group else [])
+    assert [(told.name, told.out_of_step) for told in commands(server)] == (
+        [(group, True)] if group else []
+    )
 
 
 def test_whose_tensors_they_are(server: LiveServer) -> None:
@@ -146,8 +322,15 @@ def test_whose_tensors_they_are(server: LiveServer) -> None:
         post(server, "/update_weights_from_distributed", DISTRIBUTED | {"names": names} | fields)
         return pushed(server)[0].role
 
-    assert role(["w", "v"]) == "target" and role(["draft.w", "draft.v"]) == "drafter" and role(["w", "draft.v"]) == "all"
-    assert role(["w", "v"], selector="draft") == "drafter" and role(["w", "v"], selector="all") == "target"
+    assert (
+        role(["w", "v"]) == "target"
+        and role(["draft.w", "draft.v"]) == "drafter"
+        and role(["w", "draft.v"]) == "all"
+    )
+    assert (
+        role(["w", "v"], selector="draft") == "drafter"
+        and role(["w", "v"], selector="all") == "target"
+    )
     post(server, "/start_draft_weight_update")
     assert role(["w", "v"]) == "drafter" and role(["w", "v"], selector="target") == "target"
 
@@ -155,7 +338,10 @@ def test_whose_tensors_they_are(server: LiveServer) -> None:
 def test_a_session_holds_every_push_by_whatever_channel(server: LiveServer) -> None:
     post(server, "/begin_weight_update")
     assert post(server, "/update_weights", {"update_info": INFO})["state"] == "staged"
-    assert post(server, "/update_weights", {"version": "v", "path": "p", "role": "drafter"})["state"] == "staged"
+    assert (
+        post(server, "/update_weights", {"version": "v", "path": "p", "role": "drafter"})["state"]
+        == "staged"
+    )
     first, second = pushed(server)
     id = first.session
     assert id and first == came("weight_transfer", commit=False, session=id)
@@ -180,13 +366,18 @@ def test_an_end_that_is_refused_leaves_the_session_open(server: LiveServer) -> N
     post(server, "/update_weights", {"update_info": INFO})
     commands(server)
     post(server, "/start_weight_update")
-    assert [type(command) for command in commands(server)] == [AbortWeights], "what an earlier one left is dropped"
+    assert [type(command) for command in commands(server)] == [AbortWeights], (
+        "what an earlier one left is dropped"
+    )
 
 
 def test_where_nothing_can_be_staged_a_session_holds_nothing(model: Path) -> None:
     with live_server(model, weight_staging="none") as server:
         post(server, "/start_weight_update")
-        assert post(server, "/update_weights", {"update_info": INFO, "weight_version": "7"})["state"] == "committed"
+        assert (
+            post(server, "/update_weights", {"update_info": INFO, "weight_version": "7"})["state"]
+            == "committed"
+        )
         assert post(server, "/finish_weight_update")["state"] == "unchanged"
 
 
@@ -200,18 +391,30 @@ def test_an_end_after_a_push_that_failed_names_nothing(server: LiveServer) -> No
     assert post(server, "/finish_weight_update", {"weight_version": "8"})["version"] == "8"
 
 
-@pytest.mark.parametrize(("path", "body", "status"), [
-    ("/update_weights", {"update_info": INFO | {"dtype_names": ["float32"]}, "weight_version": "8"}, 400),
-    ("/update_weights", {"path": "p"}, 400),
-    ("/update_weights", ["no object"], 400),
-    ("/collective_rpc", {"method": "update_weights_nccl", "kwargs": {"update_info": INFO | {"shapes": []}}}, 400),
-    ("/update_weights_from_distributed", DISTRIBUTED | {"names": ["w"]}, 400),
-    ("/update_weights_from_disk", {"model_path": ""}, 400),
-    ("/update_weights_from_tensor", {"serialized_named_tensors": ["gASV"]}, 415),
-])
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        (
+            "/update_weights",
+            {"update_info": INFO | {"dtype_names": ["float32"]}, "weight_version": "8"},
+            400,
+        ),
+        ("/update_weights", {"path": "p"}, 400),
+        ("/update_weights", ["no object"], 400),
+        (
+            "/collective_rpc",
+            {"method": "update_weights_nccl", "kwargs": {"update_info": INFO | {"shapes": []}}},
+            400,
+        ),
+        ("/update_weights_from_distributed", DISTRIBUTED | {"names": ["w"]}, 400),
+        ("/update_weights_from_disk", {"model_path": ""}, 400),
+        ("/update_weights_from_tensor", {"serialized_named_tensors": ["gASV"]}, 415),
+    ],
+)
 @pytest.mark.parametrize("before", [[], [{"version": "7", "path": "p"}]])
 def test_an_end_after_a_call_that_was_refused_before_it_was_a_push_makes_nothing_live(
-        before: list[Any], path: str, body: Any, status: int, server: LiveServer) -> None:
+    before: list[Any], path: str, body: Any, status: int, server: LiveServer
+) -> None:
     post(server, "/start_weight_update")
     for push in before:
         post(server, "/update_weights", push)
@@ -221,18 +424,30 @@ def test_an_end_after_a_call_that_was_refused_before_it_was_a_push_makes_nothing
     assert commands(server) == []
 
 
-@pytest.mark.parametrize(("headers", "body", "status"), [({"authorization": "Bearer wrong"}, b"{}", 401), ({}, bytes(2**20 + 1), 413)])
-def test_an_end_names_nothing_where_no_push_of_its_session_was_let_in(headers: dict[str, str], body: bytes, status: int, model: Path,
-                                                                     tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("headers", "body", "status"),
+    [({"authorization": "Bearer wrong"}, b"{}", 401), ({}, bytes(2**20 + 1), 413)],
+)
+def test_an_end_names_nothing_where_no_push_of_its_session_was_let_in(
+    headers: dict[str, str], body: bytes, status: int, model: Path, tmp_path: Path
+) -> None:
     keys = tmp_path / "keys"
     keys.write_text("secret-key-0123456789\n")
     keys.chmod(0o600)
     with live_server(model, api_key_file=keys, max_body_mb=1) as server:
-        with httpx.Client(base_url=server.url, headers={"authorization": "Bearer secret-key-0123456789"}) as client:
+        with httpx.Client(
+            base_url=server.url, headers={"authorization": "Bearer secret-key-0123456789"}
+        ) as client:
             assert client.post("/start_weight_update").status_code == 200
-            assert client.post("/update_weights", headers=headers, content=body).status_code == status
+            assert (
+                client.post("/update_weights", headers=headers, content=body).status_code == status
+            )
             refused = client.post("/finish_weight_update", json={"weight_version": "8"})
-            assert refused.status_code == 409 and "nothing was pushed in this weight update" in refused.text and commands(server) == []
+            assert (
+                refused.status_code == 409
+                and "nothing was pushed in this weight update" in refused.text
+                and commands(server) == []
+            )
             assert client.post("/finish_weight_update").json()["state"] == "unchanged"
 
 
@@ -240,10 +455,14 @@ def test_a_push_without_a_version_can_be_aborted(server: LiveServer) -> None:
     assert post(server, "/weights/abort")["state"] == "aborted"
     Client(server.url).abort_weights()
     assert [(command.version, command.session) for command in commands(server)] == [("", "")] * 2
-    assert OPERATIONS["AbortWeights"].arrived({}).path == "/weights/abort", "over gRPC: an empty version"
+    assert OPERATIONS["AbortWeights"].arrived({}).path == "/weights/abort", (
+        "over gRPC: an empty version"
+    )
 
 
-def test_an_end_that_follows_a_push_outside_a_session_is_not_the_last_sessions(server: LiveServer) -> None:
+def test_an_end_that_follows_a_push_outside_a_session_is_not_the_last_sessions(
+    server: LiveServer,
+) -> None:
     post(server, "/start_weight_update")
     post(server, "/update_weights", {"path": "good", "version": "8"})
     assert post(server, "/finish_weight_update") == post(server, "/finish_weight_update")
@@ -261,4 +480,6 @@ def test_a_repeated_end_does_not_pretend_to_give_another_name(server: LiveServer
     refused = post(server, "/finish_weight_update", {"weight_version": "1"}, status=409)
     assert "its version is '2', not '1'" in str(refused) and commands(server) == []
     post(server, "/update_weight_version", {"new_version": "1"})
-    assert post(server, "/finish_weight_update", {"weight_version": "2"}) == ended, "sent again late"
+    assert post(server, "/finish_weight_update", {"weight_version": "2"}) == ended, (
+        "sent again late"
+    )

@@ -1,6 +1,8 @@
-"""What each family of trainers sends, written by hand after the wire's tables, replayed in order; every field of every reply is compared.
+"""What each family of trainers sends, written by hand after the wire's tables, replayed in order;
+every field of every reply is compared.
 
-`calls/*.json`: `reply` is the whole reply, `has` a part of it; "<int>" and the like stand for any value of that type.
+`calls/*.json`: `reply` is the whole reply, `has` a part of it; "<int>" and the like stand for any
+value of that type.
 """
 
 from __future__ import annotations
@@ -47,7 +49,10 @@ def compare(where: str, found: Any, expected: Any, *, whole: bool) -> None:
         assert isinstance(found, TYPES[expected]) and not isinstance(found, bool), (where, found)
     elif isinstance(expected, dict):
         assert isinstance(found, dict), (where, found)
-        assert found.keys() >= expected.keys() and (not whole or found.keys() == expected.keys()), (where, found.keys() ^ expected.keys())
+        assert found.keys() >= expected.keys() and (not whole or found.keys() == expected.keys()), (
+            where,
+            found.keys() ^ expected.keys(),
+        )
         for name, value in expected.items():
             compare(f"{where}.{name}", found[name], value, whole=True)
     elif isinstance(expected, list):
@@ -55,12 +60,24 @@ def compare(where: str, found: Any, expected: Any, *, whole: bool) -> None:
         for i, (one, value) in enumerate(zip(found, expected, strict=True)):
             compare(f"{where}[{i}]", one, value, whole=True)
     else:
-        assert found == expected and isinstance(found, bool) == isinstance(expected, bool), (where, found, expected)
+        assert found == expected and isinstance(found, bool) == isinstance(expected, bool), (
+            where,
+            found,
+            expected,
+        )
 
 
-@pytest.mark.parametrize(("found", "expected", "whole"), [
-    ({"a": 1, "b": 2}, {"a": 1}, True), ({"a": 2}, {"a": 1}, False), ([1], [1, 2], True), ({"a": True}, {"a": "<int>"}, True),
-    ({"a": {"b": 1, "c": 2}}, {"a": {"b": 1}}, False), ({"a": 1}, {"a": True}, True)])
+@pytest.mark.parametrize(
+    ("found", "expected", "whole"),
+    [
+        ({"a": 1, "b": 2}, {"a": 1}, True),
+        ({"a": 2}, {"a": 1}, False),
+        ([1], [1, 2], True),
+        ({"a": True}, {"a": "<int>"}, True),
+        ({"a": {"b": 1, "c": 2}}, {"a": {"b": 1}}, False),
+        ({"a": 1}, {"a": True}, True),
+    ],
+)
 def test_the_comparison_sees_a_difference(found: Any, expected: Any, whole: bool) -> None:
     with pytest.raises(AssertionError):
         compare("", found, expected, whole=whole)

@@ -1,4 +1,6 @@
-"""The two clients: the same operations with the same results, the server's errors by class, retries that never run anything twice."""
+"""The two clients: the same operations with the same results, the server's errors by class, retries
+that never run anything twice.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,17 @@ import tlt_client.errors as client_errors
 from tests.frontend.fake_engine import FAILS
 from tests.frontend.flaky import flaky
 from tests.frontend.live_server import LiveServer
-from tlt_client import AsyncClient, Client, ConnectionFailed, Done, Retries, ServerError, TltClientError, calls, flows
+from tlt_client import (
+    AsyncClient,
+    Client,
+    ConnectionFailed,
+    Done,
+    Retries,
+    ServerError,
+    TltClientError,
+    calls,
+    flows,
+)
 from tlt_client.errors import (
     Conflict,
     EngineFailed,
@@ -41,31 +53,49 @@ SHORT = {"max_tokens": 3}
 
 # errors
 
+
 def test_every_error_of_the_server_has_a_class_of_its_name() -> None:
     def tree(cls: type[Any]) -> list[type[Any]]:
         return [cls, *(leaf for sub in cls.__subclasses__() for leaf in tree(sub))]
 
-    seen = {cls.code: cls.__name__ for cls in tree(server_errors.TltError) if cls is not server_errors.StartupError}
+    seen = {
+        cls.code: cls.__name__
+        for cls in tree(server_errors.TltError)
+        if cls is not server_errors.StartupError
+    }
     assert seen.pop("internal") == "TltError"
-    assert {cls.of_code: cls.__name__ for cls in tree(ServerError) if cls not in (ServerError, Internal)} == seen
+    assert {
+        cls.of_code: cls.__name__ for cls in tree(ServerError) if cls not in (ServerError, Internal)
+    } == seen
     for code, name in seen.items():
         error = server_error(code, "why", status=418, retryable=True, retry_after_s=2.0)
         assert type(error) is getattr(client_errors, name)
-        assert (error.code, error.message, error.status, error.retryable, error.retry_after_s) == (code, "why", 418, True, 2.0)
+        assert (error.code, error.message, error.status, error.retryable, error.retry_after_s) == (
+            code,
+            "why",
+            418,
+            True,
+            2.0,
+        )
     assert type(server_error("of tomorrow", "why", status=400)) is ServerError
 
 
-@pytest.mark.parametrize(("call", "error"), [
-    (lambda client: client.generate([{"prompt": "a", "tempo": 1}]), InvalidRequest),
-    (lambda client: client.rollout("r-none").fetch(), NotFound),
-    (lambda client: client.update_weights("weights_refused", "v"), WeightsRefused),
-    (lambda client: client.update_weights("conflict", "v"), Conflict),
-    (lambda client: client.update_weights("forbidden", "v"), Forbidden),
-    (lambda client: client.set_strategy("beg"), InvalidRequest),
-    (lambda client: client.pause("drain"), InvalidRequest),
-    (lambda client: client.sleep("kv"), InvalidRequest),
-])
-def test_a_refusal_raises_the_class_of_its_code(server: LiveServer, call: Callable[[Any], Any], error: type[ServerError]) -> None:
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (lambda client: client.generate([{"prompt": "a", "tempo": 1}]), InvalidRequest),
+        (lambda client: client.rollout("r-none").fetch(), NotFound),
+        (lambda client: client.update_weights("weights_refused", "v"), WeightsRefused),
+        (lambda client: client.update_weights("conflict", "v"), Conflict),
+        (lambda client: client.update_weights("forbidden", "v"), Forbidden),
+        (lambda client: client.set_strategy("beg"), InvalidRequest),
+        (lambda client: client.pause("drain"), InvalidRequest),
+        (lambda client: client.sleep("kv"), InvalidRequest),
+    ],
+)
+def test_a_refusal_raises_the_class_of_its_code(
+    server: LiveServer, call: Callable[[Any], Any], error: type[ServerError]
+) -> None:
     async def asked() -> Any:
         async with AsyncClient(server.url) as client:
             return await call(client)
@@ -79,16 +109,25 @@ def test_a_refusal_raises_the_class_of_its_code(server: LiveServer, call: Callab
 
 # one set of operations
 
+
 def public(cls: type[Any]) -> dict[str, list[tuple[str, Any, Any]]]:
-    return {name: [(p.name, p.kind, p.default) for p in inspect.signature(member).parameters.values()]
-            for name, member in vars(cls).items() if callable(member) and not name.startswith("_")}
+    return {
+        name: [(p.name, p.kind, p.default) for p in inspect.signature(member).parameters.values()]
+        for name, member in vars(cls).items()
+        if callable(member) and not name.startswith("_")
+    }
 
 
 def test_both_clients_have_the_same_operations_with_the_same_parameters() -> None:
     assert public(Client) == public(AsyncClient) and len(public(Client)) >= 18
     assert public(type(Client().rollout("x"))) == public(type(AsyncClient().rollout("x")))
-    parameters = [list(inspect.signature(cls.__init__).parameters.values())[1:] for cls in (Client, AsyncClient)]
-    assert [(p.name, p.default) for p in parameters[0]] == [(p.name, p.default) for p in parameters[1]]
+    parameters = [
+        list(inspect.signature(cls.__init__).parameters.values())[1:]
+        for cls in (Client, AsyncClient)
+    ]
+    assert [(p.name, p.default) for p in parameters[0]] == [
+        (p.name, p.default) for p in parameters[1]
+    ]
 
 
 OPERATIONS: list[Callable[[Any], Any]] = [
@@ -118,7 +157,9 @@ OPERATIONS: list[Callable[[Any], Any]] = [
 ]
 
 
-@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.__code__.co_names[0])
+@pytest.mark.parametrize(
+    "operation", OPERATIONS, ids=lambda operation: operation.__code__.co_names[0]
+)
 def test_both_clients_give_the_same(server: LiveServer, operation: Callable[[Any], Any]) -> None:
     async def asked() -> Any:
         async with AsyncClient(server.url, timeout_s=20) as client:
@@ -130,15 +171,35 @@ def test_both_clients_give_the_same(server: LiveServer, operation: Callable[[Any
         assert operation(client) == asyncio.run(asked()) is not None
 
 
-@pytest.mark.parametrize(("items", "how", "said"), [
-    (BATCH, {"sampling": {"temperature": math.nan}}, "sampling.temperature is nan; it must be a finite number"),
-    (BATCH, {"sampling": SamplingFields(top_p=math.inf)}, "sampling.top_p is inf;"),
-    (BATCH, {"timeout_s": math.nan}, "timeout_s is nan;"),
-    ([*BATCH, {"prompt": "a", "sampling": {"logit_bias": {"5": -math.inf}}}], {}, r"requests\[1\].sampling.logit_bias.5 is -inf;"),
-    ([Item(prompt="a", sampling=SamplingFields(min_p=math.nan))], {}, r"requests\[0\].sampling.min_p is nan;"),
-])
-def test_what_json_has_no_number_for_is_not_sent(items: list[Any], how: dict[str, Any], said: str) -> None:
-    client, other = Client("http://127.0.0.1:9"), AsyncClient("http://127.0.0.1:9")  # where nobody listens
+@pytest.mark.parametrize(
+    ("items", "how", "said"),
+    [
+        (
+            BATCH,
+            {"sampling": {"temperature": math.nan}},
+            "sampling.temperature is nan; it must be a finite number",
+        ),
+        (BATCH, {"sampling": SamplingFields(top_p=math.inf)}, "sampling.top_p is inf;"),
+        (BATCH, {"timeout_s": math.nan}, "timeout_s is nan;"),
+        (
+            [*BATCH, {"prompt": "a", "sampling": {"logit_bias": {"5": -math.inf}}}],
+            {},
+            r"requests\[1\].sampling.logit_bias.5 is -inf;",
+        ),
+        (
+            [Item(prompt="a", sampling=SamplingFields(min_p=math.nan))],
+            {},
+            r"requests\[0\].sampling.min_p is nan;",
+        ),
+    ],
+)
+def test_what_json_has_no_number_for_is_not_sent(
+    items: list[Any], how: dict[str, Any], said: str
+) -> None:
+    client, other = (
+        Client("http://127.0.0.1:9"),
+        AsyncClient("http://127.0.0.1:9"),
+    )  # where nobody listens
     for call in (client.generate, client.stream):
         with pytest.raises(ValueError, match=f"^{said}"):
             list(call(items, **how))
@@ -156,7 +217,13 @@ def test_both_clients_stream_detach_and_fetch_the_same(server: LiveServer) -> No
             await rollout.delete()
             with pytest.raises(NotFound):
                 await rollout.fetch()
-            return events, reply, fetched.results, "tlt_ready" in await client.metrics(), (await client.server_info())["version"]
+            return (
+                events,
+                reply,
+                fetched.results,
+                "tlt_ready" in await client.metrics(),
+                (await client.server_info())["version"],
+            )
 
     with Client(server.url, timeout_s=20) as client:
         events = list(client.stream(BATCH, sampling=SHORT))
@@ -166,16 +233,27 @@ def test_both_clients_stream_detach_and_fetch_the_same(server: LiveServer) -> No
         rollout.delete()
         with pytest.raises(NotFound):
             rollout.fetch()
-        assert asyncio.run(asked()) == (events, reply, fetched.results, "tlt_ready" in client.metrics(), client.server_info()["version"])
+        assert asyncio.run(asked()) == (
+            events,
+            reply,
+            fetched.results,
+            "tlt_ready" in client.metrics(),
+            client.server_info()["version"],
+        )
     assert isinstance(events[-1], Done) and any(isinstance(event, ItemResult) for event in events)
     assert fetched.results == reply.results
 
 
 # retries, by the rules
 
-def pauses(retries: Retries, *errors: TltClientError, repeatable: bool = False) -> tuple[list[float], Any]:
+
+def pauses(
+    retries: Retries, *errors: TltClientError, repeatable: bool = False
+) -> tuple[list[float], Any]:
     """The pauses of a call that fails like this and then succeeds, and what came of it."""
-    flow = flows.tried(calls.Call("GET", "/x", lambda response: None, repeatable=repeatable), retries)
+    flow = flows.tried(
+        calls.Call("GET", "/x", lambda response: None, repeatable=repeatable), retries
+    )
     step, left, paused = next(flow), list(errors), list[float]()
     try:
         while True:
@@ -190,17 +268,30 @@ def pauses(retries: Retries, *errors: TltClientError, repeatable: bool = False) 
         return paused, error
 
 
-def refusal(status: int, *, retryable: bool = True, retry_after_s: float | None = None) -> ServerError:
-    return server_error("unavailable", "", status=status, retryable=retryable, retry_after_s=retry_after_s)
+def refusal(
+    status: int, *, retryable: bool = True, retry_after_s: float | None = None
+) -> ServerError:
+    return server_error(
+        "unavailable", "", status=status, retryable=retryable, retry_after_s=retry_after_s
+    )
 
 
-@pytest.mark.parametrize(("error", "once", "repeatable"), [
-    (refusal(503), True, True), (refusal(429), True, True), (refusal(408), True, True),
-    (NotReached(), True, True), (ConnectionFailed(), False, True),
-    (refusal(500), False, True), (refusal(507), False, True),
-    (refusal(503, retryable=False), False, False), (refusal(400, retryable=False), False, False),
-    (refusal(429, retry_after_s=2.0), True, True), (refusal(429, retry_after_s=31.0), False, False),
-])
+@pytest.mark.parametrize(
+    ("error", "once", "repeatable"),
+    [
+        (refusal(503), True, True),
+        (refusal(429), True, True),
+        (refusal(408), True, True),
+        (NotReached(), True, True),
+        (ConnectionFailed(), False, True),
+        (refusal(500), False, True),
+        (refusal(507), False, True),
+        (refusal(503, retryable=False), False, False),
+        (refusal(400, retryable=False), False, False),
+        (refusal(429, retry_after_s=2.0), True, True),
+        (refusal(429, retry_after_s=31.0), False, False),
+    ],
+)
 def test_what_is_sent_again(error: TltClientError, once: bool, repeatable: bool) -> None:
     for may_repeat, again in ((False, once), (True, repeatable)):
         paused, end = pauses(Retries(), error, repeatable=may_repeat)
@@ -216,16 +307,21 @@ def test_pauses_double_up_to_a_bound_and_end() -> None:
     for pause_s, whole_s in zip(paused, (1, 2, 4, 8, 10, 10, 10, 10), strict=True):
         assert whole_s / 2 <= pause_s <= whole_s
     assert len(set(paused)) == len(paused), "drawn, so that clients do not come back together"
-    assert pauses(Retries(first_s=0.1), refusal(429, retry_after_s=7.0))[0] == [7.0], "the server knows better"
+    assert pauses(Retries(first_s=0.1), refusal(429, retry_after_s=7.0))[0] == [7.0], (
+        "the server knows better"
+    )
 
 
-@pytest.mark.parametrize("fields", [{"times": -1}, {"first_s": -1.0}, {"first_s": 2.0, "longest_s": 1.0}])
+@pytest.mark.parametrize(
+    "fields", [{"times": -1}, {"first_s": -1.0}, {"first_s": 2.0, "longest_s": 1.0}]
+)
 def test_retries_that_make_no_sense_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="none may be negative"):
         Retries(**fields)
 
 
 # retries, against a network that fails
+
 
 def ask(url: str, asynchronous: bool, call: Callable[[Any], Any], retries: Retries = QUICK) -> Any:
     async def asked() -> Any:
@@ -243,35 +339,59 @@ both = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "asyn
 
 @both
 @pytest.mark.parametrize("detach", [False, True])
-def test_a_batch_survives_drops_refusals_and_lost_replies_and_runs_once(server: LiveServer, asynchronous: bool, detach: bool) -> None:
+def test_a_batch_survives_drops_refusals_and_lost_replies_and_runs_once(
+    server: LiveServer, asynchronous: bool, detach: bool
+) -> None:
     before = len(server.engine.submitted)
     with flaky(server.url, "drop", "refuse", "lose") as proxy:
-        reply = ask(proxy.url, asynchronous, lambda client: client.generate(BATCH, sampling=SHORT, detach=detach))
+        reply = ask(
+            proxy.url,
+            asynchronous,
+            lambda client: client.generate(BATCH, sampling=SHORT, detach=detach),
+        )
         assert proxy.connections == 4
     assert detach or reply.results[0].choices[0].text == "abc"
     assert len(server.engine.submitted) == before + 1
 
 
 @both
-def test_a_commit_whose_reply_is_lost_is_asked_for_again(server: LiveServer, asynchronous: bool) -> None:
+def test_a_commit_whose_reply_is_lost_is_asked_for_again(
+    server: LiveServer, asynchronous: bool
+) -> None:
     version = f"lost-{asynchronous}"
     with flaky(server.url, "lose") as proxy:
         reply = ask(proxy.url, asynchronous, lambda client: client.commit_weights(version))
-    assert (reply["state"], reply["version"], reply["weight_version"]) == ("unchanged", version, version)
+    assert (reply["state"], reply["version"], reply["weight_version"]) == (
+        "unchanged",
+        version,
+        version,
+    )
 
 
 @both
 def test_without_retries_one_failure_is_the_end(server: LiveServer, asynchronous: bool) -> None:
     with flaky(server.url, "lose", "refuse") as proxy:
         with pytest.raises(ConnectionFailed):
-            ask(proxy.url, asynchronous, lambda client: client.generate(BATCH, sampling=SHORT), NEVER)
+            ask(
+                proxy.url,
+                asynchronous,
+                lambda client: client.generate(BATCH, sampling=SHORT),
+                NEVER,
+            )
         with pytest.raises(Unavailable):
-            ask(proxy.url, asynchronous, lambda client: client.generate(BATCH, sampling=SHORT), NEVER)
+            ask(
+                proxy.url,
+                asynchronous,
+                lambda client: client.generate(BATCH, sampling=SHORT),
+                NEVER,
+            )
         assert proxy.connections == 2
 
 
 @both
-def test_tries_are_bounded_and_the_last_error_is_raised(server: LiveServer, asynchronous: bool) -> None:
+def test_tries_are_bounded_and_the_last_error_is_raised(
+    server: LiveServer, asynchronous: bool
+) -> None:
     with flaky(server.url, *["refuse"] * 9) as proxy:
         with pytest.raises(Unavailable, match="not now"):
             ask(proxy.url, asynchronous, lambda client: client.weights())
@@ -279,15 +399,24 @@ def test_tries_are_bounded_and_the_last_error_is_raised(server: LiveServer, asyn
     with flaky(server.url, "refuse", retry_after_s=60) as proxy:
         with pytest.raises(Unavailable) as caught:
             ask(proxy.url, asynchronous, lambda client: client.weights())
-        assert (proxy.connections, caught.value.retry_after_s) == (1, 60.0), "longer than it is to wait"
+        assert (proxy.connections, caught.value.retry_after_s) == (1, 60.0), (
+            "longer than it is to wait"
+        )
 
 
 @both
-def test_what_may_have_been_done_is_done_again_only_where_that_is_the_same(server: LiveServer, asynchronous: bool) -> None:
+def test_what_may_have_been_done_is_done_again_only_where_that_is_the_same(
+    server: LiveServer, asynchronous: bool
+) -> None:
     before = len(server.engine.weight_commands)
     with flaky(server.url, "lose") as proxy:
-        assert ask(proxy.url, asynchronous, lambda client: client.update_weights("p", "v2"))["version"] == "v2"
-    assert len(server.engine.weight_commands) == before + 2, "a push is idempotent by version and content"
+        assert (
+            ask(proxy.url, asynchronous, lambda client: client.update_weights("p", "v2"))["version"]
+            == "v2"
+        )
+    assert len(server.engine.weight_commands) == before + 2, (
+        "a push is idempotent by version and content"
+    )
     with flaky(server.url, "lose") as proxy, pytest.raises(ConnectionFailed):
         ask(proxy.url, asynchronous, lambda client: client.roll_back_weights())
     assert len(server.engine.weight_commands) == before + 3, "twice would be two versions back"
@@ -321,6 +450,10 @@ def test_a_server_that_is_not_there_was_not_reached(asynchronous: bool) -> None:
 
 
 def test_kinds_of_errors() -> None:
-    assert issubclass(TooLarge, InvalidRequest) and issubclass(NotReached, ConnectionFailed) and issubclass(ServerError, TltClientError)
+    assert (
+        issubclass(TooLarge, InvalidRequest)
+        and issubclass(NotReached, ConnectionFailed)
+        and issubclass(ServerError, TltClientError)
+    )
     for error in (QueueFull, Unauthenticated, EngineFailed):
         assert error.__bases__ == (ServerError,) and error.__doc__

@@ -1,4 +1,6 @@
-"""The `tlt` command as a process: help, exit statuses, start-up lines, drain, and what is left behind."""
+"""The `tlt` command as a process: help, exit statuses, start-up lines, drain, and what is left
+behind.
+"""
 
 from __future__ import annotations
 
@@ -29,27 +31,51 @@ ROOT = FAKE_SERVER.parents[2]
 def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("TLT_")]:
         monkeypatch.delenv(name)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(str(ROOT / part) for part in ("", "kernels", "clients")))
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join(str(ROOT / part) for part in ("", "kernels", "clients"))
+    )
 
 
 def tlt(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "tlt_server", *arguments], capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        [sys.executable, "-m", "tlt_server", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"], ["demo", "--help"], ["doctor", "--help"],
-                                       ["bench", "rollout", "--help"], ["--version"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["serve", "--help"],
+        ["demo", "--help"],
+        ["doctor", "--help"],
+        ["bench", "rollout", "--help"],
+        ["--version"],
+    ],
+)
 def test_help_is_quick_and_imports_nothing_heavy(arguments: list[str]) -> None:
-    script = ("import sys\nfrom tlt_server.__main__ import main\n"
-              f"try: main({arguments!r})\nexcept SystemExit: pass\n"
-              "print([name for name in ('torch', 'transformers', 'pydantic', 'starlette', 'zmq') if name in sys.modules])")
+    script = (
+        "import sys\nfrom tlt_server.__main__ import main\n"
+        f"try: main({arguments!r})\nexcept SystemExit: pass\n"
+        "print([name for name in ('torch', 'transformers', 'pydantic', 'starlette', 'zmq') if name in sys.modules])"
+    )
+
     def processor_s() -> float:
         used = resource.getrusage(resource.RUSAGE_CHILDREN)
         return used.ru_utime + used.ru_stime
 
     times = []
-    for _ in range(5):  # the best of five, and of the processor's time: other processes share this machine
+    for _ in range(
+        5
+    ):  # the best of five, and of the processor's time: other processes share this machine
         before_s = processor_s()
-        result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+        result = subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True
+        )
         times.append(processor_s() - before_s)
         assert result.stdout.strip().endswith("[]")
     assert min(times) < 0.3
@@ -57,7 +83,12 @@ def test_help_is_quick_and_imports_nothing_heavy(arguments: list[str]) -> None:
 
 def test_the_frontend_runs_without_torch() -> None:
     script = "import sys, tlt_server.frontend.app, tlt_server.build, tlt_client\nprint('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True).stdout == "False\n"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True
+        ).stdout
+        == "False\n"
+    )
 
 
 def test_serve_help_lists_every_setting_with_unit_and_default() -> None:
@@ -65,15 +96,18 @@ def test_serve_help_lists_every_setting_with_unit_and_default() -> None:
     assert "--drain-timeout-s" in text and "[s; default 60.0]" in text and "required]" in text
 
 
-@pytest.mark.parametrize(("arguments", "says"), [
-    (["serve", "--modle", "x"], "did you mean --model"),
-    (["serve", "--model=/none"], "not a directory"),
-    (["serve", "--model", "/none", "--port", "x"], "port is 'x'"),
-    (["serve"], "model is not set"),
-    (["bench", "rollout", "--quik"], "did you mean --quick"),
-    (["sreve"], "sreve"),
-    ([], "required"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["serve", "--modle", "x"], "did you mean --model"),
+        (["serve", "--model=/none"], "not a directory"),
+        (["serve", "--model", "/none", "--port", "x"], "port is 'x'"),
+        (["serve"], "model is not set"),
+        (["bench", "rollout", "--quik"], "did you mean --quick"),
+        (["sreve"], "sreve"),
+        ([], "required"),
+    ],
+)
 def test_bad_command_lines_exit_with_2(arguments: list[str], says: str) -> None:
     result = tlt(*arguments)
     assert result.returncode == 2 and says in result.stderr and "Traceback" not in result.stderr
@@ -107,7 +141,18 @@ class Served:
 
 @contextmanager
 def served(mode: str, model: Path, *flags: str) -> Iterator[Served]:
-    command = [sys.executable, str(FAKE_SERVER), mode, "--model", str(model), "--port", "0", "--numerics", "fast", *flags]
+    command = [
+        sys.executable,
+        str(FAKE_SERVER),
+        mode,
+        "--model",
+        str(model),
+        "--port",
+        "0",
+        "--numerics",
+        "fast",
+        *flags,
+    ]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         yield Served(process)
@@ -116,7 +161,9 @@ def served(mode: str, model: Path, *flags: str) -> Iterator[Served]:
         process.wait()
 
 
-def generate(server: Served, item: dict[str, Any], **options: Any) -> tuple[threading.Thread, list[Any]]:
+def generate(
+    server: Served, item: dict[str, Any], **options: Any
+) -> tuple[threading.Thread, list[Any]]:
     """In the background; the list gets the reply."""
     replies: list[Any] = []
 
@@ -134,12 +181,22 @@ def await_open(server: Served) -> None:
     eventually(lambda: "\ntlt_open_sequences 1.0" in httpx.get(f"{server.url}/metrics").text)
 
 
-def test_serving_ends_start_up_in_one_line_and_sigterm_drains(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serving_ends_start_up_in_one_line_and_sigterm_drains(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     with served("slow", model) as server:
         server.wait_ready()
         [ready] = [line for line in server.lines if line.startswith("tlt: ready at ")]
-        for part in (server.url, f"model {model.name}", "weights v0", "64 pages", "up to 8 sequences", "drafter none", "numerics strict"):
+        for part in (
+            server.url,
+            f"model {model.name}",
+            "weights v0",
+            "64 pages",
+            "up to 8 sequences",
+            "drafter none",
+            "numerics strict",
+        ):
             assert part in ready
         assert any(line.split()[0] == "load" for line in server.lines if line.strip())
         directory = next(tmp_path.glob("tlt-*"))
@@ -153,7 +210,9 @@ def test_serving_ends_start_up_in_one_line_and_sigterm_drains(model: Path, tmp_p
         assert not list(tmp_path.glob("tlt-*"))
 
 
-def test_keys_from_a_variable_are_asked_for_and_stay_in_the_frontend(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_from_a_variable_are_asked_for_and_stay_in_the_frontend(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("ROLLOUT_KEYS", "nightingale-key scopes=data name=trainer\nwhole-key")
     with served("plain", model, "--api-key-variable", "ROLLOUT_KEYS") as server:
         server.wait_ready()
@@ -161,10 +220,16 @@ def test_keys_from_a_variable_are_asked_for_and_stay_in_the_frontend(model: Path
         with Client(server.url, api_key="nightingale-key", timeout_s=20) as client:
             info = client.server_info()
         environment = Path(f"/proc/{info['engine']['pid']}/environ").read_bytes()
-        assert b"PATH=" in environment and b"nightingale" not in environment and b"ROLLOUT_KEYS" not in environment
+        assert (
+            b"PATH=" in environment
+            and b"nightingale" not in environment
+            and b"ROLLOUT_KEYS" not in environment
+        )
         assert "nightingale" not in str(info) + "".join(server.lines)
         [line] = [line for line in server.lines if "keys_with_all_scopes" in line]
-        assert "scopes=data" in line and line.count("sha256:") == 1, "of the second key alone, with the remedy"
+        assert "scopes=data" in line and line.count("sha256:") == 1, (
+            "of the second key alone, with the remedy"
+        )
     with served("plain", model, "--api-key-variable", "NO_SUCH_VARIABLE") as server:
         assert server.ended() == 2 and "'NO_SUCH_VARIABLE', which is not set" in server.lines[-1]
 
@@ -202,10 +267,16 @@ def test_a_hung_engine_is_killed_and_restarted(model: Path) -> None:
         await_open(server)
         os.kill(pid, signal.SIGSTOP)
         thread.join(30)
-        assert replies[0].results[0].error.code == "engine_failed" and "hang_timeout_s" in replies[0].results[0].error.message
+        assert (
+            replies[0].results[0].error.code == "engine_failed"
+            and "hang_timeout_s" in replies[0].results[0].error.message
+        )
         eventually(lambda: httpx.get(f"{server.url}/readyz").status_code == 200)
         assert engine_pid(server) != pid and not Path(f"/proc/{pid}").exists()
-        assert 'tlt_engine_restarts_total{reason="hung"} 1.0' in httpx.get(f"{server.url}/metrics").text
+        assert (
+            'tlt_engine_restarts_total{reason="hung"} 1.0'
+            in httpx.get(f"{server.url}/metrics").text
+        )
         server.process.send_signal(signal.SIGTERM)
         assert server.ended() == 0
 
@@ -220,7 +291,11 @@ def test_a_crash_loop_ends_the_server_with_status_1_and_one_line(model: Path) ->
             assert replies[0].results[0].error.code == "engine_failed"
         assert server.ended() == 1
         said = [line for line in server.lines if line.startswith("tlt: ")]
-        assert "max_restarts 2" in said[-1] and "status 1" in said[-1] and not any("Traceback" in line for line in server.lines)
+        assert (
+            "max_restarts 2" in said[-1]
+            and "status 1" in said[-1]
+            and not any("Traceback" in line for line in server.lines)
+        )
 
 
 def test_a_signal_while_the_engine_is_gone_ends_the_server_at_once(model: Path) -> None:
@@ -230,7 +305,9 @@ def test_a_signal_while_the_engine_is_gone_ends_the_server_at_once(model: Path) 
         assert httpx.get(f"{server.url}/livez").status_code == 503
         started = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
-        assert server.ended() == 0 and time.monotonic() - started < 30  # the engine is to be waited for longer, and requests to drain
+        assert (
+            server.ended() == 0 and time.monotonic() - started < 30
+        )  # the engine is to be waited for longer, and requests to drain
 
 
 def test_an_engine_whose_frontend_was_killed_leaves(model: Path) -> None:
@@ -239,11 +316,21 @@ def test_an_engine_whose_frontend_was_killed_leaves(model: Path) -> None:
         pid = engine_pid(server)
         server.process.kill()
         server.process.wait()
-        eventually(lambda: not Path(f"/proc/{pid}").exists() or "State:\tZ" in Path(f"/proc/{pid}/status").read_text())
+        eventually(
+            lambda: (
+                not Path(f"/proc/{pid}").exists()
+                or "State:\tZ" in Path(f"/proc/{pid}/status").read_text()
+            )
+        )
 
 
-@pytest.mark.parametrize(("mode", "says"), [("refuses", "model.safetensors is truncated"), ("exits", "exited with status 3")])
-def test_an_engine_that_cannot_start_is_a_message_and_status_2(model: Path, mode: str, says: str) -> None:
+@pytest.mark.parametrize(
+    ("mode", "says"),
+    [("refuses", "model.safetensors is truncated"), ("exits", "exited with status 3")],
+)
+def test_an_engine_that_cannot_start_is_a_message_and_status_2(
+    model: Path, mode: str, says: str
+) -> None:
     with served(mode, model) as server:
         assert server.ended() == 2
         assert says in server.lines[-1] and not any("Traceback" in line for line in server.lines)
@@ -260,4 +347,8 @@ def test_a_port_in_use_is_a_message_and_status_2(model: Path) -> None:
 
 def test_an_argument_like_no_other_gets_no_suggestion() -> None:
     result = tlt("serve", "--bogus")
-    assert result.returncode == 2 and "unknown argument --bogus" in result.stderr and "did you mean" not in result.stderr
+    assert (
+        result.returncode == 2
+        and "unknown argument --bogus" in result.stderr
+        and "did you mean" not in result.stderr
+    )

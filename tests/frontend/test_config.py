@@ -14,7 +14,13 @@ from tlt_server.errors import StartupError
 from tlt_server.records import OFF, Strategy
 from tlt_server.settings import settings
 
-RAW = ("Input should", "Value error", "after validation", "unable to parse", "instance of")  # wording of the library
+RAW = (
+    "Input should",
+    "Value error",
+    "after validation",
+    "unable to parse",
+    "instance of",
+)  # wording of the library
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +35,9 @@ def yaml_file(directory: Path, text: str) -> Path:
     return path
 
 
-def test_a_flag_wins_over_a_variable_over_the_file(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flag_wins_over_a_variable_over_the_file(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = yaml_file(tmp_path, f"model: {model}\nmax_queue: 1\nmax_running: 1\nmax_rows: 1\n")
     monkeypatch.setenv("TLT_MAX_QUEUE", "2")
     monkeypatch.setenv("TLT_MAX_RUNNING", "2")
@@ -41,60 +49,95 @@ def test_yaml_off_is_the_policy_and_not_a_boolean(model: Path, tmp_path: Path) -
     assert load({"model": str(model)}, file=yaml_file(tmp_path, "policy: off\n")).policy == "off"
 
 
-@pytest.mark.parametrize(("flags", "says"), [
-    ({"max_qeue": "1"}, "unknown flag max_qeue; did you mean max_queue"),
-    ({"port": "65536"}, "port is '65536' (--port); it must be from 0 to 65535 (TCP port). Port"),
-    ({"port": "eighty"}, "port is 'eighty'"),
-    ({"port": "80.5"}, "port is '80.5'"),
-    ({"policy": "bge"}, "policy is 'bge'"),
-    ({"threads": "0"}, "from 1 to 1024"),
-    ({"threads": "many"}, "threads is 'many'"),
-    ({"header_timeout_s": "nan"}, "header_timeout_s is 'nan' (--header-timeout-s); it must be a finite number, from 0.1 to 3600 (s)"),
-    ({"policy": "bge"}, "it must be 'auto', 'off', 'fixed' or 'beg'"),
-    ({"port": "eighty"}, "it must be a whole number, from 0 to 65535 (TCP port). Port to bind"),
-    ({"threads": "many"}, "it must be a whole number or 'auto', from 1 to 1024 (threads)"),
-    ({"header_timeout_s": "soon"}, "it must be a number, from 0.1 to 3600 (s)"),
-    ({"max_queue": "0"}, "from 1 to 16777216 (sequences)"),
-    ({"max_timeout_s": "0"}, "from 0.1 to 1000000 (s)"),
-    ({"default_timeout_s": "1000000"}, "default_timeout_s is 1000000 s, above max_timeout_s (86400); lower it"),
-    ({"host": "0.0.0.0"}, "api_key_file"),
-    ({"host": "example.org"}, "api_key_file"),
-    ({"tls_cert": "cert.pem"}, "tls_cert is cert.pem, tls_key none and tls_client_ca none; give tls_cert and tls_key together"),
-    ({"tls_client_ca": "ca.pem"}, "tls_client_ca only with them"),
-    ({"model": "/does/not/exist"}, "not a directory"),
-    ({"weight_root": "/does/not/exist"}, "weight_root is /does/not/exist, which is not a directory; make it"),
-    ({"drafter": "/does/not/exist"}, "must be a directory, history or none"),
-    ({"policy": "beg"}, "drafter is none"),
-    ({"policy": "fixed", "drafter": "history"}, "eagle:7x4x32"),
-    ({"sd_strategy": "history:4x1x5", "drafter": "history"}, "sd_strategy is for policy fixed"),
-    ({"policy": "fixed", "drafter": "history", "sd_strategy": "eagle:4x1x5"}, "make them agree"),
-    ({"default_timeout_s": "90000"}, "max_timeout_s"),
-    ({"device": "cpu", "dtype": "bfloat16"}, "dtype is bfloat16, and a CPU computes in float32; use auto or float32"),
-    ({"device": "cpu", "dtype": "float16"}, "use auto or float32"),
-    ({"device": "gpu"}, "device is 'gpu' (--device); it must be 'auto', 'cpu' or 'cuda'"),
-    ({"graphs": "maybe"}, "graphs is 'maybe' (--graphs); it must be true or false"),
-    ({"memory_fraction": "1.5"}, "memory_fraction is '1.5' (--memory-fraction); it must be from 0.05 to 0.99 (share)"),
-    ({"max_running": "0"}, "max_running is '0'"),
-])
-def test_bad_flags_name_value_limit_and_remedy(model: Path, flags: dict[str, str], says: str) -> None:
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({"max_qeue": "1"}, "unknown flag max_qeue; did you mean max_queue"),
+        (
+            {"port": "65536"},
+            "port is '65536' (--port); it must be from 0 to 65535 (TCP port). Port",
+        ),
+        ({"port": "eighty"}, "port is 'eighty'"),
+        ({"port": "80.5"}, "port is '80.5'"),
+        ({"policy": "bge"}, "policy is 'bge'"),
+        ({"threads": "0"}, "from 1 to 1024"),
+        ({"threads": "many"}, "threads is 'many'"),
+        (
+            {"header_timeout_s": "nan"},
+            "header_timeout_s is 'nan' (--header-timeout-s); it must be a finite number, from 0.1 to 3600 (s)",
+        ),
+        ({"policy": "bge"}, "it must be 'auto', 'off', 'fixed' or 'beg'"),
+        ({"port": "eighty"}, "it must be a whole number, from 0 to 65535 (TCP port). Port to bind"),
+        ({"threads": "many"}, "it must be a whole number or 'auto', from 1 to 1024 (threads)"),
+        ({"header_timeout_s": "soon"}, "it must be a number, from 0.1 to 3600 (s)"),
+        ({"max_queue": "0"}, "from 1 to 16777216 (sequences)"),
+        ({"max_timeout_s": "0"}, "from 0.1 to 1000000 (s)"),
+        (
+            {"default_timeout_s": "1000000"},
+            "default_timeout_s is 1000000 s, above max_timeout_s (86400); lower it",
+        ),
+        ({"host": "0.0.0.0"}, "api_key_file"),
+        ({"host": "example.org"}, "api_key_file"),
+        (
+            {"tls_cert": "cert.pem"},
+            "tls_cert is cert.pem, tls_key none and tls_client_ca none; give tls_cert and tls_key together",
+        ),
+        ({"tls_client_ca": "ca.pem"}, "tls_client_ca only with them"),
+        ({"model": "/does/not/exist"}, "not a directory"),
+        (
+            {"weight_root": "/does/not/exist"},
+            "weight_root is /does/not/exist, which is not a directory; make it",
+        ),
+        ({"drafter": "/does/not/exist"}, "must be a directory, history or none"),
+        ({"policy": "beg"}, "drafter is none"),
+        ({"policy": "fixed", "drafter": "history"}, "eagle:7x4x32"),
+        ({"sd_strategy": "history:4x1x5", "drafter": "history"}, "sd_strategy is for policy fixed"),
+        (
+            {"policy": "fixed", "drafter": "history", "sd_strategy": "eagle:4x1x5"},
+            "make them agree",
+        ),
+        ({"default_timeout_s": "90000"}, "max_timeout_s"),
+        (
+            {"device": "cpu", "dtype": "bfloat16"},
+            "dtype is bfloat16, and a CPU computes in float32; use auto or float32",
+        ),
+        ({"device": "cpu", "dtype": "float16"}, "use auto or float32"),
+        ({"device": "gpu"}, "device is 'gpu' (--device); it must be 'auto', 'cpu' or 'cuda'"),
+        ({"graphs": "maybe"}, "graphs is 'maybe' (--graphs); it must be true or false"),
+        (
+            {"memory_fraction": "1.5"},
+            "memory_fraction is '1.5' (--memory-fraction); it must be from 0.05 to 0.99 (share)",
+        ),
+        ({"max_running": "0"}, "max_running is '0'"),
+    ],
+)
+def test_bad_flags_name_value_limit_and_remedy(
+    model: Path, flags: dict[str, str], says: str
+) -> None:
     with pytest.raises(StartupError) as caught:
         load({"model": str(model), **flags})
     assert says in caught.value.message
     assert not any(raw in caught.value.message for raw in RAW)
 
 
-@pytest.mark.parametrize(("text", "says"), [
-    ("max_qeue: 1", "unknown key of"),
-    ("port: true", "port is 'True' (the configuration file)"),
-    ("port: [1]", "port is '[1]'"),
-    ("- 1", "must map setting names"),
-    ("a: [", "cannot read the configuration file"),
-    ("max_running: 2.5", "max_running is '2.5' (the configuration file); it must be a whole number"),
-    ("port: 1\nmax_queue: 2\nport: 3", "the key port is given twice"),
-    ("port: 1\nport: 1", "the key port is given twice"),
-    ("{port: 1, 'port': 2}", "the key port is given twice"),
-    ("[1]: 2", "cannot read the configuration file"),
-])
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("max_qeue: 1", "unknown key of"),
+        ("port: true", "port is 'True' (the configuration file)"),
+        ("port: [1]", "port is '[1]'"),
+        ("- 1", "must map setting names"),
+        ("a: [", "cannot read the configuration file"),
+        (
+            "max_running: 2.5",
+            "max_running is '2.5' (the configuration file); it must be a whole number",
+        ),
+        ("port: 1\nmax_queue: 2\nport: 3", "the key port is given twice"),
+        ("port: 1\nport: 1", "the key port is given twice"),
+        ("{port: 1, 'port': 2}", "the key port is given twice"),
+        ("[1]: 2", "cannot read the configuration file"),
+    ],
+)
 def test_bad_files_are_refused(model: Path, tmp_path: Path, text: str, says: str) -> None:
     with pytest.raises(StartupError) as caught:
         load({"model": str(model)}, file=yaml_file(tmp_path, text))
@@ -109,21 +152,33 @@ def test_what_is_like_nothing_gets_no_suggestion(model: Path, flags: dict[str, s
     assert "unknown flag" in caught.value.message and "did you mean" not in caught.value.message
 
 
-@pytest.mark.parametrize(("content", "says"), [
-    ("{", "is not JSON"), ("[]", "holds a list"), ("{}", "has no max_position_embeddings; set max_model_len"),
-])
-def test_a_config_json_that_cannot_be_used_is_told_apart(content: str, says: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "holds a list"),
+        ("{}", "has no max_position_embeddings; set max_model_len"),
+    ],
+)
+def test_a_config_json_that_cannot_be_used_is_told_apart(
+    content: str, says: str, tmp_path: Path
+) -> None:
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(StartupError, match=says):
         load({"model": str(tmp_path)}).resolved()
 
 
-@pytest.mark.parametrize(("name", "value", "says"), [
-    ("TLT_MAX_QEUE", "1", "did you mean TLT_MAX_QUEUE"),
-    ("TLT_PORT", "x", "port is 'x' (TLT_PORT)"),
-    ("TLT_ZZZ", "1", "unknown variable TLT_ZZZ"),
-])
-def test_bad_variables_are_refused(model: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str, says: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("TLT_MAX_QEUE", "1", "did you mean TLT_MAX_QUEUE"),
+        ("TLT_PORT", "x", "port is 'x' (TLT_PORT)"),
+        ("TLT_ZZZ", "1", "unknown variable TLT_ZZZ"),
+    ],
+)
+def test_bad_variables_are_refused(
+    model: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str, says: str
+) -> None:
     monkeypatch.setenv(name, value)
     with pytest.raises(StartupError) as caught:
         load({"model": str(model)})
@@ -139,50 +194,119 @@ def test_auto_resolves_once_into_a_new_frozen_object(model: Path) -> None:
     config = load({"model": str(model), "drafter": "history"})
     resolved = config.resolved()
     assert config.max_model_len == "auto" and config.policy == "auto"
-    assert (resolved.max_model_len, resolved.max_prompt_tokens, resolved.policy) == (512, 511, "beg")
+    assert (resolved.max_model_len, resolved.max_prompt_tokens, resolved.policy) == (
+        512,
+        511,
+        "beg",
+    )
     assert resolved.served_model_name == model.name and isinstance(resolved.threads, int)
     with pytest.raises(Exception, match="frozen"):
         resolved.port = 1  # type: ignore[misc]
 
 
-@pytest.mark.parametrize(("device", "dtype"), [
-    ("auto", "auto"), ("cpu", "auto"), ("cpu", "float32"), ("auto", "bfloat16"), ("cuda", "float16"), ("cuda", "float32"),
-])
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [
+        ("auto", "auto"),
+        ("cpu", "auto"),
+        ("cpu", "float32"),
+        ("auto", "bfloat16"),
+        ("cuda", "float16"),
+        ("cuda", "float32"),
+    ],
+)
 def test_what_a_device_can_compute_in_is_taken(model: Path, device: str, dtype: str) -> None:
     config = load({"model": str(model), "device": device, "dtype": dtype}).resolved()
     assert (config.device, config.dtype) == (device, dtype)
 
 
 @pytest.mark.parametrize(("value", "graphs"), [("false", False), ("true", True)])
-def test_a_setting_that_is_true_or_false(model: Path, tmp_path: Path, value: str, graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_setting_that_is_true_or_false(
+    model: Path, tmp_path: Path, value: str, graphs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert load({"model": str(model), "graphs": value}).graphs is graphs
-    assert load({"model": str(model)}, file=yaml_file(tmp_path, f"graphs: {value}\n")).graphs is graphs
+    assert (
+        load({"model": str(model)}, file=yaml_file(tmp_path, f"graphs: {value}\n")).graphs is graphs
+    )
     monkeypatch.setenv("TLT_GRAPHS", value)
     assert load({"model": str(model)}).graphs is graphs
 
 
 def test_what_needs_the_device_is_left_to_the_engine(model: Path) -> None:
     told = engine_settings(load({"model": str(model)}).resolved())
-    assert (told.device, told.dtype, told.attention, told.graphs, told.memory_fraction) == ("auto", "auto", "auto", True, 0.9)
+    assert (told.device, told.dtype, told.attention, told.graphs, told.memory_fraction) == (
+        "auto",
+        "auto",
+        "auto",
+        True,
+        0.9,
+    )
     assert (told.max_running, told.max_rows, told.kv_memory_mb, told.pages) == (0, 0, 0, 0)
-    flags = {"model": str(model), "device": "cuda", "dtype": "float16", "attention": "torch", "graphs": "false", "memory_fraction": "0.5"}
+    flags = {
+        "model": str(model),
+        "device": "cuda",
+        "dtype": "float16",
+        "attention": "torch",
+        "graphs": "false",
+        "memory_fraction": "0.5",
+    }
     told = engine_settings(load(flags).resolved())
-    assert (told.device, told.dtype, told.attention, told.graphs, told.memory_fraction) == ("cuda", "float16", "torch", False, 0.5)
+    assert (told.device, told.dtype, told.attention, told.graphs, told.memory_fraction) == (
+        "cuda",
+        "float16",
+        "torch",
+        False,
+        0.5,
+    )
 
 
 def test_the_configuration_crosses_to_the_engine_as_json(model: Path) -> None:
-    config = load({"model": str(model), "policy": "fixed", "drafter": "history", "sd_strategy": "history:4x2x9"}).resolved()
+    config = load(
+        {
+            "model": str(model),
+            "policy": "fixed",
+            "drafter": "history",
+            "sd_strategy": "history:4x2x9",
+        }
+    ).resolved()
     arrived = Config.model_validate_json(config.model_dump_json())
     assert arrived == config and arrived.strategy == Strategy("history", 4, 2, 9)
 
 
 def test_the_engine_is_told_what_it_shares_with_the_configuration(model: Path) -> None:
-    flags = {"model": str(model), "drafter": "history", "policy": "fixed", "sd_strategy": "history:4x2x9", "page_size": "32", "pages": "9",
-             "max_running": "3", "max_rows": "77", "sd_max_batch": "5", "threads": "2", "numerics": "fast"}
+    flags = {
+        "model": str(model),
+        "drafter": "history",
+        "policy": "fixed",
+        "sd_strategy": "history:4x2x9",
+        "page_size": "32",
+        "pages": "9",
+        "max_running": "3",
+        "max_rows": "77",
+        "sd_max_batch": "5",
+        "threads": "2",
+        "numerics": "fast",
+    }
     told = engine_settings(load(flags).resolved())
-    assert (told.page_size, told.pages, told.max_running, told.max_rows, told.sd_max_batch, told.threads) == (32, 9, 3, 77, 5, 2)
-    assert (told.model, told.drafter, told.policy, told.numerics) == (str(model), "history", "fixed", "fast")
-    assert (told.strategy, told.max_model_len, told.served_model_name) == (Strategy("history", 4, 2, 9), 512, model.name)
+    assert (
+        told.page_size,
+        told.pages,
+        told.max_running,
+        told.max_rows,
+        told.sd_max_batch,
+        told.threads,
+    ) == (32, 9, 3, 77, 5, 2)
+    assert (told.model, told.drafter, told.policy, told.numerics) == (
+        str(model),
+        "history",
+        "fixed",
+        "fast",
+    )
+    assert (told.strategy, told.max_model_len, told.served_model_name) == (
+        Strategy("history", 4, 2, 9),
+        512,
+        model.name,
+    )
 
 
 @pytest.mark.parametrize("text", ["eagle:7x4x32", "history:2x1x3"])
@@ -190,8 +314,23 @@ def test_a_strategy_is_named_as_it_is_parsed(text: str) -> None:
     assert parse_strategy(text).name == text and OFF.name == "off"
 
 
-@pytest.mark.parametrize("text", ["", "eagle", "eagle:7x4", "eagle:0x4x32", "eagle:7x0x32", "eagle:7x4x1", "Eagle:7x4x32", "eagle:7x4x32x1",
-                                  "eagle:-7x4x32", "eagle:7x4x32 ", "eagle:７x4x32", "eagle:7x4x٣٢"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "eagle",
+        "eagle:7x4",
+        "eagle:0x4x32",
+        "eagle:7x0x32",
+        "eagle:7x4x1",
+        "Eagle:7x4x32",
+        "eagle:7x4x32x1",
+        "eagle:-7x4x32",
+        "eagle:7x4x32 ",
+        "eagle:７x4x32",
+        "eagle:7x4x٣٢",
+    ],
+)
 def test_strategies_that_do_not_parse(text: str) -> None:
     with pytest.raises(StartupError, match="sd_strategy is"):
         parse_strategy(text)
@@ -199,7 +338,13 @@ def test_strategies_that_do_not_parse(text: str) -> None:
 
 def test_every_setting_says_unit_default_and_what_it_does() -> None:
     for setting in settings():
-        assert setting.doc.unit and setting.doc.sentence.endswith(".") and "; " in setting.help, setting.name
+        assert setting.doc.unit and setting.doc.sentence.endswith(".") and "; " in setting.help, (
+            setting.name
+        )
         default: Any = setting.default
-        if isinstance(default, int | float) and setting.doc.low is not None and setting.doc.high is not None:
+        if (
+            isinstance(default, int | float)
+            and setting.doc.low is not None
+            and setting.doc.high is not None
+        ):
             assert setting.doc.low <= default <= setting.doc.high, setting.name

@@ -1,4 +1,6 @@
-"""The files under docker/ fit each other and this checkout: paths, flags, secrets, volumes, probes, image tags."""
+"""The files under docker/ fit each other and this checkout: paths, flags, secrets, volumes, probes,
+image tags.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,10 @@ def instructions() -> list[tuple[str, str]]:
     """(INSTRUCTION, rest) of the Dockerfile, continued lines joined."""
     text = re.sub(r"^#.*\n", "", (DOCKER / "Dockerfile").read_text(), flags=re.MULTILINE)
     lines = re.sub(r"\\\n\s*", " ", text).splitlines()
-    return [(word, rest.strip()) for word, _, rest in (line.partition(" ") for line in lines if line.strip())]
+    return [
+        (word, rest.strip())
+        for word, _, rest in (line.partition(" ") for line in lines if line.strip())
+    ]
 
 
 def all_of(word: str) -> list[str]:
@@ -35,22 +40,39 @@ def all_of(word: str) -> list[str]:
 
 def test_the_base_image_is_pinned_and_the_last_stage_has_no_build_tools() -> None:
     default = next(rest for rest in all_of("ARG") if rest.startswith("PYTHON_IMAGE="))
-    assert PINNED.fullmatch(default.partition("=")[2]) and all_of("FROM") == ["${PYTHON_IMAGE} AS build", "${PYTHON_IMAGE}"]
-    last = instructions()[[i for i, (word, _) in enumerate(instructions()) if word == "FROM"][-1]:]
+    assert PINNED.fullmatch(default.partition("=")[2]) and all_of("FROM") == [
+        "${PYTHON_IMAGE} AS build",
+        "${PYTHON_IMAGE}",
+    ]
+    last = instructions()[[i for i, (word, _) in enumerate(instructions()) if word == "FROM"][-1] :]
     assert not [rest for word, rest in last if word == "RUN" and re.search(r"pip|apt|gcc", rest)]
     assert [rest for word, rest in last if word == "COPY"] == ["--from=build /opt/tlt /opt/tlt"]
 
 
 def test_it_runs_as_a_user_of_its_own() -> None:
     (user,) = all_of("USER")
-    assert user != "root" and any("useradd --uid 10001 " in rest and rest.split("&&")[0].split()[-1] == user for rest in all_of("RUN"))
+    assert user != "root" and any(
+        "useradd --uid 10001 " in rest and rest.split("&&")[0].split()[-1] == user
+        for rest in all_of("RUN")
+    )
 
 
 def test_what_is_copied_exists_and_is_let_in() -> None:
-    sources = [source for rest in all_of("COPY") if not rest.startswith("--from") for source in rest.split()[:-1]]
+    sources = [
+        source
+        for rest in all_of("COPY")
+        if not rest.startswith("--from")
+        for source in rest.split()[:-1]
+    ]
     assert sources and all((ROOT / source).exists() for source in sources)
-    ignore = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
-    assert ignore[0] == "*" and {line[1:] for line in ignore if line.startswith("!")} == set(sources)
+    ignore = [
+        line
+        for line in (ROOT / ".dockerignore").read_text().splitlines()
+        if line and not line.startswith("#")
+    ]
+    assert ignore[0] == "*" and {line[1:] for line in ignore if line.startswith("!")} == set(
+        sources
+    )
 
 
 def test_the_health_check_asks_an_open_route() -> None:
@@ -65,17 +87,28 @@ def test_commands_are_taken_by_the_command_line() -> None:
     assert json.loads(all_of("ENTRYPOINT")[0]) == ["tlt"]
     for command in (json.loads(all_of("CMD")[0]), SERVER["command"]):
         assert _parse(command).model.startswith("/opt/tlt/pair/")
-    assert any("/opt/tlt/pair" in rest and "tlt_server.demo.workload import PAIR" in rest for rest in all_of("RUN"))
+    assert any(
+        "/opt/tlt/pair" in rest and "tlt_server.demo.workload import PAIR" in rest
+        for rest in all_of("RUN")
+    )
 
 
 def test_the_gpu_variant_changes_the_server_and_nothing_else() -> None:
     overlay: dict[str, Any] = yaml.safe_load((DOCKER / "compose.gpu.yaml").read_text())
     server = overlay["services"].pop("server")
-    assert overlay == {"services": {}} and not server.keys() & {"command", "ports", "volumes", "secrets", "read_only"}
+    assert overlay == {"services": {}} and not server.keys() & {
+        "command",
+        "ports",
+        "volumes",
+        "secrets",
+        "read_only",
+    }
     assert server["image"] != SERVER["image"], "the two are built from other bases"
     (device,) = server["deploy"]["resources"]["reservations"]["devices"]
     assert device == {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}
-    base = next(rest for rest in all_of("ARG") if rest.startswith("PYTHON_IMAGE=")).partition("=")[2]
+    base = next(rest for rest in all_of("ARG") if rest.startswith("PYTHON_IMAGE=")).partition("=")[
+        2
+    ]
     assert server["build"]["args"] == {"PYTHON_IMAGE": base.replace("-slim", "")}
     variables = {setting.variable for setting in settings()}
     assert {name for name in server["environment"] if name.startswith("TLT_")} <= variables
@@ -84,48 +117,96 @@ def test_the_gpu_variant_changes_the_server_and_nothing_else() -> None:
 
 def test_a_server_that_others_can_reach_has_keys() -> None:
     flags = dict(flag.removeprefix("--").split("=", 1) for flag in SERVER["command"] if "=" in flag)
-    assert flags["host"] == "0.0.0.0" and flags["api-key-file"] == "/run/secrets/api_key" and "api_key" in SERVER["secrets"]
+    assert (
+        flags["host"] == "0.0.0.0"
+        and flags["api-key-file"] == "/run/secrets/api_key"
+        and "api_key" in SERVER["secrets"]
+    )
     for service in COMPOSE["services"].values():
-        assert all(re.match(r"127\.0\.0\.1:|\$\{TLT_PUBLISH:-127\.0\.0\.1\}:", port) for port in service["ports"])
+        assert all(
+            re.match(r"127\.0\.0\.1:|\$\{TLT_PUBLISH:-127\.0\.0\.1\}:", port)
+            for port in service["ports"]
+        )
     assert int(SERVER["stop_grace_period"].removesuffix("s")) > float(flags["drain-timeout-s"])
     assert flags["state-dir"].startswith("/var/lib/tlt/") and flags["weight-root"] == "/weights"
 
 
 def test_images_are_pinned_and_mounts_exist() -> None:
     for name, service in COMPOSE["services"].items():
-        assert ("build" in service) == (name == "server") and (name == "server" or PINNED.fullmatch(service["image"])), name
-        for source, _, rest in (volume.replace("${TLT_WEIGHTS:-weights}", "weights").partition(":") for volume in service["volumes"]):
-            assert (DOCKER / source).exists() if source.startswith(".") else source in COMPOSE["volumes"], source
+        assert ("build" in service) == (name == "server") and (
+            name == "server" or PINNED.fullmatch(service["image"])
+        ), name
+        for source, _, rest in (
+            volume.replace("${TLT_WEIGHTS:-weights}", "weights").partition(":")
+            for volume in service["volumes"]
+        ):
+            assert (
+                (DOCKER / source).exists()
+                if source.startswith(".")
+                else source in COMPOSE["volumes"]
+            ), source
             assert rest.startswith("/")
         assert set(service.get("secrets", ())) <= COMPOSE["secrets"].keys()
-    assert (DOCKER / SERVER["build"]["context"] / SERVER["build"]["dockerfile"]).samefile(DOCKER / "Dockerfile")
+    assert (DOCKER / SERVER["build"]["context"] / SERVER["build"]["dockerfile"]).samefile(
+        DOCKER / "Dockerfile"
+    )
     assert SERVER["build"]["args"].keys() <= {rest.partition("=")[0] for rest in all_of("ARG")}
     ignored = (ROOT / ".gitignore").read_text().splitlines()
-    assert "docker/secrets/" in ignored and all(secret["file"].startswith("./secrets/") for secret in COMPOSE["secrets"].values())
+    assert "docker/secrets/" in ignored and all(
+        secret["file"].startswith("./secrets/") for secret in COMPOSE["secrets"].values()
+    )
 
 
 def test_prometheus_scrapes_the_server_with_its_key_and_reads_the_alerts() -> None:
     config = yaml.safe_load((DOCKER / "prometheus.yml").read_text())
     (job,) = config["scrape_configs"]
-    assert job["job_name"] == "tlt" and job["static_configs"] == [{"targets": ["server:8000"]}] and "server" in COMPOSE["services"]
+    assert (
+        job["job_name"] == "tlt"
+        and job["static_configs"] == [{"targets": ["server:8000"]}]
+        and "server" in COMPOSE["services"]
+    )
     assert job["authorization"] == {"type": "Bearer", "credentials_file": "/run/secrets/api_key"}
     mounted = dict(volume.split(":")[:2] for volume in COMPOSE["services"]["prometheus"]["volumes"])
     assert mounted["./alerts.yml"] == "/etc/prometheus/" + config["rule_files"][0]
-    assert f"--config.file={mounted['./prometheus.yml']}" in COMPOSE["services"]["prometheus"]["command"]
+    assert (
+        f"--config.file={mounted['./prometheus.yml']}"
+        in COMPOSE["services"]["prometheus"]["command"]
+    )
 
 
 def test_grafana_is_provisioned_with_the_source_and_the_board() -> None:
     provisioning = DOCKER / "grafana" / "provisioning"
-    (source,) = yaml.safe_load((provisioning / "datasources" / "prometheus.yaml").read_text())["datasources"]
-    assert source["uid"] == BOARD["templating"]["list"][0]["datasource"]["uid"] and source["url"] == "http://prometheus:9090"
-    (provider,) = yaml.safe_load((provisioning / "dashboards" / "boards.yaml").read_text())["providers"]
+    (source,) = yaml.safe_load((provisioning / "datasources" / "prometheus.yaml").read_text())[
+        "datasources"
+    ]
+    assert (
+        source["uid"] == BOARD["templating"]["list"][0]["datasource"]["uid"]
+        and source["url"] == "http://prometheus:9090"
+    )
+    (provider,) = yaml.safe_load((provisioning / "dashboards" / "boards.yaml").read_text())[
+        "providers"
+    ]
     mounted = dict(volume.split(":")[:2] for volume in COMPOSE["services"]["grafana"]["volumes"])
-    assert mounted["./grafana/boards"] == provider["options"]["path"] and mounted["./grafana/provisioning"] == "/etc/grafana/provisioning"
-    home = Path(COMPOSE["services"]["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"])
-    assert (DOCKER / "grafana" / "boards" / home.name).exists() and str(home.parent) == provider["options"]["path"]
+    assert (
+        mounted["./grafana/boards"] == provider["options"]["path"]
+        and mounted["./grafana/provisioning"] == "/etc/grafana/provisioning"
+    )
+    home = Path(
+        COMPOSE["services"]["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
+    )
+    assert (DOCKER / "grafana" / "boards" / home.name).exists() and str(home.parent) == provider[
+        "options"
+    ]["path"]
 
 
-@pytest.mark.parametrize("command", re.findall(r"^\$ (docker .*|mkdir .*)$", (ROOT / "docs" / "operators.md").read_text(), re.MULTILINE))
+@pytest.mark.parametrize(
+    "command",
+    re.findall(
+        r"^\$ (docker .*|mkdir .*)$", (ROOT / "docs" / "operators.md").read_text(), re.MULTILINE
+    ),
+)
 def test_the_page_names_files_that_are_there(command: str) -> None:
     words = shlex.split(command, comments=True)
-    assert (ROOT / "docker").exists() and all((ROOT / word).exists() for word in words if word.endswith(".yaml"))
+    assert (ROOT / "docker").exists() and all(
+        (ROOT / word).exists() for word in words if word.endswith(".yaml")
+    )

@@ -1,4 +1,6 @@
-"""Pause, sleep and abort by either dialect, while requests run: who ends, who waits, who is refused; and what a new engine is told."""
+"""Pause, sleep and abort by either dialect, while requests run: who ends, who waits, who is
+refused; and what a new engine is told.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,12 @@ from tests.frontend.fake_engine import DIES, HANGS
 from tests.frontend.live_server import LiveServer, live_server
 from tlt_server.records import Pause, Sleep
 
-LONG = {"input_ids": [65, 66, 67], "rid": "long", "sampling_params": {"max_new_tokens": 400}, "return_logprob": True}
+LONG = {
+    "input_ids": [65, 66, 67],
+    "rid": "long",
+    "sampling_params": {"max_new_tokens": 400},
+    "return_logprob": True,
+}
 
 
 @pytest.fixture
@@ -32,7 +39,9 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 
 def post(server: LiveServer, path: str, body: object = None) -> httpx.Response:
-    return httpx.post(f"{server.url}{path}", content=json.dumps(body) if body is not None else b"", timeout=60)
+    return httpx.post(
+        f"{server.url}{path}", content=json.dumps(body) if body is not None else b"", timeout=60
+    )
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -42,38 +51,71 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def begun(server: LiveServer, pool: ThreadPoolExecutor, body: object = LONG) -> Future[httpx.Response]:
+def begun(
+    server: LiveServer, pool: ThreadPoolExecutor, body: object = LONG
+) -> Future[httpx.Response]:
     asked = pool.submit(post, server, "/generate", body)
     until(lambda: any(running.sent > 2 for running in list(server.engine.running.values())))
     return asked
 
 
-@pytest.mark.parametrize(("path", "body"), [
-    ("/pause_generation", {}), ("/pause?mode=abort", None), ("/abort_request", {"abort_all": True}), ("/abort_request", {"rid": "long"}),
-    ("/abort_requests", {}), ("/abort_requests", {"request_ids": ["long"]}), ("/sleep", None)])
-def test_what_is_aborted_comes_back_with_what_it_has(path: str, body: object, server: LiveServer, pool: ThreadPoolExecutor) -> None:
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/pause_generation", {}),
+        ("/pause?mode=abort", None),
+        ("/abort_request", {"abort_all": True}),
+        ("/abort_request", {"rid": "long"}),
+        ("/abort_requests", {}),
+        ("/abort_requests", {"request_ids": ["long"]}),
+        ("/sleep", None),
+    ],
+)
+def test_what_is_aborted_comes_back_with_what_it_has(
+    path: str, body: object, server: LiveServer, pool: ThreadPoolExecutor
+) -> None:
     asked = begun(server, pool)
     assert post(server, path, body).status_code == 200
     reply = asked.result(30).json()
     meta = reply["meta_info"]
-    assert meta["finish_reason"]["type"] == "abort" and 2 < meta["completion_tokens"] == len(reply["output_ids"]) < 400
-    assert len(meta["output_token_logprobs"]) == meta["completion_tokens"] and len(server.client) == 0
+    assert (
+        meta["finish_reason"]["type"] == "abort"
+        and 2 < meta["completion_tokens"] == len(reply["output_ids"]) < 400
+    )
+    assert (
+        len(meta["output_token_logprobs"]) == meta["completion_tokens"] and len(server.client) == 0
+    )
     assert len(server.call(lambda: server.client._routes)) == 0
 
 
 def test_only_the_request_named_is_aborted(server: LiveServer, pool: ThreadPoolExecutor) -> None:
-    first, second = begun(server, pool), begun(server, pool, LONG | {"rid": "other", "sampling_params": {"max_new_tokens": 60}})
+    first, second = (
+        begun(server, pool),
+        begun(server, pool, LONG | {"rid": "other", "sampling_params": {"max_new_tokens": 60}}),
+    )
     post(server, "/abort_request", {"rid": "long"})
     assert first.result(30).json()["meta_info"]["finish_reason"]["type"] == "abort"
-    assert second.result(30).json()["meta_info"]["finish_reason"] == {"type": "length", "length": 60}
-    assert post(server, "/abort_request", {"rid": "long"}).status_code == 200, "it has ended already"
+    assert second.result(30).json()["meta_info"]["finish_reason"] == {
+        "type": "length",
+        "length": 60,
+    }
+    assert post(server, "/abort_request", {"rid": "long"}).status_code == 200, (
+        "it has ended already"
+    )
     assert post(server, "/abort_request", {}).status_code == 400
 
 
-@pytest.mark.parametrize(("pause", "resume"), [("/pause_generation", "/continue_generation"), ("/pause?mode=keep", "/resume")])
-def test_what_comes_in_a_pause_that_takes_it_waits(pause: str, resume: str, server: LiveServer, pool: ThreadPoolExecutor) -> None:
+@pytest.mark.parametrize(
+    ("pause", "resume"),
+    [("/pause_generation", "/continue_generation"), ("/pause?mode=keep", "/resume")],
+)
+def test_what_comes_in_a_pause_that_takes_it_waits(
+    pause: str, resume: str, server: LiveServer, pool: ThreadPoolExecutor
+) -> None:
     assert post(server, pause, {} if "generation" in pause else None).status_code == 200
-    asked = pool.submit(post, server, "/generate", {"input_ids": [65], "sampling_params": {"max_new_tokens": 2}})
+    asked = pool.submit(
+        post, server, "/generate", {"input_ids": [65], "sampling_params": {"max_new_tokens": 2}}
+    )
     until(lambda: len(server.engine.running) == 1)
     time.sleep(0.1)
     assert not asked.done() and httpx.get(f"{server.url}/readyz").status_code == 200
@@ -81,12 +123,18 @@ def test_what_comes_in_a_pause_that_takes_it_waits(pause: str, resume: str, serv
     assert asked.result(30).json()["output_ids"] == [65, 65]
 
 
-def test_a_waiting_pause_refuses_new_requests_and_is_answered_at_the_end(server: LiveServer, pool: ThreadPoolExecutor) -> None:
+def test_a_waiting_pause_refuses_new_requests_and_is_answered_at_the_end(
+    server: LiveServer, pool: ThreadPoolExecutor
+) -> None:
     asked = begun(server, pool, LONG | {"sampling_params": {"max_new_tokens": 200}})
     paused = pool.submit(post, server, "/pause?mode=wait")
     until(lambda: httpx.get(f"{server.url}/is_paused").json()["is_paused"])
     refused = post(server, "/v1/completions", {"prompt": "a", "max_tokens": 1})
-    assert refused.status_code == 503 and "POST /resume" in refused.text and int(refused.headers["retry-after"]) >= 1
+    assert (
+        refused.status_code == 503
+        and "POST /resume" in refused.text
+        and int(refused.headers["retry-after"]) >= 1
+    )
     assert not paused.done(), "it waits for what runs"
     assert asked.result(30).json()["meta_info"]["finish_reason"]["type"] == "length"
     assert paused.result(30).json() == {"status": "paused"}
@@ -94,23 +142,33 @@ def test_a_waiting_pause_refuses_new_requests_and_is_answered_at_the_end(server:
     assert post(server, "/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
 
 
-@pytest.mark.parametrize(("path", "said", "back"), [("/pause?mode=wait", "/is_paused", "/resume"),
-                                                    ("/sleep?mode=wait&level=2", "/is_sleeping", "/wake_up")])
-def test_what_a_client_asks_for_and_does_not_wait_for_is_done(path: str, said: str, back: str, server: LiveServer,
-                                                              pool: ThreadPoolExecutor) -> None:
+@pytest.mark.parametrize(
+    ("path", "said", "back"),
+    [
+        ("/pause?mode=wait", "/is_paused", "/resume"),
+        ("/sleep?mode=wait&level=2", "/is_sleeping", "/wake_up"),
+    ],
+)
+def test_what_a_client_asks_for_and_does_not_wait_for_is_done(
+    path: str, said: str, back: str, server: LiveServer, pool: ThreadPoolExecutor
+) -> None:
     asked = begun(server, pool, LONG | {"sampling_params": {"max_new_tokens": 200}})
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{server.url}{path}", timeout=httpx.Timeout(30, read=0.05))
     until(lambda: httpx.get(f"{server.url}{said}").json() == {said[1:]: True})
     assert post(server, "/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 503
-    assert asked.result(30).json()["meta_info"]["finish_reason"]["type"] == "length", "what runs has ended first"
+    assert asked.result(30).json()["meta_info"]["finish_reason"]["type"] == "length", (
+        "what runs has ended first"
+    )
     until(lambda: server.engine.paused or bool(server.engine.asleep))
     assert httpx.get(f"{server.url}{said}").json() == {said[1:]: True}
     assert post(server, back).status_code == 200
     assert post(server, "/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
 
 
-@pytest.mark.parametrize("said", ["true", "True", "TRUE", "1", "yes", "on", "false", "False", "0", "no", "Off"])
+@pytest.mark.parametrize(
+    "said", ["true", "True", "TRUE", "1", "yes", "on", "false", "False", "0", "no", "Off"]
+)
 def test_a_flag_is_said_in_any_librarys_way(said: str, server: LiveServer) -> None:
     assert post(server, f"/pause?mode=keep&clear_cache={said}").json() == {"status": "paused"}
     assert post(server, "/resume").status_code == 200
@@ -118,10 +176,15 @@ def test_a_flag_is_said_in_any_librarys_way(said: str, server: LiveServer) -> No
 
 def test_a_flag_that_says_neither_is_refused(server: LiveServer) -> None:
     refused = post(server, "/pause?clear_cache=maybe")
-    assert refused.status_code == 400 and "clear_cache is 'maybe'; it must be one of true, 1, yes" in refused.text
+    assert (
+        refused.status_code == 400
+        and "clear_cache is 'maybe'; it must be one of true, 1, yes" in refused.text
+    )
 
 
-def test_a_cache_is_not_flushed_while_requests_run(server: LiveServer, pool: ThreadPoolExecutor) -> None:
+def test_a_cache_is_not_flushed_while_requests_run(
+    server: LiveServer, pool: ThreadPoolExecutor
+) -> None:
     asked = begun(server, pool)
     for method in ("GET", "POST"):
         assert httpx.request(method, f"{server.url}/flush_cache").status_code == 400
@@ -130,7 +193,9 @@ def test_a_cache_is_not_flushed_while_requests_run(server: LiveServer, pool: Thr
     assert httpx.get(f"{server.url}/flush_cache").status_code == 200
 
 
-def test_an_engine_that_is_started_anew_is_told_of_the_pause_and_the_sleep(server: LiveServer, pool: ThreadPoolExecutor) -> None:
+def test_an_engine_that_is_started_anew_is_told_of_the_pause_and_the_sleep(
+    server: LiveServer, pool: ThreadPoolExecutor
+) -> None:
     post(server, "/pause?mode=keep")
     killed = pool.submit(post, server, "/generate", {"input_ids": [DIES]})
     first = server.engine
@@ -147,7 +212,9 @@ def test_an_engine_that_is_started_anew_is_told_of_the_pause_and_the_sleep(serve
     assert httpx.get(f"{server.url}/is_sleeping").json() == {"is_sleeping": True}
 
 
-def test_a_command_that_an_engine_dies_of_changes_nothing(server: LiveServer, pool: ThreadPoolExecutor) -> None:
+def test_a_command_that_an_engine_dies_of_changes_nothing(
+    server: LiveServer, pool: ThreadPoolExecutor
+) -> None:
     hung = pool.submit(post, server, "/generate", {"input_ids": [HANGS]})
     until(lambda: len(server.engine.running) == 1)
     paused = pool.submit(post, server, "/pause?mode=wait")
@@ -159,7 +226,11 @@ def test_a_command_that_an_engine_dies_of_changes_nothing(server: LiveServer, po
 
 
 def chunks(server: LiveServer, body: dict[str, Any]) -> list[Any]:
-    lines = [line.removeprefix("data: ") for line in post(server, "/generate", body | {"stream": True}).text.splitlines() if line]
+    lines = [
+        line.removeprefix("data: ")
+        for line in post(server, "/generate", body | {"stream": True}).text.splitlines()
+        if line
+    ]
     assert lines[-1] == "[DONE]"
     return [json.loads(line) for line in lines[:-1]]
 
@@ -170,25 +241,53 @@ def test_a_stream_has_all_that_there_is_so_far(server: LiveServer) -> None:
     whole, streamed = post(server, "/generate", body).json(), chunks(server, body)
     assert len(streamed) > 3
     for before, after in zip(streamed, streamed[1:], strict=False):
-        assert after["text"].startswith(before["text"]) and after["output_ids"][:len(before["output_ids"])] == before["output_ids"]
+        assert (
+            after["text"].startswith(before["text"])
+            and after["output_ids"][: len(before["output_ids"])] == before["output_ids"]
+        )
         assert before["meta_info"]["finish_reason"] is None
-        assert len(after["meta_info"]["output_token_logprobs"]) == len(after["output_ids"]) == after["meta_info"]["completion_tokens"]
+        assert (
+            len(after["meta_info"]["output_token_logprobs"])
+            == len(after["output_ids"])
+            == after["meta_info"]["completion_tokens"]
+        )
     last = streamed[-1]
-    assert (last["text"], last["output_ids"]) == (whole["text"], whole["output_ids"]) and whole["text"]
-    ignored = {"e2e_latency", "spec_verify_ct", "spec_accept_length", "spec_accept_rate", "spec_draft_token_num", "spec_accept_token_num"}
+    assert (last["text"], last["output_ids"]) == (whole["text"], whole["output_ids"]) and whole[
+        "text"
+    ]
+    ignored = {
+        "e2e_latency",
+        "spec_verify_ct",
+        "spec_accept_length",
+        "spec_accept_rate",
+        "spec_draft_token_num",
+        "spec_accept_token_num",
+    }
     assert {k: v for k, v in last["meta_info"].items() if k not in ignored} == {
-        k: v for k, v in whole["meta_info"].items() if k not in ignored}
+        k: v for k, v in whole["meta_info"].items() if k not in ignored
+    }
 
 
 def test_a_stream_of_several_says_which_is_which(server: LiveServer) -> None:
-    streamed = chunks(server, {"input_ids": [[65, 66], [67]], "sampling_params": {"n": 2, "max_new_tokens": 3}})
+    streamed = chunks(
+        server, {"input_ids": [[65, 66], [67]], "sampling_params": {"n": 2, "max_new_tokens": 3}}
+    )
     ended = {chunk["index"]: chunk for chunk in streamed if chunk["meta_info"]["finish_reason"]}
-    assert sorted(ended) == [0, 1, 2, 3] and [ended[i]["output_ids"][0] for i in range(4)] == [65, 65, 67, 67]
+    assert sorted(ended) == [0, 1, 2, 3] and [ended[i]["output_ids"][0] for i in range(4)] == [
+        65,
+        65,
+        67,
+        67,
+    ]
 
 
 def test_texts_are_trimmed_as_asked(server: LiveServer) -> None:
     def text(**params: object) -> str:
-        return post(server, "/generate", {"text": "abcdef", "sampling_params": {"max_new_tokens": 6} | params}).json()["text"]
+        return post(
+            server,
+            "/generate",
+            {"text": "abcdef", "sampling_params": {"max_new_tokens": 6} | params},
+        ).json()["text"]
 
     whole = text()
     assert len(whole) > 3
@@ -201,7 +300,11 @@ def test_a_session_drops_what_an_earlier_one_left(server: LiveServer) -> None:
     for _ in range(2):
         assert post(server, "/start_weight_update").status_code == 200
         assert post(server, "/update_weights", {"weight_dir": "a"}).json()["state"] == "staged"
-    assert [type(command).__name__ for command in server.engine.weight_commands] == ["PushWeights", "AbortWeights", "PushWeights"]
+    assert [type(command).__name__ for command in server.engine.weight_commands] == [
+        "PushWeights",
+        "AbortWeights",
+        "PushWeights",
+    ]
     assert post(server, "/finish_weight_update").json()["state"] == "committed"
 
 
@@ -213,7 +316,9 @@ def test_an_end_without_a_begin_is_a_conflict_and_no_error_to_retry(server: Live
 
 @pytest.mark.parametrize("rows", ["%C2%B2", "%D9%A3", "9" * 5000, "-1", "0", "x"])
 def test_rows_that_are_no_number_of_them_are_refused(rows: str, server: LiveServer) -> None:
-    refused = httpx.get(f"{server.url}/get_weights_by_name?name=model.norm.weight&truncate_size={rows}")
+    refused = httpx.get(
+        f"{server.url}/get_weights_by_name?name=model.norm.weight&truncate_size={rows}"
+    )
     assert refused.status_code == 400 and "truncate_size is" in refused.text
     assert httpx.get(f"{server.url}/flush_cache?x={rows}").status_code == 200
 
@@ -228,9 +333,14 @@ def test_health_generate_makes_a_token(server: LiveServer) -> None:
     assert made.sampling.max_tokens == 1
 
 
-HALTS = [("/pause_generation", {"mode": "in_place"}, "/continue_generation"), ("/pause_generation", {"mode": "retract"}, "/resume"),
-         ("/pause_generation", {}, "/resume"), ("/pause?mode=keep", None, "/resume"), ("/pause", None, "/resume"),
-         ("/sleep?mode=keep", None, "/wake_up")]
+HALTS = [
+    ("/pause_generation", {"mode": "in_place"}, "/continue_generation"),
+    ("/pause_generation", {"mode": "retract"}, "/resume"),
+    ("/pause_generation", {}, "/resume"),
+    ("/pause?mode=keep", None, "/resume"),
+    ("/pause", None, "/resume"),
+    ("/sleep?mode=keep", None, "/wake_up"),
+]
 
 
 def made_no_token(answer: httpx.Response, remedy: str) -> None:
@@ -240,7 +350,9 @@ def made_no_token(answer: httpx.Response, remedy: str) -> None:
 
 
 @pytest.mark.parametrize(("path", "body", "back"), HALTS)
-def test_health_generate_says_at_once_that_no_token_is_made(path: str, body: object, back: str, server: LiveServer) -> None:
+def test_health_generate_says_at_once_that_no_token_is_made(
+    path: str, body: object, back: str, server: LiveServer
+) -> None:
     assert post(server, path, body).status_code == 200
     made_no_token(httpx.get(f"{server.url}/health_generate"), back)
     assert not server.engine.submitted
@@ -249,8 +361,9 @@ def test_health_generate_says_at_once_that_no_token_is_made(path: str, body: obj
 
 
 @pytest.mark.parametrize(("path", "body", "back"), HALTS)
-def test_a_health_generate_on_its_way_does_not_wait_for_the_end_of_a_pause(path: str, body: object, back: str, server: LiveServer,
-                                                                         pool: ThreadPoolExecutor) -> None:
+def test_a_health_generate_on_its_way_does_not_wait_for_the_end_of_a_pause(
+    path: str, body: object, back: str, server: LiveServer, pool: ThreadPoolExecutor
+) -> None:
     server.engine.deaf = True
     asked = pool.submit(httpx.get, f"{server.url}/health_generate", timeout=60)
     until(lambda: len(server.client) == 1)
@@ -262,7 +375,9 @@ def test_a_health_generate_on_its_way_does_not_wait_for_the_end_of_a_pause(path:
     assert len(server.client) == 0, "nothing is left of it"
 
 
-def test_a_health_generate_that_is_aborted_made_no_token(server: LiveServer, pool: ThreadPoolExecutor) -> None:
+def test_a_health_generate_that_is_aborted_made_no_token(
+    server: LiveServer, pool: ThreadPoolExecutor
+) -> None:
     server.engine.deaf = True
     asked = pool.submit(httpx.get, f"{server.url}/health_generate", timeout=60)
     until(lambda: len(server.client) == 1)

@@ -1,7 +1,9 @@
-"""Pauses, resumes, sleeps and wakings sent across each other, with answers late or bad, callers that go away, and engines that die.
+"""Pauses, resumes, sleeps and wakings sent across each other, with answers late or bad, callers
+that go away, and engines that die.
 
-Against a twin of the engine's side: it does commands one after another, in the order in which they were sent. Whatever happens, the
-frontend knows exactly what it has done once it has answered, and a resume and a waking at the end make it serve.
+Against a twin of the engine's side: it does commands one after another, in the order in which they
+were sent. Whatever happens, the frontend knows exactly what it has done once it has answered, and a
+resume and a waking at the end make it serve.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ class Twin:
         self.queue: deque[ControlCommand] = deque()
         self.answers: dict[str, asyncio.Future[ControlReport]] = {}
         self.paused, self.asleep, self.gone = False, set[Memory](), False
-        self.standing = set[str]()  # ids of what a new life is told; if that fails, requests are refused all the same
+        self.standing = set[
+            str
+        ]()  # ids of what a new life is told; if that fails, requests are refused all the same
 
     async def ask(self, command: ControlCommand) -> None:
         if self.gone:
@@ -86,14 +90,40 @@ class Twin:
 
 def asked(halt: Halt, what: str) -> asyncio.Task[None]:
     kind, _, how = what.partition(" ")
-    memory: list[Memory] = BOTH if how in ("", "both") else ["weights" if how == "weights" else "kv_cache"]
-    return asyncio.ensure_future({
-        "pause": lambda: halt.pause("abort", refuse=how == "refusing", clear_cache=False), "resume": halt.resume,
-        "sleep": lambda: halt.sleep(memory), "wake": lambda: halt.wake(memory)}[kind]())
+    memory: list[Memory] = (
+        BOTH if how in ("", "both") else ["weights" if how == "weights" else "kv_cache"]
+    )
+    return asyncio.ensure_future(
+        {
+            "pause": lambda: halt.pause("abort", refuse=how == "refusing", clear_cache=False),
+            "resume": halt.resume,
+            "sleep": lambda: halt.sleep(memory),
+            "wake": lambda: halt.wake(memory),
+        }[kind]()
+    )
 
 
-STEPS = st.sampled_from(["pause refusing", "pause taking", "resume", "sleep both", "sleep kv", "sleep weights", "wake both", "wake kv",
-                         "wake weights", "do", "do", "do", "fail", "cancel first", "cancel last", "die", "live"])
+STEPS = st.sampled_from(
+    [
+        "pause refusing",
+        "pause taking",
+        "resume",
+        "sleep both",
+        "sleep kv",
+        "sleep weights",
+        "wake both",
+        "wake kv",
+        "wake weights",
+        "do",
+        "do",
+        "do",
+        "fail",
+        "cancel first",
+        "cancel last",
+        "die",
+        "live",
+    ]
+)
 
 
 @given(st.lists(STEPS, max_size=25))

@@ -1,4 +1,6 @@
-"""Nothing is unbounded: bodies, headers, slow clients, the queue, time; and a client that leaves takes its sequences with it."""
+"""Nothing is unbounded: bodies, headers, slow clients, the queue, time; and a client that leaves
+takes its sequences with it.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,15 @@ LONG = {"requests": [{"token_ids": [HANGS]}]}
 
 @pytest.fixture(scope="module")
 def server(model: Path) -> Iterator[LiveServer]:
-    with live_server(model, max_body_mb=1, body_timeout_s=2.0, header_timeout_s=2.0, send_timeout_s=2.0, max_header_kb=4,
-                     max_queue=10) as running:
+    with live_server(
+        model,
+        max_body_mb=1,
+        body_timeout_s=2.0,
+        header_timeout_s=2.0,
+        send_timeout_s=2.0,
+        max_header_kb=4,
+        max_queue=10,
+    ) as running:
         yield running
 
 
@@ -45,7 +54,11 @@ def connect(server: LiveServer) -> socket.socket:
 
 
 def head(path: str = "/generate", **headers: object) -> bytes:
-    lines = [f"POST {path} HTTP/1.1", "host: localhost", *(f"{name.replace('_', '-')}: {value}" for name, value in headers.items())]
+    lines = [
+        f"POST {path} HTTP/1.1",
+        "host: localhost",
+        *(f"{name.replace('_', '-')}: {value}" for name, value in headers.items()),
+    ]
     return "\r\n".join(lines).encode() + b"\r\n\r\n"
 
 
@@ -63,7 +76,11 @@ def test_a_100_mb_body_is_refused_before_it_is_read(server: LiveServer) -> None:
     with connect(server) as connection:
         connection.sendall(head(content_length=100 * 2**20) + b"x" * 1000)
         reply = read_all(connection)
-    assert reply.startswith(b"HTTP/1.1 413") and b"1048576 bytes" in reply and b"connection: close" in reply.lower()
+    assert (
+        reply.startswith(b"HTTP/1.1 413")
+        and b"1048576 bytes" in reply
+        and b"connection: close" in reply.lower()
+    )
 
 
 def test_a_body_without_length_is_cut_at_the_limit(server: LiveServer) -> None:
@@ -83,20 +100,38 @@ def test_a_body_without_length_is_cut_at_the_limit(server: LiveServer) -> None:
 
 @pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/nothing", "/livez"])
 @pytest.mark.parametrize("chunked", [True, False])
-def test_a_client_that_sends_all_before_it_reads_gets_its_refusal(server: LiveServer, path: str, chunked: bool,
-                                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_sends_all_before_it_reads_gets_its_refusal(
+    server: LiveServer, path: str, chunked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(limits, "DISCARD_S", 50.0)
     size = 2**21 - 2**12  # over the limit, and not twice as much
     with connect(server) as connection:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**16)  # so that it must wait for the server to take it all
+        connection.setsockopt(
+            socket.SOL_SOCKET, socket.SO_SNDBUF, 2**16
+        )  # so that it must wait for the server to take it all
         if chunked:
-            connection.sendall(head(path, transfer_encoding="chunked") + b"%x\r\n" % size + b"x" * size + b"\r\n0\r\n\r\n")
+            connection.sendall(
+                head(path, transfer_encoding="chunked")
+                + b"%x\r\n" % size
+                + b"x" * size
+                + b"\r\n0\r\n\r\n"
+            )
         else:
             connection.sendall(head(path, content_length=size) + b"x" * size)
         started = time.monotonic()
         reply = read_all(connection)
-    status = 413 if not chunked or path not in ("/nothing", "/livez") else 404 if path == "/nothing" else 405
-    assert reply.startswith(b"HTTP/1.1 %d" % status) and reply.endswith(b"}") and b"connection: close" in reply.lower()
+    status = (
+        413
+        if not chunked or path not in ("/nothing", "/livez")
+        else 404
+        if path == "/nothing"
+        else 405
+    )
+    assert (
+        reply.startswith(b"HTTP/1.1 %d" % status)
+        and reply.endswith(b"}")
+        and b"connection: close" in reply.lower()
+    )
     assert time.monotonic() - started < 20, "what had all arrived is thrown away without waiting"
 
 
@@ -117,7 +152,11 @@ def test_a_slow_body_meets_its_deadline(server: LiveServer) -> None:
     with connect(server) as connection:
         connection.sendall(head(content_length=100) + b"{")
         reply = read_all(connection)
-    assert reply.startswith(b"HTTP/1.1 408") and b"request_timeout" in reply and b"body_timeout_s" in reply
+    assert (
+        reply.startswith(b"HTTP/1.1 408")
+        and b"request_timeout" in reply
+        and b"body_timeout_s" in reply
+    )
     assert b"connection: close" in reply.lower()
 
 
@@ -130,26 +169,48 @@ def test_slow_and_large_headers_end_the_connection(server: LiveServer) -> None:
         assert b"max_header_kb" in read_all(connection)
 
 
-@pytest.mark.parametrize("request_", [
-    head(content_length="-5"), head(content_length="9" * 30), head(transfer_encoding="gzip"), head(transfer_encoding="chunked") + b"zz\r\n",
-    b"GET /caf\xe9 HTTP/1.1\r\n\r\n", b"no HTTP\r\n\r\n", b"POST /generate HTTP/1.1\r\nx: " + b"y" * 5000,
-])
+@pytest.mark.parametrize(
+    "request_",
+    [
+        head(content_length="-5"),
+        head(content_length="9" * 30),
+        head(transfer_encoding="gzip"),
+        head(transfer_encoding="chunked") + b"zz\r\n",
+        b"GET /caf\xe9 HTTP/1.1\r\n\r\n",
+        b"no HTTP\r\n\r\n",
+        b"POST /generate HTTP/1.1\r\nx: " + b"y" * 5000,
+    ],
+)
 def test_what_is_no_http_is_refused_in_the_envelope(server: LiveServer, request_: bytes) -> None:
     with connect(server) as connection:
         connection.sendall(request_)
         reply, _, body = read_all(connection).partition(b"\r\n\r\n")
     error = json.loads(body)["error"]
-    assert reply.startswith(b"HTTP/1.1 400") and b"application/json" in reply and b"connection: close" in reply.lower()
-    assert error["code"] == "invalid_request" and any(word in error["message"] for word in ("check its", "send fewer", "must be a number"))
+    assert (
+        reply.startswith(b"HTTP/1.1 400")
+        and b"application/json" in reply
+        and b"connection: close" in reply.lower()
+    )
+    assert error["code"] == "invalid_request" and any(
+        word in error["message"] for word in ("check its", "send fewer", "must be a number")
+    )
 
 
 def test_a_full_queue_refuses_whole_batches_and_says_when_to_retry(server: LiveServer) -> None:
     with Client(server.url, timeout_s=30) as client, httpx.Client() as other:
-        with other.stream("POST", f"{server.url}/generate", json={"requests": [{"token_ids": [HANGS], "n": 8}], "stream": True}):
+        with other.stream(
+            "POST",
+            f"{server.url}/generate",
+            json={"requests": [{"token_ids": [HANGS], "n": 8}], "stream": True},
+        ):
             eventually(lambda: len(server.client) == 8)
             with pytest.raises(ServerError) as caught:
                 client.generate([{"prompt": "a", "n": 3}])
-            assert (caught.value.status, caught.value.code, caught.value.retryable) == (429, "queue_full", True)
+            assert (caught.value.status, caught.value.code, caught.value.retryable) == (
+                429,
+                "queue_full",
+                True,
+            )
             assert caught.value.retry_after_s == 1
             assert len(server.client) == 8
             assert client.generate([{"prompt": "a", "n": 2}], sampling={"max_tokens": 1}).results
@@ -159,8 +220,14 @@ def test_a_full_queue_refuses_whole_batches_and_says_when_to_retry(server: LiveS
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_aborts_its_sequences(server: LiveServer, stream: bool) -> None:
     before = len(server.engine.aborted)
-    with pytest.raises(httpx.ReadTimeout), httpx.Client(timeout=httpx.Timeout(30, read=1.0)) as client:
-        response = client.send(client.build_request("POST", f"{server.url}/generate", json=LONG | {"stream": stream}), stream=stream)
+    with (
+        pytest.raises(httpx.ReadTimeout),
+        httpx.Client(timeout=httpx.Timeout(30, read=1.0)) as client,
+    ):
+        response = client.send(
+            client.build_request("POST", f"{server.url}/generate", json=LONG | {"stream": stream}),
+            stream=stream,
+        )
         response.read()
     eventually(lambda: len(server.engine.aborted) > before)
     eventually(lambda: len(server.client) == 0 and not server.engine.running)
@@ -173,7 +240,9 @@ def hanging(stream: bool) -> bytes:
 
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_pipelines_and_leaves_aborts_its_sequences(server: LiveServer, stream: bool, apart: bool) -> None:
+def test_a_client_that_pipelines_and_leaves_aborts_its_sequences(
+    server: LiveServer, stream: bool, apart: bool
+) -> None:
     with connect(server) as connection:
         connection.sendall(hanging(stream) + (b"" if apart else hanging(stream)))
         eventually(lambda: len(server.client) == 1)
@@ -184,10 +253,21 @@ def test_a_client_that_pipelines_and_leaves_aborts_its_sequences(server: LiveSer
     eventually(lambda: len(server.client) == 0 and not server.engine.running)
 
 
-@pytest.mark.parametrize("behind", [b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n", b"\x00 no HTTP \xff" * 100, b"x" * 1_000_000])
+@pytest.mark.parametrize(
+    "behind",
+    [
+        b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n",
+        b"\x00 no HTTP \xff" * 100,
+        b"x" * 1_000_000,
+    ],
+)
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_follows_a_running_request_is_not_taken_and_the_reply_says_so(server: LiveServer, stream: bool, behind: bytes) -> None:
-    body = json.dumps({"requests": [{"prompt": "abc"}], "sampling": {"max_tokens": 100}, "stream": stream}).encode()
+def test_what_follows_a_running_request_is_not_taken_and_the_reply_says_so(
+    server: LiveServer, stream: bool, behind: bytes
+) -> None:
+    body = json.dumps(
+        {"requests": [{"prompt": "abc"}], "sampling": {"max_tokens": 100}, "stream": stream}
+    ).encode()
     with connect(server) as connection:
         connection.sendall(head(content_length=len(body)) + body + behind)
         reply = read_all(connection)
@@ -210,7 +290,9 @@ def test_requests_one_after_the_other_share_a_connection(server: LiveServer) -> 
 def test_closing_a_stream_in_the_middle_aborts(server: LiveServer) -> None:
     before = len(server.engine.aborted)
     with Client(server.url, timeout_s=30) as client:
-        events = client.stream([{"prompt": "abc"}, {"token_ids": [HANGS]}], sampling={"max_tokens": 50})
+        events = client.stream(
+            [{"prompt": "abc"}, {"token_ids": [HANGS]}], sampling={"max_tokens": 50}
+        )
         assert isinstance(next(events), Token)
         events.close()
     eventually(lambda: len(server.engine.aborted) > before and len(server.client) == 0)
@@ -219,7 +301,11 @@ def test_closing_a_stream_in_the_middle_aborts(server: LiveServer) -> None:
 def test_a_client_that_does_not_read_is_cut_off(model: Path) -> None:
     with live_server(model, send_timeout_s=0.3) as server, connect(server) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        body = b'{"requests": [' + b",".join([b'{"prompt": "abc", "n": 100}'] * 40) + b'], "sampling": {"max_tokens": 400}, "stream": true}'
+        body = (
+            b'{"requests": ['
+            + b",".join([b'{"prompt": "abc", "n": 100}'] * 40)
+            + b'], "sampling": {"max_tokens": 400}, "stream": true}'
+        )
         connection.sendall(head(content_length=len(body)) + body)
         eventually(lambda: len(server.client) > 0)
         eventually(lambda: len(server.client) == 0)
@@ -229,7 +315,11 @@ def test_a_client_that_does_not_read_is_cut_off(model: Path) -> None:
 def test_a_deadline_is_a_typed_error_and_spares_what_finished(server: LiveServer) -> None:
     started = time.monotonic()
     with Client(server.url, timeout_s=30) as client:
-        done, late = client.generate([{"prompt": "a"}, {"token_ids": [HANGS], "n": 2}], sampling={"max_tokens": 2}, timeout_s=1.5).results
+        done, late = client.generate(
+            [{"prompt": "a"}, {"token_ids": [HANGS], "n": 2}],
+            sampling={"max_tokens": 2},
+            timeout_s=1.5,
+        ).results
     assert done.choices and late.error is not None and late.error.code == "deadline_exceeded"
     assert 1.4 < time.monotonic() - started < 15
     response = httpx.post(f"{server.url}/generate", json=LONG | {"timeout_s": 0.1})
@@ -238,32 +328,51 @@ def test_a_deadline_is_a_typed_error_and_spares_what_finished(server: LiveServer
 
 
 def test_a_deadline_after_the_last_end_aborts_nobody(server: LiveServer) -> None:
-    with httpx.Client() as other, other.stream("POST", f"{server.url}/generate", json=LONG | {"stream": True}):
+    with (
+        httpx.Client() as other,
+        other.stream("POST", f"{server.url}/generate", json=LONG | {"stream": True}),
+    ):
         eventually(lambda: len(server.client) == 1)
         before = len(server.engine.aborted)
         server.call(lambda: server.client._expire(Submission([], lambda submission: None)))
         time.sleep(0.1)
-        assert len(server.client) == 1 and server.engine.running and len(server.engine.aborted) == before
+        assert (
+            len(server.client) == 1
+            and server.engine.running
+            and len(server.engine.aborted) == before
+        )
     eventually(lambda: len(server.client) == 0)
 
 
 def test_a_streamed_deadline_is_an_error_event(server: LiveServer) -> None:
     with Client(server.url, timeout_s=30) as client:
         events = list(client.stream([{"token_ids": [HANGS]}], timeout_s=0.1))
-    assert [event.error.code for event in events if isinstance(event, ItemResult) and event.error] == ["deadline_exceeded"]
+    assert [
+        event.error.code for event in events if isinstance(event, ItemResult) and event.error
+    ] == ["deadline_exceeded"]
 
 
 def test_draining_finishes_what_runs_and_takes_nothing_new(model: Path) -> None:
-    with live_server(model, engine={"step_s": 0.02}) as server, Client(server.url, timeout_s=30) as client:
+    with (
+        live_server(model, engine={"step_s": 0.02}) as server,
+        Client(server.url, timeout_s=30) as client,
+    ):
         replies: list[Any] = []
-        running = threading.Thread(target=lambda: replies.append(client.generate([{"prompt": "abc"}], sampling={"max_tokens": 240})))
+        running = threading.Thread(
+            target=lambda: replies.append(
+                client.generate([{"prompt": "abc"}], sampling={"max_tokens": 240})
+            )
+        )
         running.start()
         eventually(lambda: len(server.client) == 1)
         server.call(lambda: setattr(server.client, "draining", True))
         response = httpx.post(f"{server.url}/generate", json={"requests": [{"prompt": "a"}]})
         assert (response.status_code, response.json()["error"]["code"]) == (503, "unavailable")
         assert int(response.headers["retry-after"]) >= 1
-        assert httpx.get(f"{server.url}/readyz").status_code == 503 and httpx.get(f"{server.url}/livez").status_code == 200
+        assert (
+            httpx.get(f"{server.url}/readyz").status_code == 503
+            and httpx.get(f"{server.url}/livez").status_code == 200
+        )
         running.join()
         assert replies[0].results[0].choices[0].finish_reason == "length"
 
@@ -271,13 +380,21 @@ def test_draining_finishes_what_runs_and_takes_nothing_new(model: Path) -> None:
 def test_the_engines_death_ends_every_open_request_with_a_typed_error(model: Path) -> None:
     with live_server(model, max_restarts=0) as server, Client(server.url, timeout_s=30) as client:
         replies: list[Any] = []
-        waiting = threading.Thread(target=lambda: replies.append(client.generate([{"token_ids": [HANGS]}, {"token_ids": [HANGS], "n": 2}])))
+        waiting = threading.Thread(
+            target=lambda: replies.append(
+                client.generate([{"token_ids": [HANGS]}, {"token_ids": [HANGS], "n": 2}])
+            )
+        )
         waiting.start()
         eventually(lambda: len(server.client) == 3)
         last = client.generate([{"token_ids": [DIES]}])
         waiting.join(30)
         for result in [*last.results, *replies[0].results]:
-            assert result.error is not None and result.error.code == "engine_failed" and "status 7" in result.error.message
+            assert (
+                result.error is not None
+                and result.error.code == "engine_failed"
+                and "status 7" in result.error.message
+            )
         for path, status in (("/livez", 503), ("/readyz", 503), ("/startupz", 200)):
             assert httpx.get(server.url + path).status_code == status
         with pytest.raises(ServerError) as caught:
@@ -288,7 +405,9 @@ def test_the_engines_death_ends_every_open_request_with_a_typed_error(model: Pat
 def test_an_event_that_cannot_be_read_ends_open_requests_rather_than_hang_them(model: Path) -> None:
     with live_server(model) as server, Client(server.url, timeout_s=30) as client:
         replies: list[Any] = []
-        waiting = threading.Thread(target=lambda: replies.append(client.generate([{"token_ids": [HANGS]}])))
+        waiting = threading.Thread(
+            target=lambda: replies.append(client.generate([{"token_ids": [HANGS]}]))
+        )
         waiting.start()
         eventually(lambda: len(server.client) == 1)
         server.call(lambda: asyncio.ensure_future(server.engine._events.send(b"\x81garbage")))
@@ -300,29 +419,51 @@ def test_keys_are_asked_for_and_probes_stay_open(model: Path, tmp_path: Path) ->
     import hashlib
 
     file = tmp_path / "keys"
-    file.write_text(f"# operators\n\nfirst-key\nsha256:{hashlib.sha256(b'second-key').hexdigest()}\n")
+    file.write_text(
+        f"# operators\n\nfirst-key\nsha256:{hashlib.sha256(b'second-key').hexdigest()}\n"
+    )
     with live_server(model, api_key_file=file) as server:
         for key in (None, "", "wrong", "first-key2", "sha256:"):
             with Client(server.url, api_key=key) as client, pytest.raises(ServerError) as caught:
                 client.generate([{"prompt": "a"}])
             assert (caught.value.status, caught.value.code) == (401, "unauthenticated")
         for key in ("# operators", "#", "first-key\tsecond-key"):  # our client sends none of these
-            refused = httpx.post(f"{server.url}/generate", json={"requests": [{"prompt": "a"}]}, headers={"authorization": f"Bearer {key}"})
+            refused = httpx.post(
+                f"{server.url}/generate",
+                json={"requests": [{"prompt": "a"}]},
+                headers={"authorization": f"Bearer {key}"},
+            )
             assert refused.status_code == 401
         for key in ("first-key", "second-key"):
             with Client(server.url, api_key=key) as client:
-                assert client.generate([{"prompt": "a"}], sampling={"max_tokens": 1}).results[0].choices
+                assert (
+                    client.generate([{"prompt": "a"}], sampling={"max_tokens": 1})
+                    .results[0]
+                    .choices
+                )
         assert httpx.get(f"{server.url}/livez").status_code == 200
         assert httpx.get(f"{server.url}/metrics").status_code == 401
         assert httpx.get(f"{server.url}/server_info").status_code == 401
 
 
-@pytest.mark.parametrize(("headers", "status"), [
-    ({"host": "evil.example"}, 403), ({"host": "evil.example:8000"}, 403), ({"host": "10.0.0.1"}, 403), ({"host": "[::1"}, 403),
-    ({"origin": "https://evil.example"}, 403), ({"origin": "null"}, 403), ({"host": "127.0.0.1.evil.example"}, 403),
-    ({"host": "localhost:1"}, 200), ({"host": "[::1]:8000"}, 200), ({"origin": "http://127.0.0.1:8000"}, 200),
-])
-def test_an_open_server_answers_to_its_own_machine_only(server: LiveServer, headers: dict[str, str], status: int) -> None:
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"host": "evil.example"}, 403),
+        ({"host": "evil.example:8000"}, 403),
+        ({"host": "10.0.0.1"}, 403),
+        ({"host": "[::1"}, 403),
+        ({"origin": "https://evil.example"}, 403),
+        ({"origin": "null"}, 403),
+        ({"host": "127.0.0.1.evil.example"}, 403),
+        ({"host": "localhost:1"}, 200),
+        ({"host": "[::1]:8000"}, 200),
+        ({"origin": "http://127.0.0.1:8000"}, 200),
+    ],
+)
+def test_an_open_server_answers_to_its_own_machine_only(
+    server: LiveServer, headers: dict[str, str], status: int
+) -> None:
     body = {"requests": [{"prompt": "a"}], "sampling": {"max_tokens": 1}}
     assert httpx.post(f"{server.url}/generate", json=body, headers=headers).status_code == status
     assert httpx.get(f"{server.url}/livez", headers={"host": "probe.example"}).status_code == 200

@@ -1,4 +1,6 @@
-"""Log lines: one form for ours and the libraries', the request's id in each, and never a prompt, a completion or a key."""
+"""Log lines: one form for ours and the libraries', the request's id in each, and never a prompt, a
+completion or a key.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,11 @@ from tests.frontend.live_server import LiveServer, live_server
 from tests.frontend.test_limits import eventually
 from tlt_server.frontend.logs import left_behind, write_logs
 
-PROMPT, COMPLETION, KEY = "canaryprompt", "yrpanac", "canarykey"  # the fake engine echoes the prompt
+PROMPT, COMPLETION, KEY = (
+    "canaryprompt",
+    "yrpanac",
+    "canarykey",
+)  # the fake engine echoes the prompt
 
 
 @pytest.fixture
@@ -62,41 +68,69 @@ def accesses(stream: io.StringIO, count: int) -> list[dict[str, Any]]:
 
 def ask(server: LiveServer, body: Any, path: str = "/generate", **headers: str) -> httpx.Response:
     content = body if isinstance(body, str) else json.dumps(body)
-    return httpx.post(f"{server.url}{path}", content=content, headers={"authorization": f"Bearer {KEY}", **headers}, timeout=30)
+    return httpx.post(
+        f"{server.url}{path}",
+        content=content,
+        headers={"authorization": f"Bearer {KEY}", **headers},
+        timeout=30,
+    )
 
 
-def test_a_request_has_one_access_line_and_its_id_in_every_line(keyed: LiveServer, stream: io.StringIO) -> None:
+def test_a_request_has_one_access_line_and_its_id_in_every_line(
+    keyed: LiveServer, stream: io.StringIO
+) -> None:
     body = {"requests": [{"prompt": PROMPT}], "sampling": {"max_tokens": 4}}
     reply = ask(keyed, body, "/generate?who=canaryquery", **{"x-request-id": "step-7.a"})
     assert reply.headers["x-request-id"] == "step-7.a"
     (access,) = accesses(stream, 1)
-    assert (access["method"], access["route"], access["status"], access["client"], access["level"]) == (
-        "POST", "/generate", 200, "127.0.0.1", "info")
-    assert access["request_bytes"] == len(reply.request.content) and access["response_bytes"] == len(reply.content)
+    assert (
+        access["method"],
+        access["route"],
+        access["status"],
+        access["client"],
+        access["level"],
+    ) == ("POST", "/generate", 200, "127.0.0.1", "info")
+    assert access["request_bytes"] == len(reply.request.content) and access[
+        "response_bytes"
+    ] == len(reply.content)
     assert 0 < access["seconds"] < 30 and access["timestamp"].endswith("Z")
     (generated,) = [line for line in lines(stream) if line["event"] == "generated"]
     assert generated["request_id"] == access["request_id"] == "step-7.a"
 
 
 @pytest.mark.parametrize("given", ["", "a b", "x" * 129, "caf\u00e9", 'a"b', None])
-def test_an_id_that_is_not_well_formed_is_replaced(given: str | None, keyed: LiveServer, stream: io.StringIO) -> None:
+def test_an_id_that_is_not_well_formed_is_replaced(
+    given: str | None, keyed: LiveServer, stream: io.StringIO
+) -> None:
     headers = {} if given is None else {"x-request-id": given.encode("latin-1")}
-    ids = {httpx.get(f"{keyed.url}/livez", headers=headers).headers["x-request-id"] for _ in range(3)}
+    ids = {
+        httpx.get(f"{keyed.url}/livez", headers=headers).headers["x-request-id"] for _ in range(3)
+    }
     assert len(ids) == 3 and all(re.fullmatch("[0-9a-f]{16}", id) for id in ids)
     assert ids == {line["request_id"] for line in accesses(stream, 3)}
 
 
-@pytest.mark.parametrize(("method", "path", "status", "route", "level"), [
-    ("GET", "/livez", 200, "/livez", "debug"),
-    ("GET", "/metrics", 401, "/metrics", "warning"),
-    ("GET", "/strategy", 401, "/strategy", "warning"),
-    ("PURGE", "/livez", 405, "/livez", "warning"),
-    ("GET", "/canarypath", 401, "none", "warning"),
-    ("POST", "/weights/canaryversion/commit", 401, "/weights/{version}/commit", "warning"),
-    ("PURGE", "/generate", 401, "/generate", "warning"),
-])
+@pytest.mark.parametrize(
+    ("method", "path", "status", "route", "level"),
+    [
+        ("GET", "/livez", 200, "/livez", "debug"),
+        ("GET", "/metrics", 401, "/metrics", "warning"),
+        ("GET", "/strategy", 401, "/strategy", "warning"),
+        ("PURGE", "/livez", 405, "/livez", "warning"),
+        ("GET", "/canarypath", 401, "none", "warning"),
+        ("POST", "/weights/canaryversion/commit", 401, "/weights/{version}/commit", "warning"),
+        ("PURGE", "/generate", 401, "/generate", "warning"),
+    ],
+)
 def test_lines_name_the_route_and_their_level_says_how_it_went(
-        method: str, path: str, status: int, route: str, level: str, keyed: LiveServer, stream: io.StringIO) -> None:
+    method: str,
+    path: str,
+    status: int,
+    route: str,
+    level: str,
+    keyed: LiveServer,
+    stream: io.StringIO,
+) -> None:
     reply = httpx.request(method, f"{keyed.url}{path}")
     assert reply.status_code == status and reply.headers["x-request-id"]
     (line,) = accesses(stream, 1)
@@ -104,11 +138,16 @@ def test_lines_name_the_route_and_their_level_says_how_it_went(
     assert "canary" not in stream.getvalue().lower()
 
 
-def test_what_is_polled_is_quiet_also_where_a_probe_says_no(keyed: LiveServer, stream: io.StringIO) -> None:
+def test_what_is_polled_is_quiet_also_where_a_probe_says_no(
+    keyed: LiveServer, stream: io.StringIO
+) -> None:
     keyed.call(lambda: setattr(keyed.client, "draining", True))
     asked = {"/metrics": 200, "/server_info": 200, "/strategy": 503, "/readyz": 503, "/livez": 200}
     for path, status in asked.items():
-        assert httpx.get(f"{keyed.url}{path}", headers={"authorization": f"Bearer {KEY}"}).status_code == status
+        assert (
+            httpx.get(f"{keyed.url}{path}", headers={"authorization": f"Bearer {KEY}"}).status_code
+            == status
+        )
     levels = {line["route"]: line["level"] for line in accesses(stream, len(asked))}
     assert levels == dict.fromkeys(asked, "debug") | {"/strategy": "warning"}
 
@@ -118,16 +157,37 @@ def test_a_method_that_a_templated_route_does_not_take_is_refused(keyed: LiveSer
     assert reply.status_code == 405 and reply.headers["allow"] == "POST"
 
 
-def test_no_line_holds_a_prompt_a_completion_or_a_key(keyed: LiveServer, stream: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_line_holds_a_prompt_a_completion_or_a_key(
+    keyed: LiveServer, stream: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prompt = {"prompt": PROMPT, "sampling": {"max_tokens": 30, "stop": ["zzcanarystop"]}}
     assert ask(keyed, {"requests": [prompt]}).status_code == 200
-    assert ask(keyed, {"requests": [prompt], "stream": True}, **{"x-forwarded-for": PROMPT, "user-agent": PROMPT}).status_code == 200
-    assert ask(keyed, {"model": "fake", "prompt": PROMPT}, "/v1/completions?api_key=canaryquery").status_code in (200, 404)
-    assert ask(keyed, {"messages": [{"role": "user", "content": PROMPT}]}, "/v1/chat/completions").status_code == 200
+    assert (
+        ask(
+            keyed,
+            {"requests": [prompt], "stream": True},
+            **{"x-forwarded-for": PROMPT, "user-agent": PROMPT},
+        ).status_code
+        == 200
+    )
+    assert ask(
+        keyed, {"model": "fake", "prompt": PROMPT}, "/v1/completions?api_key=canaryquery"
+    ).status_code in (200, 404)
+    assert (
+        ask(
+            keyed, {"messages": [{"role": "user", "content": PROMPT}]}, "/v1/chat/completions"
+        ).status_code
+        == 200
+    )
     assert ask(keyed, {"requests": [{**prompt, PROMPT: 1}]}).status_code == 400
     assert ask(keyed, '{"requests": "' + PROMPT).status_code == 400
     assert ask(keyed, {"requests": [prompt]}, authorization=f"Bearer wrong{KEY}").status_code == 401
-    assert ask(keyed, {"version": "v", "path": f"/{PROMPT}/hangs", "rol": "x"}, "/update_weights").status_code == 400
+    assert (
+        ask(
+            keyed, {"version": "v", "path": f"/{PROMPT}/hangs", "rol": "x"}, "/update_weights"
+        ).status_code
+        == 400
+    )
     assert ask(keyed, {"requests": [{"token_ids": [*PROMPT.encode(), FAILS]}]}).status_code == 500
     slow_body(keyed)
 
@@ -141,39 +201,69 @@ def test_no_line_holds_a_prompt_a_completion_or_a_key(keyed: LiveServer, stream:
         patch.setattr("tlt_server.frontend.validation.Validator.batch", breaks)
         assert ask(keyed, {"requests": [prompt]}).json()["error"]["code"] == "internal"
     with monkeypatch.context() as patch:
-        patch.setattr("tlt_server.frontend.sequence.Sequence.push", lambda self, output: exec("raise ValueError(self)", {"self": PROMPT}))
+        patch.setattr(
+            "tlt_server.frontend.sequence.Sequence.push",
+            lambda self, output: exec("raise ValueError(self)", {"self": PROMPT}),
+        )
         streamed = ask(keyed, {"requests": [prompt], "stream": True})
         assert streamed.status_code == 200 and "internal" in streamed.text
     assert ask(keyed, {"requests": [{"token_ids": [*PROMPT.encode(), DIES]}]}).status_code == 500
 
     accesses(stream, 13)
     said = stream.getvalue()
-    assert {line["event"] for line in lines(stream)} >= {"request", "generated", "unexpected_error", "engine_gone"}
-    assert [line["type"] for line in lines(stream) if line["event"] == "unexpected_error"] == ["Broken", "ValueError"]
-    assert any("validation" in place or "native" in place for line in lines(stream) for place in line.get("frames", []))
+    assert {line["event"] for line in lines(stream)} >= {
+        "request",
+        "generated",
+        "unexpected_error",
+        "engine_gone",
+    }
+    assert [line["type"] for line in lines(stream) if line["event"] == "unexpected_error"] == [
+        "Broken",
+        "ValueError",
+    ]
+    assert any(
+        "validation" in place or "native" in place
+        for line in lines(stream)
+        for place in line.get("frames", [])
+    )
     for secret in (PROMPT, COMPLETION, KEY, "canary", str(list(PROMPT.encode()))[1:-1]):
         assert secret not in said, secret
 
 
-def test_the_log_leads_from_a_death_to_the_request_that_ran(keyed: LiveServer, stream: io.StringIO) -> None:
+def test_the_log_leads_from_a_death_to_the_request_that_ran(
+    keyed: LiveServer, stream: io.StringIO
+) -> None:
     killer = {"requests": [{"token_ids": [65, DIES]}]}
     for step in range(3):
         ask(keyed, killer, **{"x-request-id": f"step-{step}"})
         eventually(lambda: not keyed.client.failure)
     accesses(stream, 3)
-    batches = {line["request_id"]: line["batch"] for line in lines(stream) if line["event"] == "generated"}
+    batches = {
+        line["request_id"]: line["batch"] for line in lines(stream) if line["event"] == "generated"
+    }
     for step, death in enumerate(line for line in lines(stream) if line["event"] == "engine_gone"):
         assert [f"{batches[f'step-{step}']}-0.0"] == death["ran"] and death["ran_in_all"] == 1
     assert step == 1
     (refused,) = [line for line in lines(stream) if line["event"] == "poisoned"]
-    assert (refused["id"], refused["request_id"], refused["level"]) == (f"{batches['step-2']}-0.0", "step-2", "warning")
+    assert (refused["id"], refused["request_id"], refused["level"]) == (
+        f"{batches['step-2']}-0.0",
+        "step-2",
+        "warning",
+    )
 
 
 def slow_body(server: LiveServer) -> None:
     """A body that never ends."""
     where = urlsplit(server.url)
     with closing(socket.create_connection((where.hostname, where.port), 5)) as connection:
-        headers = ("POST /generate HTTP/1.1", "host: a", f"authorization: Bearer {KEY}", "content-length: 99", "", PROMPT)
+        headers = (
+            "POST /generate HTTP/1.1",
+            "host: a",
+            f"authorization: Bearer {KEY}",
+            "content-length: 99",
+            "",
+            PROMPT,
+        )
         connection.sendall("\r\n".join(headers).encode())
         assert connection.recv(1000).startswith(b"HTTP/1.1 ")
 
@@ -186,7 +276,9 @@ def test_libraries_lines_have_our_form_and_exceptions_no_message(stream: io.Stri
     logging.getLogger("httpcore").debug("headers %s", PROMPT)
     logging.getLogger("asyncio").warning("slow")
     first, second = lines(stream)
-    assert (first["type"], first["level"]) == ("KeyError", "error") and "test_logs" in first["frames"][0]
+    assert (first["type"], first["level"]) == ("KeyError", "error") and "test_logs" in first[
+        "frames"
+    ][0]
     assert second["event"] == "slow" and PROMPT not in stream.getvalue()
 
 
@@ -203,7 +295,10 @@ def test_an_exception_that_nobody_awaits_is_logged_without_its_message(stream: i
 
     asyncio.run(main())
     (line,) = lines(stream)
-    assert (line["event"], line["type"]) == ("left_behind", "ValueError") and PROMPT not in stream.getvalue()
+    assert (line["event"], line["type"]) == (
+        "left_behind",
+        "ValueError",
+    ) and PROMPT not in stream.getvalue()
 
 
 def test_the_form_is_chosen_by_name(stream: io.StringIO) -> None:

@@ -26,11 +26,19 @@ EAGLE = Strategy("eagle", 7, 4, 16)
 
 
 def cycle(strategy: Strategy, accepted: Sequence[int], drafted: int = 0) -> Cycle:
-    return Cycle(context=StepContext(len(accepted), 0, 10.0, 0), strategy=strategy, rows=1, accepted=tuple(accepted), drafted=drafted,
-                 step_s=0.01)
+    return Cycle(
+        context=StepContext(len(accepted), 0, 10.0, 0),
+        strategy=strategy,
+        rows=1,
+        accepted=tuple(accepted),
+        drafted=drafted,
+        step_s=0.01,
+    )
 
 
-def step(metrics: Metrics, strategy: Strategy, accepted: Sequence[int], drafted: int = 0, **gauges: float) -> None:
+def step(
+    metrics: Metrics, strategy: Strategy, accepted: Sequence[int], drafted: int = 0, **gauges: float
+) -> None:
     metrics.engine_outputs(Outputs([], gauges, cycle(strategy, accepted, drafted)))
 
 
@@ -58,7 +66,9 @@ def test_accepted_drafts_by_strategy_and_position() -> None:
     assert found["tlt_decodes_total"] == {("off",): 3, (name,): 6}
     assert found["tlt_sd_drafted_tokens_total"] == {("off",): 0, (name,): 90}
     assert found["tlt_sd_accepted_tokens_total"] == {("off",): 0, (name,): 10}
-    assert found["tlt_sd_accepted_position_total"] == {(str(k), name): sum(a >= k for a in [0, 2, 5, 2, 1, 0]) for k in range(1, 6)}
+    assert found["tlt_sd_accepted_position_total"] == {
+        (str(k), name): sum(a >= k for a in [0, 2, 5, 2, 1, 0]) for k in range(1, 6)
+    }
     assert found["tlt_accept_length"] == {("off",): 1.0, (name,): 1.5}
 
 
@@ -66,7 +76,9 @@ def test_drafts_deeper_than_the_positions_listed_count_in_all_of_these() -> None
     metrics = Metrics()
     step(metrics, EAGLE, [POSITIONS + 9, POSITIONS, 3], drafted=99)
     found = shown(metrics)
-    positions = [found["tlt_sd_accepted_position_total"][str(k), EAGLE.name] for k in range(1, POSITIONS + 1)]
+    positions = [
+        found["tlt_sd_accepted_position_total"][str(k), EAGLE.name] for k in range(1, POSITIONS + 1)
+    ]
     assert positions == [3, 3, 3] + [2] * (POSITIONS - 3)
     assert found["tlt_sd_accepted_tokens_total"][EAGLE.name,] == 2 * POSITIONS + 12
 
@@ -76,14 +88,19 @@ def test_the_strategy_in_force_and_its_switches() -> None:
     for strategy in (OFF, OFF, EAGLE, OFF):
         step(metrics, strategy, [0])
     found = shown(metrics)
-    assert found["tlt_strategy_in_force"] == {("off",): 1, (EAGLE.name,): 0} and found["tlt_strategy_switches_total"] == {(): 2}
+    assert found["tlt_strategy_in_force"] == {("off",): 1, (EAGLE.name,): 0} and found[
+        "tlt_strategy_switches_total"
+    ] == {(): 2}
 
 
 def test_strategies_without_end_are_one_label_value() -> None:
     metrics = Metrics()
     for rows in range(2, STRATEGIES + 40):
         step(metrics, Strategy("eagle", 1, 1, rows), [1], drafted=1)
-    assert len(shown(metrics)["tlt_cycles_total"]) == STRATEGIES + 1 and shown(metrics)["tlt_cycles_total"]["other",] == 38
+    assert (
+        len(shown(metrics)["tlt_cycles_total"]) == STRATEGIES + 1
+        and shown(metrics)["tlt_cycles_total"]["other",] == 38
+    )
 
 
 def test_the_engines_totals_go_on_when_a_new_engine_counts_from_zero() -> None:
@@ -101,19 +118,39 @@ def test_a_drafter_falls_behind_with_every_change_of_the_target() -> None:
     metrics = Metrics()
     metrics.engine_ready(msgspec.structs.replace(INFO, drafter_version="d0"))
     behind = []
-    for target, drafter in (("v1", "d0"), ("v2", "d0"), ("v2", "d0"), ("v2", "d1"), ("v3", "d2"), ("v4", "d2")):
-        metrics.weights_reported(WeightReport(id="w", state=WeightState(target=target, drafter=drafter), result="committed", role="target"))
+    for target, drafter in (
+        ("v1", "d0"),
+        ("v2", "d0"),
+        ("v2", "d0"),
+        ("v2", "d1"),
+        ("v3", "d2"),
+        ("v4", "d2"),
+    ):
+        metrics.weights_reported(
+            WeightReport(
+                id="w",
+                state=WeightState(target=target, drafter=drafter),
+                result="committed",
+                role="target",
+            )
+        )
         behind.append(shown(metrics)["tlt_drafter_behind_commits"][()])
     assert behind == [1, 2, 2, 0, 0, 1]
 
 
 def test_processes_and_disk(tmp_path: Path) -> None:
     metrics = Metrics()
-    assert "tlt_engine_process_resident_memory_bytes" not in shown(metrics) and shown(metrics)["process_resident_memory_bytes"][()] > 1e6
+    assert (
+        "tlt_engine_process_resident_memory_bytes" not in shown(metrics)
+        and shown(metrics)["process_resident_memory_bytes"][()] > 1e6
+    )
     metrics.engine_ready(msgspec.structs.replace(INFO, pid=os.getppid()))
     metrics.watch_disk(tmp_path / "not" / "made")
     found = shown(metrics)
-    assert found["tlt_engine_process_resident_memory_bytes"][()] > 1e5 and found["tlt_engine_process_cpu_seconds_total"]
+    assert (
+        found["tlt_engine_process_resident_memory_bytes"][()] > 1e5
+        and found["tlt_engine_process_cpu_seconds_total"]
+    )
     assert 0 < found["tlt_disk_free_bytes"][()] <= found["tlt_disk_total_bytes"][()]
 
 
@@ -129,17 +166,29 @@ def scraped(server: LiveServer) -> dict[str, dict[tuple[str, ...], float]]:
 
 def test_latencies_of_tokens(own: LiveServer) -> None:
     with Client(own.url) as client:
-        client.generate([{"prompt": "abc", "n": 2}], sampling={"max_tokens": 30})  # 10 outputs of 3 tokens each
+        client.generate(
+            [{"prompt": "abc", "n": 2}], sampling={"max_tokens": 30}
+        )  # 10 outputs of 3 tokens each
     found = scraped(own)
-    assert found["tlt_queue_seconds_count"][()] == found["tlt_time_to_first_token_seconds_count"][()] == 2
+    assert (
+        found["tlt_queue_seconds_count"][()]
+        == found["tlt_time_to_first_token_seconds_count"][()]
+        == 2
+    )
     assert found["tlt_inter_token_seconds_count"][()] == 18
     mean = found["tlt_inter_token_seconds_sum"][()] / 18
-    assert 0.004 / 3 * 0.9 < mean < 1, "an output of 3 tokens every 4 ms, or later on a busy machine"
+    assert 0.004 / 3 * 0.9 < mean < 1, (
+        "an output of 3 tokens every 4 ms, or later on a busy machine"
+    )
     assert found["tlt_generated_tokens_total"][()] == 60
 
 
 def test_tokens_of_a_version_that_is_no_longer_live_are_stale(model: Path) -> None:
-    with live_server(model, engine={"step_s": 0.02, "per_step": 1}) as own, Client(own.url) as client, Client(own.url) as trainer:
+    with (
+        live_server(model, engine={"step_s": 0.02, "per_step": 1}) as own,
+        Client(own.url) as client,
+        Client(own.url) as trainer,
+    ):
         client.generate([{"prompt": "abc"}], sampling={"max_tokens": 5})
         assert scraped(own)["tlt_stale_tokens_total"][()] == 0
         events = client.stream([{"prompt": "abc"}], sampling={"max_tokens": 200})
@@ -157,50 +206,93 @@ def test_requests_by_route_method_and_status(own: LiveServer) -> None:
     httpx.request("PURGE", f"{own.url}/livez")
     httpx.post(f"{own.url}/generate", content=b"{")
     give_up = time.monotonic() + 30
-    expected = {("GET", "/livez", "200"): 2, ("GET", "none", "404"): 2, ("GET", "/weights/rollback", "405"): 1,
-                ("other", "/livez", "405"): 1, ("POST", "/generate", "400"): 1}
+    expected = {
+        ("GET", "/livez", "200"): 2,
+        ("GET", "none", "404"): 2,
+        ("GET", "/weights/rollback", "405"): 1,
+        ("other", "/livez", "405"): 1,
+        ("POST", "/generate", "400"): 1,
+    }
     while (found := scraped(own))["tlt_http_requests_total"].items() < expected.items():
         assert time.monotonic() < give_up
-    counted = {key: value for key, value in found["tlt_http_requests_total"].items() if key[1] != "/metrics"}
+    counted = {
+        key: value
+        for key, value in found["tlt_http_requests_total"].items()
+        if key[1] != "/metrics"
+    }
     assert counted == expected
     assert found["tlt_http_request_seconds_count"]["none",] == 2
     refused = {reason: count for (reason,), count in found["tlt_requests_rejected_total"].items()}
-    assert {reason: count for reason, count in refused.items() if count} == {"not_found": 2, "method_not_allowed": 1, "invalid_request": 1}
-    assert refused["queue_full"] == 0, "a series that appears with its first refusal hides that one from `increase`"
+    assert {reason: count for reason, count in refused.items() if count} == {
+        "not_found": 2,
+        "method_not_allowed": 1,
+        "invalid_request": 1,
+    }
+    assert refused["queue_full"] == 0, (
+        "a series that appears with its first refusal hides that one from `increase`"
+    )
 
 
 def test_a_weight_command_ends_with_nothing_that_has_no_series_from_the_start() -> None:
     package = Path(tlt_server.__file__).parent
     raised, said = set[str](), set[str]()
-    pushing = {*(package / "weights").glob("*.py")} - {package / "weights" / "dormant.py"}  # that is a sleep's affair
+    pushing = {*(package / "weights").glob("*.py")} - {
+        package / "weights" / "dormant.py"
+    }  # that is a sleep's affair
     for file in (*pushing, package / "engine" / "pushes.py", package / "models" / "loader.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 error = getattr(errors, node.func.id, None)
                 raised |= {error.code} if isinstance(error, type) else set()
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("_report", "_answer"):
-                said |= {argument.value for argument in node.args if isinstance(argument, ast.Constant)}
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and node.func.attr in ("_report", "_answer")
+            ):
+                said |= {
+                    argument.value for argument in node.args if isinstance(argument, ast.Constant)
+                }
     assert {"conflict", "push_failed"} < raised and {"committed", "rolled_back"} < said
     raised |= {error.code for error in (ContentRefused, PlaceForbidden, ChannelBroken)}
     raised -= {"startup", "unavailable"}  # what a sequence ends with while weights are quarantined
     said -= {"joined", "left"}
-    assert raised | said - {"looked"} == {result for result, _ in shown(Metrics())["tlt_weight_pushes_total"]}
+    assert raised | said - {"looked"} == {
+        result for result, _ in shown(Metrics())["tlt_weight_pushes_total"]
+    }
 
 
 def test_ready_is_what_readyz_says(model: Path) -> None:
     with live_server(model) as server:
         assert scraped(server)["tlt_ready"] == {(): 1}
         server.call(lambda: setattr(server.client, "draining", True))
-        assert httpx.get(f"{server.url}/readyz").status_code == 503 and scraped(server)["tlt_ready"] == {(): 0}
-        assert httpx.post(f"{server.url}/generate", json={"requests": [{"prompt": "a"}]}).status_code == 503
+        assert httpx.get(f"{server.url}/readyz").status_code == 503 and scraped(server)[
+            "tlt_ready"
+        ] == {(): 0}
+        assert (
+            httpx.post(f"{server.url}/generate", json={"requests": [{"prompt": "a"}]}).status_code
+            == 503
+        )
         refused = scraped(server)["tlt_requests_rejected_total"]
         assert refused["unavailable",] == 1, "a probe is no request refused"
 
 
 def test_an_engine_step_costs_the_frontend_little() -> None:
-    """A step of 64 decoding requests with every gauge of the real engine; generous, as other processes share this machine."""
+    """A step of 64 decoding requests with every gauge of the real engine; generous, as other
+    processes share this machine.
+    """
     metrics = Metrics()
-    gauges = dict.fromkeys(("running", "waiting", "pages_free", "pages_cached", "preemptions", "spanning", *map(str, range(14))), 1.0)
+    gauges = dict.fromkeys(
+        (
+            "running",
+            "waiting",
+            "pages_free",
+            "pages_cached",
+            "preemptions",
+            "spanning",
+            *map(str, range(14)),
+        ),
+        1.0,
+    )
     message = Outputs([], gauges, cycle(EAGLE, [i % 8 for i in range(64)], drafted=960))
     best = float("inf")
     for _ in range(20):

@@ -16,8 +16,10 @@ from tlt_client.wire import Done, ItemResult, Token
 
 
 def test_a_batch_comes_back_in_order_with_every_field(client: Client) -> None:
-    reply = client.generate([{"id": "b", "prompt": "xyz"}, {"id": "a", "token_ids": [65, 66], "n": 2, "seed": 7}],
-                            sampling={"max_tokens": 5, "logprobs": 1, "raw_logprobs": True, "prompt_logprobs": 0})
+    reply = client.generate(
+        [{"id": "b", "prompt": "xyz"}, {"id": "a", "token_ids": [65, 66], "n": 2, "seed": 7}],
+        sampling={"max_tokens": 5, "logprobs": 1, "raw_logprobs": True, "prompt_logprobs": 0},
+    )
     assert [result.id for result in reply.results] == ["b", "a"]
     first, second = reply.results
     assert first.choices[0].text == "xyzxy"
@@ -28,10 +30,20 @@ def test_a_batch_comes_back_in_order_with_every_field(client: Client) -> None:
     assert choice.top_logprobs == [([token], [-0.5]) for token in choice.token_ids]
     assert choice.prompt_logprobs == [None, ([66, 65], [-2.0, -0.1])]
     assert (choice.finish_reason, choice.stop_reason) == ("length", None)
-    assert [(span.version, span.start, span.end) for span in choice.weight_versions] == [("v0", 0, 5)]
+    assert [(span.version, span.start, span.end) for span in choice.weight_versions] == [
+        ("v0", 0, 5)
+    ]
     assert [choice.seed for choice in second.choices] == [7, 7 + 10**6]
-    assert choice.sd.mean_accept_length == 2.5 and choice.sd.histogram == [0, 1, 1] and (choice.sd.steps, choice.sd.drafted) == (2, 6)
-    assert (reply.usage.prompt_tokens, reply.usage.completion_tokens, reply.numerics) == (5, 15, "strict")
+    assert (
+        choice.sd.mean_accept_length == 2.5
+        and choice.sd.histogram == [0, 1, 1]
+        and (choice.sd.steps, choice.sd.drafted) == (2, 6)
+    )
+    assert (reply.usage.prompt_tokens, reply.usage.completion_tokens, reply.numerics) == (
+        5,
+        15,
+        "strict",
+    )
 
 
 def test_absent_seeds_differ_and_are_reported(client: Client, server: LiveServer) -> None:
@@ -41,22 +53,38 @@ def test_absent_seeds_differ_and_are_reported(client: Client, server: LiveServer
     assert {request.seed for request in server.engine.submitted[-2:]} == set(seeds)
 
 
-def test_own_sampling_wins_field_by_field_and_choices_share_a_group(client: Client, server: LiveServer) -> None:
-    client.generate([{"prompt": "ab", "n": 2, "sampling": {"top_k": 5}}, {"prompt": "ab", "group_id": "g"}],
-                    sampling={"max_tokens": 2, "top_k": 9, "temperature": 0.5})
+def test_own_sampling_wins_field_by_field_and_choices_share_a_group(
+    client: Client, server: LiveServer
+) -> None:
+    client.generate(
+        [{"prompt": "ab", "n": 2, "sampling": {"top_k": 5}}, {"prompt": "ab", "group_id": "g"}],
+        sampling={"max_tokens": 2, "top_k": 9, "temperature": 0.5},
+    )
     first, second, third = server.engine.submitted[-3:]
     assert (first.sampling.top_k, first.sampling.temperature, third.sampling.top_k) == (5, 0.5, 9)
     assert first.group_id == second.group_id != third.group_id == "g"
 
 
 def test_a_stop_token_is_in_the_ids_and_not_in_the_text(client: Client) -> None:
-    by_eos, by_id = client.generate([{"token_ids": [65, EOS]}, {"token_ids": [65, 66], "sampling": {"stop_token_ids": [66]}}]).results
-    assert (by_eos.choices[0].token_ids, by_eos.choices[0].text, by_eos.choices[0].stop_reason) == ([65, EOS], "A", EOS)
-    assert (by_id.choices[0].token_ids, by_id.choices[0].text, by_id.choices[0].stop_reason) == ([65, 66], "A", 66)
+    by_eos, by_id = client.generate(
+        [{"token_ids": [65, EOS]}, {"token_ids": [65, 66], "sampling": {"stop_token_ids": [66]}}]
+    ).results
+    assert (by_eos.choices[0].token_ids, by_eos.choices[0].text, by_eos.choices[0].stop_reason) == (
+        [65, EOS],
+        "A",
+        EOS,
+    )
+    assert (by_id.choices[0].token_ids, by_id.choices[0].text, by_id.choices[0].stop_reason) == (
+        [65, 66],
+        "A",
+        66,
+    )
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_stop_string_ends_text_before_and_ids_at_the_token_that_completed_it(client: Client, stream: bool) -> None:
+def test_a_stop_string_ends_text_before_and_ids_at_the_token_that_completed_it(
+    client: Client, stream: bool
+) -> None:
     item = {"prompt": "hello world", "sampling": {"stop": ["wo", "zz"], "max_tokens": 100}}
     if stream:
         events = list(client.stream([item]))
@@ -73,18 +101,33 @@ def test_a_stop_string_ends_text_before_and_ids_at_the_token_that_completed_it(c
 
 
 def test_min_tokens_keeps_stop_strings_off(client: Client) -> None:
-    choice = client.generate([{"prompt": "ab"}], sampling={"stop": "b", "min_tokens": 5, "max_tokens": 9}).results[0].choices[0]
+    choice = (
+        client.generate(
+            [{"prompt": "ab"}], sampling={"stop": "b", "min_tokens": 5, "max_tokens": 9}
+        )
+        .results[0]
+        .choices[0]
+    )
     assert (choice.text, len(choice.token_ids)) == ("ababa", 6)
 
 
 def test_streaming_gives_tokens_then_results_then_done(client: Client) -> None:
-    events = list(client.stream([{"id": "x", "prompt": "abc"}, {"id": "y", "prompt": "de", "n": 2}], sampling={"max_tokens": 7}))
+    events = list(
+        client.stream(
+            [{"id": "x", "prompt": "abc"}, {"id": "y", "prompt": "de", "n": 2}],
+            sampling={"max_tokens": 7},
+        )
+    )
     assert isinstance(events[-1], Done) and events[-1].usage.completion_tokens == 21
     results = {event.id: event for event in events if isinstance(event, ItemResult)}
     assert set(results) == {"x", "y"}
     for id, result in results.items():
         for choice in result.choices:
-            own = [event for event in events if isinstance(event, Token) and (event.id, event.index) == (id, choice.index)]
+            own = [
+                event
+                for event in events
+                if isinstance(event, Token) and (event.id, event.index) == (id, choice.index)
+            ]
             assert [token for event in own for token in event.token_ids] == choice.token_ids
             assert "".join(event.text or "" for event in own) == choice.text
             assert [value for event in own for value in event.logprobs] == choice.logprobs
@@ -99,12 +142,20 @@ def test_stream_frames_are_server_sent_events(server: LiveServer) -> None:
     assert all(json.loads(frame[1].removeprefix("data: ")) for frame in frames)
 
 
-def test_streamed_tokens_carry_the_alternatives_and_prompt_logprobs_that_were_asked_for(client: Client) -> None:
-    events = list(client.stream([{"prompt": "ab"}], sampling={"max_tokens": 5, "logprobs": 1, "prompt_logprobs": 0}))
+def test_streamed_tokens_carry_the_alternatives_and_prompt_logprobs_that_were_asked_for(
+    client: Client,
+) -> None:
+    events = list(
+        client.stream(
+            [{"prompt": "ab"}], sampling={"max_tokens": 5, "logprobs": 1, "prompt_logprobs": 0}
+        )
+    )
     tokens = [event for event in events if isinstance(event, Token)]
     choice = next(event for event in events if isinstance(event, ItemResult)).choices[0]
     assert [each for event in tokens for each in event.top_logprobs or []] == choice.top_logprobs
-    assert [event.prompt_logprobs for event in tokens] == [choice.prompt_logprobs] + [None] * (len(tokens) - 1)
+    assert [event.prompt_logprobs for event in tokens] == [choice.prompt_logprobs] + [None] * (
+        len(tokens) - 1
+    )
 
 
 def test_max_tokens_null_is_all_that_the_prompt_leaves(client: Client, server: LiveServer) -> None:
@@ -118,7 +169,9 @@ def test_messages_go_through_the_chat_template(client: Client, server: LiveServe
 
 
 def test_an_item_that_fails_is_an_error_among_results(client: Client) -> None:
-    good, bad = client.generate([{"prompt": "a"}, {"token_ids": [FAILS], "n": 3}], sampling={"max_tokens": 2}).results
+    good, bad = client.generate(
+        [{"prompt": "a"}, {"token_ids": [FAILS], "n": 3}], sampling={"max_tokens": 2}
+    ).results
     assert good.choices and good.error is None
     assert bad.error is not None and bad.error.code == "engine_failed" and not bad.choices
 
@@ -132,7 +185,11 @@ def test_a_reply_without_any_result_has_the_first_errors_status(server: LiveServ
 def test_refusals_are_typed_errors_of_the_client(client: Client) -> None:
     with pytest.raises(ServerError, match="did you mean temperature") as caught:
         client.generate([{"prompt": "a", "sampling": {"temprature": 1}}])
-    assert (caught.value.code, caught.value.status, caught.value.retryable) == ("invalid_request", 400, False)
+    assert (caught.value.code, caught.value.status, caught.value.retryable) == (
+        "invalid_request",
+        400,
+        False,
+    )
     with pytest.raises(ServerError):
         list(client.stream([]))
 
@@ -140,8 +197,12 @@ def test_refusals_are_typed_errors_of_the_client(client: Client) -> None:
 async def _asynchronously(url: str) -> tuple[str | None, int]:
     async with AsyncClient(url, timeout_s=20) as client:
         reply = await client.generate([{"prompt": "ab"}], sampling={"max_tokens": 4})
-        events = [event async for event in client.stream([{"prompt": "ab"}], sampling={"max_tokens": 4})]
-        return reply.results[0].choices[0].text, len([event for event in events if isinstance(event, Done)])
+        events = [
+            event async for event in client.stream([{"prompt": "ab"}], sampling={"max_tokens": 4})
+        ]
+        return reply.results[0].choices[0].text, len(
+            [event for event in events if isinstance(event, Done)]
+        )
 
 
 def test_the_asyncio_client_does_the_same(server: LiveServer) -> None:
@@ -154,40 +215,67 @@ def test_probes_metrics_and_server_info(server: LiveServer, client: Client) -> N
     for path in ("/health", "/livez", "/readyz", "/startupz"):
         assert httpx.get(server.url + path).status_code == 200
     info = client.server_info()
-    assert info["numerics"] == "strict" and info["engine"]["weight_version"] == "v0" and "api_key_file" not in info["config"]
+    assert (
+        info["numerics"] == "strict"
+        and info["engine"]["weight_version"] == "v0"
+        and "api_key_file" not in info["config"]
+    )
     client.generate([{"prompt": "a"}], sampling={"max_tokens": 1})
     text = httpx.get(f"{server.url}/metrics").text
-    for line in ('tlt_sequences_total{result="length"}', "tlt_pages_free 60.0", 'tlt_strategy_in_force{strategy="off"} 1.0',
-                 'tlt_engine_gauge{name="odd_gauge"} 1.0', "tlt_open_sequences 0.0", 'tlt_build_info{'):
+    for line in (
+        'tlt_sequences_total{result="length"}',
+        "tlt_pages_free 60.0",
+        'tlt_strategy_in_force{strategy="off"} 1.0',
+        'tlt_engine_gauge{name="odd_gauge"} 1.0',
+        "tlt_open_sequences 0.0",
+        "tlt_build_info{",
+    ):
         assert line in text
 
 
 def test_unknown_paths_and_methods_are_typed(server: LiveServer) -> None:
-    assert "did you mean /generate?" in httpx.get(f"{server.url}/generat").json()["error"]["message"]
+    assert (
+        "did you mean /generate?" in httpx.get(f"{server.url}/generat").json()["error"]["message"]
+    )
     assert httpx.get(f"{server.url}/livez/").status_code == 404  # a path has one spelling
     response = httpx.get(f"{server.url}/generate")
     error = response.json()["error"]
-    assert (response.status_code, error["code"], response.headers["allow"]) == (405, "method_not_allowed", "POST")
+    assert (response.status_code, error["code"], response.headers["allow"]) == (
+        405,
+        "method_not_allowed",
+        "POST",
+    )
     assert error["message"] == "GET is not a method of /generate; use POST"
     assert httpx.delete(f"{server.url}/strategy").headers["allow"] == "GET, PUT"
     wrong = httpx.get(f"{server.url}/weights/v1/commit")
     assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
 
 
-def test_a_bug_in_mid_stream_is_an_error_event_and_not_a_broken_stream(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_in_mid_stream_is_an_error_event_and_not_a_broken_stream(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(self: object, output: object) -> None:
         raise ZeroDivisionError("secret prompt")
 
     monkeypatch.setattr("tlt_server.frontend.sequence.Sequence.push", broken)
     events = list(client.stream([{"id": "x", "prompt": "secret"}]))
-    assert [event.error.code for event in events if isinstance(event, ItemResult) and event.error] == ["internal"]
+    assert [
+        event.error.code for event in events if isinstance(event, ItemResult) and event.error
+    ] == ["internal"]
     with pytest.raises(ServerError) as caught:
         client.generate([{"prompt": "secret"}])
-    assert (caught.value.code, caught.value.status) == ("internal", 500) and "secret" not in caught.value.message
+    assert (caught.value.code, caught.value.status) == (
+        "internal",
+        500,
+    ) and "secret" not in caught.value.message
 
 
-def test_the_example_in_the_client_package_runs(server: LiveServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_example_in_the_client_package_runs(
+    server: LiveServer, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert tlt_client.__doc__ is not None
-    code = textwrap.dedent(tlt_client.__doc__.partition("\n\n")[2]).replace("http://127.0.0.1:8000", server.url)
+    code = textwrap.dedent(tlt_client.__doc__.partition("\n\n")[2]).replace(
+        "http://127.0.0.1:8000", server.url
+    )
     exec(code, {})
     assert capsys.readouterr().out.count("2 + 2 =") >= 4

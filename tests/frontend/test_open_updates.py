@@ -1,4 +1,6 @@
-"""A weight update that its trainer has left open: others' pushes are no success, it is shown, and it ends by itself."""
+"""A weight update that its trainer has left open: others' pushes are no success, it is shown, and
+it ends by itself.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +36,14 @@ def post(server: LiveServer, path: str) -> dict[str, Any]:
     return dict(reply.json())
 
 
-def test_a_push_that_ends_staged_without_having_asked_for_it_is_an_error(client: Client, server: LiveServer) -> None:
+def test_a_push_that_ends_staged_without_having_asked_for_it_is_an_error(
+    client: Client, server: LiveServer
+) -> None:
     post(server, "/begin_weight_update")
-    with pytest.raises(NotLive, match="'v1' is staged, not live: somebody has begun a weight update.*/end_weight_update"):
+    with pytest.raises(
+        NotLive,
+        match="'v1' is staged, not live: somebody has begun a weight update.*/end_weight_update",
+    ):
         client.update_weights("p", "v1")
     with Client(server.url, retries=Retries(times=3, first_s=5)) as patient, pytest.raises(NotLive):
         patient.update_weights("p", "v2")
@@ -48,14 +55,17 @@ def test_a_push_that_ends_staged_without_having_asked_for_it_is_an_error(client:
                 await client.push_weights("v4", path="p")
 
     asyncio.run(asked())
-    pushed = [command for command in server.engine.weight_commands if isinstance(command, PushWeights)]
+    pushed = [
+        command for command in server.engine.weight_commands if isinstance(command, PushWeights)
+    ]
     assert len(pushed) == 4, "none was sent again"
     assert post(server, "/end_weight_update")["success"]
     assert client.update_weights("p", "v5")["state"] == "committed"
 
 
-def test_the_command_shows_the_update_and_its_push_fails(client: Client, server: LiveServer, tmp_path: Path,
-                                                         capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_shows_the_update_and_its_push_fails(
+    client: Client, server: LiveServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def tlt(*words: str) -> tuple[int, str, str]:
         status = main(["weights", *words, "--url", server.url])
         said = capsys.readouterr()
@@ -66,13 +76,22 @@ def test_the_command_shows_the_update_and_its_push_fails(client: Client, server:
     status, _, err = tlt("push", str(tmp_path), "--version", "v1")
     assert status == 1 and "'v1' is staged, not live" in err and "/end_weight_update" in err
     update = client.weights()["update"]
-    assert update is not None and (update["selector"], update["pushes"]) == ("target", 1) and 0 < update["ends_in_s"] <= 600
+    assert (
+        update is not None
+        and (update["selector"], update["pushes"]) == ("target", 1)
+        and 0 < update["ends_in_s"] <= 600
+    )
     said = tlt("status")[1]
-    assert "a weight update of target is open since" in said and "POST /end_weight_update makes live" in said
+    assert (
+        "a weight update of target is open since" in said
+        and "POST /end_weight_update makes live" in said
+    )
     assert tlt("push", str(tmp_path), "--version", "v2", "--stage")[0] == 0
     post(server, "/begin_weight_update")
     post(server, "/end_weight_update")
-    assert client.weights()["update"] is None and client.weights()["target"] == "v0", "begun anew it drops what it held"
+    assert client.weights()["update"] is None and client.weights()["target"] == "v0", (
+        "begun anew it drops what it held"
+    )
     assert tlt("push", str(tmp_path), "--version", "v3")[0] == 0
 
 
@@ -86,7 +105,9 @@ def logged() -> Iterator[list[Any]]:
     structlog.configure(**before)
 
 
-def test_an_update_for_which_nobody_calls_is_dropped_and_said_so(model: Path, logged: list[Any]) -> None:
+def test_an_update_for_which_nobody_calls_is_dropped_and_said_so(
+    model: Path, logged: list[Any]
+) -> None:
     with live_server(model, weight_update_ttl_s=3.0) as server, Client(server.url) as client:
         post(server, "/begin_weight_update")
         client.update_weights("p", "v1", commit=False)
@@ -94,13 +115,28 @@ def test_an_update_for_which_nobody_calls_is_dropped_and_said_so(model: Path, lo
         with pytest.raises(errors.Conflict, match="ended by itself"):
             client.update_weights("p", "v2")  # perhaps another trainer's, who asks again
         named = httpx.post(f"{server.url}/update_weight_version", json={"new_version": "v1"})
-        assert named.status_code == 409 and "ended by itself" in named.text, "it was meant for what is gone"
+        assert named.status_code == 409 and "ended by itself" in named.text, (
+            "it was meant for what is gone"
+        )
         assert httpx.post(f"{server.url}/end_weight_update").status_code == 409
         assert client.update_weights("p", "v2")["state"] == "committed"
-        assert httpx.post(f"{server.url}/update_weight_version", json={"new_version": "v3"}).status_code == 200
-        assert [command.session != "" for command in server.engine.weight_commands if isinstance(command, AbortWeights)] == [True]
+        assert (
+            httpx.post(
+                f"{server.url}/update_weight_version", json={"new_version": "v3"}
+            ).status_code
+            == 200
+        )
+        assert [
+            command.session != ""
+            for command in server.engine.weight_commands
+            if isinstance(command, AbortWeights)
+        ] == [True]
     (said,) = [line for line in logged if line["event"] == "weight_update_dropped"]
-    assert said["log_level"] == "warning" and said["pushes"] == 1 and "weight_update_ttl_s" in said["remedy"]
+    assert (
+        said["log_level"] == "warning"
+        and said["pushes"] == 1
+        and "weight_update_ttl_s" in said["remedy"]
+    )
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -111,7 +147,9 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 class Jumping(selectors.DefaultSelector):
-    """Nothing comes from outside: a loop that has nothing to do but to wait goes on at once, that much later by its clock."""
+    """Nothing comes from outside: a loop that has nothing to do but to wait goes on at once, that
+    much later by its clock.
+    """
 
     now_s = 0.0
 
@@ -122,6 +160,7 @@ class Jumping(selectors.DefaultSelector):
 
 def timed(story: Coroutine[Any, Any, None]) -> None:
     """Run it by a clock of its own, so that however long the machine takes is none of its time."""
+
     def made() -> asyncio.AbstractEventLoop:
         selector = Jumping()
         loop = asyncio.SelectorEventLoop(selector)

@@ -1,4 +1,6 @@
-"""The OpenAPI document has every route, with words and with the schemas of the types in use; a real validator has no complaint."""
+"""The OpenAPI document has every route, with words and with the schemas of the types in use; a real
+validator has no complaint.
+"""
 
 from __future__ import annotations
 
@@ -16,28 +18,84 @@ from tests.frontend.live_server import LiveServer, live_server
 
 OPEN = {"/health", "/readyz", "/livez", "/startupz", "/ping", "/"}
 ROUTES = {
-    ("post", "/generate"), ("get", "/strategy"), ("put", "/strategy"), ("get", "/health"), ("get", "/readyz"), ("get", "/livez"),
-    ("get", "/startupz"), ("get", "/metrics"), ("get", "/server_info"), ("get", "/v1/models"), ("post", "/v1/completions"),
-    ("post", "/v1/chat/completions"), ("post", "/tokenize"), ("post", "/detokenize"), ("get", "/openapi.json"),
-    ("post", "/update_weights"), ("get", "/weights"), ("post", "/weights/rollback"), ("post", "/weights/{version}/commit"),
-    ("post", "/weights/{version}/abort"), ("post", "/weight_checker"), ("get", "/weight_info"),
-    ("put", "/weights/{version}/{part}.safetensors"), ("get", "/weights/{version}/{part}.safetensors"), ("post", "/weight_groups"),
-    ("delete", "/weight_groups/{name}"), ("post", "/init_weight_transfer_engine"), ("post", "/init_broadcaster"),
-    ("post", "/init_weights_update_group"), ("post", "/destroy_weights_update_group"), ("post", "/update_weights_from_distributed"),
+    ("post", "/generate"),
+    ("get", "/strategy"),
+    ("put", "/strategy"),
+    ("get", "/health"),
+    ("get", "/readyz"),
+    ("get", "/livez"),
+    ("get", "/startupz"),
+    ("get", "/metrics"),
+    ("get", "/server_info"),
+    ("get", "/v1/models"),
+    ("post", "/v1/completions"),
+    ("post", "/v1/chat/completions"),
+    ("post", "/tokenize"),
+    ("post", "/detokenize"),
+    ("get", "/openapi.json"),
+    ("post", "/update_weights"),
+    ("get", "/weights"),
+    ("post", "/weights/rollback"),
+    ("post", "/weights/{version}/commit"),
+    ("post", "/weights/{version}/abort"),
+    ("post", "/weight_checker"),
+    ("get", "/weight_info"),
+    ("put", "/weights/{version}/{part}.safetensors"),
+    ("get", "/weights/{version}/{part}.safetensors"),
+    ("post", "/weight_groups"),
+    ("delete", "/weight_groups/{name}"),
+    ("post", "/init_weight_transfer_engine"),
+    ("post", "/init_broadcaster"),
+    ("post", "/init_weights_update_group"),
+    ("post", "/destroy_weights_update_group"),
+    ("post", "/update_weights_from_distributed"),
     ("post", "/collective_rpc"),
-    ("post", "/pause"), ("post", "/resume"), ("get", "/is_paused"), ("post", "/abort_requests"), ("get", "/get_world_size"),
-    ("post", "/start_weight_update"), ("post", "/start_draft_weight_update"), ("post", "/finish_weight_update"),
-    ("post", "/update_weight_version"), ("post", "/reset_prefix_cache"), ("post", "/sleep"), ("post", "/wake_up"), ("get", "/is_sleeping"),
-    ("post", "/inference/v1/generate"), ("get", "/load"), ("get", "/version"), ("get", "/ping"),
-    ("get", "/get_server_info"), ("get", "/health_generate"), ("get", "/get_model_info"), ("get", "/model_info"),
-    ("get", "/get_weight_version"), ("get", "/v1/loads"), ("post", "/pause_generation"), ("post", "/continue_generation"),
-    ("post", "/abort_request"), ("get", "/flush_cache"), ("post", "/flush_cache"), ("post", "/begin_weight_update"),
-    ("post", "/end_weight_update"), ("post", "/update_weights_from_disk"), ("post", "/update_weights_from_tensor"),
-    ("post", "/release_memory_occupation"), ("post", "/resume_memory_occupation"), ("post", "/weights_checker"),
-    ("get", "/get_weights_by_name"), ("post", "/get_weights_by_name"),
-    ("get", "/rollouts"), ("get", "/rollouts/{id}"), ("delete", "/rollouts/{id}"),
+    ("post", "/pause"),
+    ("post", "/resume"),
+    ("get", "/is_paused"),
+    ("post", "/abort_requests"),
+    ("get", "/get_world_size"),
+    ("post", "/start_weight_update"),
+    ("post", "/start_draft_weight_update"),
+    ("post", "/finish_weight_update"),
+    ("post", "/update_weight_version"),
+    ("post", "/reset_prefix_cache"),
+    ("post", "/sleep"),
+    ("post", "/wake_up"),
+    ("get", "/is_sleeping"),
+    ("post", "/inference/v1/generate"),
+    ("get", "/load"),
+    ("get", "/version"),
+    ("get", "/ping"),
+    ("get", "/get_server_info"),
+    ("get", "/health_generate"),
+    ("get", "/get_model_info"),
+    ("get", "/model_info"),
+    ("get", "/get_weight_version"),
+    ("get", "/v1/loads"),
+    ("post", "/pause_generation"),
+    ("post", "/continue_generation"),
+    ("post", "/abort_request"),
+    ("get", "/flush_cache"),
+    ("post", "/flush_cache"),
+    ("post", "/begin_weight_update"),
+    ("post", "/end_weight_update"),
+    ("post", "/update_weights_from_disk"),
+    ("post", "/update_weights_from_tensor"),
+    ("post", "/release_memory_occupation"),
+    ("post", "/resume_memory_occupation"),
+    ("post", "/weights_checker"),
+    ("get", "/get_weights_by_name"),
+    ("post", "/get_weights_by_name"),
+    ("get", "/rollouts"),
+    ("get", "/rollouts/{id}"),
+    ("delete", "/rollouts/{id}"),
 }
-SHAPES = {"openai": ["Failure"], "vllm_rl": ["Faulty"], "sglang": ["Refusal", "Outcome"]}  # of errors, by dialect
+SHAPES = {
+    "openai": ["Failure"],
+    "vllm_rl": ["Faulty"],
+    "sglang": ["Refusal", "Outcome"],
+}  # of errors, by dialect
 PUSHES = {"/update_weights", "/update_weight_version", "/update_weights_from_disk"}
 GENERATES = {"/generate", "/v1/completions", "/v1/chat/completions"}
 
@@ -53,11 +111,18 @@ def operations(document: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, A
             yield method, path, about
 
 
-def test_a_validator_accepts_the_document(document: dict[str, Any], model: Path, tmp_path: Path) -> None:
+def test_a_validator_accepts_the_document(
+    document: dict[str, Any], model: Path, tmp_path: Path
+) -> None:
     validate(document, cls=OpenAPIV31SpecValidator)
     (tmp_path / "keys").write_text("secret\n")
     with live_server(model, api_key_file=tmp_path / "keys") as keyed:
-        validate(httpx.get(f"{keyed.url}/openapi.json", headers={"authorization": "Bearer secret"}).json(), cls=OpenAPIV31SpecValidator)
+        validate(
+            httpx.get(
+                f"{keyed.url}/openapi.json", headers={"authorization": "Bearer secret"}
+            ).json(),
+            cls=OpenAPIV31SpecValidator,
+        )
 
 
 def test_every_route_is_described(document: dict[str, Any]) -> None:
@@ -66,9 +131,17 @@ def test_every_route_is_described(document: dict[str, Any]) -> None:
     for (method, path), about in found.items():
         assert about["summary"], path
         assert ("requestBody" in about) == (method in ("post", "put")), path
-        in_path = [parameter["name"] for parameter in about.get("parameters", []) if parameter["in"] == "path"]
-        assert in_path == re.findall(r"{(.*?)}", path) and all(parameter["description"] for parameter in about.get("parameters", []))
-        assert about["responses"]["200"]["content"] and all(response["description"] for response in about["responses"].values())
+        in_path = [
+            parameter["name"]
+            for parameter in about.get("parameters", [])
+            if parameter["in"] == "path"
+        ]
+        assert in_path == re.findall(r"{(.*?)}", path) and all(
+            parameter["description"] for parameter in about.get("parameters", [])
+        )
+        assert about["responses"]["200"]["content"] and all(
+            response["description"] for response in about["responses"].values()
+        )
     assert len({about["operationId"] for about in found.values()}) == len(found)
 
 
@@ -81,7 +154,9 @@ def fields_below(document: dict[str, Any], bodies: list[dict[str, Any]]) -> dict
                 name = schema["$ref"].rpartition("/")[2]
                 if name not in seen:
                     seen.add(name)
-                    for field, about in document["components"]["schemas"][name].get("properties", {}).items():
+                    for field, about in (
+                        document["components"]["schemas"][name].get("properties", {}).items()
+                    ):
                         yield f"{name}.{field}", about.get("description", "")
                     yield from fields(document["components"]["schemas"][name])
             for part in schema.values():
@@ -95,30 +170,58 @@ def fields_below(document: dict[str, Any], bodies: list[dict[str, Any]]) -> dict
 
 
 def test_every_field_that_a_client_sets_is_described(document: dict[str, Any]) -> None:
-    found = fields_below(document, [about["requestBody"] for _, _, about in operations(document) if "requestBody" in about])
-    assert {"SamplingFields.min_p", "ItemFields.salt", "Message.name", "CompletionRequest.echo", "ChatMessage.role"} <= found.keys()
+    found = fields_below(
+        document,
+        [about["requestBody"] for _, _, about in operations(document) if "requestBody" in about],
+    )
+    assert {
+        "SamplingFields.min_p",
+        "ItemFields.salt",
+        "Message.name",
+        "CompletionRequest.echo",
+        "ChatMessage.role",
+    } <= found.keys()
     assert [name for name, description in found.items() if not description] == []
 
 
 def test_every_field_of_a_reply_is_described(document: dict[str, Any]) -> None:
     found = fields_below(document, [about["responses"] for _, _, about in operations(document)])
-    assert {"Reply.numerics", "Choice.finish_reason", "SdReport.histogram", "Token.text", "Completion.usage", "ChatChoice.delta",
-            "EngineInfo.pages", "StrategyState.in_force", "PushReply.state", "RolloutSummary.status", "WireError.code"} <= found.keys()
-    assert [name for name, description in found.items() if not description] == ["Phase.type"], "a struct's tag takes no words"
+    assert {
+        "Reply.numerics",
+        "Choice.finish_reason",
+        "SdReport.histogram",
+        "Token.text",
+        "Completion.usage",
+        "ChatChoice.delta",
+        "EngineInfo.pages",
+        "StrategyState.in_force",
+        "PushReply.state",
+        "RolloutSummary.status",
+        "WireError.code",
+    } <= found.keys()
+    assert [name for name, description in found.items() if not description] == ["Phase.type"], (
+        "a struct's tag takes no words"
+    )
     schemas = document["components"]["schemas"]
     assert all(re.fullmatch(r"\w+", name) for name in schemas), "a name without its module"
     assert schemas["Choice"]["properties"]["finish_reason"]["enum"] == ["abort", "length", "stop"]
     assert schemas["RolloutReply"]["properties"]["status"]["enum"] == ["done", "running"]
 
 
-def test_headers_of_replies_are_listed_and_sent(document: dict[str, Any], server: LiveServer) -> None:
+def test_headers_of_replies_are_listed_and_sent(
+    document: dict[str, Any], server: LiveServer
+) -> None:
     for _, path, about in operations(document):
-        assert all("X-Request-Id" in response["headers"] for response in about["responses"].values()), path
+        assert all(
+            "X-Request-Id" in response["headers"] for response in about["responses"].values()
+        ), path
     listed = document["paths"]["/generate"]["post"]["responses"]
     assert "X-Rollout-Id" in listed["200"]["headers"].keys() & listed["202"]["headers"].keys()
     assert "X-Rollout-Id" not in listed["413"]["headers"], "nothing was begun"
     body = {"requests": [{"prompt": "a"}], "sampling": {"max_tokens": 1}, "detach": True}
-    assert {"x-request-id", "x-rollout-id"} <= httpx.post(f"{server.url}/generate", json=body).headers.keys()
+    assert {"x-request-id", "x-rollout-id"} <= httpx.post(
+        f"{server.url}/generate", json=body
+    ).headers.keys()
     assert "x-request-id" in httpx.get(f"{server.url}/weights/none").headers
 
 
@@ -129,45 +232,91 @@ def test_every_status_is_listed_with_the_errors_that_have_it(document: dict[str,
         assert (method in ("get", "delete")) or {"400", "408", "413"} <= statuses, path
         assert path not in GENERATES or {"422", "429", "500", "503", "504"} <= statuses, path
         for status in statuses - {"200", "202"}:
-            [schema] = [content["schema"] for content in about["responses"][status]["content"].values()]
-            expected = [{"$ref": f"#/components/schemas/{name}"} for name in SHAPES.get(about["tags"][0], ["Refusal"])]
-            assert any(one in (schema, *schema.get("anyOf", [])) for one in expected), (path, status)
-    assert "weights_refused: " in document["paths"]["/update_weights"]["post"]["responses"]["422"]["description"]
-    assert document["paths"]["/v1/completions"]["post"]["responses"]["429"]["headers"]["Retry-After"]["schema"] == {"type": "integer"}
+            [schema] = [
+                content["schema"] for content in about["responses"][status]["content"].values()
+            ]
+            expected = [
+                {"$ref": f"#/components/schemas/{name}"}
+                for name in SHAPES.get(about["tags"][0], ["Refusal"])
+            ]
+            assert any(one in (schema, *schema.get("anyOf", [])) for one in expected), (
+                path,
+                status,
+            )
+    assert (
+        "weights_refused: "
+        in document["paths"]["/update_weights"]["post"]["responses"]["422"]["description"]
+    )
+    assert document["paths"]["/v1/completions"]["post"]["responses"]["429"]["headers"][
+        "Retry-After"
+    ]["schema"] == {"type": "integer"}
     startup = document["paths"]["/startupz"]["get"]["responses"]
-    assert startup["200"]["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/Startup"}
-    assert startup["200"]["content"]["application/json"]["schema"] in startup["503"]["content"]["application/json"]["schema"]["anyOf"]
+    assert startup["200"]["content"]["application/json"]["schema"] == {
+        "$ref": "#/components/schemas/Startup"
+    }
+    assert (
+        startup["200"]["content"]["application/json"]["schema"]
+        in startup["503"]["content"]["application/json"]["schema"]["anyOf"]
+    )
 
 
 def test_with_keys_all_but_the_probes_may_answer_401(model: Path, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("secret\n")
     with live_server(model, api_key_file=tmp_path / "keys") as server:
-        document = httpx.get(f"{server.url}/openapi.json", headers={"authorization": "Bearer secret"}).json()
+        document = httpx.get(
+            f"{server.url}/openapi.json", headers={"authorization": "Bearer secret"}
+        ).json()
     assert document["security"] == [{"key": []}]
     for _, path, about in operations(document):
-        assert ("401" in about["responses"]) == (path not in OPEN) == (about.get("security") != []), path
-        assert ("403" in about["responses"]) == bool(about.get("security") or path == "/update_weights"), path
+        assert (
+            ("401" in about["responses"]) == (path not in OPEN) == (about.get("security") != [])
+        ), path
+        assert ("403" in about["responses"]) == bool(
+            about.get("security") or path == "/update_weights"
+        ), path
     assert document["paths"]["/strategy"]["put"]["security"] == [{"key": ["operate"]}]
 
 
-def test_streams_are_described_by_their_events(document: dict[str, Any], server: LiveServer) -> None:
+def test_streams_are_described_by_their_events(
+    document: dict[str, Any], server: LiveServer
+) -> None:
     for path in GENERATES:
         content = document["paths"][path]["post"]["responses"]["200"]["content"]
         assert content.keys() == {"application/json", "text/event-stream"}
-        events = {event["properties"]["event"]["const"] for event in content["text/event-stream"]["schema"]["anyOf"]}
-        body = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["example"]
+        events = {
+            event["properties"]["event"]["const"]
+            for event in content["text/event-stream"]["schema"]["anyOf"]
+        }
+        body = document["paths"][path]["post"]["requestBody"]["content"]["application/json"][
+            "example"
+        ]
         stream = httpx.post(server.url + path, json=body | {"stream": True}).text
         assert set(re.findall(r"^event: (\w+)$", stream, re.MULTILINE)) <= events
-        assert events == ({"token", "result", "error", "done", "message"} if path == "/generate" else {"message"})
+        assert events == (
+            {"token", "result", "error", "done", "message"} if path == "/generate" else {"message"}
+        )
 
 
 def test_examples_are_accepted(document: dict[str, Any], server: LiveServer) -> None:
-    examples = {path: (method, content["example"]) for method, path, about in operations(document)
-                for content in about.get("requestBody", {}).get("content", {}).values() if "example" in content}
+    examples = {
+        path: (method, content["example"])
+        for method, path, about in operations(document)
+        for content in about.get("requestBody", {}).get("content", {}).values()
+        if "example" in content
+    }
     assert examples.keys() == GENERATES | PUSHES | {
-        "/tokenize", "/detokenize", "/strategy", "/inference/v1/generate", "/collective_rpc", "/abort_request",
-        "/init_weight_transfer_engine", "/init_broadcaster", "/init_weights_update_group", "/update_weights_from_distributed",
-        "/get_weights_by_name"}
+        "/tokenize",
+        "/detokenize",
+        "/strategy",
+        "/inference/v1/generate",
+        "/collective_rpc",
+        "/abort_request",
+        "/init_weight_transfer_engine",
+        "/init_broadcaster",
+        "/init_weights_update_group",
+        "/update_weights_from_distributed",
+        "/get_weights_by_name",
+    }
     for path, (method, example) in examples.items():
         response = httpx.request(method, server.url + path, json=example)
         assert response.status_code == 200, (path, response.text)
@@ -179,7 +328,9 @@ def test_every_reference_is_defined(document: dict[str, Any]) -> None:
     assert {name.removeprefix(prefix) for name in found} <= document["components"]["schemas"].keys()
 
 
-def test_schemas_are_those_of_the_types_that_validate(document: dict[str, Any], server: LiveServer) -> None:
+def test_schemas_are_those_of_the_types_that_validate(
+    document: dict[str, Any], server: LiveServer
+) -> None:
     schemas = document["components"]["schemas"]
     assert schemas["SamplingFields"]["properties"]["temperature"]["maximum"] == 100
     assert schemas["CompletionRequest"]["properties"]["temperature"]["anyOf"][0]["maximum"] == 100
@@ -194,6 +345,8 @@ def test_null_is_allowed_where_it_is_the_same_as_absent(document: dict[str, Any]
     schemas = document["components"]["schemas"]
     for name in ("CompletionRequest", "ChatRequest", "TokenizeRequest", "DetokenizeRequest"):
         for field, about in schemas[name]["properties"].items():
-            assert ({"type": "null"} in about.get("anyOf", [])) == (field not in schemas[name].get("required", ())), (name, field)
+            assert ({"type": "null"} in about.get("anyOf", [])) == (
+                field not in schemas[name].get("required", ())
+            ), (name, field)
     assert {"type": "null"} in schemas["ItemFields"]["properties"]["seed"]["anyOf"]
     assert "anyOf" not in schemas["ItemFields"]["properties"]["n"]

@@ -1,4 +1,6 @@
-"""Too much load is refused at once, typed, and with the time after which to come again; what could never pass is told so."""
+"""Too much load is refused at once, typed, and with the time after which to come again; what could
+never pass is told so.
+"""
 
 from __future__ import annotations
 
@@ -16,26 +18,52 @@ from tests.frontend.test_limits import LONG, connect, eventually, head, read_all
 from tlt_server.records import OFF, Cycle, StepContext
 
 
-@pytest.mark.parametrize(("path", "envelope"), [("/generate", b'{"error":{"code":"unavailable"'), ("/v1/completions", b'"type":')])
-def test_a_connection_too_many_is_answered_with_a_typed_503_and_closed(model: Path, path: str, envelope: bytes) -> None:
-    with live_server(model, max_connections=2) as server, connect(server) as first, connect(server) as second:
+@pytest.mark.parametrize(
+    ("path", "envelope"),
+    [("/generate", b'{"error":{"code":"unavailable"'), ("/v1/completions", b'"type":')],
+)
+def test_a_connection_too_many_is_answered_with_a_typed_503_and_closed(
+    model: Path, path: str, envelope: bytes
+) -> None:
+    with (
+        live_server(model, max_connections=2) as server,
+        connect(server) as first,
+        connect(server) as second,
+    ):
         for connection in (first, second):
             connection.sendall(b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n")
             assert connection.recv(65536).startswith(b"HTTP/1.1 200")
         with connect(server) as third:
             third.sendall(head(path, content_length=2) + b"{}")
             reply = read_all(third)
-        assert reply.startswith(b"HTTP/1.1 503") and b"retry-after: 1" in reply and b"connection: close" in reply.lower()
-        assert envelope in reply and b"3 connections are open; the limit is 2 (max_connections)" in reply
+        assert (
+            reply.startswith(b"HTTP/1.1 503")
+            and b"retry-after: 1" in reply
+            and b"connection: close" in reply.lower()
+        )
+        assert (
+            envelope in reply
+            and b"3 connections are open; the limit is 2 (max_connections)" in reply
+        )
         second.close()
         eventually(lambda: httpx.get(f"{server.url}/livez").status_code == 200)
 
 
 def full(server: LiveServer, *, tokens_per_s: float = 100.0) -> None:
-    """Teach the forecast: steps of a full engine that gives so many tokens, ends of sequences at half of max_tokens."""
+    """Teach the forecast: steps of a full engine that gives so many tokens, ends of sequences at
+    half of max_tokens.
+    """
+
     def teach() -> None:
-        cycle = Cycle(context=StepContext(8, 0, 10.0, 0), strategy=OFF, rows=8, emitted=int(tokens_per_s), accepted=(), drafted=0,
-                      step_s=1.0)
+        cycle = Cycle(
+            context=StepContext(8, 0, 10.0, 0),
+            strategy=OFF,
+            rows=8,
+            emitted=int(tokens_per_s),
+            accepted=(),
+            drafted=0,
+            step_s=1.0,
+        )
         for _ in range(20):
             server.client.admission.stepped(cycle, waiting=1)
         for _ in range(20):
@@ -44,18 +72,42 @@ def full(server: LiveServer, *, tokens_per_s: float = 100.0) -> None:
     server.call(teach)
 
 
-@pytest.mark.parametrize(("path", "body"), [
-    ("/generate", {"requests": [{"prompt": "abc"}], "sampling": {"max_tokens": 100}, "timeout_s": 2}),
-    ("/generate", {"requests": [{"prompt": "abc"}], "sampling": {"max_tokens": 100}, "timeout_s": 2, "stream": True}),
-    ("/generate", {"requests": [{"prompt": "abc"}], "queue_timeout_s": 2}),
-    ("/v1/completions", {"prompt": "abc", "max_tokens": 100}),
-])
-def test_what_would_be_late_is_refused_at_once_and_told_when_to_come_again(model: Path, path: str, body: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (
+            "/generate",
+            {"requests": [{"prompt": "abc"}], "sampling": {"max_tokens": 100}, "timeout_s": 2},
+        ),
+        (
+            "/generate",
+            {
+                "requests": [{"prompt": "abc"}],
+                "sampling": {"max_tokens": 100},
+                "timeout_s": 2,
+                "stream": True,
+            },
+        ),
+        ("/generate", {"requests": [{"prompt": "abc"}], "queue_timeout_s": 2}),
+        ("/v1/completions", {"prompt": "abc", "max_tokens": 100}),
+    ],
+)
+def test_what_would_be_late_is_refused_at_once_and_told_when_to_come_again(
+    model: Path, path: str, body: dict[str, Any]
+) -> None:
     with live_server(model, default_timeout_s=2.0 if path.startswith("/v1") else 100.0) as server:
         full(server)
         encoded: list[Any] = []
-        server.call(lambda: server.text.__setattr__("encode", lambda *texts, **options: encoded.append(texts)))
-        waits = {"requests": [{"token_ids": [HANGS], "n": 20}], "sampling": {"max_tokens": 100}, "stream": True}
+        server.call(
+            lambda: server.text.__setattr__(
+                "encode", lambda *texts, **options: encoded.append(texts)
+            )
+        )
+        waits = {
+            "requests": [{"token_ids": [HANGS], "n": 20}],
+            "sampling": {"max_tokens": 100},
+            "stream": True,
+        }
         with httpx.Client() as other, other.stream("POST", f"{server.url}/generate", json=waits):
             eventually(lambda: len(server.client) == 20)
             started = time.monotonic()
@@ -64,12 +116,19 @@ def test_what_would_be_late_is_refused_at_once_and_told_when_to_come_again(model
             error = response.json()["error"]
             assert response.status_code == 429 and error["code"] == "overloaded", error
             # 13 of 20 must end first, of 50 tokens each: 6.5 s, with caution 7.8 s
-            assert re.search(r"and it has (2\.0|1\.\d) s \((queue_)?timeout_s\)", error["message"]), "what is left of its time"
+            assert re.search(
+                r"and it has (2\.0|1\.\d) s \((queue_)?timeout_s\)", error["message"]
+            ), "what is left of its time"
             assert 6 <= int(response.headers["retry-after"]) <= 7
             assert encoded == [] and len(server.client) == 20
             metrics = httpx.get(f"{server.url}/metrics").text
-            assert 6.4 < float(metrics.partition("\ntlt_forecast_wait_seconds ")[2].split()[0]) < 6.6
-            assert "\ntlt_open_tokens 2020.0" in metrics and 'tlt_requests_rejected_total{reason="overloaded"} 1.0' in metrics
+            assert (
+                6.4 < float(metrics.partition("\ntlt_forecast_wait_seconds ")[2].split()[0]) < 6.6
+            )
+            assert (
+                "\ntlt_open_tokens 2020.0" in metrics
+                and 'tlt_requests_rejected_total{reason="overloaded"} 1.0' in metrics
+            )
         eventually(lambda: len(server.client) == 0)
         assert server.client.admission.tokens == 0
 
@@ -81,19 +140,35 @@ def hundreds(n: int) -> dict[str, Any]:
 def test_a_queue_that_is_full_of_tokens_or_pages_refuses(model: Path) -> None:
     with live_server(model, max_queue_tokens=500, max_page_forecast=1.0) as server:
         one = {"requests": [{"token_ids": [HANGS] * 100}], "sampling": {"max_tokens": 300}}
-        with httpx.Client() as other, other.stream("POST", f"{server.url}/generate", json=one | {"stream": True}):
+        with (
+            httpx.Client() as other,
+            other.stream("POST", f"{server.url}/generate", json=one | {"stream": True}),
+        ):
             eventually(lambda: len(server.client) == 1)
             response = httpx.post(f"{server.url}/generate", json=one)
-            assert response.status_code == 429 and "400 tokens are open and 400 more are over the limit of 500" in response.text
+            assert (
+                response.status_code == 429
+                and "400 tokens are open and 400 more are over the limit of 500" in response.text
+            )
             assert response.headers["retry-after"] == "1"
         response = httpx.post(f"{server.url}/generate", json=hundreds(8))
-        assert response.status_code == 413 and "808 tokens (prompt + max_tokens)" in response.text and "split it" in response.text
+        assert (
+            response.status_code == 413
+            and "808 tokens (prompt + max_tokens)" in response.text
+            and "split it" in response.text
+        )
     with live_server(model, max_page_forecast=1.0) as server:
         one = {"requests": [{"token_ids": [HANGS] * 100}], "sampling": {"max_tokens": 300}}
-        with httpx.Client() as other, other.stream("POST", f"{server.url}/generate", json=one | {"stream": True}):
+        with (
+            httpx.Client() as other,
+            other.stream("POST", f"{server.url}/generate", json=one | {"stream": True}),
+        ):
             eventually(lambda: len(server.client) == 1)
             response = httpx.post(f"{server.url}/generate", json=hundreds(20))
-            assert response.status_code == 429 and "135 more are over the limit of 64 (max_page_forecast" in response.text
+            assert (
+                response.status_code == 429
+                and "135 more are over the limit of 64 (max_page_forecast" in response.text
+            )
         eventually(lambda: len(server.client) == 0)
         assert httpx.post(f"{server.url}/generate", json=hundreds(20)).status_code == 200  # alone
 
@@ -111,12 +186,29 @@ def test_where_nothing_fits_no_body_is_parsed(model: Path) -> None:
 
 def test_the_queues_deadline_is_the_engines_to_keep_and_a_429(server: LiveServer) -> None:
     """The engine here is made to say what a real one says of a sequence that it has not begun."""
-    response = httpx.post(f"{server.url}/generate", json={"requests": [{"token_ids": [LATE]}], "queue_timeout_s": 0.2})
-    assert response.status_code == 429 and response.json()["results"][0]["error"]["code"] == "queue_timeout"
-    assert response.json()["results"][0]["error"]["retryable"] and response.headers["retry-after"] == "1"
+    response = httpx.post(
+        f"{server.url}/generate", json={"requests": [{"token_ids": [LATE]}], "queue_timeout_s": 0.2}
+    )
+    assert (
+        response.status_code == 429
+        and response.json()["results"][0]["error"]["code"] == "queue_timeout"
+    )
+    assert (
+        response.json()["results"][0]["error"]["retryable"]
+        and response.headers["retry-after"] == "1"
+    )
     asked = server.engine.submitted[-1]
     assert asked.begin_by_s is not None and 0 < time.monotonic() - (asked.begin_by_s - 0.2) < 30
     response = httpx.post(f"{server.url}/v1/completions", json={"prompt": [LATE]})
-    assert response.status_code == 429 and response.json()["error"]["code"] == "queue_timeout" and response.headers["retry-after"] == "1"
-    response = httpx.post(f"{server.url}/generate", json={"requests": [{"prompt": "a"}], "queue_timeout_s": 3601})
-    assert response.status_code == 400 and "queue_timeout_s is 3601; the limit is 3600 s (queue_timeout_s)" in response.text
+    assert (
+        response.status_code == 429
+        and response.json()["error"]["code"] == "queue_timeout"
+        and response.headers["retry-after"] == "1"
+    )
+    response = httpx.post(
+        f"{server.url}/generate", json={"requests": [{"prompt": "a"}], "queue_timeout_s": 3601}
+    )
+    assert (
+        response.status_code == 400
+        and "queue_timeout_s is 3601; the limit is 3600 s (queue_timeout_s)" in response.text
+    )

@@ -1,4 +1,6 @@
-"""The route of the built-in page: what its reply says to a browser, and that the page asks for metrics that exist."""
+"""The route of the built-in page: what its reply says to a browser, and that the page asks for
+metrics that exist.
+"""
 
 from __future__ import annotations
 
@@ -18,18 +20,38 @@ SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}
 
 def test_the_page_is_the_file_and_may_not_be_framed_sniffed_or_extended(server: LiveServer) -> None:
     reply = httpx.get(f"{server.url}/")
-    assert reply.content == PAGE.read_bytes() and reply.headers["content-type"] == "text/html; charset=utf-8"
-    policy = dict(rule.split(" ", 1) for rule in reply.headers["content-security-policy"].split("; "))
-    assert policy.pop("script-src").startswith("'sha256-") and policy.pop("style-src").startswith("'sha256-")
-    assert policy == {"default-src": "'none'", "img-src": "data:", "connect-src": "'self'", "base-uri": "'none'", "form-action": "'none'",
-                      "frame-ancestors": "'none'"}
-    assert (reply.headers["x-content-type-options"], reply.headers["referrer-policy"]) == ("nosniff", "no-referrer")
+    assert (
+        reply.content == PAGE.read_bytes()
+        and reply.headers["content-type"] == "text/html; charset=utf-8"
+    )
+    policy = dict(
+        rule.split(" ", 1) for rule in reply.headers["content-security-policy"].split("; ")
+    )
+    assert policy.pop("script-src").startswith("'sha256-") and policy.pop("style-src").startswith(
+        "'sha256-"
+    )
+    assert policy == {
+        "default-src": "'none'",
+        "img-src": "data:",
+        "connect-src": "'self'",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+        "frame-ancestors": "'none'",
+    }
+    assert (reply.headers["x-content-type-options"], reply.headers["referrer-policy"]) == (
+        "nosniff",
+        "no-referrer",
+    )
 
 
 def test_a_browser_that_has_the_page_is_told_so(server: LiveServer) -> None:
     first = httpx.get(f"{server.url}/")
     assert first.headers["cache-control"] == "no-cache"
-    for known, status in ((first.headers["etag"], 304), (f'"other", W/{first.headers["etag"]}', 304), ('"other"', 200)):
+    for known, status in (
+        (first.headers["etag"], 304),
+        (f'"other", W/{first.headers["etag"]}', 304),
+        ('"other"', 200),
+    ):
         assert httpx.get(f"{server.url}/", headers={"if-none-match": known}).status_code == status
     assert httpx.head(f"{server.url}/").headers["etag"] == first.headers["etag"]
 
@@ -44,8 +66,13 @@ def test_the_page_needs_no_key_and_is_the_same_with_one(model: Path, tmp_path: P
 
 
 def test_the_page_names_no_other_place(server: LiveServer) -> None:
-    addresses = set(re.findall(r"\w+://[^\s'\"]+|(?:src|href)=\S+", httpx.get(f"{server.url}/").text))
-    assert addresses == {"http://www.w3.org/2000/svg", 'href="data:image/svg+xml,%3Csvg'}  # names of a namespace, and the icon
+    addresses = set(
+        re.findall(r"\w+://[^\s'\"]+|(?:src|href)=\S+", httpx.get(f"{server.url}/").text)
+    )
+    assert addresses == {
+        "http://www.w3.org/2000/svg",
+        'href="data:image/svg+xml,%3Csvg',
+    }  # names of a namespace, and the icon
 
 
 def test_it_is_described(server: LiveServer) -> None:

@@ -1,4 +1,6 @@
-"""Tokens one by one: their bytes join to the bytes of the text, and their characters are counted once."""
+"""Tokens one by one: their bytes join to the bytes of the text, and their characters are counted
+once.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,18 @@ def test_special_tokens_have_a_text_and_no_characters_and_unknown_ids_have_neith
 
 
 def test_byte_fallback_tokenizers_give_bytes_and_spaces() -> None:
-    tokenizer = Tokenizer(models.Unigram([("<0xE2>", 0.0), ("\u2581hi", 0.0), ("x", 0.0)], byte_fallback=True, unk_id=2))
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer = Tokenizer(
+        models.Unigram(
+            [("<0xE2>", 0.0), ("\u2581hi", 0.0), ("x", 0.0)], byte_fallback=True, unk_id=2
+        )
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
     tokenizer.add_tokens([AddedToken("own", special=False)])
     pieces = Pieces(Text(tokenizer))
-    assert [pieces[i] for i in (0, 1, 3)] == [("\ufffd", b"\xe2", 1), (" hi", b" hi", 3), ("own", b"own", 3)]
+    assert [pieces[i] for i in (0, 1, 3)] == [
+        ("\ufffd", b"\xe2", 1),
+        (" hi", b" hi", 3),
+        ("own", b"own", 3),
+    ]

@@ -1,4 +1,6 @@
-"""`tlt weights` in front of a server without a model: whom it trusts, which key it sends, and what it says."""
+"""`tlt weights` in front of a server without a model: whom it trusts, which key it sends, and what
+it says.
+"""
 
 from __future__ import annotations
 
@@ -16,33 +18,60 @@ __all__ = ["files", "first"]  # fixtures
 
 
 def test_it_speaks_to_a_server_that_asks_for_a_certificate(
-        model: Path, files: dict[str, Path], first: Issuer, capsys: pytest.CaptureFixture[str]) -> None:
+    model: Path, files: dict[str, Path], first: Issuer, capsys: pytest.CaptureFixture[str]
+) -> None:
     cert, key = first.issue("client", "trainer@rl.example")
     own = ["--tls-ca", str(first.ca), "--tls-cert", str(cert), "--tls-key", str(key)]
     with live_server(model, **files, tls_client_ca=first.ca) as mutual:
         url = ["--url", mutual.url]
-        for verb, said in ((["status"], "live: target 'v0'"), (["push", str(model), "--version", "v1"], "committed: version 'v1'"),
-                           (["rollback"], "rolled_back: "), (["abort", "v2"], "aborted: version 'v2'; live is 'v0'")):
+        for verb, said in (
+            (["status"], "live: target 'v0'"),
+            (["push", str(model), "--version", "v1"], "committed: version 'v1'"),
+            (["rollback"], "rolled_back: "),
+            (["abort", "v2"], "aborted: version 'v2'; live is 'v0'"),
+        ):
             assert main(["weights", *verb, *url, *own]) == 0 and said in capsys.readouterr().out
         for missing in ([], own[:2]):
-            assert main(["weights", "status", *url, *missing]) == 1 and "--tls-ca, --tls-cert and --tls-key" in capsys.readouterr().err
-        assert main(["weights", "status", *url, *own[:4]]) == 2 and "give both, or neither" in capsys.readouterr().err
-        assert main(["weights", "status", *url, "--tls-ca", str(key)]) == 2 and str(key) in capsys.readouterr().err
+            assert (
+                main(["weights", "status", *url, *missing]) == 1
+                and "--tls-ca, --tls-cert and --tls-key" in capsys.readouterr().err
+            )
+        assert (
+            main(["weights", "status", *url, *own[:4]]) == 2
+            and "give both, or neither" in capsys.readouterr().err
+        )
+        assert (
+            main(["weights", "status", *url, "--tls-ca", str(key)]) == 2
+            and str(key) in capsys.readouterr().err
+        )
 
 
-@pytest.mark.parametrize("content", [
-    "push-key\n", "push-key scopes=push-weights name=trainer\n", "\n  # of the trainer\n\t# and\n  push-key  name=x\nother\n"])
-def test_it_sends_the_first_key_of_a_file(model: Path, tmp_path: Path, content: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "content",
+    [
+        "push-key\n",
+        "push-key scopes=push-weights name=trainer\n",
+        "\n  # of the trainer\n\t# and\n  push-key  name=x\nother\n",
+    ],
+)
+def test_it_sends_the_first_key_of_a_file(
+    model: Path, tmp_path: Path, content: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "keys").write_text("push-key scopes=push-weights name=trainer\n")
     (tmp_path / "own").write_text(content)
     with live_server(model, api_key_file=tmp_path / "keys") as server:
         asked = ["weights", "status", "--url", server.url]
-        assert main([*asked, "--api-key-file", str(tmp_path / "own")]) == 0 and "live: target 'v0'" in capsys.readouterr().out
+        assert (
+            main([*asked, "--api-key-file", str(tmp_path / "own")]) == 0
+            and "live: target 'v0'" in capsys.readouterr().out
+        )
         assert main(asked) == 1 and "unauthenticated" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("content", ["", "\n # none\n", "sha256:0123 name=x\nplain\n"])
-def test_a_file_without_a_plain_key_is_named(tmp_path: Path, content: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_without_a_plain_key_is_named(
+    tmp_path: Path, content: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "own").write_text(content)
     assert main(["weights", "status", "--api-key-file", str(tmp_path / "own")]) == 2
     assert f"{tmp_path / 'own'} begins with no plain key" in capsys.readouterr().err

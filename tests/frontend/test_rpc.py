@@ -1,4 +1,6 @@
-"""The gRPC server beside what both transports share: clients that leave or do not read, sizes, keys before messages, health, reflection."""
+"""The gRPC server beside what both transports share: clients that leave or do not read, sizes, keys
+before messages, health, reflection.
+"""
 
 from __future__ import annotations
 
@@ -15,27 +17,55 @@ import httpx
 import pytest
 from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2_grpc import HealthStub
-from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
+    ProtoReflectionDescriptorDatabase,
+)
 
 from tests.frontend.fake_engine import HANGS
 from tests.frontend.live_server import LiveServer, live_server
 from tests.frontend.test_limits import eventually
 from tests.frontend.test_metrics import series
-from tlt_client.errors import Cancelled, ConnectionFailed, InvalidRequest, NotReached, ServerError, Unauthenticated, Unavailable
-from tlt_client.rpc import GenerateRequest, GetInfoRequest, Item, RolloutServiceStub, SamplingFields, WatchEventsRequest, error_of
+from tlt_client.errors import (
+    Cancelled,
+    ConnectionFailed,
+    InvalidRequest,
+    NotReached,
+    ServerError,
+    Unauthenticated,
+    Unavailable,
+)
+from tlt_client.rpc import (
+    GenerateRequest,
+    GetInfoRequest,
+    Item,
+    RolloutServiceStub,
+    SamplingFields,
+    WatchEventsRequest,
+    error_of,
+)
 from tlt_client.rpc import rollout_pb2 as proto
 from tlt_server import build
 from tlt_server.frontend.rpc.exchange import Exchange
 from tlt_server.frontend.rpc.methods import METHODS
 
 LONG = GenerateRequest(requests=[Item(token_ids=[HANGS])])
-SHORT = GenerateRequest(requests=[Item(prompt="abc", seed=7)], sampling=SamplingFields(max_tokens=4))
+SHORT = GenerateRequest(
+    requests=[Item(prompt="abc", seed=7)], sampling=SamplingFields(max_tokens=4)
+)
 
 
 @pytest.fixture(scope="module")
 def server(model: Path) -> Iterator[LiveServer]:
-    with live_server(model, grpc_port=0, max_body_mb=1, body_timeout_s=2.0, send_timeout_s=2.0, max_header_kb=4, max_connections=5,
-                     max_output_tokens=500) as running:
+    with live_server(
+        model,
+        grpc_port=0,
+        max_body_mb=1,
+        body_timeout_s=2.0,
+        send_timeout_s=2.0,
+        max_header_kb=4,
+        max_connections=5,
+        max_output_tokens=500,
+    ) as running:
         yield running
 
 
@@ -63,7 +93,9 @@ def raw(channel: grpc.Channel, method: str = "GenerateBatch", **options: Any) ->
     return channel.unary_unary(f"/tlt.v1.RolloutService/{method}", **options)
 
 
-def test_a_client_that_cancels_frees_its_sequences(server: LiveServer, stub: RolloutServiceStub) -> None:
+def test_a_client_that_cancels_frees_its_sequences(
+    server: LiveServer, stub: RolloutServiceStub
+) -> None:
     stream = stub.Generate(LONG)
     eventually(lambda: server.engine.running)
     stream.cancel()
@@ -74,7 +106,9 @@ def test_a_client_that_cancels_frees_its_sequences(server: LiveServer, stub: Rol
     eventually(lambda: not server.engine.running and len(server.client) == 0)
 
 
-def test_a_deadline_of_grpc_that_passes_frees_them_too(server: LiveServer, stub: RolloutServiceStub) -> None:
+def test_a_deadline_of_grpc_that_passes_frees_them_too(
+    server: LiveServer, stub: RolloutServiceStub
+) -> None:
     assert refused(lambda: stub.GenerateBatch(LONG, timeout=0.2)).code == "unknown"
     eventually(lambda: not server.engine.running and len(server.client) == 0)
 
@@ -88,12 +122,20 @@ def test_a_connection_that_breaks_frees_them_too(server: LiveServer) -> None:
 
 
 def test_who_does_not_read_is_cut_off(model: Path) -> None:
-    """A window that does not grow, and a reply of many times its size: sequences that still run end with the stream."""
+    """A window that does not grow, and a reply of many times its size: sequences that still run end
+    with the stream.
+    """
     narrow = [("grpc.http2.bdp_probe", 0)]
-    with live_server(model, grpc_port=0, send_timeout_s=0.3, engine={"per_step": 100, "step_s": 0.0}) as fast, \
-            grpc.insecure_channel(fast.grpc_address, options=narrow) as channel:
+    with (
+        live_server(
+            model, grpc_port=0, send_timeout_s=0.3, engine={"per_step": 100, "step_s": 0.0}
+        ) as fast,
+        grpc.insecure_channel(fast.grpc_address, options=narrow) as channel,
+    ):
         items = [*(Item(prompt="abc", n=64) for _ in range(5)), Item(token_ids=[HANGS])]
-        stream = RolloutServiceStub(channel).Generate(GenerateRequest(requests=items, sampling=SamplingFields(max_tokens=400)))
+        stream = RolloutServiceStub(channel).Generate(
+            GenerateRequest(requests=items, sampling=SamplingFields(max_tokens=400))
+        )
         next(stream)
         eventually(lambda: len(fast.client) == 1)
         eventually(lambda: len(fast.client) == 0)
@@ -101,11 +143,15 @@ def test_who_does_not_read_is_cut_off(model: Path) -> None:
         assert isinstance(error, Cancelled) and "unread for 0.3 s (send_timeout_s)" in error.message
 
 
-def test_sizes_are_bounded_and_a_refusal_is_typed_up_to_twice_the_limit(server: LiveServer, channel: grpc.Channel) -> None:
+def test_sizes_are_bounded_and_a_refusal_is_typed_up_to_twice_the_limit(
+    server: LiveServer, channel: grpc.Channel
+) -> None:
     limit = 2**20
     for size in (limit + 1, 2 * limit - 100):
         error = refused(lambda: raw(channel)(bytes(size)))  # noqa: B023
-        assert error.code == "too_large" and f"limit is {limit} bytes (max_body_mb)" in error.message
+        assert (
+            error.code == "too_large" and f"limit is {limit} bytes (max_body_mb)" in error.message
+        )
     beyond = refused(lambda: raw(channel)(bytes(3 * limit)))
     assert beyond.code == "unknown" and "RESOURCE_EXHAUSTED" in beyond.message
     assert isinstance(refused(lambda: raw(channel)(b"\xff" * 100)), InvalidRequest)
@@ -123,14 +169,28 @@ def test_metadata_are_bounded(stub: RolloutServiceStub) -> None:
     assert stub.GenerateBatch(SHORT, metadata=[("x-request-id", "x" * 100)]).results
 
 
-@pytest.mark.parametrize(("message", "says"), [
-    (SHORT.SerializeToString() + b"\xf8\x06\x01", "field number 111"),
-    (GenerateRequest(requests=[Item(prompt="a")], timeout_s=float("nan")).SerializeToString(), "timeout_s is nan; it must be a finite"),
-    (GenerateRequest(requests=[Item(prompt="a", sampling=SamplingFields(logit_bias={5: float("inf")}))]).SerializeToString(),
-     "requests[0].sampling.logit_bias[5] is inf"),
-    (b"\x0a", "is no tlt.v1.GenerateRequest; send what rollout.proto says"),
-])
-def test_messages_that_no_json_is_like_are_refused(message: bytes, says: str, channel: grpc.Channel) -> None:
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        (SHORT.SerializeToString() + b"\xf8\x06\x01", "field number 111"),
+        (
+            GenerateRequest(
+                requests=[Item(prompt="a")], timeout_s=float("nan")
+            ).SerializeToString(),
+            "timeout_s is nan; it must be a finite",
+        ),
+        (
+            GenerateRequest(
+                requests=[Item(prompt="a", sampling=SamplingFields(logit_bias={5: float("inf")}))]
+            ).SerializeToString(),
+            "requests[0].sampling.logit_bias[5] is inf",
+        ),
+        (b"\x0a", "is no tlt.v1.GenerateRequest; send what rollout.proto says"),
+    ],
+)
+def test_messages_that_no_json_is_like_are_refused(
+    message: bytes, says: str, channel: grpc.Channel
+) -> None:
     error = refused(lambda: raw(channel)(message))
     assert isinstance(error, InvalidRequest) and says in error.message
 
@@ -138,13 +198,20 @@ def test_messages_that_no_json_is_like_are_refused(message: bytes, says: str, ch
 def test_a_name_is_one_segment_of_a_path(server: LiveServer, stub: RolloutServiceStub) -> None:
     for name in ("../strategy", "a/../../strategy", "x/commit", "%2e%2e/strategy"):
         error = refused(lambda: stub.GetRollout(proto.GetRolloutRequest(id=name)))  # noqa: B023
-        assert error.code == "invalid_request" and error.message.startswith(f"id is {name!r}; it must have no '/'"), error.message
+        assert error.code == "invalid_request" and error.message.startswith(
+            f"id is {name!r}; it must have no '/'"
+        ), error.message
     for name in ("..%2Fstrategy", "?a=b", "#", " ", "\x00", "\u00fc"):
         error = refused(lambda: stub.GetRollout(proto.GetRolloutRequest(id=name)))  # noqa: B023
-        assert error.code == "not_found" and error.message.startswith("there is no rollout"), (name, error.message)
+        assert error.code == "not_found" and error.message.startswith("there is no rollout"), (
+            name,
+            error.message,
+        )
 
 
-def test_a_message_that_does_not_come_is_not_waited_for(server: LiveServer, channel: grpc.Channel) -> None:
+def test_a_message_that_does_not_come_is_not_waited_for(
+    server: LiveServer, channel: grpc.Channel
+) -> None:
     call = channel.stream_unary("/tlt.v1.RolloutService/GenerateBatch")
     silent = threading.Event()
 
@@ -157,11 +224,17 @@ def test_a_message_that_does_not_come_is_not_waited_for(server: LiveServer, chan
     assert error.code == "request_timeout" and "2 s (body_timeout_s)" in error.message
 
 
-def test_more_calls_than_connections_are_refused(server: LiveServer, stub: RolloutServiceStub) -> None:
+def test_more_calls_than_connections_are_refused(
+    server: LiveServer, stub: RolloutServiceStub
+) -> None:
     open_calls = [stub.Generate(LONG) for _ in range(5)]
     eventually(lambda: len(server.engine.running) == 5)
     error = refused(lambda: stub.GetInfo(GetInfoRequest()))
-    assert isinstance(error, Unavailable) and "(max_connections)" in error.message and error.retry_after_s == 1
+    assert (
+        isinstance(error, Unavailable)
+        and "(max_connections)" in error.message
+        and error.retry_after_s == 1
+    )
     for call in open_calls:
         call.cancel()
     eventually(lambda: not server.engine.running)
@@ -195,7 +268,9 @@ def test_the_begin_of_a_reply_is_not_cut_off() -> None:
     """Behind half a begin no status could follow, and the client would wait for ever."""
     context, method = SlowToBegin(), METHODS["/tlt.v1.RolloutService/GetInfo"]
 
-    async def app(scope: object, receive: object, send: Callable[[dict[str, object]], Awaitable[None]]) -> None:
+    async def app(
+        scope: object, receive: object, send: Callable[[dict[str, object]], Awaitable[None]]
+    ) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"{}"})
 
@@ -210,8 +285,10 @@ def test_the_begin_of_a_reply_is_not_cut_off() -> None:
 
 def test_a_key_is_asked_for_before_the_message_is_read(model: Path, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("secret\n")
-    with live_server(model, api_key_file=tmp_path / "keys", grpc_port=0, max_body_mb=1) as keyed, \
-            grpc.insecure_channel(keyed.grpc_address) as channel:
+    with (
+        live_server(model, api_key_file=tmp_path / "keys", grpc_port=0, max_body_mb=1) as keyed,
+        grpc.insecure_channel(keyed.grpc_address) as channel,
+    ):
         stub, key = RolloutServiceStub(channel), [("authorization", "Bearer secret")]
         for message in (b"", b"\xff" * 100, bytes(2**20 + 5)):
             assert isinstance(refused(lambda: raw(channel)(message)), Unauthenticated)  # noqa: B023
@@ -220,7 +297,10 @@ def test_a_key_is_asked_for_before_the_message_is_read(model: Path, tmp_path: Pa
         with pytest.raises(grpc.RpcError) as caught:
             database.get_services()
         assert isinstance(error_of(caught.value), Unauthenticated)
-        assert HealthStub(channel).Check(health_pb2.HealthCheckRequest()).status == health_pb2.HealthCheckResponse.SERVING
+        assert (
+            HealthStub(channel).Check(health_pb2.HealthCheckRequest()).status
+            == health_pb2.HealthCheckResponse.SERVING
+        )
         refusals = httpx.get(f"{keyed.url}/metrics", headers=dict(key)).text
         assert series(refusals)["tlt_auth_refusals_total"]["no_key",] == 4
 
@@ -228,17 +308,26 @@ def test_a_key_is_asked_for_before_the_message_is_read(model: Path, tmp_path: Pa
 def test_reflection_describes_the_service(channel: grpc.Channel) -> None:
     database = ProtoReflectionDescriptorDatabase(channel)
     assert {"tlt.v1.RolloutService", "grpc.health.v1.Health"} <= set(database.get_services())
-    assert "GenerateRequest" in [message.name for message in database.FindFileContainingSymbol("tlt.v1.RolloutService").message_type]
+    assert "GenerateRequest" in [
+        message.name
+        for message in database.FindFileContainingSymbol("tlt.v1.RolloutService").message_type
+    ]
 
 
 def test_a_web_page_of_elsewhere_is_refused_as_over_http(stub: RolloutServiceStub) -> None:
-    error = refused(lambda: stub.GetInfo(GetInfoRequest(), metadata=[("origin", "https://evil.example")]))
+    error = refused(
+        lambda: stub.GetInfo(GetInfoRequest(), metadata=[("origin", "https://evil.example")])
+    )
     assert error.code == "forbidden" and "evil.example" in error.message
 
 
-def test_health_and_events_follow_the_server(server: LiveServer, stub: RolloutServiceStub, channel: grpc.Channel) -> None:
+def test_health_and_events_follow_the_server(
+    server: LiveServer, stub: RolloutServiceStub, channel: grpc.Channel
+) -> None:
     statuses, states = [], []
-    health = HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service="tlt.v1.RolloutService"))
+    health = HealthStub(channel).Watch(
+        health_pb2.HealthCheckRequest(service="tlt.v1.RolloutService")
+    )
     events = stub.WatchEvents(WatchEventsRequest())
 
     def follow(stream: Any, into: list[Any], what: Callable[[Any], Any]) -> None:
@@ -248,8 +337,14 @@ def test_health_and_events_follow_the_server(server: LiveServer, stub: RolloutSe
         except grpc.RpcError:
             pass
 
-    threads = [threading.Thread(target=follow, args=(health, statuses, lambda message: message.status), daemon=True),
-               threading.Thread(target=follow, args=(events, states, lambda message: message.state), daemon=True)]
+    threads = [
+        threading.Thread(
+            target=follow, args=(health, statuses, lambda message: message.status), daemon=True
+        ),
+        threading.Thread(
+            target=follow, args=(events, states, lambda message: message.state), daemon=True
+        ),
+    ]
     for thread in threads:
         thread.start()
     eventually(lambda: statuses and states)
@@ -259,31 +354,47 @@ def test_health_and_events_follow_the_server(server: LiveServer, stub: RolloutSe
     assert states[1].paused and not states[1].ready and "POST /resume" in states[1].reason
     stub.Resume(proto.ResumeRequest())
     eventually(lambda: len(statuses) == 3 and len(states) == 3)
-    assert statuses == [health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING,
-                        health_pb2.HealthCheckResponse.SERVING]
+    assert statuses == [
+        health_pb2.HealthCheckResponse.SERVING,
+        health_pb2.HealthCheckResponse.NOT_SERVING,
+        health_pb2.HealthCheckResponse.SERVING,
+    ]
     with pytest.raises(grpc.RpcError, match="there is no service 'x'"):
         HealthStub(channel).Check(health_pb2.HealthCheckRequest(service="x"))
-    assert next(HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service="x"))).status == \
-        health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
-    assert httpx.get(f"{server.url}/events").text.startswith("event: state\ndata: {\"ready\":true")
+    assert (
+        next(HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service="x"))).status
+        == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+    )
+    assert httpx.get(f"{server.url}/events").text.startswith('event: state\ndata: {"ready":true')
     health.cancel()
     events.cancel()
 
 
-def test_a_server_that_stops_ends_every_stream_typed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_stops_ends_every_stream_typed(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(build, "FLUSH_S", 50)
-    with live_server(model, grpc_port=0) as stopping, grpc.insecure_channel(stopping.grpc_address) as channel:
+    with (
+        live_server(model, grpc_port=0) as stopping,
+        grpc.insecure_channel(stopping.grpc_address) as channel,
+    ):
         stub = RolloutServiceStub(channel)
         stream, events = stub.Generate(LONG), stub.WatchEvents(WatchEventsRequest())
         health = HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
-        assert next(events).state.ready and next(health).status == health_pb2.HealthCheckResponse.SERVING
+        assert (
+            next(events).state.ready
+            and next(health).status == health_pb2.HealthCheckResponse.SERVING
+        )
         eventually(lambda: stopping.engine.running)
         began = time.monotonic()
         stopper = threading.Thread(target=stopping.stop)
         stopper.start()
         told = list(stream)
         assert [event.WhichOneof("event") for event in told] == ["error", "done"]
-        assert told[0].error.error.code == "unavailable" and "shutting down" in told[0].error.error.message
+        assert (
+            told[0].error.error.code == "unavailable"
+            and "shutting down" in told[0].error.error.message
+        )
         assert [event.state.draining for event in events] == [True]
         for _ in health:
             pass
@@ -297,7 +408,11 @@ def test_a_server_that_stops_ends_every_stream_typed(model: Path, monkeypatch: p
 
 def test_calls_count_and_their_lines_say_so(server: LiveServer, stub: RolloutServiceStub) -> None:
     def counted(method: str, code: str) -> float:
-        return series(httpx.get(f"{server.url}/metrics").text).get("tlt_grpc_calls_total", {}).get((code, method), 0.0)
+        return (
+            series(httpx.get(f"{server.url}/metrics").text)
+            .get("tlt_grpc_calls_total", {})
+            .get((code, method), 0.0)
+        )
 
     before = counted("GenerateBatch", "OK"), counted("GenerateBatch", "INVALID_ARGUMENT")
     stub.GenerateBatch(SHORT)

@@ -1,4 +1,6 @@
-"""One list of cases, each sent over HTTP and over gRPC: the same results, or the same errors with the same words."""
+"""One list of cases, each sent over HTTP and over gRPC: the same results, or the same errors with
+the same words.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,16 @@ from tlt_client.rpc import RolloutServiceStub, error_of
 from tlt_server import errors
 from tlt_server.frontend.rpc.methods import OPERATIONS, SERVICE
 
-KEYS = "".join(f"key-{name} scopes={scopes} name={name}\n" for name, scopes in (
-    ("data", "data"), ("other", "data"), ("push", "push-weights"), ("operator", "operate"), ("all", "data,push-weights,operate")))
+KEYS = "".join(
+    f"key-{name} scopes={scopes} name={name}\n"
+    for name, scopes in (
+        ("data", "data"),
+        ("other", "data"),
+        ("push", "push-weights"),
+        ("operator", "operate"),
+        ("all", "data,push-weights,operate"),
+    )
+)
 BATCH = ("GenerateBatch", "Generate", "Detach")
 MAX_BODY_BYTES = 2**20
 
@@ -52,38 +62,118 @@ INVALID, LARGE = "invalid_request", "too_large"
 CASES = [
     # what is right
     Case("text", batch(ITEM, sampling={"max_tokens": 8})),
-    Case("token ids", batch({"token_ids": [65, 66, 67], "seed": 2**64 - 1, "id": "a"}, sampling={"max_tokens": 8})),
-    Case("no text for it", batch({**ITEM, "n": 3, "group_id": "g", "salt": "s", "sd": False}, timeout_s=20.5, queue_timeout_s=5.0)),
+    Case(
+        "token ids",
+        batch(
+            {"token_ids": [65, 66, 67], "seed": 2**64 - 1, "id": "a"}, sampling={"max_tokens": 8}
+        ),
+    ),
+    Case(
+        "no text for it",
+        batch(
+            {**ITEM, "n": 3, "group_id": "g", "salt": "s", "sd": False},
+            timeout_s=20.5,
+            queue_timeout_s=5.0,
+        ),
+    ),
     Case("alternatives", sampled(logprobs=2, prompt_logprobs=2, raw_logprobs=True, max_tokens=5)),
-    Case("all sampling fields", sampled(temperature=0.5, top_p=0.9, min_p=0.1, top_k=5, min_tokens=1, stop=["zz", "y"], ignore_eos=True,
-                                        stop_token_ids=[5, 6], repetition_penalty=1.1, presence_penalty=0.5, frequency_penalty=-0.5,
-                                        logit_bias={"5": 1.5, "70": -2.0})),
+    Case(
+        "all sampling fields",
+        sampled(
+            temperature=0.5,
+            top_p=0.9,
+            min_p=0.1,
+            top_k=5,
+            min_tokens=1,
+            stop=["zz", "y"],
+            ignore_eos=True,
+            stop_token_ids=[5, 6],
+            repetition_penalty=1.1,
+            presence_penalty=0.5,
+            frequency_penalty=-0.5,
+            logit_bias={"5": 1.5, "70": -2.0},
+        ),
+    ),
     Case("a stop string", sampled(stop=["c"], max_tokens=20)),
-    Case("a stop token", batch({"token_ids": [65, 66, 256], "seed": 1, "id": "a"}, sampling={"max_tokens": 20})),
+    Case(
+        "a stop token",
+        batch({"token_ids": [65, 66, 256], "seed": 1, "id": "a"}, sampling={"max_tokens": 20}),
+    ),
     Case("what the prompt leaves", sampled(max_tokens=None)),
     Case("no tokens", sampled(max_tokens=0, prompt_logprobs=1)),
-    Case("an item's own fields", batch(ITEM, {"prompt": "b", "seed": 1, "id": "b", "sampling": {"max_tokens": 2}},
-                                       sampling={"max_tokens": 3})),
-    Case("many items", batch(*({"prompt": "abc" * i, "seed": i, "id": f"i{i}"} for i in range(1, 8)), sampling={"max_tokens": 9})),
-    Case("unlike texts", batch({"prompt": "\u00e9\u4e2d \U0001f600\n\"\\", "seed": 1, "id": "\u00fc"}, sampling={"max_tokens": 4})),
-    Case("a conversation", batch({"messages": [{"role": "user", "content": "a"}], "seed": 1, "id": "a"})),
-    Case("one item fails", batch(ITEM, {"token_ids": [FAILS], "seed": 1, "id": "b"}, sampling={"max_tokens": 4})),
+    Case(
+        "an item's own fields",
+        batch(
+            ITEM,
+            {"prompt": "b", "seed": 1, "id": "b", "sampling": {"max_tokens": 2}},
+            sampling={"max_tokens": 3},
+        ),
+    ),
+    Case(
+        "many items",
+        batch(
+            *({"prompt": "abc" * i, "seed": i, "id": f"i{i}"} for i in range(1, 8)),
+            sampling={"max_tokens": 9},
+        ),
+    ),
+    Case(
+        "unlike texts",
+        batch(
+            {"prompt": '\u00e9\u4e2d \U0001f600\n"\\', "seed": 1, "id": "\u00fc"},
+            sampling={"max_tokens": 4},
+        ),
+    ),
+    Case(
+        "a conversation",
+        batch({"messages": [{"role": "user", "content": "a"}], "seed": 1, "id": "a"}),
+    ),
+    Case(
+        "one item fails",
+        batch(ITEM, {"token_ids": [FAILS], "seed": 1, "id": "b"}, sampling={"max_tokens": 4}),
+    ),
     Case("every item fails", batch({"token_ids": [FAILS], "seed": 1, "id": "b"})),
     Case("its deadline passes", batch({"token_ids": [HANGS], "seed": 1, "id": "b"}, timeout_s=0.1)),
-    Case("not begun in time", batch({"token_ids": [LATE], "seed": 1, "id": "b"}, queue_timeout_s=0.1)),
+    Case(
+        "not begun in time", batch({"token_ids": [LATE], "seed": 1, "id": "b"}, queue_timeout_s=0.1)
+    ),
     Case("a request id", batch(ITEM), metadata={"x-request-id": "trainer-7"}),
     # fields that are wrong
     Case("nothing", {}, methods=BATCH, error=INVALID),
     Case("no prompt", batch({"id": "a"}), methods=BATCH, error=INVALID),
     Case("two prompts", batch({"prompt": "a", "token_ids": [1]}), error=INVALID),
     Case("an empty prompt", batch({"prompt": ""}), error=INVALID),
-    *(Case(f"{name} {value}", sampled(**{name: value}), error=INVALID) for name, value in (
-        ("temperature", -1.0), ("temperature", 101.0), ("temperature", 1e-5), ("top_p", 0.0), ("top_p", 1.5), ("min_p", -0.1),
-        ("top_k", -1), ("max_tokens", -1), ("max_tokens", 10_000), ("min_tokens", 9), ("min_tokens", -1), ("repetition_penalty", 0.0),
-        ("presence_penalty", 3.0), ("frequency_penalty", -2.5), ("logprobs", -1), ("logprobs", 21), ("prompt_logprobs", -2),
-        ("prompt_logprobs", -1), ("stop", [""]), ("stop", ["x" * 300]), ("stop", [str(i) for i in range(17)]),
-        ("stop_token_ids", [-1]), ("stop_token_ids", [300]), ("stop_token_ids", [1] * 65), ("logit_bias", {"300": 1.0}),
-        ("logit_bias", {"-1": 1.0}), ("logit_bias", {"5": 101.0}))),
+    *(
+        Case(f"{name} {value}", sampled(**{name: value}), error=INVALID)
+        for name, value in (
+            ("temperature", -1.0),
+            ("temperature", 101.0),
+            ("temperature", 1e-5),
+            ("top_p", 0.0),
+            ("top_p", 1.5),
+            ("min_p", -0.1),
+            ("top_k", -1),
+            ("max_tokens", -1),
+            ("max_tokens", 10_000),
+            ("min_tokens", 9),
+            ("min_tokens", -1),
+            ("repetition_penalty", 0.0),
+            ("presence_penalty", 3.0),
+            ("frequency_penalty", -2.5),
+            ("logprobs", -1),
+            ("logprobs", 21),
+            ("prompt_logprobs", -2),
+            ("prompt_logprobs", -1),
+            ("stop", [""]),
+            ("stop", ["x" * 300]),
+            ("stop", [str(i) for i in range(17)]),
+            ("stop_token_ids", [-1]),
+            ("stop_token_ids", [300]),
+            ("stop_token_ids", [1] * 65),
+            ("logit_bias", {"300": 1.0}),
+            ("logit_bias", {"-1": 1.0}),
+            ("logit_bias", {"5": 101.0}),
+        )
+    ),
     Case("an item's own field", batch({**ITEM, "sampling": {"temperature": -2.0}}), error=INVALID),
     Case("no choices", batch({**ITEM, "n": 0}), error=INVALID),
     Case("too many choices", batch({**ITEM, "n": 5}), error=INVALID),
@@ -101,35 +191,113 @@ CASES = [
     Case("a queue timeout too long", batch(ITEM, queue_timeout_s=1e7), error=INVALID),
     # bounds
     Case("too many items", batch(*({"prompt": "a"} for _ in range(9))), methods=BATCH, error=LARGE),
-    Case("too much output", batch({**ITEM, "n": 4}, {"prompt": "b", "n": 4}, sampling={"max_tokens": 400}), error=LARGE),
-    Case("too many sequences", batch(*({"prompt": "a", "n": 4} for _ in range(8))), methods=BATCH, error=LARGE),
-    Case("an over-size body", batch({"prompt": "a" * (MAX_BODY_BYTES + 10)}), methods=BATCH, error=LARGE),
+    Case(
+        "too much output",
+        batch({**ITEM, "n": 4}, {"prompt": "b", "n": 4}, sampling={"max_tokens": 400}),
+        error=LARGE,
+    ),
+    Case(
+        "too many sequences",
+        batch(*({"prompt": "a", "n": 4} for _ in range(8))),
+        methods=BATCH,
+        error=LARGE,
+    ),
+    Case(
+        "an over-size body",
+        batch({"prompt": "a" * (MAX_BODY_BYTES + 10)}),
+        methods=BATCH,
+        error=LARGE,
+    ),
     # keys
-    *(Case(f"{key or 'no'} key", batch(ITEM), methods=BATCH, key=key, error=error) for key, error in (
-        ("", "unauthenticated"), ("unknown", "unauthenticated"), ("push", "forbidden"), ("operator", "forbidden"))),
-    *(Case("not with data", {"name": "n"} if "Group" in method else {}, methods=(method,), key="data", error="forbidden")
-      for method in ("Pause", "Resume", "Abort", "Rollback", "JoinGroup", "LeaveGroup")),
-    Case("nor with data", {"version": "v"}, methods=("CommitWeights", "AbortWeights"), key="data", error="forbidden"),
-    *(Case("no key at all", {}, methods=(method,), key="", error="unauthenticated") for method in OPERATIONS),
+    *(
+        Case(f"{key or 'no'} key", batch(ITEM), methods=BATCH, key=key, error=error)
+        for key, error in (
+            ("", "unauthenticated"),
+            ("unknown", "unauthenticated"),
+            ("push", "forbidden"),
+            ("operator", "forbidden"),
+        )
+    ),
+    *(
+        Case(
+            "not with data",
+            {"name": "n"} if "Group" in method else {},
+            methods=(method,),
+            key="data",
+            error="forbidden",
+        )
+        for method in ("Pause", "Resume", "Abort", "Rollback", "JoinGroup", "LeaveGroup")
+    ),
+    Case(
+        "nor with data",
+        {"version": "v"},
+        methods=("CommitWeights", "AbortWeights"),
+        key="data",
+        error="forbidden",
+    ),
+    *(
+        Case("no key at all", {}, methods=(method,), key="", error="unauthenticated")
+        for method in OPERATIONS
+    ),
     # idempotency
-    *(Case("a key of no header", batch(ITEM), methods=("GenerateBatch", "Detach"), metadata={"idempotency-key": value}, error=INVALID)
-      for value in ("", "a b", "k" * 257)),
-    Case("a key and a stream", batch(ITEM), methods=("Generate",), metadata={"idempotency-key": "k-stream"}, error=INVALID),
+    *(
+        Case(
+            "a key of no header",
+            batch(ITEM),
+            methods=("GenerateBatch", "Detach"),
+            metadata={"idempotency-key": value},
+            error=INVALID,
+        )
+        for value in ("", "a b", "k" * 257)
+    ),
+    Case(
+        "a key and a stream",
+        batch(ITEM),
+        methods=("Generate",),
+        metadata={"idempotency-key": "k-stream"},
+        error=INVALID,
+    ),
     # rollouts, weights, pauses
-    Case("a rollout that is not there", {"id": "nope"}, methods=("GetRollout", "DeleteRollout"), error="not_found"),
-    Case("too long a wait", {"id": "nope", "wait_s": 100.0}, methods=("GetRollout",), error="not_found"),
+    Case(
+        "a rollout that is not there",
+        {"id": "nope"},
+        methods=("GetRollout", "DeleteRollout"),
+        error="not_found",
+    ),
+    Case(
+        "too long a wait",
+        {"id": "nope", "wait_s": 100.0},
+        methods=("GetRollout",),
+        error="not_found",
+    ),
     Case("a rollout of no name", {}, methods=("GetRollout",), error="not_found"),
     Case("a mode that is none", {"mode": "stop"}, methods=("Pause",), error=INVALID),
     Case("an empty name", {"request_ids": [""]}, methods=("Abort",), error=INVALID),
     Case("names of nothing open", {"request_ids": ["x", "y"]}, methods=("Abort",)),
-    Case("nothing was pushed", {"version": "step-9"}, methods=("CommitWeights", "AbortWeights"), key="push"),
-    Case("a rollback in an unknown way", {"in_flight": "stop"}, methods=("Rollback",), error=INVALID),
+    Case(
+        "nothing was pushed",
+        {"version": "step-9"},
+        methods=("CommitWeights", "AbortWeights"),
+        key="push",
+    ),
+    Case(
+        "a rollback in an unknown way", {"in_flight": "stop"}, methods=("Rollback",), error=INVALID
+    ),
     Case("a rollback", {"to": "v0"}, methods=("Rollback",)),
     Case("what is live", methods=("GetWeights",)),
     Case("a group without a store", {"name": "g"}, methods=("JoinGroup",), error=INVALID),
-    Case("a rank that is none", {"name": "g", "master_address": "h", "master_port": 1, "rank_offset": 2, "world_size": 2},
-         methods=("JoinGroup",), error=INVALID),
-    Case("a part of a server without the channel", {"version": "v", "part": "a"}, methods=("GetPart",), error="forbidden"),
+    Case(
+        "a rank that is none",
+        {"name": "g", "master_address": "h", "master_port": 1, "rank_offset": 2, "world_size": 2},
+        methods=("JoinGroup",),
+        error=INVALID,
+    ),
+    Case(
+        "a part of a server without the channel",
+        {"version": "v", "part": "a"},
+        methods=("GetPart",),
+        error="forbidden",
+    ),
     Case("the list of nothing", methods=("ListRollouts",), key="other"),
     Case("what it is", methods=("GetInfo",)),
     Case("what it is, to a tenant", methods=("GetInfo",), key="data"),
@@ -140,8 +308,16 @@ CASES = [
 def keyed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     file = tmp_path_factory.mktemp("keys") / "keys"
     file.write_text(KEYS)
-    with live_server(model, api_key_file=file, grpc_port=0, max_body_mb=1, max_batch_items=8, max_n=4, max_queue=24,
-                     max_batch_output_tokens=2000) as server:
+    with live_server(
+        model,
+        api_key_file=file,
+        grpc_port=0,
+        max_body_mb=1,
+        max_batch_items=8,
+        max_n=4,
+        max_queue=24,
+        max_batch_output_tokens=2000,
+    ) as server:
         yield server
 
 
@@ -158,18 +334,39 @@ class Answer:
 
 
 def over_http(server: LiveServer, method: str, case: Case) -> Answer:
-    """As `clients/proto/rollout.proto` says which operation a method is; written here without the server's own translation."""
+    """As `clients/proto/rollout.proto` says which operation a method is; written here without the
+    server's own translation.
+    """
     operation = OPERATIONS[method]
     says = {**case.says, **operation.says}
-    path = re.sub(r"{(\w+)}", lambda found: httpx.URL("/" + str(says.pop(found[1], ""))).path[1:], operation.path)
+    path = re.sub(
+        r"{(\w+)}",
+        lambda found: httpx.URL("/" + str(says.pop(found[1], ""))).path[1:],
+        operation.path,
+    )
     headers = {**case.metadata, **({"authorization": f"Bearer key-{case.key}"} if case.key else {})}
-    query = {name: str(value).lower() if isinstance(value, bool) else value for name, value in says.items()} if operation.in_query else {}
+    query = (
+        {
+            name: str(value).lower() if isinstance(value, bool) else value
+            for name, value in says.items()
+        }
+        if operation.in_query
+        else {}
+    )
     body = None if operation.in_query else httpx.Request("POST", "http://x", json=says).content
     if method == "WatchEvents":
         query = {"wait_s": "0"}
-    reply = httpx.request(operation.method, server.url + path, params=query, headers=headers, timeout=20,
-                          content=(part for part in [body]) if body is not None else None)  # its size is not declared
-    found = Answer(request_id=reply.headers["x-request-id"], retry_after=reply.headers.get("retry-after"))
+    reply = httpx.request(
+        operation.method,
+        server.url + path,
+        params=query,
+        headers=headers,
+        timeout=20,
+        content=(part for part in [body]) if body is not None else None,
+    )  # its size is not declared
+    found = Answer(
+        request_id=reply.headers["x-request-id"], retry_after=reply.headers.get("retry-after")
+    )
     if reply.headers["content-type"].startswith("text/event-stream"):
         events = re.findall(r"event: (\w+)\ndata: (.*)\n", reply.text)
         found.reply = [{name: httpx.Response(200, text=data).json()} for name, data in events]
@@ -179,7 +376,9 @@ def over_http(server: LiveServer, method: str, case: Case) -> Answer:
         error = content["error"]
         found.message, found.retryable = error["message"], error.get("retryable")
         found.code = error["code"] if isinstance(error["code"], str) else f"status {error['code']}"
-        assert found.code.startswith("status") or by_code(found.code).http_status == reply.status_code
+        assert (
+            found.code.startswith("status") or by_code(found.code).http_status == reply.status_code
+        )
     else:
         found.reply = content
     return found
@@ -189,15 +388,24 @@ def over_grpc(server: LiveServer, method: str, case: Case) -> Answer:
     about = SERVICE.methods_by_name[method]
     says = {f"{name}_null" if value is None else name: value for name, value in case.says.items()}
     if any(value is None for value in case.says.get("sampling", {}).values()):
-        says["sampling"] = {f"{name}_null" if value is None else name: value for name, value in case.says["sampling"].items()}
+        says["sampling"] = {
+            f"{name}_null" if value is None else name: value
+            for name, value in case.says["sampling"].items()
+        }
     message = ParseDict(says, GetMessageClass(about.input_type)())
-    metadata = [*case.metadata.items(), *([("authorization", f"Bearer key-{case.key}")] if case.key else [])]
+    metadata = [
+        *case.metadata.items(),
+        *([("authorization", f"Bearer key-{case.key}")] if case.key else []),
+    ]
     with grpc.insecure_channel(server.grpc_address) as channel:
         call: Any = getattr(RolloutServiceStub(channel), method)
         try:
             if about.server_streaming:
                 stream = call(message, metadata=metadata, timeout=20)
-                reply: Any = [{event.WhichOneof("event"): as_json(getattr(event, event.WhichOneof("event")))} for event in stream]
+                reply: Any = [
+                    {event.WhichOneof("event"): as_json(getattr(event, event.WhichOneof("event")))}
+                    for event in stream
+                ]
                 initial = stream.initial_metadata()
             else:
                 whole, ended = call.with_call(message, metadata=metadata, timeout=20)
@@ -207,7 +415,14 @@ def over_grpc(server: LiveServer, method: str, case: Case) -> Answer:
             assert isinstance(error, ServerError) and failed.details() == error.message, failed
             assert failed.code().name == by_code(error.code).grpc_code
             assert (error.retry_after_s is None) == ("retry-after" not in trailing)
-            return Answer(None, error.code, error.message, error.retryable, trailing.get("retry-after"), trailing["x-request-id"])
+            return Answer(
+                None,
+                error.code,
+                error.message,
+                error.retryable,
+                trailing.get("retry-after"),
+                trailing["x-request-id"],
+            )
     told = dict(initial)
     return Answer(reply, retry_after=told.get("retry-after"), request_id=told["x-request-id"])
 
@@ -229,8 +444,12 @@ def as_json(message: Message) -> dict[str, Any]:
         elif about.message_type.GetOptions().map_entry:
             found[name] = dict(value)
         elif about.is_repeated:
-            found[name] = [[list(part.token_ids), list(part.logprobs)] if part.DESCRIPTOR.name == "Alternatives" else as_json(part)
-                           for part in value]
+            found[name] = [
+                [list(part.token_ids), list(part.logprobs)]
+                if part.DESCRIPTOR.name == "Alternatives"
+                else as_json(part)
+                for part in value
+            ]
         else:
             found[name] = as_json(value)
     return thin(found)
@@ -240,14 +459,22 @@ def thin(content: Any) -> Any:
     """Without what is null, empty, 0 or false: an absent field."""
     if isinstance(content, dict):
         thinned = {name: thin(value) for name, value in content.items()}
-        return {name: value for name, value in thinned.items() if value not in (None, "", 0, [], {})}
+        return {
+            name: value for name, value in thinned.items() if value not in (None, "", 0, [], {})
+        }
     if isinstance(content, list):
         return [thin(part) if part is not None else [[], []] for part in content]
     return content
 
 
-@pytest.mark.parametrize(("method", "case"), [pytest.param(method, case, id=f"{method}-{case.about}"[:80])
-                                              for case in CASES for method in case.methods])
+@pytest.mark.parametrize(
+    ("method", "case"),
+    [
+        pytest.param(method, case, id=f"{method}-{case.about}"[:80])
+        for case in CASES
+        for method in case.methods
+    ],
+)
 def test_both_give_the_same(method: str, case: Case, keyed: LiveServer) -> None:
     if method in ("CommitWeights", "Rollback") and not case.error:
         over_http(keyed, method, case)  # so that both repeat it
@@ -267,7 +494,9 @@ def test_both_give_the_same(method: str, case: Case, keyed: LiveServer) -> None:
 
 
 def compared(reply: Any, ignored: tuple[str, ...]) -> Any:
-    """Of a stream, what each choice gained in all: how its tokens were cut into events is the clock's."""
+    """Of a stream, what each choice gained in all: how its tokens were cut into events is the
+    clock's.
+    """
     if not isinstance(reply, list):
         return thin({name: value for name, value in reply.items() if name not in ignored})
     gained: dict[tuple[str, int], dict[str, Any]] = {}
@@ -278,13 +507,17 @@ def compared(reply: Any, ignored: tuple[str, ...]) -> Any:
             for name in ("token_ids", "text", "logprobs", "top_logprobs", "prompt_logprobs"):
                 if name in token:
                     so_far[name] = so_far[name] + token[name] if name in so_far else token[name]
-    ends = sorted((event for event in (thin(event) for event in reply) if "token" not in event), key=str)
+    ends = sorted(
+        (event for event in (thin(event) for event in reply) if "token" not in event), key=str
+    )
     return gained, ends
 
 
 def test_there_are_cases_of_every_method() -> None:
     assert {method for case in CASES for method in case.methods} == OPERATIONS.keys()
-    assert len({case.error for case in CASES}) == 6 and sum(len(case.methods) for case in CASES) > 150
+    assert (
+        len({case.error for case in CASES}) == 6 and sum(len(case.methods) for case in CASES) > 150
+    )
 
 
 def key_case(says: dict[str, Any], key: str, **fields: Any) -> Case:
@@ -292,7 +525,9 @@ def key_case(says: dict[str, Any], key: str, **fields: Any) -> Case:
 
 
 def test_an_idempotency_key_means_the_same(keyed: LiveServer) -> None:
-    """Each of two tenants uses one name over one transport: repeated it is one run, with another body a conflict."""
+    """Each of two tenants uses one name over one transport: repeated it is one run, with another
+    body a conflict.
+    """
     answers = []
     for ask, key in ((over_http, "data"), (over_grpc, "other")):
         first = ask(keyed, "GenerateBatch", key_case(batch(ITEM), key))
@@ -305,37 +540,76 @@ def test_an_idempotency_key_means_the_same(keyed: LiveServer) -> None:
 
 
 def test_a_rollout_is_its_owners_whichever_way_it_is_asked_for(keyed: LiveServer) -> None:
-    begun = over_grpc(keyed, "Detach", Case("", batch(ITEM, sampling={"max_tokens": 4}), key="data")).reply["id"]
+    begun = over_grpc(
+        keyed, "Detach", Case("", batch(ITEM, sampling={"max_tokens": 4}), key="data")
+    ).reply["id"]
     for method in ("GetRollout", "DeleteRollout"):
-        http, rpc = (ask(keyed, method, Case("", {"id": begun}, key="other")) for ask in (over_http, over_grpc))
+        http, rpc = (
+            ask(keyed, method, Case("", {"id": begun}, key="other"))
+            for ask in (over_http, over_grpc)
+        )
         assert http.code == rpc.code == "not_found" and http.message == rpc.message
     own = Case("", {"id": begun, "wait_s": 10.0}, key="data")
     http, rpc = over_http(keyed, "GetRollout", own), over_grpc(keyed, "GetRollout", own)
-    assert thin(http.reply) == rpc.reply and rpc.reply["status"] == "done" and rpc.reply["results"][0]["choices"]
-    http, rpc = (ask(keyed, "ListRollouts", Case("", {}, key="data")) for ask in (over_http, over_grpc))
+    assert (
+        thin(http.reply) == rpc.reply
+        and rpc.reply["status"] == "done"
+        and rpc.reply["results"][0]["choices"]
+    )
+    http, rpc = (
+        ask(keyed, "ListRollouts", Case("", {}, key="data")) for ask in (over_http, over_grpc)
+    )
     assert thin(http.reply) == rpc.reply and begun in str(rpc.reply)
-    assert over_grpc(keyed, "DeleteRollout", Case("", {"id": begun}, key="data")).reply["status"] == "deleted"
-    assert over_http(keyed, "GetRollout", own).code == over_grpc(keyed, "GetRollout", own).code == "not_found"
+    assert (
+        over_grpc(keyed, "DeleteRollout", Case("", {"id": begun}, key="data")).reply["status"]
+        == "deleted"
+    )
+    assert (
+        over_http(keyed, "GetRollout", own).code
+        == over_grpc(keyed, "GetRollout", own).code
+        == "not_found"
+    )
 
 
 def test_a_pause_and_a_full_queue_are_told_alike(keyed: LiveServer) -> None:
-    assert over_grpc(keyed, "Pause", Case("", {"mode": "abort", "clear_cache": False})).reply == {"status": "paused"}
+    assert over_grpc(keyed, "Pause", Case("", {"mode": "abort", "clear_cache": False})).reply == {
+        "status": "paused"
+    }
     try:
-        http, rpc = (ask(keyed, "GenerateBatch", Case("", batch(ITEM))) for ask in (over_http, over_grpc))
+        http, rpc = (
+            ask(keyed, "GenerateBatch", Case("", batch(ITEM))) for ask in (over_http, over_grpc)
+        )
         assert rpc.code == "unavailable" and rpc.retry_after == "1" and rpc.retryable
     finally:
         assert over_grpc(keyed, "Resume", Case("")).reply == {"status": "resumed"}
     assert (http.code, http.message, http.retry_after) == (rpc.code, rpc.message, rpc.retry_after)
 
-    full = batch(*({"token_ids": [HANGS], "n": 4, "id": f"h{i}"} for i in range(6)), timeout_s=60.0, sampling={"max_tokens": 4})
+    full = batch(
+        *({"token_ids": [HANGS], "n": 4, "id": f"h{i}"} for i in range(6)),
+        timeout_s=60.0,
+        sampling={"max_tokens": 4},
+    )
     assert over_grpc(keyed, "Detach", Case("", full, key="data")).reply
     eventually(lambda: len(keyed.client) == 24)
-    http, rpc = (ask(keyed, "GenerateBatch", Case("", batch(ITEM))) for ask in (over_http, over_grpc))
-    assert (http.code, http.message) == (rpc.code, rpc.message) and rpc.code == "queue_full" and rpc.retry_after == http.retry_after
-    http, rpc = (ask(keyed, "Abort", Case("", {"request_ids": ["h0", "h1"]}, key="other")) for ask in (over_http, over_grpc))
-    assert http == Answer(rpc.reply, request_id=http.request_id) and len(keyed.client) == 24, "another owner's names are nobody's"
+    http, rpc = (
+        ask(keyed, "GenerateBatch", Case("", batch(ITEM))) for ask in (over_http, over_grpc)
+    )
+    assert (
+        (http.code, http.message) == (rpc.code, rpc.message)
+        and rpc.code == "queue_full"
+        and rpc.retry_after == http.retry_after
+    )
+    http, rpc = (
+        ask(keyed, "Abort", Case("", {"request_ids": ["h0", "h1"]}, key="other"))
+        for ask in (over_http, over_grpc)
+    )
+    assert http == Answer(rpc.reply, request_id=http.request_id) and len(keyed.client) == 24, (
+        "another owner's names are nobody's"
+    )
     http, rpc = (ask(keyed, "Abort", Case("", {}, key="data")) for ask in (over_http, over_grpc))
-    assert http.message == rpc.message and rpc.code == "forbidden" and len(keyed.client) == 24, "everybody's"
+    assert http.message == rpc.message and rpc.code == "forbidden" and len(keyed.client) == 24, (
+        "everybody's"
+    )
     assert over_grpc(keyed, "Abort", Case("", {"request_ids": ["h0", "h1"]}, key="data")).reply
     eventually(lambda: len(keyed.client) == 16)
     assert over_grpc(keyed, "Abort", Case("")).reply

@@ -1,5 +1,7 @@
-"""The proto is the native dialect: each message has the fields of the type that it stands for, no more and no less; the table has every
-method; what is committed as generated is what the compiler gives."""
+"""The proto is the native dialect: each message has the fields of the type that it stands for, no
+more and no less; the table has every method; what is committed as generated is what the compiler
+gives.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,25 @@ from tlt_server.frontend.sglang.requests import GenerateFields
 from tlt_server.frontend.vllm.transfer import UpdateFields
 
 CLIENTS = Path(__file__).parents[2] / "clients"
-NEVER_SENT = {"startup", "method_not_allowed", "unsafe_channel"}  # before there is a server; by gRPC itself; by a borrowed dialect
+NEVER_SENT = {
+    "startup",
+    "method_not_allowed",
+    "unsafe_channel",
+}  # before there is a server; by gRPC itself; by a borrowed dialect
 BY_NAME = {"stream", "detach"}  # fields that the method's name says
-BORROWED = (GenerateFields, DirectoryFields, UpdateFields)  # forms of other dialects at the same routes
+BORROWED = (
+    GenerateFields,
+    DirectoryFields,
+    UpdateFields,
+)  # forms of other dialects at the same routes
 SCALARS: dict[int, type] = {
-    FieldDescriptor.TYPE_DOUBLE: float, FieldDescriptor.TYPE_INT32: int, FieldDescriptor.TYPE_INT64: int, FieldDescriptor.TYPE_UINT64: int,
-    FieldDescriptor.TYPE_BOOL: bool, FieldDescriptor.TYPE_STRING: str, FieldDescriptor.TYPE_BYTES: bytes,
+    FieldDescriptor.TYPE_DOUBLE: float,
+    FieldDescriptor.TYPE_INT32: int,
+    FieldDescriptor.TYPE_INT64: int,
+    FieldDescriptor.TYPE_UINT64: int,
+    FieldDescriptor.TYPE_BOOL: bool,
+    FieldDescriptor.TYPE_STRING: str,
+    FieldDescriptor.TYPE_BYTES: bytes,
 }
 
 
@@ -50,8 +65,15 @@ def fields_of(kind: Any) -> dict[str, Said]:
     if isinstance(kind, dict):
         return kind
     if issubclass(kind, BaseModel):
-        return {name: said(field.annotation, null=field.default is not None) for name, field in kind.model_fields.items()}
-    return {name: said(hint, null=True) for name, hint in get_type_hints(kind).items() if name in kind.__struct_fields__}
+        return {
+            name: said(field.annotation, null=field.default is not None)
+            for name, field in kind.model_fields.items()
+        }
+    return {
+        name: said(hint, null=True)
+        for name, hint in get_type_hints(kind).items()
+        if name in kind.__struct_fields__
+    }
 
 
 def said(hint: Any, *, null: bool) -> Said:
@@ -69,11 +91,15 @@ def branches(hint: Any) -> set[Any]:
     return {hint}
 
 
-def differences(message: Descriptor, kind: Any, where: str, *, reply: bool = False) -> Iterator[str]:
+def differences(
+    message: Descriptor, kind: Any, where: str, *, reply: bool = False
+) -> Iterator[str]:
     """Where a message is not what the type says."""
     asked = fields_of(kind)
     fields = {field.name: field for field in message.fields}
-    unions = {union.name: union for union in message.oneofs if union.name in asked}  # a field of several types
+    unions = {
+        union.name: union for union in message.oneofs if union.name in asked
+    }  # a field of several types
     for union in unions.values():
         fields = {name: field for name, field in fields.items() if field.containing_oneof != union}
         if {SCALARS[field.type] for field in union.fields} != asked[union.name].kinds:
@@ -85,19 +111,34 @@ def differences(message: Descriptor, kind: Any, where: str, *, reply: bool = Fal
     if nulls != (set() if reply else {name for name, about in asked.items() if about.null}):
         yield f"{where} has nulls of {nulls}"
     for name in fields.keys() & asked.keys():
-        yield from field_differences(fields[name], asked[name].kinds, f"{where}.{name}", reply=reply)
-        if reply and asked[name].null and not fields[name].is_repeated and not fields[name].has_presence:
+        yield from field_differences(
+            fields[name], asked[name].kinds, f"{where}.{name}", reply=reply
+        )
+        if (
+            reply
+            and asked[name].null
+            and not fields[name].is_repeated
+            and not fields[name].has_presence
+        ):
             yield f"{where}.{name} may be null and has no presence"
 
 
-def field_differences(field: FieldDescriptor, kinds: set[Any], where: str, *, reply: bool) -> Iterator[str]:
+def field_differences(
+    field: FieldDescriptor, kinds: set[Any], where: str, *, reply: bool
+) -> Iterator[str]:
     """One field, whose type is one of the kinds."""
     about = field.message_type
     if field.enum_type is not None:
         if kinds:
             yield f"{where} is null in the proto and {kinds} in the type"
-    elif about is not None and (about.full_name == "google.protobuf.Struct" or about.GetOptions().map_entry):
-        value = {Any} if about.full_name == "google.protobuf.Struct" else {SCALARS[about.fields_by_name["value"].type]}
+    elif about is not None and (
+        about.full_name == "google.protobuf.Struct" or about.GetOptions().map_entry
+    ):
+        value = (
+            {Any}
+            if about.full_name == "google.protobuf.Struct"
+            else {SCALARS[about.fields_by_name["value"].type]}
+        )
         if [value] != [branches(get_args(kind)[1]) for kind in kinds if get_origin(kind) is dict]:
             yield f"{where} is a map to {value} in the proto and {kinds} in the type"
     elif field.is_repeated:
@@ -111,30 +152,54 @@ def field_differences(field: FieldDescriptor, kinds: set[Any], where: str, *, re
             yield from element_differences(field, kind, where, reply=reply)
 
 
-def element_differences(field: FieldDescriptor, kind: Any, where: str, *, reply: bool) -> Iterator[str]:
+def element_differences(
+    field: FieldDescriptor, kind: Any, where: str, *, reply: bool
+) -> Iterator[str]:
     if get_origin(kind) is tuple:  # a pair, by its places
-        pair = {part.name: said(of, null=False) for part, of in zip(field.message_type.fields, get_args(kind), strict=True)}
+        pair = {
+            part.name: said(of, null=False)
+            for part, of in zip(field.message_type.fields, get_args(kind), strict=True)
+        }
         yield from differences(field.message_type, pair, where, reply=reply)
-    elif field.message_type is not None and isinstance(kind, type) and hasattr(kind, "__annotations__"):
+    elif (
+        field.message_type is not None
+        and isinstance(kind, type)
+        and hasattr(kind, "__annotations__")
+    ):
         yield from differences(field.message_type, kind, where, reply=reply)
     elif field.message_type is not None or SCALARS[field.type] is not kind:
         yield f"{where} is {field.message_type or SCALARS[field.type]} in the proto and {kind} in the type"
 
 
 def endpoint_of(operation: Operation, server: LiveServer) -> Endpoint:
-    [found] = [route for route in routes(server) if (route.method, route.path) == (operation.method, operation.path)]
+    [found] = [
+        route
+        for route in routes(server)
+        if (route.method, route.path) == (operation.method, operation.path)
+    ]
     return found
 
 
 def takes(endpoint: Endpoint, operation: Operation) -> dict[str, Said]:
     """What a client says in path, query and body."""
     kinds = {"string": str, "number": float, "boolean": bool}
-    parameters = {parameter.name: said(kinds[str(parameter.schema["type"])], null=False) for parameter in endpoint.parameters
-                  if parameter.place != "header" and parameter.name != "config_format"}
+    parameters = {
+        parameter.name: said(kinds[str(parameter.schema["type"])], null=False)
+        for parameter in endpoint.parameters
+        if parameter.place != "header" and parameter.name != "config_format"
+    }
     if operation.method == "PUT":
-        return parameters | {"start": said(int, null=False), "total": said(int, null=False), "data": said(bytes, null=False)}
-    models = [kind for kind in branches(endpoint.takes) if kind is not None and kind not in BORROWED]
-    return parameters | {name: about for model in models for name, about in fields_of(model).items()}
+        return parameters | {
+            "start": said(int, null=False),
+            "total": said(int, null=False),
+            "data": said(bytes, null=False),
+        }
+    models = [
+        kind for kind in branches(endpoint.takes) if kind is not None and kind not in BORROWED
+    ]
+    return parameters | {
+        name: about for model in models for name, about in fields_of(model).items()
+    }
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -143,14 +208,21 @@ def test_a_method_takes_and_gives_what_its_operation_does(name: str, server: Liv
     endpoint = endpoint_of(operation, server)
     asked = takes(endpoint, operation)
     assert set(operation.says) <= asked.keys()
-    left = {field: about for field, about in asked.items() if field not in {*BY_NAME, *operation.says}}
+    left = {
+        field: about for field, about in asked.items() if field not in {*BY_NAME, *operation.says}
+    }
     assert list(differences(about.input_type, left, about.input_type.name)) == []
     if about.server_streaming:
         [events] = about.output_type.oneofs
-        streamed = {event: kind for event, kind in endpoint.streams if event != "message"}  # which is a borrowed dialect's
+        streamed = {
+            event: kind for event, kind in endpoint.streams if event != "message"
+        }  # which is a borrowed dialect's
         assert {field.name for field in events.fields} == streamed.keys()
         for field in events.fields:
-            assert list(differences(field.message_type, streamed[field.name], field.name, reply=True)) == []
+            assert (
+                list(differences(field.message_type, streamed[field.name], field.name, reply=True))
+                == []
+            )
     else:
         gives = RolloutStatus if name == "Detach" else endpoint.gives
         assert list(differences(about.output_type, gives, about.output_type.name, reply=True)) == []
@@ -164,12 +236,16 @@ def test_messages_of_an_update_are_the_operations_that_they_hold(server: LiveSer
         operation = UPDATES[field.name]
         endpoint = endpoint_of(operation, server)
         assert list(differences(field.message_type, takes(endpoint, operation), field.name)) == []
-        assert endpoint.needs == "push-weights", "keys are looked at once, before the first message says what it holds"
+        assert endpoint.needs == "push-weights", (
+            "keys are looked at once, before the first message says what it holds"
+        )
     assert list(differences(about.output_type, endpoint.gives, "PushReply", reply=True)) == []
 
 
 def test_the_table_has_every_method_and_an_error_is_the_wires() -> None:
-    assert {*OPERATIONS, "UpdateWeights"} == set(SERVICE.methods_by_name) and len(METHODS) == len(SERVICE.methods_by_name)
+    assert {*OPERATIONS, "UpdateWeights"} == set(SERVICE.methods_by_name) and len(METHODS) == len(
+        SERVICE.methods_by_name
+    )
     assert list(differences(Error.DESCRIPTOR, WireError, "Error", reply=True)) == []
 
 
@@ -180,25 +256,58 @@ def test_a_field_that_is_missing_or_of_another_type_is_seen() -> None:
         more: str
 
     found = list(differences(Error.DESCRIPTOR, Other, "Error", reply=True))
-    assert sorted(line.split(" ")[0] for line in found) == ["Error.code", "Error.more", "Error.retryable"]
+    assert sorted(line.split(" ")[0] for line in found) == [
+        "Error.code",
+        "Error.more",
+        "Error.retryable",
+    ]
 
 
 def test_the_page_tells_every_error_by_its_status() -> None:
-    rows = re.findall(r"^\| (`[A-Z_`, ]+) \| (.*) \|$", (CLIENTS.parent / "docs" / "grpc.md").read_text(), re.MULTILINE)
+    rows = re.findall(
+        r"^\| (`[A-Z_`, ]+) \| (.*) \|$",
+        (CLIENTS.parent / "docs" / "grpc.md").read_text(),
+        re.MULTILINE,
+    )
     statuses = [status for row, _ in rows for status in re.findall(r"`(\w+)`", row)]
-    told = {code: set(re.findall(r"`(\w+)`", row)) for row, errors in rows for code in re.findall(r"`(\w+)`", errors)}
-    known = {code: type(from_code(code, "")).grpc_code for code in codes() if code not in NEVER_SENT}
+    told = {
+        code: set(re.findall(r"`(\w+)`", row))
+        for row, errors in rows
+        for code in re.findall(r"`(\w+)`", errors)
+    }
+    known = {
+        code: type(from_code(code, "")).grpc_code for code in codes() if code not in NEVER_SENT
+    }
     assert told.keys() == known.keys() and all(known[code] in told[code] for code in known)
-    assert sorted(statuses) == sorted(set(known.values())) and all(hasattr(grpc.StatusCode, status) for status in statuses)
+    assert sorted(statuses) == sorted(set(known.values())) and all(
+        hasattr(grpc.StatusCode, status) for status in statuses
+    )
 
 
 def test_what_is_committed_is_what_the_compiler_gives(tmp_path: Path) -> None:
     (tmp_path / "tlt_client" / "rpc").mkdir(parents=True)
-    done = subprocess.run([sys.executable, "-m", "grpc_tools.protoc", f"-Itlt_client/rpc={CLIENTS / 'proto'}", f"--python_out={tmp_path}",
-                           f"--pyi_out={tmp_path}", f"--grpc_python_out={tmp_path}", "tlt_client/rpc/rollout.proto"],
-                          capture_output=True, text=True)
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "grpc_tools.protoc",
+            f"-Itlt_client/rpc={CLIENTS / 'proto'}",
+            f"--python_out={tmp_path}",
+            f"--pyi_out={tmp_path}",
+            f"--grpc_python_out={tmp_path}",
+            "tlt_client/rpc/rollout.proto",
+        ],
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     made = sorted((tmp_path / "tlt_client" / "rpc").iterdir())
-    assert [file.name for file in made] == ["rollout_pb2.py", "rollout_pb2.pyi", "rollout_pb2_grpc.py"]
+    assert [file.name for file in made] == [
+        "rollout_pb2.py",
+        "rollout_pb2.pyi",
+        "rollout_pb2_grpc.py",
+    ]
     for file in made:
-        assert file.read_bytes() == (CLIENTS / "tlt_client" / "rpc" / file.name).read_bytes(), f"run make proto: {file.name}"
+        assert file.read_bytes() == (CLIENTS / "tlt_client" / "rpc" / file.name).read_bytes(), (
+            f"run make proto: {file.name}"
+        )

@@ -1,8 +1,11 @@
-"""UpdateWeights: parts and manifests as messages of one stream, each the HTTP operation that it holds; TLS of the same certificates."""
+"""UpdateWeights: parts and manifests as messages of one stream, each the HTTP operation that it
+holds; TLS of the same certificates.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +30,15 @@ TENSORS = [proto.TensorFields(name="w", checksum="sha256:0")]
 
 @pytest.fixture
 def server(model: Path, tmp_path: Path) -> Iterator[LiveServer]:
-    with live_server(model, grpc_port=0, state_dir=tmp_path / "state", weight_root=tmp_path, weight_channels="disk,http",
-                     max_body_mb=1, max_upload_mb=1) as running:
+    with live_server(
+        model,
+        grpc_port=0,
+        state_dir=tmp_path / "state",
+        weight_root=tmp_path,
+        weight_channels="disk,http",
+        max_body_mb=1,
+        max_upload_mb=1,
+    ) as running:
         yield running
 
 
@@ -39,11 +49,17 @@ def stub(server: LiveServer) -> Iterator[RolloutServiceStub]:
 
 
 def part(data: bytes, **fields: Any) -> UpdateWeightsRequest:
-    return UpdateWeightsRequest(part=Part(**{"version": "v1", "part": PART.removesuffix(".safetensors"), "data": data, **fields}))
+    return UpdateWeightsRequest(
+        part=Part(
+            **{"version": "v1", "part": PART.removesuffix(".safetensors"), "data": data, **fields}
+        )
+    )
 
 
 def manifest(**fields: Any) -> UpdateWeightsRequest:
-    return UpdateWeightsRequest(manifest=Manifest(**{"version": "v1", "channel": "http", "tensors": TENSORS, **fields}))
+    return UpdateWeightsRequest(
+        manifest=Manifest(**{"version": "v1", "channel": "http", "tensors": TENSORS, **fields})
+    )
 
 
 def push(stub: RolloutServiceStub, *messages: UpdateWeightsRequest) -> proto.PushReply:
@@ -52,26 +68,62 @@ def push(stub: RolloutServiceStub, *messages: UpdateWeightsRequest) -> proto.Pus
 
 
 def pushed(server: LiveServer) -> list[Any]:
-    return [command.manifest for command in server.engine.weight_commands if isinstance(command, PushWeights)]
+    return [
+        command.manifest
+        for command in server.engine.weight_commands
+        if isinstance(command, PushWeights)
+    ]
 
 
-def test_a_manifest_alone_names_another_channel(server: LiveServer, stub: RolloutServiceStub) -> None:
-    reply = push(stub, manifest(channel="disk", path="step-7", tensors=[], role="target", in_flight="drain", commit=False))
+def test_a_manifest_alone_names_another_channel(
+    server: LiveServer, stub: RolloutServiceStub
+) -> None:
+    reply = push(
+        stub,
+        manifest(
+            channel="disk",
+            path="step-7",
+            tensors=[],
+            role="target",
+            in_flight="drain",
+            commit=False,
+        ),
+    )
     assert (reply.state, reply.version) == ("staged", "v1")
     [asked] = pushed(server)
-    assert (asked.path, asked.channel, asked.in_flight, asked.commit) == ("step-7", "disk", "drain", False)
-    assert refused(lambda: push(stub, manifest(channel="disk", path="weights_refused", tensors=[]))).code == "weights_refused"
+    assert (asked.path, asked.channel, asked.in_flight, asked.commit) == (
+        "step-7",
+        "disk",
+        "drain",
+        False,
+    )
+    assert (
+        refused(
+            lambda: push(stub, manifest(channel="disk", path="weights_refused", tensors=[]))
+        ).code
+        == "weights_refused"
+    )
 
 
-def test_parts_go_where_those_over_http_go_and_are_pushed_once(server: LiveServer, stub: RolloutServiceStub) -> None:
-    reply = push(stub, part(DATA[:40], total=100), part(DATA[20:60], start=20, total=100), part(DATA[60:], start=60, total=100),
-                 part(DATA, part="part-2"), manifest())
+def test_parts_go_where_those_over_http_go_and_are_pushed_once(
+    server: LiveServer, stub: RolloutServiceStub
+) -> None:
+    reply = push(
+        stub,
+        part(DATA[:40], total=100),
+        part(DATA[20:60], start=20, total=100),
+        part(DATA[60:], start=60, total=100),
+        part(DATA, part="part-2"),
+        manifest(),
+    )
     assert reply.state == "committed" and reply.weight_version == "v1" and emptied(server)
     [asked] = pushed(server)
     assert asked.channel == "http" and len(asked.tensors) == 1
 
 
-def test_a_stream_that_broke_goes_on_where_it_was(server: LiveServer, stub: RolloutServiceStub) -> None:
+def test_a_stream_that_broke_goes_on_where_it_was(
+    server: LiveServer, stub: RolloutServiceStub
+) -> None:
     def breaks() -> Iterable[UpdateWeightsRequest]:
         yield part(DATA[:40], total=100)
         eventually(lambda: kept(server))
@@ -82,16 +134,31 @@ def test_a_stream_that_broke_goes_on_where_it_was(server: LiveServer, stub: Roll
     where = proto.GetPartRequest(version="v1", part=PART.removesuffix(".safetensors"))
     eventually(lambda: stub.GetPart(where).bytes == 40)
     assert stub.GetPart(where).total == 100
-    assert httpx.get(f"{server.url}/weights/v1/{PART}").json()["bytes"] == 40, "one staging, whichever way it came"
+    assert httpx.get(f"{server.url}/weights/v1/{PART}").json()["bytes"] == 40, (
+        "one staging, whichever way it came"
+    )
     assert isinstance(refused(lambda: push(stub, manifest())), Conflict)
     assert push(stub, part(DATA[40:], start=40, total=100), manifest()).state == "committed"
-    assert isinstance(refused(lambda: stub.GetPart(proto.GetPartRequest(version="v1", part=PART.removesuffix(".safetensors")))), NotFound)
+    assert isinstance(
+        refused(
+            lambda: stub.GetPart(
+                proto.GetPartRequest(version="v1", part=PART.removesuffix(".safetensors"))
+            )
+        ),
+        NotFound,
+    )
 
 
-def test_what_is_wrong_with_a_part_ends_the_stream_typed(server: LiveServer, stub: RolloutServiceStub) -> None:
+def test_what_is_wrong_with_a_part_ends_the_stream_typed(
+    server: LiveServer, stub: RolloutServiceStub
+) -> None:
     for messages, kind, says in (
         ([part(DATA[50:], start=50, total=100)], Conflict, "send from 0"),
-        ([part(DATA[:40], total=100), part(b"\xff" * 40, total=100)], Conflict, "came with other bytes"),
+        (
+            [part(DATA[:40], total=100), part(b"\xff" * 40, total=100)],
+            Conflict,
+            "came with other bytes",
+        ),
         ([part(DATA, part="../../x")], InvalidRequest, "part is '../../x'; it must have no '/'"),
         ([part(DATA, version="a/b")], InvalidRequest, "version is 'a/b'; it must have no '/'"),
         ([part(DATA, start=-5, total=100)], InvalidRequest, "it must be bytes FIRST-LAST/TOTAL"),
@@ -106,12 +173,23 @@ def test_what_is_wrong_with_a_part_ends_the_stream_typed(server: LiveServer, stu
 
 
 def test_parts_of_a_key_without_the_scope_are_not_read(model: Path, tmp_path: Path) -> None:
-    (tmp_path / "keys").write_text("data scopes=data name=data\npush scopes=push-weights name=trainer\n")
-    with live_server(model, grpc_port=0, state_dir=tmp_path / "state", weight_channels="http", api_key_file=tmp_path / "keys") as keyed, \
-            grpc.insecure_channel(keyed.grpc_address) as channel:
+    (tmp_path / "keys").write_text(
+        "data scopes=data name=data\npush scopes=push-weights name=trainer\n"
+    )
+    with (
+        live_server(
+            model,
+            grpc_port=0,
+            state_dir=tmp_path / "state",
+            weight_channels="http",
+            api_key_file=tmp_path / "keys",
+        ) as keyed,
+        grpc.insecure_channel(keyed.grpc_address) as channel,
+    ):
         call: Any = RolloutServiceStub(channel).UpdateWeights
         for key, expected in (("data", Forbidden), ("push", None)):
-            ask = lambda: call(iter([part(DATA), manifest()]), metadata=[("authorization", f"Bearer {key}")])  # noqa: B023, E731
+            header = ("authorization", f"Bearer {key}")
+            ask = partial(call, iter([part(DATA), manifest()]), metadata=[header])
             if expected is None:
                 assert ask().state == "committed"
             else:
@@ -123,19 +201,28 @@ def test_parts_of_a_key_without_the_scope_are_not_read(model: Path, tmp_path: Pa
 
 def credentials(trusted: Issuer, own: tuple[Path, Path] | None = None) -> grpc.ChannelCredentials:
     cert, key = own if own is not None else (None, None)
-    return grpc.ssl_channel_credentials(trusted.ca.read_bytes(), key.read_bytes() if key else None, cert.read_bytes() if cert else None)
+    return grpc.ssl_channel_credentials(
+        trusted.ca.read_bytes(),
+        key.read_bytes() if key else None,
+        cert.read_bytes() if cert else None,
+    )
 
 
 def answers(server: LiveServer, trust: grpc.ChannelCredentials, **fields: Any) -> bool:
     with grpc.secure_channel(server.grpc_address, trust) as channel:
         try:
-            return len(RolloutServiceStub(channel).GenerateBatch(SHORT, timeout=30, **fields).results) == 1
+            return (
+                len(RolloutServiceStub(channel).GenerateBatch(SHORT, timeout=30, **fields).results)
+                == 1
+            )
         except grpc.RpcError as error:
             assert isinstance(error_of(error), NotReached), error
             return False
 
 
-def test_certificates_are_https_and_are_renewed_with_them(model: Path, files: dict[str, Path], first: Issuer, second: Issuer) -> None:
+def test_certificates_are_https_and_are_renewed_with_them(
+    model: Path, files: dict[str, Path], first: Issuer, second: Issuer
+) -> None:
     with live_server(model, grpc_port=0, **files) as secure:
         assert answers(secure, credentials(first)) and not answers(secure, credentials(second))
         with grpc.insecure_channel(secure.grpc_address) as plain, pytest.raises(grpc.RpcError):
@@ -145,7 +232,11 @@ def test_certificates_are_https_and_are_renewed_with_them(model: Path, files: di
         assert not answers(secure, credentials(first))
 
 
-def test_a_client_certificate_is_asked_for(model: Path, files: dict[str, Path], first: Issuer, second: Issuer) -> None:
+def test_a_client_certificate_is_asked_for(
+    model: Path, files: dict[str, Path], first: Issuer, second: Issuer
+) -> None:
     with live_server(model, grpc_port=0, **files, tls_client_ca=first.ca) as mutual:
         assert answers(mutual, credentials(first, first.issue("client", "trainer@rl.example")))
-        assert not answers(mutual, credentials(first)) and not answers(mutual, credentials(first, second.issue("client", "x@rl.example")))
+        assert not answers(mutual, credentials(first)) and not answers(
+            mutual, credentials(first, second.issue("client", "x@rl.example"))
+        )

@@ -1,4 +1,6 @@
-"""A signal while something waits or is being sent: each is told with one typed error, at once, and the server leaves."""
+"""A signal while something waits or is being sent: each is told with one typed error, at once, and
+the server leaves.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +27,30 @@ from tlt_client.rpc import rollout_pb2 as proto
 __all__ = ["no_variables"]  # a fixture
 PROMPT_S = 30  # more than a reply to half a body takes, and less than what fake_server.py leaves to replies on their way
 MANIFEST = UpdateWeightsRequest(manifest=Manifest(version="v", path="hangs"))
-GROUP: dict[str, Any] = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2}
+GROUP: dict[str, Any] = {
+    "master_address": "127.0.0.1",
+    "master_port": 1,
+    "rank_offset": 1,
+    "world_size": 2,
+}
 
 
 @pytest.fixture
 def server(model: Path, tmp_path: Path) -> Iterator[Served]:
-    with served("plain", model, "--grpc-port", "0", "--state-dir", str(tmp_path), "--weight-channels", "disk,http,broadcast",
-                "--weight-root", str(tmp_path), "--drain-timeout-s", "0.3") as running:
+    with served(
+        "plain",
+        model,
+        "--grpc-port",
+        "0",
+        "--state-dir",
+        str(tmp_path),
+        "--weight-channels",
+        "disk,http,broadcast",
+        "--weight-root",
+        str(tmp_path),
+        "--drain-timeout-s",
+        "0.3",
+    ) as running:
         running.wait_ready()
         yield running
 
@@ -54,14 +73,25 @@ def ends(server: Served, *calls: Callable[[], Any]) -> list[BaseException | None
         server.process.send_signal(signal.SIGTERM)
         errors = [call.exception(PROMPT_S) for call in asked]
         assert server.ended() == 0 and time.monotonic() - started < PROMPT_S
-    assert not any("Traceback" in line or "CancelledError" in line or "unexpected_error" in line for line in server.lines), server.lines
+    assert not any(
+        "Traceback" in line or "CancelledError" in line or "unexpected_error" in line
+        for line in server.lines
+    ), server.lines
     return errors
 
 
 def test_a_push_and_a_join_on_their_way_are_told_that_the_server_leaves(server: Served) -> None:
     with Client(server.url, timeout_s=60) as client:
-        for error in ends(server, lambda: client.push_weights("v", path="hangs"), lambda: client.join_group("hangs", **GROUP)):
-            assert isinstance(error, ServerError) and (error.status, error.code, error.retryable) == (500, "engine_failed", True)
+        for error in ends(
+            server,
+            lambda: client.push_weights("v", path="hangs"),
+            lambda: client.join_group("hangs", **GROUP),
+        ):
+            assert isinstance(error, ServerError) and (
+                error.status,
+                error.code,
+                error.retryable,
+            ) == (500, "engine_failed", True)
             assert "may be done or not" in error.message and "GET /weights" in error.message
 
 
@@ -70,7 +100,9 @@ def test_what_may_not_be_done_twice_is_not_sent_again_behind_a_shutdown(server: 
     tries = Retries(times=2, first_s=0.1)
     with Client(server.url, timeout_s=60, retries=tries) as client:
         asked = ends(server, lambda: client.join_group("hangs", **GROUP))
-        assert isinstance(asked[0], ServerError) and asked[0].code == "engine_failed", "a second try would find nobody"
+        assert isinstance(asked[0], ServerError) and asked[0].code == "engine_failed", (
+            "a second try would find nobody"
+        )
 
 
 def test_a_pause_that_waits_for_what_runs_is_told_too(server: Served) -> None:
@@ -92,7 +124,10 @@ def test_half_a_part_is_answered(server: Served) -> None:
 
     def put() -> None:
         with socket.create_connection((host, int(port)), timeout=60) as connection:
-            connection.sendall(b"PUT /weights/v/p.safetensors HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n" + b"x" * 1000)
+            connection.sendall(
+                b"PUT /weights/v/p.safetensors HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n"
+                + b"x" * 1000
+            )
             said = b""
             while piece := connection.recv(2**16):
                 said += piece
@@ -113,13 +148,23 @@ def test_calls_over_grpc_likewise(server: Served, stub: RolloutServiceStub) -> N
     def asked(call: Callable[[], Any]) -> Callable[[], Any]:
         def ask() -> None:
             raise refused(call)
+
         return ask
 
     try:
-        errors = ends(server, asked(lambda: stub.UpdateWeights(iter([MANIFEST]), timeout=60)),
-                      asked(lambda: stub.UpdateWeights(half(), timeout=60)),
-                      asked(lambda: stub.JoinGroup(proto.JoinGroupRequest(name="hangs", **GROUP), timeout=60)))
+        errors = ends(
+            server,
+            asked(lambda: stub.UpdateWeights(iter([MANIFEST]), timeout=60)),
+            asked(lambda: stub.UpdateWeights(half(), timeout=60)),
+            asked(
+                lambda: stub.JoinGroup(proto.JoinGroupRequest(name="hangs", **GROUP), timeout=60)
+            ),
+        )
     finally:
         over.set()
-    assert [error.code for error in errors if isinstance(error, ServerError)] == ["engine_failed", "unavailable", "engine_failed"]
+    assert [error.code for error in errors if isinstance(error, ServerError)] == [
+        "engine_failed",
+        "unavailable",
+        "engine_failed",
+    ]
     assert all("shutting down" in str(error) for error in errors)

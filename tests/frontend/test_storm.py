@@ -1,4 +1,6 @@
-"""Many clients at once, polite and rude: every request ends in exactly one way, and nothing is left behind."""
+"""Many clients at once, polite and rude: every request ends in exactly one way, and nothing is left
+behind.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,16 @@ def one_client(server: LiveServer, seed: int) -> str:
     """One request of a random kind; how it went."""
     rng = random.Random(seed)
     kind = rng.choice(["batch", "stream", "leave stream", "leave batch", "refused"])
-    items = [{"id": str(i), "token_ids": [rng.choice([65, 66, 67])] * 3 + ([rng.choice([FAILS, HANGS])] if rng.random() < 0.15 else []),
-              "n": rng.randint(1, 4), "sampling": {"max_tokens": rng.randint(1, 120), "stop": rng.choice([[], ["AAAAAAAA"]])}}
-             for i in range(rng.randint(1, 5))]
+    items = [
+        {
+            "id": str(i),
+            "token_ids": [rng.choice([65, 66, 67])] * 3
+            + ([rng.choice([FAILS, HANGS])] if rng.random() < 0.15 else []),
+            "n": rng.randint(1, 4),
+            "sampling": {"max_tokens": rng.randint(1, 120), "stop": rng.choice([[], ["AAAAAAAA"]])},
+        }
+        for i in range(rng.randint(1, 5))
+    ]
     with Client(server.url, timeout_s=0.05 if kind == "leave batch" else 20) as client:
         try:
             if kind == "stream" or kind == "leave stream":
@@ -32,7 +41,9 @@ def one_client(server: LiveServer, seed: int) -> str:
                 for event in client.stream(items, timeout_s=0.7):
                     if isinstance(event, ItemResult):
                         ended[event.id] += 1
-                        assert event.choices or (event.error is not None and event.error.code in CODES)
+                        assert event.choices or (
+                            event.error is not None and event.error.code in CODES
+                        )
                     if kind == "leave stream" and (isinstance(event, Token) or rng.random() < 0.3):
                         return kind
                     if isinstance(event, Done):
@@ -44,13 +55,16 @@ def one_client(server: LiveServer, seed: int) -> str:
                 assert [result.id for result in results] == [item["id"] for item in items]
                 assert all(bool(result.choices) != (result.error is not None) for result in results)
         except ServerError as error:
-            expected = {"invalid_request", "queue_full"} if kind == "refused" else {"queue_full"}  # a full queue says so first
+            expected = (
+                {"invalid_request", "queue_full"} if kind == "refused" else {"queue_full"}
+            )  # a full queue says so first
             assert error.code in expected, error
     return kind
 
 
 def test_a_storm_leaves_nothing_behind(model: Path) -> None:
     with live_server(model, engine={"step_s": 0.002}, max_queue=100) as server:
+
         def run(seed: int) -> str:
             try:
                 return one_client(server, seed)
@@ -66,4 +80,8 @@ def test_a_storm_leaves_nothing_behind(model: Path) -> None:
             time.sleep(0.01)
         assert "tlt_open_sequences 0.0" in httpx.get(f"{server.url}/metrics").text
         with Client(server.url) as client:
-            assert client.generate([{"prompt": "a", "n": 100}], sampling={"max_tokens": 1}).results[0].choices
+            assert (
+                client.generate([{"prompt": "a", "n": 100}], sampling={"max_tokens": 1})
+                .results[0]
+                .choices
+            )

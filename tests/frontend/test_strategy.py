@@ -1,4 +1,6 @@
-"""`/strategy`: what is in force, a policy that reaches the engine, and refusals that name value, choice and remedy."""
+"""`/strategy`: what is in force, a policy that reaches the engine, and refusals that name value,
+choice and remedy.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +31,15 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def test_a_fresh_server_says_what_it_was_started_with(model: Path) -> None:
-    with live_server(model, engine={"drafter": "history"}, drafter="history") as server, Client(server.url) as client:
+    with (
+        live_server(model, engine={"drafter": "history"}, drafter="history") as server,
+        Client(server.url) as client,
+    ):
         state = client.strategy()
         assert (state["policy"], state["strategy"], state["in_force"]) == ("beg", None, None)
-        assert state["drafters"] == ["history"] and state["arms"] == [arm.name for arm in ladder(["history"]).arms]
+        assert state["drafters"] == ["history"] and state["arms"] == [
+            arm.name for arm in ladder(["history"]).arms
+        ]
         client.generate([{"prompt": "a"}], sampling={"max_tokens": 4})
         assert client.strategy()["in_force"] == "off"
 
@@ -42,7 +49,11 @@ def test_a_policy_reaches_the_engine_and_is_reported(client: Client, server: Liv
     assert client.set_strategy("off")["policy"] == "off"
     assert client.set_strategy("beg")["strategy"] is None
     until(lambda: len(server.engine.policies) == 3)
-    assert server.engine.policies == [SetPolicy("fixed", Strategy("eagle", 7, 4, 16)), SetPolicy("off"), SetPolicy("beg")]
+    assert server.engine.policies == [
+        SetPolicy("fixed", Strategy("eagle", 7, 4, 16)),
+        SetPolicy("off"),
+        SetPolicy("beg"),
+    ]
     assert client.strategy()["policy"] == "beg"
 
 
@@ -65,7 +76,11 @@ REFUSED = {
     b'{"policy": "fixed", "strategy": 7}': ("strategy is 7", "a string"),
     b'{"policy": "fixed", "strategy": "eagle-7"}': ("'eagle-7'", "drafter:DEPTHxWIDTHxROWS"),
     b'{"policy": "fixed", "strategy": "eagle:0x4x16"}': ("'eagle:0x4x16'", "at least 1"),
-    b'{"policy": "fixed", "strategy": "medusa:7x4x16"}': ("'medusa'", "eagle, history", "--drafter"),
+    b'{"policy": "fixed", "strategy": "medusa:7x4x16"}': (
+        "'medusa'",
+        "eagle, history",
+        "--drafter",
+    ),
     b'{"policy": "fixed", "strategy": "eagle:65x4x16"}': ("depth 65", "limit is 64"),
     b'{"policy": "fixed", "strategy": "eagle:7x33x16"}': ("width 33", "limit is 32"),
     b'{"policy": "fixed", "strategy": "eagle:7x4x257"}': ("rows 257", "limit is 256"),

@@ -1,4 +1,6 @@
-"""Lives of the engine: restarts, what becomes of open requests, refusals by name, versions that are lost."""
+"""Lives of the engine: restarts, what becomes of open requests, refusals by name, versions that are
+lost.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +39,29 @@ def die(server: LiveServer, prompt: int = 65) -> None:
     life, said = server.engine, len(server.said.getvalue())
     with Client(server.url, timeout_s=30) as client:
         [result] = client.generate([{"token_ids": [prompt, DIES]}]).results
-    assert result.error is not None and (result.error.code, result.error.retryable) == ("engine_failed", True)
-    eventually(lambda: server.engine is not life and not server.client.failure and "the engine is back" in server.said.getvalue()[said:])
+    assert result.error is not None and (result.error.code, result.error.retryable) == (
+        "engine_failed",
+        True,
+    )
+    eventually(
+        lambda: (
+            server.engine is not life
+            and not server.client.failure
+            and "the engine is back" in server.said.getvalue()[said:]
+        )
+    )
 
 
 class Collected:
     """A submission made in the server's loop, and what came of it."""
 
-    def __init__(self, server: LiveServer, *requests: GenerateRequest, resumes: bool = True, deadline_s: float | None = None) -> None:
+    def __init__(
+        self,
+        server: LiveServer,
+        *requests: GenerateRequest,
+        resumes: bool = True,
+        deadline_s: float | None = None,
+    ) -> None:
         self.outputs: list[StepOutput] = []
         self.resumed: list[str] = []
         self.requests = {request.id: request for request in requests}
@@ -61,7 +78,9 @@ class Collected:
                 self.outputs += outputs
 
         def submit() -> None:
-            self.submission = server.client.submit(list(requests), deadline_s=deadline_s, resume=resume if resumes else None)
+            self.submission = server.client.submit(
+                list(requests), deadline_s=deadline_s, resume=resume if resumes else None
+            )
             self.task = asyncio.ensure_future(collect())
 
         server.call(submit)
@@ -71,32 +90,63 @@ class Collected:
         eventually(lambda: self.task.done())
         ends = [output for output in self.outputs if output.finish_reason is not None]
         assert len(ends) == len(self.requests) == len({output.id for output in ends})
-        return {output.id: (output.finish_reason, output.error[0] if output.error else None) for output in ends}
+        return {
+            output.id: (output.finish_reason, output.error[0] if output.error else None)
+            for output in ends
+        }
 
 
-def request(id: str, token_ids: tuple[int, ...] = (65,), max_tokens: int = 5, **fields: Any) -> GenerateRequest:
-    return GenerateRequest(id=id, token_ids=list(token_ids), sampling=Sampling(max_tokens=max_tokens), seed=1, **fields)
+def request(
+    id: str, token_ids: tuple[int, ...] = (65,), max_tokens: int = 5, **fields: Any
+) -> GenerateRequest:
+    return GenerateRequest(
+        id=id, token_ids=list(token_ids), sampling=Sampling(max_tokens=max_tokens), seed=1, **fields
+    )
 
 
-def test_a_dead_engine_is_restarted_and_what_was_open_ends_with_one_typed_error(server: LiveServer) -> None:
+def test_a_dead_engine_is_restarted_and_what_was_open_ends_with_one_typed_error(
+    server: LiveServer,
+) -> None:
     with Client(server.url, timeout_s=30) as client:
         replies: list[Any] = []
-        waiting = threading.Thread(target=lambda: replies.append(client.generate([{"token_ids": [HANGS]}, {"token_ids": [HANGS], "n": 2}])))
+        waiting = threading.Thread(
+            target=lambda: replies.append(
+                client.generate([{"token_ids": [HANGS]}, {"token_ids": [HANGS], "n": 2}])
+            )
+        )
         waiting.start()
         eventually(lambda: len(server.client) == 3)
         die(server)
         waiting.join(30)
         for result in replies[0].results:
-            assert result.error is not None and result.error.code == "engine_failed" and "status 7" in result.error.message
+            assert (
+                result.error is not None
+                and result.error.code == "engine_failed"
+                and "status 7" in result.error.message
+            )
         assert client.generate([{"prompt": "ab"}], sampling={"max_tokens": 3}).results[0].choices
         metrics = client.metrics()
-    for line in ('tlt_engine_restarts_total{reason="exited"} 1.0', 'tlt_engine_restarts_total{reason="hung"} 0.0', "tlt_engine_up 1.0",
-                 "tlt_open_sequences 0.0"):
+    for line in (
+        'tlt_engine_restarts_total{reason="exited"} 1.0',
+        'tlt_engine_restarts_total{reason="hung"} 0.0',
+        "tlt_engine_up 1.0",
+        "tlt_open_sequences 0.0",
+    ):
         assert line in metrics.splitlines()
-    assert not (server.directory / "1").exists() and (server.directory / "2").stat().st_mode & 0o777 == 0o700
+    assert (
+        not (server.directory / "1").exists()
+        and (server.directory / "2").stat().st_mode & 0o777 == 0o700
+    )
     died, back = server.said.getvalue().splitlines()[-3::2]
-    assert "see its messages above" in died and "messages above" not in str(replies[0].results)  # clients do not see standard error
-    assert "status 7" in died and "restarting now" in died and "the engine is back" in back and "weights v0" in back
+    assert "see its messages above" in died and "messages above" not in str(
+        replies[0].results
+    )  # clients do not see standard error
+    assert (
+        "status 7" in died
+        and "restarting now" in died
+        and "the engine is back" in back
+        and "weights v0" in back
+    )
 
 
 def test_probes_are_red_while_the_engine_is_gone_and_say_when_to_come_again(model: Path) -> None:
@@ -104,11 +154,20 @@ def test_probes_are_red_while_the_engine_is_gone_and_say_when_to_come_again(mode
         server.call(server.may_launch.clear)
         with Client(server.url, timeout_s=30) as client:
             client.generate([{"token_ids": [DIES]}])
-        for path, status in (("/livez", 503), ("/readyz", 503), ("/startupz", 200), ("/strategy", 503), ("/weights", 503)):
+        for path, status in (
+            ("/livez", 503),
+            ("/readyz", 503),
+            ("/startupz", 200),
+            ("/strategy", 503),
+            ("/weights", 503),
+        ):
             response = httpx.get(server.url + path)
             assert response.status_code == status
             if status == 503:
-                assert "is being restarted" in response.text and int(response.headers["retry-after"]) >= 1
+                assert (
+                    "is being restarted" in response.text
+                    and int(response.headers["retry-after"]) >= 1
+                )
         response = httpx.post(f"{server.url}/generate", json={"requests": [{"prompt": "a"}]})
         assert (response.status_code, response.json()["error"]["code"]) == (503, "unavailable")
         assert "tlt_engine_up 0.0" in httpx.get(f"{server.url}/metrics").text
@@ -134,10 +193,16 @@ def test_how_long_a_start_took_is_measured_from_outside_and_said(model: Path) ->
         eventually(lambda: not server.client.failure)
 
 
-def test_what_can_resume_is_submitted_again_in_order_before_anything_new(server: LiveServer) -> None:
-    first = Collected(server, request("a", (65,), 10**6), request("b", (66,), 10**6), request("short"))
+def test_what_can_resume_is_submitted_again_in_order_before_anything_new(
+    server: LiveServer,
+) -> None:
+    first = Collected(
+        server, request("a", (65,), 10**6), request("b", (66,), 10**6), request("short")
+    )
     plain = Collected(server, request("c", (HANGS,)), resumes=False)
-    second = Collected(server, request("d", (67,), 10**6), request("lost", (HANGS,), salt="forgotten"))
+    second = Collected(
+        server, request("d", (67,), 10**6), request("lost", (HANGS,), salt="forgotten")
+    )
     eventually(lambda: "short" not in first.submission.open and len(server.engine.running) == 5)
     server.call(lambda: server.client.set_policy(SetPolicy("off")))
     server.call(server.may_launch.clear)
@@ -148,7 +213,12 @@ def test_what_can_resume_is_submitted_again_in_order_before_anything_new(server:
     new = Collected(server, request("new"))
     assert new.ends() == {"new": ("length", None)}
     life = server.engine
-    assert [(r.id, r.salt) for r in life.submitted] == [("a", "resumed"), ("b", "resumed"), ("d", "resumed"), ("new", "")]
+    assert [(r.id, r.salt) for r in life.submitted] == [
+        ("a", "resumed"),
+        ("b", "resumed"),
+        ("d", "resumed"),
+        ("new", ""),
+    ]
     assert life.policies == [SetPolicy("off")] and first.resumed == ["a", "b"]
     server.call(second.submission.close)
     server.call(lambda: server.client.abort(["a", "b"]))
@@ -161,10 +231,18 @@ def test_deadlines_aborts_and_closing_work_while_the_engine_is_gone(model: Path)
     with live_server(model, **OFTEN) as server:
         server.call(server.may_launch.clear)
         late = Collected(server, request("late", (HANGS,)), deadline_s=time.monotonic() + 0.4)
-        aborted, stays = Collected(server, request("aborted", (HANGS,))), Collected(server, request("stays", (HANGS,)))
-        stopped, closed = Collected(server, request("stopped", (HANGS,))), Collected(server, request("closed", (HANGS,)))
+        aborted, stays = (
+            Collected(server, request("aborted", (HANGS,))),
+            Collected(server, request("stays", (HANGS,))),
+        )
+        stopped, closed = (
+            Collected(server, request("stopped", (HANGS,))),
+            Collected(server, request("closed", (HANGS,))),
+        )
         eventually(lambda: len(server.engine.submitted) == 5)
-        server.call(lambda: (server.client.abort(["stopped"], "stop"), setattr(server.engine, "dies", True)))
+        server.call(
+            lambda: (server.client.abort(["stopped"], "stop"), setattr(server.engine, "dies", True))
+        )
         eventually(lambda: server.client.failure)
         assert stopped.ends() == {"stopped": ("stop", None)}
         server.call(lambda: server.client.abort(["aborted"]))
@@ -181,12 +259,23 @@ def test_a_request_in_flight_at_two_crashes_is_refused_by_name(server: LiveServe
     for _ in range(2):
         die(server)
     life = server.engine
-    batch = {"requests": [{"id": "killer", "token_ids": [65, DIES]}, {"id": "fine", "prompt": "ab"}], "sampling": {"max_tokens": 256}}
+    batch = {
+        "requests": [{"id": "killer", "token_ids": [65, DIES]}, {"id": "fine", "prompt": "ab"}],
+        "sampling": {"max_tokens": 256},
+    }
     for stream in (False, True):
         response = httpx.post(f"{server.url}/generate", json=batch | {"stream": stream})
-        assert response.status_code == 200 and "'killer' was running at two crashes" in response.text and '"poisoned"' in response.text
+        assert (
+            response.status_code == 200
+            and "'killer' was running at two crashes" in response.text
+            and '"poisoned"' in response.text
+        )
     killer, fine = httpx.post(f"{server.url}/generate", json=batch).json()["results"]
-    assert killer["error"]["code"] == "poisoned" and not killer["error"]["retryable"] and "leave it out" in killer["error"]["message"]
+    assert (
+        killer["error"]["code"] == "poisoned"
+        and not killer["error"]["retryable"]
+        and "leave it out" in killer["error"]["message"]
+    )
     assert len(fine["choices"][0]["token_ids"]) == 256
     alone = httpx.post(f"{server.url}/generate", json={"requests": batch["requests"][:1]})
     assert alone.status_code == 422
@@ -203,11 +292,22 @@ def test_a_resumed_request_that_kills_again_ends_instead_of_a_third_try(server: 
     assert bystander.ends() == {"b": ("abort", None)}
 
 
-def test_after_a_crash_those_that_ran_are_tried_one_by_one_so_that_only_the_killer_is_named(server: LiveServer) -> None:
-    batch = Collected(server, *(request(f"b{i}", (66 + i,), 10**6) for i in range(5)), request("k", (65, DIES)))
+def test_after_a_crash_those_that_ran_are_tried_one_by_one_so_that_only_the_killer_is_named(
+    server: LiveServer,
+) -> None:
+    batch = Collected(
+        server, *(request(f"b{i}", (66 + i,), 10**6) for i in range(5)), request("k", (65, DIES))
+    )
     waiting = Collected(server, request("w", (80,), 10**6))
-    eventually(lambda: {output.id for output in batch.outputs if output.token_ids} == {f"b{i}" for i in range(5)})
-    assert batch.resumed.count("k") == 1 and all(not output.error for output in batch.outputs if output.id != "k")
+    eventually(
+        lambda: (
+            {output.id for output in batch.outputs if output.token_ids}
+            == {f"b{i}" for i in range(5)}
+        )
+    )
+    assert batch.resumed.count("k") == 1 and all(
+        not output.error for output in batch.outputs if output.id != "k"
+    )
     new = Collected(server, request("new"))
     assert new.ends() == {"new": ("length", None)}
     server.call(lambda: server.client.abort([f"b{i}" for i in range(5)]))
@@ -216,19 +316,32 @@ def test_after_a_crash_those_that_ran_are_tried_one_by_one_so_that_only_the_kill
     server.call(waiting.submission.close)
 
 
-def test_a_prompt_that_was_sent_beside_a_killer_is_not_refused_to_others(server: LiveServer) -> None:
+def test_a_prompt_that_was_sent_beside_a_killer_is_not_refused_to_others(
+    server: LiveServer,
+) -> None:
     def together(attempt: int) -> dict[str, tuple[str | None, str | None]]:
         eventually(lambda: not server.client.failure)
-        return Collected(server, request(f"copy{attempt}", (70,), 300), request(f"killer{attempt}", (65, DIES)), resumes=False).ends()
+        return Collected(
+            server,
+            request(f"copy{attempt}", (70,), 300),
+            request(f"killer{attempt}", (65, DIES)),
+            resumes=False,
+        ).ends()
 
     for attempt in range(2):  # both together, then one after the other: by now the killer is known
-        assert together(attempt) == {f"copy{attempt}": ("error", "engine_failed"), f"killer{attempt}": ("error", "engine_failed")}
+        assert together(attempt) == {
+            f"copy{attempt}": ("error", "engine_failed"),
+            f"killer{attempt}": ("error", "engine_failed"),
+        }
     assert together(2) == {"copy2": ("length", None), "killer2": ("error", "poisoned")}
     assert Collected(server, request("victim", (70,), 300)).ends() == {"victim": ("length", None)}
 
 
 def test_one_that_is_given_up_on_trial_makes_room_for_the_next(server: LiveServer) -> None:
-    hanging, behind = Collected(server, request("h", (HANGS, 65))), Collected(server, request("n", (66,), 10**6))
+    hanging, behind = (
+        Collected(server, request("h", (HANGS, 65))),
+        Collected(server, request("n", (66,), 10**6)),
+    )
     eventually(lambda: behind.outputs)
     die(server)
     eventually(lambda: [r.id for r in server.engine.submitted] == ["h"])
@@ -244,10 +357,16 @@ def test_another_version_after_a_restart_is_not_served_until_a_push(server: Live
         waiting = Collected(server, request("w", (66,), 10**6))
         die(server)
         eventually(lambda: httpx.get(f"{server.url}/livez").status_code == 200)
-        for response in (httpx.get(f"{server.url}/readyz"), httpx.post(f"{server.url}/generate", json={"requests": [{"prompt": "a"}]}),
-                         httpx.post(f"{server.url}/v1/completions", json={"prompt": "a"})):
+        for response in (
+            httpx.get(f"{server.url}/readyz"),
+            httpx.post(f"{server.url}/generate", json={"requests": [{"prompt": "a"}]}),
+            httpx.post(f"{server.url}/v1/completions", json={"prompt": "a"}),
+        ):
             assert response.status_code == 503 and int(response.headers["retry-after"]) >= 1
-            assert "'v1' of the target is lost" in response.text and "POST /update_weights" in response.text
+            assert (
+                "'v1' of the target is lost" in response.text
+                and "POST /update_weights" in response.text
+            )
         assert not client.server_info()["ready"] and client.weights()["target"] == "v0"
         assert httpx.get(f"{server.url}/strategy").status_code == 200
         assert "nothing is generated" in server.said.getvalue()
@@ -262,7 +381,12 @@ def test_another_version_after_a_restart_is_not_served_until_a_push(server: Live
 
 
 def test_a_version_that_the_first_life_lost_is_not_served_either(model: Path) -> None:
-    with live_server(model, engine={"lost": {"target": "the committed weight version 'v7' of the target is lost: truncated"}}) as server:
+    with live_server(
+        model,
+        engine={
+            "lost": {"target": "the committed weight version 'v7' of the target is lost: truncated"}
+        },
+    ) as server:
         assert "v7" in httpx.get(f"{server.url}/readyz").json()["error"]["message"]
         with Client(server.url, timeout_s=30) as client:
             client.update_weights("p", "v8")
@@ -278,14 +402,19 @@ def test_an_aborted_sequence_under_a_lost_version_ends_here(server: LiveServer) 
     assert waiting.ends() == {"w": ("abort", None)}
 
 
-@pytest.mark.parametrize(("restarts", "deaths", "delays"), [
-    (0, [0], [None]),
-    (3, [0, 1, 2, 3], [0.0, 0.5, 1.0, None]),
-    (9, [0, 1, 2, 3, 4, 5, 6, 7, 8], [0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]),
-    (2, [0, 10, 20, 30], [0.0, 0.0, 0.0, 0.0]),
-    (2, [0, 1, 12, 13, 14], [0.0, 0.5, 0.0, 0.5, None]),
-])
-def test_backoff_doubles_within_the_window_and_ends_at_the_limit(restarts: int, deaths: list[float], delays: list[float | None]) -> None:
+@pytest.mark.parametrize(
+    ("restarts", "deaths", "delays"),
+    [
+        (0, [0], [None]),
+        (3, [0, 1, 2, 3], [0.0, 0.5, 1.0, None]),
+        (9, [0, 1, 2, 3, 4, 5, 6, 7, 8], [0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]),
+        (2, [0, 10, 20, 30], [0.0, 0.0, 0.0, 0.0]),
+        (2, [0, 1, 12, 13, 14], [0.0, 0.5, 0.0, 0.5, None]),
+    ],
+)
+def test_backoff_doubles_within_the_window_and_ends_at_the_limit(
+    restarts: int, deaths: list[float], delays: list[float | None]
+) -> None:
     backoff = Backoff(restarts, window_s=10.0)
     assert [backoff.death(at_s) for at_s in deaths] == delays
 

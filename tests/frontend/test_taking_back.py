@@ -1,4 +1,6 @@
-"""What a push by http leaves behind when it fails or is interrupted: nothing that keeps the next one out, and nothing of others' ends."""
+"""What a push by http leaves behind when it fails or is interrupted: nothing that keeps the next
+one out, and nothing of others' ends.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,15 @@ import torch
 from tests.frontend.live_server import LiveServer, live_server
 from tlt_client import Client, ConnectionFailed
 from tlt_client.channels.http import HttpSender
-from tlt_client.errors import Conflict, InvalidRequest, NotFound, PushFailed, ServerError, StorageFailed, WeightsRefused
+from tlt_client.errors import (
+    Conflict,
+    InvalidRequest,
+    NotFound,
+    PushFailed,
+    ServerError,
+    StorageFailed,
+    WeightsRefused,
+)
 from tlt_server.__main__ import main
 from tlt_server.records import AbortWeights
 
@@ -23,7 +33,9 @@ PART = "part-00001.safetensors"
 
 @pytest.fixture
 def server(model: Path, tmp_path: Path) -> Iterator[LiveServer]:
-    with live_server(model, state_dir=tmp_path / "state", weight_channels="http", max_uploads=2) as running:
+    with live_server(
+        model, state_dir=tmp_path / "state", weight_channels="http", max_uploads=2
+    ) as running:
         yield running
 
 
@@ -52,8 +64,12 @@ def there(client: Client, version: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(1), RuntimeError("out of memory"), GeneratorExit()])
-def test_trainers_that_stop_in_their_iterator_leave_the_room_to_the_next(error: BaseException, client: Client) -> None:
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt(), SystemExit(1), RuntimeError("out of memory"), GeneratorExit()]
+)
+def test_trainers_that_stop_in_their_iterator_leave_the_room_to_the_next(
+    error: BaseException, client: Client
+) -> None:
     for run in ("a", "b", "c"):  # more than max_uploads
         with pytest.raises(type(error)) as raised:
             sender(client).push(stopping(error), run)
@@ -61,7 +77,9 @@ def test_trainers_that_stop_in_their_iterator_leave_the_room_to_the_next(error: 
     assert sender(client).push(TENSORS.items(), "d")["state"] == "committed"
 
 
-def test_manifests_that_are_refused_leave_the_room_to_the_next(client: Client, tmp_path: Path) -> None:
+def test_manifests_that_are_refused_leave_the_room_to_the_next(
+    client: Client, tmp_path: Path
+) -> None:
     from safetensors.torch import save_file
 
     save_file(TENSORS, tmp_path / "model.safetensors")
@@ -73,10 +91,14 @@ def test_manifests_that_are_refused_leave_the_room_to_the_next(client: Client, t
     assert sender(client).push(TENSORS.items(), "c")["state"] == "committed"
 
 
-def test_what_may_pass_leaves_the_parts_to_the_same_push_and_is_taken_back_by_the_sender_that_began_it(client: Client,
-                                                                                                     server: LiveServer) -> None:
+def test_what_may_pass_leaves_the_parts_to_the_same_push_and_is_taken_back_by_the_sender_that_began_it(
+    client: Client, server: LiveServer
+) -> None:
     ours = sender(client)
-    for error in (ConnectionFailed("gone"), PushFailed("push_failed", "", status=500, retryable=True)):
+    for error in (
+        ConnectionFailed("gone"),
+        PushFailed("push_failed", "", status=500, retryable=True),
+    ):
         with pytest.raises(type(error)):
             ours.push(stopping(error), "a")
         assert there(client, "a")
@@ -101,12 +123,16 @@ def test_what_somebody_else_began_to_send_stays(client: Client) -> None:
 
 
 def test_a_push_that_has_begun_is_ended_by_no_sender(client: Client, server: LiveServer) -> None:
-    """Somebody else pushes the version, by whatever channel: taking an upload back reaches no engine."""
+    """Somebody else pushes the version, by whatever channel: taking an upload back reaches no
+    engine.
+    """
     server.engine.fails, server.engine.reads = "conflict", False
     with pytest.raises(Conflict):
         sender(client).push(TENSORS.items(), "a")
     assert not there(client, "a")
-    assert not [command for command in server.engine.weight_commands if isinstance(command, AbortWeights)]
+    assert not [
+        command for command in server.engine.weight_commands if isinstance(command, AbortWeights)
+    ]
     with pytest.raises(NotFound, match="no upload of version 'a'"):
         client.abort_weights("a", upload_only=True)
 
@@ -124,11 +150,21 @@ def test_an_abort_that_fails_hides_nothing(client: Client, monkeypatch: pytest.M
     assert asked == ["a"]
 
 
-@pytest.mark.parametrize("code, reads, stays", [
-    ("conflict", False, True), ("conflict", True, False), ("push_failed", True, True), ("weights_refused", True, False)])
-def test_the_server_keeps_parts_only_where_they_may_yet_be_pushed(code: str, reads: bool, stays: bool, client: Client,
-                                                                  server: LiveServer) -> None:
-    """A conflict before they were read is one with another push; afterwards it is with what they hold."""
+@pytest.mark.parametrize(
+    "code, reads, stays",
+    [
+        ("conflict", False, True),
+        ("conflict", True, False),
+        ("push_failed", True, True),
+        ("weights_refused", True, False),
+    ],
+)
+def test_the_server_keeps_parts_only_where_they_may_yet_be_pushed(
+    code: str, reads: bool, stays: bool, client: Client, server: LiveServer
+) -> None:
+    """A conflict before they were read is one with another push; afterwards it is with what they
+    hold.
+    """
     client.put_weights("a", PART, b"abc", start=0, total=3)
     server.engine.fails, server.engine.reads = code, reads
     with pytest.raises((Conflict, PushFailed, WeightsRefused)):
@@ -144,17 +180,27 @@ def test_an_upload_of_which_no_byte_came_takes_no_place(client: Client) -> None:
     assert not client.put_weights("d", PART, b"abc", start=0, total=100)["begins"]
 
 
-def test_what_is_on_its_way_is_listed_and_shown(client: Client, server: LiveServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_on_its_way_is_listed_and_shown(
+    client: Client, server: LiveServer, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert client.weights()["uploads"] == []
     client.put_weights("run-1", PART, b"abc", start=0, total=100)
     client.put_weights("run-1", "part-00002.safetensors", b"abcd", start=0, total=4)
     client.put_weights("run-2", PART, b"a", start=0, total=1)
     first, second = client.weights()["uploads"]
-    assert (first["version"], first["parts"], first["bytes"], first["total"]) == ("run-1", 2, 7, 104) and second["version"] == "run-2"
+    assert (first["version"], first["parts"], first["bytes"], first["total"]) == (
+        "run-1",
+        2,
+        7,
+        104,
+    ) and second["version"] == "run-2"
     assert first["age_s"] >= first["idle_s"] >= 0 and first["age_s"] >= second["age_s"]
     assert main(["weights", "status", "--url", server.url]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "on its way by http: 'run-1', 2 parts, 7 of 104 bytes, begun" in said and "abort ends it" in said
+    assert (
+        "on its way by http: 'run-1', 2 parts, 7 of 104 bytes, begun" in said
+        and "abort ends it" in said
+    )
     client.abort_weights("run-1", upload_only=True)
     assert [upload["version"] for upload in client.weights()["uploads"]] == ["run-2"]
 

@@ -20,8 +20,15 @@ from tlt_server.frontend.sequence import Sequence
 from tlt_server.frontend.text import REPLACEMENT, Incremental, StopStrings, Text
 from tlt_server.records import GenerateRequest, Sampling, StepOutput
 
-# Merges that cut characters in awkward places: the tail of one with the head of the next, a head alone.
-MERGES = [(b"\xa9", b"\xe2"), (b"\xf0", b"\x9f"), (b"\xac", b"\xf0"), (b"a", b"\xe2"), (b"\x82", b"\xac")]
+# Merges that cut characters in awkward places: the tail of one with the head of the next, a head
+# alone.
+MERGES = [
+    (b"\xa9", b"\xe2"),
+    (b"\xf0", b"\x9f"),
+    (b"\xac", b"\xf0"),
+    (b"a", b"\xe2"),
+    (b"\x82", b"\xac"),
+]
 TEXT = Text(byte_tokenizer(MERGES))
 LAST = 256 + len(SPECIALS) + len(MERGES) - 1
 ANY_TOKENS = st.lists(st.integers(0, LAST), max_size=80)
@@ -54,8 +61,14 @@ def test_encoding_and_decoding_are_inverse(text: str) -> None:
 
 @given(st.text(alphabet="ab é€🚀", max_size=30))
 def test_byte_fallback_tokenizers_show_no_half_characters_either(text: str) -> None:
-    tokenizer = Tokenizer(models.Unigram([(f"<0x{byte:02X}>", 0.0) for byte in range(256)], byte_fallback=True, unk_id=0))
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer = Tokenizer(
+        models.Unigram(
+            [(f"<0x{byte:02X}>", 0.0) for byte in range(256)], byte_fallback=True, unk_id=0
+        )
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
     incremental = Incremental(Text(tokenizer))
     deltas = [incremental.push(byte) for byte in text.encode()]
     assert "".join(deltas) + incremental.flush() == text
@@ -74,7 +87,9 @@ STOPS = st.lists(st.text(alphabet="ab", min_size=1, max_size=4), min_size=1, max
 
 
 def first_stop(text: str, stops: list[str]) -> tuple[int, str] | None:
-    """The slow twin, one character at a time: at the first end of a stop string, the earliest start among those that end there."""
+    """The slow twin, one character at a time: at the first end of a stop string, the earliest start
+    among those that end there.
+    """
     for end in range(1, len(text) + 1):
         hits = [(end - len(stop), stop) for stop in stops if text[:end].endswith(stop)]
         if hits:
@@ -83,22 +98,28 @@ def first_stop(text: str, stops: list[str]) -> tuple[int, str] | None:
 
 
 @given(SMALL, STOPS)
-def test_stop_strings_match_the_slow_twin_character_by_character(text: str, stops: list[str]) -> None:
+def test_stop_strings_match_the_slow_twin_character_by_character(
+    text: str, stops: list[str]
+) -> None:
     matcher, shown = StopStrings(stops), ""
     expected = first_stop(text, stops)
     for character in text:
         shown += matcher.push(character)
-        assert expected is None or text[:expected[0]].startswith(shown)  # nothing of the stop string is ever shown
+        assert expected is None or text[: expected[0]].startswith(
+            shown
+        )  # nothing of the stop string is ever shown
         if matcher.matched is not None:
             break
     if expected is None:
         assert matcher.matched is None and shown + matcher.flush() == text
     else:
-        assert (shown, matcher.matched) == (text[:expected[0]], expected[1])
+        assert (shown, matcher.matched) == (text[: expected[0]], expected[1])
 
 
 @given(st.lists(st.text(alphabet="ab", max_size=4), max_size=6), STOPS)
-def test_text_before_a_stop_holds_no_stop_string_whatever_the_pieces(pieces: list[str], stops: list[str]) -> None:
+def test_text_before_a_stop_holds_no_stop_string_whatever_the_pieces(
+    pieces: list[str], stops: list[str]
+) -> None:
     matcher, shown = StopStrings(stops), ""
     for piece in pieces:
         shown += matcher.push(piece)
@@ -113,10 +134,16 @@ def test_text_before_a_stop_holds_no_stop_string_whatever_the_pieces(pieces: lis
 
 
 @settings(max_examples=60)
-@given(st.text(alphabet="ab€", min_size=1, max_size=20), st.lists(st.text(alphabet="ab€", min_size=1, max_size=3), max_size=2),
-       st.lists(st.integers(1, 6), min_size=1), st.integers(0, 6), st.booleans())
-def test_a_choice_does_not_depend_on_how_tokens_are_grouped(text: str, stops: list[str], groups: list[int], min_tokens: int,
-                                                            streamed: bool) -> None:
+@given(
+    st.text(alphabet="ab€", min_size=1, max_size=20),
+    st.lists(st.text(alphabet="ab€", min_size=1, max_size=3), max_size=2),
+    st.lists(st.integers(1, 6), min_size=1),
+    st.integers(0, 6),
+    st.booleans(),
+)
+def test_a_choice_does_not_depend_on_how_tokens_are_grouped(
+    text: str, stops: list[str], groups: list[int], min_tokens: int, streamed: bool
+) -> None:
     token_ids = list(text.encode())
     one_by_one = grown(token_ids, stops, [1], min_tokens, True)
     grouped = grown(token_ids, stops, groups, min_tokens, streamed)
@@ -124,7 +151,9 @@ def test_a_choice_does_not_depend_on_how_tokens_are_grouped(text: str, stops: li
     assert not any(stop in (one_by_one[0] or "") for stop in stops) or min_tokens
 
 
-def grown(token_ids: list[int], stops: list[str], groups: list[int], min_tokens: int, streamed: bool) -> tuple[object, ...]:
+def grown(
+    token_ids: list[int], stops: list[str], groups: list[int], min_tokens: int, streamed: bool
+) -> tuple[object, ...]:
     sampling = Sampling(stop=tuple(stops), min_tokens=min_tokens)
     stopped: list[str] = []
     request = GenerateRequest(id="r", token_ids=[1], sampling=sampling, seed=1)
@@ -133,16 +162,29 @@ def grown(token_ids: list[int], stops: list[str], groups: list[int], min_tokens:
     while at < len(token_ids):
         end = min(len(token_ids), at + groups[group % len(groups)])
         last = end == len(token_ids)
-        delta = sequence.push(StepOutput(
-            id="r", token_ids=token_ids[at:end], logprobs=[-float(i) for i in range(at, end)], finish_reason="length" if last else None,
-            weight_version="0"))
+        delta = sequence.push(
+            StepOutput(
+                id="r",
+                token_ids=token_ids[at:end],
+                logprobs=[-float(i) for i in range(at, end)],
+                finish_reason="length" if last else None,
+                weight_version="0",
+            )
+        )
         shown += delta.text or ""
         at, group = end, group + 1
     choice = sequence.choice()
     assert len(stopped) <= 1
     if streamed:
         assert shown == choice.text
-    return choice.text, choice.token_ids, choice.logprobs, choice.finish_reason, choice.stop_reason, choice.weight_versions
+    return (
+        choice.text,
+        choice.token_ids,
+        choice.logprobs,
+        choice.finish_reason,
+        choice.stop_reason,
+        choice.weight_versions,
+    )
 
 
 def test_the_template_sees_special_tokens_and_opens_the_turn(tmp_path: Path) -> None:
@@ -150,21 +192,34 @@ def test_the_template_sees_special_tokens_and_opens_the_turn(tmp_path: Path) -> 
     assert text.render([{"role": "user", "content": "hi"}]) == "<|user|>hi<|end|><|assistant|>"
 
 
-@pytest.mark.parametrize("template", ["{{ ''.__class__.__mro__ }}{{ cycler.__init__.__globals__.os }}", "{{ raise_exception('no') }}",
-                                      "{{ messages[0].missing.more }}", "{{ messages.append(1) }}"])
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__ }}{{ cycler.__init__.__globals__.os }}",
+        "{{ raise_exception('no') }}",
+        "{{ messages[0].missing.more }}",
+        "{{ messages.append(1) }}",
+    ],
+)
 def test_a_template_that_fails_or_pries_is_a_client_error(template: str) -> None:
     with pytest.raises(InvalidRequest, match="chat template"):
         Text(TEXT.tokenizer, template).render([{"role": "user", "content": "x"}])
 
 
 def test_template_features_of_published_models() -> None:
-    template = ("{%- for m in messages %}{%- if loop.first %}{%- continue %}{%- endif %}"
-                "{% generation %}{{ m.content | tojson }}{% endgeneration %}{%- endfor %}")
+    template = (
+        "{%- for m in messages %}{%- if loop.first %}{%- continue %}{%- endif %}"
+        "{% generation %}{{ m.content | tojson }}{% endgeneration %}{%- endfor %}"
+    )
     assert Text(TEXT.tokenizer, template).render([{"content": "a"}, {"content": "é<"}]) == '"é<"'
 
 
-@pytest.mark.parametrize("spoil", [lambda path: path.write_bytes(b"{{ messages }}\xff"), lambda path: path.mkdir()])
-def test_a_template_file_that_cannot_be_read_is_a_model_error(tmp_path: Path, spoil: Callable[[Path], object]) -> None:
+@pytest.mark.parametrize(
+    "spoil", [lambda path: path.write_bytes(b"{{ messages }}\xff"), lambda path: path.mkdir()]
+)
+def test_a_template_file_that_cannot_be_read_is_a_model_error(
+    tmp_path: Path, spoil: Callable[[Path], object]
+) -> None:
     spoil(write_model(tmp_path) / "chat_template.jinja")
     with pytest.raises(ModelError, match="cannot read .*chat_template.jinja"):
         Text.load(tmp_path)
@@ -173,14 +228,28 @@ def test_a_template_file_that_cannot_be_read_is_a_model_error(tmp_path: Path, sp
 def test_template_files_are_utf_8_whatever_the_locale(tmp_path: Path) -> None:
     write_model(tmp_path).joinpath("chat_template.jinja").write_bytes("é".encode())
     script = "import sys, pathlib; from tlt_server.frontend.text import Text; print(ascii(Text.load(pathlib.Path(sys.argv[1])).render([])))"
-    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], env=environment, capture_output=True, text=True, check=False)
+    environment = {
+        **os.environ,
+        "LC_ALL": "C",
+        "PYTHONUTF8": "0",
+        "PYTHONCOERCECLOCALE": "0",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.stdout == "'\\xe9'\n", done.stderr
 
 
 def test_template_files_and_named_templates_are_found(tmp_path: Path) -> None:
     write_model(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": [{"name": "default", "template": "D"}]}))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"chat_template": [{"name": "default", "template": "D"}]})
+    )
     assert Text.load(tmp_path).render([]) == "D"
     (tmp_path / "chat_template.jinja").write_text("J")
     assert Text.load(tmp_path).render([]) == "J"

@@ -1,4 +1,6 @@
-"""HTTPS and client certificates over real sockets; certificates that are replaced while serving; files that cannot be used."""
+"""HTTPS and client certificates over real sockets; certificates that are replaced while serving;
+files that cannot be used.
+"""
 
 from __future__ import annotations
 
@@ -74,17 +76,26 @@ def secure(model: Path, files: dict[str, Path]) -> Iterator[LiveServer]:
         yield server
 
 
-def test_both_clients_speak_it_and_trust_whom_they_are_told_to(secure: LiveServer, first: Issuer, second: Issuer) -> None:
+def test_both_clients_speak_it_and_trust_whom_they_are_told_to(
+    secure: LiveServer, first: Issuer, second: Issuer
+) -> None:
     async def asked() -> str | None:
         async with AsyncClient(secure.url, tls=Tls(ca=first.ca), timeout_s=20) as client:
             return (await client.generate(BATCH, sampling=SHORT)).results[0].choices[0].text
 
     assert secure.url.startswith("https://")
     with Client(secure.url, tls=Tls(ca=first.ca), timeout_s=20) as client:
-        assert client.generate(BATCH, sampling=SHORT).results[0].choices[0].text == asyncio.run(asked()) == "ab"
+        assert (
+            client.generate(BATCH, sampling=SHORT).results[0].choices[0].text
+            == asyncio.run(asked())
+            == "ab"
+        )
         assert isinstance(list(client.stream(BATCH, sampling=SHORT))[-1], Done)
     for tls in (None, Tls(ca=second.ca)):
-        with Client(secure.url, tls=tls) as stranger, pytest.raises(NotReached, match="CERTIFICATE_VERIFY_FAILED"):
+        with (
+            Client(secure.url, tls=tls) as stranger,
+            pytest.raises(NotReached, match="CERTIFICATE_VERIFY_FAILED"),
+        ):
             stranger.weights()
     with Client(secure.url.replace("https", "http")) as plain, pytest.raises(ConnectionFailed):
         plain.weights()
@@ -97,22 +108,33 @@ def test_a_client_that_leaves_is_seen_to_leave(secure: LiveServer, first: Issuer
         next(events)
         events.close()
         eventually(lambda: len(secure.client) == 0)
-        with pytest.raises(ConnectionFailed), Client(secure.url, tls=Tls(ca=first.ca), timeout_s=0.3) as impatient:
+        with (
+            pytest.raises(ConnectionFailed),
+            Client(secure.url, tls=Tls(ca=first.ca), timeout_s=0.3) as impatient,
+        ):
             impatient.generate([{"token_ids": [HANGS]}])
         eventually(lambda: len(secure.client) == 0 and not secure.engine.running)
 
 
 def test_a_client_certificate_opens_the_connection_and_the_key_the_routes(
-        model: Path, files: dict[str, Path], first: Issuer, second: Issuer, tmp_path: Path) -> None:
+    model: Path, files: dict[str, Path], first: Issuer, second: Issuer, tmp_path: Path
+) -> None:
     (tmp_path / "keys").write_text("key scopes=data,operate name=a")
-    own, others = (Tls(first.ca, *issuer.issue("client", "trainer@rl.example")) for issuer in (first, second))
-    with live_server(model, **files, tls_client_ca=first.ca, api_key_file=tmp_path / "keys") as server:
+    own, others = (
+        Tls(first.ca, *issuer.issue("client", "trainer@rl.example")) for issuer in (first, second)
+    )
+    with live_server(
+        model, **files, tls_client_ca=first.ca, api_key_file=tmp_path / "keys"
+    ) as server:
         with Client(server.url, tls=own, api_key="key", timeout_s=20) as client:
             assert client.generate(BATCH, sampling=SHORT).results[0].choices and client.is_ready()
         with Client(server.url, tls=own) as keyless, pytest.raises(Unauthenticated):
             keyless.server_info()
         for tls in (Tls(first.ca), others):
-            with Client(server.url, tls=tls, api_key="key", timeout_s=30) as stranger, pytest.raises(ConnectionFailed):
+            with (
+                Client(server.url, tls=tls, api_key="key", timeout_s=30) as stranger,
+                pytest.raises(ConnectionFailed),
+            ):
                 stranger.server_info()
 
 
@@ -125,11 +147,17 @@ def trusts(server: LiveServer, tls: Tls) -> bool:
 
 
 def test_certificates_are_replaced_while_serving(
-        model: Path, files: dict[str, Path], first: Issuer, second: Issuer, tmp_path: Path) -> None:
+    model: Path, files: dict[str, Path], first: Issuer, second: Issuer, tmp_path: Path
+) -> None:
     trusted = tmp_path / "clients.pem"
     put({"ca": trusted}, first.ca)
-    old, new = (Tls(issuer.ca, *issuer.issue("client", "trainer@rl.example")) for issuer in (first, second))
-    with live_server(model, **files, tls_client_ca=trusted) as server, Client(server.url, tls=old, timeout_s=20) as open_before:
+    old, new = (
+        Tls(issuer.ca, *issuer.issue("client", "trainer@rl.example")) for issuer in (first, second)
+    )
+    with (
+        live_server(model, **files, tls_client_ca=trusted) as server,
+        Client(server.url, tls=old, timeout_s=20) as open_before,
+    ):
         assert open_before.is_ready() and trusts(server, old) and not trusts(server, new)
         cert, key = second.issue("server")
         put({"cert": files["tls_cert"]}, cert)  # it does not fit the key
@@ -138,38 +166,65 @@ def test_certificates_are_replaced_while_serving(
         put({"key": files["tls_key"], "ca": trusted}, key, second.ca)
         eventually(lambda: trusts(server, new))
         mixed = Tls(second.ca, old.cert, old.key)
-        assert not trusts(server, old) and not trusts(server, mixed), "neither the old certificate nor the old clients' CA"
+        assert not trusts(server, old) and not trusts(server, mixed), (
+            "neither the old certificate nor the old clients' CA"
+        )
         assert open_before.is_ready(), "a connection that is open goes on"
 
 
-def test_the_command_serves_it_and_says_so(model: Path, files: dict[str, Path], first: Issuer) -> None:
-    flags = [part for name, file in files.items() for part in (f"--{name.replace('_', '-')}", str(file))]
+def test_the_command_serves_it_and_says_so(
+    model: Path, files: dict[str, Path], first: Issuer
+) -> None:
+    flags = [
+        part for name, file in files.items() for part in (f"--{name.replace('_', '-')}", str(file))
+    ]
     with served("fine", model, *flags) as process:
         process.wait_ready()
         assert process.url.startswith("https://127.0.0.1:")
         with Client(process.url, tls=Tls(ca=first.ca), timeout_s=20) as client:
             assert client.generate(BATCH, sampling=SHORT).results[0].choices[0].text == "ab"
-    with served("fine", model, "--tls-cert", "none.pem", "--tls-key", str(files["tls_key"])) as process:
+    with served(
+        "fine", model, "--tls-cert", "none.pem", "--tls-key", str(files["tls_key"])
+    ) as process:
         assert process.ended() == 2 and "cannot read tls_cert none.pem" in process.lines[-1]
 
 
-@pytest.mark.parametrize(("planted", "says"), [
-    ({"tls_cert": None}, "cannot read tls_cert"),
-    ({"tls_key": None}, "cannot read tls_key"),
-    ({"tls_client_ca": None}, "cannot read tls_client_ca"),
-    ({"tls_cert": "KEY"}, "holds no certificate"),
-    ({"tls_key": "CERT"}, "holds no private key"),
-    ({"tls_client_ca": "KEY"}, "holds no certificate"),
-    ({"tls_key": "OTHER"}, "cannot be used together (KEY_VALUES_MISMATCH)"),
-    ({"tls_cert": "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"}, "cannot be used together"),
-    ({"tls_client_ca": "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"}, "tls_client_ca"),
-    ({"tls_cert": b"\xff\xfe"}, "cannot read tls_cert"),
-    ({"tls_key": "LOCKED"}, "without a passphrase"),
-])
+@pytest.mark.parametrize(
+    ("planted", "says"),
+    [
+        ({"tls_cert": None}, "cannot read tls_cert"),
+        ({"tls_key": None}, "cannot read tls_key"),
+        ({"tls_client_ca": None}, "cannot read tls_client_ca"),
+        ({"tls_cert": "KEY"}, "holds no certificate"),
+        ({"tls_key": "CERT"}, "holds no private key"),
+        ({"tls_client_ca": "KEY"}, "holds no certificate"),
+        ({"tls_key": "OTHER"}, "cannot be used together (KEY_VALUES_MISMATCH)"),
+        (
+            {"tls_cert": "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"},
+            "cannot be used together",
+        ),
+        (
+            {"tls_client_ca": "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"},
+            "tls_client_ca",
+        ),
+        ({"tls_cert": b"\xff\xfe"}, "cannot read tls_cert"),
+        ({"tls_key": "LOCKED"}, "without a passphrase"),
+    ],
+)
 def test_files_that_cannot_be_used_are_refused_by_name(
-        planted: dict[str, str | bytes | None], says: str, model: Path, files: dict[str, Path], first: Issuer, tmp_path: Path) -> None:
-    contents = {"KEY": files["tls_key"].read_bytes(), "CERT": files["tls_cert"].read_bytes(), "OTHER": first.issue("other")[1].read_bytes(),
-                "LOCKED": locked(files["tls_key"].read_bytes())}
+    planted: dict[str, str | bytes | None],
+    says: str,
+    model: Path,
+    files: dict[str, Path],
+    first: Issuer,
+    tmp_path: Path,
+) -> None:
+    contents = {
+        "KEY": files["tls_key"].read_bytes(),
+        "CERT": files["tls_cert"].read_bytes(),
+        "OTHER": first.issue("other")[1].read_bytes(),
+        "LOCKED": locked(files["tls_key"].read_bytes()),
+    }
     files = {**files, "tls_client_ca": tmp_path / "client-ca.pem"}
     put({"ca": files["tls_client_ca"]}, first.ca)
     assert watched_certificates(Config(model=model, **files)) is not None, "right before the fault"
@@ -177,7 +232,9 @@ def test_files_that_cannot_be_used_are_refused_by_name(
         if content is None:
             files[name].unlink()
         else:
-            files[name].write_bytes(content if isinstance(content, bytes) else contents.get(content, content.encode()))
+            files[name].write_bytes(
+                content if isinstance(content, bytes) else contents.get(content, content.encode())
+            )
     with pytest.raises(StartupError) as caught:
         watched_certificates(Config(model=model, **files))
     assert says in caught.value.message and str(tmp_path) in caught.value.message
@@ -189,10 +246,21 @@ def locked(key: bytes) -> bytes:
     from cryptography.hazmat.primitives import serialization
 
     return serialization.load_pem_private_key(key, None).private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.BestAvailableEncryption(b"secret"))
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.BestAvailableEncryption(b"secret"),
+    )
 
 
-@pytest.mark.parametrize("tls", [Tls(ca="none.pem"), Tls(cert="none.pem", key="none.key"), Tls(cert="none.pem"), Tls(key="none.key")])
+@pytest.mark.parametrize(
+    "tls",
+    [
+        Tls(ca="none.pem"),
+        Tls(cert="none.pem", key="none.key"),
+        Tls(cert="none.pem"),
+        Tls(key="none.key"),
+    ],
+)
 def test_a_client_refuses_files_that_it_cannot_use(tls: Tls) -> None:
     with pytest.raises(ValueError, match=r"none\.(pem|key).*(name PEM files|give both)"):
         Client("https://127.0.0.1:1", tls=tls)

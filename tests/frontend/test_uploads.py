@@ -1,4 +1,6 @@
-"""Parts that come over HTTP: resumed, bounded, held against what came before; then a manifest pushes them once."""
+"""Parts that come over HTTP: resumed, bounded, held against what came before; then a manifest
+pushes them once.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ TENSORS = [{"name": "w", "checksum": "sha256:0"}]
 @pytest.fixture
 def server(model: Path, tmp_path: Path) -> Iterator[LiveServer]:
     settings: dict[str, Any] = {"max_uploads": 2, "max_upload_parts": 2, "max_upload_mb": 1}
-    with live_server(model, state_dir=tmp_path / "state", weight_channels="http", **settings) as running:
+    with live_server(
+        model, state_dir=tmp_path / "state", weight_channels="http", **settings
+    ) as running:
         yield running
 
 
@@ -38,7 +42,15 @@ def client(server: LiveServer) -> Iterator[Client]:
         yield client
 
 
-def put(client: Client, data: bytes, *, start: int = 0, total: int = 100, version: str = "v1", part: str = PART) -> int:
+def put(
+    client: Client,
+    data: bytes,
+    *,
+    start: int = 0,
+    total: int = 100,
+    version: str = "v1",
+    part: str = PART,
+) -> int:
     return int(client.put_weights(version, part, data, start=start, total=total)["bytes"])
 
 
@@ -52,7 +64,9 @@ def refused(call: Any, *words: str, status: int) -> None:
 
 def kept(server: LiveServer) -> list[Path]:
     assert server.config.state_dir is not None
-    walked = os.walk(server.config.state_dir / "uploads")  # which minds no directory that a thread removes meanwhile
+    walked = os.walk(
+        server.config.state_dir / "uploads"
+    )  # which minds no directory that a thread removes meanwhile
     return sorted(Path(directory, name) for directory, _, names in walked for name in names)
 
 
@@ -66,19 +80,38 @@ def emptied(server: LiveServer) -> bool:
 
 def test_a_part_comes_in_ranges_and_is_pushed_once(client: Client, server: LiveServer) -> None:
     data = bytes(range(100))
-    assert put(client, data[:40]) == 40 and put(client, data[20:60], start=20) == 60 and put(client, data[:10]) == 60
-    assert client.weights_part("v1", PART) == {"part": PART, "bytes": 60, "total": 100, "begins": False}
-    refused(lambda: client.push_weights("v1", channel="http", tensors=TENSORS), "60 of 100 bytes", status=409)
+    assert (
+        put(client, data[:40]) == 40
+        and put(client, data[20:60], start=20) == 60
+        and put(client, data[:10]) == 60
+    )
+    assert client.weights_part("v1", PART) == {
+        "part": PART,
+        "bytes": 60,
+        "total": 100,
+        "begins": False,
+    }
+    refused(
+        lambda: client.push_weights("v1", channel="http", tensors=TENSORS),
+        "60 of 100 bytes",
+        status=409,
+    )
     assert put(client, data[60:], start=60) == 100
     (file,) = kept(server)
     assert file.read_bytes() == data
     assert client.push_weights("v1", channel="http", tensors=TENSORS)["state"] == "committed"
-    pushed = [command.manifest for command in server.engine.weight_commands if isinstance(command, PushWeights)]
+    pushed = [
+        command.manifest
+        for command in server.engine.weight_commands
+        if isinstance(command, PushWeights)
+    ]
     assert [(m.channel, m.path) for m in pushed] == [("http", file.parent.name)] and emptied(server)
     refused(lambda: client.weights_part("v1", PART), "first byte", status=404)
 
 
-def test_removing_many_bytes_stops_nobody(client: Client, server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_removing_many_bytes_stops_nobody(
+    client: Client, server: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     removed, go_on = list[Path](), threading.Event()
 
     def slowly(directory: Path, *, ignore_errors: bool) -> None:
@@ -88,66 +121,111 @@ def test_removing_many_bytes_stops_nobody(client: Client, server: LiveServer, mo
     monkeypatch.setattr(uploads.shutil, "rmtree", slowly)
     put(client, b"a" * 50, total=2**19)
     assert client.abort_weights("v1")["state"] == "aborted", "answered while the files are there"
-    refused(lambda: put(client, b"b" * 10, total=2**19 + 1), "max_upload_mb", status=507)  # they still take room
+    refused(
+        lambda: put(client, b"b" * 10, total=2**19 + 1), "max_upload_mb", status=507
+    )  # they still take room
     assert put(client, b"b" * 10) == 10 and not removed
     go_on.set()
     give_up = time.monotonic() + 30
     while not removed and time.monotonic() < give_up:
         time.sleep(0.01)
     old, new = sorted(kept(server), key=lambda file: file.stat().st_size, reverse=True)
-    assert old.read_bytes() == b"a" * 50 and old.parent == removed[0] and new.read_bytes() == b"b" * 10
+    assert (
+        old.read_bytes() == b"a" * 50 and old.parent == removed[0] and new.read_bytes() == b"b" * 10
+    )
 
 
 def test_a_whole_part_needs_no_range(client: Client, server: LiveServer) -> None:
     reply = httpx.put(f"{server.url}/weights/v1/{PART}", content=b"abc")
-    assert reply.json() == {"part": PART, "bytes": 3, "total": 3, "begins": True} and kept(server)[0].read_bytes() == b"abc"
+    assert (
+        reply.json() == {"part": PART, "bytes": 3, "total": 3, "begins": True}
+        and kept(server)[0].read_bytes() == b"abc"
+    )
 
 
-def test_other_bytes_gaps_and_other_sizes_are_refused_and_change_nothing(client: Client, server: LiveServer) -> None:
+def test_other_bytes_gaps_and_other_sizes_are_refused_and_change_nothing(
+    client: Client, server: LiveServer
+) -> None:
     put(client, b"a" * 50)
     refused(lambda: put(client, b"b" * 10, start=45), "other bytes", status=409)
     refused(lambda: put(client, b"a" * 10, start=60), "send from 50", status=409)
     refused(lambda: put(client, b"a" * 10, total=99), "begun with 100", status=409)
-    assert client.weights_part("v1", PART)["bytes"] == 50 and kept(server)[0].read_bytes() == b"a" * 50
+    assert (
+        client.weights_part("v1", PART)["bytes"] == 50 and kept(server)[0].read_bytes() == b"a" * 50
+    )
     assert client.abort_weights("v1")["state"] == "aborted" and emptied(server)
     assert put(client, b"b" * 10) == 10, "after an abort it begins anew"
 
 
-@pytest.mark.parametrize("header", ["bytes 5-3/9", "bytes 0-9/9", "bytes 0-1/9", "bytes */9", "0-2/3", "bytes 0-2/" + "9" * 30])
+@pytest.mark.parametrize(
+    "header",
+    ["bytes 5-3/9", "bytes 0-9/9", "bytes 0-1/9", "bytes */9", "0-2/3", "bytes 0-2/" + "9" * 30],
+)
 def test_a_range_that_is_none(header: str, server: LiveServer) -> None:
-    reply = httpx.put(f"{server.url}/weights/v1/{PART}", content=b"abc", headers={"content-range": header})
-    assert reply.status_code == 400 and "FIRST-LAST/TOTAL" in reply.json()["error"]["message"] and kept(server) == []
+    reply = httpx.put(
+        f"{server.url}/weights/v1/{PART}", content=b"abc", headers={"content-range": header}
+    )
+    assert (
+        reply.status_code == 400
+        and "FIRST-LAST/TOTAL" in reply.json()["error"]["message"]
+        and kept(server) == []
+    )
 
 
 @pytest.mark.parametrize("part", ["config.json", ".safetensors", "commit"])
 def test_there_is_no_route_for_what_is_no_file_of_tensors(part: str, server: LiveServer) -> None:
-    assert httpx.put(f"{server.url}/weights/v1/{part}", content=b"abc").status_code in (404, 405) and kept(server) == []
+    assert (
+        httpx.put(f"{server.url}/weights/v1/{part}", content=b"abc").status_code in (404, 405)
+        and kept(server) == []
+    )
 
 
-@pytest.mark.parametrize("part", ["..safetensors", "%2e%2e%5cx.safetensors", "x" * 140 + ".safetensors"])
+@pytest.mark.parametrize(
+    "part", ["..safetensors", "%2e%2e%5cx.safetensors", "x" * 140 + ".safetensors"]
+)
 def test_a_part_whose_name_is_no_file_of_tensors(part: str, server: LiveServer) -> None:
     reply = httpx.put(f"{server.url}/weights/v1/{part}", content=b"abc")
-    assert reply.status_code == 400 and "ending in .safetensors" in reply.json()["error"]["message"] and kept(server) == []
+    assert (
+        reply.status_code == 400
+        and "ending in .safetensors" in reply.json()["error"]["message"]
+        and kept(server) == []
+    )
 
 
 @pytest.mark.parametrize("version", ["v%01", "v" * 257])
 def test_a_version_that_no_push_can_name_takes_no_part(version: str, server: LiveServer) -> None:
     reply = httpx.put(f"{server.url}/weights/{version}/{PART}", content=b"abc")
-    assert reply.status_code == 400 and "it must have 1 to 256 characters" in reply.json()["error"]["message"] and kept(server) == []
+    assert (
+        reply.status_code == 400
+        and "it must have 1 to 256 characters" in reply.json()["error"]["message"]
+        and kept(server) == []
+    )
 
 
 def test_versions_parts_and_bytes_are_bounded(client: Client) -> None:
     put(client, b"a")
     put(client, b"a", part="part-2.safetensors")
-    refused(lambda: put(client, b"a", part="part-3.safetensors"), "2 parts", "max_upload_parts", status=507)
-    refused(lambda: put(client, b"a", version="v2", total=2**20), "limit is 1 MiB", "max_upload_mb", status=507)
+    refused(
+        lambda: put(client, b"a", part="part-3.safetensors"),
+        "2 parts",
+        "max_upload_parts",
+        status=507,
+    )
+    refused(
+        lambda: put(client, b"a", version="v2", total=2**20),
+        "limit is 1 MiB",
+        "max_upload_mb",
+        status=507,
+    )
     put(client, b"a", version="v2")
     refused(lambda: put(client, b"a", version="v3"), "max_uploads", "['v1', 'v2']", status=507)
     client.abort_weights("v1")
     assert put(client, b"a", version="v3") == 1
 
 
-def test_what_the_weights_themselves_are_refused_for_ends_the_upload_and_what_may_pass_does_not(client: Client, server: LiveServer) -> None:
+def test_what_the_weights_themselves_are_refused_for_ends_the_upload_and_what_may_pass_does_not(
+    client: Client, server: LiveServer
+) -> None:
     put(client, b"abc", total=3)
     server.engine.fails, server.engine.reads = "conflict", False
     refused(lambda: client.push_weights("v1", channel="http", tensors=TENSORS), status=409)
@@ -157,11 +235,18 @@ def test_what_the_weights_themselves_are_refused_for_ends_the_upload_and_what_ma
     assert emptied(server)
 
 
-def test_an_upload_that_nobody_pushes_goes_and_so_does_what_a_server_left_behind(model: Path, tmp_path: Path) -> None:
+def test_an_upload_that_nobody_pushes_goes_and_so_does_what_a_server_left_behind(
+    model: Path, tmp_path: Path
+) -> None:
     left = tmp_path / "state" / "uploads" / "old" / PART
     left.parent.mkdir(parents=True)
     left.write_bytes(b"abc")
-    with live_server(model, state_dir=tmp_path / "state", weight_channels="http", upload_ttl_s=1) as server, Client(server.url) as client:
+    with (
+        live_server(
+            model, state_dir=tmp_path / "state", weight_channels="http", upload_ttl_s=1
+        ) as server,
+        Client(server.url) as client,
+    ):
         assert kept(server) == []
         put(client, b"a")
         give_up = time.monotonic() + 30
@@ -181,17 +266,34 @@ def test_groups_are_joined_and_left(client: Client, server: LiveServer) -> None:
     assert client.join_group("g", master_port="29500", **fields) == {"groups": ["g"]}
     assert server.engine.weight_commands[0].master_port == 29500  # type: ignore[union-attr]
     assert client.leave_group("g") == {"groups": []}
-    refused(lambda: client.join_group("g", master_port="x", **fields), "the port is 'x'", status=400)
-    refused(lambda: client.join_group("g", master_port=1, **{**fields, "rank_offset": 2}), "the rank 2 of 2", status=400)
-    refused(lambda: client.join_group("g", master_port=1, **fields, backend="mpi"), "backend is 'mpi'", status=400)
+    refused(
+        lambda: client.join_group("g", master_port="x", **fields), "the port is 'x'", status=400
+    )
+    refused(
+        lambda: client.join_group("g", master_port=1, **{**fields, "rank_offset": 2}),
+        "the rank 2 of 2",
+        status=400,
+    )
+    refused(
+        lambda: client.join_group("g", master_port=1, **fields, backend="mpi"),
+        "backend is 'mpi'",
+        status=400,
+    )
 
 
-def test_a_push_that_spoils_the_weights_in_use_stops_the_serving_until_the_next_one(client: Client, server: LiveServer) -> None:
+def test_a_push_that_spoils_the_weights_in_use_stops_the_serving_until_the_next_one(
+    client: Client, server: LiveServer
+) -> None:
     spoiled = [{"name": "w", "dtype": "float32", "shape": [1]}]
-    refused(lambda: client.push_weights("v1", channel="broadcast", group="spoils", tensors=spoiled), status=424)
+    refused(
+        lambda: client.push_weights("v1", channel="broadcast", group="spoils", tensors=spoiled),
+        status=424,
+    )
     assert not client.is_ready() and "half of it" in httpx.get(f"{server.url}/readyz").text
     assert "tlt_weights_quarantined 1.0" in client.metrics()
-    refused(lambda: client.generate([{"token_ids": [5]}]), "half of it is another version", status=503)
+    refused(
+        lambda: client.generate([{"token_ids": [5]}]), "half of it is another version", status=503
+    )
     put(client, b"abc", total=3)
     assert client.push_weights("v1", channel="http", tensors=TENSORS)["state"] == "committed"
     assert client.is_ready() and "tlt_weights_quarantined 0.0" in client.metrics()
@@ -202,8 +304,11 @@ def test_an_upload_that_cannot_begin_takes_no_place(client: Client, server: Live
     directory = server.config.state_dir / "uploads"
     directory.rmdir()
     for count in range(3):  # more than max_uploads
-        refused(lambda version=f"v{count}": put(client, b"1", version=version), "cannot be written below the state directory",  # type: ignore[misc]
-                status=507)
+        refused(
+            lambda version=f"v{count}": put(client, b"1", version=version),
+            "cannot be written below the state directory",  # type: ignore[misc]
+            status=507,
+        )
     directory.mkdir()
     assert put(client, b"12", version="v0") == 2
 
@@ -217,7 +322,11 @@ class Slow(Uploads):
     """Writes a piece when it may."""
 
     def __init__(self, root: Path) -> None:
-        super().__init__(SimpleNamespace(state_dir=root, max_uploads=1, max_upload_parts=1, max_upload_mb=1, upload_ttl_s=600))  # type: ignore[arg-type]
+        super().__init__(
+            SimpleNamespace(
+                state_dir=root, max_uploads=1, max_upload_parts=1, max_upload_mb=1, upload_ttl_s=600
+            )
+        )  # type: ignore[arg-type]
         self.root, self.may, self.begun = root, threading.Event(), 0
 
     def _put(self, *args: Any) -> None:
@@ -278,7 +387,9 @@ def test_what_came_before_a_break_is_kept_also_what_is_being_written(slow: Slow)
 
 
 @pytest.mark.parametrize("before", [b"", b"AAAA"])
-def test_what_comes_late_for_an_upload_that_was_ended_changes_nothing_of_the_next_one(before: bytes, slow: Slow) -> None:
+def test_what_comes_late_for_an_upload_that_was_ended_changes_nothing_of_the_next_one(
+    before: bytes, slow: Slow
+) -> None:
     slow.may.set()
 
     async def body(data: bytes) -> AsyncIterator[bytes]:

@@ -1,4 +1,6 @@
-"""Bad requests: each is one typed 4xx that names value, limit and remedy, and never reaches the engine."""
+"""Bad requests: each is one typed 4xx that names value, limit and remedy, and never reaches the
+engine.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,20 @@ from tests.frontend.live_server import LiveServer, live_server
 
 @pytest.fixture(scope="module")
 def server(model: Path) -> Iterator[LiveServer]:
-    limits = {"max_batch_items": 4, "max_n": 8, "max_batch_prompt_tokens": 3000, "max_batch_output_tokens": 4000, "max_queue": 20,
-              "max_stop_strings": 2, "max_stop_chars": 10, "max_stop_token_ids": 3, "max_logprobs": 5, "max_logit_bias": 2,
-              "max_timeout_s": 100, "default_timeout_s": 50}
+    limits = {
+        "max_batch_items": 4,
+        "max_n": 8,
+        "max_batch_prompt_tokens": 3000,
+        "max_batch_output_tokens": 4000,
+        "max_queue": 20,
+        "max_stop_strings": 2,
+        "max_stop_chars": 10,
+        "max_stop_token_ids": 3,
+        "max_logprobs": 5,
+        "max_logit_bias": 2,
+        "max_timeout_s": 100,
+        "default_timeout_s": 50,
+    }
     with live_server(model, **limits) as running:
         yield running
 
@@ -69,7 +82,11 @@ BAD = [  # (body, status, what the message must say)
     ({"request": [{"prompt": "a"}]}, 400, "requests"),
     (item() | {"steam": True}, 400, "did you mean stream"),
     (item(promt="x"), 400, "did you mean prompt"),
-    (item(sampling={"temprature": 1}), 400, "requests[0].sampling.temprature; did you mean temperature"),
+    (
+        item(sampling={"temprature": 1}),
+        400,
+        "requests[0].sampling.temprature; did you mean temperature",
+    ),
     (sampling(max_token=3), 400, "sampling.max_token; did you mean max_tokens"),
     (item() | {"stream": 1}, 400, "stream is 1"),
     (item() | {"stream": "true"}, 400, "stream is 'true'"),
@@ -89,12 +106,24 @@ BAD = [  # (body, status, what the message must say)
     ({"requests": [{"token_ids": [2**70]}]}, 400, "token_ids[0] is"),
     ({"requests": [{"token_ids": [1] * 512}]}, 400, "the limit is 511"),
     ({"requests": [{"prompt": "x" * 600}]}, 400, "prompt of 600 tokens"),
-    ({"requests": [{"token_ids": [1]}, {"prompt": "x" * 10000}]}, 400, "requests[1] has a text of 10000 characters; the limit is 6643"),
-    ({"requests": [{"messages": [{"role": "user", "content": "x" * 10000}]}]}, 400, "requests[0] has a text of 100"),
+    (
+        {"requests": [{"token_ids": [1]}, {"prompt": "x" * 10000}]},
+        400,
+        "requests[1] has a text of 10000 characters; the limit is 6643",
+    ),
+    (
+        {"requests": [{"messages": [{"role": "user", "content": "x" * 10000}]}]},
+        400,
+        "requests[0] has a text of 100",
+    ),
     ({"requests": [{"messages": []}]}, 400, "messages"),
     ({"requests": [{"messages": [{"role": "user"}]}]}, 400, "content is missing"),
     ({"requests": [{"messages": [{"role": "user", "content": 5}]}]}, 400, "content is 5"),
-    ({"requests": [{"messages": [{"role": "user", "content": "a", "contents": "b"}]}]}, 400, "did you mean content"),
+    (
+        {"requests": [{"messages": [{"role": "user", "content": "a", "contents": "b"}]}]},
+        400,
+        "did you mean content",
+    ),
     (item(n=0), 400, "n is 0"),
     (item(n=True), 400, "n is True"),
     (item(n=1.0), 400, "n is 1.0"),
@@ -141,13 +170,23 @@ BAD = [  # (body, status, what the message must say)
     (sampling(logit_bias={"one": 1}), 400, "the key 'one'"),
     (sampling(logit_bias={"1": 101}), 400, "logit_bias.1 is 101"),
     ({"requests": [{"token_ids": [1] * 500, "n": 7}]}, 413, "max_batch_prompt_tokens"),
-    ({"requests": [{"prompt": "a", "n": 8}] * 2, "sampling": {"max_tokens": 400}}, 413, "max_batch_output_tokens"),
-    ({"requests": [{"prompt": "a", "n": 8}] * 3, "sampling": {"max_tokens": 1}}, 413, "the limit is 20 (max_queue)"),
+    (
+        {"requests": [{"prompt": "a", "n": 8}] * 2, "sampling": {"max_tokens": 400}},
+        413,
+        "max_batch_output_tokens",
+    ),
+    (
+        {"requests": [{"prompt": "a", "n": 8}] * 3, "sampling": {"max_tokens": 1}},
+        413,
+        "the limit is 20 (max_queue)",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("body", "status", "says"), BAD, ids=range(len(BAD)))
-def test_bad_requests_are_refused_and_say_why(server: LiveServer, body: Any, status: int, says: str) -> None:
+def test_bad_requests_are_refused_and_say_why(
+    server: LiveServer, body: Any, status: int, says: str
+) -> None:
     before = len(server.engine.submitted)
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     response = httpx.post(f"{server.url}/generate", content=content)
@@ -155,13 +194,19 @@ def test_bad_requests_are_refused_and_say_why(server: LiveServer, body: Any, sta
     assert (response.status_code, error["retryable"]) == (status, False)
     assert says in error["message"]
     assert len(error["message"]) < 700
-    assert not any(raw in error["message"] for raw in ("nput should", "after validation", "alue error", "instance of", "valid dict"))
+    assert not any(
+        raw in error["message"]
+        for raw in ("nput should", "after validation", "alue error", "instance of", "valid dict")
+    )
     assert len(server.engine.submitted) == before
 
 
 def test_refusals_are_counted_by_code(server: LiveServer) -> None:
     httpx.post(f"{server.url}/generate", content=b"{")
-    assert 'tlt_requests_rejected_total{reason="invalid_request"}' in httpx.get(f"{server.url}/metrics").text
+    assert (
+        'tlt_requests_rejected_total{reason="invalid_request"}'
+        in httpx.get(f"{server.url}/metrics").text
+    )
 
 
 def test_max_tokens_is_cut_to_the_room_left_only_when_not_asked_for(server: LiveServer) -> None:
@@ -170,32 +215,63 @@ def test_max_tokens_is_cut_to_the_room_left_only_when_not_asked_for(server: Live
 
 
 def test_bounds_themselves_are_accepted(server: LiveServer) -> None:
-    body = {"requests": [{"prompt": "a", "n": 8, "seed": 2**64 - 1 - 8 * 10**6}, {"token_ids": [299]}], "timeout_s": 100,
-            "sampling": {"max_tokens": 1, "min_tokens": 1, "temperature": 0, "top_p": 1, "top_k": 0, "min_p": 1, "logprobs": 5,
-                         "stop": ["x" * 10, "y"], "stop_token_ids": [0, 1, 299], "logit_bias": {"0": -100, "299": 100.0}}}
+    body = {
+        "requests": [{"prompt": "a", "n": 8, "seed": 2**64 - 1 - 8 * 10**6}, {"token_ids": [299]}],
+        "timeout_s": 100,
+        "sampling": {
+            "max_tokens": 1,
+            "min_tokens": 1,
+            "temperature": 0,
+            "top_p": 1,
+            "top_k": 0,
+            "min_p": 1,
+            "logprobs": 5,
+            "stop": ["x" * 10, "y"],
+            "stop_token_ids": [0, 1, 299],
+            "logit_bias": {"0": -100, "299": 100.0},
+        },
+    }
     assert httpx.post(f"{server.url}/generate", json=body).status_code == 200
 
 
 def test_a_batch_over_the_queue_is_refused_before_its_sequences_are_made(model: Path) -> None:
-    body = json.dumps({"requests": [{"token_ids": [1], "n": 256}] * 4096, "sampling": {"max_tokens": 1}})
+    body = json.dumps(
+        {"requests": [{"token_ids": [1], "n": 256}] * 4096, "sampling": {"max_tokens": 1}}
+    )
     with live_server(model) as server:
         started = time.monotonic()
         response = httpx.post(f"{server.url}/generate", content=body, timeout=60)
         seconds = time.monotonic() - started
-    assert response.status_code == 413 and "1048576 sequences (items x n); the limit is 8192" in response.json()["error"]["message"]
+    assert (
+        response.status_code == 413
+        and "1048576 sequences (items x n); the limit is 8192"
+        in response.json()["error"]["message"]
+    )
     assert seconds < 15  # a million records took 35 s
 
 
-@pytest.mark.parametrize(("path", "body"), [
-    ("/generate", {"requests": [{"prompt": "abc", "n": 8}] * 2}),
-    ("/generate", {"requests": [{"messages": [{"role": "user", "content": "abc"}], "n": 8}] * 2}),
-    ("/v1/completions", {"prompt": ["abc"] * 2, "n": 8}),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "abc"}], "n": 8}),
-])
-def test_a_full_queue_refuses_before_anything_is_tokenised(model: Path, path: str, body: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", {"requests": [{"prompt": "abc", "n": 8}] * 2}),
+        (
+            "/generate",
+            {"requests": [{"messages": [{"role": "user", "content": "abc"}], "n": 8}] * 2},
+        ),
+        ("/v1/completions", {"prompt": ["abc"] * 2, "n": 8}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "abc"}], "n": 8}),
+    ],
+)
+def test_a_full_queue_refuses_before_anything_is_tokenised(
+    model: Path, path: str, body: dict[str, Any]
+) -> None:
     with live_server(model, max_queue=18) as server:
         encoded: list[Any] = []
-        server.call(lambda: server.text.__setattr__("encode", lambda *texts, **options: encoded.append(texts)))
+        server.call(
+            lambda: server.text.__setattr__(
+                "encode", lambda *texts, **options: encoded.append(texts)
+            )
+        )
         with httpx.Client() as other:
             waits = {"requests": [{"token_ids": [HANGS], "n": 12}], "stream": True}
             with other.stream("POST", f"{server.url}/generate", json=waits):
@@ -206,18 +282,41 @@ def test_a_full_queue_refuses_before_anything_is_tokenised(model: Path, path: st
         assert encoded == []
 
 
-@pytest.mark.parametrize(("path", "body", "says"), [
-    ("/v1/completions", {"prompt": ["a", "x" * 10000]}, "prompt[1] has a text of 10000 characters"),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 10000}]}, "messages has a text of 100"),
-    ("/tokenize", {"prompt": "x" * 10000}, "prompt has a text of 10000 characters"),
-    ("/tokenize", {"messages": [{"role": "user", "content": "x" * 10000}]}, "messages has a text of 100"),
-])
-def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(model: Path, path: str, body: dict[str, Any], says: str) -> None:
+@pytest.mark.parametrize(
+    ("path", "body", "says"),
+    [
+        (
+            "/v1/completions",
+            {"prompt": ["a", "x" * 10000]},
+            "prompt[1] has a text of 10000 characters",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "x" * 10000}]},
+            "messages has a text of 100",
+        ),
+        ("/tokenize", {"prompt": "x" * 10000}, "prompt has a text of 10000 characters"),
+        (
+            "/tokenize",
+            {"messages": [{"role": "user", "content": "x" * 10000}]},
+            "messages has a text of 100",
+        ),
+    ],
+)
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(
+    model: Path, path: str, body: dict[str, Any], says: str
+) -> None:
     with live_server(model) as server:
         encoded: list[Any] = []
-        server.call(lambda: server.text.__setattr__("encode", lambda *texts, **options: encoded.append(texts)))
+        server.call(
+            lambda: server.text.__setattr__(
+                "encode", lambda *texts, **options: encoded.append(texts)
+            )
+        )
         response = httpx.post(server.url + path, json=body)
-        assert response.status_code == 400 and says in response.json()["error"]["message"], response.text
+        assert response.status_code == 400 and says in response.json()["error"]["message"], (
+            response.text
+        )
         assert "6643" in response.text and "max_prompt_tokens" in response.text and encoded == []
 
 

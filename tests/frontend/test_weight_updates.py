@@ -1,7 +1,9 @@
-"""Begins, pushes, ends and aborts of weights across each other: slow, in parts, refused by the body or by the engine.
+"""Begins, pushes, ends and aborts of weights across each other: slow, in parts, refused by the body
+or by the engine.
 
-Against a twin of the engine's transaction, which does commands in the order in which they were sent. Whatever happens, what an end
-commits or names is exactly what was pushed in the session that it ends.
+Against a twin of the engine's transaction, which does commands in the order in which they were
+sent. Whatever happens, what an end commits or names is exactly what was pushed in the session that
+it ends.
 """
 
 from __future__ import annotations
@@ -46,13 +48,20 @@ class Open:
     """The twin's one push."""
 
     def __init__(self, manifest: Manifest) -> None:
-        self.manifest, self.content, self.state, self.asked = manifest, [came_of(manifest)], "staging", list[str]()
+        self.manifest, self.content, self.state, self.asked = (
+            manifest,
+            [came_of(manifest)],
+            "staging",
+            list[str](),
+        )
         self.aborted = False  # while it was staged, which takes until something arrives
 
     @property
     def name(self) -> str:
         """Of a push without a version only once it is complete."""
-        return self.manifest.version or ("" if self.state in ("staging", "gathering") else str(self.content))
+        return self.manifest.version or (
+            "" if self.state in ("staging", "gathering") else str(self.content)
+        )
 
 
 def came_of(manifest: Manifest) -> Came:
@@ -77,9 +86,19 @@ class Twin:
         self.answers[command.id] = asyncio.get_running_loop().create_future()
         return await self.answers[command.id]
 
-    def answer(self, id: str, result: str, version: str = "", error: tuple[str, str] | None = None) -> None:
-        self.answers.pop(id).set_result(WeightReport(
-            id=id, state=WeightState(target=self.live[0]), result=result, version=version, role="target", error=error))
+    def answer(
+        self, id: str, result: str, version: str = "", error: tuple[str, str] | None = None
+    ) -> None:
+        self.answers.pop(id).set_result(
+            WeightReport(
+                id=id,
+                state=WeightState(target=self.live[0]),
+                result=result,
+                version=version,
+                role="target",
+                error=error,
+            )
+        )
 
     def do(self) -> None:
         """The next command."""
@@ -87,8 +106,13 @@ class Twin:
         match command:
             case PushWeights(id, manifest):
                 self.begin(id, manifest)
-            case AbortWeights(id, version, session) | CommitWeights(id, version, _, session) if self.open is None or (
-                    version not in ("", self.open.name) or session not in ("", self.open.manifest.session)):
+            case AbortWeights(id, version, session) | CommitWeights(id, version, _, session) if (
+                self.open is None
+                or (
+                    version not in ("", self.open.name)
+                    or session not in ("", self.open.manifest.session)
+                )
+            ):
                 self.answer(id, "not_found", error=("not_found", "no such push"))
             case AbortWeights(id):
                 assert self.open is not None
@@ -115,8 +139,15 @@ class Twin:
 
     def begin(self, id: str, manifest: Manifest) -> None:
         push, came = self.open, came_of(manifest)
-        if push is not None and push.state in ("gathering", "staged") and push.manifest.partial and manifest.partial:
-            if push.manifest.session == manifest.session and came.part not in [part for _, part in push.content]:
+        if (
+            push is not None
+            and push.state in ("gathering", "staged")
+            and push.manifest.partial
+            and manifest.partial
+        ):
+            if push.manifest.session == manifest.session and came.part not in [
+                part for _, part in push.content
+            ]:
                 push.content.append(came)
             else:
                 self.close("conflict")
@@ -157,8 +188,15 @@ class Story:
     """What clients do, and to which session each of their calls belongs."""
 
     def __init__(self, *, stages: bool) -> None:
-        self.twin, self.stages, self.number, self.calls = Twin(stages=stages), stages, 0, itertools.count()
-        self.pushes: dict[int, list[tuple[int, asyncio.Task[Any]]]] = {}  # of a session: call and its outcome, as they were begun
+        self.twin, self.stages, self.number, self.calls = (
+            Twin(stages=stages),
+            stages,
+            0,
+            itertools.count(),
+        )
+        self.pushes: dict[
+            int, list[tuple[int, asyncio.Task[Any]]]
+        ] = {}  # of a session: call and its outcome, as they were begun
         self.tasks: list[asyncio.Task[Any]] = []
         self.ended: list[WeightReport] = []
         self.bodies: list[asyncio.Future[None]] = []  # that are on their way
@@ -169,7 +207,10 @@ class Story:
             self.go(step)
             for _ in range(4):
                 await asyncio.sleep(0)
-            while settles and (self.twin.queue or (self.twin.open is not None and self.twin.open.state == "staging")):
+            while settles and (
+                self.twin.queue
+                or (self.twin.open is not None and self.twin.open.state == "staging")
+            ):
                 await self.after("do", "arrive")
             self.check()
 
@@ -181,13 +222,21 @@ class Story:
                 self.number += 1
                 self.spawn(session.begin("target"))
             case "push":
-                task = self.spawn(self.push(call, how, asyncio.get_running_loop().create_future() if "slow" in how else None))
+                task = self.spawn(
+                    self.push(
+                        call,
+                        how,
+                        asyncio.get_running_loop().create_future() if "slow" in how else None,
+                    )
+                )
                 self.pushes.setdefault(self.number, []).append((call, task))
             case "body":
                 for waiting in [waiting for waiting in self.bodies if not waiting.done()][:1]:
                     waiting.set_result(None)
             case "finish":
-                self.spawn(self.finish(self.number, f"step {self.number}" if how == "named" else ""))
+                self.spawn(
+                    self.finish(self.number, f"step {self.number}" if how == "named" else "")
+                )
             case "abort":
                 self.spawn(twin.session.ask(AbortWeights(twin.command_id())))
             case "do" if twin.queue:
@@ -209,7 +258,13 @@ class Story:
             if "bad" in how:
                 raise InvalidRequest("the body is bad")
             part = how[-1:] if how[-1:].isdecimal() else ""
-            return await update.push(Manifest(path=f"{call}.{part}".rstrip("."), partial=bool(part), version="v" if "v" in how else ""))
+            return await update.push(
+                Manifest(
+                    path=f"{call}.{part}".rstrip("."),
+                    partial=bool(part),
+                    version="v" if "v" in how else "",
+                )
+            )
 
     def check(self) -> None:
         version, content = self.twin.live
@@ -224,19 +279,45 @@ class Story:
             return  # a repeated end is answered as the first
         self.ended.append(report)
         version, content = self.twin.live
-        assert report.result == ("committed" if self.stages else "named") and version == (name or report.version)
+        assert report.result == ("committed" if self.stages else "named") and version == (
+            name or report.version
+        )
         assert len(content) == (1 if content[0].part is None else PARTS)
         last, task = pushes[-1]
-        assert task.done() and task.exception() is None and last in {call for call, _ in content}, "the last call is of what is live"
+        assert task.done() and task.exception() is None and last in {call for call, _ in content}, (
+            "the last call is of what is live"
+        )
 
 
-STEPS = st.sampled_from(["start", "push", "push v", "push slow", "push bad", "push part 0", "push part 1", "push slow part 1",
-                         "push bad part 1", "body", "finish", "finish named", "abort", "do", "arrive", "fail", "settle", "settle"])
+STEPS = st.sampled_from(
+    [
+        "start",
+        "push",
+        "push v",
+        "push slow",
+        "push bad",
+        "push part 0",
+        "push part 1",
+        "push slow part 1",
+        "push bad part 1",
+        "body",
+        "finish",
+        "finish named",
+        "abort",
+        "do",
+        "arrive",
+        "fail",
+        "settle",
+        "settle",
+    ]
+)
 
 
 @given(st.lists(STEPS, max_size=25), st.booleans())
 @settings(deadline=None, max_examples=600)
-def test_what_an_end_makes_live_or_names_was_pushed_in_its_session(steps: list[str], stages: bool) -> None:
+def test_what_an_end_makes_live_or_names_was_pushed_in_its_session(
+    steps: list[str], stages: bool
+) -> None:
     asyncio.run(told(steps, stages=stages))
 
 
@@ -249,7 +330,9 @@ async def told(steps: list[str], *, stages: bool) -> Story:
     if story.twin.open is not None and not story.twin.open.manifest.session:
         await story.after("abort")
     await story.after("start", "settle", "push", "settle", "finish named", "settle")
-    assert story.twin.live[0] == f"step {story.number}", "nothing is left of earlier sessions that keeps a new one from its end"
+    assert story.twin.live[0] == f"step {story.number}", (
+        "nothing is left of earlier sessions that keeps a new one from its end"
+    )
     story.twin.live = live
     for outcome in await asyncio.gather(*story.tasks, return_exceptions=True):
         if isinstance(outcome, BaseException) and not isinstance(outcome, TltError):
@@ -267,16 +350,32 @@ def run(*steps: str, stages: bool = True) -> tuple[str, list[Came]]:
 
 
 def test_a_push_that_outlives_its_session_is_not_the_next_ones() -> None:
-    assert run("push", "do", "start", "push", "do", "do", "settle", "finish named", "settle") == ("initial", [])
-    assert run("push slow", "start", "body", "settle", "finish named", "settle") == ("initial", []), "its body came too late"
-    assert run("push", "do", "start", "settle", "push", "settle", "finish named", "settle")[0] == "step 2"
+    assert run("push", "do", "start", "push", "do", "do", "settle", "finish named", "settle") == (
+        "initial",
+        [],
+    )
+    assert run("push slow", "start", "body", "settle", "finish named", "settle") == (
+        "initial",
+        [],
+    ), "its body came too late"
+    assert (
+        run("push", "do", "start", "settle", "push", "settle", "finish named", "settle")[0]
+        == "step 2"
+    )
 
 
 def test_a_call_that_is_refused_leaves_nothing_to_make_live_until_one_succeeds() -> None:
-    assert run("push bad", "finish named", "settle") == ("initial", []), "nor a name for what was live before"
+    assert run("push bad", "finish named", "settle") == ("initial", []), (
+        "nor a name for what was live before"
+    )
     assert run("push", "settle", "push bad", "finish named", "settle") == ("initial", [])
-    assert run("push", "do", "finish named", "settle") == ("initial", []), "nor one that is under way"
-    assert run("push bad", "push", "settle", "finish named", "settle") == ("step 1", [Came(2, None)])
+    assert run("push", "do", "finish named", "settle") == ("initial", []), (
+        "nor one that is under way"
+    )
+    assert run("push bad", "push", "settle", "finish named", "settle") == (
+        "step 1",
+        [Came(2, None)],
+    )
     assert run("finish named", "settle") == ("initial", []), "nor one that never came"
 
 
@@ -308,11 +407,15 @@ def test_a_model_whose_push_was_refused_is_not_left_out_at_the_end() -> None:
         with pytest.raises(TltError):
             await refused
         assert await done(twin, pushed(twin, 2, "drafter"))
-        with pytest.raises(Conflict, match="the last push of the target in this weight update failed"):
+        with pytest.raises(
+            Conflict, match="the last push of the target in this weight update failed"
+        ):
             await done(twin, twin.session.end("step"))
         assert twin.live == ("initial", [])
         await done(twin, twin.session.begin("all"))
-        assert await done(twin, pushed(twin, 3, "all")) and await done(twin, twin.session.end("step"))
+        assert await done(twin, pushed(twin, 3, "all")) and await done(
+            twin, twin.session.end("step")
+        )
         assert twin.live == ("step", [Came(3, None)])
 
     for role in ("target", "all"):
@@ -328,7 +431,9 @@ def test_an_update_of_the_drafter_does_not_drop_what_came_for_the_target() -> No
         await done(twin, twin.session.begin("target"))
         assert twin.open is None, "one of the drafter is dropped"
         await done(twin, pushed(twin, 2, "target"))
-        with pytest.raises(Conflict, match="holds weights of the target, which this would drop; finish it first"):
+        with pytest.raises(
+            Conflict, match="holds weights of the target, which this would drop; finish it first"
+        ):
             await done(twin, twin.session.begin("draft"))
         await done(twin, twin.session.end("step"))
         assert twin.live == ("step", [Came(2, None)])
@@ -342,7 +447,9 @@ def test_an_update_of_the_drafter_does_not_drop_what_came_for_the_target() -> No
 
 
 def test_where_nothing_is_staged_an_end_names_what_the_parts_made_live() -> None:
-    version, content = run("push part 0", "settle", "push part 1", "settle", "finish named", "settle", stages=False)
+    version, content = run(
+        "push part 0", "settle", "push part 1", "settle", "finish named", "settle", stages=False
+    )
     assert version == "step 1" and [part for _, part in content] == [0, 1]
 
 

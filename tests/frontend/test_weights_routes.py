@@ -1,4 +1,6 @@
-"""Weight routes: bodies that become commands, reports that become replies, refusals that name value, choice and remedy."""
+"""Weight routes: bodies that become commands, reports that become replies, refusals that name
+value, choice and remedy.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,15 @@ from tests.frontend.fake_engine import DIES
 from tests.frontend.live_server import LiveServer, live_server
 from tlt_client import AsyncClient, Client, ServerError
 from tlt_client.arguments import VERSION_MUST
-from tlt_server.records import AbortWeights, CommitWeights, LeaveGroup, Manifest, PushWeights, RollbackWeights, TensorEntry
+from tlt_server.records import (
+    AbortWeights,
+    CommitWeights,
+    LeaveGroup,
+    Manifest,
+    PushWeights,
+    RollbackWeights,
+    TensorEntry,
+)
 
 
 @pytest.fixture
@@ -40,55 +50,128 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def test_a_manifest_reaches_the_engine_and_the_reply_says_what_became_of_it(client: Client, server: LiveServer) -> None:
+def test_a_manifest_reaches_the_engine_and_the_reply_says_what_became_of_it(
+    client: Client, server: LiveServer
+) -> None:
     tensors = [{"name": "w", "dtype": "float32", "shape": [2], "checksum": "x"}]
     reply = client.update_weights("step-1", "v1", in_flight="drain", tensors=tensors)
-    assert (reply["state"], reply["version"], reply["weight_version"], reply["pause_ms"]) == ("committed", "v1", "v1", 1.0)
+    assert (reply["state"], reply["version"], reply["weight_version"], reply["pause_ms"]) == (
+        "committed",
+        "v1",
+        "v1",
+        1.0,
+    )
     assert reply["phases_s"] == {"read": 0.2, "commit": 0.001} and reply["checksums"]
     command = server.engine.weight_commands[0]
     assert isinstance(command, PushWeights) and command.manifest == Manifest(
-        version="v1", path="step-1", in_flight="drain", tensors=[TensorEntry(name="w", dtype="float32", shape=[2], checksum="x")])
-    assert client.weights() == {"target": "v1", "drafter": "", "previous": {"target": "v0"}, "open": {}, "spooled": False,
-                                "quarantined": {}, "groups": [], "sockets": "", "uploads": [], "update": None}
-    assert httpx.get(f"{server.url}/weight_info").json() == {"weight_version": "v1", "drafter_version": ""}
+        version="v1",
+        path="step-1",
+        in_flight="drain",
+        tensors=[TensorEntry(name="w", dtype="float32", shape=[2], checksum="x")],
+    )
+    assert client.weights() == {
+        "target": "v1",
+        "drafter": "",
+        "previous": {"target": "v0"},
+        "open": {},
+        "spooled": False,
+        "quarantined": {},
+        "groups": [],
+        "sockets": "",
+        "uploads": [],
+        "update": None,
+    }
+    assert httpx.get(f"{server.url}/weight_info").json() == {
+        "weight_version": "v1",
+        "drafter_version": "",
+    }
     assert client.server_info()["engine"]["weight_version"] == "v1"
-    assert metric(client, 'tlt_weight_version_info{version="v1"} 1.0') and not metric(client, 'tlt_weight_version_info{version="v0"} 1.0')
+    assert metric(client, 'tlt_weight_version_info{version="v1"} 1.0') and not metric(
+        client, 'tlt_weight_version_info{version="v0"} 1.0'
+    )
     assert metric(client, 'tlt_weight_pushes_total{result="committed",role="target"} 1.0')
     assert metric(client, 'tlt_weight_push_seconds_count{phase="read"} 1.0')
     assert "tlt_weight_age_seconds" in client.metrics()
 
 
 def test_the_form_of_trainers_with_a_shared_disk(server: LiveServer) -> None:
-    assert post(server, "/update_weights", {"weight_dir": "run/step_3", "lora_name": None}).json()["version"] == "named"
-    assert post(server, "/update_weights", {"weight_dir": "run/step_4", "weight_version": "4"}).json()["version"] == "4"
-    assert post(server, "/update_weights", {"weight_dir": None, "path": "run/step_5", "version": "5"}).json()["version"] == "5"
-    assert post(server, "/update_weights", {"weight_dir": "run/step_6", "update_info": None}).status_code == 200
+    assert (
+        post(server, "/update_weights", {"weight_dir": "run/step_3", "lora_name": None}).json()[
+            "version"
+        ]
+        == "named"
+    )
+    assert (
+        post(server, "/update_weights", {"weight_dir": "run/step_4", "weight_version": "4"}).json()[
+            "version"
+        ]
+        == "4"
+    )
+    assert (
+        post(
+            server, "/update_weights", {"weight_dir": None, "path": "run/step_5", "version": "5"}
+        ).json()["version"]
+        == "5"
+    )
+    assert (
+        post(
+            server, "/update_weights", {"weight_dir": "run/step_6", "update_info": None}
+        ).status_code
+        == 200
+    )
     pushed = [c.manifest for c in server.engine.weight_commands if isinstance(c, PushWeights)]
     assert [(m.path, m.version, m.role) for m in pushed] == [
-        ("run/step_3", "", "target"), ("run/step_4", "4", "target"), ("run/step_5", "5", "target"), ("run/step_6", "", "target")]
+        ("run/step_3", "", "target"),
+        ("run/step_4", "4", "target"),
+        ("run/step_5", "5", "target"),
+        ("run/step_6", "", "target"),
+    ]
 
 
 def test_stage_commit_abort_and_roll_back(client: Client, server: LiveServer) -> None:
-    assert client.update_weights("p", "step 7", commit=False)["state"] == "staged" and client.weights()["target"] == "v0"
+    assert (
+        client.update_weights("p", "step 7", commit=False)["state"] == "staged"
+        and client.weights()["target"] == "v0"
+    )
     assert client.commit_weights("step 7")["state"] == "committed"
     assert client.abort_weights("step 7")["state"] == "aborted"
     assert client.roll_back_weights(to="v0", in_flight="recompute")["weight_version"] == "v0"
     assert post(server, "/weights/rollback").json()["state"] == "rolled_back"
-    commands = [(type(c), getattr(c, "version", getattr(c, "to", ""))) for c in server.engine.weight_commands
-                if isinstance(c, CommitWeights | AbortWeights | RollbackWeights)]
-    assert commands == [(CommitWeights, "step 7"), (AbortWeights, "step 7"), (RollbackWeights, "v0"), (RollbackWeights, "")]
+    commands = [
+        (type(c), getattr(c, "version", getattr(c, "to", "")))
+        for c in server.engine.weight_commands
+        if isinstance(c, CommitWeights | AbortWeights | RollbackWeights)
+    ]
+    assert commands == [
+        (CommitWeights, "step 7"),
+        (AbortWeights, "step 7"),
+        (RollbackWeights, "v0"),
+        (RollbackWeights, ""),
+    ]
 
 
 @pytest.mark.parametrize("version", ["a?b#c", "100%", "ü"])
-def test_a_version_may_hold_what_a_path_does_not(version: str, client: Client, server: LiveServer) -> None:
+def test_a_version_may_hold_what_a_path_does_not(
+    version: str, client: Client, server: LiveServer
+) -> None:
     client.commit_weights(version)
-    assert [c.version for c in server.engine.weight_commands if isinstance(c, CommitWeights)] == [version]
+    assert [c.version for c in server.engine.weight_commands if isinstance(c, CommitWeights)] == [
+        version
+    ]
 
 
-@pytest.mark.parametrize("path, field", [("/update_weights", "version"), ("/update_weight_version", "new_version"),
-                                         ("/update_weights_from_disk", "weight_version")])
+@pytest.mark.parametrize(
+    "path, field",
+    [
+        ("/update_weights", "version"),
+        ("/update_weight_version", "new_version"),
+        ("/update_weights_from_disk", "weight_version"),
+    ],
+)
 @pytest.mark.parametrize("version", ["run/7", "a\n", ".."])
-def test_a_name_that_no_version_can_have_is_refused_with_what_it_must_be(path: str, field: str, version: str, server: LiveServer) -> None:
+def test_a_name_that_no_version_can_have_is_refused_with_what_it_must_be(
+    path: str, field: str, version: str, server: LiveServer
+) -> None:
     said = post(server, path, {field: version, "path": "p", "model_path": "p"})
     assert said.status_code == 400
     words = f"{field} is {version!r}; it must {VERSION_MUST}"
@@ -96,14 +179,23 @@ def test_a_name_that_no_version_can_have_is_refused_with_what_it_must_be(path: s
 
 
 def test_another_name_that_has_a_form_is_refused_with_it(server: LiveServer) -> None:
-    said = post(server, "/weight_groups", {"name": "a b", "master_address": "127.0.0.1", "master_port": 1, "world_size": 2})
-    assert said.status_code == 400 and said.json()["error"]["message"] == "name is 'a b'; it must match ^[A-Za-z0-9._-]+$"
+    said = post(
+        server,
+        "/weight_groups",
+        {"name": "a b", "master_address": "127.0.0.1", "master_port": 1, "world_size": 2},
+    )
+    assert (
+        said.status_code == 400
+        and said.json()["error"]["message"] == "name is 'a b'; it must match ^[A-Za-z0-9._-]+$"
+    )
 
 
 def test_the_client_compares_checksums(client: Client) -> None:
     with pytest.raises(ServerError, match="nothing to compare with"):
         client.compare_weights()
-    assert client.remember_weight_checksums() == {"w": "sha256:v0"} and client.compare_weights() == []
+    assert (
+        client.remember_weight_checksums() == {"w": "sha256:v0"} and client.compare_weights() == []
+    )
     client.update_weights("p", "v1")
     assert client.compare_weights() == ["w"] and client.compare_weights({"w": "sha256:v1"}) == []
 
@@ -120,10 +212,18 @@ def test_the_asyncio_client_stages_and_compares(server: LiveServer) -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("code, status", [("forbidden", 403), ("weights_refused", 422), ("conflict", 409), ("push_failed", 500)])
-def test_the_engines_refusals_keep_their_status(code: str, status: int, client: Client, server: LiveServer) -> None:
+@pytest.mark.parametrize(
+    "code, status",
+    [("forbidden", 403), ("weights_refused", 422), ("conflict", 409), ("push_failed", 500)],
+)
+def test_the_engines_refusals_keep_their_status(
+    code: str, status: int, client: Client, server: LiveServer
+) -> None:
     response = post(server, "/update_weights", {"version": "v", "path": code})
-    assert response.status_code == status and response.json()["error"]["message"] == f"{code}: out of luck"
+    assert (
+        response.status_code == status
+        and response.json()["error"]["message"] == f"{code}: out of luck"
+    )
     assert response.json()["error"]["retryable"] == (code == "push_failed")
     assert metric(client, f'tlt_weight_pushes_total{{result="{code}",role="target"}} 1.0')
 
@@ -133,19 +233,31 @@ def test_the_checker_sums_remembers_and_compares(client: Client, server: LiveSer
     refused = post(server, "/weight_checker", {"action": "compare"})
     assert refused.status_code == 400 and "reset first" in refused.json()["error"]["message"]
     assert post(server, "/weight_checker", {"action": "reset"}).status_code == 200
-    assert post(server, "/weight_checker", {"action": "compare"}).json() == {"match": True, "mismatches": []}
+    assert post(server, "/weight_checker", {"action": "compare"}).json() == {
+        "match": True,
+        "mismatches": [],
+    }
     client.update_weights("p", "v1")
-    assert post(server, "/weight_checker", {"action": "compare"}).json() == {"match": False, "mismatches": ["w"]}
+    assert post(server, "/weight_checker", {"action": "compare"}).json() == {
+        "match": False,
+        "mismatches": ["w"],
+    }
     given = {"action": "compare", "baseline": {"w": "sha256:v1", "x": "y"}}
     assert post(server, "/weight_checker", given).json() == {"match": False, "mismatches": ["x"]}
     assert post(server, "/weight_checker").json() == {"checksums": {"w": "sha256:v1"}}
     assert "'sum'" in post(server, "/weight_checker", {"action": "sum"}).json()["error"]["message"]
-    assert post(server, "/weight_checker", {"action": "snapshot"}).json() == {"checksums": {"w": "sha256:v1"}}
+    assert post(server, "/weight_checker", {"action": "snapshot"}).json() == {
+        "checksums": {"w": "sha256:v1"}
+    }
     empty = post(server, "/weight_checker", {"action": "compare", "baseline": {}})
-    assert empty.status_code == 400 and "nothing to compare with" in empty.json()["error"]["message"], "not with what was remembered"
+    assert (
+        empty.status_code == 400 and "nothing to compare with" in empty.json()["error"]["message"]
+    ), "not with what was remembered"
 
 
-def test_the_other_dialects_route_checks_the_same_and_says_success_too(client: Client, server: LiveServer) -> None:
+def test_the_other_dialects_route_checks_the_same_and_says_success_too(
+    client: Client, server: LiveServer
+) -> None:
     def check(body: dict[str, object], status: int = 200) -> dict[str, object]:
         found = post(server, "/weights_checker", body)
         assert found.status_code == status, found.text
@@ -154,13 +266,27 @@ def test_the_other_dialects_route_checks_the_same_and_says_success_too(client: C
         return reply
 
     assert check({"action": "compare"}, 400) == {}, "there is nothing to compare with"
-    assert check({"action": "reset"}) == check({"action": "snapshot"}) == check({}) == {"checksums": {"w": "sha256:v0"}}
+    assert (
+        check({"action": "reset"})
+        == check({"action": "snapshot"})
+        == check({})
+        == {"checksums": {"w": "sha256:v0"}}
+    )
     assert check({"action": "compare"}) == {"match": True, "mismatches": []}
     client.update_weights("p", "v1")
-    assert post(server, "/weight_checker", {"action": "compare"}).json() == {"match": False, "mismatches": ["w"]}, "remembered for both"
+    assert post(server, "/weight_checker", {"action": "compare"}).json() == {
+        "match": False,
+        "mismatches": ["w"],
+    }, "remembered for both"
     assert check({"action": "compare"}, 409) == {"match": False, "mismatches": ["w"]}
-    assert check({"action": "compare", "baseline": {"w": "sha256:v1"}}) == {"match": True, "mismatches": []}
-    assert check({"action": "compare", "baseline": {"w": "sha256:v1", "x": "y"}}, 409) == {"match": False, "mismatches": ["x"]}
+    assert check({"action": "compare", "baseline": {"w": "sha256:v1"}}) == {
+        "match": True,
+        "mismatches": [],
+    }
+    assert check({"action": "compare", "baseline": {"w": "sha256:v1", "x": "y"}}, 409) == {
+        "match": False,
+        "mismatches": ["x"],
+    }
 
 
 REFUSED: dict[str, tuple[str, ...]] = {
@@ -178,16 +304,41 @@ REFUSED: dict[str, tuple[str, ...]] = {
     '{"version": "v", "path": "p", "channel": "nccl"}': ("channel is 'nccl'", "disk"),
     '{"version": "v", "path": "p", "in_flight": "stop"}': ("in_flight is 'stop'", "'drain'"),
     '{"version": "v", "path": "p", "commit": "no"}': ("commit is 'no'",),
-    '{"version": "v", "path": "p", "tensors": [{"name": "w", "chksum": "x"}]}': ("tensors[0].chksum", "did you mean checksum?"),
-    '{"version": "v", "path": "p", "tensors": [{"dtype": "float32"}]}': ("tensors[0].name is missing",),
+    '{"version": "v", "path": "p", "tensors": [{"name": "w", "chksum": "x"}]}': (
+        "tensors[0].chksum",
+        "did you mean checksum?",
+    ),
+    '{"version": "v", "path": "p", "tensors": [{"dtype": "float32"}]}': (
+        "tensors[0].name is missing",
+    ),
     '{"version": "v", "path": "p", "tensors": 3}': ("tensors is 3",),
-    '{"version": "v", "path": "p", "tensors": [{"name": "w", "shape": [-1]}]}': ("tensors[0].shape[0] is -1", "at least 0"),
-    '{"version": "v", "path": "p", "tensors": [{"name": "w", "shape": [281474976710657]}]}': ("at most 281474976710656",),
-    '{"version": "v", "path": "p", "tensors": [{"name": "w", "shape": [1, 1, 1, 1, 1, 1, 1, 1, 1]}]}': ("tensors[0].shape", "8"),
-    '{"version": "v", "path": "p", "tensors": [{"name": "' + "w" * 257 + '"}]}': ("tensors[0].name", "256"),
-    '{"version": "v", "path": "p", "tensors": [{"name": "w", "dtype": "' + "f" * 41 + '"}]}': ("tensors[0].dtype", "40"),
-    '{"version": "v", "path": "p", "tensors": [{"name": "w", "checksum": "' + "0" * 81 + '"}]}': ("tensors[0].checksum", "80"),
-    '{"update_info": {"names": ["w"], "dtype_names": ["float32"], "shapes": [[1, 1, 1, 1, 1, 1, 1, 1, 1]]}}': ("shapes[0]", "8"),
+    '{"version": "v", "path": "p", "tensors": [{"name": "w", "shape": [-1]}]}': (
+        "tensors[0].shape[0] is -1",
+        "at least 0",
+    ),
+    '{"version": "v", "path": "p", "tensors": [{"name": "w", "shape": [281474976710657]}]}': (
+        "at most 281474976710656",
+    ),
+    '{"version": "v", "path": "p", "tensors": [{"name": "w", "shape": [1, 1, 1, 1, 1, 1, 1, 1, 1]}]}': (
+        "tensors[0].shape",
+        "8",
+    ),
+    '{"version": "v", "path": "p", "tensors": [{"name": "' + "w" * 257 + '"}]}': (
+        "tensors[0].name",
+        "256",
+    ),
+    '{"version": "v", "path": "p", "tensors": [{"name": "w", "dtype": "' + "f" * 41 + '"}]}': (
+        "tensors[0].dtype",
+        "40",
+    ),
+    '{"version": "v", "path": "p", "tensors": [{"name": "w", "checksum": "' + "0" * 81 + '"}]}': (
+        "tensors[0].checksum",
+        "80",
+    ),
+    '{"update_info": {"names": ["w"], "dtype_names": ["float32"], "shapes": [[1, 1, 1, 1, 1, 1, 1, 1, 1]]}}': (
+        "shapes[0]",
+        "8",
+    ),
     '{"version": "a\\nb", "path": "p"}': ("version is",),
     '{"version": "a/b", "path": "p"}': ("version is 'a/b'",),
     '{"version": "' + "v" * 300 + '", "path": "p"}': ("256",),
@@ -197,20 +348,39 @@ REFUSED: dict[str, tuple[str, ...]] = {
     '{"weight_dir": null, "version": "v"}': ("path is missing",),
     '{"weight_dir": "p", "weight_version": 4}': ("version is 4",),
     '{"update_info": {"names": []}}': ("update_info", "dtype_names is missing"),
-    '{"update_info": {"names": [], "dtype_names": [], "shapes": []}}': ("0 names", "one of each for every tensor"),
+    '{"update_info": {"names": [], "dtype_names": [], "shapes": []}}': (
+        "0 names",
+        "one of each for every tensor",
+    ),
     '{"update_info": []}': ("update_info is []",),
-    '{"update_info": [{"names": ["w"], "dtype_names": ["float32"], "shapes": [[1]]}, {"names": ["v"], "dtype_names": [], "shapes": []}]}':
-        ("1 names, 0 dtypes and 0 shapes", "in the order"),
+    '{"update_info": [{"names": ["w"], "dtype_names": ["float32"], "shapes": [[1]]}, {"names": ["v"], "dtype_names": [], "shapes": []}]}': (
+        "1 names, 0 dtypes and 0 shapes",
+        "in the order",
+    ),
     '{"version": "v", "channel": "http"}': ("tensors is missing", "channel http needs tensors"),
-    '{"version": "v", "channel": "http", "path": "p", "tensors": [{"name": "w", "checksum": "x"}]}': ("path is 'p'", "leave it out"),
+    '{"version": "v", "channel": "http", "path": "p", "tensors": [{"name": "w", "checksum": "x"}]}': (
+        "path is 'p'",
+        "leave it out",
+    ),
     '{"version": "v", "channel": "http", "tensors": [{"name": "w"}]}': ("'w' has no checksum",),
     '{"version": "v", "channel": "broadcast", "tensors": [{"name": "w"}]}': ("group is missing",),
-    '{"version": "v", "channel": "broadcast", "group": "g", "tensors": [{"name": "w", "dtype": "float32"}]}': ("no dtype and shape",),
-    '{"version": "v", "channel": "ipc", "tensors": [{"name": "w", "dtype": "float32", "shape": []}]}': ("path is missing", "needs path"),
-    '{"version": "v", "channel": "ipc", "path": "s", "tensors": [{"name": "w", "shape": [1]}]}': ("'w' has no dtype and shape", "ipc"),
+    '{"version": "v", "channel": "broadcast", "group": "g", "tensors": [{"name": "w", "dtype": "float32"}]}': (
+        "no dtype and shape",
+    ),
+    '{"version": "v", "channel": "ipc", "tensors": [{"name": "w", "dtype": "float32", "shape": []}]}': (
+        "path is missing",
+        "needs path",
+    ),
+    '{"version": "v", "channel": "ipc", "path": "s", "tensors": [{"name": "w", "shape": [1]}]}': (
+        "'w' has no dtype and shape",
+        "ipc",
+    ),
     '{"version": "v", "channel": "ipc", "path": "s", "drafter_path": "d"}': ("tensors is missing",),
     '{"version": "v", "path": "p", "group": "g"}': ("group is 'g'", "channel disk does not take"),
-    '{"version": "v", "path": "p", "partial": true}': ("partial is true", "channel disk does not take"),
+    '{"version": "v", "path": "p", "partial": true}': (
+        "partial is true",
+        "channel disk does not take",
+    ),
 }
 
 
@@ -220,16 +390,26 @@ def test_a_bad_body_pushes_nothing(body: str, server: LiveServer) -> None:
     assert response.status_code == 400 and response.json()["error"]["code"] == "invalid_request"
     for part in REFUSED[body]:
         assert part in response.json()["error"]["message"]
-    assert all(isinstance(command, LeaveGroup) for command in server.engine.weight_commands), "nothing but what it spoils is left"
+    assert all(isinstance(command, LeaveGroup) for command in server.engine.weight_commands), (
+        "nothing but what it spoils is left"
+    )
 
 
 def test_a_bad_rollback_never_reaches_the_engine(server: LiveServer) -> None:
-    assert "did you mean to?" in post(server, "/weights/rollback", {"tp": "v"}).json()["error"]["message"]
-    assert "in_flight is 'later'" in post(server, "/weights/rollback", {"in_flight": "later"}).json()["error"]["message"]
+    assert (
+        "did you mean to?"
+        in post(server, "/weights/rollback", {"tp": "v"}).json()["error"]["message"]
+    )
+    assert (
+        "in_flight is 'later'"
+        in post(server, "/weights/rollback", {"in_flight": "later"}).json()["error"]["message"]
+    )
     assert not server.engine.weight_commands
 
 
-def test_an_engine_that_dies_during_a_push_is_a_typed_error(client: Client, server: LiveServer) -> None:
+def test_an_engine_that_dies_during_a_push_is_a_typed_error(
+    client: Client, server: LiveServer
+) -> None:
     with ThreadPoolExecutor(1) as pool:
         pushed = pool.submit(post, server, "/update_weights", {"version": "v", "path": "hangs"})
         until(lambda: bool(server.engine.weight_commands))
@@ -243,8 +423,14 @@ def test_an_engine_that_dies_during_a_push_is_a_typed_error(client: Client, serv
 def test_weight_routes_need_the_key(model: Path, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("secret\n")
     with live_server(model, api_key_file=tmp_path / "keys") as server:
-        for method, path in (("POST", "/update_weights"), ("GET", "/weights"), ("POST", "/weights/rollback"), ("POST", "/weights/v/commit"),
-                             ("POST", "/weight_checker"), ("GET", "/weight_info")):
+        for method, path in (
+            ("POST", "/update_weights"),
+            ("GET", "/weights"),
+            ("POST", "/weights/rollback"),
+            ("POST", "/weights/v/commit"),
+            ("POST", "/weight_checker"),
+            ("GET", "/weight_info"),
+        ):
             assert httpx.request(method, f"{server.url}{path}").status_code == 401
         with Client(server.url, api_key="secret") as client:
             assert client.weights()["target"] == "v0"

@@ -1,4 +1,6 @@
-"""A model directory with a byte-level tokenizer and a chat template, and no weights: token id = byte value, then specials and merges."""
+"""A model directory with a byte-level tokenizer and a chat template, and no weights: token id =
+byte value, then specials and merges.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +9,21 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-SPECIALS = ("<|end|>", "<|user|>", "<|assistant|>")  # ids 256, 257, 258; the rest up to 299 is unused or merges
-TEMPLATE = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{{ eos_token }}{% endfor %}" \
-           "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+SPECIALS = (
+    "<|end|>",
+    "<|user|>",
+    "<|assistant|>",
+)  # ids 256, 257, 258; the rest up to 299 is unused or merges
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
 
 
 def byte_tokenizer(merges: list[tuple[bytes, bytes]] | None = None) -> Tokenizer:
-    """Ids 0 to 255 are the bytes; each merge adds an id after the specials, so tokens may hold parts of several characters."""
+    """Ids 0 to 255 are the bytes; each merge adds an id after the specials, so tokens may hold
+    parts of several characters.
+    """
     letters = _byte_letters()
     vocab = {letter: byte for byte, letter in enumerate(letters)}
     pairs = []
@@ -32,13 +42,19 @@ def byte_tokenizer(merges: list[tuple[bytes, bytes]] | None = None) -> Tokenizer
 def write_model(directory: Path) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     byte_tokenizer().save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": SPECIALS[0]}, "chat_template": TEMPLATE}))
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": {"content": SPECIALS[0]}, "chat_template": TEMPLATE})
+    )
     (directory / "config.json").write_text(json.dumps({"max_position_embeddings": 512}))
     return directory
 
 
 def _byte_letters() -> list[str]:
     """The printable stand-in of each byte in byte-level BPE (GPT-2's table)."""
-    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    plain = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
     others = iter(range(256, 512))
     return [chr(byte) if byte in plain else chr(next(others)) for byte in range(256)]

@@ -1,7 +1,8 @@
 """Every CPU kernel against its slow twin, and bit for bit against itself in other company.
 
-Tolerances are relative RMS errors against the twin in float64: sums of a few hundred float32 products err by about 1e-7, so 1e-6
-leaves room for the order of summation and catches any missing or misplaced term.
+Tolerances are relative RMS errors against the twin in float64: sums of a few hundred float32
+products err by about 1e-7, so 1e-6 leaves room for the order of summation and catches any missing
+or misplaced term.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ PAGE = 16
 
 
 def assert_close(name: str, found: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> None:
-    error = ((found.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30)).item()
+    error = (
+        (found.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30)
+    ).item()
     assert error <= tolerance, f"{name}: relative RMS error {error:.2e} over {tolerance:.0e}"
 
 
@@ -36,7 +39,11 @@ def noise(*shape: int, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize(("rows", "width"), [(1, 8), (3, 48), (17, 131), (33, 256)])
 def test_norms_match_their_twins(rows, width):
     x_RH, weight_H = noise(rows, width) * 3, noise(width, seed=1)
-    assert_close("rms_norm", elementwise.rms_norm(x_RH, weight_H, 1e-6), reference.rms_norm(x_RH.double(), weight_H.double(), 1e-6))
+    assert_close(
+        "rms_norm",
+        elementwise.rms_norm(x_RH, weight_H, 1e-6),
+        reference.rms_norm(x_RH.double(), weight_H.double(), 1e-6),
+    )
     residual_RH = noise(rows, width, seed=2)
     expected_residual_RH = residual_RH + x_RH
     out_RH = elementwise.add_rms_norm(x_RH, residual_RH, weight_H, 1e-6)
@@ -48,7 +55,9 @@ def test_norms_match_their_twins(rows, width):
 def test_gated_activation_matches_its_twin(rows, width):
     gate_up_RX = noise(rows, 2 * width) * 10
     gate_up_RX[0, :4] = torch.tensor([-200.0, 200.0, -0.0, 88.5])
-    assert_close("silu_mul", elementwise.silu_mul(gate_up_RX), reference.silu_mul(gate_up_RX.double()))
+    assert_close(
+        "silu_mul", elementwise.silu_mul(gate_up_RX), reference.silu_mul(gate_up_RX.double())
+    )
 
 
 def test_exponential_is_within_two_ulp_and_keeps_nan():
@@ -66,12 +75,26 @@ def test_rope_store_matches_its_twin(heads, kv_heads, width, heads_norm):
     qkv_RX = noise(rows, (heads + 2 * kv_heads) * width)
     angle = noise(64, width // 2)
     position_R, slot_R = torch.randint(0, 64, (rows,)), torch.randperm(slots)[:rows]
-    weights = {"q_weight_D": noise(width, seed=4), "k_weight_D": noise(width, seed=5)} if heads_norm else {}
+    weights = (
+        {"q_weight_D": noise(width, seed=4), "k_weight_D": noise(width, seed=5)}
+        if heads_norm
+        else {}
+    )
 
     def run(module, dtype):
         k_SKD, v_SKD = torch.full((2, slots, kv_heads, width), float("nan"), dtype=dtype)
-        q_RND = module.rope_store(qkv_RX.to(dtype), position_R, slot_R, angle.cos().to(dtype), angle.sin().to(dtype), k_SKD, v_SKD,
-                                  heads=heads, eps=1e-6, **{name: weight.to(dtype) for name, weight in weights.items()})
+        q_RND = module.rope_store(
+            qkv_RX.to(dtype),
+            position_R,
+            slot_R,
+            angle.cos().to(dtype),
+            angle.sin().to(dtype),
+            k_SKD,
+            v_SKD,
+            heads=heads,
+            eps=1e-6,
+            **{name: weight.to(dtype) for name, weight in weights.items()},
+        )
         return q_RND, k_SKD, v_SKD
 
     found, expected = run(elementwise, torch.float32), run(reference, torch.float64)
@@ -83,7 +106,11 @@ def test_rope_store_matches_its_twin(heads, kv_heads, width, heads_norm):
 
 @pytest.mark.parametrize("shape", [(20, 7), (3, 20, 2, 5), (20, 0)])
 def test_copy_slots_matches_its_twin(shape):
-    found, source_C, target_C = noise(*shape), torch.tensor([3, 4, 9, 3]), torch.tensor([10, 11, 10, 0])
+    found, source_C, target_C = (
+        noise(*shape),
+        torch.tensor([3, 4, 9, 3]),
+        torch.tensor([10, 11, 10, 0]),
+    )
     expected = found.clone()
     elementwise.copy_slots(found, source_C, target_C)
     reference.copy_slots(expected, source_C, target_C)
@@ -101,24 +128,52 @@ class Step:
 
     def attend(self, first: int = 0, threads: int = 1) -> Tensor:
         heads, head_dim = self.q_RND.shape[1:]
-        backend = CpuPaged(page_size=PAGE, heads=heads, kv_heads=self.k_SKD.shape[1], head_dim=head_dim, threads=threads)
+        backend = CpuPaged(
+            page_size=PAGE,
+            heads=heads,
+            kv_heads=self.k_SKD.shape[1],
+            head_dim=head_dim,
+            threads=threads,
+        )
         return backend.attend(self.q_RND, self.k_SKD, self.v_SKD, self.rows, first)
 
     def only(self, chosen: list[int]) -> Step:
         rows = self.rows
-        return replace(self, q_RND=self.q_RND[chosen].contiguous(), rows=replace(
-            rows, token_R=rows.token_R[chosen], position_R=rows.position_R[chosen], slot_R=rows.slot_R[chosen],
-            request_R=rows.request_R[chosen], path_RD=rows.path_RD[chosen].contiguous()))
+        return replace(
+            self,
+            q_RND=self.q_RND[chosen].contiguous(),
+            rows=replace(
+                rows,
+                token_R=rows.token_R[chosen],
+                position_R=rows.position_R[chosen],
+                slot_R=rows.slot_R[chosen],
+                request_R=rows.request_R[chosen],
+                path_RD=rows.path_RD[chosen].contiguous(),
+            ),
+        )
 
 
-def a_step(heads: int, kv_heads: int, width: int, lengths: tuple[int, ...] = (1, 64, 65, 130, 200), *, drafts: int = 5,
-           certain: int = 3) -> Step:
-    """Per request: its last `certain` rows, then a chain of `drafts` rows in scratch (a tree's path)."""
+def a_step(
+    heads: int,
+    kv_heads: int,
+    width: int,
+    lengths: tuple[int, ...] = (1, 64, 65, 130, 200),
+    *,
+    drafts: int = 5,
+    certain: int = 3,
+) -> Step:
+    """Per request: its last `certain` rows, then a chain of `drafts` rows in scratch (a tree's
+    path).
+    """
     pages = sum(-(-length // PAGE) for length in lengths)
     scratch = pages * PAGE
-    k_SKD, v_SKD = torch.full((2, scratch + len(lengths) * drafts + 3, kv_heads, width), float("nan"))
+    k_SKD, v_SKD = torch.full(
+        (2, scratch + len(lengths) * drafts + 3, kv_heads, width), float("nan")
+    )
     order = torch.randperm(pages, generator=torch.Generator().manual_seed(0)).to(torch.int32)
-    table_BP = torch.full((len(lengths), max(-(-length // PAGE) for length in lengths)), -1, dtype=torch.int32)
+    table_BP = torch.full(
+        (len(lengths), max(-(-length // PAGE) for length in lengths)), -1, dtype=torch.int32
+    )
     position, slot, request, path, taken = [], [], [], [], 0
     for b, length in enumerate(lengths):
         count = -(-length // PAGE)
@@ -126,16 +181,25 @@ def a_step(heads: int, kv_heads: int, width: int, lengths: tuple[int, ...] = (1,
         held = table_BP[b, torch.arange(length) // PAGE].long() * PAGE + torch.arange(length) % PAGE
         own = torch.arange(scratch + b * drafts, scratch + (b + 1) * drafts)
         for used in (held, own):
-            k_SKD[used], v_SKD[used] = noise(len(used), kv_heads, width, seed=b), noise(len(used), kv_heads, width, seed=50 + b)
+            k_SKD[used], v_SKD[used] = (
+                noise(len(used), kv_heads, width, seed=b),
+                noise(len(used), kv_heads, width, seed=50 + b),
+            )
         for p in range(max(0, length - certain), length + drafts):
             seen = own[: max(0, p - length + 1)].tolist()
             position.append(p)
             slot.append(seen[-1] if seen else int(held[p]))
             request.append(b)
             path.append(seen + [-1] * (drafts - len(seen)))
-    rows = Rows(torch.zeros(len(position), dtype=torch.int64), torch.tensor(position), torch.tensor(slot),
-                torch.tensor(request, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32), table_BP,
-                torch.tensor(path, dtype=torch.int32).view(len(position), drafts))
+    rows = Rows(
+        torch.zeros(len(position), dtype=torch.int64),
+        torch.tensor(position),
+        torch.tensor(slot),
+        torch.tensor(request, dtype=torch.int32),
+        torch.tensor(lengths, dtype=torch.int32),
+        table_BP,
+        torch.tensor(path, dtype=torch.int32).view(len(position), drafts),
+    )
     return Step(noise(len(position), heads, width) * 2, k_SKD, v_SKD, rows)
 
 
@@ -148,8 +212,18 @@ def test_attention_matches_its_twin_and_reads_nothing_invisible(shape, first):
     step = a_step(*shape)
     rows = step.rows
     expected_RND = reference.attend_rows(
-        step.q_RND, step.k_SKD, step.v_SKD, rows.position_R, rows.request_R, rows.base_B, rows.page_table_BP, rows.path_RD, PAGE, first,
-        shape[2] ** -0.5, double=True,
+        step.q_RND,
+        step.k_SKD,
+        step.v_SKD,
+        rows.position_R,
+        rows.request_R,
+        rows.base_B,
+        rows.page_table_BP,
+        rows.path_RD,
+        PAGE,
+        first,
+        shape[2] ** -0.5,
+        double=True,
     )
     found_RND = step.attend(first)
     assert found_RND.isfinite().all(), "an invisible NaN leaked"
@@ -159,7 +233,9 @@ def test_attention_matches_its_twin_and_reads_nothing_invisible(shape, first):
 def test_torch_backend_agrees_with_the_cpu_backend():
     step = a_step(4, 2, 32)
     twin = BACKENDS.resolve("torch")(page_size=PAGE, heads=4, kv_heads=2, head_dim=32)
-    assert_close("out_RND", step.attend(), twin.attend(step.q_RND, step.k_SKD, step.v_SKD, step.rows))
+    assert_close(
+        "out_RND", step.attend(), twin.attend(step.q_RND, step.k_SKD, step.v_SKD, step.rows)
+    )
 
 
 @pytest.mark.parametrize(("width", "group"), [(10, 1), (37, 3), (64, 2), (128, 7)])
@@ -196,7 +272,16 @@ def test_a_draft_path_has_the_bits_it_will_have_once_committed(shape, length):
     heads, kv_heads, width = shape
     committed = a_step(*shape, lengths=(length + drafts,), drafts=0, certain=len(draft.rows))
     keys = [
-        reference.visible_slots(len(rows) - 1, rows.position_R, rows.request_R, rows.base_B, rows.page_table_BP, rows.path_RD, PAGE, 0)
+        reference.visible_slots(
+            len(rows) - 1,
+            rows.position_R,
+            rows.request_R,
+            rows.base_B,
+            rows.page_table_BP,
+            rows.path_RD,
+            PAGE,
+            0,
+        )
         for rows in (draft.rows, committed.rows)
     ]
     committed.k_SKD[keys[1]], committed.v_SKD[keys[1]] = draft.k_SKD[keys[0]], draft.v_SKD[keys[0]]
@@ -209,7 +294,10 @@ def test_a_draft_path_has_the_bits_it_will_have_once_committed(shape, length):
 def test_row_kernels_have_the_same_bits_in_any_batch(width):
     x_RH, weight_H = noise(33, width), noise(width, seed=1)
     gate_up_RX = noise(33, 2 * width)
-    normed_RH, gated_RI = elementwise.rms_norm(x_RH, weight_H, 1e-6), elementwise.silu_mul(gate_up_RX)
+    normed_RH, gated_RI = (
+        elementwise.rms_norm(x_RH, weight_H, 1e-6),
+        elementwise.silu_mul(gate_up_RX),
+    )
     for r in (0, 5, 32):
         assert torch.equal(elementwise.rms_norm(x_RH[r : r + 1], weight_H, 1e-6)[0], normed_RH[r])
         assert torch.equal(elementwise.silu_mul(gate_up_RX[r : r + 1])[0], gated_RI[r])

@@ -1,4 +1,6 @@
-"""The walk on the device is the engine's own: whole cycles of random trees against `tlt_server.speculation.accept`."""
+"""The walk on the device is the engine's own: whole cycles of random trees against
+`tlt_server.speculation.accept`.
+"""
 
 from __future__ import annotations
 
@@ -21,19 +23,38 @@ TRASH, SCRATCH = 9999, 5000
 
 
 class Cycle:
-    """Everything of one cycle up to the samples: B requests (the last is padding), two works, the second unfinished."""
+    """Everything of one cycle up to the samples: B requests (the last is padding), two works, the
+    second unfinished.
+    """
 
-    def __init__(self, seed: int, *, requests: int, depth: int, width: int, decode_rows: int, works: bool = True, luck: float = 0.7,
-                 broken: float = 0.0) -> None:
+    def __init__(
+        self,
+        seed: int,
+        *,
+        requests: int,
+        depth: int,
+        width: int,
+        decode_rows: int,
+        works: bool = True,
+        luck: float = 0.7,
+        broken: float = 0.0,
+    ) -> None:
         rng = np.random.default_rng(seed)
-        self.rng, self.decode_rows, self.depth, self.works = rng, decode_rows, depth, 2 if works else 0
+        self.rng, self.decode_rows, self.depth, self.works = (
+            rng,
+            decode_rows,
+            depth,
+            2 if works else 0,
+        )
         self.places = places = make_places(rng, requests + 5, 90)
         order = rng.permutation(requests + 4)
-        place_B = np.append(order[:requests - 1], places.idle).astype(np.int32)
-        place_W = order[requests:requests + self.works].astype(np.int32)
+        place_B = np.append(order[: requests - 1], places.idle).astype(np.int32)
+        place_W = order[requests : requests + self.works].astype(np.int32)
         for q in place_W:
             places.done_Q[int(q)] = 0
-        places.stop_QK[:, 1] = torch.from_numpy(rng.integers(0, 60, len(places.length_Q)).astype(np.int32))
+        places.stop_QK[:, 1] = torch.from_numpy(
+            rng.integers(0, 60, len(places.length_Q)).astype(np.int32)
+        )
         self.place_B, self.place_W = (torch.from_numpy(a).to(DEVICE) for a in (place_B, place_W))
         columns_ = columns(depth, width) + 2
         self.nodes = Nodes.allocate(requests, columns_, device=DEVICE)
@@ -42,22 +63,55 @@ class Cycle:
         roots(self.place_B, places, self.draft, self.nodes, depth=depth, trash=TRASH)
         for level in range(depth):
             token_ML, z_ML = children(rng, Draft.level(requests, width, level)[1], width)
-            grow(level, token_ML, z_ML, self.draft, self.nodes, calibration, torch.from_numpy(EDGES).to(DEVICE), requests=requests,
-                 depth=depth, width=width, first_slot=7000, trash=TRASH, idle=places.idle)
+            grow(
+                level,
+                token_ML,
+                z_ML,
+                self.draft,
+                self.nodes,
+                calibration,
+                torch.from_numpy(EDGES).to(DEVICE),
+                requests=requests,
+                depth=depth,
+                width=width,
+                first_slot=7000,
+                trash=TRASH,
+                idle=places.idle,
+            )
         prefill = 40 if works else 0
         self.rows = Rows.allocate(decode_rows + prefill, depth, device=DEVICE)
         self.trees = Trees.allocate(requests, self.works, decode_rows, device=DEVICE)
         self.kept = Kept.allocate(requests, self.works, decode_rows, prefill, depth, device=DEVICE)
         for group in (self.rows, self.trees, self.kept):
             poison(group)
-        select_rows(self.place_B, places, self.nodes, self.rows, self.trees, self.kept, decode_rows=decode_rows, scratch_start=SCRATCH,
-                    trash=TRASH)
+        select_rows(
+            self.place_B,
+            places,
+            self.nodes,
+            self.rows,
+            self.trees,
+            self.kept,
+            decode_rows=decode_rows,
+            scratch_start=SCRATCH,
+            trash=TRASH,
+        )
         if works:
             length_W = places.length_Q[self.place_W.long()].cpu().numpy()
             start_W = np.maximum(length_W - 17, 0).astype(np.int32)
             count_W = (length_W - start_W - (0, 1)).astype(np.int32)
-            layout_prefill(self.place_W, torch.from_numpy(start_W).to(DEVICE), torch.from_numpy(count_W).to(DEVICE), places, self.rows,
-                           self.trees, self.kept, requests=requests, decode_rows=decode_rows, prefill_rows=prefill, trash=TRASH)
+            layout_prefill(
+                self.place_W,
+                torch.from_numpy(start_W).to(DEVICE),
+                torch.from_numpy(count_W).to(DEVICE),
+                places,
+                self.rows,
+                self.trees,
+                self.kept,
+                requests=requests,
+                decode_rows=decode_rows,
+                prefill_rows=prefill,
+                trash=TRASH,
+            )
         rows = numpy_of(self.rows)
         samples = decode_rows + self.works
         self.token_S = rng.integers(0, 60, samples, dtype=np.int32)
@@ -69,10 +123,24 @@ class Cycle:
         self.logprob_S[rng.random(samples) < broken] = np.nan
 
     def accept(self) -> Any:
-        self.outcome_EF = torch.full((len(self.place_B) + self.works, fields(self.depth)), -77, dtype=torch.int32, device=DEVICE)
-        accept(self.place_B, self.place_W if self.works else None, torch.from_numpy(self.token_S).to(DEVICE),
-               torch.from_numpy(self.logprob_S).to(DEVICE), self.places, self.rows, self.trees, self.kept, self.outcome_EF,
-               decode_rows=self.decode_rows)
+        self.outcome_EF = torch.full(
+            (len(self.place_B) + self.works, fields(self.depth)),
+            -77,
+            dtype=torch.int32,
+            device=DEVICE,
+        )
+        accept(
+            self.place_B,
+            self.place_W if self.works else None,
+            torch.from_numpy(self.token_S).to(DEVICE),
+            torch.from_numpy(self.logprob_S).to(DEVICE),
+            self.places,
+            self.rows,
+            self.trees,
+            self.kept,
+            self.outcome_EF,
+            decode_rows=self.decode_rows,
+        )
         return parse(self.outcome_EF.cpu().numpy())
 
 
@@ -84,15 +152,22 @@ def check_cycle(cycle: Cycle) -> tuple[int, int]:
     outcome = cycle.accept()
     after, kept = Places(*numpy_of(cycle.places)), numpy_of(cycle.kept)
     requests, rows_V = len(cycle.place_B), cycle.decode_rows
-    entries = [(e, int(q)) for e, q in enumerate([*cycle.place_B.tolist(), *cycle.place_W.tolist()])]
+    entries = [
+        (e, int(q)) for e, q in enumerate([*cycle.place_B.tolist(), *cycle.place_W.tolist()])
+    ]
     expected = Places(*(a.copy() for a in before))
     page_R = untouched_R.copy()
     total_accepted = ended = 0
     for e, q in entries:
         root, count = int(trees.root_E[e]), int(trees.count_E[e])
         if e < requests and count:
-            found = walk(np.array([root], np.int32), np.array([count], np.int32), rows.parent_R[:rows_V], rows.token_R[:rows_V],
-                         cycle.token_S[:rows_V])
+            found = walk(
+                np.array([root], np.int32),
+                np.array([count], np.int32),
+                rows.parent_R[:rows_V],
+                rows.token_R[:rows_V],
+                cycle.token_S[:rows_V],
+            )
             path, tokens = [root, *found.row_A.tolist()], found.token_E.tolist()
             logprobs = cycle.logprob_S[path].tolist()
         elif count:
@@ -109,25 +184,33 @@ def check_cycle(cycle: Cycle) -> tuple[int, int]:
         if broken:
             keep, done = 0, True
         assert outcome.count_E[e] == keep, f"count_E[{e}]"
-        assert outcome.accepted_E[e] == max(len(tokens) - 1, 0) and outcome.verified_E[e] == max(count - 1, 0), f"entry {e}"
+        assert outcome.accepted_E[e] == max(len(tokens) - 1, 0) and outcome.verified_E[e] == max(
+            count - 1, 0
+        ), f"entry {e}"
         assert (outcome.done_E[e], outcome.broken_E[e]) == (done, broken), f"flags of entry {e}"
         assert outcome.token_EA[e, :keep].tolist() == tokens[:keep], f"token_EA[{e}]"
         assert outcome.logprob_EA[e, :keep].tolist() == logprobs[:keep], f"logprob_EA[{e}]"
-        expected.token_QT[q, length:length + keep] = tokens[:keep]
+        expected.token_QT[q, length : length + keep] = tokens[:keep]
         expected.length_Q[q] += keep
         expected.done_Q[q] |= done
         ended += done
         hint_row = path[keep - 1] if keep else -1
         if e >= requests and not broken:
             hint_row = root
-        assert kept.hint_row_E[e] == hint_row and (hint_row < 0 or kept.hint_place_E[e] == q), f"hint of entry {e}"
+        assert kept.hint_row_E[e] == hint_row and (hint_row < 0 or kept.hint_place_E[e] == q), (
+            f"hint of entry {e}"
+        )
         if e >= requests:
             continue
         moved = path[1:keep]
         total_accepted += len(moved)
         assert kept.count_B[e] == len(moved), f"count_B[{e}]"
-        assert kept.source_BD[e, :len(moved)].tolist() == [SCRATCH + r for r in moved], f"source_BD[{e}]"
-        assert kept.target_BD[e, :len(moved)].tolist() == [slot_of(before, q, length + i) for i in range(len(moved))], f"target_BD[{e}]"
+        assert kept.source_BD[e, : len(moved)].tolist() == [SCRATCH + r for r in moved], (
+            f"source_BD[{e}]"
+        )
+        assert kept.target_BD[e, : len(moved)].tolist() == [
+            slot_of(before, q, length + i) for i in range(len(moved))
+        ], f"target_BD[{e}]"
         for i, row in enumerate(path[:keep]):
             if (length - 1 + i) % 16 == 15:
                 page_R[row] = slot_of(before, q, length - 1 + i) // 16
@@ -139,11 +222,18 @@ def check_cycle(cycle: Cycle) -> tuple[int, int]:
     return total_accepted, ended
 
 
-@pytest.mark.parametrize(("requests", "depth", "width", "decode_rows"), [(2, 3, 2, 9), (5, 3, 2, 24), (6, 4, 1, 20), (4, 1, 3, 4)])
-def test_whole_cycles_emit_what_the_engines_walk_emits(requests: int, depth: int, width: int, decode_rows: int) -> None:
+@pytest.mark.parametrize(
+    ("requests", "depth", "width", "decode_rows"),
+    [(2, 3, 2, 9), (5, 3, 2, 24), (6, 4, 1, 20), (4, 1, 3, 4)],
+)
+def test_whole_cycles_emit_what_the_engines_walk_emits(
+    requests: int, depth: int, width: int, decode_rows: int
+) -> None:
     accepted = ended = 0
     for seed in range(3):
-        found = check_cycle(Cycle(seed, requests=requests, depth=depth, width=width, decode_rows=decode_rows))
+        found = check_cycle(
+            Cycle(seed, requests=requests, depth=depth, width=width, decode_rows=decode_rows)
+        )
         accepted, ended = accepted + found[0], ended + found[1]
     assert accepted or decode_rows == requests, "the test never accepts a draft"
     assert ended, "the test never ends a sequence"
@@ -163,7 +253,10 @@ def test_a_sequence_that_wants_no_tokens_ends_with_none() -> None:
 
 def test_a_broken_logprob_ends_the_sequence_with_nothing_emitted() -> None:
     def ended(broken: float) -> int:
-        return sum(check_cycle(Cycle(seed, requests=5, depth=3, width=2, decode_rows=16, broken=broken))[1] for seed in range(2))
+        return sum(
+            check_cycle(Cycle(seed, requests=5, depth=3, width=2, decode_rows=16, broken=broken))[1]
+            for seed in range(2)
+        )
 
     assert ended(broken=0.3) > ended(broken=0.0)
 
@@ -175,10 +268,14 @@ def test_accepted_kv_moves_to_its_pages_in_every_layer(dtype: torch.dtype) -> No
     kept = numpy_of(cycle.kept)
     assert kept.count_B.sum() > 0
     generator = torch.Generator().manual_seed(0)
-    k, v = (torch.randn(3, TRASH + 1, 3, 8, generator=generator).to(dtype).to(DEVICE) for _ in range(2))
+    k, v = (
+        torch.randn(3, TRASH + 1, 3, 8, generator=generator).to(dtype).to(DEVICE) for _ in range(2)
+    )
     expected_k, expected_v = k.clone(), v.clone()
     for b, count in enumerate(kept.count_B):
-        for source, target in zip(kept.source_BD[b, :count].tolist(), kept.target_BD[b, :count].tolist(), strict=True):
+        for source, target in zip(
+            kept.source_BD[b, :count].tolist(), kept.target_BD[b, :count].tolist(), strict=True
+        ):
             expected_k[:, target], expected_v[:, target] = k[:, source], v[:, source]
     commit_kv(cycle.kept, k, v)
     assert torch.equal(k, expected_k) and torch.equal(v, expected_v)
@@ -199,7 +296,9 @@ def test_features_of_last_positions_and_of_page_ends_are_remembered() -> None:
             expected_places[place] = g_RH[row]
     assert (kept.page_R >= 0).any()
     store_hints(cycle.kept, g_RH, cycle.places, page_hint_PH)
-    assert torch.equal(cycle.places.hint_QH, expected_places) and torch.equal(page_hint_PH, expected_pages)
+    assert torch.equal(cycle.places.hint_QH, expected_places) and torch.equal(
+        page_hint_PH, expected_pages
+    )
 
 
 def test_the_table_learns_as_the_cpu_engines_does() -> None:
@@ -212,12 +311,23 @@ def test_the_table_learns_as_the_cpu_engines_does() -> None:
         cycle = Cycle(seed, requests=5, depth=3, width=2, decode_rows=26)
         cycle.accept()
         calibrate(cycle.trees, cycle.kept, cycle.nodes, cycle.rows, learned, decode_rows=26)
-        node_V, on_path_V, parent_R = (t.cpu().numpy() for t in (cycle.trees.node_V, cycle.kept.on_path_V, cycle.rows.parent_R))
+        node_V, on_path_V, parent_R = (
+            t.cpu().numpy() for t in (cycle.trees.node_V, cycle.kept.on_path_V, cycle.rows.parent_R)
+        )
         drafts = np.flatnonzero(node_V >= 0)
         index_of = {int(row): n for n, row in enumerate(drafts)}
         parents = np.array([index_of.get(int(parent_R[row]), -1) for row in drafts], np.int32)
-        counted += tally(cycle.nodes.cell_BC.cpu().numpy().reshape(-1)[node_V[drafts]], parents, on_path_V[drafts].astype(np.int8), prior_Z,
-                         64.0, 4096.0, hits_Z, trials_Z, survival_Z)
+        counted += tally(
+            cycle.nodes.cell_BC.cpu().numpy().reshape(-1)[node_V[drafts]],
+            parents,
+            on_path_V[drafts].astype(np.int8),
+            prior_Z,
+            64.0,
+            4096.0,
+            hits_Z,
+            trials_Z,
+            survival_Z,
+        )
     assert counted
     assert_close("trials_Z", learned.trials_Z, torch.from_numpy(trials_Z), 1e-6)
     assert_close("hits_Z", learned.hits_Z, torch.from_numpy(hits_Z), 1e-6)
@@ -232,9 +342,15 @@ def test_counts_are_halved_at_their_limit() -> None:
     counts.hits_Z.fill_(60)
     calibrate(cycle.trees, cycle.kept, cycle.nodes, cycle.rows, counts, decode_rows=20, limit=100)
     seen_Z = counts.trials_Z != 100
-    assert seen_Z.any() and (counts.trials_Z[seen_Z] >= 50).all() and (counts.trials_Z[seen_Z] < 60).all()
+    assert (
+        seen_Z.any()
+        and (counts.trials_Z[seen_Z] >= 50).all()
+        and (counts.trials_Z[seen_Z] < 60).all()
+    )
     assert (counts.hits_Z[seen_Z] >= 30).all() and (counts.survival_Z[~seen_Z] == 0.5).all()
-    assert ((counts.survival_Z[seen_Z] - 92 / 164).abs() < 0.02).all(), "prior 32 of 64, then 60 of 100 and a few more"
+    assert ((counts.survival_Z[seen_Z] - 92 / 164).abs() < 0.02).all(), (
+        "prior 32 of 64, then 60 of 100 and a few more"
+    )
 
 
 @gpu
@@ -244,12 +360,35 @@ def test_a_captured_cycle_replays_what_launches_gave() -> None:
     before = [t.clone() for t in cycle.places]
     expected = cycle.accept()
     found_EF = torch.zeros(6, fields(cycle.depth), dtype=torch.int32, device=DEVICE)
-    token_S, logprob_S = torch.from_numpy(cycle.token_S).to(DEVICE), torch.from_numpy(cycle.logprob_S).to(DEVICE)
+    token_S, logprob_S = (
+        torch.from_numpy(cycle.token_S).to(DEVICE),
+        torch.from_numpy(cycle.logprob_S).to(DEVICE),
+    )
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        select_rows(cycle.place_B, cycle.places, cycle.nodes, cycle.rows, cycle.trees, cycle.kept, decode_rows=30, scratch_start=SCRATCH,
-                    trash=TRASH)
-        accept(cycle.place_B, None, token_S, logprob_S, cycle.places, cycle.rows, cycle.trees, cycle.kept, found_EF, decode_rows=30)
+        select_rows(
+            cycle.place_B,
+            cycle.places,
+            cycle.nodes,
+            cycle.rows,
+            cycle.trees,
+            cycle.kept,
+            decode_rows=30,
+            scratch_start=SCRATCH,
+            trash=TRASH,
+        )
+        accept(
+            cycle.place_B,
+            None,
+            token_S,
+            logprob_S,
+            cycle.places,
+            cycle.rows,
+            cycle.trees,
+            cycle.kept,
+            found_EF,
+            decode_rows=30,
+        )
     for _ in range(3):
         for tensor, saved in zip(cycle.places, before, strict=True):
             tensor.copy_(saved)
@@ -259,12 +398,20 @@ def test_a_captured_cycle_replays_what_launches_gave() -> None:
         found = parse(found_EF.cpu().numpy())
         for e, count in enumerate(expected.count_E):
             assert found.count_E[e] == count and found.done_E[e] == expected.done_E[e], f"entry {e}"
-            assert found.token_EA[e, :count].tolist() == expected.token_EA[e, :count].tolist(), f"token_EA[{e}]"
+            assert found.token_EA[e, :count].tolist() == expected.token_EA[e, :count].tolist(), (
+                f"token_EA[{e}]"
+            )
 
 
 @gpu
 @pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
-@pytest.mark.parametrize(("requests", "depth", "width", "decode_rows"), [(2, 8, 4, 64), (64, 6, 4, 256), (33, 8, 2, 512)])
-def test_large_cycles_emit_what_the_engines_walk_emits(requests: int, depth: int, width: int, decode_rows: int) -> None:
+@pytest.mark.parametrize(
+    ("requests", "depth", "width", "decode_rows"), [(2, 8, 4, 64), (64, 6, 4, 256), (33, 8, 2, 512)]
+)
+def test_large_cycles_emit_what_the_engines_walk_emits(
+    requests: int, depth: int, width: int, decode_rows: int
+) -> None:
     for seed in range(3):
-        check_cycle(Cycle(seed, requests=requests, depth=depth, width=width, decode_rows=decode_rows))
+        check_cycle(
+            Cycle(seed, requests=requests, depth=depth, width=width, decode_rows=decode_rows)
+        )

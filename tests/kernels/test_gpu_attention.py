@@ -1,7 +1,9 @@
-"""Paged attention against its slow twin, and every row's bits alone, in company, as a tree row, committed, and in prompt chunks.
+"""Paged attention against its slow twin, and every row's bits alone, in company, as a tree row,
+committed, and in prompt chunks.
 
-Caches are NaN wherever no row may look. Tolerances: float32 sums of a few hundred products err by about 1e-7 and the exponential
-by 2 ulp; bfloat16 rounds weights to 2^-9. Results are compared before they are rounded to the type of the queries.
+Caches are NaN wherever no row may look. Tolerances: float32 sums of a few hundred products err by
+about 1e-7 and the exponential by 2 ulp; bfloat16 rounds weights to 2^-9. Results are compared
+before they are rounded to the type of the queries.
 """
 
 from __future__ import annotations
@@ -45,35 +47,82 @@ class Step:
 
     def only(self, chosen: list[int]) -> Step:
         rows = self.rows
-        return replace(self, q_RND=self.q_RND[chosen].contiguous(), rows=PagedRows(
-            rows.position_R[chosen], rows.place_R[chosen], rows.base_R[chosen], rows.path_RD[chosen].contiguous(), rows.page_table_QP))
+        return replace(
+            self,
+            q_RND=self.q_RND[chosen].contiguous(),
+            rows=PagedRows(
+                rows.position_R[chosen],
+                rows.place_R[chosen],
+                rows.base_R[chosen],
+                rows.path_RD[chosen].contiguous(),
+                rows.page_table_QP,
+            ),
+        )
 
     def work(self, **options) -> Plan:
         rows, heads, width = self.q_RND.shape
-        return allocate(rows=rows, context=self.context, heads=heads, kv_heads=self.k_SKD.shape[1], width=width, device=DEVICE, **options)
+        return allocate(
+            rows=rows,
+            context=self.context,
+            heads=heads,
+            kv_heads=self.k_SKD.shape[1],
+            width=width,
+            device=DEVICE,
+            **options,
+        )
 
-    def attend(self, first: int = 0, work: Plan | None = None, *, strict: bool = True, **options) -> Tensor:
+    def attend(
+        self, first: int = 0, work: Plan | None = None, *, strict: bool = True, **options
+    ) -> Tensor:
         work = work or self.work(**options)
         plan(self.rows, work)
         if DEVICE == "cuda":
             torch.cuda.synchronize()  # `attend` reads the plan before it waits: in a step other kernels lie between
         out_RND = torch.full_like(self.q_RND, float("nan"), dtype=torch.float32)
-        attend_into(out_RND, self.q_RND, self.k_SKD, self.v_SKD, self.rows, work, first=first, scale=self.q_RND.shape[-1] ** -0.5,
-                    strict=strict)
+        attend_into(
+            out_RND,
+            self.q_RND,
+            self.k_SKD,
+            self.v_SKD,
+            self.rows,
+            work,
+            first=first,
+            scale=self.q_RND.shape[-1] ** -0.5,
+            strict=strict,
+        )
         assert not work.counter_RK.any(), "counters were not left at zero"
         return out_RND
 
     def expected(self, first: int = 0) -> Tensor:
         rows = self.rows
         return reference.attend_rows(
-            self.q_RND, self.k_SKD, self.v_SKD, rows.position_R, torch.arange(len(rows.position_R)), rows.base_R,
-            rows.page_table_QP[rows.place_R.long()], rows.path_RD, PAGE, first, self.q_RND.shape[-1] ** -0.5, double=True)
+            self.q_RND,
+            self.k_SKD,
+            self.v_SKD,
+            rows.position_R,
+            torch.arange(len(rows.position_R)),
+            rows.base_R,
+            rows.page_table_QP[rows.place_R.long()],
+            rows.path_RD,
+            PAGE,
+            first,
+            self.q_RND.shape[-1] ** -0.5,
+            double=True,
+        )
 
 
-def a_step(shape: tuple[int, int, int], requests: list[tuple[int, int] | tuple[int, int, str]], *,
-           dtype: torch.dtype = torch.float32, dead: int = 0, root_in_pages: bool = True) -> Step:
-    """Per request (known, rows): positive rows are a random tree of draft rows after position known - 1 (its root is the first), or a
-    "chain", negative ones are the last -rows of `known` prompt tokens. Places are dealt in reverse, pages at random."""
+def a_step(
+    shape: tuple[int, int, int],
+    requests: list[tuple[int, int] | tuple[int, int, str]],
+    *,
+    dtype: torch.dtype = torch.float32,
+    dead: int = 0,
+    root_in_pages: bool = True,
+) -> Step:
+    """Per request (known, rows): positive rows are a random tree of draft rows after position known
+    - 1 (its root is the first), or a "chain", negative ones are the last -rows of `known` prompt
+    tokens. Places are dealt in reverse, pages at random.
+    """
     heads, kv_heads, width = shape
     generator = torch.Generator().manual_seed(sum(known + count for known, count, *_ in requests))
     depth = max([count for _, count, *_ in requests] + [1])
@@ -91,8 +140,14 @@ def a_step(shape: tuple[int, int, int], requests: list[tuple[int, int] | tuple[i
         used = -(-known // PAGE)
         table_QP[q, :used] = order[b * per_place : b * per_place + used]
         committed = known if count < 0 or root_in_pages else known - 1
-        held = table_QP[q, torch.arange(committed) // PAGE].long() * PAGE + torch.arange(committed) % PAGE
-        k_SKD[held], v_SKD[held] = noise(committed, kv_heads, width, seed=b), noise(committed, kv_heads, width, seed=50 + b)
+        held = (
+            table_QP[q, torch.arange(committed) // PAGE].long() * PAGE
+            + torch.arange(committed) % PAGE
+        )
+        k_SKD[held], v_SKD[held] = (
+            noise(committed, kv_heads, width, seed=b),
+            noise(committed, kv_heads, width, seed=50 + b),
+        )
         rows_of.append(list(range(len(position), len(position) + abs(count))))
         if count < 0:
             position += range(known + count, known)
@@ -102,7 +157,10 @@ def a_step(shape: tuple[int, int, int], requests: list[tuple[int, int] | tuple[i
             parent = r - 1 if chain else int(torch.randint(max(r, 1), (), generator=generator))
             above = paths[parent] if r else []
             mine = [] if r == 0 and root_in_pages else [*above, taken + r]
-            k_SKD[taken + r], v_SKD[taken + r] = noise(kv_heads, width, seed=100 + taken + r), noise(kv_heads, width, seed=200 + taken + r)
+            k_SKD[taken + r], v_SKD[taken + r] = (
+                noise(kv_heads, width, seed=100 + taken + r),
+                noise(kv_heads, width, seed=200 + taken + r),
+            )
             paths.append(mine)
             position.append(committed - 1 + len(mine))
         path += paths
@@ -113,10 +171,22 @@ def a_step(shape: tuple[int, int, int], requests: list[tuple[int, int] | tuple[i
     place += [len(requests)] * dead
     base += [0] * dead
     path += [[]] * dead
-    rows = PagedRows(*(torch.tensor(values, dtype=torch.int32, device=DEVICE) for values in (
-        position, place, base, [row + [-1] * (depth - len(row)) for row in path])), table_QP.to(DEVICE))
+    rows = PagedRows(
+        *(
+            torch.tensor(values, dtype=torch.int32, device=DEVICE)
+            for values in (position, place, base, [row + [-1] * (depth - len(row)) for row in path])
+        ),
+        table_QP.to(DEVICE),
+    )
     q_RND = noise(len(position), heads, width) * 2
-    return Step(q_RND.to(DEVICE, dtype), k_SKD.to(DEVICE, dtype), v_SKD.to(DEVICE, dtype), rows, context, rows_of)
+    return Step(
+        q_RND.to(DEVICE, dtype),
+        k_SKD.to(DEVICE, dtype),
+        v_SKD.to(DEVICE, dtype),
+        rows,
+        context,
+        rows_of,
+    )
 
 
 @triton.jit
@@ -139,8 +209,20 @@ def test_splits_are_consecutive_and_hold_whole_blocks():
 
 
 SHAPES = [(7, 1, 32), (4, 2, 16), (16, 2, 64)]
-REQUESTS = [(70, 3), (1, 1), (300, 1), (129, 11), (128, 5), (256, 4), (200, -13), (3, -3), (65, -1),
-            (63, 9, "chain"), (125, 12, "chain"), (256, 3, "chain")]  # some end where a split does
+REQUESTS = [
+    (70, 3),
+    (1, 1),
+    (300, 1),
+    (129, 11),
+    (128, 5),
+    (256, 4),
+    (200, -13),
+    (3, -3),
+    (65, -1),
+    (63, 9, "chain"),
+    (125, 12, "chain"),
+    (256, 3, "chain"),
+]  # some end where a split does
 
 
 @pytest.mark.parametrize(("first", "root_in_pages"), [(0, True), (0, False), (1, True), (70, True)])
@@ -161,7 +243,9 @@ def test_a_long_context_folds_many_states(strict):
 
 
 def covers_every_row(step: Step, work: Plan) -> None:
-    """Every key of every row lies in exactly one item, and the row's states, if it has any, are all folded by an item of its own."""
+    """Every key of every row lies in exactly one item, and the row's states, if it has any, are all
+    folded by an item of its own.
+    """
     counts, positions = work.count_2.tolist(), step.rows.position_R.tolist()
     row_items = [item[:9] for item in work.row_item_IF[: counts[0]].tolist()]
     tile_items = [item[:8] for item in work.tile_item_IF[: counts[1]].tolist()]
@@ -173,26 +257,46 @@ def covers_every_row(step: Step, work: Plan) -> None:
             assert not mine and not shared
             continue
         assert all(item[3] == int(step.rows.base_R[r]) for item in shared)
-        ranges = [(begin, min(end, position + 1)) for begin, end in [item[4:6] for item in shared] + [item[3:5] for item in mine]]
+        ranges = [
+            (begin, min(end, position + 1))
+            for begin, end in [item[4:6] for item in shared] + [item[3:5] for item in mine]
+        ]
         keys = sorted((begin, end) for begin, end in ranges if begin < end)
-        assert [begin for begin, _ in keys] == [0, *(end for _, end in keys[:-1])] and keys[-1][1] == position + 1, (r, keys)
+        assert [begin for begin, _ in keys] == [0, *(end for _, end in keys[:-1])] and keys[-1][
+            1
+        ] == position + 1, (r, keys)
         states = {item[6] for item in shared} | {item[7] for item in mine}
-        assert len(states) == 1 or 0 not in states, (r, states)  # a tile's item carries the states of its first row
+        assert len(states) == 1 or 0 not in states, (
+            r,
+            states,
+        )  # a tile's item carries the states of its first row
         if states == {0}:
             assert len(ranges) == 1
             continue
         first, folded = mine[0][8], mine[0][7]
-        assert work.state_R[r] == first and all(item[6:9] == [len(mine), folded, first] for item in mine)
-        assert sorted([item[7] for item in shared] + [item[5] for item in mine if item[5] >= 0]) == list(range(folded))
+        assert work.state_R[r] == first and all(
+            item[6:9] == [len(mine), folded, first] for item in mine
+        )
+        assert sorted(
+            [item[7] for item in shared] + [item[5] for item in mine if item[5] >= 0]
+        ) == list(range(folded))
         assert taken.isdisjoint(range(first, first + folded)) and first + folded <= len(work.top_WN)
         taken.update(range(first, first + folded))
 
 
 REQUEST = st.one_of(
     st.tuples(st.integers(1, 1700), st.integers(1, 20)),
-    st.tuples(st.one_of(st.integers(1, 1700), st.sampled_from([126, 1020])), st.integers(2, 20), st.just("chain")),
-    st.tuples(st.sampled_from([64, 127, 128, 129, 256, 1024, 1280, 3072, 3584]), st.integers(1, 20)),
-    st.integers(1, 1700).flatmap(lambda known: st.tuples(st.just(known), st.integers(-min(known, 40), -1))),
+    st.tuples(
+        st.one_of(st.integers(1, 1700), st.sampled_from([126, 1020])),
+        st.integers(2, 20),
+        st.just("chain"),
+    ),
+    st.tuples(
+        st.sampled_from([64, 127, 128, 129, 256, 1024, 1280, 3072, 3584]), st.integers(1, 20)
+    ),
+    st.integers(1, 1700).flatmap(
+        lambda known: st.tuples(st.just(known), st.integers(-min(known, 40), -1))
+    ),
 )
 
 
@@ -207,7 +311,9 @@ def test_a_plan_covers_every_key_of_every_row_once(requests, programs, root_in_p
 
 @pytest.mark.parametrize("root_in_pages", [True, False])
 def test_tiles_are_done_with_prompts_and_chains(root_in_pages):
-    step = a_step((2, 1, 16), [(100, 8, "chain"), (60, 20, "chain"), (90, -40)], root_in_pages=root_in_pages)
+    step = a_step(
+        (2, 1, 16), [(100, 8, "chain"), (60, 20, "chain"), (90, -40)], root_in_pages=root_in_pages
+    )
     work = step.work(tile=2 * TILE, programs=1)
     plan(step.rows, work)
     assert work.count_2.tolist() == [0, 1 + 2 + 3]
@@ -223,19 +329,25 @@ def test_programs_get_nearly_even_shares_of_a_long_context():
     for turn in range(0, len(blocks), len(dealt)):  # to and fro, as the kernel does
         for i, item in enumerate(blocks[turn : turn + len(dealt)]):
             dealt[-1 - i if turn // len(dealt) % 2 else i] += item
-    assert max(blocks) == blocks[0] and max(dealt) <= sum(dealt) / len(dealt) + 8, dealt  # 8: blocks of the longest split
+    assert max(blocks) == blocks[0] and max(dealt) <= sum(dealt) / len(dealt) + 8, (
+        dealt
+    )  # 8: blocks of the longest split
 
 
 def same_in_any_company(step: Step, first: int, chosen: list[int], **options) -> None:
     together = step.attend(first, **options)
     for tiles in (True, False):
         for r in chosen:
-            assert_same_bits(f"row {r}, tiles {tiles}", step.only([r]).attend(first, tiles=tiles)[0], together[r])
+            assert_same_bits(
+                f"row {r}, tiles {tiles}", step.only([r]).attend(first, tiles=tiles)[0], together[r]
+            )
     for chunk in (5, 18):
         for rows in step.rows_of:
             for start in range(0, len(rows), chunk):
                 part = rows[start : start + chunk]
-                assert_same_bits(f"rows {part}", step.only(part).attend(first, **options), together[part])
+                assert_same_bits(
+                    f"rows {part}", step.only(part).attend(first, **options), together[part]
+                )
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -252,22 +364,41 @@ def committed(step: Step, row: int) -> Step:
     spare = (len(step.k_SKD) + PAGE - 1) // PAGE
     count = -(-(last + 1) // PAGE)
     k_SKD, v_SKD = (
-        torch.cat([cache, torch.full_like(cache[:1], float("nan")).expand((spare + count) * PAGE - len(cache), -1, -1)])
-        for cache in (step.k_SKD, step.v_SKD))
+        torch.cat(
+            [
+                cache,
+                torch.full_like(cache[:1], float("nan")).expand(
+                    (spare + count) * PAGE - len(cache), -1, -1
+                ),
+            ]
+        )
+        for cache in (step.k_SKD, step.v_SKD)
+    )
     for page in range(count):
         if table_QP[place, page] < 0:
             table_QP[place, page] = spare + page
     for p in range(base, last + 1):
-        to, source = int(table_QP[place, p // PAGE]) * PAGE + p % PAGE, int(rows.path_RD[row, p - base])
+        to, source = (
+            int(table_QP[place, p // PAGE]) * PAGE + p % PAGE,
+            int(rows.path_RD[row, p - base]),
+        )
         k_SKD[to], v_SKD[to] = step.k_SKD[source], step.v_SKD[source]
     alone = step.only([row])
-    return replace(alone, k_SKD=k_SKD, v_SKD=v_SKD,
-                   rows=alone.rows._replace(base_R=torch.full_like(alone.rows.base_R, last + 1), page_table_QP=table_QP))
+    return replace(
+        alone,
+        k_SKD=k_SKD,
+        v_SKD=v_SKD,
+        rows=alone.rows._replace(
+            base_R=torch.full_like(alone.rows.base_R, last + 1), page_table_QP=table_QP
+        ),
+    )
 
 
 @pytest.mark.parametrize("root_in_pages", [True, False])
 def test_a_tree_row_has_the_bits_it_has_once_committed(root_in_pages):
-    step = a_step((7, 1, 32), [(126, 9), (250, 6), (128, 4), (252, 12, "chain")], root_in_pages=root_in_pages)
+    step = a_step(
+        (7, 1, 32), [(126, 9), (250, 6), (128, 4), (252, 12, "chain")], root_in_pages=root_in_pages
+    )
     together = step.attend(tile=TILE)
     for r in (1, 5, 8, 9, 14, 16, 18, 20, 23, 25, 30):
         assert_same_bits(f"row {r}", committed(step, r).attend()[0], together[r])
@@ -276,7 +407,11 @@ def test_a_tree_row_has_the_bits_it_has_once_committed(root_in_pages):
 def test_a_small_workspace_changes_no_bits():
     step = a_step((6, 2, 16), [(700, 1), (650, 9), (520, -30)])
     work = step.work(tile=TILE)
-    small = work._replace(top_WN=work.top_WN[:48], sum_WN=work.sum_WN[:48], acc_WND=work.acc_WND[:48].fill_(float("nan")))
+    small = work._replace(
+        top_WN=work.top_WN[:48],
+        sum_WN=work.sum_WN[:48],
+        acc_WND=work.acc_WND[:48].fill_(float("nan")),
+    )
     assert_same_bits("out_RND", step.attend(work=small), step.attend(work=work))
 
 
@@ -292,7 +427,16 @@ def test_what_models_get_is_rounded_once(dtype):
     assert_same_bits("out_RND", found_RND, exact_RND.to(dtype))
 
 
-BIG = [(640, 32), (400, 1), (5000, 1), (5100, 8), (1500, -700), (130, -130), (5115, 12, "chain"), (300, 8, "chain")]
+BIG = [
+    (640, 32),
+    (400, 1),
+    (5000, 1),
+    (5100, 8),
+    (1500, -700),
+    (130, -130),
+    (5115, 12, "chain"),
+    (300, 8, "chain"),
+]
 
 
 @gpu
@@ -312,7 +456,9 @@ def test_on_the_gpu_attention_matches_its_twin_and_itself(shape, tile):
 def test_on_the_gpu_attention_without_an_order_of_splits_matches_its_twin():
     step = a_step((28, 4, 128), BIG, dtype=torch.bfloat16)
     chosen = [0, 7, 31, 32, 33, 41, 300, 741, 742, 871, 876, 883, 891]
-    assert_close("out_RND", step.attend(tile=64, strict=False)[chosen], step.only(chosen).expected(), 5e-3)
+    assert_close(
+        "out_RND", step.attend(tile=64, strict=False)[chosen], step.only(chosen).expected(), 5e-3
+    )
 
 
 @gpu

@@ -27,12 +27,19 @@ class Rows:
     def children(self, width: int, rows: slice = slice(None)) -> tuple[torch.Tensor, torch.Tensor]:
         arrays = (self.logits[rows], self.target_ids, self.place[rows], self.position[rows])
         places = (self.seed_of_place.view(np.int64), self.temperature_of_place)
-        return children(*(torch.from_numpy(array).to(DEVICE) for array in (*arrays, *places)), width=width)
+        return children(
+            *(torch.from_numpy(array).to(DEVICE) for array in (*arrays, *places)), width=width
+        )
 
     def twin(self, width: int) -> tuple[np.ndarray, np.ndarray]:
-        tokens, z = np.empty((len(self.logits), width), np.int32), np.empty((len(self.logits), width), np.float32)
+        tokens, z = (
+            np.empty((len(self.logits), width), np.int32),
+            np.empty((len(self.logits), width), np.float32),
+        )
         seeds, temperatures = self.seed_of_place[self.place], self.temperature_of_place[self.place]
-        drafting.children(self.logits, self.target_ids, seeds, self.position + 1, temperatures, tokens, z)
+        drafting.children(
+            self.logits, self.target_ids, seeds, self.position + 1, temperatures, tokens, z
+        )
         return tokens, z
 
 
@@ -45,14 +52,18 @@ def check_against_twin(rows: Rows, width: int) -> None:
     assert_close("z_MW", torch.from_numpy(found[present]), torch.from_numpy(z[present]), 1e-6)
     edge = np.full((len(z), 1), np.inf, np.float32)
     with np.errstate(invalid="ignore"):
-        gap = np.minimum(np.concatenate([edge, z[:, :-1]], 1) - z, z - np.concatenate([z[:, 1:], -edge], 1))
+        gap = np.minimum(
+            np.concatenate([edge, z[:, :-1]], 1) - z, z - np.concatenate([z[:, 1:], -edge], 1)
+        )
     clear = ~present | (gap > NEAR)
     clear[:, -1] |= z.shape[1] >= rows.logits.shape[1]
     assert clear.mean() > 0.9
     np.testing.assert_array_equal(token_MW.cpu().numpy()[clear], tokens[clear])
 
 
-@pytest.mark.parametrize(("size", "width"), [(1, 1), (1, 8), (5, 2), (7, 8), (255, 3), (257, 1), (1030, 8), (2100, 4)])
+@pytest.mark.parametrize(
+    ("size", "width"), [(1, 1), (1, 8), (5, 2), (7, 8), (255, 3), (257, 1), (1030, 8), (2100, 4)]
+)
 def test_children_are_the_twins(size, width):
     check_against_twin(Rows(9, size, size + width), width)
 
@@ -86,7 +97,9 @@ def test_the_best_child_is_what_a_target_with_the_same_logits_samples():
     rows.temperature_of_place[:] = 1
     token_MW, _ = rows.children(2)
     for m in range(20):
-        noise = reference_sampling.gumbel(int(rows.seed_of_place[rows.place[m]]), np.arange(64), int(rows.position[m]) + 1)
+        noise = reference_sampling.gumbel(
+            int(rows.seed_of_place[rows.place[m]]), np.arange(64), int(rows.position[m]) + 1
+        )
         assert token_MW[m, 0] == np.argmax(rows.logits[m] + noise)
 
 

@@ -1,4 +1,6 @@
-"""Two networks change places: addresses stay with whoever is resident, values go with their network."""
+"""Two networks change places: addresses stay with whoever is resident, values go with their
+network.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,16 @@ class Network:
 
     def __init__(self, seed: int, *, pinned: bool = False) -> None:
         generator = torch.Generator().manual_seed(seed)
-        whole = [torch.randn(37, 9, generator=generator), torch.randn(3, generator=generator), torch.randn(14, 2, 5, generator=generator),
-                 torch.randn(1, 1000, generator=generator).to(torch.bfloat16), torch.arange(5) + seed]
-        first, second, fused, *rest = [tensor.pin_memory() if pinned else tensor.to(DEVICE) for tensor in whole]
+        whole = [
+            torch.randn(37, 9, generator=generator),
+            torch.randn(3, generator=generator),
+            torch.randn(14, 2, 5, generator=generator),
+            torch.randn(1, 1000, generator=generator).to(torch.bfloat16),
+            torch.arange(5) + seed,
+        ]
+        first, second, fused, *rest = [
+            tensor.pin_memory() if pinned else tensor.to(DEVICE) for tensor in whole
+        ]
         self.tensors = [first, second, fused[:7], fused[7:], *rest]
 
     def storage(self) -> list[Tensor]:
@@ -32,13 +41,24 @@ class Network:
 
 def check(resident: Network, other: Network) -> None:
     values = [[tensor.clone() for tensor in network.storage()] for network in (resident, other)]
-    addresses = [[tensor.data_ptr() for tensor in network.storage()] for network in (resident, other)]
+    addresses = [
+        [tensor.data_ptr() for tensor in network.storage()] for network in (resident, other)
+    ]
     exchange(resident, other)
-    for network, said, lies in ((resident, values[0], addresses[1]), (other, values[1], addresses[0])):
+    for network, said, lies in (
+        (resident, values[0], addresses[1]),
+        (other, values[1], addresses[0]),
+    ):
         assert [tensor.data_ptr() for tensor in network.storage()] == lies
-        assert all(torch.equal(tensor.cpu(), was.cpu()) for tensor, was in zip(network.storage(), said, strict=True))
+        assert all(
+            torch.equal(tensor.cpu(), was.cpu())
+            for tensor, was in zip(network.storage(), said, strict=True)
+        )
     exchange(other, other)
-    assert all(torch.equal(tensor.cpu(), was.cpu()) for tensor, was in zip(other.storage(), values[1], strict=True))
+    assert all(
+        torch.equal(tensor.cpu(), was.cpu())
+        for tensor, was in zip(other.storage(), values[1], strict=True)
+    )
 
 
 def test_values_go_and_addresses_stay() -> None:
@@ -46,15 +66,21 @@ def test_values_go_and_addresses_stay() -> None:
 
 
 @pytest.mark.parametrize("tile_bytes", [1, 64, 2**20])
-def test_between_devices_they_go_tile_by_tile(tile_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_between_devices_they_go_tile_by_tile(
+    tile_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "TILE_BYTES", tile_bytes)
-    monkeypatch.setattr(module, "swap", lambda pairs: [module._through_tiles(*pair) for pair in pairs])
+    monkeypatch.setattr(
+        module, "swap", lambda pairs: [module._through_tiles(*pair) for pair in pairs]
+    )
     check(Network(1), Network(2))
 
 
 @gpu
 @pytest.mark.parametrize("tile_bytes", [64, 2**20])
-def test_between_a_gpu_and_pinned_memory_they_go_tile_by_tile(tile_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_between_a_gpu_and_pinned_memory_they_go_tile_by_tile(
+    tile_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def never(pairs: list[tuple[Tensor, Tensor]]) -> None:
         assert not pairs, "one kernel cannot reach both"
 
@@ -63,16 +89,22 @@ def test_between_a_gpu_and_pinned_memory_they_go_tile_by_tile(tile_bytes: int, m
     resident, staged = Network(1), Network(2, pinned=True)
     assert resident.storage()[0].is_cuda and staged.storage()[0].is_pinned()
     check(resident, staged)
-    assert resident.storage()[0].is_pinned() and staged.storage()[0].is_cuda, "addresses change hands"
+    assert resident.storage()[0].is_pinned() and staged.storage()[0].is_cuda, (
+        "addresses change hands"
+    )
 
 
 def test_whatever_is_exchanged_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """By what tells kernels apart."""
     asked: list[tuple[int, bool]] = []
-    monkeypatch.setattr(module, "swap", lambda pairs: asked.extend(kernels.variant(*pair) for pair in pairs))
+    monkeypatch.setattr(
+        module, "swap", lambda pairs: asked.extend(kernels.variant(*pair) for pair in pairs)
+    )
     compile_exchange(Network(1))
     compiled = set(asked)
-    assert compiled == {(4, True), (4, False), (2, True), (8, True)} and len(asked) == len(compiled), "each once"
+    assert compiled == {(4, True), (4, False), (2, True), (8, True)} and len(asked) == len(
+        compiled
+    ), "each once"
     asked.clear()
     exchange(Network(1), Network(2))
     assert set(asked) == compiled
@@ -82,7 +114,9 @@ def test_whatever_is_exchanged_was_compiled(monkeypatch: pytest.MonkeyPatch) -> 
 def test_an_exchange_finds_every_kernel_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """By what Triton compiles."""
     compiled: list[str] = []
-    monkeypatch.setattr(knobs.runtime, "jit_cache_hook", lambda **call: compiled.append(call["repr"]) and None)
+    monkeypatch.setattr(
+        knobs.runtime, "jit_cache_hook", lambda **call: compiled.append(call["repr"]) and None
+    )
     for kernel in kernels._KERNELS.values():
         kernel.device_caches.clear()
     compile_exchange(Network(1))
@@ -96,4 +130,6 @@ def test_to_compile_it_changes_nothing() -> None:
     network = Network(1)
     before = [tensor.clone() for tensor in network.storage()]
     compile_exchange(network)
-    assert all(torch.equal(tensor, was) for tensor, was in zip(network.storage(), before, strict=True))
+    assert all(
+        torch.equal(tensor, was) for tensor, was in zip(network.storage(), before, strict=True)
+    )

@@ -1,4 +1,6 @@
-"""Matrix products against float64, at odd shapes; on a GPU every tile that ships, and the bits of a row whatever tile computes it."""
+"""Matrix products against float64, at odd shapes; on a GPU every tile that ships, and the bits of a
+row whatever tile computes it.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,21 @@ import torch
 from tests.kernels.triton_tests import DEVICE, assert_close, assert_same_bits, gpu
 from tlt_kernels.gpu import gemm, gemm_portable
 from tlt_kernels.gpu.gemm import gated, in_use, linear, partials
-from tlt_kernels.gpu.gemm_tiles import _STREAM, SEGMENT_UNIT, SEGMENTS, Kind, Tile, portable_tile, split_last_round
+from tlt_kernels.gpu.gemm_tiles import (
+    _STREAM,
+    SEGMENT_UNIT,
+    SEGMENTS,
+    Kind,
+    Tile,
+    portable_tile,
+    split_last_round,
+)
 
 DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=gpu)]
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3}  # sums of K products in float32; one rounding of the result
+TOLERANCE = {
+    torch.float32: 1e-5,
+    torch.bfloat16: 4e-3,
+}  # sums of K products in float32; one rounding of the result
 SHARED_BYTES = 227 * 1024  # that a block may have on a GPU of compute capability 9.0
 SHAPES = [(1, 40, 32), (3, 96, 160), (17, 33, 264), (130, 72, 136)]
 
@@ -29,11 +42,20 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torc
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("m, n, k", SHAPES)
 def test_linear(m: int, n: int, k: int, dtype: torch.dtype) -> None:
-    x, weight, bias = draw(m, k, dtype=dtype), draw(n, k, dtype=dtype, seed=1), draw(n, dtype=dtype, seed=2)
+    x, weight, bias = (
+        draw(m, k, dtype=dtype),
+        draw(n, k, dtype=dtype, seed=1),
+        draw(n, dtype=dtype, seed=2),
+    )
     expected = x.double() @ weight.double().T
     assert linear(x, weight).dtype == dtype
     assert_close("product", linear(x, weight), expected, TOLERANCE[dtype])
-    assert_close("with bias", linear(x, weight, bias, out_dtype=torch.float32), expected + bias.double(), 1e-5)
+    assert_close(
+        "with bias",
+        linear(x, weight, bias, out_dtype=torch.float32),
+        expected + bias.double(),
+        1e-5,
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -56,7 +78,11 @@ def test_gated(m: int, n: int, k: int, dtype: torch.dtype) -> None:
 
 def test_no_rows_launch_nothing() -> None:
     x, weight = draw(0, 32), draw(8, 32)
-    assert linear(x, weight).shape == (0, 8) and gated(x, weight).shape == (0, 4) and partials(x, weight, segments=2).shape[1:] == (0, 8)
+    assert (
+        linear(x, weight).shape == (0, 8)
+        and gated(x, weight).shape == (0, 4)
+        and partials(x, weight, segments=2).shape[1:] == (0, 8)
+    )
 
 
 class TestWhichKernel:
@@ -76,25 +102,50 @@ class TestWhichKernel:
         assert in_use(torch.bfloat16, self.GPU, 18944) == "streaming"
 
     def test_portable_says_why(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert in_use(torch.float16, self.GPU, 64) == "portable: the type is float16, and the streaming kernel is for bfloat16"
-        assert in_use(torch.bfloat16, torch.device("cpu"), 64) == "portable: the device is cpu, and the streaming kernel is for a GPU"
-        assert in_use(torch.bfloat16, self.GPU, 100) == "portable: the intermediate size 100 is no multiple of 8"
+        assert (
+            in_use(torch.float16, self.GPU, 64)
+            == "portable: the type is float16, and the streaming kernel is for bfloat16"
+        )
+        assert (
+            in_use(torch.bfloat16, torch.device("cpu"), 64)
+            == "portable: the device is cpu, and the streaming kernel is for a GPU"
+        )
+        assert (
+            in_use(torch.bfloat16, self.GPU, 100)
+            == "portable: the intermediate size 100 is no multiple of 8"
+        )
         gemm._hindrance.cache_clear()
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 3))
-        assert "compute capability 10.3, and the streaming kernel is for 9.x" in in_use(torch.bfloat16, self.GPU, 64)
+        assert "compute capability 10.3, and the streaming kernel is for 9.x" in in_use(
+            torch.bfloat16, self.GPU, 64
+        )
 
     def test_a_triton_without_what_it_is_written_in(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "tlt_kernels.gpu.gemm_stream", None)
         assert in_use(torch.bfloat16, self.GPU, 64).startswith("portable: Triton 3.")
 
-    @pytest.mark.parametrize(("kind", "width", "streams"), [(Kind.LINEAR, 33, True), (Kind.GATED, 40, True), (Kind.GATED, 36, False)])
-    def test_what_is_said_is_what_runs(self, kind: Kind, width: int, streams: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize(
+        ("kind", "width", "streams"),
+        [(Kind.LINEAR, 33, True), (Kind.GATED, 40, True), (Kind.GATED, 36, False)],
+    )
+    def test_what_is_said_is_what_runs(
+        self, kind: Kind, width: int, streams: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         ran = []
-        monkeypatch.setattr(sys.modules["tlt_kernels.gpu.gemm_stream"], "multiply", lambda *_: ran.append("streaming"), raising=False)
-        monkeypatch.setattr("tlt_kernels.gpu.gemm_stream", sys.modules["tlt_kernels.gpu.gemm_stream"], raising=False)
+        monkeypatch.setattr(
+            sys.modules["tlt_kernels.gpu.gemm_stream"],
+            "multiply",
+            lambda *_: ran.append("streaming"),
+            raising=False,
+        )
+        monkeypatch.setattr(
+            "tlt_kernels.gpu.gemm_stream", sys.modules["tlt_kernels.gpu.gemm_stream"], raising=False
+        )
         monkeypatch.setattr(gemm_portable, "multiply", lambda *_: ran.append("portable"))
         monkeypatch.setattr(gemm, "_hindrance", lambda dtype, device: "")
-        gemm._multiply(kind, torch.zeros(2, 16), torch.zeros(2 * width, 16), None, torch.zeros(2, width), 16)
+        gemm._multiply(
+            kind, torch.zeros(2, 16), torch.zeros(2 * width, 16), None, torch.zeros(2, width), 16
+        )
         assert ran == ["streaming" if streams else "portable"]
 
 
@@ -102,9 +153,15 @@ TILES = list(dict.fromkeys((kind, tile) for kind in Kind for _, tile in _STREAM[
 
 
 def shared_bytes(tile: Tile) -> int:
-    """Of `gemm_stream`, at most: the ring, two barriers of 8 bytes a stage, and the room in which sums are laid out anew before they
-    are stored (64 bytes a thread in float32, 16 in bfloat16)."""
-    return (tile.rows + tile.columns) * tile.depth * 2 * tile.stages + 16 * tile.stages + 64 * 32 * tile.warps + 128
+    """Of `gemm_stream`, at most: the ring, two barriers of 8 bytes a stage, and the room in which
+    sums are laid out anew before they are stored (64 bytes a thread in float32, 16 in bfloat16).
+    """
+    return (
+        (tile.rows + tile.columns) * tile.depth * 2 * tile.stages
+        + 16 * tile.stages
+        + 64 * 32 * tile.warps
+        + 128
+    )
 
 
 @pytest.mark.parametrize("tile", list(dict.fromkeys(tile for _, tile in TILES)), ids=str)
@@ -121,14 +178,19 @@ def test_portable_tiles_fit_shared_memory_and_end_where_segments_end(rows: int) 
     assert (tile.rows + 2 * tile.columns) * tile.depth * 2 * tile.stages <= 216 * 1024
 
 
-@pytest.mark.parametrize("tiles, pieces, expected", [
-    (132, 4, (132, 132)),  # no tile is left over
-    (264 + 32, 4, (264 + 128, 264)),  # one round of pieces
-    (72, 2, (72, 72)),  # two rounds of half tiles take longer than one of tiles
-    (20, 4, (80, 0)),
-    (264 + 32, 1, (296, 296)),
-])
-def test_a_last_round_is_cut_where_that_ends_sooner(tiles: int, pieces: int, expected: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    "tiles, pieces, expected",
+    [
+        (132, 4, (132, 132)),  # no tile is left over
+        (264 + 32, 4, (264 + 128, 264)),  # one round of pieces
+        (72, 2, (72, 72)),  # two rounds of half tiles take longer than one of tiles
+        (20, 4, (80, 0)),
+        (264 + 32, 1, (296, 296)),
+    ],
+)
+def test_a_last_round_is_cut_where_that_ends_sooner(
+    tiles: int, pieces: int, expected: tuple[int, int]
+) -> None:
     assert split_last_round(tiles, 132, pieces) == expected
 
 
@@ -155,7 +217,18 @@ def added(part_PMN: torch.Tensor) -> torch.Tensor:
 
 @gpu
 @pytest.mark.parametrize("outliers", [False, True])
-@pytest.mark.parametrize("n, k", [(4608, 3584), (3584, 3584), (3584, 18944), (37888, 3584), (152064, 3584), (1008, 18944), (200, 168)])
+@pytest.mark.parametrize(
+    "n, k",
+    [
+        (4608, 3584),
+        (3584, 3584),
+        (3584, 18944),
+        (37888, 3584),
+        (152064, 3584),
+        (1008, 18944),
+        (200, 168),
+    ],
+)
 def test_bits_of_a_row_do_not_depend_on_the_rows_beside_it(n: int, k: int, outliers: bool) -> None:
     x, weight = draw(4096, k, dtype=torch.bfloat16), draw(n, k, dtype=torch.bfloat16, seed=1) * 0.02
     if outliers:
@@ -176,9 +249,15 @@ def test_bits_of_a_row_do_not_depend_on_the_rows_beside_it(n: int, k: int, outli
 @gpu
 @pytest.mark.parametrize("rows", [1, 16, 64, 200, 300])
 def test_both_kernels_give_the_same_bits(rows: int) -> None:
-    x, weight = draw(rows, 3584, dtype=torch.bfloat16), draw(1200, 3584, dtype=torch.bfloat16, seed=1) * 0.02
+    x, weight = (
+        draw(rows, 3584, dtype=torch.bfloat16),
+        draw(1200, 3584, dtype=torch.bfloat16, seed=1) * 0.02,
+    )
     tile = portable_tile(rows, torch.bfloat16)
-    for name, found, is_gated in (("linear", linear(x, weight, out_dtype=torch.float32), False), ("gated", gated_sums(x, weight), True)):
+    for name, found, is_gated in (
+        ("linear", linear(x, weight, out_dtype=torch.float32), False),
+        ("gated", gated_sums(x, weight), True),
+    ):
         other = torch.full_like(found, float("nan"))
         gemm_portable.multiply(tile, x, weight, None, other, 3584, is_gated)
         assert_same_bits(f"{name} of {rows} rows", found, other)
@@ -200,24 +279,47 @@ class LastLaunched:
 @gpu
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize(("kind", "tile"), TILES, ids=str)
-def test_a_tile_stores_what_the_portable_kernel_stores(kind: Kind, tile: Tile, ragged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More than one round of tiles, where a tile has pieces the last of them cut. `ragged`: outputs are stored one by one, because
-    the compiler cannot tell that a row starts at a multiple of 16 bytes (and but for gated ones it does not)."""
+def test_a_tile_stores_what_the_portable_kernel_stores(
+    kind: Kind, tile: Tile, ragged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More than one round of tiles, where a tile has pieces the last of them cut. `ragged`: outputs
+    are stored one by one, because the compiler cannot tell that a row starts at a multiple of 16
+    bytes (and but for gated ones it does not).
+    """
     is_gated = kind is Kind.GATED
-    m, n, k = 2 * tile.rows + 5, (3000 if ragged else 3008) if is_gated else (6001 if ragged else 6016), 552
-    if (kernel := in_use(torch.bfloat16, torch.device(DEVICE), n if is_gated else 0)) != "streaming":
+    m, n, k = (
+        2 * tile.rows + 5,
+        (3000 if ragged else 3008) if is_gated else (6001 if ragged else 6016),
+        552,
+    )
+    if (
+        kernel := in_use(torch.bfloat16, torch.device(DEVICE), n if is_gated else 0)
+    ) != "streaming":
         pytest.skip(kernel)
     from tlt_kernels.gpu import gemm_stream
 
     parts, segment = (2, 384) if kind is Kind.PARTIALS else (1, k)
-    x, weight = draw(m, k, dtype=torch.bfloat16), draw(2 * n if is_gated else n, k, dtype=torch.bfloat16, seed=1) * 0.2
+    x, weight = (
+        draw(m, k, dtype=torch.bfloat16),
+        draw(2 * n if is_gated else n, k, dtype=torch.bfloat16, seed=1) * 0.2,
+    )
     bias = draw(n, dtype=torch.bfloat16, seed=2) if kind is Kind.LINEAR else None
     dtype = torch.bfloat16 if kind in (Kind.LINEAR, Kind.GATED) else torch.float32
-    found, expected = (torch.full((parts * m + 1, n), float("nan"), dtype=dtype, device=DEVICE) for _ in range(2))
+    found, expected = (
+        torch.full((parts * m + 1, n), float("nan"), dtype=dtype, device=DEVICE) for _ in range(2)
+    )
     stream = LastLaunched(gemm_stream._stream)
     monkeypatch.setattr(gemm_stream, "_stream", stream)
     gemm_stream.multiply(tile, x, weight, bias, found[:-1].view(parts, m, n), segment, is_gated)
-    gemm_portable.multiply(portable_tile(m, x.dtype), x, weight, bias, expected[:-1].view(parts, m, n), segment, is_gated)
+    gemm_portable.multiply(
+        portable_tile(m, x.dtype),
+        x,
+        weight,
+        bias,
+        expected[:-1].view(parts, m, n),
+        segment,
+        is_gated,
+    )
     assert_same_bits(f"{kind.value}, {tile}", found[:-1], expected[:-1])
     assert found[-1].isnan().all(), "written past the last row"
     assert stream.compiled.metadata.shared <= shared_bytes(tile)

@@ -7,14 +7,32 @@ import pytest
 import torch
 
 from tests.kernels.triton_tests import DEVICE, gpu  # isort: skip
-from tests.kernels.tree_twins import EDGES, GrownTree, children, draft_limits, make_places, numpy_of, poison, slot_of, table
+from tests.kernels.tree_twins import (
+    EDGES,
+    GrownTree,
+    children,
+    draft_limits,
+    make_places,
+    numpy_of,
+    poison,
+    slot_of,
+    table,
+)
 from tlt_kernels.gpu.growth import FLOOR, columns, grow, roots
 from tlt_kernels.gpu.tensors import Calibration, Draft, Nodes, Places
 
 FIRST_SLOT, TRASH = 5000, 9999
 
 
-def check_level(trees: list[GrownTree], draft: Draft, nodes: Nodes, places: Places, place_B: np.ndarray, first: int, per: int) -> None:
+def check_level(
+    trees: list[GrownTree],
+    draft: Draft,
+    nodes: Nodes,
+    places: Places,
+    place_B: np.ndarray,
+    first: int,
+    per: int,
+) -> None:
     found, known = numpy_of(draft), numpy_of(nodes)
     for b, tree in enumerate(trees):
         for c in range(known.survival_BC.shape[1]):
@@ -27,10 +45,21 @@ def check_level(trees: list[GrownTree], draft: Draft, nodes: Nodes, places: Plac
         for j in range(per):
             x, row = first + b * per + j, tree.rows[j]
             if row is None:
-                assert found.rows.position_R[x] == -1 and found.rows.slot_R[x] == TRASH and found.rows.place_R[x] == places.idle, f"row {x}"
-                assert found.survival_X[x] == -1 and found.rows.base_R[x] == 0 and (found.rows.path_RD[x] == -1).all(), f"row {x}"
+                assert (
+                    found.rows.position_R[x] == -1
+                    and found.rows.slot_R[x] == TRASH
+                    and found.rows.place_R[x] == places.idle
+                ), f"row {x}"
+                assert (
+                    found.survival_X[x] == -1
+                    and found.rows.base_R[x] == 0
+                    and (found.rows.path_RD[x] == -1).all()
+                ), f"row {x}"
                 continue
-            node, length = tree.nodes[row[0]] if row[0] >= 0 else None, int(places.length_Q[place_B[b]])
+            node, length = (
+                tree.nodes[row[0]] if row[0] >= 0 else None,
+                int(places.length_Q[place_B[b]]),
+            )
             path = [tree.nodes[c]["slot"] for c in tree.path(row[0])]
             expected = {
                 "token": node["token"] if node else int(places.token_QT[place_B[b], length - 1]),
@@ -41,15 +70,28 @@ def check_level(trees: list[GrownTree], draft: Draft, nodes: Nodes, places: Plac
             }
             for name, value in expected.items():
                 assert getattr(found.rows, f"{name}_R")[x] == value, f"{name}_R[{x}]"
-            assert found.rows.path_RD[x].tolist() == path + [-1] * (found.rows.path_RD.shape[1] - len(path)), f"path_RD[{x}]"
-            assert found.source_X[x] == (node["source"] if node else place_B[b]) and found.node_X[x] == row[0], f"source or node of row {x}"
+            assert found.rows.path_RD[x].tolist() == path + [-1] * (
+                found.rows.path_RD.shape[1] - len(path)
+            ), f"path_RD[{x}]"
+            assert (
+                found.source_X[x] == (node["source"] if node else place_B[b])
+                and found.node_X[x] == row[0]
+            ), f"source or node of row {x}"
             assert found.survival_X[x] == (node["survival"] if node else 1), f"survival_X[{x}]"
 
 
-def grow_and_check(requests: int, depth: int, width: int, seed: int, *, spare_columns: int = 3, floor: float = FLOOR) -> None:
+def grow_and_check(
+    requests: int,
+    depth: int,
+    width: int,
+    seed: int,
+    *,
+    spare_columns: int = 3,
+    floor: float = FLOOR,
+) -> None:
     rng = np.random.default_rng(seed)
     places = make_places(rng, requests + 3, 70)
-    place_B = np.append(rng.permutation(requests + 2)[:requests - 1], places.idle).astype(np.int32)
+    place_B = np.append(rng.permutation(requests + 2)[: requests - 1], places.idle).astype(np.int32)
     draft = Draft.allocate(requests, depth, width, device=DEVICE)
     nodes = Nodes.allocate(requests, columns(depth, width) + spare_columns, device=DEVICE)
     poison(draft)
@@ -58,7 +100,10 @@ def grow_and_check(requests: int, depth: int, width: int, seed: int, *, spare_co
     edges = torch.from_numpy(EDGES).to(DEVICE)
     host = numpy_of(places)
     limits = draft_limits(host, place_B, depth)
-    trees = [GrownTree(limit, max(int(host.length_Q[q]) - 1, 0)) for q, limit in zip(place_B, limits, strict=True)]
+    trees = [
+        GrownTree(limit, max(int(host.length_Q[q]) - 1, 0))
+        for q, limit in zip(place_B, limits, strict=True)
+    ]
 
     roots(torch.from_numpy(place_B).to(DEVICE), places, draft, nodes, depth=depth, trash=TRASH)
     check_level(trees, draft, nodes, Places(*host), place_B, 0, 1)
@@ -66,22 +111,49 @@ def grow_and_check(requests: int, depth: int, width: int, seed: int, *, spare_co
         first, count = Draft.level(requests, width, level)
         per = count // requests
         token_ML, z_ML = children(rng, count, width)
-        grow(level, token_ML, z_ML, draft, nodes, calibration, edges, requests=requests, depth=depth, width=width, first_slot=FIRST_SLOT,
-             trash=TRASH, idle=places.idle, floor=floor)
+        grow(
+            level,
+            token_ML,
+            z_ML,
+            draft,
+            nodes,
+            calibration,
+            edges,
+            requests=requests,
+            depth=depth,
+            width=width,
+            first_slot=FIRST_SLOT,
+            trash=TRASH,
+            idle=places.idle,
+            floor=floor,
+        )
         for b, tree in enumerate(trees):
             ids = [first + b * per + j for j in range(per)]
             mine = slice(b * per, (b + 1) * per)
-            tree.plant(columns(level, width), ids, *(t.cpu().numpy() for t in (token_ML[mine], z_ML[mine], calibration.survival_Z)), width)
+            tree.plant(
+                columns(level, width),
+                ids,
+                *(t.cpu().numpy() for t in (token_ML[mine], z_ML[mine], calibration.survival_Z)),
+                width,
+            )
             if level < depth - 1:
                 next_first, _ = Draft.level(requests, width, level + 1)
-                tree.pick(width, floor, [next_first + b * width + j for j in range(width)], FIRST_SLOT - requests)
+                tree.pick(
+                    width,
+                    floor,
+                    [next_first + b * width + j for j in range(width)],
+                    FIRST_SLOT - requests,
+                )
         if level < depth - 1:
             check_level(trees, draft, nodes, Places(*host), place_B, next_first, width)
         else:
             check_level(trees, draft, nodes, Places(*host), place_B, 0, 0)
 
 
-@pytest.mark.parametrize(("requests", "depth", "width"), [(1, 1, 1), (2, 4, 1), (3, 1, 3), (2, 3, 2), (3, 5, 3), (2, 4, 4), (9, 3, 2)])
+@pytest.mark.parametrize(
+    ("requests", "depth", "width"),
+    [(1, 1, 1), (2, 4, 1), (3, 1, 3), (2, 3, 2), (3, 5, 3), (2, 4, 4), (9, 3, 2)],
+)
 def test_trees_grow_as_their_twin_does(requests: int, depth: int, width: int) -> None:
     for seed in range(3):
         grow_and_check(requests, depth, width, seed)
@@ -93,18 +165,49 @@ def test_a_high_floor_leaves_rows_dead() -> None:
 
 def test_tied_survival_goes_to_the_lower_column() -> None:
     places = make_places(np.random.default_rng(0), 2, 40)
-    places.done_Q[0], places.drafts_Q[0], places.length_Q[0], places.limit_Q[0], places.capacity_Q[0] = 0, 1, 5, 40, 32
-    draft, nodes = Draft.allocate(1, 2, 2, device=DEVICE), Nodes.allocate(1, columns(2, 2), device=DEVICE)
-    roots(torch.tensor([0], dtype=torch.int32, device=DEVICE), places, draft, nodes, depth=2, trash=TRASH)
+    (
+        places.done_Q[0],
+        places.drafts_Q[0],
+        places.length_Q[0],
+        places.limit_Q[0],
+        places.capacity_Q[0],
+    ) = 0, 1, 5, 40, 32
+    draft, nodes = (
+        Draft.allocate(1, 2, 2, device=DEVICE),
+        Nodes.allocate(1, columns(2, 2), device=DEVICE),
+    )
+    roots(
+        torch.tensor([0], dtype=torch.int32, device=DEVICE),
+        places,
+        draft,
+        nodes,
+        depth=2,
+        trash=TRASH,
+    )
     even = Calibration.of(torch.full((256,), 0.5, device=DEVICE))
-    grow(0, torch.tensor([[7, 8]], dtype=torch.int32, device=DEVICE), torch.zeros(1, 2, device=DEVICE), draft, nodes, even,
-         torch.from_numpy(EDGES).to(DEVICE), requests=1, depth=2, width=2, first_slot=FIRST_SLOT, trash=TRASH, idle=places.idle)
+    grow(
+        0,
+        torch.tensor([[7, 8]], dtype=torch.int32, device=DEVICE),
+        torch.zeros(1, 2, device=DEVICE),
+        draft,
+        nodes,
+        even,
+        torch.from_numpy(EDGES).to(DEVICE),
+        requests=1,
+        depth=2,
+        width=2,
+        first_slot=FIRST_SLOT,
+        trash=TRASH,
+        idle=places.idle,
+    )
     assert draft.node_X.tolist() == [-1, 0, 1]
     assert draft.rows.token_R.tolist()[1:] == [7, 8]
 
 
 @gpu
 @pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
-@pytest.mark.parametrize(("requests", "depth", "width"), [(1, 8, 4), (64, 8, 4), (8, 6, 8), (3, 12, 1)])
+@pytest.mark.parametrize(
+    ("requests", "depth", "width"), [(1, 8, 4), (64, 8, 4), (8, 6, 8), (3, 12, 1)]
+)
 def test_large_trees_grow_as_their_twin_does(requests: int, depth: int, width: int) -> None:
     grow_and_check(requests, depth, width, 1)

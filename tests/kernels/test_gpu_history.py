@@ -17,12 +17,14 @@ from tlt_kernels.gpu.tensors import Calibration, Nodes, Places
 
 def matches_of(places: Places, place: int, width: int) -> list[tuple[int, int, int]]:
     """(tokens in common, index of the last of them, place), best first."""
-    own = places.token_QT[place, :places.length_Q[place]].tolist()
+    own = places.token_QT[place, : places.length_Q[place]].tolist()
     found = []
     for q in range(len(places.length_Q)):
-        if q != place and not (places.group_Q[q] >= 0 and places.group_Q[q] == places.group_Q[place]):
+        if q != place and not (
+            places.group_Q[q] >= 0 and places.group_Q[q] == places.group_Q[place]
+        ):
             continue
-        text = places.token_QT[q, :places.length_Q[q]].tolist()
+        text = places.token_QT[q, : places.length_Q[q]].tolist()
         for i in range(len(text) - 1):
             common = 0
             while common < min(16, len(own), i + 1) and text[i - common] == own[-1 - common]:
@@ -33,7 +35,9 @@ def matches_of(places: Places, place: int, width: int) -> list[tuple[int, int, i
     return [match for match in found if 2 * match[0] >= found[0][0]]
 
 
-def trie_of(places: Places, place: int, limit: int, width: int, table: np.ndarray) -> dict[int, dict[str, Any]]:
+def trie_of(
+    places: Places, place: int, limit: int, width: int, table: np.ndarray
+) -> dict[int, dict[str, Any]]:
     """Nodes by column."""
     matches = matches_of(places, place, width)
     nodes: dict[int, dict[str, Any]] = {}
@@ -42,7 +46,10 @@ def trie_of(places: Places, place: int, limit: int, width: int, table: np.ndarra
     for d in range(limit):
         for m, (_, i, q) in enumerate(matches):
             alive[m] &= i + 1 + d < places.length_Q[q]
-        tokens = [int(places.token_QT[q, i + 1 + d]) if alive[m] else None for m, (_, i, q) in enumerate(matches)]
+        tokens = [
+            int(places.token_QT[q, i + 1 + d]) if alive[m] else None
+            for m, (_, i, q) in enumerate(matches)
+        ]
         reached = list(way)
         for m in range(len(matches)):
             if not alive[m]:
@@ -57,8 +64,15 @@ def trie_of(places: Places, place: int, limit: int, width: int, table: np.ndarra
             share = -(-len(same) * 8 // len(siblings)) - 1
             cell = (length_bucket(length) * 8 + share) * 8 + min(d, 7)
             above = nodes[way[m]]["survival"] if way[m] >= 0 else 1.0
-            nodes[column] = {"parent": way[m], "token": tokens[m], "depth": d + 1, "cell": cell, "source": -1, "slot": -1,
-                             "survival": above * min(table[cell], 0.999)}
+            nodes[column] = {
+                "parent": way[m],
+                "token": tokens[m],
+                "depth": d + 1,
+                "cell": cell,
+                "source": -1,
+                "slot": -1,
+                "survival": above * min(table[cell], 0.999),
+            }
         way = reached
     return nodes
 
@@ -72,11 +86,23 @@ def draft_and_check(places: Places, place_B: np.ndarray, depth: int, width: int,
     table = Calibration.of(torch.from_numpy(rng.uniform(0.1, 1, 448).astype(np.float32)).to(DEVICE))
     match_BJW = workspace(len(place_B), width, scanners=4 if DEVICE == "cpu" else 0, device=DEVICE)
     match_BJW.fill_(1 << 62)
-    history_nodes(torch.from_numpy(place_B).to(DEVICE), places, nodes, table, match_BJW, depth=depth, width=width)
+    history_nodes(
+        torch.from_numpy(place_B).to(DEVICE),
+        places,
+        nodes,
+        table,
+        match_BJW,
+        depth=depth,
+        width=width,
+    )
     found, host = numpy_of(nodes), Places(*numpy_of(places))
     total = 0
     for b, limit in enumerate(draft_limits(host, place_B, depth)):
-        trie = trie_of(host, int(place_B[b]), limit, width, table.survival_Z.cpu().numpy()) if limit else {}
+        trie = (
+            trie_of(host, int(place_B[b]), limit, width, table.survival_Z.cpu().numpy())
+            if limit
+            else {}
+        )
         total += len(trie)
         for c in range(found.survival_BC.shape[1]):
             if c not in trie:
@@ -84,7 +110,9 @@ def draft_and_check(places: Places, place_B: np.ndarray, depth: int, width: int,
                 continue
             for name, value in trie[c].items():
                 at = getattr(found, f"{name}_BC")[b, c]
-                assert abs(at - value) <= (1e-6 if name == "survival" else 0), f"{name}_BC[{b}, {c}]"
+                assert abs(at - value) <= (1e-6 if name == "survival" else 0), (
+                    f"{name}_BC[{b}, {c}]"
+                )
             assert c < width or found.survival_BC[b, c] <= found.survival_BC[b, trie[c]["parent"]]
     return total
 
@@ -96,12 +124,16 @@ def grouped_places(seed: int, places: int, tokens: int, vocabulary: int) -> Plac
     return made
 
 
-@pytest.mark.parametrize(("depth", "width", "vocabulary"), [(4, 4, 3), (1, 1, 5), (6, 3, 2), (9, 8, 8)])
+@pytest.mark.parametrize(
+    ("depth", "width", "vocabulary"), [(4, 4, 3), (1, 1, 5), (6, 3, 2), (9, 8, 8)]
+)
 def test_tries_are_what_their_twin_finds(depth: int, width: int, vocabulary: int) -> None:
     found = 0
     for seed in range(3):
         places = grouped_places(seed, 6, 90, vocabulary)
-        found += draft_and_check(places, np.array([0, 3, places.idle, 2], np.int32), depth, width, seed)
+        found += draft_and_check(
+            places, np.array([0, 3, places.idle, 2], np.int32), depth, width, seed
+        )
     assert found, "nothing ever matches"
 
 
@@ -109,7 +141,13 @@ def test_a_sibling_that_has_ended_is_drafted_from() -> None:
     places = grouped_places(0, 4, 60, 1000)
     places.group_Q[:] = torch.tensor([5, 5, -1, -1])
     places.token_QT[0, 10:13] = places.token_QT[1, 20:23]
-    for name, value in (("length", 13), ("limit", 40), ("capacity", 48), ("done", 0), ("drafts", 1)):
+    for name, value in (
+        ("length", 13),
+        ("limit", 40),
+        ("capacity", 48),
+        ("done", 0),
+        ("drafts", 1),
+    ):
         getattr(places, f"{name}_Q")[0] = value
     places.done_Q[1], places.length_Q[1] = 1, 30
     assert draft_and_check(places, np.array([0], np.int32), 4, 2, 0) == 4
@@ -125,11 +163,18 @@ def test_a_request_without_a_group_sees_only_its_own_text() -> None:
 
 def test_blocks_of_a_long_text_are_all_searched() -> None:
     places = grouped_places(1, 3, 2600, 1 << 20)
-    for name, value in (("length", 2500), ("limit", 2600), ("capacity", 2512), ("done", 0), ("drafts", 1), ("group", 2)):
+    for name, value in (
+        ("length", 2500),
+        ("limit", 2600),
+        ("capacity", 2512),
+        ("done", 0),
+        ("drafts", 1),
+        ("group", 2),
+    ):
         getattr(places, f"{name}_Q")[:2] = value
     own = places.token_QT[0, 2494:2500].clone()
     for place, at in ((0, 1021), (0, 2042), (1, 5), (1, 2047)):
-        places.token_QT[place, at:at + 6] = own  # across the blocks' edges as well
+        places.token_QT[place, at : at + 6] = own  # across the blocks' edges as well
     assert draft_and_check(places, np.array([0], np.int32), 3, 4, 0) == 12
 
 

@@ -20,7 +20,10 @@ SEEDS = [0, 1, 2**31, 2**32 - 1, 2**32, 0x0123456789ABCDEF, 2**63 - 1]
 def _words(quad_N, out_4N, key_0, key_1, position, N: tl.constexpr):
     lanes = tl.arange(0, N)
     quads = tl.load(quad_N + lanes).to(tl.uint32)
-    keys_0, keys_1 = tl.zeros_like(quads) + key_0.to(tl.uint32), tl.zeros_like(quads) + key_1.to(tl.uint32)
+    keys_0, keys_1 = (
+        tl.zeros_like(quads) + key_0.to(tl.uint32),
+        tl.zeros_like(quads) + key_1.to(tl.uint32),
+    )
     w0, w1, w2, w3 = noise.philox4x32(keys_0, keys_1, quads, position.to(tl.uint32))
     tl.store(out_4N + lanes, w0.to(tl.int64))
     tl.store(out_4N + N + lanes, w1.to(tl.int64))
@@ -57,7 +60,9 @@ def both_ways(seed: int, position: int, first: int, size: int) -> torch.Tensor:
 
 def error_in_ulps(found: np.ndarray, exact: np.ndarray) -> float:
     """Largest error in units in the last place of max(|G|, 1)."""
-    return float((np.abs(found - exact) / np.spacing(np.maximum(np.abs(exact), 1).astype(np.float32))).max())
+    return float(
+        (np.abs(found - exact) / np.spacing(np.maximum(np.abs(exact), 1).astype(np.float32))).max()
+    )
 
 
 def exact_gumbel(words: np.ndarray) -> np.ndarray:

@@ -1,4 +1,6 @@
-"""Norm kernels against their plain twins, and on a GPU the bits of a row whatever is computed beside it."""
+"""Norm kernels against their plain twins, and on a GPU the bits of a row whatever is computed
+beside it.
+"""
 
 from __future__ import annotations
 
@@ -25,52 +27,94 @@ def test_rms_norm(hidden: int, dtype: torch.dtype) -> None:
     x, weight = draw(5, hidden, dtype=dtype), draw(hidden, dtype=dtype)
     out = torch.full_like(x, float("nan"))
     assert rms_norm(x, weight, EPS, out) is out
-    assert_close("normed", out, reference.rms_norm(x.double(), weight.double(), EPS), TOLERANCE[dtype])
+    assert_close(
+        "normed", out, reference.rms_norm(x.double(), weight.double(), EPS), TOLERANCE[dtype]
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("parts", [1, 3])
-def test_add_rms_norm_adds_parts_bias_and_residual(parts: int, biased: bool, dtype: torch.dtype) -> None:
+def test_add_rms_norm_adds_parts_bias_and_residual(
+    parts: int, biased: bool, dtype: torch.dtype
+) -> None:
     part, residual, weight = draw(parts, 3, 160), draw(3, 160, seed=1), draw(160, dtype=dtype)
     bias = draw(160, dtype=dtype, seed=2) if biased else None
-    expected_residual = residual.double() + part.double().sum(0) + (bias.double() if bias is not None else 0.0)
+    expected_residual = (
+        residual.double() + part.double().sum(0) + (bias.double() if bias is not None else 0.0)
+    )
     normed = add_rms_norm(part, residual, weight, EPS, bias_H=bias)
     assert normed.dtype == dtype
     assert_close("residual", residual, expected_residual, 1e-6)
-    assert_close("normed", normed, reference.rms_norm(expected_residual, weight.double(), EPS), TOLERANCE[dtype])
+    assert_close(
+        "normed",
+        normed,
+        reference.rms_norm(expected_residual, weight.double(), EPS),
+        TOLERANCE[dtype],
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_embeddings_are_looked_up_clamped_and_normed(dtype: torch.dtype) -> None:
     token = torch.tensor([3, -1, 11, 99, 0], dtype=torch.int32, device=DEVICE)
     known = torch.tensor([3, 0, 11, 11, 0], device=DEVICE)
-    embedding, weight, feature_weight = draw(12, 160, dtype=dtype), draw(160, dtype=dtype), draw(160, dtype=dtype, seed=3)
+    embedding, weight, feature_weight = (
+        draw(12, 160, dtype=dtype),
+        draw(160, dtype=dtype),
+        draw(160, dtype=dtype, seed=3),
+    )
     embedded = embed_rms_norm(token, embedding, weight, EPS)
     assert_close("residual", embedded.residual_RH, embedding[known], 0.0)
-    assert_close("normed", embedded.normed_RH, reference.rms_norm(embedding[known].double(), weight.double(), EPS), TOLERANCE[dtype])
-    for g in (draw(5, 160, dtype=dtype, seed=4), draw(5, 160, seed=4)):  # a target's fused feature, and the hint of a draft row
+    assert_close(
+        "normed",
+        embedded.normed_RH,
+        reference.rms_norm(embedding[known].double(), weight.double(), EPS),
+        TOLERANCE[dtype],
+    )
+    for g in (
+        draw(5, 160, dtype=dtype, seed=4),
+        draw(5, 160, seed=4),
+    ):  # a target's fused feature, and the hint of a draft row
         both = embed_norms(token, embedding, weight, g, feature_weight, EPS)
         assert_close("embedding half", both[:, :160], embedded.normed_RH, 1e-12)
-        assert_close("feature half", both[:, 160:], reference.rms_norm(g.double(), feature_weight.double(), EPS), TOLERANCE[dtype])
+        assert_close(
+            "feature half",
+            both[:, 160:],
+            reference.rms_norm(g.double(), feature_weight.double(), EPS),
+            TOLERANCE[dtype],
+        )
 
 
 def test_no_rows_launch_nothing() -> None:
     weight = draw(32)
     assert add_rms_norm(draw(2, 0, 32), draw(0, 32), weight, EPS).shape == (0, 32)
-    assert embed_rms_norm(torch.zeros(0, dtype=torch.int32, device=DEVICE), draw(4, 32), weight, EPS).normed_RH.shape == (0, 32)
+    assert embed_rms_norm(
+        torch.zeros(0, dtype=torch.int32, device=DEVICE), draw(4, 32), weight, EPS
+    ).normed_RH.shape == (0, 32)
 
 
 @gpu
 @pytest.mark.parametrize("hidden", [3584, 256])
 def test_bits_of_a_row_do_not_depend_on_the_rows_beside_it(hidden: int) -> None:
-    part, residual, weight = draw(4, 300, hidden), draw(300, hidden), draw(hidden, dtype=torch.bfloat16)
+    part, residual, weight = (
+        draw(4, 300, hidden),
+        draw(300, hidden),
+        draw(hidden, dtype=torch.bfloat16),
+    )
     added = ((part[0] + part[1]) + part[2]) + part[3]
     whole_residual = residual.clone()
     whole = add_rms_norm(part, whole_residual, weight, EPS)
     for rows in (1, 7, 300):
         few_residual = residual[:rows].clone()
-        assert_same_bits(f"normed of {rows}", add_rms_norm(part[:, :rows].contiguous(), few_residual, weight, EPS), whole[:rows])
+        assert_same_bits(
+            f"normed of {rows}",
+            add_rms_norm(part[:, :rows].contiguous(), few_residual, weight, EPS),
+            whole[:rows],
+        )
         assert_same_bits(f"residual of {rows}", few_residual, whole_residual[:rows])
         few_residual = residual[:rows].clone()
-        assert_same_bits(f"already added, {rows}", add_rms_norm(added[None, :rows], few_residual, weight, EPS), whole[:rows])
+        assert_same_bits(
+            f"already added, {rows}",
+            add_rms_norm(added[None, :rows], few_residual, weight, EPS),
+            whole[:rows],
+        )

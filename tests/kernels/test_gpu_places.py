@@ -22,7 +22,7 @@ def make(tokens: int = 2500) -> tuple[Places, Upload, np.ndarray]:
 
 def send(upload: Upload, buffer_U: np.ndarray) -> torch.Tensor:
     device_U = torch.full((LAYOUT.size,), -99, dtype=torch.int32, device=DEVICE)
-    device_U[:upload.used] = torch.from_numpy(buffer_U[:upload.used]).to(DEVICE)
+    device_U[: upload.used] = torch.from_numpy(buffer_U[: upload.used]).to(DEVICE)
     return device_U
 
 
@@ -32,15 +32,41 @@ def test_admissions_and_pages_arrive() -> None:
     page_hint_PH = torch.randn(300, 6, device=DEVICE)
     expected = Places(*numpy_of(places))
     for place, length, first_page in ((3, 5, 10), (0, 2100, 20)):
-        tokens, pages = rng.integers(0, 1000, length).astype(np.int32), list(range(first_page, first_page + -(-length // 16)))
+        tokens, pages = (
+            rng.integers(0, 1000, length).astype(np.int32),
+            list(range(first_page, first_page + -(-length // 16))),
+        )
         seed = int(rng.integers(0, 2**64, dtype=np.uint64)) | 1 << 63 | 1 << 31
-        assert upload.admit(place, tokens, pages, limit=length + 9, seed=seed, temperature=0.7, top_p=0.9, min_p=0.05, top_k=40,
-                            stop_ids=[2, 11], drafts=place == 0, group=place + 4, hint_page=12 if place == 3 else -1)
+        assert upload.admit(
+            place,
+            tokens,
+            pages,
+            limit=length + 9,
+            seed=seed,
+            temperature=0.7,
+            top_p=0.9,
+            min_p=0.05,
+            top_k=40,
+            stop_ids=[2, 11],
+            drafts=place == 0,
+            group=place + 4,
+            hint_page=12 if place == 3 else -1,
+        )
         expected.token_QT[place, :length] = tokens
-        expected.page_table_QP[place, :len(pages)] = pages
+        expected.page_table_QP[place, : len(pages)] = pages
         expected.seed_Q[place] = np.array([seed], np.uint64).view(np.int64)[0]
-        for name, value in (("length", length), ("limit", length + 9), ("capacity", len(pages) * 16), ("temperature", 0.7), ("top_p", 0.9),
-                            ("min_p", 0.05), ("top_k", 40), ("done", 0), ("drafts", place == 0), ("group", place + 4)):
+        for name, value in (
+            ("length", length),
+            ("limit", length + 9),
+            ("capacity", len(pages) * 16),
+            ("temperature", 0.7),
+            ("top_p", 0.9),
+            ("min_p", 0.05),
+            ("top_k", 40),
+            ("done", 0),
+            ("drafts", place == 0),
+            ("group", place + 4),
+        ):
             getattr(expected, f"{name}_Q")[place] = value
         expected.stop_QK[place] = 2, 11, -1
         expected.hint_QH[place] = page_hint_PH[12].cpu().numpy() if place == 3 else 0
@@ -100,7 +126,7 @@ def test_what_does_not_fit_is_refused_whole() -> None:
     _, upload, buffer_U = make()
     tokens = np.arange(1400, dtype=np.int32)
     assert upload.admit(0, tokens, range(88), limit=1500, seed=1)
-    used, held = upload.used, buffer_U[:upload.used].copy()
+    used, held = upload.used, buffer_U[: upload.used].copy()
     assert not upload.admit(1, np.arange(1500, dtype=np.int32), range(94), limit=1600, seed=1)
     assert not upload.extend_pages(2, 0, range(1600))
     assert upload.used == used and (buffer_U[:used] == held).all()
@@ -115,6 +141,12 @@ def test_a_place_is_begun_anew_in_stream_order() -> None:
     places, upload, buffer_U = make()
     for length in (300, 20):
         upload.begin()
-        assert upload.admit(2, np.full(length, length, np.int32), range(length // 16 + 1), limit=400, seed=length)
+        assert upload.admit(
+            2, np.full(length, length, np.int32), range(length // 16 + 1), limit=400, seed=length
+        )
         apply(send(upload, buffer_U), LAYOUT, places)
-    assert places.length_Q[2] == 20 and (places.token_QT[2, :20] == 20).all() and (places.token_QT[2, 20:300] == 300).all()
+    assert (
+        places.length_Q[2] == 20
+        and (places.token_QT[2, :20] == 20).all()
+        and (places.token_QT[2, 20:300] == 300).all()
+    )

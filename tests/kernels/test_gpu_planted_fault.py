@@ -1,4 +1,6 @@
-"""The fault that `tlt bench exact` plants on a GPU: one ulp on the sampled tokens' logits, seen in the log-probs, gone afterwards."""
+"""The fault that `tlt bench exact` plants on a GPU: one ulp on the sampled tokens' logits, seen in
+the log-probs, gone afterwards.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,21 @@ ROWS, VOCAB = 5, 97
 
 
 def extend() -> Extend:
-    """The sampling part of a pass over so many rows, each of a request of its own; the last row is dead."""
+    """The sampling part of a pass over so many rows, each of a request of its own; the last row is
+    dead.
+    """
+
     def integers(values: Any) -> torch.Tensor:
         return torch.tensor(list(values), dtype=torch.int32, device=DEVICE)
 
     made: Any = Extend.__new__(Extend)
-    floats = {name: torch.zeros(ROWS, device=DEVICE) for name in ("temperature_Q", "top_p_Q", "min_p_Q")}
+    floats = {
+        name: torch.zeros(ROWS, device=DEVICE) for name in ("temperature_Q", "top_p_Q", "min_p_Q")
+    }
     floats["temperature_Q"] += 1
-    places = SimpleNamespace(seed_Q=torch.arange(ROWS, device=DEVICE), top_k_Q=integers([0] * ROWS), **floats)
+    places = SimpleNamespace(
+        seed_Q=torch.arange(ROWS, device=DEVICE), top_k_Q=integers([0] * ROWS), **floats
+    )
     made.key, made.state = ExtendKey(ROWS, ROWS), SimpleNamespace(places=places)
     made.trees = SimpleNamespace(sample_row_S=integers([*range(ROWS - 1), -1]))
     made.rows = SimpleNamespace(position_R=integers(range(ROWS)), place_R=integers(range(ROWS)))

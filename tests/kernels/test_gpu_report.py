@@ -1,4 +1,6 @@
-"""What is said of sampled tokens against the numpy twin: raw log-probs, best tokens, skipped and broken rows, bits; and whose they are."""
+"""What is said of sampled tokens against the numpy twin: raw log-probs, best tokens, skipped and
+broken rows, bits; and whose they are.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +21,29 @@ NAMES = ("logits_SV", "row_S", "place_R", "temperature_Q", "top_k_Q", "top_p_Q",
 
 
 def tokens_of(logits_SV: np.ndarray, seed: int) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, logits_SV.shape[1], len(logits_SV)).astype(np.int32)
+    return (
+        np.random.default_rng(seed).integers(0, logits_SV.shape[1], len(logits_SV)).astype(np.int32)
+    )
 
 
-def scored(p: Parameters, logits_SV: np.ndarray, token_S: np.ndarray, rows: list[int] | None = None, **options: Any) -> Scored:
+def scored(
+    p: Parameters,
+    logits_SV: np.ndarray,
+    token_S: np.ndarray,
+    rows: list[int] | None = None,
+    **options: Any,
+) -> Scored:
     given = p.arguments(logits_SV, rows)
-    return score(**{name: given[name] for name in NAMES}, token_S=torch.from_numpy(token_S).to(DEVICE), **options)
+    return score(
+        **{name: given[name] for name in NAMES},
+        token_S=torch.from_numpy(token_S).to(DEVICE),
+        **options,
+    )
 
 
-def check_against_twin(logits_SV: np.ndarray, token_S: np.ndarray, p: Parameters, found: Scored, best: int) -> int:
+def check_against_twin(
+    logits_SV: np.ndarray, token_S: np.ndarray, p: Parameters, found: Scored, best: int
+) -> int:
     """Rows whose best tokens could be checked: no threshold of a filter near a probability."""
     checked = 0
     raw_S, token_SK, logprob_SK = (values.cpu().numpy() for values in found)
@@ -37,7 +53,11 @@ def check_against_twin(logits_SV: np.ndarray, token_S: np.ndarray, p: Parameters
         assert abs(raw_S[s] - raw) < 1e-5 * max(1, abs(raw)), f"row {s}: raw log-prob"
         greedy = p.temperature[s] < 1e-5
         z = logits if greedy else logits / p.temperature[s]
-        keep, distance = (z > -np.inf, np.inf) if greedy else twin.kept(z, float(p.min_p[s]), int(p.top_k[s]), float(p.top_p[s]))
+        keep, distance = (
+            (z > -np.inf, np.inf)
+            if greedy
+            else twin.kept(z, float(p.min_p[s]), int(p.top_k[s]), float(p.top_p[s]))
+        )
         if distance < NEAR:
             continue
         checked += 1
@@ -45,8 +65,10 @@ def check_against_twin(logits_SV: np.ndarray, token_S: np.ndarray, p: Parameters
         expected = [v for v in np.lexsort((np.arange(len(z)), -z)) if keep[v]][:best]
         listed = token_SK[s] >= 0
         assert token_SK[s][listed].tolist() == expected, f"row {s}: best tokens"
-        np.testing.assert_allclose(logprob_SK[s][listed], exact[expected], rtol=1e-5, atol=1e-5, err_msg=f"row {s}")
-        assert not listed[len(expected):].any() and (logprob_SK[s][~listed] == -np.inf).all()
+        np.testing.assert_allclose(
+            logprob_SK[s][listed], exact[expected], rtol=1e-5, atol=1e-5, err_msg=f"row {s}"
+        )
+        assert not listed[len(expected) :].any() and (logprob_SK[s][~listed] == -np.inf).all()
         assert (logprob_SK[s] <= 0).all(), "no probability is above 1"
     return checked
 
@@ -87,11 +109,18 @@ def test_ties_are_listed_by_rising_id_and_cut_at_the_lowest() -> None:
 def test_without_best_tokens_only_raw_logprobs_are_computed() -> None:
     logits_SV, p = rows_of(70, 3, 4), Parameters(3, 4)
     token_S = tokens_of(logits_SV, 4)
-    assert check_against_twin(logits_SV, token_S, p, scored(p, logits_SV, token_S, filtered=False, best=0), 0) == 3
+    assert (
+        check_against_twin(
+            logits_SV, token_S, p, scored(p, logits_SV, token_S, filtered=False, best=0), 0
+        )
+        == 3
+    )
 
 
 @pytest.mark.parametrize("filtered", [False, True])
-def test_rows_find_their_sequence_and_skipped_and_broken_ones_leave_the_others_alone(filtered: bool) -> None:
+def test_rows_find_their_sequence_and_skipped_and_broken_ones_leave_the_others_alone(
+    filtered: bool,
+) -> None:
     logits_SV, p = rows_of(1500, 5, 7), Parameters(9, 7)
     p.top_k[:] = 20 if filtered else 0
     p.temperature[:] = np.linspace(0.5, 1.5, 9)
@@ -116,10 +145,14 @@ def test_a_sampled_token_has_its_own_logprob_among_the_best() -> None:
     sampled = p.sample(logits_SV, filtered=True)
     found = scored(p, logits_SV, sampled.token_S.cpu().numpy(), filtered=True, best=1100)
     at_S1 = (found.token_SK == sampled.token_S[:, None]).nonzero()[:, 1:]
-    torch.testing.assert_close(found.logprob_SK.gather(1, at_S1)[:, 0], sampled.logprob_S, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        found.logprob_SK.gather(1, at_S1)[:, 0], sampled.logprob_S, rtol=1e-6, atol=1e-6
+    )
     greedy = Parameters(6, 8)
     plain = greedy.sample(logits_SV, filtered=False)
-    raw_logprob_S = scored(greedy, logits_SV, plain.token_S.cpu().numpy(), filtered=False, best=0).raw_logprob_S
+    raw_logprob_S = scored(
+        greedy, logits_SV, plain.token_S.cpu().numpy(), filtered=False, best=0
+    ).raw_logprob_S
     torch.testing.assert_close(raw_logprob_S, plain.logprob_S, rtol=1e-6, atol=1e-6)
 
 
@@ -130,7 +163,12 @@ def test_what_was_emitted_is_found_where_it_was_sampled(requests: int, decode_ro
         cycle = Cycle(seed, requests=requests, depth=4, width=3, decode_rows=decode_rows, luck=0.9)
         outcome = cycle.accept()
         asking = list(range(len(outcome.count_E)))[seed % 2 :: 2] or [0]
-        found = emitted(torch.tensor(asking, dtype=torch.int32, device=DEVICE), cycle.outcome_EF, cycle.trees, cycle.kept)
+        found = emitted(
+            torch.tensor(asking, dtype=torch.int32, device=DEVICE),
+            cycle.outcome_EF,
+            cycle.trees,
+            cycle.kept,
+        )
         live = torch.zeros_like(found.row_S, dtype=torch.bool)
         for a, e in enumerate(asking):
             count = outcome.count_E[e]
@@ -138,9 +176,14 @@ def test_what_was_emitted_is_found_where_it_was_sampled(requests: int, decode_ro
             live[sample_N] = True
             assert found.token_S[sample_N].tolist() == outcome.token_EA[e, :count].tolist()
             logprobs = torch.from_numpy(cycle.logprob_S).to(DEVICE)[sample_N].cpu().numpy()
-            assert logprobs.tobytes() == outcome.logprob_EA[e, :count].tobytes(), "each sample has a log-prob of its own"
+            assert logprobs.tobytes() == outcome.logprob_EA[e, :count].tobytes(), (
+                "each sample has a log-prob of its own"
+            )
             said += count
-        assert torch.equal(found.row_S[live], cycle.trees.sample_row_S[live]) and (found.row_S[~live] == -1).all()
+        assert (
+            torch.equal(found.row_S[live], cycle.trees.sample_row_S[live])
+            and (found.row_S[~live] == -1).all()
+        )
     assert said > 0
 
 

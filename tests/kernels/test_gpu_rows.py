@@ -1,4 +1,6 @@
-"""Row layout on the device: the best nodes of a batch as whole trees, and prompt chunks behind them."""
+"""Row layout on the device: the best nodes of a batch as whole trees, and prompt chunks behind
+them.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,12 @@ from tlt_kernels.gpu.tensors import Kept, Nodes, Places, Rows, Trees
 SCRATCH, TRASH = 5000, 9999
 
 
-def random_nodes(rng: np.random.Generator, requests: int, columns: int, depth: int, *,
-                 levels: int = 0) -> tuple[Nodes, list[dict[int, Any]]]:
-    """Random trees with gaps between their columns; few different survivals if `levels` is given, so that there are ties."""
+def random_nodes(
+    rng: np.random.Generator, requests: int, columns: int, depth: int, *, levels: int = 0
+) -> tuple[Nodes, list[dict[int, Any]]]:
+    """Random trees with gaps between their columns; few different survivals if `levels` is given,
+    so that there are ties.
+    """
     nodes = Nodes.allocate(requests, columns, device="cpu")
     nodes.parent_BC[:], nodes.token_BC[:], nodes.depth_BC[:] = -77, -77, -77
     nodes.cell_BC[:] = torch.from_numpy(rng.integers(0, 256, (requests, columns), dtype=np.int32))
@@ -31,55 +36,120 @@ def random_nodes(rng: np.random.Generator, requests: int, columns: int, depth: i
                 continue
             parent = parents[int(rng.integers(0, len(parents)))]
             above = np.float32(1) if parent < 0 else tree[parent]["survival"]
-            factor = np.float32(rng.integers(1, levels + 1) / levels if levels else rng.uniform(0.01, 1.0))
-            tree[c] = {"parent": parent, "token": int(rng.integers(0, 50)), "depth": 1 if parent < 0 else tree[parent]["depth"] + 1,
-                       "survival": np.float32(above * factor)}
-            nodes.parent_BC[b, c], nodes.token_BC[b, c], nodes.depth_BC[b, c] = parent, tree[c]["token"], tree[c]["depth"]
+            factor = np.float32(
+                rng.integers(1, levels + 1) / levels if levels else rng.uniform(0.01, 1.0)
+            )
+            tree[c] = {
+                "parent": parent,
+                "token": int(rng.integers(0, 50)),
+                "depth": 1 if parent < 0 else tree[parent]["depth"] + 1,
+                "survival": np.float32(above * factor),
+            }
+            nodes.parent_BC[b, c], nodes.token_BC[b, c], nodes.depth_BC[b, c] = (
+                parent,
+                tree[c]["token"],
+                tree[c]["depth"],
+            )
             nodes.survival_BC[b, c] = float(tree[c]["survival"])
         trees.append(tree)
     return Nodes(*(t.to(DEVICE) for t in nodes)), trees
 
 
-def check_decode_rows(found: Any, trees: Any, expected: list[dict[str, Any]], entries: list[tuple[int, int]], places: Places,
-                      decode_rows: int, columns: int) -> None:
+def check_decode_rows(
+    found: Any,
+    trees: Any,
+    expected: list[dict[str, Any]],
+    entries: list[tuple[int, int]],
+    places: Places,
+    decode_rows: int,
+    columns: int,
+) -> None:
     path_depth = found.path_RD.shape[1]
     for r, row in enumerate(expected):
         for name in ("token", "position", "slot", "place", "base", "parent"):
             assert getattr(found, f"{name}_R")[r] == row[name], f"{name}_R[{r}]"
-        assert found.path_RD[r].tolist() == row["path"] + [-1] * (path_depth - len(row["path"])), f"path_RD[{r}]"
-        assert trees.node_V[r] == (row["request"] * columns + row["column"] if row["column"] >= 0 else -1), f"node_V[{r}]"
+        assert found.path_RD[r].tolist() == row["path"] + [-1] * (path_depth - len(row["path"])), (
+            f"path_RD[{r}]"
+        )
+        assert trees.node_V[r] == (
+            row["request"] * columns + row["column"] if row["column"] >= 0 else -1
+        ), f"node_V[{r}]"
     for r in range(len(expected), decode_rows):
-        assert (found.position_R[r], found.slot_R[r], found.place_R[r], found.base_R[r]) == (-1, TRASH, places.idle, 0), f"dead row {r}"
+        assert (found.position_R[r], found.slot_R[r], found.place_R[r], found.base_R[r]) == (
+            -1,
+            TRASH,
+            places.idle,
+            0,
+        ), f"dead row {r}"
         assert (found.path_RD[r] == -1).all() and trees.node_V[r] == -1, f"dead row {r}"
-    assert [tuple(pair) for pair in np.stack([trees.root_E, trees.count_E], 1)[:len(entries)].tolist()] == entries, "root_E and count_E"
-    assert trees.sample_row_S[:decode_rows].tolist() == [*range(len(expected)), *([-1] * (decode_rows - len(expected)))], "sample_row_S"
+    assert [
+        tuple(pair) for pair in np.stack([trees.root_E, trees.count_E], 1)[: len(entries)].tolist()
+    ] == entries, "root_E and count_E"
+    assert trees.sample_row_S[:decode_rows].tolist() == [
+        *range(len(expected)),
+        *([-1] * (decode_rows - len(expected))),
+    ], "sample_row_S"
 
 
-def select_and_check(requests: int, columns: int, depth: int, decode_rows: int, seed: int, *, levels: int = 0,
-                     with_nodes: bool = True) -> None:
+def select_and_check(
+    requests: int,
+    columns: int,
+    depth: int,
+    decode_rows: int,
+    seed: int,
+    *,
+    levels: int = 0,
+    with_nodes: bool = True,
+) -> None:
     rng = np.random.default_rng(seed)
     places = make_places(rng, requests + 3, 70)
     host = numpy_of(places)
-    place_B = np.append(rng.permutation(requests + 2)[:requests - 1], places.idle).astype(np.int32)
+    place_B = np.append(rng.permutation(requests + 2)[: requests - 1], places.idle).astype(np.int32)
     nodes, tables = random_nodes(rng, requests, columns, depth, levels=levels)
     for b, q in enumerate(place_B):
         if host.done_Q[q] or not with_nodes:
             tables[b] = {}
             nodes.survival_BC[b] = -1
-    rows, trees = Rows.allocate(decode_rows, depth, device=DEVICE), Trees.allocate(requests, 0, decode_rows, device=DEVICE)
+    rows, trees = (
+        Rows.allocate(decode_rows, depth, device=DEVICE),
+        Trees.allocate(requests, 0, decode_rows, device=DEVICE),
+    )
     kept = Kept.allocate(requests, 0, decode_rows, 0, depth, device=DEVICE)
     for group in (rows, trees, kept):
         poison(group)
-    select_rows(torch.from_numpy(place_B).to(DEVICE), places, nodes if with_nodes else None, rows, trees, kept, decode_rows=decode_rows,
-                scratch_start=SCRATCH, trash=TRASH)
+    select_rows(
+        torch.from_numpy(place_B).to(DEVICE),
+        places,
+        nodes if with_nodes else None,
+        rows,
+        trees,
+        kept,
+        decode_rows=decode_rows,
+        scratch_start=SCRATCH,
+        trash=TRASH,
+    )
     expected, entries = verified_rows(Places(*host), place_B, tables, decode_rows, SCRATCH)
-    check_decode_rows(numpy_of(rows), numpy_of(trees), expected, entries, places, decode_rows, columns)
+    check_decode_rows(
+        numpy_of(rows), numpy_of(trees), expected, entries, places, decode_rows, columns
+    )
     assert (kept.page_R == -1).all()
 
 
-@pytest.mark.parametrize(("requests", "columns", "depth", "decode_rows"),
-                         [(1, 1, 1, 2), (1, 9, 4, 6), (1, 9, 4, 16), (3, 7, 3, 3), (3, 7, 3, 11), (5, 20, 6, 37), (2, 5, 9, 64)])
-def test_the_best_nodes_are_laid_out_as_whole_trees(requests: int, columns: int, depth: int, decode_rows: int) -> None:
+@pytest.mark.parametrize(
+    ("requests", "columns", "depth", "decode_rows"),
+    [
+        (1, 1, 1, 2),
+        (1, 9, 4, 6),
+        (1, 9, 4, 16),
+        (3, 7, 3, 3),
+        (3, 7, 3, 11),
+        (5, 20, 6, 37),
+        (2, 5, 9, 64),
+    ],
+)
+def test_the_best_nodes_are_laid_out_as_whole_trees(
+    requests: int, columns: int, depth: int, decode_rows: int
+) -> None:
     for seed in range(4):
         select_and_check(requests, columns, depth, decode_rows, seed)
 
@@ -95,9 +165,14 @@ def test_without_nodes_every_live_request_has_its_root() -> None:
     select_and_check(5, 4, 3, 8, 0, with_nodes=False)
 
 
-@pytest.mark.parametrize(("counts", "prefill_rows"), [([5], 5), ([3, 0, 14, 0], 32), ([1, 16, 2], 19), ([0, 0], 4), ([70, 65], 150)])
+@pytest.mark.parametrize(
+    ("counts", "prefill_rows"),
+    [([5], 5), ([3, 0, 14, 0], 32), ([1, 16, 2], 19), ([0, 0], 4), ([70, 65], 150)],
+)
 @pytest.mark.parametrize(("requests", "decode_rows"), [(2, 3), (0, 0)])
-def test_prompt_chunks_lie_behind_the_decode_rows(counts: list[int], prefill_rows: int, requests: int, decode_rows: int) -> None:
+def test_prompt_chunks_lie_behind_the_decode_rows(
+    counts: list[int], prefill_rows: int, requests: int, decode_rows: int
+) -> None:
     rng = np.random.default_rng(len(counts))
     places = make_places(rng, 8, 100)
     host, works = numpy_of(places), len(counts)
@@ -106,16 +181,37 @@ def test_prompt_chunks_lie_behind_the_decode_rows(counts: list[int], prefill_row
     for w, count in enumerate(counts):
         places.length_Q[int(place_W[w])] = host.length_Q[place_W[w]] = min(count + 20 + w % 2, 100)
         start_W[w] = 20 if count else 0  # every other work reaches its end
-    rows, trees = Rows.allocate(decode_rows + prefill_rows, 2, device=DEVICE), Trees.allocate(requests, works, decode_rows, device=DEVICE)
+    rows, trees = (
+        Rows.allocate(decode_rows + prefill_rows, 2, device=DEVICE),
+        Trees.allocate(requests, works, decode_rows, device=DEVICE),
+    )
     kept = Kept.allocate(requests, works, decode_rows, prefill_rows, 2, device=DEVICE)
     for group in (rows, trees, kept):
         poison(group)
     if not requests:
-        select_rows(torch.zeros(0, dtype=torch.int32, device=DEVICE), places, None, rows, trees, kept, decode_rows=0, scratch_start=SCRATCH,
-                    trash=TRASH)
+        select_rows(
+            torch.zeros(0, dtype=torch.int32, device=DEVICE),
+            places,
+            None,
+            rows,
+            trees,
+            kept,
+            decode_rows=0,
+            scratch_start=SCRATCH,
+            trash=TRASH,
+        )
         assert (rows.token_R == -77).all(), "a row of nobody"
-    layout_prefill(*(torch.from_numpy(a).to(DEVICE) for a in (place_W, start_W, np.array(counts, np.int32))), places, rows, trees, kept,
-                   requests=requests, decode_rows=decode_rows, prefill_rows=prefill_rows, trash=TRASH)
+    layout_prefill(
+        *(torch.from_numpy(a).to(DEVICE) for a in (place_W, start_W, np.array(counts, np.int32))),
+        places,
+        rows,
+        trees,
+        kept,
+        requests=requests,
+        decode_rows=decode_rows,
+        prefill_rows=prefill_rows,
+        trash=TRASH,
+    )
     found, described, page_R = numpy_of(rows), numpy_of(trees), kept.page_R.cpu().numpy()
     assert (found.token_R[:decode_rows] == -77).all(), "decode rows are not its business"
     r = decode_rows
@@ -124,8 +220,14 @@ def test_prompt_chunks_lie_behind_the_decode_rows(counts: list[int], prefill_row
         for i in range(count):
             position = int(start_W[w]) + i
             slot = slot_of(Places(*host), q, position)
-            expected = {"token": host.token_QT[q, position], "position": position, "slot": slot, "place": q, "base": end,
-                        "parent": r - 1 if i else -1}
+            expected = {
+                "token": host.token_QT[q, position],
+                "position": position,
+                "slot": slot,
+                "place": q,
+                "base": end,
+                "parent": r - 1 if i else -1,
+            }
             for name, value in expected.items():
                 assert getattr(found, f"{name}_R")[r] == value, f"{name}_R[{r}]"
             assert page_R[r] == (slot // 16 if position % 16 == 15 else -1), f"page_R[{r}]"
@@ -133,14 +235,29 @@ def test_prompt_chunks_lie_behind_the_decode_rows(counts: list[int], prefill_row
         samples = count > 0 and end == host.length_Q[q]
         assert described.root_E[requests + w] == (r - 1 if count else -1), f"root of work {w}"
         assert described.count_E[requests + w] == samples, f"count of work {w}"
-        assert described.sample_row_S[decode_rows + w] == (r - 1 if samples else -1), f"sample of work {w}"
-    assert (found.position_R[r:] == -1).all() and (found.slot_R[r:] == TRASH).all() and (found.place_R[r:] == places.idle).all()
-    assert (found.path_RD[decode_rows:] == -1).all() and (page_R[r:] == -1).all() and (found.base_R[r:] == 0).all()
+        assert described.sample_row_S[decode_rows + w] == (r - 1 if samples else -1), (
+            f"sample of work {w}"
+        )
+    assert (
+        (found.position_R[r:] == -1).all()
+        and (found.slot_R[r:] == TRASH).all()
+        and (found.place_R[r:] == places.idle).all()
+    )
+    assert (
+        (found.path_RD[decode_rows:] == -1).all()
+        and (page_R[r:] == -1).all()
+        and (found.base_R[r:] == 0).all()
+    )
 
 
 @gpu
 @pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
-@pytest.mark.parametrize(("requests", "columns", "depth", "decode_rows"), [(1, 116, 8, 64), (32, 116, 8, 256), (64, 456, 8, 512)])
-def test_large_batches_are_laid_out_as_their_twin_does(requests: int, columns: int, depth: int, decode_rows: int) -> None:
+@pytest.mark.parametrize(
+    ("requests", "columns", "depth", "decode_rows"),
+    [(1, 116, 8, 64), (32, 116, 8, 256), (64, 456, 8, 512)],
+)
+def test_large_batches_are_laid_out_as_their_twin_does(
+    requests: int, columns: int, depth: int, decode_rows: int
+) -> None:
     select_and_check(requests, columns, depth, decode_rows, 1)
     select_and_check(requests, columns, depth, decode_rows, 2, levels=2)

@@ -21,7 +21,9 @@ def rows_of(size: int, count: int, seed: int, spread: float = 3.0) -> np.ndarray
 
 
 class Parameters:
-    """Places of as many sequences as rows, dealt out in reverse so that no index is taken for another."""
+    """Places of as many sequences as rows, dealt out in reverse so that no index is taken for
+    another.
+    """
 
     def __init__(self, count: int, seed: int = 0) -> None:
         draw = np.random.default_rng(seed)
@@ -32,8 +34,12 @@ class Parameters:
         self.top_p = np.ones(count, np.float32)
         self.min_p = np.zeros(count, np.float32)
 
-    def arguments(self, logits_SV: np.ndarray, rows: list[int] | None = None) -> dict[str, torch.Tensor]:
-        """Sampled row s is row `rows[s]` of the extend; row r belongs to sequence r, which lives at place count - r."""
+    def arguments(
+        self, logits_SV: np.ndarray, rows: list[int] | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Sampled row s is row `rows[s]` of the extend; row r belongs to sequence r, which lives at
+        place count - r.
+        """
         count = len(self.seed)
         place_of = count - np.arange(count)
 
@@ -57,7 +63,9 @@ class Parameters:
             "min_p_Q": at_places(self.min_p, torch.float32),
         }
 
-    def sample(self, logits_SV: np.ndarray, rows: list[int] | None = None, **options: bool) -> sampling.Sampled:
+    def sample(
+        self, logits_SV: np.ndarray, rows: list[int] | None = None, **options: bool
+    ) -> sampling.Sampled:
         return sampling.sample(**self.arguments(logits_SV, rows), **options)
 
 
@@ -68,14 +76,20 @@ def check_against_twin(logits_SV: np.ndarray, p: Parameters, found: sampling.Sam
     for s, logits in enumerate(logits_SV):
         noise = twin.gumbel(int(p.seed[s]), np.arange(len(logits)), int(p.position[s]) + 1)
         temperature = 0 if p.temperature[s] < 1e-5 else p.temperature[s]
-        token, exact, distance = twin.sample(logits, temperature, float(p.min_p[s]), int(p.top_k[s]), float(p.top_p[s]), noise)
+        token, exact, distance = twin.sample(
+            logits, temperature, float(p.min_p[s]), int(p.top_k[s]), float(p.top_p[s]), noise
+        )
         score = exact if temperature == 0 else exact + noise
         runner_up = np.sort(score)[-2:]
-        if distance < NEAR or (temperature != 0 and len(score) > 1 and runner_up[1] - runner_up[0] < NEAR):
+        if distance < NEAR or (
+            temperature != 0 and len(score) > 1 and runner_up[1] - runner_up[0] < NEAR
+        ):
             continue
         checked += 1
         assert tokens[s] == token, f"row {s}: token {tokens[s]}, twin {token}, distance {distance}"
-        assert abs(logprobs[s] - exact[token]) < 1e-5 * max(1, abs(exact[token])), f"row {s}: log-prob"
+        assert abs(logprobs[s] - exact[token]) < 1e-5 * max(1, abs(exact[token])), (
+            f"row {s}: log-prob"
+        )
     return checked
 
 
@@ -88,7 +102,9 @@ def test_tokens_and_logprobs_are_the_twins(size):
     assert check_against_twin(logits_SV, p, found) >= count - 1
 
 
-@pytest.mark.parametrize(("size", "whole_row"), [(1, False), (5, False), (130, True), (1025, False), (4100, True)])
+@pytest.mark.parametrize(
+    ("size", "whole_row"), [(1, False), (5, False), (130, True), (1025, False), (4100, True)]
+)
 def test_every_combination_of_filters_is_the_twins(size, whole_row, monkeypatch):
     if whole_row:
         monkeypatch.setattr(filters, "CAPACITY", 1)
@@ -113,7 +129,9 @@ def test_flat_and_peaked_rows_pass_the_filters():
 
 def test_neighbours_that_rival_each_other_are_compared_exactly():
     logits_SV, p = np.zeros((24, 64), np.float32), Parameters(24, 12)
-    logits_SV[:, 8:12] = 40  # four in a row with nothing else near: the bounds of their scores lie far above the scores
+    logits_SV[:, 8:12] = (
+        40  # four in a row with nothing else near: the bounds of their scores lie far above the scores
+    )
     logits_SV[12:, 10] = 40.3
     assert check_against_twin(logits_SV, p, p.sample(logits_SV, filtered=False)) >= 23
 
@@ -196,7 +214,9 @@ def test_tokens_follow_the_processed_distribution(filtered):
     observed = np.bincount(tokens, minlength=size)
     assert observed[~keep].sum() == 0
     chi_square = ((observed - expected)[keep] ** 2 / expected[keep]).sum()
-    assert chi_square < (16.3 if filtered else 20.5)  # 0.999 quantiles at 3 and 5 degrees of freedom
+    assert chi_square < (
+        16.3 if filtered else 20.5
+    )  # 0.999 quantiles at 3 and 5 degrees of freedom
 
 
 @gpu

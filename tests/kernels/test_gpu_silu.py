@@ -27,10 +27,14 @@ def run(x_N: torch.Tensor) -> torch.Tensor:
 
 
 def test_silu_is_a_few_ulp_from_the_truth() -> None:
-    """In units of 2^-23: half from each rounding of the sum and the product, 2 from ex2, 1 from rcp; and |x| because -x log2 e and its
-    factor are rounded, which moves e^-x by as much as x is long."""
+    """In units of 2^-23: half from each rounding of the sum and the product, 2 from ex2, 1 from
+    rcp; and |x| because -x log2 e and its factor are rounded, which moves e^-x by as much as x is
+    long.
+    """
     small = torch.logspace(-30, 0, 20_000, dtype=torch.float64).float()
-    x = torch.cat([torch.linspace(LOWEST, 100, 200_000), small, -small, torch.linspace(1e3, 3e38, 100)])
+    x = torch.cat(
+        [torch.linspace(LOWEST, 100, 200_000), small, -small, torch.linspace(1e3, 3e38, 100)]
+    )
     exact = x.double() * torch.sigmoid(x.double())
     error = ((run(x).double() - exact) / exact).abs() / (x.double().abs().clamp_max(90) + 5) * 2**23
     assert error.max() <= 1, f"{error.max():.2f} of what is allowed, at x = {x[error.argmax()]}"
@@ -41,14 +45,20 @@ def test_silu_fades_to_minus_zero_without_nan() -> None:
     x = torch.cat([torch.linspace(LOWEST, -110, 10_000), torch.tensor([-128.0, -1e3, -3e38])])
     found, exact = run(x), x.double() * torch.sigmoid(x.double())
     assert torch.signbit(found).all()
-    assert ((found.double() - exact).abs() <= 110 * 2.0**-126).all()  # a reciprocal below 2^-126 may be taken for 0
+    assert (
+        (found.double() - exact).abs() <= 110 * 2.0**-126
+    ).all()  # a reciprocal below 2^-126 may be taken for 0
 
 
-@pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")  # the interpreter's -inf / (1 + inf)
+@pytest.mark.filterwarnings(
+    "ignore:overflow", "ignore:invalid value"
+)  # the interpreter's -inf / (1 + inf)
 def test_silu_at_the_limits() -> None:
     x = torch.tensor([0.0, -0.0, float("inf")])
     assert_same_bits("0, -0 and infinity", run(x), x)
-    assert run(torch.tensor([float("nan"), float("-inf")])).isnan().all()  # as torch has it: -inf / (1 + inf)
+    assert (
+        run(torch.tensor([float("nan"), float("-inf")])).isnan().all()
+    )  # as torch has it: -inf / (1 + inf)
     assert torch.nn.functional.silu(torch.tensor(float("-inf"))).isnan()
     denormal = torch.tensor([1e-39, -1e-39, 1e-44])
     assert ((run(denormal) - denormal / 2).abs() <= 2.0**-149).all()

@@ -15,11 +15,21 @@ from tlt_kernels.gpu.swap import swap
 MARGIN = 8  # elements around
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int32, torch.int64, torch.uint8])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float32, torch.int32, torch.int64, torch.uint8]
+)
 @pytest.mark.parametrize("count", [0, 1, 31, 4096, 10_001])
 def test_contents_change_places(dtype: torch.dtype, count: int) -> None:
-    width, generator = torch.empty(0, dtype=dtype).element_size(), torch.Generator().manual_seed(count)
-    raw = [torch.randint(0, 256, ((count + 2 * MARGIN) * width,), dtype=torch.uint8, generator=generator).to(DEVICE) for _ in range(2)]
+    width, generator = (
+        torch.empty(0, dtype=dtype).element_size(),
+        torch.Generator().manual_seed(count),
+    )
+    raw = [
+        torch.randint(
+            0, 256, ((count + 2 * MARGIN) * width,), dtype=torch.uint8, generator=generator
+        ).to(DEVICE)
+        for _ in range(2)
+    ]
     before = [tensor.clone() for tensor in raw]  # of random bytes, some are NaNs with a payload
     one, other = (tensor.view(dtype)[MARGIN : MARGIN + count] for tensor in raw)
     swap([(one, other)])
@@ -37,7 +47,10 @@ def test_what_does_not_match_is_refused() -> None:
 
 def test_several_pairs_change_places() -> None:
     counts = (1 << 20, 0, 33, 1 << 22, 7)
-    pairs = [(torch.arange(count, device=DEVICE) + i, torch.arange(count, device=DEVICE) * 3 - i) for i, count in enumerate(counts)]
+    pairs = [
+        (torch.arange(count, device=DEVICE) + i, torch.arange(count, device=DEVICE) * 3 - i)
+        for i, count in enumerate(counts)
+    ]
     swap(pairs)
     swap(pairs[1:])
     for i, (one, other) in enumerate(pairs):
@@ -46,13 +59,22 @@ def test_several_pairs_change_places() -> None:
         assert torch.equal(one, first) and torch.equal(other, second)
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="what a kernel does in turn is seen by the interpreter")
-def test_no_kernel_of_a_chain_runs_beside_what_is_ahead_of_it_or_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first lets the second start only behind its own wait, the last lets nothing start early, and each ends behind the one before."""
+@pytest.mark.skipif(
+    DEVICE == "cuda", reason="what a kernel does in turn is seen by the interpreter"
+)
+def test_no_kernel_of_a_chain_runs_beside_what_is_ahead_of_it_or_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first lets the second start only behind its own wait, the last lets nothing start early,
+    and each ends behind the one before.
+    """
     did: list[str] = []
     monkeypatch.setattr(module, "pdl_launch", lambda: did.append("launch"))
     monkeypatch.setattr(module, "pdl_wait", lambda: did.append("wait"))
-    pairs = [(torch.arange(count, device=DEVICE), torch.zeros(count, dtype=torch.int64, device=DEVICE)) for count in (0, 3, 4, 0, 5, 0)]
+    pairs = [
+        (torch.arange(count, device=DEVICE), torch.zeros(count, dtype=torch.int64, device=DEVICE))
+        for count in (0, 3, 4, 0, 5, 0)
+    ]
     swap(pairs)
     assert did == ["wait", "launch", "wait"] + ["launch", "wait"] + ["wait"]
     did.clear()

@@ -9,7 +9,10 @@ import torch
 
 from benchmarks.graph_time import microseconds, milliseconds
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 def test_it_counts_the_gpus_time_and_nothing_of_the_hosts() -> None:
@@ -20,6 +23,9 @@ def test_it_counts_the_gpus_time_and_nothing_of_the_hosts() -> None:
 
         return milliseconds(run, 5)
 
-    short, long = spin(2_000_000), spin(8_000_000)  # one to six milliseconds, as the clock is: less than the host sleeps
+    short, long = (
+        spin(2_000_000),
+        spin(8_000_000),
+    )  # one to six milliseconds, as the clock is: less than the host sleeps
     assert 2 < long / short < 8 and 0.5 < short < 10
     assert 500 < microseconds(lambda: torch.cuda._sleep(2_000_000), 5) < 10_000

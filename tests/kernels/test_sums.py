@@ -15,7 +15,16 @@ from tlt_client.channels.sums import finished, mix64
 from tlt_kernels.cpu import sums as cpu
 from tlt_kernels.gpu import sums as on_gpu
 
-TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool)
+TYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+)
 
 
 def by_hand(words: list[int]) -> str:
@@ -50,14 +59,21 @@ def test_every_device_finds_the_same(dtype, count):
 @pytest.mark.parametrize("at", [0, 2047, 70_000])
 def test_one_that_is_no_number_is_found(dtype, strange, at):
     tensor = torch.full((70_001,), torch.finfo(dtype).max, dtype=dtype)
-    assert cpu.mixed_sum(tensor)[1] and on_gpu.mixed_sum(tensor.to(DEVICE))[1], "the largest number is one"
+    assert cpu.mixed_sum(tensor)[1] and on_gpu.mixed_sum(tensor.to(DEVICE))[1], (
+        "the largest number is one"
+    )
     tensor[at] = strange
     assert not cpu.mixed_sum(tensor)[1] and not on_gpu.mixed_sum(tensor.to(DEVICE))[1]
 
 
 def test_the_type_of_storage_does_not_matter_where_it_holds_the_values():
     tensor = torch.randn(1000, generator=torch.Generator().manual_seed(0)).bfloat16()
-    assert mix64(tensor) == mix64(tensor.float()) == mix64(tensor.double()) == mix64(tensor.view(10, 100))
+    assert (
+        mix64(tensor)
+        == mix64(tensor.float())
+        == mix64(tensor.double())
+        == mix64(tensor.view(10, 100))
+    )
 
 
 def changed(tensor: Tensor, how: str, i: int, j: int) -> Tensor:
@@ -76,11 +92,18 @@ def changed(tensor: Tensor, how: str, i: int, j: int) -> Tensor:
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.sampled_from(["bit", "swap", "cut", "longer", "moved"]), st.integers(0, 499), st.integers(0, 499), st.integers(0, 10))
+@given(
+    st.sampled_from(["bit", "swap", "cut", "longer", "moved"]),
+    st.integers(0, 499),
+    st.integers(0, 499),
+    st.integers(0, 10),
+)
 def test_what_differs_has_another_sum(how, i, j, seed):
     tensor = torch.randn(500, generator=torch.Generator().manual_seed(seed)).bfloat16()
     other = changed(tensor, how, i, j)
-    same = len(other) == len(tensor) and torch.equal(other.view(torch.int16), tensor.view(torch.int16))
+    same = len(other) == len(tensor) and torch.equal(
+        other.view(torch.int16), tensor.view(torch.int16)
+    )
     assert (mix64(other) == mix64(tensor)) == same
 
 

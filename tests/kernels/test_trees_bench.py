@@ -12,7 +12,9 @@ from benchmarks.trees import Case, calls, followed
 from tlt_kernels.gpu.tensors import Rows
 
 
-@pytest.mark.parametrize("case", [Case(1, 7, 4, 32, 100), Case(3, 3, 1, 12, 100), Case(9, 2, 2, 36, 40)])
+@pytest.mark.parametrize(
+    "case", [Case(1, 7, 4, 32, 100), Case(3, 3, 1, 12, 100), Case(9, 2, 2, 36, 40)]
+)
 def test_every_part_runs_twice(case: Case) -> None:
     parts = calls(case, layers=2, device=DEVICE)
     assert set(parts) == {"tree", "rows", "walk", "KV", "history"}

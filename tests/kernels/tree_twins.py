@@ -1,6 +1,8 @@
-"""Slow twins of the device-side cycle, in plain numpy: dictionaries for rows and nodes, loops for everything.
+"""Slow twins of the device-side cycle, in plain numpy: dictionaries for rows and nodes, loops for
+everything.
 
-Each takes the tensors as numpy arrays (see `numpy_of`) and returns what the kernel should have written.
+Each takes the tensors as numpy arrays (see `numpy_of`) and returns what the kernel should have
+written.
 """
 
 from __future__ import annotations
@@ -13,12 +15,16 @@ import torch
 from tests.kernels.triton_tests import DEVICE
 from tlt_kernels.gpu.tensors import PAGE_SIZE, Calibration, Places
 
-EDGES = np.array((0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.35, 1.75, 2.25, 3.0, 4.0, 5.0, 6.5, 8.5, 11.0), np.float32)
+EDGES = np.array(
+    (0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.35, 1.75, 2.25, 3.0, 4.0, 5.0, 6.5, 8.5, 11.0), np.float32
+)
 
 
 def numpy_of(group: Any) -> Any:
     """The same NamedTuple over numpy copies."""
-    return type(group)(*(numpy_of(t) if isinstance(t, tuple) else t.cpu().numpy().copy() for t in group))
+    return type(group)(
+        *(numpy_of(t) if isinstance(t, tuple) else t.cpu().numpy().copy() for t in group)
+    )
 
 
 def poison(group: Any) -> None:
@@ -30,16 +36,26 @@ def poison(group: Any) -> None:
             tensor.fill_(float("nan") if tensor.is_floating_point() else -77)
 
 
-def make_places(rng: np.random.Generator, places: int, tokens: int, *, vocabulary: int = 50, hidden: int = 8) -> Places:
+def make_places(
+    rng: np.random.Generator, places: int, tokens: int, *, vocabulary: int = 50, hidden: int = 8
+) -> Places:
     """Places with text, pages, room and a few ended or never drafted ones; the last one idle."""
-    made = Places.allocate(places, tokens, hidden=hidden, stops=3, dtype=torch.float32, device="cpu")
+    made = Places.allocate(
+        places, tokens, hidden=hidden, stops=3, dtype=torch.float32, device="cpu"
+    )
     pages = -(-tokens // PAGE_SIZE)
-    made.token_QT[:] = torch.from_numpy(rng.integers(0, vocabulary, (places, tokens), dtype=np.int32))
-    made.page_table_QP[:] = torch.from_numpy(rng.permutation(places * pages).astype(np.int32).reshape(places, pages))
+    made.token_QT[:] = torch.from_numpy(
+        rng.integers(0, vocabulary, (places, tokens), dtype=np.int32)
+    )
+    made.page_table_QP[:] = torch.from_numpy(
+        rng.permutation(places * pages).astype(np.int32).reshape(places, pages)
+    )
     for q in range(places - 1):
         made.length_Q[q] = int(rng.integers(1, tokens * 3 // 4))
         made.limit_Q[q] = min(tokens, int(made.length_Q[q] + rng.integers(1, 14)))
-        made.capacity_Q[q] = min(tokens, -(-int(made.length_Q[q] + rng.integers(0, 12)) // PAGE_SIZE) * PAGE_SIZE)
+        made.capacity_Q[q] = min(
+            tokens, -(-int(made.length_Q[q] + rng.integers(0, 12)) // PAGE_SIZE) * PAGE_SIZE
+        )
         made.done_Q[q] = int(rng.random() < 0.15)
         made.drafts_Q[q] = int(rng.random() < 0.85)
     return Places(*(t.to(DEVICE) for t in made))
@@ -53,16 +69,20 @@ def children(rng: np.random.Generator, rows: int, width: int) -> tuple[torch.Ten
     for m in range(rows):
         missing = given - int(rng.integers(0, given + 1)) if rng.random() < 0.2 else 0
         if missing:
-            token_ML[m, given - missing:], z_ML[m, given - missing:] = -1, -np.inf
+            token_ML[m, given - missing :], z_ML[m, given - missing :] = -1, -np.inf
     return torch.from_numpy(token_ML).to(DEVICE), torch.from_numpy(z_ML).to(DEVICE)
 
 
 def table(rng: np.random.Generator) -> Calibration:
-    return Calibration.of(torch.from_numpy(rng.uniform(0.0, 1.0, 256).astype(np.float32)).to(DEVICE))
+    return Calibration.of(
+        torch.from_numpy(rng.uniform(0.0, 1.0, 256).astype(np.float32)).to(DEVICE)
+    )
 
 
 def slot_of(places: Places, place: int, position: int) -> int:
-    return int(places.page_table_QP[place, position // PAGE_SIZE]) * PAGE_SIZE + position % PAGE_SIZE
+    return (
+        int(places.page_table_QP[place, position // PAGE_SIZE]) * PAGE_SIZE + position % PAGE_SIZE
+    )
 
 
 def draft_limits(places: Places, place_B: np.ndarray, depth: int) -> list[int]:
@@ -70,7 +90,9 @@ def draft_limits(places: Places, place_B: np.ndarray, depth: int) -> list[int]:
     for q in place_B:
         length = int(places.length_Q[q])
         room = min(depth, int(places.limit_Q[q]) - length - 1, int(places.capacity_Q[q]) - length)
-        limits.append(max(room, 0) if not places.done_Q[q] and places.drafts_Q[q] and length >= 2 else 0)
+        limits.append(
+            max(room, 0) if not places.done_Q[q] and places.drafts_Q[q] and length >= 2 else 0
+        )
     return limits
 
 
@@ -80,9 +102,19 @@ class GrownTree:
     def __init__(self, limit: int, root_position: int) -> None:
         self.limit, self.root_position = limit, root_position
         self.nodes: dict[int, dict[str, Any]] = {}
-        self.rows: list[tuple[int, int] | None] = [(-1, 0)] if limit else [None]  # (column, draft row) of the level just run
+        self.rows: list[tuple[int, int] | None] = (
+            [(-1, 0)] if limit else [None]
+        )  # (column, draft row) of the level just run
 
-    def plant(self, level_columns: int, row_ids: list[int], token_JL: np.ndarray, z_JL: np.ndarray, table: np.ndarray, width: int) -> None:
+    def plant(
+        self,
+        level_columns: int,
+        row_ids: list[int],
+        token_JL: np.ndarray,
+        z_JL: np.ndarray,
+        table: np.ndarray,
+        width: int,
+    ) -> None:
         for j, row in enumerate(self.rows):
             if row is None:
                 continue
@@ -99,14 +131,25 @@ class GrownTree:
                 cell = (8 * (node >= 0) + min(rank, 7)) * 16 + bucket
                 above = np.float32(1) if node < 0 else self.nodes[node]["survival"]
                 self.nodes[level_columns + j * width + rank] = {
-                    "parent": node, "token": token, "depth": depth, "cell": cell, "source": row_ids[j], "slot": -1,
-                    "survival": np.float32(above * np.float32(min(max(table[cell], 0), 1)))}
+                    "parent": node,
+                    "token": token,
+                    "depth": depth,
+                    "cell": cell,
+                    "source": row_ids[j],
+                    "slot": -1,
+                    "survival": np.float32(above * np.float32(min(max(table[cell], 0), 1))),
+                }
 
     def pick(self, width: int, floor: float, row_ids: list[int], first_slot: int) -> None:
         self.rows = []
         for x in row_ids:
-            found = [(-float(node["survival"]), column) for column, node in self.nodes.items()
-                     if node["slot"] < 0 and node["depth"] < self.limit and node["survival"] > np.float32(floor)]
+            found = [
+                (-float(node["survival"]), column)
+                for column, node in self.nodes.items()
+                if node["slot"] < 0
+                and node["depth"] < self.limit
+                and node["survival"] > np.float32(floor)
+            ]
             if not found or len(self.rows) >= width:
                 self.rows.append(None)
                 continue
@@ -124,18 +167,31 @@ class GrownTree:
 
 
 def node_key(survival: float, column: int, request: int) -> tuple[int, int, int]:
-    """Smaller is better: 11 bits per octave of survival, then the lower column, then the earlier request."""
-    octaves = (int(np.float32(survival).view(np.int32)) - int(np.float32(2.0**-16).view(np.int32))) >> 12
+    """Smaller is better: 11 bits per octave of survival, then the lower column, then the earlier
+    request.
+    """
+    octaves = (
+        int(np.float32(survival).view(np.int32)) - int(np.float32(2.0**-16).view(np.int32))
+    ) >> 12
     return -min(max(octaves, 0), 32766), column, request
 
 
-def verified_rows(places: Places, place_B: np.ndarray, nodes_B: list[dict[int, dict[str, Any]]], decode_rows: int,
-                  scratch_start: int) -> tuple[list[dict[str, Any]], list[tuple[int, int]]]:
+def verified_rows(
+    places: Places,
+    place_B: np.ndarray,
+    nodes_B: list[dict[int, dict[str, Any]]],
+    decode_rows: int,
+    scratch_start: int,
+) -> tuple[list[dict[str, Any]], list[tuple[int, int]]]:
     """(rows, (root, rows) per request): what `select_rows` lays out; nodes_B[b] is by column."""
     live = [not places.done_Q[q] for q in place_B]
-    ranked = sorted((node_key(node["survival"], c, b), b, c) for b, nodes in enumerate(nodes_B) for c, node in nodes.items()
-                    if node["survival"] > 0)
-    chosen = {(b, c) for _, b, c in ranked[:decode_rows - sum(live)]}
+    ranked = sorted(
+        (node_key(node["survival"], c, b), b, c)
+        for b, nodes in enumerate(nodes_B)
+        for c, node in nodes.items()
+        if node["survival"] > 0
+    )
+    chosen = {(b, c) for _, b, c in ranked[: decode_rows - sum(live)]}
     rows: list[dict[str, Any]] = []
     entries = []
     for b, q in enumerate(place_B):
@@ -143,15 +199,39 @@ def verified_rows(places: Places, place_B: np.ndarray, nodes_B: list[dict[int, d
             entries.append((-1, 0))
             continue
         root, length = len(rows), int(places.length_Q[q])
-        rows.append({"token": int(places.token_QT[q, length - 1]), "position": length - 1, "slot": slot_of(places, q, length - 1),
-                     "place": int(q), "base": length, "path": [], "parent": -1, "node": -1, "request": b, "column": -1})
+        rows.append(
+            {
+                "token": int(places.token_QT[q, length - 1]),
+                "position": length - 1,
+                "slot": slot_of(places, q, length - 1),
+                "place": int(q),
+                "base": length,
+                "path": [],
+                "parent": -1,
+                "node": -1,
+                "request": b,
+                "column": -1,
+            }
+        )
         row_of = {-1: root}
         for column in sorted(c for bb, c in chosen if bb == b):
             node = nodes_B[b][column]
             row_of[column] = len(rows)
             slot = scratch_start + len(rows)
             above = rows[row_of[node["parent"]]]
-            rows.append({"token": node["token"], "position": length - 1 + node["depth"], "slot": slot, "place": int(q), "base": length,
-                         "path": above["path"] + [slot], "parent": row_of[node["parent"]], "node": 0, "request": b, "column": column})
+            rows.append(
+                {
+                    "token": node["token"],
+                    "position": length - 1 + node["depth"],
+                    "slot": slot,
+                    "place": int(q),
+                    "base": length,
+                    "path": above["path"] + [slot],
+                    "parent": row_of[node["parent"]],
+                    "node": 0,
+                    "request": b,
+                    "column": column,
+                }
+            )
         entries.append((root, len(rows) - root))
     return rows, entries

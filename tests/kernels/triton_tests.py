@@ -1,4 +1,6 @@
-"""Where tests of Triton kernels run: on the GPU if there is one, else on the CPU interpreter. Import this before any kernel."""
+"""Where tests of Triton kernels run: on the GPU if there is one, else on the CPU interpreter.
+Import this before any kernel.
+"""
 
 from __future__ import annotations
 
@@ -23,5 +25,7 @@ def assert_close(name: str, found: torch.Tensor, expected: torch.Tensor, toleran
 
 def assert_same_bits(name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
     integers = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
-    differing = int((found.view(integers[found.dtype]) != expected.view(integers[expected.dtype])).sum())
+    differing = int(
+        (found.view(integers[found.dtype]) != expected.view(integers[expected.dtype])).sum()
+    )
     assert differing == 0, f"{name}: {differing} of {found.numel()} elements differ in their bits"

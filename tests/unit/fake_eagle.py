@@ -1,4 +1,5 @@
-"""A small deterministic EAGLE-like network over real paged KV, and the same network with no cache at all.
+"""A small deterministic EAGLE-like network over real paged KV, and the same network with no cache
+at all.
 
 Legend as in `tlt_server.attention.rows`.
 """
@@ -14,20 +15,28 @@ PAGE_SIZE = 4
 
 
 class FakeNetwork:
-    """One attention layer in float32; `seen` records the (request, position) of rows given to each method."""
+    """One attention layer in float32; `seen` records the (request, position) of rows given to each
+    method.
+    """
 
     def __init__(self, seed=0, draft_vocabulary=24, spread=3.0):
         random = torch.Generator().manual_seed(seed)
         normal = lambda *shape: torch.randn(*shape, generator=random)  # noqa: E731
         self.embed = normal(VOCABULARY, HIDDEN)
         self.fc, self.query, self.key, self.value, self.mix = (
-            normal(n, HIDDEN) * n**-0.5 for n in (FEATURES, 2 * HIDDEN, 2 * HIDDEN, 2 * HIDDEN, 2 * HIDDEN))
+            normal(n, HIDDEN) * n**-0.5
+            for n in (FEATURES, 2 * HIDDEN, 2 * HIDDEN, 2 * HIDDEN, 2 * HIDDEN)
+        )
         self.head = normal(HIDDEN, draft_vocabulary) * spread * HIDDEN**-0.5
-        self.target_ids = torch.randperm(VOCABULARY, generator=random)[:draft_vocabulary].sort().values
+        self.target_ids = (
+            torch.randperm(VOCABULARY, generator=random)[:draft_vocabulary].sort().values
+        )
         self.stored = []
 
     def make_cache(self, pages, page_size, scratch):
-        return KVCache(layers=1, pages=pages, page_size=page_size, scratch=scratch, kv_heads=1, head_dim=HIDDEN)
+        return KVCache(
+            layers=1, pages=pages, page_size=page_size, scratch=scratch, kv_heads=1, head_dim=HIDDEN
+        )
 
     def fuse(self, features_RF):
         return features_RF @ self.fc
@@ -45,8 +54,11 @@ class FakeNetwork:
         for r in range(len(rows)):
             b, position = int(rows.request_R[r]), int(rows.position_R[r])
             base = int(rows.base_B[b])
-            slots = [int(rows.page_table_BP[b, p // cache.page_size]) * cache.page_size + p % cache.page_size
-                     for p in range(1, min(position + 1, base))]
+            slots = [
+                int(rows.page_table_BP[b, p // cache.page_size]) * cache.page_size
+                + p % cache.page_size
+                for p in range(1, min(position + 1, base))
+            ]
             slots += [int(rows.path_RD[r, p - base]) for p in range(base, position + 1)]
             assert min(slots) >= 0
             weight = torch.softmax(cache.k[0, slots, 0] @ (x[r] @ self.query), 0)
@@ -57,9 +69,13 @@ class FakeNetwork:
         return h_RH @ self.head
 
     def hidden_of(self, tokens, features, path):
-        """h of the last token of tokens + path, from nothing; features[p] is the target's, tokens of the path use their parent's h."""
+        """h of the last token of tokens + path, from nothing; features[p] is the target's, tokens
+        of the path use their parent's h.
+        """
         known = len(tokens)
-        inputs = [torch.cat([self.embed[tokens[p]], features[p - 1] @ self.fc]) for p in range(1, known)]
+        inputs = [
+            torch.cat([self.embed[tokens[p]], features[p - 1] @ self.fc]) for p in range(1, known)
+        ]
         for at in range(known, known + len(path) + 1):
             x = torch.stack(inputs)
             weight = torch.softmax((x @ self.key) @ (x[-1] @ self.query), 0)
@@ -70,11 +86,23 @@ class FakeNetwork:
 
 
 class FakeEngine:
-    """Pages and target features of a few requests; a feature is a pure function of the tokens up to its position."""
+    """Pages and target features of a few requests; a feature is a pure function of the tokens up to
+    its position.
+    """
 
     def __init__(self, pages=64, seed=0):
-        self.cache = KVCache(layers=1, pages=pages, page_size=PAGE_SIZE, scratch=1, kv_heads=1, head_dim=1, features=FEATURES)
-        self.cache.features_SF.fill_(float("nan"))  # a slot that was never committed must not be read
+        self.cache = KVCache(
+            layers=1,
+            pages=pages,
+            page_size=PAGE_SIZE,
+            scratch=1,
+            kv_heads=1,
+            head_dim=1,
+            features=FEATURES,
+        )
+        self.cache.features_SF.fill_(
+            float("nan")
+        )  # a slot that was never committed must not be read
         self.free = list(range(pages))
         random = torch.Generator().manual_seed(seed)
         self.table = torch.randn(VOCABULARY, FEATURES, generator=random)
@@ -89,7 +117,9 @@ class FakeEngine:
         return torch.stack(out)
 
     def extend(self, name, tokens, shared=()):
-        """Append tokens to a request; all but the last get their features committed. `shared`: pages it starts with."""
+        """Append tokens to a request; all but the last get their features committed. `shared`:
+        pages it starts with.
+        """
         mine = self.tokens.setdefault(name, [])
         pages = self.pages.setdefault(name, list(shared))
         mine += tokens
@@ -109,9 +139,14 @@ class FakeEngine:
         width = max(len(self.pages[name]) for name in names)
         table = np.zeros((len(names), width), np.int32)
         for b, name in enumerate(names):
-            table[b, :len(self.pages[name])] = self.pages[name]
+            table[b, : len(self.pages[name])] = self.pages[name]
         return DraftBatch(
-            ids=list(names), group_ids=list(groups or names), tokens=[np.array(self.tokens[name], np.int32) for name in names],
-            prompt_len_B=np.array([1] * len(names), np.int32), page_table_BP=table,
+            ids=list(names),
+            group_ids=list(groups or names),
+            tokens=[np.array(self.tokens[name], np.int32) for name in names],
+            prompt_len_B=np.array([1] * len(names), np.int32),
+            page_table_BP=table,
             seed_B=np.array([2**63 + 17 * b for b in range(len(names))], np.uint64),
-            temperature_B=np.full(len(names), temperature, np.float32), max_depth_B=np.full(len(names), max_depth, np.int32))
+            temperature_B=np.full(len(names), temperature, np.float32),
+            max_depth_B=np.full(len(names), max_depth, np.int32),
+        )

@@ -13,7 +13,11 @@ def accept_slowly(start, count, parent, token, sampled):
         at, length = first, 0
         while True:
             tokens.append(sampled[at])
-            children = [r for r in range(first + 1, first + size) if parent[r] == at and token[r] == sampled[at]]
+            children = [
+                r
+                for r in range(first + 1, first + size)
+                if parent[r] == at and token[r] == sampled[at]
+            ]
             if not children:
                 break
             at = children[0]
@@ -43,7 +47,9 @@ def test_accept_is_the_recursive_walk(rows, random):
     sampled = [random.randrange(3) for _ in token]
     arrays = [np.array(values, np.int32) for values in (start, count, parent, token, sampled)]
     walk = accept(*arrays)
-    assert (walk.row_A.tolist(), walk.length_B.tolist(), walk.token_E.tolist()) == accept_slowly(start, count, parent, token, sampled)
+    assert (walk.row_A.tolist(), walk.length_B.tolist(), walk.token_E.tolist()) == accept_slowly(
+        start, count, parent, token, sampled
+    )
 
 
 def target(prefix):
@@ -59,7 +65,9 @@ def test_any_tree_emits_what_plain_decoding_emits(rows):
     for r, above in enumerate(parent):
         prefix[r] = [7, r] if above < 0 else [*prefix[above], token[r]]
     sampled = [target(prefix[r]) for r in range(len(token))]
-    walk = accept(*[np.array(values, np.int32) for values in (start, count, parent, token, sampled)])
+    walk = accept(
+        *[np.array(values, np.int32) for values in (start, count, parent, token, sampled)]
+    )
     emitted = iter(walk.token_E.tolist())
     for first, length in zip(start, walk.length_B, strict=True):
         text = list(prefix[first])

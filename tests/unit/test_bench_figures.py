@@ -17,9 +17,15 @@ from tlt_server.bench.device_time import device_time
 from tlt_server.bench.record import entry_of, finish
 
 
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 60), st.integers(0, 12)), min_size=1))
-def test_every_moment_counts_once_for_the_kernel_that_began_first(pieces: list[tuple[str, int, int]]) -> None:
-    found = device_time([(name, float(start), float(start + length)) for name, start, length in pieces], steps=1)
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 60), st.integers(0, 12)), min_size=1)
+)
+def test_every_moment_counts_once_for_the_kernel_that_began_first(
+    pieces: list[tuple[str, int, int]],
+) -> None:
+    found = device_time(
+        [(name, float(start), float(start + length)) for name, start, length in pieces], steps=1
+    )
     order = sorted(pieces, key=lambda piece: (piece[1], piece[1] + piece[2]))
     owner: dict[int, str] = {}
     for name, start, length in order:
@@ -31,26 +37,48 @@ def test_every_moment_counts_once_for_the_kernel_that_began_first(pieces: list[t
 
 
 def test_idle_time_is_the_span_no_kernel_covers() -> None:
-    events = [("a", 0.0, 400.0), ("b", 300.0, 500.0), ("a", 1000.0, 1500.0), ("c", 1900.0, 2000.0)]  # microseconds
+    events = [
+        ("a", 0.0, 400.0),
+        ("b", 300.0, 500.0),
+        ("a", 1000.0, 1500.0),
+        ("c", 1900.0, 2000.0),
+    ]  # microseconds
     found = device_time(events, steps=2)
     assert (found.span_ms, found.busy_ms, found.kernels) == (1.0, 0.55, 2)
     assert found.idle_percent == pytest.approx(45.0)
-    assert found.longest == [("a", 0.45), ("b", 0.05), ("c", 0.05)], "b waits for a as long as both are there"
+    assert found.longest == [("a", 0.45), ("b", 0.05), ("c", 0.05)], (
+        "b waits for a as long as both are there"
+    )
 
 
 def test_the_price_is_time_over_time_less_one() -> None:
-    rows = [{"numerics": kind, "batch": batch, "prompt": 128, "step_ms": ms}
-            for kind, batch, ms in (("strict", 1, 4.2), ("strict", 8, 4.0), ("fast", 1, 4.0), ("fast", 8, 5.0))]
-    prefill = [{"numerics": kind, "prompts": 1, "length": 4096, "tokens_per_s": rate} for kind, rate in (("strict", 40.0), ("fast", 50.0))]
+    rows = [
+        {"numerics": kind, "batch": batch, "prompt": 128, "step_ms": ms}
+        for kind, batch, ms in (
+            ("strict", 1, 4.2),
+            ("strict", 8, 4.0),
+            ("fast", 1, 4.0),
+            ("fast", 8, 5.0),
+        )
+    ]
+    prefill = [
+        {"numerics": kind, "prompts": 1, "length": 4096, "tokens_per_s": rate}
+        for kind, rate in (("strict", 40.0), ("fast", 50.0))
+    ]
     found = prices(rows, prefill, "strict", "fast")
     assert [row["percent"] for row in found] == [5.0, -20.0, 25.0] and found[-1]["ratio"] == 0.8
 
 
 def test_trees_are_timed_where_their_rows_are_affordable() -> None:
     assert [case.name for case in cases_of((1, 8), 16000)] == [
-        "batch 1, eagle:7x4x32, prompt 128", "batch 1, eagle:7x1x8, prompt 128", "batch 8, eagle:7x1x8, prompt 128",
-        "batch 1, eagle:7x4x32, prompt problem", "batch 1, eagle:7x1x8, prompt problem", "batch 1, eagle:7x4x32, prompt 16000",
-        "batch 1, eagle:7x1x8, prompt 16000"]
+        "batch 1, eagle:7x4x32, prompt 128",
+        "batch 1, eagle:7x1x8, prompt 128",
+        "batch 8, eagle:7x1x8, prompt 128",
+        "batch 1, eagle:7x4x32, prompt problem",
+        "batch 1, eagle:7x1x8, prompt problem",
+        "batch 1, eagle:7x4x32, prompt 16000",
+        "batch 1, eagle:7x1x8, prompt 16000",
+    ]
 
 
 def arguments(*flags: str) -> argparse.Namespace:
@@ -74,20 +102,33 @@ def test_numbers_are_bounded(flag: str, wrong: str, capsys: pytest.CaptureFixtur
     assert f"'{wrong}' is no whole number from 1 to 1048576" in capsys.readouterr().err
 
 
-def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for wrong in (tmp_path, tmp_path / "none" / "decode.json"):
         with pytest.raises(SystemExit):
             arguments("--json", str(wrong))
         assert "name a file in a directory that exists" in capsys.readouterr().err
 
 
-def test_a_file_says_where_and_how(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["/usr/bin/tlt", "bench", "decode", "--model", "/disks/1/my model"])
+def test_a_file_says_where_and_how(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "sys.argv", ["/usr/bin/tlt", "bench", "decode", "--model", "/disks/1/my model"]
+    )
     file = tmp_path / "decode.json"
     finish(arguments("--json", str(file), "--commit", "abc1234"), {"bench": "decode"})
     entry = json.loads(file.read_text())
-    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == entry["figures"] == {"bench": "decode"}
-    assert entry["command"] == "tlt bench decode --model '.../my model'" and entry["commit"] == "abc1234"
+    assert (
+        json.loads(capsys.readouterr().out.splitlines()[-1])
+        == entry["figures"]
+        == {"bench": "decode"}
+    )
+    assert (
+        entry["command"] == "tlt bench decode --model '.../my model'"
+        and entry["commit"] == "abc1234"
+    )
 
 
 def test_the_commit_is_asked_of_git_unless_named() -> None:

@@ -15,43 +15,112 @@ from tlt_server.bench.overload import Size, judge, percentile
 SIZE = Size(ramp_s=1.0, window_s=4.0, timeout_s=2.0)
 
 
-def answer(status: int, content: dict[str, Any] | bytes, *, sent_s: float = 2.0, seconds: float = 0.5, headers: bytes = b"") -> Answer:
+def answer(
+    status: int,
+    content: dict[str, Any] | bytes,
+    *,
+    sent_s: float = 2.0,
+    seconds: float = 0.5,
+    headers: bytes = b"",
+) -> Answer:
     body = content if isinstance(content, bytes) else json.dumps(content).encode()
-    return Answer(sent_s - 0.01, sent_s, sent_s + seconds, status, b"http/1.1 %d\r\n%b\r\n\r\n" % (status, headers), body)
+    return Answer(
+        sent_s - 0.01,
+        sent_s,
+        sent_s + seconds,
+        status,
+        b"http/1.1 %d\r\n%b\r\n\r\n" % (status, headers),
+        body,
+    )
 
 
 def completed(tokens: int, **how: float) -> Answer:
-    choice = {"index": 0, "token_ids": [1] * tokens, "text": None, "logprobs": [0.0] * tokens, "finish_reason": "stop",
-              "stop_reason": None, "seed": 1, "weight_versions": [], "sd": {}}
-    return answer(200, {"results": [{"id": "a", "choices": [choice]}], "usage": {}, "numerics": "strict"}, **how)  # type: ignore[arg-type]
+    choice = {
+        "index": 0,
+        "token_ids": [1] * tokens,
+        "text": None,
+        "logprobs": [0.0] * tokens,
+        "finish_reason": "stop",
+        "stop_reason": None,
+        "seed": 1,
+        "weight_versions": [],
+        "sd": {},
+    }
+    return answer(
+        200,
+        {"results": [{"id": "a", "choices": [choice]}], "usage": {}, "numerics": "strict"},
+        **how,
+    )  # type: ignore[arg-type]
 
 
 def refused(code: str, headers: bytes = b"retry-after: 3", status: int = 429) -> Answer:
-    return answer(status, {"error": {"code": code, "message": "m", "retryable": True}}, headers=headers, seconds=0.02)
+    return answer(
+        status,
+        {"error": {"code": code, "message": "m", "retryable": True}},
+        headers=headers,
+        seconds=0.02,
+    )
 
 
 def late() -> Answer:
     error = {"code": "deadline_exceeded", "message": "m", "retryable": True}
-    return answer(504, {"results": [{"id": "a", "error": error}], "usage": {}, "numerics": "strict"}, seconds=2.0)
+    return answer(
+        504,
+        {"results": [{"id": "a", "error": error}], "usage": {}, "numerics": "strict"},
+        seconds=2.0,
+    )
 
 
 def test_goodput_counts_what_was_completed_in_time_and_in_the_window() -> None:
-    phase = judge([completed(40), completed(99, sent_s=0.1), completed(99, sent_s=4.6), completed(99, seconds=2.5), late()],
-                  0.0, SIZE, SIZE.timeout_s, [])
+    phase = judge(
+        [
+            completed(40),
+            completed(99, sent_s=0.1),
+            completed(99, sent_s=4.6),
+            completed(99, seconds=2.5),
+            late(),
+        ],
+        0.0,
+        SIZE,
+        SIZE.timeout_s,
+        [],
+    )
     assert phase.ends == {"completed": 3, "late": 2}
-    assert (phase.goodput, phase.per_s, phase.offered_per_s, phase.completed_s) == (10.0, 0.25, 1.0, [0.5])
+    assert (phase.goodput, phase.per_s, phase.offered_per_s, phase.completed_s) == (
+        10.0,
+        0.25,
+        1.0,
+        [0.5],
+    )
 
 
 def test_refusals_must_be_typed_and_say_when_to_come_again() -> None:
-    phase = judge([refused("overloaded"), refused("queue_full"), refused("overloaded", b"x-retry-after: 3"), answer(429, b"too much"),
-                   refused("unavailable", status=503), answer(0, b"reset"), answer(200, b"{}")], 0.0, SIZE, SIZE.timeout_s, [])
+    phase = judge(
+        [
+            refused("overloaded"),
+            refused("queue_full"),
+            refused("overloaded", b"x-retry-after: 3"),
+            answer(429, b"too much"),
+            refused("unavailable", status=503),
+            answer(0, b"reset"),
+            answer(200, b"{}"),
+        ],
+        0.0,
+        SIZE,
+        SIZE.timeout_s,
+        [],
+    )
     assert phase.ends == {"overloaded": 2, "queue_full": 1, "broken": 3, "unavailable": 1}
     assert phase.untyped_sheds == 2 and phase.shed == 4 and phase.shed_ms[0] == pytest.approx(20)
     assert phase.lag_ms == pytest.approx(10)
 
 
 def test_percentiles_are_values_that_were_seen() -> None:
-    assert percentile([float(i) for i in range(1, 101)], 99) == 99 and percentile([3.0], 50) == 3 and percentile([], 99) == 0
+    assert (
+        percentile([float(i) for i in range(1, 101)], 99) == 99
+        and percentile([3.0], 50) == 3
+        and percentile([], 99) == 0
+    )
 
 
 def test_arrivals_are_seeded_and_of_the_rate_that_was_asked_for() -> None:

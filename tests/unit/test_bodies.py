@@ -1,4 +1,6 @@
-"""Bodies decoded in pieces: the same values and refusals as at once, and turns for others in between."""
+"""Bodies decoded in pieces: the same values and refusals as at once, and turns for others in
+between.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,15 @@ from tlt_server.errors import InvalidRequest
 from tlt_server.frontend import bodies
 from tlt_server.frontend.bodies import PIECE_BYTES, decoded
 
-JSON = st.recursive(st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
-                    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=30)
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**60), 2**60)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=30,
+)
 
 
 def at_once(body: bytes) -> Any:
@@ -46,11 +55,31 @@ def test_pieces_are_what_the_whole_is(content: Any, indent: int | None) -> None:
 @given(JSON, st.data())
 @settings(deadline=None, max_examples=300)
 def test_what_is_no_json_is_none_in_pieces_either(content: Any, data: st.DataObject) -> None:
-    body = bytearray(json.dumps({"requests": [{"token_ids": [1, 2], "of": content}], "x": content}).encode())
+    body = bytearray(
+        json.dumps({"requests": [{"token_ids": [1, 2], "of": content}], "x": content}).encode()
+    )
     for _ in range(data.draw(st.integers(1, 3))):
         at = data.draw(st.integers(0, len(body) - 1))
-        body[at : at + data.draw(st.integers(0, 2))] = data.draw(st.sampled_from(
-            [b"", b",", b'"', b"]", b"}", b"{", b"[", b"\\", b"\xff", b"\x00", b"NaN", b"Infinity", b"-", b" "]))
+        body[at : at + data.draw(st.integers(0, 2))] = data.draw(
+            st.sampled_from(
+                [
+                    b"",
+                    b",",
+                    b'"',
+                    b"]",
+                    b"}",
+                    b"{",
+                    b"[",
+                    b"\\",
+                    b"\xff",
+                    b"\x00",
+                    b"NaN",
+                    b"Infinity",
+                    b"-",
+                    b" ",
+                ]
+            )
+        )
     assert in_pieces(bytes(body)) == at_once(bytes(body))
 
 
@@ -79,18 +108,24 @@ def test_others_have_their_turn_between_pieces() -> None:
     assert turns >= len(body) / PIECE_BYTES
 
 
-def test_an_object_of_too_many_fields_is_refused_before_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_object_of_too_many_fields_is_refused_before_it_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(bodies, "MOST", 1000)
     body = json.dumps({"sampling": {f"field {i} with a name": i for i in range(20000)}}).encode()
     with pytest.raises(InvalidRequest, match="has 20000 fields; the limit is 1000"):
         asyncio.run(decoded(body))
 
 
-def test_a_list_of_too_many_members_is_refused_before_they_are_made_but_not_one_of_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_list_of_too_many_members_is_refused_before_they_are_made_but_not_one_of_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(bodies, "MOST", 1000)
     for member in ("[]", '{"token_ids":[1]}', '"x"'):
         body = b'{"requests":[' + b",".join([member.encode()] * 150_000) + b"]}"
-        with pytest.raises(InvalidRequest, match="a list in the body has 150000 members; the limit is 1000"):
+        with pytest.raises(
+            InvalidRequest, match="a list in the body has 150000 members; the limit is 1000"
+        ):
             asyncio.run(decoded(body))
     ids = list(range(100_000))
     assert asyncio.run(decoded(json.dumps({"token_ids": ids}).encode())) == {"token_ids": ids}

@@ -1,4 +1,6 @@
-"""The trainer's half of a broadcast ends in time whatever the server does: here the group and the server are stand-ins."""
+"""The trainer's half of a broadcast ends in time whatever the server does: here the group and the
+server are stand-ins.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +86,9 @@ def communicators(monkeypatch: pytest.MonkeyPatch) -> list[Communicator]:
     return made
 
 
-def test_a_server_that_neither_receives_nor_answers_is_given_up_in_time(server: Server, communicators: list[Communicator]) -> None:
+def test_a_server_that_neither_receives_nor_answers_is_given_up_in_time(
+    server: Server, communicators: list[Communicator]
+) -> None:
     sender, started = BroadcastSender(server, timeout_s=TIMEOUT_S), time.monotonic()  # type: ignore[arg-type]
     with pytest.raises(ChannelBroken, match=r"takes no part.*make the group anew and push again"):
         sender.push(TENSORS.items(), "v")
@@ -96,7 +100,9 @@ def test_a_server_that_neither_receives_nor_answers_is_given_up_in_time(server: 
     assert server.joins == 3 and len(communicators) == 2, "the group was made anew"
 
 
-def test_what_the_server_says_of_a_push_that_it_ended_is_told(server: Server, communicators: list[Communicator]) -> None:
+def test_what_the_server_says_of_a_push_that_it_ended_is_told(
+    server: Server, communicators: list[Communicator]
+) -> None:
     server.error = ServerError("weights_refused", "a tensor holds NaN", status=422)
     sender = BroadcastSender(server, timeout_s=30)  # type: ignore[arg-type]
     server.answers.set()
@@ -105,12 +111,25 @@ def test_what_the_server_says_of_a_push_that_it_ended_is_told(server: Server, co
     assert communicators[0].aborted
 
 
-@pytest.mark.parametrize("error, anew", [
-    (ServerError("channel_broken", "so it is", status=424), True), (ServerError("conflict", "so it is", status=409), True),
-    (ServerError("too_large", "so it is", status=413), True), (ConnectionFailed("so it is: no reply"), True),
-    (ServerError("weights_refused", "so it is", status=422), False), (NotLive("so it is: staged"), False)], ids=str)
+@pytest.mark.parametrize(
+    "error, anew",
+    [
+        (ServerError("channel_broken", "so it is", status=424), True),
+        (ServerError("conflict", "so it is", status=409), True),
+        (ServerError("too_large", "so it is", status=413), True),
+        (ConnectionFailed("so it is: no reply"), True),
+        (ServerError("weights_refused", "so it is", status=422), False),
+        (NotLive("so it is: staged"), False),
+    ],
+    ids=str,
+)
 def test_a_group_that_may_be_out_of_step_is_made_anew(
-        error: Exception, anew: bool, server: Server, communicators: list[Communicator], monkeypatch: pytest.MonkeyPatch) -> None:
+    error: Exception,
+    anew: bool,
+    server: Server,
+    communicators: list[Communicator],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Also where every byte was sent before the server said so."""
     sender = BroadcastSender(server, timeout_s=30)  # type: ignore[arg-type]
     monkeypatch.setattr(sender, "_send", lambda named, reply: None)
@@ -119,11 +138,17 @@ def test_a_group_that_may_be_out_of_step_is_made_anew(
     with pytest.raises(type(error), match="so it is"):
         sender.push(TENSORS.items(), "v")
     server.error = None
-    assert sender.push(TENSORS.items(), "v")["state"] == "committed" and len(communicators) == 1 + anew
+    assert (
+        sender.push(TENSORS.items(), "v")["state"] == "committed" and len(communicators) == 1 + anew
+    )
 
 
-def test_a_receiver_whose_trainer_is_silent_relies_on_no_wait_of_the_library(communicators: list[Communicator]) -> None:
-    group = Group(Membership("g", "gloo", "127.0.0.1", 1, 0, 2, timeout_s=TIMEOUT_S), store=object())
+def test_a_receiver_whose_trainer_is_silent_relies_on_no_wait_of_the_library(
+    communicators: list[Communicator],
+) -> None:
+    group = Group(
+        Membership("g", "gloo", "127.0.0.1", 1, 0, 2, timeout_s=TIMEOUT_S), store=object()
+    )
     work = group.begin(torch.zeros(3))
     assert group.under_way == 1
     with pytest.raises(ChannelBroken, match="takes no part"):
@@ -143,7 +168,10 @@ def port() -> int:
 
 def joined_in_time(port: int, timeout_s: float, said: str) -> None:
     started = time.monotonic()
-    with pytest.raises(ChannelBroken, match=f"broke while joining, or {timeout_s:g} s passed .*{said}.*make the group anew"):
+    with pytest.raises(
+        ChannelBroken,
+        match=f"broke while joining, or {timeout_s:g} s passed .*{said}.*make the group anew",
+    ):
         Group(Membership("g", "gloo", "127.0.0.1", port, 1, 2, timeout_s=timeout_s))
     assert timeout_s - 0.5 <= time.monotonic() - started < timeout_s + 15
 
@@ -171,7 +199,9 @@ def test_a_broadcast_may_take_its_time_however_little_was_left_for_joining(port:
     stores, groups = list[Any](), dict[int, Group]()
 
     def join(rank: int, store: Any = None) -> None:
-        groups[rank] = Group(Membership("g", "gloo", "127.0.0.1", port, rank, 2, timeout_s=10), store)
+        groups[rank] = Group(
+            Membership("g", "gloo", "127.0.0.1", port, rank, 2, timeout_s=10), store
+        )
 
     def lead() -> None:
         time.sleep(5)
@@ -187,6 +217,8 @@ def test_a_broadcast_may_take_its_time_however_little_was_left_for_joining(port:
     time.sleep(5.5)  # longer than there was left of the joining
     groups[0].end(groups[0].begin(torch.arange(3.0)))
     groups[1].end(work)
-    assert received.tolist() == [0, 1, 2] and stores[0].timeout == groups[1]._store.timeout == timedelta(seconds=10)
+    assert received.tolist() == [0, 1, 2] and stores[0].timeout == groups[
+        1
+    ]._store.timeout == timedelta(seconds=10)
     for group in groups.values():
         group.close()

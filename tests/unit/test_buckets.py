@@ -1,4 +1,6 @@
-"""Keys of steps: what a policy can choose is captured, their number is a sum, padding holds what it must and ends where tiles do."""
+"""Keys of steps: what a policy can choose is captured, their number is a sum, padding holds what it
+must and ends where tiles do.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,13 @@ LADDER = ladder(("eagle", "history"), "cuda")
 
 
 SHAPES = [PromptShape(), PromptShape(sizes=(2, 4), works=2, grain=4)]
-STRATEGIES = st.builds(Strategy, st.sampled_from(["eagle", "history"]), st.integers(1, 60), st.integers(1, 20), st.integers(2, 200))
+STRATEGIES = st.builds(
+    Strategy,
+    st.sampled_from(["eagle", "history"]),
+    st.integers(1, 60),
+    st.integers(1, 20),
+    st.integers(2, 200),
+)
 
 
 def keys_of(shapes: Shapes, batch: int, strategy: Strategy) -> set[DraftKey | ExtendKey]:
@@ -54,29 +62,50 @@ def used_by_beg(shapes: Shapes, arms: Sequence[Strategy], rows: Rows) -> set[Dra
     beg = Beg(arms, rows=rows)
     used: set[DraftKey | ExtendKey] = set()
     for decoding in range(shapes.max_running + 1):
-        bucket = beg.buckets[beg._index(StepContext(decoding=decoding, prefill_rows=0, mean_context=100.0, speculable=decoding))]
-        for arm in bucket.arms if decoding else [OFF]:  # every leader and every trial is one of these
+        bucket = beg.buckets[
+            beg._index(
+                StepContext(
+                    decoding=decoding, prefill_rows=0, mean_context=100.0, speculable=decoding
+                )
+            )
+        ]
+        for arm in (
+            bucket.arms if decoding else [OFF]
+        ):  # every leader and every trial is one of these
             if decoding:
                 used |= keys_of(shapes, decoding, arm)
             for prompt_rows in range(1, 2 * PROMPT_SIZES[-1], 48):
                 shape = shapes.step(decoding, arm, prompt_rows, 1)
-                used |= {shape.extend, *([shape.draft] if shape.draft else [])} if shapes.keeps(shape.extend) else set()
+                used |= (
+                    {shape.extend, *([shape.draft] if shape.draft else [])}
+                    if shapes.keeps(shape.extend)
+                    else set()
+                )
     return used
 
 
 @pytest.mark.parametrize("max_running", [1, 3, 16, 64, 100, 256, 512])
-def test_whatever_beg_can_choose_is_captured_and_nothing_that_nobody_can_reach(max_running: int) -> None:
+def test_whatever_beg_can_choose_is_captured_and_nothing_that_nobody_can_reach(
+    max_running: int,
+) -> None:
     shapes = Shapes(max_running, LEAST_DEPTH)
     captured = shapes.captured(LADDER.arms, LADDER.rows)
     assert set(captured) == used_by_beg(shapes, LADDER.arms, LADDER.rows)
     assert len(captured) == len(set(captured))
 
 
-@given(st.integers(1, 300), st.lists(STRATEGIES, min_size=1, max_size=4), st.lists(st.tuples(st.integers(2, 300), st.integers(1, 200))),
-       st.integers(1, 200))
-@example(256, [Strategy("eagle", 7, 4, 32)], [], 32)  # rows are afforded at every batch, columns of so wide a tree only at small ones
-def test_of_every_ladder_what_beg_can_choose_is_captured(max_running: int, arms: list[Strategy], later: list[tuple[int, int]],
-                                                         first: int) -> None:
+@given(
+    st.integers(1, 300),
+    st.lists(STRATEGIES, min_size=1, max_size=4),
+    st.lists(st.tuples(st.integers(2, 300), st.integers(1, 200))),
+    st.integers(1, 200),
+)
+@example(
+    256, [Strategy("eagle", 7, 4, 32)], [], 32
+)  # rows are afforded at every batch, columns of so wide a tree only at small ones
+def test_of_every_ladder_what_beg_can_choose_is_captured(
+    max_running: int, arms: list[Strategy], later: list[tuple[int, int]], first: int
+) -> None:
     rows = ((1, first), *sorted(dict(later).items()))
     shapes = Shapes(max_running, max(LEAST_DEPTH, *(arm.depth for arm in arms)))
     captured = set(shapes.captured((OFF, *arms), rows))
@@ -87,7 +116,9 @@ def test_a_fixed_strategy_within_what_a_batch_affords_is_captured() -> None:
     arm, shapes = Strategy("eagle", 5, 2, 6), Shapes(64, LEAST_DEPTH)
     captured = set(shapes.captured(LADDER.with_arm(arm).arms, LADDER.rows))
     fixed = Fixed([arm])
-    for batch in range(1, 17):  # 17 and more afford fewer rows: such keys are recorded behind their first run
+    for batch in range(
+        1, 17
+    ):  # 17 and more afford fewer rows: such keys are recorded behind their first run
         assert keys_of(shapes, batch, fixed.choose(StepContext(batch, 0, 100.0, batch))) <= captured
     assert all(shapes.keeps(key) for key in keys_of(shapes, 40, arm) if isinstance(key, ExtendKey))
 
@@ -95,13 +126,21 @@ def test_a_fixed_strategy_within_what_a_batch_affords_is_captured() -> None:
 def test_captures_are_a_sum_not_a_product() -> None:
     keys = Shapes(256, LEAST_DEPTH).captured(LADDER.arms, LADDER.rows)
     for batch in batch_buckets(256):
-        extends = [key for key in keys if isinstance(key, ExtendKey) and key.batch == batch and not key.prompt_rows]
+        extends = [
+            key
+            for key in keys
+            if isinstance(key, ExtendKey) and key.batch == batch and not key.prompt_rows
+        ]
         drafts = [key for key in keys if isinstance(key, DraftKey) and key.batch == batch]
         sizes = {arm.rows for arm in LADDER.arms}
         shapes = {(arm.drafter, arm.depth, arm.width) for arm in LADDER.arms if arm != OFF}
         assert len(extends) <= len(sizes) and len(drafts) <= len(shapes)
     mixed = [key for key in keys if isinstance(key, ExtendKey) and key.works]
-    assert len({(key.batch, key.decode_rows) for key in mixed}) <= 3 * len(batch_buckets(256, BESIDE_PROMPTS)) and len(keys) < 200
+    assert (
+        len({(key.batch, key.decode_rows) for key in mixed})
+        <= 3 * len(batch_buckets(256, BESIDE_PROMPTS))
+        and len(keys) < 200
+    )
 
 
 def test_larger_keys_come_first() -> None:
@@ -118,11 +157,18 @@ def test_the_last_bucket_holds_every_batch(max_running: int) -> None:
     assert all(bucket(sizes, batch) >= batch for batch in range(1, max_running + 1))
 
 
-@given(st.integers(1, 512), st.builds(Strategy, st.just("eagle"), st.integers(1, 60), st.integers(1, 20), st.integers(1, 200)),
-       st.integers(LEAST_DEPTH, 60))
+@given(
+    st.integers(1, 512),
+    st.builds(
+        Strategy, st.just("eagle"), st.integers(1, 60), st.integers(1, 20), st.integers(1, 200)
+    ),
+    st.integers(LEAST_DEPTH, 60),
+)
 def test_a_fitted_strategy_fits_the_buffers(batch: int, strategy: Strategy, longest: int) -> None:
     cut = fitted(strategy, batch, longest)
-    assert (cut == OFF) == (strategy.rows == 1 or batch >= MOST_VERIFIED), "off only where roots leave no room for a draft"
+    assert (cut == OFF) == (strategy.rows == 1 or batch >= MOST_VERIFIED), (
+        "off only where roots leave no room for a draft"
+    )
     if cut == OFF:
         return
     assert 1 <= cut.depth <= longest and 1 <= cut.width <= MOST_WIDTH
@@ -133,25 +179,43 @@ def test_a_fitted_strategy_fits_the_buffers(batch: int, strategy: Strategy, long
     assert fitted(cut, batch, longest) == cut
 
 
-@given(st.integers(0, 64), STRATEGIES, st.booleans(), st.integers(1, 64), st.integers(0, 8192), st.sampled_from(SHAPES))
+@given(
+    st.integers(0, 64),
+    STRATEGIES,
+    st.booleans(),
+    st.integers(1, 64),
+    st.integers(0, 8192),
+    st.sampled_from(SHAPES),
+)
 def test_prompt_rows_and_works_find_room_and_the_step_ends_with_the_grain(
-        decoding: int, arm: Strategy, drafts: bool, works: int, more: int, prompts: PromptShape) -> None:
+    decoding: int, arm: Strategy, drafts: bool, works: int, more: int, prompts: PromptShape
+) -> None:
     shapes, rows = Shapes(64, LEAST_DEPTH, prompts), works + more
     key = shapes.step(decoding, arm if drafts else OFF, rows, works).extend
     assert decoding <= key.batch <= key.decode_rows
     assert rows <= key.prompt_rows and works <= key.works <= 64
     total, asked = key.decode_rows + key.prompt_rows, key.decode_rows + rows
     if total not in prompts.sizes:
-        assert total % prompts.grain == 0 and total - prompts.grain < asked and asked > prompts.sizes[-1], "a grain too much"
+        assert (
+            total % prompts.grain == 0
+            and total - prompts.grain < asked
+            and asked > prompts.sizes[-1]
+        ), "a grain too much"
     assert not any(asked <= size < total for size in prompts.sizes), "a size too large"
 
 
 @given(st.integers(1, 600), STRATEGIES, st.data(), st.sampled_from(SHAPES))
-def test_logits_of_every_step_find_room(max_running: int, arm: Strategy, data: st.DataObject, prompts: PromptShape) -> None:
+def test_logits_of_every_step_find_room(
+    max_running: int, arm: Strategy, data: st.DataObject, prompts: PromptShape
+) -> None:
     decoding = data.draw(st.integers(0, max_running))
     works = data.draw(st.integers(0, max_running - decoding))
     for strategy in (OFF, arm):
-        key = Shapes(max_running, LEAST_DEPTH, prompts).step(decoding, strategy, 4096 * bool(works), works).extend
+        key = (
+            Shapes(max_running, LEAST_DEPTH, prompts)
+            .step(decoding, strategy, 4096 * bool(works), works)
+            .extend
+        )
         assert key.decode_rows + key.works <= sampled_rows(max_running)
 
 
@@ -160,21 +224,35 @@ def test_prompt_steps_within_the_capture_share_a_key_per_size() -> None:
     for decoding in range(65):
         batch = shapes.step(decoding, OFF, 1, 1).extend.batch
         most = PROMPT_SIZES[-1] - batch
-        keys = {shapes.step(decoding, OFF, rows, min(rows, works)).extend for rows in range(1, most + 1) for works in (1, PROMPT_WORKS)}
-        assert sorted(key.decode_rows + key.prompt_rows for key in keys) == [size for size in PROMPT_SIZES if size > batch]
-        assert all(shapes.keeps(key) for key in keys) and not shapes.keeps(shapes.step(decoding, OFF, most + 1, 1).extend)
+        keys = {
+            shapes.step(decoding, OFF, rows, min(rows, works)).extend
+            for rows in range(1, most + 1)
+            for works in (1, PROMPT_WORKS)
+        }
+        assert sorted(key.decode_rows + key.prompt_rows for key in keys) == [
+            size for size in PROMPT_SIZES if size > batch
+        ]
+        assert all(shapes.keeps(key) for key in keys) and not shapes.keeps(
+            shapes.step(decoding, OFF, most + 1, 1).extend
+        )
 
 
 @pytest.mark.parametrize("max_running", [1, 7, 64, 256, 512])
 @pytest.mark.parametrize("max_rows", [1, 24, 512, 1000, 4096])
-def test_a_full_step_is_as_large_as_asked_for_padding_included(max_running: int, max_rows: int) -> None:
+def test_a_full_step_is_as_large_as_asked_for_padding_included(
+    max_running: int, max_rows: int
+) -> None:
     shapes = Shapes(max_running, LEAST_DEPTH)
     for decoding in range(max_running + 1):
         room = shapes.room(decoding, max_rows)
-        assert room <= max_rows - decoding and (room > 0 or decoding >= max_rows), "prompts wait for no reason"
+        assert room <= max_rows - decoding and (room > 0 or decoding >= max_rows), (
+            "prompts wait for no reason"
+        )
         if room > 0:
             key = shapes.step(decoding, OFF, room, 1).extend
-            assert key.decode_rows + key.prompt_rows <= max(shapes.prompts.padded(max_rows), shapes.prompts.largest(key.decode_rows))
+            assert key.decode_rows + key.prompt_rows <= max(
+                shapes.prompts.padded(max_rows), shapes.prompts.largest(key.decode_rows)
+            )
     assert shapes.room(0, max_rows) == max_rows, "a prompt alone has every row"
 
 
@@ -182,7 +260,9 @@ MULTIPROCESSORS, GATE_UP = 132, 2 * 18944
 
 
 def past_a_tile(rows: int) -> bool:
-    """Of the streaming kernel, except for the head, which computes samples; the portable one pays for 512 rows where there are 384."""
+    """Of the streaming kernel, except for the head, which computes samples; the portable one pays
+    for 512 rows where there are 384.
+    """
     return any(rows % stream_tile(kind, rows).rows for kind in Kind if kind is not Kind.HEAD)
 
 
@@ -200,7 +280,14 @@ def test_no_step_with_prompts_ends_past_a_tile(max_running: int) -> None:
     for decoding in batch_buckets(max_running, BESIDE_PROMPTS):
         full = shapes.step(decoding, OFF, shapes.room(decoding, 4096), 1).extend
         assert full.decode_rows + full.prompt_rows == 4096
-        keys += [full, *(shapes.step(decoding, arm, rows, 1).extend for arm in LADDER.arms for rows in (1, 30, 100, 300, 2048))]
+        keys += [
+            full,
+            *(
+                shapes.step(decoding, arm, rows, 1).extend
+                for arm in LADDER.arms
+                for rows in (1, 30, 100, 300, 2048)
+            ),
+        ]
     assert not any(past_a_tile(key.decode_rows + key.prompt_rows) for key in keys)
 
 
@@ -210,12 +297,18 @@ def test_what_a_row_past_a_tile_costs() -> None:
         assert past_a_tile(full + 1) and (rounds(full), rounds(full + 1)) == (before, after)
 
 
-def test_the_largest_prompts_are_rehearsed_but_not_kept_and_what_is_a_variant_of_its_own_is_both() -> None:
+def test_the_largest_prompts_are_rehearsed_but_not_kept_and_what_is_a_variant_of_its_own_is_both() -> (
+    None
+):
     shapes = Shapes(64, LEAST_DEPTH)
     *keys, many_short, filters = shapes.rehearsed(8192)
     assert filters.filtered and shapes.keeps(filters)
-    assert (many_short.works, many_short.prompt_rows) == (64, PROMPT_SIZES[0]) and shapes.keeps(many_short)
-    assert {key.works for key in keys} == {PROMPT_WORKS, 64} and not any(shapes.keeps(key) for key in keys)
+    assert (many_short.works, many_short.prompt_rows) == (64, PROMPT_SIZES[0]) and shapes.keeps(
+        many_short
+    )
+    assert {key.works for key in keys} == {PROMPT_WORKS, 64} and not any(
+        shapes.keeps(key) for key in keys
+    )
     assert {key.decode_rows + key.prompt_rows for key in keys} == {8192}
     assert shapes.rehearsed(PROMPT_SIZES[-1]) == [many_short, filters]
     assert Shapes(PROMPT_WORKS, LEAST_DEPTH).rehearsed(PROMPT_SIZES[-1]) == [filters]

@@ -1,4 +1,6 @@
-"""A drafter whose acceptance collapses with a change of weights rests until the next one; one that only varies does not."""
+"""A drafter whose acceptance collapses with a change of weights rests until the next one; one that
+only varies does not.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,32 @@ EAGLE, SMALL = Strategy("eagle", 7, 1, 8), Strategy("eagle", 2, 1, 3)
 PAST, LONG = Strategy("history", 2, 1, 3), Strategy("history", 7, 1, 16)
 
 
-def run(canary: Canary, share: float, steps: int, *, batch: int = 4, seed: int = 0, strategy: Strategy = EAGLE, refusing: int = 0) -> int:
+def run(
+    canary: Canary,
+    share: float,
+    steps: int,
+    *,
+    batch: int = 4,
+    seed: int = 0,
+    strategy: Strategy = EAGLE,
+    refusing: int = 0,
+) -> int:
     """The step in which the drafter collapsed; 0: in none."""
     rng = random.Random(seed)
     for step in range(1, steps + 1):
         accepted = tuple(rng.randint(1, 7) if rng.random() < share else 0 for _ in range(batch))
-        context = StepContext(decoding=batch, prefill_rows=0, mean_context=100.0, speculable=batch - refusing)
-        if canary.observe(Cycle(context=context, strategy=strategy, rows=batch * 8, accepted=accepted, drafted=batch * 7)):
+        context = StepContext(
+            decoding=batch, prefill_rows=0, mean_context=100.0, speculable=batch - refusing
+        )
+        if canary.observe(
+            Cycle(
+                context=context,
+                strategy=strategy,
+                rows=batch * 8,
+                accepted=accepted,
+                drafted=batch * 7,
+            )
+        ):
             return step
     return 0
 
@@ -30,7 +51,11 @@ def test_a_collapse_puts_the_drafter_to_rest_until_weights_change_again():
     canary.renewed()
     assert canary.permitted(EAGLE) == EAGLE
     assert run(canary, 0.1, 100) * 4 in range(FEWEST, FEWEST + 8)
-    assert canary.permitted(EAGLE) == PAST and canary.permitted(SMALL) == PAST and canary.permitted(OFF) == OFF
+    assert (
+        canary.permitted(EAGLE) == PAST
+        and canary.permitted(SMALL) == PAST
+        and canary.permitted(OFF) == OFF
+    )
     assert canary.gauges() == {"drafters_resting": 1, "drafter_collapses": 1}
     canary.renewed()
     assert canary.permitted(EAGLE) == EAGLE and canary.gauges()["drafters_resting"] == 0
@@ -72,7 +97,11 @@ def test_steps_that_say_nothing_do_not_count():
     canary = Canary((OFF, EAGLE, PAST), 0.5)
     run(canary, 0.8, 100)
     canary.renewed()
-    assert not run(canary, 0.0, 100, strategy=OFF) and not run(canary, 0.0, 100, strategy=PAST) and not run(canary, 0.0, 100, refusing=1)
+    assert (
+        not run(canary, 0.0, 100, strategy=OFF)
+        and not run(canary, 0.0, 100, strategy=PAST)
+        and not run(canary, 0.0, 100, refusing=1)
+    )
     assert run(canary, 0.0, 100)
 
 

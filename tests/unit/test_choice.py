@@ -1,4 +1,6 @@
-"""What is left to the device is decided once: by its settings, by what torch sees, by the checkpoint."""
+"""What is left to the device is decided once: by its settings, by what torch sees, by the
+checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -23,21 +25,36 @@ def unread() -> str:
     raise AssertionError("nobody asked for it")
 
 
-def chosen(gpu: Gpu = CARD, own: Callable[[], str] = lambda: "bfloat16", **settings: object) -> Choice:
+def chosen(
+    gpu: Gpu = CARD, own: Callable[[], str] = lambda: "bfloat16", **settings: object
+) -> Choice:
     return choose(EngineSettings(model="m", **settings), gpu, own)  # type: ignore[arg-type]
 
 
 def test_auto_takes_the_gpu_and_says_why() -> None:
     found, reasons = chosen(device="auto")
-    assert (found.device, found.dtype, found.attention, found.graphs) == ("cuda", "bfloat16", "triton", True)
+    assert (found.device, found.dtype, found.attention, found.graphs) == (
+        "cuda",
+        "bfloat16",
+        "triton",
+        True,
+    )
     assert (found.max_running, found.max_rows, found.kv_memory_mb) == (256, 4096, 0)
-    assert reasons == {"device": "cuda: torch sees Card 9000, 81920 MiB, compute capability 9.0", "dtype": "bfloat16: as the checkpoint"}
+    assert reasons == {
+        "device": "cuda: torch sees Card 9000, 81920 MiB, compute capability 9.0",
+        "dtype": "bfloat16: as the checkpoint",
+    }
 
 
 @pytest.mark.parametrize("device", ["auto", "cpu"])
 def test_without_a_gpu_it_is_the_cpu(device: str) -> None:
     found, reasons = chosen(NONE, unread, device=device)
-    assert (found.device, found.dtype, found.attention, found.graphs) == ("cpu", "float32", "cpu", False)
+    assert (found.device, found.dtype, found.attention, found.graphs) == (
+        "cpu",
+        "float32",
+        "cpu",
+        False,
+    )
     assert (found.max_running, found.max_rows, found.kv_memory_mb) == (64, 512, 1024)
     assert reasons == ({"device": "cpu: torch finds no GPU"} if device == "auto" else {})
 
@@ -46,14 +63,27 @@ def test_a_gpu_that_is_left_alone_is_not_mentioned() -> None:
     assert chosen(CARD, unread, device="cpu") == chosen(NONE, unread, device="cpu")
 
 
-@pytest.mark.parametrize(("own", "dtype"), [("bfloat16", "bfloat16"), ("float16", "float16"), ("float32", "bfloat16")])
+@pytest.mark.parametrize(
+    ("own", "dtype"), [("bfloat16", "bfloat16"), ("float16", "float16"), ("float32", "bfloat16")]
+)
 def test_the_type_is_the_checkpoints_own_where_that_is_half(own: str, dtype: str) -> None:
     found, reasons = chosen(own=lambda: own, device="cuda")
-    assert found.dtype == dtype and reasons["dtype"].startswith(f"{dtype}: ") and (own == dtype or own in reasons["dtype"])
+    assert (
+        found.dtype == dtype
+        and reasons["dtype"].startswith(f"{dtype}: ")
+        and (own == dtype or own in reasons["dtype"])
+    )
 
 
 def test_what_is_asked_for_is_what_runs() -> None:
-    asked = {"dtype": "float32", "attention": "triton", "max_running": 8, "max_rows": 100, "kv_memory_mb": 77, "graphs": False}
+    asked = {
+        "dtype": "float32",
+        "attention": "triton",
+        "max_running": 8,
+        "max_rows": 100,
+        "kv_memory_mb": 77,
+        "graphs": False,
+    }
     found, reasons = chosen(CARD, unread, device="cuda", **asked)
     assert {name: getattr(found, name) for name in asked} == asked and reasons == {}
 
@@ -64,19 +94,48 @@ def test_attention_that_waits_for_the_device_is_not_captured() -> None:
     assert "graphs" not in chosen(device="cuda", attention="torch", graphs=False).reasons
 
 
-@pytest.mark.parametrize(("settings", "gpu", "says"), [
-    ({"device": "cuda"}, NONE, "device is cuda, but torch finds no GPU; start with --device cpu"),
-    ({"device": "cuda"}, CARD._replace(unusable="Triton is not installed"), "but Triton is not installed"),
-    ({"device": "cpu", "dtype": "bfloat16"}, CARD, "dtype is bfloat16, and a CPU computes in float32; use auto"),
-    ({"device": "auto", "dtype": "float16"}, NONE, "dtype is float16"),
-    ({"device": "cpu", "attention": "flash_attn"}, CARD,
-     "attention is 'flash_attn', which needs a GPU (device cuda); use auto, cpu or torch"),
-    ({"device": "auto", "attention": "triton"}, NONE, "attention is 'triton', which needs a GPU (device cuda); use auto, cpu or torch"),
-    ({"device": "cpu", "attention": "foo"}, CARD, "attention is 'foo', which no device has; use auto, cpu or torch"),
-    ({"device": "cuda", "attention": "cpu"}, CARD,
-     "attention is 'cpu', which needs a CPU (device cpu); use auto, triton, torch or flash_attn"),
-    ({"device": "tpu"}, CARD, "device is 'tpu'; it must be auto, cpu or cuda"),
-])
+@pytest.mark.parametrize(
+    ("settings", "gpu", "says"),
+    [
+        (
+            {"device": "cuda"},
+            NONE,
+            "device is cuda, but torch finds no GPU; start with --device cpu",
+        ),
+        (
+            {"device": "cuda"},
+            CARD._replace(unusable="Triton is not installed"),
+            "but Triton is not installed",
+        ),
+        (
+            {"device": "cpu", "dtype": "bfloat16"},
+            CARD,
+            "dtype is bfloat16, and a CPU computes in float32; use auto",
+        ),
+        ({"device": "auto", "dtype": "float16"}, NONE, "dtype is float16"),
+        (
+            {"device": "cpu", "attention": "flash_attn"},
+            CARD,
+            "attention is 'flash_attn', which needs a GPU (device cuda); use auto, cpu or torch",
+        ),
+        (
+            {"device": "auto", "attention": "triton"},
+            NONE,
+            "attention is 'triton', which needs a GPU (device cuda); use auto, cpu or torch",
+        ),
+        (
+            {"device": "cpu", "attention": "foo"},
+            CARD,
+            "attention is 'foo', which no device has; use auto, cpu or torch",
+        ),
+        (
+            {"device": "cuda", "attention": "cpu"},
+            CARD,
+            "attention is 'cpu', which needs a CPU (device cpu); use auto, triton, torch or flash_attn",
+        ),
+        ({"device": "tpu"}, CARD, "device is 'tpu'; it must be auto, cpu or cuda"),
+    ],
+)
 def test_what_cannot_be_had_is_refused(settings: dict[str, str], gpu: Gpu, says: str) -> None:
     with pytest.raises(StartupError) as caught:
         chosen(gpu, **settings)
@@ -84,9 +143,14 @@ def test_what_cannot_be_had_is_refused(settings: dict[str, str], gpu: Gpu, says:
 
 
 def test_one_line_says_it_all() -> None:
-    told = chosen(CARD._replace(unusable="Card 9000 has compute capability 7.5, and the kernels need 9.0"), device="auto").told()
-    assert told == ("cpu, float32, attention cpu, up to 64 sequences | "
-                    "device cpu: Card 9000 has compute capability 7.5, and the kernels need 9.0")
+    told = chosen(
+        CARD._replace(unusable="Card 9000 has compute capability 7.5, and the kernels need 9.0"),
+        device="auto",
+    ).told()
+    assert told == (
+        "cpu, float32, attention cpu, up to 64 sequences | "
+        "device cpu: Card 9000 has compute capability 7.5, and the kernels need 9.0"
+    )
 
 
 class TestWhatTorchSees:
@@ -119,9 +183,14 @@ class TestWhatTorchSees:
 
     def test_an_old_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
-        assert choice.look().unusable == "Card 9000 has compute capability 7.5, and the kernels need 9.0"
+        assert (
+            choice.look().unusable
+            == "Card 9000 has compute capability 7.5, and the kernels need 9.0"
+        )
 
-    def test_an_old_one_is_left_alone_or_refused_before_a_kernel_is_launched(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_old_one_is_left_alone_or_refused_before_a_kernel_is_launched(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """Kernels begin with instructions that only newer ones have."""
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
         old = "Card 9000 has compute capability 8.9, and the kernels need 9.0"
@@ -129,7 +198,10 @@ class TestWhatTorchSees:
         assert told == f"cpu, float32, attention cpu, up to 64 sequences | device cpu: {old}"
         with pytest.raises(StartupError) as caught:
             chosen(choice.look(), unread, device="cuda")
-        assert caught.value.message == f"device is cuda, but {old}; start with --device cpu, or check the machine with tlt doctor"
+        assert (
+            caught.value.message
+            == f"device is cuda, but {old}; start with --device cpu, or check the machine with tlt doctor"
+        )
 
     def test_no_triton(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(choice, "find_spec", lambda name: None)
@@ -138,6 +210,9 @@ class TestWhatTorchSees:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_a_checkpoints_type_is_read_from_its_header(dtype: torch.dtype, tmp_path: Path) -> None:
-    weights = {"model.embed_tokens.weight": torch.zeros(4, 2, dtype=dtype), "a.norm": torch.zeros(4)}
+    weights = {
+        "model.embed_tokens.weight": torch.zeros(4, 2, dtype=dtype),
+        "a.norm": torch.zeros(4),
+    }
     save_file(weights, tmp_path / "model.safetensors")
     assert f"torch.{own_dtype(tmp_path)}" == str(dtype)

@@ -1,4 +1,6 @@
-"""Deadlines in the scheduler: to begin by, to end by, whatever stands still; and that a heap finds what a look at all would."""
+"""Deadlines in the scheduler: to begin by, to end by, whatever stands still; and that a heap finds
+what a look at all would.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,19 @@ from tlt_server.engine.sequence import Sequence
 from tlt_server.records import StepOutput
 
 
-def by_deadline(clock: Callable[[], float], kv: FakeKV | None = None, *, max_running: int = 2) -> Scheduler:
-    return Scheduler(PagePool(40, PAGE), max_running=max_running, max_rows=8, max_pages_per_sequence=8, lookahead=2, weight_version="v1",
-                     clock=clock, on_begin=(kv or FakeKV()).begin)
+def by_deadline(
+    clock: Callable[[], float], kv: FakeKV | None = None, *, max_running: int = 2
+) -> Scheduler:
+    return Scheduler(
+        PagePool(40, PAGE),
+        max_running=max_running,
+        max_rows=8,
+        max_pages_per_sequence=8,
+        lookahead=2,
+        weight_version="v1",
+        clock=clock,
+        on_begin=(kv or FakeKV()).begin,
+    )
 
 
 def codes(outputs: list[StepOutput]) -> list[tuple[str, str | None]]:
@@ -45,7 +57,9 @@ def test_deadlines_pass_also_while_nothing_is_begun(standing: str) -> None:
     scheduler.submit([sequence(0, [1], 9, 0, deadline_s=3.0)])
     scheduler.next_batch()
     setattr(scheduler, standing, True)
-    scheduler.submit([sequence(1, [2], 9, 1, begin_by_s=1.0), sequence(2, [3], 9, 2, deadline_s=3.0)])
+    scheduler.submit(
+        [sequence(1, [2], 9, 1, begin_by_s=1.0), sequence(2, [3], 9, 2, deadline_s=3.0)]
+    )
     scheduler.next_batch()
     now = 1.0
     assert codes(scheduler.expire()) == [("r1", "queue_timeout")]
@@ -64,17 +78,29 @@ def test_deadlines_agree_with_a_look_at_every_sequence(seed: int, steps: int) ->
     twin: dict[str, Sequence] = {}
     for _ in range(steps):
         now += draw.random()
-        late = {s.id: "deadline_exceeded" for s in twin.values() if s.request.deadline_s is not None and s.request.deadline_s <= now}
-        unbegun = {s.id: "queue_timeout" for s in twin.values()
-                   if s.request.begin_by_s is not None and s.request.begin_by_s <= now and not s.has_begun}
+        late = {
+            s.id: "deadline_exceeded"
+            for s in twin.values()
+            if s.request.deadline_s is not None and s.request.deadline_s <= now
+        }
+        unbegun = {
+            s.id: "queue_timeout"
+            for s in twin.values()
+            if s.request.begin_by_s is not None and s.request.begin_by_s <= now and not s.has_begun
+        }
         ended = scheduler.expire()
         assert dict(codes(ended)) == unbegun | late and len(ended) == len(unbegun | late)
         for output in ended:
             del twin[output.id]
         moments = [draw.choice([None, now + 4 * draw.random()]) for _ in range(2)]
-        new = [sequence(i, [i % 40], 6, i, begin_by_s=moments[0], deadline_s=moments[1])
-               for i in {count + k if draw.random() < 0.7 else draw.randrange(count + 1) for k in range(draw.randint(0, 3))}
-               if f"r{i}" not in twin]
+        new = [
+            sequence(i, [i % 40], 6, i, begin_by_s=moments[0], deadline_s=moments[1])
+            for i in {
+                count + k if draw.random() < 0.7 else draw.randrange(count + 1)
+                for k in range(draw.randint(0, 3))
+            }
+            if f"r{i}" not in twin
+        ]
         count += 3
         scheduler.submit(new)
         twin.update((s.id, s) for s in new)

@@ -1,4 +1,6 @@
-"""The shipped pair: what is in it, and that the training modules agree with Hugging Face and with a slow twin."""
+"""The shipped pair: what is in it, and that the training modules agree with Hugging Face and with a
+slow twin.
+"""
 
 import json
 import sys
@@ -34,7 +36,9 @@ def test_the_pair_is_small_and_has_the_published_names():
     assert sum(path.stat().st_size for path in PAIR.rglob("*") if path.is_file()) <= 16 * 2**20
     state = load_file(PAIR / "drafter" / "model.safetensors")
     config = json.loads((PAIR / "drafter" / "config.json").read_text())
-    assert state["fc.weight"].shape == (256, 768) and state["midlayer.self_attn.q_proj.weight"].shape == (256, 512)
+    assert state["fc.weight"].shape == (256, 768) and state[
+        "midlayer.self_attn.q_proj.weight"
+    ].shape == (256, 512)
     kept = state["d2t"] + torch.arange(config["draft_vocab_size"])
     assert state["t2d"].nonzero()[:, 0].equal(kept) and len(state["lm_head.weight"]) == len(kept)
     assert not any("bias" in name or "embed" in name for name in state)
@@ -57,8 +61,18 @@ def test_the_card_states_the_figures_of_the_measurement():
 def test_philox_gives_the_published_answers(recipe):
     *_, noise = recipe
     zero, ones = (torch.full((1, 1), word, dtype=torch.int64) for word in (0, 0xFFFFFFFF))
-    assert [int(w) for w in noise.philox_4x32([zero] * 4, zero, zero)] == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
-    assert [int(w) for w in noise.philox_4x32([ones] * 4, ones, ones)] == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
+    assert [int(w) for w in noise.philox_4x32([zero] * 4, zero, zero)] == [
+        0x6627E8D5,
+        0xE169C58D,
+        0xBC57AC4C,
+        0x9B00DBD8,
+    ]
+    assert [int(w) for w in noise.philox_4x32([ones] * 4, ones, ones)] == [
+        0x408F276D,
+        0x41C83B0E,
+        0xA20BC7C6,
+        0x6D5451FD,
+    ]
 
 
 def test_the_target_is_hugging_faces_qwen2(recipe):
@@ -74,11 +88,15 @@ def test_the_target_is_hugging_faces_qwen2(recipe):
         # Two float32 implementations of the same sums: a few ulp of logits of size 20.
         torch.testing.assert_close(ours.logits(states[-1]), expected.logits, atol=2e-4, rtol=1e-4)
         for layer in ours.config.aux_layers:
-            torch.testing.assert_close(states[layer], expected.hidden_states[layer], atol=2e-4, rtol=1e-4)
+            torch.testing.assert_close(
+                states[layer], expected.hidden_states[layer], atol=2e-4, rtol=1e-4
+            )
 
 
 def test_unrolled_training_equals_drafting_slot_by_slot(recipe):
-    """Each branch drafted alone, its keys gathered one by one, gives the outputs of the batched unroll."""
+    """Each branch drafted alone, its keys gathered one by one, gives the outputs of the batched
+    unroll.
+    """
     target_model, drafter_model, _ = recipe
     target = target_model.load_target(PAIR / "target", "cpu")
     drafter = drafter_model.load_drafter(PAIR / "drafter", target.config, "cpu")
@@ -91,7 +109,9 @@ def test_unrolled_training_equals_drafting_slot_by_slot(recipe):
 
         def project(slot: int, feature: torch.Tensor):
             joined = midlayer.join(embeds[0, slot : slot + 1], feature)
-            return attention.project(joined, drafter.cos[slot : slot + 1], drafter.sin[slot : slot + 1])
+            return attention.project(
+                joined, drafter.cos[slot : slot + 1], drafter.sin[slot : slot + 1]
+            )
 
         for step, output in enumerate(outputs):
             for n in range(output.shape[1]):

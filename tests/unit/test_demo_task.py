@@ -8,12 +8,21 @@ import pytest
 
 from tlt_server.demo import task
 
-OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv}
+OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.floordiv,
+}
 
 
 def python_value(text: str) -> int:
     def walk(node):
-        return node.value if isinstance(node, ast.Constant) else OPERATORS[type(node.op)](walk(node.left), walk(node.right))
+        return (
+            node.value
+            if isinstance(node, ast.Constant)
+            else OPERATORS[type(node.op)](walk(node.left), walk(node.right))
+        )
 
     return walk(ast.parse(text, mode="eval").body)
 
@@ -51,7 +60,16 @@ def test_writers_solve_a_part_and_their_claims_hold():
 
 @pytest.mark.parametrize(
     ("given", "expected"),
-    [("3*4+2", 1.0), ("2+4*3", 1.0), ("3*4+2+2", 0.0), ("14", 0.0), ("4*4-2", 0.0), ("none", 0.0), ("(3*4", 0.0), ("3/0*4+2", 0.0)],
+    [
+        ("3*4+2", 1.0),
+        ("2+4*3", 1.0),
+        ("3*4+2+2", 0.0),
+        ("14", 0.0),
+        ("4*4-2", 0.0),
+        ("none", 0.0),
+        ("(3*4", 0.0),
+        ("3/0*4+2", 0.0),
+    ],
 )
 def test_countdown_answers_use_every_number_once(given, expected):
     problem = task.Problem("Use 3,4,2 to make 14.", "14", "countdown", 3.0, "3,4,2")

@@ -1,4 +1,6 @@
-"""The shipped tokenizer means the same to `tokenizers` and to `AutoTokenizer`, and its chat template is the demo's."""
+"""The shipped tokenizer means the same to `tokenizers` and to `AutoTokenizer`, and its chat
+template is the demo's.
+"""
 
 from pathlib import Path
 from random import Random
@@ -10,7 +12,16 @@ import tlt_server
 from tlt_server.demo import chat, task
 
 TARGET = Path(tlt_server.__file__).parent / "demo" / "pair" / "target"
-ALPHABETS = ("0123456789", "abcXYZ'", " \t\n\r", "+-*/=().,:!?", "éßñ\u00e9e\u0301", "漢字かな", "\U0001f600\u200d\u00a0", "٣४Ⅷ½")
+ALPHABETS = (
+    "0123456789",
+    "abcXYZ'",
+    " \t\n\r",
+    "+-*/=().,:!?",
+    "éßñ\u00e9e\u0301",
+    "漢字かな",
+    "\U0001f600\u200d\u00a0",
+    "٣४Ⅷ½",
+)
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +38,10 @@ def auto():
 
 def generated_strings(count: int) -> list[str]:
     rng = Random(0)
-    mixed = ["".join(rng.choice(rng.choice(ALPHABETS)) for _ in range(rng.randint(0, 40))) for _ in range(count // 2)]
+    mixed = [
+        "".join(rng.choice(rng.choice(ALPHABETS)) for _ in range(rng.randint(0, 40)))
+        for _ in range(count // 2)
+    ]
     solved = [task.solution(task.problem(seed), Random(seed)) for seed in range(count - len(mixed))]
     return mixed + solved
 
@@ -48,7 +62,9 @@ def test_decoding_gives_the_normalised_text_back(raw, auto):
 
 def test_the_template_is_the_training_format(raw, auto):
     message = [{"role": "user", "content": "What is 2+3?"}]
-    assert auto.apply_chat_template(message, tokenize=False, add_generation_prompt=True) == chat.render_prompt("What is 2+3?")
+    assert auto.apply_chat_template(
+        message, tokenize=False, add_generation_prompt=True
+    ) == chat.render_prompt("What is 2+3?")
     assert auto.eos_token == chat.END and auto.pad_token == chat.PAD
 
 

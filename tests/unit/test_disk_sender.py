@@ -1,4 +1,6 @@
-"""The trainer's half of disk, in front of a client that reads what it is told of: any state dict, and a directory that nobody else has."""
+"""The trainer's half of disk, in front of a client that reads what it is told of: any state dict,
+and a directory that nobody else has.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,17 @@ class Reads:
         self.paths: list[str] = []
         self.said: list[dict[str, Any]] = []
 
-    def push_weights(self, version: str, *, path: str, tensors: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
+    def push_weights(
+        self, version: str, *, path: str, tensors: list[dict[str, Any]], **fields: Any
+    ) -> dict[str, Any]:
         self.paths.append(path)
-        self.came.append({name: tensor for file in Path(path).glob("*.safetensors") for name, tensor in load_file(file).items()})
+        self.came.append(
+            {
+                name: tensor
+                for file in Path(path).glob("*.safetensors")
+                for name, tensor in load_file(file).items()
+            }
+        )
         self.said += tensors
         return {}
 
@@ -35,9 +45,18 @@ class Killed(Reads):
 
 
 @pytest.mark.parametrize("max_file_bytes", [8, 2**20])
-def test_names_that_share_their_storage_are_pushed_each_with_its_values(tmp_path: Path, max_file_bytes: int) -> None:
+def test_names_that_share_their_storage_are_pushed_each_with_its_values(
+    tmp_path: Path, max_file_bytes: int
+) -> None:
     tied, half = torch.arange(6, dtype=torch.float32).reshape(2, 3), torch.arange(4.0)
-    tensors = {"embedding": tied, "head": tied, "part": half[2:], "whole": half, "turned": tied.T, "scalar": torch.tensor(2)}
+    tensors = {
+        "embedding": tied,
+        "head": tied,
+        "part": half[2:],
+        "whole": half,
+        "turned": tied.T,
+        "scalar": torch.tensor(2),
+    }
     told = Reads()
     DiskSender(told, tmp_path, max_file_bytes=max_file_bytes).push(tensors.items(), "v")  # type: ignore[arg-type]
     [came] = told.came
@@ -46,7 +65,9 @@ def test_names_that_share_their_storage_are_pushed_each_with_its_values(tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_killed_trainer_left_is_in_nobodys_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_killed_trainer_left_is_in_nobodys_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as killed:
         killed.setattr("tlt_client.channels.disk.shutil.rmtree", lambda directory: None)
         with pytest.raises(SystemExit):

@@ -1,8 +1,10 @@
-"""Samples follow the processed distribution, independently over positions and seeds; and these tests would see if they did not.
+"""Samples follow the processed distribution, independently over positions and seeds; and these
+tests would see if they did not.
 
-Expected probabilities are a float64 softmax with the filters written out here, nothing of the sampler's. Every draw is
-fixed by its seed, so a test passes or fails for ever: P_LOWEST is the chance that a right sampler would have failed when
-the seeds were chosen, 1e-4 for each of about 20 tests, while the wrong samplers below score under 1e-12.
+Expected probabilities are a float64 softmax with the filters written out here, nothing of the
+sampler's. Every draw is fixed by its seed, so a test passes or fails for ever: P_LOWEST is the
+chance that a right sampler would have failed when the seeds were chosen, 1e-4 for each of about 20
+tests, while the wrong samplers below score under 1e-12.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from tlt_server.records import GenerateRequest, Sampling
 
 P_LOWEST, P_DETECTED = 1e-4, 1e-12
 DRAWS = 40_000
-LOGITS_V = np.log(np.array([0.30, 0.05, 0.22, 0.13, 0.02, 0.20, 0.08]))  # two Philox counters, the second one cut
+LOGITS_V = np.log(
+    np.array([0.30, 0.05, 0.22, 0.13, 0.02, 0.20, 0.08])
+)  # two Philox counters, the second one cut
 CASES = {
     "plain": Sampling(),
     "cool": Sampling(temperature=0.7),
@@ -43,22 +47,36 @@ def probabilities(sampling: Sampling) -> np.ndarray:
 
 def draws(sampling: Sampling, seeds: list[int], positions: np.ndarray) -> np.ndarray:
     """Tokens [seeds, positions] from the sampler."""
-    requests = [GenerateRequest(id="r", token_ids=[0], sampling=sampling, seed=seed) for seed in seeds]
+    requests = [
+        GenerateRequest(id="r", token_ids=[0], sampling=sampling, seed=seed) for seed in seeds
+    ]
     states = [SamplingState(request, len(LOGITS_V), []) for request in requests]
     rows = len(seeds) * len(positions)
     logits_SV = torch.from_numpy(np.tile(LOGITS_V.astype(np.float32), (rows, 1)))
-    state_S, position_S = np.repeat(np.arange(len(seeds)), len(positions)), np.tile(positions, len(seeds))
-    return sample(logits_SV, states, state_S, position_S, np.zeros((rows, 0), np.int32)).token_S.reshape(len(seeds), -1)
+    state_S, position_S = (
+        np.repeat(np.arange(len(seeds)), len(positions)),
+        np.tile(positions, len(seeds)),
+    )
+    return sample(
+        logits_SV, states, state_S, position_S, np.zeros((rows, 0), np.int32)
+    ).token_S.reshape(len(seeds), -1)
 
 
 def p_value(counts: np.ndarray, p: np.ndarray) -> float:
-    """Pearson's chi-square test: the chance of counts at least this far from p. A token of probability 0 may not appear."""
+    """Pearson's chi-square test: the chance of counts at least this far from p. A token of
+    probability 0 may not appear.
+    """
     assert counts[p == 0].sum() == 0
     expected = p[p > 0] * counts.sum()
     assert expected.min() >= 5, "too few draws for the chi-square approximation"
     statistic = ((counts[p > 0] - expected) ** 2 / expected).sum()
     freedom = len(expected) - 1
-    return float(torch.special.gammaincc(torch.tensor(freedom / 2, dtype=torch.float64), torch.tensor(statistic / 2, dtype=torch.float64)))
+    return float(
+        torch.special.gammaincc(
+            torch.tensor(freedom / 2, dtype=torch.float64),
+            torch.tensor(statistic / 2, dtype=torch.float64),
+        )
+    )
 
 
 def fit(tokens: np.ndarray, p: np.ndarray) -> float:
@@ -86,7 +104,9 @@ def test_tokens_over_seeds_follow_the_distribution(name):
 @pytest.mark.parametrize("distance", [1, 2, 256])
 def test_positions_are_independent(distance):
     tokens = draws(Sampling(), [5], np.arange(1, DRAWS + 1))
-    assert pair_fit(tokens[:, :-distance], tokens[:, distance:], probabilities(Sampling())) > P_LOWEST
+    assert (
+        pair_fit(tokens[:, :-distance], tokens[:, distance:], probabilities(Sampling())) > P_LOWEST
+    )
 
 
 @pytest.mark.parametrize("seeds", [[7, 8], [7, 7 + 2**32], [0, 2**64 - 1]])
@@ -106,7 +126,9 @@ def test_the_pair_fit_sees_noise_that_is_reused_by_two_positions():
 
 
 def test_the_fit_sees_shared_noise_under_the_classical_acceptance_rule():
-    """Draft with the shared noise, accept if u < p / q with the drafted token's own u, else draw from the residual: biased."""
+    """Draft with the shared noise, accept if u < p / q with the drafted token's own u, else draw
+    from the residual: biased.
+    """
     p, q = probabilities(Sampling()), probabilities(Sampling(temperature=1.6))
     residual = np.log(np.maximum(p - q, 1e-300))
     tokens = []
@@ -119,10 +141,14 @@ def test_the_fit_sees_shared_noise_under_the_classical_acceptance_rule():
 
 
 def test_drafts_that_share_the_noise_leave_accept_iff_equal_exact():
-    """The emitted token is the target's own whether the draft hits or not; sharing the noise only makes it hit more often."""
+    """The emitted token is the target's own whether the draft hits or not; sharing the noise only
+    makes it hit more often.
+    """
     p, q = probabilities(Sampling()), probabilities(Sampling(temperature=1.6))
     target = draws(Sampling(), [3], np.arange(1, 4_001))[0]
-    noise = np.array([[gumbel(np.uint64(3), v, position) for v in range(len(p))] for position in range(1, 4_001)])
+    noise = np.array(
+        [[gumbel(np.uint64(3), v, position) for v in range(len(p))] for position in range(1, 4_001)]
+    )
     hits = (np.argmax(np.log(q) + noise, axis=1) == target).mean()
     blind_hits = (p * q).sum()
     assert fit(target, p) > P_LOWEST

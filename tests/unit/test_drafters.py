@@ -11,14 +11,18 @@ from tlt_server.speculation.survival import Calibration
 from tlt_server.speculation.tree import select
 
 BUILD = {
-    "eagle": lambda cls, engine: cls(FakeNetwork(), engine.cache, Calibration(), max_requests=8, max_rows=200),
+    "eagle": lambda cls, engine: cls(
+        FakeNetwork(), engine.cache, Calibration(), max_requests=8, max_rows=200
+    ),
     "history": lambda cls, engine: cls(),
 }
 
 
 @pytest.fixture(params=list(DRAFTERS))
 def drafted(request):
-    """(drafter, engine, names) with three requests that repeat themselves, so that every drafter has something to say."""
+    """(drafter, engine, names) with three requests that repeat themselves, so that every drafter
+    has something to say.
+    """
     engine = FakeEngine()
     for name, length in (("a", 6), ("b", 23), ("c", 41)):
         engine.extend(name, [1 + i % 5 for i in range(length)])
@@ -35,13 +39,22 @@ def assert_well_formed(candidates, batch, strategy):
         above = 1.0 if parent < 0 else candidates.survival_N[parent]
         assert 0 <= candidates.survival_N[n] <= above
         if parent >= 0:
-            assert candidates.request_N[parent] == b and candidates.depth_N[parent] == candidates.depth_N[n] - 1
-    assert [a.dtype for a in vars(candidates).values()] == [np.dtype(np.int32)] * 5 + [np.dtype(np.float32)]
+            assert (
+                candidates.request_N[parent] == b
+                and candidates.depth_N[parent] == candidates.depth_N[n] - 1
+            )
+    assert [a.dtype for a in vars(candidates).values()] == [np.dtype(np.int32)] * 5 + [
+        np.dtype(np.float32)
+    ]
     siblings = list(zip(candidates.request_N, candidates.parent_N, candidates.token_N, strict=True))
     assert len(set(siblings)) == len(siblings)
 
 
-@pytest.mark.parametrize("strategy", [Strategy("x", 1, 1, 2), Strategy("x", 5, 1, 6), Strategy("x", 6, 3, 12)], ids=lambda s: s.name)
+@pytest.mark.parametrize(
+    "strategy",
+    [Strategy("x", 1, 1, 2), Strategy("x", 5, 1, 6), Strategy("x", 6, 3, 12)],
+    ids=lambda s: s.name,
+)
 def test_candidates_are_well_formed(drafted, strategy):
     drafter, engine, names = drafted
     for _ in range(3):

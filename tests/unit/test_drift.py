@@ -1,4 +1,6 @@
-"""The drift of a device's table is read every so often, is the host's formula, and is known only once the reading has arrived."""
+"""The drift of a device's table is read every so often, is the host's formula, and is known only
+once the reading has arrived.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The grown tree against a twin without KV cache, lazy catch-up against always-on, page reuse, and the children kernel."""
+"""The grown tree against a twin without KV cache, lazy catch-up against always-on, page reuse, and
+the children kernel.
+"""
 
 import numpy as np
 import pytest
@@ -14,8 +16,12 @@ from tlt_server.speculation.tree import select
 
 
 def children_slowly(logits, target_ids, seed, position, temperature, count):
-    z = [float(np.float32(q) / np.float32(temperature) + gumbel(seed, int(v), position)) if temperature else float(q)
-         for q, v in zip(logits, target_ids, strict=True)]
+    z = [
+        float(np.float32(q) / np.float32(temperature) + gumbel(seed, int(v), position))
+        if temperature
+        else float(q)
+        for q, v in zip(logits, target_ids, strict=True)
+    ]
     order = sorted(range(len(z)), key=lambda i: (-z[i], i))[:count]
     return [int(target_ids[i]) for i in order], [z[i] for i in order]
 
@@ -24,7 +30,9 @@ def children_slowly(logits, target_ids, seed, position, temperature, count):
 @pytest.mark.parametrize("vocabulary", [3, 60, 5000])
 def test_children_are_the_best_of_the_perturbed_logits(temperature, vocabulary):
     random = np.random.default_rng(vocabulary)
-    logits = (random.standard_normal((6, vocabulary)) * random.uniform(0.1, 12, (6, 1))).astype(np.float32)
+    logits = (random.standard_normal((6, vocabulary)) * random.uniform(0.1, 12, (6, 1))).astype(
+        np.float32
+    )
     ids = np.sort(random.choice(3 * vocabulary, vocabulary, replace=False)).astype(np.int64)
     seeds = random.integers(0, 2**64, 6, dtype=np.uint64)
     positions = random.integers(0, 10000, 6)
@@ -32,9 +40,9 @@ def test_children_are_the_best_of_the_perturbed_logits(temperature, vocabulary):
     children(logits, ids, seeds, positions, np.full(6, temperature, np.float32), token_RW, z_RW)
     for r in range(6):
         tokens, z = children_slowly(logits[r], ids, seeds[r], positions[r], temperature, 4)
-        assert token_RW[r, :len(tokens)].tolist() == tokens
-        np.testing.assert_allclose(z_RW[r, :len(z)], z, rtol=1e-5, atol=1e-5)
-        assert (token_RW[r, len(tokens):] == -1).all()
+        assert token_RW[r, : len(tokens)].tolist() == tokens
+        np.testing.assert_allclose(z_RW[r, : len(z)], z, rtol=1e-5, atol=1e-5)
+        assert (token_RW[r, len(tokens) :] == -1).all()
 
 
 def tree_slowly(network, calibration, tokens, features, seed, temperature, depth, width, floor):
@@ -44,7 +52,14 @@ def tree_slowly(network, calibration, tokens, features, seed, temperature, depth
     def plant(path):
         survival = nodes[path][1] if path else 1.0
         logits = network.logits(network.hidden_of(tokens, features, path)[None])[0].numpy()
-        names, z = children_slowly(logits, network.target_ids.numpy(), seed, len(tokens) + len(path), temperature, max(width, 2))
+        names, z = children_slowly(
+            logits,
+            network.target_ids.numpy(),
+            seed,
+            len(tokens) + len(path),
+            temperature,
+            max(width, 2),
+        )
         for rank in range(width):
             cell = calibration.cell(0 if not path else 1, rank, z[0] - z[max(rank, 1)])
             nodes[(*path, names[rank])] = (rank, survival * calibration.survival_K[cell])
@@ -52,7 +67,11 @@ def tree_slowly(network, calibration, tokens, features, seed, temperature, depth
     plant(())
     expanded = set()
     for _ in range(depth - 1):
-        ready = [path for path in nodes if path not in expanded and len(path) < depth and nodes[path][1] > floor]
+        ready = [
+            path
+            for path in nodes
+            if path not in expanded and len(path) < depth and nodes[path][1] > floor
+        ]
         for path in sorted(ready, key=lambda path: -nodes[path][1])[:width]:
             expanded.add(path)
             plant(path)
@@ -73,11 +92,20 @@ def assert_same_tree(found, expected):
     assert found.keys() == expected.keys()
     for path, (rank, survival) in expected.items():
         assert found[path][0] == rank
-        assert found[path][1] == pytest.approx(survival, rel=1e-4)  # float32 products of eight factors
+        assert found[path][1] == pytest.approx(
+            survival, rel=1e-4
+        )  # float32 products of eight factors
 
 
 def build(engine, network, **options):
-    return Eagle(network, engine.cache, Calibration(), max_requests=4, max_rows=options.pop("max_rows", 256), **options)
+    return Eagle(
+        network,
+        engine.cache,
+        Calibration(),
+        max_requests=4,
+        max_rows=options.pop("max_rows", 256),
+        **options,
+    )
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -93,8 +121,17 @@ def test_tree_equals_the_twin_without_a_cache(temperature, depth, width):
         batch = engine.batch(names, temperature=temperature)
         candidates = eagle.propose(batch, Strategy("eagle", depth, width, 999))
         for b, name in enumerate(names):
-            expected = tree_slowly(network, eagle.calibration, engine.tokens[name], engine.features(engine.tokens[name]),
-                                   batch.seed_B[b], temperature, depth, width, eagle.floor)
+            expected = tree_slowly(
+                network,
+                eagle.calibration,
+                engine.tokens[name],
+                engine.features(engine.tokens[name]),
+                batch.seed_B[b],
+                temperature,
+                depth,
+                width,
+                eagle.floor,
+            )
             assert_same_tree(as_paths(candidates, b), expected)
             engine.extend(name, random.integers(0, VOCABULARY, int(random.integers(1, 7))).tolist())
 
@@ -108,7 +145,10 @@ def test_pruning_by_the_verify_budget_never_changes_what_is_verified():
     for rows in (2, 4, 8, 16):
         cut = build(engine, network, floor=0.0).propose(batch, Strategy("eagle", 6, 4, rows))
         assert len(cut) < len(full)
-        wanted, got = ({(b, path) for b in range(3) for path in paths(candidates, b, 3 * (rows - 1))} for candidates in (full, cut))
+        wanted, got = (
+            {(b, path) for b in range(3) for path in paths(candidates, b, 3 * (rows - 1))}
+            for candidates in (full, cut)
+        )
         assert wanted == got
 
 
@@ -134,13 +174,17 @@ def test_turning_on_late_equals_always_on():
     for _ in range(12):
         always.propose(engine.batch(names), strategy)
         for name in names:
-            engine.extend(name, random.integers(0, VOCABULARY, int(random.integers(1, 90))).tolist())  # over one chunk in all
+            engine.extend(
+                name, random.integers(0, VOCABULARY, int(random.integers(1, 90))).tolist()
+            )  # over one chunk in all
     batch = engine.batch(names)
     first, second = always.propose(batch, strategy), late.propose(batch, strategy)
     for b in range(2):
         assert_same_tree(as_paths(first, b), as_paths(second, b))
     certain = [(b, p) for b, p in late.network.stored if p < len(engine.tokens[names[b]])]
-    assert sorted(certain) == [(b, p) for b in range(2) for p in range(1, len(engine.tokens[names[b]]))]  # each slot once
+    assert sorted(certain) == [
+        (b, p) for b in range(2) for p in range(1, len(engine.tokens[names[b]]))
+    ]  # each slot once
 
 
 def test_shared_prefix_pages_are_drafted_once():
@@ -161,7 +205,9 @@ def test_a_reused_page_is_drafted_again():
     engine.extend("new", list(range(30, 16, -1)))
     fresh = build(engine, FakeNetwork())
     batch = engine.batch(["new"])
-    assert_same_tree(as_paths(reused.propose(batch, strategy), 0), as_paths(fresh.propose(batch, strategy), 0))
+    assert_same_tree(
+        as_paths(reused.propose(batch, strategy), 0), as_paths(fresh.propose(batch, strategy), 0)
+    )
 
 
 def test_new_drafter_weights_take_hold_by_forgetting():
@@ -174,7 +220,10 @@ def test_new_drafter_weights_take_hold_by_forgetting():
     eagle.network = other
     eagle.target_ids = other.target_ids.numpy()
     eagle.forget()
-    assert_same_tree(as_paths(eagle.propose(batch, strategy), 0), as_paths(build(engine, other).propose(batch, strategy), 0))
+    assert_same_tree(
+        as_paths(eagle.propose(batch, strategy), 0),
+        as_paths(build(engine, other).propose(batch, strategy), 0),
+    )
 
 
 def test_small_scratch_cuts_the_tree_instead_of_overrunning():
@@ -182,8 +231,13 @@ def test_small_scratch_cuts_the_tree_instead_of_overrunning():
     for name in "abcd":
         engine.extend(name, [1, 2, 3])
     for max_rows in (0, 1, 5, 13):
-        candidates = build(engine, network, max_rows=max_rows).propose(engine.batch(list("abcd")), Strategy("eagle", 6, 4, 99))
-        assert candidates.depth_N.max() <= 1 + max_rows // 4 and np.isfinite(candidates.survival_N).all()
+        candidates = build(engine, network, max_rows=max_rows).propose(
+            engine.batch(list("abcd")), Strategy("eagle", 6, 4, 99)
+        )
+        assert (
+            candidates.depth_N.max() <= 1 + max_rows // 4
+            and np.isfinite(candidates.survival_N).all()
+        )
 
 
 def test_verification_teaches_the_calibration():

@@ -10,13 +10,19 @@ from tlt_server.engine.faults import told
 DETAILS = "\nCUDA kernel errors might be asynchronously reported at some other API call.\nCompile with `TORCH_USE_CUDA_DSA`."
 
 
-@pytest.mark.parametrize("error", [
-    torch.AcceleratorError("CUDA error: an illegal memory access was encountered" + DETAILS),
-    RuntimeError("CUDA error: an illegal memory access was encountered" + DETAILS),
-    RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
-])
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.AcceleratorError("CUDA error: an illegal memory access was encountered" + DETAILS),
+        RuntimeError("CUDA error: an illegal memory access was encountered" + DETAILS),
+        RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
+    ],
+)
 def test_a_gpus_error_is_named_in_one_line(error: Exception) -> None:
-    assert told(error, ready=True) == "the GPU reported 'an illegal memory access was encountered'; the engine restarts"
+    assert (
+        told(error, ready=True)
+        == "the GPU reported 'an illegal memory access was encountered'; the engine restarts"
+    )
     assert told(error, ready=False) == "the GPU reported 'an illegal memory access was encountered'"
 
 
@@ -30,8 +36,14 @@ def test_an_error_that_followed_a_gpus_error_is_a_gpus_error() -> None:
 
 
 def test_memory_that_ran_out_names_what_to_lower() -> None:
-    message = told(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), ready=True)
-    assert "Tried to allocate 2.00 GiB" in message and "the engine restarts" in message and "lower memory_fraction" in message
+    message = told(
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), ready=True
+    )
+    assert (
+        "Tried to allocate 2.00 GiB" in message
+        and "the engine restarts" in message
+        and "lower memory_fraction" in message
+    )
 
 
 @pytest.mark.parametrize("error", [RuntimeError("shapes do not fit"), ZeroDivisionError("no")])

@@ -25,8 +25,11 @@ def table() -> set[tuple[int, str]]:
     """Status and code of the rows under "When it does not work"."""
     section = PAGE.read_text().split("## When it does not work")[1]
     rows = re.findall(r"^\| ([\d, ]+) \| (`.*?`) \| \S", section, re.MULTILINE)
-    return {(int(status), code) for statuses, codes in rows
-            for status, code in paired(statuses.split(", "), re.findall(r"`(\w+)`", codes))}
+    return {
+        (int(status), code)
+        for statuses, codes in rows
+        for status, code in paired(statuses.split(", "), re.findall(r"`(\w+)`", codes))
+    }
 
 
 def paired(statuses: list[str], codes: list[str]) -> list[tuple[str, str]]:

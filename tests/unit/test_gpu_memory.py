@@ -1,4 +1,6 @@
-"""A GPU's memory as arithmetic: pages that fit, and refusals whose remedy works when it is followed."""
+"""A GPU's memory as arithmetic: pages that fit, and refusals whose remedy works when it is
+followed.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,14 @@ from hypothesis import strategies as st
 
 from tlt_server.attention.gpu import TREE_ROWS, TritonPaged
 from tlt_server.engine.gpu.memory import GIB, MIB, RESERVE, Needs, Plan
-from tlt_server.engine.gpu.refusals import BUSY, CONTEXT, SMALLER, check_plan, check_weights, exhausted
+from tlt_server.engine.gpu.refusals import (
+    BUSY,
+    CONTEXT,
+    SMALLER,
+    check_plan,
+    check_weights,
+    exhausted,
+)
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import ModelError, StartupError
 from tlt_server.models.config import ModelConfig, Rope
@@ -25,8 +34,20 @@ from tlt_server.models.layers import LayerShape
 from tlt_server.settings import settings as all_settings
 
 CONFIG = ModelConfig(  # as Qwen2.5-7B
-    architecture="Qwen2ForCausalLM", vocab_size=152064, hidden_size=3584, intermediate_size=18944, layers=28, heads=28, kv_heads=4,
-    head_dim=128, max_position=32768, norm_eps=1e-6, rope=Rope(), tied_embeddings=False, attention_bias=False, mlp_bias=False,
+    architecture="Qwen2ForCausalLM",
+    vocab_size=152064,
+    hidden_size=3584,
+    intermediate_size=18944,
+    layers=28,
+    heads=28,
+    kv_heads=4,
+    head_dim=128,
+    max_position=32768,
+    norm_eps=1e-6,
+    rope=Rope(),
+    tied_embeddings=False,
+    attention_bias=False,
+    mlp_bias=False,
     eos_token_ids=(0,),
 )
 VALUES = 7_615_616_512
@@ -34,7 +55,16 @@ TOTAL = 140 * GIB
 
 
 def settings(**changes: Any) -> EngineSettings:
-    return EngineSettings(**{"model": "m", "device": "cuda", "dtype": "bfloat16", "max_running": 256, "max_rows": 4096, **changes})
+    return EngineSettings(
+        **{
+            "model": "m",
+            "device": "cuda",
+            "dtype": "bfloat16",
+            "max_running": 256,
+            "max_rows": 4096,
+            **changes,
+        }
+    )
 
 
 def needs(given: EngineSettings, drafter: ModelConfig | None = None) -> Needs:
@@ -67,7 +97,9 @@ def test_what_a_model_needs() -> None:
     given = settings()
     assert needs(given).weights == 2 * VALUES and needs(given).per_page == 16 * 2 * 28 * 4 * 128 * 2
     assert needs(settings(dtype="float32")).per_page == 2 * needs(given).per_page
-    assert needs(given, replace(CONFIG, layers=1)).per_page - needs(given).per_page == 2 * (16 * 2 * 4 * 128 + 3584)
+    assert needs(given, replace(CONFIG, layers=1)).per_page - needs(given).per_page == 2 * (
+        16 * 2 * 4 * 128 + 3584
+    )
 
 
 def test_pages_are_what_the_fraction_leaves() -> None:
@@ -75,10 +107,17 @@ def test_pages_are_what_the_fraction_leaves() -> None:
     budget = plan(given, free)
     left = free - budget.kv - budget.working - RESERVE - TOTAL * (1 - given.memory_fraction)
     assert 0 <= left < needs(given).per_page and budget.staging == 0
-    assert f"{budget.pages} pages" in budget.told() and "14.2 GiB of weights" in budget.told() and "pushed" not in budget.told()
+    assert (
+        f"{budget.pages} pages" in budget.told()
+        and "14.2 GiB of weights" in budget.told()
+        and "pushed" not in budget.told()
+    )
     pushed = plan(settings(weight_root="/w"), free)
     assert "28.4 GiB for pushed weights" in pushed.told()
-    assert pushed.staging == 2 * needs(given).weights and 0 <= budget.kv - pushed.kv - pushed.staging < needs(given).per_page
+    assert (
+        pushed.staging == 2 * needs(given).weights
+        and 0 <= budget.kv - pushed.kv - pushed.staging < needs(given).per_page
+    )
 
 
 def test_no_more_than_could_be_in_use() -> None:
@@ -94,9 +133,18 @@ def test_what_other_programs_hold_is_not_counted_twice() -> None:
 def test_too_little_for_one_sequence_names_what_would_do(free_gib: float) -> None:
     given, free = settings(), int(free_gib * GIB)
     message = refusal(given, free)
-    assert re.search(r"140\.0 GiB is \d+ MiB short of one sequence of max_model_len 32768 beside 1934 MiB for steps, ", message)
+    assert re.search(
+        r"140\.0 GiB is \d+ MiB short of one sequence of max_model_len 32768 beside 1934 MiB for steps, ",
+        message,
+    )
     assert "nvidia-smi" in message
-    assert pages(msgspec.structs.replace(given, memory_fraction=offered(message, "memory_fraction")), free) >= 2048
+    assert (
+        pages(
+            msgspec.structs.replace(given, memory_fraction=offered(message, "memory_fraction")),
+            free,
+        )
+        >= 2048
+    )
     length = int(offered(message, "max_model_len"))
     assert pages(given, free, length) >= length // 16
     with pytest.raises(StartupError):
@@ -107,56 +155,86 @@ def test_fewer_rows_and_no_pushes_are_named_where_they_would_do() -> None:
     free = int(13.3 * GIB)
     message = refusal(settings(memory_fraction=0.98), free, length=131072)
     rows = int(offered(message, "max_rows"))
-    assert 512 <= rows < 4096 and pages(settings(memory_fraction=0.98, max_rows=rows), free, length=131072) >= 8192
+    assert (
+        512 <= rows < 4096
+        and pages(settings(memory_fraction=0.98, max_rows=rows), free, length=131072) >= 8192
+    )
     assert "memory_fraction to" not in message, "it is as high as we advise"
     root = refusal(settings(weight_root="/w"), 40 * GIB)
-    assert "set weight_staging to host" in root and pages(settings(weight_root="/w", weight_staging="host"), 40 * GIB) >= 2048
+    assert (
+        "set weight_staging to host" in root
+        and pages(settings(weight_root="/w", weight_staging="host"), 40 * GIB) >= 2048
+    )
     open_only = refusal(settings(weight_channels="ipc"), 40 * GIB)
-    assert "set weight_staging to host" in open_only and pages(settings(weight_channels="ipc", weight_staging="host"), 40 * GIB) >= 2048
+    assert (
+        "set weight_staging to host" in open_only
+        and pages(settings(weight_channels="ipc", weight_staging="host"), 40 * GIB) >= 2048
+    )
 
 
 def test_nothing_fits_at_all() -> None:
     message = refusal(settings(memory_fraction=0.98), 2 * GIB)
-    assert "max_model_len to" not in message and message.endswith("for graphs; end what else uses this GPU (nvidia-smi lists it)")
+    assert "max_model_len to" not in message and message.endswith(
+        "for graphs; end what else uses this GPU (nvidia-smi lists it)"
+    )
     assert refusal(settings(), GIB, total=16 * GIB).endswith(f"; {SMALLER}")
 
 
 def test_memory_that_was_asked_for() -> None:
     message = refusal(settings(kv_memory_mb=100), TOTAL)
-    assert message.startswith("kv_memory_mb 100 holds 114 pages, one sequence of max_model_len 32768 needs 2048; raise kv_memory_mb to "
-                              "1792, or lower max_model_len to 1824")
-    assert pages(settings(kv_memory_mb=1792), TOTAL) == 2048 and pages(settings(kv_memory_mb=100), TOTAL, length=1824) == 114
+    assert message.startswith(
+        "kv_memory_mb 100 holds 114 pages, one sequence of max_model_len 32768 needs 2048; raise kv_memory_mb to "
+        "1792, or lower max_model_len to 1824"
+    )
+    assert (
+        pages(settings(kv_memory_mb=1792), TOTAL) == 2048
+        and pages(settings(kv_memory_mb=100), TOTAL, length=1824) == 114
+    )
     message = refusal(settings(kv_memory_mb=50 * 1024), 30 * GIB)
-    assert "short" in message and pages(settings(kv_memory_mb=int(offered(message, "kv_memory_mb"))), 30 * GIB) > 2048
+    assert (
+        "short" in message
+        and pages(settings(kv_memory_mb=int(offered(message, "kv_memory_mb"))), 30 * GIB) > 2048
+    )
     message = refusal(settings(pages=10**6), 30 * GIB)
     assert pages(settings(pages=int(offered(message, "pages"))), 30 * GIB) > 2048
 
 
 @pytest.mark.parametrize("named", [{"kv_memory_mb": 50 * 1024}, {"pages": 60_000}])
-def test_memory_that_was_asked_for_leaves_room_for_graphs_and_pushed_weights(named: dict[str, int]) -> None:
+def test_memory_that_was_asked_for_leaves_room_for_graphs_and_pushed_weights(
+    named: dict[str, int],
+) -> None:
     asked = plan(settings(**named), 0)
     enough = asked.kv + asked.working + RESERVE
     assert pages(asked.settings, enough) == asked.pages
     assert " for graphs; lower " in refusal(asked.settings, enough - 1)
     pushed = settings(weight_root="/w", **named)
     message = refusal(pushed, enough + asked.needs.weights)
-    assert "28.4 GiB for pushed weights, " in message and "set weight_staging to host (28.4 GiB are kept on the GPU" in message
+    assert (
+        "28.4 GiB for pushed weights, " in message
+        and "set weight_staging to host (28.4 GiB are kept on the GPU" in message
+    )
     assert pages(pushed, enough + 2 * asked.needs.weights) == asked.pages
 
 
 def test_too_little_for_one_sequence_offers_no_less_memory() -> None:
     message = refusal(settings(kv_memory_mb=50 * 1024), 5 * GIB)
     assert "kv_memory_mb to" not in message and "lower max_model_len to" in message
-    assert refusal(settings(pages=10**6), 5 * GIB).endswith("; lower pages to 2789 and lower max_rows to 512"), "neither is enough alone"
+    assert refusal(settings(pages=10**6), 5 * GIB).endswith(
+        "; lower pages to 2789 and lower max_rows to 512"
+    ), "neither is enough alone"
     assert refusal(settings(pages=10**6), GIB).endswith(f"; {BUSY} and lower pages to 142103")
-    assert "raise kv_memory_mb" not in refusal(settings(kv_memory_mb=100), 5 * GIB), "it would be refused next"
+    assert "raise kv_memory_mb" not in refusal(settings(kv_memory_mb=100), 5 * GIB), (
+        "it would be refused next"
+    )
 
 
 def test_more_sequences_than_a_small_gpu_has_logits_for() -> None:
     total = 24 * GIB
     free = total - 2 * VALUES - GIB // 2
     message = refusal(settings(max_running=65536), free, total=total)
-    assert "beside 75.7 GiB for steps" in message and "nvidia-smi" not in message, "nothing else uses it"
+    assert "beside 75.7 GiB for steps" in message and "nvidia-smi" not in message, (
+        "nothing else uses it"
+    )
     most = int(offered(message, "max_running"))
     assert pages(settings(max_running=most), free, total=total) >= 2048
     with pytest.raises(StartupError):
@@ -167,10 +245,19 @@ def test_two_settings_where_one_is_not_enough() -> None:
     total = 24 * GIB
     given, free = settings(max_running=65536, weight_root="/w"), total - 2 * VALUES - GIB // 2
     message = refusal(given, free, total=total)
-    found = re.search(r"; lower max_running to (\d+) and set weight_staging to host \(28\.4 GiB are kept on the GPU for pushed weights\)$",
-                      message)
+    found = re.search(
+        r"; lower max_running to (\d+) and set weight_staging to host \(28\.4 GiB are kept on the GPU for pushed weights\)$",
+        message,
+    )
     assert found is not None, message
-    assert pages(settings(max_running=int(found[1]), weight_root="/w", weight_staging="host"), free, total=total) >= 2048
+    assert (
+        pages(
+            settings(max_running=int(found[1]), weight_root="/w", weight_staging="host"),
+            free,
+            total=total,
+        )
+        >= 2048
+    )
 
 
 DOCS = {setting.name: setting.doc for setting in all_settings()}
@@ -191,7 +278,9 @@ def followed(refused: Plan, remedy: str) -> Plan:
         found = VALUE.fullmatch(part)
         assert found is not None, remedy
         name, value = found[2], float(found[3]) if found[2] == "memory_fraction" else int(found[3])
-        before = refused.max_model_len if name == "max_model_len" else getattr(refused.settings, name)
+        before = (
+            refused.max_model_len if name == "max_model_len" else getattr(refused.settings, name)
+        )
         assert (value < before) == (found[1] == "lower") and value != before
         assert DOCS[name].low <= value <= DOCS[name].high, remedy  # type: ignore[operator]
         changes[name] = value
@@ -208,10 +297,15 @@ def test_every_remedy_that_is_offered_works(data: st.DataObject) -> None:
     total = draw(st.sampled_from([24, 80, 140])) * GIB
     asked = settings(
         **{name: draw(st.integers(1, 2**20)) for name in named},
-        max_running=draw(st.one_of(st.integers(1, 512), st.integers(1, 65536))), max_rows=draw(st.integers(1, 65536)),
-        memory_fraction=draw(st.integers(5, 99)) / 100, weight_root=draw(st.sampled_from(["", "/w"])),
-        weight_channels=draw(st.sampled_from(["auto", "ipc,broadcast"])))
-    refused = plan(asked, draw(st.integers(0, total - 2 * VALUES)), draw(st.integers(2, 131072)), total)
+        max_running=draw(st.one_of(st.integers(1, 512), st.integers(1, 65536))),
+        max_rows=draw(st.integers(1, 65536)),
+        memory_fraction=draw(st.integers(5, 99)) / 100,
+        weight_root=draw(st.sampled_from(["", "/w"])),
+        weight_channels=draw(st.sampled_from(["auto", "ipc,broadcast"])),
+    )
+    refused = plan(
+        asked, draw(st.integers(0, total - 2 * VALUES)), draw(st.integers(2, 131072)), total
+    )
     if refused.fits:
         check_plan(refused)
         return
@@ -221,13 +315,18 @@ def test_every_remedy_that_is_offered_works(data: st.DataObject) -> None:
     for remedy in remedies if remedies != [SMALLER] else []:
         accepted = followed(refused, remedy)
         check_plan(accepted)
-        assert accepted.pages >= min(accepted.least, accepted.settings.pages or accepted.least), remedy
+        assert accepted.pages >= min(accepted.least, accepted.settings.pages or accepted.least), (
+            remedy
+        )
 
 
 def test_weights_that_do_not_fit_are_refused_before_they_are_read() -> None:
     given = settings()
     check_weights(given, needs(given), 15 * GIB, TOTAL)
-    with pytest.raises(StartupError, match=r"weights take 14.2 GiB in bfloat16, 10.0 GiB of the GPU's 140.0 GiB are free, 4286 MiB too"):
+    with pytest.raises(
+        StartupError,
+        match=r"weights take 14.2 GiB in bfloat16, 10.0 GiB of the GPU's 140.0 GiB are free, 4286 MiB too",
+    ):
         check_weights(given, needs(given), 10 * GIB, TOTAL)
     with pytest.raises(StartupError, match=r"dtype bfloat16 \(halves them\)"):
         check_weights(settings(dtype="float32"), needs(settings(dtype="float32")), 20 * GIB, TOTAL)
@@ -239,16 +338,25 @@ SAID = "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capac
 def test_memory_that_runs_out_in_spite_of_the_plan() -> None:
     made = plan(settings(), TOTAL - 2 * VALUES)
     message = exhausted(made, "buffers and graphs", SAID, free=int(1.5 * GIB), total=TOTAL)
-    assert "no room for buffers and graphs: 20.0 GiB more were asked for and 1536 MiB of its 140.0 GiB are free" in message
+    assert (
+        "no room for buffers and graphs: 20.0 GiB more were asked for and 1536 MiB of its 140.0 GiB are free"
+        in message
+    )
     assert "lower memory_fraction to 0.76, or lower max_running, or end what" in message
-    assert "lower memory_fraction to 0.89" in exhausted(made, "graphs", "out of memory", free=GIB, total=TOTAL)
+    assert "lower memory_fraction to 0.89" in exhausted(
+        made, "graphs", "out of memory", free=GIB, total=TOTAL
+    )
 
 
 @pytest.mark.parametrize("named", [{}, {"kv_memory_mb": 40 * 1024}, {"pages": 40_000}])
 def test_less_kv_than_was_planned_holds_a_sequence_or_is_not_offered(named: dict[str, int]) -> None:
     made = plan(settings(**named), TOTAL - 2 * VALUES)
     for gib in (1, 5, 30, 100, 300):
-        remedies = exhausted(made, "graphs", f"Tried to allocate {gib}.00 GiB", free=0, total=TOTAL).partition("; ")[2].split(", or ")
+        remedies = (
+            exhausted(made, "graphs", f"Tried to allocate {gib}.00 GiB", free=0, total=TOTAL)
+            .partition("; ")[2]
+            .split(", or ")
+        )
         if VALUE.fullmatch(remedies[0]) is None:
             assert gib >= 100 or (named and gib >= 40) and remedies == ["lower max_running", BUSY]
             continue
@@ -258,7 +366,9 @@ def test_less_kv_than_was_planned_holds_a_sequence_or_is_not_offered(named: dict
 
 
 def test_weights_for_which_memory_runs_out_are_helped_by_no_setting() -> None:
-    assert exhausted(None, "the weights", SAID, free=MIB, total=TOTAL).endswith(f"; {SMALLER}, or {BUSY}")
+    assert exhausted(None, "the weights", SAID, free=MIB, total=TOTAL).endswith(
+        f"; {SMALLER}, or {BUSY}"
+    )
 
 
 def test_the_device_turns_the_allocators_error_into_ours(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,30 +377,49 @@ def test_the_device_turns_the_allocators_error_into_ours(monkeypatch: pytest.Mon
 
     device = Interpreted(settings(device="interpreter", dtype="float32", attention="triton"))
     monkeypatch.setattr(device, "_free", lambda: (3 * GIB, TOTAL))
-    with pytest.raises(StartupError, match="no room for 77 KV pages: 20.0 GiB more were asked for and 3072 MiB of its 140.0 GiB are free"):
+    with pytest.raises(
+        StartupError,
+        match="no room for 77 KV pages: 20.0 GiB more were asked for and 3072 MiB of its 140.0 GiB are free",
+    ):
         with device._memory("77 KV pages"):
             raise torch.OutOfMemoryError(SAID)
     with pytest.raises(ZeroDivisionError), device._memory("77 KV pages"):
         raise ZeroDivisionError
 
 
-@pytest.mark.parametrize(("shape", "head_dim", "says"), [
-    (LayerShape(output_bias=True), 128, "the target has 'attention_bias' true"),
-    (LayerShape(mlp_bias=True), 128, "the target has 'mlp_bias' true"),
-    (LayerShape(), 80, "the target has 'head_dim' 80, and the kernels of a GPU have 16, 32, 64, 128, 256"),
-    (LayerShape(), 512, "'head_dim' 512"),
-])
+@pytest.mark.parametrize(
+    ("shape", "head_dim", "says"),
+    [
+        (LayerShape(output_bias=True), 128, "the target has 'attention_bias' true"),
+        (LayerShape(mlp_bias=True), 128, "the target has 'mlp_bias' true"),
+        (
+            LayerShape(),
+            80,
+            "the target has 'head_dim' 80, and the kernels of a GPU have 16, 32, 64, 128, 256",
+        ),
+        (LayerShape(), 512, "'head_dim' 512"),
+    ],
+)
 def test_shapes_that_a_gpu_refuses(shape: LayerShape, head_dim: int, says: str) -> None:
     with pytest.raises(ModelError) as caught:
         check_shape(replace(CONFIG, head_dim=head_dim), shape, "the target")
     assert says in caught.value.message and caught.value.message.endswith("start with --device cpu")
 
 
-@pytest.mark.parametrize(("changes", "says"), [
-    ({"heads": 34, "kv_heads": 2}, "34 query heads over 2 KV heads, and the kernels of a GPU have at most 16"),
-    ({"intermediate_size": 18945}, "'intermediate_size' 18945, and the kernels of a GPU need a multiple of 8"),
-    ({"hidden_size": 3588}, "'hidden_size' 3588"),
-])
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (
+            {"heads": 34, "kv_heads": 2},
+            "34 query heads over 2 KV heads, and the kernels of a GPU have at most 16",
+        ),
+        (
+            {"intermediate_size": 18945},
+            "'intermediate_size' 18945, and the kernels of a GPU need a multiple of 8",
+        ),
+        ({"hidden_size": 3588}, "'hidden_size' 3588"),
+    ],
+)
 def test_sizes_that_a_gpu_refuses(changes: dict[str, int], says: str) -> None:
     with pytest.raises(ModelError) as caught:
         check_shape(replace(CONFIG, **changes), LayerShape(), "the target")
@@ -299,12 +428,20 @@ def test_sizes_that_a_gpu_refuses(changes: dict[str, int], says: str) -> None:
 
 @pytest.mark.parametrize("head_dim", [16, 64, 128, 256])
 def test_shapes_that_a_gpu_takes(head_dim: int) -> None:
-    check_shape(replace(CONFIG, head_dim=head_dim), LayerShape(qkv_bias=True, qk_norm=True), "the target")
+    check_shape(
+        replace(CONFIG, head_dim=head_dim), LayerShape(qkv_bias=True, qk_norm=True), "the target"
+    )
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(28, 4, 128), (64, 8, 128), (8, 1, 256)])
-def test_attention_has_room_for_the_trees_of_a_step(heads: int, kv_heads: int, head_dim: int) -> None:
-    TritonPaged(heads=heads, kv_heads=kv_heads, head_dim=head_dim, context=4096, device=torch.device("cpu"))
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim"), [(28, 4, 128), (64, 8, 128), (8, 1, 256)]
+)
+def test_attention_has_room_for_the_trees_of_a_step(
+    heads: int, kv_heads: int, head_dim: int
+) -> None:
+    TritonPaged(
+        heads=heads, kv_heads=kv_heads, head_dim=head_dim, context=4096, device=torch.device("cpu")
+    )
 
 
 def test_attention_without_room_for_the_trees_of_a_step_is_refused_at_start() -> None:

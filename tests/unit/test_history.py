@@ -1,4 +1,6 @@
-"""Matching against a slow twin, the pool's bookkeeping, and what the history drafter makes of siblings and repetition."""
+"""Matching against a slow twin, the pool's bookkeeping, and what the history drafter makes of
+siblings and repetition.
+"""
 
 from dataclasses import replace
 
@@ -10,7 +12,14 @@ from hypothesis import strategies as st
 from tlt_kernels.cpu.match import match_cell, match_pool
 from tlt_server.records import Strategy
 from tlt_server.speculation.batch import DraftBatch
-from tlt_server.speculation.drafters.history import DEPTHS, PROMPTS, SHARES, History, HistorySettings, prior
+from tlt_server.speculation.drafters.history import (
+    DEPTHS,
+    PROMPTS,
+    SHARES,
+    History,
+    HistorySettings,
+    prior,
+)
 from tlt_server.speculation.drafters.token_pool import SEGMENTS, TokenPool
 
 STRATEGY = Strategy("history", 4, 2, 9)
@@ -20,9 +29,15 @@ def batch_of(requests, group="g", prompt_len=1, max_depth=99):
     """requests: name -> tokens."""
     count = len(requests)
     return DraftBatch(
-        ids=list(requests), group_ids=[group] * count, tokens=[np.array(tokens, np.int32) for tokens in requests.values()],
-        prompt_len_B=np.full(count, prompt_len, np.int32), page_table_BP=np.zeros((count, 1), np.int32),
-        seed_B=np.zeros(count, np.uint64), temperature_B=np.ones(count, np.float32), max_depth_B=np.full(count, max_depth, np.int32))
+        ids=list(requests),
+        group_ids=[group] * count,
+        tokens=[np.array(tokens, np.int32) for tokens in requests.values()],
+        prompt_len_B=np.full(count, prompt_len, np.int32),
+        page_table_BP=np.zeros((count, 1), np.int32),
+        seed_B=np.zeros(count, np.uint64),
+        temperature_B=np.ones(count, np.float32),
+        max_depth_B=np.full(count, max_depth, np.int32),
+    )
 
 
 def trie_slowly(segments, member, most, shortest, matches, depth, width, table):
@@ -32,10 +47,14 @@ def trie_slowly(segments, member, most, shortest, matches, depth, width, table):
     for g, segment in enumerate(segments):
         for i in range(len(segment) - 1):
             length = 0
-            while length < len(suffix) and i - length >= 0 and segment[i - length] == suffix[-1 - length]:
+            while (
+                length < len(suffix)
+                and i - length >= 0
+                and segment[i - length] == suffix[-1 - length]
+            ):
                 length += 1
             if length >= shortest:
-                found.append((length, (g, i), segment[i + 1:]))
+                found.append((length, (g, i), segment[i + 1 :]))
     found = sorted(found, key=lambda match: (match[0], match[1]), reverse=True)[:matches]
     found = [match for match in found if 2 * match[0] >= found[0][0]]
     nodes, level = [], [((), found, 1.0)]
@@ -46,17 +65,27 @@ def trie_slowly(segments, member, most, shortest, matches, depth, width, table):
             kinds = {}
             for match in group:
                 kinds.setdefault(match[2][d - 1], []).append(match)
-            best = sorted(kinds.items(), key=lambda kind: -len(kind[1]))[:width]  # stable: longest match first among equals
+            best = sorted(kinds.items(), key=lambda kind: -len(kind[1]))[
+                :width
+            ]  # stable: longest match first among equals
             for rank, (token, members) in enumerate(best):
-                cell = match_cell(members[0][0] + d - 1, len(members), len(group), d, SHARES, DEPTHS)
+                cell = match_cell(
+                    members[0][0] + d - 1, len(members), len(group), d, SHARES, DEPTHS
+                )
                 below.append(((*path, token), rank, cell, survival * table[cell], members))
         nodes += [node[:4] for node in below]
         level = [(path, members, survival) for path, _, _, survival, members in below]
     return nodes
 
 
-@given(st.lists(st.lists(st.integers(0, 3), max_size=90), min_size=1, max_size=5), st.integers(0, 4), st.integers(1, 3),
-       st.integers(1, 12), st.integers(1, 5), st.integers(1, 3))
+@given(
+    st.lists(st.lists(st.integers(0, 3), max_size=90), min_size=1, max_size=5),
+    st.integers(0, 4),
+    st.integers(1, 3),
+    st.integers(1, 12),
+    st.integers(1, 5),
+    st.integers(1, 3),
+)
 @settings(max_examples=150, deadline=None)
 def test_tries_equal_the_twin(segments, member, shortest, matches, depth, width):
     member %= len(segments)
@@ -64,10 +93,28 @@ def test_tries_equal_the_twin(segments, member, shortest, matches, depth, width)
     length_G = np.array([len(segment) for segment in segments], np.int32)
     start_G = (np.cumsum(length_G) - length_G).astype(np.int32)
     size = matches * depth
-    arrays = [np.empty(size, np.int32) for _ in range(5)] + [np.empty(size, np.float32), np.empty(size, np.int32)]
+    arrays = [np.empty(size, np.int32) for _ in range(5)] + [
+        np.empty(size, np.float32),
+        np.empty(size, np.int32),
+    ]
     table = np.random.default_rng(0).random(len(prior())).astype(np.float32)
-    count = match_pool(tokens_T, start_G, length_G, np.array([member], np.int32), np.array([7], np.int32),
-                       np.array([depth], np.int32), 6, shortest, matches, width, table, SHARES, DEPTHS, 0, *arrays)
+    count = match_pool(
+        tokens_T,
+        start_G,
+        length_G,
+        np.array([member], np.int32),
+        np.array([7], np.int32),
+        np.array([depth], np.int32),
+        6,
+        shortest,
+        matches,
+        width,
+        table,
+        SHARES,
+        DEPTHS,
+        0,
+        *arrays,
+    )
     request, parent, token, depths, rank, survival, cell = (a[:count] for a in arrays)
     expected = trie_slowly(segments, member, 6, shortest, matches, depth, width, table)
     paths = []
@@ -81,8 +128,16 @@ def test_tries_equal_the_twin(segments, member, shortest, matches, depth, width)
     assert all(parent[n] < n and len(paths[n]) == depths[n] for n in range(count))
 
 
-@given(st.lists(st.tuples(st.sampled_from(["open", "append", "append", "append", "finish"]), st.integers(0, 10**6), st.integers(0, 400)),
-                max_size=60))
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["open", "append", "append", "append", "finish"]),
+            st.integers(0, 10**6),
+            st.integers(0, 400),
+        ),
+        max_size=60,
+    )
+)
 @settings(max_examples=100, deadline=None)
 def test_pool_keeps_every_live_token(operations):
     pool, held = TokenPool(2000), {}
@@ -101,15 +156,20 @@ def test_pool_keeps_every_live_token(operations):
         pool.check()
         for segment, tokens in held.items():
             start = pool.start_G[segment]
-            assert pool.tokens[start:start + pool.length_G[segment]].tolist() == tokens
+            assert pool.tokens[start : start + pool.length_G[segment]].tolist() == tokens
 
 
 def proposed_path(candidates, request=0):
     """The best child at every level."""
     path, at = [], -1
     while True:
-        children = [n for n in range(len(candidates))
-                    if candidates.request_N[n] == request and candidates.parent_N[n] == at and candidates.rank_N[n] == 0]
+        children = [
+            n
+            for n in range(len(candidates))
+            if candidates.request_N[n] == request
+            and candidates.parent_N[n] == at
+            and candidates.rank_N[n] == 0
+        ]
         if not children:
             return path
         at = children[0]
@@ -118,36 +178,61 @@ def proposed_path(candidates, request=0):
 
 def test_repetition_in_the_own_output_is_continued():
     history = History()
-    assert proposed_path(history.propose(batch_of({"a": [1, 2, 3, 4, 5, 6, 7, 2, 3, 4]}), STRATEGY)) == [5, 6, 7, 2]
+    assert proposed_path(
+        history.propose(batch_of({"a": [1, 2, 3, 4, 5, 6, 7, 2, 3, 4]}), STRATEGY)
+    ) == [5, 6, 7, 2]
 
 
 def test_the_prompt_is_searched():
     history = History()
     tokens = [10, 11, 12, 13, 14, 15, 16] + list(range(40, 70)) + [99, 11, 12]
-    assert proposed_path(history.propose(batch_of({"a": tokens}, prompt_len=37), STRATEGY)) == [13, 14, 15, 16]
+    assert proposed_path(history.propose(batch_of({"a": tokens}, prompt_len=37), STRATEGY)) == [
+        13,
+        14,
+        15,
+        16,
+    ]
 
 
 def test_a_running_sibling_and_a_finished_one_are_searched():
     history = History()
     history.propose(batch_of({"a": [1, 20, 21, 22, 23, 24], "b": [1, 30]}), STRATEGY)
-    both = history.propose(batch_of({"a": [1, 20, 21, 22, 23, 24, 25], "b": [1, 30, 21, 22]}), STRATEGY)
+    both = history.propose(
+        batch_of({"a": [1, 20, 21, 22, 23, 24, 25], "b": [1, 30, 21, 22]}), STRATEGY
+    )
     assert proposed_path(both, 1) == [23, 24, 25]
     history.finish("a", "g", np.array([1, 20, 21, 22, 23, 24, 25, 26]), 1)
-    assert proposed_path(history.propose(batch_of({"b": [1, 30, 21, 22, 23]}), STRATEGY)) == [24, 25, 26]
+    assert proposed_path(history.propose(batch_of({"b": [1, 30, 21, 22, 23]}), STRATEGY)) == [
+        24,
+        25,
+        26,
+    ]
 
 
 def test_the_same_prompt_in_a_later_rollout_finds_earlier_responses():
     history = History()
     history.finish("old", "step-1", np.array([5, 6, 7, 50, 51, 52, 53]), 3)
-    assert proposed_path(history.propose(batch_of({"new": [5, 6, 7, 50]}, group="step-2", prompt_len=3), STRATEGY)) == [51, 52, 53]
-    assert len(history.propose(batch_of({"other": [5, 6, 8, 50]}, group="step-3", prompt_len=3), STRATEGY)) == 0
+    assert proposed_path(
+        history.propose(batch_of({"new": [5, 6, 7, 50]}, group="step-2", prompt_len=3), STRATEGY)
+    ) == [51, 52, 53]
+    assert (
+        len(
+            history.propose(
+                batch_of({"other": [5, 6, 8, 50]}, group="step-3", prompt_len=3), STRATEGY
+            )
+        )
+        == 0
+    )
 
 
 def test_nothing_is_shared_between_salts():
     batch = batch_of({"new": [5, 6, 7, 50]}, prompt_len=3)
     for salts, path in ((["two"], 0), ([""], 0), (["one"], 3)):
         history = History()
-        history.propose(replace(batch_of({"sibling": [5, 6, 7, 50, 51, 52, 53]}, prompt_len=3), salts=["one"]), STRATEGY)
+        history.propose(
+            replace(batch_of({"sibling": [5, 6, 7, 50, 51, 52, 53]}, prompt_len=3), salts=["one"]),
+            STRATEGY,
+        )
         history.finish("old", "g", np.array([5, 6, 7, 50, 51, 52, 53]), 3, "one")
         assert len(history.propose(replace(batch, salts=salts), STRATEGY)) == path
 

@@ -1,4 +1,6 @@
-"""The trainer's half of http, in front of a client that keeps what it is told: little memory, and a checksum of each tensor."""
+"""The trainer's half of http, in front of a client that keeps what it is told: little memory, and a
+checksum of each tensor.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,20 @@ from tlt_client.channels.http import HttpSender
 from tlt_client.channels.tensors import raw
 
 CHUNK_BYTES = 2**16
-TENSORS = {"a": torch.arange(2**20, dtype=torch.float32), "b": torch.ones(3, dtype=torch.bfloat16), "c": torch.arange(2**21)}
+TENSORS = {
+    "a": torch.arange(2**20, dtype=torch.float32),
+    "b": torch.ones(3, dtype=torch.bfloat16),
+    "c": torch.arange(2**21),
+}
 
 
 class Told:
     def __init__(self, *, keeps: bool) -> None:
         self._keeps, self.parts, self.manifest = keeps, dict[str, bytearray](), dict[str, Any]()
 
-    def put_weights(self, version: str, part: str, data: bytes, *, start: int, total: int) -> dict[str, Any]:
+    def put_weights(
+        self, version: str, part: str, data: bytes, *, start: int, total: int
+    ) -> dict[str, Any]:
         assert len(data) == min(CHUNK_BYTES, total - start)
         if self._keeps:
             there = self.parts.setdefault(part, bytearray())
@@ -43,10 +51,19 @@ def test_parts_are_safetensors_files_and_the_manifest_sums_each_tensor(tmp_path:
     HttpSender(by_files, chunk_bytes=CHUNK_BYTES).push_directory(tmp_path, "v")  # type: ignore[arg-type]
     assert (len(by_tensors.parts), len(by_files.parts)) == (2, 1)
     for told in (by_tensors, by_files):
-        came = {name: tensor for data in told.parts.values() for name, tensor in load(bytes(data)).items()}
-        assert came.keys() == TENSORS.keys() and all(came[name].equal(TENSORS[name]) for name in came)
+        came = {
+            name: tensor
+            for data in told.parts.values()
+            for name, tensor in load(bytes(data)).items()
+        }
+        assert came.keys() == TENSORS.keys() and all(
+            came[name].equal(TENSORS[name]) for name in came
+        )
         sums = {entry["name"]: entry["checksum"] for entry in told.manifest["tensors"]}
-        assert sums == {name: f"xxh3:{xxhash.xxh3_128_hexdigest(raw(tensor))}" for name, tensor in TENSORS.items()}
+        assert sums == {
+            name: f"xxh3:{xxhash.xxh3_128_hexdigest(raw(tensor))}"
+            for name, tensor in TENSORS.items()
+        }
 
 
 @pytest.mark.parametrize("max_file_bytes", [2**20, 2**30])
@@ -65,5 +82,8 @@ def test_a_push_takes_the_memory_of_chunks_and_not_of_files(max_file_bytes: int)
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.uint16])
 def test_a_type_that_no_channel_carries_is_named(dtype: torch.dtype) -> None:
-    with pytest.raises(ContentRefused, match=f"tensor 'w' has dtype '{dtype}', which no channel carries; use one of"):
+    with pytest.raises(
+        ContentRefused,
+        match=f"tensor 'w' has dtype '{dtype}', which no channel carries; use one of",
+    ):
         HttpSender(Told(keeps=False)).push([("w", torch.zeros(2, dtype=dtype))], "v")  # type: ignore[arg-type]

@@ -1,4 +1,6 @@
-"""The journal's file: whatever is cut off or overwritten, what is read is a prefix of what was written."""
+"""The journal's file: whatever is cut off or overwritten, what is read is a prefix of what was
+written.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +16,66 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tlt_server.errors import StorageFailed
-from tlt_server.frontend.journal import End, Grown, Header, Journal, KeptItem, Outline, Record, frame, outline, past
+from tlt_server.frontend.journal import (
+    End,
+    Grown,
+    Header,
+    Journal,
+    KeptItem,
+    Outline,
+    Record,
+    frame,
+    outline,
+    past,
+)
 from tlt_server.frontend.validation import Item
 from tlt_server.records import GenerateRequest, Sampling, StepOutput, TokenLogprobs
 
 PROMPT = [1, 2, 3, 2**31 - 1]
-ITEM = Item("ein Ding", [GenerateRequest(id=f"a-0.{i}", token_ids=PROMPT, seed=2**64 - 1 - i, group_id="g", salt="s", deadline_s=7.0,
-                                         sampling=Sampling(max_tokens=9, stop=("x",), logit_bias={5: -1.5})) for i in range(3)])
-HEADER = Header(id="r-1", model="/m", detached=True, key="k", digest="d", created_s=1.5, deadline_s=9.5, items=[KeptItem.of(ITEM)])
+ITEM = Item(
+    "ein Ding",
+    [
+        GenerateRequest(
+            id=f"a-0.{i}",
+            token_ids=PROMPT,
+            seed=2**64 - 1 - i,
+            group_id="g",
+            salt="s",
+            deadline_s=7.0,
+            sampling=Sampling(max_tokens=9, stop=("x",), logit_bias={5: -1.5}),
+        )
+        for i in range(3)
+    ],
+)
+HEADER = Header(
+    id="r-1",
+    model="/m",
+    detached=True,
+    key="k",
+    digest="d",
+    created_s=1.5,
+    deadline_s=9.5,
+    items=[KeptItem.of(ITEM)],
+)
 OUTPUTS = [
-    StepOutput(id="a-0.0", token_ids=[4, 5], logprobs=[-0.5, -1e-30], weight_version="v1", drafted=3, accepted=1, cached_tokens=2,
-               prompt_logprobs=[None, TokenLogprobs([1], [-2.0])], top_logprobs=[TokenLogprobs([4, 9], [-0.5, -3.0])] * 2),
-    StepOutput(id="a-0.1", token_ids=[], logprobs=[], finish_reason="error", error=("engine_failed", "no luck")),
+    StepOutput(
+        id="a-0.0",
+        token_ids=[4, 5],
+        logprobs=[-0.5, -1e-30],
+        weight_version="v1",
+        drafted=3,
+        accepted=1,
+        cached_tokens=2,
+        prompt_logprobs=[None, TokenLogprobs([1], [-2.0])],
+        top_logprobs=[TokenLogprobs([4, 9], [-0.5, -3.0])] * 2,
+    ),
+    StepOutput(
+        id="a-0.1",
+        token_ids=[],
+        logprobs=[],
+        finish_reason="error",
+        error=("engine_failed", "no luck"),
+    ),
     StepOutput(id="a-0.2", token_ids=[6], logprobs=[-0.25], finish_reason="stop", stop_reason=6),
 ]
 RECORDS: list[Record] = [HEADER, Grown(OUTPUTS[:1]), Grown(OUTPUTS[1:]), End(3.5, 3)]
@@ -35,7 +85,9 @@ ENDS = [sum(map(len, FRAMES[:i])) for i in range(len(FRAMES) + 1)]
 
 
 def check_prefix(data: bytes, whole_records: int) -> None:
-    """What is read of `data` are the first `whole_records` records, and its outline says the same of them."""
+    """What is read of `data` are the first `whole_records` records, and its outline says the same
+    of them.
+    """
     said = past(data)
     assert outline(data) == (said and Outline(said.header, said.end, said.length))
     if whole_records == 0:
@@ -69,11 +121,15 @@ def test_cut_at_every_byte() -> None:
 def test_every_byte_overwritten() -> None:
     for at in range(len(WHOLE)):
         for other in {0, 255, WHOLE[at] ^ 1, WHOLE[at] ^ 0x80} - {WHOLE[at]}:
-            check_prefix(WHOLE[:at] + bytes([other]) + WHOLE[at + 1 :], sum(end <= at for end in ENDS[1:]))
+            check_prefix(
+                WHOLE[:at] + bytes([other]) + WHOLE[at + 1 :], sum(end <= at for end in ENDS[1:])
+            )
 
 
 @settings(max_examples=400, deadline=None)
-@given(at=st.integers(0, len(WHOLE)), length=st.integers(0, len(WHOLE)), junk=st.binary(max_size=200))
+@given(
+    at=st.integers(0, len(WHOLE)), length=st.integers(0, len(WHOLE)), junk=st.binary(max_size=200)
+)
 def test_any_stretch_replaced_by_anything(at: int, length: int, junk: bytes) -> None:
     data = WHOLE[:at] + junk + WHOLE[at + length :]
     same = len(os.path.commonprefix([data, WHOLE]))
@@ -87,7 +143,9 @@ def test_records_out_of_their_order_end_the_reading(frames: list[bytes]) -> None
     assert (said is None) == (not frames or frames[0] != FRAMES[0])
     if said is not None:
         middle = [f for f in frames[1:] if f in FRAMES[1:3]]
-        taken = next((i for i, f in enumerate(frames[1:]) if f in (FRAMES[0], FRAMES[3])), len(middle))
+        taken = next(
+            (i for i, f in enumerate(frames[1:]) if f in (FRAMES[0], FRAMES[3])), len(middle)
+        )
         assert len(said.outputs) == sum(1 if f == FRAMES[1] else 2 for f in frames[1 : 1 + taken])
 
 
@@ -96,7 +154,9 @@ def test_an_outline_is_read_without_the_outputs() -> None:
     other = b"\x81\xa4type\xa5grown"  # whole, and nothing that can be decoded
     length = len(other).to_bytes(4, "little")
     strange = length + zlib.crc32(other, zlib.crc32(length)).to_bytes(4, "little") + other
-    assert outline(FRAMES[0] + strange + FRAMES[3]) == Outline(HEADER, End(3.5, 3), ENDS[1] + len(strange) + len(FRAMES[3]))
+    assert outline(FRAMES[0] + strange + FRAMES[3]) == Outline(
+        HEADER, End(3.5, 3), ENDS[1] + len(strange) + len(FRAMES[3])
+    )
     assert outline(strange + FRAMES[3]) is None and outline(FRAMES[3]) is None
 
 
@@ -122,7 +182,9 @@ def test_only_its_owner_can_read_it(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "r.journal").stat().st_mode) == 0o600
 
 
-def test_a_disk_that_is_full_is_a_typed_error_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_is_full_is_a_typed_error_with_a_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(file: int, data: bytes) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

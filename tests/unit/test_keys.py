@@ -25,34 +25,51 @@ def digest(key: str) -> str:
 
 
 def test_a_line_is_a_key_its_scopes_and_its_name(tmp_path: Path) -> None:
-    found = keys(tmp_path, "# ours\n\n one scopes=data,operate name=ops\n"
-                           f"\tsha256:{digest('two').upper()}  name=pusher   scopes=push-weights\nthree\r\nfour=/+== name=four.4\n")
+    found = keys(
+        tmp_path,
+        "# ours\n\n one scopes=data,operate name=ops\n"
+        f"\tsha256:{digest('two').upper()}  name=pusher   scopes=push-weights\nthree\r\nfour=/+== name=four.4\n",
+    )
     assert found.find("one") == Caller("ops", frozenset({"data", "operate"}))
     assert found.find("two") == Caller("pusher", frozenset({"push-weights"}))
     assert found.find("three") == Caller(f"sha256:{digest('three')[:16]}", frozenset(SCOPES))
     assert found.find("four=/+==") == Caller("four.4", frozenset(SCOPES))
     assert found.unscoped == [f"sha256:{digest('three')[:16]}", "four.4"]
-    for wrong in ("", "One", "one ", "# ours", "two scopes=push-weights", f"sha256:{digest('two')}", digest("two")):
+    for wrong in (
+        "",
+        "One",
+        "one ",
+        "# ours",
+        "two scopes=push-weights",
+        f"sha256:{digest('two')}",
+        digest("two"),
+    ):
         assert found.find(wrong) is None
 
 
-@pytest.mark.parametrize(("text", "said"), [
-    ("", "holds no key; write one per line"),
-    ("# nothing\n", "holds no key"),
-    ("ok\nSECRET scopes=data scopes=operate", "line 2 of api_key_file"),
-    ("SECRET scopes=", "something behind the key"),
-    ("SECRET with blanks", "no spaces within these"),
-    ("SECRET role=data", "one scopes=... or one name=..."),
-    ("SECRET scopes=oprate", "has the scope 'oprate'; known are data, push-weights, operate; did you mean operate?"),
-    ("SECRET scopes=data,", "has the scope ''"),
-    ("SECRET name=a/b", "names the key 'a/b'; a name has 1 to 64 letters"),
-    ("SECRET name=" + "n" * 65, "1 to 64 letters"),
-    ("sha256:SECRET", "something else than 64 hex digits"),
-    ("sha256:" + "0" * 63, "64 hex digits"),
-    ("SECRÉT", "no header can carry"),
-    ("SECRET\nSECRET scopes=data", "given twice"),
-    (f"SECRET\nsha256:{digest('SECRET')} name=x", "given twice"),
-])
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "holds no key; write one per line"),
+        ("# nothing\n", "holds no key"),
+        ("ok\nSECRET scopes=data scopes=operate", "line 2 of api_key_file"),
+        ("SECRET scopes=", "something behind the key"),
+        ("SECRET with blanks", "no spaces within these"),
+        ("SECRET role=data", "one scopes=... or one name=..."),
+        (
+            "SECRET scopes=oprate",
+            "has the scope 'oprate'; known are data, push-weights, operate; did you mean operate?",
+        ),
+        ("SECRET scopes=data,", "has the scope ''"),
+        ("SECRET name=a/b", "names the key 'a/b'; a name has 1 to 64 letters"),
+        ("SECRET name=" + "n" * 65, "1 to 64 letters"),
+        ("sha256:SECRET", "something else than 64 hex digits"),
+        ("sha256:" + "0" * 63, "64 hex digits"),
+        ("SECRÉT", "no header can carry"),
+        ("SECRET\nSECRET scopes=data", "given twice"),
+        (f"SECRET\nsha256:{digest('SECRET')} name=x", "given twice"),
+    ],
+)
 def test_what_a_line_may_not_say(tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(StartupError) as caught:
         keys(tmp_path, text)
@@ -71,10 +88,20 @@ def test_a_variable_holds_keys_too(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_own_requests_and_with_operate_all(tmp_path: Path) -> None:
-    found = keys(tmp_path, "a scopes=data name=a\nb scopes=push-weights name=b\nroot scopes=operate name=root")
+    found = keys(
+        tmp_path,
+        "a scopes=data name=a\nb scopes=push-weights name=b\nroot scopes=operate name=root",
+    )
     a, b, root = (found.find(key) for key in ("a", "b", "root"))
     assert a is not None and b is not None and root is not None
-    assert (a.sees("a"), a.sees("b"), a.sees(""), b.sees("a"), root.sees("a"), root.sees("")) == (True, False, False, False, True, True)
+    assert (a.sees("a"), a.sees("b"), a.sees(""), b.sees("a"), root.sees("a"), root.sees("")) == (
+        True,
+        False,
+        False,
+        False,
+        True,
+        True,
+    )
 
 
 class Clock:

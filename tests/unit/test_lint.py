@@ -18,9 +18,15 @@ def banned_in(source: str) -> Iterator[str]:
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Import(names=names):
-                yield from (f"{node.lineno}: import {a.name}" for a in names if a.name.split(".")[0] in BANNED_MODULES)
+                yield from (
+                    f"{node.lineno}: import {a.name}"
+                    for a in names
+                    if a.name.split(".")[0] in BANNED_MODULES
+                )
             case ast.ImportFrom(module=str(module), names=names):
-                if module.split(".")[0] in BANNED_MODULES or (module.startswith("torch") and any(a.name == "load" for a in names)):
+                if module.split(".")[0] in BANNED_MODULES or (
+                    module.startswith("torch") and any(a.name == "load" for a in names)
+                ):
                     yield f"{node.lineno}: from {module} import"
                 if module == "multiprocessing" and any(a.name == "reduction" for a in names):
                     yield f"{node.lineno}: multiprocessing.reduction pickles"
@@ -30,12 +36,16 @@ def banned_in(source: str) -> Iterator[str]:
                 yield f"{node.lineno}: {attribute}"
             case ast.Call(keywords=keywords):
                 for keyword in keywords:
-                    if keyword.arg == "allow_pickle" and not (isinstance(keyword.value, ast.Constant) and keyword.value.value is False):
+                    if keyword.arg == "allow_pickle" and not (
+                        isinstance(keyword.value, ast.Constant) and keyword.value.value is False
+                    ):
                         yield f"{node.lineno}: allow_pickle"
                 if isinstance(node.func, ast.Name) and node.func.id == "__import__":
                     yield f"{node.lineno}: __import__ hides what it imports"
                 named = [a.value for a in node.args[:1] if isinstance(a, ast.Constant)]
-                if any(value in BANNED_MODULES for value in named) and "import" in ast.unparse(node.func):
+                if any(value in BANNED_MODULES for value in named) and "import" in ast.unparse(
+                    node.func
+                ):
                     yield f"{node.lineno}: {ast.unparse(node)}"
 
 
@@ -47,16 +57,33 @@ def test_no_file_can_pickle(path: Path) -> None:
     assert list(banned_in(path.read_text())) == []
 
 
-@pytest.mark.parametrize("source", [
-    "import pickle", "import dill as d", "from cloudpickle import dumps", "import marshal", "import shelve", "torch.load('x')",
-    "from torch import load", "from torch.serialization import load", "socket.recv_pyobj()", "socket.send_pyobj(1)",
-    "numpy.load('x', allow_pickle=True)", "np.load('x', allow_pickle=flag)", "importlib.import_module('pickle')", "__import__('os')",
-])
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "import dill as d",
+        "from cloudpickle import dumps",
+        "import marshal",
+        "import shelve",
+        "torch.load('x')",
+        "from torch import load",
+        "from torch.serialization import load",
+        "socket.recv_pyobj()",
+        "socket.send_pyobj(1)",
+        "numpy.load('x', allow_pickle=True)",
+        "np.load('x', allow_pickle=flag)",
+        "importlib.import_module('pickle')",
+        "__import__('os')",
+    ],
+)
 def test_the_lint_sees(source: str) -> None:
     assert list(banned_in(source))
 
 
-@pytest.mark.parametrize("source", ["torch.save", "np.load('x', allow_pickle=False)", "json.load(f)", "from torch import Tensor"])
+@pytest.mark.parametrize(
+    "source",
+    ["torch.save", "np.load('x', allow_pickle=False)", "json.load(f)", "from torch import Tensor"],
+)
 def test_the_lint_spares(source: str) -> None:
     assert not list(banned_in(source))
 

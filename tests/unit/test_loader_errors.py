@@ -1,4 +1,6 @@
-"""Every way a model directory can be wrong is a `ModelError` that names file, tensor, expected, found and a remedy."""
+"""Every way a model directory can be wrong is a `ModelError` that names file, tensor, expected,
+found and a remedy.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,16 @@ from tlt_server.models.loader import load_target
 from tlt_server.models.numerics import Numerics
 
 CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 20, "hidden_size": 16, "intermediate_size": 24,
-    "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "eos_token_id": [1, 2],
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 20,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "eos_token_id": [1, 2],
 }
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -35,7 +45,9 @@ def directory(tmp_path):
         save_file({name: tensors[name] for name in members}, tmp_path / shard)
     weight_map = {name: shard for shard, members in shards.items() for name in members}
     assert weight_map[Q_PROJ] == SECOND
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     return tmp_path
 
@@ -58,7 +70,9 @@ def rewrite(path, **changes: torch.Tensor | None) -> None:
 
 def reconfigure(directory, **changes) -> None:
     raw = {**CONFIG, **changes}
-    (directory / "config.json").write_text(json.dumps({key: value for key, value in raw.items() if value is not ...}))
+    (directory / "config.json").write_text(
+        json.dumps({key: value for key, value in raw.items() if value is not ...})
+    )
 
 
 def test_a_sound_directory_loads(directory):
@@ -119,14 +133,18 @@ def test_truncated_file(directory, kept):
     fails(directory, SECOND, "truncated or damaged", "download")
 
 
-@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors.index.json"])
+@pytest.mark.parametrize(
+    "name", ["config.json", "generation_config.json", "model.safetensors.index.json"]
+)
 def test_bad_json(directory, name):
     (directory / name).write_text('{"a": ')
     fails(directory, name, "JSON", "download")
 
 
 def test_index_may_not_lead_out_of_the_directory(directory):
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {Q_PROJ: "../elsewhere.safetensors"}}))
+    (directory / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {Q_PROJ: "../elsewhere.safetensors"}})
+    )
     fails(directory, "weight_map", "file name in this directory")
 
 
@@ -142,23 +160,44 @@ def test_missing_directory(tmp_path):
     fails(tmp_path / "nowhere", "config.json", "missing", "Hugging Face")
 
 
-@pytest.mark.parametrize(("changes", "words"), [
-    ({"hidden_size": ...}, ("hidden_size", "None", "whole number")),
-    ({"num_hidden_layers": "2"}, ("num_hidden_layers", "'2'")),
-    ({"rms_norm_eps": -1}, ("rms_norm_eps", "-1", "positive")),
-    ({"num_key_value_heads": 3}, ("num_attention_heads", "2", "3", "multiple")),
-    ({"hidden_act": "gelu"}, ("hidden_act", "gelu", "silu")),
-    ({"tie_word_embeddings": "yes"}, ("tie_word_embeddings", "yes", "true or false")),
-    ({"eos_token_id": "</s>"}, ("eos_token_id", "</s>")),
-    ({"sliding_window": 4096}, ("sliding_window", "4096", "full attention")),
-    ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 32}, ("sliding_window", "32")),
-    ({"layer_types": ["full_attention", "sliding_attention"]}, ("sliding_attention", "full attention")),
-    ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ("dynamic", "yarn")),
-    ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ("original_max_position_embeddings", "None")),
-    ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}, ("partial_rotary_factor", "0.5")),
-    ({"architectures": []}, ("architectures", "[]")),
-    ({"vocab_size": 1}, ("vocab_size", "at least 2")),
-])
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hidden_size": ...}, ("hidden_size", "None", "whole number")),
+        ({"num_hidden_layers": "2"}, ("num_hidden_layers", "'2'")),
+        ({"rms_norm_eps": -1}, ("rms_norm_eps", "-1", "positive")),
+        ({"num_key_value_heads": 3}, ("num_attention_heads", "2", "3", "multiple")),
+        ({"hidden_act": "gelu"}, ("hidden_act", "gelu", "silu")),
+        ({"tie_word_embeddings": "yes"}, ("tie_word_embeddings", "yes", "true or false")),
+        ({"eos_token_id": "</s>"}, ("eos_token_id", "</s>")),
+        ({"sliding_window": 4096}, ("sliding_window", "4096", "full attention")),
+        (
+            {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 32},
+            ("sliding_window", "32"),
+        ),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            ("sliding_attention", "full attention"),
+        ),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ("dynamic", "yarn")),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+            ("original_max_position_embeddings", "None"),
+        ),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 1e4,
+                    "partial_rotary_factor": 0.5,
+                }
+            },
+            ("partial_rotary_factor", "0.5"),
+        ),
+        ({"architectures": []}, ("architectures", "[]")),
+        ({"vocab_size": 1}, ("vocab_size", "at least 2")),
+    ],
+)
 def test_config_fields(directory, changes, words):
     reconfigure(directory, **changes)
     fails(directory, "config.json", *words)
@@ -182,7 +221,9 @@ def test_qwen_window_that_is_switched_off_is_accepted():
 
 def test_old_and_new_rope_fields_mean_the_same():
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
-    old = ModelConfig.parse({**CONFIG, "rope_theta": 5e5, "rope_scaling": {"type": "yarn", **scaling}}, "")
+    old = ModelConfig.parse(
+        {**CONFIG, "rope_theta": 5e5, "rope_scaling": {"type": "yarn", **scaling}}, ""
+    )
     new = ModelConfig.parse({**CONFIG, "rope_parameters": {"rope_theta": 5e5, **scaling}}, "")
     assert old.rope == new.rope and old.rope.theta == 5e5 and old.rope.factor == 4.0
 

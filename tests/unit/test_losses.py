@@ -44,10 +44,14 @@ def test_slot_weights_count_root_and_prediction():
 def test_restricting_renormalises_and_marks_what_is_covered():
     kept = torch.tensor([1, 4, 6])
     d2t, t2d = kept - torch.arange(3), torch.zeros(V, dtype=torch.bool).index_fill(0, kept, True)
-    logits = torch.randn((5, V), generator=torch.Generator().manual_seed(0), dtype=torch.float64).float()
+    logits = torch.randn(
+        (5, V), generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    ).float()
     teacher = losses.restrict(logits, d2t, t2d)
     whole = logits.softmax(-1)
-    torch.testing.assert_close(teacher.probabilities, whole[:, kept] / whole[:, kept].sum(-1, keepdim=True))
+    torch.testing.assert_close(
+        teacher.probabilities, whole[:, kept] / whole[:, kept].sum(-1, keepdim=True)
+    )
     assert teacher.covered.tolist() == [float(int(row.argmax()) in (1, 4, 6)) for row in logits]
 
 
@@ -62,16 +66,23 @@ def test_soft_cross_entropy_is_least_at_the_teacher_and_ignores_zero_weights():
 
 def test_total_variation_is_one_minus_the_overlap():
     teacher, logits = torch.tensor([[0.5, 0.5, 0.0]]), torch.tensor([[0.2, 0.3, 0.5]]).log()
-    torch.testing.assert_close(losses.total_variation(logits, teacher, torch.ones(1)), torch.tensor(0.5))
+    torch.testing.assert_close(
+        losses.total_variation(logits, teacher, torch.ones(1)), torch.tensor(0.5)
+    )
 
 
 def test_feature_regression_is_smooth_l1():
     predicted, target = torch.tensor([[0.5, 3.0]]), torch.zeros(1, 2)
-    torch.testing.assert_close(losses.feature_regression(predicted, target, torch.ones(1)), torch.tensor((0.5 * 0.25 + 2.5) / 2))
+    torch.testing.assert_close(
+        losses.feature_regression(predicted, target, torch.ones(1)),
+        torch.tensor((0.5 * 0.25 + 2.5) / 2),
+    )
 
 
 def test_steps_are_weighted_by_decay():
-    torch.testing.assert_close(losses.over_steps([torch.tensor(1.0), torch.tensor(4.0)], decay=0.5), torch.tensor(2.0))
+    torch.testing.assert_close(
+        losses.over_steps([torch.tensor(1.0), torch.tensor(4.0)], decay=0.5), torch.tensor(2.0)
+    )
 
 
 def test_no_weight_at_all_gives_a_zero_with_a_gradient():

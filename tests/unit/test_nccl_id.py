@@ -1,4 +1,6 @@
-"""The id of NCCL in a store: raw, or as trainers write it which drive vLLM; read without unpickling anything."""
+"""The id of NCCL in a store: raw, or as trainers write it which drive vLLM; read without unpickling
+anything.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,13 @@ from tests.nccl_id import written
 from tlt_client.channels.errors import ContentRefused
 from tlt_client.channels.nccl import _Config, _Id, id_in
 
-IDS = [*(random.Random(seed).randbytes(128) for seed in range(50)),
-       bytes(128), b"C\x80" * 64, b"." * 128, b"\x94\x86\x94\x86\x94R\x94." + bytes(120)]
+IDS = [
+    *(random.Random(seed).randbytes(128) for seed in range(50)),
+    bytes(128),
+    b"C\x80" * 64,
+    b"." * 128,
+    b"\x94\x86\x94\x86\x94R\x94." + bytes(120),
+]
 
 
 @pytest.mark.parametrize("protocol", [3, 4, 5])
@@ -22,11 +29,20 @@ def test_an_id_is_read_as_it_was_written(protocol: int) -> None:
         assert id_in(written(id, protocol)) == id
 
 
-@pytest.mark.parametrize("message", [
-    b"", bytes(127), bytes(129), b"x" * 2000, b"\x80\x04\x95\x85" + bytes(7) + b"C\x80" + IDS[0] + b"\x94.",
-    written(IDS[0])[:-1], written(IDS[0]) + b".", written(IDS[0])[:-1] + b"a.",
-    written(IDS[0]).replace(b"ncclUniqueId", b"ncclUniqueIe"),
-])
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"",
+        bytes(127),
+        bytes(129),
+        b"x" * 2000,
+        b"\x80\x04\x95\x85" + bytes(7) + b"C\x80" + IDS[0] + b"\x94.",
+        written(IDS[0])[:-1],
+        written(IDS[0]) + b".",
+        written(IDS[0])[:-1] + b"a.",
+        written(IDS[0]).replace(b"ncclUniqueId", b"ncclUniqueIe"),
+    ],
+)
 def test_anything_else_is_refused(message: bytes) -> None:
     with pytest.raises(ContentRefused, match="nccl_unique_id_b64"):
         id_in(message)
@@ -34,4 +50,9 @@ def test_anything_else_is_refused(message: bytes) -> None:
 
 def test_the_structures_are_laid_out_as_in_the_header() -> None:
     assert ctypes.sizeof(_Id) == 128 and bytes(_Id.from_buffer_copy(IDS[0])) == IDS[0]
-    assert (ctypes.sizeof(_Config), _Config.magic.offset, _Config.version.offset, _Config.blocking.offset) == (24, 8, 12, 16)
+    assert (
+        ctypes.sizeof(_Config),
+        _Config.magic.offset,
+        _Config.version.offset,
+        _Config.blocking.offset,
+    ) == (24, 8, 12, 16)

@@ -1,4 +1,6 @@
-"""The noise is Philox-4x32-10, a pure function of (seed, token, position), equal to its slow twin, and Gumbel distributed."""
+"""The noise is Philox-4x32-10, a pure function of (seed, token, position), equal to its slow twin,
+and Gumbel distributed.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +45,9 @@ def test_philox_equals_its_twin(k0, k1, c0, c1):
 def test_gumbel_equals_its_twin(seed, token, position):
     fast = np.float32(gumbel(np.uint64(seed), token, position))
     slow = reference_sampling.gumbel(seed, np.array([token]), position)[0]
-    # One libm and numpy's logarithms may differ in the last place of float64: at most one float32 ulp after rounding.
-    # Near G = 0 the ulp shrinks with G while the error of log does not, hence the absolute term.
+    # One libm and numpy's logarithms may differ in the last place of float64: at most one float32
+    # ulp after rounding. Near G = 0 the ulp shrinks with G while the error of log does not, hence
+    # the absolute term.
     assert abs(float(fast) - float(slow)) <= max(abs(float(np.spacing(slow))), 1e-9)
 
 
@@ -63,7 +66,7 @@ def test_seed_token_and_position_each_change_the_noise():
 
 def test_noise_has_the_moments_of_a_standard_gumbel():
     sample = reference_sampling.gumbel(123, np.arange(100_000), 9).astype(np.float64)
-    # Mean: Euler's constant, standard error 1.2825 / sqrt(1e5) = 0.004. Variance: pi^2 / 6, standard error about 0.011
-    # (kurtosis 5.4). Five standard errors each.
+    # Mean: Euler's constant, standard error 1.2825 / sqrt(1e5) = 0.004. Variance: pi^2 / 6,
+    # standard error about 0.011 (kurtosis 5.4). Five standard errors each.
     assert abs(sample.mean() - 0.5772157) < 0.021
     assert abs(sample.var() - math.pi**2 / 6) < 0.055

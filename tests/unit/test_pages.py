@@ -1,4 +1,6 @@
-"""The page pool against a brute-force twin: a list of holds and an ordered list of what may be evicted."""
+"""The page pool against a brute-force twin: a list of holds and an ordered list of what may be
+evicted.
+"""
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -34,7 +36,9 @@ class PoolAgainstTwin(RuleBasedStateMachine):
         assert self.reused == pages
         evicted = [p for p in pages if p in self.key_of]
         free = [p for p in unheld if p not in self.key_of]
-        assert len(evicted) == max(0, n - len(free)), "a cached page was evicted while a free one was left"
+        assert len(evicted) == max(0, n - len(free)), (
+            "a cached page was evicted while a free one was left"
+        )
         assert evicted == self.idle[: len(evicted)], "eviction is not oldest first"
         for page in evicted:
             self.idle.remove(page)
@@ -91,11 +95,18 @@ class PoolAgainstTwin(RuleBasedStateMachine):
         assert self.pool.cached == len(self.idle)
 
 
-PoolAgainstTwin.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+PoolAgainstTwin.TestCase.settings = settings(
+    max_examples=150, stateful_step_count=40, deadline=None
+)
 TestPoolAgainstTwin = PoolAgainstTwin.TestCase
 
 
 def test_keys_separate_versions_salts_and_prefixes() -> None:
-    keys = {next_key(root_key(version, salt), tokens) for version in ("1", "2") for salt in ("", "a") for tokens in ([1, 2], [2, 1])}
+    keys = {
+        next_key(root_key(version, salt), tokens)
+        for version in ("1", "2")
+        for salt in ("", "a")
+        for tokens in ([1, 2], [2, 1])
+    }
     assert len(keys) == 8
     assert next_key(next_key(root_key("1", ""), [1]), [2]) != next_key(root_key("1", ""), [1, 2])

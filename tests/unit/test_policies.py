@@ -1,4 +1,6 @@
-"""Every policy keeps the protocol; Beg finds the best arm, changes its mind, and loses little on the way."""
+"""Every policy keeps the protocol; Beg finds the best arm, changes its mind, and loses little on
+the way.
+"""
 
 import random
 
@@ -16,11 +18,15 @@ ARMS = ladder(["eagle", "history"]).arms
 
 
 def context(decoding=4, prefill_rows=0, speculable=None):
-    return StepContext(decoding, prefill_rows, 100.0, decoding if speculable is None else speculable)
+    return StepContext(
+        decoding, prefill_rows, 100.0, decoding if speculable is None else speculable
+    )
 
 
 class World:
-    """A decode loop whose truth is `step_s(arm, batch)` and `survival(arm)`: chance that each next draft token is accepted."""
+    """A decode loop whose truth is `step_s(arm, batch)` and `survival(arm)`: chance that each next
+    draft token is accepted.
+    """
 
     def __init__(self, step_s, survival, seed=0):
         self.step_s, self.survival = step_s, survival
@@ -46,28 +52,56 @@ class World:
         return max(arms, key=lambda arm: self.rate(arm, batch))
 
     def run(self, policy, batches, prefill_every=0):
-        """Returns achieved time over the time that the best arm of each batch would have needed for the same tokens."""
+        """Returns achieved time over the time that the best arm of each batch would have needed for
+        the same tokens.
+        """
         needed = spent = 0.0
         for i, batch in enumerate(batches):
             seen = context(batch, 32 if prefill_every and i % prefill_every == 0 else 0)
             arm = policy.choose(seen)
             accepted = tuple(self.accepted(arm) for _ in range(batch))
-            step_s = self.step_s(arm, batch) * self.rng.uniform(0.95, 1.05) * (10 if self.rng.random() < 0.003 else 1)
+            step_s = (
+                self.step_s(arm, batch)
+                * self.rng.uniform(0.95, 1.05)
+                * (10 if self.rng.random() < 0.003 else 1)
+            )
             emitted = batch + sum(accepted)
-            policy.observe(Cycle(context=seen, strategy=arm, rows=batch * arm.rows, emitted=emitted, accepted=accepted,
-                                 drafted=batch * (arm.rows - 1), step_s=step_s))
+            policy.observe(
+                Cycle(
+                    context=seen,
+                    strategy=arm,
+                    rows=batch * arm.rows,
+                    emitted=emitted,
+                    accepted=accepted,
+                    drafted=batch * (arm.rows - 1),
+                    step_s=step_s,
+                )
+            )
             self.used.append(arm)
             self.seconds += step_s
             self.tokens += emitted
-            arms = affordable(ARMS, next(rows for start, rows in reversed(CPU_ROWS) if batch >= start))
+            arms = affordable(
+                ARMS, next(rows for start, rows in reversed(CPU_ROWS) if batch >= start)
+            )
             spent += self.step_s(arm, batch)
-            needed += self.step_s(arm, batch) * self.rate(arm, batch) / self.rate(self.best(arms, batch), batch)
+            needed += (
+                self.step_s(arm, batch)
+                * self.rate(arm, batch)
+                / self.rate(self.best(arms, batch), batch)
+            )
         return spent / needed
 
 
 def cpu_step_s(row_cost):
     """A CPU-like step: a fixed part, a part per row, and the drafter's forwards."""
-    return lambda arm, batch: 1e-3 * (1 + row_cost * (batch * arm.rows - 1) + (0.12 * arm.depth * (1 + 0.02 * batch) if arm.drafter else 0))
+    return lambda arm, batch: (
+        1e-3
+        * (
+            1
+            + row_cost * (batch * arm.rows - 1)
+            + (0.12 * arm.depth * (1 + 0.02 * batch) if arm.drafter else 0)
+        )
+    )
 
 
 @pytest.mark.parametrize("name", list(POLICIES))
@@ -97,7 +131,10 @@ def test_fixed_uses_its_strategy_and_an_operator_may_cap_it():
 def test_every_bucket_has_several_arms_and_off():
     for bucket in Beg(ARMS).buckets:
         assert bucket.arms[0] == OFF and len(bucket.arms) >= 3
-    assert set(ladder(["eagle"]).arms) == {OFF, *(Strategy("eagle", *arm) for arm in LADDERS["cpu"][0]["eagle"])}
+    assert set(ladder(["eagle"]).arms) == {
+        OFF,
+        *(Strategy("eagle", *arm) for arm in LADDERS["cpu"][0]["eagle"]),
+    }
 
 
 @pytest.mark.parametrize("batch", [1, 4, 16, 64])
@@ -127,7 +164,7 @@ def test_a_falling_batch_is_followed_down_and_up_again():
     assert world.used[300:400].count(OFF) > 70 and world.used[-100:].count(OFF) < 30
     again = world.run(policy, tail)
     assert first < 1.12 and again < 1.08
-    assert world.used[len(tail) + 300:len(tail) + 400].count(OFF) > 70  # nothing latched
+    assert world.used[len(tail) + 300 : len(tail) + 400].count(OFF) > 70  # nothing latched
 
 
 def test_a_drafter_that_collapses_is_dropped_and_one_that_recovers_is_taken_up():
@@ -146,7 +183,9 @@ def test_a_drafter_that_collapses_is_dropped_and_one_that_recovers_is_taken_up()
 
 def test_equal_arms_do_not_make_it_flap():
     world = World(lambda arm, batch: 1e-3 * (1 + 0.6 * arm.depth), lambda arm: 0.6)
-    policy = Beg((OFF, Strategy("eagle", 1, 1, 2), Strategy("history", 1, 1, 2)))  # 1.6x the tokens in 1.6x the time
+    policy = Beg(
+        (OFF, Strategy("eagle", 1, 1, 2), Strategy("history", 1, 1, 2))
+    )  # 1.6x the tokens in 1.6x the time
     world.run(policy, [4] * 3000)
     assert policy.gauges()["beg_switches"] <= 12
 
@@ -158,8 +197,12 @@ def test_the_account_bounds_what_exploration_loses():
         policy = Beg(ARMS, settings, random.Random(seed))
         ratio = world.run(policy, [8] * 3000)
         step_s = world.step_s(OFF, 8)
-        overdraft_s = (settings.trial_cycles + 1) * world.step_s(Strategy("eagle", 5, 3, 9), 8)  # the last trial may overdraw
-        allowed = settings.regret_share + (settings.credit_steps * step_s + overdraft_s) / (3000 * step_s)
+        overdraft_s = (settings.trial_cycles + 1) * world.step_s(
+            Strategy("eagle", 5, 3, 9), 8
+        )  # the last trial may overdraw
+        allowed = settings.regret_share + (settings.credit_steps * step_s + overdraft_s) / (
+            3000 * step_s
+        )
         assert ratio - 1 < allowed
 
 
@@ -184,7 +227,9 @@ def test_the_first_cycle_of_another_drafter_is_not_rewarded():
     policy, arm = Beg(ARMS), ARMS[1]
     seen = context(4)
     policy.choose(seen)
-    cycle = Cycle(context=seen, strategy=arm, rows=8, emitted=8, accepted=(1,) * 4, drafted=4, step_s=1.0)
+    cycle = Cycle(
+        context=seen, strategy=arm, rows=8, emitted=8, accepted=(1,) * 4, drafted=4, step_s=1.0
+    )
     policy.observe(cycle)
     rewards = policy.buckets[policy._index(seen)].rewards[arm]
     assert len(rewards) == 0

@@ -1,4 +1,6 @@
-"""Safetensors files as pushes read and keep them, against the format's own library; and headers that do not say what the bytes are."""
+"""Safetensors files as pushes read and keep them, against the format's own library; and headers
+that do not say what the bytes are.
+"""
 
 from __future__ import annotations
 
@@ -25,28 +27,44 @@ from tlt_client.channels.source import Source
 from tlt_client.channels.tensors import Joined, written
 
 shapes = st.lists(st.integers(0, 5), max_size=3)
-models = st.dictionaries(st.text("abc.é", min_size=1, max_size=6), st.tuples(st.sampled_from(sorted(DTYPES.values())), shapes), min_size=1,
-                         max_size=8)
+models = st.dictionaries(
+    st.text("abc.é", min_size=1, max_size=6),
+    st.tuples(st.sampled_from(sorted(DTYPES.values())), shapes),
+    min_size=1,
+    max_size=8,
+)
 
 
 def made(model: dict[str, tuple[str, list[int]]]) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(3)
-    return {name: torch.randint(0, 2, shape, generator=generator).to(getattr(torch, dtype)) for name, (dtype, shape) in model.items()}
+    return {
+        name: torch.randint(0, 2, shape, generator=generator).to(getattr(torch, dtype))
+        for name, (dtype, shape) in model.items()
+    }
 
 
 def read(directory: Path, data: bytes) -> dict[str, Tensor]:
     (directory / "model.safetensors").write_bytes(data)
-    return {name: tensor.clone() for came in checkpoint(Source(directory, ".")).batches() for name, tensor in came.tensors.items()}
+    return {
+        name: tensor.clone()
+        for came in checkpoint(Source(directory, ".")).batches()
+        for name, tensor in came.tensors.items()
+    }
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(
-        (a.dtype, a.shape) == (b.dtype, b.shape) and a.double().equal(b.double()) for a, b in ((one[name], other[name]) for name in one))
+        (a.dtype, a.shape) == (b.dtype, b.shape) and a.double().equal(b.double())
+        for a, b in ((one[name], other[name]) for name in one)
+    )
 
 
 @given(model=models, bucket_bytes=st.integers(1, 100))
-def test_what_the_library_writes_is_read_in_buckets(model: dict[str, tuple[str, list[int]]], bucket_bytes: int,
-                                                    tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_what_the_library_writes_is_read_in_buckets(
+    model: dict[str, tuple[str, list[int]]],
+    bucket_bytes: int,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
     tensors = made(model)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(files, "BUCKET_BYTES", bucket_bytes)
@@ -100,8 +118,11 @@ def test_a_header_that_is_not_of_its_bytes(reading: str, name: str, tmp_path: Pa
 TWICE = json.dumps({"a": entry(), "b": second}).replace('"b"', '"a"')
 
 
-@pytest.mark.parametrize("text", [TWICE, "[" * 100_000, "{", "", "\xff"],
-                         ids=["a name twice", "deep", "cut", "empty", "no JSON"])
+@pytest.mark.parametrize(
+    "text",
+    [TWICE, "[" * 100_000, "{", "", "\xff"],
+    ids=["a name twice", "deep", "cut", "empty", "no JSON"],
+)
 @pytest.mark.parametrize("reading", ["for a push", "to be sent"])
 def test_a_header_that_is_none(reading: str, text: str, tmp_path: Path) -> None:
     refused(reading, text, tmp_path)
@@ -111,7 +132,9 @@ def refused(reading: str, header: str, directory: Path, why: str = "") -> str:
     data = header.encode("latin-1")
     file = directory / "model.safetensors"
     file.write_bytes(len(data).to_bytes(8, "little") + data + bytes(16))
-    with pytest.raises(ContentRefused, match=rf"model\.safetensors: not a whole safetensors file.*{why}") as caught:
+    with pytest.raises(
+        ContentRefused, match=rf"model\.safetensors: not a whole safetensors file.*{why}"
+    ) as caught:
         if reading == "for a push":
             checkpoint(Source(directory, "."))
         else:
@@ -120,22 +143,35 @@ def refused(reading: str, header: str, directory: Path, why: str = "") -> str:
     return str(caught.value)
 
 
-NINES = "9" * 4300  # digits are the most that Python's own reader takes, and its product of many takes for ever
+NINES = (
+    "9" * 4300
+)  # digits are the most that Python's own reader takes, and its product of many takes for ever
 BOMBS = {  # what would keep the interpreter busy -> what is said of it
-    "numbers of 4300 digits": (json.dumps({"a": entry()}).replace("[2]", "[" + ",".join([NINES] * 200) + "]"), "tensor 'a'"),
+    "numbers of 4300 digits": (
+        json.dumps({"a": entry()}).replace("[2]", "[" + ",".join([NINES] * 200) + "]"),
+        "tensor 'a'",
+    ),
     "a number beyond any tensor": (json.dumps({"a": entry(shape=[2**48 + 1])}), f"<= {2**48}"),
     "many dimensions": (json.dumps({"a": entry(shape=[1] * 400_000)}), "length <= 8"),
     "many lists": ('{"a":[' + ",".join(["[]"] * 1_000_000) + "]}", "Expected `object`"),
     "many entries that are none": (json.dumps({f"{i}": [] for i in range(200_000)}), "tensor '0'"),
-    "a long name": (json.dumps({"a" * 10**6: entry(data_offsets=[0, 16])}), "1000000 characters, the limit is 256"),
+    "a long name": (
+        json.dumps({"a" * 10**6: entry(data_offsets=[0, 16])}),
+        "1000000 characters, the limit is 256",
+    ),
     "a long dtype": (json.dumps({"a": entry(dtype="F" * 10**6)}), "length <= 16"),
-    "a long header": (json.dumps({"__metadata__": {"a": "b" * 4 * 2**20}}), "the limit is 4194304: put the tensors into several"),
+    "a long header": (
+        json.dumps({"__metadata__": {"a": "b" * 4 * 2**20}}),
+        "the limit is 4194304: put the tensors into several",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", BOMBS)
 @pytest.mark.parametrize("reading", ["for a push", "to be sent"])
-def test_a_header_that_means_harm_is_refused_at_once_and_not_quoted(reading: str, name: str, tmp_path: Path) -> None:
+def test_a_header_that_means_harm_is_refused_at_once_and_not_quoted(
+    reading: str, name: str, tmp_path: Path
+) -> None:
     header, why = BOMBS[name]
     began = time.process_time()
     said = refused(reading, header, tmp_path, why)
@@ -146,21 +182,28 @@ def test_a_header_that_means_harm_is_refused_at_once_and_not_quoted(reading: str
 CHANGES: dict[str, Callable[[Path], object]] = {
     "cut": lambda file: os.truncate(file, file.stat().st_size - 4),
     "longer": lambda file: os.truncate(file, file.stat().st_size + 4),
-    "replaced": lambda file: (file.rename(file.with_suffix(".old")), file.write_bytes(file.with_suffix(".old").read_bytes())),
+    "replaced": lambda file: (
+        file.rename(file.with_suffix(".old")),
+        file.write_bytes(file.with_suffix(".old").read_bytes()),
+    ),
     "touched": lambda file: os.utime(file, ns=(1, 1)),
 }
 
 
 @pytest.mark.parametrize("when", ["before its tensors are read", "between two buckets"])
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_file_that_changes_between_its_header_and_its_end(name: str, when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_changes_between_its_header_and_its_end(
+    name: str, when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(files, "BUCKET_BYTES", 1)
     file = tmp_path / "model.safetensors"
     file.write_bytes(save({name: torch.ones(4) for name in "ab"}))
     shards = checkpoint(Source(tmp_path, "."))
     if when == "before its tensors are read":
         CHANGES[name](file)
-    with pytest.raises(ContentRefused, match=r"changed while it was read|not a whole safetensors file"):
+    with pytest.raises(
+        ContentRefused, match=r"changed while it was read|not a whole safetensors file"
+    ):
         for count, _ in enumerate(shards.batches()):
             if count == 0 and when == "between two buckets":
                 CHANGES[name](file)

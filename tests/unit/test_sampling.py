@@ -1,4 +1,6 @@
-"""The sampler equals its slow twin in every processing step, and a row's bits depend on nothing but that row."""
+"""The sampler equals its slow twin in every processing step, and a row's bits depend on nothing but
+that row.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,18 @@ from hypothesis import strategies as st
 from tlt_kernels import reference_sampling
 from tlt_kernels.cpu.noise import gumbel
 from tlt_kernels.cpu.sampling import exp_nonpositive
-from tlt_server.engine.sampling import Sampled, SamplingState, compile_kernels, prompt_logprobs, sample
+from tlt_server.engine.sampling import (
+    Sampled,
+    SamplingState,
+    compile_kernels,
+    prompt_logprobs,
+    sample,
+)
 from tlt_server.records import GenerateRequest, Sampling
 
 NO_PATH = np.zeros((1, 0), np.int32)
-# Fast and slow differ in the rounding of exp (1e-7 relative per term) and of the result (half a float32 ulp).
+# Fast and slow differ in the rounding of exp (1e-7 relative per term) and of the result (half a
+# float32 ulp).
 LOGPROB_TOLERANCE = {"rtol": 3e-7, "atol": 1e-6}
 
 
@@ -43,7 +52,9 @@ class Row:
         return len(self.prompt) + len(self.output) + len(self.path)
 
     def state(self) -> SamplingState:
-        request = GenerateRequest(id="r", token_ids=list(self.prompt), sampling=self.sampling, seed=self.seed)
+        request = GenerateRequest(
+            id="r", token_ids=list(self.prompt), sampling=self.sampling, seed=self.seed
+        )
         state = SamplingState(request, len(self.logits), self.eos)
         state.commit(self.output)
         return state
@@ -56,17 +67,26 @@ def sampled(rows: list[Row]) -> Sampled:
         path_SD[s, : len(row.path)] = row.path
     logits_SV = torch.from_numpy(np.stack([row.logits for row in rows]))
     positions = np.array([row.position for row in rows], np.int64)
-    return sample(logits_SV, [row.state() for row in rows], np.arange(len(rows)), positions, path_SD)
+    return sample(
+        logits_SV, [row.state() for row in rows], np.arange(len(rows)), positions, path_SD
+    )
 
 
 def bits(result: Sampled, s: int) -> tuple:
     raw = None if result.raw_logprob_S is None else result.raw_logprob_S[s].tobytes()
     top = result.top[s]
-    return int(result.token_S[s]), result.logprob_S[s].tobytes(), raw, top and (top.token_ids, np.float32(top.logprobs).tobytes())
+    return (
+        int(result.token_S[s]),
+        result.logprob_S[s].tobytes(),
+        raw,
+        top and (top.token_ids, np.float32(top.logprobs).tobytes()),
+    )
 
 
 def noise_of(row: Row) -> np.ndarray:
-    return np.array([gumbel(np.uint64(row.seed), v, row.position) for v in range(len(row.logits))], np.float32)
+    return np.array(
+        [gumbel(np.uint64(row.seed), v, row.position) for v in range(len(row.logits))], np.float32
+    )
 
 
 def expected(row: Row) -> tuple[int, np.ndarray, float]:
@@ -83,7 +103,9 @@ def expected(row: Row) -> tuple[int, np.ndarray, float]:
         p.frequency_penalty,
         sorted(stops) if len(output) < p.min_tokens else [],
     )
-    return reference_sampling.sample(edited, p.temperature, p.min_p, p.top_k, p.top_p, noise_of(row))
+    return reference_sampling.sample(
+        edited, p.temperature, p.min_p, p.top_k, p.top_p, noise_of(row)
+    )
 
 
 SIZES = st.sampled_from([1, 2, 5, 16, 17, 63, 130, 300])
@@ -94,7 +116,9 @@ def rows(draw, filters: bool = True, edits: bool = True, size: int | None = None
     size = size or draw(SIZES)
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     spread = draw(st.sampled_from([0.0, 0.1, 1.0, 3.0, 10.0, 60.0]))
-    logits = (rng.standard_normal(size) * spread + draw(st.sampled_from([0.0, -40.0, 900.0]))).astype(np.float32)
+    logits = (
+        rng.standard_normal(size) * spread + draw(st.sampled_from([0.0, -40.0, 900.0]))
+    ).astype(np.float32)
     if draw(st.booleans()):
         logits = np.round(logits)  # ties
     fields: dict = {"temperature": draw(st.sampled_from([0.0, 0.3, 0.7, 1.0, 1.7]))}
@@ -110,13 +134,21 @@ def rows(draw, filters: bool = True, edits: bool = True, size: int | None = None
             "repetition_penalty": draw(st.sampled_from([1.0, 0.8, 1.3])),
             "presence_penalty": draw(st.sampled_from([0.0, 0.7, -0.4])),
             "frequency_penalty": draw(st.sampled_from([0.0, 0.3])),
-            "logit_bias": draw(st.dictionaries(st.integers(0, size - 1), st.sampled_from([-100.0, -1.5, 2.25]), max_size=3)),
+            "logit_bias": draw(
+                st.dictionaries(
+                    st.integers(0, size - 1), st.sampled_from([-100.0, -1.5, 2.25]), max_size=3
+                )
+            ),
             "min_tokens": draw(st.integers(0, 8)),
-            "stop_token_ids": draw(st.lists(st.integers(0, size - 1), max_size=2).map(tuple)) if size > 2 else (),
+            "stop_token_ids": draw(st.lists(st.integers(0, size - 1), max_size=2).map(tuple))
+            if size > 2
+            else (),
         }
     return Row(
         logits,
-        Sampling(**fields, logprobs=draw(st.sampled_from([0, 4])), raw_logprobs=draw(st.booleans())),
+        Sampling(
+            **fields, logprobs=draw(st.sampled_from([0, 4])), raw_logprobs=draw(st.booleans())
+        ),
         seed=draw(st.integers(0, 2**64 - 1)),
         prompt=draw(tokens.filter(len)),
         output=draw(tokens) if edits else (),
@@ -126,7 +158,9 @@ def rows(draw, filters: bool = True, edits: bool = True, size: int | None = None
 
 def check_against_twin(row: Row) -> None:
     token, logprobs, distance = expected(row)
-    assume(distance > 1e-5)  # at a threshold's own value the rounding of a sum decides: not a property
+    assume(
+        distance > 1e-5
+    )  # at a threshold's own value the rounding of a sum decides: not a property
     result = sampled([row])
     assert result.token_S[0] == token
     np.testing.assert_allclose(result.logprob_S[0], logprobs[token], **LOGPROB_TOLERANCE)
@@ -134,9 +168,14 @@ def check_against_twin(row: Row) -> None:
         raw = reference_sampling.log_softmax(row.logits)[token]
         np.testing.assert_allclose(result.raw_logprob_S[0], raw, **LOGPROB_TOLERANCE)
     if row.sampling.logprobs:
-        order = [v for v in sorted(range(len(logprobs)), key=lambda v: (-logprobs[v], v)) if logprobs[v] > -np.inf]
+        order = [
+            v
+            for v in sorted(range(len(logprobs)), key=lambda v: (-logprobs[v], v))
+            if logprobs[v] > -np.inf
+        ]
         top = result.top[0]
-        # The order of the twin comes from float64 log-probs, which separate what float32 z separates.
+        # The order of the twin comes from float64 log-probs, which separate what float32 z
+        # separates.
         assert top.token_ids == order[: row.sampling.logprobs]
         np.testing.assert_allclose(top.logprobs, logprobs[top.token_ids], **LOGPROB_TOLERANCE)
     else:
@@ -155,14 +194,23 @@ def test_filters_equal_the_twin(row):
     check_against_twin(row)
 
 
-@pytest.mark.parametrize("spread", [0.003, 0.3, 5.0])  # from one bin holding all to most tokens in bins of their own
-@pytest.mark.parametrize("filters", [{"top_k": k} for k in (1, 2, 7, 150, 299, 300)] + [{"top_p": p / 37} for p in range(1, 37, 3)])
+@pytest.mark.parametrize(
+    "spread", [0.003, 0.3, 5.0]
+)  # from one bin holding all to most tokens in bins of their own
+@pytest.mark.parametrize(
+    "filters",
+    [{"top_k": k} for k in (1, 2, 7, 150, 299, 300)] + [{"top_p": p / 37} for p in range(1, 37, 3)],
+)
 def test_the_kept_set_is_the_twins(spread, filters):
     logits = (np.random.default_rng(11).standard_normal(300) * spread).astype(np.float32)
     sampling = Sampling(**filters, logprobs=300)
     keep, distance = reference_sampling.kept(logits, 0.0, sampling.top_k, sampling.top_p)
-    assert distance > 1e-7  # far enough: the weights err by 1e-7 relative each, their sums by much less
-    assert sorted(sampled([Row(logits, sampling)]).top[0].token_ids) == np.flatnonzero(keep).tolist()
+    assert (
+        distance > 1e-7
+    )  # far enough: the weights err by 1e-7 relative each, their sums by much less
+    assert (
+        sorted(sampled([Row(logits, sampling)]).top[0].token_ids) == np.flatnonzero(keep).tolist()
+    )
 
 
 @given(rows(filters=False))
@@ -178,19 +226,27 @@ def test_everything_together_equals_the_twin(row):
 
 
 @pytest.mark.parametrize("size", [512, 5000])
-@pytest.mark.parametrize("spread, offset", [(0.0, 0.0), (0.3, 1e3), (3.0, 0.0), (30.0, -1e5), (1.0, 1e7), (1e3, 3e8)])
+@pytest.mark.parametrize(
+    "spread, offset", [(0.0, 0.0), (0.3, 1e3), (3.0, 0.0), (30.0, -1e5), (1.0, 1e7), (1e3, 3e8)]
+)
 def test_skipping_logarithms_never_changes_the_winner(size, spread, offset):
     rng = np.random.default_rng(7)
     for seed in range(6):
-        row = Row((rng.standard_normal(size) * spread + offset).astype(np.float32), Sampling(), seed=seed)
+        row = Row(
+            (rng.standard_normal(size) * spread + offset).astype(np.float32), Sampling(), seed=seed
+        )
         assert sampled([row]).token_S[0] == np.argmax(row.logits + noise_of(row))
 
 
-@given(SIZES.flatmap(lambda size: st.lists(rows(size=size), min_size=2, max_size=7)), st.randoms(use_true_random=False))
+@given(
+    SIZES.flatmap(lambda size: st.lists(rows(size=size), min_size=2, max_size=7)),
+    st.randoms(use_true_random=False),
+)
 @settings(max_examples=80, deadline=None)
 def test_a_row_has_the_same_bits_alone_in_a_batch_and_permuted(batch, random):
     order = random.sample(range(len(batch)), len(batch))
-    # Alone, a row that wants no raw log-probs gets None where the batch gives NaN: ask for them everywhere.
+    # Alone, a row that wants no raw log-probs gets None where the batch gives NaN: ask for them
+    # everywhere.
     batch = [dataclasses.replace(row, sampling=_with_raw(row.sampling)) for row in batch]
     together, permuted = sampled(batch), sampled([batch[i] for i in order])
     for place, i in enumerate(order):
@@ -198,7 +254,10 @@ def test_a_row_has_the_same_bits_alone_in_a_batch_and_permuted(batch, random):
 
 
 def _with_raw(sampling: Sampling) -> Sampling:
-    return Sampling(**{name: getattr(sampling, name) for name in Sampling.__struct_fields__} | {"raw_logprobs": True})
+    return Sampling(
+        **{name: getattr(sampling, name) for name in Sampling.__struct_fields__}
+        | {"raw_logprobs": True}
+    )
 
 
 @given(rows(), st.integers(0, 6))
@@ -211,7 +270,9 @@ def test_a_token_on_the_path_counts_like_a_committed_one_bit_for_bit(row, commit
 
 
 def test_a_path_leaves_the_counts_as_they_were():
-    row = Row(np.zeros(4, np.float32), Sampling(temperature=0.0, frequency_penalty=1.0), output=(0,))
+    row = Row(
+        np.zeros(4, np.float32), Sampling(temperature=0.0, frequency_penalty=1.0), output=(0,)
+    )
     state = row.state()
     logits, at_root, on_path = torch.zeros(1, 4), np.array([2]), np.array([4])
     first = sample(logits, [state], np.zeros(1, np.int64), at_root, NO_PATH)
@@ -228,7 +289,11 @@ def test_min_tokens_masks_stop_tokens_inside_the_draft_window_only_as_long_as_ne
 
 
 def test_min_tokens_leaves_eos_alone_under_ignore_eos():
-    row = Row(np.array([0.0, 1.0, 9.0], np.float32), Sampling(temperature=0.0, min_tokens=3, ignore_eos=True), eos=(2,))
+    row = Row(
+        np.array([0.0, 1.0, 9.0], np.float32),
+        Sampling(temperature=0.0, min_tokens=3, ignore_eos=True),
+        eos=(2,),
+    )
     assert sampled([row]).token_S[0] == 2
     assert row.state().stop_ids == frozenset()
 
@@ -249,7 +314,9 @@ def test_ties_go_to_the_lowest_id():
     assert sampled([greedy]).token_S[0] == 1
     assert sampled([greedy]).top[0].token_ids == [1, 2, 3]
     for seed in range(20):
-        top_2 = Row(np.array([1.0, 7.0, 7.0, 7.0], np.float32), Sampling(top_k=2, logprobs=4), seed=seed)
+        top_2 = Row(
+            np.array([1.0, 7.0, 7.0, 7.0], np.float32), Sampling(top_k=2, logprobs=4), seed=seed
+        )
         assert sampled([top_2]).top[0].token_ids == [1, 2]
         assert sampled([top_2]).token_S[0] in (1, 2)
     # At 2^30 float32 has a grid of 64: the noise vanishes and every score ties.
@@ -261,7 +328,15 @@ def test_ties_go_to_the_lowest_id():
 def test_all_but_one_at_minus_infinity_gives_that_one_with_certainty(temperature, winner):
     logits = np.full(700, -np.inf, np.float32)
     logits[winner] = -123.0
-    result = sampled([Row(logits, Sampling(temperature=temperature, top_p=0.5, top_k=3, min_p=0.1, logprobs=2), seed=9)])
+    result = sampled(
+        [
+            Row(
+                logits,
+                Sampling(temperature=temperature, top_p=0.5, top_k=3, min_p=0.1, logprobs=2),
+                seed=9,
+            )
+        ]
+    )
     assert result.token_S[0] == winner and result.logprob_S[0] == 0
     assert result.top[0].token_ids == [winner]
 
@@ -270,20 +345,32 @@ def test_all_but_one_at_minus_infinity_gives_that_one_with_certainty(temperature
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_broken_logits_report_nan(broken, temperature):
     sound = np.array([0.0, 1.0], np.float32)
-    result = sampled([Row(np.array(broken, np.float32), Sampling(temperature=temperature)), Row(sound, Sampling())])
+    result = sampled(
+        [
+            Row(np.array(broken, np.float32), Sampling(temperature=temperature)),
+            Row(sound, Sampling()),
+        ]
+    )
     assert np.isnan(result.logprob_S).tolist() == [True, False]
 
 
 def test_extreme_logits_stay_finite():
     logits = np.array([3e38, -3e38, 0.0, 2.9e38], np.float32)
-    result = sampled([Row(logits, Sampling(raw_logprobs=True)), Row(logits, Sampling(temperature=0.0))])
+    result = sampled(
+        [Row(logits, Sampling(raw_logprobs=True)), Row(logits, Sampling(temperature=0.0))]
+    )
     assert result.token_S.tolist() == [0, 0] and result.logprob_S.tolist() == [0, 0]
 
 
 def test_greedy_reports_temperature_one_without_filters():
-    row = Row(np.array([0.0, 1.0, 2.0], np.float32), Sampling(temperature=0.0, top_k=1, top_p=0.1, logprobs=3))
+    row = Row(
+        np.array([0.0, 1.0, 2.0], np.float32),
+        Sampling(temperature=0.0, top_k=1, top_p=0.1, logprobs=3),
+    )
     result = sampled([row])
-    np.testing.assert_allclose(result.logprob_S[0], reference_sampling.log_softmax(row.logits)[2], **LOGPROB_TOLERANCE)
+    np.testing.assert_allclose(
+        result.logprob_S[0], reference_sampling.log_softmax(row.logits)[2], **LOGPROB_TOLERANCE
+    )
     assert result.top[0].token_ids == [2, 1, 0]
 
 
@@ -297,13 +384,23 @@ def test_raw_logprobs_are_nan_where_not_asked_and_none_where_nobody_asks():
 def test_rows_of_one_state_share_its_parameters_and_differ_by_position():
     state = Row(np.zeros(64, np.float32), Sampling(), seed=4).state()
     positions = np.arange(1, 9)
-    result = sample(torch.zeros(8, 64), [state], np.zeros(8, np.int64), positions, np.zeros((8, 0), np.int32))
-    noise = [np.argmax([gumbel(np.uint64(4), v, position) for v in range(64)]) for position in positions]
+    result = sample(
+        torch.zeros(8, 64), [state], np.zeros(8, np.int64), positions, np.zeros((8, 0), np.int32)
+    )
+    noise = [
+        np.argmax([gumbel(np.uint64(4), v, position) for v in range(64)]) for position in positions
+    ]
     assert result.token_S.tolist() == noise and len(set(noise)) > 4
 
 
 def test_a_step_without_sampling_rows_samples_nothing():
-    result = sample(torch.zeros(0, 8), [], np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros((0, 0), np.int32))
+    result = sample(
+        torch.zeros(0, 8),
+        [],
+        np.zeros(0, np.int64),
+        np.zeros(0, np.int64),
+        np.zeros((0, 0), np.int32),
+    )
     assert result.token_S.shape == (0,) and result.raw_logprob_S is None and result.top == []
 
 
@@ -315,13 +412,17 @@ def test_prompt_logprobs_give_the_target_then_the_best():
         logprobs = reference_sampling.log_softmax(row)
         assert entry.token_ids == [target, *np.argsort(-row)[:3]]
         np.testing.assert_allclose(entry.logprobs, logprobs[entry.token_ids], **LOGPROB_TOLERANCE)
-    assert [entry.token_ids for entry in prompt_logprobs(torch.from_numpy(logits), targets, 0)] == [[t] for t in targets]
+    assert [entry.token_ids for entry in prompt_logprobs(torch.from_numpy(logits), targets, 0)] == [
+        [t] for t in targets
+    ]
 
 
 def test_a_prompts_last_target_scores_like_a_sampled_token_bit_for_bit():
     logits = np.random.default_rng(1).standard_normal(130).astype(np.float32)
     result = sampled([Row(logits, Sampling(temperature=1.0, raw_logprobs=True), seed=3)])
-    scored = prompt_logprobs(torch.from_numpy(logits[None]), [int(result.token_S[0])], 0)[0].logprobs[0]
+    scored = prompt_logprobs(torch.from_numpy(logits[None]), [int(result.token_S[0])], 0)[
+        0
+    ].logprobs[0]
     assert result.logprob_S[0] == result.raw_logprob_S[0] == np.float32(scored)
 
 

@@ -1,4 +1,6 @@
-"""What the API accepts at its bounds, the sampler computes: no value overflows a field of the packed parameters."""
+"""What the API accepts at its bounds, the sampler computes: no value overflows a field of the
+packed parameters.
+"""
 
 from __future__ import annotations
 
@@ -28,17 +30,30 @@ def bounds(model: type[BaseModel]) -> list[tuple[str, float]]:
             whole = shape.get("type") == "integer"
             if not whole and shape.get("type") != "number":
                 continue
-            found += [(name, value) for value in (
-                shape.get("minimum"), shape.get("maximum"),
-                math.nextafter(shape["exclusiveMinimum"], math.inf) if "exclusiveMinimum" in shape else None,
-            ) if value is not None]
+            found += [
+                (name, value)
+                for value in (
+                    shape.get("minimum"),
+                    shape.get("maximum"),
+                    math.nextafter(shape["exclusiveMinimum"], math.inf)
+                    if "exclusiveMinimum" in shape
+                    else None,
+                )
+                if value is not None
+            ]
     return found
 
 
 def draw(request: GenerateRequest) -> int:
     logits_SV = torch.linspace(-3, 3, VOCAB)[None]
     state = SamplingState(request, VOCAB, [VOCAB - 1])
-    sampled = sample(logits_SV, [state], np.zeros(1, np.int64), np.full(1, 2, np.int64), np.full((1, 1), -1, np.int32))
+    sampled = sample(
+        logits_SV,
+        [state],
+        np.zeros(1, np.int64),
+        np.full(1, 2, np.int64),
+        np.full((1, 1), -1, np.int32),
+    )
     state.commit([int(sampled.token_S[0])])
     assert not np.isnan(sampled.logprob_S).any()
     return int(sampled.token_S[0])
@@ -46,15 +61,34 @@ def draw(request: GenerateRequest) -> int:
 
 def test_every_number_of_the_sampling_has_both_bounds() -> None:
     numbers = {name for name, _ in bounds(SamplingFields)}
-    assert numbers == {"temperature", "top_p", "min_p", "top_k", "min_tokens", "max_tokens", "logprobs", "prompt_logprobs",
-                       "repetition_penalty", "presence_penalty", "frequency_penalty"}
-    assert all(len([1 for other, _ in bounds(SamplingFields) if other == name]) == 2 for name in numbers)
+    assert numbers == {
+        "temperature",
+        "top_p",
+        "min_p",
+        "top_k",
+        "min_tokens",
+        "max_tokens",
+        "logprobs",
+        "prompt_logprobs",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+    }
+    assert all(
+        len([1 for other, _ in bounds(SamplingFields) if other == name]) == 2 for name in numbers
+    )
 
 
 @pytest.mark.parametrize(("name", "value"), bounds(SamplingFields))
 def test_the_sampler_takes_every_bound(name: str, value: float) -> None:
     fields = checked(SamplingFields, {name: value}).model_dump(exclude={"stop", "stop_token_ids"})
-    assert 0 <= draw(GenerateRequest(id="a", token_ids=[1, 2], sampling=Sampling(**fields), seed=MAX_SEED)) < VOCAB
+    assert (
+        0
+        <= draw(
+            GenerateRequest(id="a", token_ids=[1, 2], sampling=Sampling(**fields), seed=MAX_SEED)
+        )
+        < VOCAB
+    )
 
 
 @pytest.mark.parametrize("bias", [-100.0, 100.0])
@@ -63,7 +97,9 @@ def test_the_sampler_takes_the_largest_biases(bias: float) -> None:
     assert 0 <= draw(GenerateRequest(id="a", token_ids=[1, 2], sampling=sampling, seed=0)) < VOCAB
 
 
-@pytest.mark.parametrize("name", ["top_k", "min_tokens", "max_tokens", "logprobs", "prompt_logprobs"])
+@pytest.mark.parametrize(
+    "name", ["top_k", "min_tokens", "max_tokens", "logprobs", "prompt_logprobs"]
+)
 def test_what_no_32_bit_integer_holds_is_refused(name: str) -> None:
     with pytest.raises(InvalidRequest, match=f"{name} is 2147483648"):
         checked(SamplingFields, {name: 2**31})
@@ -71,7 +107,11 @@ def test_what_no_32_bit_integer_holds_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("model", [CompletionRequest, ChatRequest])
 def test_the_openai_dialect_tolerates_a_large_top_k_up_to_the_same_bound(model: Any) -> None:
-    prompt: dict[str, Any] = {"prompt": "a"} if model is CompletionRequest else {"messages": [{"role": "user", "content": "a"}]}
+    prompt: dict[str, Any] = (
+        {"prompt": "a"}
+        if model is CompletionRequest
+        else {"messages": [{"role": "user", "content": "a"}]}
+    )
     for top_k in (-1, 0, 100_000_000, 2**31 - 1):
         native = checked(model, prompt | {"top_k": top_k}).native([{"prompt": "a"}])
         assert native.sampling.top_k == max(0, top_k)

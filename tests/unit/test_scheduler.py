@@ -1,4 +1,6 @@
-"""The scheduler driven by a fake runner: the output of every sequence must equal a twin that runs it alone."""
+"""The scheduler driven by a fake runner: the output of every sequence must equal a twin that runs
+it alone.
+"""
 
 from __future__ import annotations
 
@@ -41,19 +43,28 @@ def alone(request: GenerateRequest) -> tuple[list[int], str]:
 
 
 class FakeKV:
-    """Remembers which token prefix stands behind every slot, so that wrong sharing or stale pages are caught."""
+    """Remembers which token prefix stands behind every slot, so that wrong sharing or stale pages
+    are caught.
+    """
 
     def __init__(self) -> None:
         self.slot: dict[int, tuple[int, ...]] = {}
         self.made: dict[int, str] = {}  # the weight version that computed the slot
-        self.since: dict[int, int] = {}  # flushes there had been when the oldest was computed of what the slot was computed from
+        self.since: dict[
+            int, int
+        ] = {}  # flushes there had been when the oldest was computed of what the slot was computed from
         self.flushes = 0
         self.begun: list[str] = []  # what the scheduler announced last
-        self.tokens: dict[tuple[Sequence, int], list[int]] = {}  # by sequence and life: what the device knows, ahead of the host
+        self.tokens: dict[
+            tuple[Sequence, int], list[int]
+        ] = {}  # by sequence and life: what the device knows, ahead of the host
 
     def save(self, pages: list[int]) -> list[tuple[tuple[int, ...] | None, str | None, int | None]]:
-        return [(self.slot.get(slot), self.made.get(slot), self.since.get(slot))
-                for page in pages for slot in range(page * PAGE, (page + 1) * PAGE)]
+        return [
+            (self.slot.get(slot), self.made.get(slot), self.since.get(slot))
+            for page in pages
+            for slot in range(page * PAGE, (page + 1) * PAGE)
+        ]
 
     def restore(self, saved: list[tuple[tuple[int, ...], str, int]], pages: list[int]) -> None:
         slots = [slot for page in pages for slot in range(page * PAGE, (page + 1) * PAGE)]
@@ -61,33 +72,51 @@ class FakeKV:
             self.slot[slot], self.made[slot], self.since[slot] = prefix, version, since
 
     def check_versions(self, scheduler: Scheduler) -> None:
-        """All KV of a sequence is of the version in force, unless the sequence is known to span versions."""
+        """All KV of a sequence is of the version in force, unless the sequence is known to span
+        versions.
+        """
         for s in scheduler._running:
             made = {self.made[self.at(s, position)] for position in range(s.computed)}
             assert s.spanning or made <= {scheduler.weight_version}, f"{s.id} reads KV of {made}"
             assert not s.spanning or s.decoding, f"{s.id} has read its prompt under two versions"
         for page in scheduler.pool._key:
-            assert len({self.made[page * PAGE + i] for i in range(PAGE)}) == 1, f"page {page} is published with KV of two versions"
+            assert len({self.made[page * PAGE + i] for i in range(PAGE)}) == 1, (
+                f"page {page} is published with KV of two versions"
+            )
 
     def begin(self, ids: list[str]) -> None:
         self.begun = ids
 
-    def extend(self, sequence: Sequence, tokens: list[int], start: int, end: int, version: str) -> None:
+    def extend(
+        self, sequence: Sequence, tokens: list[int], start: int, end: int, version: str
+    ) -> None:
         for position in range(start):
-            assert self.slot[self.at(sequence, position)] == tuple(tokens[: position + 1]), f"{sequence.id} reads foreign KV at {position}"
-        since = min([self.flushes, *(self.since[self.at(sequence, position)] for position in range(start))])
+            assert self.slot[self.at(sequence, position)] == tuple(tokens[: position + 1]), (
+                f"{sequence.id} reads foreign KV at {position}"
+            )
+        since = min(
+            [self.flushes, *(self.since[self.at(sequence, position)] for position in range(start))]
+        )
         for position in range(start, end):
             self.slot[self.at(sequence, position)] = tuple(tokens[: position + 1])
             self.made[self.at(sequence, position)] = version
             self.since[self.at(sequence, position)] = since
 
     def check_published(self, pool: PagePool) -> None:
-        """Every indexed page holds one unbroken, fully computed prefix, and nothing of before the last flush."""
+        """Every indexed page holds one unbroken, fully computed prefix, and nothing of before the
+        last flush.
+        """
         for page in pool._key:
             held = [self.slot.get(page * PAGE + i) for i in range(PAGE)]
-            assert all(self.since[page * PAGE + i] == self.flushes for i in range(PAGE)), f"page {page} is of before a flush"
-            assert all(prefix is not None for prefix in held), f"page {page} is published before it is computed"
-            assert all(b[:-1] == a for a, b in zip(held, held[1:], strict=False)), f"page {page} mixes prefixes"  # type: ignore[index]
+            assert all(self.since[page * PAGE + i] == self.flushes for i in range(PAGE)), (
+                f"page {page} is of before a flush"
+            )
+            assert all(prefix is not None for prefix in held), (
+                f"page {page} is published before it is computed"
+            )
+            assert all(b[:-1] == a for a, b in zip(held, held[1:], strict=False)), (
+                f"page {page} mixes prefixes"
+            )  # type: ignore[index]
 
     @staticmethod
     def at(sequence: Sequence, position: int) -> int:
@@ -114,7 +143,11 @@ def run(scheduler: Scheduler, batch: Batch, kv: FakeKV, draw: random.Random) -> 
             emissions.append(Emission())
             continue
         before = len(tokens)
-        depth = draw.randint(0, max(0, min(remaining - 1, sequence.capacity - before, 3))) if work.decodes else 0
+        depth = (
+            draw.randint(0, max(0, min(remaining - 1, sequence.capacity - before, 3)))
+            if work.decodes
+            else 0
+        )
         for _ in range(depth + 1):
             tokens.append(target(tokens, sequence.request.seed))
         new = tokens[before:]
@@ -128,18 +161,40 @@ def run(scheduler: Scheduler, batch: Batch, kv: FakeKV, draw: random.Random) -> 
     return emissions
 
 
-def make(scheduler_pages: int, *, max_running: int = 4, max_rows: int = 8) -> tuple[Scheduler, FakeKV]:
+def make(
+    scheduler_pages: int, *, max_running: int = 4, max_rows: int = 8
+) -> tuple[Scheduler, FakeKV]:
     pool, kv = PagePool(scheduler_pages, PAGE), FakeKV()
     return Scheduler(
-        pool, max_running=max_running, max_rows=max_rows, max_pages_per_sequence=scheduler_pages, lookahead=4, weight_version="v1",
-        on_begin=kv.begin, save=kv.save, restore=kv.restore,
+        pool,
+        max_running=max_running,
+        max_rows=max_rows,
+        max_pages_per_sequence=scheduler_pages,
+        lookahead=4,
+        weight_version="v1",
+        on_begin=kv.begin,
+        save=kv.save,
+        restore=kv.restore,
     ), kv
 
 
-def sequence(i: int, prompt: list[int], max_tokens: int, seed: int, *, salt: str = "", deadline_s: float | None = None,
-             begin_by_s: float | None = None) -> Sequence:
+def sequence(
+    i: int,
+    prompt: list[int],
+    max_tokens: int,
+    seed: int,
+    *,
+    salt: str = "",
+    deadline_s: float | None = None,
+    begin_by_s: float | None = None,
+) -> Sequence:
     request = GenerateRequest(
-        id=f"r{i}", token_ids=prompt, sampling=Sampling(max_tokens=max_tokens), seed=seed, salt=salt, deadline_s=deadline_s,
+        id=f"r{i}",
+        token_ids=prompt,
+        sampling=Sampling(max_tokens=max_tokens),
+        seed=seed,
+        salt=salt,
+        deadline_s=deadline_s,
         begin_by_s=begin_by_s,
     )
     return Sequence(request, SamplingState(request, VOCAB, [EOS]), PAGE)
@@ -147,7 +202,9 @@ def sequence(i: int, prompt: list[int], max_tokens: int, seed: int, *, salt: str
 
 def collect(outputs: list[StepOutput], into: dict[str, list[StepOutput]]) -> None:
     for output in outputs:
-        assert not into.get(output.id) or into[output.id][-1].finish_reason is None, f"{output.id} spoke after its end"
+        assert not into.get(output.id) or into[output.id][-1].finish_reason is None, (
+            f"{output.id} spoke after its end"
+        )
         into.setdefault(output.id, []).append(output)
 
 
@@ -159,18 +216,38 @@ def collect(outputs: list[StepOutput], into: dict[str, list[StepOutput]]) -> Non
     behind=st.integers(0, 1),
     padded=st.booleans(),
     seed=st.integers(0, 2**32),
-    jobs=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 10), st.integers(0, 12), st.integers(0, 12)), min_size=1, max_size=9),
+    jobs=st.lists(
+        st.tuples(st.integers(0, 2), st.integers(1, 10), st.integers(0, 12), st.integers(0, 12)),
+        min_size=1,
+        max_size=9,
+    ),
     aborts=st.sets(st.integers(0, 8), max_size=2),
-    pushes=st.dictionaries(st.integers(1, 30), st.tuples(st.sampled_from(["v1", "v2", "v3"]),
-                                                         st.sampled_from(["continue", "recompute", "abort", "drain"])), max_size=4),
+    pushes=st.dictionaries(
+        st.integers(1, 30),
+        st.tuples(
+            st.sampled_from(["v1", "v2", "v3"]),
+            st.sampled_from(["continue", "recompute", "abort", "drain"]),
+        ),
+        max_size=4,
+    ),
     flushes=st.sets(st.integers(1, 30), max_size=3),
 )
 def test_every_sequence_ends_as_if_alone(
-    pages: int, max_running: int, max_rows: int, behind: int, padded: bool, seed: int, jobs: list[tuple[int, int, int, int]],
-    aborts: set[int], pushes: dict[int, tuple[str, InFlight]], flushes: set[int]
+    pages: int,
+    max_running: int,
+    max_rows: int,
+    behind: int,
+    padded: bool,
+    seed: int,
+    jobs: list[tuple[int, int, int, int]],
+    aborts: set[int],
+    pushes: dict[int, tuple[str, InFlight]],
+    flushes: set[int],
 ) -> None:
-    """Also through weight pushes: the fake model is the same in all versions, so only wrong KV could change a token. Also on a device
-    that tells its results `behind` steps late, and on one that pads batches; and with flushes while steps are in flight."""
+    """Also through weight pushes: the fake model is the same in all versions, so only wrong KV
+    could change a token. Also on a device that tells its results `behind` steps late, and on one
+    that pads batches; and with flushes while steps are in flight.
+    """
     scheduler, kv = make(pages, max_running=max_running, max_rows=max_rows)
     if padded:
         scheduler.room = Shapes(max_running, 4, PromptShape(sizes=(2, 4), works=2, grain=4)).room
@@ -223,7 +300,9 @@ def test_every_sequence_ends_as_if_alone(
         scheduler.check()
         if batch := scheduler.next_batch():
             scheduler.check()
-            assert sum(w.end - w.start for w in batch.works) <= max(max_rows, sum(w.decodes for w in batch.works))
+            assert sum(w.end - w.start for w in batch.works) <= max(
+                max_rows, sum(w.decodes for w in batch.works)
+            )
             flying.append((batch, run(scheduler, batch, kv, draw)))
         while len(flying) > (behind if batch else 0):
             land()
@@ -242,7 +321,9 @@ def test_every_sequence_ends_as_if_alone(
             assert i in aborted and tokens == expected[: len(tokens)]
         else:
             assert (tokens, last.finish_reason) == (expected, reason)
-        assert [output.weight_version for output in seen[s.id] for _ in output.token_ids] == versions[s.id]
+        assert [
+            output.weight_version for output in seen[s.id] for _ in output.token_ids
+        ] == versions[s.id]
 
 
 def finish(scheduler: Scheduler, kv: FakeKV, steps: int = 400) -> dict[str, list[StepOutput]]:
@@ -274,7 +355,9 @@ def test_salt_separates_prefixes() -> None:
     scheduler, kv = make(64)
     scheduler.submit([sequence(0, list(range(9)), 2, 1, salt="a")])
     finish(scheduler, kv)
-    scheduler.submit([sequence(1, list(range(9)), 2, 1, salt="b"), sequence(2, list(range(9)), 2, 1, salt="a")])
+    scheduler.submit(
+        [sequence(1, list(range(9)), 2, 1, salt="b"), sequence(2, list(range(9)), 2, 1, salt="a")]
+    )
     seen = finish(scheduler, kv)
     assert seen["r1"][0].cached_tokens == 0 and seen["r2"][0].cached_tokens == 8
 
@@ -291,12 +374,17 @@ def test_after_a_flush_what_runs_serves_nobody_and_makes_nobody_wait() -> None:
     scheduler.commit(batch, in_flight)
     scheduler.submit([sequence(1, prompt, 2, 1)])
     batch = scheduler.next_batch()
-    assert batch is not None and [(work.sequence.id, work.start) for work in batch.works] == [("r0", 8), ("r1", 0)]
+    assert batch is not None and [(work.sequence.id, work.start) for work in batch.works] == [
+        ("r0", 8),
+        ("r1", 0),
+    ]
     scheduler.commit(batch, run(scheduler, batch, kv, random.Random(0)))
     finish(scheduler, kv)
     kv.check_published(scheduler.pool)
     scheduler.submit([sequence(2, prompt, 2, 1)])
-    assert finish(scheduler, kv)["r2"][0].cached_tokens == 12, "what came after the flush serves others"
+    assert finish(scheduler, kv)["r2"][0].cached_tokens == 12, (
+        "what came after the flush serves others"
+    )
 
 
 def test_only_what_runs_holds_kv() -> None:
@@ -308,7 +396,9 @@ def test_only_what_runs_holds_kv() -> None:
     scheduler.commit(batch, run(scheduler, batch, kv, random.Random(0)))
     scheduler.change_version("v2", "continue")
     scheduler.give_up_pages()
-    assert not scheduler.holds_kv and any(s.saved for s in scheduler._waiting.values()), "a copy is the sequence's own"
+    assert not scheduler.holds_kv and any(s.saved for s in scheduler._waiting.values()), (
+        "a copy is the sequence's own"
+    )
     finish(scheduler, kv)
     assert not scheduler.holds_kv
 
@@ -374,15 +464,31 @@ def test_an_abort_of_nothing_ends_nothing_and_all_is_said() -> None:
     scheduler, _ = make(24)
     scheduler.submit([sequence(i, [1, 2, 3], 4, i) for i in range(3)])
     assert scheduler.abort([]) == [] and not scheduler.idle
-    assert {o.id for o in scheduler.abort([], "abort", all=True)} == {"r0", "r1", "r2"} and scheduler.idle
+    assert {o.id for o in scheduler.abort([], "abort", all=True)} == {
+        "r0",
+        "r1",
+        "r2",
+    } and scheduler.idle
 
 
 def test_deadlines_end_running_and_waiting_sequences() -> None:
     now = 0.0
     scheduler = Scheduler(
-        PagePool(8, PAGE), max_running=1, max_rows=8, max_pages_per_sequence=8, lookahead=2, weight_version="v1", clock=lambda: now
+        PagePool(8, PAGE),
+        max_running=1,
+        max_rows=8,
+        max_pages_per_sequence=8,
+        lookahead=2,
+        weight_version="v1",
+        clock=lambda: now,
     )
-    scheduler.submit([sequence(0, [1], 9, 0, deadline_s=5.0), sequence(1, [2], 9, 0, deadline_s=5.0), sequence(2, [3], 9, 0)])
+    scheduler.submit(
+        [
+            sequence(0, [1], 9, 0, deadline_s=5.0),
+            sequence(1, [2], 9, 0, deadline_s=5.0),
+            sequence(2, [3], 9, 0),
+        ]
+    )
     scheduler.next_batch()
     assert scheduler.expire() == []
     now = 5.0
@@ -398,7 +504,13 @@ def test_deadlines_end_running_and_waiting_sequences() -> None:
 def test_the_first_output_says_how_long_a_sequence_waited() -> None:
     now = 0.0
     scheduler = Scheduler(
-        PagePool(32, PAGE), max_running=1, max_rows=8, max_pages_per_sequence=8, lookahead=2, weight_version="v1", clock=lambda: now
+        PagePool(32, PAGE),
+        max_running=1,
+        max_rows=8,
+        max_pages_per_sequence=8,
+        lookahead=2,
+        weight_version="v1",
+        clock=lambda: now,
     )
     scheduler.submit([sequence(0, [1], 2, 0), sequence(1, [2], 2, 0)])
     waited: dict[str, list[float]] = {"r0": [], "r1": []}

@@ -1,4 +1,6 @@
-"""What a trainer gives to be pushed is looked at alike by all channels, before a server hears of it."""
+"""What a trainer gives to be pushed is looked at alike by all channels, before a server hears of
+it.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,11 @@ from tlt_client.errors import InvalidArgument, TltClientError
 
 TENSORS = {"a": torch.arange(3.0), "b": torch.ones(2, 2)}
 SENDERS: dict[str, Callable[[Any, Path], Sender]] = {
-    "http": lambda client, root: HttpSender(client), "disk": lambda client, root: DiskSender(client, root),
-    "ipc": lambda client, root: IpcSender(client), "broadcast": lambda client, root: BroadcastSender(client)}
+    "http": lambda client, root: HttpSender(client),
+    "disk": lambda client, root: DiskSender(client, root),
+    "ipc": lambda client, root: IpcSender(client),
+    "broadcast": lambda client, root: BroadcastSender(client),
+}
 
 
 class Stop(Exception):
@@ -57,7 +62,9 @@ class Server:
     def leave_group(self, name: str) -> dict[str, Any]:
         return {}
 
-    def put_weights(self, version: str, part: str, data: bytes, *, start: int, total: int) -> dict[str, Any]:
+    def put_weights(
+        self, version: str, part: str, data: bytes, *, start: int, total: int
+    ) -> dict[str, Any]:
         self.calls.append("put")
         return {"bytes": start + len(data)}
 
@@ -77,42 +84,73 @@ def server() -> Server:
 
 
 @pytest.fixture(params=SENDERS)
-def sender(request: pytest.FixtureRequest, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sender:
+def sender(
+    request: pytest.FixtureRequest, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Sender:
     monkeypatch.setattr(Group, "_made", lambda group: Communicator())
     return SENDERS[request.param](server, tmp_path)
 
 
-@pytest.mark.parametrize("given, says", [
-    (list, "no tensors came; push a state dict .*, and an iterator only once"),
-    (lambda: iter(()), "no tensors came; push a state dict .*, and an iterator only once"),
-    (dict, "no tensors came"),
-    (lambda: [*TENSORS.items(), ("a", torch.ones(1))], "tensor 'a' comes twice; push each tensor once"),
-    (lambda: {"a": np.ones(3)}, "tensor 'a' is a ndarray; push tensors of torch"),
-    (lambda: torch.nn.Linear(2, 2), r"tensors is a Linear; push a state dict \(model.state_dict\(\)\)"),
-    (lambda: torch.nn.Linear(2, 2).parameters(), "tensors gives a Parameter, where a name and a tensor are due"),
-    (lambda: ["a", "b"], "tensors gives a str, where a name and a tensor are due"),
-])
-def test_what_names_no_tensors_is_refused_in_the_same_words(given: Any, says: str, sender: Sender, server: Server) -> None:
+@pytest.mark.parametrize(
+    "given, says",
+    [
+        (list, "no tensors came; push a state dict .*, and an iterator only once"),
+        (lambda: iter(()), "no tensors came; push a state dict .*, and an iterator only once"),
+        (dict, "no tensors came"),
+        (
+            lambda: [*TENSORS.items(), ("a", torch.ones(1))],
+            "tensor 'a' comes twice; push each tensor once",
+        ),
+        (lambda: {"a": np.ones(3)}, "tensor 'a' is a ndarray; push tensors of torch"),
+        (
+            lambda: torch.nn.Linear(2, 2),
+            r"tensors is a Linear; push a state dict \(model.state_dict\(\)\)",
+        ),
+        (
+            lambda: torch.nn.Linear(2, 2).parameters(),
+            "tensors gives a Parameter, where a name and a tensor are due",
+        ),
+        (lambda: ["a", "b"], "tensors gives a str, where a name and a tensor are due"),
+    ],
+)
+def test_what_names_no_tensors_is_refused_in_the_same_words(
+    given: Any, says: str, sender: Sender, server: Server
+) -> None:
     with pytest.raises(ContentRefused, match=says):
         sender.push(given(), "v")
     assert "push" not in server.calls
 
 
-@pytest.mark.parametrize("version, says", [(7, "version is 7 of type int; it must be text, such as 'run-7'"), (None, "of type NoneType"),
-                                           ("run/7", "none of them '/' or a control character"), ("", "have 1 to 256 characters")])
-def test_a_version_that_no_push_can_have_is_refused_before_a_tensor_is_asked_for(version: Any, says: str, sender: Sender, server: Server,
-                                                                                 tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "version, says",
+    [
+        (7, "version is 7 of type int; it must be text, such as 'run-7'"),
+        (None, "of type NoneType"),
+        ("run/7", "none of them '/' or a control character"),
+        ("", "have 1 to 256 characters"),
+    ],
+)
+def test_a_version_that_no_push_can_have_is_refused_before_a_tensor_is_asked_for(
+    version: Any, says: str, sender: Sender, server: Server, tmp_path: Path
+) -> None:
     with pytest.raises(InvalidArgument, match=says):
         sender.push((Stop for _ in iter(int, 1)), version)  # type: ignore[misc]
     assert server.calls == [] and list(tmp_path.iterdir()) == []
 
 
 def test_a_state_dict_is_its_items(sender: Sender, server: Server) -> None:
-    for given in (TENSORS, TENSORS.items(), iter(TENSORS.items()), [list(item) for item in TENSORS.items()]):
+    for given in (
+        TENSORS,
+        TENSORS.items(),
+        iter(TENSORS.items()),
+        [list(item) for item in TENSORS.items()],
+    ):
         server.names = []
         try:
             sender.push(given, "v")  # type: ignore[arg-type]
         except TltClientError as error:
-            assert isinstance(sender, IpcSender) and "start it with ipc" in str(error), "it got as far as to ask for the sockets"
+            assert isinstance(sender, IpcSender) and "start it with ipc" in str(error), (
+                "it got as far as to ask for the sockets"
+            )
         else:
             assert server.names == list(TENSORS)

@@ -6,7 +6,14 @@ from safetensors.numpy import save_file
 
 from tlt_kernels.cpu.drafting import calibration_cell
 from tlt_server.errors import ModelError
-from tlt_server.speculation.survival import BUCKETS, DEFAULT_EDGES, RANKS, Calibration, CalibrationSettings, default_survival
+from tlt_server.speculation.survival import (
+    BUCKETS,
+    DEFAULT_EDGES,
+    RANKS,
+    Calibration,
+    CalibrationSettings,
+    default_survival,
+)
 
 
 def test_default_table_is_a_probability_that_falls_with_rank_and_follows_the_gap():
@@ -23,7 +30,9 @@ def test_cells_agree_between_kernel_and_twin():
     for phase in (0, 1):
         for rank in (0, 1, 6, 7, 8, 30):
             for gap in np.array(gaps, np.float32):
-                assert calibration_cell(phase, rank, gap, calibration.gap_edges) == calibration.cell(phase, rank, gap)
+                assert calibration_cell(
+                    phase, rank, gap, calibration.gap_edges
+                ) == calibration.cell(phase, rank, gap)
 
 
 def test_a_saved_table_comes_back(tmp_path):
@@ -39,7 +48,10 @@ def test_a_missing_table_is_the_default(tmp_path):
 
 
 def test_a_wrong_table_is_named(tmp_path):
-    save_file({"survival": np.zeros((2, 3), np.float32), "gap_edges": np.zeros(15, np.float32)}, tmp_path / "calibration.safetensors")
+    save_file(
+        {"survival": np.zeros((2, 3), np.float32), "gap_edges": np.zeros(15, np.float32)},
+        tmp_path / "calibration.safetensors",
+    )
     with pytest.raises(ModelError, match="survival must be"):
         Calibration.load(tmp_path)
     (tmp_path / "calibration.safetensors").write_bytes(b"junk")
@@ -80,5 +92,7 @@ def test_a_stale_table_heals_and_forgets_again():
     for truth in (0.9, 0.1, 0.9):
         for _ in range(3000):
             calibration.observe(cell, parent, np.array([random.random() < truth], np.int8))
-        assert abs(calibration.survival_K[5] - truth) < 0.12  # prior of 64 of at least 320 trials, and 3 sigma of 256 samples
+        assert (
+            abs(calibration.survival_K[5] - truth) < 0.12
+        )  # prior of 64 of at least 320 trials, and 3 sigma of 256 samples
     assert calibration.gauges()["calibration_observed_nodes"] == 9000

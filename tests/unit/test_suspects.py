@@ -13,7 +13,12 @@ from tlt_server.records import GenerateRequest, Sampling
 
 
 def request(prompt: int = 1, id: str = "a", **sampling: object) -> GenerateRequest:
-    return GenerateRequest(id=id, token_ids=[prompt, 2, 3], sampling=msgspec.structs.replace(Sampling(), **sampling), seed=hash(id) % 1000)
+    return GenerateRequest(
+        id=id,
+        token_ids=[prompt, 2, 3],
+        sampling=msgspec.structs.replace(Sampling(), **sampling),
+        seed=hash(id) % 1000,
+    )
 
 
 def crash(suspects: Suspects, running: list[tuple[GenerateRequest, int]], now_s: float) -> None:
@@ -33,7 +38,9 @@ def test_two_crashes_without_progress_refuse_a_request_by_what_it_computes() -> 
     assert not refused(suspects, [request(), request(2)], 0.0)
     crash(suspects, [(request(id="again"), 5)], 1.0)
     asked = [request(id="x"), request(2, "y"), request(id="z", max_tokens=9), request(3, "w")]
-    assert refused(suspects, asked, 1.0) == ["x"], "another prompt or other sampling is another request"
+    assert refused(suspects, asked, 1.0) == ["x"], (
+        "another prompt or other sampling is another request"
+    )
 
 
 def test_who_ended_elsewhere_the_second_time_goes_on() -> None:
@@ -61,7 +68,9 @@ def test_a_refused_request_stays_refused_until_the_time_is_over() -> None:
     assert refused(suspects, [request()], 2.0 + module.KEPT_S - 1) == ["a"]
     assert not refused(suspects, [request()], 2.0 + module.KEPT_S)
     crash(suspects, [(request(), 0)], 2.0 + module.KEPT_S)
-    assert not refused(suspects, [request()], 2.0 + module.KEPT_S), "what was forgotten counts as a first crash"
+    assert not refused(suspects, [request()], 2.0 + module.KEPT_S), (
+        "what was forgotten counts as a first crash"
+    )
 
 
 def test_one_that_completes_is_cleared() -> None:
@@ -80,7 +89,9 @@ def test_memory_is_bounded() -> None:
     crash(suspects, [(request(i), 0) for i in range(1, module.KEPT + 1)], 1.0)
     crash(suspects, [(request(0), 0), (request(module.KEPT), 0)], 2.0)
     assert len(suspects._suspects) == module.KEPT
-    assert refused(suspects, [request(0, "0"), request(module.KEPT, "last")], 2.0) == ["last"], "the oldest was forgotten"
+    assert refused(suspects, [request(0, "0"), request(module.KEPT, "last")], 2.0) == ["last"], (
+        "the oldest was forgotten"
+    )
 
 
 def test_what_was_begun_is_what_the_last_note_says(tmp_path: Path) -> None:
@@ -97,7 +108,11 @@ def test_what_was_begun_is_what_the_last_note_says(tmp_path: Path) -> None:
 
 
 def test_company_of_a_killer_is_no_reason_to_refuse() -> None:
-    suspects, killer, others = Suspects(), request(1, "killer"), [request(i, str(i)) for i in range(2, 6)]
+    suspects, killer, others = (
+        Suspects(),
+        request(1, "killer"),
+        [request(i, str(i)) for i in range(2, 6)],
+    )
     everyone = [(r, 7) for r in (*others, killer)]
     for time_s in range(3):
         suspects.crashed(everyone, None, float(time_s))  # all at once, at the same place each time

@@ -14,10 +14,14 @@ def select_slowly(candidates, budget):
     for n, parent in enumerate(candidates.parent_N):
         own = float(candidates.survival_N[n])
         survival.append(own if parent < 0 else min(own, survival[parent]))
-    best = sorted(range(len(candidates)), key=lambda n: (-survival[n], candidates.depth_N[n], n))[:max(budget, 0)]
+    best = sorted(range(len(candidates)), key=lambda n: (-survival[n], candidates.depth_N[n], n))[
+        : max(budget, 0)
+    ]
     nodes = sorted(best, key=lambda n: (candidates.request_N[n], n))
     place = {n: m for m, n in enumerate(nodes)}
-    return nodes, [place[candidates.parent_N[n]] if candidates.parent_N[n] >= 0 else -1 for n in nodes]
+    return nodes, [
+        place[candidates.parent_N[n]] if candidates.parent_N[n] >= 0 else -1 for n in nodes
+    ]
 
 
 @st.composite
@@ -34,7 +38,9 @@ def forests(draw):
         survival.append(draw(probability) * (1.0 if above < 0 else survival[above]))
     i32 = lambda values: np.array(values, np.int32)  # noqa: E731
     zeros = np.zeros(nodes, np.int32)
-    return Candidates(i32(request), i32(parent), zeros, i32(depth), zeros, np.array(survival, np.float32)), requests
+    return Candidates(
+        i32(request), i32(parent), zeros, i32(depth), zeros, np.array(survival, np.float32)
+    ), requests
 
 
 @given(forests(), st.integers(-1, 45))
@@ -45,7 +51,9 @@ def test_select_is_the_sorted_top(forest, budget):
     nodes, parents = select_slowly(candidates, budget)
     assert chosen.node_M.tolist() == nodes
     assert chosen.parent_M.tolist() == parents
-    assert chosen.count_B.tolist() == [sum(candidates.request_N[n] == b for n in nodes) for b in range(requests)]
+    assert chosen.count_B.tolist() == [
+        sum(candidates.request_N[n] == b for n in nodes) for b in range(requests)
+    ]
     for m, parent in enumerate(chosen.parent_M):
         assert parent < m
         assert (candidates.parent_N[chosen.node_M[m]] < 0) == (parent < 0)
@@ -53,14 +61,23 @@ def test_select_is_the_sorted_top(forest, budget):
 
 def test_select_stays_closed_when_a_survival_exceeds_its_parent():
     i32 = lambda *values: np.array(values, np.int32)  # noqa: E731
-    candidates = Candidates(i32(0, 0, 0), i32(-1, 0, -1), i32(5, 6, 7), i32(1, 2, 1), i32(0, 0, 1), np.array([0.2, 0.9, 0.5], np.float32))
+    candidates = Candidates(
+        i32(0, 0, 0),
+        i32(-1, 0, -1),
+        i32(5, 6, 7),
+        i32(1, 2, 1),
+        i32(0, 0, 1),
+        np.array([0.2, 0.9, 0.5], np.float32),
+    )
     assert select(candidates, 1, 2).node_M.tolist() == [0, 2]
     assert select(candidates, 1, 1).node_M.tolist() == [2]
 
 
 def test_select_reads_nan_as_zero():
     i32 = lambda *values: np.array(values, np.int32)  # noqa: E731
-    candidates = Candidates(i32(0, 0), i32(-1, -1), i32(5, 6), i32(1, 1), i32(0, 1), np.array([np.nan, 0.1], np.float32))
+    candidates = Candidates(
+        i32(0, 0), i32(-1, -1), i32(5, 6), i32(1, 1), i32(0, 1), np.array([np.nan, 0.1], np.float32)
+    )
     assert select(candidates, 1, 1).node_M.tolist() == [1]
 
 

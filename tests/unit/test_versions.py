@@ -16,7 +16,13 @@ def info(target: str, drafter: str = "d0", **fields: object) -> object:
 
 
 def report(result: str, role: str, target: str, drafter: str = "d0") -> WeightReport:
-    return WeightReport(id="w", result=result, role=role, version=target, state=WeightState(target=target, drafter=drafter))
+    return WeightReport(
+        id="w",
+        result=result,
+        role=role,
+        version=target,
+        state=WeightState(target=target, drafter=drafter),
+    )
 
 
 def begun(*lives: object, unanswered: bool = False) -> Versions:
@@ -35,7 +41,10 @@ def test_what_was_committed_and_is_gone_is_lost_until_its_role_is_committed() ->
     versions.reported(report("committed", "target", "v1"))
     for _ in range(2):  # a life that ends before the push changes nothing
         versions.begin(info("v0"), unanswered=False)  # type: ignore[arg-type]
-        with pytest.raises(Unavailable, match="'v1' of the target is lost.*holds 'v0'.*--state-dir.*POST /update_weights") as caught:
+        with pytest.raises(
+            Unavailable,
+            match="'v1' of the target is lost.*holds 'v0'.*--state-dir.*POST /update_weights",
+        ) as caught:
             versions.check()
         assert caught.value.retry_after_s
     versions.reported(report("looked", "", "v0"))
@@ -81,13 +90,25 @@ def test_a_rollback_is_asked_for() -> None:
 
 
 def test_a_spool_knows_better_only_while_a_weight_command_was_open() -> None:
-    begun(info("v0"), info("v1", spooled=True), unanswered=True).check()  # committed, and the answer was lost
-    assert begun(info("v1", spooled=True), info("v0", spooled=True)).lost, "the state directory was emptied"
-    assert begun(info("v1"), info("v0"), unanswered=True).lost, "without one nobody can have committed v0"
+    begun(
+        info("v0"), info("v1", spooled=True), unanswered=True
+    ).check()  # committed, and the answer was lost
+    assert begun(info("v1", spooled=True), info("v0", spooled=True)).lost, (
+        "the state directory was emptied"
+    )
+    assert begun(info("v1"), info("v0"), unanswered=True).lost, (
+        "without one nobody can have committed v0"
+    )
 
 
 def test_what_the_engine_says_it_lost_is_lost_and_may_come_back() -> None:
-    versions = begun(info("v0", spooled=True, lost={"target": "the committed weight version 'v7' of the target is lost: truncated"}))
+    versions = begun(
+        info(
+            "v0",
+            spooled=True,
+            lost={"target": "the committed weight version 'v7' of the target is lost: truncated"},
+        )
+    )
     with pytest.raises(Unavailable, match="v7.*truncated"):
         versions.check()
     versions.begin(info("v7", spooled=True), unanswered=False)  # type: ignore[arg-type]

@@ -1,8 +1,10 @@
-"""The memory behind a tensor, given back while the tensor stays: whoever holds it, or a view of it, need not be told.
+"""The memory behind a tensor, given back while the tensor stays: whoever holds it, or a view of it,
+need not be told.
 
-On a GPU the storage is emptied and allocated again, perhaps at another address. On the host whole pages go back to the system and are
-zeros when they are touched again; what shares a page with other data stays. Pages that are pinned for a GPU are let go first: dropped
-under it, they would be two different pages to host and GPU. Either way the content is lost.
+On a GPU the storage is emptied and allocated again, perhaps at another address. On the host whole
+pages go back to the system and are zeros when they are touched again; what shares a page with other
+data stays. Pages that are pinned for a GPU are let go first: dropped under it, they would be two
+different pages to host and GPU. Either way the content is lost.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ class Backing:
                 block.unpin()
             first = -(-self.storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
             length = (self.storage.data_ptr() + self.size) // mmap.PAGESIZE * mmap.PAGESIZE - first
-            if length > 0 and _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), mmap.MADV_DONTNEED):
+            if length > 0 and _libc.madvise(
+                ctypes.c_void_p(first), ctypes.c_size_t(length), mmap.MADV_DONTNEED
+            ):
                 raise OSError(ctypes.get_errno(), "madvise failed")
         else:
             self.storage.resize_(0)
@@ -52,7 +56,8 @@ class Backing:
 
 
 def give_back() -> None:
-    """What backings have freed goes to others, not to the allocator of this process. Waits for all that a GPU does: not while a trainer
-    keeps it waiting (`Groups.hold_gpu`)."""
+    """What backings have freed goes to others, not to the allocator of this process. Waits for all
+    that a GPU does: not while a trainer keeps it waiting (`Groups.hold_gpu`).
+    """
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()

@@ -1,7 +1,8 @@
-"""The `cpu` attention backend: the compiled paged kernel, cut by rows over a few threads when a call is large.
+"""The `cpu` attention backend: the compiled paged kernel, cut by rows over a few threads when a
+call is large.
 
-One per model, called by every layer. Bits do not depend on the cut: each piece runs the same compiled function, and a
-row reads nothing of another row.
+One per model, called by every layer. Bits do not depend on the cut: each piece runs the same
+compiled function, and a row reads nothing of another row.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from tlt_kernels.cpu import attention as kernel
 from tlt_server.attention import CHUNK
 from tlt_server.attention.rows import Rows
 
-WORTH_A_THREAD = 1 << 21  # multiply-adds of one piece: 60 us from warm caches, far more from memory; waking a thread costs 30 to 50
+WORTH_A_THREAD = (
+    1 << 21
+)  # multiply-adds of one piece: 60 us from warm caches, far more from memory; waking a thread costs 30 to 50
 
 assert CHUNK == kernel.CHUNK
 _attend_rows: Any = kernel.attend_rows
@@ -30,7 +33,15 @@ def _pool(threads: int) -> ThreadPoolExecutor:
 
 
 class CpuPaged:
-    def __init__(self, *, page_size: int, heads: int, kv_heads: int, head_dim: int, threads: int | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        page_size: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        threads: int | None = None,
+    ) -> None:
         assert heads % kv_heads == 0, f"{heads} query heads do not divide over {kv_heads} KV heads"
         self.page_size, self.heads, self.head_dim = page_size, heads, head_dim
         self.scale = head_dim**-0.5
@@ -39,12 +50,23 @@ class CpuPaged:
         self._arrays: tuple = ()
         self._pieces: list[tuple[int, int]] = []
 
-    def attend(self, q_RND: Tensor, k_SKD: Tensor, v_SKD: Tensor, rows: Rows, first: int = 0) -> Tensor:
+    def attend(
+        self, q_RND: Tensor, k_SKD: Tensor, v_SKD: Tensor, rows: Rows, first: int = 0
+    ) -> Tensor:
         """[R, N, D] float32; see `tlt_server.attention` for what a row sees."""
         if rows is not self._rows:
             self._plan(rows)
         out_RND = torch.empty_like(q_RND)
-        arguments = (q_RND.numpy(), k_SKD.numpy(), v_SKD.numpy(), *self._arrays, self.page_size, first, self.scale, out_RND.numpy())
+        arguments = (
+            q_RND.numpy(),
+            k_SKD.numpy(),
+            v_SKD.numpy(),
+            *self._arrays,
+            self.page_size,
+            first,
+            self.scale,
+            out_RND.numpy(),
+        )
         if len(self._pieces) == 1:
             _attend_rows(*arguments, 0, len(rows))
             return out_RND
@@ -56,14 +78,27 @@ class CpuPaged:
         return out_RND
 
     def _plan(self, rows: Rows) -> None:
-        """Views of the row tables, and pieces of near-equal work; kept while the same `rows` pass through the layers."""
+        """Views of the row tables, and pieces of near-equal work; kept while the same `rows` pass
+        through the layers.
+        """
         self._rows = rows
         self._arrays = tuple(
-            tensor.contiguous().numpy() for tensor in (rows.position_R, rows.request_R, rows.base_B, rows.page_table_BP, rows.path_RD)
+            tensor.contiguous().numpy()
+            for tensor in (
+                rows.position_R,
+                rows.request_R,
+                rows.base_B,
+                rows.page_table_BP,
+                rows.path_RD,
+            )
         )
         position_R = self._arrays[0]
         work = 2 * self.heads * self.head_dim  # multiply-adds per row and key
-        pieces = min(self.threads or torch.get_num_threads(), int(position_R.sum() + len(rows)) * work // WORTH_A_THREAD, len(rows))
+        pieces = min(
+            self.threads or torch.get_num_threads(),
+            int(position_R.sum() + len(rows)) * work // WORTH_A_THREAD,
+            len(rows),
+        )
         if pieces < 2:
             self._pieces = [(0, len(rows))]
             return

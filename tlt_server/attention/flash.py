@@ -1,9 +1,11 @@
-"""The `flash_attn` backend: prompt rows of large steps through the flash-attn library, every other row through Triton.
+"""The `flash_attn` backend: prompt rows of large steps through the flash-attn library, every other
+row through Triton.
 
-The library adds in an order of its own, so this is for numerics `fast` only. It reads keys that lie together (its own pages would be
-multiples of 256 positions), so each layer gathers those of the step's prompts. How many there are sizes tensors, which the host has to
-know: `plan` copies two small tensors from the device and waits for them. Steps with more than LARGE prompt rows are not captured; those
-with fewer, and drafters' passes, are Triton's entirely.
+The library adds in an order of its own, so this is for numerics `fast` only. It reads keys that lie
+together (its own pages would be multiples of 256 positions), so each layer gathers those of the
+step's prompts. How many there are sizes tensors, which the host has to know: `plan` copies two
+small tensors from the device and waits for them. Steps with more than LARGE prompt rows are not
+captured; those with fewer, and drafters' passes, are Triton's entirely.
 
 Legend: R rows, P prompt rows, W runs of a call, T keys of a call, Q places.
 """
@@ -23,13 +25,19 @@ from tlt_kernels.gpu.tensors import PAGE_SIZE, Rows
 from tlt_server.attention.gpu import Planned, TritonPaged
 from tlt_server.errors import StartupError
 
-LARGE = 512  # prompt rows; passes with no more may be captured, where nothing can be copied to the host
-GATHERED = 256 << 20  # bytes of keys and values that lie together for one call, unless one request alone has more
+LARGE = (
+    512  # prompt rows; passes with no more may be captured, where nothing can be copied to the host
+)
+GATHERED = (
+    256 << 20
+)  # bytes of keys and values that lie together for one call, unless one request alone has more
 DTYPES = (torch.bfloat16, torch.float16)
 
 
 class Run(NamedTuple):
-    """Rows of one request at consecutive positions; `row` counts among the prompt rows, the last row sees `keys` positions."""
+    """Rows of one request at consecutive positions; `row` counts among the prompt rows, the last
+    row sees `keys` positions.
+    """
 
     row: int
     rows: int
@@ -52,23 +60,43 @@ class Call(NamedTuple):
 class FlashPaged:
     capturable = True  # what is captured is Triton's
 
-    def __init__(self, *, heads: int, kv_heads: int, head_dim: int, context: int, device: torch.device, dtype: torch.dtype,
-                 numerics: str) -> None:
+    def __init__(
+        self,
+        *,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        context: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        numerics: str,
+    ) -> None:
         name = str(dtype).removeprefix("torch.")
         if numerics != "fast":
-            raise StartupError(f"attention is flash_attn and numerics is {numerics}: the library adds in an order of its own, so bits "
-                               "would change with the batch; use attention triton, or numerics fast")
+            raise StartupError(
+                f"attention is flash_attn and numerics is {numerics}: the library adds in an order of its own, so bits "
+                "would change with the batch; use attention triton, or numerics fast"
+            )
         if dtype not in DTYPES:
-            raise StartupError(f"attention is flash_attn and dtype is {name}: the library computes in bfloat16 and float16 only; "
-                               "use attention triton, or one of those types")
+            raise StartupError(
+                f"attention is flash_attn and dtype is {name}: the library computes in bfloat16 and float16 only; "
+                "use attention triton, or one of those types"
+            )
         try:
             from flash_attn import flash_attn_varlen_func
         except ImportError as error:
-            raise StartupError(f"attention is flash_attn, but its package cannot be imported ({error}); use attention triton, or install "
-                               "it: pip install 'tlt-server[flash-attn]'") from error
+            raise StartupError(
+                f"attention is flash_attn, but its package cannot be imported ({error}); use attention triton, or install "
+                "it: pip install 'tlt-server[flash-attn]'"
+            ) from error
         self._function: Callable[..., Tensor] = flash_attn_varlen_func
-        self._triton = TritonPaged(heads=heads, kv_heads=kv_heads, head_dim=head_dim, context=context, device=device)
-        self._scale, self._most_keys = head_dim**-0.5, GATHERED // (2 * kv_heads * head_dim * dtype.itemsize)
+        self._triton = TritonPaged(
+            heads=heads, kv_heads=kv_heads, head_dim=head_dim, context=context, device=device
+        )
+        self._scale, self._most_keys = (
+            head_dim**-0.5,
+            GATHERED // (2 * kv_heads * head_dim * dtype.itemsize),
+        )
 
     def planned(self, rows: int, *, tiles: bool = True, prompt_rows: int = 0) -> Planned:
         if prompt_rows <= LARGE:
@@ -79,7 +107,14 @@ class FlashPaged:
 
 
 class FlashPlanned:
-    def __init__(self, planned: Planned | None, others: int, function: Callable[..., Tensor], scale: float, most_keys: int) -> None:
+    def __init__(
+        self,
+        planned: Planned | None,
+        others: int,
+        function: Callable[..., Tensor],
+        scale: float,
+        most_keys: int,
+    ) -> None:
         """`planned` is for the first rows, `others` of them; the rest are prompt rows."""
         self._planned, self._others = planned, others
         self._function, self._scale, self._most_keys = function, scale, most_keys
@@ -89,25 +124,46 @@ class FlashPlanned:
     def plan(self, rows: Rows, page_table_QP: Tensor) -> None:
         if self._planned is not None:
             self._planned.plan(rows.part(0, self._others), page_table_QP)
-        position_P, place_P = torch.stack([rows.position_R[self._others:], rows.place_R[self._others:]]).cpu().numpy()  # waits
-        self._runs, self._calls, self._page_table_QP = runs_of(position_P, place_P), {}, page_table_QP
+        position_P, place_P = (
+            torch.stack([rows.position_R[self._others :], rows.place_R[self._others :]])
+            .cpu()
+            .numpy()
+        )  # waits
+        self._runs, self._calls, self._page_table_QP = (
+            runs_of(position_P, place_P),
+            {},
+            page_table_QP,
+        )
 
     def __call__(self, q_RND: Tensor, k_SKD: Tensor, v_SKD: Tensor, *, first: int = 0) -> Tensor:
         out_RND = torch.empty_like(q_RND)
         if self._planned is not None:
-            out_RND[:self._others] = self._planned(q_RND[:self._others], k_SKD, v_SKD, first=first)
+            out_RND[: self._others] = self._planned(
+                q_RND[: self._others], k_SKD, v_SKD, first=first
+            )
         for call in self._calls_from(first):
             rows = slice(self._others + call.row, self._others + call.row + call.rows)
             out_RND[rows] = self._function(
-                q_RND[rows], k_SKD.index_select(0, call.slot_T), v_SKD.index_select(0, call.slot_T), call.first_row_W1, call.first_key_W1,
-                call.most_rows, call.most_keys, softmax_scale=self._scale, causal=True)  # the last row of a run sees its last key
+                q_RND[rows],
+                k_SKD.index_select(0, call.slot_T),
+                v_SKD.index_select(0, call.slot_T),
+                call.first_row_W1,
+                call.first_key_W1,
+                call.most_rows,
+                call.most_keys,
+                softmax_scale=self._scale,
+                causal=True,
+            )  # the last row of a run sees its last key
         return out_RND
 
     def _calls_from(self, first: int) -> list[Call]:
         """Made by the first layer of a step."""
         if first not in self._calls:
             runs = [run._replace(keys=max(run.keys - first, 0)) for run in self._runs]
-            self._calls[first] = [call_of(part, first, self._page_table_QP) for part in parts_of(runs, self._most_keys)]
+            self._calls[first] = [
+                call_of(part, first, self._page_table_QP)
+                for part in parts_of(runs, self._most_keys)
+            ]
         return self._calls[first]
 
 
@@ -116,9 +172,13 @@ def runs_of(position_P: NDArray[np.int32], place_P: NDArray[np.int32]) -> list[R
     alive = int((position_P >= 0).sum())
     position_P, place_P = position_P[:alive], place_P[:alive]
     assert (position_P >= 0).all(), "a dead row stands before a live prompt row"
-    first_W = np.flatnonzero((np.diff(place_P, prepend=-1) != 0) | (np.diff(position_P, prepend=-2) != 1)).tolist()
-    return [Run(row, end - row, int(place_P[row]), int(position_P[end - 1]) + 1)
-            for row, end in pairwise([*first_W, alive])]
+    first_W = np.flatnonzero(
+        (np.diff(place_P, prepend=-1) != 0) | (np.diff(position_P, prepend=-2) != 1)
+    ).tolist()
+    return [
+        Run(row, end - row, int(place_P[row]), int(position_P[end - 1]) + 1)
+        for row, end in pairwise([*first_W, alive])
+    ]
 
 
 def parts_of(runs: list[Run], most_keys: int) -> Iterator[list[Run]]:
@@ -137,10 +197,16 @@ def call_of(runs: list[Run], first: int, page_table_QP: Tensor) -> Call:
     """`keys` of the runs count from position `first`."""
     rows_W, keys_W = [run.rows for run in runs], [run.keys for run in runs]
     of_W1 = [[0, *np.cumsum(rows_W)], [0, *np.cumsum(keys_W)], [*(run.place for run in runs), -1]]
-    first_row_W1, first_key_W1, place_W1 = torch.tensor(np.array(of_W1, np.int32), device=page_table_QP.device)
+    first_row_W1, first_key_W1, place_W1 = torch.tensor(
+        np.array(of_W1, np.int32), device=page_table_QP.device
+    )
     keys = sum(keys_W)
-    run_T = torch.repeat_interleave(first_key_W1.diff(), output_size=keys)  # with the size given, nobody waits
+    run_T = torch.repeat_interleave(
+        first_key_W1.diff(), output_size=keys
+    )  # with the size given, nobody waits
     position_T = torch.arange(keys, device=run_T.device) - first_key_W1[run_T] + first
     page_T = page_table_QP[place_W1[run_T].long(), position_T // PAGE_SIZE]
     slot_T = page_T.long() * PAGE_SIZE + position_T % PAGE_SIZE
-    return Call(runs[0].row, sum(rows_W), slot_T, first_row_W1, first_key_W1, max(rows_W), max(keys_W))
+    return Call(
+        runs[0].row, sum(rows_W), slot_T, first_row_W1, first_key_W1, max(rows_W), max(keys_W)
+    )

@@ -1,9 +1,10 @@
 """Attention on a GPU by name: planned once per step for its rows, then called by every layer.
 
-A backend is built as `Backend(heads=..., kv_heads=..., head_dim=..., context=..., device=..., dtype=..., numerics=...)` and refuses what
-it cannot serve; `planned(rows)` gives what a pass of so many rows calls, with buffers of its own, so that a captured graph may hold it.
-Partial results of all passes share one workspace: only one runs at a time. In strict numerics a row's bits depend only on its own query
-and keys, see `tlt_kernels.gpu.attention`.
+A backend is built as `Backend(heads=..., kv_heads=..., head_dim=..., context=..., device=...,
+dtype=..., numerics=...)` and refuses what it cannot serve; `planned(rows)` gives what a pass of so
+many rows calls, with buffers of its own, so that a captured graph may hold it. Partial results of
+all passes share one workspace: only one runs at a time. In strict numerics a row's bits depend only
+on its own query and keys, see `tlt_kernels.gpu.attention`.
 """
 
 from __future__ import annotations
@@ -19,36 +20,71 @@ from tlt_kernels.gpu.tensors import PAGE_SIZE, Rows
 from tlt_server.errors import StartupError
 
 TREE_ROWS = 512  # of a pass, at most, rows of requests that have more than one; whoever plans passes keeps to it
-STATES = 3  # of a tree row, at the least: what it shares with its tree, and up to two splits of its own
+STATES = (
+    3  # of a tree row, at the least: what it shares with its tree, and up to two splits of its own
+)
 
 
 class Planned(Protocol):
     def plan(self, rows: Rows, page_table_QP: Tensor) -> None:
         """These are the rows of the step."""
 
-    def __call__(self, q_RND: Tensor, k_SKD: Tensor, v_SKD: Tensor, *, first: int = 0) -> Tensor: ...
+    def __call__(
+        self, q_RND: Tensor, k_SKD: Tensor, v_SKD: Tensor, *, first: int = 0
+    ) -> Tensor: ...
 
 
 class GpuAttention(Protocol):
     capturable: bool
 
     def planned(self, rows: int, *, tiles: bool = True, prompt_rows: int = 0) -> Planned:
-        """For so many rows, the last `prompt_rows` of which are of prompts; without `tiles` no two of them belong to one request."""
+        """For so many rows, the last `prompt_rows` of which are of prompts; without `tiles` no two
+        of them belong to one request.
+        """
 
 
 class TritonPaged:
     capturable = True
 
-    def __init__(self, *, heads: int, kv_heads: int, head_dim: int, context: int, device: torch.device,
-                 dtype: torch.dtype | None = None, numerics: str = "strict") -> None:
+    def __init__(
+        self,
+        *,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        context: int,
+        device: torch.device,
+        dtype: torch.dtype | None = None,
+        numerics: str = "strict",
+    ) -> None:
         """`StartupError` where the workspace has no room for TREE_ROWS."""
-        room = len(kernels.allocate(rows=TREE_ROWS, context=1, heads=heads, kv_heads=kv_heads, width=head_dim, device="meta",
-                                    programs=1).top_WN) // STATES
+        room = (
+            len(
+                kernels.allocate(
+                    rows=TREE_ROWS,
+                    context=1,
+                    heads=heads,
+                    kv_heads=kv_heads,
+                    width=head_dim,
+                    device="meta",
+                    programs=1,
+                ).top_WN
+            )
+            // STATES
+        )
         if room < TREE_ROWS:
-            raise StartupError(f"the model has {heads} query heads of {head_dim}: attention triton has room for {room} rows of draft "
-                               f"trees, and a step may have {TREE_ROWS}; start with --attention torch, which is slow, or serve a model "
-                               "with fewer heads")
-        self._shape = {"heads": heads, "kv_heads": kv_heads, "width": head_dim, "context": context, "device": device}
+            raise StartupError(
+                f"the model has {heads} query heads of {head_dim}: attention triton has room for {room} rows of draft "
+                f"trees, and a step may have {TREE_ROWS}; start with --attention torch, which is slow, or serve a model "
+                "with fewer heads"
+            )
+        self._shape = {
+            "heads": heads,
+            "kv_heads": kv_heads,
+            "width": head_dim,
+            "context": context,
+            "device": device,
+        }
         self._scale, self._strict = head_dim**-0.5, numerics == "strict"
         self._workspace: kernels.Plan | None = None
 
@@ -57,7 +93,11 @@ class TritonPaged:
         if self._workspace is None or len(self._workspace.top_WN) < len(plan.top_WN):
             self._workspace = plan  # passes made before keep the one they have
         shared, states = self._workspace, len(plan.top_WN)
-        plan = plan._replace(top_WN=shared.top_WN[:states], sum_WN=shared.sum_WN[:states], acc_WND=shared.acc_WND[:states])
+        plan = plan._replace(
+            top_WN=shared.top_WN[:states],
+            sum_WN=shared.sum_WN[:states],
+            acc_WND=shared.acc_WND[:states],
+        )
         return TritonPlanned(plan, self._scale, strict=self._strict)
 
 
@@ -67,12 +107,23 @@ class TritonPlanned:
         self._rows: kernels.PagedRows | None = None
 
     def plan(self, rows: Rows, page_table_QP: Tensor) -> None:
-        self._rows = kernels.PagedRows(rows.position_R, rows.place_R, rows.base_R, rows.path_RD, page_table_QP)
+        self._rows = kernels.PagedRows(
+            rows.position_R, rows.place_R, rows.base_R, rows.path_RD, page_table_QP
+        )
         kernels.plan(self._rows, self._plan)
 
     def __call__(self, q_RND: Tensor, k_SKD: Tensor, v_SKD: Tensor, *, first: int = 0) -> Tensor:
         assert self._rows is not None
-        return kernels.attend(q_RND, k_SKD, v_SKD, self._rows, self._plan, first=first, scale=self._scale, strict=self._strict)
+        return kernels.attend(
+            q_RND,
+            k_SKD,
+            v_SKD,
+            self._rows,
+            self._plan,
+            first=first,
+            scale=self._scale,
+            strict=self._strict,
+        )
 
 
 class TorchGathered:
@@ -80,8 +131,17 @@ class TorchGathered:
 
     capturable = False
 
-    def __init__(self, *, heads: int, kv_heads: int, head_dim: int, context: int, device: torch.device,
-                 dtype: torch.dtype | None = None, numerics: str = "strict") -> None:
+    def __init__(
+        self,
+        *,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        context: int,
+        device: torch.device,
+        dtype: torch.dtype | None = None,
+        numerics: str = "strict",
+    ) -> None:
         self._scale = head_dim**-0.5
 
     def planned(self, rows: int, *, tiles: bool = True, prompt_rows: int = 0) -> TorchPlanned:
@@ -95,8 +155,16 @@ class TorchPlanned:
 
     def plan(self, rows: Rows, page_table_QP: Tensor) -> None:
         each_R = torch.arange(len(rows.position_R), device=rows.position_R.device)
-        self._rows = rows.position_R, each_R, rows.base_R, page_table_QP[rows.place_R.long()], rows.path_RD
+        self._rows = (
+            rows.position_R,
+            each_R,
+            rows.base_R,
+            page_table_QP[rows.place_R.long()],
+            rows.path_RD,
+        )
 
     def __call__(self, q_RND: Tensor, k_SKD: Tensor, v_SKD: Tensor, *, first: int = 0) -> Tensor:
         assert self._rows is not None
-        return reference.attend_rows(q_RND, k_SKD, v_SKD, *self._rows, PAGE_SIZE, first, self._scale)
+        return reference.attend_rows(
+            q_RND, k_SKD, v_SKD, *self._rows, PAGE_SIZE, first, self._scale
+        )

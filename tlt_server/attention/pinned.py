@@ -1,8 +1,10 @@
-"""Memory of the host that stays where it is, so that a GPU copies to and from it directly: exactly as many pages as a tensor needs.
+"""Memory of the host that stays where it is, so that a GPU copies to and from it directly: exactly
+as many pages as a tensor needs.
 
-Torch's own pinned memory comes in powers of two, and cannot be given back to the system while its tensor lives. Here `unpin` lets go of
-the pages, so that they can be dropped (`backing.py`), and `pin` holds them again. What a tensor leaves behind is let go in a thread, as
-whoever drops the last view of a large version is between two steps.
+Torch's own pinned memory comes in powers of two, and cannot be given back to the system while its
+tensor lives. Here `unpin` lets go of the pages, so that they can be dropped (`backing.py`), and
+`pin` holds them again. What a tensor leaves behind is let go in a thread, as whoever drops the last
+view of a large version is between two steps.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ class Block:
             try:
                 cuda.pin(self.pointer, len(self._pages))
             except RuntimeError as error:
-                raise MemoryError(f"{len(self._pages)} bytes of the host's memory cannot be pinned: {error}") from None
+                raise MemoryError(
+                    f"{len(self._pages)} bytes of the host's memory cannot be pinned: {error}"
+                ) from None
             self._held = True
 
     def unpin(self) -> None:
@@ -45,10 +49,14 @@ _blocks: WeakValueDictionary[int, Block] = WeakValueDictionary()  # by address
 
 
 def pinned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A tensor in a block of its own; its content is zeros. `MemoryError` or `OSError` where there is no room."""
+    """A tensor in a block of its own; its content is zeros. `MemoryError` or `OSError` where there
+    is no room.
+    """
     size, left = torch.Size(shape).numel() * dtype.itemsize, _left()
     pages = mmap.mmap(-1, max(1, size), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    whole = (ctypes.c_uint8 * len(pages)).from_buffer(pages)  # lives as long as the tensor or a view of it
+    whole = (ctypes.c_uint8 * len(pages)).from_buffer(
+        pages
+    )  # lives as long as the tensor or a view of it
     block = Block(pages, ctypes.addressof(whole))
     block.pin()
     _blocks[block.pointer] = block

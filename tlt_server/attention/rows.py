@@ -1,8 +1,9 @@
 """The one operation's input: "extend each request by these rows".
 
-Prefill, decode and verify all build a `Rows` and hand it to the model. A *certain* row (prompt token, or the last
-token known) writes its KV straight into the request's pages; a *draft* row writes into a scratch slot, and later rows
-find it through `path_RD`. Certain rows of a request come first and fill positions up to `base`.
+Prefill, decode and verify all build a `Rows` and hand it to the model. A *certain* row (prompt
+token, or the last token known) writes its KV straight into the request's pages; a *draft* row
+writes into a scratch slot, and later rows find it through `path_RD`. Certain rows of a request come
+first and fill positions up to `base`.
 
 Legend: R rows, B requests, P pages per request, D longest draft path, H hidden, F feature width.
 """
@@ -22,9 +23,9 @@ from tlt_server.attention.backing import Backing
 
 @dataclass(frozen=True)
 class Rows:
-    """Key position p of row r lives at
-    `page_table_BP[b, p // page_size] * page_size + p % page_size` for p < min(position_R[r] + 1, base_B[b]),
-    and at `path_RD[r, p - base_B[b]]` for base_B[b] <= p <= position_R[r], where b = request_R[r].
+    """Key position p of row r lives at `page_table_BP[b, p // page_size] * page_size + p %
+    page_size` for p < min(position_R[r] + 1, base_B[b]), and at `path_RD[r, p - base_B[b]]` for
+    base_B[b] <= p <= position_R[r], where b = request_R[r].
     """
 
     token_R: Tensor  # int64
@@ -46,7 +47,8 @@ class SavedPages(NamedTuple):
 
 
 class KVCache:
-    """Flat paged KV of all layers: slot s of layer l is `k[l, s]`; page i owns slots [i * page_size, (i + 1) * page_size).
+    """Flat paged KV of all layers: slot s of layer l is `k[l, s]`; page i owns slots [i *
+    page_size, (i + 1) * page_size).
 
     The last `scratch` slots belong to no page; draft rows live there for one step.
     """
@@ -69,9 +71,13 @@ class KVCache:
         slots = self.scratch_start + scratch
         self.k = _zeros(layers, slots, kv_heads, head_dim, dtype=dtype, device=device)
         self.v = _zeros(layers, slots, kv_heads, head_dim, dtype=dtype, device=device)
-        self.features_SF = _zeros(slots, features, dtype=dtype, device=device)  # the target's hidden states that a drafter reads
+        self.features_SF = _zeros(
+            slots, features, dtype=dtype, device=device
+        )  # the target's hidden states that a drafter reads
         self._backings = [Backing(array) for array in (self.k, self.v, self.features_SF)]
-        self.on_reuse: list[Callable[[Iterable[int]], None]] = []  # who keeps something of its own under our page ids
+        self.on_reuse: list[
+            Callable[[Iterable[int]], None]
+        ] = []  # who keeps something of its own under our page ids
 
     def reuse(self, pages: Iterable[int]) -> None:
         """These pages are about to hold other tokens."""
@@ -79,12 +85,16 @@ class KVCache:
             forget(pages)
 
     def free(self) -> None:
-        """Give the memory back, and with it what every page holds; nothing may run before `reclaim`."""
+        """Give the memory back, and with it what every page holds; nothing may run before
+        `reclaim`.
+        """
         for backing in self._backings:
             backing.free()
 
     def reclaim(self) -> None:
-        """Take it again, its content finite; `torch.OutOfMemoryError`, and everything is free as before, where there is no room."""
+        """Take it again, its content finite; `torch.OutOfMemoryError`, and everything is free as
+        before, where there is no room.
+        """
         try:
             for backing in self._backings:
                 backing.reclaim()
@@ -96,14 +106,23 @@ class KVCache:
                 backing.bytes.zero_()
 
     def save(self, pages: list[int]) -> SavedPages:
-        """A copy of everything these pages hold, for a sequence that loses them and cannot compute them again."""
+        """A copy of everything these pages hold, for a sequence that loses them and cannot compute
+        them again.
+        """
         slots_S = self._slots(pages)
-        return SavedPages(*(array.cpu() for array in (self.k[:, slots_S], self.v[:, slots_S], self.features_SF[slots_S])))
+        return SavedPages(
+            *(
+                array.cpu()
+                for array in (self.k[:, slots_S], self.v[:, slots_S], self.features_SF[slots_S])
+            )
+        )
 
     def restore(self, saved: SavedPages, pages: list[int]) -> None:
         """Write a copy into other pages; there may be more of them than were saved."""
         slots_S = self._slots(pages)[: saved.k.shape[1]]
-        self.k[:, slots_S], self.v[:, slots_S], self.features_SF[slots_S] = (array.to(self.k.device) for array in saved)
+        self.k[:, slots_S], self.v[:, slots_S], self.features_SF[slots_S] = (
+            array.to(self.k.device) for array in saved
+        )
 
     def _slots(self, pages: list[int]) -> Tensor:
         first_P1 = torch.tensor(pages, dtype=torch.int64)[:, None] * self.page_size

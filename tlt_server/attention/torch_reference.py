@@ -1,6 +1,8 @@
-"""The `torch` attention backend: gather and softmax, row by row. The slow twin of every other backend.
+"""The `torch` attention backend: gather and softmax, row by row. The slow twin of every other
+backend.
 
-Right by inspection and slow; its bits depend on nothing but the row, because it has no batch dimension at all.
+Right by inspection and slow; its bits depend on nothing but the row, because it has no batch
+dimension at all.
 """
 
 from __future__ import annotations
@@ -16,9 +18,20 @@ class TorchReference:
     def __init__(self, *, page_size: int, heads: int, kv_heads: int, head_dim: int) -> None:
         self.page_size, self.scale = page_size, head_dim**-0.5
 
-    def attend(self, q_RND: Tensor, k_SKD: Tensor, v_SKD: Tensor, rows: Rows, first: int = 0) -> Tensor:
+    def attend(
+        self, q_RND: Tensor, k_SKD: Tensor, v_SKD: Tensor, rows: Rows, first: int = 0
+    ) -> Tensor:
         """[R, N, D] float32; see `tlt_server.attention` for what a row sees."""
         return reference.attend_rows(
-            q_RND, k_SKD, v_SKD, rows.position_R, rows.request_R, rows.base_B, rows.page_table_BP, rows.path_RD,
-            self.page_size, first, self.scale,
+            q_RND,
+            k_SKD,
+            v_SKD,
+            rows.position_R,
+            rows.request_R,
+            rows.base_B,
+            rows.page_table_BP,
+            rows.path_RD,
+            self.page_size,
+            first,
+            self.scale,
         ).to(torch.float32)

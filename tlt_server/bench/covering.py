@@ -1,4 +1,6 @@
-"""Pairwise covering arrays: few configurations in which every pair of settings of any two factors still meets."""
+"""Pairwise covering arrays: few configurations in which every pair of settings of any two factors
+still meets.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,23 @@ def pairs(configuration: Mapping[str, object]) -> set[tuple[tuple[str, object], 
 
 
 def covering_array(factors: Mapping[str, Sequence[object]], seed: int) -> list[Configuration]:
-    """Greedy and seeded: of 50 random configurations take the one that covers most uncovered pairs, until none is left."""
+    """Greedy and seeded: of 50 random configurations take the one that covers most uncovered pairs,
+    until none is left.
+    """
     draw = random.Random(seed)
     levels = [[(name, level) for level in choices] for name, choices in factors.items()]
-    missing = {pair for one, other in itertools.combinations(levels, 2) for pair in itertools.product(one, other)}
+    missing = {
+        pair
+        for one, other in itertools.combinations(levels, 2)
+        for pair in itertools.product(one, other)
+    }
     chosen: list[Configuration] = []
     while missing:
         must = dict(draw.choice(sorted(missing, key=repr)))
-        tries = [{name: must.get(name, draw.choice(list(choices))) for name, choices in factors.items()} for _ in range(50)]
+        tries = [
+            {name: must.get(name, draw.choice(list(choices))) for name, choices in factors.items()}
+            for _ in range(50)
+        ]
         best = max(tries, key=lambda configuration: len(pairs(configuration) & missing))
         missing -= pairs(best)
         chosen.append(best)

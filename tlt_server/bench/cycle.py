@@ -1,8 +1,10 @@
-"""`tlt bench cycle`: cycles of drafting, verifying and accepting; milliseconds, tokens per second, accept length, idle GPU.
+"""`tlt bench cycle`: cycles of drafting, verifying and accepting; milliseconds, tokens per second,
+accept length, idle GPU.
 
-Times of cycles are those behind random prompts of 128 tokens, up to 512 tokens later, as `tlt bench decode` has them; what is accepted
-there says little. What a drafter is worth is timed on the demo task, at batch 1: one problem after another, each to its end, without the
-prompt and the first cycles. `--context` adds one request behind a long prompt.
+Times of cycles are those behind random prompts of 128 tokens, up to 512 tokens later, as `tlt bench
+decode` has them; what is accepted there says little. What a drafter is worth is timed on the demo
+task, at batch 1: one problem after another, each to its end, without the prompt and the first
+cycles. `--context` adds one request behind a long prompt.
 """
 
 from __future__ import annotations
@@ -51,15 +53,26 @@ def run(args: argparse.Namespace) -> int:
     batches = args.batch or args.batches[args.quick]
     settings = settings_of(args)
     if not settings.drafter_is_network:
-        raise StartupError(f"--drafter is {settings.drafter}; cycles are timed with an EAGLE-3 drafter: name its directory")
-    settings = msgspec.structs.replace(settings, max_running=max(batches), max_model_len=longest(settings.model, args.context),
-                                       max_rows=4096 if args.device == "cuda" else 512)
+        raise StartupError(
+            f"--drafter is {settings.drafter}; cycles are timed with an EAGLE-3 drafter: name its directory"
+        )
+    settings = msgspec.structs.replace(
+        settings,
+        max_running=max(batches),
+        max_model_len=longest(settings.model, args.context),
+        max_rows=4096 if args.device == "cuda" else 512,
+    )
     cases = cases_of(batches, args.context)
     console = wide_console()
     with progress_bar(console) as progress:
         task = progress.add_task("load", total=1 + len(cases))
-        rows = measure(settings, cases, quick=args.quick, seed=args.seed,
-                       on_part=lambda name: progress.update(task, advance=1, description=name))
+        rows = measure(
+            settings,
+            cases,
+            quick=args.quick,
+            seed=args.seed,
+            on_part=lambda name: progress.update(task, advance=1, description=name),
+        )
     figures = {"bench": "cycle", "quick": bool(args.quick), **described(settings), "rows": rows}
     report(console, rows)
     finish(args, figures)
@@ -67,31 +80,50 @@ def run(args: argparse.Namespace) -> int:
 
 
 def cases_of(batches: tuple[int, ...], context: int | None) -> list[Case]:
-    cases = [Case(batch, strategy) for batch in batches for strategy in ((TREE, CHAIN) if batch <= MOST_TREES else (CHAIN,))]
+    cases = [
+        Case(batch, strategy)
+        for batch in batches
+        for strategy in ((TREE, CHAIN) if batch <= MOST_TREES else (CHAIN,))
+    ]
     cases += [Case(1, TREE, PROBLEM), Case(1, CHAIN, PROBLEM)]
     return cases + ([Case(1, TREE, context), Case(1, CHAIN, context)] if context else [])
 
 
-def measure(settings: EngineSettings, cases: list[Case], *, quick: bool = False, seed: int = 0,
-            on_part: Callable[[str], None] = lambda name: None) -> list[dict[str, Any]]:
+def measure(
+    settings: EngineSettings,
+    cases: list[Case],
+    *,
+    quick: bool = False,
+    seed: int = 0,
+    on_part: Callable[[str], None] = lambda name: None,
+) -> list[dict[str, Any]]:
     engine, _ = assemble(settings, make_device=LoadedOnce().device)
     on_part(cases[0].name)
     rows = []
     for done, case in enumerate(cases):
-        rows.append({"prompt": case.prompt, **_measured(engine, settings, case, quick=quick, seed=seed)})
+        rows.append(
+            {"prompt": case.prompt, **_measured(engine, settings, case, quick=quick, seed=seed)}
+        )
         on_part(cases[min(done + 1, len(cases) - 1)].name)
     del engine
     release()
     return rows
 
 
-def _measured(engine: Engine, settings: EngineSettings, case: Case, *, quick: bool, seed: int) -> dict[str, Any]:
+def _measured(
+    engine: Engine, settings: EngineSettings, case: Case, *, quick: bool, seed: int
+) -> dict[str, Any]:
     most = 60 if quick else 400
     if case.prompt == PROBLEM:
         problems = problems_of(settings.model, QUICK_PROBLEMS if quick else PROBLEMS, seed=seed)
         timed = time_in_turn(engine, problems, case.strategy, most=most)
     else:
-        timed = time_steps(engine, _random(case, seed), case.strategy, most=most if case.prompt == PROMPT else min(most, LONG_STEPS))
+        timed = time_steps(
+            engine,
+            _random(case, seed),
+            case.strategy,
+            most=most if case.prompt == PROMPT else min(most, LONG_STEPS),
+        )
     figures = timed.figures()
     if settings.device == "cuda" and case.prompt != PROBLEM:
         from tlt_server.bench.device_time import profile
@@ -102,7 +134,9 @@ def _measured(engine: Engine, settings: EngineSettings, case: Case, *, quick: bo
 
 def _random(case: Case, seed: int) -> list[GenerateRequest]:
     assert isinstance(case.prompt, int)
-    return random_requests(case.batch, case.prompt, NEW if case.prompt == PROMPT else LONG_NEW, seed=seed)
+    return random_requests(
+        case.batch, case.prompt, NEW if case.prompt == PROMPT else LONG_NEW, seed=seed
+    )
 
 
 def problems_of(model: str, count: int, *, seed: int) -> list[GenerateRequest]:
@@ -114,11 +148,29 @@ def problems_of(model: str, count: int, *, seed: int) -> list[GenerateRequest]:
 
 def report(console: Console, rows: list[dict[str, Any]]) -> None:
     table = Table(title="tlt bench cycle: draft, verify, accept; medians")
-    for heading in ("strategy", "batch", "prompt", "cycles", "ms per cycle", "quartiles", "tokens/s", "accept length", "GPU idle"):
+    for heading in (
+        "strategy",
+        "batch",
+        "prompt",
+        "cycles",
+        "ms per cycle",
+        "quartiles",
+        "tokens/s",
+        "accept length",
+        "GPU idle",
+    ):
         table.add_column(heading, justify="left" if heading == "strategy" else "right")
     for row in rows:
         low, high = row["quartiles_ms"]
-        table.add_row(row["strategy"], str(row["batch"]), str(row["prompt"]), str(row["steps"]), f"{row['step_ms']:.3f}",
-                      f"{low:.3f} - {high:.3f}", f"{row['tokens_per_s']:.0f}", f"{row['accept_length']:.2f}",
-                      f"{row['gpu_idle_percent']:.2f} %" if "gpu_idle_percent" in row else "")
+        table.add_row(
+            row["strategy"],
+            str(row["batch"]),
+            str(row["prompt"]),
+            str(row["steps"]),
+            f"{row['step_ms']:.3f}",
+            f"{low:.3f} - {high:.3f}",
+            f"{row['tokens_per_s']:.0f}",
+            f"{row['accept_length']:.2f}",
+            f"{row['gpu_idle_percent']:.2f} %" if "gpu_idle_percent" in row else "",
+        )
     console.print(table)

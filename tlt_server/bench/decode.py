@@ -1,8 +1,10 @@
-"""`tlt bench decode`: plain steps by batch, and with `--against fast` what a fixed order of addition costs.
+"""`tlt bench decode`: plain steps by batch, and with `--against fast` what a fixed order of
+addition costs.
 
-Random prompts of 128 tokens and 512 tokens more. `--context` adds one request behind a long prompt; prefill is timed where numerics are
-compared. The price of strict is its time over the time of fast, less one. The drafter that is loaded keeps its KV in every plain step,
-as in a server; `--drafter none` leaves it out.
+Random prompts of 128 tokens and 512 tokens more. `--context` adds one request behind a long prompt;
+prefill is timed where numerics are compared. The price of strict is its time over the time of fast,
+less one. The drafter that is loaded keeps its KV in every plain step, as in a server; `--drafter
+none` leaves it out.
 """
 
 from __future__ import annotations
@@ -37,11 +39,17 @@ Row = dict[str, Any]
 def run(args: argparse.Namespace) -> int:
     """Print a table and one line of JSON."""
     if args.against and args.device == "cpu":
-        raise StartupError("--against fast needs --device cuda: a CPU's matrix library keeps the mode it was loaded with; "
-                           "`tlt bench rollout` compares both on a CPU, in two processes")
+        raise StartupError(
+            "--against fast needs --device cuda: a CPU's matrix library keeps the mode it was loaded with; "
+            "`tlt bench rollout` compares both on a CPU, in two processes"
+        )
     batches = args.batch or args.batches[args.quick]
     base = msgspec.structs.replace(
-        settings_of(args), policy="off", max_running=max(batches), max_rows=args.max_rows or (4096 if args.device == "cuda" else 512))
+        settings_of(args),
+        policy="off",
+        max_running=max(batches),
+        max_rows=args.max_rows or (4096 if args.device == "cuda" else 512),
+    )
     base = msgspec.structs.replace(base, max_model_len=longest(base.model, args.context))
     prefills = (QUICK_PREFILLS if args.quick else PREFILLS) if args.against else ()
     console = wide_console()
@@ -49,17 +57,32 @@ def run(args: argparse.Namespace) -> int:
     prefill: list[Row] = []
     kinds = [base.numerics, *([args.against] if args.against else [])]
     with progress_bar(console) as progress:
-        task = progress.add_task("load", total=len(kinds) * (1 + len(batches) + bool(args.context) + len(prefills)))
+        task = progress.add_task(
+            "load", total=len(kinds) * (1 + len(batches) + bool(args.context) + len(prefills))
+        )
 
         def on_part(name: str) -> None:
             progress.update(task, advance=1, description=name)
 
         for numerics in kinds:
             progress.update(task, description=f"load, {numerics}")
-            found, read = measure(msgspec.structs.replace(base, numerics=numerics), batches, args.context, prefills, quick=args.quick,
-                                  seed=args.seed, on_part=on_part)
+            found, read = measure(
+                msgspec.structs.replace(base, numerics=numerics),
+                batches,
+                args.context,
+                prefills,
+                quick=args.quick,
+                seed=args.seed,
+                on_part=on_part,
+            )
             rows, prefill = rows + found, prefill + read
-    figures = {"bench": "decode", "quick": bool(args.quick), **described(base), "prompt": PROMPT, "rows": rows}
+    figures = {
+        "bench": "decode",
+        "quick": bool(args.quick),
+        **described(base),
+        "prompt": PROMPT,
+        "rows": rows,
+    }
     if args.against:
         figures |= {"prefill": prefill, "price": prices(rows, prefill, base.numerics, args.against)}
     report(console, figures)
@@ -68,29 +91,52 @@ def run(args: argparse.Namespace) -> int:
 
 
 def longest(model: str, context: int | None) -> int:
-    """The max_model_len of an engine for these requests; `StartupError` follows if the model has fewer positions than asked for."""
+    """The max_model_len of an engine for these requests; `StartupError` follows if the model has
+    fewer positions than asked for.
+    """
     needed = (context or 0) + 2 * LONG_NEW
     return needed if needed > REACHABLE else at_most_what_it_takes(model, REACHABLE)
 
 
-def measure(settings: EngineSettings, batches: tuple[int, ...], context: int | None, prefills: tuple[tuple[int, int], ...], *,
-            quick: bool = False, seed: int = 0, on_part: Callable[[str], None] = lambda name: None) -> tuple[list[Row], list[Row]]:
+def measure(
+    settings: EngineSettings,
+    batches: tuple[int, ...],
+    context: int | None,
+    prefills: tuple[tuple[int, int], ...],
+    *,
+    quick: bool = False,
+    seed: int = 0,
+    on_part: Callable[[str], None] = lambda name: None,
+) -> tuple[list[Row], list[Row]]:
     """Rows of decoding and of prefill on one engine, which is taken down again."""
     engine, _ = assemble(settings, make_device=LoadedOnce().device)
     on_part("batch")
     rows: list[Row] = []
     for batch in batches:
-        timed = time_steps(engine, random_requests(batch, PROMPT, QUICK_NEW if quick else NEW, seed=seed + batch))
+        timed = time_steps(
+            engine, random_requests(batch, PROMPT, QUICK_NEW if quick else NEW, seed=seed + batch)
+        )
         rows.append({"numerics": settings.numerics, "prompt": PROMPT, **timed.figures()})
         on_part(f"batch {batch}, {settings.numerics}")
     if context:
-        timed = time_steps(engine, random_requests(1, context, LONG_NEW, seed=seed), most=LONG_NEW // 2)
+        timed = time_steps(
+            engine, random_requests(1, context, LONG_NEW, seed=seed), most=LONG_NEW // 2
+        )
         rows.append({"numerics": settings.numerics, "prompt": context, **timed.figures()})
         on_part(f"context {context}, {settings.numerics}")
     prefill: list[Row] = []
     for prompts, length in prefills:
-        rate = time_prefill(engine, prompts, length, rounds=2 if quick else ROUNDS, seed=seed + prompts)
-        prefill.append({"numerics": settings.numerics, "prompts": prompts, "length": length, "tokens_per_s": round(rate, 1)})
+        rate = time_prefill(
+            engine, prompts, length, rounds=2 if quick else ROUNDS, seed=seed + prompts
+        )
+        prefill.append(
+            {
+                "numerics": settings.numerics,
+                "prompts": prompts,
+                "length": length,
+                "tokens_per_s": round(rate, 1),
+            }
+        )
         on_part(f"prefill {prompts} x {length}, {settings.numerics}")
     del engine
     release()
@@ -98,17 +144,32 @@ def measure(settings: EngineSettings, batches: tuple[int, ...], context: int | N
 
 
 def prices(rows: list[Row], prefill: list[Row], ours: str, other: str) -> list[Row]:
-    """Time with one kind of numerics against time with the other, in percent more; of prefill also the ratio of throughputs."""
+    """Time with one kind of numerics against time with the other, in percent more; of prefill also
+    the ratio of throughputs.
+    """
     found: list[Row] = []
     mine, theirs = ([row for row in rows if row["numerics"] == kind] for kind in (ours, other))
     for a, b in zip(mine, theirs, strict=True):
-        found.append({"what": "decode", "batch": a["batch"], "prompt": a["prompt"],
-                      "percent": round(100 * (a["step_ms"] / b["step_ms"] - 1), 2)})
+        found.append(
+            {
+                "what": "decode",
+                "batch": a["batch"],
+                "prompt": a["prompt"],
+                "percent": round(100 * (a["step_ms"] / b["step_ms"] - 1), 2),
+            }
+        )
     mine, theirs = ([row for row in prefill if row["numerics"] == kind] for kind in (ours, other))
     for a, b in zip(mine, theirs, strict=True):
         ratio = a["tokens_per_s"] / b["tokens_per_s"]
-        found.append({"what": "prefill", "prompts": a["prompts"], "length": a["length"], "percent": round(100 * (1 / ratio - 1), 2),
-                      "ratio": round(ratio, 4)})
+        found.append(
+            {
+                "what": "prefill",
+                "prompts": a["prompts"],
+                "length": a["length"],
+                "percent": round(100 * (1 / ratio - 1), 2),
+                "ratio": round(ratio, 4),
+            }
+        )
     return found
 
 
@@ -118,11 +179,26 @@ def report(console: Console, figures: Row) -> None:
         table.add_column(heading, justify="left" if heading == "numerics" else "right")
     for row in figures["rows"]:
         low, high = row["quartiles_ms"]
-        table.add_row(row["numerics"], str(row["batch"]), str(row["prompt"]), str(row["steps"]), f"{row['step_ms']:.3f}",
-                      f"{low:.3f} - {high:.3f}", f"{row['tokens_per_s']:.0f}")
+        table.add_row(
+            row["numerics"],
+            str(row["batch"]),
+            str(row["prompt"]),
+            str(row["steps"]),
+            f"{row['step_ms']:.3f}",
+            f"{low:.3f} - {high:.3f}",
+            f"{row['tokens_per_s']:.0f}",
+        )
     console.print(table)
     for row in figures.get("prefill", ()):
-        console.print(f"prefill, {row['numerics']}, {row['prompts']} x {row['length']} tokens: {row['tokens_per_s']:.0f} tokens/s")
+        console.print(
+            f"prefill, {row['numerics']}, {row['prompts']} x {row['length']} tokens: {row['tokens_per_s']:.0f} tokens/s"
+        )
     for row in figures.get("price", ()):
-        of = f"batch {row['batch']}, prompt {row['prompt']}" if row["what"] == "decode" else f"{row['prompts']} x {row['length']} tokens"
-        console.print(f"price of {figures['numerics']}, {row['what']}, {of}: {row['percent']:+.1f} %")
+        of = (
+            f"batch {row['batch']}, prompt {row['prompt']}"
+            if row["what"] == "decode"
+            else f"{row['prompts']} x {row['length']} tokens"
+        )
+        console.print(
+            f"price of {figures['numerics']}, {row['what']}, {of}: {row['percent']:+.1f} %"
+        )

@@ -1,6 +1,8 @@
-"""Where a GPU's time goes during a few steps, from torch's profiler: how long it idles, and which kernels take longest.
+"""Where a GPU's time goes during a few steps, from torch's profiler: how long it idles, and which
+kernels take longest.
 
-A kernel may be resident while it waits for the one before it. A moment that several share counts once, for the one that began first.
+A kernel may be resident while it waits for the one before it. A moment that several share counts
+once, for the one that began first.
 """
 
 from __future__ import annotations
@@ -23,18 +25,27 @@ class DeviceTime(NamedTuple):
     span_ms: float  # from the first kernel's start to the last one's end
     busy_ms: float  # some kernel or copy runs
     kernels: int  # launches per step
-    longest: list[tuple[str, float]]  # kernels that take most, with the milliseconds that count for them
+    longest: list[
+        tuple[str, float]
+    ]  # kernels that take most, with the milliseconds that count for them
 
     @property
     def idle_percent(self) -> float:
         return 100 * (1 - self.busy_ms / self.span_ms)
 
     def figures(self) -> dict[str, object]:
-        return {"profiled_steps": self.steps, "profiled_step_ms": round(self.span_ms, 4), "gpu_idle_percent": round(self.idle_percent, 3),
-                "kernels_per_step": self.kernels, "longest_kernels_ms": [[name, round(ms, 4)] for name, ms in self.longest]}
+        return {
+            "profiled_steps": self.steps,
+            "profiled_step_ms": round(self.span_ms, 4),
+            "gpu_idle_percent": round(self.idle_percent, 3),
+            "kernels_per_step": self.kernels,
+            "longest_kernels_ms": [[name, round(ms, 4)] for name, ms in self.longest],
+        }
 
 
-def profile(engine: Engine, requests: list[GenerateRequest], strategy: Strategy, *, steps: int) -> DeviceTime:
+def profile(
+    engine: Engine, requests: list[GenerateRequest], strategy: Strategy, *, steps: int
+) -> DeviceTime:
     """So many whole-batch steps of these requests, which must last that long, on a GPU."""
     import torch
     from torch.profiler import ProfilerActivity
@@ -48,10 +59,18 @@ def profile(engine: Engine, requests: list[GenerateRequest], strategy: Strategy,
         done = sum(1 for _ in islice(cycles, steps))
         torch.cuda.synchronize()
     abort_all(engine)
-    events = [event for event in found.events() or [] if event.device_type == torch.autograd.DeviceType.CUDA]  # type: ignore[attr-defined]
+    events = [
+        event
+        for event in found.events() or []
+        if event.device_type == torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]
+    ]
     if settled < SETTLE or done < steps or not events:
-        raise EngineFailed(f"the profiler saw {len(events)} events on the GPU in {done} of {steps} steps: the driver may forbid profiling")
-    return device_time([(event.name, event.time_range.start, event.time_range.end) for event in events], done)
+        raise EngineFailed(
+            f"the profiler saw {len(events)} events on the GPU in {done} of {steps} steps: the driver may forbid profiling"
+        )
+    return device_time(
+        [(event.name, event.time_range.start, event.time_range.end) for event in events], done
+    )
 
 
 def device_time(events: list[tuple[str, float, float]], steps: int) -> DeviceTime:
@@ -63,5 +82,10 @@ def device_time(events: list[tuple[str, float, float]], steps: int) -> DeviceTim
         reached = max(reached, end)
     per_step = 1e3 * steps
     longest = sorted(by_name.items(), key=lambda item: -item[1])[:SHOWN]
-    return DeviceTime(steps, (reached - first) / per_step, sum(by_name.values()) / per_step, len(events) // steps,
-                      [(name[:80], micros / per_step) for name, micros in longest])
+    return DeviceTime(
+        steps,
+        (reached - first) / per_step,
+        sum(by_name.values()) / per_step,
+        len(events) // steps,
+        [(name[:80], micros / per_step) for name, micros in longest],
+    )

@@ -1,4 +1,5 @@
-"""Engines of a bench's own process, one after another: weights that stay loaded from one to the next, memory given back.
+"""Engines of a bench's own process, one after another: weights that stay loaded from one to the
+next, memory given back.
 
 One engine at a time: drop the one before, then `release`, then the next finds the memory free.
 """
@@ -27,7 +28,9 @@ def release() -> None:
 
 
 class LoadedOnce:
-    """Makes devices that share one copy of the weights: the first engine loads it. Nothing may be pushed to such engines."""
+    """Makes devices that share one copy of the weights: the first engine loads it. Nothing may be
+    pushed to such engines.
+    """
 
     def __init__(self) -> None:
         self.parts: Parts | None = None
@@ -37,11 +40,18 @@ class LoadedOnce:
 
 
 class _Shared:
-    """A device whose weights may be there already, and which prepares for the strategies in use, not for all there are."""
+    """A device whose weights may be there already, and which prepares for the strategies in use,
+    not for all there are.
+    """
 
     def __init__(self, device: Device, settings: EngineSettings, source: LoadedOnce) -> None:
         self._device, self._settings, self._source = device, settings, source
-        self.name, self.warms_up, self.device, self.free = device.name, device.warms_up, device.device, device.free
+        self.name, self.warms_up, self.device, self.free = (
+            device.name,
+            device.warms_up,
+            device.device,
+            device.free,
+        )
 
     @property
     def numerics(self) -> str:
@@ -55,9 +65,17 @@ class _Shared:
     def allocate(self, live: Parts, max_model_len: int) -> Memory:
         return self._device.allocate(live, max_model_len)
 
-    def equip(self, live: Parts, ladder: Ladder, page_table_SP: NDArray[np.int32], on_progress: OnProgress,
-              quiet: Quiet) -> Equipped:
-        return self._device.equip(live, reachable(ladder, self._settings), page_table_SP, on_progress, quiet)
+    def equip(
+        self,
+        live: Parts,
+        ladder: Ladder,
+        page_table_SP: NDArray[np.int32],
+        on_progress: OnProgress,
+        quiet: Quiet,
+    ) -> Equipped:
+        return self._device.equip(
+            live, reachable(ladder, self._settings), page_table_SP, on_progress, quiet
+        )
 
     def install(self, live: Parts, changed: Parts) -> None:
         raise AssertionError("weights that engines share do not change")
@@ -68,5 +86,7 @@ def reachable(ladder: Ladder, settings: EngineSettings) -> Ladder:
     if settings.policy == "off":
         return replace(ladder, arms=ladder.arms[:1])
     if settings.policy == "fixed" and settings.strategy is not None:
-        return replace(ladder, arms=(ladder.arms[0], settings.strategy), rows=((1, settings.strategy.rows),))
+        return replace(
+            ladder, arms=(ladder.arms[0], settings.strategy), rows=((1, settings.strategy.rows),)
+        )
     return ladder

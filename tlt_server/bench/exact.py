@@ -1,8 +1,10 @@
-"""`tlt bench exact`: the same seeded requests under every kind of strategy, batch, memory and chunking; all bits must agree.
+"""`tlt bench exact`: the same seeded requests under every kind of strategy, batch, memory and
+chunking; all bits must agree.
 
-One reference run without speculation, then a pairwise covering array of the other settings. Compared are the tokens and
-the bits of every log-prob. `--plant-fault` moves logits by one ulp in thirty steps of one run, to show that the check can fail.
-With `--numerics fast`, which promises no such thing, the rate of differing tokens is reported and nothing fails.
+One reference run without speculation, then a pairwise covering array of the other settings.
+Compared are the tokens and the bits of every log-prob. `--plant-fault` moves logits by one ulp in
+thirty steps of one run, to show that the check can fail. With `--numerics fast`, which promises no
+such thing, the rate of differing tokens is reported and nothing fails.
 """
 
 from __future__ import annotations
@@ -68,13 +70,31 @@ ON_GPU: Arms = {
 }
 PLANS = {
     "cpu": Plan(
-        ON_CPU, {"arm": tuple(ON_CPU), "batch": (1, 7, 64), "pages": ("ample", "scarce"), "chunk": (16, 512)},
+        ON_CPU,
+        {
+            "arm": tuple(ON_CPU),
+            "batch": (1, 7, 64),
+            "pages": ("ample", "scarce"),
+            "chunk": (16, 512),
+        },
         {"arm": "off", "batch": 64, "pages": "ample", "chunk": 512},
-        Size(512, 256, 16, 2000, 32), Size(48, 48, 2, 256, 6), 0),
+        Size(512, 256, 16, 2000, 32),
+        Size(48, 48, 2, 256, 6),
+        0,
+    ),
     "cuda": Plan(  # the smaller chunk leaves 16 prompt rows beside a full batch; the full size is minutes for a 7B model
-        ON_GPU, {"arm": tuple(ON_GPU), "batch": (1, 7, 64), "pages": ("ample", "scarce"), "chunk": (80, 1024)},
+        ON_GPU,
+        {
+            "arm": tuple(ON_GPU),
+            "batch": (1, 7, 64),
+            "pages": ("ample", "scarce"),
+            "chunk": (80, 1024),
+        },
         {"arm": "off", "batch": 64, "pages": "ample", "chunk": 1024},
-        Size(192, 128, 4, 600, 12), Size(48, 48, 2, 256, 6), 2048),
+        Size(192, 128, 4, 600, 12),
+        Size(48, 48, 2, 256, 6),
+        2048,
+    ),
 }
 PLANS["interpreter"] = PLANS["cuda"]
 
@@ -104,17 +124,23 @@ class Result(NamedTuple):
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 if nothing differs (and pages did run out where they were to), 1 otherwise; prints a table and one line of JSON."""
+    """0 if nothing differs (and pages did run out where they were to), 1 otherwise; prints a table
+    and one line of JSON.
+    """
     from tlt_server.demo.workload import problems_as_requests
 
     plan = PLANS[args.device]
     size = plan.quick if args.quick else plan.full
     base = settings_of(args)
     if plan.max_model_len:
-        base = msgspec.structs.replace(base, max_model_len=at_most_what_it_takes(base.model, plan.max_model_len))
+        base = msgspec.structs.replace(
+            base, max_model_len=at_most_what_it_takes(base.model, plan.max_model_len)
+        )
     requests = [
         with_length(request, i, size)
-        for i, request in enumerate(problems_as_requests(base.model, size.requests, group=8, seed=args.seed))
+        for i, request in enumerate(
+            problems_as_requests(base.model, size.requests, group=8, seed=args.seed)
+        )
     ]
     configurations = covering_array(plan.factors, args.seed)
     source = LoadedOnce()
@@ -125,25 +151,39 @@ def run(args: argparse.Namespace) -> int:
         progress.update(task, advance=1)
         results = []
         for i, configuration in enumerate(configurations):
-            progress.update(task, description=" ".join(str(level) for level in configuration.values()))
+            progress.update(
+                task, description=" ".join(str(level) for level in configuration.values())
+            )
             chosen = requests[: size.alone] if configuration["batch"] == 1 else requests
             fault = args.plant_fault and i == 0
             started = time.perf_counter()
             found, counts = rollout(base, configuration, chosen, size, fault=fault, source=source)
-            results.append(compare(configuration, reference, found, counts, time.perf_counter() - started))
+            results.append(
+                compare(configuration, reference, found, counts, time.perf_counter() - started)
+            )
             progress.update(task, advance=1)
     return report(console, results, base, args)
 
 
 def with_length(request: GenerateRequest, i: int, size: Size) -> GenerateRequest:
-    """One request in requests / long writes all of `long_tokens`, so that long ones run side by side and press on the pages."""
+    """One request in requests / long writes all of `long_tokens`, so that long ones run side by
+    side and press on the pages.
+    """
     is_long = i % (size.requests // size.long) == 0
-    changed = msgspec.structs.replace(request.sampling, max_tokens=size.long_tokens if is_long else size.max_tokens, ignore_eos=is_long)
+    changed = msgspec.structs.replace(
+        request.sampling,
+        max_tokens=size.long_tokens if is_long else size.max_tokens,
+        ignore_eos=is_long,
+    )
     return msgspec.structs.replace(request, sampling=changed)
 
 
-def pages_for(configuration: Configuration, requests: list[GenerateRequest], size: Size, page_size: int) -> int:
-    """Ample: 0, the engine's own choice. Scarce: the longest request fits, but a full batch of them does not."""
+def pages_for(
+    configuration: Configuration, requests: list[GenerateRequest], size: Size, page_size: int
+) -> int:
+    """Ample: 0, the engine's own choice. Scarce: the longest request fits, but a full batch of them
+    does not.
+    """
     if configuration["pages"] == "ample":
         return 0
     longest = -(-max(len(r.token_ids) + r.sampling.max_tokens for r in requests) // page_size)
@@ -152,10 +192,17 @@ def pages_for(configuration: Configuration, requests: list[GenerateRequest], siz
 
 
 def rollout(
-    base: EngineSettings, configuration: Configuration, requests: list[GenerateRequest], size: Size, *, fault: bool = False,
+    base: EngineSettings,
+    configuration: Configuration,
+    requests: list[GenerateRequest],
+    size: Size,
+    *,
+    fault: bool = False,
     source: LoadedOnce | None = None,
 ) -> tuple[dict[str, Bits], dict[str, float]]:
-    """Run all requests on a fresh engine of this process; what each said, and the run's counts. `source`: weights of engines before."""
+    """Run all requests on a fresh engine of this process; what each said, and the run's counts.
+    `source`: weights of engines before.
+    """
     policy, strategy = PLANS[base.device].arms[str(configuration["arm"])]
     settings = msgspec.structs.replace(
         base,
@@ -185,18 +232,24 @@ def rollout(
 
 
 def compare(
-    configuration: Configuration, reference: dict[str, Bits], found: dict[str, Bits], counts: dict[str, float], seconds: float
+    configuration: Configuration,
+    reference: dict[str, Bits],
+    found: dict[str, Bits],
+    counts: dict[str, float],
+    seconds: float,
 ) -> Result:
     differing_tokens = differing_logprobs = differing_responses = 0
     for i, bits in found.items():
         expected = reference[i]
         differing_responses += bits.tokens != expected.tokens
-        differing_tokens += sum(a != b for a, b in zip(bits.tokens, expected.tokens, strict=False)) + abs(
-            len(bits.tokens) - len(expected.tokens)
-        )
+        differing_tokens += sum(
+            a != b for a, b in zip(bits.tokens, expected.tokens, strict=False)
+        ) + abs(len(bits.tokens) - len(expected.tokens))
         mine, theirs = (np.frombuffer(b.logprobs, np.uint32) for b in (bits, expected))
         common = min(len(mine), len(theirs))
-        differing_logprobs += int((mine[:common] != theirs[:common]).sum()) + abs(len(mine) - len(theirs))
+        differing_logprobs += int((mine[:common] != theirs[:common]).sum()) + abs(
+            len(mine) - len(theirs)
+        )
     return Result(
         configuration,
         len(found),
@@ -210,7 +263,9 @@ def compare(
     )
 
 
-def report(console: Console, results: list[Result], base: EngineSettings, args: argparse.Namespace) -> int:
+def report(
+    console: Console, results: list[Result], base: EngineSettings, args: argparse.Namespace
+) -> int:
     strict = args.numerics == "strict"
     table = Table(title=f"tlt bench exact, {args.numerics}: against one run without speculation")
     for heading in (
@@ -228,7 +283,12 @@ def report(console: Console, results: list[Result], base: EngineSettings, args: 
     ):
         table.add_column(heading, justify="left" if heading in ("strategy", "pages") else "right")
     for r in results:
-        red = "bold red" if strict and (r.differing_tokens or r.differing_logprobs or (r.scarce and not r.preemptions)) else ""
+        red = (
+            "bold red"
+            if strict
+            and (r.differing_tokens or r.differing_logprobs or (r.scarce and not r.preemptions))
+            else ""
+        )
         table.add_row(
             *(str(level) for level in r.configuration.values()),
             str(r.requests),
@@ -258,5 +318,9 @@ def report(console: Console, results: list[Result], base: EngineSettings, args: 
         "differing_token_rate": round(differing / max(1, tokens), 6),
     }
     finish(args, summary)
-    found = summary["differing_tokens"] or summary["differing_logprob_bits"] or summary["scarce_without_preemption"]
+    found = (
+        summary["differing_tokens"]
+        or summary["differing_logprob_bits"]
+        or summary["scarce_without_preemption"]
+    )
     return 1 if strict and found else 0

@@ -1,4 +1,6 @@
-"""Faults that `tlt bench exact` plants to show that it would see them: logits one ulp higher than the model said, in thirty steps."""
+"""Faults that `tlt bench exact` plants to show that it would see them: logits one ulp higher than
+the model said, in thirty steps.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,16 @@ import numpy as np
 from tlt_server.engine.loop import Engine
 from tlt_server.engine.runner import CpuRunner
 
-CALLS = range(9, 39)  # of the sampler; thirty, because a single ulp may vanish when a log-prob is rounded
+CALLS = range(
+    9, 39
+)  # of the sampler; thirty, because a single ulp may vanish when a log-prob is rounded
 
 
 @contextmanager
 def planted(engine: Engine) -> Iterator[None]:
-    """This engine errs, and as long as the context lasts. A GPU's must run launch by launch: what graphs do is fixed when captured."""
+    """This engine errs, and as long as the context lasts. A GPU's must run launch by launch: what
+    graphs do is fixed when captured.
+    """
     runner = engine.runner
     if isinstance(runner, CpuRunner):
         sound = runner.sample
@@ -30,13 +36,17 @@ def planted(engine: Engine) -> Iterator[None]:
 
 
 def one_ulp_off(sample: Callable[..., Any]) -> Callable[..., Any]:
-    """The CPU's sampler, for which the logit of row 0's token is one ulp higher. Row 0 is a root, so its token is always emitted."""
+    """The CPU's sampler, for which the logit of row 0's token is one ulp higher. Row 0 is a root,
+    so its token is always emitted.
+    """
     calls = itertools.count()
 
     def faulty(logits_SV: Any, *rest: Any) -> Any:
         if next(calls) in CALLS and len(logits_SV):
             token = int(sample(logits_SV, *rest).token_S[0])
-            logits_SV[0, token] = float(np.nextafter(np.float32(logits_SV[0, token]), np.float32(np.inf)))
+            logits_SV[0, token] = float(
+                np.nextafter(np.float32(logits_SV[0, token]), np.float32(np.inf))
+            )
         return sample(logits_SV, *rest)
 
     return faulty
@@ -55,9 +65,13 @@ def _on_device() -> Iterator[None]:
     def faulty(extend: Extend, logits_SV: torch.Tensor) -> Sampled:
         sampled = sound(extend, logits_SV)
         if next(calls) in CALLS:
-            token_S1 = sampled.token_S.clamp(0, logits_SV.shape[1] - 1).to(torch.int64)[:, None]  # of a dead row anything
+            token_S1 = sampled.token_S.clamp(0, logits_SV.shape[1] - 1).to(torch.int64)[
+                :, None
+            ]  # of a dead row anything
             value_S1 = logits_SV.gather(1, token_S1)
-            logits_SV.scatter_(1, token_S1, value_S1.nextafter(torch.full_like(value_S1, torch.inf)))
+            logits_SV.scatter_(
+                1, token_S1, value_S1.nextafter(torch.full_like(value_S1, torch.inf))
+            )
             sampled = sound(extend, logits_SV)
         return sampled
 

@@ -1,8 +1,10 @@
-"""`tlt bench graphs`: what starting an engine takes, and its CUDA graphs: how many, how much memory, how long to capture.
+"""`tlt bench graphs`: what starting an engine takes, and its CUDA graphs: how many, how much
+memory, how long to capture.
 
-The engine is the default one of the device, so graphs are those that its policy can reach. Time to ready counts from the start of this
-process, imports included. `--cold` begins with an empty Triton cache; otherwise a cache that lacked something is called partly warm,
-and the next run finds it warm. On a CPU there are no graphs, and the phases are reported alone.
+The engine is the default one of the device, so graphs are those that its policy can reach. Time to
+ready counts from the start of this process, imports included. `--cold` begins with an empty Triton
+cache; otherwise a cache that lacked something is called partly warm, and the next run finds it
+warm. On a CPU there are no graphs, and the phases are reported alone.
 """
 
 from __future__ import annotations
@@ -38,18 +40,27 @@ def _run(args: argparse.Namespace) -> int:
         task = progress.add_task("start", total=5)
         from tlt_server.engine.assembly import assemble
 
-        engine, info = assemble(settings, lambda name, seconds, detail: progress.update(task, advance=1, description=name))
+        engine, info = assemble(
+            settings,
+            lambda name, seconds, detail: progress.update(task, advance=1, description=name),
+        )
         ready_s = since_start()
     pool: Any = getattr(engine.runner, "graphs", None)  # a CPU's runner has none
     cache = "cold" if not before else "warm" if compiled() == before else "partly warm"
     keys = list(pool.bytes) if pool is not None else []
     figures = {
-        "bench": "graphs", "quick": bool(args.quick),
-        **described(msgspec.structs.replace(settings, max_running=engine.scheduler.max_running)), "default": args.max_running == 0,
-        "graphs": len(keys), "graph_bytes": sum(pool.bytes[key] for key in keys),
+        "bench": "graphs",
+        "quick": bool(args.quick),
+        **described(msgspec.structs.replace(settings, max_running=engine.scheduler.max_running)),
+        "default": args.max_running == 0,
+        "graphs": len(keys),
+        "graph_bytes": sum(pool.bytes[key] for key in keys),
         "capture_s": round(sum(pool.seconds[key] for key in keys), 3),
-        "phases_s": {name: round(seconds, 3) for name, seconds in info.phases.items()}, "ready_s": round(ready_s, 3),
-        "triton_cache": cache, "pages": info.pages, "policy": settings.policy,
+        "phases_s": {name: round(seconds, 3) for name, seconds in info.phases.items()},
+        "ready_s": round(ready_s, 3),
+        "triton_cache": cache,
+        "pages": info.pages,
+        "policy": settings.policy,
     }
     report(console, figures)
     if args.keys:
@@ -59,7 +70,10 @@ def _run(args: argparse.Namespace) -> int:
         for key in keys:
             table.add_row(str(key), f"{pool.bytes[key] / 2**20:.1f}", f"{pool.seconds[key]:.3f}")
         console.print(table)
-        figures["keys"] = [{"key": str(key), "bytes": pool.bytes[key], "seconds": round(pool.seconds[key], 4)} for key in keys]
+        figures["keys"] = [
+            {"key": str(key), "bytes": pool.bytes[key], "seconds": round(pool.seconds[key], 4)}
+            for key in keys
+        ]
     finish(args, figures)
     return 0
 
@@ -72,7 +86,9 @@ def compiled() -> int:
 
 def since_start() -> float:
     """Seconds that this process has been running."""
-    started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+    started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf(
+        "SC_CLK_TCK"
+    )
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started
 
 
@@ -84,5 +100,8 @@ def report(console: Console, figures: dict[str, Any]) -> None:
     for name, seconds in figures["phases_s"].items():
         table.add_row(name, f"{seconds:.2f}")
     table.add_section()
-    table.add_row(f"{figures['graphs']} graphs, {figures['graph_bytes'] / 2**20:.0f} MiB", f"{figures['capture_s']:.2f}")
+    table.add_row(
+        f"{figures['graphs']} graphs, {figures['graph_bytes'] / 2**20:.0f} MiB",
+        f"{figures['capture_s']:.2f}",
+    )
     console.print(table)

@@ -1,7 +1,8 @@
-"""Load for a server, light enough not to be the bottleneck: raw HTTP/1.1 over connections that are kept and used again.
+"""Load for a server, light enough not to be the bottleneck: raw HTTP/1.1 over connections that are
+kept and used again.
 
-`closed_loop` keeps so many requests open; `open_loop` sends at random moments of its own (Poisson), however the server fares. Every
-request sent gives one `Answer`.
+`closed_loop` keeps so many requests open; `open_loop` sends at random moments of its own (Poisson),
+however the server fares. Every request sent gives one `Answer`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,11 @@ class Answer(NamedTuple):
         return self.ended_s - self.sent_s
 
     def header(self, name: str) -> str:
-        values = [line.partition(b":")[2] for line in self.headers.split(b"\r\n") if line.startswith(name.encode() + b":")]
+        values = [
+            line.partition(b":")[2]
+            for line in self.headers.split(b"\r\n")
+            if line.startswith(name.encode() + b":")
+        ]
         return values[0].strip().decode() if values else ""
 
 
@@ -40,7 +45,9 @@ class Connections:
     def __init__(self, url: str) -> None:
         address = urlsplit(url)
         self._host, self._port = address.hostname or "127.0.0.1", address.port or 80
-        self._free: list[tuple[float, asyncio.StreamReader, asyncio.StreamWriter]] = []  # since when, the newest last
+        self._free: list[
+            tuple[float, asyncio.StreamReader, asyncio.StreamWriter]
+        ] = []  # since when, the newest last
 
     async def post(self, path: str, body: bytes, due_s: float) -> Answer:
         sent_s = time.perf_counter()
@@ -53,9 +60,16 @@ class Connections:
 
     async def _exchange(self, path: str, body: bytes) -> tuple[int, bytes, bytes]:
         self._close_idle()
-        _, reader, writer = self._free.pop() if self._free else (0.0, *await asyncio.open_connection(self._host, self._port))
+        _, reader, writer = (
+            self._free.pop()
+            if self._free
+            else (0.0, *await asyncio.open_connection(self._host, self._port))
+        )
         try:
-            writer.write(b"POST %b HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: %d\r\n\r\n%b" % (path.encode(), len(body), body))
+            writer.write(
+                b"POST %b HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: %d\r\n\r\n%b"
+                % (path.encode(), len(body), body)
+            )
             head = (await reader.readuntil(b"\r\n\r\n")).lower()
             length = int(head.partition(b"content-length:")[2].partition(b"\r\n")[0])
             content = await reader.readexactly(length)
@@ -91,11 +105,17 @@ async def closed_loop(ask: Ask, concurrency: int, seconds: float) -> list[Answer
             answers.append(await ask(now_s))
         return answers
 
-    return [answer for answers in await asyncio.gather(*(one() for _ in range(concurrency))) for answer in answers]
+    return [
+        answer
+        for answers in await asyncio.gather(*(one() for _ in range(concurrency)))
+        for answer in answers
+    ]
 
 
 async def open_loop(ask: Ask, per_s: float, seconds: float, seed: int) -> list[Answer]:
-    """`per_s` requests per second on average for `seconds`, at moments that the seed gives; waits for all answers."""
+    """`per_s` requests per second on average for `seconds`, at moments that the seed gives; waits
+    for all answers.
+    """
     started_s = time.perf_counter()
     waiting = []
     for moment_s in arrivals(per_s, seconds, seed):

@@ -1,8 +1,10 @@
-"""`tlt bench overload`: goodput of a real server when more is asked of it than it can do, against its own peak in the same run.
+"""`tlt bench overload`: goodput of a real server when more is asked of it than it can do, against
+its own peak in the same run.
 
-The peak comes from a closed loop that keeps the server full and whose requests have all the time they need. Then requests with a
-deadline arrive at random moments, whether the server keeps up or not, at 1, 2 and 3 times the rate of the peak; goodput counts the
-tokens of those that met it. The load comes from this process, the server is a process of its own.
+The peak comes from a closed loop that keeps the server full and whose requests have all the time
+they need. Then requests with a deadline arrive at random moments, whether the server keeps up or
+not, at 1, 2 and 3 times the rate of the peak; goodput counts the tokens of those that met it. The
+load comes from this process, the server is a process of its own.
 """
 
 from __future__ import annotations
@@ -76,23 +78,51 @@ class Phase(NamedTuple):
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a table and one line of JSON; 1 when a request has not exactly one end or (in the full run) a bound is missed."""
+    """Print a table and one line of JSON; 1 when a request has not exactly one end or (in the full
+    run) a bound is missed.
+    """
     from tlt_server.demo.workload import DRAFTER, TARGET, problems_as_requests
 
     model, size = args.model or TARGET, QUICK if args.quick else FULL
-    flags = ["--model", str(model), "--drafter", str(args.drafter or DRAFTER), "--kv-memory-mb", str(KV_MEMORY_MB),
-             "--log-level", "warning", *(["--threads", str(args.threads)] if args.threads else [])]
+    flags = [
+        "--model",
+        str(model),
+        "--drafter",
+        str(args.drafter or DRAFTER),
+        "--kv-memory-mb",
+        str(KV_MEMORY_MB),
+        "--log-level",
+        "warning",
+        *(["--threads", str(args.threads)] if args.threads else []),
+    ]
     requests = problems_as_requests(model, 512, group=2, seed=args.seed, max_tokens=MAX_TOKENS)
     console = wide_console()
-    with ServerProcess(*flags, on_line=lambda line: console.print(line, markup=False, highlight=False)) as server:
-        phases = uvloop.run(_phases(server, requests, size, FACTORS[-1:] if args.quick else FACTORS, args.seed, console.print))
+    with ServerProcess(
+        *flags, on_line=lambda line: console.print(line, markup=False, highlight=False)
+    ) as server:
+        phases = uvloop.run(
+            _phases(
+                server,
+                requests,
+                size,
+                FACTORS[-1:] if args.quick else FACTORS,
+                args.seed,
+                console.print,
+            )
+        )
         with Client(server.url, timeout_s=10) as client:
             counts = _counts(client)
     return report(console, phases, counts, args)
 
 
-async def _phases(server: ServerProcess, requests: list[GenerateRequest], size: Size, factors: tuple[int, ...], seed: int,
-                  say: Callable[[str], Any]) -> dict[str, Phase]:
+async def _phases(
+    server: ServerProcess,
+    requests: list[GenerateRequest],
+    size: Size,
+    factors: tuple[int, ...],
+    seed: int,
+    say: Callable[[str], Any],
+) -> dict[str, Phase]:
     connections, serial = Connections(server.url), itertools.count(1)
     pids = (server.process.pid, _child(server.process.pid))
     seconds = size.ramp_s + size.window_s
@@ -100,29 +130,49 @@ async def _phases(server: ServerProcess, requests: list[GenerateRequest], size: 
     def ask(due_s: float, timeout_s: float = size.timeout_s) -> Coroutine[Any, Any, Answer]:
         number = next(serial)
         request = requests[number % len(requests)]
-        body = {"requests": [{"token_ids": request.token_ids, "seed": number}], "timeout_s": timeout_s,
-                "sampling": {"max_tokens": MAX_TOKENS}}
+        body = {
+            "requests": [{"token_ids": request.token_ids, "seed": number}],
+            "timeout_s": timeout_s,
+            "sampling": {"max_tokens": MAX_TOKENS},
+        }
         return connections.post("/generate", msgspec.json.encode(body), due_s)
 
-    async def phase(name: str, load: Coroutine[Any, Any, list[Answer]], timeout_s: float = size.timeout_s) -> Phase:
+    async def phase(
+        name: str, load: Coroutine[Any, Any, list[Answer]], timeout_s: float = size.timeout_s
+    ) -> Phase:
         say(f"{name}: {seconds:g} s of load, then its last answers")
         started_s, memory = time.perf_counter(), asyncio.create_task(_watch(pids))
         answers = await load
         memory.cancel()
         return judge(answers, started_s, size, timeout_s, await memory)
 
-    peak = await phase(f"peak: {CLOSED} requests at a time", closed_loop(partial(ask, timeout_s=ANSWER_S), CLOSED, seconds), ANSWER_S)
+    peak = await phase(
+        f"peak: {CLOSED} requests at a time",
+        closed_loop(partial(ask, timeout_s=ANSWER_S), CLOSED, seconds),
+        ANSWER_S,
+    )
     if not peak.completed_s:
-        raise StartupError(f"no request was completed in the {size.window_s:g} s of the peak; measure when this machine is less busy")
+        raise StartupError(
+            f"no request was completed in the {size.window_s:g} s of the peak; measure when this machine is less busy"
+        )
     phases = {"peak": peak}
     for factor in factors:
         rate = factor * peak.per_s
-        phases[f"{factor}x"] = await phase(f"{factor}x: {rate:.1f} requests per second", open_loop(ask, rate, seconds, seed + factor))
+        phases[f"{factor}x"] = await phase(
+            f"{factor}x: {rate:.1f} requests per second",
+            open_loop(ask, rate, seconds, seed + factor),
+        )
     connections.close()
     return phases
 
 
-def judge(answers: list[Answer], started_s: float, size: Size, timeout_s: float, memory_mib: list[tuple[float, float]]) -> Phase:
+def judge(
+    answers: list[Answer],
+    started_s: float,
+    size: Size,
+    timeout_s: float,
+    memory_mib: list[tuple[float, float]],
+) -> Phase:
     ends: Counter[str] = Counter()
     completed_s, shed_ms, tokens, untyped = [], [], 0, 0
     for answer in answers:
@@ -130,16 +180,25 @@ def judge(answers: list[Answer], started_s: float, size: Size, timeout_s: float,
         if end == "completed" and answer.seconds > timeout_s:
             end = "late"
         ends[end] += 1
-        if end == "completed" and size.ramp_s <= answer.ended_s - started_s < size.ramp_s + size.window_s:
+        if (
+            end == "completed"
+            and size.ramp_s <= answer.ended_s - started_s < size.ramp_s + size.window_s
+        ):
             completed_s.append(answer.seconds)
             tokens += given
         elif answer.status == 429:
             shed_ms.append(answer.seconds * 1e3)
             untyped += end == "broken" or not answer.header("retry-after").isdigit()
     return Phase(
-        ends=dict(ends), goodput=tokens / size.window_s, per_s=len(completed_s) / size.window_s,
-        offered_per_s=len(answers) / (size.ramp_s + size.window_s), completed_s=completed_s, shed_ms=shed_ms, untyped_sheds=untyped,
-        lag_ms=percentile([(answer.sent_s - answer.due_s) * 1e3 for answer in answers], 99), memory_mib=memory_mib,
+        ends=dict(ends),
+        goodput=tokens / size.window_s,
+        per_s=len(completed_s) / size.window_s,
+        offered_per_s=len(answers) / (size.ramp_s + size.window_s),
+        completed_s=completed_s,
+        shed_ms=shed_ms,
+        untyped_sheds=untyped,
+        lag_ms=percentile([(answer.sent_s - answer.due_s) * 1e3 for answer in answers], 99),
+        memory_mib=memory_mib,
     )
 
 
@@ -149,8 +208,17 @@ def _end(answer: Answer) -> tuple[str, int]:
         if answer.status in (200, 504):
             [result] = msgspec.json.decode(answer.body, type=Reply).results
             if answer.status == 200:
-                return ("completed", len(result.choices[0].token_ids)) if result.choices else ("broken", 0)
-            return "late" if result.error is not None and result.error.code == "deadline_exceeded" else "broken", 0
+                return (
+                    ("completed", len(result.choices[0].token_ids))
+                    if result.choices
+                    else ("broken", 0)
+                )
+            return (
+                "late"
+                if result.error is not None and result.error.code == "deadline_exceeded"
+                else "broken",
+                0,
+            )
         error = msgspec.json.decode(answer.body, type=_Refusal).error
     except (ValueError, msgspec.MsgspecError):
         return "broken", 0
@@ -182,7 +250,9 @@ def _child(pid: int) -> int:
     try:
         return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
     except OSError:
-        raise StartupError("this bench reads the memory of its processes from /proc, which is not there; run it on Linux") from None
+        raise StartupError(
+            "this bench reads the memory of its processes from /proc, which is not there; run it on Linux"
+        ) from None
 
 
 class Counts(NamedTuple):
@@ -197,60 +267,146 @@ class Counts(NamedTuple):
 def _counts(client: Client) -> Counts:
     give_up_s = time.monotonic() + 10
     while True:
-        samples = [sample for family in text_string_to_metric_families(client.metrics()) for sample in family.samples]
+        samples = [
+            sample
+            for family in text_string_to_metric_families(client.metrics())
+            for sample in family.samples
+        ]
         value = {sample.name: sample.value for sample in samples}
-        counts = Counts(value["tlt_open_sequences"], value["tlt_pages_total"] - value["tlt_pages_free"],
-                        {s.labels["result"]: s.value for s in samples if s.name == "tlt_sequences_total"},
-                        {s.labels["reason"]: s.value for s in samples if s.name == "tlt_requests_rejected_total"})
+        counts = Counts(
+            value["tlt_open_sequences"],
+            value["tlt_pages_total"] - value["tlt_pages_free"],
+            {s.labels["result"]: s.value for s in samples if s.name == "tlt_sequences_total"},
+            {
+                s.labels["reason"]: s.value
+                for s in samples
+                if s.name == "tlt_requests_rejected_total"
+            },
+        )
         if not (counts.open_sequences or counts.pages_held) or time.monotonic() > give_up_s:
             return counts
         time.sleep(0.1)
 
 
-def report(console: Console, phases: dict[str, Phase], counts: Counts, args: argparse.Namespace) -> int:
+def report(
+    console: Console, phases: dict[str, Phase], counts: Counts, args: argparse.Namespace
+) -> int:
     peak, last = phases["peak"], list(phases.values())[-1]
     table = Table(title="tlt bench overload: open-loop load against the peak of a closed loop")
-    for heading in ("load", "requests/s offered", "goodput tokens/s", "of peak", "shed", "late", "completed p50 s", "shed p50 ms",
-                    "shed p99 ms", "shed max ms", "frontend MiB", "engine MiB"):
+    for heading in (
+        "load",
+        "requests/s offered",
+        "goodput tokens/s",
+        "of peak",
+        "shed",
+        "late",
+        "completed p50 s",
+        "shed p50 ms",
+        "shed p99 ms",
+        "shed max ms",
+        "frontend MiB",
+        "engine MiB",
+    ):
         table.add_column(heading, justify="right")
     found = {name: _figures(phase, peak) for name, phase in phases.items()}
     for name, figures in found.items():
-        table.add_row(name, *(str(figures[key]) for key in ("offered_per_s", "goodput", "of_peak", "shed", "late", "completed_p50_s",
-                                                            "shed_p50_ms", "shed_p99_ms", "shed_max_ms", "frontend_mib", "engine_mib")))
+        table.add_row(
+            name,
+            *(
+                str(figures[key])
+                for key in (
+                    "offered_per_s",
+                    "goodput",
+                    "of_peak",
+                    "shed",
+                    "late",
+                    "completed_p50_s",
+                    "shed_p50_ms",
+                    "shed_p99_ms",
+                    "shed_max_ms",
+                    "frontend_mib",
+                    "engine_mib",
+                )
+            ),
+        )
     console.print(table)
     sent = sum(sum(phase.ends.values()) for phase in phases.values())
     ended, refused = sum(counts.ended.values()), sum(counts.refused.values())
-    exactly_once = ended + refused == sent and not counts.open_sequences and not any("broken" in p.ends for p in phases.values())
+    exactly_once = (
+        ended + refused == sent
+        and not counts.open_sequences
+        and not any("broken" in p.ends for p in phases.values())
+    )
     growth = [max(0.0, last.memory_mib[-1][i] - last.memory_mib[0][i]) for i in range(2)]
-    missed = [sentence for sentence, met in (
-        (f"goodput at {FACTORS[-1]}x is at least {LEAST_GOODPUT:g} of the peak", last.goodput >= LEAST_GOODPUT * peak.goodput),
-        (f"99 of 100 refusals within {SHED_MS:g} ms", percentile(last.shed_ms, 99) <= SHED_MS),
-        (f"memory grows by at most {GROWTH:.0%} or {GROWTH_MIB:g} MiB",
-         all(growth[i] <= max(GROWTH_MIB, GROWTH * last.memory_mib[0][i]) for i in range(2))),
-    ) if not met]
-    faults = [sentence for sentence, met in (
-        ("every request has exactly one end", exactly_once),
-        ("every 429 is typed and says when to send again", not any(phase.untyped_sheds for phase in phases.values())),
-        ("nothing is left open, no page is held", not counts.open_sequences and not counts.pages_held),
-    ) if not met]
+    missed = [
+        sentence
+        for sentence, met in (
+            (
+                f"goodput at {FACTORS[-1]}x is at least {LEAST_GOODPUT:g} of the peak",
+                last.goodput >= LEAST_GOODPUT * peak.goodput,
+            ),
+            (f"99 of 100 refusals within {SHED_MS:g} ms", percentile(last.shed_ms, 99) <= SHED_MS),
+            (
+                f"memory grows by at most {GROWTH:.0%} or {GROWTH_MIB:g} MiB",
+                all(growth[i] <= max(GROWTH_MIB, GROWTH * last.memory_mib[0][i]) for i in range(2)),
+            ),
+        )
+        if not met
+    ]
+    faults = [
+        sentence
+        for sentence, met in (
+            ("every request has exactly one end", exactly_once),
+            (
+                "every 429 is typed and says when to send again",
+                not any(phase.untyped_sheds for phase in phases.values()),
+            ),
+            (
+                "nothing is left open, no page is held",
+                not counts.open_sequences and not counts.pages_held,
+            ),
+        )
+        if not met
+    ]
     for sentence in (*missed, *faults):
         console.print(f"MISSED: {sentence}")
-    summary = {"bench": "overload", "quick": bool(args.quick), **found, "sent": sent, "ended": counts.ended, "refused": counts.refused,
-               "open_sequences": counts.open_sequences, "pages_held": counts.pages_held, "exactly_one_end": exactly_once,
-               "untyped_sheds": sum(phase.untyped_sheds for phase in phases.values()), "missed": missed + faults}
+    summary = {
+        "bench": "overload",
+        "quick": bool(args.quick),
+        **found,
+        "sent": sent,
+        "ended": counts.ended,
+        "refused": counts.refused,
+        "open_sequences": counts.open_sequences,
+        "pages_held": counts.pages_held,
+        "exactly_one_end": exactly_once,
+        "untyped_sheds": sum(phase.untyped_sheds for phase in phases.values()),
+        "missed": missed + faults,
+    }
     finish(args, summary)
     return 1 if faults or (missed and not args.quick) else 0
 
 
 def _figures(phase: Phase, peak: Phase) -> dict[str, Any]:
-    memory = [phase.memory_mib[0], phase.memory_mib[len(phase.memory_mib) // 2], phase.memory_mib[-1]]  # start, middle, end
+    memory = [
+        phase.memory_mib[0],
+        phase.memory_mib[len(phase.memory_mib) // 2],
+        phase.memory_mib[-1],
+    ]  # start, middle, end
     return {
-        "requests": sum(phase.ends.values()), "ends": phase.ends, "offered_per_s": round(phase.offered_per_s, 2),
-        "goodput": round(phase.goodput, 1), "of_peak": round(phase.goodput / peak.goodput, 3) if peak.goodput else 0.0,
-        "shed": round(phase.shed / sum(phase.ends.values()), 3), "late": phase.ends.get("late", 0),
+        "requests": sum(phase.ends.values()),
+        "ends": phase.ends,
+        "offered_per_s": round(phase.offered_per_s, 2),
+        "goodput": round(phase.goodput, 1),
+        "of_peak": round(phase.goodput / peak.goodput, 3) if peak.goodput else 0.0,
+        "shed": round(phase.shed / sum(phase.ends.values()), 3),
+        "late": phase.ends.get("late", 0),
         "completed_p50_s": round(statistics.median(phase.completed_s or [0.0]), 2),
         "completed_max_s": round(max(phase.completed_s, default=0.0), 2),
-        "shed_p50_ms": round(percentile(phase.shed_ms, 50), 1), "shed_p99_ms": round(percentile(phase.shed_ms, 99), 1),
-        "shed_max_ms": round(max(phase.shed_ms, default=0.0), 1), "load_lag_p99_ms": round(phase.lag_ms, 1),
-        "frontend_mib": [round(frontend) for frontend, _ in memory], "engine_mib": [round(engine) for _, engine in memory],
+        "shed_p50_ms": round(percentile(phase.shed_ms, 50), 1),
+        "shed_p99_ms": round(percentile(phase.shed_ms, 99), 1),
+        "shed_max_ms": round(max(phase.shed_ms, default=0.0), 1),
+        "load_lag_p99_ms": round(phase.lag_ms, 1),
+        "frontend_mib": [round(frontend) for frontend, _ in memory],
+        "engine_mib": [round(engine) for _, engine in memory],
     }

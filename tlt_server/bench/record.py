@@ -1,4 +1,6 @@
-"""What a bench leaves behind: its last line on stdout, one line of JSON, and with `--json` a file that also says where and how."""
+"""What a bench leaves behind: its last line on stdout, one line of JSON, and with `--json` a file
+that also says where and how.
+"""
 
 from __future__ import annotations
 
@@ -30,15 +32,23 @@ def wide_console() -> Console:
 
 
 class StillProgress(Progress):
-    """Drawn only when something is said: a thread that redraws would take the interpreter from what is being timed."""
+    """Drawn only when something is said: a thread that redraws would take the interpreter from what
+    is being timed.
+    """
 
     def update(self, task_id: TaskID, **change: Any) -> None:
         super().update(task_id, refresh=True, **change)
 
 
 def progress_bar(console: Console) -> Progress:
-    return StillProgress(TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn(),
-                         console=console, auto_refresh=False)
+    return StillProgress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed}/{task.total}"),
+        TimeElapsedColumn(),
+        console=console,
+        auto_refresh=False,
+    )
 
 
 def finish(args: argparse.Namespace, figures: Mapping[str, Any]) -> None:
@@ -46,7 +56,9 @@ def finish(args: argparse.Namespace, figures: Mapping[str, Any]) -> None:
     print(msgspec.json.encode(figures).decode(), flush=True)
     if args.json:
         command = f"tlt {shlex.join(told(argument) for argument in sys.argv[1:])}"
-        write_entry(args.json, entry_of(figures, command, on_gpu=args.device == "cuda", commit=args.commit))
+        write_entry(
+            args.json, entry_of(figures, command, on_gpu=args.device == "cuda", commit=args.commit)
+        )
 
 
 def told(argument: str) -> str:
@@ -54,10 +66,18 @@ def told(argument: str) -> str:
     return f".../{Path(argument).name}" if argument.startswith("/") else argument
 
 
-def entry_of(figures: Mapping[str, Any], command: str, *, on_gpu: bool, commit: str | None = None) -> dict[str, Any]:
+def entry_of(
+    figures: Mapping[str, Any], command: str, *, on_gpu: bool, commit: str | None = None
+) -> dict[str, Any]:
     """Figures with all that is needed to measure them again."""
-    return {"command": command, "commit": commit or commit_here(), "date": time.strftime("%Y-%m-%d", time.gmtime()),
-            "machine": machine(on_gpu=on_gpu), "versions": versions(on_gpu=on_gpu), "figures": figures}
+    return {
+        "command": command,
+        "commit": commit or commit_here(),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "machine": machine(on_gpu=on_gpu),
+        "versions": versions(on_gpu=on_gpu),
+        "figures": figures,
+    }
 
 
 def write_entry(file: Path, entry: Mapping[str, Any]) -> None:
@@ -88,10 +108,22 @@ def versions(*, on_gpu: bool) -> dict[str, str]:
 
 
 def commit_here() -> str:
-    """Of the directory that this code lies in; `unknown` outside a repository, `+` for changes that are not committed, results aside."""
+    """Of the directory that this code lies in; `unknown` outside a repository, `+` for changes that
+    are not committed, results aside.
+    """
     git = ["git", "-C", str(Path(__file__).parents[2])]
     name = _said([*git, "rev-parse", "--short", "HEAD"])
-    changed = _said([*git, "status", "--porcelain", "--untracked-files=no", "--", ":/", ":(exclude,top)benchmarks/results"])
+    changed = _said(
+        [
+            *git,
+            "status",
+            "--porcelain",
+            "--untracked-files=no",
+            "--",
+            ":/",
+            ":(exclude,top)benchmarks/results",
+        ]
+    )
     return name + "+" * bool(changed) if name else "unknown"
 
 
@@ -115,11 +147,18 @@ def _gpus() -> str:
 def _driver() -> str:
     if DRIVER.exists() and (found := re.search(r"\b(\d+\.\d+(\.\d+)?)\b", DRIVER.read_text())):
         return found[1]
-    return _said(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]).partition("\n")[0] or "unknown"
+    return (
+        _said(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]).partition(
+            "\n"
+        )[0]
+        or "unknown"
+    )
 
 
 def _said(command: list[str]) -> str:
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=20, check=True
+        ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return ""

@@ -1,9 +1,10 @@
-"""`tlt bench rollout`: what speculation is worth on the shipped pair, against our own engine without it in the same run.
+"""`tlt bench rollout`: what speculation is worth on the shipped pair, against our own engine
+without it in the same run.
 
-Two engine processes, strict and fast numerics, which share a GPU; arms take turns within each round, so that a machine's moods fall on
-all alike.
-Two workloads: `tail` (one batch of 64, run to its end: the batch shrinks to one) and `full` (64 running all the time).
-Speed-ups are medians over rounds of the arm's rate over the faster of the two plain engines' rate in the same round.
+Two engine processes, strict and fast numerics, which share a GPU; arms take turns within each
+round, so that a machine's moods fall on all alike. Two workloads: `tail` (one batch of 64, run to
+its end: the batch shrinks to one) and `full` (64 running all the time). Speed-ups are medians over
+rounds of the arm's rate over the faster of the two plain engines' rate in the same round.
 """
 
 from __future__ import annotations
@@ -42,8 +43,18 @@ class Arm(NamedTuple):
 PLAIN = {"off": Arm("strict", SetPolicy("off")), "off, fast": Arm("fast", SetPolicy("off"))}
 BEG = {"beg": Arm("strict", SetPolicy("beg"))}
 ARMS = {
-    "cpu": {**PLAIN, "eagle": Arm("strict", SetPolicy("fixed", EAGLE)), "history": Arm("strict", SetPolicy("fixed", HISTORY)), **BEG},
-    "cuda": {**PLAIN, "eagle": Arm("strict", SetPolicy("fixed", EAGLE)), "eagle tree": Arm("strict", SetPolicy("fixed", TREE)), **BEG},
+    "cpu": {
+        **PLAIN,
+        "eagle": Arm("strict", SetPolicy("fixed", EAGLE)),
+        "history": Arm("strict", SetPolicy("fixed", HISTORY)),
+        **BEG,
+    },
+    "cuda": {
+        **PLAIN,
+        "eagle": Arm("strict", SetPolicy("fixed", EAGLE)),
+        "eagle tree": Arm("strict", SetPolicy("fixed", TREE)),
+        **BEG,
+    },
 }
 GPU_KV_MB, GPU_MODEL_LEN = 16384, 4096  # of each of the two engines
 
@@ -70,19 +81,31 @@ class Figures(NamedTuple):
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a table and one line of JSON; 0 when every arm gave the tokens of `off`, else 1 (fast numerics may differ)."""
+    """Print a table and one line of JSON; 0 when every arm gave the tokens of `off`, else 1 (fast
+    numerics may differ).
+    """
     from tlt_server.demo.workload import problems_as_requests
 
     base, arms = msgspec.structs.replace(settings_of(args), max_running=RUNNING), ARMS[args.device]
     if args.numerics != "strict":
-        raise StartupError("--numerics is fast; a rollout is timed in both strict and fast numerics: leave the flag out")
+        raise StartupError(
+            "--numerics is fast; a rollout is timed in both strict and fast numerics: leave the flag out"
+        )
     if args.device == "cuda":
-        base = msgspec.structs.replace(base, kv_memory_mb=GPU_KV_MB, max_model_len=at_most_what_it_takes(base.model, GPU_MODEL_LEN))
+        base = msgspec.structs.replace(
+            base,
+            kv_memory_mb=GPU_KV_MB,
+            max_model_len=at_most_what_it_takes(base.model, GPU_MODEL_LEN),
+        )
     rounds = 1 if args.quick else ROUNDS
-    batch = problems_as_requests(base.model, RUNNING, group=8, seed=args.seed, max_tokens=256 if args.quick else 2000)
+    batch = problems_as_requests(
+        base.model, RUNNING, group=8, seed=args.seed, max_tokens=256 if args.quick else 2000
+    )
     steady = [
         shortened(r, 48 if args.quick else 96)
-        for r in problems_as_requests(base.model, RUNNING if args.quick else 5 * RUNNING, group=8, seed=args.seed + 100)
+        for r in problems_as_requests(
+            base.model, RUNNING if args.quick else 5 * RUNNING, group=8, seed=args.seed + 100
+        )
     ]
     workloads = {"tail": batch, "full": steady}
     seen: dict[tuple[str, str], list[Figures]] = {}
@@ -90,7 +113,9 @@ def run(args: argparse.Namespace) -> int:
     console = wide_console()
     with (
         EngineChild(base) as strict,
-        EngineChild(msgspec.structs.replace(base, numerics="fast", drafter="none", policy="off")) as fast,
+        EngineChild(
+            msgspec.structs.replace(base, numerics="fast", drafter="none", policy="off")
+        ) as fast,
         progress_bar(console) as progress,
     ):
         engines = {"strict": strict, "fast": fast}
@@ -115,16 +140,28 @@ def run(args: argparse.Namespace) -> int:
 
 def shortened(request: GenerateRequest, max_tokens: int) -> GenerateRequest:
     """Exactly max_tokens, so that the batch stays full until the end."""
-    return msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, max_tokens=max_tokens, ignore_eos=True))
+    return msgspec.structs.replace(
+        request,
+        sampling=msgspec.structs.replace(request.sampling, max_tokens=max_tokens, ignore_eos=True),
+    )
 
 
 def renamed(requests: list[GenerateRequest], turn: str) -> list[GenerateRequest]:
-    """The same requests as new ones: other ids and groups, and a salt of their own, so that no run profits from an earlier one."""
-    return [msgspec.structs.replace(r, id=f"{r.id}/{turn}", group_id=f"{r.group_id}/{turn}", salt=turn) for r in requests]
+    """The same requests as new ones: other ids and groups, and a salt of their own, so that no run
+    profits from an earlier one.
+    """
+    return [
+        msgspec.structs.replace(r, id=f"{r.id}/{turn}", group_id=f"{r.group_id}/{turn}", salt=turn)
+        for r in requests
+    ]
 
 
-def rollout(engine: EngineChild, requests: list[GenerateRequest]) -> tuple[dict[str, list[int]], Figures]:
-    """Tokens by request (without the turn's name) and the figures; wall time on this side of the sockets."""
+def rollout(
+    engine: EngineChild, requests: list[GenerateRequest]
+) -> tuple[dict[str, list[int]], Figures]:
+    """Tokens by request (without the turn's name) and the figures; wall time on this side of the
+    sockets.
+    """
     tokens: dict[str, list[int]] = {r.id.split("/")[0]: [] for r in requests}
     cycles: list[Cycle] = []
     open_ids = {r.id for r in requests}
@@ -158,27 +195,47 @@ def figures_of(cycles: list[Cycle], seconds: float) -> Figures:
         tail_seconds=sum(c.step_s for c in tail),
         tail_tokens=sum(c.emitted for c in tail),
         tail_passes=len(tail),
-        accept_length=sum(c.emitted for c in drafted) / max(1, sum(c.context.decoding for c in drafted)),
+        accept_length=sum(c.emitted for c in drafted)
+        / max(1, sum(c.context.decoding for c in drafted)),
         time=by_strategy,
     )
 
 
-def speedup(seen: dict[tuple[str, str], list[Figures]], workload: str, name: str, rate: str) -> float:
+def speedup(
+    seen: dict[tuple[str, str], list[Figures]], workload: str, name: str, rate: str
+) -> float:
     """Median over rounds of the arm's rate over the faster plain engine's."""
-    plain = [max(getattr(seen[workload, p][i], rate) for p in PLAIN) for i in range(len(seen[workload, name]))]
-    return statistics.median(getattr(f, rate) / p if p else 0.0 for f, p in zip(seen[workload, name], plain, strict=True))
+    plain = [
+        max(getattr(seen[workload, p][i], rate) for p in PLAIN)
+        for i in range(len(seen[workload, name]))
+    ]
+    return statistics.median(
+        getattr(f, rate) / p if p else 0.0 for f, p in zip(seen[workload, name], plain, strict=True)
+    )
 
 
 def shares(found: list[Figures]) -> dict[str, float]:
     """Of all rounds' time: what each strategy had, the most first."""
-    seconds = {name: sum(f.time.get(name, 0.0) for f in found) for name in {name: 0 for f in found for name in f.time}}
-    return {name: round(seconds[name] / sum(seconds.values()), 3) for name in sorted(seconds, key=lambda name: -seconds[name])}
+    seconds = {
+        name: sum(f.time.get(name, 0.0) for f in found)
+        for name in {name: 0 for f in found for name in f.time}
+    }
+    return {
+        name: round(seconds[name] / sum(seconds.values()), 3)
+        for name in sorted(seconds, key=lambda name: -seconds[name])
+    }
 
 
 def report(
-    console: Console, seen: dict[tuple[str, str], list[Figures]], differing: int, base: EngineSettings, args: argparse.Namespace
+    console: Console,
+    seen: dict[tuple[str, str], list[Figures]],
+    differing: int,
+    base: EngineSettings,
+    args: argparse.Namespace,
 ) -> int:
-    table = Table(title="tlt bench rollout: medians; speed-up against the faster of the two plain engines")
+    table = Table(
+        title="tlt bench rollout: medians; speed-up against the faster of the two plain engines"
+    )
     for heading in (
         "workload",
         "arm",
@@ -201,7 +258,14 @@ def report(
     for (workload, name), found in seen.items():
         median = {
             field: statistics.median(getattr(f, field) for f in found)
-            for field in ("seconds", "passes", "tokens", "tail_passes", "tail_tokens", "accept_length")
+            for field in (
+                "seconds",
+                "passes",
+                "tokens",
+                "tail_passes",
+                "tail_tokens",
+                "accept_length",
+            )
         }
         ratio = speedup(seen, workload, name, "rate")
         tail_ratio = speedup(seen, workload, name, "tail_rate") if workload == "tail" else None
@@ -226,7 +290,9 @@ def report(
             "share_of_time": shares(found),
             **(
                 {
-                    "tail_tokens_per_pass": round(median["tail_tokens"] / max(1, median["tail_passes"]), 3),
+                    "tail_tokens_per_pass": round(
+                        median["tail_tokens"] / max(1, median["tail_passes"]), 3
+                    ),
                     "tail_speedup": round(tail_ratio, 3),
                 }
                 if tail_ratio is not None

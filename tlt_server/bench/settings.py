@@ -1,4 +1,6 @@
-"""What engine a bench measures: settings from its flags, and what a figure's reader has to know of them. No torch."""
+"""What engine a bench measures: settings from its flags, and what a figure's reader has to know of
+them. No torch.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +13,23 @@ from tlt_server.models.config import ModelConfig
 
 
 def settings_of(args: argparse.Namespace) -> EngineSettings:
-    """As the flags say; what they leave open suits a bench: no length beyond what it needs is chosen here."""
+    """As the flags say; what they leave open suits a bench: no length beyond what it needs is
+    chosen here.
+    """
     from tlt_server.demo.workload import DRAFTER, TARGET
 
     threads = args.threads or len(os.sched_getaffinity(0))
     on_gpu = args.device == "cuda"
     return EngineSettings(
-        model=str(args.model or TARGET), drafter=str(args.drafter or DRAFTER), threads=threads, device=args.device,
-        dtype=args.dtype or ("bfloat16" if on_gpu else "float32"), attention="triton" if on_gpu else "cpu", numerics=args.numerics,
-        kv_memory_mb=0 if on_gpu else 2048)
+        model=str(args.model or TARGET),
+        drafter=str(args.drafter or DRAFTER),
+        threads=threads,
+        device=args.device,
+        dtype=args.dtype or ("bfloat16" if on_gpu else "float32"),
+        attention="triton" if on_gpu else "cpu",
+        numerics=args.numerics,
+        kv_memory_mb=0 if on_gpu else 2048,
+    )
 
 
 def at_most_what_it_takes(model: str, tokens: int) -> int:
@@ -31,9 +41,18 @@ def described(settings: EngineSettings) -> dict[str, object]:
     """What a figure's reader has to know of the engine."""
     config = ModelConfig.read(Path(settings.model))
     return {
-        "shape": {"layers": config.layers, "hidden": config.hidden_size, "intermediate": config.intermediate_size, "heads": config.heads,
-                  "kv_heads": config.kv_heads, "vocab": config.vocab_size},
+        "shape": {
+            "layers": config.layers,
+            "hidden": config.hidden_size,
+            "intermediate": config.intermediate_size,
+            "heads": config.heads,
+            "kv_heads": config.kv_heads,
+            "vocab": config.vocab_size,
+        },
         "drafter": "eagle" if settings.drafter_is_network else settings.drafter,
-        "device": settings.device, "dtype": settings.dtype, "attention": settings.attention, "numerics": settings.numerics,
+        "device": settings.device,
+        "dtype": settings.dtype,
+        "attention": settings.attention,
+        "numerics": settings.numerics,
         "max_running": settings.max_running,
     }

@@ -1,8 +1,9 @@
-"""What engine steps take, as the host sees them: the timing behind `tlt bench decode` and `tlt bench cycle`.
+"""What engine steps take, as the host sees them: the timing behind `tlt bench decode` and `tlt
+bench cycle`.
 
-One engine in this process, its requests submitted straight to the loop. Timed are full-batch decode steps from the end of one to the
-end of the next, whatever the loop does in between; the figure is their median. Text, HTTP and the link to a server's other process are
-not in it.
+One engine in this process, its requests submitted straight to the loop. Timed are full-batch decode
+steps from the end of one to the end of the next, whatever the loop does in between; the figure is
+their median. Text, HTTP and the link to a server's other process are not in it.
 """
 
 from __future__ import annotations
@@ -41,9 +42,16 @@ class Timed(NamedTuple):
     def figures(self) -> dict[str, object]:
         """As benches write them."""
         low, high = self.quartiles_ms
-        return {"batch": self.batch, "strategy": self.strategy, "context": self.context, "steps": self.steps,
-                "step_ms": round(self.step_ms, 4), "quartiles_ms": [round(low, 4), round(high, 4)],
-                "tokens_per_s": round(self.rate, 1), "accept_length": round(self.accept_length, 3)}
+        return {
+            "batch": self.batch,
+            "strategy": self.strategy,
+            "context": self.context,
+            "steps": self.steps,
+            "step_ms": round(self.step_ms, 4),
+            "quartiles_ms": [round(low, 4), round(high, 4)],
+            "tokens_per_s": round(self.rate, 1),
+            "accept_length": round(self.accept_length, 3),
+        }
 
 
 class _Steps(NamedTuple):
@@ -56,18 +64,29 @@ def random_requests(count: int, prompt: int, new: int, *, seed: int) -> list[Gen
     """Of exactly `new` tokens, each behind a prompt of its own."""
     draw = np.random.default_rng(seed)
     return [
-        GenerateRequest(id=f"random-{seed}-{i}", token_ids=draw.integers(1, FIRST_IDS, prompt).tolist(), seed=i + 1,
-                        sampling=Sampling(max_tokens=new, ignore_eos=True), group_id=f"{seed}-{i}")
+        GenerateRequest(
+            id=f"random-{seed}-{i}",
+            token_ids=draw.integers(1, FIRST_IDS, prompt).tolist(),
+            seed=i + 1,
+            sampling=Sampling(max_tokens=new, ignore_eos=True),
+            group_id=f"{seed}-{i}",
+        )
         for i in range(count)
     ]
 
 
-def time_steps(engine: Engine, requests: list[GenerateRequest], strategy: Strategy = OFF, *, most: int = 400) -> Timed:
-    """Run these requests as one batch until the first of them ends or `most` steps are timed; then they are aborted."""
+def time_steps(
+    engine: Engine, requests: list[GenerateRequest], strategy: Strategy = OFF, *, most: int = 400
+) -> Timed:
+    """Run these requests as one batch until the first of them ends or `most` steps are timed; then
+    they are aborted.
+    """
     return _timed(len(requests), strategy, [_steps(engine, requests, strategy, most, SETTLE)])
 
 
-def time_in_turn(engine: Engine, requests: list[GenerateRequest], strategy: Strategy, *, most: int = 400) -> Timed:
+def time_in_turn(
+    engine: Engine, requests: list[GenerateRequest], strategy: Strategy, *, most: int = 400
+) -> Timed:
     """The same at batch 1, one request after another, each to its own end."""
     found: list[_Steps] = []
     for request in requests:
@@ -78,7 +97,9 @@ def time_in_turn(engine: Engine, requests: list[GenerateRequest], strategy: Stra
 
 
 def time_prefill(engine: Engine, prompts: int, length: int, *, rounds: int, seed: int = 0) -> float:
-    """Prompt tokens per second of so many new prompts at once, from their submission to their first tokens; the median round."""
+    """Prompt tokens per second of so many new prompts at once, from their submission to their first
+    tokens; the median round.
+    """
     engine.policy = Fixed([OFF])
     rates = []
     for turn in range(rounds + 1):
@@ -95,8 +116,12 @@ def finish(engine: Engine) -> None:
         _step(engine)
 
 
-def whole_cycles(engine: Engine, requests: list[GenerateRequest], strategy: Strategy) -> Iterator[Cycle]:
-    """Run them as one batch and give each cycle of all of them together; ends when there are fewer. Whoever stops early aborts them."""
+def whole_cycles(
+    engine: Engine, requests: list[GenerateRequest], strategy: Strategy
+) -> Iterator[Cycle]:
+    """Run them as one batch and give each cycle of all of them together; ends when there are fewer.
+    Whoever stops early aborts them.
+    """
     engine.policy = Fixed([strategy])
     engine.send(Submit(requests))
     began = False
@@ -104,7 +129,11 @@ def whole_cycles(engine: Engine, requests: list[GenerateRequest], strategy: Stra
         cycle = _step(engine)
         if cycle is None:
             continue
-        if cycle.context.decoding == len(requests) and not cycle.context.prefill_rows and cycle.emitted:
+        if (
+            cycle.context.decoding == len(requests)
+            and not cycle.context.prefill_rows
+            and cycle.emitted
+        ):
             began = True
             yield cycle
         elif began:
@@ -116,7 +145,9 @@ def abort_all(engine: Engine) -> None:
     finish(engine)
 
 
-def _steps(engine: Engine, requests: list[GenerateRequest], strategy: Strategy, most: int, settle: int) -> _Steps:
+def _steps(
+    engine: Engine, requests: list[GenerateRequest], strategy: Strategy, most: int, settle: int
+) -> _Steps:
     durations: list[float] = []
     tokens = context = 0
     last = 0.0
@@ -136,7 +167,9 @@ def _steps(engine: Engine, requests: list[GenerateRequest], strategy: Strategy, 
 
 @contextmanager
 def _nothing_to_collect() -> Iterator[None]:
-    """As in the engine's own process: to look through all that was loaded takes longer than many steps."""
+    """As in the engine's own process: to look through all that was loaded takes longer than many
+    steps.
+    """
     gc.collect()
     gc.freeze()
     try:
@@ -148,7 +181,9 @@ def _nothing_to_collect() -> Iterator[None]:
 def _step(engine: Engine) -> Cycle | None:
     for output in engine.step():
         if output.error is not None:
-            raise EngineFailed(f"request {output.id} of the bench ended with an error, {output.error[0]}: {output.error[1]}")
+            raise EngineFailed(
+                f"request {output.id} of the bench ended with an error, {output.error[0]}: {output.error[1]}"
+            )
     return engine.last_cycle
 
 
@@ -158,7 +193,13 @@ def _timed(batch: int, strategy: Strategy, found: list[_Steps]) -> Timed:
     low, middle, high = statistics.quantiles(durations, n=4)
     tokens = sum(steps.tokens for steps in found)
     context = next(steps.context for steps in found if steps.durations)
-    return Timed(batch, strategy.name, context, len(durations), middle * 1e3, (low * 1e3, high * 1e3), tokens / sum(durations),
-                 tokens / batch / len(durations))
-
-
+    return Timed(
+        batch,
+        strategy.name,
+        context,
+        len(durations),
+        middle * 1e3,
+        (low * 1e3, high * 1e3),
+        tokens / sum(durations),
+        tokens / batch / len(durations),
+    )

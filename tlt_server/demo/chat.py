@@ -1,5 +1,5 @@
-"""The chat format of the demo pair (ChatML), as plain strings: for the training scripts and tests, no torch. The shipped
-template says the same.
+"""The chat format of the demo pair (ChatML), as plain strings: for the training scripts and tests,
+no torch. The shipped template says the same.
 """
 
 END = "<|im_end|>"
@@ -13,5 +13,7 @@ TEMPLATE = (
 
 
 def render_prompt(prompt_text: str) -> str:
-    """The text of one user turn and the opened assistant turn; equals the template applied with `add_generation_prompt`."""
+    """The text of one user turn and the opened assistant turn; equals the template applied with
+    `add_generation_prompt`.
+    """
     return f"<|im_start|>user\n{prompt_text}{END}\n<|im_start|>assistant\n"

@@ -1,7 +1,9 @@
-"""`tlt demo`: serve the shipped pair in a process of its own, roll the same batch out under four policies, compare the tokens.
+"""`tlt demo`: serve the shipped pair in a process of its own, roll the same batch out under four
+policies, compare the tokens.
 
-Everything goes over HTTP, as a trainer's rollout would. Then new weights are pushed while the batch runs once more (see `push`).
-Exit status 0 when every round gave the tokens of the first and the push kept what it promises, else 1.
+Everything goes over HTTP, as a trainer's rollout would. Then new weights are pushed while the batch
+runs once more (see `push`). Exit status 0 when every round gave the tokens of the first and the
+push kept what it promises, else 1.
 """
 
 from __future__ import annotations
@@ -34,13 +36,27 @@ def run(args: argparse.Namespace) -> int:
     size = QUICK if args.quick else FULL
     problems = chosen_problems(size, args.seed)
     model, drafter = str(args.model or TARGET), str(args.drafter or DRAFTER)
-    flags = ["--model", model, "--drafter", drafter, "--log-level", "warning", *(["--threads", str(args.threads)] if args.threads else [])]
+    flags = [
+        "--model",
+        model,
+        "--drafter",
+        drafter,
+        "--log-level",
+        "warning",
+        *(["--threads", str(args.threads)] if args.threads else []),
+    ]
     outcomes: list[Outcome] = []
     try:
-        with TemporaryDirectory(prefix="tlt-demo-") as root, Display(console, size.problems * size.responses) as display:
+        with (
+            TemporaryDirectory(prefix="tlt-demo-") as root,
+            Display(console, size.problems * size.responses) as display,
+        ):
             display.phase(STARTING)
             weights = perturbed_copy(Path(model), Path(root) / VERSION)
-            with ServerProcess(*flags, "--weight-root", root, on_line=display.say) as server, Client(server.url, timeout_s=600) as client:
+            with (
+                ServerProcess(*flags, "--weight-root", root, on_line=display.say) as server,
+                Client(server.url, timeout_s=600) as client,
+            ):
                 loaded = client.strategy()["drafters"]
                 for turn in ROUNDS:
                     if not turn.needs or turn.needs in loaded:
@@ -48,7 +64,9 @@ def run(args: argparse.Namespace) -> int:
                         outcomes.append(play(client, turn, problems, size, args.seed, display.show))
                         display.end(outcomes[-1])
                 display.phase("pushing new weights while a second batch runs")
-                push = push_in_flight(client, server.url, weights, problems, size, args.seed, display.say)
+                push = push_in_flight(
+                    client, server.url, weights, problems, size, args.seed, display.say
+                )
                 display.phase("stopping the server")
     except TltClientError as error:
         print(f"tlt demo: {error}", file=sys.stderr)
@@ -62,7 +80,11 @@ def run(args: argparse.Namespace) -> int:
         console.print(line, markup=False, highlight=False)
     differing = sum(outcome.differing(outcomes[0]) for outcome in outcomes)
     if args.json:
-        found = {"demo": "quick" if args.quick else "full", **figures(outcomes), "push": push_figures(push)}
+        found = {
+            "demo": "quick" if args.quick else "full",
+            **figures(outcomes),
+            "push": push_figures(push),
+        }
         args.json.write_text(json.dumps(found, indent=1) + "\n")
     _say_next(console, model, drafter)
     return 1 if differing or not push.sound else 0
@@ -71,5 +93,8 @@ def run(args: argparse.Namespace) -> int:
 def _say_next(console: Console, model: str, drafter: str) -> None:
     request = '{"requests": [{"messages": [{"role": "user", "content": "Compute 3*4+5."}], "n": 4}], "stream": true}'
     console.print("Next, serve it yourself and ask:", style="bold")
-    for line in (f"tlt serve --model {model} --drafter {drafter}", f"curl -sN http://127.0.0.1:8000/generate -d '{request}'"):
+    for line in (
+        f"tlt serve --model {model} --drafter {drafter}",
+        f"curl -sN http://127.0.0.1:8000/generate -d '{request}'",
+    ):
         console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)

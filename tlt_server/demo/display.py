@@ -19,7 +19,9 @@ STARTING = "starting `tlt serve` (the very first start on a machine also compile
 
 
 class Display:
-    """A context manager; `say` prints a line above what is live. On a terminal the live part is redrawn four times a second."""
+    """A context manager; `say` prints a line above what is live. On a terminal the live part is
+    redrawn four times a second.
+    """
 
     def __init__(self, console: Console, sequences: int) -> None:
         self.console, self._sequences = console, sequences
@@ -30,14 +32,21 @@ class Display:
         self._spinner = Spinner("dots")
         self._live: Live | None = None
         if console.is_terminal:
-            self._live = Live(console=console, get_renderable=self._render, refresh_per_second=4, transient=True)
+            self._live = Live(
+                console=console, get_renderable=self._render, refresh_per_second=4, transient=True
+            )
 
     def __enter__(self) -> Display:
         if self._live is not None:
             self._live.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self._live is not None:
             self._live.stop()
 
@@ -64,8 +73,10 @@ class Display:
 
     def end(self, outcome: Outcome) -> None:
         accepted = f", accept length {outcome.accept_length:.2f}" if outcome.accept_length else ""
-        self.say(f"{outcome.round.name:<8} {outcome.seconds:6.1f} s  {outcome.passes:5d} passes  "
-                 f"{outcome.tokens / outcome.seconds:5.0f} tokens/s{accepted}")
+        self.say(
+            f"{outcome.round.name:<8} {outcome.seconds:6.1f} s  {outcome.passes:5d} passes  "
+            f"{outcome.tokens / outcome.seconds:5.0f} tokens/s{accepted}"
+        )
 
     def _render(self) -> Group | Spinner:
         if self._round is None:
@@ -73,12 +84,25 @@ class Display:
             return self._spinner
         finished = self._sequences - self._moment.engine.open if self._moment else 0
         bar = Table.grid(padding=(0, 1))
-        bar.add_row(Text(self._round.name, "bold"), ProgressBar(self._sequences, finished, width=40), f"{finished}/{self._sequences}")
-        return Group(bar, Text(_line(self._moment, self._sequences) if self._moment else "waiting for the first token"))
+        bar.add_row(
+            Text(self._round.name, "bold"),
+            ProgressBar(self._sequences, finished, width=40),
+            f"{finished}/{self._sequences}",
+        )
+        return Group(
+            bar,
+            Text(
+                _line(self._moment, self._sequences)
+                if self._moment
+                else "waiting for the first token"
+            ),
+        )
 
 
 def _line(moment: Moment, sequences: int) -> str:
     engine = moment.engine
     accepted = f" | accept length {engine.accept_length:.2f}" if engine.accept_length else ""
-    return (f"running {engine.running} | finished {sequences - engine.open} of {sequences} | "
-            f"{moment.tokens / moment.seconds:.0f} tokens/s | in force {engine.strategy or 'none yet'}{accepted}")
+    return (
+        f"running {engine.running} | finished {sequences - engine.open} of {sequences} | "
+        f"{moment.tokens / moment.seconds:.0f} tokens/s | in force {engine.strategy or 'none yet'}{accepted}"
+    )

@@ -1,6 +1,8 @@
-"""The demo's last act: new target weights arrive while a batch runs, and every token says which version made it.
+"""The demo's last act: new target weights arrive while a batch runs, and every token says which
+version made it.
 
-What is pushed is a slightly perturbed copy of the served target, as the next step of a training run would be. No torch.
+What is pushed is a slightly perturbed copy of the served target, as the next step of a training run
+would be. No torch.
 """
 
 from __future__ import annotations
@@ -44,18 +46,26 @@ class PushOutcome(NamedTuple):
 
     @property
     def sound(self) -> bool:
-        """Spans are in order and cover each response exactly, and what came after the push is of the new version alone."""
+        """Spans are in order and cover each response exactly, and what came after the push is of
+        the new version alone.
+        """
         for name, spans in self.spans.items():
             edges = [0, *(end for _, _, end in spans)]
             if [start for _, start, _ in spans] != edges[:-1] or edges[-1] != self.lengths[name]:
                 return False
-            if [version for version, _, _ in spans] not in ([self.before], [VERSION], [self.before, VERSION]):
+            if [version for version, _, _ in spans] not in (
+                [self.before],
+                [VERSION],
+                [self.before, VERSION],
+            ):
                 return False
         return self.crossing > 0 and self.others == [VERSION]
 
 
 def perturbed_copy(model: Path, directory: Path, seed: int = 0) -> Path:
-    """The safetensors files of `model`, every float a little off; what else a push needs beside them."""
+    """The safetensors files of `model`, every float a little off; what else a push needs beside
+    them.
+    """
     directory.mkdir(parents=True)
     draw = np.random.default_rng(seed)
     for file in model.glob("*.safetensors"):
@@ -80,16 +90,32 @@ def _perturbed(data: bytes, kind: str, draw: np.random.Generator) -> bytes:
 
 
 def _jitter(values: np.ndarray, draw: np.random.Generator) -> np.ndarray:
-    return (values * (1 + SCALE * draw.standard_normal(values.shape, np.float32))).astype(values.dtype)
+    return (values * (1 + SCALE * draw.standard_normal(values.shape, np.float32))).astype(
+        values.dtype
+    )
 
 
-def push_in_flight(client: Client, url: str, weights: Path, problems: Sequence[Problem], size: Size, seed: int,
-                   say: Callable[[str], None]) -> PushOutcome:
+def push_in_flight(
+    client: Client,
+    url: str,
+    weights: Path,
+    problems: Sequence[Problem],
+    size: Size,
+    seed: int,
+    say: Callable[[str], None],
+) -> PushOutcome:
     """Start the batch once more, push `weights` when it is well on its way, and collect the spans."""
     before = client.weights()["target"]
     items: list[dict[str, Any]] = [
-        {"id": str(i), "messages": [{"role": "user", "content": task.prompt_text}], "n": size.responses, "seed": seed + i, "salt": "push"}
-        for i, task in enumerate(problems)]
+        {
+            "id": str(i),
+            "messages": [{"role": "user", "content": task.prompt_text}],
+            "n": size.responses,
+            "seed": seed + i,
+            "salt": "push",
+        }
+        for i, task in enumerate(problems)
+    ]
     choices: dict[str, Choice] = {}
     tokens, due = 0, AFTER_TOKENS * size.problems * size.responses
     pushed: Future[tuple[float, dict[str, Any]]] | None = None
@@ -105,10 +131,20 @@ def push_in_flight(client: Client, url: str, weights: Path, problems: Sequence[P
         push_s, reply = (pushed or pool.submit(_push, trainer, weights)).result()
     (later,) = client.generate(items[:1], sampling={"max_tokens": 8}).results
     return PushOutcome(
-        before=before, push_s=push_s, pause_ms=reply["pause_ms"], phases_s=reply["phases_s"], tensors=len(reply["checksums"]),
-        spans={name: [(s.version, s.start, s.end) for s in choice.weight_versions] for name, choice in sorted(choices.items())},
+        before=before,
+        push_s=push_s,
+        pause_ms=reply["pause_ms"],
+        phases_s=reply["phases_s"],
+        tensors=len(reply["checksums"]),
+        spans={
+            name: [(s.version, s.start, s.end) for s in choice.weight_versions]
+            for name, choice in sorted(choices.items())
+        },
         lengths={name: len(choice.token_ids) for name, choice in choices.items()},
-        others=sorted({span.version for choice in later.choices for span in choice.weight_versions}))
+        others=sorted(
+            {span.version for choice in later.choices for span in choice.weight_versions}
+        ),
+    )
 
 
 def _push(trainer: Client, weights: Path) -> tuple[float, dict[str, Any]]:
@@ -121,18 +157,30 @@ def push_lines(outcome: PushOutcome) -> list[str]:
     """What is shown of it."""
     longest = sorted(outcome.spans, key=lambda name: -outcome.lengths[name])
     crossing = [name for name in longest if len(outcome.spans[name]) == 2]
-    lines = [f"New weights in the middle of a batch: {outcome.tensors} tensors live {outcome.push_s * 1e3:.0f} ms after the request; "
-             f"the loop paused for {outcome.pause_ms:.2f} ms.",
-             f"{outcome.crossing} of {len(outcome.spans)} responses were under way and went on; every token says which version made it:"]
+    lines = [
+        f"New weights in the middle of a batch: {outcome.tensors} tensors live {outcome.push_s * 1e3:.0f} ms after the request; "
+        f"the loop paused for {outcome.pause_ms:.2f} ms.",
+        f"{outcome.crossing} of {len(outcome.spans)} responses were under way and went on; every token says which version made it:",
+    ]
     for name in crossing[:SHOWN]:
-        spans = "  ".join(f"{version} [{start}, {end})" for version, start, end in outcome.spans[name])
+        spans = "  ".join(
+            f"{version} [{start}, {end})" for version, start, end in outcome.spans[name]
+        )
         lines.append(f"  response {name}: {spans}")
     if not outcome.sound:
-        lines.append("  NO: spans do not cover the responses, or a request after the push was not of the new version alone")
+        lines.append(
+            "  NO: spans do not cover the responses, or a request after the push was not of the new version alone"
+        )
     return lines
 
 
 def push_figures(outcome: PushOutcome) -> dict[str, Any]:
-    return {"push_s": round(outcome.push_s, 4), "pause_ms": round(outcome.pause_ms, 3), "tensors": outcome.tensors, "sound": outcome.sound,
-            "phases_s": {phase: round(seconds, 5) for phase, seconds in outcome.phases_s.items()},
-            "responses": len(outcome.spans), "crossing": outcome.crossing}
+    return {
+        "push_s": round(outcome.push_s, 4),
+        "pause_ms": round(outcome.pause_ms, 3),
+        "tensors": outcome.tensors,
+        "sound": outcome.sound,
+        "phases_s": {phase: round(seconds, 5) for phase, seconds in outcome.phases_s.items()},
+        "responses": len(outcome.spans),
+        "crossing": outcome.crossing,
+    }

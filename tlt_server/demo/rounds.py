@@ -1,6 +1,8 @@
-"""The demo's rounds: the same seeded batch under one policy after another, posted over HTTP and streamed back.
+"""The demo's rounds: the same seeded batch under one policy after another, posted over HTTP and
+streamed back.
 
-Each round has a salt of its own, so no round profits from an earlier one's KV or text, and every policy starts without experience.
+Each round has a salt of its own, so no round profits from an earlier one's KV or text, and every
+policy starts without experience.
 """
 
 from __future__ import annotations
@@ -82,27 +84,52 @@ class Outcome(NamedTuple):
     @property
     def accept_length(self) -> float | None:
         """Tokens per request and pass that had a draft, the bonus token included."""
-        drafting = [choice.sd for choices in self.choices for choice in choices if choice.sd.mean_accept_length is not None]
+        drafting = [
+            choice.sd
+            for choices in self.choices
+            for choice in choices
+            if choice.sd.mean_accept_length is not None
+        ]
         steps = sum(sd.draft_steps for sd in drafting)
-        return sum((sd.mean_accept_length or 0.0) * sd.draft_steps for sd in drafting) / steps if steps else None
+        return (
+            sum((sd.mean_accept_length or 0.0) * sd.draft_steps for sd in drafting) / steps
+            if steps
+            else None
+        )
 
     def differing(self, reference: Outcome) -> int:
         """Responses that are not the reference's, token for token."""
-        return sum(mine.token_ids != theirs.token_ids for ours, others in zip(self.choices, reference.choices, strict=True)
-                   for mine, theirs in zip(ours, others, strict=True))
+        return sum(
+            mine.token_ids != theirs.token_ids
+            for ours, others in zip(self.choices, reference.choices, strict=True)
+            for mine, theirs in zip(ours, others, strict=True)
+        )
 
 
 def chosen_problems(size: Size, seed: int) -> list[Problem]:
     return [problem(EVAL_SEEDS[(FIRST + seed + i) % len(EVAL_SEEDS)]) for i in range(size.problems)]
 
 
-def play(client: Client, turn: Round, problems: Sequence[Problem], size: Size, seed: int, show: Callable[[Moment], None]) -> Outcome:
+def play(
+    client: Client,
+    turn: Round,
+    problems: Sequence[Problem],
+    size: Size,
+    seed: int,
+    show: Callable[[Moment], None],
+) -> Outcome:
     """Set the policy, post the batch, stream it to its end."""
     client.set_strategy(turn.policy, turn.strategy)
     items: list[dict[str, Any]] = [
-        {"id": str(i), "messages": [{"role": "user", "content": task.prompt_text}], "n": size.responses, "seed": seed + i,
-         "salt": turn.name}
-        for i, task in enumerate(problems)]
+        {
+            "id": str(i),
+            "messages": [{"role": "user", "content": task.prompt_text}],
+            "n": size.responses,
+            "seed": seed + i,
+            "salt": turn.name,
+        }
+        for i, task in enumerate(problems)
+    ]
     choices: dict[int, list[Choice]] = {}
     tokens, before, started = 0, look(client), time.perf_counter()
     looked = started
@@ -111,7 +138,9 @@ def play(client: Client, turn: Round, problems: Sequence[Problem], size: Size, s
             tokens += len(event.token_ids)
         elif isinstance(event, ItemResult):
             if event.error is not None:
-                raise ServerError(event.error.code, f"problem {event.id}: {event.error.message}", status=500)
+                raise ServerError(
+                    event.error.code, f"problem {event.id}: {event.error.message}", status=500
+                )
             choices[int(event.id)] = event.choices
         now = time.perf_counter()
         if now - looked >= LOOK_S:
@@ -119,15 +148,34 @@ def play(client: Client, turn: Round, problems: Sequence[Problem], size: Size, s
             show(Moment(tokens, now - started, look(client)))
     seconds = time.perf_counter() - started
     found = [choices[i] for i in range(len(problems))]
-    rewards = [reward(task, choice.text or "") for task, group in zip(problems, found, strict=True) for choice in group]
+    rewards = [
+        reward(task, choice.text or "")
+        for task, group in zip(problems, found, strict=True)
+        for choice in group
+    ]
     return Outcome(turn, found, seconds, look(client).passes - before.passes, rewards)
 
 
 def look(client: Client) -> Engine:
-    values = {(sample.name, sample.labels.get("strategy", "")): sample.value
-              for family in text_string_to_metric_families(client.metrics()) for sample in family.samples}
-    strategy = next((label for (name, label), value in values.items() if name == "tlt_strategy_in_force" and value), "")
+    values = {
+        (sample.name, sample.labels.get("strategy", "")): sample.value
+        for family in text_string_to_metric_families(client.metrics())
+        for sample in family.samples
+    }
+    strategy = next(
+        (
+            label
+            for (name, label), value in values.items()
+            if name == "tlt_strategy_in_force" and value
+        ),
+        "",
+    )
     return Engine(
-        running=int(values.get(("tlt_running_sequences", ""), 0)), open=int(values[("tlt_open_sequences", "")]), strategy=strategy,
-        accept_length=values.get(("tlt_accept_length", strategy), 0.0) if strategy != "off" else 0.0,
-        passes=int(sum(value for (name, _), value in values.items() if name == "tlt_cycles_total")))
+        running=int(values.get(("tlt_running_sequences", ""), 0)),
+        open=int(values[("tlt_open_sequences", "")]),
+        strategy=strategy,
+        accept_length=values.get(("tlt_accept_length", strategy), 0.0)
+        if strategy != "off"
+        else 0.0,
+        passes=int(sum(value for (name, _), value in values.items() if name == "tlt_cycles_total")),
+    )

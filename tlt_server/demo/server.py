@@ -1,6 +1,7 @@
 """`tlt serve` as a process of its own on a free loopback port, for as long as a `with` block lasts.
 
-Used by the demo and by the end-to-end tests. The process sees no `TLT_*` variable of ours, and no Ctrl-C: whoever started it stops it.
+Used by the demo and by the end-to-end tests. The process sees no `TLT_*` variable of ours, and no
+Ctrl-C: whoever started it stops it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ STOP_S = 20.0  # after SIGTERM; then it is killed, and its engine leaves with it
 
 
 class ServerProcess:
-    """Entering waits until the server is ready; `StartupError` says why it is not. `on_line` gets each line of its start-up report."""
+    """Entering waits until the server is ready; `StartupError` says why it is not. `on_line` gets
+    each line of its start-up report.
+    """
 
     def __init__(self, *flags: str, on_line: Callable[[str], None] = lambda line: None) -> None:
         self._flags, self._on_line = flags, on_line
@@ -32,9 +35,18 @@ class ServerProcess:
         self.url = self.grpc_address = ""
 
     def __enter__(self) -> ServerProcess:
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("TLT_")}
-        self.process = subprocess.Popen([*COMMAND, *self._flags], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                                        stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True)
+        environment = {
+            name: value for name, value in os.environ.items() if not name.startswith("TLT_")
+        }
+        self.process = subprocess.Popen(
+            [*COMMAND, *self._flags],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+            start_new_session=True,
+        )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         try:
@@ -44,7 +56,12 @@ class ServerProcess:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.stop()
 
     def stop(self) -> int:
@@ -81,5 +98,11 @@ class ServerProcess:
     def _check_alive(self) -> None:
         if self.process.poll() is not None:
             self._reader.join(1)
-            said = [line.removeprefix("tlt: ") for line in self.lines if line.startswith("tlt: ")] or self.lines or ["it said nothing"]
-            raise StartupError(f"the server ended with status {self.process.returncode}: {said[-1]}")
+            said = (
+                [line.removeprefix("tlt: ") for line in self.lines if line.startswith("tlt: ")]
+                or self.lines
+                or ["it said nothing"]
+            )
+            raise StartupError(
+                f"the server ended with status {self.process.returncode}: {said[-1]}"
+            )

@@ -1,10 +1,11 @@
 """The demo task: arithmetic with a written-out chain of thought and an answer that can be checked.
 
-Three kinds of problem: `expression` (reduce step by step), `column` (column addition and long multiplication), `countdown` (make a
-number from all of the given ones, written as a search of tries). Difficulty is heavy-tailed, so response lengths have the long tail of
-reasoning RL. `solution` imitates a crowd of writers: phrasing and order vary, and some writers are hasty (left to right, forgotten
-carries, giving up), so a model of the crowd solves part of the problems and reinforcement learning has something to find. No torch;
-everything follows from the seed.
+Three kinds of problem: `expression` (reduce step by step), `column` (column addition and long
+multiplication), `countdown` (make a number from all of the given ones, written as a search of
+tries). Difficulty is heavy-tailed, so response lengths have the long tail of reasoning RL.
+`solution` imitates a crowd of writers: phrasing and order vary, and some writers are hasty (left to
+right, forgotten carries, giving up), so a model of the crowd solves part of the problems and
+reinforcement learning has something to find. No torch; everything follows from the seed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ GIVE_UP_PER_TRY = 0.018
 
 @dataclass(frozen=True)
 class Problem:
-    """One task. `body` is the expression, or the countdown numbers separated by commas; `difficulty` counts expected steps or tries."""
+    """One task. `body` is the expression, or the countdown numbers separated by commas;
+    `difficulty` counts expected steps or tries.
+    """
 
     prompt_text: str
     answer: str
@@ -38,12 +41,22 @@ def problem(seed: int) -> Problem:
     """The problem of this seed; the same on every machine and Python version from 3.11."""
     rng = Random(f"arith-{seed}")
     kind = rng.choices(("expression", "column", "countdown"), (46, 30, 24))[0]
-    return {"expression": _expression_problem, "column": _column_problem, "countdown": _countdown_problem}[kind](rng)
+    return {
+        "expression": _expression_problem,
+        "column": _column_problem,
+        "countdown": _countdown_problem,
+    }[kind](rng)
 
 
 def solution(task: Problem, rng: Random) -> str:
-    """A written chain of thought by one random writer, ending in `answer: ...`; not always right (see the module docstring)."""
-    return {"expression": _solve_expression, "column": _solve_column, "countdown": _solve_countdown}[task.kind](task, rng)
+    """A written chain of thought by one random writer, ending in `answer: ...`; not always right
+    (see the module docstring).
+    """
+    return {
+        "expression": _solve_expression,
+        "column": _solve_column,
+        "countdown": _solve_countdown,
+    }[task.kind](task, rng)
 
 
 def reward(task: Problem, response_text: str) -> float:
@@ -182,7 +195,15 @@ def _solve_expression(task: Problem, rng: Random) -> str:
         if hasty:
             return hasty
     tree = parse(task.body)
-    lines = [_say(rng, "Step by step.", "I will do it carefully.", "Let me work inside out.", "Brackets first, then products.")]
+    lines = [
+        _say(
+            rng,
+            "Step by step.",
+            "I will do it carefully.",
+            "Let me work inside out.",
+            "Brackets first, then products.",
+        )
+    ]
     link = _say(rng, ", leaving ", ", so now ", " gives ")
     while not isinstance(tree, int):
         options = _reducible(tree)
@@ -214,10 +235,16 @@ def _closing(rng: Random) -> str:
 def _column_problem(rng: Random) -> Problem:
     if rng.random() < 0.7:
         digits = min(3 + int(rng.paretovariate(1.3)), 14)
-        a, b = (rng.randint(10 ** (n - 1), 10**n - 1) for n in (digits, rng.randint(max(2, digits - 2), digits)))
+        a, b = (
+            rng.randint(10 ** (n - 1), 10**n - 1)
+            for n in (digits, rng.randint(max(2, digits - 2), digits))
+        )
         operator, steps = "+", float(digits)
     else:
-        long, short = min(2 + int(rng.paretovariate(1.4) - 0.2), 6), min(1 + int(rng.paretovariate(1.4) - 0.5), 4)
+        long, short = (
+            min(2 + int(rng.paretovariate(1.4) - 0.2), 6),
+            min(1 + int(rng.paretovariate(1.4) - 0.5), 4),
+        )
         a, b = (rng.randint(10 ** (n - 1) + (n == 1), 10**n - 1) for n in (long, short))
         operator, steps = "*", float(long * short)
     body = f"{a}{operator}{b}"
@@ -279,7 +306,11 @@ def _solve_column(task: Problem, rng: Random) -> str:
     if hasty:
         lines = [_say(rng, "Quick: digit by digit.", "Just the digits.", "In one go.")]
     else:
-        lines = [_say(rng, "Column by column.", "From the right, with carries.", "I will do it carefully.")]
+        lines = [
+            _say(
+                rng, "Column by column.", "From the right, with carries.", "I will do it carefully."
+            )
+        ]
     if operator == "+":
         value = _add(int(a), int(b), hand, lines)
         return "\n".join([*lines, f"{_closing(rng)}{value}"])
@@ -311,7 +342,9 @@ def _options(value: int, operand: int) -> list[str]:
 
 @lru_cache(maxsize=4096)
 def _hit_chances(numbers: tuple[int, ...]) -> dict[int, float]:
-    """P(one random try ends at v) for each reachable v: order uniform, each operator uniform among `_options`."""
+    """P(one random try ends at v) for each reachable v: order uniform, each operator uniform among
+    `_options`.
+    """
     chances: dict[int, float] = {}
     orders = list(permutations(numbers))
     for order in orders:
@@ -360,8 +393,16 @@ def _solve_countdown(task: Problem, rng: Random) -> str:
             value, tree = result, (operator, tree, operand)
         attempt = verb + ", ".join(steps)
         if value == target:
-            return "\n".join([*lines, f"{attempt} vs {target}, {_say(rng, 'yes', 'found')}!", f"{_closing(rng)}{render(tree)}"])
+            return "\n".join(
+                [
+                    *lines,
+                    f"{attempt} vs {target}, {_say(rng, 'yes', 'found')}!",
+                    f"{_closing(rng)}{render(tree)}",
+                ]
+            )
         said = misses[value < target] if misses[0] == "too big" else rng.choice(misses)
         lines.append(f"{attempt} vs {target}, {said}.")
         if rng.random() < GIVE_UP_PER_TRY:
-            return "\n".join([*lines, _say(rng, "I give up.", "Enough, I stop here."), f"{_closing(rng)}none"])
+            return "\n".join(
+                [*lines, _say(rng, "I give up.", "Enough, I stop here."), f"{_closing(rng)}none"]
+            )

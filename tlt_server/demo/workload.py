@@ -1,4 +1,6 @@
-"""The demo's batches: problems of the task as token ids, several seeded responses to each. No torch."""
+"""The demo's batches: problems of the task as token ids, several seeded responses to each. No
+torch.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +18,31 @@ TARGET, DRAFTER = PAIR / "target", PAIR / "drafter"
 
 
 def problems_as_requests(
-    model: str | Path, count: int, *, group: int, seed: int, max_tokens: int = 256, temperature: float = 1.0
+    model: str | Path,
+    count: int,
+    *,
+    group: int,
+    seed: int,
+    max_tokens: int = 256,
+    temperature: float = 1.0,
 ) -> list[GenerateRequest]:
-    """`count` requests: evaluation problems from number `seed` on, `group` responses to each, every one with its own seed.
+    """`count` requests: evaluation problems from number `seed` on, `group` responses to each, every
+    one with its own seed.
 
     `StartupError` unless `model` is a directory with a `tokenizer.json`.
     """
     file = Path(model) / "tokenizer.json"
     if not file.is_file():
-        raise StartupError(f"{file} is not there, and the task's problems are text; name a model directory with its tokenizer (--model)")
+        raise StartupError(
+            f"{file} is not there, and the task's problems are text; name a model directory with its tokenizer (--model)"
+        )
     tokenizer = Tokenizer.from_file(str(file))
     requests = []
     for i in range(count):
         number = EVAL_SEEDS[(seed + i // group) % len(EVAL_SEEDS)]
-        ids = tokenizer.encode(render_prompt(problem(number).prompt_text), add_special_tokens=False).ids
+        ids = tokenizer.encode(
+            render_prompt(problem(number).prompt_text), add_special_tokens=False
+        ).ids
         requests.append(
             GenerateRequest(
                 id=f"{number}-{i % group}",

@@ -6,4 +6,6 @@ import argparse
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", dest="as_json", action="store_true", help="print the findings as one JSON object")
+    parser.add_argument(
+        "--json", dest="as_json", action="store_true", help="print the findings as one JSON object"
+    )

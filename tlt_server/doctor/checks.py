@@ -1,4 +1,6 @@
-"""The table of checks, in the order of the report. One that needs torch runs in a child process, which may crash without harm."""
+"""The table of checks, in the order of the report. One that needs torch runs in a child process,
+which may crash without harm.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ class Check(NamedTuple):
     def run(self, config: Config | None) -> Finding:
         def check() -> Finding:
             module, _, function = self.where.partition(":")
-            found: Finding = getattr(import_module(f"tlt_server.doctor.{module}"), function)(*([config] if self.needs_settings else []))
+            found: Finding = getattr(import_module(f"tlt_server.doctor.{module}"), function)(
+                *([config] if self.needs_settings else [])
+            )
             return found
 
         return examine(self.name, check)
@@ -26,7 +30,11 @@ class Check(NamedTuple):
 
 def chosen(config: Config | None, *, in_child: bool) -> list[Check]:
     """Those that can be made; without settings that can be used, only those that need none."""
-    return [check for check in CHECKS if check.in_child == in_child and (config is not None or not check.needs_settings)]
+    return [
+        check
+        for check in CHECKS
+        if check.in_child == in_child and (config is not None or not check.needs_settings)
+    ]
 
 
 CHECKS = (

@@ -1,4 +1,6 @@
-"""The checks that need torch, in a process of their own: settings as JSON on stdin, one finding per line on stdout."""
+"""The checks that need torch, in a process of their own: settings as JSON on stdin, one finding per
+line on stdout.
+"""
 
 from __future__ import annotations
 

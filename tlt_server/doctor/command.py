@@ -1,4 +1,6 @@
-"""`tlt doctor`: runs every check and says what it found, with a remedy for whatever is not ok. Exit status 1 when one fails."""
+"""`tlt doctor`: runs every check and says what it found, with a remedy for whatever is not ok. Exit
+status 1 when one fails.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,11 @@ STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
 def run(arguments: argparse.Namespace) -> int:
-    flags = {name: value for name, value in vars(arguments).items() if name not in ("run", "config", "as_json")}
+    flags = {
+        name: value
+        for name, value in vars(arguments).items()
+        if name not in ("run", "config", "as_json")
+    }
     if not ("model" in flags or "TLT_MODEL" in os.environ or arguments.config):
         flags = {"model": str(TARGET), "drafter": str(DRAFTER), **flags}  # the shipped pair
     findings = []
@@ -40,17 +46,33 @@ def run(arguments: argparse.Namespace) -> int:
             _print(console, finding)
     failed = [finding.check for finding in findings if finding.status == "fail"]
     if arguments.as_json:
-        print(json.dumps({"ok": not failed, "checks": [msgspec.structs.asdict(finding) for finding in findings]}, indent=1))
+        print(
+            json.dumps(
+                {
+                    "ok": not failed,
+                    "checks": [msgspec.structs.asdict(finding) for finding in findings],
+                },
+                indent=1,
+            )
+        )
     else:
         warned = sum(finding.status == "warn" for finding in findings)
         beside = f", {warned} with a warning" if warned else ""
-        console.print(f"{len(failed)} of {len(findings)} checks failed: {', '.join(failed)}{beside}" if failed else
-                      f"{len(findings)} checks, none failed{beside}" if warned else f"all {len(findings)} checks passed", style="bold")
+        console.print(
+            f"{len(failed)} of {len(findings)} checks failed: {', '.join(failed)}{beside}"
+            if failed
+            else f"{len(findings)} checks, none failed{beside}"
+            if warned
+            else f"all {len(findings)} checks passed",
+            style="bold",
+        )
     return 1 if failed else 0
 
 
 def examine_all(flags: Mapping[str, object], file: Path | None) -> Iterator[Finding]:
-    """Findings in the order of the table; checks that need settings are left out when these cannot be used."""
+    """Findings in the order of the table; checks that need settings are left out when these cannot
+    be used.
+    """
     config: Config | None = None
 
     def settings() -> Finding:
@@ -68,7 +90,9 @@ def examine_all(flags: Mapping[str, object], file: Path | None) -> Iterator[Find
 @contextlib.contextmanager
 def _child(config: Config | None) -> Iterator[subprocess.Popen[str]]:
     environment = {**os.environ, **library_environment(config.numerics if config else "strict")}
-    child = subprocess.Popen(CHILD, stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True, env=environment)
+    child = subprocess.Popen(
+        CHILD, stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True, env=environment
+    )
     assert child.stdin is not None
     try:
         with contextlib.suppress(BrokenPipeError), child.stdin:
@@ -81,26 +105,38 @@ def _child(config: Config | None) -> Iterator[subprocess.Popen[str]]:
 
 
 def _reported(child: subprocess.Popen[str], checks: Sequence[Check]) -> Iterator[Finding]:
-    """What the child found; the check at which it ended, if it did not get through, is one that fails."""
+    """What the child found; the check at which it ended, if it did not get through, is one that
+    fails.
+    """
     try:
         output, errors = child.communicate(timeout=CHILD_S)
-        ended = f"status {child.returncode}" if child.returncode >= 0 else signal.Signals(-child.returncode).name
+        ended = (
+            f"status {child.returncode}"
+            if child.returncode >= 0
+            else signal.Signals(-child.returncode).name
+        )
     except subprocess.TimeoutExpired:
         child.kill()
         output, errors = child.communicate()
         ended = f"nothing for {CHILD_S:g} s"
     findings = [msgspec.json.decode(line, type=Finding) for line in output.splitlines()]
     yield from findings
-    for check in checks[len(findings):len(findings) + 1]:
+    for check in checks[len(findings) : len(findings) + 1]:
         said = errors.strip().splitlines()[-1:] or ["it said nothing"]
-        yield Finding("fail", f"the process that checks it ended with {ended}: {said[0]}",
-                      "install torch and numba anew, in builds for this processor", check.name)
-    for check in checks[len(findings) + 1:]:
+        yield Finding(
+            "fail",
+            f"the process that checks it ended with {ended}: {said[0]}",
+            "install torch and numba anew, in builds for this processor",
+            check.name,
+        )
+    for check in checks[len(findings) + 1 :]:
         yield Finding("fail", "not checked, as the process ended before", "see above", check.name)
 
 
 def _print(console: Console, finding: Finding) -> None:
-    line = Text.assemble((f"{finding.status:<5}", STYLES[finding.status]), f"{finding.check:<18}", finding.found)
+    line = Text.assemble(
+        (f"{finding.status:<5}", STYLES[finding.status]), f"{finding.check:<18}", finding.found
+    )
     if finding.remedy:
         line.append(f"\n{'':<23}remedy: {finding.remedy}", style="bold")
     console.print(line)

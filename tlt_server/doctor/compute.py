@@ -18,11 +18,17 @@ def torch_import() -> Finding:
     try:
         import torch
     except (ImportError, OSError) as error:  # OSError: a library of it cannot be loaded
-        return fail(f"torch cannot be imported: {type(error).__name__}: {error}", "pip install --force-reinstall torch")
+        return fail(
+            f"torch cannot be imported: {type(error).__name__}: {error}",
+            "pip install --force-reinstall torch",
+        )
     capability = torch.backends.cpu.get_cpu_capability()
     found = f"{torch.__version__}, {capability}"
     if capability == "DEFAULT":
-        return warn(found, "torch knows no vector instructions of this processor; use one with AVX2 or AVX-512")
+        return warn(
+            found,
+            "torch knows no vector instructions of this processor; use one with AVX2 or AVX-512",
+        )
     return ok(found)
 
 
@@ -33,17 +39,24 @@ def gpu() -> Finding:
     if not (found.name or driver):
         return ok("none")
     if found.unusable:
-        return warn(f"driver {driver or 'unknown'}, but {found.unusable}: --device auto computes on the CPU",
-                    "install a CUDA build of torch that this driver supports, and Triton; or say --device cpu")
+        return warn(
+            f"driver {driver or 'unknown'}, but {found.unusable}: --device auto computes on the CPU",
+            "install a CUDA build of torch that this driver supports, and Triton; or say --device cpu",
+        )
     import torch
 
     from tlt_server.attention import GPU_BACKENDS
 
     backends = [name for name in GPU_BACKENDS if name != "flash_attn" or find_spec(name)]
-    about = (f"{found.told}, {found.free_bytes // choice.MIB} MiB free; driver {driver or 'unknown'}, "
-             f"torch for CUDA {torch.version.cuda}, Triton {_version('triton')}; attention {', '.join(backends)}")
+    about = (
+        f"{found.told}, {found.free_bytes // choice.MIB} MiB free; driver {driver or 'unknown'}, "
+        f"torch for CUDA {torch.version.cuda}, Triton {_version('triton')}; attention {', '.join(backends)}"
+    )
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
-        return warn(f"{about}; no C compiler", "install gcc: Triton needs one for whatever is not in its cache yet")
+        return warn(
+            f"{about}; no C compiler",
+            "install gcc: Triton needs one for whatever is not in its cache yet",
+        )
     return ok(about)
 
 
@@ -68,5 +81,8 @@ def kernels() -> Finding:
     import tlt_kernels.cpu.sampling  # noqa: F401 (its import is the check)
 
     if numba.njit(lambda x: x + 1)(1) != 2:
-        return fail(f"numba {numba.__version__} compiles wrongly", "pip install --force-reinstall numba llvmlite")
+        return fail(
+            f"numba {numba.__version__} compiles wrongly",
+            "pip install --force-reinstall numba llvmlite",
+        )
     return ok(f"numba {numba.__version__} compiles")

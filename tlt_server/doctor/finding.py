@@ -1,4 +1,6 @@
-"""What a check found: ok, warn (it works, but not as it could) or fail (`tlt serve` would not work), and the remedy."""
+"""What a check found: ok, warn (it works, but not as it could) or fail (`tlt serve` would not
+work), and the remedy.
+"""
 
 from __future__ import annotations
 
@@ -42,6 +44,8 @@ def examine(name: str, check: Callable[[], Finding]) -> Finding:
     except TltError as error:
         finding = refused(error)
     except Exception as error:
-        finding = fail(f"the check itself broke: {type(error).__name__}: {error}", "the machine is in an unusual state; "
-                       "if it is not, report this line")
+        finding = fail(
+            f"the check itself broke: {type(error).__name__}: {error}",
+            "the machine is in an unusual state; if it is not, report this line",
+        )
     return Finding(finding.status, finding.found, finding.remedy, name)

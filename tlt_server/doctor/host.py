@@ -33,10 +33,14 @@ def python() -> Finding:
 
 def packages() -> Finding:
     try:
-        wanted = [Requirement(line) for name in DISTRIBUTIONS for line in metadata.requires(name) or ()]
+        wanted = [
+            Requirement(line) for name in DISTRIBUTIONS for line in metadata.requires(name) or ()
+        ]
     except metadata.PackageNotFoundError as error:
-        return warn(f"{error.name} runs from a checkout and is not installed, so what it requires is not known",
-                    "install it: pip install ./kernels ./clients .")
+        return warn(
+            f"{error.name} runs from a checkout and is not installed, so what it requires is not known",
+            "install it: pip install ./kernels ./clients .",
+        )
     wrong: dict[str, str] = {}
     needed = [need for need in wanted if need.marker is None or need.marker.evaluate({"extra": ""})]
     for need in needed:
@@ -48,7 +52,9 @@ def packages() -> Finding:
             if not need.specifier.contains(version, prereleases=True):
                 wrong[f"{need.name}{need.specifier}"] = f"{need.name} is {version}"
     if wrong:
-        return fail(", ".join(wrong.values()), "pip install " + " ".join(f"'{need}'" for need in wrong))
+        return fail(
+            ", ".join(wrong.values()), "pip install " + " ".join(f"'{need}'" for need in wrong)
+        )
     return ok(f"{len(needed)} requirements are met")
 
 
@@ -63,26 +69,38 @@ def sockets() -> Finding:
     directory = Path(tempfile.gettempdir())
     longest = len(str(directory / "tlt-12345678" / "00" / "commands"))
     if longest > SOCKET_PATH:
-        return fail(f"socket paths below {directory} have {longest} characters, the limit is {SOCKET_PATH}", "set TMPDIR to a shorter path")
+        return fail(
+            f"socket paths below {directory} have {longest} characters, the limit is {SOCKET_PATH}",
+            "set TMPDIR to a shorter path",
+        )
     return ok(f"temporary directory {directory}")
 
 
 def open_files(config: Config) -> Finding:
-    limit, need = resource.getrlimit(resource.RLIMIT_NOFILE)[0], config.max_connections + SPARE_FILES
+    limit, need = (
+        resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        config.max_connections + SPARE_FILES,
+    )
     if limit in range(need):  # and not RLIM_INFINITY, which is negative
-        return warn(f"this process may open {limit} files, {config.max_connections} connections need about {need}",
-                    f"ulimit -n {need}, or lower --max-connections to {max(1, limit - SPARE_FILES)}")
+        return warn(
+            f"this process may open {limit} files, {config.max_connections} connections need about {need}",
+            f"ulimit -n {need}, or lower --max-connections to {max(1, limit - SPARE_FILES)}",
+        )
     return ok(f"limit {limit}, needed {need}")
 
 
 def processors(config: Config) -> Finding:
-    usable = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    usable = float(
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     quota = _cpu_quota()
     usable = min(usable, quota or usable)
     assert isinstance(config.threads, int)
     if config.threads > usable:
-        return warn(f"{config.threads} compute threads, but this process may use {usable:g} processors",
-                    f"--threads {max(1, int(usable))}, or give it more processors")
+        return warn(
+            f"{config.threads} compute threads, but this process may use {usable:g} processors",
+            f"--threads {max(1, int(usable))}, or give it more processors",
+        )
     return ok(f"{config.threads} compute threads on {usable:g} processors")
 
 
@@ -99,8 +117,13 @@ def libraries(config: Config) -> Finding:
     chosen = library_environment(config.numerics)
     found = " ".join(f"{name}={value}" for name, value in chosen.items())
     if chosen["OMP_WAIT_POLICY"].upper() == "ACTIVE":
-        return warn(found, "unset OMP_WAIT_POLICY: spinning threads keep frontend and clients off the processors")
+        return warn(
+            found,
+            "unset OMP_WAIT_POLICY: spinning threads keep frontend and clients off the processors",
+        )
     if config.numerics == "strict" and not strict_environment():
-        return warn("this processor has no fixed-order mode of the matrix library, so products run in padded blocks, which is slower",
-                    "use an x86 processor with AVX2, or --numerics fast where exactness in distribution is enough")
+        return warn(
+            "this processor has no fixed-order mode of the matrix library, so products run in padded blocks, which is slower",
+            "use an x86 processor with AVX2, or --numerics fast where exactness in distribution is enough",
+        )
     return ok(found)

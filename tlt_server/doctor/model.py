@@ -1,4 +1,6 @@
-"""Checks of the checkpoints by the loader's own rules, on torch's device without storage: no weight is read. Run in the child process."""
+"""Checks of the checkpoints by the loader's own rules, on torch's device without storage: no weight
+is read. Run in the child process.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ from tlt_server.weights.storage import host_memory
 
 GIB = 2**30
 WIDEST = 8192  # outputs of a product that the self-test looks at
-UNDECIDED = fail("not checked, as nothing is chosen that would compute", "follow the remedy of the check device")
+UNDECIDED = fail(
+    "not checked, as nothing is chosen that would compute", "follow the remedy of the check device"
+)
 
 
 def _drafter_directory(config: Config) -> Path | None:
@@ -47,8 +51,14 @@ def device(config: Config) -> Finding:
     if choice.settings.device == "cuda":
         raw, settings = ModelConfig.read(config.model), choice.settings
         GPU_BACKENDS.resolve(settings.attention)(  # refuses what it cannot serve
-            heads=raw.heads, kv_heads=raw.kv_heads, head_dim=raw.head_dim, context=raw.max_position, device=torch.device("cuda"),
-            dtype=getattr(torch, settings.dtype), numerics=settings.numerics)
+            heads=raw.heads,
+            kv_heads=raw.kv_heads,
+            head_dim=raw.head_dim,
+            context=raw.max_position,
+            device=torch.device("cuda"),
+            dtype=getattr(torch, settings.dtype),
+            numerics=settings.numerics,
+        )
     else:
         BACKENDS.resolve(choice.settings.attention)
     return ok(choice.told())
@@ -59,8 +69,13 @@ def _model(config: Config) -> Decoder:
     settings, raw = engine_settings(config), ModelConfig.read(config.model)
     eagle = _drafter_directory(config)
     with torch.device("meta"):
-        return empty_target(config.model, config=replace(raw, max_position=served_length(settings, raw)), numerics=Numerics("strict"),
-                            page_size=settings.page_size, feature_layers=feature_layers(eagle, raw) if eagle else ())
+        return empty_target(
+            config.model,
+            config=replace(raw, max_position=served_length(settings, raw)),
+            numerics=Numerics("strict"),
+            page_size=settings.page_size,
+            feature_layers=feature_layers(eagle, raw) if eagle else (),
+        )
 
 
 def target(config: Config) -> Finding:
@@ -68,7 +83,9 @@ def target(config: Config) -> Finding:
     if _on_gpu(config):
         check_shape(model.config, model.shape(model.config), str(config.model))
     check_files(model.parameters(), config.model, ignored=unread(model.config))
-    return ok(f"{model.config.architecture}, {_values(model) / 1e6:,.1f} M parameters, every tensor is there")
+    return ok(
+        f"{model.config.architecture}, {_values(model) / 1e6:,.1f} M parameters, every tensor is there"
+    )
 
 
 def drafter(config: Config) -> Finding:
@@ -80,7 +97,9 @@ def drafter(config: Config) -> Finding:
         check_shape(network.config, LayerShape(mlp_bias=network.config.mlp_bias), str(directory))
     check_files(network.parameters(), directory, ignored=VOCABULARY_MAP)
     Calibration.load(directory)
-    return ok(f"EAGLE-3, {sum(view.numel() for view in network.parameters().values()) / 1e6:,.1f} M parameters, fits the target")
+    return ok(
+        f"EAGLE-3, {sum(view.numel() for view in network.parameters().values()) / 1e6:,.1f} M parameters, fits the target"
+    )
 
 
 def numerics(config: Config) -> Finding:
@@ -90,14 +109,25 @@ def numerics(config: Config) -> Finding:
     assert isinstance(config.threads, int)
     torch.set_num_threads(config.threads)
     if config.numerics == "fast":
-        return warn("fast: exact in distribution, not bit for bit", "--numerics strict where tokens must not depend on the batch")
+        return warn(
+            "fast: exact in distribution, not bit for bit",
+            "--numerics strict where tokens must not depend on the batch",
+        )
     if _on_gpu(config):
-        return ok("strict: kernels that add in a fixed order, tested where they are made and not here")
+        return ok(
+            "strict: kernels that add in a fixed order, tested where they are made and not here"
+        )
     tested, generator = Numerics("strict", threads=config.threads), torch.Generator().manual_seed(0)
     shapes = {tuple(view.shape) for view in _model(config).parameters().values() if view.dim() == 2}
-    tested.self_test((torch.randn(inputs, min(outputs, WIDEST), generator=generator), None) for outputs, inputs in sorted(shapes))
+    tested.self_test(
+        (torch.randn(inputs, min(outputs, WIDEST), generator=generator), None)
+        for outputs, inputs in sorted(shapes)
+    )
     if tested.padded:
-        return warn(tested.describe(), "products run in padded blocks, which is slower; an x86 build of torch with MKL avoids it")
+        return warn(
+            tested.describe(),
+            "products run in padded blocks, which is slower; an x86 build of torch with MKL avoids it",
+        )
     return ok(tested.describe())
 
 
@@ -125,10 +155,14 @@ def memory(config: Config) -> Finding:
 def _gpu_memory(config: Config, model: Decoder) -> Finding:
     (chosen, gpu), directory = _choice(config), _drafter_directory(config)
     settings, network = chosen.settings, _network(config, directory) if directory else None
-    values = _values(model) + (sum(view.numel() for view in network.parameters().values()) if network else 0)
+    values = _values(model) + (
+        sum(view.numel() for view in network.parameters().values()) if network else 0
+    )
     needs = Needs.of(settings, model.config, network.config if network else None, values)
     check_weights(settings, needs, gpu.free_bytes, gpu.total_bytes)
-    plan = Plan(settings, needs, model.max_position, gpu.free_bytes - needs.weights, gpu.total_bytes)
+    plan = Plan(
+        settings, needs, model.max_position, gpu.free_bytes - needs.weights, gpu.total_bytes
+    )
     check_plan(plan)
     return ok(plan.told())
 

@@ -21,8 +21,15 @@ SPARE_BYTES = 64 * 2**20
 
 
 def port(config: Config) -> Finding:
-    with listening(config) as listener, listening(config, "grpc_port") if config.grpc_port is not None else nullcontext():
-        and_grpc = f", and {config.grpc_port or 'another'} for gRPC" if config.grpc_port is not None else ""
+    with (
+        listening(config) as listener,
+        listening(config, "grpc_port") if config.grpc_port is not None else nullcontext(),
+    ):
+        and_grpc = (
+            f", and {config.grpc_port or 'another'} for gRPC"
+            if config.grpc_port is not None
+            else ""
+        )
         return ok(f"{config.host}:{config.port or listener.getsockname()[1]} is free{and_grpc}")
 
 
@@ -43,7 +50,10 @@ def certificates(config: Config) -> Finding:
     assert config.tls_key is not None
     if _others_may_open(config.tls_key):
         return warn(f"other users may open {config.tls_key}", f"chmod 600 {config.tls_key}")
-    return ok(f"{config.tls_cert}" + (f", clients' by {config.tls_client_ca}" if config.tls_client_ca is not None else ""))
+    return ok(
+        f"{config.tls_cert}"
+        + (f", clients' by {config.tls_client_ca}" if config.tls_client_ca is not None else "")
+    )
 
 
 def _others_may_open(file: Path) -> bool:
@@ -55,7 +65,10 @@ def weight_root(config: Config) -> Finding:
     if root is None:
         return ok("none: weight pushes are refused")
     if not os.access(root, os.R_OK | os.X_OK):
-        return fail(f"{root} is a directory that this user may not read", f"chmod u+rx {root}, or name another --weight-root")
+        return fail(
+            f"{root} is a directory that this user may not read",
+            f"chmod u+rx {root}, or name another --weight-root",
+        )
     if root.stat().st_mode & stat.S_IWOTH:
         return warn(f"every user of this machine may write below {root}", f"chmod o-w {root}")
     return ok(str(root))
@@ -66,10 +79,15 @@ def state_directory(config: Config) -> Finding:
     if directory is None:
         if config.weight_root is None:
             return ok("none, and no weights can be pushed")
-        return warn("none: a restarted engine has lost the weights that were pushed", "name a --state-dir")
+        return warn(
+            "none: a restarted engine has lost the weights that were pushed", "name a --state-dir"
+        )
     existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        return fail(f"{existing} is not a directory that this user may write", "name another --state-dir, or change its owner")
+        return fail(
+            f"{existing} is not a directory that this user may write",
+            "name another --state-dir, or change its owner",
+        )
     if existing == directory and directory.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return warn(f"other users may write to {directory}", f"chmod 700 {directory}")
     return ok(str(directory) if existing == directory else f"{directory} will be made")
@@ -82,21 +100,34 @@ def disk_space(config: Config) -> Finding:
     free, need = disk(config.state_dir).free, KEPT_VERSIONS * version + SPARE_BYTES
     found = f"{free / GIB:.1f} GiB free for {config.state_dir}; {KEPT_VERSIONS} weight versions take {need / GIB:.1f} GiB"
     if free < version + SPARE_BYTES:
-        return fail(found, "free some, or name a --state-dir on another file system; no push could be kept")
-    return ok(found) if free >= need else warn(found, "free some, or name a --state-dir on another file system; pushes may fail")
+        return fail(
+            found, "free some, or name a --state-dir on another file system; no push could be kept"
+        )
+    return (
+        ok(found)
+        if free >= need
+        else warn(found, "free some, or name a --state-dir on another file system; pushes may fail")
+    )
 
 
 def _checkpoints(config: Config) -> list[Path]:
-    folders = [config.model, *([Path(config.drafter)] if config.drafter not in ("none", "history") else [])]
+    folders = [
+        config.model,
+        *([Path(config.drafter)] if config.drafter not in ("none", "history") else []),
+    ]
     return [path for folder in folders for path in folder.glob("*.safetensors")]
 
 
 def tokenizer(config: Config) -> Finding:
     text = Text.load(config.model)
     if text.tokenizer is None:
-        return warn(f"there is no {config.model / 'tokenizer.json'}: requests must give token ids, and replies have no text",
-                    "save the tokenizer into the model directory")
+        return warn(
+            f"there is no {config.model / 'tokenizer.json'}: requests must give token ids, and replies have no text",
+            "save the tokenizer into the model directory",
+        )
     if not text.has_template:
-        return warn(f"{text.tokenizer.get_vocab_size()} tokens, no chat template: messages are refused, prompts are taken",
-                    "add chat_template to tokenizer_config.json if the model chats")
+        return warn(
+            f"{text.tokenizer.get_vocab_size()} tokens, no chat template: messages are refused, prompts are taken",
+            "add chat_template to tokenizer_config.json if the model chats",
+        )
     return ok(f"{text.tokenizer.get_vocab_size()} tokens, with a chat template")

@@ -1,1 +1,3 @@
-"""The engine process: decides on the host (scheduler, pages), computes in the runner, one page of loop between them."""
+"""The engine process: decides on the host (scheduler, pages), computes in the runner, one page of
+loop between them.
+"""

@@ -1,4 +1,6 @@
-"""Builds an engine from its settings: model, KV, drafters, policy, scheduler, in timed phases; what computes is the device's."""
+"""Builds an engine from its settings: model, KV, drafters, policy, scheduler, in timed phases; what
+computes is the device's.
+"""
 
 from __future__ import annotations
 
@@ -53,10 +55,12 @@ def assemble(
     make_device: Callable[[EngineSettings], Device] = make_device,
     directory: Path | None = None,
 ) -> tuple[Engine, EngineInfo]:
-    """A ready engine and what it says of itself. `StartupError` names what cannot be used and the remedy.
+    """A ready engine and what it says of itself. `StartupError` names what cannot be used and the
+    remedy.
 
-    `on_begin`: see `Scheduler`. `on_progress`: a phase that is long has done so many steps. `make_device`: of settings in which nothing is
-    left to the device. `directory`: where it may make one of its own; whoever has made that removes it.
+    `on_begin`: see `Scheduler`. `on_progress`: a phase that is long has done so many steps.
+    `make_device`: of settings in which nothing is left to the device. `directory`: where it may
+    make one of its own; whoever has made that removes it.
     """
     phases: dict[str, float] = {}
 
@@ -74,7 +78,11 @@ def assemble(
         settings = choice.settings
         device = make_device(settings)
         detail.append(choice.told())
-    spool = Spool(Path(settings.state_dir), str(Path(settings.model).resolve())) if settings.state_dir else None
+    spool = (
+        Spool(Path(settings.state_dir), str(Path(settings.model).resolve()))
+        if settings.state_dir
+        else None
+    )
     with phase("load model") as detail:
         config = ModelConfig.read(Path(settings.model))
         max_model_len = served_length(settings, config)
@@ -87,7 +95,9 @@ def assemble(
     with phase("allocate KV") as detail:
         memory = device.allocate(live, max_model_len)
         max_model_len = min(max_model_len, memory.pages * settings.page_size)
-        detail.append(f"{memory.pages} pages of {settings.page_size} tokens, sequences of up to {max_model_len}")
+        detail.append(
+            f"{memory.pages} pages of {settings.page_size} tokens, sequences of up to {max_model_len}"
+        )
     rungs = ladder(settings.drafters, settings.device)
     if settings.strategy is not None:
         rungs = rungs.with_arm(settings.strategy)
@@ -98,11 +108,17 @@ def assemble(
             raise InvalidRequest(
                 f"strategy {strategy.name!r} needs the drafter {strategy.drafter!r}; loaded: {', '.join(rungs.drafters) or 'none'}"
             )
-        policy: Policy = POLICIES.resolve(command.policy)((strategy,) if command.policy == "fixed" else rungs.arms, rows=rungs.rows)
+        policy: Policy = POLICIES.resolve(command.policy)(
+            (strategy,) if command.policy == "fixed" else rungs.arms, rows=rungs.rows
+        )
         return Capped(policy, settings.sd_max_batch) if settings.sd_max_batch else policy
 
     def make_sequence(request: GenerateRequest) -> Sequence:
-        return Sequence(request, SamplingState(request, model.vocab_size, model.eos_token_ids), settings.page_size)
+        return Sequence(
+            request,
+            SamplingState(request, model.vocab_size, model.eos_token_ids),
+            settings.page_size,
+        )
 
     scheduler = Scheduler(
         PagePool(memory.pages, settings.page_size, on_reuse=memory.on_reuse),
@@ -117,11 +133,26 @@ def assemble(
     )
     with phase("prepare runner") as detail:
         options = _options(settings, device, spool, directory)
-        equipped = device.equip(live, rungs, scheduler.page_table_SP, lambda done, of: on_progress("prepare runner", done, of),
-                                lambda: not options.intake.groups.hold_gpu)
+        equipped = device.equip(
+            live,
+            rungs,
+            scheduler.page_table_SP,
+            lambda done, of: on_progress("prepare runner", done, of),
+            lambda: not options.intake.groups.hold_gpu,
+        )
         scheduler.on_end, scheduler.room = equipped.on_end, equipped.room
         products = f"products {equipped.products}" if equipped.products else ""
-        detail.append("; ".join(part for part in (f"drafters: {', '.join(rungs.drafters) or 'none'}", products, equipped.detail) if part))
+        detail.append(
+            "; ".join(
+                part
+                for part in (
+                    f"drafters: {', '.join(rungs.drafters) or 'none'}",
+                    products,
+                    equipped.detail,
+                )
+                if part
+            )
+        )
     canary = Canary(rungs.arms, settings.sd_canary)
 
     def install(live: Parts, changed: Parts) -> None:
@@ -130,11 +161,21 @@ def assemble(
 
     pushes = WeightPushes(Transaction(live, options, Calibration.parse), scheduler, install)
     policy = make_policy(SetPolicy(settings.policy, settings.strategy))
-    halt = Halt(scheduler, memory, pushes, Dormant(Path(settings.state_dir) if settings.state_dir else None))
-    engine = Engine(scheduler, equipped.runner, policy, canary, make_policy, make_sequence, pushes, halt)
+    halt = Halt(
+        scheduler, memory, pushes, Dormant(Path(settings.state_dir) if settings.state_dir else None)
+    )
+    engine = Engine(
+        scheduler, equipped.runner, policy, canary, make_policy, make_sequence, pushes, halt
+    )
     with phase("warm up"):
         arms = rungs.arms
-        per_drafter = [arms[0], *(max((a for a in arms if a.drafter == name), key=lambda arm: arm.rows) for name in rungs.drafters)]
+        per_drafter = [
+            arms[0],
+            *(
+                max((a for a in arms if a.drafter == name), key=lambda arm: arm.rows)
+                for name in rungs.drafters
+            ),
+        ]
         if device.warms_up:
             _warm_up(engine, [Fixed([arm]) for arm in per_drafter], model.vocab_size, max_model_len)
         engine.policy = policy
@@ -168,15 +209,26 @@ def assemble(
     return engine, info
 
 
-def _options(settings: EngineSettings, device: Device, spool: Spool | None, directory: Path | None) -> Options:
+def _options(
+    settings: EngineSettings, device: Device, spool: Spool | None, directory: Path | None
+) -> Options:
     state = Path(settings.state_dir) if settings.state_dir else None
-    intake = Intake(Path(settings.weight_root) if settings.weight_root else None, settings.weight_marker, state and state / "uploads",
-                    made_directory(directory) if "ipc" in settings.channels else None, Groups(settings.weight_timeout_s))
-    storage = Storage(settings.weight_staging, device.free, device.device, state and state / "staged")
+    intake = Intake(
+        Path(settings.weight_root) if settings.weight_root else None,
+        settings.weight_marker,
+        state and state / "uploads",
+        made_directory(directory) if "ipc" in settings.channels else None,
+        Groups(settings.weight_timeout_s),
+    )
+    storage = Storage(
+        settings.weight_staging, device.free, device.device, state and state / "staged"
+    )
     return Options(settings.channels, intake, spool, storage)
 
 
-def _warm_up(engine: Engine, policies: Iterable[Policy], vocab_size: int, max_model_len: int) -> None:
+def _warm_up(
+    engine: Engine, policies: Iterable[Policy], vocab_size: int, max_model_len: int
+) -> None:
     """A short rollout under each policy, so that no request waits for a compiler."""
     length = max(1, min(8, max_model_len - 8))
     for i, policy in enumerate(policies):

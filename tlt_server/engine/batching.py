@@ -1,4 +1,6 @@
-"""From a scheduler's batch and the chosen draft nodes to the rows that the model extends. No decisions here."""
+"""From a scheduler's batch and the chosen draft nodes to the rows that the model extends. No
+decisions here.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def draft_batch(works: list[Work], page_table_SP: NDArray[np.int32]) -> DraftBat
         seed_B=np.array([s.request.seed for s in sequences], np.uint64),
         temperature_B=np.array([s.request.sampling.temperature for s in sequences], np.float32),
         salts=[s.request.salt for s in sequences],
-        max_depth_B=np.array([max(0, min(s.remaining - 1, s.capacity - s.length)) for s in sequences], np.int32),
+        max_depth_B=np.array(
+            [max(0, min(s.remaining - 1, s.capacity - s.length)) for s in sequences], np.int32
+        ),
     )
 
 
@@ -37,7 +41,9 @@ class Step:
 
     rows: Rows
     layout: RowLayout
-    sampled_R: NDArray[np.int64]  # the rows whose logits are wanted: roots and drafts of sampling works, work after work
+    sampled_R: NDArray[
+        np.int64
+    ]  # the rows whose logits are wanted: roots and drafts of sampling works, work after work
     table_WP: NDArray[np.int32]
 
 
@@ -50,7 +56,9 @@ def lay_out(
     candidates: Candidates,
     chosen_N: NDArray[np.int32],
 ) -> Step:
-    """Rows of `batch`; node n of the chosen draft nodes hangs off work `work_N[n]`, below chosen node `parent_N[n]` (-1 = root)."""
+    """Rows of `batch`; node n of the chosen draft nodes hangs off work `work_N[n]`, below chosen
+    node `parent_N[n]` (-1 = root).
+    """
     works = batch.works
     pages = max(len(work.sequence.pages) for work in works)
     table_WP = page_table_SP[[work.sequence.slot for work in works], :pages]
@@ -59,7 +67,16 @@ def lay_out(
     tokens = np.concatenate([work.sequence.tokens[work.start : work.end] for work in works])
     depth = int(candidates.depth_N[chosen_N].max()) if len(chosen_N) else 0
     layout = layout_rows(
-        start_W, end_W, table_WP, cache.page_size, cache.scratch_start, tokens, work_N, parent_N, candidates.token_N[chosen_N], depth
+        start_W,
+        end_W,
+        table_WP,
+        cache.page_size,
+        cache.scratch_start,
+        tokens,
+        work_N,
+        parent_N,
+        candidates.token_N[chosen_N],
+        depth,
     )
     rows = Rows(
         token_R=torch.from_numpy(layout.token_R),
@@ -71,7 +88,9 @@ def lay_out(
         path_RD=torch.from_numpy(layout.path_RD),
     )
     wanted = [
-        np.arange(root, root + drafts + 1) for work, root, drafts in zip(works, layout.root_W, layout.drafts_W, strict=True) if work.samples
+        np.arange(root, root + drafts + 1)
+        for work, root, drafts in zip(works, layout.root_W, layout.drafts_W, strict=True)
+        if work.samples
     ]
     sampled_R = np.concatenate(wanted) if wanted else np.zeros(0, np.int64)
     return Step(rows, layout, sampled_R, table_WP)

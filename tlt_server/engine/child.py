@@ -1,6 +1,7 @@
 """Starts an engine process and speaks with it: the parent's half of `process.py`. No torch.
 
-The asynchronous frontend uses `start_engine` and its own sockets; benchmarks use `EngineChild`, which blocks.
+The asynchronous frontend uses `start_engine` and its own sockets; benchmarks use `EngineChild`,
+which blocks.
 """
 
 from __future__ import annotations
@@ -19,23 +20,43 @@ import zmq
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import EngineFailed, from_code
 from tlt_server.models.environment import library_environment
-from tlt_server.records import Command, EngineInfo, Event, Failed, Phase, Ready, Stop, decode_event, encode
+from tlt_server.records import (
+    Command,
+    EngineInfo,
+    Event,
+    Failed,
+    Phase,
+    Ready,
+    Stop,
+    decode_event,
+    encode,
+)
 
 POLL_MS = 200
 
 
 def start_engine(settings: EngineSettings, directory: Path) -> subprocess.Popen[bytes]:
-    """An engine that connects to the sockets `commands` and `events` in `directory` (bound by the caller, mode 0700)."""
+    """An engine that connects to the sockets `commands` and `events` in `directory` (bound by the
+    caller, mode 0700).
+    """
     environment = {**os.environ, **library_environment(settings.numerics)}
-    process = subprocess.Popen([sys.executable, "-m", "tlt_server.engine.process", str(directory)], stdin=subprocess.PIPE, env=environment)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tlt_server.engine.process", str(directory)],
+        stdin=subprocess.PIPE,
+        env=environment,
+    )
     assert process.stdin is not None
-    process.stdin.write(msgspec.json.encode(msgspec.structs.replace(settings, parent=os.getpid())) + b"\n")
+    process.stdin.write(
+        msgspec.json.encode(msgspec.structs.replace(settings, parent=os.getpid())) + b"\n"
+    )
     process.stdin.flush()
     return process
 
 
 class EngineChild:
-    """A context manager around one engine process; raises the engine's own error if it cannot start or dies."""
+    """A context manager around one engine process; raises the engine's own error if it cannot start
+    or dies.
+    """
 
     def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings
@@ -43,7 +64,10 @@ class EngineChild:
     def __enter__(self) -> EngineChild:
         self._directory = tempfile.TemporaryDirectory(prefix="tlt-")  # mode 0700
         self._context = zmq.Context()
-        self._commands, self._events = self._context.socket(zmq.PUSH), self._context.socket(zmq.PULL)
+        self._commands, self._events = (
+            self._context.socket(zmq.PUSH),
+            self._context.socket(zmq.PULL),
+        )
         self._commands.bind(f"ipc://{self._directory.name}/commands")
         self._events.bind(f"ipc://{self._directory.name}/events")
         self._process = start_engine(self._settings, Path(self._directory.name))
@@ -56,7 +80,12 @@ class EngineChild:
                 self.phases.append(event)
         raise AssertionError("events end with an error")
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self._process.poll() is None:
             self.send(Stop(drain=False))
             try:
@@ -79,4 +108,6 @@ class EngineChild:
                     raise from_code(event.code, event.message)
                 yield event
             elif self._process.poll() is not None:
-                raise EngineFailed(f"the engine process ended with status {self._process.returncode}; its last lines are on stderr")
+                raise EngineFailed(
+                    f"the engine process ended with status {self._process.returncode}; its last lines are on stderr"
+                )

@@ -1,10 +1,16 @@
-"""What is said of an exception that ends the engine: a GPU's error is told apart from a fault of ours. Imports no torch by itself."""
+"""What is said of an exception that ends the engine: a GPU's error is told apart from a fault of
+ours. Imports no torch by itself.
+"""
 
 from __future__ import annotations
 
 import sys
 
-MARKS = ("CUDA error", "CUDA driver error", "Triton Error [CUDA]")  # of messages, by torch and Triton
+MARKS = (
+    "CUDA error",
+    "CUDA driver error",
+    "Triton Error [CUDA]",
+)  # of messages, by torch and Triton
 
 
 def told(error: BaseException, *, ready: bool) -> str:
@@ -16,7 +22,9 @@ def told(error: BaseException, *, ready: bool) -> str:
         first = (str(link).splitlines() or [""])[0]
         if torch is not None and isinstance(link, torch.OutOfMemoryError):
             return f"the GPU ran out of memory: {first}{then}; lower memory_fraction, max_running or max_rows if it happens again"
-        if (torch is not None and isinstance(link, torch.AcceleratorError)) or (isinstance(link, RuntimeError) and first.startswith(MARKS)):
+        if (torch is not None and isinstance(link, torch.AcceleratorError)) or (
+            isinstance(link, RuntimeError) and first.startswith(MARKS)
+        ):
             return f"the GPU reported {_reported(first)!r}{then}"
         link = link.__cause__ or link.__context__
     return f"{type(error).__name__}: {error}"

@@ -1,6 +1,8 @@
-"""Why the loop does not step: it was paused, or it sleeps and its memory is given back. The two are independent of each other.
+"""Why the loop does not step: it was paused, or it sleeps and its memory is given back. The two are
+independent of each other.
 
-The loop hands every control command to `apply` and calls `advance` between steps; each command ends in exactly one `ControlReport`.
+The loop hands every control command to `apply` and calls `advance` between steps; each command ends
+in exactly one `ControlReport`.
 """
 
 from __future__ import annotations
@@ -39,9 +41,18 @@ class Pages(Protocol):
 
 
 class Halt:
-    def __init__(self, scheduler: Scheduler, pages: Pages, pushes: WeightPushes, dormant: Dormant) -> None:
-        self._scheduler, self._pages, self._pushes, self._dormant = scheduler, pages, pushes, dormant
-        self.settle: Callable[[], list[StepOutput]] = list  # takes in the steps in flight; the loop's
+    def __init__(
+        self, scheduler: Scheduler, pages: Pages, pushes: WeightPushes, dormant: Dormant
+    ) -> None:
+        self._scheduler, self._pages, self._pushes, self._dormant = (
+            scheduler,
+            pages,
+            pushes,
+            dormant,
+        )
+        self.settle: Callable[[], list[StepOutput]] = (
+            list  # takes in the steps in flight; the loop's
+        )
         self._paused = False
         self._asleep: set[Memory] = set()
         self._draining: list[Pause | Sleep] = []  # not answered yet
@@ -60,7 +71,9 @@ class Halt:
     def apply(self, command: ControlCommand) -> list[StepOutput]:
         """Returns the sequences that end of it, and what the steps in flight gave."""
         match command:
-            case (Pause(_, in_flight) | Sleep(_, _, in_flight)) if in_flight == "drain" and not self._scheduler.idle:
+            case Pause(_, in_flight) | Sleep(_, _, in_flight) if (
+                in_flight == "drain" and not self._scheduler.idle
+            ):
                 self._draining.append(command)
             case _:
                 self._answer(command)
@@ -92,23 +105,41 @@ class Halt:
                     self._scheduler.forget_prefixes()
             case Resume():
                 self._paused = False
-                self._call_off([waiting for waiting in self._draining if isinstance(waiting, Pause)], "resumed", "paused")
+                self._call_off(
+                    [waiting for waiting in self._draining if isinstance(waiting, Pause)],
+                    "resumed",
+                    "paused",
+                )
             case Sleep(_, memory, in_flight):
                 self._sleep({*memory} - self._asleep, in_flight)
             case WakeUp(_, memory):
                 self._wake({*memory} & self._asleep)
-                self._call_off([waiting for waiting in self._draining if isinstance(waiting, Sleep) and {*waiting.memory} & {*memory}],
-                               "woken", "put to sleep")
+                self._call_off(
+                    [
+                        waiting
+                        for waiting in self._draining
+                        if isinstance(waiting, Sleep) and {*waiting.memory} & {*memory}
+                    ],
+                    "woken",
+                    "put to sleep",
+                )
             case ClearCache(_, unless_held):
                 if unless_held and self._scheduler.holds_kv:
-                    raise Conflict("sequences run, or are paused with their KV, which is not forgotten meanwhile; wait for them, abort "
-                                   "them, or pause with mode retract")
+                    raise Conflict(
+                        "sequences run, or are paused with their KV, which is not forgotten meanwhile; wait for them, abort "
+                        "them, or pause with mode retract"
+                    )
                 self._scheduler.forget_prefixes()  # a step in flight of what has ended or was given up publishes nothing
 
     def _call_off(self, waiting: list[Pause | Sleep], by: str, never: str) -> None:
         for command in waiting:
             self._draining.remove(command)
-            self._report(command.id, Conflict(f"generation was {by} before everything had ended, so it was never {never}"))
+            self._report(
+                command.id,
+                Conflict(
+                    f"generation was {by} before everything had ended, so it was never {never}"
+                ),
+            )
 
     def _stop(self, in_flight: InFlight) -> None:
         self._ended += self.settle()
@@ -118,13 +149,21 @@ class Halt:
             self._scheduler.give_up_pages()
 
     def _sleep(self, memory: set[Memory], in_flight: InFlight) -> None:
-        """Pages are given back whatever sleeps: without weights there is nothing to compute them with."""
+        """Pages are given back whatever sleeps: without weights there is nothing to compute them
+        with.
+        """
         transaction = self._pushes.transaction
-        if memory and transaction.intake.groups.hold_gpu:  # giving memory back waits for the whole GPU, and so for that trainer
-            raise Conflict("a group is being joined or brings weights through the GPU; wait for it, then put memory to sleep")
+        if (
+            memory and transaction.intake.groups.hold_gpu
+        ):  # giving memory back waits for the whole GPU, and so for that trainer
+            raise Conflict(
+                "a group is being joined or brings weights through the GPU; wait for it, then put memory to sleep"
+            )
         if "weights" in memory:
             if self._pushes.in_use:
-                raise Conflict("a weight push, a rollback or a reading is under way; wait for it, then put the weights to sleep")
+                raise Conflict(
+                    "a weight push, a rollback or a reading is under way; wait for it, then put the weights to sleep"
+                )
             self._ended += self.settle()
             transaction.tidy(wait=True)
             self._dormant.put_away(transaction.live, transaction.previous)
@@ -150,8 +189,10 @@ class Halt:
                         self._pages.free()
                     raise
         except torch.OutOfMemoryError:
-            raise Unavailable(f"there is no room for {' and '.join(sorted(memory))} now, so that sleeps on; free the memory that others "
-                              "took meanwhile, then wake it again") from None
+            raise Unavailable(
+                f"there is no room for {' and '.join(sorted(memory))} now, so that sleeps on; free the memory that others "
+                "took meanwhile, then wake it again"
+            ) from None
         self._pushes.asleep &= "weights" not in memory
         self._asleep -= memory
 

@@ -1,4 +1,6 @@
-"""The engine's one page: apply commands, schedule, choose, draft and verify, commit. `step` is the whole story."""
+"""The engine's one page: apply commands, schedule, choose, draft and verify, commit. `step` is the
+whole story.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,13 @@ class Engine:
         pushes: WeightPushes,
         halt: Halt,
     ) -> None:
-        self.scheduler, self.runner, self.policy, self.pushes, self.halt = scheduler, runner, policy, pushes, halt
+        self.scheduler, self.runner, self.policy, self.pushes, self.halt = (
+            scheduler,
+            runner,
+            policy,
+            pushes,
+            halt,
+        )
         self._canary = canary
         self.last_cycle: Cycle | None = None
         self._last_end = 0.0
@@ -90,41 +98,69 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Nothing to do until the next command."""
-        return (not self._commands and not self.halt.due and not self.pushes.settling and not self.pushes.transaction.untidy
-                and (self.scheduler.idle or self.scheduler.halted) and not self.runner.in_flight)
+        return (
+            not self._commands
+            and not self.halt.due
+            and not self.pushes.settling
+            and not self.pushes.transaction.untidy
+            and (self.scheduler.idle or self.scheduler.halted)
+            and not self.runner.in_flight
+        )
 
     @property
     def finished(self) -> bool:
-        return self._stopping and not self._commands and self.scheduler.idle and not self.pushes.settling
+        return (
+            self._stopping
+            and not self._commands
+            and self.scheduler.idle
+            and not self.pushes.settling
+        )
 
     def gauges(self) -> dict[str, float]:
-        return {**self.scheduler.gauges(), **self.policy.gauges(), **self._canary.gauges(), **self.runner.gauges()}
+        return {
+            **self.scheduler.gauges(),
+            **self.policy.gauges(),
+            **self._canary.gauges(),
+            **self.runner.gauges(),
+        }
 
     def reports(self) -> list[WeightReport]:
         """Answers to weight commands since the last call."""
         return self.pushes.take_reports()
 
     def control_reports(self) -> list[ControlReport]:
-        """Answers to control commands since the last call; what they ended is among the outputs of the step before."""
+        """Answers to control commands since the last call; what they ended is among the outputs of
+        the step before.
+        """
         return self.halt.take_reports()
 
     def step(self) -> list[StepOutput]:
         started = self._last_end if self.last_cycle else time.perf_counter()
         self._apply_commands()  # only between steps
-        batch = None if self.pushes.settling else self.scheduler.next_batch()  # None when nothing can run
+        batch = (
+            None if self.pushes.settling else self.scheduler.next_batch()
+        )  # None when nothing can run
         if batch:
-            strategy = self._canary.permitted(self.policy.choose(batch.context))  # "no speculation" is an ordinary arm
+            strategy = self._canary.permitted(
+                self.policy.choose(batch.context)
+            )  # "no speculation" is an ordinary arm
             self.runner.launch(batch, strategy)  # draft -> verify -> sample -> accept -> commit KV
             self.scheduler.launched(batch, strategy.depth)
-        finished = self.runner.collect(busy=batch is not None)  # on a CPU at once, on a GPU one step late
+        finished = self.runner.collect(
+            busy=batch is not None
+        )  # on a CPU at once, on a GPU one step late
         outputs, self._ended = self._ended, []
         if finished is None:
             self.last_cycle = None
             return outputs
         outputs += self.scheduler.commit(finished.batch, finished.emissions)
         self._last_end = time.perf_counter()
-        emitted = sum(len(emission.tokens) for emission in finished.emissions)  # what a stop cut off is gone by now
-        self.last_cycle = msgspec.structs.replace(finished.cycle, emitted=emitted, step_s=self._last_end - started)
+        emitted = sum(
+            len(emission.tokens) for emission in finished.emissions
+        )  # what a stop cut off is gone by now
+        self.last_cycle = msgspec.structs.replace(
+            finished.cycle, emitted=emitted, step_s=self._last_end - started
+        )
         self.policy.observe(self.last_cycle)
         if news := self._canary.observe(self.last_cycle):
             print(f"tlt: {news}", file=sys.stderr)
@@ -155,8 +191,17 @@ class Engine:
                 self._ended += self.halt.apply(command)
             case SetPolicy():
                 self._set_policy(command)
-            case (PushWeights() | CommitWeights() | AbortWeights() | NameWeights() | ReadWeights() | RollbackWeights() | LookAtWeights()
-                  | JoinGroup() | LeaveGroup()):
+            case (
+                PushWeights()
+                | CommitWeights()
+                | AbortWeights()
+                | NameWeights()
+                | ReadWeights()
+                | RollbackWeights()
+                | LookAtWeights()
+                | JoinGroup()
+                | LeaveGroup()
+            ):
                 self.pushes.apply(command)
             case Stop(drain):
                 self._stopping = True
@@ -167,7 +212,10 @@ class Engine:
         try:
             self.policy = self._make_policy(command)
         except TltError as error:  # the frontend has checked it; whoever has not is told here, and nothing changes
-            print(f"tlt: policy {command.policy!r} is refused, {error.message}; the one in force stays", file=sys.stderr)
+            print(
+                f"tlt: policy {command.policy!r} is refused, {error.message}; the one in force stays",
+                file=sys.stderr,
+            )
 
     def _submit(self, requests: list[GenerateRequest]) -> None:
         try:
@@ -175,7 +223,18 @@ class Engine:
                 raise self.pushes.refusal
             self.scheduler.submit([self._make_sequence(request) for request in requests])
         except Exception as cause:  # all or none: the whole batch ends with the reason, and no other request feels it
-            error = cause if isinstance(cause, TltError) else EngineFailed(f"this batch cannot be run: {type(cause).__name__}: {cause}")
+            error = (
+                cause
+                if isinstance(cause, TltError)
+                else EngineFailed(f"this batch cannot be run: {type(cause).__name__}: {cause}")
+            )
             self._ended += [
-                StepOutput(id=r.id, token_ids=[], logprobs=[], finish_reason="error", error=(error.code, error.message)) for r in requests
+                StepOutput(
+                    id=r.id,
+                    token_ids=[],
+                    logprobs=[],
+                    finish_reason="error",
+                    error=(error.code, error.message),
+                )
+                for r in requests
             ]

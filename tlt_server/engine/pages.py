@@ -1,7 +1,8 @@
 """Which page belongs to whom: reference counts, the prefix index and eviction. No tensors.
 
-A page is *held* (count > 0), *cached* (count 0 but still indexed under its key, evicted oldest first) or *free*.
-Only pages full of committed positions are published to the index, so stale or speculative KV never serves anybody.
+A page is *held* (count > 0), *cached* (count 0 but still indexed under its key, evicted oldest
+first) or *free*. Only pages full of committed positions are published to the index, so stale or
+speculative KV never serves anybody.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ def next_key(previous: PageKey, tokens: Sequence[int]) -> PageKey:
 class PagePool:
     """`on_reuse(pages)` is called when pages are handed out for new content."""
 
-    def __init__(self, pages: int, page_size: int, on_reuse: Callable[[list[int]], None] = lambda pages: None) -> None:
+    def __init__(
+        self, pages: int, page_size: int, on_reuse: Callable[[list[int]], None] = lambda pages: None
+    ) -> None:
         self.pages, self.page_size = pages, page_size
         self._on_reuse = on_reuse
         self._count = [0] * pages
@@ -79,14 +82,18 @@ class PagePool:
         return pages
 
     def publish(self, page: int, key: PageKey) -> None:
-        """Index a held page whose positions are all committed; the first page of a key stays the one."""
+        """Index a held page whose positions are all committed; the first page of a key stays the
+        one.
+        """
         assert self._count[page] > 0, f"page {page} is published but not held"
         if key not in self._index and page not in self._key:
             self._index[key] = page
             self._key[page] = key
 
     def withdraw(self, pages: Iterable[int]) -> None:
-        """Held pages that nobody shall find any more: whoever holds them keeps them, and they are free afterwards."""
+        """Held pages that nobody shall find any more: whoever holds them keeps them, and they are
+        free afterwards.
+        """
         for page in pages:
             assert self._count[page] > 0, f"page {page} is withdrawn but not held"
             if page in self._key:
@@ -116,9 +123,17 @@ class PagePool:
         assert len(free) == len(self._free), "a page is free twice"
         assert not free & cached, "a page is both free and cached"
         for page, count in enumerate(self._count):
-            assert (count == 0) == (page in free or page in cached), f"page {page} has count {count}"
-        assert {page: key for key, page in self._index.items()} == self._key, "index and keys disagree"
-        assert cached <= set(self._key) and not free & set(self._key), "an indexed page is free or a cached page is not indexed"
+            assert (count == 0) == (page in free or page in cached), (
+                f"page {page} has count {count}"
+            )
+        assert {page: key for key, page in self._index.items()} == self._key, (
+            "index and keys disagree"
+        )
+        assert cached <= set(self._key) and not free & set(self._key), (
+            "an indexed page is free or a cached page is not indexed"
+        )
         if holders is not None:
             held = Counter(page for pages in holders for page in pages)
-            assert all(self._count[page] == held[page] for page in range(self.pages)), "counts differ from the holders' pages"
+            assert all(self._count[page] == held[page] for page in range(self.pages)), (
+                "counts differ from the holders' pages"
+            )

@@ -1,8 +1,10 @@
-"""The engine process: settings as one line on stdin, commands and events over two ZeroMQ sockets, one loop.
+"""The engine process: settings as one line on stdin, commands and events over two ZeroMQ sockets,
+one loop.
 
-Started by `build.py` as `python -m tlt_server.engine.process DIR`; the environment that strict numerics needs was set by
-the parent, before torch is imported here. Leaves when told to, when its parent is gone, or with one `Failed` event. After a fault it
-leaves at once: freeing what lies on a GPU whose context is lost may hang or abort.
+Started by `build.py` as `python -m tlt_server.engine.process DIR`; the environment that strict
+numerics needs was set by the parent, before torch is imported here. Leaves when told to, when its
+parent is gone, or with one `Failed` event. After a fault it leaves at once: freeing what lies on a
+GPU whose context is lost may hang or abort.
 """
 
 from __future__ import annotations
@@ -23,7 +25,17 @@ from tlt_server.begun import Begun
 from tlt_server.engine.faults import told
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import EngineFailed, TltError
-from tlt_server.records import Event, Failed, Heartbeat, Outputs, Phase, PhaseProgress, Ready, decode_command, encode
+from tlt_server.records import (
+    Event,
+    Failed,
+    Heartbeat,
+    Outputs,
+    Phase,
+    PhaseProgress,
+    Ready,
+    decode_command,
+    encode,
+)
 
 NICENESS = 5  # behind the frontend, which must answer at once also while every core computes
 IDLE_POLL_MS = 200
@@ -31,14 +43,26 @@ HEARTBEAT_S = 1.0  # from this thread, so that a loop which hangs falls silent
 STAGING_POLL_MS = 5  # an idle engine looks this often whether a push is staged
 
 
-def serve(settings: EngineSettings, commands: zmq.Socket[bytes], send: Callable[[Event], None], directory: Path) -> None:
+def serve(
+    settings: EngineSettings,
+    commands: zmq.Socket[bytes],
+    send: Callable[[Event], None],
+    directory: Path,
+) -> None:
     """Build the engine, then step until it is told to stop or its parent is gone."""
     started = time.perf_counter()
-    from tlt_server.engine.assembly import assemble  # here, because it takes a while and may fail: a phase like the others
+    from tlt_server.engine.assembly import (
+        assemble,
+    )  # here, because it takes a while and may fail: a phase like the others
 
     send(Phase("import libraries", time.perf_counter() - started))
-    engine, info = assemble(settings, lambda name, seconds, detail: send(Phase(name, seconds, detail)), Begun(directory).note,
-                            lambda name, done, of: send(PhaseProgress(name, done, of)), directory=directory)
+    engine, info = assemble(
+        settings,
+        lambda name, seconds, detail: send(Phase(name, seconds, detail)),
+        Begun(directory).note,
+        lambda name, done, of: send(PhaseProgress(name, done, of)),
+        directory=directory,
+    )
     gc.collect()
     gc.freeze()  # what was loaded stays; looking through it again would stop the loop for a quarter of a second
     send(Ready(info))
@@ -52,10 +76,14 @@ def serve(settings: EngineSettings, commands: zmq.Socket[bytes], send: Callable[
         outputs = engine.step()
         events: list[Event] = [*engine.reports()]
         gauges = engine.gauges()
-        if outputs or engine.last_cycle or gauges != reported:  # a command can change them without a step
+        if (
+            outputs or engine.last_cycle or gauges != reported
+        ):  # a command can change them without a step
             reported = gauges
             events.append(Outputs(outputs, gauges, engine.last_cycle))
-        events += engine.control_reports()  # behind the ends, and the gauges, that they brought about
+        events += (
+            engine.control_reports()
+        )  # behind the ends, and the gauges, that they brought about
         if not events and time.monotonic() - said_s >= HEARTBEAT_S:
             events.append(Heartbeat())
         for event in events:

@@ -1,7 +1,9 @@
-"""Weight commands for the loop: asks the transaction, waits for the right moment, tells scheduler, runner and drafter.
+"""Weight commands for the loop: asks the transaction, waits for the right moment, tells scheduler,
+runner and drafter.
 
-`advance` runs between two steps; there a commit is one swap of complete weights. Where weights are staged in place no step runs from the
-first write until the push has ended, and after a failure none until the next commit. Every command ends in exactly one `WeightReport`.
+`advance` runs between two steps; there a commit is one swap of complete weights. Where weights are
+staged in place no step runs from the first write until the push has ended, and after a failure none
+until the next commit. Every command ends in exactly one `WeightReport`.
 """
 
 from __future__ import annotations
@@ -18,7 +20,17 @@ from tlt_client.channels import DRAFTER_PREFIX
 from tlt_client.channels.errors import ChannelError
 from tlt_client.channels.groups import Membership
 from tlt_server.engine.scheduler import Scheduler
-from tlt_server.errors import ChannelBroken, Conflict, Forbidden, InvalidRequest, NotFound, PushFailed, TltError, Unavailable, from_code
+from tlt_server.errors import (
+    ChannelBroken,
+    Conflict,
+    Forbidden,
+    InvalidRequest,
+    NotFound,
+    PushFailed,
+    TltError,
+    Unavailable,
+    from_code,
+)
 from tlt_server.records import (
     AbortWeights,
     CommitWeights,
@@ -54,16 +66,29 @@ class _Rollback(NamedTuple):
 
 
 class WeightPushes:
-    """`install(live, changed)` makes runner and drafters use `live`, of which the roles of `changed` are other than before."""
+    """`install(live, changed)` makes runner and drafters use `live`, of which the roles of
+    `changed` are other than before.
+    """
 
-    def __init__(self, transaction: Transaction, scheduler: Scheduler, install: Callable[[Parts, Parts], None]) -> None:
+    def __init__(
+        self,
+        transaction: Transaction,
+        scheduler: Scheduler,
+        install: Callable[[Parts, Parts], None],
+    ) -> None:
         self.transaction, self._scheduler, self._install = transaction, scheduler, install
-        self.settle: Callable[[], list[StepOutput]] = list  # takes in the steps in flight; the loop's
+        self.settle: Callable[[], list[StepOutput]] = (
+            list  # takes in the steps in flight; the loop's
+        )
         self.settling = False  # what was in flight is told first; the next call changes the weights, and no step runs until then
         self.asleep = False  # the weights are put away, and nothing may read or change them
         self._reports: deque[WeightReport] = deque()  # appended to by threads, too
-        self._readers = Crew("read weights", MAX_READERS)  # of the live storage, which must not change meanwhile
-        self._unread: list[str] = []  # ids of commands for a reader of sums that came while a change waited for others
+        self._readers = Crew(
+            "read weights", MAX_READERS
+        )  # of the live storage, which must not change meanwhile
+        self._unread: list[
+            str
+        ] = []  # ids of commands for a reader of sums that came while a change waited for others
         self._joiners = Crew("join group", MAX_JOINS)
         self._rollback: _Rollback | None = None
         self._ended: list[StepOutput] = []
@@ -77,13 +102,21 @@ class WeightPushes:
     def in_use(self) -> bool:
         """The weights are read, or a push or a rollback is under way."""
         push = self.transaction.push
-        return self._changing or self._readers.busy or (push is not None and (push.state == "staging" or push.manifest.commit))
+        return (
+            self._changing
+            or self._readers.busy
+            or (push is not None and (push.state == "staging" or push.manifest.commit))
+        )
 
     @property
     def refusal(self) -> Unavailable | None:
         """Why nothing is generated, while what is live of some role is no version."""
         reasons = "; ".join(self.transaction.quarantined.values())
-        return Unavailable(f"nothing is generated: {reasons}; push that version, or another") if reasons else None
+        return (
+            Unavailable(f"nothing is generated: {reasons}; push that version, or another")
+            if reasons
+            else None
+        )
 
     def take_reports(self) -> list[WeightReport]:
         return [self._reports.popleft() for _ in range(len(self._reports))]
@@ -96,14 +129,26 @@ class WeightPushes:
             if of is not None:
                 self.transaction.refuse(of)
                 if of.group:
-                    error = type(error)(f"{error.message}; nobody takes what group {of.group!r} brings of it, so it is left: make it anew")
-            self._report(command.id, error.code, error=error, version=of.version if of else "", role=of.role if of else "")
+                    error = type(error)(
+                        f"{error.message}; nobody takes what group {of.group!r} brings of it, so it is left: make it anew"
+                    )
+            self._report(
+                command.id,
+                error.code,
+                error=error,
+                version=of.version if of else "",
+                role=of.role if of else "",
+            )
 
     def advance(self) -> list[StepOutput]:
-        """Between two steps: commit what is staged, if its moment has come. Returns the sequences that end of it."""
+        """Between two steps: commit what is staged, if its moment has come. Returns the sequences
+        that end of it.
+        """
         self.settling = False
         self.transaction.tidy()  # what the call before has dropped, of which nothing is on the stack any more
-        if self._rollback is not None and self._may_change(self._rollback.in_flight, self._rollback.parts):
+        if self._rollback is not None and self._may_change(
+            self._rollback.in_flight, self._rollback.parts
+        ):
             self._roll_back(*self._rollback)
         waiting = self.transaction.push
         if waiting is not None and waiting.state == "waiting":
@@ -127,12 +172,20 @@ class WeightPushes:
         push = self.transaction.push
         if self._rollback is not None or push is None:
             return self._rollback is not None
-        return self.transaction.in_place or (push.state == "staged" and (push.manifest.commit or push.due))
+        return self.transaction.in_place or (
+            push.state == "staged" and (push.manifest.commit or push.due)
+        )
 
     def _apply(self, command: WeightCommand) -> None:
         transaction = self.transaction
-        if self.asleep and not isinstance(command, AbortWeights | JoinGroup | LeaveGroup) and command != LookAtWeights(command.id):
-            raise Conflict("the weights sleep; wake them first (POST /wake_up?tags=weights, or /resume_memory_occupation)")
+        if (
+            self.asleep
+            and not isinstance(command, AbortWeights | JoinGroup | LeaveGroup)
+            and command != LookAtWeights(command.id)
+        ):
+            raise Conflict(
+                "the weights sleep; wake them first (POST /wake_up?tags=weights, or /resume_memory_occupation)"
+            )
         match command:
             case PushWeights(id, manifest):
                 self._check_no_rollback()
@@ -152,10 +205,18 @@ class WeightPushes:
                     transaction.name_staged(name)
                 ready.asked.append(id)
                 ready.due = True
-            case AbortWeights(id, "", "") if self._rollback is not None and transaction.push is None:
+            case AbortWeights(id, "", "") if (
+                self._rollback is not None and transaction.push is None
+            ):
                 waiting, self._rollback = self._rollback, None
                 self._reset()
-                self._report(waiting.id, "conflict", error=Conflict("the rollback was aborted before its moment came; nothing has changed"))
+                self._report(
+                    waiting.id,
+                    "conflict",
+                    error=Conflict(
+                        "the rollback was aborted before its moment came; nothing has changed"
+                    ),
+                )
                 self._report(id, "aborted")
             case AbortWeights(id, version, session):
                 push = transaction.abort(version, session)
@@ -169,7 +230,13 @@ class WeightPushes:
             case ReadWeights(id, name, rows):
                 tensor = self._readable(name, rows)
                 self._readers.check_room(len(self._unread))
-                self._read(id, lambda: {"values": tensor.float().cpu().contiguous().numpy().tobytes(), "shape": list(tensor.shape)})
+                self._read(
+                    id,
+                    lambda: {
+                        "values": tensor.float().cpu().contiguous().numpy().tobytes(),
+                        "shape": list(tensor.shape),
+                    },
+                )
             case RollbackWeights(id, to, in_flight):
                 self._check_no_rollback()
                 parts = transaction.to_roll_back(to)
@@ -190,7 +257,9 @@ class WeightPushes:
             case JoinGroup(id, name):
                 self._check_group_free(name)
                 if "broadcast" not in transaction.channels:
-                    raise Forbidden("this server takes no weights by broadcast; start it with broadcast among its --weight-channels")
+                    raise Forbidden(
+                        "this server takes no weights by broadcast; start it with broadcast among its --weight-channels"
+                    )
                 self._joiners.check_room()
                 transaction.leave(name)
                 self._joiners.start(partial(self._join, command))
@@ -204,13 +273,26 @@ class WeightPushes:
         """In a thread: it takes until all ranks are there, or the group's time is up."""
         groups = self.transaction.intake.groups
         try:
-            groups.join(Membership(asked.name, asked.backend, asked.master_address, asked.master_port, asked.rank, asked.world_size,
-                                   asked.prefixed, groups.timeout_s, asked.unique_id))
+            groups.join(
+                Membership(
+                    asked.name,
+                    asked.backend,
+                    asked.master_address,
+                    asked.master_port,
+                    asked.rank,
+                    asked.world_size,
+                    asked.prefixed,
+                    groups.timeout_s,
+                    asked.unique_id,
+                )
+            )
             self._report(asked.id, "joined")
         except ChannelError as error:
             self._report(asked.id, error.code, error=from_code(error.code, str(error)))
         except Exception as cause:  # who asks must be answered, whatever it is
-            failed = ChannelBroken(f"the group cannot be joined ({type(cause).__name__}: {cause}); make it anew")
+            failed = ChannelBroken(
+                f"the group cannot be joined ({type(cause).__name__}: {cause}); make it anew"
+            )
             self._report(asked.id, failed.code, error=failed)
 
     def _check_group_free(self, name: str) -> None:
@@ -218,18 +300,32 @@ class WeightPushes:
             raise Conflict(f"group {name!r} brings a version just now; wait for that push to end")
 
     def _to_send_again(self, push: Push, error: TltError) -> TltError:
-        """What came through a group is gone, so to ask again, as clients do after some errors, would be to wait for nothing."""
+        """What came through a group is gone, so to ask again, as clients do after some errors,
+        would be to wait for nothing.
+        """
         group = push.manifest.group
         if group and error.retryable:
-            return ChannelBroken(f"{error.message}. What came through group {group!r} is gone: make the group anew, and send again what is "
-                                 "asked for again")
-        if group and group not in self.transaction.intake.groups and not isinstance(error, ChannelBroken):
-            return type(error)(f"{error.message}; group {group!r} is left, as more of this may come through it: make it anew")
+            return ChannelBroken(
+                f"{error.message}. What came through group {group!r} is gone: make the group anew, and send again what is "
+                "asked for again"
+            )
+        if (
+            group
+            and group not in self.transaction.intake.groups
+            and not isinstance(error, ChannelBroken)
+        ):
+            return type(error)(
+                f"{error.message}; group {group!r} is left, as more of this may come through it: make it anew"
+            )
         return error
 
     def _begin(self, push: Push) -> None:
-        """In place: once nothing that runs, and nobody who reads, could see half of the new weights."""
-        if self._readers.busy or self._drains(push.manifest.in_flight, self.transaction.live.only(push.manifest.roles)):
+        """In place: once nothing that runs, and nobody who reads, could see half of the new
+        weights.
+        """
+        if self._readers.busy or self._drains(
+            push.manifest.in_flight, self.transaction.live.only(push.manifest.roles)
+        ):
             return
         self._ended += self.settle()
         self._scheduler.frozen = True
@@ -243,7 +339,9 @@ class WeightPushes:
         return True
 
     def _may_change(self, in_flight: InFlight, changed: Parts) -> bool:
-        """Nobody reads, nothing must end first, and nothing is in flight: what was is told before the pause, not behind it."""
+        """Nobody reads, nothing must end first, and nothing is in flight: what was is told before
+        the pause, not behind it.
+        """
         if self._readers.busy or self._drains(in_flight, changed):
             return False
         ended = self.settle()
@@ -260,18 +358,33 @@ class WeightPushes:
 
     def _readable(self, name: str, rows: int) -> torch.Tensor:
         """The first rows of a live tensor, which nothing is about to change."""
-        transaction, role = self.transaction, "drafter" if name.startswith(DRAFTER_PREFIX) else "target"
+        transaction, role = (
+            self.transaction,
+            "drafter" if name.startswith(DRAFTER_PREFIX) else "target",
+        )
         part = transaction.live.by_role.get(role)
-        tensor = part.network.parameters().get(name.removeprefix(DRAFTER_PREFIX)) if part is not None else None
+        tensor = (
+            part.network.parameters().get(name.removeprefix(DRAFTER_PREFIX))
+            if part is not None
+            else None
+        )
         if tensor is None:
-            raise NotFound(f"there is no tensor {name[:200]!r}; POST /weight_checker lists the names")
+            raise NotFound(
+                f"there is no tensor {name[:200]!r}; POST /weight_checker lists the names"
+            )
         if self._changing:
-            raise Conflict("the weights in use are about to change, or change just now; read them once the push or rollback is answered")
+            raise Conflict(
+                "the weights in use are about to change, or change just now; read them once the push or rollback is answered"
+            )
         if role in transaction.quarantined:
-            raise Conflict(f"{name[:200]!r} cannot be read: {transaction.quarantined[role]}; push that version, or another")
+            raise Conflict(
+                f"{name[:200]!r} cannot be read: {transaction.quarantined[role]}; push that version, or another"
+            )
         if tensor[:rows].numel() > MOST_NUMBERS:
-            raise InvalidRequest(f"{rows} rows of {name[:200]!r}, of shape {list(tensor.shape)}, are {tensor[:rows].numel()} numbers; the "
-                                 f"limit is {MOST_NUMBERS}: ask for at most {MOST_NUMBERS // tensor[0].numel()} (truncate_size)")
+            raise InvalidRequest(
+                f"{rows} rows of {name[:200]!r}, of shape {list(tensor.shape)}, are {tensor[:rows].numel()} numbers; the "
+                f"limit is {MOST_NUMBERS}: ask for at most {MOST_NUMBERS // tensor[0].numel()} (truncate_size)"
+            )
         return tensor[:rows]
 
     def _sum(self, id: str) -> None:
@@ -285,7 +398,9 @@ class WeightPushes:
             try:
                 self._report(id, "looked", **look())
             except Exception as cause:  # who asks must be answered, whatever it is
-                error = PushFailed(f"the weights in use cannot be read ({type(cause).__name__}: {cause}); nothing has changed: ask again")
+                error = PushFailed(
+                    f"the weights in use cannot be read ({type(cause).__name__}: {cause}); nothing has changed: ask again"
+                )
                 self._report(id, error.code, error=error)
 
         self._readers.start(read)
@@ -294,8 +409,10 @@ class WeightPushes:
         """`Conflict` where the change would wait for the end of what does not go on."""
         begun = self._scheduler.begun
         if in_flight == "drain" and "target" in roles and self._scheduler.paused and begun:
-            raise Conflict(f"in_flight is drain, and {begun} requests that have begun do not go on while generation is paused or asleep; "
-                           "resume it first (POST /resume, /wake_up), or say another in_flight (continue, recompute, abort)")
+            raise Conflict(
+                f"in_flight is drain, and {begun} requests that have begun do not go on while generation is paused or asleep; "
+                "resume it first (POST /resume, /wake_up), or say another in_flight (continue, recompute, abort)"
+            )
 
     def _check_begun(self, push: Push) -> None:
         """It is refused now rather than once all of it is there."""
@@ -307,8 +424,10 @@ class WeightPushes:
 
     def _check_no_rollback(self) -> None:
         if self._rollback is not None:
-            raise Conflict("a rollback waits for what runs to end (in a pause, for POST /resume first); send this again after it is "
-                           "answered, or abort it (POST /weights/abort)")
+            raise Conflict(
+                "a rollback waits for what runs to end (in a pause, for POST /resume first); send this again after it is "
+                "answered, or abort it (POST /weights/abort)"
+            )
 
     def _advance(self, push: Push) -> None:
         if push.state == "failed":
@@ -331,7 +450,9 @@ class WeightPushes:
         push.phases["wait"] = started - push.staged_at
         try:
             self._take_over(self.transaction.commit(), parts, push.manifest.in_flight)
-        except TltError as error:  # the commit could not be recorded; nothing has changed, or in place all of it
+        except (
+            TltError
+        ) as error:  # the commit could not be recorded; nothing has changed, or in place all of it
             self._close(push, error.code, error=error)
             return
         pause_s = push.phases["commit"] = time.perf_counter() - started
@@ -347,7 +468,9 @@ class WeightPushes:
             self._report(id, error.code, error=error)
         else:
             pause_s = time.perf_counter() - started
-            self._report(id, "rolled_back", parts=parts, phases={"commit": pause_s}, pause_ms=pause_s * 1e3)
+            self._report(
+                id, "rolled_back", parts=parts, phases={"commit": pause_s}, pause_ms=pause_s * 1e3
+            )
         self._reset()
 
     def _take_over(self, live: Parts, changed: Parts, in_flight: InFlight) -> None:
@@ -356,7 +479,9 @@ class WeightPushes:
         if changed.target is not None:
             self._ended += self._scheduler.change_version(changed.target.version, in_flight)
 
-    def _close(self, push: Push, result: str, *, parts: Parts | None = None, error: TltError | None = None) -> None:
+    def _close(
+        self, push: Push, result: str, *, parts: Parts | None = None, error: TltError | None = None
+    ) -> None:
         """Nothing was committed; what a failure in place leaves behind is told with the answer."""
         self.transaction.close()
         if error is not None:
@@ -373,27 +498,72 @@ class WeightPushes:
 
     # -- reports -------------------------------------------------------------------------------------------------
 
-    def _answer(self, push: Push, result: str, *, parts: Parts | None = None, error: TltError | None = None, pause_ms: float = 0.0) -> None:
+    def _answer(
+        self,
+        push: Push,
+        result: str,
+        *,
+        parts: Parts | None = None,
+        error: TltError | None = None,
+        pause_ms: float = 0.0,
+    ) -> None:
         for id in push.asked or [""]:  # what nobody has asked for is told all the same
-            self._report(id, result, parts=parts, error=error, version=push.version, role=push.manifest.role, phases=push.phases,
-                         pause_ms=pause_ms)
+            self._report(
+                id,
+                result,
+                parts=parts,
+                error=error,
+                version=push.version,
+                role=push.manifest.role,
+                phases=push.phases,
+                pause_ms=pause_ms,
+            )
         push.asked.clear()
 
-    def _report(self, id: str, result: str, *, parts: Parts | None = None, error: TltError | None = None, version: str = "", role: str = "",
-                checksums: dict[str, str] | None = None, phases: dict[str, float] | None = None, pause_ms: float = 0.0,
-                values: bytes = b"", shape: Sequence[int] = ()) -> None:
+    def _report(
+        self,
+        id: str,
+        result: str,
+        *,
+        parts: Parts | None = None,
+        error: TltError | None = None,
+        version: str = "",
+        role: str = "",
+        checksums: dict[str, str] | None = None,
+        phases: dict[str, float] | None = None,
+        pause_ms: float = 0.0,
+        values: bytes = b"",
+        shape: Sequence[int] = (),
+    ) -> None:
         sums = dict(parts.sums) if parts and checksums is None else checksums or {}
-        self._reports.append(WeightReport(
-            id=id, state=self.state(), result=result, error=(error.code, error.message) if error else None,
-            version=parts.version if parts else version, role=parts.role if parts else role,
-            checksums=sums, phases=dict(phases or {}), pause_ms=pause_ms, values=values, shape=list(shape)))
+        self._reports.append(
+            WeightReport(
+                id=id,
+                state=self.state(),
+                result=result,
+                error=(error.code, error.message) if error else None,
+                version=parts.version if parts else version,
+                role=parts.role if parts else role,
+                checksums=sums,
+                phases=dict(phases or {}),
+                pause_ms=pause_ms,
+                values=values,
+                shape=list(shape),
+            )
+        )
 
     def state(self) -> WeightState:
         transaction, push = self.transaction, self.transaction.push
         live = {role: part.version for role, part in transaction.live.by_role.items()}
         return WeightState(
-            target=live["target"], drafter=live.get("drafter", ""),
+            target=live["target"],
+            drafter=live.get("drafter", ""),
             previous={role: part.version for role, part in transaction.previous.by_role.items()},
-            open={"version": push.version, "role": push.manifest.role, "state": push.state} if push else {},
-            spooled=transaction.spooled, quarantined=dict(transaction.quarantined), groups=sorted(transaction.intake.groups),
-            sockets=str(transaction.intake.sockets or ""))
+            open={"version": push.version, "role": push.manifest.role, "state": push.state}
+            if push
+            else {},
+            spooled=transaction.spooled,
+            quarantined=dict(transaction.quarantined),
+            groups=sorted(transaction.intake.groups),
+            sockets=str(transaction.intake.sockets or ""),
+        )

@@ -1,7 +1,8 @@
 """Runs one batch: draft, verify, sample, accept, commit KV. The CPU runner does it within `launch`.
 
-Decisions were made before (which requests, which strategy); nothing here changes a token: the target's sample at
-every row is fixed by weights, prefix, parameters and seed, and drafts only decide how many of them one pass yields.
+Decisions were made before (which requests, which strategy); nothing here changes a token: the
+target's sample at every row is fixed by weights, prefix, parameters and seed, and drafts only
+decide how many of them one pass yields.
 """
 
 from __future__ import annotations
@@ -37,8 +38,19 @@ class Finished(NamedTuple):
 
 
 class CpuRunner:
-    def __init__(self, model: Decoder, cache: KVCache, drafters: dict[str, Drafter], page_table_SP: NDArray[np.int32]) -> None:
-        self.model, self._cache, self._drafters, self._page_table_SP = model, cache, drafters, page_table_SP
+    def __init__(
+        self,
+        model: Decoder,
+        cache: KVCache,
+        drafters: dict[str, Drafter],
+        page_table_SP: NDArray[np.int32],
+    ) -> None:
+        self.model, self._cache, self._drafters, self._page_table_SP = (
+            model,
+            cache,
+            drafters,
+            page_table_SP,
+        )
         self.sample = sample
         self._finished: Finished | None = None
 
@@ -52,13 +64,25 @@ class CpuRunner:
         return finished
 
     def gauges(self) -> dict[str, float]:
-        return {name: value for drafter in self._drafters.values() for name, value in drafter.gauges().items()}
+        return {
+            name: value
+            for drafter in self._drafters.values()
+            for name, value in drafter.gauges().items()
+        }
 
     @torch.inference_mode()
     def launch(self, batch: Batch, strategy: Strategy) -> None:
         drafts = _Drafts(batch, strategy, self._drafters, self._page_table_SP, self._cache.scratch)
 
-        step = lay_out(batch, self._page_table_SP, self._cache, drafts.work_N, drafts.parent_N, drafts.candidates, drafts.chosen_N)
+        step = lay_out(
+            batch,
+            self._page_table_SP,
+            self._cache,
+            drafts.work_N,
+            drafts.parent_N,
+            drafts.candidates,
+            drafts.chosen_N,
+        )
         forward = self.model.forward(step.rows, self._cache)
         if self._cache.features_SF.shape[1]:
             self._cache.features_SF.numpy()[step.layout.slot_R] = forward.features_RF.numpy()
@@ -74,7 +98,11 @@ class CpuRunner:
             context=batch.context,
             strategy=strategy,
             rows=len(step.rows),
-            accepted=tuple(len(emission.tokens) - 1 for work, emission in zip(batch.works, emissions, strict=True) if work.decodes),
+            accepted=tuple(
+                len(emission.tokens) - 1
+                for work, emission in zip(batch.works, emissions, strict=True)
+                if work.decodes
+            ),
             drafted=len(drafts.chosen_N),
         )
         self._finished = Finished(batch, emissions, cycle)
@@ -92,7 +120,9 @@ class CpuRunner:
         )
         target_R = np.full(len(step.rows), -1, np.int32)
         target_R[step.sampled_R] = sampled.token_S
-        return sampled, accept(layout.root_W, layout.drafts_W + 1, layout.parent_R, layout.token_R, target_R)
+        return sampled, accept(
+            layout.root_W, layout.drafts_W + 1, layout.parent_R, layout.token_R, target_R
+        )
 
     def _commit_kv(self, step: Step, walk: Walk) -> None:
         """Copy accepted draft rows from scratch to the pages of their positions."""
@@ -101,13 +131,20 @@ class CpuRunner:
         if not len(kept):
             return
         position = layout.position_R[kept]
-        target = step.table_WP[layout.request_R[kept], position // size].astype(np.int64) * size + position % size
+        target = (
+            step.table_WP[layout.request_R[kept], position // size].astype(np.int64) * size
+            + position % size
+        )
         source_A, target_A = torch.from_numpy(layout.slot_R[kept]), torch.from_numpy(target)
         for array in (self._cache.k, self._cache.v, self._cache.features_SF[None]):
             copy_slots(array, source_A, target_A)
 
-    def _add_prompt_logprobs(self, batch: Batch, step: Step, forward: Forward, emissions: list[Emission]) -> None:
-        """Log-probs of prompt tokens, for the rare request that asks: row p gives those of position p + 1."""
+    def _add_prompt_logprobs(
+        self, batch: Batch, step: Step, forward: Forward, emissions: list[Emission]
+    ) -> None:
+        """Log-probs of prompt tokens, for the rare request that asks: row p gives those of position
+        p + 1.
+        """
         first_row = 0
         for w, (work, emission) in enumerate(zip(batch.works, emissions, strict=True)):
             sequence, count = work.sequence, work.sequence.request.sampling.prompt_logprobs
@@ -116,21 +153,34 @@ class CpuRunner:
                 found: list[TokenLogprobs | None] = [None] if work.start == 0 else []
                 if rows > 0:
                     logits = self.model.logits(forward.hidden_RH[first_row : first_row + rows])
-                    found += prompt_logprobs(logits, sequence.tokens[work.start + 1 : work.start + 1 + rows].tolist(), count)
+                    found += prompt_logprobs(
+                        logits,
+                        sequence.tokens[work.start + 1 : work.start + 1 + rows].tolist(),
+                        count,
+                    )
                 emission.prompt_logprobs = found
             first_row = int(step.layout.root_W[w] + step.layout.drafts_W[w]) + 1
 
 
 class _Drafts:
-    """The draft rows of one step, and where their outcome is reported. Without a drafter there are none."""
+    """The draft rows of one step, and where their outcome is reported. Without a drafter there are
+    none.
+    """
 
     def __init__(
-        self, batch: Batch, strategy: Strategy, drafters: dict[str, Drafter], page_table_SP: NDArray[np.int32], scratch: int
+        self,
+        batch: Batch,
+        strategy: Strategy,
+        drafters: dict[str, Drafter],
+        page_table_SP: NDArray[np.int32],
+        scratch: int,
     ) -> None:
         self.candidates = Candidates.empty()
         self.chosen_N = self.parent_N = self.work_N = np.zeros(0, np.int32)
         self._drafter: Drafter | None = None
-        works = [w for w, work in enumerate(batch.works) if work.decodes and work.sequence.request.sd]
+        works = [
+            w for w, work in enumerate(batch.works) if work.decodes and work.sequence.request.sd
+        ]
         if not strategy.drafter or not works:
             return
         self._drafter = drafters[strategy.drafter]
@@ -156,7 +206,11 @@ def _emissions(batch: Batch, step: Step, sampled: Sampled, walk: Walk) -> list[E
     tokens, logprobs = sampled.token_S.tolist(), sampled.logprob_S.tolist()
     raw_logprobs = sampled.raw_logprob_S.tolist() if sampled.raw_logprob_S is not None else []
     broken = bool(np.isnan(sampled.logprob_S).any())
-    roots, accepted, lengths = at_R[step.layout.root_W].tolist(), at_R[walk.row_A].tolist(), walk.length_B.tolist()
+    roots, accepted, lengths = (
+        at_R[step.layout.root_W].tolist(),
+        at_R[walk.row_A].tolist(),
+        walk.length_B.tolist(),
+    )
     drafts = step.layout.drafts_W.tolist()
     emissions, first = [], 0
     for w, work in enumerate(batch.works):
@@ -165,7 +219,11 @@ def _emissions(batch: Batch, step: Step, sampled: Sampled, walk: Walk) -> list[E
         if not work.samples:
             emissions.append(Emission())
             continue
-        emission = Emission(tokens=[tokens[s] for s in path], logprobs=[logprobs[s] for s in path], drafted=drafts[w])
+        emission = Emission(
+            tokens=[tokens[s] for s in path],
+            logprobs=[logprobs[s] for s in path],
+            drafted=drafts[w],
+        )
         if broken and any(math.isnan(logprob) for logprob in emission.logprobs):
             emission = Emission(error=EngineFailed(NOT_FINITE))
         sampling = work.sequence.request.sampling

@@ -1,8 +1,9 @@
 """Who runs in the next step, and what a finished step means for them. No tensors.
 
-Decoding sequences come first (one row each), then prompt rows in order of arrival while the step has room for them,
-then new sequences while pages and places last. A sequence that finds no page for its next row preempts the youngest. Every
-submitted sequence ends in exactly one output with a `finish_reason`.
+Decoding sequences come first (one row each), then prompt rows in order of arrival while the step
+has room for them, then new sequences while pages and places last. A sequence that finds no page for
+its next row preempts the youngest. Every submitted sequence ends in exactly one output with a
+`finish_reason`.
 """
 
 from __future__ import annotations
@@ -45,18 +46,33 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`on_begin` gets the ids of all that runs, before a step that begins a sequence."""
-        self.pool, self.max_running, self.max_rows, self.lookahead = pool, max_running, max_rows, lookahead
+        self.pool, self.max_running, self.max_rows, self.lookahead = (
+            pool,
+            max_running,
+            max_rows,
+            lookahead,
+        )
         self.room: Callable[[int, int], int] = unpadded  # as the device has it, which may pad
         self.weight_version = weight_version
         self.paused = False  # by an operator
         self.frozen = False  # weights are being written in place
         self.holding = False  # start nothing new; what has begun goes on
         self.preemptions = 0
-        self.page_table_SP: NDArray[np.int32] = np.zeros((max_running, max_pages_per_sequence), np.int32)
-        self._on_begin, self.on_end, self._save, self._restore, self._clock = on_begin, on_end, save, restore, clock
+        self.page_table_SP: NDArray[np.int32] = np.zeros(
+            (max_running, max_pages_per_sequence), np.int32
+        )
+        self._on_begin, self.on_end, self._save, self._restore, self._clock = (
+            on_begin,
+            on_end,
+            save,
+            restore,
+            clock,
+        )
         self._waiting: OrderedDict[str, Sequence] = OrderedDict()  # by id, the next one first
         self._running: list[Sequence] = []  # in order of admission
-        self._slots = deque(range(max_running))  # the one free for longest is taken first: on a GPU its text may still be drafted from
+        self._slots = deque(
+            range(max_running)
+        )  # the one free for longest is taken first: on a GPU its text may still be drafted from
         self._by_id: dict[str, Sequence] = {}
         self._deadlines = Deadlines(self._by_id)
         self._prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
@@ -75,7 +91,9 @@ class Scheduler:
                     f"needs {need} positions, this server holds {room}; lower max_tokens or start it with more pages"
                 )
             if sequence.id in self._by_id:
-                raise InvalidRequest(f"request id {sequence.id!r} is already in use; ids must be unique while a request runs")
+                raise InvalidRequest(
+                    f"request id {sequence.id!r} is already in use; ids must be unique while a request runs"
+                )
         for sequence in batch:
             sequence.arrived_s = self._clock()
             sequence.start_over(self.weight_version)
@@ -83,26 +101,37 @@ class Scheduler:
             self._waiting[sequence.id] = sequence
             self._deadlines.add(sequence)
 
-    def abort(self, ids: Iterable[str], finish_reason: str = "abort", *, all: bool = False) -> list[StepOutput]:
+    def abort(
+        self, ids: Iterable[str], finish_reason: str = "abort", *, all: bool = False
+    ) -> list[StepOutput]:
         """End these sequences (or all) with what they have; unknown ids have ended already."""
         chosen = [self._by_id[i] for i in (list(self._by_id) if all else ids) if i in self._by_id]
         return [self._end(sequence, finish_reason) for sequence in chosen]
 
     def fail(self, error: TltError) -> list[StepOutput]:
         """End all sequences with this error."""
-        return [self._end(sequence, "error", error=(error.code, error.message)) for sequence in list(self._by_id.values())]
+        return [
+            self._end(sequence, "error", error=(error.code, error.message))
+            for sequence in list(self._by_id.values())
+        ]
 
     def expire(self) -> list[StepOutput]:
-        """End every sequence whose deadline has passed, running or waiting, and every one not begun when it should have been."""
+        """End every sequence whose deadline has passed, running or waiting, and every one not begun
+        when it should have been.
+        """
         now, ended = self._clock(), []
         for sequence in self._deadlines.due(now):
             request = sequence.request
             error: TltError | None = None
             if request.deadline_s is not None and request.deadline_s <= now:
-                error = DeadlineExceeded("the request's deadline passed before it finished; raise timeout_s or ask for fewer tokens")
+                error = DeadlineExceeded(
+                    "the request's deadline passed before it finished; raise timeout_s or ask for fewer tokens"
+                )
             elif not sequence.has_begun:
-                error = QueueTimeout("the engine did not begin this sequence within its queue_timeout_s, as others came first; send it "
-                                     "again later or raise queue_timeout_s")
+                error = QueueTimeout(
+                    "the engine did not begin this sequence within its queue_timeout_s, as others came first; send it "
+                    "again later or raise queue_timeout_s"
+                )
             if error is not None:
                 ended.append(self._end(sequence, "error", error=(error.code, error.message)))
         return ended
@@ -131,7 +160,9 @@ class Scheduler:
 
     @property
     def holds_kv(self) -> bool:
-        """Some sequence has pages. None that waits has; what a spanning one saved lies elsewhere and serves nobody else."""
+        """Some sequence has pages. None that waits has; what a spanning one saved lies elsewhere
+        and serves nobody else.
+        """
         return bool(self._running)
 
     @property
@@ -143,7 +174,11 @@ class Scheduler:
         """The rows of the next step, pages reserved; None when nothing can run."""
         if self.halted:
             return None
-        works = [work for sequence in list(self._running) if sequence.unlaunched <= 1 and (work := self._decode_work(sequence))]
+        works = [
+            work
+            for sequence in list(self._running)
+            if sequence.unlaunched <= 1 and (work := self._decode_work(sequence))
+        ]
         room = self.room(len(works), self.max_rows)
         for sequence in list(self._running):
             if sequence.unlaunched > 1 and room > 0:
@@ -158,7 +193,9 @@ class Scheduler:
         return Batch(works, self.weight_version) if works else None
 
     def launched(self, batch: Batch, depth: int) -> None:
-        """The batch is on its way, with draft trees of at most this depth; `commit` is told of it later, in order."""
+        """The batch is on its way, with draft trees of at most this depth; `commit` is told of it
+        later, in order.
+        """
         for work in batch.works:
             work.launch(depth)
 
@@ -168,8 +205,12 @@ class Scheduler:
         while sequence.slot >= 0:
             root_end = min(sequence.length + sequence.ahead, sequence.length + sequence.remaining)
             if self._reserve(sequence, root_end):
-                self._reserve(sequence, min(root_end + self.lookahead, sequence.length + sequence.remaining))
-                return Work(sequence, sequence.length + sequence.ahead - 1, sequence.length + sequence.ahead)
+                self._reserve(
+                    sequence, min(root_end + self.lookahead, sequence.length + sequence.remaining)
+                )
+                return Work(
+                    sequence, sequence.length + sequence.ahead - 1, sequence.length + sequence.ahead
+                )
             self._preempt(self._running[-1])
         return None
 
@@ -189,7 +230,9 @@ class Scheduler:
         return True
 
     def _admit(self) -> Sequence | None:
-        """The oldest waiting sequence whose pages fit and whose prefix no running sibling is just computing."""
+        """The oldest waiting sequence whose pages fit and whose prefix no running sibling is just
+        computing.
+        """
         if not self._slots:
             return None
         pending = self._pending_keys()
@@ -198,14 +241,18 @@ class Scheduler:
                 continue
             saved = sequence.saved
             # prompt log-probs need every prompt row, once: they go out with the first token
-            reuse = saved is None and (sequence.request.sampling.prompt_logprobs is None or sequence.output_len > 0)
+            reuse = saved is None and (
+                sequence.request.sampling.prompt_logprobs is None or sequence.output_len > 0
+            )
             keys = sequence.page_keys((sequence.length - 1) // self.pool.page_size) if reuse else []
             pages = self.pool.match(keys)
             if len(pages) < len(keys) and keys[len(pages)] in pending:
                 self.pool.release(pages)
                 continue
             need = -(-sequence.length // self.pool.page_size) - len(pages)
-            if need > self.pool.available - (len(self._running) if self._running else 0):  # leave a page for each that runs
+            if need > self.pool.available - (
+                len(self._running) if self._running else 0
+            ):  # leave a page for each that runs
                 self.pool.release(pages)
                 return None
             del self._waiting[sequence.id]
@@ -229,7 +276,9 @@ class Scheduler:
     def _pending_keys(self) -> set[PageKey]:
         size = self.pool.page_size
         computing = [s for s in self._running if not s.decoding and s.shares]
-        return {key for s in computing for key in s.page_keys((s.length - 1) // size)[s.published :]}
+        return {
+            key for s in computing for key in s.page_keys((s.length - 1) // size)[s.published :]
+        }
 
     def _preempt(self, sequence: Sequence) -> None:
         if sequence.spanning:  # no one version could compute its KV again
@@ -240,13 +289,17 @@ class Scheduler:
         self._requeue(sequence)
 
     def give_up_pages(self) -> None:
-        """Whatever runs waits again, without KV, before what has not begun; no step may be in flight. Cached prefixes are forgotten."""
+        """Whatever runs waits again, without KV, before what has not begun; no step may be in
+        flight. Cached prefixes are forgotten.
+        """
         for sequence in reversed(list(self._running)):
             self._preempt(sequence)
         self.forget_prefixes()
 
     def forget_prefixes(self) -> None:
-        """Whatever is admitted from now on computes its KV anew. What runs goes on with its own, and keeps it to itself."""
+        """Whatever is admitted from now on computes its KV anew. What runs goes on with its own,
+        and keeps it to itself.
+        """
         for sequence in self._running:
             sequence.private = True  # its next pages are computed from what is forgotten here
         self.pool.clear_index()
@@ -284,9 +337,15 @@ class Scheduler:
                 continue
             if emission.error is not None:
                 self.pool.withdraw(sequence.pages)  # where its KV went wrong is not known
-                outputs.append(self._end(sequence, "error", error=(emission.error.code, emission.error.message)))
+                outputs.append(
+                    self._end(
+                        sequence, "error", error=(emission.error.code, emission.error.message)
+                    )
+                )
                 continue
-            emission.accepted = max(0, len(emission.tokens) - 1)  # none where only the prompt was wanted
+            emission.accepted = max(
+                0, len(emission.tokens) - 1
+            )  # none where only the prompt was wanted
             finish_reason, stop_reason = self._truncate(sequence, emission)
             emission.weight_version = batch.weight_version if emission.tokens else ""
             sequence.append(emission.tokens)
@@ -300,13 +359,22 @@ class Scheduler:
         return outputs
 
     def _truncate(self, sequence: Sequence, emission: Emission) -> tuple[str | None, int | None]:
-        """Cut the emission behind the first stop token or at max_tokens; say how the sequence ends, if it does."""
+        """Cut the emission behind the first stop token or at max_tokens; say how the sequence ends,
+        if it does.
+        """
         stops, room = sequence.state.stop_ids, sequence.remaining
-        stopped = next((i for i, token in enumerate(emission.tokens[:room]) if token in stops), None)
+        stopped = next(
+            (i for i, token in enumerate(emission.tokens[:room]) if token in stops), None
+        )
         if stopped is None and len(emission.tokens) < room:
             return None, None
         kept = room if stopped is None else stopped + 1
-        for values in (emission.tokens, emission.logprobs, emission.raw_logprobs, emission.top_logprobs):
+        for values in (
+            emission.tokens,
+            emission.logprobs,
+            emission.raw_logprobs,
+            emission.top_logprobs,
+        ):
             if values is not None:
                 del values[kept:]
         return ("length", None) if stopped is None else ("stop", emission.tokens[stopped])
@@ -314,7 +382,9 @@ class Scheduler:
     def _publish(self, sequence: Sequence) -> None:
         full = sequence.computed // self.pool.page_size
         if sequence.shares and full > sequence.published:
-            for page, key in list(zip(sequence.pages, sequence.page_keys(full), strict=False))[sequence.published : full]:
+            for page, key in list(zip(sequence.pages, sequence.page_keys(full), strict=False))[
+                sequence.published : full
+            ]:
                 self.pool.publish(page, key)
             sequence.published = full
 
@@ -354,13 +424,20 @@ class Scheduler:
     def change_version(self, version: str, in_flight: InFlight) -> list[StepOutput]:
         """Every step from now on is computed by `version`; returns what ends of it.
 
-        `continue` keeps the KV of what decodes. `recompute` drops all KV: the same tokens go on as if this version had read them.
-        `abort` ends what has begun with what it has. `drain` has waited until nothing has. Whatever has no complete KV (a prompt
-        half read, a preempted sequence whose KV was not saved) starts over under this version in every mode.
+        `continue` keeps the KV of what decodes. `recompute` drops all KV: the same tokens go on as
+        if this version had read them. `abort` ends what has begun with what it has. `drain` has
+        waited until nothing has. Whatever has no complete KV (a prompt half read, a preempted
+        sequence whose KV was not saved) starts over under this version in every mode.
         """
         self.weight_version = version
-        ended = [self._end(s, "abort") for s in list(self._by_id.values()) if s.has_begun] if in_flight == "abort" else []
-        for sequence in reversed([s for s in self._running if in_flight == "recompute" or not s.decoding]):
+        ended = (
+            [self._end(s, "abort") for s in list(self._by_id.values()) if s.has_begun]
+            if in_flight == "abort"
+            else []
+        )
+        for sequence in reversed(
+            [s for s in self._running if in_flight == "recompute" or not s.decoding]
+        ):
             self._requeue(sequence)
         for sequence in self._waiting.values():
             if in_flight == "recompute":
@@ -387,13 +464,29 @@ class Scheduler:
         """Assert every invariant; called by the property tests after each operation."""
         self.pool.check([s.pages for s in self._running])
         self._deadlines.check()
-        assert sorted([*self._slots, *(s.slot for s in self._running)]) == list(range(self.max_running)), "slots leak"
-        assert {s.id for s in self._running} | self._waiting.keys() == set(self._by_id), "a sequence is lost"
-        assert len(self._running) + len(self._waiting) == len(self._by_id), "a sequence stands in two places"
+        assert sorted([*self._slots, *(s.slot for s in self._running)]) == list(
+            range(self.max_running)
+        ), "slots leak"
+        assert {s.id for s in self._running} | self._waiting.keys() == set(self._by_id), (
+            "a sequence is lost"
+        )
+        assert len(self._running) + len(self._waiting) == len(self._by_id), (
+            "a sequence stands in two places"
+        )
         for s in self._running:
-            assert 0 <= s.computed < s.length and s.computed <= s.capacity, f"{s.id}: computed {s.computed}, capacity {s.capacity}"
-            assert 0 <= s.sure <= s.ahead and bool(s.sure) == bool(s.ahead), f"{s.id}: {s.sure} to {s.ahead} tokens are in flight"
-            assert s.computed <= s.launched <= s.length, f"{s.id}: launched {s.launched}, computed {s.computed} of {s.length}"
-            assert self.page_table_SP[s.slot, : len(s.pages)].tolist() == s.pages, f"{s.id}: page table differs"
+            assert 0 <= s.computed < s.length and s.computed <= s.capacity, (
+                f"{s.id}: computed {s.computed}, capacity {s.capacity}"
+            )
+            assert 0 <= s.sure <= s.ahead and bool(s.sure) == bool(s.ahead), (
+                f"{s.id}: {s.sure} to {s.ahead} tokens are in flight"
+            )
+            assert s.computed <= s.launched <= s.length, (
+                f"{s.id}: launched {s.launched}, computed {s.computed} of {s.length}"
+            )
+            assert self.page_table_SP[s.slot, : len(s.pages)].tolist() == s.pages, (
+                f"{s.id}: page table differs"
+            )
         for s in self._waiting.values():
-            assert s.slot < 0 and not s.pages and s.computed == 0 and not s.private, f"{s.id} waits but holds something"
+            assert s.slot < 0 and not s.pages and s.computed == 0 and not s.private, (
+                f"{s.id} waits but holds something"
+            )

@@ -1,9 +1,12 @@
-"""One sequence while the engine owns it: its tokens, pages and progress. Changed by the scheduler alone.
+"""One sequence while the engine owns it: its tokens, pages and progress. Changed by the scheduler
+alone.
 
-`computed` positions have committed KV. A decoding sequence has computed = length - 1: its last token is the root of the next step. A
-runner may tell its results a step late, so steps can be in flight: `launched` positions are certain rows of steps taken or in flight,
-and what is in flight will append at least `sure` and at most `ahead` tokens. A preempted sequence has computed = 0 and takes the same
-way as a fresh prompt; so does one that an engine before this one began (`GenerateRequest.generated`).
+`computed` positions have committed KV. A decoding sequence has computed = length - 1: its last
+token is the root of the next step. A runner may tell its results a step late, so steps can be in
+flight: `launched` positions are certain rows of steps taken or in flight, and what is in flight
+will append at least `sure` and at most `ahead` tokens. A preempted sequence has computed = 0 and
+takes the same way as a fresh prompt; so does one that an engine before this one began
+(`GenerateRequest.generated`).
 """
 
 from __future__ import annotations
@@ -36,7 +39,9 @@ class Sequence:
         self.computed = self.launched = 0
         self.sure = self.ahead = 0
         self.life = 0  # what was launched in an earlier one is void: the sequence was preempted or has ended since
-        self.cached_tokens: int | None = None  # prompt tokens found in the prefix index at first admission
+        self.cached_tokens: int | None = (
+            None  # prompt tokens found in the prefix index at first admission
+        )
         self.arrived_s = 0.0  # by the scheduler's clock
         self.queued_s: float | None = None  # from then until its first admission
         self.pages: list[int] = []
@@ -45,7 +50,9 @@ class Sequence:
         self.preemptions = 0
         self.spanning = False  # its KV is of more than one weight version
         self.private = False  # some of its KV is of before a flush
-        self.saved: SavedKV | None = None  # KV of a preempted sequence that cannot be computed again
+        self.saved: SavedKV | None = (
+            None  # KV of a preempted sequence that cannot be computed again
+        )
         self._page_size = page_size
         self._keys: list[PageKey] = []  # of the version that reads it, see `start_over`
 
@@ -74,7 +81,9 @@ class Sequence:
 
     @property
     def decoding(self) -> bool:
-        """Only its last token is not computed: one row makes it sample, and draft rows may hang off that row."""
+        """Only its last token is not computed: one row makes it sample, and draft rows may hang off
+        that row.
+        """
         return self.computed == self.length - 1
 
     @property
@@ -84,7 +93,9 @@ class Sequence:
 
     @property
     def by_host(self) -> bool:
-        """Its logits are edited by its text, which only the host does, so no step of it may be planned before the last one is known."""
+        """Its logits are edited by its text, which only the host does, so no step of it may be
+        planned before the last one is known.
+        """
         return self.state.edits
 
     @property
@@ -102,7 +113,9 @@ class Sequence:
         return self.output_len > 0 or self.slot >= 0 or self.preemptions > 0
 
     def start_over(self, version: str) -> None:
-        """It has no KV; `version` computes all of it. The scheduler calls this when it takes the sequence, and again when KV is dropped."""
+        """It has no KV; `version` computes all of it. The scheduler calls this when it takes the
+        sequence, and again when KV is dropped.
+        """
         assert self.slot < 0 and self.saved is None
         self._keys = [root_key(version, self.request.salt)]
         self.spanning = False
@@ -114,7 +127,9 @@ class Sequence:
         size = self._page_size
         while len(self._keys) <= count:
             i = len(self._keys) - 1
-            self._keys.append(next_key(self._keys[-1], self._tokens[i * size : (i + 1) * size].tolist()))
+            self._keys.append(
+                next_key(self._keys[-1], self._tokens[i * size : (i + 1) * size].tolist())
+            )
         return self._keys[1 : count + 1]
 
     def append(self, tokens: list[int]) -> None:

@@ -1,6 +1,7 @@
 """What the engine process is told at start: frozen, checked once more on arrival.
 
-`devices.choice.choose` gives what is left to the device ("auto", or 0) a value; everything behind it sees only values.
+`devices.choice.choose` gives what is left to the device ("auto", or 0) a value; everything behind
+it sees only values.
 """
 
 from __future__ import annotations
@@ -26,13 +27,19 @@ class EngineSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     threads: int = 2
     page_size: int = 16  # tokens
     pages: int = 0  # 0 = as many as kv_memory_mb holds
-    kv_memory_mb: int = 0  # 0 = what suits the device: a constant on a CPU, what memory_fraction leaves on a GPU
+    kv_memory_mb: int = (
+        0  # 0 = what suits the device: a constant on a CPU, what memory_fraction leaves on a GPU
+    )
     memory_fraction: float = 0.9  # of a GPU's memory, for everything: weights, KV, graphs
     max_model_len: int = 0  # tokens; 0 = what the model allows
     max_running: int = 0  # sequences; 0 = what suits the device
-    max_rows: int = 0  # certain rows (roots, what pads them, prompt rows) per step; 0 = what suits the device
+    max_rows: int = (
+        0  # certain rows (roots, what pads them, prompt rows) per step; 0 = what suits the device
+    )
     max_draft_rows: int = 1024  # draft rows per step
-    sd_max_batch: int = 0  # decoding requests above which nothing is drafted; 0 = the policy decides
+    sd_max_batch: int = (
+        0  # decoding requests above which nothing is drafted; 0 = the policy decides
+    )
     sd_canary: float = 0.5  # acceptance after a change of weights over that before, below which a drafter rests; 0 = never
     weight_version: str = "initial"  # of what the model directories hold
     weight_root: str = ""  # directory that pushes may come from; empty = none
@@ -54,5 +61,13 @@ class EngineSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def drafters(self) -> tuple[str, ...]:
-        """Names of the drafters to be loaded: the one with weights, if there is one, and every one that needs none."""
-        return () if self.drafter == "none" else ("eagle", "history") if self.drafter_is_network else ("history",)
+        """Names of the drafters to be loaded: the one with weights, if there is one, and every one
+        that needs none.
+        """
+        return (
+            ()
+            if self.drafter == "none"
+            else ("eagle", "history")
+            if self.drafter_is_network
+            else ("history",)
+        )

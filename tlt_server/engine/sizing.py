@@ -1,4 +1,6 @@
-"""How long a sequence may be and how many KV pages there are: what was asked for, held against the model and the memory."""
+"""How long a sequence may be and how many KV pages there are: what was asked for, held against the
+model and the memory.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +14,25 @@ MOST_POSITIONS = 1 << 22  # the rotary table of so many takes 4 GB at a head wid
 
 
 def served_length(settings: EngineSettings, config: ModelConfig) -> int:
-    """Positions of the longest sequence; `StartupError` when the model or this server has fewer than asked for."""
+    """Positions of the longest sequence; `StartupError` when the model or this server has fewer
+    than asked for.
+    """
     if settings.max_model_len > config.max_position:
-        raise StartupError(f"max_model_len {settings.max_model_len} exceeds the model's {config.max_position} positions; lower it")
+        raise StartupError(
+            f"max_model_len {settings.max_model_len} exceeds the model's {config.max_position} positions; lower it"
+        )
     chosen = settings.max_model_len or config.max_position
     if chosen > MOST_POSITIONS:
-        raise StartupError(f"max_model_len {chosen} is above the most this server takes, {MOST_POSITIONS}; set max_model_len lower")
+        raise StartupError(
+            f"max_model_len {chosen} is above the most this server takes, {MOST_POSITIONS}; set max_model_len lower"
+        )
     return chosen
 
 
 def kv_pages(settings: EngineSettings, bytes_per_page: int, max_model_len: int) -> int:
-    """Pages as asked for, or as many as fit and could be in use at once; `StartupError` when they are too few or too many."""
+    """Pages as asked for, or as many as fit and could be in use at once; `StartupError` when they
+    are too few or too many.
+    """
     need = -(-max_model_len // settings.page_size)
     pages = settings.pages
     if not pages:

@@ -1,7 +1,9 @@
-"""One step's work on each sequence: decided by the scheduler, computed by a runner, which may tell the outcome a step late.
+"""One step's work on each sequence: decided by the scheduler, computed by a runner, which may tell
+the outcome a step late.
 
-While a step that samples is in flight, its sequence's end is not known: the sequence counts by how much it will grow at least
-(`sure`) and at most (`ahead`). `launch` and `land` bracket that, in the order of the steps. No tensors.
+While a step that samples is in flight, its sequence's end is not known: the sequence counts by how
+much it will grow at least (`sure`) and at most (`ahead`). `launch` and `land` bracket that, in the
+order of the steps. No tensors.
 """
 
 from __future__ import annotations
@@ -15,9 +17,11 @@ from tlt_server.records import StepContext, TokenLogprobs
 
 
 class Work:
-    """Positions [start, end) of one sequence are this step's certain rows; it samples if they reach its end.
+    """Positions [start, end) of one sequence are this step's certain rows; it samples if they reach
+    its end.
 
-    Behind a step in flight that samples, the work is the sequence's last position, wherever that will be; start and end are upper bounds.
+    Behind a step in flight that samples, the work is the sequence's last position, wherever that
+    will be; start and end are upper bounds.
     """
 
     __slots__ = ("decodes", "end", "life", "most", "samples", "sequence", "start")
@@ -44,7 +48,10 @@ class Work:
     def land(self) -> None:
         """Its outcome is known, and is taken over next."""
         if self.samples:
-            self.sequence.sure, self.sequence.ahead = self.sequence.sure - 1, self.sequence.ahead - self.most
+            self.sequence.sure, self.sequence.ahead = (
+                self.sequence.sure - 1,
+                self.sequence.ahead - self.most,
+            )
 
 
 @dataclass(frozen=True)
@@ -65,7 +72,9 @@ class Batch:
 
 @dataclass
 class Emission:
-    """What one work gave in a step: draft tokens accepted plus the bonus token, or nothing from a prompt chunk."""
+    """What one work gave in a step: draft tokens accepted plus the bonus token, or nothing from a
+    prompt chunk.
+    """
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)

@@ -1,7 +1,9 @@
-"""What is kept of a request: an id in its reply and in every log line about it, one access line, its place in the metrics.
+"""What is kept of a request: an id in its reply and in every log line about it, one access line,
+its place in the metrics.
 
-An admin call that was accepted has a second line, `audit`. None of these holds anything that a client wrote into the body, the query or
-the headers, but for a well-formed X-Request-Id and the version of weights that were pushed.
+An admin call that was accepted has a second line, `audit`. None of these holds anything that a
+client wrote into the body, the query or the headers, but for a well-formed X-Request-Id and the
+version of weights that were pushed.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from tlt_server.metrics import Metrics
 
 HEADER = b"x-request-id"
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"})
-QUIET = frozenset({"/health", "/livez", "/readyz", "/startupz", "/metrics"})  # probes and scrapes: asked every few seconds
+QUIET = frozenset(
+    {"/health", "/livez", "/readyz", "/startupz", "/metrics"}
+)  # probes and scrapes: asked every few seconds
 POLLED = frozenset({"/server_info", "/strategy"})  # likewise, by GETs of an open page
 _WELL_FORMED = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
 
@@ -45,7 +49,8 @@ class Access:
             except Exception:
                 if not request.status:
                     raise
-                # else it has been answered and logged (`replies.unexpected`); a server that saw it would log its message
+                # else it has been answered and logged (`replies.unexpected`); a server that saw it
+                # would log its message
             finally:
                 self._keep(scope, request, time.perf_counter() - started)
 
@@ -55,11 +60,27 @@ class Access:
         self._metrics.http_requests.labels(method, route, str(status)).inc()
         self._metrics.http_s.labels(route).observe(seconds)
         quiet = route in QUIET or (method == "GET" and route in POLLED)
-        answered = 0 < status < 400 or (route in QUIET and status == 503)  # that is how a probe says no
-        write = log.debug if quiet and answered else log.info if answered or status == 499 else log.warning
+        answered = 0 < status < 400 or (
+            route in QUIET and status == 503
+        )  # that is how a probe says no
+        write = (
+            log.debug
+            if quiet and answered
+            else log.info
+            if answered or status == 499
+            else log.warning
+        )
         client = scope["client"][0] if scope.get("client") else ""
-        write("request", method=method, route=route, status=status, seconds=round(seconds, 6), request_bytes=request.received,
-              response_bytes=request.sent, client=client)
+        write(
+            "request",
+            method=method,
+            route=route,
+            status=status,
+            seconds=round(seconds, 6),
+            request_bytes=request.received,
+            response_bytes=request.sent,
+            client=client,
+        )
         if 0 < status < 400 and is_admin_call(scope):
             log.info("audit", method=method, route=route, status=status, client=client)
 

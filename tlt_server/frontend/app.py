@@ -1,6 +1,8 @@
-"""The HTTP application: the dialects' routes and the document of them, errors in each route's shape, authentication and limits around.
+"""The HTTP application: the dialects' routes and the document of them, errors in each route's
+shape, authentication and limits around.
 
-What is kept of a request (`access`) is outermost: it also sees the replies to requests that nothing else let in.
+What is kept of a request (`access`) is outermost: it also sees the replies to requests that nothing
+else let in.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ def build_app(service: Service, gate: Gate, dialects: Iterable[str] = DIALECTS) 
         """This document."""
         return Response(about, media_type="application/json")
 
-    tables["document"] = [Endpoint("GET", "/openapi.json", openapi, needs="any", gives=dict[str, Any])]
+    tables["document"] = [
+        Endpoint("GET", "/openapi.json", openapi, needs="any", gives=dict[str, Any])
+    ]
     about = msgspec.json.encode(document(tables, keyed=gate.keyed))
     routes = [endpoint for table in tables.values() for endpoint in table]
     known = sorted({endpoint.path for endpoint in routes})
@@ -48,7 +52,9 @@ def build_app(service: Service, gate: Gate, dialects: Iterable[str] = DIALECTS) 
         return [endpoint for endpoint in routes if endpoint.path_regex.match(path)]
 
     def needs(scope: Scope) -> Needs:
-        """What the route that the router will take needs. That there is none is told to any key, and to everybody beside an open route."""
+        """What the route that the router will take needs. That there is none is told to any key,
+        and to everybody beside an open route.
+        """
         beside_open = False
         for endpoint in routes:
             match, _ = endpoint.matches(scope)
@@ -64,7 +70,9 @@ def build_app(service: Service, gate: Gate, dialects: Iterable[str] = DIALECTS) 
     def refuse(path: str, error: TltError, *, close: bool = False) -> Response:
         if template(path) not in QUIET:  # a probe that is answered with no is no request refused
             service.rejected(error)
-        return ErrorResponse(error, next((endpoint.error_shape for endpoint in at(path)), error_reply), close=close)
+        return ErrorResponse(
+            error, next((endpoint.error_shape for endpoint in at(path)), error_reply), close=close
+        )
 
     async def refused(request: Request, error: Exception) -> Response:
         assert isinstance(error, TltError)
@@ -75,13 +83,25 @@ def build_app(service: Service, gate: Gate, dialects: Iterable[str] = DIALECTS) 
         path = request.url.path
         if error.status_code == 405:
             methods = ", ".join(endpoint.method for endpoint in at(path))
-            response = refuse(path, MethodNotAllowed(f"{request.method[:20]} is not a method of {path[:200]}; use {methods}"))
+            response = refuse(
+                path,
+                MethodNotAllowed(
+                    f"{request.method[:20]} is not a method of {path[:200]}; use {methods}"
+                ),
+            )
             response.headers["allow"] = methods
             return response
-        return refuse(path, NotFound(f"there is no {path[:200]}{nearest(path[:200], known)}; GET /openapi.json lists the routes"))
+        return refuse(
+            path,
+            NotFound(
+                f"there is no {path[:200]}{nearest(path[:200], known)}; GET /openapi.json lists the routes"
+            ),
+        )
 
     async def disconnected(request: Request, error: Exception) -> Response:
-        return refuse(request.url.path, Cancelled("the client disconnected before its body was complete"))
+        return refuse(
+            request.url.path, Cancelled("the client disconnected before its body was complete")
+        )
 
     async def broken(request: Request, error: Exception) -> Response:
         return refuse(request.url.path, unexpected(error))
@@ -94,10 +114,20 @@ def build_app(service: Service, gate: Gate, dialects: Iterable[str] = DIALECTS) 
         middleware=[
             Middleware(ConnectionLimit, max_connections=config.max_connections, refuse=closing),
             Middleware(Authentication, gate=gate, needs=needs, refuse=closing),
-            Middleware(BodyLimits, max_body_bytes=config.max_body_mb * 2**20, body_timeout_s=config.body_timeout_s,
-                       reading=service.reading, refuse=closing),
+            Middleware(
+                BodyLimits,
+                max_body_bytes=config.max_body_mb * 2**20,
+                body_timeout_s=config.body_timeout_s,
+                reading=service.reading,
+                refuse=closing,
+            ),
             Middleware(Arrival, refuse=closing),
         ],
-        exception_handlers={TltError: refused, HTTPException: no_such_route, ClientDisconnect: disconnected, Exception: broken},
+        exception_handlers={
+            TltError: refused,
+            HTTPException: no_such_route,
+            ClientDisconnect: disconnected,
+            Exception: broken,
+        },
     )
     return Access(app, service.metrics, template)

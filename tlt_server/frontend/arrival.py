@@ -1,6 +1,8 @@
-"""For a transport that says path, query and body in one message: it is read behind authentication and limits, in front of the router.
+"""For a transport that says path, query and body in one message: it is read behind authentication
+and limits, in front of the router.
 
-Until then its scope has the path's template. `ARRIVE` in the scope's state turns the message into what an HTTP request would have said.
+Until then its scope has the path's template. `ARRIVE` in the scope's state turns the message into
+what an HTTP request would have said.
 """
 
 from __future__ import annotations
@@ -40,14 +42,24 @@ class Arrival:
             return
         try:
             data = (await receive()).get("body", b"")
-            arrived = await asyncio.to_thread(arrive, data) if len(data) > LARGE_BYTES else arrive(data)
+            arrived = (
+                await asyncio.to_thread(arrive, data) if len(data) > LARGE_BYTES else arrive(data)
+            )
         except TltError as error:
             await self.refuse(scope["path"], error)(scope, receive, send)
             return
-        scope.update({
-            "method": arrived.method, "path": arrived.path, "raw_path": arrived.path.encode(), "query_string": arrived.query.encode(),
-            "headers": [*scope["headers"], *((name.encode(), value.encode()) for name, value in arrived.headers)],
-        })
+        scope.update(
+            {
+                "method": arrived.method,
+                "path": arrived.path,
+                "raw_path": arrived.path.encode(),
+                "query_string": arrived.query.encode(),
+                "headers": [
+                    *scope["headers"],
+                    *((name.encode(), value.encode()) for name, value in arrived.headers),
+                ],
+            }
+        )
         body: Message | None = {"type": "http.request", "body": arrived.body, "more_body": False}
 
         async def replayed() -> Message:

@@ -1,7 +1,9 @@
-"""Who may call which route. A route says what it needs (`Endpoint.needs`); what has no route needs a key to be told so.
+"""Who may call which route. A route says what it needs (`Endpoint.needs`); what has no route needs
+a key to be told so.
 
-A server without keys is open to this machine's own programs, with all scopes: a web page that makes a browser call it shows in the headers
-Host (a name that resolves to this machine) or Origin (a page from elsewhere), and is refused.
+A server without keys is open to this machine's own programs, with all scopes: a web page that makes
+a browser call it shows in the headers Host (a name that resolves to this machine) or Origin (a page
+from elsewhere), and is refused.
 """
 
 from __future__ import annotations
@@ -34,14 +36,19 @@ class Gate:
     """The decision, whichever transport asks."""
 
     def __init__(self, config: Config, metrics: Metrics) -> None:
-        self._keys, self._metrics = watched_keys(config, partial(metrics.file_read, "api_keys")), metrics
+        self._keys, self._metrics = (
+            watched_keys(config, partial(metrics.file_read, "api_keys")),
+            metrics,
+        )
 
     @property
     def keyed(self) -> bool:
         return self._keys is not None
 
     def admit(self, token: str, needs: Needs) -> Caller:
-        """Whose token it is, or `Unauthenticated`, or `Forbidden` where that caller lacks the scope. `token`: empty without one."""
+        """Whose token it is, or `Unauthenticated`, or `Forbidden` where that caller lacks the
+        scope. `token`: empty without one.
+        """
         if needs == "open":
             return NOBODY
         if self._keys is None:
@@ -49,11 +56,15 @@ class Gate:
         caller = self._keys().find(token)
         if caller is None:
             self.refused("unknown_key" if token else "no_key")
-            raise Unauthenticated("the request carries no known API key; send the header Authorization: Bearer <key>")
+            raise Unauthenticated(
+                "the request carries no known API key; send the header Authorization: Bearer <key>"
+            )
         if needs != "any" and not caller.may(needs):
             self.refused("scope")
-            raise Forbidden(f"the key {caller.name} has the scopes {', '.join(sorted(caller.scopes))}, and this needs {needs}; use another "
-                            f"key, or have this one given scopes={','.join(sorted({*caller.scopes, needs}))}")
+            raise Forbidden(
+                f"the key {caller.name} has the scopes {', '.join(sorted(caller.scopes))}, and this needs {needs}; use another "
+                f"key, or have this one given scopes={','.join(sorted({*caller.scopes, needs}))}"
+            )
         return caller
 
     def refused(self, reason: str) -> None:
@@ -63,8 +74,17 @@ class Gate:
 class Authentication:
     """Lets through what the gate admits, and tells handlers who calls."""
 
-    def __init__(self, app: ASGIApp, *, gate: Gate, needs: Callable[[Scope], Needs], refuse: Callable[[str, TltError], ASGIApp]) -> None:
-        """`needs(scope)`: of the route that will be taken. `refuse(path, error)` is the answer that closes the connection."""
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        gate: Gate,
+        needs: Callable[[Scope], Needs],
+        refuse: Callable[[str, TltError], ASGIApp],
+    ) -> None:
+        """`needs(scope)`: of the route that will be taken. `refuse(path, error)` is the answer that
+        closes the connection.
+        """
         self.app, self.gate, self.needs, self.refuse = app, gate, needs, refuse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -81,7 +101,9 @@ class Authentication:
         else:
             scope.setdefault("state", {})[ADMITTED] = Admitted(caller, needs)
             if caller.name:
-                structlog.contextvars.bind_contextvars(key=caller.name)  # in every line about this request
+                structlog.contextvars.bind_contextvars(
+                    key=caller.name
+                )  # in every line about this request
             await self.app(scope, receive, send)
 
     def _check_names(self, scope: Scope) -> None:
@@ -89,8 +111,10 @@ class Authentication:
             value = _header(scope, name.encode())
             if value and not _is_own(value):
                 self.gate.refused("foreign_name")
-                raise Forbidden(f"the header {name} is {value[:100]!r}; a server without API keys answers to localhost only: "
-                                "call it by that name, or start it with --api-key-file")
+                raise Forbidden(
+                    f"the header {name} is {value[:100]!r}; a server without API keys answers to localhost only: "
+                    "call it by that name, or start it with --api-key-file"
+                )
 
 
 def caller_of(request: Request) -> Caller:
@@ -101,7 +125,11 @@ def caller_of(request: Request) -> Caller:
 def is_admin_call(scope: Scope) -> bool:
     """Whether a request was admitted to change the weights or what the server does."""
     admitted: Admitted | None = scope.get("state", {}).get(ADMITTED)
-    return admitted is not None and admitted.needs in ("push-weights", "operate") and scope["method"] not in ("GET", "HEAD")
+    return (
+        admitted is not None
+        and admitted.needs in ("push-weights", "operate")
+        and scope["method"] not in ("GET", "HEAD")
+    )
 
 
 def bearer(authorization: str) -> str:

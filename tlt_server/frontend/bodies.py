@@ -1,7 +1,9 @@
-"""JSON of a body, decoded a piece at a time: what decodes or validates holds the interpreter meanwhile, in a thread as well.
+"""JSON of a body, decoded a piece at a time: what decodes or validates holds the interpreter
+meanwhile, in a thread as well.
 
-A large object or list is first cut into its members, which takes a fraction of the time; the members are decoded one after another, and
-other requests have their turn in between. Called by `requests.read_object`.
+A large object or list is first cut into its members, which takes a fraction of the time; the
+members are decoded one after another, and other requests have their turn in between. Called by
+`requests.read_object`.
 """
 
 from __future__ import annotations
@@ -17,12 +19,16 @@ from tlt_server.errors import InvalidRequest
 
 PIECE_BYTES = 2**18
 DEPTH = 4  # of what is cut: body, list of items, item, list of token ids
-MOST = 2**16  # fields of a large object, members of a large list but of numbers: as many items as a request may have, at the most
+MOST = (
+    2**16
+)  # fields of a large object, members of a large list but of numbers: as many items as a request may have, at the most
 Cut = TypeVar("Cut", dict[str, Raw], list[Raw])
 
 
 async def decoded(body: bytes) -> Any:
-    """`ValueError` when it is not JSON, `InvalidRequest` when an object has too many fields or a list too many members."""
+    """`ValueError` when it is not JSON, `InvalidRequest` when an object has too many fields or a
+    list too many members.
+    """
     if len(body) <= PIECE_BYTES:
         return from_json(body, allow_inf_nan=False)
     content = await _Decoding().value(body, DEPTH)
@@ -41,8 +47,14 @@ class _Decoding:
         if data[:1] == b"{":
             fields = _cut(data, dict[str, Raw])
             await asyncio.sleep(0)
-            return {name: await self.value(bytes(field), depth - 1) for name, field in fields.items()}
-        if data[:1] == b"[" and data[1:256].lstrip()[:1] in (b"{", b"[", b'"'):  # not where numbers stand
+            return {
+                name: await self.value(bytes(field), depth - 1) for name, field in fields.items()
+            }
+        if data[:1] == b"[" and data[1:256].lstrip()[:1] in (
+            b"{",
+            b"[",
+            b'"',
+        ):  # not where numbers stand
             members = _cut(data, list[Raw])
             await asyncio.sleep(0)
             return [await self.value(bytes(member), depth - 1) for member in members]
@@ -62,6 +74,12 @@ def _cut(data: bytes, kind: type[Cut]) -> Cut:
     except (msgspec.MsgspecError, RecursionError) as error:
         raise ValueError(str(error)) from None
     if len(members) > MOST:
-        what = "an object in the body has {} fields" if kind == dict[str, Raw] else "a list in the body has {} members"
-        raise InvalidRequest(f"{what.format(len(members))}; the limit is {MOST}: leave out what is not asked for, or send several requests")
+        what = (
+            "an object in the body has {} fields"
+            if kind == dict[str, Raw]
+            else "a list in the body has {} members"
+        )
+        raise InvalidRequest(
+            f"{what.format(len(members))}; the limit is {MOST}: leave out what is not asked for, or send several requests"
+        )
     return members

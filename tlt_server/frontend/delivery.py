@@ -1,4 +1,6 @@
-"""How a generation reaches its client: as one reply or as server-sent events. Whatever ends the response ends the generation."""
+"""How a generation reaches its client: as one reply or as server-sent events. Whatever ends the
+response ends the generation.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ T = TypeVar("T")
 
 class EventStream(StreamingResponse):
     def __init__(self, frames: AsyncIterator[bytes], generation: Generation) -> None:
-        super().__init__(frames, media_type="text/event-stream", headers={"cache-control": "no-store"})
+        super().__init__(
+            frames, media_type="text/event-stream", headers={"cache-control": "no-store"}
+        )
         self._generation = generation
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -27,7 +31,9 @@ class EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-async def reply(request: Request, work: Coroutine[Any, Any, Response], generation: Generation) -> Response:
+async def reply(
+    request: Request, work: Coroutine[Any, Any, Response], generation: Generation
+) -> Response:
     """Run `work`, but cancel it (which aborts its sequences) as soon as the client hangs up."""
     with closing(generation):
         return await while_connected(request, work)

@@ -1,7 +1,9 @@
-"""What the frontend sees of the engine, whichever life of it runs: submissions out, each output to the one that waits for it.
+"""What the frontend sees of the engine, whichever life of it runs: submissions out, each output to
+the one that waits for it.
 
-`supervisor` tells it when a life begins (`connect`) and ends (`died`), and hands it every event (`take`). Invariant: every submitted
-sequence sees exactly one output with a `finish_reason`, whatever happens to the engine, the client or the clock.
+`supervisor` tells it when a life begins (`connect`) and ends (`died`), and hands it every event
+(`take`). Invariant: every submitted sequence sees exactly one output with a `finish_reason`,
+whatever happens to the engine, the client or the clock.
 """
 
 from __future__ import annotations
@@ -18,7 +20,14 @@ from typing import Any, TypeVar
 import msgspec
 import structlog
 
-from tlt_server.errors import DeadlineExceeded, EngineFailed, Poisoned, TltError, Unavailable, from_code
+from tlt_server.errors import (
+    DeadlineExceeded,
+    EngineFailed,
+    Poisoned,
+    TltError,
+    Unavailable,
+    from_code,
+)
 from tlt_server.frontend.admission import Admission, Demand
 from tlt_server.frontend.engine_link import Death, EngineLink
 from tlt_server.frontend.halt import Halt
@@ -60,12 +69,16 @@ class EngineClient:
         self._suspects, self.versions = Suspects(), Versions()
         self._link: EngineLink | None = None
         self._routes: dict[str, Route] = {}  # in order of arrival
-        self._queue: deque[tuple[list[GenerateRequest], bool]] = deque()  # batches for the engine; True: one request, and on trial
+        self._queue: deque[tuple[list[GenerateRequest], bool]] = (
+            deque()
+        )  # batches for the engine; True: one request, and on trial
         self._on_trial = ""  # id; nothing is given before it is through with that
         self._trial_tokens = 0  # when it has more of them it is through
         self._answers: dict[str, asyncio.Future[WeightReport]] = {}  # of weight commands, by id
         self._done: dict[str, asyncio.Future[ControlReport]] = {}  # of control commands, likewise
-        self._unanswered = False  # weight commands were open when an engine died, and no life has been ready since
+        self._unanswered = (
+            False  # weight commands were open when an engine died, and no life has been ready since
+        )
         self._command_ids = itertools.count(1)
         self._started = asyncio.Event()
         self._idle = asyncio.Event()
@@ -104,26 +117,43 @@ class EngineClient:
                 self._answered(event)
             case ControlReport(id, error):
                 self.halt.answered(event)
-                if error is not None and id not in self._done:  # nobody waits: the client has gone, or it is a new life that was told
+                if (
+                    error is not None and id not in self._done
+                ):  # nobody waits: the client has gone, or it is a new life that was told
                     log.warning("control_failed", code=error[0], message=error[1])
                 _settle(self._done, id, event)
 
     def died(self, death: Death, restart_in_s: float | None, start_s: float) -> int:
-        """Everything open ends with a typed error, but for what can resume: how much that is. `restart_in_s`: None for never; `start_s`:
-        that a start takes from there."""
+        """Everything open ends with a typed error, but for what can resume: how much that is.
+        `restart_in_s`: None for never; `start_s`: that a start takes from there.
+        """
         self._link = None
         self.halt.died()
         self.failure = f"the engine is gone and {'will not be' if restart_in_s is None else 'is being'} restarted: {death.error.message}"
         self._again_s = (restart_in_s or 0.0) + start_s
         self._metrics.engine_gone()
         running = [self._routes[id] for id in death.begun if id in self._routes]
-        tried = next((route.request for route in running if len(running) == 1 or route.request.id == self._on_trial), None)
-        self._suspects.crashed([(route.request, route.tokens) for route in running], tried, time.monotonic())
+        tried = next(
+            (
+                route.request
+                for route in running
+                if len(running) == 1 or route.request.id == self._on_trial
+            ),
+            None,
+        )
+        self._suspects.crashed(
+            [(route.request, route.tokens) for route in running], tried, time.monotonic()
+        )
         self._queue.clear()
         self._on_trial = ""
         self._unanswered |= bool(self._answers)
         for answers in (self._answers, self._done):
-            _fail(answers, lambda: EngineFailed(f"{death.error.message}; GET /weights says what is live once the engine is back"))
+            _fail(
+                answers,
+                lambda: EngineFailed(
+                    f"{death.error.message}; GET /weights says what is live once the engine is back"
+                ),
+            )
         for id, route in list(self._routes.items()):
             if route.submission.resume is None:
                 self._end(id, EngineFailed(death.error.message))
@@ -133,7 +163,9 @@ class EngineClient:
         return len(self._routes)
 
     def _begin(self, info: EngineInfo) -> None:
-        """The life that has connected is ready: it learns what was set while serving, then what was cut off."""
+        """The life that has connected is ready: it learns what was set while serving, then what was
+        cut off.
+        """
         self.info = self.admission.engine = info
         self.failure = ""
         self._metrics.engine_ready(info)
@@ -148,14 +180,20 @@ class EngineClient:
         self._started.set()
 
     def _resume(self) -> None:
-        """Submit again what was cut off: that is all that is open, as nothing new is taken before. What ran when the engine died goes
-        first and one by one, each when the one before has gone a step: a killer is then alone with its deed."""
-        free, suspect, refused = self._suspects.sort([route.request for route in self._routes.values()], time.monotonic())
+        """Submit again what was cut off: that is all that is open, as nothing new is taken before.
+        What ran when the engine died goes first and one by one, each when the one before has gone a
+        step: a killer is then alone with its deed.
+        """
+        free, suspect, refused = self._suspects.sort(
+            [route.request for route in self._routes.values()], time.monotonic()
+        )
         self._refuse(refused)
         self._queue += [([rest], True) for request in suspect for rest in self._rest(request.id)]
         batches: dict[Submission, list[GenerateRequest]] = {}
         for request in free:
-            batches.setdefault(self._routes[request.id].submission, []).extend(self._rest(request.id))
+            batches.setdefault(self._routes[request.id].submission, []).extend(
+                self._rest(request.id)
+            )
         self._queue += [(batch, False) for batch in batches.values()]
         self._advance()
 
@@ -172,9 +210,13 @@ class EngineClient:
     def _refuse(self, requests: Sequence[GenerateRequest]) -> None:
         for request in requests:
             log.warning("poisoned", id=request.id)
-            self._end(request.id, Poisoned(
-                "was running at two crashes of the engine and got no further in between, so it is not run again; leave it out, or change "
-                f"its prompt or sampling, or wait {KEPT_S / 60:g} minutes"))
+            self._end(
+                request.id,
+                Poisoned(
+                    "was running at two crashes of the engine and got no further in between, so it is not run again; leave it out, or change "
+                    f"its prompt or sampling, or wait {KEPT_S / 60:g} minutes"
+                ),
+            )
 
     def _advance(self) -> None:
         """Give the engine what is next, up to a trial that is not over."""
@@ -198,37 +240,63 @@ class EngineClient:
         """Nothing is taken any more, and what is open ends with a typed error."""
         self._stop_taking()
         for id in list(self._routes):
-            self._end(id, Unavailable("the server is shutting down; send the request to another replica or later"))
+            self._end(
+                id,
+                Unavailable(
+                    "the server is shutting down; send the request to another replica or later"
+                ),
+            )
 
     def _stop_taking(self) -> None:
-        """Who waits for a push, a join or a pause is told now: what it waits for may take longer than there is."""
+        """Who waits for a push, a join or a pause is told now: what it waits for may take longer
+        than there is.
+        """
         self.draining = True
         told = "the server is shutting down and does not wait for the end of this, so it may be done or not"
-        _fail(self._answers, lambda: EngineFailed(f"{told}; once it is back GET /weights says what is live"))  # no 503: that is sent again
-        _fail(self._done, lambda: Unavailable(f"{told}; ask again once it is back, or ask another replica", retry_after_s=5))
+        _fail(
+            self._answers,
+            lambda: EngineFailed(f"{told}; once it is back GET /weights says what is live"),
+        )  # no 503: that is sent again
+        _fail(
+            self._done,
+            lambda: Unavailable(
+                f"{told}; ask again once it is back, or ask another replica", retry_after_s=5
+            ),
+        )
 
     def _end(self, id: str, error: TltError) -> None:
         self._finish(id, "error", (error.code, error.message))
 
     def _finish(self, id: str, finish_reason: str, error: tuple[str, str] | None = None) -> None:
-        self._route(StepOutput(id=id, token_ids=[], logprobs=[], finish_reason=finish_reason, error=error))
+        self._route(
+            StepOutput(id=id, token_ids=[], logprobs=[], finish_reason=finish_reason, error=error)
+        )
 
     # sequences
 
-    def submit(self, requests: Sequence[GenerateRequest], *, deadline_s: float | None = None, resume: Resume | None = None,
-               accepted: bool = False) -> Submission:
-        """Hand over a batch, all of it or nothing. `Unavailable` or (unless it was `accepted` before) an error of `Admission` when it
-        cannot be taken.
+    def submit(
+        self,
+        requests: Sequence[GenerateRequest],
+        *,
+        deadline_s: float | None = None,
+        resume: Resume | None = None,
+        accepted: bool = False,
+    ) -> Submission:
+        """Hand over a batch, all of it or nothing. `Unavailable` or (unless it was `accepted`
+        before) an error of `Admission` when it cannot be taken.
 
-        When the engine dies, `resume(id)` is asked for the rest of each sequence that is open, which the next life is given; its id
-        stays. Without `resume` they end with `engine_failed`. A request that may have killed the engine ends with `poisoned`.
+        When the engine dies, `resume(id)` is asked for the rest of each sequence that is open,
+        which the next life is given; its id stays. Without `resume` they end with `engine_failed`.
+        A request that may have killed the engine ends with `poisoned`.
         """
         self.check_available()
         if not accepted:
             self.admission.admit(Demand.of(requests))
         submission = Submission([request.id for request in requests], self._abandon, resume)
         self.admission.open(requests)
-        self._routes.update((request.id, Route(submission, request, held=True)) for request in requests)
+        self._routes.update(
+            (request.id, Route(submission, request, held=True)) for request in requests
+        )
         self._count()
         free, suspect, refused = self._suspects.sort(requests, time.monotonic())
         self._refuse(refused)
@@ -245,17 +313,25 @@ class EngineClient:
         self.halt.check()
 
     def check_serving(self) -> None:
-        """`Unavailable` when nothing can be generated now, and nobody asked for that by a pause or sleep."""
+        """`Unavailable` when nothing can be generated now, and nobody asked for that by a pause or
+        sleep.
+        """
         self.check_running()
         self.versions.check()
 
     def check_running(self) -> None:
         """`Unavailable` when there is no engine to ask."""
         if self.draining:
-            raise Unavailable("the server is draining before it stops; send the request to another replica", retry_after_s=5)
+            raise Unavailable(
+                "the server is draining before it stops; send the request to another replica",
+                retry_after_s=5,
+            )
         self.check_alive()
         if self.info is None:
-            raise Unavailable(f"the engine is starting ({len(self.phases)} phases done); poll /readyz", retry_after_s=2)
+            raise Unavailable(
+                f"the engine is starting ({len(self.phases)} phases done); poll /readyz",
+                retry_after_s=2,
+            )
 
     def check_alive(self) -> None:
         """`Unavailable` while the engine is gone; one that starts for the first time is not."""
@@ -284,7 +360,9 @@ class EngineClient:
             self._send(Abort(ids=live, finish_reason=finish_reason))
 
     def set_policy(self, policy: SetPolicy) -> None:
-        """Replace the policy before the engine's next step; commands keep their order, so what is submitted later runs under it."""
+        """Replace the policy before the engine's next step; commands keep their order, so what is
+        submitted later runs under it.
+        """
         self._send(policy)
         self.policy = policy
 
@@ -295,17 +373,23 @@ class EngineClient:
         """The engine's answer. A caller that goes away does not stop what it asked for."""
         report = await self._ask(command, self._answers)
         if report.version:
-            structlog.contextvars.bind_contextvars(version=report.version)  # in what is still logged of the request, its audit line
+            structlog.contextvars.bind_contextvars(
+                version=report.version
+            )  # in what is still logged of the request, its audit line
         return report
 
     async def _control(self, command: ControlCommand) -> None:
         if isinstance(command, Pause | Sleep) and command.in_flight == "abort":
-            self.abort([id for id, route in self._routes.items() if route.held])  # which the engine does not know
+            self.abort(
+                [id for id, route in self._routes.items() if route.held]
+            )  # which the engine does not know
         report = await self._ask(command, self._done)
         if report.error is not None:
             raise from_code(*report.error)
 
-    async def _ask(self, command: WeightCommand | ControlCommand, answers: dict[str, asyncio.Future[Report]]) -> Report:
+    async def _ask(
+        self, command: WeightCommand | ControlCommand, answers: dict[str, asyncio.Future[Report]]
+    ) -> Report:
         self.check_running()
         answer = answers[command.id] = asyncio.get_running_loop().create_future()
         try:
@@ -317,7 +401,9 @@ class EngineClient:
 
     def _answered(self, report: WeightReport) -> None:
         if self.info is not None:
-            self.info = msgspec.structs.replace(self.info, weight_version=report.state.target, drafter_version=report.state.drafter)
+            self.info = msgspec.structs.replace(
+                self.info, weight_version=report.state.target, drafter_version=report.state.drafter
+            )
         self._metrics.weights_reported(report)
         waiting = bool(self.versions.lost)
         self.versions.reported(report)
@@ -326,7 +412,9 @@ class EngineClient:
         _settle(self._answers, report.id, report)
 
     async def drain(self, timeout_s: float) -> bool:
-        """Take nothing new and wait for the sequences that run; False when time ran out (the rest then ends with a typed error)."""
+        """Take nothing new and wait for the sequences that run; False when time ran out (the rest
+        then ends with a typed error).
+        """
         self._stop_taking()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), timeout_s)
@@ -362,7 +450,12 @@ class EngineClient:
         ids = list(submission.open)
         self._send(Abort(ids=ids))
         for id in ids:
-            self._end(id, DeadlineExceeded("the deadline (timeout_s) passed before the sequence ended; ask for fewer tokens or more time"))
+            self._end(
+                id,
+                DeadlineExceeded(
+                    "the deadline (timeout_s) passed before the sequence ended; ask for fewer tokens or more time"
+                ),
+            )
 
     def _abandon(self, submission: Submission) -> None:
         ids = list(submission.open)

@@ -1,4 +1,5 @@
-"""What the engine delivers when it is full, and how much of max_tokens sequences use: learned from steps and ends, never configured.
+"""What the engine delivers when it is full, and how much of max_tokens sequences use: learned from
+steps and ends, never configured.
 
 `Admission` asks, and tells which steps were full; others say nothing about a full engine.
 Until there is enough evidence nothing is known, and nobody is refused by forecast.
@@ -39,7 +40,9 @@ class Forecast:
         self._square += weight * (share * share - self._square)
 
     def cut_off(self, given: int, max_tokens: int) -> None:
-        """It would have been given more. Without these, only short ones would teach; taken as they are, a late start would."""
+        """It would have been given more. Without these, only short ones would teach; taken as they
+        are, a late start would.
+        """
         self.ended(max(given, round(self.share * max_tokens)), max_tokens)
 
     @property
@@ -59,7 +62,9 @@ class Forecast:
     @property
     def long_share(self) -> float:
         """Of max_tokens that hardly any sequence goes beyond."""
-        return min(1.0, self.share + DEVIATIONS * math.sqrt(max(0.0, self._square - self._share**2)))
+        return min(
+            1.0, self.share + DEVIATIONS * math.sqrt(max(0.0, self._square - self._share**2))
+        )
 
     def seconds(self, tokens: float) -> float:
         """Until the full engine has delivered that many, to whomever."""

@@ -1,7 +1,8 @@
 """One batch from admission to its last item: what every dialect calls and only phrases differently.
 
-`Service.start` admits it; `Generation.events` yields tokens as they come and each item as it ends: exactly one `ItemResult` or one
-`ItemError` per item. `close` (the client has gone, or all is said) aborts what still runs.
+`Service.start` admits it; `Generation.events` yields tokens as they come and each item as it ends:
+exactly one `ItemResult` or one `ItemError` per item. `close` (the client has gone, or all is said)
+aborts what still runs.
 """
 
 from __future__ import annotations
@@ -76,20 +77,28 @@ class _OpenItem:
         return [ItemError(self.id, error)] if first else []
 
     def result(self) -> ItemResult:
-        return ItemResult(self.id, [self.choices[i] for i in range(len(self.sequences))], len(self.sequences[0].request.token_ids),
-                          max(sequence.cached_tokens for sequence in self.sequences))
+        return ItemResult(
+            self.id,
+            [self.choices[i] for i in range(len(self.sequences))],
+            len(self.sequences[0].request.token_ids),
+            max(sequence.cached_tokens for sequence in self.sequences),
+        )
 
 
 class Items:
-    """The items of a batch as they grow: outputs in, events out. The same outputs give the same events, live or from a journal."""
+    """The items of a batch as they grow: outputs in, events out. The same outputs give the same
+    events, live or from a journal.
+    """
 
     def __init__(self, batch: Batch, text: Text, stop: Callable[[str], None]) -> None:
         """`stop(id)` asks the engine to end a sequence whose stop string is complete."""
         self._stream = batch.stream
         self._owner: dict[str, tuple[_OpenItem, Sequence]] = {}
         for asked in batch.items:
-            sequences = [Sequence(request, index, text, incremental=batch.stream, stop=stop)
-                         for index, request in enumerate(asked.requests)]
+            sequences = [
+                Sequence(request, index, text, incremental=batch.stream, stop=stop)
+                for index, request in enumerate(asked.requests)
+            ]
             item = _OpenItem(asked.id, sequences)
             self._owner.update((sequence.request.id, (item, sequence)) for sequence in sequences)
         self._open = set(self._owner)
@@ -125,7 +134,9 @@ class Items:
         if output.finish_reason is not None:
             self._open.discard(output.id)
         if output.finish_reason == "error":
-            return item.fail(from_code(*(output.error or (EngineFailed.code, "the engine gave no reason"))))
+            return item.fail(
+                from_code(*(output.error or (EngineFailed.code, "the engine gave no reason")))
+            )
         delta = sequence.push(output)
         if item.failed:
             return []
@@ -144,8 +155,14 @@ class Items:
         return [sequence.request.id for sequence in self._owner[id][0].sequences]
 
     def open(self) -> list[GenerateRequest]:
-        """Every sequence that has not ended, as an engine goes on with it; none of an item that has failed."""
-        return [sequence.resumed() for id, (item, sequence) in self._owner.items() if id in self._open and not item.failed]
+        """Every sequence that has not ended, as an engine goes on with it; none of an item that has
+        failed.
+        """
+        return [
+            sequence.resumed()
+            for id, (item, sequence) in self._owner.items()
+            if id in self._open and not item.failed
+        ]
 
 
 @dataclass(frozen=True)
@@ -164,7 +181,11 @@ class Service:
 
     @cached_property
     def session(self) -> WeightSession:
-        return WeightSession(self.engine, stages=self.config.weight_staging != "none", ttl_s=self.config.weight_update_ttl_s)
+        return WeightSession(
+            self.engine,
+            stages=self.config.weight_staging != "none",
+            ttl_s=self.config.weight_update_ttl_s,
+        )
 
     @cached_property
     def broadcasts(self) -> Broadcasts:
@@ -179,21 +200,30 @@ class Service:
         return WeightChecker(self.session)
 
     def close(self) -> None:
-        """Whoever still waits for something, or is still sending, is told that the server shuts down."""
+        """Whoever still waits for something, or is still sending, is told that the server shuts
+        down.
+        """
         self.engine.close()
         self.reading.close()
 
     def abort(self, names: Iterable[str] | None, caller: Caller) -> None:
-        """End the items of these names, as far as they are the caller's, or all that is open, with what they have."""
+        """End the items of these names, as far as they are the caller's, or all that is open, with
+        what they have.
+        """
         if names is None and not caller.may("operate"):
-            raise Forbidden(f"to abort all that is open needs the scope operate, and the key {caller.name} has it not; name its requests")
+            raise Forbidden(
+                f"to abort all that is open needs the scope operate, and the key {caller.name} has it not; name its requests"
+            )
         self.engine.abort(self.engine.open_ids if names is None else self.named.find(names, caller))
 
     def start(self, batch: Batch, owner: str) -> Generation:
-        """Admit and submit the batch, all of it or (with a typed error) nothing. Whoever calls this closes what it gets. `owner`: the
-        name of the key that asks."""
+        """Admit and submit the batch, all of it or (with a typed error) nothing. Whoever calls this
+        closes what it gets. `owner`: the name of the key that asks.
+        """
         generation = Generation(self, self.items(batch), batch.deadline_s, owner)
-        self.metrics.prompt.inc(sum(len(request.token_ids) for item in batch.items for request in item.requests))
+        self.metrics.prompt.inc(
+            sum(len(request.token_ids) for item in batch.items for request in item.requests)
+        )
         return generation
 
     def items(self, batch: Batch) -> Items:
@@ -202,7 +232,11 @@ class Service:
     @property
     def numerics(self) -> str:
         """The mode alone, strict or fast; the engine's own words say how it is reached."""
-        return self.engine.info.numerics.partition(":")[0] if self.engine.info is not None else self.config.numerics
+        return (
+            self.engine.info.numerics.partition(":")[0]
+            if self.engine.info is not None
+            else self.config.numerics
+        )
 
     def rejected(self, error: TltError) -> None:
         if not isinstance(error, Cancelled):
@@ -212,13 +246,27 @@ class Service:
 class Generation:
     """What is open of a batch, on its way: iterate `events` once, then `close`."""
 
-    def __init__(self, service: Service, items: Items, deadline_s: float, owner: str,
-                 keep: Callable[[list[StepOutput]], None] | None = None, *, accepted: bool = False) -> None:
-        """`keep` is told outputs before anything is made of them; whoever has it can also go on after a crash of the engine. `accepted`:
-        by a process before this one, so that no bound refuses it now."""
+    def __init__(
+        self,
+        service: Service,
+        items: Items,
+        deadline_s: float,
+        owner: str,
+        keep: Callable[[list[StepOutput]], None] | None = None,
+        *,
+        accepted: bool = False,
+    ) -> None:
+        """`keep` is told outputs before anything is made of them; whoever has it can also go on
+        after a crash of the engine. `accepted`: by a process before this one, so that no bound
+        refuses it now.
+        """
         self._service, self._items, self._keep = service, items, keep
-        self._submission = service.engine.submit(items.open(), deadline_s=deadline_s, resume=self._resume if keep else None,
-                                                 accepted=accepted)
+        self._submission = service.engine.submit(
+            items.open(),
+            deadline_s=deadline_s,
+            resume=self._resume if keep else None,
+            accepted=accepted,
+        )
         self._accepted_s = service.clock()
         for name, ids in items.named.items():
             service.named.open(name, ids, owner)
@@ -241,8 +289,14 @@ class Generation:
         self._submission.close()
         for name, ids in self._items.named.items():
             self._service.named.close(name, ids)
-        log.info("generated", batch=self._items.batch, sequences=len(self._items), tokens=self._items.tokens, abandoned=left,
-                 seconds=round(self._service.clock() - self._accepted_s, 3))
+        log.info(
+            "generated",
+            batch=self._items.batch,
+            sequences=len(self._items),
+            tokens=self._items.tokens,
+            abandoned=left,
+            seconds=round(self._service.clock() - self._accepted_s, 3),
+        )
 
     def _take(self, output: StepOutput) -> list[Event]:
         sequence = self._items[output.id]
@@ -250,12 +304,18 @@ class Generation:
         events = self._items.take(output)
         self._measure(output, sequence, before)
         if any(isinstance(event, ItemError) for event in events):
-            self._service.engine.abort([id for id in self._items.siblings(output.id) if id in self._submission.open])
+            self._service.engine.abort(
+                [id for id in self._items.siblings(output.id) if id in self._submission.open]
+            )
         return events
 
     def _measure(self, output: StepOutput, sequence: Sequence, before: int) -> None:
         """`before`: tokens that the sequence had without this output."""
-        metrics, now, new = self._service.metrics, self._service.clock(), len(sequence.token_ids) - before
+        metrics, now, new = (
+            self._service.metrics,
+            self._service.clock(),
+            len(sequence.token_ids) - before,
+        )
         metrics.generated.inc(new)
         metrics.cached.inc(output.cached_tokens)
         if new:
@@ -268,11 +328,22 @@ class Generation:
         if output.finish_reason is not None:
             info = self._service.engine.info
             live = info.weight_version if info is not None else ""
-            metrics.sequences.labels(sequence.finish_reason or (output.error[0] if output.error else output.finish_reason)).inc()
+            metrics.sequences.labels(
+                sequence.finish_reason
+                or (output.error[0] if output.error else output.finish_reason)
+            ).inc()
             metrics.end_to_end_s.observe(now - self._accepted_s)
-            metrics.stale.inc(sum(span.end - span.start for span in sequence.weight_versions if span.version != live))
+            metrics.stale.inc(
+                sum(
+                    span.end - span.start
+                    for span in sequence.weight_versions
+                    if span.version != live
+                )
+            )
 
     def _resume(self, id: str) -> GenerateRequest:
-        """Called between two turns of the loop, when all that the engine before said has been taken in."""
+        """Called between two turns of the loop, when all that the engine before said has been taken
+        in.
+        """
         self._service.metrics.resumed.inc()
         return self._items[id].resumed()

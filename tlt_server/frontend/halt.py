@@ -1,10 +1,13 @@
-"""Pause and sleep as every dialect means them: what the engine is told, whether new requests are refused, what a next life must know.
+"""Pause and sleep as every dialect means them: what the engine is told, whether new requests are
+refused, what a next life must know.
 
-One word per idea: `in_flight` says what becomes of what was submitted before (`records.Pause`), `refuse` whether new requests get a 503
-or wait. While anything sleeps they are refused. Both hold until they are taken back, over restarts of the engine, too.
+One word per idea: `in_flight` says what becomes of what was submitted before (`records.Pause`),
+`refuse` whether new requests get a 503 or wait. While anything sleeps they are refused. Both hold
+until they are taken back, over restarts of the engine, too.
 
-Nothing is locked: the engine does commands in the order in which they are sent, and what holds is what its answers say, one after
-another, whoever still waits for them. What is asked and not answered yet counts only against new requests.
+Nothing is locked: the engine does commands in the order in which they are sent, and what holds is
+what its answers say, one after another, whoever still waits for them. What is asked and not
+answered yet counts only against new requests.
 """
 
 from __future__ import annotations
@@ -14,10 +17,22 @@ from collections.abc import Awaitable, Callable, Collection
 from typing import NamedTuple, Never
 
 from tlt_server.errors import TltError, Unavailable
-from tlt_server.records import ClearCache, ControlCommand, ControlReport, InFlight, Memory, Pause, Resume, Sleep, WakeUp
+from tlt_server.records import (
+    ClearCache,
+    ControlCommand,
+    ControlReport,
+    InFlight,
+    Memory,
+    Pause,
+    Resume,
+    Sleep,
+    WakeUp,
+)
 
 RETRY_S = 1
-ASLEEP = "the engine sleeps ({} given back); wake it with POST /wake_up or /resume_memory_occupation"
+ASLEEP = (
+    "the engine sleeps ({} given back); wake it with POST /wake_up or /resume_memory_occupation"
+)
 PAUSED = "generation is paused and takes nothing new; send the request again after POST /resume"
 HALTED = "generation is paused, so no token is made now; ask again after POST /continue_generation or /resume"
 
@@ -48,16 +63,24 @@ class Asked(NamedTuple):
 
 
 class Halt:
-    def __init__(self, command_id: Callable[[], str], ask: Callable[[ControlCommand], Awaitable[None]]) -> None:
-        """`ask` sends before it waits, returns when the engine has done it, and raises what it says against it."""
+    def __init__(
+        self, command_id: Callable[[], str], ask: Callable[[ControlCommand], Awaitable[None]]
+    ) -> None:
+        """`ask` sends before it waits, returns when the engine has done it, and raises what it says
+        against it.
+        """
         self._command_id, self._ask = command_id, ask
         self._state = State()  # of the engine, as its answers say
         self._asked: dict[str, Asked] = {}  # and not answered, by id
-        self._halting = asyncio.Event()  # the next pause or sleep is asked for; then there is a new one
+        self._halting = (
+            asyncio.Event()
+        )  # the next pause or sleep is asked for; then there is a new one
 
     @property
     def paused(self) -> bool:
-        return self._state.paused or any(isinstance(asked.command, Pause) for asked in self._asked.values())
+        return self._state.paused or any(
+            isinstance(asked.command, Pause) for asked in self._asked.values()
+        )
 
     @property
     def refusing(self) -> bool:
@@ -65,12 +88,20 @@ class Halt:
 
     @property
     def asleep(self) -> frozenset[Memory]:
-        return self._state.asleep.union(*(asked.command.memory for asked in self._asked.values() if isinstance(asked.command, Sleep)))
+        return self._state.asleep.union(
+            *(
+                asked.command.memory
+                for asked in self._asked.values()
+                if isinstance(asked.command, Sleep)
+            )
+        )
 
     def check(self) -> None:
         """`Unavailable` when new requests are refused."""
         if self.asleep:
-            raise Unavailable(ASLEEP.format(" and ".join(sorted(self.asleep))), retry_after_s=RETRY_S)
+            raise Unavailable(
+                ASLEEP.format(" and ".join(sorted(self.asleep))), retry_after_s=RETRY_S
+            )
         if self.refusing:
             raise Unavailable(PAUSED, retry_after_s=RETRY_S)
 

@@ -1,8 +1,10 @@
-"""One append-only file per rollout: what was asked, every output as it came, the end. Owns the framing and its tears.
+"""One append-only file per rollout: what was asked, every output as it came, the end. Owns the
+framing and its tears.
 
-A record is 4 bytes of length, 4 of checksum (CRC-32 of length and payload), then msgpack. Reading ends before the first record that is
-not whole and in place; writing goes on there. One write per append and no fsync: a record outlives the process that wrote it, and not
-the machine's power. Prompts stand in the file; it has mode 0600. Called by `rollouts`.
+A record is 4 bytes of length, 4 of checksum (CRC-32 of length and payload), then msgpack. Reading
+ends before the first record that is not whole and in place; writing goes on there. One write per
+append and no fsync: a record outlives the process that wrote it, and not the machine's power.
+Prompts stand in the file; it has mode 0600. Called by `rollouts`.
 """
 
 from __future__ import annotations
@@ -33,11 +35,17 @@ class KeptItem(Struct, frozen=True):
 
     @classmethod
     def of(cls, item: Item) -> KeptItem:
-        bare = [msgspec.structs.replace(request, token_ids=[], deadline_s=None, begin_by_s=None) for request in item.requests]
+        bare = [
+            msgspec.structs.replace(request, token_ids=[], deadline_s=None, begin_by_s=None)
+            for request in item.requests
+        ]
         return cls(item.id, item.requests[0].token_ids, bare)
 
     def item(self, deadline_s: float) -> Item:
-        whole = [msgspec.structs.replace(request, token_ids=self.token_ids, deadline_s=deadline_s) for request in self.requests]
+        whole = [
+            msgspec.structs.replace(request, token_ids=self.token_ids, deadline_s=deadline_s)
+            for request in self.requests
+        ]
         return Item(self.id, whole)
 
 
@@ -93,7 +101,9 @@ def frame(record: Record) -> bytes:
 
 
 def past(data: bytes) -> Past | None:
-    """The longest prefix of whole records in their order (header, outputs, end); None where not even the header is whole."""
+    """The longest prefix of whole records in their order (header, outputs, end); None where not
+    even the header is whole.
+    """
     header: Header | None = None
     outputs: list[StepOutput] = []
     end: End | None = None
@@ -113,7 +123,9 @@ def past(data: bytes) -> Past | None:
 
 
 def outline(data: bytes) -> Outline | None:
-    """As `past`, but what stands between header and end is only summed, which takes an eighth of the time."""
+    """As `past`, but what stands between header and end is only summed, which takes an eighth of
+    the time.
+    """
     header: Header | None = None
     end: End | None = None
     length = 0
@@ -150,14 +162,18 @@ def _frames(data: bytes) -> Iterator[tuple[memoryview, int]]:
         head, checksum = view[at : at + 4], view[at + 4 : at + FRAME]
         length = int.from_bytes(head, "little")
         payload = view[at + FRAME : at + FRAME + length]
-        if len(payload) < length or zlib.crc32(payload, zlib.crc32(head)) != int.from_bytes(checksum, "little"):
+        if len(payload) < length or zlib.crc32(payload, zlib.crc32(head)) != int.from_bytes(
+            checksum, "little"
+        ):
             return
         at += FRAME + len(payload)
         yield payload, at
 
 
 class Journal:
-    """The file while it is written; every method raises `StorageFailed` where the disk does not do its part."""
+    """The file while it is written; every method raises `StorageFailed` where the disk does not do
+    its part.
+    """
 
     def __init__(self, path: Path, length: int = 0) -> None:
         """`length`: of the whole records that are there already; what is behind them goes."""
@@ -182,8 +198,11 @@ def _storage(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StorageFailed(f"the journal of the rollout cannot be written ({error.strerror}); free space in the file system of state_dir "
-                            "or delete rollouts, then send the request again", retry_after_s=5) from None
+        raise StorageFailed(
+            f"the journal of the rollout cannot be written ({error.strerror}); free space in the file system of state_dir "
+            "or delete rollouts, then send the request again",
+            retry_after_s=5,
+        ) from None
 
 
 def outlines(directory: Path) -> list[tuple[Path, Outline | None]]:

@@ -1,7 +1,9 @@
-"""API keys: who a caller is and what it may do. Kept as SHA-256 digests, compared in constant time; no transport in here.
+"""API keys: who a caller is and what it may do. Kept as SHA-256 digests, compared in constant time;
+no transport in here.
 
-A line of the file is `<key> [scopes=data,push-weights,operate] [name=NAME]`, the key plain or as `sha256:<hex>`. A key without scopes has
-all of them. The name owns what the key begins: during a rotation two lines bear one name.
+A line of the file is `<key> [scopes=data,push-weights,operate] [name=NAME]`, the key plain or as
+`sha256:<hex>`. A key without scopes has all of them. The name owns what the key begins: during a
+rotation two lines bear one name.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ from tlt_server.frontend.watched import Told, Watched
 KeyScope = Literal["data", "push-weights", "operate"]
 Needs = KeyScope | Literal["open", "any"]  # of a route: no key; any key; a key with this scope
 SCOPES: tuple[KeyScope, ...] = get_args(KeyScope)
-REMEDY = f"write behind each key what it may do, for example scopes=data; there are {', '.join(SCOPES)}"
+REMEDY = (
+    f"write behind each key what it may do, for example scopes=data; there are {', '.join(SCOPES)}"
+)
 
 log = structlog.get_logger()
 
@@ -78,6 +82,7 @@ class Keys:
 
 def watched_keys(config: Config, told: Told = lambda result: None) -> Watched[Keys] | None:
     """The keys in force; None for a server without. Says in the log which of them have all scopes."""
+
     def read() -> Keys:
         keys = read_keys(config)
         if keys.unscoped:
@@ -86,20 +91,27 @@ def watched_keys(config: Config, told: Told = lambda result: None) -> Watched[Ke
 
     if config.api_key_file is None and not config.api_key_variable:
         return None
-    return Watched("api_keys", [config.api_key_file] if config.api_key_file is not None else [], read, told)
+    return Watched(
+        "api_keys", [config.api_key_file] if config.api_key_file is not None else [], read, told
+    )
 
 
 def read_keys(config: Config) -> Keys:
     """The keys of the file and of the variable, or `StartupError`, which quotes no key."""
     keys: list[Key] = []
     for source, text in _sources(config):
-        found = [_key(line.split(), f"line {number} of {source}") for number, line in enumerate(text.splitlines(), 1)
-                 if line.strip() and not line.strip().startswith("#")]
+        found = [
+            _key(line.split(), f"line {number} of {source}")
+            for number, line in enumerate(text.splitlines(), 1)
+            if line.strip() and not line.strip().startswith("#")
+        ]
         if not found:
             raise StartupError(f"{source} holds no key; write one per line")
         keys += found
     if len({key.digest for key in keys}) < len(keys):
-        raise StartupError("one API key is given twice; keep the line with the scopes that it is to have")
+        raise StartupError(
+            "one API key is given twice; keep the line with the scopes that it is to have"
+        )
     return Keys(keys)
 
 
@@ -109,12 +121,18 @@ def _sources(config: Config) -> list[tuple[str, str]]:
         try:
             found.append((f"api_key_file {config.api_key_file}", config.api_key_file.read_text()))
         except (OSError, UnicodeDecodeError) as error:
-            raise StartupError(f"cannot read api_key_file {config.api_key_file}: {type(error).__name__}; name a text file with one key "
-                               "per line") from None
+            raise StartupError(
+                f"cannot read api_key_file {config.api_key_file}: {type(error).__name__}; name a text file with one key "
+                "per line"
+            ) from None
     if config.api_key_variable:
         if config.api_key_variable not in os.environ:
-            raise StartupError(f"api_key_variable is {config.api_key_variable!r}, which is not set; put the keys there, one per line")
-        found.append((f"the variable {config.api_key_variable}", os.environ[config.api_key_variable]))
+            raise StartupError(
+                f"api_key_variable is {config.api_key_variable!r}, which is not set; put the keys there, one per line"
+            )
+        found.append(
+            (f"the variable {config.api_key_variable}", os.environ[config.api_key_variable])
+        )
     return found
 
 
@@ -123,24 +141,36 @@ def _key(words: list[str], where: str) -> Key:
     for word in words[1:]:
         field, _, value = word.partition("=")
         if field not in ("scopes", "name") or not value or field in fields:
-            raise StartupError(f"{where} has something behind the key that is not one scopes=... or one name=...; write "
-                               "<key> scopes=data,push-weights name=trainer, and no spaces within these")
+            raise StartupError(
+                f"{where} has something behind the key that is not one scopes=... or one name=...; write "
+                "<key> scopes=data,push-weights name=trainer, and no spaces within these"
+            )
         fields[field] = value
     digest = _digest(secret, where)
     name = fields.get("name", f"sha256:{digest.hex()[:16]}")
     if "name" in fields and not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", name):
-        raise StartupError(f"{where} names the key {name[:80]!r}; a name has 1 to 64 letters, digits, dots, dashes and underscores")
-    return Key(digest, Caller(name, _scopes(fields.get("scopes", ",".join(SCOPES)), where)), "scopes" not in fields)
+        raise StartupError(
+            f"{where} names the key {name[:80]!r}; a name has 1 to 64 letters, digits, dots, dashes and underscores"
+        )
+    return Key(
+        digest,
+        Caller(name, _scopes(fields.get("scopes", ",".join(SCOPES)), where)),
+        "scopes" not in fields,
+    )
 
 
 def _digest(secret: str, where: str) -> bytes:
     if secret.startswith("sha256:"):
         if not re.fullmatch(r"sha256:[0-9a-fA-F]{64}", secret):
-            raise StartupError(f"{where} begins with sha256: and goes on with something else than 64 hex digits; give the SHA-256 of the "
-                               "key, as printf %s KEY | sha256sum prints it")
+            raise StartupError(
+                f"{where} begins with sha256: and goes on with something else than 64 hex digits; give the SHA-256 of the "
+                "key, as printf %s KEY | sha256sum prints it"
+            )
         return bytes.fromhex(secret.removeprefix("sha256:"))
     if not re.fullmatch(r"[!-~]+", secret):
-        raise StartupError(f"the key in {where} has characters that no header can carry; use letters, digits and punctuation of ASCII")
+        raise StartupError(
+            f"the key in {where} has characters that no header can carry; use letters, digits and punctuation of ASCII"
+        )
     return hashlib.sha256(secret.encode()).digest()
 
 
@@ -148,5 +178,7 @@ def _scopes(text: str, where: str) -> frozenset[KeyScope]:
     asked = text.split(",")
     for scope in asked:
         if scope not in SCOPES:
-            raise StartupError(f"{where} has the scope {scope[:80]!r}; known are {', '.join(SCOPES)}{nearest(scope, SCOPES)}")
+            raise StartupError(
+                f"{where} has the scope {scope[:80]!r}; known are {', '.join(SCOPES)}{nearest(scope, SCOPES)}"
+            )
     return frozenset(scope for scope in SCOPES if scope in asked)

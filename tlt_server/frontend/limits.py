@@ -1,4 +1,5 @@
-"""Finite by default, whatever the path: how many connections there are, how large a body is, how slow its sender may be.
+"""Finite by default, whatever the path: how many connections there are, how large a body is, how
+slow its sender may be.
 
 Both wrap the app; what no application sees (headers, replies left unread) is bounded in `protocol`.
 """
@@ -20,7 +21,9 @@ DISCARD_S = 1.0
 
 
 class Reading:
-    """The waits for what is still to come of bodies. Once `close` is called there is none: each ends with `Unavailable`."""
+    """The waits for what is still to come of bodies. Once `close` is called there is none: each
+    ends with `Unavailable`.
+    """
 
     def __init__(self) -> None:
         self.closed = False
@@ -36,8 +39,11 @@ class Reading:
                 yield
         except TimeoutError:
             if self.closed:
-                raise Unavailable("the server is shutting down and reads no more of the body; send the request to another replica, or "
-                                  "later", retry_after_s=5) from None
+                raise Unavailable(
+                    "the server is shutting down and reads no more of the body; send the request to another replica, or "
+                    "later",
+                    retry_after_s=5,
+                ) from None
             raise
         finally:
             self._waits.remove(wait)
@@ -58,18 +64,31 @@ class ConnectionLimit:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         connections = scope.get("state", {}).get(CONNECTIONS, 0)
         if connections > self.max_connections:
-            error = Unavailable(f"{connections} connections are open; the limit is {self.max_connections} (max_connections): use "
-                                "connections again, or fewer at once", retry_after_s=1)
+            error = Unavailable(
+                f"{connections} connections are open; the limit is {self.max_connections} (max_connections): use "
+                "connections again, or fewer at once",
+                retry_after_s=1,
+            )
             await self.refuse(scope["path"], error)(scope, receive, send)
         else:
             await self.app(scope, receive, send)
 
 
 class BodyLimits:
-    """Refuses a body before it is all here: 413 when it is too large, 408 when it is too slow. The reply goes out at once; then the
-    connection is closed, once a bounded part of what is left of the body was thrown away."""
+    """Refuses a body before it is all here: 413 when it is too large, 408 when it is too slow. The
+    reply goes out at once; then the connection is closed, once a bounded part of what is left of
+    the body was thrown away.
+    """
 
-    def __init__(self, app: ASGIApp, *, max_body_bytes: int, body_timeout_s: float, reading: Reading, refuse: Refuse) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        max_body_bytes: int,
+        body_timeout_s: float,
+        reading: Reading,
+        refuse: Refuse,
+    ) -> None:
         self.app, self.reading, self.refuse = app, reading, refuse
         self.max_body_bytes, self.body_timeout_s = max_body_bytes, body_timeout_s
 
@@ -77,13 +96,21 @@ class BodyLimits:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        body = _Body(receive, self.reading, self.max_body_bytes, self.body_timeout_s, complete=not _has_body(scope))
+        body = _Body(
+            receive,
+            self.reading,
+            self.max_body_bytes,
+            self.body_timeout_s,
+            complete=not _has_body(scope),
+        )
 
         async def closing_send(message: Message) -> None:
             if body.complete:
                 await send(message)
             elif message["type"] == "http.response.start":
-                await send({**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]})
+                await send(
+                    {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
+                )
             elif message.get("more_body", False):
                 await send(message)
             else:
@@ -104,7 +131,15 @@ class BodyLimits:
 class _Body:
     """A request body as it arrives, counted and timed."""
 
-    def __init__(self, receive: Receive, reading: Reading, limit_bytes: int, timeout_s: float, *, complete: bool) -> None:
+    def __init__(
+        self,
+        receive: Receive,
+        reading: Reading,
+        limit_bytes: int,
+        timeout_s: float,
+        *,
+        complete: bool,
+    ) -> None:
         self.complete, self._reading = complete, reading
         self._receive, self._limit_bytes, self._timeout_s = receive, limit_bytes, timeout_s
         self._deadline = asyncio.get_running_loop().time() + timeout_s
@@ -117,8 +152,10 @@ class _Body:
             async with self._reading.until(self._deadline):
                 message = await self._receive()
         except TimeoutError:
-            raise RequestTimeout(f"the body did not arrive within {self._timeout_s:g} s (body_timeout_s); send it faster, "
-                                 "or in smaller requests") from None
+            raise RequestTimeout(
+                f"the body did not arrive within {self._timeout_s:g} s (body_timeout_s); send it faster, "
+                "or in smaller requests"
+            ) from None
         if message["type"] == "http.request":
             self._bytes += len(message.get("body", b""))
             self.complete = not message.get("more_body", False)
@@ -128,8 +165,9 @@ class _Body:
         return message
 
     async def discard(self) -> None:
-        """Take what still comes, for a moment and up to twice the limit in all: a connection that is closed with bytes unread is reset,
-        and the reset may overtake the reply."""
+        """Take what still comes, for a moment and up to twice the limit in all: a connection that
+        is closed with bytes unread is reset, and the reset may overtake the reply.
+        """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DISCARD_S):
                 while self._bytes <= 2 * self._limit_bytes:
@@ -140,17 +178,24 @@ class _Body:
 
 
 def _too_large(size: str, limit_bytes: int) -> TooLarge:
-    return TooLarge(f"the body has {size}; the limit is {limit_bytes} bytes (max_body_mb): split the request")
+    return TooLarge(
+        f"the body has {size}; the limit is {limit_bytes} bytes (max_body_mb): split the request"
+    )
 
 
 def _has_body(scope: Scope) -> bool:
-    return any(name == b"transfer-encoding" or (name == b"content-length" and value != b"0") for name, value in scope["headers"])
+    return any(
+        name == b"transfer-encoding" or (name == b"content-length" and value != b"0")
+        for name, value in scope["headers"]
+    )
 
 
 def _content_length(scope: Scope) -> int:
     for name, value in scope["headers"]:
         if name == b"content-length":
             if not value.isdigit() or len(value) > 18:
-                raise InvalidRequest(f"Content-Length is {value[:40]!r}; it must be a number of bytes")
+                raise InvalidRequest(
+                    f"Content-Length is {value[:40]!r}; it must be a number of bytes"
+                )
             return int(value)
     return 0

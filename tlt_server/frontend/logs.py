@@ -1,7 +1,9 @@
-"""Log lines: one stream, one format for our lines and the libraries'. No line holds a prompt, a completion or a key.
+"""Log lines: one stream, one format for our lines and the libraries'. No line holds a prompt, a
+completion or a key.
 
-Ours name what they hold. Libraries may quote what they were given, so of theirs only warnings and errors are written, and of an
-exception, anywhere, its type and the places it passed, never its message.
+Ours name what they hold. Libraries may quote what they were given, so of theirs only warnings and
+errors are written, and of an exception, anywhere, its type and the places it passed, never its
+message.
 """
 
 from __future__ import annotations
@@ -18,27 +20,49 @@ from structlog.typing import EventDict, Processor
 log = structlog.get_logger()
 
 
-def write_logs(level: str, format: Literal["auto", "console", "json"], stream: TextIO = sys.stderr) -> None:
-    """Set up structlog and the standard library's logging; `auto` is console on a terminal, JSON elsewhere."""
+def write_logs(
+    level: str, format: Literal["auto", "console", "json"], stream: TextIO = sys.stderr
+) -> None:
+    """Set up structlog and the standard library's logging; `auto` is console on a terminal, JSON
+    elsewhere.
+    """
     colours = stream.isatty()
     console = format == "console" or (format == "auto" and colours)
-    render: Processor = structlog.dev.ConsoleRenderer(colors=colours) if console else structlog.processors.JSONRenderer(sort_keys=False)
-    shared: list[Processor] = [structlog.contextvars.merge_contextvars, structlog.processors.add_log_level,
-                               structlog.processors.TimeStamper(fmt="iso", utc=True), without_message]
+    render: Processor = (
+        structlog.dev.ConsoleRenderer(colors=colours)
+        if console
+        else structlog.processors.JSONRenderer(sort_keys=False)
+    )
+    shared: list[Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        without_message,
+    ]
     structlog.configure(
-        processors=[*shared, render], wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
-        logger_factory=structlog.PrintLoggerFactory(stream), cache_logger_on_first_use=True,
+        processors=[*shared, render],
+        wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
+        logger_factory=structlog.PrintLoggerFactory(stream),
+        cache_logger_on_first_use=True,
     )
     handler = logging.StreamHandler(stream)
-    handler.setFormatter(structlog.stdlib.ProcessorFormatter(
-        foreign_pre_chain=shared, processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, render]))
-    logging.basicConfig(level=max(logging.WARNING, getattr(logging, level.upper())), handlers=[handler], force=True)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=shared,
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, render],
+        )
+    )
+    logging.basicConfig(
+        level=max(logging.WARNING, getattr(logging, level.upper())), handlers=[handler], force=True
+    )
 
 
 def without_message(logger: Any, method: str, event: EventDict) -> EventDict:
     """In place of an exception: its type and where it passed."""
     caught = event.pop("exc_info", None)
-    error = caught[1] if isinstance(caught, tuple) else sys.exc_info()[1] if caught is True else caught
+    error = (
+        caught[1] if isinstance(caught, tuple) else sys.exc_info()[1] if caught is True else caught
+    )
     if isinstance(error, BaseException):
         event.update(type=type(error).__name__, frames=frames(error))
     return event
@@ -46,10 +70,15 @@ def without_message(logger: Any, method: str, event: EventDict) -> EventDict:
 
 def frames(error: BaseException) -> list[str]:
     """File, line and function of each place an exception passed, outermost first."""
-    return [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in traceback.extract_tb(error.__traceback__)]
+    return [
+        f"{frame.filename}:{frame.lineno} {frame.name}"
+        for frame in traceback.extract_tb(error.__traceback__)
+    ]
 
 
 def left_behind(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """The loop's handler of exceptions that nobody awaited; its own would print their messages."""
     error = context.get("exception")
-    log.error("left_behind", what=context["message"], **({"exc_info": error} if error is not None else {}))
+    log.error(
+        "left_behind", what=context["message"], **({"exc_info": error} if error is not None else {})
+    )

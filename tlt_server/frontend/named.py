@@ -1,4 +1,6 @@
-"""Which sequences belong to the name that a client gave its request, and to which key, so that they can be aborted by that name."""
+"""Which sequences belong to the name that a client gave its request, and to which key, so that they
+can be aborted by that name.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ class Named:
     """Names may be in use twice; then they mean all that has them."""
 
     def __init__(self) -> None:
-        self._owners: dict[str, dict[str, str]] = {}  # name -> sequence -> the name of the key that began it
+        self._owners: dict[
+            str, dict[str, str]
+        ] = {}  # name -> sequence -> the name of the key that began it
 
     def open(self, name: str, ids: Iterable[str], owner: str) -> None:
         self._owners.setdefault(name, {}).update(dict.fromkeys(ids, owner))
@@ -24,8 +28,15 @@ class Named:
             self._owners.pop(name, None)
 
     def find(self, names: Iterable[str], caller: Caller) -> list[str]:
-        """Ids of all sequences with one of these names that are the caller's to end; unknown ones have ended already."""
-        return [id for name in names for id, owner in self._owners.get(name, {}).items() if caller.sees(owner)]
+        """Ids of all sequences with one of these names that are the caller's to end; unknown ones
+        have ended already.
+        """
+        return [
+            id
+            for name in names
+            for id, owner in self._owners.get(name, {}).items()
+            if caller.sees(owner)
+        ]
 
     def __len__(self) -> int:
         return len(self._owners)

@@ -1,6 +1,8 @@
-"""What an operator reads while the server starts: one line per phase, and one line that says what runs.
+"""What an operator reads while the server starts: one line per phase, and one line that says what
+runs.
 
-A phase that takes long shows how far it is: on a terminal in one line that is written over, elsewhere in a line every ten seconds.
+A phase that takes long shows how far it is: on a terminal in one line that is written over,
+elsewhere in a line every ten seconds.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ ANEW = "\r\x1b[K"  # to the line's begin, and clear it
 
 
 class Progress:
-    def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._stream, self._clock = stream or sys.stderr, clock
         self._said_s = clock()
         self._unfinished = False  # the cursor is behind a line that will be written over
@@ -41,26 +45,34 @@ class Progress:
 
     def ready(self, url: str, config: Config, info: EngineInfo) -> None:
         full_length = info.pages * info.page_size // info.max_model_len
-        self._say(f"tlt: ready at {url} | model {config.served_model_name} | weights {info.weight_version} | {info.pages} pages of "
-                  f"{info.page_size} | up to {info.max_running} sequences ({full_length} at full length) | "
-                  f"drafter {info.drafter or 'none'} | policy {info.policy} | numerics {info.numerics.partition(':')[0]} | "
-                  f"{info.gpu or info.device}, {info.dtype}, attention {info.attention}")
+        self._say(
+            f"tlt: ready at {url} | model {config.served_model_name} | weights {info.weight_version} | {info.pages} pages of "
+            f"{info.page_size} | up to {info.max_running} sequences ({full_length} at full length) | "
+            f"drafter {info.drafter or 'none'} | policy {info.policy} | numerics {info.numerics.partition(':')[0]} | "
+            f"{info.gpu or info.device}, {info.dtype}, attention {info.attention}"
+        )
 
     def lost(self, reason: str) -> None:
         self._say(f"tlt: nothing is generated: {reason}")
 
     def died(self, reason: str, restart_in_s: float, waiting: int) -> None:
         when = f"in {restart_in_s:g} s" if restart_in_s else "now"
-        self._say(f"tlt: {reason} | restarting {when} | {waiting} sequences wait to resume, the others ended with a retryable error")
+        self._say(
+            f"tlt: {reason} | restarting {when} | {waiting} sequences wait to resume, the others ended with a retryable error"
+        )
 
     def back(self, info: EngineInfo, after_s: float, waiting: int) -> None:
-        self._say(f"tlt: the engine is back after {after_s:.1f} s | weights {info.weight_version} | {waiting} sequences resume")
+        self._say(
+            f"tlt: the engine is back after {after_s:.1f} s | weights {info.weight_version} | {waiting} sequences resume"
+        )
 
     def gave_up(self, reason: str) -> None:
         self._say(f"tlt: {reason}; the server stops with status 1")
 
     def draining(self, open_sequences: int, timeout_s: float) -> None:
-        self._say(f"tlt: draining {open_sequences} sequences (up to {timeout_s:g} s); send the signal again to stop at once")
+        self._say(
+            f"tlt: draining {open_sequences} sequences (up to {timeout_s:g} s); send the signal again to stop at once"
+        )
 
     def _say(self, line: str) -> None:
         print(f"{ANEW if self._unfinished else ''}{line}", file=self._stream, flush=True)

@@ -1,7 +1,9 @@
-"""Uvicorn's HTTP protocol with bounds on what no application sees: headers that are late or large, replies that are not read.
+"""Uvicorn's HTTP protocol with bounds on what no application sees: headers that are late or large,
+replies that are not read.
 
-The end of the client's sending side is how it is seen to leave: a client keeps that side open until it has its reply. What it sends
-behind a request that still runs is dropped unread and the connection closes after the reply, so that its leaving is always seen.
+The end of the client's sending side is how it is seen to leave: a client keeps that side open until
+it has its reply. What it sends behind a request that still runs is dropped unread and the
+connection closes after the reply, so that its leaving is always seen.
 """
 
 from __future__ import annotations
@@ -45,13 +47,21 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._in_headers:
             self._header_bytes += len(data)
         super().data_received(data)
-        if self._in_headers and self._header_bytes > self.max_header_bytes and not self.transport.is_closing():
-            self._refuse(f"the headers are over the limit of {self.max_header_bytes} bytes (max_header_kb): send fewer or shorter ones")
+        if (
+            self._in_headers
+            and self._header_bytes > self.max_header_bytes
+            and not self.transport.is_closing()
+        ):
+            self._refuse(
+                f"the headers are over the limit of {self.max_header_bytes} bytes (max_header_kb): send fewer or shorter ones"
+            )
 
     def on_message_begin(self) -> None:
         if self.cycle is not None and not self.cycle.response_complete:
             self._pipelined = True
-            self.cycle.keep_alive = False  # which also puts `Connection: close` into a reply that has not begun
+            self.cycle.keep_alive = (
+                False  # which also puts `Connection: close` into a reply that has not begun
+            )
             raise _Pipelined
         if not self._in_headers:
             self._await_headers()
@@ -63,13 +73,17 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         if not self._pipelined:  # the connection belongs to the reply of the running request
-            self._refuse("what came is not an HTTP/1.1 request; check its request line, headers and body framing")
+            self._refuse(
+                "what came is not an HTTP/1.1 request; check its request line, headers and body framing"
+            )
 
     def _refuse(self, message: str) -> None:
         """The answer to what no application can see."""
         body = msgspec.json.encode(error_reply(InvalidRequest(message)))
-        self.transport.write(b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
-                             b"connection: close\r\n\r\n" % len(body) + body)
+        self.transport.write(
+            b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
+            b"connection: close\r\n\r\n" % len(body) + body
+        )
         self.transport.close()
 
     def pause_writing(self) -> None:
@@ -91,7 +105,10 @@ class BoundedProtocol(HttpToolsProtocol):
             self._headers_due = None
 
     def _watch_reader(self, unread_bytes: int) -> None:
-        """Ask again after `send_timeout_s`: a client that took nothing in between is cut off, which aborts its sequences."""
+        """Ask again after `send_timeout_s`: a client that took nothing in between is cut off, which
+        aborts its sequences.
+        """
+
         def check() -> None:
             left = self.transport.get_write_buffer_size()
             if left >= unread_bytes:
@@ -112,8 +129,12 @@ class _Pipelined(Exception):
 
 
 def bounded_protocol(config: Config) -> type[BoundedProtocol]:
-    return type("ConfiguredProtocol", (BoundedProtocol,), {
-        "max_header_bytes": config.max_header_kb * 1024,
-        "header_timeout_s": config.header_timeout_s,
-        "send_timeout_s": config.send_timeout_s,
-    })
+    return type(
+        "ConfiguredProtocol",
+        (BoundedProtocol,),
+        {
+            "max_header_bytes": config.max_header_kb * 1024,
+            "header_timeout_s": config.header_timeout_s,
+            "send_timeout_s": config.send_timeout_s,
+        },
+    )

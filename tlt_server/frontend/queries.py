@@ -1,4 +1,6 @@
-"""What a client says in the query string: one of a few words, a list of them, a time. Unknown parameters are ignored."""
+"""What a client says in the query string: one of a few words, a list of them, a time. Unknown
+parameters are ignored.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,16 @@ from starlette.requests import Request
 from tlt_server.errors import InvalidRequest
 from tlt_server.frontend.requests import shown
 
-FLAGS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
+FLAGS = {
+    "true": True,
+    "1": True,
+    "yes": True,
+    "on": True,
+    "false": False,
+    "0": False,
+    "no": False,
+    "off": False,
+}
 
 
 def word(request: Request, name: str, known: Collection[str], default: str) -> str:
@@ -29,7 +40,9 @@ def words(request: Request, name: str, known: Collection[str]) -> list[str]:
 
 
 def flag(request: Request, name: str, *, default: bool) -> bool:
-    """As trainers' libraries write them, in whatever case: `True` of Python's requests, `true` of JSON."""
+    """As trainers' libraries write them, in whatever case: `True` of Python's requests, `true` of
+    JSON.
+    """
     text = request.query_params.get(name, str(default))
     value = FLAGS.get(text.lower())
     if value is None:
@@ -45,5 +58,7 @@ def seconds(request: Request, name: str, most: float) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value <= most:
-        raise InvalidRequest(f"{name} is {shown(text)}; it must be a number of seconds from 0 to {most:g}: wait again for more")
+        raise InvalidRequest(
+            f"{name} is {shown(text)}; it must be a number of seconds from 0 to {most:g}: wait again for more"
+        )
     return value

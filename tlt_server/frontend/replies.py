@@ -1,6 +1,7 @@
 """JSON replies, and errors as `{"error": ...}` with Retry-After where it helps.
 
-`error_reply` is the shape of the body; a borrowed dialect has its own (see `endpoints.Endpoint.error_shape`).
+`error_reply` is the shape of the body; a borrowed dialect has its own (see
+`endpoints.Endpoint.error_shape`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ log = structlog.get_logger()
 REFUSED = "refused"  # in the scope's state: the error that the reply tells
 
 
-def json_response(content: Any, status: int = 200, *, retry_after_s: float | None = None) -> Response:
+def json_response(
+    content: Any, status: int = 200, *, retry_after_s: float | None = None
+) -> Response:
     response = Response(msgspec.json.encode(content), status, media_type="application/json")
     _say_when(response, retry_after_s)
     return response
@@ -52,10 +55,20 @@ def error_reply(error: TltError) -> Refusal:
 
 
 class ErrorResponse(Response):
-    """An error in the shape of its route. The error itself stays in the scope's state, for a transport that phrases it anew."""
+    """An error in the shape of its route. The error itself stays in the scope's state, for a
+    transport that phrases it anew.
+    """
 
-    def __init__(self, error: TltError, shape: Callable[[TltError], Any] = error_reply, *, close: bool = False) -> None:
-        super().__init__(msgspec.json.encode(shape(error)), error.http_status, media_type="application/json")
+    def __init__(
+        self,
+        error: TltError,
+        shape: Callable[[TltError], Any] = error_reply,
+        *,
+        close: bool = False,
+    ) -> None:
+        super().__init__(
+            msgspec.json.encode(shape(error)), error.http_status, media_type="application/json"
+        )
         self._error = error
         _say_when(self, error.retry_after_s)
         if error.http_status == 401:
@@ -69,6 +82,8 @@ class ErrorResponse(Response):
 
 
 def unexpected(error: Exception) -> TltError:
-    """Log one of our own bugs and give the error to answer with. The exception's message is left out: it may quote a prompt."""
+    """Log one of our own bugs and give the error to answer with. The exception's message is left
+    out: it may quote a prompt.
+    """
     log.error("unexpected_error", type=type(error).__name__, frames=frames(error))
     return TltError(f"unexpected {type(error).__name__} in the server; its log says where")

@@ -1,4 +1,6 @@
-"""One rollout: what it was asked, how far it is, and its journal. `Rollouts` runs it and changes it."""
+"""One rollout: what it was asked, how far it is, and its journal. `Rollouts` runs it and changes
+it.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ class Replayed(NamedTuple):
 
 
 class Rollout:
-    """One batch. While it runs, `items` grow; its results stay in memory until they are fetched, then in the journal alone."""
+    """One batch. While it runs, `items` grow; its results stay in memory until they are fetched,
+    then in the journal alone.
+    """
 
     def __init__(self, header: Header, path: Path) -> None:
         self.header, self.path = header, path
@@ -50,16 +54,27 @@ class Rollout:
         return time.monotonic() + self.header.deadline_s - time.time()
 
     def replayed(self, make: Callable[[Batch], Items]) -> Replayed:
-        """What the journal says, made into items as when it was live. `NotFound` when the rollout has just been forgotten."""
+        """What the journal says, made into items as when it was live. `NotFound` when the rollout
+        has just been forgotten.
+        """
         try:
             said = past(self.path.read_bytes())
         except FileNotFoundError:
-            raise NotFound(f"the rollout {self.header.id} has just been deleted; send its request again") from None
+            raise NotFound(
+                f"the rollout {self.header.id} has just been deleted; send its request again"
+            ) from None
         assert said is not None, "its header was whole before"
         deadline_s = self.deadline_s
-        items, ended = make(Batch([item.item(deadline_s) for item in self.header.items], False, deadline_s)), Ended()
+        items, ended = (
+            make(Batch([item.item(deadline_s) for item in self.header.items], False, deadline_s)),
+            Ended(),
+        )
         for output in said.outputs:
-            ended |= {event.id: event for event in items.take(output) if isinstance(event, ItemResult | ItemError)}
+            ended |= {
+                event.id: event
+                for event in items.take(output)
+                if isinstance(event, ItemResult | ItemError)
+            }
         return Replayed(said.length, items, ended, said.end is not None)
 
     def count(self) -> tuple[int, int]:
@@ -69,7 +84,9 @@ class Rollout:
         return len(self.ended or ()), self.items.tokens if self.items is not None else 0
 
     async def wait(self, wait_s: float | None = None) -> None:
-        """Until it is done or the time is up; the typed error when it is deleted or the server stops first."""
+        """Until it is done or the time is up; the typed error when it is deleted or the server
+        stops first.
+        """
         await asyncio.wait([self._over], timeout=wait_s)
         if self.is_over:
             self._over.result()

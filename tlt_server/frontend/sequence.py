@@ -1,7 +1,9 @@
-"""One choice as it grows: engine outputs in, deltas and at last one choice out. Owns text, stop strings and the surplus after them.
+"""One choice as it grows: engine outputs in, deltas and at last one choice out. Owns text, stop
+strings and the surplus after them.
 
-When a stop string completes, the text ends before it and the token ids end with the token that completed it. The engine learns of
-it by an abort and may send more tokens first; they are dropped. A stop token (or EOS) is in the token ids and not in the text.
+When a stop string completes, the text ends before it and the token ids end with the token that
+completed it. The engine learns of it by an abort and may send more tokens first; they are dropped.
+A stop token (or EOS) is in the token ids and not in the text.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from tlt_server.records import GenerateRequest, StepOutput, TokenLogprobs
 
 
 class SdReport(Struct, frozen=True):
-    """Speculation figures of a choice; `mean_accept_length` is tokens per step that had a draft, the bonus token included."""
+    """Speculation figures of a choice; `mean_accept_length` is tokens per step that had a draft,
+    the bonus token included.
+    """
 
     steps: int  # that emitted tokens
     draft_steps: int  # of those, with at least one draft row
@@ -44,7 +48,9 @@ class Choice(Struct, frozen=True, kw_only=True):
 
 
 class Delta(Struct, frozen=True, kw_only=True):
-    """What one output added. Text may lag behind the tokens; the choice's text is the sum of its deltas."""
+    """What one output added. Text may lag behind the tokens; the choice's text is the sum of its
+    deltas.
+    """
 
     index: int
     token_ids: list[int]
@@ -55,13 +61,27 @@ class Delta(Struct, frozen=True, kw_only=True):
 
 
 class Sequence:
-    def __init__(self, request: GenerateRequest, index: int, text: Text, *, incremental: bool, stop: Callable[[str], None]) -> None:
-        """`stop(id)` asks the engine to end the sequence. Without `incremental` text is made once, at the end."""
+    def __init__(
+        self,
+        request: GenerateRequest,
+        index: int,
+        text: Text,
+        *,
+        incremental: bool,
+        stop: Callable[[str], None],
+    ) -> None:
+        """`stop(id)` asks the engine to end the sequence. Without `incremental` text is made once,
+        at the end.
+        """
         self.request, self.index = request, index
         self.token_ids: list[int] = []
         self.cached_tokens = 0
         self._text, self._stop = text, stop
-        self._incremental = Incremental(text) if (incremental or request.sampling.stop) and text.tokenizer is not None else None
+        self._incremental = (
+            Incremental(text)
+            if (incremental or request.sampling.stop) and text.tokenizer is not None
+            else None
+        )
         self._stops = StopStrings(request.sampling.stop)
         self._shown: list[str] = []
         self._logprobs: list[float] = []
@@ -90,10 +110,16 @@ class Sequence:
                 shown.append(self._stops.push(self._incremental.flush(), armed=self._armed()))
                 shown.append(self._stops.flush())
         self._shown += shown
-        return Delta(index=self.index, token_ids=self.token_ids[before:], logprobs=self._logprobs[before:],
-                     text="".join(shown) if self._incremental is not None else None,
-                     top_logprobs=self._top[before:] if self.request.sampling.logprobs else UNSET,
-                     prompt_logprobs=self._prompt_logprobs if self._prompt_logprobs is not None and not before else UNSET)
+        return Delta(
+            index=self.index,
+            token_ids=self.token_ids[before:],
+            logprobs=self._logprobs[before:],
+            text="".join(shown) if self._incremental is not None else None,
+            top_logprobs=self._top[before:] if self.request.sampling.logprobs else UNSET,
+            prompt_logprobs=self._prompt_logprobs
+            if self._prompt_logprobs is not None and not before
+            else UNSET,
+        )
 
     def _take(self, output: StepOutput) -> list[str]:
         shown: list[str] = []
@@ -135,12 +161,16 @@ class Sequence:
         return "stop" if self._stops.matched is not None else self._last.finish_reason
 
     def resumed(self) -> GenerateRequest:
-        """What an engine that has never seen this sequence goes on from. One more token ends a sequence whose stop string is complete."""
+        """What an engine that has never seen this sequence goes on from. One more token ends a
+        sequence whose stop string is complete.
+        """
         request, sampling = self.request, self.request.sampling
         if self._stops.matched is not None:
             sampling = msgspec.structs.replace(sampling, max_tokens=len(self.token_ids) + 1)
         begin_by_s = None if self.token_ids else request.begin_by_s
-        return msgspec.structs.replace(request, generated=list(self.token_ids), sampling=sampling, begin_by_s=begin_by_s)
+        return msgspec.structs.replace(
+            request, generated=list(self.token_ids), sampling=sampling, begin_by_s=begin_by_s
+        )
 
     def _armed(self) -> bool:
         return len(self.token_ids) >= self.request.sampling.min_tokens
@@ -156,13 +186,20 @@ class Sequence:
         else:
             text = None
         return Choice(
-            index=self.index, token_ids=self.token_ids, text=text, logprobs=self._logprobs,
+            index=self.index,
+            token_ids=self.token_ids,
+            text=text,
+            logprobs=self._logprobs,
             raw_logprobs=self._raw if sampling.raw_logprobs else UNSET,
             top_logprobs=self._top if sampling.logprobs else UNSET,
-            prompt_logprobs=self._prompt_logprobs or [] if sampling.prompt_logprobs is not None else UNSET,
+            prompt_logprobs=self._prompt_logprobs or []
+            if sampling.prompt_logprobs is not None
+            else UNSET,
             finish_reason=cast(FinishReason, finish_reason),
             stop_reason=matched if matched is not None else last.stop_reason,
-            weight_versions=self.weight_versions, seed=self.request.seed, sd=self._sd(),
+            weight_versions=self.weight_versions,
+            seed=self.request.seed,
+            sd=self._sd(),
         )
 
     def _sd(self) -> SdReport:
@@ -170,11 +207,11 @@ class Sequence:
         for accepted in self._accepted:
             histogram[accepted] += 1
         mean = self._draft_emitted / len(self._accepted) if self._accepted else None
-        return SdReport(self._steps, len(self._accepted), self._drafted, sum(self._accepted), mean, histogram)
+        return SdReport(
+            self._steps, len(self._accepted), self._drafted, sum(self._accepted), mean, histogram
+        )
 
 
 def _by_token(output: StepOutput) -> bool:
     """Whether the output's last token is the stop token."""
     return output.finish_reason == "stop" and not isinstance(output.stop_reason, str)
-
-

@@ -1,4 +1,6 @@
-"""What this server says of itself, in one reply for every dialect: its own keys, and those that other servers' clients look for."""
+"""What this server says of itself, in one reply for every dialect: its own keys, and those that
+other servers' clients look for.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,23 @@ PLACES = {"model", "drafter", "weight_root", "state_dir", "host", "port"}
 
 
 class TransferConfig(Struct, frozen=True):
-    backend: Annotated[Literal["disk", "gloo", "nccl"], Meta(
-        description="gloo, nccl: from the trainer's process group; disk: from a directory")]
+    backend: Annotated[
+        Literal["disk", "gloo", "nccl"],
+        Meta(description="gloo, nccl: from the trainer's process group; disk: from a directory"),
+    ]
 
 
 class ModelConfigInfo(Struct, frozen=True):
-    dtype: Annotated[str, Meta(description="of weights and KV; empty until the engine has been ready")]
-    max_model_len: Annotated[int | None, Meta(description="the longest prompt plus output; null until the engine has been ready")]
-    logprobs_mode: Annotated[str, Meta(description="log-probs are those of the distribution that was sampled from")] = "processed_logprobs"
+    dtype: Annotated[
+        str, Meta(description="of weights and KV; empty until the engine has been ready")
+    ]
+    max_model_len: Annotated[
+        int | None,
+        Meta(description="the longest prompt plus output; null until the engine has been ready"),
+    ]
+    logprobs_mode: Annotated[
+        str, Meta(description="log-probs are those of the distribution that was sampled from")
+    ] = "processed_logprobs"
 
 
 class ParallelConfigInfo(Struct, frozen=True):
@@ -37,7 +48,9 @@ class VllmConfigInfo(Struct, frozen=True):
 
     model_config: Annotated[ModelConfigInfo, Meta(description="what is served")]
     weight_transfer_config: Annotated[TransferConfig, Meta(description="how weights come")]
-    parallel_config: Annotated[ParallelConfigInfo, Meta(description="how it is spread")] = ParallelConfigInfo()
+    parallel_config: Annotated[ParallelConfigInfo, Meta(description="how it is spread")] = (
+        ParallelConfigInfo()
+    )
     lora_config: Annotated[None, Meta(description="always null: no adapters")] = None
 
 
@@ -47,25 +60,54 @@ class ServerInfo(Struct, frozen=True, kw_only=True):
     ready: Annotated[bool, Meta(description="whether a request sent now would be taken")]
     paused: Annotated[bool, Meta(description="whether a pause holds")]
     asleep: Annotated[list[str], Meta(description="memory that is given back: weights, kv_cache")]
-    numerics: Annotated[str, Meta(description="the guarantee that the tokens have: strict or fast, with how it is kept")]
-    engine: Annotated[EngineInfo | None, Meta(description="what the engine says of itself; null until it has been ready")]
+    numerics: Annotated[
+        str,
+        Meta(description="the guarantee that the tokens have: strict or fast, with how it is kept"),
+    ]
+    engine: Annotated[
+        EngineInfo | None,
+        Meta(description="what the engine says of itself; null until it has been ready"),
+    ]
     open_sequences: Annotated[int, Meta(description="accepted and not finished")]
     max_queue: Annotated[int, Meta(description="the most of them")]
-    config: Annotated[dict[str, Any], Meta(description="every setting by name, but for those of keys and certificates; those that say "
-                                                      "where things are, only for a key that may push weights or operate")]
+    config: Annotated[
+        dict[str, Any],
+        Meta(
+            description="every setting by name, but for those of keys and certificates; those that say "
+            "where things are, only for a key that may push weights or operate"
+        ),
+    ]
     vllm_config: Annotated[VllmConfigInfo, Meta(description="for clients of vLLM")]
-    model_path: Annotated[str, Meta(description="the directory of the model, its name for a key that may neither push nor operate; "
-                                                   "this and what follows for clients of SGLang")]
+    model_path: Annotated[
+        str,
+        Meta(
+            description="the directory of the model, its name for a key that may neither push nor operate; "
+            "this and what follows for clients of SGLang"
+        ),
+    ]
     tokenizer_path: Annotated[str, Meta(description="the same")]
-    weight_version: Annotated[str, Meta(description="the target's version that is live; empty until the engine has been ready")]
-    max_total_num_tokens: Annotated[int, Meta(description="positions of all KV pages; 0 until the engine has been ready")]
-    max_running_requests: Annotated[int, Meta(description="sequences that decode at once; 0 until the engine has been ready")]
-    context_length: Annotated[int, Meta(description="the longest prompt plus output; 0 until the engine has been ready")]
+    weight_version: Annotated[
+        str,
+        Meta(
+            description="the target's version that is live; empty until the engine has been ready"
+        ),
+    ]
+    max_total_num_tokens: Annotated[
+        int, Meta(description="positions of all KV pages; 0 until the engine has been ready")
+    ]
+    max_running_requests: Annotated[
+        int, Meta(description="sequences that decode at once; 0 until the engine has been ready")
+    ]
+    context_length: Annotated[
+        int, Meta(description="the longest prompt plus output; 0 until the engine has been ready")
+    ]
     tp_size: Annotated[int, Meta(description="always 1")] = 1
     pp_size: Annotated[int, Meta(description="always 1")] = 1
     dp_size: Annotated[int, Meta(description="always 1")] = 1
     num_gpus: Annotated[int, Meta(description="that compute: 0 on a CPU, else 1")]
-    disaggregation_mode: Annotated[str, Meta(description="always null, in letters: prompts and outputs are computed here")] = "null"
+    disaggregation_mode: Annotated[
+        str, Meta(description="always null, in letters: prompts and outputs are computed here")
+    ] = "null"
 
 
 def server_info(service: Service, caller: Caller) -> ServerInfo:
@@ -83,8 +125,10 @@ def server_info(service: Service, caller: Caller) -> ServerInfo:
         open_sequences=len(engine),
         max_queue=config.max_queue,
         config=config.model_dump(mode="json", exclude=SECRETS if trusted else SECRETS | PLACES),
-        vllm_config=VllmConfigInfo(ModelConfigInfo(info.dtype if info else "", info.max_model_len if info else None),
-                                   TransferConfig(_transfer(config.channels, info))),
+        vllm_config=VllmConfigInfo(
+            ModelConfigInfo(info.dtype if info else "", info.max_model_len if info else None),
+            TransferConfig(_transfer(config.channels, info)),
+        ),
         model_path=model,
         tokenizer_path=model,
         weight_version=info.weight_version if info else "",
@@ -95,7 +139,9 @@ def server_info(service: Service, caller: Caller) -> ServerInfo:
     )
 
 
-def _transfer(channels: tuple[str, ...], info: EngineInfo | None) -> Literal["disk", "gloo", "nccl"]:
+def _transfer(
+    channels: tuple[str, ...], info: EngineInfo | None
+) -> Literal["disk", "gloo", "nccl"]:
     if "broadcast" not in channels:
         return "disk"
     return "nccl" if info is not None and info.device == "cuda" else "gloo"

@@ -1,4 +1,6 @@
-"""The sequences of one request, between the engine client, which puts outputs in, and a dialect, which takes them out."""
+"""The sequences of one request, between the engine client, which puts outputs in, and a dialect,
+which takes them out.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,13 @@ Resume = Callable[[str], GenerateRequest]  # id -> what is left to do of it
 
 
 class Submission:
-    """The sequences of one request: iterate for their outputs (what has come since, in order of arrival) until each has ended."""
+    """The sequences of one request: iterate for their outputs (what has come since, in order of
+    arrival) until each has ended.
+    """
 
-    def __init__(self, ids: Sequence[str], close: Callable[[Submission], None], resume: Resume | None = None) -> None:
+    def __init__(
+        self, ids: Sequence[str], close: Callable[[Submission], None], resume: Resume | None = None
+    ) -> None:
         self.open = set(ids)
         self.resume = resume
         self._outputs: asyncio.Queue[StepOutput] = asyncio.Queue()
@@ -31,7 +37,9 @@ class Submission:
             self._outputs.put_nowait(output)
 
     def expire_at(self, when: float, expire: Callable[[], None]) -> None:
-        self._timer = asyncio.get_running_loop().call_later(max(0.0, when - time.monotonic()), expire)
+        self._timer = asyncio.get_running_loop().call_later(
+            max(0.0, when - time.monotonic()), expire
+        )
 
     async def __aiter__(self) -> AsyncIterator[list[StepOutput]]:
         while self.open or not self._outputs.empty():

@@ -1,9 +1,12 @@
-"""Requests that may have killed the engine: running at two of its crashes, on trial and no further the second time, one is refused.
+"""Requests that may have killed the engine: running at two of its crashes, on trial and no further
+the second time, one is refused.
 
-Known by what it computes (prompt and sampling), not by its id or by a seed that the server chose. One that ended elsewhere the second
-time was more likely a bystander, and one that completes is cleared. Nobody is refused for the company of a killer: the engine client
-tries suspects one at a time, each until it has gone a step, or, where it ended twice at the same place, past that place. Only what was
-on trial at a crash, or ran alone, can be refused. Bounded, and forgotten after a while.
+Known by what it computes (prompt and sampling), not by its id or by a seed that the server chose.
+One that ended elsewhere the second time was more likely a bystander, and one that completes is
+cleared. Nobody is refused for the company of a killer: the engine client tries suspects one at a
+time, each until it has gone a step, or, where it ended twice at the same place, past that place.
+Only what was on trial at a crash, or ran alone, can be refused. Bounded, and forgotten after a
+while.
 """
 
 from __future__ import annotations
@@ -41,11 +44,19 @@ class Sorted(NamedTuple):
 
 class Suspects:
     def __init__(self) -> None:
-        self._suspects: OrderedDict[bytes, _Suspect] = OrderedDict()  # by the time of the last crash
+        self._suspects: OrderedDict[bytes, _Suspect] = (
+            OrderedDict()
+        )  # by the time of the last crash
 
-    def crashed(self, running: Iterable[tuple[GenerateRequest, int]], tried: GenerateRequest | None, now_s: float) -> None:
-        """The engine died while these ran; each with the output tokens it had given. Choices of one request count as the furthest one.
-        `tried` is the one on trial, or the only one."""
+    def crashed(
+        self,
+        running: Iterable[tuple[GenerateRequest, int]],
+        tried: GenerateRequest | None,
+        now_s: float,
+    ) -> None:
+        """The engine died while these ran; each with the output tokens it had given. Choices of one
+        request count as the furthest one. `tried` is the one on trial, or the only one.
+        """
         furthest: dict[bytes, int] = {}
         for request, tokens in running:
             key = fingerprint(request)
@@ -71,7 +82,9 @@ class Suspects:
             same = id(request.token_ids), id(request.sampling)  # of all choices of an item
             key = keys[same] = keys.get(same) or fingerprint(request)
             known = self._suspects.get(key)
-            (kinds.free if known is None else kinds.refused if known.refused else kinds.suspect).append(request)
+            (
+                kinds.free if known is None else kinds.refused if known.refused else kinds.suspect
+            ).append(request)
         return kinds
 
     def trial(self, request: GenerateRequest) -> int:

@@ -1,7 +1,9 @@
-"""Text to token ids and back: the tokenizer and chat template of a model directory, incremental text, stop strings. No torch.
+"""Text to token ids and back: the tokenizer and chat template of a model directory, incremental
+text, stop strings. No torch.
 
-`Incremental` and `StopStrings` see one token's text at a time, so what they say does not depend on how the engine groups tokens
-into outputs: that changes with the speculation strategy, the reply must not.
+`Incremental` and `StopStrings` see one token's text at a time, so what they say does not depend on
+how the engine groups tokens into outputs: that changes with the speculation strategy, the reply
+must not.
 """
 
 from __future__ import annotations
@@ -26,11 +28,20 @@ LONGEST_PENDING = 512  # tokens; only a model that emits invalid bytes without e
 
 
 class Text:
-    """The tokenizer of one model directory. A directory without `tokenizer.json` serves token ids only."""
+    """The tokenizer of one model directory. A directory without `tokenizer.json` serves token ids
+    only.
+    """
 
-    def __init__(self, tokenizer: Tokenizer | None, template: str | None = None, tokens: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        template: str | None = None,
+        tokens: dict[str, str] | None = None,
+    ) -> None:
         self.tokenizer = tokenizer
-        self.longest_token = max(map(len, tokenizer.get_vocab()), default=0) if tokenizer is not None else 0  # characters
+        self.longest_token = (
+            max(map(len, tokenizer.get_vocab()), default=0) if tokenizer is not None else 0
+        )  # characters
         self._tokens = tokens or {}
         self._template = _compile(template) if template else None
         self._variables = _variables(template) if template else set()
@@ -47,8 +58,11 @@ class Text:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         config = _read_json(model / "tokenizer_config.json")
-        tokens = {name: value["content"] if isinstance(value, dict) else value
-                  for name, value in config.items() if name.endswith("_token") and isinstance(value, str | dict)}
+        tokens = {
+            name: value["content"] if isinstance(value, dict) else value
+            for name, value in config.items()
+            if name.endswith("_token") and isinstance(value, str | dict)
+        }
         try:
             return cls(tokenizer, _template_source(model, config), tokens)
         except jinja2.TemplateError as error:
@@ -59,31 +73,66 @@ class Text:
         return self._template is not None
 
     def encode(self, texts: Sequence[str], *, special: bool = True) -> list[list[int]]:
-        """Token ids of each text; `special` adds what the tokenizer puts around a bare text (not wanted after a chat template)."""
+        """Token ids of each text; `special` adds what the tokenizer puts around a bare text (not
+        wanted after a chat template).
+        """
         if self.tokenizer is None:
-            raise InvalidRequest("this model directory has no tokenizer.json, so texts cannot be read; send token_ids")
-        return [encoding.ids for encoding in self.tokenizer.encode_batch(list(texts), add_special_tokens=special)]
+            raise InvalidRequest(
+                "this model directory has no tokenizer.json, so texts cannot be read; send token_ids"
+            )
+        return [
+            encoding.ids
+            for encoding in self.tokenizer.encode_batch(list(texts), add_special_tokens=special)
+        ]
 
     def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
         """The text, special tokens left out unless `special`; empty without a tokenizer."""
-        return self.tokenizer.decode(list(token_ids), skip_special_tokens=not special) if self.tokenizer is not None else ""
+        return (
+            self.tokenizer.decode(list(token_ids), skip_special_tokens=not special)
+            if self.tokenizer is not None
+            else ""
+        )
 
-    def render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None,
-               options: Mapping[str, Any] | None = None) -> str:
-        """The chat template applied, with the assistant's turn opened. Of `options` the template sees those that it reads by name."""
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The chat template applied, with the assistant's turn opened. Of `options` the template
+        sees those that it reads by name.
+        """
         if self._template is None:
-            raise InvalidRequest("this model has no chat template; send prompt or token_ids instead of messages")
+            raise InvalidRequest(
+                "this model has no chat template; send prompt or token_ids instead of messages"
+            )
         try:
-            known = {name: value for name, value in (options or {}).items() if name in self._variables}
-            return self._template.render(**{"add_generation_prompt": True, **known, **self._tokens, "messages": messages, "tools": tools})
-        except Exception as error:  # the template is the model's code, and it was given the client's data
-            raise InvalidRequest(f"the chat template refuses these messages: {str(error)[:200]}") from None
+            known = {
+                name: value for name, value in (options or {}).items() if name in self._variables
+            }
+            return self._template.render(
+                **{
+                    "add_generation_prompt": True,
+                    **known,
+                    **self._tokens,
+                    "messages": messages,
+                    "tools": tools,
+                }
+            )
+        except (
+            Exception
+        ) as error:  # the template is the model's code, and it was given the client's data
+            raise InvalidRequest(
+                f"the chat template refuses these messages: {str(error)[:200]}"
+            ) from None
 
 
 class Incremental:
-    """The text that each further token adds; with `flush()`, the sum is `Text.decode` of all tokens.
+    """The text that each further token adds; with `flush()`, the sum is `Text.decode` of all
+    tokens.
 
-    U+FFFD at the end may be the head of a character whose bytes are still to come, so it is held back; what stands before is settled.
+    U+FFFD at the end may be the head of a character whose bytes are still to come, so it is held
+    back; what stands before is settled.
     """
 
     def __init__(self, text: Text) -> None:
@@ -95,17 +144,19 @@ class Incremental:
         self._window.append(token_id)
         text = self._text.decode(self._window)
         settled = len(text.rstrip(REPLACEMENT))
-        delta = text[self._shown:settled]
+        delta = text[self._shown : settled]
         self._shown = max(self._shown, settled)
         if settled == len(text) and len(self._window) >= 4 * KEPT:
             self._shorten()
         if len(self._window) >= LONGEST_PENDING:
-            delta += text[self._shown:]
+            delta += text[self._shown :]
             self._window, self._shown = [], 0
         return delta
 
     def _shorten(self) -> None:
-        """Keep a few last tokens, cut between characters: some decoders spoil a whole run of bytes for one that is incomplete."""
+        """Keep a few last tokens, cut between characters: some decoders spoil a whole run of bytes
+        for one that is incomplete.
+        """
         for kept in range(KEPT, 2 * KEPT):
             text = self._text.decode(self._window[-kept:])
             if REPLACEMENT not in text:
@@ -113,7 +164,7 @@ class Incremental:
                 return
 
     def flush(self) -> str:
-        delta = self._text.decode(self._window)[self._shown:]
+        delta = self._text.decode(self._window)[self._shown :]
         self._window, self._shown = [], 0
         return delta
 
@@ -121,7 +172,8 @@ class Incremental:
 class StopStrings:
     """Finds the first stop string and holds back text that may be the start of one.
 
-    `push` returns the text that can be shown; after `matched` is set that is everything before the stop string and no more follows.
+    `push` returns the text that can be shown; after `matched` is set that is everything before the
+    stop string and no more follows.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -139,8 +191,8 @@ class StopStrings:
                 at, _, self.matched = min(hits)
                 return text[:at]
         keep = self._partial(text)
-        self._held = text[len(text) - keep:]
-        return text[:len(text) - keep]
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
 
     def flush(self) -> str:
         held, self._held = self._held, ""
@@ -156,7 +208,9 @@ class StopStrings:
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks the assistant's tokens for trainers; when rendering a prompt it is transparent."""
+    """`{% generation %}` marks the assistant's tokens for trainers; when rendering a prompt it is
+    transparent.
+    """
 
     tags = {"generation"}
 
@@ -178,8 +232,12 @@ def _environment() -> jinja2.Environment:
     def refuse(message: str) -> None:
         raise jinja2.TemplateError(message)
 
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"])
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = lambda value, indent=None: json.dumps(
+        value, ensure_ascii=False, indent=indent
+    )
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda format: datetime.datetime.now().strftime(format)
     return environment
@@ -191,10 +249,14 @@ def _template_source(model: Path, config: dict[str, Any]) -> str | None:
         try:
             return path.read_text("utf-8")
         except (OSError, ValueError) as error:
-            raise ModelError(f"cannot read {path}: {error}; it must be UTF-8 encoded text") from None
+            raise ModelError(
+                f"cannot read {path}: {error}; it must be UTF-8 encoded text"
+            ) from None
     source = config.get("chat_template")
     if isinstance(source, list):  # several, by name
-        source = next((entry.get("template") for entry in source if entry.get("name") == "default"), None)
+        source = next(
+            (entry.get("template") for entry in source if entry.get("name") == "default"), None
+        )
     return source if isinstance(source, str) else None
 
 

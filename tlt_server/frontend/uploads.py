@@ -1,7 +1,9 @@
-"""Versions on their way by http: parts below the state directory, bounded in number, size and age, until a push or an abort ends them.
+"""Versions on their way by http: parts below the state directory, bounded in number, size and age,
+until a push or an abort ends them.
 
-A part grows from its beginning only. Bytes that come again must be the same bytes, so whoever lost a connection may send from any
-earlier place; what would leave a gap is refused with the place to go on from. Nothing survives a restart of the server.
+A part grows from its beginning only. Bytes that come again must be the same bytes, so whoever lost
+a connection may send from any earlier place; what would leave a gap is refused with the place to go
+on from. Nothing survives a restart of the server.
 """
 
 from __future__ import annotations
@@ -34,9 +36,16 @@ class PartStatus(Struct, frozen=True):
     """How much of a part is there."""
 
     part: Annotated[str, Meta(description="its name")]
-    bytes: Annotated[int, Meta(description="that are there, from its beginning; the next range begins here")]
+    bytes: Annotated[
+        int, Meta(description="that are there, from its beginning; the next range begins here")
+    ]
     total: Annotated[int, Meta(description="that it will have")]
-    begins: Annotated[bool, Meta(description="the version's upload began with this call, so that its sender may take it back")] = False
+    begins: Annotated[
+        bool,
+        Meta(
+            description="the version's upload began with this call, so that its sender may take it back"
+        ),
+    ] = False
 
 
 class UploadStatus(Struct, frozen=True):
@@ -102,18 +111,33 @@ class Uploads:
     def listed(self) -> list[UploadStatus]:
         """All, oldest first."""
         now_s = asyncio.get_running_loop().time()
-        return [UploadStatus(version, len(upload.parts), upload.bytes, upload.total, round(now_s - upload.begun_s, 3),
-                             round(now_s - upload.touched_s, 3)) for version, upload in self._uploads.items()]
+        return [
+            UploadStatus(
+                version,
+                len(upload.parts),
+                upload.bytes,
+                upload.total,
+                round(now_s - upload.begun_s, 3),
+                round(now_s - upload.touched_s, 3),
+            )
+            for version, upload in self._uploads.items()
+        ]
 
     def status(self, version: str, part: str) -> PartStatus:
         upload = self._uploads.get(version)
         if upload is None or part not in upload.parts:
-            raise NotFound(f"there is no part {part[:80]!r} of version {version[:80]!r} on its way; send it from its first byte")
+            raise NotFound(
+                f"there is no part {part[:80]!r} of version {version[:80]!r} on its way; send it from its first byte"
+            )
         return PartStatus(part, upload.parts[part].bytes, upload.parts[part].total)
 
-    async def write(self, version: str, part: str, start: int, total: int, body: AsyncIterator[bytes]) -> PartStatus:
-        """Take a range of a part. What has come when `body` breaks off is kept, all but the last piece of a call that is cancelled while
-        it writes; an upload of which no byte has come by then takes no place."""
+    async def write(
+        self, version: str, part: str, start: int, total: int, body: AsyncIterator[bytes]
+    ) -> PartStatus:
+        """Take a range of a part. What has come when `body` breaks off is kept, all but the last
+        piece of a call that is cancelled while it writes; an upload of which no byte has come by
+        then takes no place.
+        """
         begins = version not in self._uploads
         upload = self._opened(version, part, total)
         upload.writing += 1
@@ -127,7 +151,9 @@ class Uploads:
             upload.writing -= 1
         return replace(self.status(version, part), begins=begins)
 
-    async def _take(self, upload: _Upload, part: str, start: int, body: AsyncIterator[bytes]) -> None:
+    async def _take(
+        self, upload: _Upload, part: str, start: int, body: AsyncIterator[bytes]
+    ) -> None:
         """One piece is written while the next one comes."""
         at, piece = start, bytearray()
         writing: asyncio.Task[None] | None = None
@@ -148,24 +174,39 @@ class Uploads:
         """The upload with an entry for this part, where there is room for it."""
         config = self._config
         if not PART.fullmatch(part):
-            raise InvalidRequest(f"part is {part[:80]!r}; name it with letters, digits, '.', '_' and '-', ending in .safetensors")
+            raise InvalidRequest(
+                f"part is {part[:80]!r}; name it with letters, digits, '.', '_' and '-', ending in .safetensors"
+            )
         upload = self._uploads.get(version)
         if upload is None and len(self._uploads) >= config.max_uploads:
-            raise StorageFailed(f"{len(self._uploads)} versions are on their way, the limit is {config.max_uploads} (max_uploads); push or "
-                                f"abort one of {sorted(self._uploads)} (GET /weights says how old each is)")
+            raise StorageFailed(
+                f"{len(self._uploads)} versions are on their way, the limit is {config.max_uploads} (max_uploads); push or "
+                f"abort one of {sorted(self._uploads)} (GET /weights says how old each is)"
+            )
         there = upload.parts.get(part) if upload is not None else None
         if there is not None and there.total != total:
-            raise Conflict(f"part {part!r} was begun with {there.total} bytes in all, now it has {total}; abort the version to begin anew")
+            raise Conflict(
+                f"part {part!r} was begun with {there.total} bytes in all, now it has {total}; abort the version to begin anew"
+            )
         if there is None:
-            held = sum(upload.total for upload in self._uploads.values()) + sum(self._leaving.copy().values())
+            held = sum(upload.total for upload in self._uploads.values()) + sum(
+                self._leaving.copy().values()
+            )
             if held + total > config.max_upload_mb * 2**20:
-                raise StorageFailed(f"part {part!r} has {total} bytes and {held} are on their way; the limit is {config.max_upload_mb} MiB "
-                                    "(max_upload_mb): push or abort what is there")
+                raise StorageFailed(
+                    f"part {part!r} has {total} bytes and {held} are on their way; the limit is {config.max_upload_mb} MiB "
+                    "(max_upload_mb): push or abort what is there"
+                )
             if upload is not None and len(upload.parts) >= config.max_upload_parts:
-                raise StorageFailed(f"version {version!r} has {len(upload.parts)} parts, the limit is {config.max_upload_parts} "
-                                    "(max_upload_parts); send larger ones")
+                raise StorageFailed(
+                    f"version {version!r} has {len(upload.parts)} parts, the limit is {config.max_upload_parts} "
+                    "(max_upload_parts); send larger ones"
+                )
         if upload is None:
-            upload = _Upload(self._directory / f"{_named(version)}-{next(self._numbers)}", begun_s=asyncio.get_running_loop().time())
+            upload = _Upload(
+                self._directory / f"{_named(version)}-{next(self._numbers)}",
+                begun_s=asyncio.get_running_loop().time(),
+            )
             try:
                 upload.directory.mkdir(mode=0o700)
             except OSError as error:
@@ -187,33 +228,49 @@ class Uploads:
         part = upload.parts[name]
         with self._lock:
             if upload.ended:
-                raise Conflict(f"the upload of part {name!r} was ended meanwhile; send it from its first byte")
+                raise Conflict(
+                    f"the upload of part {name!r} was ended meanwhile; send it from its first byte"
+                )
             if upload.pushes:
-                raise Conflict(f"part {name!r} belongs to a version that is being pushed; wait for the push to end")
+                raise Conflict(
+                    f"part {name!r} belongs to a version that is being pushed; wait for the push to end"
+                )
             if start > part.bytes:
-                raise Conflict(f"part {name!r} has {part.bytes} bytes and this range begins at {start}; send from {part.bytes}")
+                raise Conflict(
+                    f"part {name!r} has {part.bytes} bytes and this range begins at {start}; send from {part.bytes}"
+                )
             if start + len(data) > part.total:
-                raise InvalidRequest(f"part {name!r} has {part.total} bytes in all and this range reaches {start + len(data)}; send what "
-                                     "Content-Range says")
+                raise InvalidRequest(
+                    f"part {name!r} has {part.total} bytes in all and this range reaches {start + len(data)}; send what "
+                    "Content-Range says"
+                )
             with open(upload.directory / name, "r+b" if part.bytes else "w+b") as file:
                 file.seek(start)
                 again = data[: part.bytes - start]
                 if file.read(len(again)) != again:
-                    raise Conflict(f"part {name!r} came with other bytes before, somewhere in [{start}, {start + len(again)}); abort the "
-                                   "version to begin anew")
+                    raise Conflict(
+                        f"part {name!r} came with other bytes before, somewhere in [{start}, {start + len(again)}); abort the "
+                        "version to begin anew"
+                    )
                 file.write(memoryview(data)[len(again) :])
             part.bytes = max(part.bytes, start + len(data))
 
     # -- pushes --------------------------------------------------------------------------------------------------
 
     def seal(self, version: str) -> Sealed:
-        """What the engine may read, as it is not written until `release`. `Conflict` while parts are incomplete."""
+        """What the engine may read, as it is not written until `release`. `Conflict` while parts
+        are incomplete.
+        """
         upload = self._uploads.get(version)
         if upload is None:
-            return Sealed(_named(version), None)  # not there: the engine knows whether it had it already
+            return Sealed(
+                _named(version), None
+            )  # not there: the engine knows whether it had it already
         for name, part in upload.parts.items():
             if part.bytes < part.total:
-                raise Conflict(f"part {name!r} of version {version!r} has {part.bytes} of {part.total} bytes; send the rest, then push")
+                raise Conflict(
+                    f"part {name!r} of version {version!r} has {part.bytes} of {part.total} bytes; send the rest, then push"
+                )
         upload.pushes += 1
         return Sealed(upload.directory.name, upload)
 
@@ -242,7 +299,9 @@ class Uploads:
         return True
 
     def _remove(self, version: str) -> None:
-        """The version may come anew at once; what it left, which may be many bytes, is removed by a thread and counts until then."""
+        """The version may come anew at once; what it left, which may be many bytes, is removed by a
+        thread and counts until then.
+        """
         upload = self._uploads.pop(version)
         upload.ended, self._leaving[upload.directory] = True, upload.total
         self._removing.give(partial(self._remove_files, upload))
@@ -273,18 +332,24 @@ def _named(version: str) -> str:
 
 
 def _not_kept(part: str, error: OSError) -> StorageFailed:
-    return StorageFailed(f"part {part!r} cannot be written below the state directory ({error}); make room and send it on")
+    return StorageFailed(
+        f"part {part!r} cannot be written below the state directory ({error}); make room and send it on"
+    )
 
 
 def span(content_range: str, length: int | None) -> tuple[int, int]:
     """Where a body begins and how many bytes the part has in all."""
     if not content_range:
         if length is None:
-            raise InvalidRequest("the request has neither Content-Range nor Content-Length; send Content-Range: bytes FIRST-LAST/TOTAL")
+            raise InvalidRequest(
+                "the request has neither Content-Range nor Content-Length; send Content-Range: bytes FIRST-LAST/TOTAL"
+            )
         return 0, length
     found = RANGE.fullmatch(content_range)
     first, last, total = map(int, found.groups()) if found else (0, 0, 0)
     if not first <= last < total or (length is not None and length != last + 1 - first):
-        raise InvalidRequest(f"Content-Range is {content_range[:80]!r} for a body of {length} bytes; it must be bytes FIRST-LAST/TOTAL, "
-                             "the last included")
+        raise InvalidRequest(
+            f"Content-Range is {content_range[:80]!r} for a body of {length} bytes; it must be bytes FIRST-LAST/TOTAL, "
+            "the last included"
+        )
     return first, total

@@ -1,7 +1,9 @@
-"""Which weight versions were asked for, and which of them are lost: nothing is generated while another version is live instead.
+"""Which weight versions were asked for, and which of them are lost: nothing is generated while
+another version is live instead.
 
-A new life of the engine may hold something else than the life before: without a state directory what the model directory holds, with
-one whatever could be restored. The engine client tells what each life reports; a commit of the role that is lost ends the wait.
+A new life of the engine may hold something else than the life before: without a state directory
+what the model directory holds, with one whatever could be restored. The engine client tells what
+each life reports; a commit of the role that is lost ends the wait.
 """
 
 from __future__ import annotations
@@ -19,18 +21,28 @@ class Versions:
         self._wanted: dict[str, str] = {}
 
     def begin(self, info: EngineInfo, *, unanswered: bool) -> None:
-        """A life is ready. `unanswered`: weight commands were open when the one before ended, so only a spool knows what became live."""
+        """A life is ready. `unanswered`: weight commands were open when the one before ended, so
+        only a spool knows what became live.
+        """
         held = {"target": info.weight_version, "drafter": info.drafter_version}
         trusted = info.spooled and unanswered
-        missing = {} if trusted else {role: version for role, version in self._wanted.items() if version != held[role]}
-        self.lost = {role: f"the weight version {version!r} of the {role} is lost: the engine was restarted and holds {held[role]!r}"
-                     + ("" if info.spooled else "; --state-dir keeps versions over a restart") for role, version in missing.items()}
+        missing = (
+            {}
+            if trusted
+            else {role: version for role, version in self._wanted.items() if version != held[role]}
+        )
+        self.lost = {
+            role: f"the weight version {version!r} of the {role} is lost: the engine was restarted and holds {held[role]!r}"
+            + ("" if info.spooled else "; --state-dir keeps versions over a restart")
+            for role, version in missing.items()
+        }
         self.lost |= info.lost
         self._wanted |= {role: held[role] for role in ROLES if role not in self.lost}
 
     def reported(self, report: WeightReport) -> None:
-        """A push that finds its version live has what it asked for, as much as one that is committed; a name brings nothing. What is
-        quarantined is lost too."""
+        """A push that finds its version live has what it asked for, as much as one that is
+        committed; a name brings nothing. What is quarantined is lost too.
+        """
         self.lost |= report.state.quarantined
         if report.result in ("committed", "named", "rolled_back", "unchanged"):
             live = {"target": report.state.target, "drafter": report.state.drafter}
@@ -42,14 +54,20 @@ class Versions:
                     self.lost.pop(role, None)
 
     def check_name(self) -> None:
-        """`Conflict` while the target is lost: what is live instead must not get the name of what was."""
+        """`Conflict` while the target is lost: what is live instead must not get the name of what
+        was.
+        """
         if "target" in self.lost:
             raise Conflict(f"what is live cannot be named: {self.reason}")
 
     @property
     def reason(self) -> str:
         """Why nothing is generated, and what helps; empty when nothing is lost."""
-        return f"{'; '.join(self.lost.values())}. Push that version, or another (POST /update_weights)" if self.lost else ""
+        return (
+            f"{'; '.join(self.lost.values())}. Push that version, or another (POST /update_weights)"
+            if self.lost
+            else ""
+        )
 
     def check(self) -> None:
         """`Unavailable` while something is lost."""

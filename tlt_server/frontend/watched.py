@@ -1,7 +1,8 @@
-"""What files hold, read again when they change: API keys and certificates are replaced without a restart.
+"""What files hold, read again when they change: API keys and certificates are replaced without a
+restart.
 
-Looked at when it is asked for, at most once a second, so there is no task that could die. A change that cannot be used is an error in
-the log, once; what the files held before stays in force.
+Looked at when it is asked for, at most once a second, so there is no task that could die. A change
+that cannot be used is an error in the log, once; what the files held before stays in force.
 """
 
 from __future__ import annotations
@@ -23,10 +24,24 @@ log = structlog.get_logger()
 
 
 class Watched(Generic[Held]):
-    def __init__(self, name: str, files: Sequence[Path], read: Callable[[], Held], told: Told = lambda result: None,
-                 clock: Callable[[], float] = time.monotonic) -> None:
-        """`read` raises `StartupError` for what cannot be used; here, at the start, so does this. `told` is for the metrics."""
-        self._name, self._files, self._read, self._told, self._clock = name, files, read, told, clock
+    def __init__(
+        self,
+        name: str,
+        files: Sequence[Path],
+        read: Callable[[], Held],
+        told: Told = lambda result: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`read` raises `StartupError` for what cannot be used; here, at the start, so does this.
+        `told` is for the metrics.
+        """
+        self._name, self._files, self._read, self._told, self._clock = (
+            name,
+            files,
+            read,
+            told,
+            clock,
+        )
         self._marks, self._looked_s = self._look(), clock()
         self._held = read()
         told("read")
@@ -45,14 +60,21 @@ class Watched(Generic[Held]):
         try:
             self._held = self._read()
         except StartupError as error:
-            log.error("file_refused", what=self._name, reason=error.message, remedy="correct it; what it held before stays in force")
+            log.error(
+                "file_refused",
+                what=self._name,
+                reason=error.message,
+                remedy="correct it; what it held before stays in force",
+            )
             self._told("refused")
         else:
             log.info("file_read", what=self._name)
             self._told("read")
 
     def _look(self) -> list[tuple[int, ...]]:
-        """What differs when a file was written, replaced or removed. Taken before it is read: what is written meanwhile shows next time."""
+        """What differs when a file was written, replaced or removed. Taken before it is read: what
+        is written meanwhile shows next time.
+        """
         found: list[tuple[int, ...]] = []
         for file in self._files:
             try:

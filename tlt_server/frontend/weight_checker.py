@@ -1,6 +1,8 @@
-"""Checksums of everything live, computed anew, and what they are compared with: a baseline, or what was remembered.
+"""Checksums of everything live, computed anew, and what they are compared with: a baseline, or what
+was remembered.
 
-Two dialects ask for this, by `CheckFields` both, and share what is remembered; only their replies differ.
+Two dialects ask for this, by `CheckFields` both, and share what is remembered; only their replies
+differ.
 """
 
 from __future__ import annotations
@@ -16,8 +18,12 @@ from tlt_server.frontend.weight_session import WeightSession
 
 class CheckFields(NullIsAbsent):
     action: Literal["checksum", "reset", "snapshot", "compare"] = Field(
-        "checksum", description="reset, or snapshot, which is the same: remember the checksums for compare")
-    baseline: dict[str, str] | None = Field(None, description="for compare; without it, what reset remembered")
+        "checksum",
+        description="reset, or snapshot, which is the same: remember the checksums for compare",
+    )
+    baseline: dict[str, str] | None = Field(
+        None, description="for compare; without it, what reset remembered"
+    )
 
 
 class Checked(NamedTuple):
@@ -47,7 +53,11 @@ class WeightChecker:
         """Names whose sums differ from the baseline, or from those remembered."""
         expected = self._remembered if baseline is None else baseline
         if not expected:
-            raise InvalidRequest("there is nothing to compare with; give baseline as an object of checksums, or call with action reset "
-                                 "first")
+            raise InvalidRequest(
+                "there is nothing to compare with; give baseline as an object of checksums, or call with action reset "
+                "first"
+            )
         sums = await self._sums()
-        return sorted(name for name in sums.keys() | expected.keys() if sums.get(name) != expected.get(name))
+        return sorted(
+            name for name in sums.keys() | expected.keys() if sums.get(name) != expected.get(name)
+        )

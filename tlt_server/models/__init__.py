@@ -1,7 +1,8 @@
-"""Model families: one file each, one table line each, keyed by `architectures[0]` of an ordinary HF config.
+"""Model families: one file each, one table line each, keyed by `architectures[0]` of an ordinary HF
+config.
 
-A target is built by `loader.load_target(directory, ...)` and has:
-`config` (`ModelConfig`), `forward(rows, cache) -> Forward`, `logits(hidden_RH) -> logits_RV` (fp32).
+A target is built by `loader.load_target(directory, ...)` and has: `config` (`ModelConfig`),
+`forward(rows, cache) -> Forward`, `logits(hidden_RH) -> logits_RV` (fp32).
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ from tlt_server.registry import Registry
 if TYPE_CHECKING:  # `environment` in this package must be importable before torch is
     from torch import Tensor
 
-FAMILIES = Registry("model family", {
-    "LlamaForCausalLM": "tlt_server.models.llama:Llama",
-    "Qwen2ForCausalLM": "tlt_server.models.qwen2:Qwen2",
-    "Qwen3ForCausalLM": "tlt_server.models.qwen3:Qwen3",
-})
+FAMILIES = Registry(
+    "model family",
+    {
+        "LlamaForCausalLM": "tlt_server.models.llama:Llama",
+        "Qwen2ForCausalLM": "tlt_server.models.qwen2:Qwen2",
+        "Qwen3ForCausalLM": "tlt_server.models.qwen3:Qwen3",
+    },
+)
 
 
 class Forward(NamedTuple):

@@ -1,7 +1,8 @@
 """A model's shape, parsed strictly from an ordinary Hugging Face `config.json`.
 
-Read once by the loader; frozen. What this server cannot compute exactly as the reference implementation would (sliding
-windows, partial rotary embeddings, unknown scalings, other activations) is refused by name instead of approximated.
+Read once by the loader; frozen. What this server cannot compute exactly as the reference
+implementation would (sliding windows, partial rotary embeddings, unknown scalings, other
+activations) is refused by name instead of approximated.
 """
 
 from __future__ import annotations
@@ -59,8 +60,14 @@ class ModelConfig:
         """`source` names the file in errors."""
         fields = _Fields(raw, source)
         architectures = raw.get("architectures")
-        if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
-            raise ModelError(f"{source}: 'architectures' is {architectures!r}; expected a list such as ['LlamaForCausalLM']")
+        if (
+            not isinstance(architectures, list)
+            or not architectures
+            or not isinstance(architectures[0], str)
+        ):
+            raise ModelError(
+                f"{source}: 'architectures' is {architectures!r}; expected a list such as ['LlamaForCausalLM']"
+            )
         _refuse_windows(raw, source)
         activation = raw.get("hidden_act", "silu")
         if activation not in ("silu", "swish"):
@@ -69,16 +76,30 @@ class ModelConfig:
         kv_heads = fields.count("num_key_value_heads", default=heads)
         head_dim = fields.count("head_dim", default=hidden // heads)
         if heads % kv_heads:
-            raise ModelError(f"{source}: 'num_attention_heads' {heads} is not a multiple of 'num_key_value_heads' {kv_heads}")
+            raise ModelError(
+                f"{source}: 'num_attention_heads' {heads} is not a multiple of 'num_key_value_heads' {kv_heads}"
+            )
         if head_dim % 2:
-            raise ModelError(f"{source}: head_dim {head_dim} is odd; rotary embeddings need an even one")
+            raise ModelError(
+                f"{source}: head_dim {head_dim} is odd; rotary embeddings need an even one"
+            )
         max_position = fields.count("max_position_embeddings")
         return cls(
-            architecture=architectures[0], vocab_size=fields.count("vocab_size", least=2), hidden_size=hidden,
-            intermediate_size=fields.count("intermediate_size"), layers=fields.count("num_hidden_layers"), heads=heads,
-            kv_heads=kv_heads, head_dim=head_dim, max_position=max_position, norm_eps=fields.number("rms_norm_eps", default=1e-6),
-            rope=_rope(raw, max_position, source), tied_embeddings=fields.flag("tie_word_embeddings"),
-            attention_bias=fields.flag("attention_bias"), mlp_bias=fields.flag("mlp_bias"), eos_token_ids=token_ids(raw, source),
+            architecture=architectures[0],
+            vocab_size=fields.count("vocab_size", least=2),
+            hidden_size=hidden,
+            intermediate_size=fields.count("intermediate_size"),
+            layers=fields.count("num_hidden_layers"),
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            max_position=max_position,
+            norm_eps=fields.number("rms_norm_eps", default=1e-6),
+            rope=_rope(raw, max_position, source),
+            tied_embeddings=fields.flag("tie_word_embeddings"),
+            attention_bias=fields.flag("attention_bias"),
+            mlp_bias=fields.flag("mlp_bias"),
+            eos_token_ids=token_ids(raw, source),
         )
 
 
@@ -86,9 +107,13 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ModelError(f"{path}: the file is missing; point to a complete Hugging Face model directory") from None
+        raise ModelError(
+            f"{path}: the file is missing; point to a complete Hugging Face model directory"
+        ) from None
     except (OSError, UnicodeDecodeError, ValueError) as error:
-        raise ModelError(f"{path}: not readable as JSON ({error}); download the file again") from None
+        raise ModelError(
+            f"{path}: not readable as JSON ({error}); download the file again"
+        ) from None
     if not isinstance(raw, dict):
         raise ModelError(f"{path}: holds {type(raw).__name__}; expected a JSON object")
     return raw
@@ -98,7 +123,9 @@ def token_ids(raw: dict[str, Any], source: str, key: str = "eos_token_id") -> tu
     value = raw.get(key)
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(type(token) is int and token >= 0 for token in ids):
-        raise ModelError(f"{source}: {key!r} is {value!r}; expected a token id or a list of token ids")
+        raise ModelError(
+            f"{source}: {key!r} is {value!r}; expected a token id or a list of token ids"
+        )
     return tuple(ids)
 
 
@@ -113,13 +140,19 @@ class _Fields:
         value = self.raw.get(key)
         value = default if value is None else value
         if type(value) is not int or value < least:
-            raise ModelError(f"{self.source}: {key!r} is {value!r}; expected a whole number of at least {least}")
+            raise ModelError(
+                f"{self.source}: {key!r} is {value!r}; expected a whole number of at least {least}"
+            )
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self.raw.get(key)
         value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, (int, float))
+            or not 0 < value < float("inf")
+        ):
             raise ModelError(f"{self.source}: {key!r} is {value!r}; expected a positive number")
         return float(value)
 
@@ -136,39 +169,67 @@ class _Fields:
 
 def _refuse_windows(raw: dict[str, Any], source: str) -> None:
     other = sorted({kind for kind in raw.get("layer_types") or [] if kind != "full_attention"})
-    # Qwen configs carry a `sliding_window` that `use_sliding_window: false` (their default) turns off.
-    default = not str(raw.get("model_type", "")).startswith("qwen") and raw.get("sliding_window") is not None
+    # Qwen configs carry a `sliding_window` that `use_sliding_window: false` (their default) turns
+    # off.
+    default = (
+        not str(raw.get("model_type", "")).startswith("qwen")
+        and raw.get("sliding_window") is not None
+    )
     if other or raw.get("use_sliding_window", default):
         what = f"layer_types {other}" if other else f"sliding_window {raw.get('sliding_window')!r}"
-        raise ModelError(f"{source}: {what} is not supported; only full attention is: choose a model without sliding windows")
+        raise ModelError(
+            f"{source}: {what} is not supported; only full attention is: choose a model without sliding windows"
+        )
 
 
 def _rope(raw: dict[str, Any], max_position: int, source: str) -> Rope:
     """`rope_parameters` (transformers 5), or `rope_theta` beside `rope_scaling` (before)."""
     scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if not isinstance(scaling, dict) or any(isinstance(value, dict) for value in scaling.values()):
-        raise ModelError(f"{source}: rope parameters are {scaling!r}; expected one object for all layers")
-    merged = {"rope_theta": raw.get("rope_theta"), "partial_rotary_factor": raw.get("partial_rotary_factor"), **scaling}
+        raise ModelError(
+            f"{source}: rope parameters are {scaling!r}; expected one object for all layers"
+        )
+    merged = {
+        "rope_theta": raw.get("rope_theta"),
+        "partial_rotary_factor": raw.get("partial_rotary_factor"),
+        **scaling,
+    }
     fields = _Fields(merged, source)
     kind = merged.get("rope_type") or merged.get("type") or "default"
     if kind not in ("default", "linear", "llama3", "yarn"):
-        raise ModelError(f"{source}: rope type {kind!r} is not supported; known are default, linear, llama3, yarn")
+        raise ModelError(
+            f"{source}: rope type {kind!r} is not supported; known are default, linear, llama3, yarn"
+        )
     if fields.number("partial_rotary_factor", default=1.0) != 1.0:
-        raise ModelError(f"{source}: 'partial_rotary_factor' {merged['partial_rotary_factor']!r} is not supported; only 1.0 is")
+        raise ModelError(
+            f"{source}: 'partial_rotary_factor' {merged['partial_rotary_factor']!r} is not supported; only 1.0 is"
+        )
     theta = fields.number("rope_theta", default=10_000.0)
     if kind == "default":
         return Rope(theta=theta)
     if kind == "linear":
         return Rope(kind=kind, theta=theta, factor=fields.number("factor"))
-    original = fields.count("original_max_position_embeddings", default=raw.get("original_max_position_embeddings"))
+    original = fields.count(
+        "original_max_position_embeddings", default=raw.get("original_max_position_embeddings")
+    )
     if kind == "llama3":
         return Rope(
-            kind=kind, theta=theta, factor=fields.number("factor"), original_max_position=original,
-            low_freq_factor=fields.number("low_freq_factor"), high_freq_factor=fields.number("high_freq_factor"),
+            kind=kind,
+            theta=theta,
+            factor=fields.number("factor"),
+            original_max_position=original,
+            low_freq_factor=fields.number("low_freq_factor"),
+            high_freq_factor=fields.number("high_freq_factor"),
         )
     return Rope(
-        kind=kind, theta=theta, factor=fields.number("factor", default=max_position / original), original_max_position=original,
-        beta_fast=fields.number("beta_fast", default=32.0), beta_slow=fields.number("beta_slow", default=1.0),
-        truncate=fields.flag("truncate", default=True), attention_factor=fields.optional("attention_factor"),
-        mscale=fields.optional("mscale"), mscale_all_dim=fields.optional("mscale_all_dim"),
+        kind=kind,
+        theta=theta,
+        factor=fields.number("factor", default=max_position / original),
+        original_max_position=original,
+        beta_fast=fields.number("beta_fast", default=32.0),
+        beta_slow=fields.number("beta_slow", default=1.0),
+        truncate=fields.flag("truncate", default=True),
+        attention_factor=fields.optional("attention_factor"),
+        mscale=fields.optional("mscale"),
+        mscale_all_dim=fields.optional("mscale_all_dim"),
     )

@@ -1,7 +1,9 @@
-"""The decoder that every family shares: embedding, pre-norm layers, final norm, LM head, all in float32 on the CPU.
+"""The decoder that every family shares: embedding, pre-norm layers, final norm, LM head, all in
+float32 on the CPU.
 
-Built empty by `loader.load_target`, filled through `parameters()`, called by the engine's runner once per step. Every
-operation is row-wise with a fixed order of summation, so in strict numerics a row's bits depend on its prefix only.
+Built empty by `loader.load_target`, filled through `parameters()`, called by the engine's runner
+once per step. Every operation is row-wise with a fixed order of summation, so in strict numerics a
+row's bits depend on its prefix only.
 
 Legend: R rows, H hidden, F feature width, V vocabulary, S slots, K KV heads, D head width.
 """
@@ -24,41 +26,92 @@ from tlt_server.models.rope import RotaryTable, rotary_table
 
 
 class DecoderLayer:
-    def __init__(self, config: ModelConfig, shape: LayerShape, table: RotaryTable, attention: Attention, numerics: Numerics) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        shape: LayerShape,
+        table: RotaryTable,
+        attention: Attention,
+        numerics: Numerics,
+    ) -> None:
         self.input_norm_H = torch.ones(config.hidden_size)
         self.post_attention_norm_H = torch.ones(config.hidden_size)
         self.self_attention = SelfAttention(
-            config.hidden_size, config.hidden_size, config.heads, config.kv_heads, config.head_dim, shape=shape, norm_eps=config.norm_eps,
-            table=table, attention=attention, numerics=numerics,
+            config.hidden_size,
+            config.hidden_size,
+            config.heads,
+            config.kv_heads,
+            config.head_dim,
+            shape=shape,
+            norm_eps=config.norm_eps,
+            table=table,
+            attention=attention,
+            numerics=numerics,
         )
-        self.mlp = GatedMlp(config.hidden_size, config.intermediate_size, bias=shape.mlp_bias, numerics=numerics)
+        self.mlp = GatedMlp(
+            config.hidden_size, config.intermediate_size, bias=shape.mlp_bias, numerics=numerics
+        )
 
 
 class Decoder:
     """Families subclass this and override `shape`."""
 
-    def __init__(self, config: ModelConfig, *, numerics: Numerics, attention: str = "cpu", page_size: int = 16,
-                 feature_layers: tuple[int, ...] = ()) -> None:
-        """`feature_layers`: layers whose inputs `forward` returns (Hugging Face `hidden_states[i]`), 0 <= i < layers."""
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        numerics: Numerics,
+        attention: str = "cpu",
+        page_size: int = 16,
+        feature_layers: tuple[int, ...] = (),
+    ) -> None:
+        """`feature_layers`: layers whose inputs `forward` returns (Hugging Face
+        `hidden_states[i]`), 0 <= i < layers.
+        """
         wrong = [layer for layer in feature_layers if not 0 <= layer < config.layers]
         if wrong:
-            raise ModelError(f"feature layers {wrong} do not exist: the target has 0 to {config.layers - 1}; use a drafter made for it")
-        self.config, self.numerics, self.page_size, self.feature_layers = config, numerics, page_size, feature_layers
+            raise ModelError(
+                f"feature layers {wrong} do not exist: the target has 0 to {config.layers - 1}; use a drafter made for it"
+            )
+        self.config, self.numerics, self.page_size, self.feature_layers = (
+            config,
+            numerics,
+            page_size,
+            feature_layers,
+        )
         self.attention_name = attention
-        self.kv_layers, self.kv_heads, self.head_dim = config.layers, config.kv_heads, config.head_dim
-        self.vocab_size, self.hidden_size, self.max_position = config.vocab_size, config.hidden_size, config.max_position
+        self.kv_layers, self.kv_heads, self.head_dim = (
+            config.layers,
+            config.kv_heads,
+            config.head_dim,
+        )
+        self.vocab_size, self.hidden_size, self.max_position = (
+            config.vocab_size,
+            config.hidden_size,
+            config.max_position,
+        )
         self.eos_token_ids = config.eos_token_ids
         self.feature_width = len(feature_layers) * config.hidden_size
         self.embedding_VH = torch.zeros(config.vocab_size, config.hidden_size)
-        # A tied head reads the embedding's own storage: half the memory, and a weight push writes one tensor.
-        self.head_HV = self.embedding_VH.t() if config.tied_embeddings else torch.zeros(config.hidden_size, config.vocab_size)
+        # A tied head reads the embedding's own storage: half the memory, and a weight push writes
+        # one tensor.
+        self.head_HV = (
+            self.embedding_VH.t()
+            if config.tied_embeddings
+            else torch.zeros(config.hidden_size, config.vocab_size)
+        )
         self.final_norm_H = torch.ones(config.hidden_size)
         backend = BACKENDS.resolve(attention)(
-            page_size=page_size, heads=config.heads, kv_heads=config.kv_heads, head_dim=config.head_dim
+            page_size=page_size,
+            heads=config.heads,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
         )
         table = rotary_table(config.rope, config.head_dim, config.max_position)
         shape = self.shape(config)
-        self.layers = [DecoderLayer(config, shape, table, backend, numerics) for _ in range(config.layers)]
+        self.layers = [
+            DecoderLayer(config, shape, table, backend, numerics) for _ in range(config.layers)
+        ]
 
     @staticmethod
     def shape(config: ModelConfig) -> LayerShape:
@@ -66,11 +119,18 @@ class Decoder:
 
     def blank(self) -> Decoder:
         """The same model with storage of its own, to be filled with other weights."""
-        return type(self)(self.config, numerics=self.numerics, attention=self.attention_name, page_size=self.page_size,
-                          feature_layers=self.feature_layers)
+        return type(self)(
+            self.config,
+            numerics=self.numerics,
+            attention=self.attention_name,
+            page_size=self.page_size,
+            feature_layers=self.feature_layers,
+        )
 
     def forward(self, rows: Rows, cache: KVCache) -> Forward:
-        """Extend by `rows`: writes their KV at `slot_R` in every layer. Requires `position_R < max_position`."""
+        """Extend by `rows`: writes their KV at `slot_R` in every layer. Requires `position_R <
+        max_position`.
+        """
         eps, keys, values = self.config.norm_eps, cache.k.unbind(0), cache.v.unbind(0)
         residual_RH = self.embedding_VH.index_select(0, rows.token_R)
         inputs: dict[int, Tensor] = {}
@@ -80,28 +140,46 @@ class Decoder:
                 inputs[index] = residual_RH.clone()
             attended_RH = layer.self_attention(normed_RH, keys[index], values[index], rows)
             normed_RH = add_rms_norm(attended_RH, residual_RH, layer.post_attention_norm_H, eps)
-            next_norm_H = self.layers[index + 1].input_norm_H if index + 1 < len(self.layers) else self.final_norm_H
+            next_norm_H = (
+                self.layers[index + 1].input_norm_H
+                if index + 1 < len(self.layers)
+                else self.final_norm_H
+            )
             normed_RH = add_rms_norm(layer.mlp(normed_RH), residual_RH, next_norm_H, eps)
         features = [inputs[index] for index in self.feature_layers]
-        return Forward(normed_RH, torch.cat(features, dim=1) if features else residual_RH.new_empty(len(rows), 0))
+        return Forward(
+            normed_RH,
+            torch.cat(features, dim=1) if features else residual_RH.new_empty(len(rows), 0),
+        )
 
     def logits(self, hidden_RH: Tensor) -> Tensor:
         """[R, V] float32, from `Forward.hidden_RH` or any of its rows."""
         return self.numerics.linear(hidden_RH, self.head_HV)
 
     def make_cache(self, pages: int, page_size: int, scratch: int) -> KVCache:
-        assert page_size == self.page_size, f"built for pages of {self.page_size}, asked for {page_size}"
+        assert page_size == self.page_size, (
+            f"built for pages of {self.page_size}, asked for {page_size}"
+        )
         return KVCache(
-            layers=self.kv_layers, pages=pages, page_size=page_size, scratch=scratch, kv_heads=self.kv_heads, head_dim=self.head_dim,
+            layers=self.kv_layers,
+            pages=pages,
+            page_size=page_size,
+            scratch=scratch,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
             features=self.feature_width,
         )
 
     def parameters(self) -> dict[str, Tensor]:
-        """Hugging Face name -> view [out, in] of the live storage. A tied `lm_head.weight` is not listed."""
+        """Hugging Face name -> view [out, in] of the live storage. A tied `lm_head.weight` is not
+        listed.
+        """
         return dict(target_parameters(self, self.head_HV.t()))
 
     def self_test(self) -> None:
         """Check strict numerics on this model's own products; see `Numerics.self_test`."""
         attention, mlp = self.layers[0].self_attention, self.layers[0].mlp
         projections = (attention.qkv, attention.output, mlp.gate_up, mlp.down)
-        self.numerics.self_test([*((p.weight_KX, p.bias_X) for p in projections), (self.head_HV, None)])
+        self.numerics.self_test(
+            [*((p.weight_KX, p.bias_X) for p in projections), (self.head_HV, None)]
+        )

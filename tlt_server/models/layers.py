@@ -2,7 +2,8 @@
 
 A piece owns its storage; what its parts are called in a checkpoint is in `names.py`.
 
-Legend: R rows, H hidden, I intermediate, N query heads, K KV heads (or a product's inputs), D head width, S slots, X fused width.
+Legend: R rows, H hidden, I intermediate, N query heads, K KV heads (or a product's inputs), D head
+width, S slots, X fused width.
 """
 
 from __future__ import annotations
@@ -21,9 +22,13 @@ from tlt_server.models.rope import RotaryTable
 
 
 class Projection:
-    """Linear maps of one input, fused side by side and stored transposed ([K, X]), which is what a product of few rows reads fastest."""
+    """Linear maps of one input, fused side by side and stored transposed ([K, X]), which is what a
+    product of few rows reads fastest.
+    """
 
-    def __init__(self, inputs: int, parts: dict[str, int], *, bias: bool, numerics: Numerics) -> None:
+    def __init__(
+        self, inputs: int, parts: dict[str, int], *, bias: bool, numerics: Numerics
+    ) -> None:
         self.parts, self.numerics = parts, numerics
         self.weight_KX = torch.zeros(inputs, sum(parts.values()))
         self.bias_X = torch.zeros(sum(parts.values())) if bias else None
@@ -51,19 +56,38 @@ class LayerShape:
 
 
 class SelfAttention:
-    def __init__(self, inputs: int, hidden: int, heads: int, kv_heads: int, head_dim: int, *, shape: LayerShape, norm_eps: float,
-                 table: RotaryTable, attention: Attention, numerics: Numerics) -> None:
+    def __init__(
+        self,
+        inputs: int,
+        hidden: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        *,
+        shape: LayerShape,
+        norm_eps: float,
+        table: RotaryTable,
+        attention: Attention,
+        numerics: Numerics,
+    ) -> None:
         self.heads, self.query_width, self.norm_eps = heads, heads * head_dim, norm_eps
         self.table, self.attention = table, attention
         kv_width = kv_heads * head_dim
         self.qkv = Projection(
-            inputs, {"q_proj": self.query_width, "k_proj": kv_width, "v_proj": kv_width}, bias=shape.qkv_bias, numerics=numerics
+            inputs,
+            {"q_proj": self.query_width, "k_proj": kv_width, "v_proj": kv_width},
+            bias=shape.qkv_bias,
+            numerics=numerics,
         )
-        self.output = Projection(self.query_width, {"o_proj": hidden}, bias=shape.output_bias, numerics=numerics)
+        self.output = Projection(
+            self.query_width, {"o_proj": hidden}, bias=shape.output_bias, numerics=numerics
+        )
         self.q_weight_D = torch.ones(head_dim) if shape.qk_norm else None
         self.k_weight_D = torch.ones(head_dim) if shape.qk_norm else None
 
-    def __call__(self, x_RH: Tensor, k_SKD: Tensor, v_SKD: Tensor, rows: Rows, first: int = 0) -> Tensor:
+    def __call__(
+        self, x_RH: Tensor, k_SKD: Tensor, v_SKD: Tensor, rows: Rows, first: int = 0
+    ) -> Tensor:
         """Write the rows' keys and values, then attend over positions [first, own]: [R, H]."""
         q_RND = self._store(self.qkv(x_RH), self.heads, k_SKD, v_SKD, rows)
         out_RND = self.attention.attend(q_RND, k_SKD, v_SKD, rows, first)
@@ -72,19 +96,37 @@ class SelfAttention:
     def store(self, x_RH: Tensor, k_SKD: Tensor, v_SKD: Tensor, rows: Rows) -> None:
         """Only write the rows' keys and values."""
         start, bias_X = self.query_width, self.qkv.bias_X
-        kv_RX = self.qkv.numerics.linear(x_RH, self.qkv.weight_KX[:, start:], None if bias_X is None else bias_X[start:])
+        kv_RX = self.qkv.numerics.linear(
+            x_RH, self.qkv.weight_KX[:, start:], None if bias_X is None else bias_X[start:]
+        )
         self._store(kv_RX, 0, k_SKD, v_SKD, rows)
 
-    def _store(self, qkv_RX: Tensor, heads: int, k_SKD: Tensor, v_SKD: Tensor, rows: Rows) -> Tensor:
+    def _store(
+        self, qkv_RX: Tensor, heads: int, k_SKD: Tensor, v_SKD: Tensor, rows: Rows
+    ) -> Tensor:
         return elementwise.rope_store(
-            qkv_RX, rows.position_R, rows.slot_R, self.table.cos_PD2, self.table.sin_PD2, k_SKD, v_SKD,
-            heads=heads, q_weight_D=self.q_weight_D, k_weight_D=self.k_weight_D, eps=self.norm_eps,
+            qkv_RX,
+            rows.position_R,
+            rows.slot_R,
+            self.table.cos_PD2,
+            self.table.sin_PD2,
+            k_SKD,
+            v_SKD,
+            heads=heads,
+            q_weight_D=self.q_weight_D,
+            k_weight_D=self.k_weight_D,
+            eps=self.norm_eps,
         )
 
 
 class GatedMlp:
     def __init__(self, hidden: int, intermediate: int, *, bias: bool, numerics: Numerics) -> None:
-        self.gate_up = Projection(hidden, {"gate_proj": intermediate, "up_proj": intermediate}, bias=bias, numerics=numerics)
+        self.gate_up = Projection(
+            hidden,
+            {"gate_proj": intermediate, "up_proj": intermediate},
+            bias=bias,
+            numerics=numerics,
+        )
         self.down = Projection(intermediate, {"down_proj": hidden}, bias=bias, numerics=numerics)
 
     def __call__(self, x_RH: Tensor) -> Tensor:

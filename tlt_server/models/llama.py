@@ -10,4 +10,8 @@ from tlt_server.models.layers import LayerShape
 class Llama(Decoder):
     @staticmethod
     def shape(config: ModelConfig) -> LayerShape:
-        return LayerShape(qkv_bias=config.attention_bias, output_bias=config.attention_bias, mlp_bias=config.mlp_bias)
+        return LayerShape(
+            qkv_bias=config.attention_bias,
+            output_bias=config.attention_bias,
+            mlp_bias=config.mlp_bias,
+        )

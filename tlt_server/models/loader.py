@@ -1,7 +1,8 @@
 """From an ordinary Hugging Face directory to a filled model. Reads safetensors only.
 
-Called at start-up, for targets and drafters. Every name, shape, dtype and value is checked before it is copied;
-whatever is wrong is a `ModelError` that names file, tensor, what was expected and what was found.
+Called at start-up, for targets and drafters. Every name, shape, dtype and value is checked before
+it is copied; whatever is wrong is a `ModelError` that names file, tensor, what was expected and
+what was found.
 """
 
 from __future__ import annotations
@@ -23,26 +24,56 @@ from tlt_server.models.numerics import Numerics
 STORAGE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def load_target(directory: str | Path, *, numerics: Numerics, config: ModelConfig | None = None, attention: str = "cpu",
-                page_size: int = 16, feature_layers: tuple[int, ...] = ()) -> Decoder:
-    """The target model in `directory`, filled and self-tested. Raises `ModelError` or `StartupError`.
+def load_target(
+    directory: str | Path,
+    *,
+    numerics: Numerics,
+    config: ModelConfig | None = None,
+    attention: str = "cpu",
+    page_size: int = 16,
+    feature_layers: tuple[int, ...] = (),
+) -> Decoder:
+    """The target model in `directory`, filled and self-tested. Raises `ModelError` or
+    `StartupError`.
 
-    `config`: the directory's own, with `max_position` lowered to what will be served; None reads it.
+    `config`: the directory's own, with `max_position` lowered to what will be served; None reads
+    it.
     """
-    model = empty_target(directory, numerics=numerics, config=config, attention=attention, page_size=page_size,
-                         feature_layers=feature_layers)
+    model = empty_target(
+        directory,
+        numerics=numerics,
+        config=config,
+        attention=attention,
+        page_size=page_size,
+        feature_layers=feature_layers,
+    )
     fill(model.parameters(), Path(directory), ignored=unread(model.config))
     model.self_test()
     return model
 
 
-def empty_target(directory: str | Path, *, numerics: Numerics, config: ModelConfig | None = None, attention: str = "cpu",
-                 page_size: int = 16, feature_layers: tuple[int, ...] = ()) -> Decoder:
-    """The model that the directory's JSON files describe, its storage not filled; on torch's device `meta` it takes no memory."""
+def empty_target(
+    directory: str | Path,
+    *,
+    numerics: Numerics,
+    config: ModelConfig | None = None,
+    attention: str = "cpu",
+    page_size: int = 16,
+    feature_layers: tuple[int, ...] = (),
+) -> Decoder:
+    """The model that the directory's JSON files describe, its storage not filled; on torch's device
+    `meta` it takes no memory.
+    """
     directory = Path(directory)
     config = eos_token_ids(config or ModelConfig.read(directory), directory)
     family: type[Decoder] = FAMILIES.resolve(config.architecture)
-    return family(config, numerics=numerics, attention=attention, page_size=page_size, feature_layers=feature_layers)
+    return family(
+        config,
+        numerics=numerics,
+        attention=attention,
+        page_size=page_size,
+        feature_layers=feature_layers,
+    )
 
 
 def eos_token_ids(config: ModelConfig, directory: Path) -> ModelConfig:
@@ -50,15 +81,22 @@ def eos_token_ids(config: ModelConfig, directory: Path) -> ModelConfig:
     generation = directory / "generation_config.json"
     if not generation.exists():
         return config
-    return replace(config, eos_token_ids=token_ids(read_json(generation), str(generation)) or config.eos_token_ids)
+    return replace(
+        config,
+        eos_token_ids=token_ids(read_json(generation), str(generation)) or config.eos_token_ids,
+    )
 
 
 def own_dtype(directory: Path) -> str:
-    """The type of the checkpoint's embedding, as torch names it; of some tensor, where there is no such one."""
+    """The type of the checkpoint's embedding, as torch names it; of some tensor, where there is no
+    such one.
+    """
     files = tensor_files(directory)
     name = "model.embed_tokens.weight" if "model.embed_tokens.weight" in files else min(files)
     with _open(files[name]) as file:
-        return {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}.get(file.get_slice(name).get_dtype(), "float32")
+        return {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}.get(
+            file.get_slice(name).get_dtype(), "float32"
+        )
 
 
 def unread(config: ModelConfig) -> set[str]:
@@ -67,7 +105,9 @@ def unread(config: ModelConfig) -> set[str]:
 
 
 def fill(parameters: dict[str, Tensor], directory: Path, *, ignored: Collection[str] = ()) -> None:
-    """Copy every tensor of the directory into the view of that name; all must be there, and no other but `ignored`."""
+    """Copy every tensor of the directory into the view of that name; all must be there, and no
+    other but `ignored`.
+    """
     files = tensor_files(directory)
     check_names(parameters, files, ignored, directory)
     for path in sorted(set(files.values())):
@@ -78,8 +118,12 @@ def fill(parameters: dict[str, Tensor], directory: Path, *, ignored: Collection[
             parameters[name].copy_(values)
 
 
-def check_files(parameters: Mapping[str, Tensor], directory: Path, *, ignored: Collection[str] = ()) -> None:
-    """What `fill` would refuse, as far as the files' headers tell: names, shapes, dtypes, missing or cut files. Reads no values."""
+def check_files(
+    parameters: Mapping[str, Tensor], directory: Path, *, ignored: Collection[str] = ()
+) -> None:
+    """What `fill` would refuse, as far as the files' headers tell: names, shapes, dtypes, missing
+    or cut files. Reads no values.
+    """
     files = tensor_files(directory)
     check_names(parameters, files, ignored, directory)
     for path in sorted(set(files.values())):
@@ -89,19 +133,32 @@ def check_files(parameters: Mapping[str, Tensor], directory: Path, *, ignored: C
                 check_layout(name, header.get_shape(), header[:0].dtype, parameters[name], path)
 
 
-def check_names(parameters: Mapping[str, Tensor], files: Mapping[str, Path | str], ignored: Collection[str], directory: Path | str) -> None:
-    """`files` (tensor name -> file) must hold every parameter, and nothing else but `ignored` and rotary tables."""
+def check_names(
+    parameters: Mapping[str, Tensor],
+    files: Mapping[str, Path | str],
+    ignored: Collection[str],
+    directory: Path | str,
+) -> None:
+    """`files` (tensor name -> file) must hold every parameter, and nothing else but `ignored` and
+    rotary tables.
+    """
     known = {*parameters, *ignored}
-    unexpected = [name for name in files if name not in known and not name.endswith("rotary_emb.inv_freq")]
+    unexpected = [
+        name for name in files if name not in known and not name.endswith("rotary_emb.inv_freq")
+    ]
     missing = [name for name in parameters if name not in files]
     if missing:
-        raise ModelError(f"{directory}: tensor {missing[0]!r} is missing{_more(missing)}, expected shape "
-                         f"{list(parameters[missing[0]].shape)}; the checkpoint is incomplete or of another architecture: "
-                         "download it again or correct config.json")
+        raise ModelError(
+            f"{directory}: tensor {missing[0]!r} is missing{_more(missing)}, expected shape "
+            f"{list(parameters[missing[0]].shape)}; the checkpoint is incomplete or of another architecture: "
+            "download it again or correct config.json"
+        )
     if unexpected:
         name = unexpected[0]
-        raise ModelError(f"{files[name]}: tensor {name!r} has no place in this architecture{_more(unexpected)}; "
-                         "config.json does not describe this checkpoint: correct its 'architectures' and sizes")
+        raise ModelError(
+            f"{files[name]}: tensor {name!r} has no place in this architecture{_more(unexpected)}; "
+            "config.json does not describe this checkpoint: correct its 'architectures' and sizes"
+        )
 
 
 def tensor_files(directory: Path) -> dict[str, Path]:
@@ -110,21 +167,31 @@ def tensor_files(directory: Path) -> dict[str, Path]:
     if index.exists():
         weight_map = read_json(index).get("weight_map")
         shards = weight_map.values() if isinstance(weight_map, dict) else [None]
-        if not isinstance(weight_map, dict) or not all(isinstance(shard, str) and Path(shard).name == shard for shard in shards):
-            raise ModelError(f"{index}: 'weight_map' must give each tensor a file name in this directory; download the index again")
+        if not isinstance(weight_map, dict) or not all(
+            isinstance(shard, str) and Path(shard).name == shard for shard in shards
+        ):
+            raise ModelError(
+                f"{index}: 'weight_map' must give each tensor a file name in this directory; download the index again"
+            )
         listed: dict[Path, list[str]] = {}
         for name, shard in weight_map.items():
             listed.setdefault(directory / shard, []).append(name)
         for path, names in listed.items():
             lost = sorted(set(names) - set(tensor_names(path)))
             if lost:
-                raise ModelError(f"{path}: tensor {lost[0]!r} is missing{_more(lost)}, but the index places it there; "
-                                 "download the shard again")
+                raise ModelError(
+                    f"{path}: tensor {lost[0]!r} is missing{_more(lost)}, but the index places it there; "
+                    "download the shard again"
+                )
         return {name: directory / shard for name, shard in weight_map.items()}
     single = directory / "model.safetensors"
     if not single.exists():
         others = sorted(path.name for path in directory.glob("*.bin"))
-        remedy = f"convert {others[0]} to safetensors" if others else "point to a directory with model.safetensors or its index"
+        remedy = (
+            f"convert {others[0]} to safetensors"
+            if others
+            else "point to a directory with model.safetensors or its index"
+        )
         raise ModelError(f"{single}: the file is missing; {remedy}")
     return dict.fromkeys(tensor_names(single), single)
 
@@ -140,7 +207,9 @@ def read_tensors(path: Path, names: Iterable[str]) -> Iterable[tuple[str, Tensor
             try:
                 yield name, file.get_tensor(name)
             except (SafetensorError, OSError, RuntimeError) as error:
-                raise ModelError(f"{path}: tensor {name!r} cannot be read ({error}); download the file again") from None
+                raise ModelError(
+                    f"{path}: tensor {name!r} cannot be read ({error}); download the file again"
+                ) from None
 
 
 def dtypes_for(parameter: Tensor) -> tuple[torch.dtype, ...]:
@@ -148,13 +217,19 @@ def dtypes_for(parameter: Tensor) -> tuple[torch.dtype, ...]:
     return STORAGE_DTYPES if parameter.is_floating_point() else (parameter.dtype,)
 
 
-def check_layout(name: str, shape: Sequence[int], dtype: torch.dtype, expected: Tensor, path: Path | str) -> None:
+def check_layout(
+    name: str, shape: Sequence[int], dtype: torch.dtype, expected: Tensor, path: Path | str
+) -> None:
     if list(shape) != list(expected.shape):
-        raise ModelError(f"{path}: tensor {name!r} has shape {list(shape)}, expected {list(expected.shape)}; "
-                         "config.json and checkpoint do not belong together")
+        raise ModelError(
+            f"{path}: tensor {name!r} has shape {list(shape)}, expected {list(expected.shape)}; "
+            "config.json and checkpoint do not belong together"
+        )
     known = dtypes_for(expected)
     if dtype not in known:
-        raise ModelError(f"{path}: tensor {name!r} has dtype {dtype}, expected {' or '.join(map(str, known))}; convert the checkpoint")
+        raise ModelError(
+            f"{path}: tensor {name!r} has dtype {dtype}, expected {' or '.join(map(str, known))}; convert the checkpoint"
+        )
 
 
 def check_tensor(name: str, tensor: Tensor, expected: Tensor, path: Path | str) -> None:
@@ -165,8 +240,10 @@ def check_tensor(name: str, tensor: Tensor, expected: Tensor, path: Path | str) 
 def check_finite(name: str, tensor: Tensor, path: Path | str) -> None:
     if tensor.is_floating_point() and not torch.isfinite(tensor).all():
         bad = int((~torch.isfinite(tensor)).sum())
-        raise ModelError(f"{path}: tensor {name!r} holds {bad} NaN or infinite values of {tensor.numel()}, expected none; "
-                         "the training run diverged or the file is damaged: use an earlier checkpoint")
+        raise ModelError(
+            f"{path}: tensor {name!r} holds {bad} NaN or infinite values of {tensor.numel()}, expected none; "
+            "the training run diverged or the file is damaged: use an earlier checkpoint"
+        )
 
 
 def _open(path: Path) -> safe_open:
@@ -175,7 +252,9 @@ def _open(path: Path) -> safe_open:
     except FileNotFoundError:
         raise ModelError(f"{path}: the file is missing; download the checkpoint again") from None
     except (SafetensorError, OSError) as error:
-        raise ModelError(f"{path}: not a whole safetensors file ({error}); it is truncated or damaged: download it again") from None
+        raise ModelError(
+            f"{path}: not a whole safetensors file ({error}); it is truncated or damaged: download it again"
+        ) from None
 
 
 def _more(names: list[str]) -> str:

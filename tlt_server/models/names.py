@@ -1,7 +1,9 @@
-"""Hugging Face's names of a model's tensors, once for every device: each function yields (name, view of the live storage).
+"""Hugging Face's names of a model's tensors, once for every device: each function yields (name,
+view of the live storage).
 
-The models of a device differ in how weights lie and are computed with, not in what they are called: a piece is any object with the
-attributes that are read here. Loading a checkpoint and pushing new weights both write through these views.
+The models of a device differ in how weights lie and are computed with, not in what they are called:
+a piece is any object with the attributes that are read here. Loading a checkpoint and pushing new
+weights both write through these views.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""How matrix products are computed: `strict` (a row's bits depend on the row and the weights only) or `fast`.
+"""How matrix products are computed: `strict` (a row's bits depend on the row and the weights only)
+or `fast`.
 
-A model owns one `Numerics` and sends every product through `linear`. Strict on a CPU is the library's own product, made
-row-invariant by `strict_environment()`; where the self-test finds that it is not (another library, another processor, the
-variable set too late), rows go in zero-padded blocks of 16 with a pinned thread count, tested likewise.
+A model owns one `Numerics` and sends every product through `linear`. Strict on a CPU is the
+library's own product, made row-invariant by `strict_environment()`; where the self-test finds that
+it is not (another library, another processor, the variable set too late), rows go in zero-padded
+blocks of 16 with a pinned thread count, tested likewise.
 
 Legend: R rows, K inputs, N outputs.
 """
@@ -19,8 +21,20 @@ from torch import Tensor
 from tlt_server.errors import StartupError
 
 BLOCK = 16  # rows of a padded block
-TESTED_ROWS = (1, 2, 7, 16, 33, 64, 128, 300, 600)  # libraries change their method with the row count
-WORTH_THREADS = 1 << 24  # multiply-adds, about 200 us: below, waking sleeping threads costs more than they bring
+TESTED_ROWS = (
+    1,
+    2,
+    7,
+    16,
+    33,
+    64,
+    128,
+    300,
+    600,
+)  # libraries change their method with the row count
+WORTH_THREADS = (
+    1 << 24
+)  # multiply-adds, about 200 us: below, waking sleeping threads costs more than they bring
 _LARGE = 1 << 22  # weights of a product from which on the self-test looks at fewer row counts
 
 Mode = Literal["strict", "fast"]
@@ -28,7 +42,9 @@ Mode = Literal["strict", "fast"]
 
 class Numerics:
     def __init__(self, mode: Mode = "strict", *, threads: int | None = None) -> None:
-        """`threads`: torch threads of a large product, and of every padded block; None takes what is set now."""
+        """`threads`: torch threads of a large product, and of every padded block; None takes what
+        is set now.
+        """
         if mode not in ("strict", "fast"):
             raise StartupError(f"numerics {mode!r} is not known; use 'strict' or 'fast'")
         self.mode, self.threads = mode, threads or torch.get_num_threads()
@@ -52,20 +68,28 @@ class Numerics:
         if before != self.threads:
             torch.set_num_threads(self.threads)
         padded_RK = torch.nn.functional.pad(x_RK, (0, 0, 0, -rows % BLOCK))
-        out_RN = torch.cat([torch.mm(block_RK, weight_KN) for block_RK in padded_RK.split(BLOCK)])[:rows]
+        out_RN = torch.cat([torch.mm(block_RK, weight_KN) for block_RK in padded_RK.split(BLOCK)])[
+            :rows
+        ]
         if before != self.threads:
             torch.set_num_threads(before)
         return out_RN if bias_N is None else out_RN + bias_N
 
     def self_test(self, products: Iterable[tuple[Tensor, Tensor | None]]) -> None:
-        """Check row invariance on the model's own (weight_KN, bias_N); fall back to padded blocks, or raise `StartupError`."""
+        """Check row invariance on the model's own (weight_KN, bias_N); fall back to padded blocks,
+        or raise `StartupError`.
+        """
         if self.mode == "fast":
             return
         distinct = {(w.shape, w.stride(), b is None): (w, b) for w, b in products}
         self.tested = len(distinct)
         for padded in (False, True):
             self.padded = padded
-            broken = [weight_KN.shape for weight_KN, bias_N in distinct.values() if not self._row_invariant(weight_KN, bias_N)]
+            broken = [
+                weight_KN.shape
+                for weight_KN, bias_N in distinct.values()
+                if not self._row_invariant(weight_KN, bias_N)
+            ]
             if not broken:
                 return
         raise StartupError(
@@ -80,7 +104,10 @@ class Numerics:
         expected_RN = self.linear(x_RK, weight_KN, bias_N)
         for count in counts:
             for start in (0, len(x_RK) - count):
-                if not torch.equal(self.linear(x_RK[start : start + count], weight_KN, bias_N), expected_RN[start : start + count]):
+                if not torch.equal(
+                    self.linear(x_RK[start : start + count], weight_KN, bias_N),
+                    expected_RN[start : start + count],
+                ):
                     return False
         return True
 
@@ -89,7 +116,11 @@ class Numerics:
         if self.mode == "fast":
             return "fast: library products as they come; exact in distribution, not bit for bit"
         library = f"MKL_CBWR={os.environ.get('MKL_CBWR', 'unset')}"
-        how = f"padded blocks of {BLOCK} rows, {self.threads} threads pinned" if self.padded else "library products"
+        how = (
+            f"padded blocks of {BLOCK} rows, {self.threads} threads pinned"
+            if self.padded
+            else "library products"
+        )
         return f"strict: {how} ({library}), self-test passed on {self.tested} shapes"
 
 

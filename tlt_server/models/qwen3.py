@@ -10,4 +10,6 @@ from tlt_server.models.layers import LayerShape
 class Qwen3(Decoder):
     @staticmethod
     def shape(config: ModelConfig) -> LayerShape:
-        return LayerShape(qkv_bias=config.attention_bias, output_bias=config.attention_bias, qk_norm=True)
+        return LayerShape(
+            qkv_bias=config.attention_bias, output_bias=config.attention_bias, qk_norm=True
+        )

@@ -1,6 +1,7 @@
 """Rotary position tables: cos and sin of every position, computed once in float64 and rounded.
 
-A row looks its position up, so its bits cannot depend on the batch. Sources: RoFormer (arXiv 2104.09864), YaRN (arXiv
+A row looks its position up, so its bits cannot depend on the batch. Sources: RoFormer (arXiv
+2104.09864), YaRN (arXiv
 2309.00071), Llama 3.1's frequency scaling.
 
 Legend: P positions, D head width.
@@ -32,7 +33,9 @@ def rotary_table(rope: Rope, head_dim: int, max_position: int) -> RotaryTable:
 
 
 def _frequencies(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
-    plain = rope.theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim)
+    plain = rope.theta ** -(
+        torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim
+    )
     if rope.kind == "linear":
         return plain / rope.factor, 1.0
     if rope.kind == "llama3":
@@ -45,14 +48,20 @@ def _frequencies(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
 def _llama3(plain: Tensor, rope: Rope) -> Tensor:
     """Long waves are stretched by `factor`, short ones kept, those between interpolated."""
     turns = rope.original_max_position * plain / (2 * math.pi)  # within the trained context
-    kept = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
+    kept = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(
+        0, 1
+    )
     return plain * kept + plain / rope.factor * (1 - kept)
 
 
 def _yarn(plain: Tensor, rope: Rope, head_dim: int) -> Tensor:
     def pair_turning(turns: float) -> float:
         """Index of the pair that turns so often within the trained context."""
-        return head_dim * math.log(rope.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+        return (
+            head_dim
+            * math.log(rope.original_max_position / (turns * 2 * math.pi))
+            / (2 * math.log(rope.theta))
+        )
 
     low, high = pair_turning(rope.beta_fast), pair_turning(rope.beta_slow)
     if rope.truncate:
@@ -60,7 +69,9 @@ def _yarn(plain: Tensor, rope: Rope, head_dim: int) -> Tensor:
     low, high = max(low, 0), min(high, head_dim - 1)
     if low == high:
         high += 0.001
-    stretched = ((torch.arange(head_dim // 2, dtype=torch.float64, device="cpu") - low) / (high - low)).clamp(0, 1)
+    stretched = (
+        (torch.arange(head_dim // 2, dtype=torch.float64, device="cpu") - low) / (high - low)
+    ).clamp(0, 1)
     return plain / rope.factor * stretched + plain * (1 - stretched)
 
 

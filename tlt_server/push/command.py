@@ -1,4 +1,6 @@
-"""What `tlt weights` does: asks the server by the client, says what became of it. Every failure ends in one line with its remedy."""
+"""What `tlt weights` does: asks the server by the client, says what became of it. Every failure
+ends in one line with its remedy.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +21,24 @@ from tlt_server.errors import StartupError
 
 
 def run(arguments: argparse.Namespace) -> int:
-    console, say = (Console(stderr=stderr, soft_wrap=True, highlight=False) for stderr in (False, True))
+    console, say = (
+        Console(stderr=stderr, soft_wrap=True, highlight=False) for stderr in (False, True)
+    )
     try:
-        with Client(arguments.url, api_key=_key(arguments.api_key_file), tls=_tls(arguments)) as client:
+        with Client(
+            arguments.url, api_key=_key(arguments.api_key_file), tls=_tls(arguments)
+        ) as client:
             VERBS[arguments.verb](client, arguments, console)
             return 0
     except ServerError as error:
         say.print(f"tlt: {error.code}: {error.message}", markup=False)
         return 1
     except ConnectionFailed as error:
-        say.print(f"tlt: {arguments.url} does not answer ({error}); start the server, or name another --url, or what its TLS needs: "
-                  "--tls-ca, --tls-cert and --tls-key. What became of a push that was under way: tlt weights status", markup=False)
+        say.print(
+            f"tlt: {arguments.url} does not answer ({error}); start the server, or name another --url, or what its TLS needs: "
+            "--tls-ca, --tls-cert and --tls-key. What became of a push that was under way: tlt weights status",
+            markup=False,
+        )
         return 1
     except NotLive as error:
         say.print(f"tlt: {error}", markup=False)
@@ -44,21 +53,30 @@ def _push(client: Client, arguments: argparse.Namespace, console: Console) -> No
         if not named.exists():
             raise StartupError(f"there is no {named}; name a directory of safetensors files")
     if arguments.drafter is not None and arguments.role == "drafter":
-        raise StartupError(f"--role drafter says that {path} holds a drafter, and --drafter names another; leave one out")
-    fields: dict[str, Any] = {"in_flight": arguments.in_flight, "commit": not arguments.stage,
-                              "role": "all" if arguments.drafter is not None else arguments.role}
+        raise StartupError(
+            f"--role drafter says that {path} holds a drafter, and --drafter names another; leave one out"
+        )
+    fields: dict[str, Any] = {
+        "in_flight": arguments.in_flight,
+        "commit": not arguments.stage,
+        "role": "all" if arguments.drafter is not None else arguments.role,
+    }
     if arguments.channel == "http":
         reply = _sent(client, arguments, fields, console)
     else:
         if not path.is_dir():
-            raise StartupError(f"{path} is one file, and by disk the server reads a directory; name its directory, or use --channel http")
+            raise StartupError(
+                f"{path} is one file, and by disk the server reads a directory; name its directory, or use --channel http"
+            )
         if arguments.drafter is not None:
             fields["drafter_path"] = str(arguments.drafter.resolve())
         reply = client.push_weights(arguments.version, path=str(path.resolve()), **fields)
     _say(reply, console)
 
 
-def _sent(client: Client, arguments: argparse.Namespace, fields: dict[str, Any], console: Console) -> Mapping[str, Any]:
+def _sent(
+    client: Client, arguments: argparse.Namespace, fields: dict[str, Any], console: Console
+) -> Mapping[str, Any]:
     bars = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*bars, console=console, disable=not console.is_terminal) as progress:
         tasks: dict[str, Any] = {}
@@ -69,40 +87,67 @@ def _sent(client: Client, arguments: argparse.Namespace, fields: dict[str, Any],
             progress.update(tasks[part], completed=there)
 
         sender = HttpSender(client, on_bytes=on_bytes)
-        return sender.push_directory(arguments.path, arguments.version, drafter=arguments.drafter, **fields)
+        return sender.push_directory(
+            arguments.path, arguments.version, drafter=arguments.drafter, **fields
+        )
 
 
 def _say(reply: Mapping[str, Any], console: Console) -> None:
     whose = {"all": "target and drafter"}.get(reply["role"], reply["role"])
-    console.print(f"{reply['state']}: version {reply['version']!r} of the {whose}; live is {reply['weight_version']!r}", markup=False)
-    phases = ", ".join(f"{name} {seconds * 1e3:.0f} ms" for name, seconds in reply["phases_s"].items())
+    console.print(
+        f"{reply['state']}: version {reply['version']!r} of the {whose}; live is {reply['weight_version']!r}",
+        markup=False,
+    )
+    phases = ", ".join(
+        f"{name} {seconds * 1e3:.0f} ms" for name, seconds in reply["phases_s"].items()
+    )
     if phases:
-        console.print(f"phases: {phases}; the loop paused for {reply['pause_ms']:.2f} ms", markup=False)
+        console.print(
+            f"phases: {phases}; the loop paused for {reply['pause_ms']:.2f} ms", markup=False
+        )
     sums = reply["checksums"]
     if sums:
-        digest = hashlib.sha256("\n".join(f"{name} {sums[name]}" for name in sorted(sums)).encode()).hexdigest()
+        digest = hashlib.sha256(
+            "\n".join(f"{name} {sums[name]}" for name in sorted(sums)).encode()
+        ).hexdigest()
         console.print(f"checksums: {len(sums)} tensors, together sha256:{digest}", markup=False)
 
 
 def _status(client: Client, arguments: argparse.Namespace, console: Console) -> None:
     state = client.weights()
-    console.print(f"live: target {state['target']!r}" + (f", drafter {state['drafter']!r}" if state["drafter"] else ""), markup=False)
+    console.print(
+        f"live: target {state['target']!r}"
+        + (f", drafter {state['drafter']!r}" if state["drafter"] else ""),
+        markup=False,
+    )
     before = ", ".join(f"{role} {version!r}" for role, version in state["previous"].items())
     console.print(f"before: {before or 'nothing to roll back to'}", markup=False)
     if state["open"]:
-        console.print(f"on its way: {state['open']['version']!r} of the {state['open']['role']}, {state['open']['state']}", markup=False)
+        console.print(
+            f"on its way: {state['open']['version']!r} of the {state['open']['role']}, {state['open']['state']}",
+            markup=False,
+        )
     for upload in state.get("uploads", ()):
-        console.print(f"on its way by http: {upload['version']!r}, {upload['parts']} parts, {upload['bytes']} of {upload['total']} bytes, "
-                      f"begun {upload['age_s']:.0f} s ago, the last byte came {upload['idle_s']:.0f} s ago; "
-                      "POST /weights/VERSION/abort ends it", markup=False)
+        console.print(
+            f"on its way by http: {upload['version']!r}, {upload['parts']} parts, {upload['bytes']} of {upload['total']} bytes, "
+            f"begun {upload['age_s']:.0f} s ago, the last byte came {upload['idle_s']:.0f} s ago; "
+            "POST /weights/VERSION/abort ends it",
+            markup=False,
+        )
     update = state.get("update")
     if update is not None:
-        console.print(f"a weight update of {update['selector']} is open since {update['age_s']:.0f} s: what anybody pushes stays staged "
-                      "until POST /end_weight_update makes live what it holds. POST /begin_weight_update before that drops it; so does the "
-                      f"server in {update['ends_in_s']:.0f} s, if nobody calls", style="bold yellow", markup=False)
+        console.print(
+            f"a weight update of {update['selector']} is open since {update['age_s']:.0f} s: what anybody pushes stays staged "
+            "until POST /end_weight_update makes live what it holds. POST /begin_weight_update before that drops it; so does the "
+            f"server in {update['ends_in_s']:.0f} s, if nobody calls",
+            style="bold yellow",
+            markup=False,
+        )
     for reason in state["quarantined"].values():
         console.print(f"nothing is generated: {reason}", style="bold red", markup=False)
-    console.print(f"kept over a restart: {'yes' if state['spooled'] else 'no (--state-dir keeps them)'}")
+    console.print(
+        f"kept over a restart: {'yes' if state['spooled'] else 'no (--state-dir keeps them)'}"
+    )
 
 
 def _rollback(client: Client, arguments: argparse.Namespace, console: Console) -> None:
@@ -111,11 +156,18 @@ def _rollback(client: Client, arguments: argparse.Namespace, console: Console) -
 
 def _abort(client: Client, arguments: argparse.Namespace, console: Console) -> None:
     reply = client.abort_weights(arguments.version)
-    console.print(f"{reply['state']}: version {reply['version']!r}; live is {reply['weight_version']!r}", markup=False)
+    console.print(
+        f"{reply['state']}: version {reply['version']!r}; live is {reply['weight_version']!r}",
+        markup=False,
+    )
 
 
 VERBS: dict[str, Callable[[Client, argparse.Namespace, Console], None]] = {
-    "push": _push, "status": _status, "rollback": _rollback, "abort": _abort}
+    "push": _push,
+    "status": _status,
+    "rollback": _rollback,
+    "abort": _abort,
+}
 
 
 def _tls(arguments: argparse.Namespace) -> Tls | None:

@@ -1,10 +1,12 @@
 """Accept-iff-equal: which draft rows of a verified tree become output.
 
-Theorem. With keyed noise the target's token after a prefix is a function of (weights, prefix, sampling parameters, seed).
-By induction along the walk: the root row's prefix is what plain decoding has, so `sampled[root]` is plain decoding's next
-token. If a child row carries that very token, its prefix is again plain decoding's, and so is `sampled[child]`; where no
-child does, the token just sampled is emitted and the next cycle goes on from it. So whatever the tree, the drafter and the
-order of rows, the emitted tokens are those of plain decoding; a draft decides only how many come per cycle.
+Theorem. With keyed noise the target's token after a prefix is a function of (weights, prefix,
+sampling parameters, seed). By induction along the walk: the root row's prefix is what plain
+decoding has, so `sampled[root]` is plain decoding's next token. If a child row carries that very
+token, its prefix is again plain decoding's, and so is `sampled[child]`; where no child does, the
+token just sampled is emitted and the next cycle goes on from it. So whatever the tree, the drafter
+and the order of rows, the emitted tokens are those of plain decoding; a draft decides only how many
+come per cycle.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from tlt_kernels.cpu import tree as kernels
 
 
 class Walk(NamedTuple):
-    """Flat and grouped by request, in path order. Request b has length_B[b] accepted rows and length_B[b] + 1 emitted tokens."""
+    """Flat and grouped by request, in path order. Request b has length_B[b] accepted rows and
+    length_B[b] + 1 emitted tokens.
+    """
 
     row_A: NDArray[np.int32]  # accepted draft rows (the root is not among them)
     length_B: NDArray[np.int32]
@@ -34,8 +38,9 @@ def accept(
 ) -> Walk:
     """Walk each request's tree from its root row.
 
-    Rows of request b are [row_start_B[b], row_start_B[b] + row_count_B[b]): the root first (its parent is not read), then
-    draft rows, each after the row `parent_row_R` names (an index into R). `sampled_R` is the target's token after each row.
-    Of two children with the same token the first one is followed.
+    Rows of request b are [row_start_B[b], row_start_B[b] + row_count_B[b]): the root first (its
+    parent is not read), then draft rows, each after the row `parent_row_R` names (an index into R).
+    `sampled_R` is the target's token after each row. Of two children with the same token the first
+    one is followed.
     """
     return Walk(*kernels.walk(row_start_B, row_count_B, parent_row_R, token_R, sampled_R))

@@ -1,4 +1,5 @@
-"""What a drafter sees and what it answers: numpy only, so drafters that need no network need no torch.
+"""What a drafter sees and what it answers: numpy only, so drafters that need no network need no
+torch.
 
 Legend: B requests that may be speculated on, P pages, N candidate nodes.
 """
@@ -14,8 +15,10 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class DraftBatch:
-    """Requests about to be verified. The *root* of request b is its last token, at position len(tokens[b]) - 1;
-    its KV (and feature) is not computed yet, those of all earlier positions are."""
+    """Requests about to be verified. The *root* of request b is its last token, at position
+    len(tokens[b]) - 1; its KV (and feature) is not computed yet, those of all earlier positions
+    are.
+    """
 
     ids: list[str]
     group_ids: list[str]
@@ -25,7 +28,9 @@ class DraftBatch:
     seed_B: NDArray[np.uint64]
     temperature_B: NDArray[np.float32]
     max_depth_B: NDArray[np.int32]  # draft tokens that can still be used before max_tokens
-    salts: Sequence[str] = ()  # per request: text is never shared between salts; empty = no request has one
+    salts: Sequence[
+        str
+    ] = ()  # per request: text is never shared between salts; empty = no request has one
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -40,7 +45,9 @@ class Candidates:
     token_N: NDArray[np.int32]
     depth_N: NDArray[np.int32]  # 1 = child of the root
     rank_N: NDArray[np.int32]  # 0 = the parent's best child
-    survival_N: NDArray[np.float32]  # calibrated probability that the node is on the path; never above its parent's
+    survival_N: NDArray[
+        np.float32
+    ]  # calibrated probability that the node is on the path; never above its parent's
 
     def __len__(self) -> int:
         return len(self.request_N)

@@ -1,9 +1,12 @@
-"""Whether a drafter's drafts are still accepted after weights have changed; where they are not, it rests until weights change again.
+"""Whether a drafter's drafts are still accepted after weights have changed; where they are not, it
+rests until weights change again.
 
-What is compared is the share of requests, per step that this drafter drafted for, of which the first draft or more was accepted: it hardly
-depends on the strategy. Before a change it is averaged over the last steps, after it anew, until it is sure that the drafter has collapsed
-or that it has not. A policy would find out, too, but pays for every trial, and a policy of one strategy never would. Only drafters with
-weights are watched: what others draft depends on the text. No token depends on any of this, as drafts change none.
+What is compared is the share of requests, per step that this drafter drafted for, of which the
+first draft or more was accepted: it hardly depends on the strategy. Before a change it is averaged
+over the last steps, after it anew, until it is sure that the drafter has collapsed or that it has
+not. A policy would find out, too, but pays for every trial, and a policy of one strategy never
+would. Only drafters with weights are watched: what others draft depends on the text. No token
+depends on any of this, as drafts change none.
 """
 
 from __future__ import annotations
@@ -14,16 +17,24 @@ from collections.abc import Mapping, Sequence
 from tlt_server.records import OFF, Cycle, Strategy
 
 REMEMBERED = 512  # requests times steps that the average before a change looks back on
-FEWEST, MOST = 64, 1024  # after a change: requests times steps before which nothing is decided, and after which all is well
+FEWEST, MOST = (
+    64,
+    1024,
+)  # after a change: requests times steps before which nothing is decided, and after which all is well
 SURE = 3.0  # standard errors
 
 
 class Canary:
     def __init__(self, arms: Sequence[Strategy], collapse: float) -> None:
-        """`collapse`: the ratio of acceptance after a change to that before, below which a drafter rests; 0: it never does."""
+        """`collapse`: the ratio of acceptance after a change to that before, below which a drafter
+        rests; 0: it never does.
+        """
         self._arms, self._collapse = arms, collapse
         self._watched: dict[str, _Drafter] = {
-            arm.drafter: _Drafter() for arm in arms if collapse and arm.drafter not in ("", "history")}
+            arm.drafter: _Drafter()
+            for arm in arms
+            if collapse and arm.drafter not in ("", "history")
+        }
         self.collapses = 0
 
     def renewed(self) -> None:
@@ -32,26 +43,37 @@ class Canary:
             drafter.renewed()
 
     def permitted(self, strategy: Strategy) -> Strategy:
-        """The strategy, or what stands in for it while its drafter rests: the largest one of history that is no larger, or OFF."""
+        """The strategy, or what stands in for it while its drafter rests: the largest one of
+        history that is no larger, or OFF.
+        """
         if strategy.drafter not in self._watched or not self._watched[strategy.drafter].rests:
             return strategy
-        return max((arm for arm in self._arms if arm.drafter == "history" and arm.rows <= strategy.rows),
-                   key=lambda arm: arm.rows, default=OFF)
+        return max(
+            (arm for arm in self._arms if arm.drafter == "history" and arm.rows <= strategy.rows),
+            key=lambda arm: arm.rows,
+            default=OFF,
+        )
 
     def observe(self, cycle: Cycle) -> str:
         """What there is to tell, if a drafter has just collapsed."""
         drafter = self._watched.get(cycle.strategy.drafter)
-        if drafter is None or cycle.context.speculable < cycle.context.decoding:  # some took no drafts
+        if (
+            drafter is None or cycle.context.speculable < cycle.context.decoding
+        ):  # some took no drafts
             return ""
         if not cycle.accepted or not drafter.collapsed(cycle.accepted, self._collapse):
             return ""
         self.collapses += 1
-        return (f"since weights changed, first drafts of {cycle.strategy.drafter} are accepted for {drafter.after:.0%} of requests, before "
-                f"for {drafter.before:.0%}; it rests until weights change again")
+        return (
+            f"since weights changed, first drafts of {cycle.strategy.drafter} are accepted for {drafter.after:.0%} of requests, before "
+            f"for {drafter.before:.0%}; it rests until weights change again"
+        )
 
     def gauges(self) -> Mapping[str, float]:
-        return {"drafters_resting": float(sum(drafter.rests for drafter in self._watched.values())),
-                "drafter_collapses": float(self.collapses)}
+        return {
+            "drafters_resting": float(sum(drafter.rests for drafter in self._watched.values())),
+            "drafter_collapses": float(self.collapses),
+        }
 
 
 class _Drafter:
@@ -66,7 +88,9 @@ class _Drafter:
         return self._hits / self._count if self._count else 0.0
 
     def renewed(self) -> None:
-        if self._count >= FEWEST and not self.rests:  # else what was known before still is what to expect
+        if (
+            self._count >= FEWEST and not self.rests
+        ):  # else what was known before still is what to expect
             self.before = self.after
         self.rests, self._judged = False, not self.before
         self._count = self._hits = 0.0

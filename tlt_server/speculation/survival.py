@@ -1,9 +1,11 @@
-"""Calibrated node survival: the probability that a draft child is the target's token, given that its parent is on the path.
+"""Calibrated node survival: the probability that a draft child is the target's token, given that
+its parent is on the path.
 
-A neural drafter ranks children by z = log q / T + G with the target's own noise; how often rank r is right depends on how
-far it lies from the best: gap = z1 - z2 for rank 0, z1 - z_{r+1} for rank r. The table is measured when the drafter is trained
-(`calibration.safetensors` beside it) and corrected online from what verification accepts, so a stale table heals.
-Survival of a node = product of the table along its path.
+A neural drafter ranks children by z = log q / T + G with the target's own noise; how often rank r
+is right depends on how far it lies from the best: gap = z1 - z2 for rank 0, z1 - z_{r+1} for rank
+r. The table is measured when the drafter is trained (`calibration.safetensors` beside it) and
+corrected online from what verification accepts, so a stale table heals. Survival of a node =
+product of the table along its path.
 """
 
 from __future__ import annotations
@@ -22,7 +24,23 @@ from tlt_server.errors import ModelError
 
 PHASES, RANKS, BUCKETS = 2, 8, 16  # phase 0: children of the root (true target features); 1: later
 FILE = "calibration.safetensors"
-DEFAULT_EDGES = (0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.35, 1.75, 2.25, 3.0, 4.0, 5.0, 6.5, 8.5, 11.0)  # nats
+DEFAULT_EDGES = (
+    0.1,
+    0.2,
+    0.35,
+    0.5,
+    0.75,
+    1.0,
+    1.35,
+    1.75,
+    2.25,
+    3.0,
+    4.0,
+    5.0,
+    6.5,
+    8.5,
+    11.0,
+)  # nats
 
 
 @dataclass(frozen=True)
@@ -34,22 +52,29 @@ class CalibrationSettings:
 def default_survival() -> NDArray[np.float32]:
     """The table used when a drafter brings none.
 
-    Derivation: simulated pairs p = softmax(log q + normal error) with 1 - TV of .82, 1.4 nats per token, shared Gumbel noise:
-    rank 0 is right with probability 1 - .55 exp(-gap / 1.2), rank r > 0 with .37 exp(-gap / 1.2) / r^0.7; each within .03 of
-    the simulation in every cell with mass. Clipped to [.001, .995]. Both phases alike.
+    Derivation: simulated pairs p = softmax(log q + normal error) with 1 - TV of .82, 1.4 nats per
+    token, shared Gumbel noise: rank 0 is right with probability 1 - .55 exp(-gap / 1.2), rank r > 0
+    with .37 exp(-gap / 1.2) / r^0.7; each within .03 of the simulation in every cell with mass.
+    Clipped to [.001, .995]. Both phases alike.
     """
     edges = np.array(DEFAULT_EDGES)
     middle_K = np.concatenate([[edges[0] / 2], (edges[1:] + edges[:-1]) / 2, [edges[-1] + 2]])
     decay_K = np.exp(-middle_K / 1.2)
     rank_R = np.arange(1, RANKS)
     table = np.vstack([1 - 0.55 * decay_K, 0.37 * decay_K / rank_R[:, None] ** 0.7])
-    return np.broadcast_to(np.clip(table, 0.001, 0.995), (PHASES, RANKS, BUCKETS)).astype(np.float32)
+    return np.broadcast_to(np.clip(table, 0.001, 0.995), (PHASES, RANKS, BUCKETS)).astype(
+        np.float32
+    )
 
 
 class OnlineTable:
-    """Probabilities of K cells: a prior, corrected by what verification accepts; bounded memory, so it follows changes."""
+    """Probabilities of K cells: a prior, corrected by what verification accepts; bounded memory, so
+    it follows changes.
+    """
 
-    def __init__(self, prior_K: NDArray[np.float32], settings: CalibrationSettings = CalibrationSettings()) -> None:
+    def __init__(
+        self, prior_K: NDArray[np.float32], settings: CalibrationSettings = CalibrationSettings()
+    ) -> None:
         self.settings = settings
         self.prior_K = np.array(prior_K, np.float32)
         self.survival_K = self.prior_K.copy()  # in force; updated in place
@@ -57,10 +82,23 @@ class OnlineTable:
         self.trials_K = np.zeros(len(self.prior_K))
         self.observed = 0
 
-    def observe(self, cell_N: NDArray[np.int32], parent_N: NDArray[np.int32], accepted_N: NDArray[np.int8]) -> None:
-        """Learn from a verified tree; only nodes whose parent was accepted (or is the root) say anything."""
-        self.observed += tally(cell_N, parent_N, accepted_N, self.prior_K, self.settings.prior_weight, self.settings.limit,
-                               self.hits_K, self.trials_K, self.survival_K)
+    def observe(
+        self, cell_N: NDArray[np.int32], parent_N: NDArray[np.int32], accepted_N: NDArray[np.int8]
+    ) -> None:
+        """Learn from a verified tree; only nodes whose parent was accepted (or is the root) say
+        anything.
+        """
+        self.observed += tally(
+            cell_N,
+            parent_N,
+            accepted_N,
+            self.prior_K,
+            self.settings.prior_weight,
+            self.settings.limit,
+            self.hits_K,
+            self.trials_K,
+            self.survival_K,
+        )
 
     @property
     def drift(self) -> float:
@@ -70,17 +108,28 @@ class OnlineTable:
 
 
 class Calibration(OnlineTable):
-    """`survival` [phases, ranks, buckets] in [0, 1] and ascending `gap_edges` [buckets - 1]; bucket = edges below the gap."""
+    """`survival` [phases, ranks, buckets] in [0, 1] and ascending `gap_edges` [buckets - 1]; bucket
+    = edges below the gap.
+    """
 
-    def __init__(self, survival: NDArray[np.float32] | None = None, gap_edges: NDArray[np.float32] | None = None,
-                 settings: CalibrationSettings = CalibrationSettings(), source: str = "default") -> None:
+    def __init__(
+        self,
+        survival: NDArray[np.float32] | None = None,
+        gap_edges: NDArray[np.float32] | None = None,
+        settings: CalibrationSettings = CalibrationSettings(),
+        source: str = "default",
+    ) -> None:
         table = default_survival() if survival is None else np.asarray(survival)
         edges = np.asarray(DEFAULT_EDGES if gap_edges is None else gap_edges, np.float32)
         if table.shape != (PHASES, RANKS, BUCKETS) or edges.shape != (BUCKETS - 1,):
-            raise ModelError(f"calibration ({source}): survival must be {[PHASES, RANKS, BUCKETS]} and gap_edges [{BUCKETS - 1}], "
-                             f"found {list(table.shape)} and {list(edges.shape)}; export the drafter again")
+            raise ModelError(
+                f"calibration ({source}): survival must be {[PHASES, RANKS, BUCKETS]} and gap_edges [{BUCKETS - 1}], "
+                f"found {list(table.shape)} and {list(edges.shape)}; export the drafter again"
+            )
         if not ((table >= 0) & (table <= 1)).all() or not (np.diff(edges) > 0).all():
-            raise ModelError(f"calibration ({source}): survival must lie in [0, 1] and gap_edges must ascend; export the drafter again")
+            raise ModelError(
+                f"calibration ({source}): survival must lie in [0, 1] and gap_edges must ascend; export the drafter again"
+            )
         super().__init__(table.reshape(-1), settings)
         self.gap_edges, self.source = np.ascontiguousarray(edges), source
 
@@ -89,7 +138,9 @@ class Calibration(OnlineTable):
         return self.survival_K.reshape(PHASES, RANKS, BUCKETS)
 
     @classmethod
-    def load(cls, directory: str | Path, settings: CalibrationSettings = CalibrationSettings()) -> Calibration:
+    def load(
+        cls, directory: str | Path, settings: CalibrationSettings = CalibrationSettings()
+    ) -> Calibration:
         """From a drafter's directory; the default table when it has no `calibration.safetensors`."""
         path = Path(directory) / FILE
         if not path.is_file():
@@ -97,26 +148,36 @@ class Calibration(OnlineTable):
         try:
             data = path.read_bytes()
         except OSError as error:
-            raise ModelError(f"{path}: not readable ({error}); export the drafter again or delete the file") from error
+            raise ModelError(
+                f"{path}: not readable ({error}); export the drafter again or delete the file"
+            ) from error
         return cls.parse(data, str(path), settings)
 
     @classmethod
-    def parse(cls, data: bytes, source: str, settings: CalibrationSettings = CalibrationSettings()) -> Calibration:
+    def parse(
+        cls, data: bytes, source: str, settings: CalibrationSettings = CalibrationSettings()
+    ) -> Calibration:
         """From the bytes of a `calibration.safetensors`."""
         try:
             tensors = load(data)
             survival, gap_edges = tensors["survival"], tensors["gap_edges"]
         except (KeyError, SafetensorError) as error:
-            raise ModelError(f"{source}: not a calibration table ({error}); export the drafter again or delete the file") from error
+            raise ModelError(
+                f"{source}: not a calibration table ({error}); export the drafter again or delete the file"
+            ) from error
         return cls(survival, gap_edges, settings, source=source)
 
     def save(self, directory: str | Path) -> None:
         """Write the table in force, online correction included."""
-        save_file({"survival": self.survival.copy(), "gap_edges": self.gap_edges}, Path(directory) / FILE)
+        save_file(
+            {"survival": self.survival.copy(), "gap_edges": self.gap_edges}, Path(directory) / FILE
+        )
 
     def cell(self, phase: int, rank: int, gap: float) -> int:
         """Index of a child's cell in the flattened table."""
-        return (phase * RANKS + min(rank, RANKS - 1)) * BUCKETS + int(np.searchsorted(self.gap_edges, np.float32(gap), "left"))
+        return (phase * RANKS + min(rank, RANKS - 1)) * BUCKETS + int(
+            np.searchsorted(self.gap_edges, np.float32(gap), "left")
+        )
 
     def gauges(self) -> Mapping[str, float]:
         return {"calibration_observed_nodes": float(self.observed), "calibration_drift": self.drift}

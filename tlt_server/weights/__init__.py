@@ -1,1 +1,3 @@
-"""Weight pushes as transactions: stage beside the running loop, verify, swap between two steps, keep the version before."""
+"""Weight pushes as transactions: stage beside the running loop, verify, swap between two steps,
+keep the version before.
+"""

@@ -24,7 +24,9 @@ def kind_of(declared: str) -> str:
 
 
 def checksum(kind: str, tensor: Tensor) -> str:
-    """`kind:hex` of a contiguous tensor: of its values if mix64, else of its bytes (row-major, little-endian)."""
+    """`kind:hex` of a contiguous tensor: of its values if mix64, else of its bytes (row-major,
+    little-endian).
+    """
     if kind == "mix64":
         return mix64(tensor)
     data = raw(tensor.cpu())
@@ -34,7 +36,9 @@ def checksum(kind: str, tensor: Tensor) -> str:
         return f"xxh3:{xxhash.xxh3_64_hexdigest(data)}"
     if kind == "xxh3_128":
         return xxh3(data)
-    raise WeightsRefused(f"checksum kind {kind[:20]!r} is not known; use {' or '.join(KINDS)}, as in mix64:<hex>")
+    raise WeightsRefused(
+        f"checksum kind {kind[:20]!r} is not known; use {' or '.join(KINDS)}, as in mix64:<hex>"
+    )
 
 
 class Content(NamedTuple):
@@ -63,4 +67,6 @@ def live_sums(parameters: Mapping[str, Tensor]) -> dict[str, str]:
 
 def digest(sums: Mapping[str, str]) -> str:
     """One name for all of it."""
-    return hashlib.sha256("\n".join(f"{name} {sums[name]}" for name in sorted(sums)).encode()).hexdigest()
+    return hashlib.sha256(
+        "\n".join(f"{name} {sums[name]}" for name in sorted(sums)).encode()
+    ).hexdigest()

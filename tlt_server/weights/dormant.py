@@ -1,7 +1,8 @@
-"""Weights that sleep: their bytes in a file that has no name, their tensors without memory, until they are wanted again.
+"""Weights that sleep: their bytes in a file that has no name, their tensors without memory, until
+they are wanted again.
 
-The same tensors come back, with the same bits, so whoever holds a network or a view of it need not be told. Nothing may read them
-meanwhile; the loop sees to that.
+The same tensors come back, with the same bits, so whoever holds a network or a view of it need not
+be told. Nothing may read them meanwhile; the loop sees to that.
 """
 
 from __future__ import annotations
@@ -34,7 +35,11 @@ class Dormant:
         """`StorageFailed`, and nothing has changed, when the disk does not hold them."""
         assert self._file is None, "they sleep already"
         networks = [part.network for several in parts for part in several.by_role.values()]
-        backings = {view.untyped_storage().data_ptr(): Backing(view) for network in networks for view in network.parameters().values()}
+        backings = {
+            view.untyped_storage().data_ptr(): Backing(view)
+            for network in networks
+            for view in network.parameters().values()
+        }
         places = []
         try:
             file = tempfile.TemporaryFile(dir=self._directory)  # noqa: SIM115 (it stays open until they are back)
@@ -44,8 +49,10 @@ class Dormant:
                 places.append(_Place(backing, checksum("xxh3", content)))
             file.flush()
         except OSError as error:
-            raise StorageFailed(f"the weights cannot be kept in {self._directory or tempfile.gettempdir()} while they sleep ({error}), so "
-                                "they stay where they are; make room there, or put only the KV to sleep (level 1)") from None
+            raise StorageFailed(
+                f"the weights cannot be kept in {self._directory or tempfile.gettempdir()} while they sleep ({error}), so "
+                "they stay where they are; make room there, or put only the KV to sleep (level 1)"
+            ) from None
         for place in places:
             place.backing.free()
         give_back()
@@ -66,7 +73,9 @@ class Dormant:
             content = torch.empty(place.backing.size, dtype=torch.uint8)
             read = self._file.readinto(memoryview(content.numpy()))  # type: ignore[attr-defined, arg-type]
             if read != len(content) or checksum("xxh3", content) != place.checksum:
-                raise EngineFailed("the weights that slept in a file have changed there; the engine has to start again")
+                raise EngineFailed(
+                    "the weights that slept in a file have changed there; the engine has to start again"
+                )
             place.backing.bytes.copy_(content)
         self._file.close()
         self._file, self._places = None, []

@@ -1,4 +1,6 @@
-"""Which content a version's name stands for, so that a retry is told from a mistake: a name means one content for ever."""
+"""Which content a version's name stands for, so that a retry is told from a mistake: a name means
+one content for ever.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +13,32 @@ REMEMBERED = 1024
 
 
 class Names:
-    """Of what is live and what was before it, however long, and of the last versions that were live."""
+    """Of what is live and what was before it, however long, and of the last versions that were
+    live.
+    """
 
     def __init__(self) -> None:
-        self._digests: OrderedDict[tuple[str, str], str] = OrderedDict()  # (role, version) -> content
+        self._digests: OrderedDict[tuple[str, str], str] = (
+            OrderedDict()
+        )  # (role, version) -> content
 
     def check(self, parts: Parts, *kept: Parts) -> None:
-        """`Conflict` when a version's name belongs to other content, of those remembered or of `kept`."""
-        in_use = {(role, part.version): part.digest for held in kept for role, part in held.by_role.items() if part.sums}
+        """`Conflict` when a version's name belongs to other content, of those remembered or of
+        `kept`.
+        """
+        in_use = {
+            (role, part.version): part.digest
+            for held in kept
+            for role, part in held.by_role.items()
+            if part.sums
+        }
         for role, part in parts.by_role.items():
             known = in_use.get((role, part.version), self._digests.get((role, part.version)))
             if known is not None and known != part.digest:
-                raise Conflict(f"version {part.version!r} of the {role} was pushed before with other content (digest {known[:12]}, now "
-                               f"{part.digest[:12]}); give changed weights a new version")
+                raise Conflict(
+                    f"version {part.version!r} of the {role} was pushed before with other content (digest {known[:12]}, now "
+                    f"{part.digest[:12]}); give changed weights a new version"
+                )
 
     def add(self, role: str, part: Target | Drafter) -> None:
         self._digests.setdefault((role, part.version), part.digest)

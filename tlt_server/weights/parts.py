@@ -1,4 +1,6 @@
-"""What a version consists of: complete weights of target and drafter, each with its checksums. Never changed once made."""
+"""What a version consists of: complete weights of target and drafter, each with its checksums.
+Never changed once made.
+"""
 
 from __future__ import annotations
 
@@ -108,21 +110,30 @@ class Parts:
         return self._merged({role: part.live_sums() for role, part in self.by_role.items()})
 
     def complete(self) -> Parts:
-        """The same with sums, computed where they are missing; the storage must not change meanwhile."""
+        """The same with sums, computed where they are missing; the storage must not change
+        meanwhile.
+        """
         target, drafter = self.target, self.drafter
-        return Parts(target and (target if target.sums else replace(target, sums=target.live_sums())),
-                     drafter and (drafter if drafter.sums else replace(drafter, sums=drafter.live_sums())))
+        return Parts(
+            target and (target if target.sums else replace(target, sums=target.live_sums())),
+            drafter and (drafter if drafter.sums else replace(drafter, sums=drafter.live_sums())),
+        )
 
     def named(self, version: str) -> Parts:
         """The same weights as another version."""
-        return Parts(self.target and replace(self.target, version=version), self.drafter and replace(self.drafter, version=version))
+        return Parts(
+            self.target and replace(self.target, version=version),
+            self.drafter and replace(self.drafter, version=version),
+        )
 
     def over(self, other: Parts) -> Parts:
         """These parts, and of `other` those that are missing here."""
         return Parts(self.target or other.target, self.drafter or other.drafter)
 
     def only(self, roles: Collection[str]) -> Parts:
-        return Parts(self.target if "target" in roles else None, self.drafter if "drafter" in roles else None)
+        return Parts(
+            self.target if "target" in roles else None, self.drafter if "drafter" in roles else None
+        )
 
     @staticmethod
     def _merged(sums: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
@@ -134,11 +145,16 @@ class Parts:
 
 def drafter_tensors(network: DrafterNetwork) -> dict[str, Tensor]:
     """Everything that makes a version of the drafter, the vocabulary map included."""
-    return {**network.parameters(), "d2t": network.target_ids - torch.arange(network.draft_vocab_size)}
+    return {
+        **network.parameters(),
+        "d2t": network.target_ids - torch.arange(network.draft_vocab_size),
+    }
 
 
 def let_go(networks: list[TargetNetwork | DrafterNetwork]) -> None:
-    """Empty the list and free the memory that nobody else holds, without the interpreter's lock: to unmap a gigabyte takes 100 ms."""
+    """Empty the list and free the memory that nobody else holds, without the interpreter's lock: to
+    unmap a gigabyte takes 100 ms.
+    """
     with torch.inference_mode():
         held = [view.detach() for network in networks for view in network.parameters().values()]
         networks.clear()

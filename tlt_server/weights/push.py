@@ -1,4 +1,6 @@
-"""One push as the transaction keeps it from its first manifest to its end: how it stands, and what it knows of what has come."""
+"""One push as the transaction keeps it from its first manifest to its end: how it stands, and what
+it knows of what has come.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,14 @@ State = Literal["waiting", "staging", "gathering", "staged", "unchanged", "faile
 
 @dataclass
 class Push:
-    """A push on its way. The thread writes `phases`, then `parts`, `incomplete` or `error`; the loop reads them once it has ended."""
+    """A push on its way. The thread writes `phases`, then `parts`, `incomplete` or `error`; the
+    loop reads them once it has ended.
+    """
 
     manifest: Manifest  # the last one, where it comes by parts
-    first: tuple[str, str] | None = None  # role and tensor that it began with, where it comes by parts
+    first: tuple[str, str] | None = (
+        None  # role and tensor that it began with, where it comes by parts
+    )
     thread: threading.Thread | None = None
     staging: Staging | None = None
     phases: dict[str, float] = field(default_factory=dict)
@@ -36,7 +42,9 @@ class Push:
     asked: list[str] = field(default_factory=list)  # ids of the commands that it answers
     trails: bool = False  # brings only what the version just committed had no need of
     due: bool = False  # staged, and a commit was asked for
-    overwritten: set[str] = field(default_factory=set)  # in place: roles of which live values have changed
+    overwritten: set[str] = field(
+        default_factory=set
+    )  # in place: roles of which live values have changed
     staged_at: float = 0.0
 
     @property
@@ -51,8 +59,10 @@ class Push:
 
     @property
     def unread(self) -> bool:
-        """Whether, once its thread has ended, bytes stay in its group that the next push would take for its own. Of a push that comes by
-        parts some may be on their way when another one has failed."""
+        """Whether, once its thread has ended, bytes stay in its group that the next push would take
+        for its own. Of a push that comes by parts some may be on their way when another one has
+        failed.
+        """
         if not self.manifest.group:
             return False
         untouched = self.staging is None or self.staging.opened is not self.manifest
@@ -61,20 +71,29 @@ class Push:
     @property
     def spoiled(self) -> str:
         """For messages of its failure."""
-        return ("; it had begun to write over the weights in use (--weight-staging none), so nothing is generated until a push succeeds"
-                if self.overwritten else "")
+        return (
+            "; it had begun to write over the weights in use (--weight-staging none), so nothing is generated until a push succeeds"
+            if self.overwritten
+            else ""
+        )
 
     @property
     def takes_more(self) -> bool:
         """Whether a further part is taken now."""
         complete = self.manifest.commit or self.due
-        return self.manifest.partial and (self.state == "gathering" or (self.state == "staged" and not complete))
+        return self.manifest.partial and (
+            self.state == "gathering" or (self.state == "staged" and not complete)
+        )
 
     def goes_on_with(self, manifest: Manifest) -> bool:
         """Whether the manifest brings more of this push; else it begins another."""
         mine = self.manifest
         same = (mine.session, mine.version, mine.in_flight, mine.commit) == (
-            manifest.session, manifest.version, manifest.in_flight, manifest.commit)
+            manifest.session,
+            manifest.version,
+            manifest.in_flight,
+            manifest.commit,
+        )
         return same and self.staging is not None and not self.staging.has(manifest)
 
 

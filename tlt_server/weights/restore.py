@@ -1,7 +1,8 @@
-"""At start: the versions that were live when the engine before this one ended, from the spool, bit for bit or not at all.
+"""At start: the versions that were live when the engine before this one ended, from the spool, bit
+for bit or not at all.
 
-A version that is lost is named and the model directory's weights stand in for it; the frontend serves nothing from them until a push
-takes their place.
+A version that is lost is named and the model directory's weights stand in for it; the frontend
+serves nothing from them until a push takes their place.
 """
 
 from __future__ import annotations
@@ -24,8 +25,12 @@ class Restored(NamedTuple):
     lost: dict[str, str]  # role -> which version, and why
 
 
-def restore(spool: Spool, started: Parts, parse_calibration: Callable[[bytes, str], object]) -> Restored:
-    """`started` (what the model directories hold) brought to what was committed last, as far as that is there."""
+def restore(
+    spool: Spool, started: Parts, parse_calibration: Callable[[bytes, str], object]
+) -> Restored:
+    """`started` (what the model directories hold) brought to what was committed last, as far as
+    that is there.
+    """
     live, lost = started, {}
     for role, kept in spool.current().items():
         if role not in started.by_role:
@@ -34,24 +39,39 @@ def restore(spool: Spool, started: Parts, parse_calibration: Callable[[bytes, st
             live = _restored(role, kept, spool, live, parse_calibration)
         except TltError as error:
             spool.lose(role, kept)
-            lost[role] = (f"the committed weight version {kept.version!r} of the {role} is lost: {error.message}; restore "
-                          f"{spool.directory} and restart")
+            lost[role] = (
+                f"the committed weight version {kept.version!r} of the {role} is lost: {error.message}; restore "
+                f"{spool.directory} and restart"
+            )
     spool.sweep()
     return Restored(live, lost)
 
 
-def _restored(role: str, kept: Kept, spool: Spool, live: Parts, parse_calibration: Callable[[bytes, str], object]) -> Parts:
+def _restored(
+    role: str,
+    kept: Kept,
+    spool: Spool,
+    live: Parts,
+    parse_calibration: Callable[[bytes, str], object],
+) -> Parts:
     part: Target | Drafter
     if kept.directory:
-        manifest = Manifest(role="target" if role == "target" else "drafter", version=kept.version, path=kept.directory)
+        manifest = Manifest(
+            role="target" if role == "target" else "drafter",
+            version=kept.version,
+            path=kept.directory,
+        )
         steps = Steps(None, parse_calibration, lambda need, buffers, make: make())
-        staged = Staging(live.complete(), steps).take(manifest, lambda m: DiskReceiver(m, Intake(root=spool.directory)),
-                                                    lambda phase: None)
+        staged = Staging(live.complete(), steps).take(
+            manifest, lambda m: DiskReceiver(m, Intake(root=spool.directory)), lambda phase: None
+        )
         assert staged is not None  # one manifest brings all
         part = staged.by_role[role]
     else:
         part = replace(live.complete().by_role[role], version=kept.version)
     if part.digest != kept.digest:
         where = kept.directory or "the model directory"
-        raise StartupError(f"the content of {where} has changed (digest {part.digest[:12]}, committed was {kept.digest[:12]})")
+        raise StartupError(
+            f"the content of {where} has changed (digest {part.digest[:12]}, committed was {kept.digest[:12]})"
+        )
     return (Parts(target=part) if isinstance(part, Target) else Parts(drafter=part)).over(live)

@@ -1,15 +1,19 @@
-"""Which parts of weights make one push. Trainers send a step in several calls, and few say which step it is or where it begins.
+"""Which parts of weights make one push. Trainers send a step in several calls, and few say which
+step it is or where it begins.
 
-Parts of one session belong together. Others are a series: what one sender sends from its first tensor on, in the order that it keeps; a
-sender is a version, or without one a group. Invariant: what completes is one series without a gap. A part that brings a tensor with which
-its sender began before begins a push, another one goes on with the push that gathers; all else is refused. So however a push ended before
-it was complete (refused, silent, aborted, replaced), nobody has to remember that it did: its other parts find nothing to go on with, and
-parts of two steps never meet. One tensor may come behind the part that completed its push: the head that is tied
-to the embedding, if it is the same.
+Parts of one session belong together. Others are a series: what one sender sends from its first
+tensor on, in the order that it keeps; a sender is a version, or without one a group. Invariant:
+what completes is one series without a gap. A part that brings a tensor with which its sender began
+before begins a push, another one goes on with the push that gathers; all else is refused. So
+however a push ended before it was complete (refused, silent, aborted, replaced), nobody has to
+remember that it did: its other parts find nothing to go on with, and parts of two steps never meet.
+One tensor may come behind the part that completed its push: the head that is tied to the embedding,
+if it is the same.
 
-That rests on a trainer beginning a push when it has joined its group. A part that was refused is no beginning, as its group is left
-(`Transaction.skip`) and has to be joined anew, as after a restart of the engine. One that never reached the server may have been one:
-versions and sessions exclude that.
+That rests on a trainer beginning a push when it has joined its group. A part that was refused is no
+beginning, as its group is left (`Transaction.skip`) and has to be joined anew, as after a restart
+of the engine. One that never reached the server may have been one: versions and sessions exclude
+that.
 """
 
 from __future__ import annotations
@@ -30,28 +34,46 @@ class _Sender(NamedTuple):
     group: str  # where there is no version
 
     def __str__(self) -> str:
-        return f"version {self.version!r}" if self.version else f"group {self.group!r} without a version"
+        return (
+            f"version {self.version!r}"
+            if self.version
+            else f"group {self.group!r} without a version"
+        )
 
 
 class Series:
     """How senders begin. The transaction brings every part that is no session's."""
 
     def __init__(self) -> None:
-        self._starts: OrderedDict[tuple[_Sender, str], str] = OrderedDict()  # sender and role -> tensor
+        self._starts: OrderedDict[tuple[_Sender, str], str] = (
+            OrderedDict()
+        )  # sender and role -> tensor
 
     def admit(self, part: Manifest, push: Push | None) -> bool:
-        """Whether the part goes on with `push`, which takes more; else it begins one. `Conflict` where it may do neither."""
+        """Whether the part goes on with `push`, which takes more; else it begins one. `Conflict`
+        where it may do neither.
+        """
         sender, (role, tensor) = _sender(part), first_of(part)
         other = _sender(push.manifest) if push is not None and not push.manifest.session else None
         start = self._starts.get((sender, role))
-        if push is not None and other == sender and tensor != start and push.first != (role, tensor) and push.goes_on_with(part):
+        if (
+            push is not None
+            and other == sender
+            and tensor != start
+            and push.first != (role, tensor)
+            and push.goes_on_with(part)
+        ):
             return True
         if start not in (None, tensor):
-            raise Conflict(f"tensor {tensor!r} goes on with no push: {sender} begins with {start!r}, and the push begun so has ended, or "
-                           f"has that tensor, or other fields; push from {start!r} on, in the order of before, or {ELSE}")
+            raise Conflict(
+                f"tensor {tensor!r} goes on with no push: {sender} begins with {start!r}, and the push begun so has ended, or "
+                f"has that tensor, or other fields; push from {start!r} on, in the order of before, or {ELSE}"
+            )
         if other is not None and other != sender and not other.version and not sender.version:
-            raise Conflict(f"a push of {other} is on its way, from which what comes through another group cannot be told; push all "
-                           f"through one group, or {ELSE}")
+            raise Conflict(
+                f"a push of {other} is on its way, from which what comes through another group cannot be told; push all "
+                f"through one group, or {ELSE}"
+            )
         self.note(part)
         return False
 
@@ -66,16 +88,27 @@ class Series:
     def follows(self, part: Manifest, last: Manifest) -> bool:
         """Whether the part is of the sender of `last`, which begins with another tensor."""
         role, tensor = first_of(part)
-        return self.both(part, last) and self._starts.get((_sender(part), role)) not in (None, tensor)
+        return self.both(part, last) and self._starts.get((_sender(part), role)) not in (
+            None,
+            tensor,
+        )
 
     def forget(self, group: str) -> None:
         """Its trainer is gone; another one may begin otherwise."""
-        self._starts = OrderedDict((key, start) for key, start in self._starts.items() if key[0] != _Sender("", group))
+        self._starts = OrderedDict(
+            (key, start) for key, start in self._starts.items() if key[0] != _Sender("", group)
+        )
 
     @staticmethod
     def both(one: Manifest, other: Manifest) -> bool:
         """Whether both are parts of one sender."""
-        return one.partial and other.partial and not one.session and not other.session and _sender(one) == _sender(other)
+        return (
+            one.partial
+            and other.partial
+            and not one.session
+            and not other.session
+            and _sender(one) == _sender(other)
+        )
 
 
 def _sender(part: Manifest) -> _Sender:

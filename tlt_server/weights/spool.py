@@ -1,9 +1,11 @@
-"""Keeps committed weights under the state directory, so that a restarted engine loads exactly what was committed.
+"""Keeps committed weights under the state directory, so that a restarted engine loads exactly what
+was committed.
 
-Files are written from the very bytes that were verified, while they are staged. Only files that came by http, which nobody but the server
-writes, are linked, once they are confirmed: a trainer that rewrites a file of its own in place would change a link too. The commit itself
-is one rename of `current.json`; whatever it does not name is garbage, and goes.
-Called by the transaction, and `current` by the engine at start.
+Files are written from the very bytes that were verified, while they are staged. Only files that
+came by http, which nobody but the server writes, are linked, once they are confirmed: a trainer
+that rewrites a file of its own in place would change a link too. The commit itself is one rename of
+`current.json`; whatever it does not name is garbage, and goes. Called by the transaction, and
+`current` by the engine at start.
 """
 
 from __future__ import annotations
@@ -24,8 +26,15 @@ from tlt_server.weights.parts import Parts
 
 CURRENT = "current.json"
 PUSH_PREFIX = "push-"
-NO_LINKS = (errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK)  # what a file system without them says
-Data = Iterable[bytes | memoryview] | Path  # a file's bytes; or a file below the state directory that is not written any more
+NO_LINKS = (
+    errno.EXDEV,
+    errno.EPERM,
+    errno.ENOTSUP,
+    errno.EMLINK,
+)  # what a file system without them says
+Data = (
+    Iterable[bytes | memoryview] | Path
+)  # a file's bytes; or a file below the state directory that is not written any more
 
 
 class Kept(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -51,7 +60,9 @@ class Spool:
         self._draft = self.directory / f"{CURRENT}.new"
         self._places: dict[tuple[str, str], str] = {}  # (role, digest) -> directory
         self._prepared: dict[tuple[str, str], str] = {}  # the same after the next commit
-        self._lost: dict[str, Kept] = {}  # role -> what stays recorded until a commit of that role, as it could not be restored
+        self._lost: dict[
+            str, Kept
+        ] = {}  # role -> what stays recorded until a commit of that role, as it could not be restored
         self._pushing: set[str] = set()  # roles that the next commit brings
 
     # while a push is staged, in its thread
@@ -60,7 +71,9 @@ class Spool:
         self._pushed = Path(tempfile.mkdtemp(prefix=PUSH_PREFIX, dir=self.directory))
 
     def keep(self, role: str, file: str, data: Data) -> None:
-        """A file of bytes may be kept anew, with others; one that is linked may not: nobody writes where a link leads."""
+        """A file of bytes may be kept anew, with others; one that is linked may not: nobody writes
+        where a link leads.
+        """
         assert self._pushed is not None
         path = self._pushed / role / file
         path.parent.mkdir(exist_ok=True)
@@ -77,12 +90,26 @@ class Spool:
         return [pushed] if pushed is not None else []
 
     def prepare(self, pushed: Parts, live: Parts) -> None:
-        """Write what `commit` will rename: `live` will be live, and of it `pushed` came with the push that was kept. Where that fails, what
-        was prepared before stays prepared."""
-        new = {(role, part.digest): f"{self._pushed.name}/{role}" for role, part in pushed.by_role.items()} if self._pushed else {}
+        """Write what `commit` will rename: `live` will be live, and of it `pushed` came with the
+        push that was kept. Where that fails, what was prepared before stays prepared.
+        """
+        new = (
+            {
+                (role, part.digest): f"{self._pushed.name}/{role}"
+                for role, part in pushed.by_role.items()
+            }
+            if self._pushed
+            else {}
+        )
         prepared, pushing = {**self._places, **new}, set(pushed.by_role)
-        roles = {role: Kept(version=part.version, digest=part.digest, directory=prepared.get((role, part.digest), ""))
-                 for role, part in live.by_role.items()}
+        roles = {
+            role: Kept(
+                version=part.version,
+                digest=part.digest,
+                directory=prepared.get((role, part.digest), ""),
+            )
+            for role, part in live.by_role.items()
+        }
         roles |= {role: kept for role, kept in self._lost.items() if role not in pushing}
         unfinished = self._draft.with_suffix(".unfinished")
         with open(unfinished, "wb") as out:
@@ -101,12 +128,16 @@ class Spool:
         self._lost = {role: kept for role, kept in self._lost.items() if role not in self._pushing}
 
     def garbage(self, wanted: Iterable[Parts]) -> list[Path]:
-        """Folders that neither a restart nor a rollback to one of `wanted` can need; only while no push is staged."""
+        """Folders that neither a restart nor a rollback to one of `wanted` can need; only while no
+        push is staged.
+        """
         used = {(role, part.digest) for parts in wanted for role, part in parts.by_role.items()}
         used |= {(role, kept.digest) for role, kept in self._lost.items()}
         self._places = {key: place for key, place in self._places.items() if key in used}
         kept = {place.partition("/")[0] for place in self._places.values()}
-        return [folder for folder in self.directory.glob(f"{PUSH_PREFIX}*") if folder.name not in kept]
+        return [
+            folder for folder in self.directory.glob(f"{PUSH_PREFIX}*") if folder.name not in kept
+        ]
 
     # off the critical path, in any thread
 
@@ -120,31 +151,41 @@ class Spool:
     # at start
 
     def current(self) -> Mapping[str, Kept]:
-        """Role -> what was live last; empty when nothing was ever committed. `StartupError` when that cannot be said."""
+        """Role -> what was live last; empty when nothing was ever committed. `StartupError` when
+        that cannot be said.
+        """
         path = self.directory / CURRENT
         try:
             current = msgspec.json.decode(path.read_bytes(), type=Current)
         except FileNotFoundError:
             return {}
         except (OSError, msgspec.MsgspecError) as error:
-            raise StartupError(f"{path} is damaged ({error}), so the committed weight version is not known; restore the file, or start "
-                               "with another --state-dir and push again") from None
+            raise StartupError(
+                f"{path} is damaged ({error}), so the committed weight version is not known; restore the file, or start "
+                "with another --state-dir and push again"
+            ) from None
         if current.model != self._model:
-            raise StartupError(f"the state directory {self.directory} belongs to the model {current.model}, not {self._model}; "
-                               "name another --state-dir")
+            raise StartupError(
+                f"the state directory {self.directory} belongs to the model {current.model}, not {self._model}; "
+                "name another --state-dir"
+            )
         for role, kept in current.roles.items():
             if kept.directory:
                 self._places[role, kept.digest] = kept.directory
         return current.roles
 
     def lose(self, role: str, kept: Kept) -> None:
-        """Not restored, so something else is live: whatever else is committed, a restart shall miss this version again."""
+        """Not restored, so something else is live: whatever else is committed, a restart shall miss
+        this version again.
+        """
         self._lost[role] = kept
 
     def sweep(self) -> None:
         """Remove what pushes left behind that were never committed; after `current`."""
         kept = {place.partition("/")[0] for place in self._places.values()}
-        self.settle([folder for folder in self.directory.glob(f"{PUSH_PREFIX}*") if folder.name not in kept])
+        self.settle(
+            [folder for folder in self.directory.glob(f"{PUSH_PREFIX}*") if folder.name not in kept]
+        )
 
 
 def _link(file: Path, path: Path) -> None:

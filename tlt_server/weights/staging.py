@@ -1,8 +1,10 @@
-"""From a manifest to complete, checked weights. Runs in a thread beside the loop and knows no channel: tensors come from a `Receiver`.
+"""From a manifest to complete, checked weights. Runs in a thread beside the loop and knows no
+channel: tensors come from a `Receiver`.
 
-Every name, shape, dtype, value and declared checksum is checked on the very bytes that are kept. With storage of its own nothing live
-is touched, and what comes back can be swapped in without a further decision. In place, a tensor is written once it alone was checked:
-`Steps.overwrite` is called before the first one, and a failure after that has left neither the old nor the new version.
+Every name, shape, dtype, value and declared checksum is checked on the very bytes that are kept.
+With storage of its own nothing live is touched, and what comes back can be swapped in without a
+further decision. In place, a tensor is written once it alone was checked: `Steps.overwrite` is
+called before the first one, and a failure after that has left neither the old nor the new version.
 """
 
 from __future__ import annotations
@@ -42,17 +44,23 @@ Enter = Callable[[str], None]  # a phase begins; raises to cancel
 
 class Make(Protocol):
     def __call__(self, need: int, buffers: Buffers, make: Callable[[], Model], /) -> Model:
-        """What `make` gives, of `need` bytes, in storage of its own; beside it a receiver will take `buffers`."""
+        """What `make` gives, of `need` bytes, in storage of its own; beside it a receiver will take
+        `buffers`.
+        """
 
 
 @dataclass(frozen=True)
 class Steps:
     """What staging calls as it goes."""
 
-    keep: Callable[[str, str, Data], None] | None  # role, file, what is in it: for the spool, if there is one
+    keep: (
+        Callable[[str, str, Data], None] | None
+    )  # role, file, what is in it: for the spool, if there is one
     parse_calibration: Callable[[bytes, str], object]  # content, where from
     storage: Make
-    overwrite: Callable[[str], None] | None = None  # in place: the first live value of a role is about to change
+    overwrite: Callable[[str], None] | None = (
+        None  # in place: the first live value of a role is about to change
+    )
 
 
 @dataclass
@@ -66,20 +74,28 @@ class _Role:
     sums: dict[str, str] = field(default_factory=dict)  # of what has come
     found: dict[str, Tensor] = field(default_factory=dict)  # of `others`
     kept: dict[str, str] = field(default_factory=dict)  # tensor -> the file it is kept in
-    whole: dict[Path, str] = field(default_factory=dict)  # a file that came -> the file it is kept as
+    whole: dict[Path, str] = field(
+        default_factory=dict
+    )  # a file that came -> the file it is kept as
 
     @property
     def missing(self) -> list[str]:
-        """Without which it is not complete where it comes by parts. The vocabulary map is then among them, as it may be yet to come."""
+        """Without which it is not complete where it comes by parts. The vocabulary map is then
+        among them, as it may be yet to come.
+        """
         return sorted((self.parameters.keys() | self.others) - {TIED_HEAD} - self.sums.keys())
 
 
 class Staging:
-    """What has come of one push. One manifest brings all of it, or several that are `partial` bring it together."""
+    """What has come of one push. One manifest brings all of it, or several that are `partial` bring
+    it together.
+    """
 
     def __init__(self, live: Parts, steps: Steps) -> None:
         self.live, self.steps = live, steps
-        self.opened: Manifest | None = None  # the last one of which a receiver takes what comes, or has taken it
+        self.opened: Manifest | None = (
+            None  # the last one of which a receiver takes what comes, or has taken it
+        )
         self._receiver: Receiver | None = None  # of which something is taken now
         self._stopped = False
         self._roles: dict[str, _Role] = {}
@@ -113,8 +129,11 @@ class Staging:
         """That it fills."""
         return [role.network for role in self._roles.values()]
 
-    def take(self, manifest: Manifest, receive: Callable[[Manifest], Receiver], enter: Enter) -> Parts | None:
-        """Check and keep what comes. Complete new weights of all roles that have begun; None where further manifests bring the rest.
+    def take(
+        self, manifest: Manifest, receive: Callable[[Manifest], Receiver], enter: Enter
+    ) -> Parts | None:
+        """Check and keep what comes. Complete new weights of all roles that have begun; None where
+        further manifests bring the rest.
 
         A `TltError` when there is none of both; `PushFailed` without a disk.
         """
@@ -132,12 +151,16 @@ class Staging:
                     raise first from None
         except ModelError as error:
             raise WeightsRefused(error.message) from None
-        except ChannelError as error:  # perhaps of closing, which then matters more than why we closed
+        except (
+            ChannelError
+        ) as error:  # perhaps of closing, which then matters more than why we closed
             before = f". Before that: {first}" if isinstance(first, TltError) else ""
             raise from_code(error.code, str(error) + before) from None
         except OSError as error:
-            raise PushFailed(f"{manifest.path or manifest.channel}: reading it, or keeping it in the state directory, failed ({error}); "
-                             "check the disks and push again") from None
+            raise PushFailed(
+                f"{manifest.path or manifest.channel}: reading it, or keeping it in the state directory, failed ({error}); "
+                "check the disks and push again"
+            ) from None
         finally:
             first = None  # its traceback holds this frame, and with it the network
             self._receiver = None
@@ -158,42 +181,65 @@ class Staging:
         for role in self._roles.values():
             self._check_complete(role)
         target = self._target(self._roles["target"]) if "target" in self._roles else None
-        drafter = self._drafter(self._roles["drafter"], receiver) if "drafter" in self._roles else None
+        drafter = (
+            self._drafter(self._roles["drafter"], receiver) if "drafter" in self._roles else None
+        )
         receiver.confirm()
         enter("spool")
         self._keep_whole()
         name = Path(manifest.path).name or manifest.channel
         version = manifest.version or f"{name}@{digest(Parts(target, drafter).sums)[:8]}"
-        return Parts(target and replace(target, version=version), drafter and replace(drafter, version=version))
+        return Parts(
+            target and replace(target, version=version),
+            drafter and replace(drafter, version=version),
+        )
 
     # -- before the first tensor ---------------------------------------------------------------------------------
 
     def _declared(self, manifest: Manifest) -> dict[str, dict[str, TensorEntry]]:
         if manifest.role != "target" and self.live.drafter is None:
-            raise WeightsRefused(f"role is {manifest.role!r}, but this server drafts without a network; start it with --drafter DIR, "
-                                 "or push the target alone")
+            raise WeightsRefused(
+                f"role is {manifest.role!r}, but this server drafts without a network; start it with --drafter DIR, "
+                "or push the target alone"
+            )
         parameters = {role: part.network.parameters() for role, part in self.live.by_role.items()}
         declared: dict[str, dict[str, TensorEntry]] = {"target": {}, "drafter": {}}
         for entry in manifest.tensors:
             role, name = owner(entry.name, manifest.role)
             if name in declared[role]:
-                raise WeightsRefused(f"the manifest names tensor {entry.name!r} twice; name each tensor once")
+                raise WeightsRefused(
+                    f"the manifest names tensor {entry.name!r} twice; name each tensor once"
+                )
             declared[role][name] = entry
             _check_dtype(entry, parameters[role].get(name))
         return declared
 
-    def _open(self, name: str, manifest: Manifest, receiver: Receiver, declared: Mapping[str, TensorEntry]) -> None:
+    def _open(
+        self, name: str, manifest: Manifest, receiver: Receiver, declared: Mapping[str, TensorEntry]
+    ) -> None:
         """Where a role's tensors go, and that the right ones will come."""
-        live, coming, place = self.live.by_role[name].network, receiver.names[name], receiver.places[name]
+        live, coming, place = (
+            self.live.by_role[name].network,
+            receiver.names[name],
+            receiver.places[name],
+        )
         self._check_config(live.config, receiver.file(name, "config.json"), f"{place}/config.json")
         if name not in self._roles:
             own_embedding = None if manifest.partial else "embed_tokens.weight" in coming
             need = sum(view.nbytes for view in live.parameters().values())
-            network = self.steps.storage(need, receiver.buffers, partial(self._network, name, own_embedding))
+            network = self.steps.storage(
+                need, receiver.buffers, partial(self._network, name, own_embedding)
+            )
             tied = {TIED_HEAD} if network.config.tied_embeddings else set()
-            self._roles[name] = _Role(network, network.parameters(), tied if name == "target" else {"d2t", "t2d"}, place)
+            self._roles[name] = _Role(
+                network, network.parameters(), tied if name == "target" else {"d2t", "t2d"}, place
+            )
         role = self._roles[name]
-        expected = {tensor: view for tensor, view in role.parameters.items() if tensor in coming} if manifest.partial else role.parameters
+        expected = (
+            {tensor: view for tensor, view in role.parameters.items() if tensor in coming}
+            if manifest.partial
+            else role.parameters
+        )
         check_names(expected, coming, role.others, place)
         largest = max(view.numel() for view in role.parameters.values())
         for tensor, entry in declared.items():
@@ -201,12 +247,26 @@ class Staging:
                 _check_shape(tensor, entry.shape, role.parameters, largest, "the manifest")
         for layout in receiver.layouts:
             if layout.role == name and layout.slot.name in role.parameters:
-                check_layout(layout.slot.name, layout.slot.shape, layout.slot.dtype, role.parameters[layout.slot.name], layout.where)
+                check_layout(
+                    layout.slot.name,
+                    layout.slot.shape,
+                    layout.slot.dtype,
+                    role.parameters[layout.slot.name],
+                    layout.where,
+                )
             elif layout.role == name:
-                _check_shape(layout.slot.name, layout.slot.shape, role.parameters, largest, layout.where)
+                _check_shape(
+                    layout.slot.name, layout.slot.shape, role.parameters, largest, layout.where
+                )
         for tensor in sorted(declared.keys() ^ coming.keys() if declared else ()):
-            where = "the manifest, but not in the files" if tensor in declared else "the files, but not in the manifest"
-            raise WeightsRefused(f"tensor {tensor!r} is in {where}; name exactly the tensors pushed, or none")
+            where = (
+                "the manifest, but not in the files"
+                if tensor in declared
+                else "the files, but not in the manifest"
+            )
+            raise WeightsRefused(
+                f"tensor {tensor!r} is in {where}; name exactly the tensors pushed, or none"
+            )
 
     def _network(self, name: str, own_embedding: bool | None) -> TargetNetwork | DrafterNetwork:
         """`own_embedding`: whether the drafter that comes has one; None: as the one in use."""
@@ -218,8 +278,10 @@ class Staging:
         drafter = self.live.drafter.network
         own_embedding = drafter.own_embedding if own_embedding is None else own_embedding
         if in_place and own_embedding != drafter.own_embedding:
-            raise WeightsRefused("the drafter pushed and the one in use differ in whether they have 'embed_tokens.weight', and with "
-                                 "weight_staging none that cannot change; push a drafter of the same layout")
+            raise WeightsRefused(
+                "the drafter pushed and the one in use differ in whether they have 'embed_tokens.weight', and with "
+                "weight_staging none that cannot change; push a drafter of the same layout"
+            )
         beside = self._roles["target"].network if "target" in self._roles else target
         return drafter if in_place else drafter.blank(beside, own_embedding=own_embedding)
 
@@ -229,12 +291,16 @@ class Staging:
         if data is None:
             return
         pushed = ModelConfig.parse(json_object(data, where), where)
-        pushed = replace(pushed, eos_token_ids=config.eos_token_ids, max_position=config.max_position)
+        pushed = replace(
+            pushed, eos_token_ids=config.eos_token_ids, max_position=config.max_position
+        )
         for compared in fields(config):
             mine, theirs = getattr(config, compared.name), getattr(pushed, compared.name)
             if mine != theirs:
-                raise WeightsRefused(f"{where}: {compared.name} is {theirs!r}, the model in use has {mine!r}; "
-                                     "a push changes values only: for another model restart the server with --model")
+                raise WeightsRefused(
+                    f"{where}: {compared.name} is {theirs!r}, the model in use has {mine!r}; "
+                    "a push changes values only: for another model restart the server with --model"
+                )
 
     # -- tensors -------------------------------------------------------------------------------------------------
 
@@ -245,32 +311,50 @@ class Staging:
             if name not in role.parameters and name not in role.others:
                 if name.endswith("rotary_emb.inv_freq"):
                     continue
-                raise WeightsRefused(f"{batch.where}: tensor {name!r} came, but was not announced; push what the manifest names")
+                raise WeightsRefused(
+                    f"{batch.where}: tensor {name!r} came, but was not announced; push what the manifest names"
+                )
             if name in role.sums:
-                raise WeightsRefused(f"{batch.where}: tensor {name!r} came before; push each tensor once")
+                raise WeightsRefused(
+                    f"{batch.where}: tensor {name!r} came before; push each tensor once"
+                )
             enter("check")
-            check_layout(name, tensor.shape, tensor.dtype, role.parameters.get(name, tensor), batch.where)
+            check_layout(
+                name, tensor.shape, tensor.dtype, role.parameters.get(name, tensor), batch.where
+            )
             stored = tensor.to(role.parameters[name].dtype) if name in role.parameters else tensor
             found = content(stored)
             if not found.finite:
                 check_finite(name, tensor, batch.where)
-                raise WeightsRefused(f"{batch.where}: tensor {name!r} holds values beyond the range of {stored.dtype}, in which this "
-                                     "server keeps it; push values that fit, or serve with another --dtype")
-            _compare(tensor, declared.get(name), batch.where, found.sum if stored is tensor else None)
+                raise WeightsRefused(
+                    f"{batch.where}: tensor {name!r} holds values beyond the range of {stored.dtype}, in which this "
+                    "server keeps it; push values that fit, or serve with another --dtype"
+                )
+            _compare(
+                tensor, declared.get(name), batch.where, found.sum if stored is tensor else None
+            )
             role.sums[name] = found.sum
             enter("fill")
             if name in role.parameters:
                 self._write(batch.role)
                 role.parameters[name].copy_(stored)
             else:
-                role.found[name] = tensor.to("cpu", copy=True)  # the channel may use its buffers again
+                role.found[name] = tensor.to(
+                    "cpu", copy=True
+                )  # the channel may use its buffers again
         enter("spool")
         if self.steps.keep is not None:
             file = f"{len(set(role.kept.values())):05}.safetensors"
             if batch.file is not None:
                 file = role.whole.setdefault(batch.file, file)
             else:
-                self.steps.keep(batch.role, file, written({name: tensor.cpu().contiguous() for name, tensor in batch.tensors.items()}))
+                self.steps.keep(
+                    batch.role,
+                    file,
+                    written(
+                        {name: tensor.cpu().contiguous() for name, tensor in batch.tensors.items()}
+                    ),
+                )
             role.kept |= dict.fromkeys(batch.tensors, file)
 
     def _write(self, role: str) -> None:
@@ -282,11 +366,15 @@ class Staging:
     def _check_complete(role: _Role) -> None:
         missing = sorted(role.parameters.keys() - role.sums.keys())
         if missing:
-            raise WeightsRefused(f"{role.place}: tensor {missing[0]!r} did not come, nor did {len(missing) - 1} others; push all that the "
-                                 "manifest names")
+            raise WeightsRefused(
+                f"{role.place}: tensor {missing[0]!r} did not come, nor did {len(missing) - 1} others; push all that the "
+                "manifest names"
+            )
 
     def _keep_whole(self) -> None:
-        """What was kept is a directory that a restart reads; with what comes later, it becomes that again."""
+        """What was kept is a directory that a restart reads; with what comes later, it becomes that
+        again.
+        """
         for name, role in self._roles.items():
             if self.steps.keep is not None:
                 while role.whole:
@@ -306,11 +394,15 @@ class Staging:
         assert self.live.drafter is not None
         place, network, sums = role.place, role.network, dict(role.sums)
         if len(role.found) == 1:
-            raise WeightsRefused(f"{place}: of the vocabulary map only {next(iter(role.found))!r} is there; "
-                                 "push both 'd2t' and 't2d', or neither to keep the map in use")
+            raise WeightsRefused(
+                f"{place}: of the vocabulary map only {next(iter(role.found))!r} is there; "
+                "push both 'd2t' and 't2d', or neither to keep the map in use"
+            )
         if self.steps.overwrite is not None and not role.found:
-            raise WeightsRefused(f"{place}: the vocabulary map is not there; with weight_staging none a failed push may have left another "
-                                 "one in use: push 'd2t' and 't2d', too")
+            raise WeightsRefused(
+                f"{place}: the vocabulary map is not there; with weight_staging none a failed push may have left another "
+                "one in use: push 'd2t' and 't2d', too"
+            )
         if role.found:
             self._write("drafter")
             network.set_vocabulary(role.found["d2t"], role.found["t2d"], Path(place))  # type: ignore[union-attr]
@@ -328,34 +420,49 @@ class Staging:
 def _check_tied(head: str, embedding: str, where: str) -> None:
     """By their sums."""
     if head != embedding:
-        raise WeightsRefused(f"{where}: {TIED_HEAD!r} differs from {EMBEDDING!r}, but this model ties them; leave it out, or serve a model "
-                             "whose config.json says tie_word_embeddings: false")
+        raise WeightsRefused(
+            f"{where}: {TIED_HEAD!r} differs from {EMBEDDING!r}, but this model ties them; leave it out, or serve a model "
+            "whose config.json says tie_word_embeddings: false"
+        )
 
 
 def _exhausted(error: Exception) -> PushFailed:
     said = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-    return PushFailed(f"memory ran out while weights were received ({said}); push smaller buckets (bucket_bytes), or serve with "
-                      "--weight-staging host or disk, or with less --memory-fraction")
+    return PushFailed(
+        f"memory ran out while weights were received ({said}); push smaller buckets (bucket_bytes), or serve with "
+        "--weight-staging host or disk, or with less --memory-fraction"
+    )
 
 
 def _check_dtype(entry: TensorEntry, parameter: Tensor | None) -> None:
     """Declared is one that can be taken."""
     if not entry.dtype:
         return
-    dtype, taken = dtype_named(entry.dtype, entry.name), dtypes_for(parameter) if parameter is not None else ()
+    dtype, taken = (
+        dtype_named(entry.dtype, entry.name),
+        dtypes_for(parameter) if parameter is not None else (),
+    )
     if taken and dtype not in taken:
-        raise WeightsRefused(f"the manifest says that tensor {entry.name!r} has dtype {entry.dtype}, this server takes it as "
-                             f"{' or '.join(str(one).removeprefix('torch.') for one in taken)}; convert it before it is pushed")
+        raise WeightsRefused(
+            f"the manifest says that tensor {entry.name!r} has dtype {entry.dtype}, this server takes it as "
+            f"{' or '.join(str(one).removeprefix('torch.') for one in taken)}; convert it before it is pushed"
+        )
 
 
-def _check_shape(name: str, shape: Sequence[int], parameters: Mapping[str, Tensor], largest: int, where: str) -> None:
+def _check_shape(
+    name: str, shape: Sequence[int], parameters: Mapping[str, Tensor], largest: int, where: str
+) -> None:
     """Before memory is taken for what is said to come; `largest`: elements of any parameter."""
     if name in parameters and tuple(shape) != tuple(parameters[name].shape):
-        raise WeightsRefused(f"{where}: tensor {name!r} has shape {list(shape)}, the model in use has {list(parameters[name].shape)}; "
-                             "push the same architecture")
+        raise WeightsRefused(
+            f"{where}: tensor {name!r} has shape {list(shape)}, the model in use has {list(parameters[name].shape)}; "
+            "push the same architecture"
+        )
     if math.prod(shape) > largest:
-        raise WeightsRefused(f"{where}: tensor {name!r} has shape {list(shape)}, more elements than any of the model ({largest}); push the "
-                             "same architecture")
+        raise WeightsRefused(
+            f"{where}: tensor {name!r} has shape {list(shape)}, more elements than any of the model ({largest}); push the "
+            "same architecture"
+        )
 
 
 def _compare(tensor: Tensor, entry: TensorEntry | None, where: str, mix64: str | None) -> None:
@@ -364,12 +471,18 @@ def _compare(tensor: Tensor, entry: TensorEntry | None, where: str, mix64: str |
         return
     dtype, shape = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
     if entry.dtype and entry.dtype.removeprefix("torch.") != dtype:
-        raise WeightsRefused(f"{where}: tensor {entry.name!r} has dtype {dtype}, the manifest says {entry.dtype}; push what it describes")
+        raise WeightsRefused(
+            f"{where}: tensor {entry.name!r} has dtype {dtype}, the manifest says {entry.dtype}; push what it describes"
+        )
     if entry.shape is not None and list(entry.shape) != shape:
-        raise WeightsRefused(f"{where}: tensor {entry.name!r} has shape {shape}, the manifest says {entry.shape}; push what it describes")
+        raise WeightsRefused(
+            f"{where}: tensor {entry.name!r} has shape {shape}, the manifest says {entry.shape}; push what it describes"
+        )
     if entry.checksum:
         kind = kind_of(entry.checksum)
         found = mix64 if kind == "mix64" and mix64 else checksum(kind, tensor)
         if found != entry.checksum.lower():
-            raise WeightsRefused(f"{where}: tensor {entry.name!r} has checksum {found}, the manifest says {entry.checksum}; "
-                                 "it is damaged or of another version: write and push it again")
+            raise WeightsRefused(
+                f"{where}: tensor {entry.name!r} has checksum {found}, the manifest says {entry.checksum}; "
+                "it is damaged or of another version: write and push it again"
+            )

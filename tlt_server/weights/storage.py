@@ -1,8 +1,10 @@
-"""Where a pushed version lies while it is staged: beside the live one if there is room, else in pinned host memory, else in mapped files.
+"""Where a pushed version lies while it is staged: beside the live one if there is room, else in
+pinned host memory, else in mapped files.
 
-The device says what is free, and what a receiver needs beside the model is kept free; the first place with room is taken, or the one that
-was asked for. A model is made as always, but the storage it allocates comes from that place; where there is no room after all the next
-place is tried. On a CPU the device's memory is the host's.
+The device says what is free, and what a receiver needs beside the model is kept free; the first
+place with room is taken, or the one that was asked for. A model is made as always, but the storage
+it allocates comes from that place; where there is no room after all the next place is tried. On a
+CPU the device's memory is the host's.
 """
 
 from __future__ import annotations
@@ -31,10 +33,13 @@ Asked = Literal["auto", "device", "host", "disk", "none"]
 MEMORY, CONTROL_GROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 LIMITS = {  # file -> of what is used, and the count in memory.stat of what of it is read from files and can be dropped
     "memory.max": ("memory.current", "inactive_file"),
-    "memory/memory.limit_in_bytes": ("memory/memory.usage_in_bytes", "total_inactive_file")}  # of version 1
+    "memory/memory.limit_in_bytes": ("memory/memory.usage_in_bytes", "total_inactive_file"),
+}  # of version 1
 PLACES: tuple[Place, ...] = ("device", "host", "disk")
-REMEDY = ("make room, name a --state-dir on a larger disk, or start the server with --weight-staging none, which writes over the weights "
-          "in use")
+REMEDY = (
+    "make room, name a --state-dir on a larger disk, or start the server with --weight-staging none, which writes over the weights "
+    "in use"
+)
 
 
 class Free(NamedTuple):
@@ -57,9 +62,17 @@ def host_memory() -> HostMemory:
     lines = dict(line.split(":") for line in MEMORY.read_text().splitlines())
     available, total = (int(lines[name].split()[0]) * 1024 for name in ("MemAvailable", "MemTotal"))
     for file, (usage, cache) in LIMITS.items():
-        limit = (CONTROL_GROUP / file).read_text().strip() if (CONTROL_GROUP / file).exists() else "max"
+        limit = (
+            (CONTROL_GROUP / file).read_text().strip() if (CONTROL_GROUP / file).exists() else "max"
+        )
         if limit != "max":
-            counts = dict(line.split() for line in (CONTROL_GROUP / usage).with_name("memory.stat").read_text().splitlines())
+            counts = dict(
+                line.split()
+                for line in (CONTROL_GROUP / usage)
+                .with_name("memory.stat")
+                .read_text()
+                .splitlines()
+            )
             used = int((CONTROL_GROUP / usage).read_text()) - int(counts[cache])
             available, total = min(available, max(0, int(limit) - used)), min(total, int(limit))
     return HostMemory(available, total)
@@ -86,19 +99,27 @@ def ran_out(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno in (errno.ENOMEM, errno.ENOSPC, errno.EDQUOT)
     said = str(error).lower()
-    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and ("out of memory" in said or "allocate memory" in said))
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and ("out of memory" in said or "allocate memory" in said)
+    )
 
 
 class Storage:
-    """`free` is asked at every push; `directory` holds mapped files, which no other process sees and which go with the model."""
+    """`free` is asked at every push; `directory` holds mapped files, which no other process sees
+    and which go with the model.
+    """
 
-    def __init__(self, asked: Asked, free: Callable[[], Free], device: torch.device, directory: Path | None) -> None:
+    def __init__(
+        self, asked: Asked, free: Callable[[], Free], device: torch.device, directory: Path | None
+    ) -> None:
         self.in_place = asked == "none"
         self.place: Place | None = None  # of the last version staged
         self._asked, self._free, self._device, self._directory = asked, free, device, directory
 
     def make(self, need: int, buffers: Buffers, make: Callable[[], Model]) -> Model:
-        """A model of `need` bytes in the first place that has room for it and `buffers`; `PushFailed` where none has."""
+        """A model of `need` bytes in the first place that has room for it and `buffers`;
+        `PushFailed` where none has.
+        """
         if self.in_place:
             return make()
         for place in choose(self._asked, need, self._beside(buffers)):
@@ -109,12 +130,17 @@ class Storage:
                 if not ran_out(error):
                     raise
                 said = (str(error) or type(error).__name__).splitlines()[0]
-                print(f"tlt: no room for a staged version after all: {place}, {need // 2**20} MiB ({said})", file=sys.stderr)
+                print(
+                    f"tlt: no room for a staged version after all: {place}, {need // 2**20} MiB ({said})",
+                    file=sys.stderr,
+                )
             else:
                 self.place = place
                 return made
-        raise PushFailed(f"a staged version takes {need // 2**20} MiB, which could not be had although they seemed to be free ({said}); "
-                         f"{REMEDY}")
+        raise PushFailed(
+            f"a staged version takes {need // 2**20} MiB, which could not be had although they seemed to be free ({said}); "
+            f"{REMEDY}"
+        )
 
     def _beside(self, buffers: Buffers) -> Free:
         """What is free beside them."""
@@ -134,7 +160,9 @@ class Storage:
 
 
 class _Elsewhere(TorchFunctionMode):
-    """Within it `torch.empty`, `zeros` and `ones` of a shape give storage from `allocate`, whatever device they name."""
+    """Within it `torch.empty`, `zeros` and `ones` of a shape give storage from `allocate`, whatever
+    device they name.
+    """
 
     def __init__(self, allocate: Callable[[tuple[int, ...], torch.dtype], Tensor]) -> None:
         super().__init__()
@@ -153,5 +181,9 @@ def _mapped(directory: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tens
     """A tensor in a file that has no name any more."""
     count = max(1, torch.Size(shape).numel())
     with tempfile.NamedTemporaryFile(dir=directory) as file:
-        os.posix_fallocate(file.fileno(), 0, count * dtype.itemsize)  # a full disk says so here, not by killing who writes
-        return torch.from_file(file.name, shared=True, size=count, dtype=dtype)[: torch.Size(shape).numel()].view(shape)
+        os.posix_fallocate(
+            file.fileno(), 0, count * dtype.itemsize
+        )  # a full disk says so here, not by killing who writes
+        return torch.from_file(file.name, shared=True, size=count, dtype=dtype)[
+            : torch.Size(shape).numel()
+        ].view(shape)

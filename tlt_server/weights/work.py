@@ -1,4 +1,6 @@
-"""What the staging thread does with a push: receive, check and keep what comes. The loop reads what `Push` says once it has ended."""
+"""What the staging thread does with a push: receive, check and keep what comes. The loop reads what
+`Push` says once it has ended.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,11 @@ class Options:
     channels: tuple[str, ...] = ()  # that are open; none: no pushes
     intake: Intake = Intake()
     spool: Spool | None = None
-    storage: Storage = field(default_factory=lambda: Storage("device", lambda: Free(2**62, 0, 0), torch.device("cpu"), None))
+    storage: Storage = field(
+        default_factory=lambda: Storage(
+            "device", lambda: Free(2**62, 0, 0), torch.device("cpu"), None
+        )
+    )
 
 
 class _Aborted(Exception):
@@ -55,9 +61,15 @@ class Work:
             if push.staging is None:
                 if spool is not None:
                     spool.begin()
-                push.staging = Staging(used, Steps(
-                    spool.keep if spool is not None else None, self.parse_calibration, options.storage.make,
-                    push.overwritten.add if options.storage.in_place else None))
+                push.staging = Staging(
+                    used,
+                    Steps(
+                        spool.keep if spool is not None else None,
+                        self.parse_calibration,
+                        options.storage.make,
+                        push.overwritten.add if options.storage.in_place else None,
+                    ),
+                )
             parts = push.staging.take(push.manifest, receive, enter)
             if spool is not None and parts is not None:
                 enter("spool")
@@ -71,7 +83,9 @@ class Work:
         except OSError as error:
             push.error = not_recorded(error)
         except BaseException as error:  # the loop must learn of it, whatever it is
-            push.error = PushFailed(f"staging broke off ({type(error).__name__}: {error}); nothing has changed: push again")
+            push.error = PushFailed(
+                f"staging broke off ({type(error).__name__}: {error}); nothing has changed: push again"
+            )
 
     def _enter(self, push: Push, on_phase: Callable[[str], None], name: str) -> None:
         if push.aborted:
@@ -84,5 +98,7 @@ class Work:
 
 
 def not_recorded(error: OSError) -> TltError:
-    return PushFailed(f"the commit cannot be recorded in the state directory ({error}), so nothing has changed; make room there and push "
-                      "again")
+    return PushFailed(
+        f"the commit cannot be recorded in the state directory ({error}), so nothing has changed; make room there and push "
+        "again"
+    )

@@ -1,9 +1,12 @@
-"""OpenRLHF: an actor with the methods that its trainer calls on a vLLM actor, in front of a server that runs already.
+"""OpenRLHF: an actor with the methods that its trainer calls on a vLLM actor, in front of a server
+that runs already.
 
-    engines = [ray.remote(RolloutActor).options(max_concurrency=1000).remote("http://10.0.0.1:8000")]
+    engines =
+    [ray.remote(RolloutActor).options(max_concurrency=1000).remote("http://10.0.0.1:8000")]
 
-No tensor passes through the actor: the server itself is the rank `rank_offset` of the trainer's group, and each `update_weight` names the
-tensor that rank 0 broadcasts next. They are gathered; the call that brings the last of the model's makes all of them live.
+No tensor passes through the actor: the server itself is the rank `rank_offset` of the trainer's
+group, and each `update_weight` names the tensor that rank 0 broadcasts next. They are gathered; the
+call that brings the last of the model's makes all of them live.
 """
 
 from __future__ import annotations
@@ -18,8 +21,20 @@ from tlt_client.client import AsyncClient
 from tlt_client.errors import TltClientError, server_error
 from tlt_client.wire import VersionSpan
 
-SAMPLING = ("temperature", "top_p", "min_p", "max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "repetition_penalty",
-            "presence_penalty", "frequency_penalty", "logit_bias")  # as vLLM's SamplingParams names them, and the server
+SAMPLING = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "max_tokens",
+    "min_tokens",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+)  # as vLLM's SamplingParams names them, and the server
 
 
 class NotServed(TltClientError, ValueError):
@@ -37,7 +52,9 @@ class Completion:
 
     token_ids: list[int]
     text: str
-    logprobs: list[dict[int, Logprob]] | None  # per token its own; None where they were not asked for
+    logprobs: (
+        list[dict[int, Logprob]] | None
+    )  # per token its own; None where they were not asked for
     finish_reason: str
     weight_versions: list[VersionSpan]
     index: int = 0
@@ -52,40 +69,76 @@ class RequestOutput:
 class RolloutActor:
     """One server. Every call may overlap with any other, as in an asyncio actor of Ray."""
 
-    def __init__(self, url: str, *, api_key: str | None = None, executor: Any = None, run: str = "") -> None:
-        """`executor`: OpenRLHF's AgentExecutor for `generate_responses`; without it a SingleTurnAgentExecutor. `run`: versions are named
-        RUN-1, RUN-2, ...; empty: a random one."""
+    def __init__(
+        self, url: str, *, api_key: str | None = None, executor: Any = None, run: str = ""
+    ) -> None:
+        """`executor`: OpenRLHF's AgentExecutor for `generate_responses`; without it a
+        SingleTurnAgentExecutor. `run`: versions are named RUN-1, RUN-2, ...; empty: a random one.
+        """
         self._client = AsyncClient(url, api_key=api_key)
         self._executor, self._run = executor, run or f"openrlhf-{secrets.token_hex(4)}"
         self._group, self._pushes, self._unfinished = "", 0, 0
 
     # weights
 
-    async def init_process_group(self, master_address: str, master_port: int, rank_offset: int, world_size: int, group_name: str,
-                                 backend: str, use_ray: bool) -> None:
-        """Returns once all ranks are there. Over nccl the group is the communicator that OpenRLHF 0.11 makes, which is vLLM's;
-        over gloo one of torch, named as its helper for named groups names it."""
+    async def init_process_group(
+        self,
+        master_address: str,
+        master_port: int,
+        rank_offset: int,
+        world_size: int,
+        group_name: str,
+        backend: str,
+        use_ray: bool,
+    ) -> None:
+        """Returns once all ranks are there. Over nccl the group is the communicator that OpenRLHF
+        0.11 makes, which is vLLM's; over gloo one of torch, named as its helper for named groups
+        names it.
+        """
         if use_ray:
-            raise NotServed("use_ray is true, and this server joins no groups of Ray; leave --vllm.sync_with_ray out")
-        await self._client.join_group(group_name, master_address=master_address, master_port=int(master_port), rank_offset=rank_offset,
-                                      world_size=world_size, backend=backend, prefixed=backend != "nccl")
+            raise NotServed(
+                "use_ray is true, and this server joins no groups of Ray; leave --vllm.sync_with_ray out"
+            )
+        await self._client.join_group(
+            group_name,
+            master_address=master_address,
+            master_port=int(master_port),
+            rank_offset=rank_offset,
+            world_size=world_size,
+            backend=backend,
+            prefixed=backend != "nccl",
+        )
         self._group = group_name
 
-    async def update_weight(self, name: str, dtype: Any, shape: Any, empty_cache: bool = False) -> str:
-        """Take one tensor, which rank 0 broadcasts meanwhile; the state of the push: gathering, or committed with the last of them."""
+    async def update_weight(
+        self, name: str, dtype: Any, shape: Any, empty_cache: bool = False
+    ) -> str:
+        """Take one tensor, which rank 0 broadcasts meanwhile; the state of the push: gathering, or
+        committed with the last of them.
+        """
         entry = {"name": name, "dtype": str(dtype).removeprefix("torch."), "shape": list(shape)}
-        reply = await self._client.push_weights(f"{self._run}-{self._pushes + 1}", channel="broadcast", group=self._group, tensors=[entry],
-                                                packed=False, partial=True)
+        reply = await self._client.push_weights(
+            f"{self._run}-{self._pushes + 1}",
+            channel="broadcast",
+            group=self._group,
+            tensors=[entry],
+            packed=False,
+            partial=True,
+        )
         state: str = reply["state"]
         if state != "gathering":
             self._pushes += 1
         elif empty_cache:
-            raise NotServed(f"{name!r} was to be the last tensor, and the model has others that did not come; push all of its parameters")
+            raise NotServed(
+                f"{name!r} was to be the last tensor, and the model has others that did not come; push all of its parameters"
+            )
         return state
 
     async def update_weight_cuda_ipc(self, *args: Any, **kwargs: Any) -> None:
-        raise NotServed("update_weight_cuda_ipc carries handles as pickles, which are not read; leave --train.colocate_all out, or "
-                        "set --vllm.sync_backend gloo and make a TrainerGroup: then weights are broadcast")
+        raise NotServed(
+            "update_weight_cuda_ipc carries handles as pickles, which are not read; leave --train.colocate_all out, or "
+            "set --vllm.sync_backend gloo and make a TrainerGroup: then weights are broadcast"
+        )
 
     # halts
 
@@ -108,51 +161,120 @@ class RolloutActor:
 
     # generation
 
-    async def generate(self, prompt_token_ids: list[int], sampling_params: Any, multi_modal_data: Any = None) -> RequestOutput:
+    async def generate(
+        self, prompt_token_ids: list[int], sampling_params: Any, multi_modal_data: Any = None
+    ) -> RequestOutput:
         """`sampling_params`: an object with the fields of vLLM's SamplingParams, one choice."""
         if multi_modal_data:
-            raise NotServed(f"multi_modal_data holds {sorted(multi_modal_data)}, and this server generates text from tokens; leave it out")
+            raise NotServed(
+                f"multi_modal_data holds {sorted(multi_modal_data)}, and this server generates text from tokens; leave it out"
+            )
         if getattr(sampling_params, "n", 1) != 1:
-            raise NotServed(f"n is {sampling_params.n}, and this call gives one choice; ask as often as there are to be choices")
+            raise NotServed(
+                f"n is {sampling_params.n}, and this call gives one choice; ask as often as there are to be choices"
+            )
         self._unfinished += 1
         try:
-            reply = await self._client.generate([{"token_ids": list(prompt_token_ids), **_seeded(sampling_params)}],
-                                                sampling=_sampling(sampling_params))
+            reply = await self._client.generate(
+                [{"token_ids": list(prompt_token_ids), **_seeded(sampling_params)}],
+                sampling=_sampling(sampling_params),
+            )
         finally:
             self._unfinished -= 1
         (result,) = reply.results
         if result.error is not None:
-            raise server_error(result.error.code, result.error.message, status=200, retryable=result.error.retryable)
+            raise server_error(
+                result.error.code,
+                result.error.message,
+                status=200,
+                retryable=result.error.retryable,
+            )
         (choice,) = result.choices
         asked = getattr(sampling_params, "logprobs", None) is not None
-        logprobs = [{token: Logprob(logprob)} for token, logprob in zip(choice.token_ids, choice.logprobs, strict=True)] if asked else None
-        return RequestOutput(list(prompt_token_ids), [
-            Completion(choice.token_ids, choice.text or "", logprobs, choice.finish_reason, choice.weight_versions)])
+        logprobs = (
+            [
+                {token: Logprob(logprob)}
+                for token, logprob in zip(choice.token_ids, choice.logprobs, strict=True)
+            ]
+            if asked
+            else None
+        )
+        return RequestOutput(
+            list(prompt_token_ids),
+            [
+                Completion(
+                    choice.token_ids,
+                    choice.text or "",
+                    logprobs,
+                    choice.finish_reason,
+                    choice.weight_versions,
+                )
+            ],
+        )
 
-    async def generate_responses(self, prompt: str, label: str, sampling_params: Any, max_length: int, hf_tokenizer: Any,
-                                 num_samples: int = 1, images: Any = None) -> list[Any]:
-        """What OpenRLHF's executor makes of `num_samples` runs of this prompt, each by calls of `generate`."""
+    async def generate_responses(
+        self,
+        prompt: str,
+        label: str,
+        sampling_params: Any,
+        max_length: int,
+        hf_tokenizer: Any,
+        num_samples: int = 1,
+        images: Any = None,
+    ) -> list[Any]:
+        """What OpenRLHF's executor makes of `num_samples` runs of this prompt, each by calls of
+        `generate`.
+        """
         if self._executor is None:
             from openrlhf.utils.agent import SingleTurnAgentExecutor
 
             self._executor = SingleTurnAgentExecutor(None)
-        return await asyncio.gather(*(
-            self._executor.execute(prompt=prompt, label=label, sampling_params=sampling_params, max_length=max_length,
-                                   hf_tokenizer=hf_tokenizer, llm_engine=self, images=images) for _ in range(num_samples)))
+        return await asyncio.gather(
+            *(
+                self._executor.execute(
+                    prompt=prompt,
+                    label=label,
+                    sampling_params=sampling_params,
+                    max_length=max_length,
+                    hf_tokenizer=hf_tokenizer,
+                    llm_engine=self,
+                    images=images,
+                )
+                for _ in range(num_samples)
+            )
+        )
 
     def get_num_unfinished_requests(self) -> int:
         return self._unfinished
 
 
 class TrainerGroup:
-    """Rank 0 of the group, with the `broadcast` of the communicator that OpenRLHF 0.11 makes by `stateless_init_process_group`: in its
-    place where there is no NCCL."""
+    """Rank 0 of the group, with the `broadcast` of the communicator that OpenRLHF 0.11 makes by
+    `stateless_init_process_group`: in its place where there is no NCCL.
+    """
 
-    def __init__(self, master_address: str, master_port: int, world_size: int, *, group_name: str = "openrlhf", backend: str = "gloo",
-                 timeout_s: float = 120.0) -> None:
+    def __init__(
+        self,
+        master_address: str,
+        master_port: int,
+        world_size: int,
+        *,
+        group_name: str = "openrlhf",
+        backend: str = "gloo",
+        timeout_s: float = 120.0,
+    ) -> None:
         """Returns once all ranks are there, so the actors are asked to join before."""
         store = host_store(master_address, master_port, world_size, timeout_s)
-        member = Membership(group_name, backend, master_address, master_port, 0, world_size, backend != "nccl", timeout_s)
+        member = Membership(
+            group_name,
+            backend,
+            master_address,
+            master_port,
+            0,
+            world_size,
+            backend != "nccl",
+            timeout_s,
+        )
         self._group = Group(member, store)
 
     def broadcast(self, tensor: Any, src: int = 0, stream: Any = None) -> None:
@@ -169,7 +291,12 @@ def _seeded(asked: Any) -> dict[str, int]:
 
 
 def _sampling(asked: Any) -> dict[str, Any]:
-    """The server's fields; those about text alone (`detokenize`, `skip_special_tokens`, ...) have no meaning for tokens."""
+    """The server's fields; those about text alone (`detokenize`, `skip_special_tokens`, ...) have
+    no meaning for tokens.
+    """
     given = {name: getattr(asked, name, None) for name in SAMPLING}
     top_k = getattr(asked, "top_k", None) or 0
-    return {name: value for name, value in given.items() if value is not None} | {"top_k": max(0, top_k), "max_tokens": given["max_tokens"]}
+    return {name: value for name, value in given.items() if value is not None} | {
+        "top_k": max(0, top_k),
+        "max_tokens": given["max_tokens"],
+    }

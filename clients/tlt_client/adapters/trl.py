@@ -1,7 +1,9 @@
-"""TRL: `RolloutFunc` for `GRPOTrainer(rollout_func=...)`, `WeightTransfer` for `AsyncGRPOTrainer(weight_transfer=...)`.
+"""TRL: `RolloutFunc` for `GRPOTrainer(rollout_func=...)`, `WeightTransfer` for
+`AsyncGRPOTrainer(weight_transfer=...)`.
 
-Both push the policy by any channel, given as what makes the trainer's half of it: `HttpSender`, `BroadcastSender`,
-`lambda client: DiskSender(client, root)`. Only public attributes of the trainer are read, and nothing of TRL is imported.
+Both push the policy by any channel, given as what makes the trainer's half of it: `HttpSender`,
+`BroadcastSender`, `lambda client: DiskSender(client, root)`. Only public attributes of the trainer
+are read, and nothing of TRL is imported.
 """
 
 from __future__ import annotations
@@ -27,11 +29,27 @@ class OffPolicy(TltClientError):
 
 
 class WeightTransfer:
-    """Every push is a version of its own: `RUN-1`, `RUN-2`, ..., counted as AsyncGRPOTrainer counts its `model_version`."""
+    """Every push is a version of its own: `RUN-1`, `RUN-2`, ..., counted as AsyncGRPOTrainer counts
+    its `model_version`.
+    """
 
-    def __init__(self, client: Client, sender: OpenSender = HttpSender, *, run: str = "", in_flight: str = "continue") -> None:
-        """`run`: a name that this server has not heard; empty: a random one. `in_flight`: what becomes of requests that have begun."""
-        self._client, self._open, self._run, self._in_flight = client, sender, run or f"trl-{secrets.token_hex(4)}", in_flight
+    def __init__(
+        self,
+        client: Client,
+        sender: OpenSender = HttpSender,
+        *,
+        run: str = "",
+        in_flight: str = "continue",
+    ) -> None:
+        """`run`: a name that this server has not heard; empty: a random one. `in_flight`: what
+        becomes of requests that have begun.
+        """
+        self._client, self._open, self._run, self._in_flight = (
+            client,
+            sender,
+            run or f"trl-{secrets.token_hex(4)}",
+            in_flight,
+        )
         self._sender: Sender | None = None
         self._count = 0
 
@@ -46,10 +64,14 @@ class WeightTransfer:
             self._sender = self._open(self._client)
 
     def pause(self) -> None:
-        """Nothing waits for the weights: they are staged beside what runs, and become live between two of the server's steps."""
+        """Nothing waits for the weights: they are staged beside what runs, and become live between
+        two of the server's steps.
+        """
 
     def send_weights(self, iterator: Tensors) -> None:
-        """Returns once they are live. Whatever fails raises; what was live before is live then, if the server stages what comes."""
+        """Returns once they are live. Whatever fails raises; what was live before is live then, if
+        the server stages what comes.
+        """
         self.init_weight_transfer()
         assert self._sender is not None
         self._count += 1
@@ -65,9 +87,18 @@ class WeightTransfer:
 
 
 class RolloutFunc:
-    """Called by the trainer with the prompts of this process, as often each as it wants completions of it."""
+    """Called by the trainer with the prompts of this process, as often each as it wants completions
+    of it.
+    """
 
-    def __init__(self, client: Client, sender: OpenSender = HttpSender, *, run: str = "", timeout_s: float | None = None) -> None:
+    def __init__(
+        self,
+        client: Client,
+        sender: OpenSender = HttpSender,
+        *,
+        run: str = "",
+        timeout_s: float | None = None,
+    ) -> None:
         """`timeout_s`: for one batch; without it the server's own."""
         self._client, self._timeout_s = client, timeout_s
         self._transfer = WeightTransfer(client, sender, run=run)
@@ -76,25 +107,36 @@ class RolloutFunc:
         self._calls = 0
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list[list[Any]]]:
-        """Token ids and the log-probs that they were sampled with, one completion for each prompt (a text, or messages).
+        """Token ids and the log-probs that they were sampled with, one completion for each prompt
+        (a text, or messages).
 
-        `OffPolicy` where a token is not of the weights pushed last, `ServerError` where an item failed.
+        `OffPolicy` where a token is not of the weights pushed last, `ServerError` where an item
+        failed.
         """
         prompt_ids: list[list[int]] = _token_ids(prompts, trainer)
         self.sync(trainer)
         self._calls += 1
-        seeds = Random(f"{trainer.args.seed} {trainer.state.global_step} {trainer.accelerator.process_index} {self._calls}")
-        items = [{"token_ids": ids, "n": n, "seed": seeds.getrandbits(SEED_BITS)}
-                 for ids, n in _repeated(prompt_ids, trainer.num_generations)]
+        seeds = Random(
+            f"{trainer.args.seed} {trainer.state.global_step} {trainer.accelerator.process_index} {self._calls}"
+        )
+        items = [
+            {"token_ids": ids, "n": n, "seed": seeds.getrandbits(SEED_BITS)}
+            for ids, n in _repeated(prompt_ids, trainer.num_generations)
+        ]
         reply = self._client.generate(items, sampling=_sampling(trainer), timeout_s=self._timeout_s)
         choices = [choice for result in reply.results for choice in self._on_policy(result)]
-        return {"prompt_ids": prompt_ids, "completion_ids": [choice.token_ids for choice in choices],
-                "logprobs": [choice.logprobs for choice in choices]}
+        return {
+            "prompt_ids": prompt_ids,
+            "completion_ids": [choice.token_ids for choice in choices],
+            "logprobs": [choice.logprobs for choice in choices],
+        }
 
     def sync(self, trainer: Any) -> None:
-        """Push the policy if this trainer has taken a step since; every process calls it, the main one pushes.
+        """Push the policy if this trainer has taken a step since; every process calls it, the main
+        one pushes.
 
-        The trainer does so before it generates; call it after `train()` to leave the server with the last step's weights.
+        The trainer does so before it generates; call it after `train()` to leave the server with
+        the last step's weights.
         """
         now = (trainer, trainer.state.global_step)
         if now == self._pushed:
@@ -103,18 +145,29 @@ class RolloutFunc:
         if trainer.accelerator.is_main_process:
             self._transfer.send_weights(tensors)
         trainer.accelerator.wait_for_everyone()
-        self._version = self._transfer.version if trainer.accelerator.is_main_process else self._client.weights()["target"]
+        self._version = (
+            self._transfer.version
+            if trainer.accelerator.is_main_process
+            else self._client.weights()["target"]
+        )
         self._pushed = now
 
     def _on_policy(self, result: ItemResult) -> list[Choice]:
         if result.error is not None:
-            raise server_error(result.error.code, f"item {result.id}: {result.error.message}", status=200, retryable=result.error.retryable)
+            raise server_error(
+                result.error.code,
+                f"item {result.id}: {result.error.message}",
+                status=200,
+                retryable=result.error.retryable,
+            )
         for choice in result.choices:
             versions = [span.version for span in choice.weight_versions]
             if versions != [self._version] or choice.finish_reason == "abort":
-                raise OffPolicy(f"choice {choice.index} of item {result.id} ended with {choice.finish_reason!r} and has tokens of the "
-                                f"versions {versions}, the policy was pushed as {self._version!r}; while this trainer generates, nobody "
-                                "else may push, roll back or abort on its server")
+                raise OffPolicy(
+                    f"choice {choice.index} of item {result.id} ended with {choice.finish_reason!r} and has tokens of the "
+                    f"versions {versions}, the policy was pushed as {self._version!r}; while this trainer generates, nobody "
+                    "else may push, roll back or abort on its server"
+                )
         return result.choices
 
     def close(self) -> None:
@@ -122,30 +175,48 @@ class RolloutFunc:
 
 
 def _policy(trainer: Any) -> Tensors:
-    """Whole parameters under their checkpoint's names, tied ones once. A collective where they are sharded."""
+    """Whole parameters under their checkpoint's names, tied ones once. A collective where they are
+    sharded.
+    """
     state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
-    names = [name for name, _ in trainer.accelerator.unwrap_model(trainer.model_wrapped).named_parameters()]
+    names = [
+        name
+        for name, _ in trainer.accelerator.unwrap_model(trainer.model_wrapped).named_parameters()
+    ]
     return ((name, state[name]) for name in names)
 
 
 def _token_ids(prompts: Sequence[Any], trainer: Any) -> Any:
     """As the trainer would tokenise them: text as it is, messages by its chat template."""
     if trainer.tools:
-        raise ValueError(f"the trainer has {len(trainer.tools)} tools; TRL goes on after a tool's answer with a generation of its own, "
-                         "without log-probs: train without tools, or write a rollout_func that runs them")
+        raise ValueError(
+            f"the trainer has {len(trainer.tools)} tools; TRL goes on after a tool's answer with a generation of its own, "
+            "without log-probs: train without tools, or write a rollout_func that runs them"
+        )
     if isinstance(prompts[0], str):
         return trainer.processing_class(text=list(prompts))["input_ids"]
     contents = [message["content"] for prompt in prompts for message in prompt]
-    others = {part.get("type") for content in contents if isinstance(content, list) for part in content} - {"text"}
+    others = {
+        part.get("type") for content in contents if isinstance(content, list) for part in content
+    } - {"text"}
     if others:
-        raise ValueError(f"a prompt holds parts of the types {sorted(map(str, others))}; the server takes text: leave other parts out")
+        raise ValueError(
+            f"a prompt holds parts of the types {sorted(map(str, others))}; the server takes text: leave other parts out"
+        )
     return trainer.processing_class.apply_chat_template(
-        conversation=list(prompts), chat_template=trainer.chat_template, add_generation_prompt=True, tokenize=True, return_dict=True,
-        **trainer.chat_template_kwargs)["input_ids"]
+        conversation=list(prompts),
+        chat_template=trainer.chat_template,
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        **trainer.chat_template_kwargs,
+    )["input_ids"]
 
 
 def _repeated(prompts: Sequence[list[int]], most: int) -> Iterator[tuple[list[int], int]]:
-    """Each prompt with how often it comes in a row, at most `most` at once: choices of one item share the prompt's KV."""
+    """Each prompt with how often it comes in a row, at most `most` at once: choices of one item
+    share the prompt's KV.
+    """
     for prompt, same in groupby(prompts):
         left = len(list(same))
         while left:
@@ -156,6 +227,13 @@ def _repeated(prompts: Sequence[list[int]], most: int) -> Iterator[tuple[list[in
 def _sampling(trainer: Any) -> dict[str, Any]:
     """The server refuses what it does not know of `generation_kwargs`."""
     args = trainer.args
-    return {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k, "min_p": args.min_p or 0.0,
-            "repetition_penalty": args.repetition_penalty, "max_tokens": args.max_completion_length,
-            "stop_token_ids": list(trainer.eos_token_ids), **(args.generation_kwargs or {})}
+    return {
+        "temperature": args.temperature,
+        "top_p": args.top_p,
+        "top_k": args.top_k,
+        "min_p": args.min_p or 0.0,
+        "repetition_penalty": args.repetition_penalty,
+        "max_tokens": args.max_completion_length,
+        "stop_token_ids": list(trainer.eos_token_ids),
+        **(args.generation_kwargs or {}),
+    }

@@ -1,9 +1,11 @@
 """verl: the rollout backend `tlt`, servers that run already, in place of engines that verl starts.
 
-`register()` in every process of verl, by a module that VERL_USE_EXTERNAL_MODULES names; then `actor_rollout_ref.rollout.name=tlt`, and in
-`rollout.engine_kwargs.tlt` what `Settings` says. Three classes take verl's places: `Server` is the actor that verl's clients call,
-`replica_class()` the RolloutReplica that starts it, `rollout_class()` the BaseRollout that brings weights to it. A version is named
-RUN-STEP, so every token says by which of verl's global steps its weights were made.
+`register()` in every process of verl, by a module that VERL_USE_EXTERNAL_MODULES names; then
+`actor_rollout_ref.rollout.name=tlt`, and in `rollout.engine_kwargs.tlt` what `Settings` says. Three
+classes take verl's places: `Server` is the actor that verl's clients call, `replica_class()` the
+RolloutReplica that starts it, `rollout_class()` the BaseRollout that brings weights to it. A
+version is named RUN-STEP, so every token says by which of verl's global steps its weights were
+made.
 """
 
 from __future__ import annotations
@@ -24,7 +26,12 @@ from tlt_client.client import AsyncClient, Client
 from tlt_client.errors import TltClientError, server_error
 
 NAME = "tlt"
-TEXT_ONLY = ("detokenize", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output")  # of sampling parameters
+TEXT_ONLY = (
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+)  # of sampling parameters
 
 
 class NotServed(TltClientError, ValueError):
@@ -46,14 +53,18 @@ class Settings:
         given = dict((config.engine_kwargs or {}).get(NAME) or {})
         unknown = sorted(given.keys() - cls.__dataclass_fields__.keys())
         if unknown or not given.get("urls"):
-            raise NotServed(f"rollout.engine_kwargs.{NAME} has {sorted(given) or 'nothing'}; urls must list at least one server, and "
-                            f"all that it takes is {', '.join(cls.__dataclass_fields__)}")
+            raise NotServed(
+                f"rollout.engine_kwargs.{NAME} has {sorted(given) or 'nothing'}; urls must list at least one server, and "
+                f"all that it takes is {', '.join(cls.__dataclass_fields__)}"
+            )
         return cls(**{**given, "urls": tuple(given["urls"])})
 
     def url(self, replica_rank: int) -> str:
         if not 0 <= replica_rank < len(self.urls):
-            raise NotServed(f"there is no server for replica {replica_rank}; rollout.engine_kwargs.{NAME}.urls lists {len(self.urls)}: "
-                            "list one for each replica")
+            raise NotServed(
+                f"there is no server for replica {replica_rank}; rollout.engine_kwargs.{NAME}.urls lists {len(self.urls)}: "
+                "list one for each replica"
+            )
         return self.urls[replica_rank].rstrip("/")
 
     def api_key(self) -> str | None:
@@ -72,7 +83,9 @@ def register(name: str = NAME) -> None:
 
 
 class Server:
-    """The actor of one replica: what verl calls on it becomes calls of its server. Every call may overlap with any other."""
+    """The actor of one replica: what verl calls on it becomes calls of its server. Every call may
+    overlap with any other.
+    """
 
     def __init__(self, config: Any, replica_rank: int) -> None:
         settings = Settings.of(config)
@@ -85,43 +98,95 @@ class Server:
         """Return once the server has answered."""
         self._longest = (await self._client.server_info())["engine"]["max_model_len"]
 
-    async def generate(self, prompt_ids: Any, sampling_params: Mapping[str, Any], request_id: str, image_data: Any = None,
-                       video_data: Any = None, audio_data: Any = None, mm_processor_kwargs: Any = None) -> Any:
-        """A TokenOutput; `stop_reason` is "aborted" where it is to be asked again with what it had, else "completed"."""
+    async def generate(
+        self,
+        prompt_ids: Any,
+        sampling_params: Mapping[str, Any],
+        request_id: str,
+        image_data: Any = None,
+        video_data: Any = None,
+        audio_data: Any = None,
+        mm_processor_kwargs: Any = None,
+    ) -> Any:
+        """A TokenOutput; `stop_reason` is "aborted" where it is to be asked again with what it had,
+        else "completed".
+        """
         from verl.workers.rollout.replica import TokenOutput
 
         if any(data is not None for data in (image_data, video_data, audio_data)):
-            raise NotServed("the request has images, video or audio, and this server generates text from tokens; leave them out")
+            raise NotServed(
+                "the request has images, video or audio, and this server generates text from tokens; leave them out"
+            )
         if self._rejecting:
-            return TokenOutput(token_ids=[], stop_reason="aborted", extra_fields={"global_steps": await self._live_step()})
+            return TokenOutput(
+                token_ids=[],
+                stop_reason="aborted",
+                extra_fields={"global_steps": await self._live_step()},
+            )
         tokens = [int(token) for token in prompt_ids]
-        reply = await self._client.generate([{"id": request_id, "token_ids": tokens, **_seeded(sampling_params)}],
-                                            sampling=self._sampling(sampling_params, len(tokens)))
+        reply = await self._client.generate(
+            [{"id": request_id, "token_ids": tokens, **_seeded(sampling_params)}],
+            sampling=self._sampling(sampling_params, len(tokens)),
+        )
         (result,) = reply.results
         if result.error is not None:
-            raise server_error(result.error.code, result.error.message, status=200, retryable=result.error.retryable)
+            raise server_error(
+                result.error.code,
+                result.error.message,
+                status=200,
+                retryable=result.error.retryable,
+            )
         (choice,) = result.choices
-        steps = [_step(span.version) for span in choice.weight_versions] or [await self._live_step()]
-        figures = {"global_steps": steps[-1], "min_global_steps": steps[0], "max_global_steps": steps[-1],
-                   "num_cached_tokens": reply.usage.cached_tokens, "spec_num_draft_tokens": choice.sd.drafted,
-                   "spec_num_accepted_tokens": choice.sd.accepted, "spec_num_verify_steps": choice.sd.draft_steps}
-        return TokenOutput(token_ids=choice.token_ids, log_probs=choice.logprobs, extra_fields=figures,
-                           stop_reason="aborted" if choice.finish_reason == "abort" else "completed")
+        steps = [_step(span.version) for span in choice.weight_versions] or [
+            await self._live_step()
+        ]
+        figures = {
+            "global_steps": steps[-1],
+            "min_global_steps": steps[0],
+            "max_global_steps": steps[-1],
+            "num_cached_tokens": reply.usage.cached_tokens,
+            "spec_num_draft_tokens": choice.sd.drafted,
+            "spec_num_accepted_tokens": choice.sd.accepted,
+            "spec_num_verify_steps": choice.sd.draft_steps,
+        }
+        return TokenOutput(
+            token_ids=choice.token_ids,
+            log_probs=choice.logprobs,
+            extra_fields=figures,
+            stop_reason="aborted" if choice.finish_reason == "abort" else "completed",
+        )
 
     async def _live_step(self) -> int | None:
         return _step((await self._client.server_info())["engine"]["weight_version"])
 
     def _sampling(self, asked: Mapping[str, Any], prompt: int) -> dict[str, Any]:
-        """The server's fields; what it does not know it refuses by name. Where nothing is said verl's configuration holds."""
-        own = {name: value for name, value in asked.items() if name not in (*TEXT_ONLY, "logprobs", "seed", "max_new_tokens")}
+        """The server's fields; what it does not know it refuses by name. Where nothing is said
+        verl's configuration holds.
+        """
+        own = {
+            name: value
+            for name, value in asked.items()
+            if name not in (*TEXT_ONLY, "logprobs", "seed", "max_new_tokens")
+        }
         wanted = asked.get("max_tokens", asked.get("max_new_tokens"))
         if wanted is None:
-            wanted = min(self._config.response_length, self._config.prompt_length + self._config.response_length - prompt)
-        own = {"ignore_eos": self._config.ignore_eos, "repetition_penalty": self._config.repetition_penalty} | own
-        return own | {"max_tokens": max(1, min(wanted, self._longest - prompt)), "top_k": max(0, asked.get("top_k") or 0)}
+            wanted = min(
+                self._config.response_length,
+                self._config.prompt_length + self._config.response_length - prompt,
+            )
+        own = {
+            "ignore_eos": self._config.ignore_eos,
+            "repetition_penalty": self._config.repetition_penalty,
+        } | own
+        return own | {
+            "max_tokens": max(1, min(wanted, self._longest - prompt)),
+            "top_k": max(0, asked.get("top_k") or 0),
+        }
 
     async def abort_all_requests(self, reject_request: bool = False) -> None:
-        """What runs ends with what it has, what comes waits until `resume_generation`; with `reject_request` it is aborted, too."""
+        """What runs ends with what it has, what comes waits until `resume_generation`; with
+        `reject_request` it is aborted, too.
+        """
         self._rejecting = reject_request
         await self._client.pause("abort")
 
@@ -150,7 +215,9 @@ class Server:
             await self._client.wake("kv_cache")
 
     async def start_profile(self, **asked: Any) -> None:
-        raise NotServed("this server has no profiler; its figures are at GET /metrics: leave rollout.profiler out")
+        raise NotServed(
+            "this server has no profiler; its figures are at GET /metrics: leave rollout.profiler out"
+        )
 
 
 @functools.cache
@@ -158,13 +225,19 @@ def replica_class() -> type[Any]:
     from verl.workers.rollout.replica import RolloutReplica
 
     class TltReplica(RolloutReplica):
-        """One server, at the URL of its rank; for trainers whose rollouts have resources of their own (mode standalone)."""
+        """One server, at the URL of its rank; for trainers whose rollouts have resources of their
+        own (mode standalone).
+        """
 
         async def launch_servers(self) -> None:
             import ray
 
             url = Settings.of(self.config).url(self.replica_rank)
-            server = ray.remote(Server).options(max_concurrency=self.max_concurrency).remote(self.config, self.replica_rank)
+            server = (
+                ray.remote(Server)
+                .options(max_concurrency=self.max_concurrency)
+                .remote(self.config, self.replica_rank)
+            )
             await server.launch.remote()
             self.servers = [server]
             self._server_handle, self._server_address = server, url.partition("://")[2]
@@ -176,12 +249,18 @@ def replica_class() -> type[Any]:
             from verl.single_controller.ray import RayClassWithInitArgs
 
             class TltWorker(CheckpointEngineWorker):
-                def __init__(self, rollout_config: Any, model_config: Any, replica_rank: int) -> None:
+                def __init__(
+                    self, rollout_config: Any, model_config: Any, replica_rank: int
+                ) -> None:
                     rollout = rollout_class()(rollout_config, model_config, None, replica_rank)
                     super().__init__(rollout_config, model_config, rollout)
 
-            return RayClassWithInitArgs(cls=ray.remote(TltWorker), rollout_config=self.config, model_config=self.model_config,
-                                        replica_rank=self.replica_rank)
+            return RayClassWithInitArgs(
+                cls=ray.remote(TltWorker),
+                rollout_config=self.config,
+                model_config=self.model_config,
+                replica_rank=self.replica_rank,
+            )
 
     return TltReplica
 
@@ -191,12 +270,20 @@ def rollout_class() -> type[Any]:
     from verl.workers.rollout.base import BaseRollout
 
     class TltRollout(BaseRollout):
-        """In each worker of a replica; the first of them pushes, the others take part in gathering the tensors."""
+        """In each worker of a replica; the first of them pushes, the others take part in gathering
+        the tensors.
+        """
 
-        def __init__(self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1) -> None:
+        def __init__(
+            self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1
+        ) -> None:
             super().__init__(config, model_config, device_mesh)
             settings, rank = Settings.of(self.config), int(os.environ["RANK"])
-            size = config.tensor_model_parallel_size * config.data_parallel_size * config.pipeline_model_parallel_size
+            size = (
+                config.tensor_model_parallel_size
+                * config.data_parallel_size
+                * config.pipeline_model_parallel_size
+            )
             self.replica_rank = rank // size if replica_rank == -1 else replica_rank
             self.is_leader_rank = rank % size == 0
             self._settings, self._run = settings, f"verl-{secrets.token_hex(4)}"
@@ -213,14 +300,24 @@ def rollout_class() -> type[Any]:
                 async with AsyncClient(self._url, api_key=self._settings.api_key()) as client:
                     await client.sleep()
 
-        async def update_weights(self, weights: Any, global_steps: int | None = None, wire_format: str = "named_tensors",
-                                 peft_config: Any = None, **kwargs: Any) -> None:
+        async def update_weights(
+            self,
+            weights: Any,
+            global_steps: int | None = None,
+            wire_format: str = "named_tensors",
+            peft_config: Any = None,
+            **kwargs: Any,
+        ) -> None:
             """Returns once they are live. Whatever fails raises, and has changed nothing."""
             if wire_format != "named_tensors":
-                raise NotServed(f"wire_format is {wire_format!r}, and this server takes whole tensors; set "
-                                "rollout.checkpoint_engine.backend to one that sends them, such as nccl")
+                raise NotServed(
+                    f"wire_format is {wire_format!r}, and this server takes whole tensors; set "
+                    "rollout.checkpoint_engine.backend to one that sends them, such as nccl"
+                )
             if peft_config is not None:
-                raise NotServed("the weights are a LoRA adapter's, and this server takes merged ones; set model.lora.merge=True")
+                raise NotServed(
+                    "the weights are a LoRA adapter's, and this server takes merged ones; set model.lora.merge=True"
+                )
             tensors = _in_thread(weights, asyncio.get_running_loop())
             if not self.is_leader_rank:
                 await asyncio.to_thread(_exhaust, tensors)
@@ -228,13 +325,17 @@ def rollout_class() -> type[Any]:
             self._pushes += 1
             step = self._pushes if global_steps is None else global_steps
             version = f"{self._run}.{self._pushes}-{step}"
-            await asyncio.to_thread(self._sender.push, tensors, version, in_flight=self._settings.in_flight)
+            await asyncio.to_thread(
+                self._sender.push, tensors, version, in_flight=self._settings.in_flight
+            )
 
     return TltRollout
 
 
 def _in_thread(weights: Any, loop: asyncio.AbstractEventLoop) -> Iterator[tuple[str, Any]]:
-    """Tensors one by one, for a thread beside `loop`, in which an asynchronous generator goes on. Copies: verl fills its buffers again."""
+    """Tensors one by one, for a thread beside `loop`, in which an asynchronous generator goes on.
+    Copies: verl fills its buffers again.
+    """
     if not hasattr(weights, "__aiter__"):
         for name, tensor in weights:
             yield name, tensor.detach().clone()

@@ -1,8 +1,10 @@
-"""Channels: how weights travel from a trainer to the engine. One file each, with both halves; torch is imported inside functions only.
+"""Channels: how weights travel from a trainer to the engine. One file each, with both halves; torch
+is imported inside functions only.
 
-A trainer's half sends what `state_dict().items()` gives. The engine's half is a `Receiver`, made in the thread that stages a push and
-closed by it whatever happens. It says which tensors will come and hands them over in whatever groups the channel has; that they are the
-right ones is checked by its caller, once for all channels.
+A trainer's half sends what `state_dict().items()` gives. The engine's half is a `Receiver`, made in
+the thread that stages a push and closed by it whatever happens. It says which tensors will come and
+hands them over in whatever groups the channel has; that they are the right ones is checked by its
+caller, once for all channels.
 """
 
 from __future__ import annotations
@@ -78,7 +80,9 @@ class Intake:
     root: Path | None = None  # directories of the channel disk lie below it
     marker: str = ""  # a file that a complete one of them holds
     uploads: Path | None = None  # where the server puts what comes by http
-    sockets: Path | None = None  # directory of its own in which it meets trainers of the channel ipc
+    sockets: Path | None = (
+        None  # directory of its own in which it meets trainers of the channel ipc
+    )
     groups: Groups = field(default_factory=Groups)  # that the engine has joined
 
     @property
@@ -93,7 +97,9 @@ class Batch(NamedTuple):
     role: str
     where: str  # for messages
     tensors: dict[str, Tensor]
-    file: Path | None = None  # below the state directory, of which this is all or a part, under its own names; it is not written any more
+    file: Path | None = (
+        None  # below the state directory, of which this is all or a part, under its own names; it is not written any more
+    )
 
 
 class Layout(NamedTuple):
@@ -118,7 +124,11 @@ class Receiver(Protocol):
     def buffers(self) -> Buffers: ...
 
     @property
-    def names(self) -> Mapping[str, Mapping[str, str]]: ...  # role -> tensor that will come -> from where, for messages
+    def names(
+        self,
+    ) -> Mapping[
+        str, Mapping[str, str]
+    ]: ...  # role -> tensor that will come -> from where, for messages
 
     @property
     def layouts(self) -> Sequence[Layout]: ...  # none where the manifest alone says what will come
@@ -135,7 +145,9 @@ class Receiver(Protocol):
         """Once everything was taken: it belongs together."""
 
     def stop(self) -> None:
-        """From another thread: what waits for a trainer breaks within a moment. `close` still comes."""
+        """From another thread: what waits for a trainer breaks within a moment. `close` still
+        comes.
+        """
 
     def close(self) -> None: ...
 
@@ -143,9 +155,13 @@ class Receiver(Protocol):
 class Sender(ABC):
     """The trainer's half, for any number of pushes."""
 
-    def push(self, tensors: Tensors | Mapping[str, Tensor], version: str, **fields: Any) -> Mapping[str, Any]:
-        """The server's reply once the push has ended. `tensors`: a state dict, or its items, which are taken one by one. `fields`: further
-        ones of the manifest, such as `role` or `in_flight`. `ContentRefused` where it names no tensors, or what is none."""
+    def push(
+        self, tensors: Tensors | Mapping[str, Tensor], version: str, **fields: Any
+    ) -> Mapping[str, Any]:
+        """The server's reply once the push has ended. `tensors`: a state dict, or its items, which
+        are taken one by one. `fields`: further ones of the manifest, such as `role` or `in_flight`.
+        `ContentRefused` where it names no tensors, or what is none.
+        """
         return self._push(named(tensors), version_of(version), **fields)
 
     @abstractmethod
@@ -160,7 +176,9 @@ def named(tensors: Tensors | Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor
     """What a trainer gives to be pushed, one by one; `ContentRefused` where it is something else."""
     given = tensors.items() if isinstance(tensors, Mapping) else tensors
     if not isinstance(given, Iterable):
-        raise ContentRefused(f"tensors is a {type(given).__name__}; push a state dict (model.state_dict()), or its items")
+        raise ContentRefused(
+            f"tensors is a {type(given).__name__}; push a state dict (model.state_dict()), or its items"
+        )
     names: set[str] = set()
     for item in given:
         match item:
@@ -170,12 +188,18 @@ def named(tensors: Tensors | Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor
                 names.add(name)
                 yield name, tensor
             case (str() as name, other):
-                raise ContentRefused(f"tensor {name!r} is a {type(other).__name__}; push tensors of torch (torch.as_tensor makes one)")
+                raise ContentRefused(
+                    f"tensor {name!r} is a {type(other).__name__}; push tensors of torch (torch.as_tensor makes one)"
+                )
             case _:
-                raise ContentRefused(f"tensors gives a {type(item).__name__}, where a name and a tensor are due; push a state dict "
-                                     "(model.state_dict()), or its items")
+                raise ContentRefused(
+                    f"tensors gives a {type(item).__name__}, where a name and a tensor are due; push a state dict "
+                    "(model.state_dict()), or its items"
+                )
     if not names:
-        raise ContentRefused("no tensors came; push a state dict (model.state_dict()), or its items, and an iterator only once")
+        raise ContentRefused(
+            "no tensors came; push a state dict (model.state_dict()), or its items, and an iterator only once"
+        )
 
 
 def owner(name: str, role: str) -> tuple[str, str]:
@@ -195,12 +219,20 @@ def split(names: Iterable[str], role: str) -> dict[str, dict[str, str]]:
 
 
 def announced(push: Announcement, where: str) -> dict[str, dict[str, str]]:
-    """A receiver's `names` where the manifest alone says what will come; each role that is pushed has an entry."""
+    """A receiver's `names` where the manifest alone says what will come; each role that is pushed
+    has an entry.
+    """
     roles = split((tensor.name for tensor in push.tensors), push.role)
-    return {role: dict.fromkeys(roles.get(role, ()), where) for role in ("target", "drafter") if push.role in (role, "all")}
+    return {
+        role: dict.fromkeys(roles.get(role, ()), where)
+        for role in ("target", "drafter")
+        if push.role in (role, "all")
+    }
 
 
-def by_role(where: str, tensors: Mapping[str, Tensor], role: str, file: Path | None = None) -> Iterator[Batch]:
+def by_role(
+    where: str, tensors: Mapping[str, Tensor], role: str, file: Path | None = None
+) -> Iterator[Batch]:
     """What came at once in a push of `role`."""
     for whose, names in split(tensors, role).items():
         yield Batch(whose, where, {name: tensors[sent] for name, sent in names.items()}, file)

@@ -1,10 +1,12 @@
-"""Channel `broadcast`: the trainer is rank 0 of a process group and broadcasts, engines receive; gloo on CPUs, nccl on GPUs.
+"""Channel `broadcast`: the trainer is rank 0 of a process group and broadcasts, engines receive;
+gloo on CPUs, nccl on GPUs.
 
-Tensors come in the manifest's order, one broadcast each or packed: raw bytes one after another in uint8 buckets, where a bucket closes
-after the tensor that takes it over `bucket_bytes`. Both halves cut the same buckets, so nothing but bytes travels. While one bucket is
-checked the next one is under way, in another buffer. gloo takes a shorter message than expected without a word and ends the process at
-a longer one; so a buffer is filled with NaN before it is received into and, where that is safe, has room for any other bucket and a mark
-behind its own that must stay as it is.
+Tensors come in the manifest's order, one broadcast each or packed: raw bytes one after another in
+uint8 buckets, where a bucket closes after the tensor that takes it over `bucket_bytes`. Both halves
+cut the same buckets, so nothing but bytes travels. While one bucket is checked the next one is
+under way, in another buffer. gloo takes a shorter message than expected without a word and ends the
+process at a longer one; so a buffer is filled with NaN before it is received into and, where that
+is safe, has room for any other bucket and a mark behind its own that must stay as it is.
 """
 
 from __future__ import annotations
@@ -18,7 +20,16 @@ from concurrent.futures import Future, wait
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tlt_client.channels import Announcement, Batch, Buffers, Intake, Sender, Tensors, announced, by_role
+from tlt_client.channels import (
+    Announcement,
+    Batch,
+    Buffers,
+    Intake,
+    Sender,
+    Tensors,
+    announced,
+    by_role,
+)
 from tlt_client.channels.errors import ChannelBroken, ContentRefused
 from tlt_client.channels.groups import Group, Membership, host_store
 from tlt_client.channels.tensors import Slot, buckets, entry, size_of, slot, unpacked
@@ -31,7 +42,9 @@ if TYPE_CHECKING:
 
 BUCKET_BYTES = 2**30
 STOP_S = 1.0  # in which a push that was ended may still come off the wire; then its group is left
-GRACE_S = 30.0  # beyond the time of a group that broke, for the server to notice and to say what it knows
+GRACE_S = (
+    30.0  # beyond the time of a group that broke, for the server to notice and to say what it knows
+)
 NAN_BYTE = 0xFF  # a floating-point number of such bytes is NaN, whatever its type
 MARK = bytes(range(0xA0, 0xC0))  # behind a bucket
 
@@ -42,7 +55,9 @@ class BroadcastReceiver:
     def __init__(self, push: Announcement, intake: Intake) -> None:
         self._group, self._role = intake.groups[push.group], push.role
         if not push.tensors:
-            raise ContentRefused("the manifest names no tensors; a push by broadcast names each with dtype and shape, in order")
+            raise ContentRefused(
+                "the manifest names no tensors; a push by broadcast names each with dtype and shape, in order"
+            )
         slots = [slot(tensor.name, tensor.dtype, tensor.shape) for tensor in push.tensors]
         self._left = list(buckets(slots, push.bucket_bytes if push.packed else None))
         self._buffers: list[Tensor] = []
@@ -50,7 +65,11 @@ class BroadcastReceiver:
         self._give_up_s = math.inf  # by the monotonic clock
         largest = max(map(size_of, self._left))
         self._length = 2 * largest + len(MARK) if self._group.lenient else largest
-        self.buffers = Buffers(host=2 * largest) if self._group.device.type == "cpu" else Buffers(device=2 * largest)
+        self.buffers = (
+            Buffers(host=2 * largest)
+            if self._group.device.type == "cpu"
+            else Buffers(device=2 * largest)
+        )
         self.names = announced(push, f"group {push.group!r}")
         self.places = dict.fromkeys(self.names, f"group {push.group!r}")
 
@@ -67,8 +86,10 @@ class BroadcastReceiver:
             count += 1
             tensors, end = unpacked(bucket, data), size_of(bucket)
             if bytes(data[end : end + len(MARK)].tolist()) != MARK[: len(data) - end]:
-                raise ContentRefused(f"bucket {count} brought more than the {end} bytes that the manifest gives it; name dtypes and "
-                                     "shapes as they are sent, in that order")
+                raise ContentRefused(
+                    f"bucket {count} brought more than the {end} bytes that the manifest gives it; name dtypes and "
+                    "shapes as they are sent, in that order"
+                )
             yield from by_role(f"bucket {count}", tensors, self._role)
 
     def _begin(self) -> None:
@@ -83,11 +104,16 @@ class BroadcastReceiver:
         self._group.end(work, lambda: time.monotonic() > self._give_up_s)
 
     def _buffer(self, size: int) -> Tensor:
-        """For `size` bytes; the two that there are alternate. Pages that nothing is written to take no memory."""
+        """For `size` bytes; the two that there are alternate. Pages that nothing is written to take
+        no memory.
+        """
         import torch
 
         if not self._buffers:
-            self._buffers = [torch.empty(self._length, dtype=torch.uint8, device=self._group.device) for _ in range(2)]
+            self._buffers = [
+                torch.empty(self._length, dtype=torch.uint8, device=self._group.device)
+                for _ in range(2)
+            ]
         self._buffers.reverse()
         data = self._buffers[0] if self._group.lenient else self._buffers[0][:size]
         data[:size].fill_(NAN_BYTE)
@@ -102,36 +128,72 @@ class BroadcastReceiver:
         self._give_up_s = time.monotonic() + STOP_S
 
     def close(self) -> None:
-        """What was refused halfway is still taken off the wire, so that the group can bring the next push; `ChannelBroken` if it cannot."""
+        """What was refused halfway is still taken off the wire, so that the group can bring the
+        next push; `ChannelBroken` if it cannot.
+        """
         try:
             while self._under_way is not None or self._left:
                 if self._under_way is not None:
                     self._end(self._under_way[2])
                 self._begin()
         except Exception as error:  # whatever it is: bytes are on the wire that the next push must not take for its own
-            self._group.close(f"could not take what was still on its way ({type(error).__name__}: {str(error)[:200]})")
+            self._group.close(
+                f"could not take what was still on its way ({type(error).__name__}: {str(error)[:200]})"
+            )
             raise ChannelBroken(self._group.broken) from None
 
 
 class BroadcastSender(Sender):
-    """Rank 0. Makes the group with the server at construction, and anew in `push` once it broke; `address` is where engines reach us."""
+    """Rank 0. Makes the group with the server at construction, and anew in `push` once it broke;
+    `address` is where engines reach us.
+    """
 
-    def __init__(self, client: Client, *, address: str = "127.0.0.1", port: int = 0, backend: str = "gloo", name: str = "weights",
-                 packed: bool = True, bucket_bytes: int = BUCKET_BYTES, prefixed: bool = False, checksums: bool = False,
-                 timeout_s: float = 120.0) -> None:
-        """`checksums`: the manifest declares them, which takes a trainer about a second per gigabyte on a CPU, hardly any time on a GPU.
-        `timeout_s` bounds joining and each bucket; for the reply, which a drain may keep, `push` waits as long as the client does."""
-        self._client, self._packed, self._bucket_bytes, self._checksums = client, packed, bucket_bytes, checksums
+    def __init__(
+        self,
+        client: Client,
+        *,
+        address: str = "127.0.0.1",
+        port: int = 0,
+        backend: str = "gloo",
+        name: str = "weights",
+        packed: bool = True,
+        bucket_bytes: int = BUCKET_BYTES,
+        prefixed: bool = False,
+        checksums: bool = False,
+        timeout_s: float = 120.0,
+    ) -> None:
+        """`checksums`: the manifest declares them, which takes a trainer about a second per
+        gigabyte on a CPU, hardly any time on a GPU. `timeout_s` bounds joining and each bucket; for
+        the reply, which a drain may keep, `push` waits as long as the client does.
+        """
+        self._client, self._packed, self._bucket_bytes, self._checksums = (
+            client,
+            packed,
+            bucket_bytes,
+            checksums,
+        )
         self._member = Membership(name, backend, address, port, 0, 2, prefixed, timeout_s)
         self._reply_s = timeout_s + GRACE_S
         self._group = self._made()
 
     def _made(self) -> Group:
         asked = self._member
-        store = host_store(asked.master_address, asked.master_port, asked.world_size, asked.timeout_s)
+        store = host_store(
+            asked.master_address, asked.master_port, asked.world_size, asked.timeout_s
+        )
         member = asked._replace(master_port=store.port)
-        joined = _asked(partial(self._client.join_group, member.name, master_address=member.master_address, master_port=member.master_port,
-                                rank_offset=1, world_size=member.world_size, backend=member.backend, prefixed=member.prefixed))
+        joined = _asked(
+            partial(
+                self._client.join_group,
+                member.name,
+                master_address=member.master_address,
+                master_port=member.master_port,
+                rank_offset=1,
+                world_size=member.world_size,
+                backend=member.backend,
+                prefixed=member.prefixed,
+            )
+        )
         try:
             group = Group(member, store)
         except ChannelBroken:
@@ -141,8 +203,10 @@ class BroadcastSender(Sender):
             joined.result(self._reply_s)
         except TimeoutError:
             group.close()
-            raise ChannelBroken(f"the server is in group {asked.name!r}, but has not said so within {self._reply_s:g} s; see that it "
-                                "lives, then make the group anew") from None
+            raise ChannelBroken(
+                f"the server is in group {asked.name!r}, but has not said so within {self._reply_s:g} s; see that it "
+                "lives, then make the group anew"
+            ) from None
         except BaseException:
             group.close()
             raise
@@ -151,10 +215,22 @@ class BroadcastSender(Sender):
     def _push(self, tensors: Tensors, version: str, **fields: Any) -> Mapping[str, Any]:
         if self._group.broken:
             self._group = self._made()
-        named = [(name, tensor.detach().to(self._group.device).contiguous()) for name, tensor in tensors]
+        named = [
+            (name, tensor.detach().to(self._group.device).contiguous()) for name, tensor in tensors
+        ]
         entries = [entry(name, tensor, checksum=self._checksums) for name, tensor in named]
-        reply = _asked(partial(self._client.push_weights, version, channel="broadcast", group=self._member.name, tensors=entries,
-                               packed=self._packed, bucket_bytes=self._bucket_bytes, **fields))
+        reply = _asked(
+            partial(
+                self._client.push_weights,
+                version,
+                channel="broadcast",
+                group=self._member.name,
+                tensors=entries,
+                packed=self._packed,
+                bucket_bytes=self._bucket_bytes,
+                **fields,
+            )
+        )
         try:
             self._send(named, reply)
         except ChannelBroken:
@@ -165,7 +241,9 @@ class BroadcastSender(Sender):
         try:
             return reply.result()
         except BaseException as error:
-            heard = isinstance(error, NotLive) or (isinstance(error, ServerError) and error.code == ContentRefused.code)
+            heard = isinstance(error, NotLive) or (
+                isinstance(error, ServerError) and error.code == ContentRefused.code
+            )
             if not heard:  # the server may have left the group, or never heard of this push and taken no byte of it
                 self._group.close()  # the next one makes it anew
             raise
@@ -177,7 +255,9 @@ class BroadcastSender(Sender):
         data = dict(named)
         for bucket in buckets(slots, self._bucket_bytes if self._packed else None):
             packed = torch.cat([data[slot.name].reshape(-1).view(torch.uint8) for slot in bucket])
-            self._group.end(self._group.begin(packed), lambda: reply.done() and reply.exception() is not None)
+            self._group.end(
+                self._group.begin(packed), lambda: reply.done() and reply.exception() is not None
+            )
 
     def close(self) -> None:
         self._group.close()

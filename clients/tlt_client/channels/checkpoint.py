@@ -1,4 +1,6 @@
-"""The safetensors files of a push: all headers are read first, then each file once, a bucket of tensors at a time in the same memory."""
+"""The safetensors files of a push: all headers are read first, then each file once, a bucket of
+tensors at a time in the same memory.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ class Came(NamedTuple):
 
 
 class Files:
-    """Safetensors files of a directory. `slots` (file -> its tensors, in the order of their bytes) is known before any tensor is read."""
+    """Safetensors files of a directory. `slots` (file -> its tensors, in the order of their bytes)
+    is known before any tensor is read.
+    """
 
     def __init__(self, source: Source, files: Collection[str]) -> None:
         self._source = source
@@ -49,7 +53,14 @@ class Files:
     @property
     def largest(self) -> int:
         """Bytes of a bucket at most, which is what reading takes."""
-        return max((size_of(bucket) for slots in self.slots.values() for bucket in buckets(slots, BUCKET_BYTES)), default=0)
+        return max(
+            (
+                size_of(bucket)
+                for slots in self.slots.values()
+                for bucket in buckets(slots, BUCKET_BYTES)
+            ),
+            default=0,
+        )
 
     def batches(self) -> Iterator[Came]:
         import torch
@@ -75,8 +86,10 @@ def checkpoint(source: Source) -> Files:
     for file, slots in files.slots.items():
         for name in sorted(expected[file] ^ {held.name for held in slots}):
             where = "index places it there" if name in expected[file] else "index does not list it"
-            raise ContentRefused(f"{source.path / file}: tensor {name[:QUOTED]!r} does not fit: the {where}; write index and shards "
-                                 "together")
+            raise ContentRefused(
+                f"{source.path / file}: tensor {name[:QUOTED]!r} does not fit: the {where}; write index and shards "
+                "together"
+            )
     return files
 
 
@@ -86,8 +99,10 @@ def _weight_map(source: Source) -> Mapping[str, str]:
         if not weight_map or not all(map(_plain, set(weight_map.values()))):
             raise ValueError("there is none, or it leads elsewhere")
     except (ValueError, RecursionError) as error:
-        raise ContentRefused(f"{source.path / INDEX}: 'weight_map' must give each tensor a file name in this directory ({error}); write it "
-                             "again") from None
+        raise ContentRefused(
+            f"{source.path / INDEX}: 'weight_map' must give each tensor a file name in this directory ({error}); write it "
+            "again"
+        ) from None
     return weight_map
 
 
@@ -107,9 +122,13 @@ def shard(source: Source, file: str) -> Iterator[Shard]:
             size = header_bytes(reading.read(min(8, whole)), whole)
             said = tensors_of(reading.read(size), reading.left)
         except ValueError as error:
-            raise ContentRefused(f"{reading.path}: not a whole safetensors file ({error}); it is truncated or damaged: write it "
-                                 "again") from None
-        yield Shard([slot(name, DTYPES[entry.dtype], entry.shape) for name, entry in said.items()], reading)
+            raise ContentRefused(
+                f"{reading.path}: not a whole safetensors file ({error}); it is truncated or damaged: write it "
+                "again"
+            ) from None
+        yield Shard(
+            [slot(name, DTYPES[entry.dtype], entry.shape) for name, entry in said.items()], reading
+        )
 
 
 def _plain(file: str) -> bool:

@@ -1,6 +1,8 @@
-"""The few calls of CUDA that torch does not make for us, by ctypes: memory that processes share, memory of the host that GPUs reach.
+"""The few calls of CUDA that torch does not make for us, by ctypes: memory that processes share,
+memory of the host that GPUs reach.
 
-What fails is a `RuntimeError` with the call's name; the library is the one that torch has loaded already.
+What fails is a `RuntimeError` with the call's name; the library is the one that torch has loaded
+already.
 """
 
 from __future__ import annotations
@@ -50,7 +52,12 @@ def handle_of(pointer: int) -> bytes:
 def opened(handle: bytes) -> int:
     """Another process's allocation, on the current GPU."""
     pointer = ctypes.c_void_p()
-    _call("cudaIpcOpenMemHandle", ctypes.byref(pointer), Handle.from_buffer_copy(handle), LAZY_PEER_ACCESS)
+    _call(
+        "cudaIpcOpenMemHandle",
+        ctypes.byref(pointer),
+        Handle.from_buffer_copy(handle),
+        LAZY_PEER_ACCESS,
+    )
     assert pointer.value is not None
     return pointer.value
 
@@ -93,7 +100,9 @@ def _runtime() -> ctypes.CDLL:
     try:
         library = ctypes.CDLL(f"libcudart.so.{version.split('.')[0]}")
     except OSError as error:
-        raise RuntimeError(f"there is no CUDA runtime of torch's version ({version}) here: {error}") from None
+        raise RuntimeError(
+            f"there is no CUDA runtime of torch's version ({version}) here: {error}"
+        ) from None
     address = ctypes.POINTER(ctypes.c_void_p)
     library.cudaMalloc.argtypes = [address, ctypes.c_size_t]
     library.cudaFree.argtypes = [ctypes.c_void_p]
@@ -102,12 +111,19 @@ def _runtime() -> ctypes.CDLL:
     library.cudaIpcCloseMemHandle.argtypes = [ctypes.c_void_p]
     library.cudaHostRegister.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint]
     library.cudaHostUnregister.argtypes = [ctypes.c_void_p]
-    library.cudaGetErrorString.argtypes, library.cudaGetErrorString.restype = [ctypes.c_int], ctypes.c_char_p
+    library.cudaGetErrorString.argtypes, library.cudaGetErrorString.restype = (
+        [ctypes.c_int],
+        ctypes.c_char_p,
+    )
     return library
 
 
 @cache
 def _driver() -> ctypes.CDLL:
     library = ctypes.CDLL("libcuda.so.1")
-    library.cuMemGetAddressRange_v2.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_size_t), ctypes.c_void_p]
+    library.cuMemGetAddressRange_v2.argtypes = [
+        ctypes.POINTER(ctypes.c_void_p),
+        ctypes.POINTER(ctypes.c_size_t),
+        ctypes.c_void_p,
+    ]
     return library

@@ -1,6 +1,7 @@
 """Channel `disk`: a safetensors directory that trainer and engine both see.
 
-The trainer's half writes it and names it; a directory that something else wrote is pushed by `Client.update_weights` alone.
+The trainer's half writes it and names it; a directory that something else wrote is pushed by
+`Client.update_weights` alone.
 """
 
 from __future__ import annotations
@@ -28,11 +29,20 @@ class DiskReceiver:
         paths = {role: push.path for role in ("target", "drafter") if push.role in (role, "all")}
         if push.role == "all":
             paths["drafter"] = push.drafter_path
-        self._sources = {role: self._opened(intake.root, path, intake.marker) for role, path in paths.items()}
+        self._sources = {
+            role: self._opened(intake.root, path, intake.marker) for role, path in paths.items()
+        }
         self._files = {role: checkpoint(source) for role, source in self._sources.items()}
-        self.layouts = [Layout(role, str(self._sources[role].path / file), slot)
-                        for role, shards in self._files.items() for file, slots in shards.slots.items() for slot in slots]
-        self.names = {role: {layout.slot.name: layout.where for layout in self.layouts if layout.role == role} for role in self._files}
+        self.layouts = [
+            Layout(role, str(self._sources[role].path / file), slot)
+            for role, shards in self._files.items()
+            for file, slots in shards.slots.items()
+            for slot in slots
+        ]
+        self.names = {
+            role: {layout.slot.name: layout.where for layout in self.layouts if layout.role == role}
+            for role in self._files
+        }
         self.buffers = Buffers(host=max(shards.largest for shards in self._files.values()))
         self.places = {role: str(source.path) for role, source in self._sources.items()}
 
@@ -40,8 +50,10 @@ class DiskReceiver:
     def _opened(root: Path, path: str, marker: str) -> Source:
         source = Source(root, path)
         if marker and not source.has(marker):
-            raise ContentRefused(f"{source.path} has no file {marker!r}, so its writer is not done; push it once that file is there, "
-                                 "or start the server without --weight-marker")
+            raise ContentRefused(
+                f"{source.path} has no file {marker!r}, so its writer is not done; push it once that file is there, "
+                "or start the server without --weight-marker"
+            )
         return source
 
     def file(self, role: str, name: str) -> bytes | None:
@@ -65,22 +77,34 @@ class DiskReceiver:
 
 
 class DiskSender(Sender):
-    """Writes each push into a new directory below `root`, the server's weight root, and removes it once the push has ended. What a
-    trainer that was killed leaves there (`push-*`) is in nobody's way."""
+    """Writes each push into a new directory below `root`, the server's weight root, and removes it
+    once the push has ended. What a trainer that was killed leaves there (`push-*`) is in nobody's
+    way.
+    """
 
-    def __init__(self, client: Client, root: str | Path, *, max_file_bytes: int = FILE_BYTES) -> None:
+    def __init__(
+        self, client: Client, root: str | Path, *, max_file_bytes: int = FILE_BYTES
+    ) -> None:
         self._client, self._root, self._max_file_bytes = client, Path(root), max_file_bytes
 
     def _push(self, tensors: Tensors, version: str, **fields: Any) -> Mapping[str, Any]:
-        directory, held, role = self._root / f"push-{secrets.token_hex(8)}", dict(tensors), fields.get("role", "target")
+        directory, held, role = (
+            self._root / f"push-{secrets.token_hex(8)}",
+            dict(tensors),
+            fields.get("role", "target"),
+        )
         directory.mkdir(parents=True)
         try:
             paths, entries = {}, []
             for whose, names in split(held, role).items():
                 folder = directory / whose
                 folder.mkdir()
-                paths["drafter_path" if (role, whose) == ("all", "drafter") else "path"] = str(folder.resolve())
-                there = write(((own, held[sent]) for own, sent in names.items()), folder, self._max_file_bytes)
+                paths["drafter_path" if (role, whose) == ("all", "drafter") else "path"] = str(
+                    folder.resolve()
+                )
+                there = write(
+                    ((own, held[sent]) for own, sent in names.items()), folder, self._max_file_bytes
+                )
                 entries += [said | {"name": names[said["name"]]} for said in there]
             return self._client.push_weights(version, tensors=entries, **paths, **fields)
         finally:
@@ -90,9 +114,12 @@ class DiskSender(Sender):
         """Nothing is held."""
 
 
-def write(tensors: Tensors, directory: Path, max_file_bytes: int = FILE_BYTES) -> list[dict[str, Any]]:
-    """Safetensors files and, where there are several, their index; returns what a manifest says of the tensors. Two names of one tensor,
-    such as a tied head's, are written as two tensors."""
+def write(
+    tensors: Tensors, directory: Path, max_file_bytes: int = FILE_BYTES
+) -> list[dict[str, Any]]:
+    """Safetensors files and, where there are several, their index; returns what a manifest says of
+    the tensors. Two names of one tensor, such as a tied head's, are written as two tensors.
+    """
     entries: list[dict[str, Any]] = []
     weight_map: dict[str, str] = {}
     for count, group in enumerate(files(tensors, max_file_bytes), 1):

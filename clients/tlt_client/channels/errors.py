@@ -1,4 +1,6 @@
-"""What can go wrong with a channel. The server answers a push with these codes; a trainer's half raises the same classes."""
+"""What can go wrong with a channel. The server answers a push with these codes; a trainer's half
+raises the same classes.
+"""
 
 from __future__ import annotations
 

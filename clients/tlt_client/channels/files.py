@@ -1,6 +1,8 @@
-"""Safetensors files without torch: what their headers say, what a manifest says of their tensors, and their parts of a push.
+"""Safetensors files without torch: what their headers say, what a manifest says of their tensors,
+and their parts of a push.
 
-Who sends a header or a manifest may be anybody, so each number and each name has a limit here before anything is computed of them.
+Who sends a header or a manifest may be anybody, so each number and each name has a limit here
+before anything is computed of them.
 """
 
 from __future__ import annotations
@@ -18,9 +20,34 @@ from msgspec import Meta, Raw, Struct
 from tlt_client.channels.errors import ContentRefused
 from tlt_client.channels.sums import xxh3
 
-DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
-          "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool"}
-WIDTHS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
+WIDTHS = {
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
+}
 MAX_HEADER_BYTES = 4 * 2**20  # a tensor takes 100 to 150 of them
 MAX_DIMENSIONS, MAX_DIMENSION = 8, 2**48  # of a tensor
 MAX_NAME = 256  # characters of a tensor's
@@ -31,7 +58,9 @@ class Entry(Struct, frozen=True):
     """What a header says of one tensor."""
 
     dtype: Annotated[str, Meta(max_length=16)]
-    shape: Annotated[list[Annotated[int, Meta(ge=0, le=MAX_DIMENSION)]], Meta(max_length=MAX_DIMENSIONS)]
+    shape: Annotated[
+        list[Annotated[int, Meta(ge=0, le=MAX_DIMENSION)]], Meta(max_length=MAX_DIMENSIONS)
+    ]
     data_offsets: tuple[Annotated[int, Meta(ge=0)], Annotated[int, Meta(ge=0)]]
 
 
@@ -40,30 +69,42 @@ _entry = msgspec.json.Decoder(Entry)
 
 
 def header_bytes(prefix: bytes, whole: int) -> int:
-    """How long the header is of a file of `whole` bytes that begins with these 8. `ValueError` if it has none that may be read."""
+    """How long the header is of a file of `whole` bytes that begins with these 8. `ValueError` if
+    it has none that may be read.
+    """
     size = int.from_bytes(prefix, "little")
     if not 2 <= size <= whole - 8:
         raise ValueError(f"a header of {size} bytes in a file of {whole}")
     if size > MAX_HEADER_BYTES:
-        raise ValueError(f"a header of {size} bytes, the limit is {MAX_HEADER_BYTES}: put the tensors into several files")
+        raise ValueError(
+            f"a header of {size} bytes, the limit is {MAX_HEADER_BYTES}: put the tensors into several files"
+        )
     return size
 
 
 def tensors_of(header: bytes, length: int) -> dict[str, Entry]:
-    """Its entries in the order of their bytes, which are `length`, without a gap. `ValueError` if it is none, or says otherwise.
+    """Its entries in the order of their bytes, which are `length`, without a gap. `ValueError` if
+    it is none, or says otherwise.
 
-    Of a name that comes twice the last entry counts, and bytes that the other one had to itself are a gap.
+    Of a name that comes twice the last entry counts, and bytes that the other one had to itself are
+    a gap.
     """
     try:
-        said = {name: _read(name, entry) for name, entry in _names.decode(header).items() if name != "__metadata__"}
+        said = {
+            name: _read(name, entry)
+            for name, entry in _names.decode(header).items()
+            if name != "__metadata__"
+        }
     except RecursionError:
         raise ValueError("its header has objects within objects") from None
     ordered, end = dict(sorted(said.items(), key=lambda item: item[1].data_offsets)), 0
     for name, entry in ordered.items():
         first, last = entry.data_offsets
         if first != end or last - first != math.prod(entry.shape) * WIDTHS[entry.dtype]:
-            raise ValueError(f"tensor {name[:QUOTED]!r} has bytes {first} to {last}, where {end} is next, and is {entry.dtype} of shape "
-                             f"{entry.shape}")
+            raise ValueError(
+                f"tensor {name[:QUOTED]!r} has bytes {first} to {last}, where {end} is next, and is {entry.dtype} of shape "
+                f"{entry.shape}"
+            )
         end = last
     if end != length:
         raise ValueError(f"it names {end} bytes of tensors and holds {length}")
@@ -72,13 +113,17 @@ def tensors_of(header: bytes, length: int) -> dict[str, Entry]:
 
 def _read(name: str, text: Raw) -> Entry:
     if len(name) > MAX_NAME:
-        raise ValueError(f"a tensor's name has {len(name)} characters, the limit is {MAX_NAME}: {name[:QUOTED]!r}")
+        raise ValueError(
+            f"a tensor's name has {len(name)} characters, the limit is {MAX_NAME}: {name[:QUOTED]!r}"
+        )
     try:
         entry = _entry.decode(text)
     except ValueError as error:
         raise ValueError(f"tensor {name[:QUOTED]!r}: {error}") from None
     if entry.dtype not in WIDTHS:
-        raise ValueError(f"tensor {name[:QUOTED]!r} has dtype {entry.dtype!r}, which no channel carries; use one of {', '.join(WIDTHS)}")
+        raise ValueError(
+            f"tensor {name[:QUOTED]!r} has dtype {entry.dtype!r}, which no channel carries; use one of {', '.join(WIDTHS)}"
+        )
     return entry
 
 
@@ -96,7 +141,12 @@ class File(NamedTuple):
             first, last = said.data_offsets
             with memoryview(self.data) as view:
                 checksum = xxh3(view[self.start + first : self.start + last])
-            yield {"name": prefix + name, "dtype": DTYPES[said.dtype], "shape": said.shape, "checksum": checksum}
+            yield {
+                "name": prefix + name,
+                "dtype": DTYPES[said.dtype],
+                "shape": said.shape,
+                "checksum": checksum,
+            }
 
     def prefixed(self, prefix: str) -> bytes:
         """The file's tensors with other names."""
@@ -112,5 +162,7 @@ def opened(path: Path) -> Iterator[File]:
             start = 8 + header_bytes(data[:8], len(data))
             tensors = tensors_of(data[8:start], len(data) - start)
         except ValueError as error:
-            raise ContentRefused(f"{path}: not a whole safetensors file ({error}); write it again") from None
+            raise ContentRefused(
+                f"{path}: not a whole safetensors file ({error}); write it again"
+            ) from None
         yield File(path, data, tensors, start)

@@ -1,8 +1,10 @@
-"""Process groups between a trainer (rank 0, which hosts the store) and engines: joined, used by pushes, left.
+"""Process groups between a trainer (rank 0, which hosts the store) and engines: joined, used by
+pushes, left.
 
-A group is made of torch's own pieces without its global state, or of NCCL's communicator (`nccl`), so it can be made anew at any time.
-Every wait has an end: what breaks or takes longer than `timeout_s` (joining as a whole, and each broadcast) is `ChannelBroken`, and a group
-that broke is not used again.
+A group is made of torch's own pieces without its global state, or of NCCL's communicator (`nccl`),
+so it can be made anew at any time. Every wait has an end: what breaks or takes longer than
+`timeout_s` (joining as a whole, and each broadcast) is `ChannelBroken`, and a group that broke is
+not used again.
 """
 
 from __future__ import annotations
@@ -57,11 +59,22 @@ class Group:
             raise ContentRefused("backend is nccl, and there is no GPU here; use gloo")
         self.member, self.broken = member, ""
         self.under_way = 0  # broadcasts begun that have not ended
-        self.device = torch.device("cuda", torch.cuda.current_device()) if member.backend == "nccl" else torch.device("cpu")
-        self._timeout, self._until = timedelta(seconds=member.timeout_s), time.monotonic() + member.timeout_s
+        self.device = (
+            torch.device("cuda", torch.cuda.current_device())
+            if member.backend == "nccl"
+            else torch.device("cpu")
+        )
+        self._timeout, self._until = (
+            timedelta(seconds=member.timeout_s),
+            time.monotonic() + member.timeout_s,
+        )
         connects = store is None and not member.unique_id
         with self._bounded("joining"):
-            self._store = connected(member.master_address, member.master_port, member.world_size, self._until) if connects else store
+            self._store = (
+                connected(member.master_address, member.master_port, member.world_size, self._until)
+                if connects
+                else store
+            )
             self._group: Any = self._made()
             if connects:
                 self._store.set_timeout(self._timeout)  # it had what was left of it
@@ -73,7 +86,9 @@ class Group:
         store = self._store
         if self.member.backend == "nccl" and not self.member.prefixed:
             id = self._id()
-            return nccl.Communicator(id, self.member.rank, self.member.world_size, self.device, left(self._until))
+            return nccl.Communicator(
+                id, self.member.rank, self.member.world_size, self.device, left(self._until)
+            )
         if self.member.prefixed:
             for prefix in (self.member.name, f"{self.member.name}/", f"{self.device.type}/"):
                 store = PrefixStore(prefix, store)
@@ -83,10 +98,14 @@ class Group:
             options._timeout = self._timeout
             return distributed.ProcessGroupNCCL(store, rank, size, options)
         options = distributed.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout = timedelta(seconds=left(self._until))  # for joining; a broadcast has its own
+        options._timeout = timedelta(
+            seconds=left(self._until)
+        )  # for joining; a broadcast has its own
         gloo = distributed.ProcessGroupGloo
         local = _is_loopback(self.member.master_address)
-        options._devices = [gloo.create_device(hostname="127.0.0.1") if local else gloo.create_default_device()]
+        options._devices = [
+            gloo.create_device(hostname="127.0.0.1") if local else gloo.create_default_device()
+        ]
         return gloo(store, rank, size, options)
 
     def _id(self) -> bytes:
@@ -99,9 +118,11 @@ class Group:
 
     @property
     def lenient(self) -> bool:
-        """Whether a message of another length than expected arrives all the same: a shorter one unnoticed, a longer one if there is room.
+        """Whether a message of another length than expected arrives all the same: a shorter one
+        unnoticed, a longer one if there is room.
 
-        So it is with gloo and one receiver; with more, receivers pass messages on in the length that they expect themselves.
+        So it is with gloo and one receiver; with more, receivers pass messages on in the length
+        that they expect themselves.
         """
         return self.member.backend == "gloo" and self.member.world_size == 2
 
@@ -116,7 +137,9 @@ class Group:
             return self._group.broadcast([tensor], options)
 
     def end(self, work: Any, given_up: Callable[[], bool] = lambda: False) -> None:
-        """`given_up` is asked meanwhile whether anybody has. No wait of the library is relied upon to have an end."""
+        """`given_up` is asked meanwhile whether anybody has. No wait of the library is relied upon
+        to have an end.
+        """
         with self._bounded("broadcasting"):
             give_up_s = time.monotonic() + self.member.timeout_s
             while not work.is_completed():
@@ -141,21 +164,33 @@ class Group:
             yield
         except (RuntimeError, ValueError) as error:
             member = self.member
-            said = re.sub(r"^\[\S+\] ", "", (str(error).strip().splitlines() or [type(error).__name__])[0])[:120]
-            place = "by its id" if member.unique_id else f"at {member.master_address}:{member.master_port}"
-            self.broken = (f"group {member.name!r} (rank {member.rank} of {member.world_size} {place}, {member.backend}) broke while "
-                           f"{doing}, or {member.timeout_s:g} s passed ({said}); make the group anew and push again")
+            said = re.sub(
+                r"^\[\S+\] ", "", (str(error).strip().splitlines() or [type(error).__name__])[0]
+            )[:120]
+            place = (
+                "by its id"
+                if member.unique_id
+                else f"at {member.master_address}:{member.master_port}"
+            )
+            self.broken = (
+                f"group {member.name!r} (rank {member.rank} of {member.world_size} {place}, {member.backend}) broke while "
+                f"{doing}, or {member.timeout_s:g} s passed ({said}); make the group anew and push again"
+            )
             raise ChannelBroken(self.broken) from None
 
     def close(self, why: str = "was left") -> None:
-        self.broken = self.broken or f"group {self.member.name!r} {why}; make the group anew and push again"
+        self.broken = (
+            self.broken or f"group {self.member.name!r} {why}; make the group anew and push again"
+        )
         if self._group is not None:
             with contextlib.suppress(RuntimeError):
                 self._group.abort()
         held, waits = [self._group], self.under_way > 0
         self._group, self._store, self.under_way = None, None, 0
         if waits:  # gloo lets go of what is under way when its peer does, or when its time is up: so the last one to hold it is a thread
-            with contextlib.suppress(RuntimeError):  # there is none to be had, and it is waited for here
+            with contextlib.suppress(
+                RuntimeError
+            ):  # there is none to be had, and it is waited for here
                 threading.Thread(target=held.clear, name="leave group", daemon=True).start()
 
 
@@ -164,17 +199,21 @@ def host_store(address: str, port: int, world_size: int, timeout_s: float) -> An
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     try:
-        return TCPStore(address, port, world_size, True, timedelta(seconds=timeout_s), wait_for_workers=False)
+        return TCPStore(
+            address, port, world_size, True, timedelta(seconds=timeout_s), wait_for_workers=False
+        )
     except RuntimeError as error:
-        raise ChannelBroken(f"the store at {address}:{port} cannot be hosted ({str(error).splitlines()[0][:120]}); choose another port or "
-                            "address (port 0 = a free one)") from None
+        raise ChannelBroken(
+            f"the store at {address}:{port} cannot be hosted ({str(error).splitlines()[0][:120]}); choose another port or "
+            "address (port 0 = a free one)"
+        ) from None
 
 
 def connected(address: str, port: int, world_size: int, until: float) -> Any:
     """The store that rank 0 hosts, once somebody listens there.
 
-    torch tries twice, each time as long as it may take, and waits for ever for one that accepts and says nothing. So it is asked only when
-    somebody listens, and not waited for beyond `until`.
+    torch tries twice, each time as long as it may take, and waits for ever for one that accepts and
+    says nothing. So it is asked only when somebody listens, and not waited for beyond `until`.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -183,7 +222,9 @@ def connected(address: str, port: int, world_size: int, until: float) -> Any:
     def connect() -> None:
         try:
             _await_listener(address, port, until)
-            made.set_result(TCPStore(address, port, world_size, False, timedelta(seconds=left(until))))
+            made.set_result(
+                TCPStore(address, port, world_size, False, timedelta(seconds=left(until)))
+            )
         except BaseException as error:
             made.set_exception(error)
 
@@ -198,7 +239,9 @@ def _await_listener(address: str, port: int, until: float) -> None:
     while True:
         try:
             with socket.create_connection((address, port), timeout=left(until)) as found:
-                if found.getsockname() != found.getpeername():  # else a port that nobody has was given to us, and answers itself
+                if (
+                    found.getsockname() != found.getpeername()
+                ):  # else a port that nobody has was given to us, and answers itself
                     return
                 raise ConnectionRefusedError("connection refused")
         except OSError as error:
@@ -213,7 +256,9 @@ def left(until: float) -> float:
 
 
 class Groups:
-    """Those that an engine has joined, by name. Any thread. `timeout_s` bounds every wait for the trainer."""
+    """Those that an engine has joined, by name. Any thread. `timeout_s` bounds every wait for the
+    trainer.
+    """
 
     def __init__(self, timeout_s: float = 120.0) -> None:
         self.timeout_s = timeout_s
@@ -223,16 +268,22 @@ class Groups:
 
     @property
     def hold_gpu(self) -> bool:
-        """Whether a kernel of ours is on the GPU until a trainer goes on: who waits for the whole GPU meanwhile waits for that trainer."""
+        """Whether a kernel of ours is on the GPU until a trainer goes on: who waits for the whole
+        GPU meanwhile waits for that trainer.
+        """
         working = [group.member for group in list(self._groups.values()) if group.under_way]
         return any(member.backend == "nccl" for member in [*self._joining, *working])
 
     def join(self, member: Membership) -> None:
-        """Takes until all are there; a group of that name, and those that are broken, are left first."""
+        """Takes until all are there; a group of that name, and those that are broken, are left
+        first.
+        """
         for name in (member.name, *(set(self._groups) - set(self))):
             self.leave(name)
         if len(self._groups) >= MAX_GROUPS:
-            raise ContentRefused(f"{len(self._groups)} groups are joined, the limit is {MAX_GROUPS}; leave one of {sorted(self._groups)}")
+            raise ContentRefused(
+                f"{len(self._groups)} groups are joined, the limit is {MAX_GROUPS}; leave one of {sorted(self._groups)}"
+            )
         self._joining.append(member)
         try:
             group = Group(member)
@@ -258,7 +309,9 @@ class Groups:
     def __getitem__(self, name: str) -> Group:
         group = self._groups.get(name)
         if group is None:
-            raise ChannelBroken(f"there is no group {name[:80]!r}; joined are {sorted(self._groups) or 'none'}: make the group first")
+            raise ChannelBroken(
+                f"there is no group {name[:80]!r}; joined are {sorted(self._groups) or 'none'}: make the group first"
+            )
         return group
 
 

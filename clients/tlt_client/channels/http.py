@@ -1,7 +1,9 @@
-"""Channel `http`: safetensors files in parts over HTTP, in chunks that can be resumed, then a manifest with every tensor's checksum.
+"""Channel `http`: safetensors files in parts over HTTP, in chunks that can be resumed, then a
+manifest with every tensor's checksum.
 
-The server's frontend puts parts into an upload directory that only it writes; the engine's half reads that directory as `disk` reads
-one. The manifest is what the bytes are held against, so it must name each tensor with its checksum.
+The server's frontend puts parts into an upload directory that only it writes; the engine's half
+reads that directory as `disk` reads one. The manifest is what the bytes are held against, so it
+must name each tensor with its checksum.
 """
 
 from __future__ import annotations
@@ -13,7 +15,19 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tlt_client.channels import DRAFTER_PREFIX, Announcement, Batch, Buffers, Intake, Layout, Sender, Tensors, announced, by_role, owner
+from tlt_client.channels import (
+    DRAFTER_PREFIX,
+    Announcement,
+    Batch,
+    Buffers,
+    Intake,
+    Layout,
+    Sender,
+    Tensors,
+    announced,
+    by_role,
+    owner,
+)
 from tlt_client.channels.checkpoint import Files
 from tlt_client.channels.errors import ContentRefused
 from tlt_client.channels.files import opened
@@ -35,18 +49,32 @@ class HttpReceiver:
     def __init__(self, push: Announcement, intake: Intake) -> None:
         assert intake.uploads is not None
         if not (intake.uploads / push.path).is_dir():
-            raise ContentRefused("of this version no part is there; send them by PUT /weights/{version}/{part}.safetensors first. Parts "
-                                 "end with their push or its abort, with a restart of the server, and upload_ttl_s after their last byte")
+            raise ContentRefused(
+                "of this version no part is there; send them by PUT /weights/{version}/{part}.safetensors first. Parts "
+                "end with their push or its abort, with a restart of the server, and upload_ttl_s after their last byte"
+            )
         self._source, self._role = Source(intake.uploads, push.path), push.role
         if not push.tensors:
-            raise ContentRefused("the manifest names no tensors; a push by http names each with its checksum")
+            raise ContentRefused(
+                "the manifest names no tensors; a push by http names each with its checksum"
+            )
         self.names = announced(push, "the manifest")
         self.places = dict.fromkeys(self.names, "the manifest")
-        self._files = Files(self._source, sorted(path.name for path in self._source.path.iterdir() if path.name != CALIBRATION))
-        self.layouts = [Layout(role, _where(part), slot._replace(name=own)) for part, slots in self._files.slots.items()
-                        for slot in slots for role, own in [owner(slot.name, push.role)]]
-        self._pure = {part for part, slots in self._files.slots.items()  # under their own names, so of one role
-                      if all(owner(slot.name, push.role)[1] == slot.name for slot in slots)}
+        self._files = Files(
+            self._source,
+            sorted(path.name for path in self._source.path.iterdir() if path.name != CALIBRATION),
+        )
+        self.layouts = [
+            Layout(role, _where(part), slot._replace(name=own))
+            for part, slots in self._files.slots.items()
+            for slot in slots
+            for role, own in [owner(slot.name, push.role)]
+        ]
+        self._pure = {
+            part
+            for part, slots in self._files.slots.items()  # under their own names, so of one role
+            if all(owner(slot.name, push.role)[1] == slot.name for slot in slots)
+        }
         self.buffers = Buffers(host=self._files.largest)
 
     def file(self, role: str, name: str) -> bytes | None:
@@ -55,7 +83,9 @@ class HttpReceiver:
 
     def batches(self) -> Iterator[Batch]:
         for path, tensors in self._files.batches():
-            yield from by_role(_where(path.name), tensors, self._role, path if path.name in self._pure else None)
+            yield from by_role(
+                _where(path.name), tensors, self._role, path if path.name in self._pure else None
+            )
 
     def confirm(self) -> None:
         self._source.confirm()
@@ -68,14 +98,23 @@ class HttpReceiver:
 
 
 class HttpSender(Sender):
-    """Sends chunks of `chunk_bytes`, of files of at most `max_file_bytes`; a connection that breaks is taken up where the server says.
+    """Sends chunks of `chunk_bytes`, of files of at most `max_file_bytes`; a connection that breaks
+    is taken up where the server says.
 
-    A push that fails for good, or is interrupted, takes back what it has sent, so that it keeps no room from the next one. Not so where
-    the same push may yet succeed (`ConnectionFailed`, an error that is retryable), nor where somebody else had begun to send the version.
+    A push that fails for good, or is interrupted, takes back what it has sent, so that it keeps no
+    room from the next one. Not so where the same push may yet succeed (`ConnectionFailed`, an error
+    that is retryable), nor where somebody else had begun to send the version.
     """
 
-    def __init__(self, client: Client, *, max_file_bytes: int = FILE_BYTES, chunk_bytes: int = CHUNK_BYTES,
-                 on_bytes: OnBytes = lambda part, there, total: None, sleep: Callable[[float], None] = time.sleep) -> None:
+    def __init__(
+        self,
+        client: Client,
+        *,
+        max_file_bytes: int = FILE_BYTES,
+        chunk_bytes: int = CHUNK_BYTES,
+        on_bytes: OnBytes = lambda part, there, total: None,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
         self._client, self._max_file_bytes, self._chunk_bytes = client, max_file_bytes, chunk_bytes
         self._on_bytes, self._sleep = on_bytes, sleep
         self._begun: set[str] = set()  # versions on their way whose first bytes were ours
@@ -88,19 +127,31 @@ class HttpSender(Sender):
                 entries += [entry(name, tensor, checksum=True) for name, tensor in group.items()]
             return self._client.push_weights(version, channel="http", tensors=entries, **fields)
 
-    def push_directory(self, directory: Path, version: str, *, drafter: Path | None = None, **fields: Any) -> Mapping[str, Any]:
-        """Safetensors files as they lie in a directory, or one file; `drafter`: another one's, for the role `all`. Needs no torch."""
+    def push_directory(
+        self, directory: Path, version: str, *, drafter: Path | None = None, **fields: Any
+    ) -> Mapping[str, Any]:
+        """Safetensors files as they lie in a directory, or one file; `drafter`: another one's, for
+        the role `all`. Needs no torch.
+        """
         entries: list[dict[str, Any]] = []
         with self._sending(version):
-            for folder, prefix in ((directory, ""), *([(drafter, DRAFTER_PREFIX)] if drafter is not None else [])):
+            for folder, prefix in (
+                (directory, ""),
+                *([(drafter, DRAFTER_PREFIX)] if drafter is not None else []),
+            ):
                 paths = sorted(folder.glob("*.safetensors")) if folder.is_dir() else [folder]
                 if not paths:
-                    raise ContentRefused(f"{folder} holds no .safetensors file; name a directory that does")
+                    raise ContentRefused(
+                        f"{folder} holds no .safetensors file; name a directory that does"
+                    )
                 for path in paths:
                     with opened(path) as file:
                         of_weights = path.name != CALIBRATION
-                        self.send(version, ("drafter-" if prefix and of_weights else "") + path.name,
-                                  file.prefixed(prefix) if prefix and of_weights else file.data)
+                        self.send(
+                            version,
+                            ("drafter-" if prefix and of_weights else "") + path.name,
+                            file.prefixed(prefix) if prefix and of_weights else file.data,
+                        )
                         entries += file.entries(prefix) if of_weights else ()
             return self._client.push_weights(version, channel="http", tensors=entries, **fields)
 
@@ -110,7 +161,9 @@ class HttpSender(Sender):
         try:
             yield
         except BaseException as error:  # the iterator's own, too, and an interrupt
-            if not isinstance(error, ConnectionFailed) and not (isinstance(error, ServerError) and error.retryable):
+            if not isinstance(error, ConnectionFailed) and not (
+                isinstance(error, ServerError) and error.retryable
+            ):
                 self._take_back(version)
             raise
         self._begun.discard(version)
@@ -122,7 +175,9 @@ class HttpSender(Sender):
                 self._client.abort_weights(version, upload_only=True)
 
     def send(self, version: str, part: str, data: bytes | mmap.mmap | Joined) -> None:
-        """One part, from where the server has it. `ConnectionFailed` when a chunk does not get through in many attempts."""
+        """One part, from where the server has it. `ConnectionFailed` when a chunk does not get
+        through in many attempts.
+        """
         there = failures = 0
         while there < len(data):
             chunk = data[there : there + self._chunk_bytes]
@@ -133,7 +188,9 @@ class HttpSender(Sender):
                     self._begun.add(version)
                 self._on_bytes(part, there, len(data))
             except Conflict:
-                self._begun.discard(version)  # somebody else sends it too, or pushes it, or has ended it
+                self._begun.discard(
+                    version
+                )  # somebody else sends it too, or pushes it, or has ended it
                 raise
             except (ConnectionFailed, ServerError) as error:
                 failures += 1

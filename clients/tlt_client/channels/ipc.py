@@ -1,14 +1,16 @@
-"""Channel `ipc`: a trainer on the engine's host shares memory, and the engine copies buckets out of it; GPU memory or the CPU's.
+"""Channel `ipc`: a trainer on the engine's host shares memory, and the engine copies buckets out of
+it; GPU memory or the CPU's.
 
-Both meet at a socket that the engine makes for this one push: the manifest's `path` names it, in a directory that is the engine's alone.
-Both ends must be of one user. Every message is one struct:
+Both meet at a socket that the engine makes for this one push: the manifest's `path` names it, in a
+directory that is the engine's alone. Both ends must be of one user. Every message is one struct:
 
     trainer: Grant, with the memory's descriptors    once; two buckets take turns in that memory
     trainer: OFFER, sequence, offset, bytes          a bucket is ready; its bytes lie as the manifest's tensors follow one another
     engine:  DONE, sequence                          it is copied, and its place may be used again
     trainer: end of the stream                       nothing follows
 
-What is checked is the engine's copy, so a trainer that goes on writing too early cannot change what was checked.
+What is checked is the engine's copy, so a trainer that goes on writing too early cannot change what
+was checked.
 """
 
 from __future__ import annotations
@@ -24,7 +26,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tlt_client.channels import Announcement, Batch, Buffers, Intake, Sender, Tensors, announced, by_role
+from tlt_client.channels import (
+    Announcement,
+    Batch,
+    Buffers,
+    Intake,
+    Sender,
+    Tensors,
+    announced,
+    by_role,
+)
 from tlt_client.channels.errors import ChannelBroken, ContentRefused, PlaceForbidden
 from tlt_client.channels.line import Line, address, entered
 from tlt_client.channels.memory import Memory, share
@@ -48,13 +59,23 @@ class IpcReceiver:
     def __init__(self, push: Announcement, intake: Intake) -> None:
         assert intake.sockets is not None
         if not push.tensors:
-            raise ContentRefused("the manifest names no tensors; a push by ipc names each with dtype and shape, in order")
+            raise ContentRefused(
+                "the manifest names no tensors; a push by ipc names each with dtype and shape, in order"
+            )
         if not NAME.fullmatch(push.path):
-            raise PlaceForbidden(f"path is {push.path[:80]!r}; by ipc it is a socket's name: 1 to 64 letters, digits, '_' and '-'")
+            raise PlaceForbidden(
+                f"path is {push.path[:80]!r}; by ipc it is a socket's name: 1 to 64 letters, digits, '_' and '-'"
+            )
         slots = [slot(tensor.name, tensor.dtype, tensor.shape) for tensor in push.tensors]
-        self._buckets, self._role, self._timeout_s = list(buckets(slots, push.bucket_bytes)), push.role, intake.timeout_s
+        self._buckets, self._role, self._timeout_s = (
+            list(buckets(slots, push.bucket_bytes)),
+            push.role,
+            intake.timeout_s,
+        )
         self._largest = max(map(size_of, self._buckets))
-        self.buffers = Buffers(self._largest, self._largest)  # one copy, where the trainer's memory turns out to be
+        self.buffers = Buffers(
+            self._largest, self._largest
+        )  # one copy, where the trainer's memory turns out to be
         self.names = announced(push, "the manifest")
         self.places = dict.fromkeys(self.names, "the manifest")
         self._line: Line | None = None
@@ -68,7 +89,9 @@ class IpcReceiver:
         except OSError as error:
             self._listener.close()
             os.close(self._directory)
-            raise ChannelBroken(f"socket {self._name!r} cannot be made in {intake.sockets} ({error}); push by another name") from None
+            raise ChannelBroken(
+                f"socket {self._name!r} cannot be made in {intake.sockets} ({error}); push by another name"
+            ) from None
 
     def file(self, role: str, name: str) -> bytes | None:
         return None
@@ -84,13 +107,17 @@ class IpcReceiver:
             size = size_of(bucket)
             offered, start, length = OFFER.unpack(line.receive(OFFER.size))
             if (offered, length) != (sequence, size) or start + size > memory.grant.size:
-                raise ContentRefused(f"bucket {offered} was offered, {length} bytes from {start} on of {memory.grant.size}, where bucket "
-                                     f"{sequence} of {size} bytes was due; send what the manifest names, in its order")
+                raise ContentRefused(
+                    f"bucket {offered} was offered, {length} bytes from {start} on of {memory.grant.size}, where bucket "
+                    f"{sequence} of {size} bytes was due; send what the manifest names, in its order"
+                )
             try:
                 copy[:size].copy_(memory.view[start : start + size])
                 _settle(copy)
             except RuntimeError as error:
-                raise ChannelBroken(f"bucket {sequence} cannot be copied ({str(error).splitlines()[0]}); push again") from None
+                raise ChannelBroken(
+                    f"bucket {sequence} cannot be copied ({str(error).splitlines()[0]}); push again"
+                ) from None
             line.send(DONE.pack(sequence))
             yield from by_role(f"bucket {sequence + 1}", unpacked(bucket, copy[:size]), self._role)
 
@@ -104,8 +131,10 @@ class IpcReceiver:
                 break
             except OSError as error:
                 if not isinstance(error, TimeoutError) or time.monotonic() > give_up_s:
-                    raise ChannelBroken(f"no trainer came to socket {self._name!r} within {self._timeout_s:g} s ({error}); push "
-                                        "again") from None
+                    raise ChannelBroken(
+                        f"no trainer came to socket {self._name!r} within {self._timeout_s:g} s ({error}); push "
+                        "again"
+                    ) from None
         try:
             return Line(connection, self._timeout_s)
         except PlaceForbidden:
@@ -139,27 +168,60 @@ class IpcReceiver:
 
 
 class IpcSender(Sender):
-    """Takes memory for two buckets while it pushes: on the GPU where tensors are on one, else the CPU's."""
+    """Takes memory for two buckets while it pushes: on the GPU where tensors are on one, else the
+    CPU's.
+    """
 
-    def __init__(self, client: Client, *, bucket_bytes: int = BUCKET_BYTES, checksums: bool = False, timeout_s: float = 120.0) -> None:
-        """`checksums`: the manifest declares them, which takes a trainer about a second per gigabyte on a CPU, hardly any time on a GPU."""
-        self._client, self._bucket_bytes, self._checksums, self._timeout_s = client, bucket_bytes, checksums, timeout_s
+    def __init__(
+        self,
+        client: Client,
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
+        checksums: bool = False,
+        timeout_s: float = 120.0,
+    ) -> None:
+        """`checksums`: the manifest declares them, which takes a trainer about a second per
+        gigabyte on a CPU, hardly any time on a GPU.
+        """
+        self._client, self._bucket_bytes, self._checksums, self._timeout_s = (
+            client,
+            bucket_bytes,
+            checksums,
+            timeout_s,
+        )
 
     def _push(self, tensors: Tensors, version: str, **fields: Any) -> Mapping[str, Any]:
         import torch
 
         held = {name: tensor.detach().contiguous() for name, tensor in tensors}
         entries = [entry(name, tensor, checksum=self._checksums) for name, tensor in held.items()]
-        cut = list(buckets([slot(said["name"], said["dtype"], said["shape"]) for said in entries], self._bucket_bytes))
+        cut = list(
+            buckets(
+                [slot(said["name"], said["dtype"], said["shape"]) for said in entries],
+                self._bucket_bytes,
+            )
+        )
         directory, name = self._client.weights()["sockets"], secrets.token_hex(16)
         if not directory:
-            raise PlaceForbidden("this server takes no weights by ipc; start it with ipc among its --weight-channels")
-        device = next((tensor.device for tensor in held.values() if tensor.device.type == "cuda"), torch.device("cpu"))
+            raise PlaceForbidden(
+                "this server takes no weights by ipc; start it with ipc among its --weight-channels"
+            )
+        device = next(
+            (tensor.device for tensor in held.values() if tensor.device.type == "cuda"),
+            torch.device("cpu"),
+        )
         memory = share(2 * max(1, *map(size_of, cut)), device)
         try:
             with ThreadPoolExecutor(1) as pool:
-                reply = pool.submit(self._client.push_weights, version, channel="ipc", path=name, tensors=entries,
-                                    bucket_bytes=self._bucket_bytes, **fields)
+                reply = pool.submit(
+                    self._client.push_weights,
+                    version,
+                    channel="ipc",
+                    path=name,
+                    tensors=entries,
+                    bucket_bytes=self._bucket_bytes,
+                    **fields,
+                )
                 try:
                     line = self._connected(Path(directory), name, reply)
                     try:
@@ -174,7 +236,9 @@ class IpcSender(Sender):
             memory.close()  # the push has ended, so the engine has closed it
 
     def _connected(self, directory: Path, name: str, reply: Future[Mapping[str, Any]]) -> Line:
-        """The engine makes the socket when it begins to stage, which may be after what runs has ended."""
+        """The engine makes the socket when it begins to stage, which may be after what runs has
+        ended.
+        """
         descriptor = entered(directory)
         try:
             while not reply.done():
@@ -182,14 +246,21 @@ class IpcSender(Sender):
                 try:
                     connection.connect(address(descriptor, name))
                     return Line(connection, self._timeout_s)
-                except (FileNotFoundError, ConnectionRefusedError):  # not there, or not listening yet
+                except (
+                    FileNotFoundError,
+                    ConnectionRefusedError,
+                ):  # not there, or not listening yet
                     connection.close()
                     time.sleep(POLL_S)
         finally:
             os.close(descriptor)
-        raise ChannelBroken("the server has ended the push before its socket was reached; push again")
+        raise ChannelBroken(
+            "the server has ended the push before its socket was reached; push again"
+        )
 
-    def _send(self, line: Line, memory: Memory, cut: Sequence[list[Slot]], held: Mapping[str, Tensor]) -> None:
+    def _send(
+        self, line: Line, memory: Memory, cut: Sequence[list[Slot]], held: Mapping[str, Tensor]
+    ) -> None:
         import torch
 
         line.send(memory.grant.packed(), memory.descriptors)
@@ -198,7 +269,9 @@ class IpcSender(Sender):
                 _await_done(line, sequence - 2)
             start = end = sequence % 2 * (memory.grant.size // 2)
             for piece in bucket:
-                memory.view[end : end + piece.bytes].copy_(held[piece.name].reshape(-1).view(torch.uint8))
+                memory.view[end : end + piece.bytes].copy_(
+                    held[piece.name].reshape(-1).view(torch.uint8)
+                )
                 end += piece.bytes
             _settle(memory.view)
             self._offer(line, memory, sequence, start, end - start)
@@ -216,7 +289,9 @@ class IpcSender(Sender):
 def _await_done(line: Line, sequence: int) -> None:
     (done,) = DONE.unpack(line.receive(DONE.size))
     if done != sequence:
-        raise ChannelBroken(f"the server says that it has bucket {done}, and {sequence} is due; push again")
+        raise ChannelBroken(
+            f"the server says that it has bucket {done}, and {sequence} is due; push again"
+        )
 
 
 def _settle(view: Tensor) -> None:

@@ -1,6 +1,8 @@
-"""A local connection of two processes of one user: where they meet, and messages that are one struct each.
+"""A local connection of two processes of one user: where they meet, and messages that are one
+struct each.
 
-They meet at a socket in a directory which the server has made for its user alone; both ends look at whose it is, and at who the other is.
+They meet at a socket in a directory which the server has made for its user alone; both ends look at
+whose it is, and at who the other is.
 """
 
 from __future__ import annotations
@@ -23,21 +25,29 @@ PEER = struct.Struct("3i")  # process, user, group
 
 
 def made_directory(within: Path | None = None) -> Path:
-    """For an engine's sockets; goes with the process, and after one that was killed with `within`, which is somebody else's."""
+    """For an engine's sockets; goes with the process, and after one that was killed with `within`,
+    which is somebody else's.
+    """
     directory = Path(tempfile.mkdtemp(prefix="tlt-ipc-", dir=within))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     return directory
 
 
 class Line:
-    """A connection of two processes of one user. What breaks it, or takes longer than `timeout_s`, is `ChannelBroken`."""
+    """A connection of two processes of one user. What breaks it, or takes longer than `timeout_s`,
+    is `ChannelBroken`.
+    """
 
     def __init__(self, connection: socket.socket, timeout_s: float) -> None:
         self._connection, self._timeout_s = connection, timeout_s
         connection.settimeout(timeout_s)
-        _, user, _ = PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size))
+        _, user, _ = PEER.unpack(
+            connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size)
+        )
         if user != os.geteuid():
-            raise PlaceForbidden(f"the other end runs as user {user}, this one as {os.geteuid()}; run trainer and server as one user")
+            raise PlaceForbidden(
+                f"the other end runs as user {user}, this one as {os.geteuid()}; run trainer and server as one user"
+            )
 
     def send(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
         with self._bounded("sending"):
@@ -50,7 +60,9 @@ class Line:
 
     def receive_memory(self) -> Memory:
         with self._bounded("receiving"):
-            data, descriptors, _, _ = socket.recv_fds(self._connection, GRANT.size + 1, 1, socket.MSG_CMSG_CLOEXEC)
+            data, descriptors, _, _ = socket.recv_fds(
+                self._connection, GRANT.size + 1, 1, socket.MSG_CMSG_CLOEXEC
+            )
         try:
             return opened(Grant.parsed(self._whole(data, GRANT.size)), descriptors)
         finally:
@@ -65,7 +77,9 @@ class Line:
     def receive_end(self) -> None:
         with self._bounded("receiving the end"):
             if self._connection.recv(1):
-                raise ContentRefused("more came than the manifest names; send its buckets, each once, and end the stream")
+                raise ContentRefused(
+                    "more came than the manifest names; send its buckets, each once, and end the stream"
+                )
 
     def stop(self) -> None:
         """From another thread: whoever waits here finds the other side gone, and so does that."""
@@ -77,8 +91,11 @@ class Line:
 
     def _whole(self, data: bytes, size: int) -> bytes:
         if len(data) != size:
-            raise ChannelBroken(f"a message of {len(data)} bytes came where {size} were due; push again" if data else
-                                "the other side has gone in the middle of a push; push again")
+            raise ChannelBroken(
+                f"a message of {len(data)} bytes came where {size} were due; push again"
+                if data
+                else "the other side has gone in the middle of a push; push again"
+            )
         return data
 
     @contextlib.contextmanager
@@ -86,7 +103,9 @@ class Line:
         try:
             yield
         except OSError as error:
-            raise ChannelBroken(f"the connection broke while {doing}, or {self._timeout_s:g} s passed ({error}); push again") from None
+            raise ChannelBroken(
+                f"the connection broke while {doing}, or {self._timeout_s:g} s passed ({error}); push again"
+            ) from None
 
 
 def entered(directory: Path) -> int:
@@ -94,13 +113,17 @@ def entered(directory: Path) -> int:
     try:
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError as error:
-        raise ChannelBroken(f"the server's directory of sockets, {directory}, cannot be entered ({error.strerror}); by ipc trainer and "
-                            "server run on one host, in one container, as one user") from None
+        raise ChannelBroken(
+            f"the server's directory of sockets, {directory}, cannot be entered ({error.strerror}); by ipc trainer and "
+            "server run on one host, in one container, as one user"
+        ) from None
     found = os.fstat(descriptor)
     if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
         os.close(descriptor)
-        raise PlaceForbidden(f"{directory} is open to others (user {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o}); restart the "
-                             "server, which makes it for its user alone, and run the trainer as that user")
+        raise PlaceForbidden(
+            f"{directory} is open to others (user {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o}); restart the "
+            "server, which makes it for its user alone, and run the trainer as that user"
+        )
     return descriptor
 
 

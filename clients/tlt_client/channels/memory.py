@@ -1,8 +1,10 @@
-"""Memory of one process that another one on the same host reads: on a CPU a sealed memory file, on a GPU an allocation with its IPC handle.
+"""Memory of one process that another one on the same host reads: on a CPU a sealed memory file, on
+a GPU an allocation with its IPC handle.
 
-Who has it calls `share`, sends the `Grant` and the descriptors, and writes `view`; who reads calls `opened` with both. `close` on the
-reader's side comes first. A sealed file keeps its size, so a reader can never be cut off from it; a GPU's handle names the base of an
-allocation, so each is made by the driver's own allocator and belongs to nobody else.
+Who has it calls `share`, sends the `Grant` and the descriptors, and writes `view`; who reads calls
+`opened` with both. `close` on the reader's side comes first. A sealed file keeps its size, so a
+reader can never be cut off from it; a GPU's handle names the base of an allocation, so each is made
+by the driver's own allocator and belongs to nobody else.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ if TYPE_CHECKING:
 
 GRANT = struct.Struct("<4sI16s64sQ")
 MAGIC = b"TLTM"
-GRAIN_BYTES = 2 * 2**20  # of a GPU's allocations: a smaller one may share its block, and the handle, with others
+GRAIN_BYTES = (
+    2 * 2**20
+)  # of a GPU's allocations: a smaller one may share its block, and the handle, with others
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -44,7 +48,9 @@ class Grant(NamedTuple):
     def parsed(cls, data: bytes) -> Grant:
         magic, *fields = GRANT.unpack(data)
         if magic != MAGIC:
-            raise ContentRefused(f"a grant begins with {magic!r}, not with {MAGIC!r}; install the server's version of tlt-client")
+            raise ContentRefused(
+                f"a grant begins with {magic!r}, not with {MAGIC!r}; install the server's version of tlt-client"
+            )
         return cls(*fields)
 
 
@@ -81,12 +87,19 @@ class HostMemory:
     def open(cls, grant: Grant, descriptors: Sequence[int]) -> HostMemory:
         try:
             (descriptor,) = descriptors
-            sealed, size = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS == SEALS, os.fstat(descriptor).st_size
+            sealed, size = (
+                fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS == SEALS,
+                os.fstat(descriptor).st_size,
+            )
         except (ValueError, OSError) as error:
-            raise ContentRefused(f"{len(descriptors)} descriptors came with the memory ({error}); send one, of a memory file") from None
+            raise ContentRefused(
+                f"{len(descriptors)} descriptors came with the memory ({error}); send one, of a memory file"
+            ) from None
         if not sealed or size != grant.size:
-            raise ContentRefused(f"the memory file has {size} bytes and was granted with {grant.size}, or it can still be resized; seal "
-                                 "it at that size")
+            raise ContentRefused(
+                f"the memory file has {size} bytes and was granted with {grant.size}, or it can still be resized; seal "
+                "it at that size"
+            )
         return cls(os.dup(descriptor), size, mmap.MAP_PRIVATE)
 
     def close(self) -> None:
@@ -117,10 +130,16 @@ class CudaMemory:
     def open(cls, grant: Grant, descriptors: Sequence[int]) -> CudaMemory:
         import torch
 
-        visible = {_uuid(index): index for index in range(torch.cuda.device_count())} if torch.cuda.is_available() else {}
+        visible = (
+            {_uuid(index): index for index in range(torch.cuda.device_count())}
+            if torch.cuda.is_available()
+            else {}
+        )
         if grant.device not in visible:
-            raise ContentRefused(f"the tensors are on GPU {uuid.UUID(bytes=grant.device)}, which the engine does not see "
-                                 f"({len(visible)} others); serve with it in CUDA_VISIBLE_DEVICES, or push tensors of the CPU")
+            raise ContentRefused(
+                f"the tensors are on GPU {uuid.UUID(bytes=grant.device)}, which the engine does not see "
+                f"({len(visible)} others); serve with it in CUDA_VISIBLE_DEVICES, or push tensors of the CPU"
+            )
         device = torch.device("cuda", visible[grant.device])
         with _calls(device):
             pointer = cuda.opened(grant.handle)
@@ -140,8 +159,10 @@ class CudaMemory:
 def check_inside(granted: cuda.Range, allocation: cuda.Range) -> None:
     """What a trainer says of its memory is not believed."""
     if not 0 < granted.size or not allocation.holds(granted):
-        raise ContentRefused(f"{granted.size} bytes of a GPU's memory were granted, but the allocation behind the handle has "
-                             f"{allocation.base + allocation.size - granted.base} from there on; grant no more than is allocated")
+        raise ContentRefused(
+            f"{granted.size} bytes of a GPU's memory were granted, but the allocation behind the handle has "
+            f"{allocation.base + allocation.size - granted.base} from there on; grant no more than is allocated"
+        )
 
 
 @contextlib.contextmanager
@@ -153,11 +174,15 @@ def _calls(device: torch.device) -> Iterator[None]:
         with torch.cuda.device(device):
             yield
     except RuntimeError as error:
-        raise ChannelBroken(f"{error}; trainer and engine must run on one host, in one container, and the GPU must have room; else push by "
-                            "another channel, or tensors of the CPU") from None
+        raise ChannelBroken(
+            f"{error}; trainer and engine must run on one host, in one container, and the GPU must have room; else push by "
+            "another channel, or tensors of the CPU"
+        ) from None
 
 
-KINDS: dict[int, type[HostMemory] | type[CudaMemory]] = {kind.kind: kind for kind in (HostMemory, CudaMemory)}
+KINDS: dict[int, type[HostMemory] | type[CudaMemory]] = {
+    kind.kind: kind for kind in (HostMemory, CudaMemory)
+}
 
 
 def share(size: int, device: torch.device) -> Memory:
@@ -167,7 +192,9 @@ def share(size: int, device: torch.device) -> Memory:
 def opened(grant: Grant, descriptors: Sequence[int]) -> Memory:
     """The descriptors stay the caller's."""
     if grant.kind not in KINDS:
-        raise ContentRefused(f"memory is of kind {grant.kind}, known are {sorted(KINDS)}; install the server's version of tlt-client")
+        raise ContentRefused(
+            f"memory is of kind {grant.kind}, known are {sorted(KINDS)}; install the server's version of tlt-client"
+        )
     return KINDS[grant.kind].open(grant, descriptors)
 
 
@@ -175,7 +202,12 @@ class _Bytes:
     """An address for torch, which makes a view of it without a copy."""
 
     def __init__(self, pointer: int, size: int) -> None:
-        self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (pointer, False), "version": 3}
+        self.__cuda_array_interface__ = {
+            "shape": (size,),
+            "typestr": "|u1",
+            "data": (pointer, False),
+            "version": 3,
+        }
 
 
 def _uuid(index: int | None) -> bytes:

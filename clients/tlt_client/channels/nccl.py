@@ -1,8 +1,10 @@
-"""A communicator of NCCL through the library that torch ships, as trainers make one that drive vLLM: from the 128 bytes of its id.
+"""A communicator of NCCL through the library that torch ships, as trainers make one that drive
+vLLM: from the 128 bytes of its id.
 
-Rank 0 lays the id into the group's store, or hands it over by other means; then all ranks add up one number, and rank 0 broadcasts. The
-communicator is a non-blocking one and has a stream of its own, so every wait has an end and nothing else on the GPU waits for a trainer.
-It answers the calls that torch's process groups answer; what fails is a `RuntimeError`.
+Rank 0 lays the id into the group's store, or hands it over by other means; then all ranks add up
+one number, and rank 0 broadcasts. The communicator is a non-blocking one and has a stream of its
+own, so every wait has an end and nothing else on the GPU waits for a trainer. It answers the calls
+that torch's process groups answer; what fails is a `RuntimeError`.
 """
 
 from __future__ import annotations
@@ -23,9 +25,14 @@ if TYPE_CHECKING:
 
 ID_BYTES = 128
 KEY = "broadcast_from/0/0"  # of the id in a store
-# A store's message with an id as Python writes such a structure, of which nothing is read but these bytes: it is never unpickled.
+# A store's message with an id as Python writes such a structure, of which nothing is read but these
+# bytes: it is never unpickled.
 MEMO = rb"(?:\x94|q.)"
-WRITTEN = re.compile(rb"\x80[\x03-\x05].{0,400}?ncclUniqueId.{0,16}?C\x80(.{128})%b\x86%b\x86%bR%b\." % (MEMO, MEMO, MEMO, MEMO), re.DOTALL)
+WRITTEN = re.compile(
+    rb"\x80[\x03-\x05].{0,400}?ncclUniqueId.{0,16}?C\x80(.{128})%b\x86%b\x86%bR%b\."
+    % (MEMO, MEMO, MEMO, MEMO),
+    re.DOTALL,
+)
 SUCCESS, INVALID_USAGE, IN_PROGRESS = 0, 5, 7  # of ncclResult_t
 UINT8, FLOAT32, SUM = 1, 7, 0  # of ncclDataType_t and ncclRedOp_t
 POLL_S = 0.0002
@@ -41,15 +48,19 @@ def id_in(message: bytes) -> bytes:
     """Of what rank 0 has laid into the store: the id, or as vLLM's trainers write it."""
     found = WRITTEN.fullmatch(message)
     if len(message) != ID_BYTES and found is None:
-        raise ContentRefused(f"the store has {len(message)} bytes as {KEY!r}, which are no id of NCCL; let rank 0 lay its {ID_BYTES} bytes "
-                             "there, or send them as nccl_unique_id_b64")
+        raise ContentRefused(
+            f"the store has {len(message)} bytes as {KEY!r}, which are no id of NCCL; let rank 0 lay its {ID_BYTES} bytes "
+            "there, or send them as nccl_unique_id_b64"
+        )
     return found[1] if found is not None else message
 
 
 class Communicator:
     """Joined once constructed, together with all others."""
 
-    def __init__(self, id: bytes, rank: int, size: int, device: torch.device, timeout_s: float) -> None:
+    def __init__(
+        self, id: bytes, rank: int, size: int, device: torch.device, timeout_s: float
+    ) -> None:
         """`timeout_s` bounds the joining as a whole."""
         import torch
 
@@ -58,13 +69,23 @@ class Communicator:
         with torch.cuda.device(device):
             self._stream = torch.cuda.Stream(device)
             one = torch.zeros(1, device=device)
-            _check(self._library.ncclCommInitRankConfig(ctypes.byref(self._joined), size, _Id.from_buffer_copy(id), rank,
-                                                        ctypes.byref(config)))
+            _check(
+                self._library.ncclCommInitRankConfig(
+                    ctypes.byref(self._joined),
+                    size,
+                    _Id.from_buffer_copy(id),
+                    rank,
+                    ctypes.byref(config),
+                )
+            )
         until = time.monotonic() + timeout_s
         try:
             self._until(lambda: self._state() == SUCCESS, timeout_s)
-            summed = self._begin(lambda stream: self._library.ncclAllReduce(
-                one.data_ptr(), one.data_ptr(), 1, FLOAT32, SUM, self._joined, stream))
+            summed = self._begin(
+                lambda stream: self._library.ncclAllReduce(
+                    one.data_ptr(), one.data_ptr(), 1, FLOAT32, SUM, self._joined, stream
+                )
+            )
             summed.wait(timedelta(seconds=until - time.monotonic()))
         except RuntimeError:
             self.abort()
@@ -73,8 +94,17 @@ class Communicator:
     def broadcast(self, tensors: Sequence[Tensor], options: Any) -> Work:
         """The root's bytes into everybody's one tensor."""
         (tensor,) = tensors
-        return self._begin(lambda stream: self._library.ncclBroadcast(
-            tensor.data_ptr(), tensor.data_ptr(), tensor.nbytes, UINT8, options.rootRank, self._joined, stream))
+        return self._begin(
+            lambda stream: self._library.ncclBroadcast(
+                tensor.data_ptr(),
+                tensor.data_ptr(),
+                tensor.nbytes,
+                UINT8,
+                options.rootRank,
+                self._joined,
+                stream,
+            )
+        )
 
     def abort(self) -> None:
         """Ends what is under way, too."""
@@ -108,7 +138,12 @@ class Communicator:
 class Work:
     """What was begun last; nothing else begins before it has ended."""
 
-    def __init__(self, stream: torch.cuda.Stream, state: Callable[[], int], until: Callable[[Callable[[], bool], float], None]) -> None:
+    def __init__(
+        self,
+        stream: torch.cuda.Stream,
+        state: Callable[[], int],
+        until: Callable[[Callable[[], bool], float], None],
+    ) -> None:
         self._stream, self._state, self._until = stream, state, until
         self._event: torch.cuda.Event | None = None  # behind it, once it is on the stream
 
@@ -132,7 +167,12 @@ class _Id(ctypes.Structure):
 class _Config(ctypes.Structure):
     """ncclConfig_t as of version 2.14, which later versions take as such."""
 
-    _fields_ = [("size", ctypes.c_size_t), ("magic", ctypes.c_uint), ("version", ctypes.c_uint), ("blocking", ctypes.c_int)]
+    _fields_ = [
+        ("size", ctypes.c_size_t),
+        ("magic", ctypes.c_uint),
+        ("version", ctypes.c_uint),
+        ("blocking", ctypes.c_int),
+    ]
 
 
 @cache
@@ -144,19 +184,48 @@ def _library() -> ctypes.CDLL:
     try:
         library = ctypes.CDLL("libnccl.so.2")
     except OSError as error:
-        raise ContentRefused(f"torch here has no NCCL ({error}); make the group with backend gloo") from None
+        raise ContentRefused(
+            f"torch here has no NCCL ({error}); make the group with backend gloo"
+        ) from None
     pointer, number = ctypes.c_void_p, ctypes.c_int
     library.ncclGetUniqueId.argtypes = [ctypes.POINTER(_Id)]
-    library.ncclCommInitRankConfig.argtypes = [ctypes.POINTER(pointer), number, _Id, number, ctypes.POINTER(_Config)]
+    library.ncclCommInitRankConfig.argtypes = [
+        ctypes.POINTER(pointer),
+        number,
+        _Id,
+        number,
+        ctypes.POINTER(_Config),
+    ]
     library.ncclCommGetAsyncError.argtypes = [pointer, ctypes.POINTER(number)]
-    library.ncclAllReduce.argtypes = [pointer, pointer, ctypes.c_size_t, number, number, pointer, pointer]
-    library.ncclBroadcast.argtypes = [pointer, pointer, ctypes.c_size_t, number, number, pointer, pointer]
+    library.ncclAllReduce.argtypes = [
+        pointer,
+        pointer,
+        ctypes.c_size_t,
+        number,
+        number,
+        pointer,
+        pointer,
+    ]
+    library.ncclBroadcast.argtypes = [
+        pointer,
+        pointer,
+        ctypes.c_size_t,
+        number,
+        number,
+        pointer,
+        pointer,
+    ]
     library.ncclCommAbort.argtypes = [pointer]
-    library.ncclGetErrorString.argtypes, library.ncclGetErrorString.restype = [number], ctypes.c_char_p
+    library.ncclGetErrorString.argtypes, library.ncclGetErrorString.restype = (
+        [number],
+        ctypes.c_char_p,
+    )
     return library
 
 
 def _check(result: int) -> None:
     if result not in (SUCCESS, IN_PROGRESS):
-        advice = "; ranks need a GPU each: on one GPU push by ipc" if result == INVALID_USAGE else ""
+        advice = (
+            "; ranks need a GPU each: on one GPU push by ipc" if result == INVALID_USAGE else ""
+        )
         raise RuntimeError(f"NCCL: {_library().ncclGetErrorString(result).decode()}{advice}")

@@ -1,10 +1,13 @@
-"""Sums of tensors: `mix64`, by which this server names what it holds, of values, quick on any device and the same on all; `xxh3` of bytes,
-which a trainer's half declares on the host, where nothing in torch sums as fast as memory is read.
+"""Sums of tensors: `mix64`, by which this server names what it holds, of values, quick on any
+device and the same on all; `xxh3` of bytes, which a trainer's half declares on the host, where
+nothing in torch sums as fast as memory is read.
 
-`mix64:<16 hex digits>` of n elements u_0 .. u_{n-1}, all modulo 2^64: mix(n + sum over i of mix(u_i + (i + 1) * G)), where u is the 32 bits
-of a float32 value, whatever the type that it is stored in, or the 64 bits of an integer; mix is the finalizer of SplitMix64 (Steele, Lea,
-Flood 2014) and G its increment. Addition has no order, so a device may add as it likes. It tells faults and versions apart, up to one
-chance in 2^64. Neither withstands somebody who looks for two tensors of one sum: for that a manifest may name sha256.
+`mix64:<16 hex digits>` of n elements u_0 .. u_{n-1}, all modulo 2^64: mix(n + sum over i of mix(u_i
++ (i + 1) * G)), where u is the 32 bits of a float32 value, whatever the type that it is stored in,
+or the 64 bits of an integer; mix is the finalizer of SplitMix64 (Steele, Lea, Flood 2014) and G its
+increment. Addition has no order, so a device may add as it likes. It tells faults and versions
+apart, up to one chance in 2^64. Neither withstands somebody who looks for two tensors of one sum:
+for that a manifest may name sha256.
 """
 
 from __future__ import annotations
@@ -23,7 +26,9 @@ _CHUNK = 1 << 22  # elements at once
 
 
 def mix64(tensor: Tensor) -> str:
-    """Of a tensor on any device, with torch alone. Raises `TypeError` for complex and quantized types."""
+    """Of a tensor on any device, with torch alone. Raises `TypeError` for complex and quantized
+    types.
+    """
     import torch
 
     flat = tensor.detach().reshape(-1)
@@ -32,7 +37,11 @@ def mix64(tensor: Tensor) -> str:
     total = 0
     for start in range(0, len(flat), _CHUNK):
         part = flat[start : start + _CHUNK]
-        bits = part.float().view(torch.int32).long() & 0xFFFFFFFF if part.is_floating_point() else part.long()
+        bits = (
+            part.float().view(torch.int32).long() & 0xFFFFFFFF
+            if part.is_floating_point()
+            else part.long()
+        )
         index = torch.arange(start + 1, start + 1 + len(part), device=part.device)
         total += int(_mixed(bits + index * _signed(GOLDEN)).sum())
     return finished(total, len(flat))

@@ -39,7 +39,11 @@ def raw(tensor: Tensor) -> memoryview:
 
 def entry(name: str, tensor: Tensor, *, checksum: bool) -> dict[str, Any]:
     """As a manifest names it."""
-    said: dict[str, Any] = {"name": name, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+    said: dict[str, Any] = {
+        "name": name,
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "shape": list(tensor.shape),
+    }
     if checksum:
         said["checksum"] = _checksum(tensor)
     return said
@@ -57,13 +61,17 @@ def dtype_named(name: str, tensor: str) -> torch.dtype:
     plain = name.removeprefix("torch.")
     if plain not in DTYPES.values():
         known = ", ".join(DTYPES.values())
-        raise ContentRefused(f"tensor {tensor!r} has dtype {name[:40]!r}, which no channel carries; use one of {known}")
+        raise ContentRefused(
+            f"tensor {tensor!r} has dtype {name[:40]!r}, which no channel carries; use one of {known}"
+        )
     dtype: torch.dtype = getattr(torch, plain)
     return dtype
 
 
 def files(tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[dict[str, Tensor]]:
-    """Contiguous tensors on the host, grouped in their order into files of at most `max_bytes`; a larger tensor has one of its own."""
+    """Contiguous tensors on the host, grouped in their order into files of at most `max_bytes`; a
+    larger tensor has one of its own.
+    """
     group: dict[str, Tensor] = {}
     size = 0
     for name, tensor in tensors:
@@ -83,7 +91,11 @@ def written(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     header, end = {}, 0
     for name, tensor in tensors.items():
         dtype = code[str(dtype_named(str(tensor.dtype), name)).removeprefix("torch.")]
-        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [end, end := end + tensor.nbytes]}
+        header[name] = {
+            "dtype": dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [end, end := end + tensor.nbytes],
+        }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
@@ -91,7 +103,9 @@ def written(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
 
 
 class Joined:
-    """Bytes that lie in several places, read as one: a slice is a copy of what it spans, and nothing else is copied."""
+    """Bytes that lie in several places, read as one: a slice is a copy of what it spans, and
+    nothing else is copied.
+    """
 
     def __init__(self, pieces: Iterable[bytes | memoryview]) -> None:
         self._pieces = [piece for piece in pieces if len(piece)]
@@ -115,16 +129,22 @@ class Joined:
 def slot(name: str, dtype: str, shape: Sequence[int] | None) -> Slot:
     """Of a tensor that a manifest names."""
     if not dtype or shape is None:
-        raise ContentRefused(f"tensor {name!r} has dtype {dtype!r} and shape {shape}; a push whose tensors come as raw bytes says both")
+        raise ContentRefused(
+            f"tensor {name!r} has dtype {dtype!r} and shape {shape}; a push whose tensors come as raw bytes says both"
+        )
     kind = dtype_named(dtype, name)
     size = math.prod(shape) * kind.itemsize
     if size > MAX_TENSOR_BYTES:
-        raise ContentRefused(f"tensor {name!r} has shape {list(shape)}, which takes {size} bytes; the limit is {MAX_TENSOR_BYTES}")
+        raise ContentRefused(
+            f"tensor {name!r} has shape {list(shape)}, which takes {size} bytes; the limit is {MAX_TENSOR_BYTES}"
+        )
     return Slot(name, kind, tuple(shape), size)
 
 
 def buckets(slots: Sequence[Slot], bucket_bytes: int | None) -> Iterator[list[Slot]]:
-    """How tensors are cut into buckets: one closes after the tensor that takes it over `bucket_bytes`; None: one each."""
+    """How tensors are cut into buckets: one closes after the tensor that takes it over
+    `bucket_bytes`; None: one each.
+    """
     bucket: list[Slot] = []
     size = 0
     for slot in slots:
@@ -146,6 +166,8 @@ def unpacked(bucket: Sequence[Slot], data: Tensor) -> dict[str, Tensor]:
     tensors, start = {}, 0
     for slot in bucket:
         own = data[start : start + slot.bytes]
-        tensors[slot.name] = (own.clone() if start % slot.dtype.itemsize else own).view(slot.dtype).view(slot.shape)
+        tensors[slot.name] = (
+            (own.clone() if start % slot.dtype.itemsize else own).view(slot.dtype).view(slot.shape)
+        )
         start += slot.bytes
     return tensors

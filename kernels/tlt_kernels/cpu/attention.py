@@ -1,17 +1,21 @@
-"""Paged tree attention: per (row, KV head), chunks of 64 absolute key positions, merged in chunk order.
+"""Paged tree attention: per (row, KV head), chunks of 64 absolute key positions, merged in chunk
+order.
 
-Called by the `cpu` attention backend. A row's bits depend on its own query, position and visible keys only. Rows of one request
-form a tile: the chunks that all of them see whole, committed, are loaded once for the tile; what remains is done row by row, with
-keys found through the row's own slots, so a draft ancestor stands where it will stand once it is committed. Both take the
-same compiled code, which handles two queries at a time and gives either the same bits whoever its partner is.
+Called by the `cpu` attention backend. A row's bits depend on its own query, position and visible
+keys only. Rows of one request form a tile: the chunks that all of them see whole, committed, are
+loaded once for the tile; what remains is done row by row, with keys found through the row's own
+slots, so a draft ancestor stands where it will stand once it is committed. Both take the same
+compiled code, which handles two queries at a time and gives either the same bits whoever its
+partner is.
 
-Threads: the kernel is single-threaded and releases the GIL; the backend cuts large calls by rows over a small pool of
-Python threads. numba's parallel loops are not used: they would compile the row a second time, with bits of its own, and
-bring a third pool of workers beside torch's OpenMP. Measured between torch products on two busy cores, 64 rows of 640
-keys, median of the whole: 1.7 to 2.0 ms by this pool, 1.7 to 3.4 by numba's omp and workqueue layers, 1.6 to 2.3 single-threaded.
+Threads: the kernel is single-threaded and releases the GIL; the backend cuts large calls by rows
+over a small pool of Python threads. numba's parallel loops are not used: they would compile the row
+a second time, with bits of its own, and bring a third pool of workers beside torch's OpenMP.
+Measured between torch products on two busy cores, 64 rows of 640 keys, median of the whole: 1.7 to
+2.0 ms by this pool, 1.7 to 3.4 by numba's omp and workqueue layers, 1.6 to 2.3 single-threaded.
 
-Legend: R rows, N query heads, K KV heads, G = N / K heads of one KV head, D head width, S slots, B requests, P pages,
-Q queries of a tile for one KV head (row after row, G each), T rows of a tile.
+Legend: R rows, N query heads, K KV heads, G = N / K heads of one KV head, D head width, S slots, B
+requests, P pages, Q queries of a tile for one KV head (row after row, G each), T rows of a tile.
 """
 
 from __future__ import annotations
@@ -26,7 +30,9 @@ CHUNK = 64  # key positions per softmax chunk
 TILE = 32  # rows of a tile, at most
 _LANES = 16
 _ZERO, _ONE, _MINUS_INFINITY = np.float32(0.0), np.float32(1.0), np.float32(-np.inf)
-_LOWEST = np.float32(-3.0e38)  # the running maximum before the first chunk, whose sum and output are 0
+_LOWEST = np.float32(
+    -3.0e38
+)  # the running maximum before the first chunk, whose sum and output are 0
 
 
 @njit(cache=True, error_model="numpy")
@@ -56,14 +62,20 @@ def _addresses(array_SKD, kv_head, slot_C, address_C):
 
 @njit(cache=True, error_model="numpy")
 def _scores(q_RND, first_row, queries, group, kv_head, address_C, scale, score_QC):
-    """Scaled dot products of the tile's queries with the chunk's 64 keys; an odd last query is its own partner."""
+    """Scaled dot products of the tile's queries with the chunk's 64 keys; an odd last query is its
+    own partner.
+    """
     heads, width = q_RND.shape[1], q_RND.shape[2]
     for c in range(0, CHUNK, KEYS):
         keys = address_C.ctypes.data + 8 * c
         for i in range(0, queries, 2):
             j = min(i + 1, queries - 1)
-            query_i = q_RND.ctypes.data + 4 * width * ((first_row + i // group) * heads + kv_head * group + i % group)
-            query_j = q_RND.ctypes.data + 4 * width * ((first_row + j // group) * heads + kv_head * group + j % group)
+            query_i = q_RND.ctypes.data + 4 * width * (
+                (first_row + i // group) * heads + kv_head * group + i % group
+            )
+            query_j = q_RND.ctypes.data + 4 * width * (
+                (first_row + j // group) * heads + kv_head * group + j % group
+            )
             out = score_QC.ctypes.data + 4 * c
             dots(query_i, query_j, keys, width, scale, out + 4 * CHUNK * i, out + 4 * CHUNK * j)  # type: ignore[call-arg]
 
@@ -116,12 +128,19 @@ def _accumulate(score_QC, queries, address_C, acc_QD):
     for i in range(0, queries, 2):
         j = min(i + 1, queries - 1)
         weights, out = score_QC.ctypes.data, acc_QD.ctypes.data
-        weights_i, weights_j, out_i, out_j = weights + 4 * CHUNK * i, weights + 4 * CHUNK * j, out + 4 * width * i, out + 4 * width * j
+        weights_i, weights_j, out_i, out_j = (
+            weights + 4 * CHUNK * i,
+            weights + 4 * CHUNK * j,
+            out + 4 * width * i,
+            out + 4 * width * j,
+        )
         weighted_sums(weights_i, weights_j, address_C.ctypes.data, CHUNK, width, out_i, out_j)  # type: ignore[call-arg]
 
 
 @njit(cache=True, fastmath={"contract"}, error_model="numpy")
-def _merge(out_RND, first_row, tile_row, queries, group, kv_head, acc_QD, top_Q, sum_Q, best_TN, total_TN):
+def _merge(
+    out_RND, first_row, tile_row, queries, group, kv_head, acc_QD, top_Q, sum_Q, best_TN, total_TN
+):
     """Fold the next chunk into the running maximum, sum and output of the tile's queries."""
     for q in range(queries):
         t, n = tile_row + q // group, kv_head * group + q % group
@@ -136,12 +155,32 @@ def _merge(out_RND, first_row, tile_row, queries, group, kv_head, acc_QD, top_Q,
 @njit(
     "void(f4[:, :, ::1], f4[:, :, ::1], f4[:, :, ::1], i8[::1], i4[::1], i4[::1], i4[:, ::1], i4[:, ::1],"
     " i8, i8, f4, f4[:, :, ::1], i8, i8)",
-    cache=True, fastmath={"contract"}, error_model="numpy", nogil=True,
+    cache=True,
+    fastmath={"contract"},
+    error_model="numpy",
+    nogil=True,
 )
-def attend_rows(q_RND, k_SKD, v_SKD, position_R, request_R, base_B, page_table_BP, path_RD, page_size, first, scale, out_RND, start, stop):
-    """Write `out_RND[start:stop]`. Row r sees key positions [first, position_R[r]]; with none to see it gets zeros.
+def attend_rows(
+    q_RND,
+    k_SKD,
+    v_SKD,
+    position_R,
+    request_R,
+    base_B,
+    page_table_BP,
+    path_RD,
+    page_size,
+    first,
+    scale,
+    out_RND,
+    start,
+    stop,
+):
+    """Write `out_RND[start:stop]`. Row r sees key positions [first, position_R[r]]; with none to
+    see it gets zeros.
 
-    Lanes of a chunk outside that range point at a visible slot and weigh 0, so nothing invisible is ever read.
+    Lanes of a chunk outside that range point at a visible slot and weigh 0, so nothing invisible is
+    ever read.
     """
     heads, kv_heads, width = q_RND.shape[1], k_SKD.shape[1], k_SKD.shape[2]
     group = heads // kv_heads
@@ -158,7 +197,9 @@ def attend_rows(q_RND, k_SKD, v_SKD, position_R, request_R, base_B, page_table_B
         while below < min(stop, above + TILE) and request_R[below] == b:
             lowest = min(lowest, position_R[below])
             below += 1
-        shared = (lowest + 1) // CHUNK * CHUNK  # chunks below it are committed, and whole for every row
+        shared = (
+            (lowest + 1) // CHUNK * CHUNK
+        )  # chunks below it are committed, and whole for every row
         best_TN[:] = _LOWEST
         total_TN[:] = _ZERO
         out_RND[above:below] = _ZERO
@@ -171,14 +212,28 @@ def attend_rows(q_RND, k_SKD, v_SKD, position_R, request_R, base_B, page_table_B
                 continue
             while origin <= last:
                 begin, end = max(first - origin, 0), min(last - origin + 1, CHUNK)
-                _find_slots(r, b, origin, begin, end, base_B[b], page_table_BP, path_RD, page_size, slot_C)
+                _find_slots(
+                    r, b, origin, begin, end, base_B[b], page_table_BP, path_RD, page_size, slot_C
+                )
                 for kv_head in range(kv_heads):
                     _addresses(k_SKD, kv_head, slot_C, address_C)
                     _scores(q_RND, r, queries, group, kv_head, address_C, scale, score_QC)
                     _weigh(score_QC, queries, begin, end, lane_L, top_Q, sum_Q)
                     _addresses(v_SKD, kv_head, slot_C, address_C)
                     _accumulate(score_QC, queries, address_C, acc_QD)
-                    _merge(out_RND, r, tile_row, queries, group, kv_head, acc_QD, top_Q, sum_Q, best_TN, total_TN)
+                    _merge(
+                        out_RND,
+                        r,
+                        tile_row,
+                        queries,
+                        group,
+                        kv_head,
+                        acc_QD,
+                        top_Q,
+                        sum_Q,
+                        best_TN,
+                        total_TN,
+                    )
                 origin += CHUNK
         for r in range(above, below):
             for n in range(heads):

@@ -9,12 +9,25 @@ from numba import njit
 
 
 @njit(cache=True)
-def undrafted(page_table_BP, root_position_B, page_size, drafted_S, full_P, cursor, slot_R, previous_slot_R, position_R, request_R):
-    """Collect, and mark as drafted, up to len(slot_R) undrafted slots of positions 1 .. root - 1. Returns how many.
+def undrafted(
+    page_table_BP,
+    root_position_B,
+    page_size,
+    drafted_S,
+    full_P,
+    cursor,
+    slot_R,
+    previous_slot_R,
+    position_R,
+    request_R,
+):
+    """Collect, and mark as drafted, up to len(slot_R) undrafted slots of positions 1 .. root - 1.
+    Returns how many.
 
-    `cursor` = [request, position] is where to go on; request = B means that nothing is left. A slot shared by several
-    requests is collected once. previous_slot_R: the slot of the position before, where the row's feature lies.
-    full_P: pages that need no look, with every slot drafted (position 0 has no feature before it and never counts).
+    `cursor` = [request, position] is where to go on; request = B means that nothing is left. A slot
+    shared by several requests is collected once. previous_slot_R: the slot of the position before,
+    where the row's feature lies. full_P: pages that need no look, with every slot drafted (position
+    0 has no feature before it and never counts).
     """
     rows = 0
     b = cursor[0]
@@ -34,13 +47,17 @@ def undrafted(page_table_BP, root_position_B, page_size, drafted_S, full_P, curs
                 drafted_S[slot] = True
                 before = position - 1
                 slot_R[rows] = slot
-                previous_slot_R[rows] = page_table_BP[b, before // page_size] * page_size + before % page_size
+                previous_slot_R[rows] = (
+                    page_table_BP[b, before // page_size] * page_size + before % page_size
+                )
                 position_R[rows] = position
                 request_R[rows] = b
                 rows += 1
             position += 1
             if position % page_size == 0:
-                full_P[page] = drafted_S[page * page_size + (index == 0):(page + 1) * page_size].all()
+                full_P[page] = drafted_S[
+                    page * page_size + (index == 0) : (page + 1) * page_size
+                ].all()
         b += 1
         position = 1
     cursor[0], cursor[1] = b, 1
@@ -48,9 +65,21 @@ def undrafted(page_table_BP, root_position_B, page_size, drafted_S, full_P, curs
 
 
 @njit(cache=True)
-def lay_roots(page_table_BP, root_position_B, depth_limit_B, page_size, drafted_S, first, slot_R, previous_slot_R, position_R,
-              request_R, node_R):
-    """Lay out the root row of every request with a depth limit above 0 from row `first` on; returns how many.
+def lay_roots(
+    page_table_BP,
+    root_position_B,
+    depth_limit_B,
+    page_size,
+    drafted_S,
+    first,
+    slot_R,
+    previous_slot_R,
+    position_R,
+    request_R,
+    node_R,
+):
+    """Lay out the root row of every request with a depth limit above 0 from row `first` on; returns
+    how many.
 
     A root's token and the feature before it are the target's own, so its slot counts as drafted.
     """
@@ -63,7 +92,9 @@ def lay_roots(page_table_BP, root_position_B, depth_limit_B, page_size, drafted_
         slot = page_table_BP[b, position // page_size] * page_size + position % page_size
         drafted_S[slot] = True
         slot_R[rows] = slot
-        previous_slot_R[rows] = page_table_BP[b, before // page_size] * page_size + before % page_size
+        previous_slot_R[rows] = (
+            page_table_BP[b, before // page_size] * page_size + before % page_size
+        )
         position_R[rows] = position
         request_R[rows] = b
         node_R[rows] = -1

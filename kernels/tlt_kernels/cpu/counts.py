@@ -1,4 +1,6 @@
-"""Online counts behind calibrated survival. Slow twin: `tests/unit/test_survival.py`. Legend: N nodes, K cells."""
+"""Online counts behind calibrated survival. Slow twin: `tests/unit/test_survival.py`. Legend: N
+nodes, K cells.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +10,11 @@ from numba import njit
 
 @njit(cache=True)
 def tally(cell_N, parent_N, accepted_N, prior_K, prior_weight, limit, hits_K, trials_K, survival_K):
-    """Count every verified node whose parent is on the path, halve a cell's counts at `limit` trials, refresh its survival.
+    """Count every verified node whose parent is on the path, halve a cell's counts at `limit`
+    trials, refresh its survival.
 
-    accepted_N: -1 not verified, 0 rejected or unreached, 1 accepted. Returns the number of nodes counted.
+    accepted_N: -1 not verified, 0 rejected or unreached, 1 accepted. Returns the number of nodes
+    counted.
     """
     counted = 0
     for n in range(len(cell_N)):
@@ -22,6 +26,8 @@ def tally(cell_N, parent_N, accepted_N, prior_K, prior_weight, limit, hits_K, tr
             trials_K[k] *= 0.5
         hits_K[k] += accepted_N[n]
         trials_K[k] += 1
-        survival_K[k] = np.float32((prior_weight * prior_K[k] + hits_K[k]) / (prior_weight + trials_K[k]))
+        survival_K[k] = np.float32(
+            (prior_weight * prior_K[k] + hits_K[k]) / (prior_weight + trials_K[k])
+        )
         counted += 1
     return counted

@@ -1,8 +1,9 @@
 """Children of draft-tree nodes, ranked by the noise that the target will sample with.
 
-z_v = q_v / T + G(seed, position, v) over the draft vocabulary, G keyed by the *target* id; temperature 0 is z = q. Only
-differences of z are used, so logits serve as well as log-probabilities. Most of a large vocabulary is rejected before a
-logarithm: G > t needs a Philox word below a tabulated bound, and no G exceeds 22.9. Slow twin: `tests/unit/test_drafters.py`.
+z_v = q_v / T + G(seed, position, v) over the draft vocabulary, G keyed by the *target* id;
+temperature 0 is z = q. Only differences of z are used, so logits serve as well as
+log-probabilities. Most of a large vocabulary is rejected before a logarithm: G > t needs a Philox
+word below a tabulated bound, and no G exceeds 22.9. Slow twin: `tests/unit/test_drafters.py`.
 
 Legend: R rows, V draft vocabulary, W children per row.
 """
@@ -22,7 +23,9 @@ SLACK = 1e-3  # covers float32 rounding of z
 
 
 def _word_bounds() -> np.ndarray:
-    """bounds[i]: G(word) > GUMBEL_LOW + i / STEPS only for word < bounds[i] (uint64; one word of slack)."""
+    """bounds[i]: G(word) > GUMBEL_LOW + i / STEPS only for word < bounds[i] (uint64; one word of
+    slack).
+    """
     edge = GUMBEL_LOW + np.arange(int((GUMBEL_HIGH - GUMBEL_LOW) * STEPS) + 1) / STEPS
     uniform = -np.expm1(-np.exp(-edge))
     return np.minimum(np.ceil(uniform * 2.0**32) + 1, 2.0**32).astype(np.uint64)
@@ -33,7 +36,9 @@ WORD_BOUNDS = _word_bounds()
 
 @njit(cache=True)
 def best_children(logit_V, target_id_V, seed, position, temperature, token_W, z_W):
-    """Fill token_W (target ids) and z_W with the best by z, best first; ties keep the earlier index. Returns how many there are."""
+    """Fill token_W (target ids) and z_W with the best by z, best first; ties keep the earlier
+    index. Returns how many there are.
+    """
     width = len(token_W)
     found = 0
     noisy = temperature > 0
@@ -78,14 +83,24 @@ def best_children(logit_V, target_id_V, seed, position, temperature, token_W, z_
 def children(logit_RV, target_id_V, seed_R, position_R, temperature_R, token_RW, z_RW):
     """`best_children` of every row; missing ones get token -1 and z = -inf."""
     for r in range(len(logit_RV)):
-        found = best_children(logit_RV[r], target_id_V, seed_R[r], position_R[r], temperature_R[r], token_RW[r], z_RW[r])
+        found = best_children(
+            logit_RV[r],
+            target_id_V,
+            seed_R[r],
+            position_R[r],
+            temperature_R[r],
+            token_RW[r],
+            z_RW[r],
+        )
         token_RW[r, found:] = -1
         z_RW[r, found:] = -math.inf
 
 
 @njit(cache=True)
 def calibration_cell(phase, rank, gap, edges):
-    """Index into the flattened [2 phases, 8 ranks, 16 gap buckets] table; bucket = how many edges are below the gap."""
+    """Index into the flattened [2 phases, 8 ranks, 16 gap buckets] table; bucket = how many edges
+    are below the gap.
+    """
     bucket = 0
     while bucket < len(edges) and gap > edges[bucket]:
         bucket += 1

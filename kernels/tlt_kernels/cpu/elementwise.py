@@ -1,10 +1,12 @@
-"""Row kernels around the matrix products: norms, rotary embedding with KV store, gated activation, slot copies.
+"""Row kernels around the matrix products: norms, rotary embedding with KV store, gated activation,
+slot copies.
 
-Called by the models, single-threaded: at the widths a CPU serves, a row is under a microsecond, and waking a second
-thread costs more than it saves. Bits depend on the row alone: every reduction runs over one row, whose width is a property of
-the weights.
+Called by the models, single-threaded: at the widths a CPU serves, a row is under a microsecond, and
+waking a second thread costs more than it saves. Bits depend on the row alone: every reduction runs
+over one row, whose width is a property of the weights.
 
-Legend: R rows, H hidden, I intermediate, N query heads, K KV heads, D head width, S slots, P positions, L layers.
+Legend: R rows, H hidden, I intermediate, N query heads, K KV heads, D head width, S slots, P
+positions, L layers.
 """
 
 from __future__ import annotations
@@ -21,7 +23,13 @@ _ONE = np.float32(1.0)
 _NO_WEIGHT = torch.empty(0)
 
 
-@njit("void(f4[:, ::1], f4[::1], f4, f4[:, ::1])", cache=True, fastmath=_DOT, error_model="numpy", nogil=True)
+@njit(
+    "void(f4[:, ::1], f4[::1], f4, f4[:, ::1])",
+    cache=True,
+    fastmath=_DOT,
+    error_model="numpy",
+    nogil=True,
+)
 def _rms_norm(x_RH, weight_H, eps, out_RH):
     width = x_RH.shape[1]
     for r in range(x_RH.shape[0]):
@@ -33,7 +41,13 @@ def _rms_norm(x_RH, weight_H, eps, out_RH):
             out_RH[r, h] = weight_H[h] * (x_RH[r, h] * scale)
 
 
-@njit("void(f4[:, ::1], f4[:, ::1], f4[::1], f4, f4[:, ::1])", cache=True, fastmath=_DOT, error_model="numpy", nogil=True)
+@njit(
+    "void(f4[:, ::1], f4[:, ::1], f4[::1], f4, f4[:, ::1])",
+    cache=True,
+    fastmath=_DOT,
+    error_model="numpy",
+    nogil=True,
+)
 def _add_rms_norm(x_RH, residual_RH, weight_H, eps, out_RH):
     width = x_RH.shape[1]
     for r in range(x_RH.shape[0]):
@@ -49,12 +63,19 @@ def _add_rms_norm(x_RH, residual_RH, weight_H, eps, out_RH):
 
 @njit(cache=True, fastmath=_DOT, error_model="numpy")
 def _rotate_head(x_RX, r, start, weight_D, eps, cos_PD2, sin_PD2, p, out, row, n):
-    """Optional RMSNorm of the head at x_RX[r, start:], then rotation of the pairs (i, i + D/2) into out[row, n]."""
+    """Optional RMSNorm of the head at x_RX[r, start:], then rotation of the pairs (i, i + D/2) into
+    out[row, n].
+    """
     width = out.shape[2]
     half = width // 2
     if weight_D.shape[0] == 0:
         for i in range(half):
-            low, high, cos, sin = x_RX[r, start + i], x_RX[r, start + half + i], cos_PD2[p, i], sin_PD2[p, i]
+            low, high, cos, sin = (
+                x_RX[r, start + i],
+                x_RX[r, start + half + i],
+                cos_PD2[p, i],
+                sin_PD2[p, i],
+            )
             out[row, n, i] = low * cos - high * sin
             out[row, n, half + i] = high * cos + low * sin
         return
@@ -63,29 +84,45 @@ def _rotate_head(x_RX, r, start, weight_D, eps, cos_PD2, sin_PD2, p, out, row, n
         total += x_RX[r, start + i] * x_RX[r, start + i]
     scale = _ONE / np.sqrt(total / np.float32(width) + eps)
     for i in range(half):
-        low, high = weight_D[i] * (x_RX[r, start + i] * scale), weight_D[half + i] * (x_RX[r, start + half + i] * scale)
+        low, high = (
+            weight_D[i] * (x_RX[r, start + i] * scale),
+            weight_D[half + i] * (x_RX[r, start + half + i] * scale),
+        )
         out[row, n, i] = low * cos_PD2[p, i] - high * sin_PD2[p, i]
         out[row, n, half + i] = high * cos_PD2[p, i] + low * sin_PD2[p, i]
 
 
 @njit(
     "void(f4[:, ::1], f4[::1], f4[::1], f4, f4[:, ::1], f4[:, ::1], i8[::1], i8[::1], f4[:, :, ::1], f4[:, :, ::1], f4[:, :, ::1])",
-    cache=True, fastmath=_DOT, error_model="numpy", nogil=True,
+    cache=True,
+    fastmath=_DOT,
+    error_model="numpy",
+    nogil=True,
 )
-def _rope_store(qkv_RX, q_weight_D, k_weight_D, eps, cos_PD2, sin_PD2, position_R, slot_R, k_SKD, v_SKD, q_RND):
+def _rope_store(
+    qkv_RX, q_weight_D, k_weight_D, eps, cos_PD2, sin_PD2, position_R, slot_R, k_SKD, v_SKD, q_RND
+):
     heads, kv_heads, width = q_RND.shape[1], k_SKD.shape[1], k_SKD.shape[2]
     for r in range(qkv_RX.shape[0]):
         p, slot = position_R[r], slot_R[r]
         for n in range(heads):
             _rotate_head(qkv_RX, r, n * width, q_weight_D, eps, cos_PD2, sin_PD2, p, q_RND, r, n)
         for n in range(kv_heads):
-            _rotate_head(qkv_RX, r, (heads + n) * width, k_weight_D, eps, cos_PD2, sin_PD2, p, k_SKD, slot, n)
+            _rotate_head(
+                qkv_RX, r, (heads + n) * width, k_weight_D, eps, cos_PD2, sin_PD2, p, k_SKD, slot, n
+            )
             start = (heads + kv_heads + n) * width
             for d in range(width):
                 v_SKD[slot, n, d] = qkv_RX[r, start + d]
 
 
-@njit("void(f4[:, ::1], f4[:, ::1])", cache=True, fastmath={"contract"}, error_model="numpy", nogil=True)
+@njit(
+    "void(f4[:, ::1], f4[:, ::1])",
+    cache=True,
+    fastmath={"contract"},
+    error_model="numpy",
+    nogil=True,
+)
 def _silu_mul(gate_up_RX, out_RI):
     width = out_RI.shape[1]
     for r in range(out_RI.shape[0]):
@@ -116,16 +153,37 @@ def add_rms_norm(x_RH: Tensor, residual_RH: Tensor, weight_H: Tensor, eps: float
     return out_RH
 
 
-def rope_store(qkv_RX: Tensor, position_R: Tensor, slot_R: Tensor, cos_PD2: Tensor, sin_PD2: Tensor, k_SKD: Tensor, v_SKD: Tensor, *,
-               heads: int, q_weight_D: Tensor | None = None, k_weight_D: Tensor | None = None, eps: float = 0.0) -> Tensor:
-    """Split fused rows [q | k | v], norm q and k per head where weights are given, rotate them (pairs i, i + D/2; the
-    Hugging Face convention) and write k and v at `slot_R`. Returns q_RND. `heads=0` only stores.
+def rope_store(
+    qkv_RX: Tensor,
+    position_R: Tensor,
+    slot_R: Tensor,
+    cos_PD2: Tensor,
+    sin_PD2: Tensor,
+    k_SKD: Tensor,
+    v_SKD: Tensor,
+    *,
+    heads: int,
+    q_weight_D: Tensor | None = None,
+    k_weight_D: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """Split fused rows [q | k | v], norm q and k per head where weights are given, rotate them
+    (pairs i, i + D/2; the Hugging Face convention) and write k and v at `slot_R`. Returns q_RND.
+    `heads=0` only stores.
     """
     q_RND = torch.empty(qkv_RX.shape[0], heads, k_SKD.shape[2])
     _rope_store(
-        qkv_RX.numpy(), (_NO_WEIGHT if q_weight_D is None else q_weight_D).numpy(),
-        (_NO_WEIGHT if k_weight_D is None else k_weight_D).numpy(), eps, cos_PD2.numpy(), sin_PD2.numpy(),
-        position_R.numpy(), slot_R.numpy(), k_SKD.numpy(), v_SKD.numpy(), q_RND.numpy(),
+        qkv_RX.numpy(),
+        (_NO_WEIGHT if q_weight_D is None else q_weight_D).numpy(),
+        (_NO_WEIGHT if k_weight_D is None else k_weight_D).numpy(),
+        eps,
+        cos_PD2.numpy(),
+        sin_PD2.numpy(),
+        position_R.numpy(),
+        slot_R.numpy(),
+        k_SKD.numpy(),
+        v_SKD.numpy(),
+        q_RND.numpy(),
     )
     return q_RND
 
@@ -138,7 +196,9 @@ def silu_mul(gate_up_RX: Tensor) -> Tensor:
 
 
 def copy_slots(array: Tensor, source_C: Tensor, target_C: Tensor) -> None:
-    """Copy slots in order, in place. `array` is [S, X] (features) or [L, S, K, D] (keys or values of all layers)."""
+    """Copy slots in order, in place. `array` is [S, X] (features) or [L, S, K, D] (keys or values
+    of all layers).
+    """
     layers, slots = (array.shape[0], array.shape[1]) if array.dim() > 2 else (1, array.shape[0])
     if array.numel() and source_C.numel():
         _copy_slots(array.view(layers, slots, -1).numpy(), source_C.numpy(), target_C.numpy())

@@ -1,6 +1,7 @@
 """exp in float32 that vectorises: the host's libm is neither vectorised nor the same everywhere.
 
-Range reduction to |r| <= ln2 / 2, a degree-6 polynomial, and an exponent built from bits: within 2 ulp of exp between
+Range reduction to |r| <= ln2 / 2, a degree-6 polynomial, and an exponent built from bits: within 2
+ulp of exp between
 -87 and 88, clamped outside. NaN stays NaN. Called by the attention and activation kernels.
 """
 

@@ -1,10 +1,12 @@
 """Best-first growth of a neural draft tree: one kernel call between two forwards of the drafter.
 
-A round takes the drafter's logits of the rows just run, plants their children, and picks the next rows: per request the
-`width` most probable unexpanded nodes of any depth, less those whose children could not be verified anyway (their survival
-is not above that of the `budget`-th best node of the batch) or that are not worth a row. Slow twin: `tests/unit/test_drafters.py`.
+A round takes the drafter's logits of the rows just run, plants their children, and picks the next
+rows: per request the `width` most probable unexpanded nodes of any depth, less those whose children
+could not be verified anyway (their survival is not above that of the `budget`-th best node of the
+batch) or that are not worth a row. Slow twin: `tests/unit/test_drafters.py`.
 
-Legend: B requests, C nodes per request, R rows of a round, V draft vocabulary, W width, L longest path, X rows so far.
+Legend: B requests, C nodes per request, R rows of a round, V draft vocabulary, W width, L longest
+path, X rows so far.
 """
 
 from __future__ import annotations
@@ -20,9 +22,26 @@ FIELDS = 7  # SOURCE: the row whose hidden state predicted the node; SLOT: where
 
 
 @njit(cache=True)
-def plant(logit_RV, target_id_V, row_request_R, row_node_R, first_row, width, root_position_B, depth_limit_B, seed_B,
-          temperature_B, survival_table, gap_edges, node_BCI, survival_BC, count_B):
-    """Append the children of every row to its request's nodes. row_node_R = -1 is the root; first_row = X before this round."""
+def plant(
+    logit_RV,
+    target_id_V,
+    row_request_R,
+    row_node_R,
+    first_row,
+    width,
+    root_position_B,
+    depth_limit_B,
+    seed_B,
+    temperature_B,
+    survival_table,
+    gap_edges,
+    node_BCI,
+    survival_BC,
+    count_B,
+):
+    """Append the children of every row to its request's nodes. row_node_R = -1 is the root;
+    first_row = X before this round.
+    """
     wanted = max(width, 2)  # the best child's gap needs the second
     token_W = np.empty(wanted, np.int64)
     z_W = np.empty(wanted, np.float32)
@@ -35,7 +54,9 @@ def plant(logit_RV, target_id_V, row_request_R, row_node_R, first_row, width, ro
         parent_survival = np.float32(1.0) if node < 0 else survival_BC[b, node]
         phase = 0 if node < 0 else 1
         position = root_position_B[b] + depth
-        found = best_children(logit_RV[r], target_id_V, seed_B[b], position, temperature_B[b], token_W, z_W)
+        found = best_children(
+            logit_RV[r], target_id_V, seed_B[b], position, temperature_B[b], token_W, z_W
+        )
         for rank in range(min(found, width)):
             other = max(rank, 1)
             gap = z_W[0] - z_W[other] if found > other else np.float32(np.inf)
@@ -49,7 +70,9 @@ def plant(logit_RV, target_id_V, row_request_R, row_node_R, first_row, width, ro
             node_BCI[b, at, CELL] = cell
             node_BCI[b, at, SOURCE] = first_row + r
             node_BCI[b, at, SLOT] = -1
-            survival_BC[b, at] = parent_survival * min(max(survival_table[cell], np.float32(0)), np.float32(1))
+            survival_BC[b, at] = parent_survival * min(
+                max(survival_table[cell], np.float32(0)), np.float32(1)
+            )
 
 
 @njit(cache=True)
@@ -63,7 +86,7 @@ def bar(survival_BC, count_B, budget, floor):
     flat_N = np.empty(total, np.float32)
     at = 0
     for b in range(len(count_B)):
-        flat_N[at:at + count_B[b]] = survival_BC[b, :count_B[b]]
+        flat_N[at : at + count_B[b]] = survival_BC[b, : count_B[b]]
         at += count_B[b]
     bits, _ = kth_largest(flat_N, total, budget)
     flat_N[:1].view(np.uint32)[0] = bits
@@ -71,11 +94,29 @@ def bar(survival_BC, count_B, budget, floor):
 
 
 @njit(cache=True)
-def pick(width, budget, floor, first_slot, root_position_B, depth_limit_B, node_BCI, survival_BC, count_B,
-         row_token_R, row_position_R, row_slot_R, row_request_R, row_node_R, row_source_R, row_path, path_length):
+def pick(
+    width,
+    budget,
+    floor,
+    first_slot,
+    root_position_B,
+    depth_limit_B,
+    node_BCI,
+    survival_BC,
+    count_B,
+    row_token_R,
+    row_position_R,
+    row_slot_R,
+    row_request_R,
+    row_node_R,
+    row_source_R,
+    row_path,
+    path_length,
+):
     """Choose and lay out the next rows; returns how many. Row r's scratch slot is first_slot + r.
 
-    row_path is flat [R * L]: scratch slots of the ancestors and of the row itself, root side first, -1 padded.
+    row_path is flat [R * L]: scratch slots of the ancestors and of the row itself, root side first,
+    -1 padded.
     """
     threshold = bar(survival_BC, count_B, budget, floor)
     rows = 0
@@ -83,8 +124,12 @@ def pick(width, budget, floor, first_slot, root_position_B, depth_limit_B, node_
         for _ in range(width):
             best = -1
             for n in range(count_B[b]):
-                if (node_BCI[b, n, SLOT] < 0 and node_BCI[b, n, DEPTH] < depth_limit_B[b] and survival_BC[b, n] > threshold
-                        and (best < 0 or survival_BC[b, n] > survival_BC[b, best])):
+                if (
+                    node_BCI[b, n, SLOT] < 0
+                    and node_BCI[b, n, DEPTH] < depth_limit_B[b]
+                    and survival_BC[b, n] > threshold
+                    and (best < 0 or survival_BC[b, n] > survival_BC[b, best])
+                ):
                     best = n
             if best < 0:
                 break
@@ -96,7 +141,7 @@ def pick(width, budget, floor, first_slot, root_position_B, depth_limit_B, node_
             row_request_R[rows] = b
             row_node_R[rows] = best
             row_source_R[rows] = node_BCI[b, best, SOURCE]
-            path = row_path[rows * path_length:(rows + 1) * path_length]
+            path = row_path[rows * path_length : (rows + 1) * path_length]
             path[:] = -1
             node = best
             while node >= 0:
@@ -107,21 +152,81 @@ def pick(width, budget, floor, first_slot, root_position_B, depth_limit_B, node_
 
 
 @njit(cache=True)
-def grow(logit_RV, target_id_V, first_row, width, pick_width, budget, floor, first_slot, root_position_B, depth_limit_B,
-         seed_B, temperature_B, survival_table, gap_edges, node_BCI, survival_BC, count_B, row_token_R, row_position_R,
-         row_slot_R, row_request_R, row_node_R, row_source_R, row_path, path_length):
-    """One round: plant the children of the rows just run, pick the next rows (none when pick_width is 0)."""
-    plant(logit_RV, target_id_V, row_request_R, row_node_R, first_row, width, root_position_B, depth_limit_B, seed_B,
-          temperature_B, survival_table, gap_edges, node_BCI, survival_BC, count_B)
+def grow(
+    logit_RV,
+    target_id_V,
+    first_row,
+    width,
+    pick_width,
+    budget,
+    floor,
+    first_slot,
+    root_position_B,
+    depth_limit_B,
+    seed_B,
+    temperature_B,
+    survival_table,
+    gap_edges,
+    node_BCI,
+    survival_BC,
+    count_B,
+    row_token_R,
+    row_position_R,
+    row_slot_R,
+    row_request_R,
+    row_node_R,
+    row_source_R,
+    row_path,
+    path_length,
+):
+    """One round: plant the children of the rows just run, pick the next rows (none when pick_width
+    is 0).
+    """
+    plant(
+        logit_RV,
+        target_id_V,
+        row_request_R,
+        row_node_R,
+        first_row,
+        width,
+        root_position_B,
+        depth_limit_B,
+        seed_B,
+        temperature_B,
+        survival_table,
+        gap_edges,
+        node_BCI,
+        survival_BC,
+        count_B,
+    )
     if pick_width == 0:
         return 0
-    return pick(pick_width, budget, floor, first_slot, root_position_B, depth_limit_B, node_BCI, survival_BC, count_B,
-                row_token_R, row_position_R, row_slot_R, row_request_R, row_node_R, row_source_R, row_path, path_length)
+    return pick(
+        pick_width,
+        budget,
+        floor,
+        first_slot,
+        root_position_B,
+        depth_limit_B,
+        node_BCI,
+        survival_BC,
+        count_B,
+        row_token_R,
+        row_position_R,
+        row_slot_R,
+        row_request_R,
+        row_node_R,
+        row_source_R,
+        row_path,
+        path_length,
+    )
 
 
 @njit(cache=True)
 def harvest(node_BCI, survival_BC, count_B):
-    """(request_N, parent_N, token_N, depth_N, rank_N, survival_N, cell_N): all nodes as flat arrays, grouped by request."""
+    """(request_N, parent_N, token_N, depth_N, rank_N, survival_N, cell_N): all nodes as flat
+    arrays, grouped by request.
+    """
     total = 0
     for b in range(len(count_B)):
         total += count_B[b]

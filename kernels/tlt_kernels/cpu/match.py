@@ -1,7 +1,9 @@
-"""History matching: where a request's last tokens have occurred before, and what came next, as a counted trie.
+"""History matching: where a request's last tokens have occurred before, and what came next, as a
+counted trie.
 
-A pool is one flat int32 array of token segments (prompts, outputs of a group). The scan is brute force: equality of the last
-token over whole blocks (vectorised), then a walk backwards. Slow twin: `tests/unit/test_history.py`.
+A pool is one flat int32 array of token segments (prompts, outputs of a group). The scan is brute
+force: equality of the last token over whole blocks (vectorised), then a walk backwards. Slow twin:
+`tests/unit/test_history.py`.
 
 Legend: T pool tokens, G segments, K matches kept, N trie nodes.
 """
@@ -16,10 +18,12 @@ BLOCK = 128  # tokens compared at once
 
 @njit(cache=True)
 def longest_matches(pool_T, start_G, length_G, suffix, shortest, end_K, stop_K, match_K):
-    """Keep the K occurrences that share the longest ends with `suffix`, longest first, later ones first among equals.
+    """Keep the K occurrences that share the longest ends with `suffix`, longest first, later ones
+    first among equals.
 
-    end_K: index of the token after the occurrence, stop_K: end of its segment, match_K: tokens in common (shortest ..
-    len(suffix)). Returns how many. An occurrence with nothing after it does not count.
+    end_K: index of the token after the occurrence, stop_K: end of its segment, match_K: tokens in
+    common (shortest .. len(suffix)). Returns how many. An occurrence with nothing after it does not
+    count.
     """
     limit = len(suffix)
     capacity = len(end_K)
@@ -33,7 +37,9 @@ def longest_matches(pool_T, start_G, length_G, suffix, shortest, end_K, stop_K, 
             block_stop = min(block + BLOCK, stop - 1)
             part = pool_T[block:block_stop]
             hits = np.int32(0)
-            for i in range(len(part)):  # no index can be negative here, which lets the compiler vectorise
+            for i in range(
+                len(part)
+            ):  # no index can be negative here, which lets the compiler vectorise
                 hits += np.int32(part[i] == last)
             if hits == 0:
                 continue
@@ -41,7 +47,11 @@ def longest_matches(pool_T, start_G, length_G, suffix, shortest, end_K, stop_K, 
                 if pool_T[i] != last:
                     continue
                 length = 1
-                while length < limit and i - length >= first and pool_T[i - length] == suffix[limit - 1 - length]:
+                while (
+                    length < limit
+                    and i - length >= first
+                    and pool_T[i - length] == suffix[limit - 1 - length]
+                ):
                     length += 1
                 if length < shortest or (found == capacity and length < match_K[capacity - 1]):
                     continue
@@ -49,7 +59,11 @@ def longest_matches(pool_T, start_G, length_G, suffix, shortest, end_K, stop_K, 
                     found += 1
                 at = found - 1
                 while at > 0 and match_K[at - 1] <= length:
-                    end_K[at], stop_K[at], match_K[at] = end_K[at - 1], stop_K[at - 1], match_K[at - 1]
+                    end_K[at], stop_K[at], match_K[at] = (
+                        end_K[at - 1],
+                        stop_K[at - 1],
+                        match_K[at - 1],
+                    )
                     at -= 1
                 end_K[at], stop_K[at], match_K[at] = i + 1, stop, length
     return found
@@ -71,18 +85,41 @@ def length_bucket(length):
 
 @njit(cache=True)
 def match_cell(length, count, total, depth, shares, depths):
-    """Index into the flattened [lengths, shares, depths] table; share bucket = ceil(share * shares) - 1."""
+    """Index into the flattened [lengths, shares, depths] table; share bucket = ceil(share * shares)
+    - 1.
+    """
     share = (count * shares + total - 1) // total - 1
     return (length_bucket(length) * shares + share) * depths + min(depth, depths) - 1
 
 
 @njit(cache=True)
-def plant_trie(pool_T, end_K, stop_K, match_K, found, depth, width, survival_table, shares, depths, request, first,
-               request_N, parent_N, token_N, depth_N, rank_N, survival_N, cell_N):
-    """Merge the continuations of `found` matches into a trie from node `first` on; returns the index after the last node.
+def plant_trie(
+    pool_T,
+    end_K,
+    stop_K,
+    match_K,
+    found,
+    depth,
+    width,
+    survival_table,
+    shares,
+    depths,
+    request,
+    first,
+    request_N,
+    parent_N,
+    token_N,
+    depth_N,
+    rank_N,
+    survival_N,
+    cell_N,
+):
+    """Merge the continuations of `found` matches into a trie from node `first` on; returns the
+    index after the last node.
 
-    A node keeps its parent's `width` commonest continuations (ties: the longer, then the earlier match); its match length is
-    the longest of its matches'. Breadth first, so parents come before children. Stops when the arrays are full.
+    A node keeps its parent's `width` commonest continuations (ties: the longer, then the earlier
+    match); its match length is the longest of its matches'. Breadth first, so parents come before
+    children. Stops when the arrays are full.
     """
     node_K = np.full(found, -1, np.int32)  # the node that each match has reached; -2 = out
     token_K = np.empty(found, np.int32)
@@ -131,7 +168,9 @@ def plant_trie(pool_T, end_K, stop_K, match_K, found, depth, width, survival_tab
                 rank_N[at] = rank
                 length = match_K[kind_K[best]] + level
                 cell_N[at] = match_cell(length, count_K[best], total, level + 1, shares, depths)
-                survival_N[at] = survival_table[cell_N[at]] * (survival_N[parent] if parent >= 0 else np.float32(1))
+                survival_N[at] = survival_table[cell_N[at]] * (
+                    survival_N[parent] if parent >= 0 else np.float32(1)
+                )
                 count_K[best] = 0
                 at += 1
         for k in range(found):  # follow each match into its node of this level
@@ -147,21 +186,68 @@ def plant_trie(pool_T, end_K, stop_K, match_K, found, depth, width, survival_tab
 
 
 @njit(cache=True)
-def match_pool(pool_T, start_G, length_G, member_M, request_M, depth_M, most, shortest, matches, width, survival_table, shares, depths,
-               first, request_N, parent_N, token_N, depth_N, rank_N, survival_N, cell_N):
-    """Tries of the running members of one pool. member_M: the segment of each; its last `most` tokens are the suffix.
+def match_pool(
+    pool_T,
+    start_G,
+    length_G,
+    member_M,
+    request_M,
+    depth_M,
+    most,
+    shortest,
+    matches,
+    width,
+    survival_table,
+    shares,
+    depths,
+    first,
+    request_N,
+    parent_N,
+    token_N,
+    depth_N,
+    rank_N,
+    survival_N,
+    cell_N,
+):
+    """Tries of the running members of one pool. member_M: the segment of each; its last `most`
+    tokens are the suffix.
 
     Returns the index after the last node.
     """
-    end_K, stop_K, match_K = np.empty(matches, np.int32), np.empty(matches, np.int32), np.empty(matches, np.int32)
+    end_K, stop_K, match_K = (
+        np.empty(matches, np.int32),
+        np.empty(matches, np.int32),
+        np.empty(matches, np.int32),
+    )
     for m in range(len(member_M)):
         stop = start_G[member_M[m]] + length_G[member_M[m]]
-        suffix = pool_T[max(start_G[member_M[m]], stop - most):stop]
+        suffix = pool_T[max(start_G[member_M[m]], stop - most) : stop]
         found = longest_matches(pool_T, start_G, length_G, suffix, shortest, end_K, stop_K, match_K)
         half = 0
-        while half < found and 2 * match_K[half] >= match_K[0]:  # much shorter matches only blur the shares
+        while (
+            half < found and 2 * match_K[half] >= match_K[0]
+        ):  # much shorter matches only blur the shares
             half += 1
         if half:
-            first = plant_trie(pool_T, end_K, stop_K, match_K, half, depth_M[m], width, survival_table, shares, depths, request_M[m],
-                               first, request_N, parent_N, token_N, depth_N, rank_N, survival_N, cell_N)
+            first = plant_trie(
+                pool_T,
+                end_K,
+                stop_K,
+                match_K,
+                half,
+                depth_M[m],
+                width,
+                survival_table,
+                shares,
+                depths,
+                request_M[m],
+                first,
+                request_N,
+                parent_N,
+                token_N,
+                depth_N,
+                rank_N,
+                survival_N,
+                cell_N,
+            )
     return first

@@ -1,9 +1,9 @@
 """Keyed Gumbel noise: G(seed, token, position), a pure function with no state.
 
-Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), Philox-4x32 with 10 rounds.
-The sampler and the drafter inline these device functions, so both see the same bits whatever the batch: no fast-math,
-no fused multiply-add, scalar logarithms. G is computed in float64 from the Philox word and rounded to float32 once.
-Slow twin: `tlt_kernels.reference_sampling`.
+Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), Philox-4x32 with 10
+rounds. The sampler and the drafter inline these device functions, so both see the same bits
+whatever the batch: no fast-math, no fused multiply-add, scalar logarithms. G is computed in float64
+from the Philox word and rounded to float32 once. Slow twin: `tlt_kernels.reference_sampling`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ U_MAX = 1.0 - 2.0**-24  # bounds G from below, at about -2.81
 
 @njit(cache=True, forceinline=True)
 def philox4x32(k0, k1, c0, c1, c2=0, c3=0):
-    """The four uint32 words of Philox-4x32-10 at key (k0, k1), counter (c0, c1, c2, c3); arguments are taken modulo 2^32."""
+    """The four uint32 words of Philox-4x32-10 at key (k0, k1), counter (c0, c1, c2, c3); arguments
+    are taken modulo 2^32.
+    """
     key_0, key_1 = np.uint32(k0), np.uint32(k1)
     x0, x1, x2, x3 = np.uint32(c0), np.uint32(c1), np.uint32(c2), np.uint32(c3)
     for _ in range(ROUNDS):
@@ -62,7 +64,9 @@ def split_seed(seed):
 
 @njit(cache=True)
 def gumbel(seed, token, position):
-    """G(seed, token, position) as float32: key = the seed's halves, counter = (token >> 2, position, 0, 0), word = token & 3."""
+    """G(seed, token, position) as float32: key = the seed's halves, counter = (token >> 2,
+    position, 0, 0), word = token & 3.
+    """
     k0, k1 = split_seed(seed)
     words = philox4x32(k0, k1, np.uint32(token >> 2), np.uint32(position))
     word = token & 3

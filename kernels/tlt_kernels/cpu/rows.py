@@ -1,4 +1,6 @@
-"""Lays out a step's rows: per request its certain rows in position order, then its draft rows, parents first."""
+"""Lays out a step's rows: per request its certain rows in position order, then its draft rows,
+parents first.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from numpy.typing import NDArray
 
 
 class RowLayout(NamedTuple):
-    """R rows of W requests. Draft row r stands at `path_RD[r]`: the scratch slots of its in-flight ancestors and itself."""
+    """R rows of W requests. Draft row r stands at `path_RD[r]`: the scratch slots of its in-flight
+    ancestors and itself.
+    """
 
     token_R: NDArray[np.int64]
     position_R: NDArray[np.int64]
@@ -90,7 +94,9 @@ def layout_rows(
     node_token_N: NDArray[np.int32],
     depth: int,
 ) -> RowLayout:
-    """`tokens` are the certain rows' tokens, request after request; nodes come grouped by request, parents first."""
+    """`tokens` are the certain rows' tokens, request after request; nodes come grouped by request,
+    parents first.
+    """
     requests, nodes = len(start_W), len(node_request_N)
     rows = len(tokens) + nodes
     layout = RowLayout(

@@ -1,13 +1,15 @@
 """Sampling on the CPU: processed logits to token and log-probs, one row after the other.
 
-The engine's sampler calls it. Each row is one sequential path whose order depends on V only, so a row's bits do not
-depend on its batch. Order: bias, penalties, min-tokens (`edit_row`), temperature, min-p, top-k, top-p, noise (`sample_rows`).
+The engine's sampler calls it. Each row is one sequential path whose order depends on V only, so a
+row's bits do not depend on its batch. Order: bias, penalties, min-tokens (`edit_row`), temperature,
+min-p, top-k, top-p, noise (`sample_rows`).
 
-Definitions. z = logits / T in float32. min_p drops p < min_p * p_max; top_k keeps the k largest z, ties to the lowest id;
-top_p keeps the smallest sorted set whose renormalised mass reaches top_p, at least one token. Each filter sees the
-distribution renormalised after the one before. token = argmax(z + G), ties to the lowest id; its log-prob is z minus the
-logsumexp of the kept set. T below `GREEDY_BELOW` is greedy: no noise, no filters, log-probs at temperature 1.
-A row with a NaN or without a finite maximum reports NaN log-probs. Slow twin: `tlt_kernels.reference_sampling`.
+Definitions. z = logits / T in float32. min_p drops p < min_p * p_max; top_k keeps the k largest z,
+ties to the lowest id; top_p keeps the smallest sorted set whose renormalised mass reaches top_p, at
+least one token. Each filter sees the distribution renormalised after the one before. token =
+argmax(z + G), ties to the lowest id; its log-prob is z minus the logsumexp of the kept set. T below
+`GREEDY_BELOW` is greedy: no noise, no filters, log-probs at temperature 1. A row with a NaN or
+without a finite maximum reports NaN log-probs. Slow twin: `tlt_kernels.reference_sampling`.
 
 Legend: S rows, V vocabulary, E edited rows, D path depth, K alternatives.
 """
@@ -43,7 +45,11 @@ F32_0, F32_HALF, F32_1 = np.float32(0), np.float32(0.5), np.float32(1)
 STEP_F32 = np.float32(2.0**-32)
 LOWEST_GUMBEL = math.log(-1 / math.log1p(-U_MAX)) - 1e-6
 EXP_FLOOR = np.float32(-87)  # below, exp is taken as 0
-LOG2_E, LN2_HIGH, LN2_LOW = np.float32(1.44269504), np.float32(0.693359375), np.float32(-2.12194440e-4)
+LOG2_E, LN2_HIGH, LN2_LOW = (
+    np.float32(1.44269504),
+    np.float32(0.693359375),
+    np.float32(-2.12194440e-4),
+)
 # Cephes expf: relative error about 1e-7 on [-87, 0].
 E5, E4, E3 = np.float32(1.9875691500e-4), np.float32(1.3981999507e-3), np.float32(8.3334519073e-3)
 E2, E1, E0 = np.float32(4.1665795894e-2), np.float32(1.6666665459e-1), np.float32(5.0000001201e-1)
@@ -51,7 +57,9 @@ E2, E1, E0 = np.float32(4.1665795894e-2), np.float32(1.6666665459e-1), np.float3
 
 @njit(cache=True, forceinline=True)
 def exp_nonpositive(x):
-    """exp(x) of a float32 x <= 0 from IEEE operations only: the same bits in a vector loop, its tail and alone."""
+    """exp(x) of a float32 x <= 0 from IEEE operations only: the same bits in a vector loop, its
+    tail and alone.
+    """
     bounded = x if x > EXP_FLOOR else EXP_FLOOR
     n = np.floor(bounded * LOG2_E + F32_HALF)
     r = bounded - n * LN2_HIGH
@@ -64,7 +72,9 @@ def exp_nonpositive(x):
 
 @njit(cache=True)
 def scale(logits_V, temperature, z_V, lanes):
-    """z = logits / temperature; returns its maximum, or NaN if the row has a NaN or no finite maximum."""
+    """z = logits / temperature; returns its maximum, or NaN if the row has a NaN or no finite
+    maximum.
+    """
     size = logits_V.shape[0]
     lanes[:] = np.float32(-np.inf)
     nans = 0
@@ -94,7 +104,9 @@ def weigh(z_V, top, w_V):
 
 @njit(cache=True)
 def total(w_V, lanes):
-    """Sum of w: float32 lanes within a block, float64 across lanes and blocks, always in the same order."""
+    """Sum of w: float32 lanes within a block, float64 across lanes and blocks, always in the same
+    order.
+    """
     size = w_V.shape[0]
     result = 0.0
     for block in range(0, size, BLOCK):
@@ -127,7 +139,9 @@ def drop(v, z_V, w_V):
 
 @njit(cache=True)
 def drop_after(crossing, ids, kept_of_ids, top, z_V, w_V):
-    """Drop every bin after the crossing one and, of the crossing bin, all sorted `ids` but the first `kept_of_ids`."""
+    """Drop every bin after the crossing one and, of the crossing bin, all sorted `ids` but the
+    first `kept_of_ids`.
+    """
     for v in range(z_V.shape[0]):
         if z_V[v] != -np.inf and bin_of(z_V[v], top) > crossing:
             drop(v, z_V, w_V)
@@ -165,7 +179,9 @@ def keep_top_k(top_k, top, z_V, w_V):
 
 @njit(cache=True)
 def keep_top_p(top_p, top, z_V, w_V):
-    """Keep the smallest sorted set of mass >= top_p: whole bins until one crosses, then sort that bin only."""
+    """Keep the smallest sorted set of mass >= top_p: whole bins until one crosses, then sort that
+    bin only.
+    """
     masses = np.zeros(BINS, np.float64)
     for v in range(z_V.shape[0]):
         if z_V[v] != -np.inf:
@@ -197,9 +213,10 @@ def argmax(z_V, top):
 def argmax_with_noise(z_V, w_V, top, seed, position, words):
     """argmax(z + G), ties to the lowest id; logarithms only where the token can win.
 
-    e = -log1p(-u) >= u, so z + G <= top + log(w / u): a token with w < u * exp(best - top) cannot win. The maximum itself
-    scores at least top + LOWEST_GUMBEL, which starts the bound. The margin covers the rounding of w, u and of the score,
-    whose float32 grid grows with |top|. Whoever passes the bound is compared by the exact formula.
+    e = -log1p(-u) >= u, so z + G <= top + log(w / u): a token with w < u * exp(best - top) cannot
+    win. The maximum itself scores at least top + LOWEST_GUMBEL, which starts the bound. The margin
+    covers the rounding of w, u and of the score, whose float32 grid grows with |top|. Whoever
+    passes the bound is compared by the exact formula.
     """
     size = z_V.shape[0]
     k0, k1 = split_seed(seed)
@@ -216,7 +233,12 @@ def argmax_with_noise(z_V, w_V, top, seed, position, words):
             continue
         for quad in range((width + 3) // 4):
             a, b, c, d = philox4x32(k0, k1, (start >> 2) + quad, position)
-            words[4 * quad], words[4 * quad + 1], words[4 * quad + 2], words[4 * quad + 3] = a, b, c, d
+            words[4 * quad], words[4 * quad + 1], words[4 * quad + 2], words[4 * quad + 3] = (
+                a,
+                b,
+                c,
+                d,
+            )
         hits = 0
         for i in range(width):
             hits += w_V[start + i] >= bound * (np.float32(words[i]) + F32_HALF)
@@ -228,13 +250,19 @@ def argmax_with_noise(z_V, w_V, top, seed, position, words):
                 score = z_V[v] + gumbel_of_word(words[i])
                 if score > best:
                     best, token = score, v
-                    bound = max(bound, np.float32(math.exp(np.float64(best) - np.float64(top) - margin)) * STEP_F32)
+                    bound = max(
+                        bound,
+                        np.float32(math.exp(np.float64(best) - np.float64(top) - margin))
+                        * STEP_F32,
+                    )
     return token
 
 
 @njit(cache=True)
 def best_tokens(z_V, shift, ids_K, logprobs_K):
-    """Fill with the largest z, best first, ties by id, as log-probs z - shift; unused places keep id -1."""
+    """Fill with the largest z, best first, ties by id, as log-probs z - shift; unused places keep
+    id -1.
+    """
     count = 0
     limit = ids_K.shape[0]
     ids_K[:] = -1
@@ -252,8 +280,22 @@ def best_tokens(z_V, shift, ids_K, logprobs_K):
 
 
 @njit(cache=True, nogil=True)
-def sample_rows(logits_SV, edited_EV, edited_S, parameters, state_S, position_S, token_S, logprob_S, raw_S, top_SK, top_logprobs_SK):
-    """Sample every row; row s of sequence state_S[s] reads edited_EV[edited_S[s]] if that is >= 0, else its own logits."""
+def sample_rows(
+    logits_SV,
+    edited_EV,
+    edited_S,
+    parameters,
+    state_S,
+    position_S,
+    token_S,
+    logprob_S,
+    raw_S,
+    top_SK,
+    top_logprobs_SK,
+):
+    """Sample every row; row s of sequence state_S[s] reads edited_EV[edited_S[s]] if that is >= 0,
+    else its own logits.
+    """
     size = logits_SV.shape[1]
     z_V, w_V = np.empty(size, np.float32), np.empty(size, np.float32)
     lanes, words = np.empty(LANES, np.float32), np.empty(NOISE_BLOCK, np.uint32)
@@ -278,22 +320,36 @@ def sample_rows(logits_SV, edited_EV, edited_S, parameters, state_S, position_S,
             if p.top_p < 1.0:
                 keep_top_p(p.top_p, top, z_V, w_V)
         shift = np.float64(top) + math.log(total(w_V, lanes))
-        token = argmax(z_V, top) if greedy else argmax_with_noise(z_V, w_V, top, p.seed, position_S[s], words)
+        token = (
+            argmax(z_V, top)
+            if greedy
+            else argmax_with_noise(z_V, w_V, top, p.seed, position_S[s], words)
+        )
         token_S[s] = token
         logprob_S[s] = np.float32(np.float64(z_V[token]) - shift)
         if p.alternatives > 0:
-            best_tokens(z_V, shift, top_SK[s, : p.alternatives], top_logprobs_SK[s, : p.alternatives])
+            best_tokens(
+                z_V, shift, top_SK[s, : p.alternatives], top_logprobs_SK[s, : p.alternatives]
+            )
         if p.raw:
             top = scale(logits_SV[s], F32_1, z_V, lanes)
             weigh(z_V, top, w_V)
-            raw_S[s] = np.float32(np.float64(z_V[token]) - (np.float64(top) + math.log(total(w_V, lanes))))
+            raw_S[s] = np.float32(
+                np.float64(z_V[token]) - (np.float64(top) + math.log(total(w_V, lanes)))
+            )
 
 
 @njit(cache=True, nogil=True)
 def score_targets(logits_SV, target_S, logprob_S, top_SK, top_logprobs_SK):
-    """Log-probs of given tokens, and the K best of each row, under the unprocessed logits at temperature 1."""
+    """Log-probs of given tokens, and the K best of each row, under the unprocessed logits at
+    temperature 1.
+    """
     size = logits_SV.shape[1]
-    z_V, w_V, lanes = np.empty(size, np.float32), np.empty(size, np.float32), np.empty(LANES, np.float32)
+    z_V, w_V, lanes = (
+        np.empty(size, np.float32),
+        np.empty(size, np.float32),
+        np.empty(LANES, np.float32),
+    )
     for s in range(logits_SV.shape[0]):
         top = scale(logits_SV[s], F32_1, z_V, lanes)
         weigh(z_V, top, w_V)
@@ -304,12 +360,24 @@ def score_targets(logits_SV, target_S, logprob_S, top_SK, top_logprobs_SK):
 
 
 @njit(cache=True, nogil=True)
-def edit_row(logits_V, bias_ids, bias, prompt_V, count_V, path_D, repetition, presence, frequency, masked_ids, edited_V):
+def edit_row(
+    logits_V,
+    bias_ids,
+    bias,
+    prompt_V,
+    count_V,
+    path_D,
+    repetition,
+    presence,
+    frequency,
+    masked_ids,
+    edited_V,
+):
     """Bias, penalties and mask of one row, into `edited_V`.
 
-    prompt_V: 1 where the prompt holds the token; count_V: its occurrences in the committed output (both empty: no penalties).
-    path_D: draft tokens after the committed output, padded with -1; counted for this row only.
-    masked_ids: tokens set to -inf.
+    prompt_V: 1 where the prompt holds the token; count_V: its occurrences in the committed output
+    (both empty: no penalties). path_D: draft tokens after the committed output, padded with -1;
+    counted for this row only. masked_ids: tokens set to -inf.
     """
     edited_V[:] = logits_V
     for i in range(bias_ids.shape[0]):

@@ -1,4 +1,5 @@
-"""The sum of mixed elements that names a tensor's content, on the CPU; `tlt_client.channels.sums` says how it is defined.
+"""The sum of mixed elements that names a tensor's content, on the CPU; `tlt_client.channels.sums`
+says how it is defined.
 
 Whether the content is all numbers comes with it, as it is read once.
 """
@@ -10,9 +11,16 @@ import torch
 from numba import njit
 from torch import Tensor
 
-_GOLDEN, _FIRST, _SECOND = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_GOLDEN, _FIRST, _SECOND = (
+    np.uint64(0x9E3779B97F4A7C15),
+    np.uint64(0xBF58476D1CE4E5B9),
+    np.uint64(0x94D049BB133111EB),
+)
 _30, _27, _31 = np.uint64(30), np.uint64(27), np.uint64(31)
-_EXPONENT, _NONE = np.uint64(0x7F800000), np.uint64(0)  # of a float32; all ones in what is infinite or no number
+_EXPONENT, _NONE = (
+    np.uint64(0x7F800000),
+    np.uint64(0),
+)  # of a float32; all ones in what is infinite or no number
 
 
 @njit(cache=True, nogil=True)
@@ -30,10 +38,14 @@ def _sum(word_N, shift, exponent):
 
 
 def mixed_sum(values: Tensor) -> tuple[int, bool]:
-    """Modulo 2^64; and whether all are finite. A contiguous CPU tensor of floating point or integers; releases the GIL."""
+    """Modulo 2^64; and whether all are finite. A contiguous CPU tensor of floating point or
+    integers; releases the GIL.
+    """
     flat = values.detach().reshape(-1)
     if flat.dtype == torch.bfloat16:
-        total, finite = _sum(flat.view(torch.int16).numpy().view(np.uint16), np.uint64(16), _EXPONENT)
+        total, finite = _sum(
+            flat.view(torch.int16).numpy().view(np.uint16), np.uint64(16), _EXPONENT
+        )
     elif flat.is_floating_point():
         total, finite = _sum(flat.float().numpy().view(np.uint32), np.uint64(0), _EXPONENT)
     else:

@@ -1,8 +1,9 @@
 """Draft trees on the CPU: keep the best R nodes of a batch, and walk a verified tree.
 
-Trees are flat arrays with parents before children (see `tlt_server.speculation.batch.Candidates`). Everything is linear
-in the number of nodes: the top-R cut is a three-pass radix select on the bits of the survival, which as a non-negative
-float32 orders like its integer bits. Slow twins: `tests/unit/test_tree.py`, `tests/unit/test_accept.py`.
+Trees are flat arrays with parents before children (see `tlt_server.speculation.batch.Candidates`).
+Everything is linear in the number of nodes: the top-R cut is a three-pass radix select on the bits
+of the survival, which as a non-negative float32 orders like its integer bits. Slow twins:
+`tests/unit/test_tree.py`, `tests/unit/test_accept.py`.
 
 Legend: N candidate nodes, M chosen nodes, B requests, R target rows, A accepted rows.
 """
@@ -17,7 +18,9 @@ RADIX = 11  # bits per pass; three passes cover 32
 
 @njit(cache=True)
 def kth_largest(value_N, count, k):
-    """(t, room): t = bits of the k-th largest of the first `count` float32 values, room = how many equal to t are among the k."""
+    """(t, room): t = bits of the k-th largest of the first `count` float32 values, room = how many
+    equal to t are among the k.
+    """
     bits_N = value_N[:count].view(np.uint32)
     remaining = k
     prefix = np.uint32(0)
@@ -40,9 +43,11 @@ def kth_largest(value_N, count, k):
 
 @njit(cache=True)
 def select(request_N, parent_N, depth_N, survival_N, requests, budget):
-    """(node_M, parent_M, count_B): the `budget` best nodes by (survival, shallowest, first), grouped by request.
+    """(node_M, parent_M, count_B): the `budget` best nodes by (survival, shallowest, first),
+    grouped by request.
 
-    parent_M indexes into M, -1 = root. A survival above the parent's is cut to it, so the choice is closed under ancestors.
+    parent_M indexes into M, -1 = root. A survival above the parent's is cut to it, so the choice is
+    closed under ancestors.
     """
     nodes = len(request_N)
     count_B = np.zeros(requests, np.int32)
@@ -99,7 +104,9 @@ def select(request_N, parent_N, depth_N, survival_N, requests, budget):
 
 @njit(cache=True)
 def walk(row_start_B, row_count_B, parent_row_R, token_R, sampled_R):
-    """(row_A, length_B, token_E): accepted rows, how many per request, and the emitted tokens (length + 1 per request)."""
+    """(row_A, length_B, token_E): accepted rows, how many per request, and the emitted tokens
+    (length + 1 per request).
+    """
     requests = len(row_start_B)
     row_A = np.empty(len(token_R), np.int32)
     length_B = np.zeros(requests, np.int32)

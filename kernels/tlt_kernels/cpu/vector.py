@@ -1,8 +1,10 @@
-"""The two products of attention, written as LLVM instructions so that no compiler decides their order of summation.
+"""The two products of attention, written as LLVM instructions so that no compiler decides their
+order of summation.
 
-`dots`: lane i sums x[d] * y[d] over d = i, i + 16, ... by fused multiply-adds in rising d; the 16 lanes are then added as a
-tree of halves. `weighted_sums`: fused multiply-adds in the order of the keys. No fast-math flag is set: a result has the same bits
-whatever it is computed beside. Addresses are int64s; vectors are float32 and need no alignment. Called by the attention kernel.
+`dots`: lane i sums x[d] * y[d] over d = i, i + 16, ... by fused multiply-adds in rising d; the 16
+lanes are then added as a tree of halves. `weighted_sums`: fused multiply-adds in the order of the
+keys. No fast-math flag is set: a result has the same bits whatever it is computed beside. Addresses
+are int64s; vectors are float32 and need no alignment. Called by the attention kernel.
 """
 
 from __future__ import annotations
@@ -22,22 +24,40 @@ _ZERO = ir.Constant(_VECTOR, [0.0] * LANES)
 
 @intrinsic
 def dots(typing_context, query_0, query_1, keys, width, scale, out_0, out_1):
-    """Products of two queries with eight keys, times `scale`, into out_0[:8] and out_1[:8]; `keys` holds eight addresses."""
+    """Products of two queries with eight keys, times `scale`, into out_0[:8] and out_1[:8]; `keys`
+    holds eight addresses.
+    """
 
     def generate(context, builder, signature, arguments):
         query_0, query_1, keys, width, scale, *outs = arguments
-        key_address = [_load(builder, builder.add(keys, _INT64(8 * i)), _INT64, 8) for i in range(KEYS)]
+        key_address = [
+            _load(builder, builder.add(keys, _INT64(8 * i)), _INT64, 8) for i in range(KEYS)
+        ]
         vectors = [query_0, query_1, *key_address]
-        sums = [cgutils.alloca_once_value(builder, _ZERO) for _ in range(2 * KEYS)]  # registers, once LLVM has promoted them
+        sums = [
+            cgutils.alloca_once_value(builder, _ZERO) for _ in range(2 * KEYS)
+        ]  # registers, once LLVM has promoted them
         whole = builder.and_(width, _INT64(-LANES))
         with cgutils.for_range_slice(builder, _INT64(0), whole, _INT64(LANES)) as (d, _):
             offset = builder.shl(d, _INT64(2))
-            _multiply_add(builder, sums, [_load(builder, builder.add(vector, offset), _VECTOR, 4) for vector in vectors])
+            _multiply_add(
+                builder,
+                sums,
+                [_load(builder, builder.add(vector, offset), _VECTOR, 4) for vector in vectors],
+            )
         with builder.if_then(builder.icmp_signed("!=", whole, width), likely=False):
-            _multiply_add(builder, sums, [_load_rest(builder, vector, whole, width) for vector in vectors])
-        total = builder.fmul(_add_lanes(builder, [builder.load(place) for place in sums]), _broadcast(builder, scale))
+            _multiply_add(
+                builder, sums, [_load_rest(builder, vector, whole, width) for vector in vectors]
+            )
+        total = builder.fmul(
+            _add_lanes(builder, [builder.load(place) for place in sums]), _broadcast(builder, scale)
+        )
         for i, out in enumerate(outs):
-            half = builder.shuffle_vector(total, total, ir.Constant(ir.VectorType(_INT32, KEYS), list(range(KEYS * i, KEYS * (i + 1)))))
+            half = builder.shuffle_vector(
+                total,
+                total,
+                ir.Constant(ir.VectorType(_INT32, KEYS), list(range(KEYS * i, KEYS * (i + 1)))),
+            )
             builder.store(half, builder.inttoptr(out, _HALF.as_pointer())).align = 4
         return context.get_dummy_value()
 
@@ -46,7 +66,9 @@ def dots(typing_context, query_0, query_1, keys, width, scale, out_0, out_1):
 
 @intrinsic
 def weighted_sums(typing_context, weights_0, weights_1, values, count, width, out_0, out_1):
-    """Sums of weights[c] * value c over c < count, into out_0 and out_1 of `width`; `values` holds `count` addresses."""
+    """Sums of weights[c] * value c over c < count, into out_0 and out_1 of `width`; `values` holds
+    `count` addresses.
+    """
 
     def generate(context, builder, signature, arguments):
         weights_0, weights_1, values, count, width, *outs = arguments
@@ -56,8 +78,12 @@ def weighted_sums(typing_context, weights_0, weights_1, values, count, width, ou
             step = lanes * blocks
             stop = builder.and_(width, _INT64(-step))
             with cgutils.for_range_slice(builder, done, stop, _INT64(step)) as (d, _):
-                offsets = [builder.shl(builder.add(d, _INT64(lanes * i)), _INT64(2)) for i in range(blocks)]
-                _weighted_sum_block(builder, kind, (weights_0, weights_1), values, count, offsets, outs)
+                offsets = [
+                    builder.shl(builder.add(d, _INT64(lanes * i)), _INT64(2)) for i in range(blocks)
+                ]
+                _weighted_sum_block(
+                    builder, kind, (weights_0, weights_1), values, count, offsets, outs
+                )
             done = stop
         return context.get_dummy_value()
 
@@ -80,13 +106,18 @@ def _weighted_sum_block(builder, kind, weights, values, count, offsets, outs):
                 builder.store(_fused(builder, kind, factor, part, builder.load(place)), place)
     for out, row in zip(outs, sums, strict=True):
         for offset, place in zip(offsets, row, strict=True):
-            builder.store(builder.load(place), builder.inttoptr(builder.add(out, offset), kind.as_pointer())).align = 4
+            builder.store(
+                builder.load(place), builder.inttoptr(builder.add(out, offset), kind.as_pointer())
+            ).align = 4
 
 
 def _fused(builder, kind, a, b, c):
     """a * b + c, rounded once."""
     name = f"llvm.fma.v{LANES}f32" if kind is _VECTOR else "llvm.fma.f32"
-    return builder.call(cgutils.get_or_insert_function(builder.module, ir.FunctionType(kind, [kind] * 3), name), [a, b, c])
+    return builder.call(
+        cgutils.get_or_insert_function(builder.module, ir.FunctionType(kind, [kind] * 3), name),
+        [a, b, c],
+    )
 
 
 def _load(builder, address, kind, align):
@@ -101,7 +132,9 @@ def _load_rest(builder, address, start, stop):
     builder.store(_ZERO, vector)
     with cgutils.for_range_slice(builder, start, stop, _INT64(1)) as (d, _):
         element = _load(builder, builder.add(address, builder.shl(d, _INT64(2))), _FLOAT, 4)
-        builder.store(builder.insert_element(builder.load(vector), element, builder.sub(d, start)), vector)
+        builder.store(
+            builder.insert_element(builder.load(vector), element, builder.sub(d, start)), vector
+        )
     return builder.load(vector)
 
 
@@ -117,8 +150,10 @@ def _add_lanes(builder, vectors):
     half = LANES // 2
     while half:
         first, second = ([i for i in range(2 * LANES) if i // half % 2 == side] for side in (0, 1))
-        vectors = [builder.fadd(_shuffle(builder, a, b, first), _shuffle(builder, a, b, second))
-                   for a, b in zip(vectors[::2], vectors[1::2], strict=True)]
+        vectors = [
+            builder.fadd(_shuffle(builder, a, b, first), _shuffle(builder, a, b, second))
+            for a, b in zip(vectors[::2], vectors[1::2], strict=True)
+        ]
         half //= 2
     return vectors[0]
 

@@ -1,8 +1,11 @@
-"""Accept-iff-equal on the device: walk each verified tree, end sequences, move what was kept, learn from it.
+"""Accept-iff-equal on the device: walk each verified tree, end sequences, move what was kept, learn
+from it.
 
-`accept` writes all that the host needs into one int32 buffer, so a cycle costs one copy to the host; `parse` reads it.
+`accept` writes all that the host needs into one int32 buffer, so a cycle costs one copy to the
+host; `parse` reads it.
 
-Legend: as in `tensors.py`; F = 4 + 2 (D + 1) fields of an entry's outcome; I rows of an entry's tree; L layers, X elements of a slot.
+Legend: as in `tensors.py`; F = 4 + 2 (D + 1) fields of an entry's outcome; I rows of an entry's
+tree; L layers, X elements of a slot.
 """
 
 from __future__ import annotations
@@ -43,14 +46,52 @@ def parse(outcome_EF: NDArray[np.int32]) -> Outcome:
     """Views of what `accept` wrote."""
     split = HEAD + (outcome_EF.shape[1] - HEAD) // 2
     flags_E = outcome_EF[:, 3]
-    return Outcome(outcome_EF[:, 0], outcome_EF[:, 1], outcome_EF[:, 2], (flags_E & DONE) != 0, (flags_E & BROKEN) != 0,
-                   outcome_EF[:, HEAD:split], outcome_EF[:, split:].view(np.float32))
+    return Outcome(
+        outcome_EF[:, 0],
+        outcome_EF[:, 1],
+        outcome_EF[:, 2],
+        (flags_E & DONE) != 0,
+        (flags_E & BROKEN) != 0,
+        outcome_EF[:, HEAD:split],
+        outcome_EF[:, split:].view(np.float32),
+    )
 
 
 @triton.jit
-def _accept(place_B, place_W, B, token_S, logprob_S, token_QT, T, length_Q, limit_Q, page_table_QP, P, stop_QK, done_Q, token_R, slot_R,
-            parent_R, root_E, count_E, on_path_V, count_B, source_BD, target_BD, hint_row_E, hint_place_E, page_R, outcome_EF, V,
-            PAGE: tl.constexpr, K: tl.constexpr, D: tl.constexpr, IP: tl.constexpr, HEAD: tl.constexpr):
+def _accept(
+    place_B,
+    place_W,
+    B,
+    token_S,
+    logprob_S,
+    token_QT,
+    T,
+    length_Q,
+    limit_Q,
+    page_table_QP,
+    P,
+    stop_QK,
+    done_Q,
+    token_R,
+    slot_R,
+    parent_R,
+    root_E,
+    count_E,
+    on_path_V,
+    count_B,
+    source_BD,
+    target_BD,
+    hint_row_E,
+    hint_place_E,
+    page_R,
+    outcome_EF,
+    V,
+    PAGE: tl.constexpr,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    IP: tl.constexpr,
+    HEAD: tl.constexpr,
+):
     """One program per entry."""
     pdl_launch()
     e = tl.program_id(0)
@@ -84,11 +125,15 @@ def _accept(place_B, place_W, B, token_S, logprob_S, token_QT, T, length_Q, limi
         step_I = tl.where(i_I == at, steps, step_I)
         steps += 1
         target = tl.sum(tl.where(i_I == at, sampled_I, 0))
-        at = tl.min(tl.where(draft_I & (parent_I == at) & (token_I == target) & (i_I > at), i_I, IP))
+        at = tl.min(
+            tl.where(draft_I & (parent_I == at) & (token_I == target) & (i_I > at), i_I, IP)
+        )
 
     on_path_I = step_I >= 0
     ends_I = on_path_I & (stops_I | (length + step_I + 1 >= limit))
-    emitted = tl.minimum(tl.min(tl.where(ends_I, step_I + 1, IP)), tl.minimum(steps, tl.maximum(limit - length, 0)))
+    emitted = tl.minimum(
+        tl.min(tl.where(ends_I, step_I + 1, IP)), tl.minimum(steps, tl.maximum(limit - length, 0))
+    )
     ended = tl.sum(ends_I.to(tl.int32)) > 0
     kept_I = on_path_I & (step_I < emitted)
     broken = tl.sum((kept_I & (logprob_I != logprob_I)).to(tl.int32)) > 0
@@ -123,26 +168,75 @@ def _accept(place_B, place_W, B, token_S, logprob_S, token_QT, T, length_Q, limi
         tl.store(on_path_V + row_I, on_path_I.to(tl.int32), mask=tree_I)
 
 
-def accept(place_B: Tensor, place_W: Tensor | None, token_S: Tensor, logprob_S: Tensor, places: Places, rows: Rows, trees: Trees,
-           kept: Kept, outcome_EF: Tensor, *, decode_rows: int) -> None:
-    """Follow from each root the child whose token is the target's; emit the target's tokens along the path.
+def accept(
+    place_B: Tensor,
+    place_W: Tensor | None,
+    token_S: Tensor,
+    logprob_S: Tensor,
+    places: Places,
+    rows: Rows,
+    trees: Trees,
+    kept: Kept,
+    outcome_EF: Tensor,
+    *,
+    decode_rows: int,
+) -> None:
+    """Follow from each root the child whose token is the target's; emit the target's tokens along
+    the path.
 
-    Truncates behind the first stop id or at the limit, appends to the place's text, moves its length, sets done. token_S int32 and
-    logprob_S float32 are the samples of `trees.sample_row_S`. Of two children with the same token the first one is followed.
+    Truncates behind the first stop id or at the limit, appends to the place's text, moves its
+    length, sets done. token_S int32 and logprob_S float32 are the samples of `trees.sample_row_S`.
+    Of two children with the same token the first one is followed.
     """
     requests, path_depth = place_B.shape[0], rows.path_RD.shape[1]
     works = place_W.shape[0] if place_W is not None else 0
     assert outcome_EF.shape[1] == fields(path_depth) and kept.source_BD.shape[1] == path_depth
     block = max(triton.next_power_of_2(decode_rows), 2)  # one request may have all rows
     _accept[(requests + works,)](
-        place_B, place_W if place_W is not None else place_B, requests, token_S, logprob_S, places.token_QT, places.token_QT.shape[1],
-        places.length_Q, places.limit_Q, places.page_table_QP, places.page_table_QP.shape[1], places.stop_QK, places.done_Q, rows.token_R,
-        rows.slot_R, rows.parent_R, trees.root_E, trees.count_E, *kept, outcome_EF, decode_rows, PAGE=PAGE_SIZE,
-        K=places.stop_QK.shape[1], D=path_depth, IP=block, HEAD=HEAD, num_warps=1 if block <= 256 else 4, **PDL)
+        place_B,
+        place_W if place_W is not None else place_B,
+        requests,
+        token_S,
+        logprob_S,
+        places.token_QT,
+        places.token_QT.shape[1],
+        places.length_Q,
+        places.limit_Q,
+        places.page_table_QP,
+        places.page_table_QP.shape[1],
+        places.stop_QK,
+        places.done_Q,
+        rows.token_R,
+        rows.slot_R,
+        rows.parent_R,
+        trees.root_E,
+        trees.count_E,
+        *kept,
+        outcome_EF,
+        decode_rows,
+        PAGE=PAGE_SIZE,
+        K=places.stop_QK.shape[1],
+        D=path_depth,
+        IP=block,
+        HEAD=HEAD,
+        num_warps=1 if block <= 256 else 4,
+        **PDL,
+    )
 
 
 @triton.jit
-def _commit_kv(count_B, source_BD, target_BD, k_LSX, v_LSX, layer_stride, X, D: tl.constexpr, DP: tl.constexpr, XB: tl.constexpr):
+def _commit_kv(
+    count_B,
+    source_BD,
+    target_BD,
+    k_LSX,
+    v_LSX,
+    layer_stride,
+    X,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    XB: tl.constexpr,
+):
     """One program per request, layer and block of a slot."""
     pdl_launch()
     b = tl.program_id(0)
@@ -154,8 +248,16 @@ def _commit_kv(count_B, source_BD, target_BD, k_LSX, v_LSX, layer_stride, X, D: 
     kept_D = d_D < count
     x_1X = tl.program_id(2) * XB + tl.arange(0, XB)[None, :]
     layer = tl.program_id(1).to(tl.int64) * layer_stride
-    source_DX = layer + tl.load(source_BD + b * D + d_D, mask=kept_D, other=0).to(tl.int64)[:, None] * X + x_1X
-    target_DX = layer + tl.load(target_BD + b * D + d_D, mask=kept_D, other=0).to(tl.int64)[:, None] * X + x_1X
+    source_DX = (
+        layer
+        + tl.load(source_BD + b * D + d_D, mask=kept_D, other=0).to(tl.int64)[:, None] * X
+        + x_1X
+    )
+    target_DX = (
+        layer
+        + tl.load(target_BD + b * D + d_D, mask=kept_D, other=0).to(tl.int64)[:, None] * X
+        + x_1X
+    )
     moved_DX = kept_D[:, None] & (x_1X < X)
     k_DX = tl.load(k_LSX + source_DX, mask=moved_DX)
     v_DX = tl.load(v_LSX + source_DX, mask=moved_DX)
@@ -164,7 +266,9 @@ def _commit_kv(count_B, source_BD, target_BD, k_LSX, v_LSX, layer_stride, X, D: 
 
 
 def commit_kv(kept: Kept, k_LSKD: Tensor, v_LSKD: Tensor) -> None:
-    """Copy the KV of accepted rows from scratch to their pages, in all layers; a slot's elements lie together."""
+    """Copy the KV of accepted rows from scratch to their pages, in all layers; a slot's elements
+    lie together.
+    """
     layers, _, heads, width = k_LSKD.shape
     elements = heads * width
     assert k_LSKD.stride() == v_LSKD.stride() and k_LSKD.stride()[1:] == (elements, width, 1)
@@ -174,12 +278,33 @@ def commit_kv(kept: Kept, k_LSKD: Tensor, v_LSKD: Tensor) -> None:
     depth_block = triton.next_power_of_2(depth)
     block = min(triton.next_power_of_2(elements), max(64, 4096 // depth_block))
     _commit_kv[(requests, layers, triton.cdiv(elements, block))](
-        kept.count_B, kept.source_BD, kept.target_BD, k_LSKD, v_LSKD, k_LSKD.stride(0), elements, D=depth, DP=depth_block, XB=block,
-        num_warps=4, **PDL)
+        kept.count_B,
+        kept.source_BD,
+        kept.target_BD,
+        k_LSKD,
+        v_LSKD,
+        k_LSKD.stride(0),
+        elements,
+        D=depth,
+        DP=depth_block,
+        XB=block,
+        num_warps=4,
+        **PDL,
+    )
 
 
 @triton.jit
-def _store_hints(page_R, R, hint_row_E, hint_place_E, g_RH, hint_QH, page_hint_PH, H: tl.constexpr, HP: tl.constexpr):
+def _store_hints(
+    page_R,
+    R,
+    hint_row_E,
+    hint_place_E,
+    g_RH,
+    hint_QH,
+    page_hint_PH,
+    H: tl.constexpr,
+    HP: tl.constexpr,
+):
     """One program per row and per entry."""
     pdl_launch()
     r = tl.program_id(0)
@@ -194,19 +319,46 @@ def _store_hints(page_R, R, hint_row_E, hint_place_E, g_RH, hint_QH, page_hint_P
         row = tl.load(hint_row_E + r - R)
         if row >= 0:
             g_H = tl.load(g_RH + row.to(tl.int64) * H + h_H, mask=h_H < H)
-            tl.store(hint_QH + tl.load(hint_place_E + r - R).to(tl.int64) * H + h_H, g_H, mask=h_H < H)
+            tl.store(
+                hint_QH + tl.load(hint_place_E + r - R).to(tl.int64) * H + h_H, g_H, mask=h_H < H
+            )
 
 
 def store_hints(kept: Kept, g_RH: Tensor, places: Places, page_hint_PH: Tensor) -> None:
-    """Remember the fused feature of each sequence's last position, and of the last position of every page that was filled."""
+    """Remember the fused feature of each sequence's last position, and of the last position of
+    every page that was filled.
+    """
     rows, hidden = kept.page_R.shape[0], g_RH.shape[1]
     _store_hints[(rows + kept.hint_row_E.shape[0],)](
-        kept.page_R, rows, kept.hint_row_E, kept.hint_place_E, g_RH, places.hint_QH, page_hint_PH, H=hidden,
-        HP=triton.next_power_of_2(hidden), num_warps=4, **PDL)
+        kept.page_R,
+        rows,
+        kept.hint_row_E,
+        kept.hint_place_E,
+        g_RH,
+        places.hint_QH,
+        page_hint_PH,
+        H=hidden,
+        HP=triton.next_power_of_2(hidden),
+        num_warps=4,
+        **PDL,
+    )
 
 
 @triton.jit
-def _calibrate(node_V, on_path_V, parent_R, cell_N, prior_Z, survival_Z, hits_Z, trials_Z, V, prior_weight, limit, VP: tl.constexpr):
+def _calibrate(
+    node_V,
+    on_path_V,
+    parent_R,
+    cell_N,
+    prior_Z,
+    survival_Z,
+    hits_Z,
+    trials_Z,
+    V,
+    prior_weight,
+    limit,
+    VP: tl.constexpr,
+):
     """One program in all. Rows of one cell write the same values."""
     pdl_launch()
     v_V = tl.arange(0, VP)
@@ -223,16 +375,41 @@ def _calibrate(node_V, on_path_V, parent_R, cell_N, prior_Z, survival_Z, hits_Z,
     hits_V = tl.load(hits_Z + cell_V, mask=tried_V, other=0)
     prior_V = tl.load(prior_Z + cell_V, mask=tried_V, other=0.0)
     tl.debug_barrier()
-    tl.store(survival_Z + cell_V, (prior_weight * prior_V + hits_V) / (prior_weight + trials_V), mask=tried_V)
+    tl.store(
+        survival_Z + cell_V,
+        (prior_weight * prior_V + hits_V) / (prior_weight + trials_V),
+        mask=tried_V,
+    )
     full_V = tried_V & (trials_V >= limit)
     tl.store(trials_Z + cell_V, trials_V // 2, mask=full_V)
     tl.store(hits_Z + cell_V, hits_V // 2, mask=full_V)
 
 
-def calibrate(trees: Trees, kept: Kept, nodes: Nodes, rows: Rows, calibration: Calibration, *, decode_rows: int, prior_weight: float = 64.0,
-              limit: int = 4096) -> None:
-    """Count every verified node whose parent is on the path, refresh the table in force, halve counts that reach `limit` trials."""
+def calibrate(
+    trees: Trees,
+    kept: Kept,
+    nodes: Nodes,
+    rows: Rows,
+    calibration: Calibration,
+    *,
+    decode_rows: int,
+    prior_weight: float = 64.0,
+    limit: int = 4096,
+) -> None:
+    """Count every verified node whose parent is on the path, refresh the table in force, halve
+    counts that reach `limit` trials.
+    """
     block = max(triton.next_power_of_2(decode_rows), 2)
     _calibrate[(1,)](
-        trees.node_V, kept.on_path_V, rows.parent_R, nodes.cell_BC, *calibration, decode_rows, prior_weight, limit, VP=block,
-        num_warps=1 if block <= 128 else 4, **PDL)
+        trees.node_V,
+        kept.on_path_V,
+        rows.parent_R,
+        nodes.cell_BC,
+        *calibration,
+        decode_rows,
+        prior_weight,
+        limit,
+        VP=block,
+        num_warps=1 if block <= 128 else 4,
+        **PDL,
+    )

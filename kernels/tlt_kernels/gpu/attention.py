@@ -1,14 +1,17 @@
-"""Paged attention of decode, tree and prefill rows: exact to the bit whatever the batch, the tree or the chunking.
+"""Paged attention of decode, tree and prefill rows: exact to the bit whatever the batch, the tree
+or the chunking.
 
-`plan` once per step, then `attend` per layer. Here: the rows' kernel, where one row's query heads of one KV head meet keys found
-through the row's own slots, so that a draft ancestor stands where it will stand once it is committed. It also folds the states
-that tiles left for the row, or, as the last of several programs of a row, those that they all left.
+`plan` once per step, then `attend` per layer. Here: the rows' kernel, where one row's query heads
+of one KV head meet keys found through the row's own slots, so that a draft ancestor stands where it
+will stand once it is committed. It also folds the states that tiles left for the row, or, as the
+last of several programs of a row, those that they all left.
 
-The kernel right before `attend` must let its dependents start only after its own `pdl_wait`, as `rope_store` does: work items and
-page tables are read before this one waits. The tiles' kernel does so too: the rows' kernel reads everything
-but the states that tiles leave before it waits for them.
+The kernel right before `attend` must let its dependents start only after its own `pdl_wait`, as
+`rope_store` does: work items and page tables are read before this one waits. The tiles' kernel does
+so too: the rows' kernel reads everything but the states that tiles leave before it waits for them.
 
-Legend: R rows, N query heads, K KV heads, D head width, S slots, M queries of a program (the group, padded to 16), T keys of a block.
+Legend: R rows, N query heads, K KV heads, D head width, S slots, M queries of a program (the group,
+padded to 16), T keys of a block.
 """
 
 from __future__ import annotations
@@ -20,7 +23,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tlt_kernels.gpu.attention_algebra import BLOCK, LOWEST, extend, fold, nothing, quotient, row_slots, starts_split
+from tlt_kernels.gpu.attention_algebra import (
+    BLOCK,
+    LOWEST,
+    extend,
+    fold,
+    nothing,
+    quotient,
+    row_slots,
+    starts_split,
+)
 from tlt_kernels.gpu.attention_plan import FIELDS, PagedRows, Plan, allocate, plan
 from tlt_kernels.gpu.attention_tiles import attend_tiles
 from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
@@ -37,9 +49,23 @@ _AT_ONCE = 4  # states in flight
 
 
 @triton.jit
-def _fold_states(state_top, state_sum, state_acc, first, states, head, scale,
-                 HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, M: tl.constexpr, AT_ONCE: tl.constexpr):
-    """States [first, first + states) of a row, in order. Read past the first-level cache, which other programs do not write."""
+def _fold_states(
+    state_top,
+    state_sum,
+    state_acc,
+    first,
+    states,
+    head,
+    scale,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    M: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """States [first, first + states) of a row, in order. Read past the first-level cache, which
+    other programs do not write.
+    """
     m_M, d_D = tl.arange(0, M), tl.arange(0, D)
     top_M, _, acc_MD = nothing(M, D)
     sum_M1 = tl.zeros([M, 1], tl.float32)
@@ -49,15 +75,46 @@ def _fold_states(state_top, state_sum, state_acc, first, states, head, scale,
             at_M = (first + i + j) * HEADS + head * GROUP + m_M
             next_top_M = tl.load(state_top + at_M, mask_M, other=LOWEST, cache_modifier=".cg")
             next_sum_M = tl.load(state_sum + at_M, mask_M, other=0.0, cache_modifier=".cg")
-            next_acc_MD = tl.load(state_acc + at_M[:, None] * D + d_D[None, :], mask_M[:, None], other=0.0, cache_modifier=".cg")
-            top_M, sum_M1, acc_MD = fold(top_M, sum_M1, acc_MD, next_top_M, next_sum_M[:, None], next_acc_MD, scale)
+            next_acc_MD = tl.load(
+                state_acc + at_M[:, None] * D + d_D[None, :],
+                mask_M[:, None],
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            top_M, sum_M1, acc_MD = fold(
+                top_M, sum_M1, acc_MD, next_top_M, next_sum_M[:, None], next_acc_MD, scale
+            )
     return sum_M1, acc_MD
 
 
 @triton.jit(do_not_specialize=["pages", "depth"])
-def _attend_rows(q, k_cache, v_cache, out, path, page_table, items, count, counter, state_top, state_sum, state_acc, scale, pages, depth,
-                 FIRST: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
-                 M: tl.constexpr, M_FOLD: tl.constexpr, TILES: tl.constexpr, AT_ONCE: tl.constexpr, APART: tl.constexpr):
+def _attend_rows(
+    q,
+    k_cache,
+    v_cache,
+    out,
+    path,
+    page_table,
+    items,
+    count,
+    counter,
+    state_top,
+    state_sum,
+    state_acc,
+    scale,
+    pages,
+    depth,
+    FIRST: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    M: tl.constexpr,
+    M_FOLD: tl.constexpr,
+    TILES: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    APART: tl.constexpr,
+):
     GROUP: tl.constexpr = HEADS // KV_HEADS
     m_M, t_T, d_D = tl.arange(0, M), tl.arange(0, BLOCK), tl.arange(0, D)
     pdl_launch()
@@ -69,9 +126,25 @@ def _attend_rows(q, k_cache, v_cache, out, path, page_table, items, count, count
         w = turn * programs + tl.where(turn < rounds, ahead, program)
         head = w % KV_HEADS
         item = items + w // KV_HEADS * FIELDS
-        row, place, base, begin, end = (tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3), tl.load(item + 4))
-        piece, arrivals, states, first_state = tl.load(item + 5), tl.load(item + 6), tl.load(item + 7), tl.load(item + 8)
-        k_head, v_head, table, own = k_cache + head * D, v_cache + head * D, page_table + place * pages, path + row * depth
+        row, place, base, begin, end = (
+            tl.load(item),
+            tl.load(item + 1),
+            tl.load(item + 2),
+            tl.load(item + 3),
+            tl.load(item + 4),
+        )
+        piece, arrivals, states, first_state = (
+            tl.load(item + 5),
+            tl.load(item + 6),
+            tl.load(item + 7),
+            tl.load(item + 8),
+        )
+        k_head, v_head, table, own = (
+            k_cache + head * D,
+            v_cache + head * D,
+            page_table + place * pages,
+            path + row * depth,
+        )
         slot_T = row_slots(table, own, base, begin, end, FIRST, PAGE)
         if not TILES:
             pdl_wait()
@@ -81,7 +154,9 @@ def _attend_rows(q, k_cache, v_cache, out, path, page_table, items, count, count
         top_M, sum_ML, acc_MD = nothing(M, D)
         for start in range(begin, end, BLOCK):
             if starts_split(start):
-                total_top_M, total_ML, total_MD = fold(total_top_M, total_ML, total_MD, top_M, sum_ML, acc_MD, scale)
+                total_top_M, total_ML, total_MD = fold(
+                    total_top_M, total_ML, total_MD, top_M, sum_ML, acc_MD, scale
+                )
                 top_M, sum_ML, acc_MD = nothing(M, D)
             p_T = start + t_T
             visible_T = (p_T >= FIRST) & (p_T < end)
@@ -89,10 +164,18 @@ def _attend_rows(q, k_cache, v_cache, out, path, page_table, items, count, count
             k_TD = tl.load(k_head + key_TD, visible_T[:, None], other=0.0)
             v_TD = tl.load(v_head + key_TD, visible_T[:, None], other=0.0)
             slot_T = row_slots(table, own, base, start + BLOCK, end, FIRST, PAGE)
-            top_M, sum_ML, acc_MD = extend(q_MD, k_TD, v_TD, visible_T[None, :], top_M, sum_ML, acc_MD, scale)
-        total_top_M, total_ML, total_MD = fold(total_top_M, total_ML, total_MD, top_M, sum_ML, acc_MD, scale)
+            top_M, sum_ML, acc_MD = extend(
+                q_MD, k_TD, v_TD, visible_T[None, :], top_M, sum_ML, acc_MD, scale
+            )
+        total_top_M, total_ML, total_MD = fold(
+            total_top_M, total_ML, total_MD, top_M, sum_ML, acc_MD, scale
+        )
         if states == 0:
-            tl.store(out + at_MD, quotient(total_ML, total_MD).to(out.dtype.element_ty), (m_M < GROUP)[:, None])
+            tl.store(
+                out + at_MD,
+                quotient(total_ML, total_MD).to(out.dtype.element_ty),
+                (m_M < GROUP)[:, None],
+            )
         else:
             to_M = (first_state + piece) * HEADS + head * GROUP + m_M
             own_M = (m_M < GROUP) & (piece >= 0)
@@ -102,23 +185,52 @@ def _attend_rows(q, k_cache, v_cache, out, path, page_table, items, count, count
             tl.debug_barrier()
             arrived = 1
             if arrivals > 1:
-                arrived = tl.atomic_add(counter + row * KV_HEADS + head, 1, sem="acq_rel", scope="gpu") + 1
+                arrived = (
+                    tl.atomic_add(counter + row * KV_HEADS + head, 1, sem="acq_rel", scope="gpu")
+                    + 1
+                )
             if arrived >= arrivals:
                 if arrivals > 1:
                     tl.store(counter + row * KV_HEADS + head, 0)
                 if TILES:
                     pdl_wait()  # for the states that tiles left
                 all_M1, all_MD = _fold_states(
-                    state_top, state_sum, state_acc, first_state, states, head, scale, HEADS, GROUP, D, M_FOLD, AT_ONCE)
+                    state_top,
+                    state_sum,
+                    state_acc,
+                    first_state,
+                    states,
+                    head,
+                    scale,
+                    HEADS,
+                    GROUP,
+                    D,
+                    M_FOLD,
+                    AT_ONCE,
+                )
                 m_F = tl.arange(0, M_FOLD)
                 at_FD = (row * HEADS + head * GROUP + m_F)[:, None] * D + d_D[None, :]
-                tl.store(out + at_FD, quotient(all_M1, all_MD).to(out.dtype.element_ty), (m_F < GROUP)[:, None])
+                tl.store(
+                    out + at_FD,
+                    quotient(all_M1, all_MD).to(out.dtype.element_ty),
+                    (m_F < GROUP)[:, None],
+                )
     pdl_wait()
 
 
-def attend(q_RND: Tensor, k_SKD: Tensor, v_SKD: Tensor, rows: PagedRows, work: Plan, *, first: int, scale: float,
-           strict: bool = True) -> Tensor:
-    """[R, N, D] in the dtype of q: row r attends to key positions [first, position_R[r]]; 0 if there are none, anything if it is dead.
+def attend(
+    q_RND: Tensor,
+    k_SKD: Tensor,
+    v_SKD: Tensor,
+    rows: PagedRows,
+    work: Plan,
+    *,
+    first: int,
+    scale: float,
+    strict: bool = True,
+) -> Tensor:
+    """[R, N, D] in the dtype of q: row r attends to key positions [first, position_R[r]]; 0 if
+    there are none, anything if it is dead.
 
     Not `strict`: tiles keep no order of splits, so a row's bits depend on its company.
     """
@@ -127,26 +239,85 @@ def attend(q_RND: Tensor, k_SKD: Tensor, v_SKD: Tensor, rows: PagedRows, work: P
     return out_RND
 
 
-def attend_into(out_RND: Tensor, q_RND: Tensor, k_SKD: Tensor, v_SKD: Tensor, rows: PagedRows, work: Plan, *, first: int, scale: float,
-                strict: bool) -> None:
+def attend_into(
+    out_RND: Tensor,
+    q_RND: Tensor,
+    k_SKD: Tensor,
+    v_SKD: Tensor,
+    rows: PagedRows,
+    work: Plan,
+    *,
+    first: int,
+    scale: float,
+    strict: bool,
+) -> None:
     """`attend`, rounded once to the dtype of `out_RND`."""
     (_, heads, width), kv_heads = q_RND.shape, k_SKD.shape[1]
     assert width in (16, 32, 64, 128, 256), f"head_dim {width} is no power of two from 16 to 256"
     assert all(tensor.is_contiguous() for tensor in (out_RND, q_RND, k_SKD, v_SKD))
-    pages, depth, scale_2 = rows.page_table_QP.shape[1], rows.path_RD.shape[1], scale * math.log2(math.e)
+    pages, depth, scale_2 = (
+        rows.page_table_QP.shape[1],
+        rows.path_RD.shape[1],
+        scale * math.log2(math.e),
+    )
     states = (work.top_WN, work.sum_WN, work.acc_WND)
     if work.tiles:
         tile_bytes = (work.tile + 2 * _TILE_STAGES * BLOCK.value) * width * q_RND.element_size()
         attend_tiles[(work.tile_programs,)](
-            q_RND, k_SKD, v_SKD, out_RND, rows.position_R, rows.path_RD, rows.page_table_QP, work.tile_item_IF, work.count_2,
-            work.state_R, *states, scale_2, pages, depth, FIRST=first, HEADS=heads, KV_HEADS=kv_heads, D=width, PAGE=PAGE_SIZE, M=work.tile,
-            SPLITS=strict, num_warps=8 if work.tile == 128 else 4, num_stages=_TILE_STAGES if tile_bytes <= _TILE_BYTES else 2, **PDL,
+            q_RND,
+            k_SKD,
+            v_SKD,
+            out_RND,
+            rows.position_R,
+            rows.path_RD,
+            rows.page_table_QP,
+            work.tile_item_IF,
+            work.count_2,
+            work.state_R,
+            *states,
+            scale_2,
+            pages,
+            depth,
+            FIRST=first,
+            HEADS=heads,
+            KV_HEADS=kv_heads,
+            D=width,
+            PAGE=PAGE_SIZE,
+            M=work.tile,
+            SPLITS=strict,
+            num_warps=8 if work.tile == 128 else 4,
+            num_stages=_TILE_STAGES if tile_bytes <= _TILE_BYTES else 2,
+            **PDL,
         )
-    # Programs of one multiprocessor (they are a round of the grid apart) get heads of one row: these read neighbouring lines.
+    # Programs of one multiprocessor (they are a round of the grid apart) get heads of one row:
+    # these read neighbouring lines.
     apart = work.programs if work.row_programs % work.programs == 0 else 1
     _attend_rows[(work.row_programs,)](
-        q_RND, k_SKD, v_SKD, out_RND, rows.path_RD, rows.page_table_QP, work.row_item_IF, work.count_2, work.counter_RK, *states,
-        scale_2, pages, depth, FIRST=first, HEADS=heads, KV_HEADS=kv_heads, D=width, PAGE=PAGE_SIZE, M=_M,
-        M_FOLD=triton.next_power_of_2(heads // kv_heads), TILES=work.tiles, AT_ONCE=_AT_ONCE, APART=apart,
-        num_warps=_WARPS, num_stages=work.row_stages, maxnreg=min(248, _REGISTERS // (32 * _WARPS * work.row_residents) // 8 * 8), **PDL,
+        q_RND,
+        k_SKD,
+        v_SKD,
+        out_RND,
+        rows.path_RD,
+        rows.page_table_QP,
+        work.row_item_IF,
+        work.count_2,
+        work.counter_RK,
+        *states,
+        scale_2,
+        pages,
+        depth,
+        FIRST=first,
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        D=width,
+        PAGE=PAGE_SIZE,
+        M=_M,
+        M_FOLD=triton.next_power_of_2(heads // kv_heads),
+        TILES=work.tiles,
+        AT_ONCE=_AT_ONCE,
+        APART=apart,
+        num_warps=_WARPS,
+        num_stages=work.row_stages,
+        maxnreg=min(248, _REGISTERS // (32 * _WARPS * work.row_residents) // 8 * 8),
+        **PDL,
     )

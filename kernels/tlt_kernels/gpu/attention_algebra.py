@@ -1,13 +1,16 @@
-"""What an attention output is, bit for bit: splits at fixed absolute positions, and one left fold over them.
+"""What an attention output is, bit for bit: splits at fixed absolute positions, and one left fold
+over them.
 
-Keys are cut into splits whose bounds are the same for every row. Inside a split an online softmax goes over blocks of 64 keys in
-ascending order; splits are folded in ascending order onto (LOWEST, 0, 0). Every step is per row: a maximum, a product sum on the
-matrix units, or one explicit fused multiply-add, so a row's bits do not depend on the tile that it shares. A block or split of
-which a row sees nothing changes no bit of it. Splits grow with position: short ones give a short context many programs, long
-ones keep the fold of a long context short.
+Keys are cut into splits whose bounds are the same for every row. Inside a split an online softmax
+goes over blocks of 64 keys in ascending order; splits are folded in ascending order onto (LOWEST,
+0, 0). Every step is per row: a maximum, a product sum on the matrix units, or one explicit fused
+multiply-add, so a row's bits do not depend on the tile that it shares. A block or split of which a
+row sees nothing changes no bit of it. Splits grow with position: short ones give a short context
+many programs, long ones keep the fold of a long context short.
 
-Legend: M queries of a tile, T keys of a block, D head width, L lanes that all hold the same sum (the narrowest matrix product).
-`scale` is the softmax scale times log2(e); tops are maxima of unscaled scores.
+Legend: M queries of a tile, T keys of a block, D head width, L lanes that all hold the same sum
+(the narrowest matrix product). `scale` is the softmax scale times log2(e); tops are maxima of
+unscaled scores.
 """
 
 from __future__ import annotations
@@ -24,7 +27,9 @@ LOWEST = tl.constexpr(-1.0e30)  # the maximum over no keys
 
 @triton.jit
 def split_of(p):
-    """Index of the split that holds position p: 128 keys each below 1024, then 256 below 3072, then 512."""
+    """Index of the split that holds position p: 128 keys each below 1024, then 256 below 3072, then
+    512.
+    """
     return tl.where(p < 1024, p // 128, tl.where(p < 3072, p // 256 + 4, p // 512 + 10))
 
 
@@ -41,27 +46,45 @@ def starts_split(p):
 def split_count(keys: int) -> int:
     """Splits of a context of that many keys."""
     last = keys - 1
-    return 1 + (last // 128 if last < 1024 else last // 256 + 4 if last < 3072 else last // 512 + 10)
+    return 1 + (
+        last // 128 if last < 1024 else last // 256 + 4 if last < 3072 else last // 512 + 10
+    )
 
 
 @triton.jit
 def nothing(M: tl.constexpr, D: tl.constexpr):
     """(top_M, sum_ML, acc_MD) over no keys."""
-    return tl.full([M], LOWEST, tl.float32), tl.zeros([M, LANES], tl.float32), tl.zeros([M, D], tl.float32)
+    return (
+        tl.full([M], LOWEST, tl.float32),
+        tl.zeros([M, LANES], tl.float32),
+        tl.zeros([M, D], tl.float32),
+    )
 
 
 @triton.jit
 def extend(q_MD, k_TD, v_TD, visible, top_M, sum_ML, acc_MD, scale):
-    """The next block of a split. `visible` broadcasts to [M, T], or is None where every query sees every key."""
+    """The next block of a split. `visible` broadcasts to [M, T], or is None where every query sees
+    every key.
+    """
     score_MT = dot(q_MD, tl.trans(k_TD), tl.zeros([q_MD.shape[0], k_TD.shape[0]], tl.float32))
     if visible is not None:
         score_MT = tl.where(visible, score_MT, float("-inf"))
     best_M = tl.maximum(top_M, tl.max(score_MT, axis=1))
     decay_M = tl.exp2((top_M - best_M) * scale)
-    weight_MT = tl.exp2(tl.fma(score_MT, tl.zeros_like(score_MT) + scale, -(best_M * scale)[:, None] + tl.zeros_like(score_MT)))
+    weight_MT = tl.exp2(
+        tl.fma(
+            score_MT,
+            tl.zeros_like(score_MT) + scale,
+            -(best_M * scale)[:, None] + tl.zeros_like(score_MT),
+        )
+    )
     weight_MT = weight_MT.to(v_TD.dtype)
     ones_TL = tl.full([k_TD.shape[0], LANES], 1.0, v_TD.dtype)
-    return best_M, dot(weight_MT, ones_TL, sum_ML * decay_M[:, None]), dot(weight_MT, v_TD, acc_MD * decay_M[:, None])
+    return (
+        best_M,
+        dot(weight_MT, ones_TL, sum_ML * decay_M[:, None]),
+        dot(weight_MT, v_TD, acc_MD * decay_M[:, None]),
+    )
 
 
 @triton.jit
@@ -69,7 +92,11 @@ def fold(top_M, sum_ML, acc_MD, next_top_M, next_sum_ML, next_acc_MD, scale):
     """The fold's state after one more split."""
     best_M = tl.maximum(top_M, next_top_M)
     old_M, new_M = tl.exp2((top_M - best_M) * scale), tl.exp2((next_top_M - best_M) * scale)
-    return best_M, scaled_sum(next_sum_ML, new_M, sum_ML, old_M), scaled_sum(next_acc_MD, new_M, acc_MD, old_M)
+    return (
+        best_M,
+        scaled_sum(next_sum_ML, new_M, sum_ML, old_M),
+        scaled_sum(next_acc_MD, new_M, acc_MD, old_M),
+    )
 
 
 @triton.jit
@@ -81,13 +108,17 @@ def scaled_sum(next_MX, new_M, total_MX, old_M):
 def quotient(sum_ML, acc_MD):
     """The output; 0 where nothing was visible, and never a negative zero."""
     sum_M = tl.max(sum_ML, axis=1)
-    out_MD = acc_MD * (1.0 / tl.maximum(sum_M, 1.0))[:, None]  # the largest weight is 1: only an empty sum is below
+    out_MD = (
+        acc_MD * (1.0 / tl.maximum(sum_M, 1.0))[:, None]
+    )  # the largest weight is 1: only an empty sum is below
     return tl.where(out_MD == 0, 0.0, out_MD)
 
 
 @triton.jit
 def paged_slots(table, start, end, PAGE: tl.constexpr):
-    """Slots of positions [start, start + BLOCK), anything past `end`. Page by page: one number per page costs no exchange of lanes."""
+    """Slots of positions [start, start + BLOCK), anything past `end`. Page by page: one number per
+    page costs no exchange of lanes.
+    """
     t_T = tl.arange(0, BLOCK)
     slot_T = tl.zeros([BLOCK], tl.int32)
     for i in tl.static_range(BLOCK // PAGE):
@@ -98,7 +129,9 @@ def paged_slots(table, start, end, PAGE: tl.constexpr):
 
 @triton.jit
 def row_slots(table, own, base, start, end, FIRST: tl.constexpr, PAGE: tl.constexpr):
-    """Slots of positions [start, start + BLOCK) for one row: in pages below `base`, then the row's own."""
+    """Slots of positions [start, start + BLOCK) for one row: in pages below `base`, then the row's
+    own.
+    """
     p_T = start + tl.arange(0, BLOCK)
     own_T = tl.load(own + p_T - base, (p_T >= base) & (p_T >= FIRST) & (p_T < end), other=0)
     return tl.where(p_T < base, paged_slots(table, start, tl.minimum(base, end), PAGE), own_T)

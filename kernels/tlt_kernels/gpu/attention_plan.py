@@ -1,14 +1,18 @@
-"""Which programs of a step's attention do what: built on the device once per step, then used by every layer.
+"""Which programs of a step's attention do what: built on the device once per step, then used by
+every layer.
 
-Rows of one request form tiles. What all rows of a tile see, committed, is read once for the tile (`tile` items). Where every row
-follows the one before it (a prompt, a chain of drafts), what the last one sees is all there is, and the tile is done with that.
-Every other row has `row` items: a row that is alone in its tile for all its splits, a tree's rows for what lies past the shared
-splits. Where there is too little work to fill the machine a context is cut: its first item folds a prefix of splits, each further
-split is an item of its own, and every one leaves a state (top, sum, acc) in the workspace, folded in order by whoever is last. How
-work is cut changes no bit of a result. Tile items are listed the shortest first, by kind: single short splits, single longest ones,
+Rows of one request form tiles. What all rows of a tile see, committed, is read once for the tile
+(`tile` items). Where every row follows the one before it (a prompt, a chain of drafts), what the
+last one sees is all there is, and the tile is done with that. Every other row has `row` items: a
+row that is alone in its tile for all its splits, a tree's rows for what lies past the shared
+splits. Where there is too little work to fill the machine a context is cut: its first item folds a
+prefix of splits, each further split is an item of its own, and every one leaves a state (top, sum,
+acc) in the workspace, folded in order by whoever is last. How work is cut changes no bit of a
+result. Tile items are listed the shortest first, by kind: single short splits, single longest ones,
 then what starts a context. Their kernel walks the list from its end.
 
-Legend: R rows, Q places, P pages of a place, D longest draft path, I items, W states, N query heads, K KV heads.
+Legend: R rows, Q places, P pages of a place, D longest draft path, I items, W states, N query
+heads, K KV heads.
 """
 
 from __future__ import annotations
@@ -28,15 +32,22 @@ _LONGEST = tl.constexpr(16)  # the first of the splits that hold the most keys
 _CHUNK = 256  # rows that the planner looks at together
 _WORKSPACE = 64 << 20  # bytes for states
 _ROW_SHARES = 2  # parts per multiprocessor that rows' work is cut into, at the least
-_FEW_ROWS, _MANY_ROWS = (2, 3), (4, 2)  # programs per multiprocessor, stages: few wait for keys, many for each other
+_FEW_ROWS, _MANY_ROWS = (
+    (2, 3),
+    (4, 2),
+)  # programs per multiprocessor, stages: few wait for keys, many for each other
 _TILE_SHARES = 2  # of a program's even share of the keys of tiles: the first item of a tile that is cut has one, or more
-_STATE_KEYS = tl.constexpr(3)  # a cut leaves a state for each row of its tile: worth it only for so many keys per row of all tiles
+_STATE_KEYS = tl.constexpr(
+    3
+)  # a cut leaves a state for each row of its tile: worth it only for so many keys per row of all tiles
 
 
 class PagedRows(NamedTuple):
-    """Key position p of row r: `page_table_QP[place_R[r], p // 16] * 16 + p % 16` for p < base_R[r], else `path_RD[r, p - base_R[r]]`.
+    """Key position p of row r: `page_table_QP[place_R[r], p // 16] * 16 + p % 16` for p <
+    base_R[r], else `path_RD[r, p - base_R[r]]`.
 
-    All int32. A dead row has position -1. Rows of one request are contiguous and have the same base.
+    All int32. A dead row has position -1. Rows of one request are contiguous and have the same
+    base.
     """
 
     position_R: Tensor
@@ -47,7 +58,9 @@ class PagedRows(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Work lists and workspace, for `rows` rows at most; written by `plan`, its counters left at zero by every `attend`."""
+    """Work lists and workspace, for `rows` rows at most; written by `plan`, its counters left at
+    zero by every `attend`.
+    """
 
     rows: int
     tile: int  # queries of a tile
@@ -58,7 +71,9 @@ class Plan(NamedTuple):
     row_programs: int
     tile_programs: int
     count_2: Tensor  # row items, tile items
-    row_item_IF: Tensor  # row, place, base, begin, end, own state or -1, row items, states, first state
+    row_item_IF: (
+        Tensor  # row, place, base, begin, end, own state or -1, row items, states, first state
+    )
     tile_item_IF: Tensor  # first row, place, rows, base, begin, end, states, own state
     state_R: Tensor  # first state of a row
     counter_RK: Tensor
@@ -67,13 +82,27 @@ class Plan(NamedTuple):
     acc_WND: Tensor
 
 
-def allocate(*, rows: int, context: int, heads: int, kv_heads: int, width: int, device: torch.device | str, tiles: bool = True,
-             tile: int = 64, programs: int | None = None) -> Plan:
-    """Tensors for plans of up to `rows` rows and `context` keys. `tiles` False: no two rows share a request (plain decoding).
+def allocate(
+    *,
+    rows: int,
+    context: int,
+    heads: int,
+    kv_heads: int,
+    width: int,
+    device: torch.device | str,
+    tiles: bool = True,
+    tile: int = 64,
+    programs: int | None = None,
+) -> Plan:
+    """Tensors for plans of up to `rows` rows and `context` keys. `tiles` False: no two rows share a
+    request (plain decoding).
 
-    The workspace holds three states per tree row at the least, which the planner cannot do without: no more rows than that allows.
+    The workspace holds three states per tree row at the least, which the planner cannot do without:
+    no more rows than that allows.
     """
-    assert heads % kv_heads == 0 and heads // kv_heads <= 16, f"{heads} query heads over {kv_heads} KV heads"
+    assert heads % kv_heads == 0 and heads // kv_heads <= 16, (
+        f"{heads} query heads over {kv_heads} KV heads"
+    )
     if programs is None:
         on_gpu = torch.device(device).type == "cuda"
         programs = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 4
@@ -90,10 +119,22 @@ def allocate(*, rows: int, context: int, heads: int, kv_heads: int, width: int, 
     few = programs if tiles else 2 * programs  # what is left of a row behind its tile is short
     residents, stages = _FEW_ROWS if rows * kv_heads <= few else _MANY_ROWS
     return Plan(
-        rows, tile, tiles, programs, residents, stages, min(items * kv_heads, residents * programs),
+        rows,
+        tile,
+        tiles,
+        programs,
+        residents,
+        stages,
+        min(items * kv_heads, residents * programs),
         min(items * kv_heads, programs * _tile_residents(tile)),
-        integers(2), integers(items, FIELDS.value), integers(items, FIELDS.value), integers(rows), integers(rows, kv_heads),
-        floats(states, heads), floats(states, heads), floats(states, heads, width),
+        integers(2),
+        integers(items, FIELDS.value),
+        integers(items, FIELDS.value),
+        integers(rows),
+        integers(rows, kv_heads),
+        floats(states, heads),
+        floats(states, heads),
+        floats(states, heads, width),
     )
 
 
@@ -118,59 +159,132 @@ def _follows(r_C, start, position, place, base, rows, CHUNK: tl.constexpr):
     inside_C = (r_C > start) & (r_C < tl.minimum(rows, start + CHUNK))
     follows_C = tl.load(position + r_C, inside_C, other=-1) >= 0
     follows_C &= tl.load(position + r_C - 1, inside_C, other=-1) >= 0
-    follows_C &= tl.load(place + r_C, inside_C, other=0) == tl.load(place + r_C - 1, inside_C, other=1)
-    return follows_C & (tl.load(base + r_C, inside_C, other=0) == tl.load(base + r_C - 1, inside_C, other=0))
+    follows_C &= tl.load(place + r_C, inside_C, other=0) == tl.load(
+        place + r_C - 1, inside_C, other=1
+    )
+    return follows_C & (
+        tl.load(base + r_C, inside_C, other=0) == tl.load(base + r_C - 1, inside_C, other=0)
+    )
 
 
 @triton.jit
 def _continues(r_C, follows_C, position, base, path, depth):
-    """Of rows that follow one of their run: whether they see what that one sees, and it, and themselves. No slot has two parents."""
+    """Of rows that follow one of their run: whether they see what that one sees, and it, and
+    themselves. No slot has two parents.
+    """
     before_C = tl.load(position + r_C - 1, follows_C, other=0)
     level_C = before_C - tl.load(base + r_C, follows_C, other=0)
     parent_C = tl.load(path + (r_C - 1) * depth + level_C, follows_C & (level_C >= 0), other=0)
     above_C = tl.load(path + r_C * depth + level_C, follows_C & (level_C >= 0), other=0)
-    return follows_C & (tl.load(position + r_C, follows_C, other=-1) == before_C + 1) & (parent_C == above_C)
+    return (
+        follows_C
+        & (tl.load(position + r_C, follows_C, other=-1) == before_C + 1)
+        & (parent_C == above_C)
+    )
 
 
 @triton.jit
-def _tiles(start, position, place, base, path, depth, rows, TILE: tl.constexpr, TILES: tl.constexpr, CHUNK: tl.constexpr):
-    """Of rows [start, start + CHUNK): index, position, place, base; first row and size of its tile, positions of its first and last row,
-    whether each of its rows continues the one before it."""
+def _tiles(
+    start,
+    position,
+    place,
+    base,
+    path,
+    depth,
+    rows,
+    TILE: tl.constexpr,
+    TILES: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Of rows [start, start + CHUNK): index, position, place, base; first row and size of its tile,
+    positions of its first and last row, whether each of its rows continues the one before it.
+    """
     r_C = start + tl.arange(0, CHUNK)
     position_C = tl.load(position + r_C, r_C < rows, other=-1)
-    place_C, base_C = tl.load(place + r_C, r_C < rows, other=0), tl.load(base + r_C, r_C < rows, other=0)
+    place_C, base_C = (
+        tl.load(place + r_C, r_C < rows, other=0),
+        tl.load(base + r_C, r_C < rows, other=0),
+    )
     alive_C = position_C >= 0
     if not TILES:
-        return r_C, position_C, place_C, base_C, r_C, tl.where(alive_C, 1, 0), position_C, position_C, alive_C
+        return (
+            r_C,
+            position_C,
+            place_C,
+            base_C,
+            r_C,
+            tl.where(alive_C, 1, 0),
+            position_C,
+            position_C,
+            alive_C,
+        )
     follows_C = _follows(r_C, start, position, place, base, rows, CHUNK)
     run_C = tl.associative_scan(tl.where(follows_C, 0, r_C), 0, _later)
     tile_C = r_C - (r_C - run_C) % TILE
-    inner_C = _follows(r_C + 1, start, position, place, base, rows, CHUNK) & (r_C + 1 - tile_C < TILE)
-    after_C = tl.associative_scan(tl.where(inner_C, start + CHUNK, r_C + 1), 0, _earlier, reverse=True)
-    first_C, last_C = tl.load(position + tile_C, alive_C, other=-1), tl.load(position + after_C - 1, alive_C, other=-1)
-    from_C = tl.associative_scan(tl.where(_continues(r_C, follows_C, position, base, path, depth), 0, r_C), 0, _later)
+    inner_C = _follows(r_C + 1, start, position, place, base, rows, CHUNK) & (
+        r_C + 1 - tile_C < TILE
+    )
+    after_C = tl.associative_scan(
+        tl.where(inner_C, start + CHUNK, r_C + 1), 0, _earlier, reverse=True
+    )
+    first_C, last_C = (
+        tl.load(position + tile_C, alive_C, other=-1),
+        tl.load(position + after_C - 1, alive_C, other=-1),
+    )
+    from_C = tl.associative_scan(
+        tl.where(_continues(r_C, follows_C, position, base, path, depth), 0, r_C), 0, _later
+    )
     inner_C &= _continues(r_C + 1, inner_C, position, base, path, depth)
-    until_C = tl.associative_scan(tl.where(inner_C, start + CHUNK, r_C + 1), 0, _earlier, reverse=True)
+    until_C = tl.associative_scan(
+        tl.where(inner_C, start + CHUNK, r_C + 1), 0, _earlier, reverse=True
+    )
     chain_C = (from_C <= tile_C) & (until_C == after_C)
-    return r_C, position_C, place_C, base_C, tile_C, tl.where(alive_C, after_C - tile_C, 0), first_C, last_C, chain_C
+    return (
+        r_C,
+        position_C,
+        place_C,
+        base_C,
+        tile_C,
+        tl.where(alive_C, after_C - tile_C, 0),
+        first_C,
+        last_C,
+        chain_C,
+    )
 
 
 @triton.jit
 def _pieces(position_C, base_C, size_C, first_C, last_C, chain_C, row_quota, tile_quota):
-    """Of a row's shared part (all of it, if the row is alone or its tile a chain): splits, keys, splits of the first item, items;
-    of the row: splits past the shared ones, items, states. A tile's certain rows come before its drafts, in order of position. What a
-    tile with a tree shares ends before any of its rows does: every row then has an item of its own, which folds the row's states."""
+    """Of a row's shared part (all of it, if the row is alone or its tile a chain): splits, keys,
+    splits of the first item, items; of the row: splits past the shared ones, items, states. A
+    tile's certain rows come before its drafts, in order of position. What a tile with a tree shares
+    ends before any of its rows does: every row then has an item of its own, which folds the row's
+    states.
+    """
     alone_C = size_C == 1
     whole_C = alone_C | chain_C
-    splits_C = tl.where(whole_C, split_of(tl.maximum(last_C, 0)) + 1, split_of(tl.minimum(base_C, tl.maximum(first_C, 0))))
+    splits_C = tl.where(
+        whole_C,
+        split_of(tl.maximum(last_C, 0)) + 1,
+        split_of(tl.minimum(base_C, tl.maximum(first_C, 0))),
+    )
     keys_C = tl.where(whole_C, last_C + 1, split_start(splits_C))
     quota_C = tl.where(alone_C, row_quota, tile_quota)
-    prefix_C = tl.where(2 * keys_C <= 3 * quota_C, splits_C, tl.minimum(tl.maximum(split_of(quota_C), 1), splits_C))
+    prefix_C = tl.where(
+        2 * keys_C <= 3 * quota_C, splits_C, tl.minimum(tl.maximum(split_of(quota_C), 1), splits_C)
+    )
     items_C = tl.where((size_C > 0) & (splits_C > 0), 1 + splits_C - prefix_C, 0)
     rest_C = tl.where((size_C > 1) & ~whole_C, split_of(position_C) + 1 - splits_C, 0)
     row_items_C = tl.where(alone_C, items_C, tl.where(whole_C & (items_C > 1), 1, rest_C))
     states_C = items_C + rest_C
-    return splits_C, keys_C, prefix_C, items_C, rest_C, row_items_C, tl.where(states_C > 1, states_C, 0)
+    return (
+        splits_C,
+        keys_C,
+        prefix_C,
+        items_C,
+        rest_C,
+        row_items_C,
+        tl.where(states_C > 1, states_C, 0),
+    )
 
 
 @triton.jit
@@ -182,15 +296,36 @@ def _by_length(items_C, prefix_C):
 
 
 @triton.jit
-def _plan(position, place, base, path, depth, count, row_item, tile_item, state, rows, states, row_shares, tile_shares,
-          KV_HEADS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, CHUNK: tl.constexpr, PIECES: tl.constexpr):
+def _plan(
+    position,
+    place,
+    base,
+    path,
+    depth,
+    count,
+    row_item,
+    tile_item,
+    state,
+    rows,
+    states,
+    row_shares,
+    tile_shares,
+    KV_HEADS: tl.constexpr,
+    TILE: tl.constexpr,
+    TILES: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PIECES: tl.constexpr,
+):
     pdl_wait()
     pdl_launch()
     row_keys, tile_keys, tile_rows = 0, 0, 0
     for start in range(0, rows, CHUNK):
         r_C, position_C, _, base_C, tile_C, size_C, first_C, last_C, chain_C = _tiles(
-            start, position, place, base, path, depth, rows, TILE, TILES, CHUNK)
-        _, keys_C, _, _, _, _, _ = _pieces(position_C, base_C, size_C, first_C, last_C, chain_C, 0, 0)
+            start, position, place, base, path, depth, rows, TILE, TILES, CHUNK
+        )
+        _, keys_C, _, _, _, _, _ = _pieces(
+            position_C, base_C, size_C, first_C, last_C, chain_C, 0, 0
+        )
         row_keys += tl.sum(tl.where(size_C == 1, keys_C, 0), axis=0)
         tile_keys += tl.sum(tl.where((size_C > 1) & (tile_C == r_C), keys_C, 0), axis=0)
         tile_rows += tl.sum(tl.where(size_C > 1, 1, 0), axis=0)
@@ -201,10 +336,15 @@ def _plan(position, place, base, path, depth, count, row_item, tile_item, state,
         needed, short_tile_items, later_tile_items = 0, 0, 0
         for start in range(0, rows, CHUNK):
             r_C, position_C, _, base_C, tile_C, size_C, first_C, last_C, chain_C = _tiles(
-                start, position, place, base, path, depth, rows, TILE, TILES, CHUNK)
-            _, _, prefix_C, items_C, _, _, states_C = _pieces(position_C, base_C, size_C, first_C, last_C, chain_C, row_quota, tile_quota)
+                start, position, place, base, path, depth, rows, TILE, TILES, CHUNK
+            )
+            _, _, prefix_C, items_C, _, _, states_C = _pieces(
+                position_C, base_C, size_C, first_C, last_C, chain_C, row_quota, tile_quota
+            )
             needed += tl.sum(states_C, axis=0)
-            _, shorts_C, longs_C = _by_length(tl.where((size_C > 1) & (tile_C == r_C), items_C, 0), prefix_C)
+            _, shorts_C, longs_C = _by_length(
+                tl.where((size_C > 1) & (tile_C == r_C), items_C, 0), prefix_C
+            )
             short_tile_items += tl.sum(shorts_C, axis=0)
             later_tile_items += tl.sum(shorts_C + longs_C, axis=0)
         if needed > states:
@@ -213,9 +353,11 @@ def _plan(position, place, base, path, depth, count, row_item, tile_item, state,
     short_count, long_count, tile_count = 0, short_tile_items, later_tile_items
     for start in range(0, rows, CHUNK):
         r_C, position_C, place_C, base_C, tile_C, size_C, first_C, last_C, chain_C = _tiles(
-            start, position, place, base, path, depth, rows, TILE, TILES, CHUNK)
+            start, position, place, base, path, depth, rows, TILE, TILES, CHUNK
+        )
         splits_C, _, prefix_C, items_C, rest_C, row_items_C, states_C = _pieces(
-            position_C, base_C, size_C, first_C, last_C, chain_C, row_quota, tile_quota)
+            position_C, base_C, size_C, first_C, last_C, chain_C, row_quota, tile_quota
+        )
         state_C = state_count + tl.cumsum(states_C, axis=0) - states_C
         tl.store(state + r_C, state_C, r_C < rows)
         tile_items_C = tl.where((size_C > 1) & (tile_C == r_C), items_C, 0)
@@ -228,9 +370,16 @@ def _plan(position, place, base, path, depth, count, row_item, tile_item, state,
         fold_only_C = (size_C > 1) & (rest_C == 0)
         for first_piece in range(0, tl.max(tl.maximum(row_items_C, tile_items_C), axis=0), PIECES):
             j_CJ = first_piece + tl.arange(0, PIECES)[None, :] + tl.zeros([CHUNK, PIECES], tl.int32)
-            split_CJ = tl.where((j_CJ == 0) & (before_C == 0)[:, None], 0, tl.where(
-                (size_C == 1)[:, None], prefix_C[:, None] + j_CJ - 1, splits_C[:, None] + j_CJ))
-            next_CJ = tl.where((size_C == 1)[:, None], prefix_C[:, None], splits_C[:, None] + 1) + j_CJ
+            split_CJ = tl.where(
+                (j_CJ == 0) & (before_C == 0)[:, None],
+                0,
+                tl.where(
+                    (size_C == 1)[:, None], prefix_C[:, None] + j_CJ - 1, splits_C[:, None] + j_CJ
+                ),
+            )
+            next_CJ = (
+                tl.where((size_C == 1)[:, None], prefix_C[:, None], splits_C[:, None] + 1) + j_CJ
+            )
             end_CJ = tl.minimum(split_start(next_CJ), position_C[:, None] + 1)
             mask_CJ = j_CJ < row_items_C[:, None]
             item_CJ = row_item + (row_at_C[:, None] + j_CJ) * FIELDS
@@ -239,21 +388,35 @@ def _plan(position, place, base, path, depth, count, row_item, tile_item, state,
             tl.store(item_CJ + 2, base_C[:, None], mask_CJ)
             tl.store(item_CJ + 3, split_start(split_CJ), mask_CJ)
             tl.store(item_CJ + 4, tl.where(fold_only_C[:, None], 0, end_CJ), mask_CJ)
-            tl.store(item_CJ + 5, tl.where(fold_only_C[:, None], -1, before_C[:, None] + j_CJ), mask_CJ)
+            tl.store(
+                item_CJ + 5, tl.where(fold_only_C[:, None], -1, before_C[:, None] + j_CJ), mask_CJ
+            )
             tl.store(item_CJ + 6, row_items_C[:, None], mask_CJ)
             tl.store(item_CJ + 7, states_C[:, None], mask_CJ)
             tl.store(item_CJ + 8, state_C[:, None], mask_CJ)
             if TILES:
                 begin_CJ = tl.where(j_CJ == 0, 0, split_start(prefix_C[:, None] + j_CJ - 1))
                 mask_CJ = j_CJ < tile_items_C[:, None]
-                later_at_CJ = j_CJ - 1 + tl.where(j_CJ <= shorts_C[:, None], short_at_C[:, None], (long_at_C - shorts_C)[:, None])
+                later_at_CJ = (
+                    j_CJ
+                    - 1
+                    + tl.where(
+                        j_CJ <= shorts_C[:, None],
+                        short_at_C[:, None],
+                        (long_at_C - shorts_C)[:, None],
+                    )
+                )
                 item_CJ = tile_item + tl.where(j_CJ == 0, first_at_C[:, None], later_at_CJ) * FIELDS
                 tl.store(item_CJ, r_C[:, None], mask_CJ)
                 tl.store(item_CJ + 1, place_C[:, None], mask_CJ)
                 tl.store(item_CJ + 2, size_C[:, None], mask_CJ)
                 tl.store(item_CJ + 3, base_C[:, None], mask_CJ)
                 tl.store(item_CJ + 4, begin_CJ, mask_CJ)
-                tl.store(item_CJ + 5, tl.minimum(split_start(prefix_C[:, None] + j_CJ), last_C[:, None] + 1), mask_CJ)
+                tl.store(
+                    item_CJ + 5,
+                    tl.minimum(split_start(prefix_C[:, None] + j_CJ), last_C[:, None] + 1),
+                    mask_CJ,
+                )
                 tl.store(item_CJ + 6, states_C[:, None], mask_CJ)
                 tl.store(item_CJ + 7, j_CJ, mask_CJ)
         row_count += tl.sum(row_items_C, axis=0)
@@ -272,7 +435,24 @@ def plan(rows: PagedRows, work: Plan) -> None:
     tile_programs = work.programs * _tile_residents(work.tile)
     tile_rows = work.tile // (work.top_WN.shape[1] // kv_heads)
     _plan[(1,)](
-        rows.position_R, rows.place_R, rows.base_R, rows.path_RD, rows.path_RD.shape[1], work.count_2, work.row_item_IF, work.tile_item_IF,
-        work.state_R, count, len(work.top_WN), _ROW_SHARES * work.programs, _TILE_SHARES * tile_programs, KV_HEADS=kv_heads,
-        TILE=tile_rows, TILES=work.tiles, CHUNK=min(_CHUNK, triton.next_power_of_2(max(count, 32))), PIECES=8, num_warps=8, **PDL,
+        rows.position_R,
+        rows.place_R,
+        rows.base_R,
+        rows.path_RD,
+        rows.path_RD.shape[1],
+        work.count_2,
+        work.row_item_IF,
+        work.tile_item_IF,
+        work.state_R,
+        count,
+        len(work.top_WN),
+        _ROW_SHARES * work.programs,
+        _TILE_SHARES * tile_programs,
+        KV_HEADS=kv_heads,
+        TILE=tile_rows,
+        TILES=work.tiles,
+        CHUNK=min(_CHUNK, triton.next_power_of_2(max(count, 32))),
+        PIECES=8,
+        num_warps=8,
+        **PDL,
     )

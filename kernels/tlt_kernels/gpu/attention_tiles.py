@@ -1,8 +1,9 @@
-"""Attention of a tile of rows against keys that are read once for all of them: prefill, chains of drafts, and what a tree shares.
+"""Attention of a tile of rows against keys that are read once for all of them: prefill, chains of
+drafts, and what a tree shares.
 
-The tile is rows of one request times the query heads of one KV head. An item covers all that its rows see and writes their
-outputs, or it leaves one state per row for `attention` to fold. Keys from `base` on are found through the last row's path: only
-chains have items that go so far.
+The tile is rows of one request times the query heads of one KV head. An item covers all that its
+rows see and writes their outputs, or it leaves one state per row for `attention` to fold. Keys from
+`base` on are found through the last row's path: only chains have items that go so far.
 
 Legend: M queries of a tile, T keys of a block, D head width, L equal lanes of a sum.
 """
@@ -12,20 +13,55 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tlt_kernels.gpu.attention_algebra import BLOCK, extend, fold, nothing, paged_slots, quotient, row_slots, starts_split
+from tlt_kernels.gpu.attention_algebra import (
+    BLOCK,
+    extend,
+    fold,
+    nothing,
+    paged_slots,
+    quotient,
+    row_slots,
+    starts_split,
+)
 from tlt_kernels.gpu.attention_plan import FIELDS
 from tlt_kernels.gpu.target import pdl_launch, pdl_wait
 
 
 @triton.jit
-def _meet(q_MD, position_M, k_head, v_head, table, own, base, slot_T, start, end, total_top_M, total_ML, total_MD, top_M, sum_ML, acc_MD,
-          scale, FIRST: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr,
-          EDGE: tl.constexpr):
-    """Queries with the blocks of [start, end), the first of which lies in `slot_T`. Without EDGE every row sees every key, in pages."""
+def _meet(
+    q_MD,
+    position_M,
+    k_head,
+    v_head,
+    table,
+    own,
+    base,
+    slot_T,
+    start,
+    end,
+    total_top_M,
+    total_ML,
+    total_MD,
+    top_M,
+    sum_ML,
+    acc_MD,
+    scale,
+    FIRST: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    EDGE: tl.constexpr,
+):
+    """Queries with the blocks of [start, end), the first of which lies in `slot_T`. Without EDGE
+    every row sees every key, in pages.
+    """
     t_T, d_D = tl.arange(0, BLOCK), tl.arange(0, D)
     for p in range(start, end, BLOCK):
         if SPLITS and starts_split(p):
-            total_top_M, total_ML, total_MD = fold(total_top_M, total_ML, total_MD, top_M, sum_ML, acc_MD, scale)
+            total_top_M, total_ML, total_MD = fold(
+                total_top_M, total_ML, total_MD, top_M, sum_ML, acc_MD, scale
+            )
             top_M, sum_ML, acc_MD = nothing(q_MD.shape[0], D)
         at_TD = slot_T.to(tl.int64)[:, None] * (KV_HEADS * D) + d_D[None, :]
         if EDGE or FIRST > 0:
@@ -46,10 +82,34 @@ def _meet(q_MD, position_M, k_head, v_head, table, own, base, slot_T, start, end
 
 
 @triton.jit(do_not_specialize=["pages", "depth"])
-def attend_tiles(q, k_cache, v_cache, out, position, path, page_table, items, count, state, state_top, state_sum, state_acc, scale,
-                 pages, depth, FIRST: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
-                 M: tl.constexpr, SPLITS: tl.constexpr):
-    """Without SPLITS an item is one split, whatever lies in it: fewer registers and no folds, and bits that depend on the tiling."""
+def attend_tiles(
+    q,
+    k_cache,
+    v_cache,
+    out,
+    position,
+    path,
+    page_table,
+    items,
+    count,
+    state,
+    state_top,
+    state_sum,
+    state_acc,
+    scale,
+    pages,
+    depth,
+    FIRST: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    M: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """Without SPLITS an item is one split, whatever lies in it: fewer registers and no folds, and
+    bits that depend on the tiling.
+    """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     m_M, d_D = tl.arange(0, M), tl.arange(0, D)
     work = tl.load(count + 1) * KV_HEADS
@@ -58,42 +118,108 @@ def attend_tiles(q, k_cache, v_cache, out, position, path, page_table, items, co
     turns = work // programs
     turns += (tl.where(turns % 2 == 0, ahead, behind) < work % programs).to(tl.int32)
     for turn in range(0, turns):
-        # The longest items come last in the list: start with them. To and fro, so that who had the longest gets the shortest next.
+        # The longest items come last in the list: start with them. To and fro, so that who had the
+        # longest gets the shortest next.
         w = work - 1 - turn * programs - tl.where(turn % 2 == 0, ahead, behind)
         head = w % KV_HEADS
         item = items + w // KV_HEADS * FIELDS
-        row, place, size, base = tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
-        begin, end, states, piece = tl.load(item + 4), tl.load(item + 5), tl.load(item + 6), tl.load(item + 7)
+        row, place, size, base = (
+            tl.load(item),
+            tl.load(item + 1),
+            tl.load(item + 2),
+            tl.load(item + 3),
+        )
+        begin, end, states, piece = (
+            tl.load(item + 4),
+            tl.load(item + 5),
+            tl.load(item + 6),
+            tl.load(item + 7),
+        )
         row_M, member_M = row + m_M // GROUP, m_M // GROUP < size
         query_M = row_M * HEADS + head * GROUP + m_M % GROUP
         position_M = tl.load(position + row_M, member_M, other=-1)
         k_head, v_head, table = k_cache + head * D, v_cache + head * D, page_table + place * pages
         slot_T = paged_slots(table, begin, end, PAGE)
         whole = tl.min(tl.where(member_M, position_M, end), axis=0) + 1
-        whole = tl.maximum(tl.minimum(tl.minimum(whole, base), end) // BLOCK * BLOCK, begin)  # every row sees every key below it, in pages
+        whole = tl.maximum(
+            tl.minimum(tl.minimum(whole, base), end) // BLOCK * BLOCK, begin
+        )  # every row sees every key below it, in pages
         pdl_wait()
         pdl_launch()  # after the wait: the rows' kernel may read, before its own wait, what the projections wrote
         q_MD = tl.load(q + query_M[:, None] * D + d_D[None, :], member_M[:, None], other=0.0)
         total_top_M, total_ML, total_MD = nothing(M, D)
         top_M, sum_ML, acc_MD = nothing(M, D)
         total_top_M, total_ML, total_MD, top_M, sum_ML, acc_MD = _meet(
-            q_MD, position_M, k_head, v_head, table, path, base, slot_T, begin, whole, total_top_M, total_ML, total_MD,
-            top_M, sum_ML, acc_MD, scale, FIRST, KV_HEADS, D, PAGE, SPLITS, False)
+            q_MD,
+            position_M,
+            k_head,
+            v_head,
+            table,
+            path,
+            base,
+            slot_T,
+            begin,
+            whole,
+            total_top_M,
+            total_ML,
+            total_MD,
+            top_M,
+            sum_ML,
+            acc_MD,
+            scale,
+            FIRST,
+            KV_HEADS,
+            D,
+            PAGE,
+            SPLITS,
+            False,
+        )
         if whole < end:
-            own, base = path + (tl.load(item) + tl.load(item + 2) - 1) * depth, tl.load(item + 3)  # what lives that long takes registers
+            own, base = (
+                path + (tl.load(item) + tl.load(item + 2) - 1) * depth,
+                tl.load(item + 3),
+            )  # what lives that long takes registers
             slot_T = row_slots(table, own, base, whole, end, FIRST, PAGE)
             total_top_M, total_ML, total_MD, top_M, sum_ML, acc_MD = _meet(
-                q_MD, position_M, k_head, v_head, table, own, base, slot_T, whole, end, total_top_M, total_ML, total_MD,
-                top_M, sum_ML, acc_MD, scale, FIRST, KV_HEADS, D, PAGE, SPLITS, True)
+                q_MD,
+                position_M,
+                k_head,
+                v_head,
+                table,
+                own,
+                base,
+                slot_T,
+                whole,
+                end,
+                total_top_M,
+                total_ML,
+                total_MD,
+                top_M,
+                sum_ML,
+                acc_MD,
+                scale,
+                FIRST,
+                KV_HEADS,
+                D,
+                PAGE,
+                SPLITS,
+                True,
+            )
         if SPLITS:
-            total_top_M, total_ML, total_MD = fold(total_top_M, total_ML, total_MD, top_M, sum_ML, acc_MD, scale)
+            total_top_M, total_ML, total_MD = fold(
+                total_top_M, total_ML, total_MD, top_M, sum_ML, acc_MD, scale
+            )
         else:
             total_top_M, total_ML, total_MD = top_M, sum_ML, acc_MD
         if states == 0:
             out_MD = quotient(total_ML, total_MD).to(out.dtype.element_ty)
             tl.store(out + query_M[:, None] * D + d_D[None, :], out_MD, member_M[:, None])
         else:
-            to_M = (tl.load(state + row_M, member_M, other=0) + piece) * HEADS + head * GROUP + m_M % GROUP
+            to_M = (
+                (tl.load(state + row_M, member_M, other=0) + piece) * HEADS
+                + head * GROUP
+                + m_M % GROUP
+            )
             tl.store(state_top + to_M, total_top_M, member_M)
             tl.store(state_sum + to_M, tl.max(total_ML, axis=1), member_M)
             tl.store(state_acc + to_M[:, None] * D + d_D[None, :], total_MD, member_M[:, None])

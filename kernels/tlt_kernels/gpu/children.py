@@ -1,10 +1,11 @@
 """Children of draft-tree nodes on the GPU, ranked by the noise that the target will sample with.
 
-z = logits / T + G(seed, position, target id) over the draft vocabulary, T by its float32 reciprocal; a greedy row ranks by its logits.
-The first launch leaves the best W of every block of the vocabulary, the second the best W of a row, each by W rounds of a maximum over
-integer keys and of a minimum over places: both are single instructions of a warp. Candidates stay in the order of their indices
-wherever they tie, so the first place of a maximum is the earlier index.
-CPU twin: `tlt_kernels.cpu.drafting.children`.
+z = logits / T + G(seed, position, target id) over the draft vocabulary, T by its float32
+reciprocal; a greedy row ranks by its logits. The first launch leaves the best W of every block of
+the vocabulary, the second the best W of a row, each by W rounds of a maximum over integer keys and
+of a minimum over places: both are single instructions of a warp. Candidates stay in the order of
+their indices wherever they tie, so the first place of a maximum is the earlier index. CPU twin:
+`tlt_kernels.cpu.drafting.children`.
 
 Legend: M rows, C draft vocabulary, W children per row, B blocks of the vocabulary, Q places.
 """
@@ -28,7 +29,9 @@ NOTHING = tl.constexpr(-(2**31))  # key below those of all values: no candidate
 
 @triton.jit
 def best_of(key_N, N: tl.constexpr, W: tl.constexpr, WIDE: tl.constexpr):
-    """(keys, places) of the W best candidates, best first, ties by place; nothing is looked up before all of them are known."""
+    """(keys, places) of the W best candidates, best first, ties by place; nothing is looked up
+    before all of them are known.
+    """
     places = tl.arange(0, N)
     ranks = tl.arange(0, WIDE)
     best_W = tl.full((WIDE,), NOTHING, tl.int32)
@@ -70,7 +73,17 @@ def _best_of_blocks(
 
 
 @triton.jit
-def _best_of_rows(key_MBW, token_MBW, position_M, token_MW, z_MW, size, W: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr):
+def _best_of_rows(
+    key_MBW,
+    token_MBW,
+    position_M,
+    token_MW,
+    z_MW,
+    size,
+    W: tl.constexpr,
+    WIDE: tl.constexpr,
+    TILE: tl.constexpr,
+):
     pdl_launch()
     m = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, TILE)
@@ -95,12 +108,16 @@ def children(
     *,
     width: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(token_MW int32 target ids, z_MW float32), best first, W = max(width, 2); missing ones are (-1, -inf)."""
+    """(token_MW int32 target ids, z_MW float32), best first, W = max(width, 2); missing ones are
+    (-1, -inf).
+    """
     M, C = logits_MC.shape
     BLOCK = BLOCK_OF_FEW if M <= FEW else BLOCK_OF_MANY
     B, W = triton.cdiv(C, BLOCK), max(width, 2)
     TILE, WIDE = triton.next_power_of_2(B * W), triton.next_power_of_2(W)
-    key_MBW, token_MBW = (place_M.new_empty((M, B, W)) for _ in range(2))  # each aligned, or the kernel has other variants
+    key_MBW, token_MBW = (
+        place_M.new_empty((M, B, W)) for _ in range(2)
+    )  # each aligned, or the kernel has other variants
     token_MW, z_MW = place_M.new_empty((M, W)), logits_MC.new_empty((M, W))
     _best_of_blocks[(B, M)](
         logits_MC, target_ids_C, place_M, position_M, seed_Q, temperature_Q, key_MBW, token_MBW,

@@ -1,9 +1,12 @@
-"""min_p, top_k and top_p as one threshold per row: a token is kept if z > cut, or z == cut and its id is <= last.
+"""min_p, top_k and top_p as one threshold per row: a token is kept if z > cut, or z == cut and its
+id is <= last.
 
-Each filter keeps the head of the row sorted by falling z, ties by rising id, so the three of them are one cut in that order. No sort:
-every group of tokens is reduced to its maximum and mass; from these follows a floor that the cut cannot lie below; the few tokens
-above it are listed; and the list is bisected over the values of z. Where too many remain (nearly even rows) the whole row is bisected
-instead, slower by its passes over the row. Masses of tokens are integers, so neither the order of a list nor its tiles matter.
+Each filter keeps the head of the row sorted by falling z, ties by rising id, so the three of them
+are one cut in that order. No sort: every group of tokens is reduced to its maximum and mass; from
+these follows a floor that the cut cannot lie below; the few tokens above it are listed; and the
+list is bisected over the values of z. Where too many remain (nearly even rows) the whole row is
+bisected instead, slower by its passes over the row. Masses of tokens are integers, so neither the
+order of a list nor its tiles matter.
 
 Legend: S sampled rows, V vocabulary, G groups of `GROUP` tokens, L listed tokens, Q places.
 """
@@ -36,9 +39,15 @@ def _parameters(row_S, place_R, temperature_Q, top_k_Q, top_p_Q, min_p_Q, s, V):
     row = tl.load(row_S + s)
     place = tl.load(place_R + tl.maximum(row, 0))
     temperature = tl.load(temperature_Q + place)
-    top_k, top_p, min_p = tl.load(top_k_Q + place), tl.load(top_p_Q + place), tl.load(min_p_Q + place)
+    top_k, top_p, min_p = (
+        tl.load(top_k_Q + place),
+        tl.load(top_p_Q + place),
+        tl.load(min_p_Q + place),
+    )
     top_k = tl.where((top_k <= 0) | (top_k > V), V, top_k)
-    cutting = (row >= 0) & (temperature >= GREEDY_BELOW) & ((top_k < V) | (top_p < 1.0) | (min_p > 0.0))
+    cutting = (
+        (row >= 0) & (temperature >= GREEDY_BELOW) & ((top_k < V) | (top_p < 1.0) | (min_p > 0.0))
+    )
     return cutting, temperature, top_k, top_p, min_p
 
 
@@ -54,7 +63,9 @@ def _measure_groups(
     tokens = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     pdl_wait()
     logits = tl.load(logits_SV + s * V + tokens, mask=tokens < V, other=-float("inf"))
-    cutting, temperature, _, _, _ = _parameters(row_S, place_R, temperature_Q, top_k_Q, top_p_Q, min_p_Q, s, V)
+    cutting, temperature, _, _, _ = _parameters(
+        row_S, place_R, temperature_Q, top_k_Q, top_p_Q, min_p_Q, s, V
+    )
     if not cutting:
         return
     z = divided(logits, temperature)
@@ -69,13 +80,17 @@ def _find_floors(
     row_S, place_R, temperature_Q, top_k_Q, top_p_Q, min_p_Q, top_SG, mass_SG,
     floor_S, top_S, total_S, temperature_S, listed_S, V, G, GROUP: tl.constexpr, G_TILE: tl.constexpr,
 ):  # fmt: skip
-    """Floor, maximum and mass of every row; mass 0 where nothing is cut or the row is broken, floor -inf where no bound was found."""
+    """Floor, maximum and mass of every row; mass 0 where nothing is cut or the row is broken, floor
+    -inf where no bound was found.
+    """
     pdl_launch()
     s = tl.program_id(0).to(tl.int64)
     groups = tl.arange(0, G_TILE)
     pdl_wait()
     tl.store(listed_S + s, 0)
-    cutting, temperature, top_k, top_p, min_p = _parameters(row_S, place_R, temperature_Q, top_k_Q, top_p_Q, min_p_Q, s, V)
+    cutting, temperature, top_k, top_p, min_p = _parameters(
+        row_S, place_R, temperature_Q, top_k_Q, top_p_Q, min_p_Q, s, V
+    )
     inside = groups < tl.where(cutting, G, 0)
     top_G = tl.load(top_SG + s * G + groups, mask=inside, other=-float("inf"))
     mass_G = tl.load(mass_SG + s * G + groups, mask=inside, other=0.0)
@@ -88,15 +103,26 @@ def _find_floors(
         tl.store(total_S + s, 0.0)
         return
 
-    # No token that min_p and top_k keep lies below the floor; without both, those below it weigh less than top_p leaves out.
+    # No token that min_p and top_k keep lies below the floor; without both, those below it weigh
+    # less than top_p leaves out.
     restricted = (min_p > 0.0) | (top_k < V)
     allowed = tl.where(restricted, -top_k.to(tl.float32), (1.0 - top_p) * total * SLACK)
-    near, far = tl.full((), 0.0, tl.float32), top - tl.min(tl.where(top_G > -float("inf"), top_G, top))
+    near, far = (
+        tl.full((), 0.0, tl.float32),
+        top - tl.min(tl.where(top_G > -float("inf"), top_G, top)),
+    )
     depth, middle = tl.full((), float("inf"), tl.float32), far
     for _ in range(REFINEMENTS):
         rest_G = tl.minimum(GROUP * fast_exp(0.0 - middle), mass_G - best_G)
         reached = top_G >= top - middle
-        enough = tl.sum(tl.where(restricted, tl.where(reached, -1.0, 0.0), tl.where(reached, rest_G, mass_G))) <= allowed
+        enough = (
+            tl.sum(
+                tl.where(
+                    restricted, tl.where(reached, -1.0, 0.0), tl.where(reached, rest_G, mass_G)
+                )
+            )
+            <= allowed
+        )
         depth = tl.where(enough, middle, depth)
         near, far = tl.where(enough, near, middle), tl.where(enough, middle, far)
         middle = 0.5 * (near + far)
@@ -114,16 +140,24 @@ def _list_tokens(
     logits_SV, top_SG, floor_S, temperature_S, listed_S, z_SL, token_SL,
     V, G, GROUP: tl.constexpr, BLOCK: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
-    """List the tokens with z >= floor, in any order; listed_S counts them, or says that there are more than have room."""
+    """List the tokens with z >= floor, in any order; listed_S counts them, or says that there are
+    more than have room.
+    """
     pdl_launch()
     s = tl.program_id(1).to(tl.int64)
     tokens = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     pdl_wait()
-    floor, temperature, listed = tl.load(floor_S + s), tl.load(temperature_S + s), tl.load(listed_S + s)
+    floor, temperature, listed = (
+        tl.load(floor_S + s),
+        tl.load(temperature_S + s),
+        tl.load(listed_S + s),
+    )
     top = tl.load(top_SG + s * G + tokens // GROUP, mask=tokens < V, other=-float("inf"))
     if (floor == -float("inf")) | (floor == float("inf")) | (listed > CAPACITY):
         return
-    z = divided(tl.load(logits_SV + s * V + tokens, mask=top >= floor, other=-float("inf")), temperature)
+    z = divided(
+        tl.load(logits_SV + s * V + tokens, mask=top >= floor, other=-float("inf")), temperature
+    )
     wanted = z >= floor
     at = tl.atomic_add(listed_S + s + tl.zeros((BLOCK,), tl.int32), 1, mask=wanted, sem="relaxed")
     wanted &= at < CAPACITY
@@ -132,8 +166,22 @@ def _list_tokens(
 
 
 @triton.jit
-def _measured(logits_V, z_L, token_L, size, listed, temperature, top, key, last, MASS: tl.constexpr, TILE: tl.constexpr):
-    """(number, mass) of the tokens whose key is larger, or equal with an id up to `last`; without MASS the number is the mass."""
+def _measured(
+    logits_V,
+    z_L,
+    token_L,
+    size,
+    listed,
+    temperature,
+    top,
+    key,
+    last,
+    MASS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """(number, mass) of the tokens whose key is larger, or equal with an id up to `last`; without
+    MASS the number is the mass.
+    """
     count = tl.zeros((TILE,), tl.int32)
     mass = tl.zeros((TILE,), tl.int64)
     for start in range(0, size, TILE):
@@ -142,7 +190,9 @@ def _measured(logits_V, z_L, token_L, size, listed, temperature, top, key, last,
             z = tl.load(z_L + lanes, mask=lanes < size, other=-float("inf"))
             tokens = tl.load(token_L + lanes, mask=lanes < size, other=0)
         else:
-            z = divided(tl.load(logits_V + lanes, mask=lanes < size, other=-float("inf")), temperature)
+            z = divided(
+                tl.load(logits_V + lanes, mask=lanes < size, other=-float("inf")), temperature
+            )
             tokens = lanes
         keys = key_of(z)
         kept = (lanes < size) & ((keys > key) | ((keys == key) & (tokens <= last)))
@@ -154,18 +204,40 @@ def _measured(logits_V, z_L, token_L, size, listed, temperature, top, key, last,
 
 
 @triton.jit
-def _shorten(logits_V, z_L, token_L, size, listed, temperature, top, low_key, low_last, target, V, MASS: tl.constexpr, TILE: tl.constexpr):
-    """(key, last) of the shortest head that measures `target`; the head that ends at (low_key, low_last) is known to."""
+def _shorten(
+    logits_V,
+    z_L,
+    token_L,
+    size,
+    listed,
+    temperature,
+    top,
+    low_key,
+    low_last,
+    target,
+    V,
+    MASS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """(key, last) of the shortest head that measures `target`; the head that ends at (low_key,
+    low_last) is known to.
+    """
     low, high = low_key, key_of(top) + 1
-    count_low = _measured(logits_V, z_L, token_L, size, listed, temperature, top, low, low_last, False, TILE)[0]
+    count_low = _measured(
+        logits_V, z_L, token_L, size, listed, temperature, top, low, low_last, False, TILE
+    )[0]
     count_high = tl.zeros_like(count_low)
     halve_keys = False
     while (count_low - count_high > 1) & (high - 1 > low):
-        middle = key_of(0.5 * (value_of(low) + value_of(high)))  # tokens lie more evenly over values than over keys
+        middle = key_of(
+            0.5 * (value_of(low) + value_of(high))
+        )  # tokens lie more evenly over values than over keys
         if halve_keys | (middle <= low) | (middle >= high):
             middle = ((low.to(tl.int64) + high) >> 1).to(tl.int32)
         halve_keys = not halve_keys
-        count, mass = _measured(logits_V, z_L, token_L, size, listed, temperature, top, middle, V, MASS, TILE)
+        count, mass = _measured(
+            logits_V, z_L, token_L, size, listed, temperature, top, middle, V, MASS, TILE
+        )
         if mass >= target:
             low, count_low = middle, count
         else:
@@ -176,7 +248,9 @@ def _shorten(logits_V, z_L, token_L, size, listed, temperature, top, low_key, lo
         last = tl.minimum(last, V - 1)
         while last - before > 1:
             middle = (before + last) >> 1
-            head = _measured(logits_V, z_L, token_L, size, listed, temperature, top, low, middle, MASS, TILE)[1]
+            head = _measured(
+                logits_V, z_L, token_L, size, listed, temperature, top, low, middle, MASS, TILE
+            )[1]
             if head >= target:
                 last = middle
             else:
@@ -197,23 +271,45 @@ def _cut_rows(
         tl.store(cut_S + s, -float("inf"))
         tl.store(last_S + s, V)
         return
-    _, temperature, top_k, top_p, min_p = _parameters(row_S, place_R, temperature_Q, top_k_Q, top_p_Q, min_p_Q, s, V)
+    _, temperature, top_k, top_p, min_p = _parameters(
+        row_S, place_R, temperature_Q, top_k_Q, top_p_Q, min_p_Q, s, V
+    )
     floor, top, size = tl.load(floor_S + s), tl.load(top_S + s), tl.load(listed_S + s)
     listed = (floor > -float("inf")) & (size <= CAPACITY)
     size = tl.where(listed, size, V)
     logits_V, z_L, token_L = logits_SV + s * V, z_SL + s * CAPACITY, token_SL + s * CAPACITY
     key, last = key_of(floor), tl.full((), V, tl.int32)
     if top_k < V:
-        count = _measured(logits_V, z_L, token_L, size, listed, temperature, top, key, last, False, TILE)[0]
+        count = _measured(
+            logits_V, z_L, token_L, size, listed, temperature, top, key, last, False, TILE
+        )[0]
         if count > top_k:
-            key, last = _shorten(logits_V, z_L, token_L, size, listed, temperature, top, key, last, top_k, V, False, TILE)
+            key, last = _shorten(
+                logits_V,
+                z_L,
+                token_L,
+                size,
+                listed,
+                temperature,
+                top,
+                key,
+                last,
+                top_k,
+                V,
+                False,
+                TILE,
+            )
     if top_p < 1.0:
         target = total.to(tl.float64) * ONE
         if (min_p > 0.0) | (top_k < V):
-            mass = _measured(logits_V, z_L, token_L, size, listed, temperature, top, key, last, True, TILE)[1]
+            mass = _measured(
+                logits_V, z_L, token_L, size, listed, temperature, top, key, last, True, TILE
+            )[1]
             target = mass.to(tl.float64)
         target = (target * top_p).to(tl.int64)
-        key, last = _shorten(logits_V, z_L, token_L, size, listed, temperature, top, key, last, target, V, True, TILE)
+        key, last = _shorten(
+            logits_V, z_L, token_L, size, listed, temperature, top, key, last, target, V, True, TILE
+        )
     tl.store(cut_S + s, value_of(key))
     tl.store(last_S + s, last)
 
@@ -230,13 +326,24 @@ def cuts(
     """(cut_S float32, last_S int32) of every sampled row; -inf and V where nothing is cut."""
     S, V = logits_SV.shape
     G = triton.cdiv(V, GROUP)
-    top_SG, mass_SG = (logits_SV.new_empty(S, G) for _ in range(2))  # each by itself: aligned for any S, so compiled once
+    top_SG, mass_SG = (
+        logits_SV.new_empty(S, G) for _ in range(2)
+    )  # each by itself: aligned for any S, so compiled once
     floor_S, top_S, total_S, temperature_S, cut_S = (logits_SV.new_empty(S) for _ in range(5))
     listed_S, last_S = (row_S.new_empty(S) for _ in range(2))
     z_SL, token_SL = logits_SV.new_empty((S, CAPACITY)), row_S.new_empty((S, CAPACITY))
     parameters = (row_S, place_R, temperature_Q, top_k_Q, top_p_Q, min_p_Q)
     _measure_groups[(triton.cdiv(G, GROUPS), S)](
-        logits_SV, *parameters, top_SG, mass_SG, V, G, GROUP=GROUP, GROUPS=GROUPS, num_warps=4, **PDL
+        logits_SV,
+        *parameters,
+        top_SG,
+        mass_SG,
+        V,
+        G,
+        GROUP=GROUP,
+        GROUPS=GROUPS,
+        num_warps=4,
+        **PDL,
     )
     _find_floors[(S,)](
         *parameters, top_SG, mass_SG, floor_S, top_S, total_S, temperature_S, listed_S,

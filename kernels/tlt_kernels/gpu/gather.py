@@ -1,4 +1,5 @@
-"""Row gathers whose index may be -1 (a dead row: zeros), and each row's hint from the row before it.
+"""Row gathers whose index may be -1 (a dead row: zeros), and each row's hint from the row before
+it.
 
 Legend: N table rows, R rows, H width, Q places.
 """
@@ -16,7 +17,9 @@ _BLOCK = 1024
 
 
 @triton.jit
-def _gather(table_ptr, index_R, other_ptr, other_R, out_ptr, width, OTHER: tl.constexpr, BLOCK: tl.constexpr):
+def _gather(
+    table_ptr, index_R, other_ptr, other_R, out_ptr, width, OTHER: tl.constexpr, BLOCK: tl.constexpr
+):
     """Row `index` of the table, or where that is -1 row `other` of the other table, or zeros."""
     pdl_launch()
     r = tl.program_id(0).to(tl.int64)
@@ -27,22 +30,42 @@ def _gather(table_ptr, index_R, other_ptr, other_R, out_ptr, width, OTHER: tl.co
     value = tl.load(table_ptr + index * width + h, inside & (index >= 0), 0.0)
     if OTHER:
         other = tl.load(other_R + r).to(tl.int64)
-        value = tl.where(index >= 0, value, tl.load(other_ptr + other * width + h, inside & (index < 0) & (other >= 0), 0.0))
+        value = tl.where(
+            index >= 0,
+            value,
+            tl.load(other_ptr + other * width + h, inside & (index < 0) & (other >= 0), 0.0),
+        )
     tl.store(out_ptr + r * width + h, value, inside)
 
 
 def gather(table_NH: Tensor, index_R: Tensor, *, out_RH: Tensor | None = None) -> Tensor:
     """table[index], zeros where index is -1: [R, H] in the dtype of `out_RH`, or the table's."""
     if out_RH is None:
-        out_RH = torch.empty(len(index_R), table_NH.shape[1], dtype=table_NH.dtype, device=table_NH.device)
+        out_RH = torch.empty(
+            len(index_R), table_NH.shape[1], dtype=table_NH.dtype, device=table_NH.device
+        )
     grid = len(index_R), triton.cdiv(table_NH.shape[1], _BLOCK)
-    _gather[grid](table_NH, index_R, table_NH, index_R, out_RH, table_NH.shape[1], OTHER=False, BLOCK=_BLOCK, **PDL)
+    _gather[grid](
+        table_NH,
+        index_R,
+        table_NH,
+        index_R,
+        out_RH,
+        table_NH.shape[1],
+        OTHER=False,
+        BLOCK=_BLOCK,
+        **PDL,
+    )
     return out_RH
 
 
 def previous_hints(g_RH: Tensor, parent_R: Tensor, hint_QH: Tensor, place_R: Tensor) -> Tensor:
-    """What a drafter reads beside each row's token: g of the row before, or of the place where that row was an earlier step's: [R, H]."""
+    """What a drafter reads beside each row's token: g of the row before, or of the place where that
+    row was an earlier step's: [R, H].
+    """
     out_RH = torch.empty_like(g_RH)
     grid = len(g_RH), triton.cdiv(g_RH.shape[1], _BLOCK)
-    _gather[grid](g_RH, parent_R, hint_QH, place_R, out_RH, g_RH.shape[1], OTHER=True, BLOCK=_BLOCK, **PDL)
+    _gather[grid](
+        g_RH, parent_R, hint_QH, place_R, out_RH, g_RH.shape[1], OTHER=True, BLOCK=_BLOCK, **PDL
+    )
     return out_RH

@@ -1,10 +1,13 @@
-"""Matrix products with a fixed order of addition: the bits of a row depend on that row and on the weights alone.
+"""Matrix products with a fixed order of addition: the bits of a row depend on that row and on the
+weights alone.
 
-For each output element k ascends in the tensor cores' steps of 16 within a segment of K, and segments are added in order. Which rows
-are computed beside it, how they are tiled, by which kernel and how deep copies run ahead changes nothing: tensor cores add in the
-same order whatever the tile. Called by the models; `gemm_tiles.py` chooses tiles by the number of rows.
+For each output element k ascends in the tensor cores' steps of 16 within a segment of K, and
+segments are added in order. Which rows are computed beside it, how they are tiled, by which kernel
+and how deep copies run ahead changes nothing: tensor cores add in the same order whatever the tile.
+Called by the models; `gemm_tiles.py` chooses tiles by the number of rows.
 
-Legend: M rows, N outputs, K inputs, I intermediate, X = 2I, P partial sums. Weights are [N, K] as in checkpoints.
+Legend: M rows, N outputs, K inputs, I intermediate, X = 2I, P partial sums. Weights are [N, K] as
+in checkpoints.
 """
 
 from __future__ import annotations
@@ -16,7 +19,13 @@ import triton
 from torch import Tensor
 
 from tlt_kernels.gpu import gemm_portable
-from tlt_kernels.gpu.gemm_tiles import SEGMENT_UNIT, Kind, kind_of_linear, portable_tile, stream_tile
+from tlt_kernels.gpu.gemm_tiles import (
+    SEGMENT_UNIT,
+    Kind,
+    kind_of_linear,
+    portable_tile,
+    stream_tile,
+)
 
 INTERLEAVED = 8  # rows of gate that lie beside as many of up where `gemm_stream` reads them
 
@@ -30,23 +39,36 @@ def _hindrance(dtype: torch.dtype, device: torch.device) -> str:
         return f"the device is {device.type}, and the streaming kernel is for a GPU"
     major, minor = torch.cuda.get_device_capability(device)
     if major != 9:
-        return f"the GPU has compute capability {major}.{minor}, and the streaming kernel is for 9.x"
+        return (
+            f"the GPU has compute capability {major}.{minor}, and the streaming kernel is for 9.x"
+        )
     try:
         import tlt_kernels.gpu.gemm_stream  # noqa: F401
     except ImportError as error:
-        return f"Triton {triton.__version__} lacks what the streaming kernel is written in ({error})"
+        return (
+            f"Triton {triton.__version__} lacks what the streaming kernel is written in ({error})"
+        )
     return ""
 
 
 def in_use(dtype: torch.dtype, device: torch.device, intermediate: int) -> str:
-    """Which kernel computes the products of an MLP of so many units: "streaming", or "portable: " and why."""
+    """Which kernel computes the products of an MLP of so many units: "streaming", or "portable: "
+    and why.
+    """
     why = _hindrance(dtype, device)
     if not why and intermediate % INTERLEAVED:
         why = f"the intermediate size {intermediate} is no multiple of {INTERLEAVED}"
     return f"portable: {why}" if why else "streaming"
 
 
-def _multiply(kind: Kind, x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_PMN: Tensor, segment: int) -> None:
+def _multiply(
+    kind: Kind,
+    x_MK: Tensor,
+    weight_NK: Tensor,
+    bias_N: Tensor | None,
+    out_PMN: Tensor,
+    segment: int,
+) -> None:
     rows = len(x_MK)
     if rows == 0:
         return
@@ -54,23 +76,45 @@ def _multiply(kind: Kind, x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None
     if in_use(x_MK.dtype, x_MK.device, width) == "streaming":
         from tlt_kernels.gpu import gemm_stream
 
-        gemm_stream.multiply(stream_tile(kind, rows), x_MK, weight_NK, bias_N, out_PMN, segment, kind is Kind.GATED)
+        gemm_stream.multiply(
+            stream_tile(kind, rows), x_MK, weight_NK, bias_N, out_PMN, segment, kind is Kind.GATED
+        )
     else:
-        gemm_portable.multiply(portable_tile(rows, x_MK.dtype), x_MK, weight_NK, bias_N, out_PMN, segment, kind is Kind.GATED)
+        gemm_portable.multiply(
+            portable_tile(rows, x_MK.dtype),
+            x_MK,
+            weight_NK,
+            bias_N,
+            out_PMN,
+            segment,
+            kind is Kind.GATED,
+        )
 
 
-def linear(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None, *, out_dtype: torch.dtype | None = None,
-           out_MN: Tensor | None = None) -> Tensor:
-    """x @ weight^T + bias, rounded once to `out_dtype` (x's by default; float32 for the LM head), into `out_MN` where that is given."""
+def linear(
+    x_MK: Tensor,
+    weight_NK: Tensor,
+    bias_N: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    out_MN: Tensor | None = None,
+) -> Tensor:
+    """x @ weight^T + bias, rounded once to `out_dtype` (x's by default; float32 for the LM head),
+    into `out_MN` where that is given.
+    """
     if out_MN is None:
-        out_MN = torch.empty(len(x_MK), len(weight_NK), dtype=out_dtype or x_MK.dtype, device=x_MK.device)
+        out_MN = torch.empty(
+            len(x_MK), len(weight_NK), dtype=out_dtype or x_MK.dtype, device=x_MK.device
+        )
     assert out_MN.shape == (len(x_MK), len(weight_NK)) and out_MN.is_contiguous()
     _multiply(kind_of_linear(len(weight_NK)), x_MK, weight_NK, bias_N, out_MN, x_MK.shape[1])
     return out_MN
 
 
 def partials(x_MK: Tensor, weight_NK: Tensor, *, segments: int) -> Tensor:
-    """x @ weight^T as float32 sums over at most `segments` segments of K, [P, M, N]: whoever reads them adds them in order."""
+    """x @ weight^T as float32 sums over at most `segments` segments of K, [P, M, N]: whoever reads
+    them adds them in order.
+    """
     segment = triton.cdiv(triton.cdiv(x_MK.shape[1], SEGMENT_UNIT), segments) * SEGMENT_UNIT
     parts = triton.cdiv(x_MK.shape[1], segment)
     out_PMN = torch.empty(parts, len(x_MK), len(weight_NK), dtype=torch.float32, device=x_MK.device)
@@ -79,7 +123,9 @@ def partials(x_MK: Tensor, weight_NK: Tensor, *, segments: int) -> Tensor:
 
 
 def gated(x_MK: Tensor, weight_XK: Tensor) -> Tensor:
-    """silu(gate) * up, computed in float32 and rounded once; the weight's first I rows are the gate's, the rest up's."""
+    """silu(gate) * up, computed in float32 and rounded once; the weight's first I rows are the
+    gate's, the rest up's.
+    """
     out_MI = torch.empty(len(x_MK), len(weight_XK) // 2, dtype=x_MK.dtype, device=x_MK.device)
     _multiply(Kind.GATED, x_MK, weight_XK, None, out_MI, x_MK.shape[1])
     return out_MI

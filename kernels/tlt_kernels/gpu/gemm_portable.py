@@ -1,8 +1,11 @@
-"""The matrix product for every GPU and dtype that Triton knows, and for its CPU interpreter; same bits as `gemm_stream.py`.
+"""The matrix product for every GPU and dtype that Triton knows, and for its CPU interpreter; same
+bits as `gemm_stream.py`.
 
-One program per tile and segment, copies pipelined by the compiler. Called by `gemm.py`, which has the rule about the order of addition.
+One program per tile and segment, copies pipelined by the compiler. Called by `gemm.py`, which has
+the rule about the order of addition.
 
-Legend: M rows, N outputs, K inputs, P segments of K; BM, BN, BK tile of rows of x, rows of the weight, and K.
+Legend: M rows, N outputs, K inputs, P segments of K; BM, BN, BK tile of rows of x, rows of the
+weight, and K.
 """
 
 from __future__ import annotations
@@ -18,11 +21,29 @@ from tlt_kernels.gpu.target import PDL, dot, pdl_launch, pdl_wait
 
 
 @triton.jit(do_not_specialize=["M"])
-def _multiply(x, weight, bias_N, out_PMN, M, N, K, segment, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GATED: tl.constexpr,
-              BIASED: tl.constexpr, GROUP: tl.constexpr):
-    """N counts outputs: a gated weight has 2N rows. The weight is the first operand of each product, so sums lie [BN, BM]."""
+def _multiply(
+    x,
+    weight,
+    bias_N,
+    out_PMN,
+    M,
+    N,
+    K,
+    segment,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GATED: tl.constexpr,
+    BIASED: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """N counts outputs: a gated weight has 2N rows. The weight is the first operand of each
+    product, so sums lie [BN, BM].
+    """
     m_tiles, n_tiles, s = tl.cdiv(M, BM), tl.cdiv(N, BN), tl.program_id(1)
-    start = tl.program_id(0) // (GROUP * n_tiles) * GROUP  # GROUP tiles along M run side by side on the same weights
+    start = (
+        tl.program_id(0) // (GROUP * n_tiles) * GROUP
+    )  # GROUP tiles along M run side by side on the same weights
     height = tl.minimum(m_tiles - start, GROUP)
     within = tl.program_id(0) % (GROUP * n_tiles)
     m, n = (start + within % height) * BM, within // height * BN
@@ -46,13 +67,39 @@ def _multiply(x, weight, bias_N, out_PMN, M, N, K, segment, BM: tl.constexpr, BN
     if BIASED:
         total += tl.load(bias_N + column, mask=column < N, other=0.0).to(tl.float32)[None, :]
     target = out_PMN + (s.to(tl.int64) * M + row[:, None]) * N + column[None, :]
-    tl.store(target, total.to(out_PMN.dtype.element_ty), mask=(row < M)[:, None] & (column < N)[None, :])
+    tl.store(
+        target, total.to(out_PMN.dtype.element_ty), mask=(row < M)[:, None] & (column < N)[None, :]
+    )
 
 
-def multiply(tile: Tile, x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_PMN: Tensor, segment: int, gated: bool) -> None:
+def multiply(
+    tile: Tile,
+    x_MK: Tensor,
+    weight_NK: Tensor,
+    bias_N: Tensor | None,
+    out_PMN: Tensor,
+    segment: int,
+    gated: bool,
+) -> None:
     (m, k), n = x_MK.shape, out_PMN.shape[-1]
-    _multiply[(triton.cdiv(m, tile.rows) * triton.cdiv(n, tile.columns), out_PMN.numel() // (m * n))](
-        TensorDescriptor.from_tensor(x_MK, [tile.rows, tile.depth]), TensorDescriptor.from_tensor(weight_NK, [tile.columns, tile.depth]),
-        bias_N, out_PMN, m, n, k, segment, tile.rows, tile.columns, tile.depth, gated, bias_N is not None,
-        tile.group, num_warps=tile.warps, num_stages=tile.stages, **PDL,
+    _multiply[
+        (triton.cdiv(m, tile.rows) * triton.cdiv(n, tile.columns), out_PMN.numel() // (m * n))
+    ](
+        TensorDescriptor.from_tensor(x_MK, [tile.rows, tile.depth]),
+        TensorDescriptor.from_tensor(weight_NK, [tile.columns, tile.depth]),
+        bias_N,
+        out_PMN,
+        m,
+        n,
+        k,
+        segment,
+        tile.rows,
+        tile.columns,
+        tile.depth,
+        gated,
+        bias_N is not None,
+        tile.group,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        **PDL,
     )

@@ -1,11 +1,14 @@
-"""The bfloat16 matrix product on Hopper: one warp streams tiles into a ring of shared memory, four or eight multiply.
+"""The bfloat16 matrix product on Hopper: one warp streams tiles into a ring of shared memory, four
+or eight multiply.
 
-A program stays on its multiprocessor and takes tile after tile, so the ring never drains between tiles; and it fills the ring with
-weights before it waits for the kernel ahead, so memory stays busy while that one ends. The weight is the tensor cores' first
-operand, read where it lies: few rows of x waste nothing. Gate and up lie interleaved there, eight rows of each, so that one thread
-gets both. Called by `gemm.py`, which has the rule about the order of addition.
+A program stays on its multiprocessor and takes tile after tile, so the ring never drains between
+tiles; and it fills the ring with weights before it waits for the kernel ahead, so memory stays busy
+while that one ends. The weight is the tensor cores' first operand, read where it lies: few rows of
+x waste nothing. Gate and up lie interleaved there, eight rows of each, so that one thread gets
+both. Called by `gemm.py`, which has the rule about the order of addition.
 
-Legend: M rows, N outputs, K inputs, P segments of K; BM, BN, BK tile of rows of x, rows of the weight, and K.
+Legend: M rows, N outputs, K inputs, P segments of K; BM, BN, BK tile of rows of x, rows of the
+weight, and K.
 """
 
 from __future__ import annotations
@@ -17,7 +20,13 @@ import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
@@ -31,7 +40,9 @@ _barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # Triton 3.7 renam
 
 @gluon.jit
 def _place(item, whole, m_tiles, n_tiles, GROUP: gl.constexpr, PIECES: gl.constexpr):
-    """Item -> tile along M, piece of it, tile along N, segment. GROUP tiles along M run side by side on the same weights."""
+    """Item -> tile along M, piece of it, tile along N, segment. GROUP tiles along M run side by
+    side on the same weights.
+    """
     piece = gl.where(item < whole, 0, (item - whole) % PIECES)
     unit = gl.where(item < whole, item, whole + (item - whole) // PIECES)
     s, place = unit // (m_tiles * n_tiles), unit % (m_tiles * n_tiles)
@@ -45,28 +56,58 @@ def _place(item, whole, m_tiles, n_tiles, GROUP: gl.constexpr, PIECES: gl.conste
 def _copy_weights(weight, ready, buffer, n, k, stage, PANELS: gl.constexpr, GATED: gl.constexpr):
     for p in gl.static_range(PANELS):
         if GATED:
-            tma.async_copy_global_to_shared(weight, [n // 8, 0, 0, k + p * PANEL], ready.index(stage), buffer.index(stage * PANELS + p))
+            tma.async_copy_global_to_shared(
+                weight,
+                [n // 8, 0, 0, k + p * PANEL],
+                ready.index(stage),
+                buffer.index(stage * PANELS + p),
+            )
         else:
-            tma.async_copy_global_to_shared(weight, [n, k + p * PANEL], ready.index(stage), buffer.index(stage * PANELS + p))
+            tma.async_copy_global_to_shared(
+                weight, [n, k + p * PANEL], ready.index(stage), buffer.index(stage * PANELS + p)
+            )
 
 
 @gluon.jit
 def _copy_rows(x, ready, buffer, m, k, stage, BM: gl.constexpr, PANELS: gl.constexpr):
     for p in gl.static_range(PANELS):
-        tma.async_copy_global_to_shared(x, [m, k + p * PANEL], ready.index(stage), buffer.index(stage * PANELS + p).slice(0, BM))
+        tma.async_copy_global_to_shared(
+            x, [m, k + p * PANEL], ready.index(stage), buffer.index(stage * PANELS + p).slice(0, BM)
+        )
 
 
 @gluon.jit
-def _expect(barrier, whole, BM: gl.constexpr, PIECE: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr):
+def _expect(
+    barrier, whole, BM: gl.constexpr, PIECE: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr
+):
     mbarrier.expect(barrier, (BM + BN) * BK * 2, pred=whole)
     if PIECE < BM:
         mbarrier.expect(barrier, (PIECE + BN) * BK * 2, pred=~whole)
 
 
 @gluon.jit
-def _copy(x, x_piece, weight, x_buffer, w_buffer, ready, free, items, whole, m_tiles, n_tiles, segment, BM: gl.constexpr,
-          PIECE: gl.constexpr, BN: gl.constexpr, WIDTH: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr,
-          GROUP: gl.constexpr):
+def _copy(
+    x,
+    x_piece,
+    weight,
+    x_buffer,
+    w_buffer,
+    ready,
+    free,
+    items,
+    whole,
+    m_tiles,
+    n_tiles,
+    segment,
+    BM: gl.constexpr,
+    PIECE: gl.constexpr,
+    BN: gl.constexpr,
+    WIDTH: gl.constexpr,
+    PANELS: gl.constexpr,
+    STAGES: gl.constexpr,
+    GATED: gl.constexpr,
+    GROUP: gl.constexpr,
+):
     BK: gl.constexpr = PANELS * PANEL
     program, programs = gl.program_id(0), gl.num_programs(0)
     steps = gl.cdiv(segment, BK)
@@ -89,7 +130,9 @@ def _copy(x, x_piece, weight, x_buffer, w_buffer, ready, free, items, whole, m_t
             if (PIECE == BM) | (item < whole):
                 _copy_rows(x, ready, x_buffer, mt * BM, k, stage, BM, PANELS)
             else:
-                _copy_rows(x_piece, ready, x_buffer, mt * BM + piece * PIECE, k, stage, PIECE, PANELS)
+                _copy_rows(
+                    x_piece, ready, x_buffer, mt * BM + piece * PIECE, k, stage, PIECE, PANELS
+                )
             stage += 1
             if stage == STAGES:
                 stage = 0
@@ -98,25 +141,51 @@ def _copy(x, x_piece, weight, x_buffer, w_buffer, ready, free, items, whole, m_t
 
 @gluon.jit
 def _release(free, stage, STAGES: gl.constexpr, pred):
-    """Hands back the stage before `stage`. Without the barrier a warp could still be waiting for the phase that this one ends."""
+    """Hands back the stage before `stage`. Without the barrier a warp could still be waiting for
+    the phase that this one ends.
+    """
     _barrier()
     mbarrier.arrive(free.index(gl.where(stage == 0, STAGES - 1, stage - 1)), count=1, pred=pred)
 
 
 @gluon.constexpr_function
 def _stored(width, bits, warps):
-    """How a tile [width, BM] lies in threads that store 16 bytes each. As many lanes as fit lie along N: with fewer, the way there
-    through shared memory takes more of it."""
+    """How a tile [width, BM] lies in threads that store 16 bytes each. As many lanes as fit lie
+    along N: with fewer, the way there through shared memory takes more of it.
+    """
     run = 128 // bits
     lanes = min(width // run, 32)
     return gl.BlockedLayout([run, 1], [lanes, 32 // lanes], [1, warps], [0, 1])
 
 
 @gluon.jit
-def _multiply_tile(x_buffer, w_buffer, ready, free, bias_N, out_PMN, M, N, m, n, s, steps, stage, phase, BM: gl.constexpr,
-                   BN: gl.constexpr, WIDTH: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr,
-                   BIASED: gl.constexpr, WARPS: gl.constexpr):
-    sums: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BM, 16])
+def _multiply_tile(
+    x_buffer,
+    w_buffer,
+    ready,
+    free,
+    bias_N,
+    out_PMN,
+    M,
+    N,
+    m,
+    n,
+    s,
+    steps,
+    stage,
+    phase,
+    BM: gl.constexpr,
+    BN: gl.constexpr,
+    WIDTH: gl.constexpr,
+    PANELS: gl.constexpr,
+    STAGES: gl.constexpr,
+    GATED: gl.constexpr,
+    BIASED: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    sums: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BM, 16]
+    )
     stored: gl.constexpr = _stored(WIDTH, out_PMN.dtype.element_ty.primitive_bitwidth, WARPS)
     acc = gl.zeros([BN, BM], gl.float32, sums)
     for t in range(steps):
@@ -125,7 +194,12 @@ def _multiply_tile(x_buffer, w_buffer, ready, free, bias_N, out_PMN, M, N, m, n,
             weights = w_buffer.index(stage * PANELS + p)
             if GATED:
                 weights = weights.reshape([BN, PANEL])
-            acc = warpgroup_mma(weights, x_buffer.index(stage * PANELS + p).slice(0, BM).permute((1, 0)), acc, is_async=True)
+            acc = warpgroup_mma(
+                weights,
+                x_buffer.index(stage * PANELS + p).slice(0, BM).permute((1, 0)),
+                acc,
+                is_async=True,
+            )
         acc = warpgroup_mma_wait(PANELS, deps=[acc])  # all but this step's
         _release(free, stage, STAGES, t > 0)
         stage += 1
@@ -134,7 +208,9 @@ def _multiply_tile(x_buffer, w_buffer, ready, free, bias_N, out_PMN, M, N, m, n,
             phase ^= 1
     acc = warpgroup_mma_wait(0, deps=[acc])
     _release(free, stage, STAGES, True)
-    if GATED:  # eight rows of gate, then the eight rows of up that belong to them: both in one thread
+    if (
+        GATED
+    ):  # eight rows of gate, then the eight rows of up that belong to them: both in one thread
         gate, up = acc.reshape([BN // 16, 2, 8, BM]).permute([0, 2, 3, 1]).split()
         total_NM = (silu(gate) * up).reshape([WIDTH, BM])
     else:
@@ -143,41 +219,140 @@ def _multiply_tile(x_buffer, w_buffer, ready, free, bias_N, out_PMN, M, N, m, n,
         column = n + gl.arange(0, WIDTH, gl.SliceLayout(1, sums))
         total_NM += gl.load(bias_N + column, mask=column < N, other=0.0).to(gl.float32)[:, None]
     total_NM = gl.convert_layout(total_NM.to(out_PMN.dtype.element_ty), stored)
-    row, column = gl.arange(0, BM, gl.SliceLayout(0, stored)), gl.arange(0, WIDTH, gl.SliceLayout(1, stored))
+    row, column = (
+        gl.arange(0, BM, gl.SliceLayout(0, stored)),
+        gl.arange(0, WIDTH, gl.SliceLayout(1, stored)),
+    )
     corner = out_PMN + ((s.to(gl.int64) * M + m) * N + n)  # 64 bits once; from here 32 do
-    gl.store((corner + row * N)[None, :] + column[:, None], total_NM, mask=(row < M - m)[None, :] & (column < N - n)[:, None])
+    gl.store(
+        (corner + row * N)[None, :] + column[:, None],
+        total_NM,
+        mask=(row < M - m)[None, :] & (column < N - n)[:, None],
+    )
     return stage, phase
 
 
 @gluon.jit
-def _multiply(x_buffer, w_buffer, ready, free, bias_N, out_PMN, M, N, items, whole, m_tiles, n_tiles, segment, BM: gl.constexpr,
-              PIECE: gl.constexpr, BN: gl.constexpr, WIDTH: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr,
-              GATED: gl.constexpr, BIASED: gl.constexpr, GROUP: gl.constexpr, WARPS: gl.constexpr):
+def _multiply(
+    x_buffer,
+    w_buffer,
+    ready,
+    free,
+    bias_N,
+    out_PMN,
+    M,
+    N,
+    items,
+    whole,
+    m_tiles,
+    n_tiles,
+    segment,
+    BM: gl.constexpr,
+    PIECE: gl.constexpr,
+    BN: gl.constexpr,
+    WIDTH: gl.constexpr,
+    PANELS: gl.constexpr,
+    STAGES: gl.constexpr,
+    GATED: gl.constexpr,
+    BIASED: gl.constexpr,
+    GROUP: gl.constexpr,
+    WARPS: gl.constexpr,
+):
     program, programs = gl.program_id(0), gl.num_programs(0)
     steps = gl.cdiv(segment, PANELS * PANEL)
     stage = 0
     phase = 0
     for item in range(program, whole, programs):
         mt, piece, nt, s = _place(item, whole, m_tiles, n_tiles, GROUP, BM // PIECE)
-        stage, phase = _multiply_tile(x_buffer, w_buffer, ready, free, bias_N, out_PMN, M, N, mt * BM, nt * WIDTH, s, steps, stage, phase,
-                                      BM, BN, WIDTH, PANELS, STAGES, GATED, BIASED, WARPS)
+        stage, phase = _multiply_tile(
+            x_buffer,
+            w_buffer,
+            ready,
+            free,
+            bias_N,
+            out_PMN,
+            M,
+            N,
+            mt * BM,
+            nt * WIDTH,
+            s,
+            steps,
+            stage,
+            phase,
+            BM,
+            BN,
+            WIDTH,
+            PANELS,
+            STAGES,
+            GATED,
+            BIASED,
+            WARPS,
+        )
     if PIECE < BM:
-        for item in range(program + gl.cdiv(gl.maximum(whole - program, 0), programs) * programs, items, programs):
+        for item in range(
+            program + gl.cdiv(gl.maximum(whole - program, 0), programs) * programs, items, programs
+        ):
             mt, piece, nt, s = _place(item, whole, m_tiles, n_tiles, GROUP, BM // PIECE)
-            stage, phase = _multiply_tile(x_buffer, w_buffer, ready, free, bias_N, out_PMN, M, N, mt * BM + piece * PIECE, nt * WIDTH, s,
-                                          steps, stage, phase, PIECE, BN, WIDTH, PANELS, STAGES, GATED, BIASED, WARPS)
+            stage, phase = _multiply_tile(
+                x_buffer,
+                w_buffer,
+                ready,
+                free,
+                bias_N,
+                out_PMN,
+                M,
+                N,
+                mt * BM + piece * PIECE,
+                nt * WIDTH,
+                s,
+                steps,
+                stage,
+                phase,
+                PIECE,
+                BN,
+                WIDTH,
+                PANELS,
+                STAGES,
+                GATED,
+                BIASED,
+                WARPS,
+            )
 
 
 @gluon.jit(do_not_specialize=["M", "items", "whole", "m_tiles", "n_tiles"])
-def _stream(x, x_piece, weight, bias_N, out_PMN, M, N, items, whole, m_tiles, n_tiles, segment, BM: gl.constexpr, PIECE: gl.constexpr,
-            BN: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, BIASED: gl.constexpr, GROUP: gl.constexpr,
-            WARPS: gl.constexpr):
+def _stream(
+    x,
+    x_piece,
+    weight,
+    bias_N,
+    out_PMN,
+    M,
+    N,
+    items,
+    whole,
+    m_tiles,
+    n_tiles,
+    segment,
+    BM: gl.constexpr,
+    PIECE: gl.constexpr,
+    BN: gl.constexpr,
+    PANELS: gl.constexpr,
+    STAGES: gl.constexpr,
+    GATED: gl.constexpr,
+    BIASED: gl.constexpr,
+    GROUP: gl.constexpr,
+    WARPS: gl.constexpr,
+):
     gdc_launch_dependents()
     WIDTH: gl.constexpr = BN // 2 if GATED else BN  # outputs of a tile
     if GATED:
-        w_buffer = gl.allocate_shared_memory(weight.dtype, [STAGES * PANELS, BN // 16, 2, 8, PANEL], weight.layout)
+        w_buffer = gl.allocate_shared_memory(
+            weight.dtype, [STAGES * PANELS, BN // 16, 2, 8, PANEL], weight.layout
+        )
     else:
-        w_buffer = gl.allocate_shared_memory(weight.dtype, [STAGES * PANELS, BN, PANEL], weight.layout)
+        w_buffer = gl.allocate_shared_memory(
+            weight.dtype, [STAGES * PANELS, BN, PANEL], weight.layout
+        )
     x_buffer = gl.allocate_shared_memory(x.dtype, [STAGES * PANELS, BM, PANEL], x.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -185,12 +360,65 @@ def _stream(x, x_piece, weight, bias_N, out_PMN, M, N, items, whole, m_tiles, n_
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(free.index(i), count=1)
     fence_async_shared()
-    gl.warp_specialize([
-        (_multiply, (x_buffer, w_buffer, ready, free, bias_N, out_PMN, M, N, items, whole, m_tiles, n_tiles, segment, BM, PIECE, BN, WIDTH,
-                     PANELS, STAGES, GATED, BIASED, GROUP, WARPS)),
-        (_copy, (x, x_piece, weight, x_buffer, w_buffer, ready, free, items, whole, m_tiles, n_tiles, segment, BM, PIECE, BN, WIDTH,
-                 PANELS, STAGES, GATED, GROUP)),
-    ], [1], [40])
+    gl.warp_specialize(
+        [
+            (
+                _multiply,
+                (
+                    x_buffer,
+                    w_buffer,
+                    ready,
+                    free,
+                    bias_N,
+                    out_PMN,
+                    M,
+                    N,
+                    items,
+                    whole,
+                    m_tiles,
+                    n_tiles,
+                    segment,
+                    BM,
+                    PIECE,
+                    BN,
+                    WIDTH,
+                    PANELS,
+                    STAGES,
+                    GATED,
+                    BIASED,
+                    GROUP,
+                    WARPS,
+                ),
+            ),
+            (
+                _copy,
+                (
+                    x,
+                    x_piece,
+                    weight,
+                    x_buffer,
+                    w_buffer,
+                    ready,
+                    free,
+                    items,
+                    whole,
+                    m_tiles,
+                    n_tiles,
+                    segment,
+                    BM,
+                    PIECE,
+                    BN,
+                    WIDTH,
+                    PANELS,
+                    STAGES,
+                    GATED,
+                    GROUP,
+                ),
+            ),
+        ],
+        [1],
+        [40],
+    )
 
 
 @cache
@@ -198,22 +426,61 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def multiply(tile: Tile, x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_PMN: Tensor, segment: int, gated: bool) -> None:
+def multiply(
+    tile: Tile,
+    x_MK: Tensor,
+    weight_NK: Tensor,
+    bias_N: Tensor | None,
+    out_PMN: Tensor,
+    segment: int,
+    gated: bool,
+) -> None:
     (m, k), n = x_MK.shape, out_PMN.shape[-1]
     width = tile.columns // 2 if gated else tile.columns
     m_tiles, n_tiles = triton.cdiv(m, tile.rows), triton.cdiv(n, width)
     programs = _multiprocessors(x_MK.device)
-    items, whole = split_last_round(m_tiles * n_tiles * (out_PMN.numel() // (m * n)), programs, tile.pieces)
+    items, whole = split_last_round(
+        m_tiles * n_tiles * (out_PMN.numel() // (m * n)), programs, tile.pieces
+    )
     layout = gl.NVMMASharedLayout(128, 16, rank=2)
-    x, x_piece = (TensorDescriptor.from_tensor(x_MK, [rows, PANEL.value], layout) for rows in (tile.rows, tile.piece))
+    x, x_piece = (
+        TensorDescriptor.from_tensor(x_MK, [rows, PANEL.value], layout)
+        for rows in (tile.rows, tile.piece)
+    )
     if gated:
-        weight = TensorDescriptor(weight_NK, [n // 8, 2, 8, k], [8 * k, n * k, k, 1], [width // 8, 2, 8, PANEL.value],
-                                  gl.NVMMASharedLayout(128, 16, rank=4))
+        weight = TensorDescriptor(
+            weight_NK,
+            [n // 8, 2, 8, k],
+            [8 * k, n * k, k, 1],
+            [width // 8, 2, 8, PANEL.value],
+            gl.NVMMASharedLayout(128, 16, rank=4),
+        )
     else:
         weight = TensorDescriptor.from_tensor(weight_NK, [width, PANEL.value], layout)
     _stream[(min(items, programs),)](
-        x, x_piece, weight, bias_N, out_PMN, m, n, items, whole, m_tiles, n_tiles, segment, tile.rows, tile.piece, tile.columns,
-        tile.depth // PANEL.value, tile.stages, gated, bias_N is not None, tile.group, tile.warps, num_warps=tile.warps,
+        x,
+        x_piece,
+        weight,
+        bias_N,
+        out_PMN,
+        m,
+        n,
+        items,
+        whole,
+        m_tiles,
+        n_tiles,
+        segment,
+        tile.rows,
+        tile.piece,
+        tile.columns,
+        tile.depth // PANEL.value,
+        tile.stages,
+        gated,
+        bias_N is not None,
+        tile.group,
+        tile.warps,
+        num_warps=tile.warps,
         # few accumulators: leave registers to the small kernels that start beside this one
-        maxnreg=128 if tile.rows * tile.columns <= tile.warps * 32 * 64 else None, **PDL,
+        maxnreg=128 if tile.rows * tile.columns <= tile.warps * 32 * 64 else None,
+        **PDL,
     )

@@ -1,4 +1,5 @@
-"""Which tile of a matrix product runs at how many rows, and in how many segments K is cut: figures of one H200.
+"""Which tile of a matrix product runs at how many rows, and in how many segments K is cut: figures
+of one H200.
 
 Tiles change no bits (see `gemm.py`), segments do: their number therefore depends on no row.
 """
@@ -10,14 +11,20 @@ from enum import Enum
 
 import torch
 
-PIECE_COST = 1.5  # of a piece of a tile, in shares of a tile: it reads as many weights for fewer products
+PIECE_COST = (
+    1.5  # of a piece of a tile, in shares of a tile: it reads as many weights for fewer products
+)
 SEGMENTS = 2  # in which the K of an o or down projection is cut: 64-row tiles of few-row products then fill the chip
-SEGMENT_UNIT = 128  # elements of K; a multiple of every tile's depth, so that no step crosses a segment's end
+SEGMENT_UNIT = (
+    128  # elements of K; a multiple of every tile's depth, so that no step crosses a segment's end
+)
 
 
 class Kind(Enum):
     LINEAR = "linear"
-    HEAD = "head"  # a linear layer with so many outputs that any tile gives every multiprocessor work
+    HEAD = (
+        "head"  # a linear layer with so many outputs that any tile gives every multiprocessor work
+    )
     PARTIALS = "partials"
     GATED = "gated"
 
@@ -30,7 +37,9 @@ class Tile:
     warps: int
     stages: int  # steps in flight, the one in use included
     group: int = 1  # tiles along M that run side by side on the same weights
-    pieces: int = 1  # into which tiles of a last round that does not fill the machine are cut along M
+    pieces: int = (
+        1  # into which tiles of a last round that does not fill the machine are cut along M
+    )
 
     @property
     def piece(self) -> int:
@@ -94,12 +103,17 @@ def stream_tile(kind: Kind, rows: int) -> Tile:
 
 
 def portable_tile(rows: int, dtype: torch.dtype) -> Tile:
-    return _PORTABLE_FLOAT32 if dtype == torch.float32 else next(tile for most, tile in _PORTABLE if rows <= most)
+    return (
+        _PORTABLE_FLOAT32
+        if dtype == torch.float32
+        else next(tile for most, tile in _PORTABLE if rows <= most)
+    )
 
 
 def split_last_round(tiles: int, programs: int, pieces: int) -> tuple[int, int]:
-    """Items of work, and how many of them are whole tiles: what is left for a last round of programs is cut into `pieces` where that
-    ends sooner than tiles on a few programs would."""
+    """Items of work, and how many of them are whole tiles: what is left for a last round of
+    programs is cut into `pieces` where that ends sooner than tiles on a few programs would.
+    """
     whole = tiles // programs * programs
     cut = (tiles - whole) * pieces
     sooner = -(-cut // programs) * PIECE_COST < pieces

@@ -1,10 +1,13 @@
-"""Growth of draft trees on the device: the roots of a draft graph, then one `grow` between two forwards of the drafter.
+"""Growth of draft trees on the device: the roots of a draft graph, then one `grow` between two
+forwards of the drafter.
 
-Every level's rows, nodes and slots have fixed places in their tables, so a graph can hold the whole proposal: level 0 plants W
-nodes per request (columns 0 .. W - 1), each later level W * W. Which nodes are expanded is best-first: per request the W most
-probable unexpanded nodes of any depth. At width 1 that is a chain.
+Every level's rows, nodes and slots have fixed places in their tables, so a graph can hold the whole
+proposal: level 0 plants W nodes per request (columns 0 .. W - 1), each later level W * W. Which
+nodes are expanded is best-first: per request the W most probable unexpanded nodes of any depth. At
+width 1 that is a chain.
 
-Legend: as in `tensors.py`; W width, M rows of a level, L children given per row (at least 2: the best child's gap needs the second).
+Legend: as in `tensors.py`; W width, M rows of a level, L children given per row (at least 2: the
+best child's gap needs the second).
 """
 
 from __future__ import annotations
@@ -17,7 +20,10 @@ from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
 from tlt_kernels.gpu.tensors import PAGE_SIZE, Calibration, Draft, Nodes, Places
 
 FLOOR = 0.02  # a node that survives less is not expanded: its row costs more than it brings
-RANKS, BUCKETS = tl.constexpr(8), tl.constexpr(16)  # of the calibration table, behind its two phases
+RANKS, BUCKETS = (
+    tl.constexpr(8),
+    tl.constexpr(16),
+)  # of the calibration table, behind its two phases
 
 
 def columns(depth: int, width: int) -> int:
@@ -27,16 +33,49 @@ def columns(depth: int, width: int) -> int:
 
 @triton.jit
 def draft_limit(place, length, depth, limit_Q, capacity_Q, done_Q, drafts_Q):
-    """The deepest draft token that is of use to a place: a bonus token follows it, and pages hold its KV. 0 = none."""
+    """The deepest draft token that is of use to a place: a bonus token follows it, and pages hold
+    its KV. 0 = none.
+    """
     room = tl.minimum(tl.load(limit_Q + place) - length - 1, tl.load(capacity_Q + place) - length)
-    able = (tl.load(done_Q + place) == 0) & (tl.load(drafts_Q + place) != 0) & (length >= 2)  # no feature precedes the first token
+    able = (
+        (tl.load(done_Q + place) == 0) & (tl.load(drafts_Q + place) != 0) & (length >= 2)
+    )  # no feature precedes the first token
     return tl.where(able, tl.maximum(tl.minimum(room, depth), 0), 0)
 
 
 @triton.jit
-def _roots(place_B, token_QT, T, length_Q, limit_Q, capacity_Q, page_table_QP, P, done_Q, drafts_Q, token_X, position_X, slot_X, place_X,
-           base_X, path_XD, D: tl.constexpr, source_X, node_X, survival_X, root_position_B, limit_B, survival_BC, C, depth, trash, idle,
-           PAGE: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr):
+def _roots(
+    place_B,
+    token_QT,
+    T,
+    length_Q,
+    limit_Q,
+    capacity_Q,
+    page_table_QP,
+    P,
+    done_Q,
+    drafts_Q,
+    token_X,
+    position_X,
+    slot_X,
+    place_X,
+    base_X,
+    path_XD,
+    D: tl.constexpr,
+    source_X,
+    node_X,
+    survival_X,
+    root_position_B,
+    limit_B,
+    survival_BC,
+    C,
+    depth,
+    trash,
+    idle,
+    PAGE: tl.constexpr,
+    DP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     pdl_launch()
     b = tl.program_id(0)
     pdl_wait()
@@ -64,25 +103,95 @@ def _roots(place_B, token_QT, T, length_Q, limit_Q, capacity_Q, page_table_QP, P
         tl.store(survival_BC + b * C + c_C, -1.0, mask=c_C < C)
 
 
-def roots(place_B: Tensor, places: Places, draft: Draft, nodes: Nodes, *, depth: int, trash: int) -> None:
-    """Lay out level 0: per request its last known token, and how deep drafts are of use to it; empty the node table.
+def roots(
+    place_B: Tensor, places: Places, draft: Draft, nodes: Nodes, *, depth: int, trash: int
+) -> None:
+    """Lay out level 0: per request its last known token, and how deep drafts are of use to it;
+    empty the node table.
 
-    A request is dead here when it is done, is never speculated on, or has no room for a draft token and a bonus token.
+    A request is dead here when it is done, is never speculated on, or has no room for a draft token
+    and a bonus token.
     """
     rows, path_depth = draft.rows, draft.rows.path_RD.shape[1]
     _roots[(place_B.shape[0],)](
-        place_B, places.token_QT, places.token_QT.shape[1], places.length_Q, places.limit_Q, places.capacity_Q, places.page_table_QP,
-        places.page_table_QP.shape[1], places.done_Q, places.drafts_Q, rows.token_R, rows.position_R, rows.slot_R, rows.place_R,
-        rows.base_R, rows.path_RD, path_depth, draft.source_X, draft.node_X, draft.survival_X, draft.root_position_B, draft.limit_B,
-        nodes.survival_BC, nodes.survival_BC.shape[1], depth, trash, places.idle, PAGE=PAGE_SIZE,
-        DP=triton.next_power_of_2(path_depth), BLOCK=128, num_warps=1, **PDL)
+        place_B,
+        places.token_QT,
+        places.token_QT.shape[1],
+        places.length_Q,
+        places.limit_Q,
+        places.capacity_Q,
+        places.page_table_QP,
+        places.page_table_QP.shape[1],
+        places.done_Q,
+        places.drafts_Q,
+        rows.token_R,
+        rows.position_R,
+        rows.slot_R,
+        rows.place_R,
+        rows.base_R,
+        rows.path_RD,
+        path_depth,
+        draft.source_X,
+        draft.node_X,
+        draft.survival_X,
+        draft.root_position_B,
+        draft.limit_B,
+        nodes.survival_BC,
+        nodes.survival_BC.shape[1],
+        depth,
+        trash,
+        places.idle,
+        PAGE=PAGE_SIZE,
+        DP=triton.next_power_of_2(path_depth),
+        BLOCK=128,
+        num_warps=1,
+        **PDL,
+    )
 
 
 @triton.jit(do_not_specialize=["level_rows", "first_row", "first_column", "next_row", "first_slot"])
-def _grow(token_ML, z_ML, L: tl.constexpr, token_X, position_X, slot_X, place_X, base_X, path_XD, D: tl.constexpr, source_X, node_X,
-          survival_X, root_position_B, limit_B, parent_BC, token_BC, depth_BC, cell_BC, source_BC, slot_BC, survival_BC, C, survival_Z,
-          gap_edge_G, level_rows, first_row, first_column, next_row, last, first_slot, trash, idle, floor, W: tl.constexpr,
-          WP: tl.constexpr, CP: tl.constexpr, DP: tl.constexpr, RANKS: tl.constexpr, BUCKETS: tl.constexpr):
+def _grow(
+    token_ML,
+    z_ML,
+    L: tl.constexpr,
+    token_X,
+    position_X,
+    slot_X,
+    place_X,
+    base_X,
+    path_XD,
+    D: tl.constexpr,
+    source_X,
+    node_X,
+    survival_X,
+    root_position_B,
+    limit_B,
+    parent_BC,
+    token_BC,
+    depth_BC,
+    cell_BC,
+    source_BC,
+    slot_BC,
+    survival_BC,
+    C,
+    survival_Z,
+    gap_edge_G,
+    level_rows,
+    first_row,
+    first_column,
+    next_row,
+    last,
+    first_slot,
+    trash,
+    idle,
+    floor,
+    W: tl.constexpr,
+    WP: tl.constexpr,
+    CP: tl.constexpr,
+    DP: tl.constexpr,
+    RANKS: tl.constexpr,
+    BUCKETS: tl.constexpr,
+):
     """One program per request. level_rows: its rows on this level, 1 or W."""
     pdl_launch()
     b = tl.program_id(0)
@@ -104,12 +213,16 @@ def _grow(token_ML, z_ML, L: tl.constexpr, token_X, position_X, slot_X, place_X,
     best_W1 = tl.load(z_ML + child_W1, mask=run_W1, other=0.0)
     second_W1 = tl.load(z_ML + child_W1 + 1, mask=run_W1, other=0.0)
     z_WW = tl.load(z_ML + child_W1 + rank_1W, mask=planted_WW, other=0.0)
-    other_WW = tl.maximum(tl.where(rank_1W == 0, second_W1, z_WW), -1e30)  # missing children have -inf
+    other_WW = tl.maximum(
+        tl.where(rank_1W == 0, second_W1, z_WW), -1e30
+    )  # missing children have -inf
     gap_WW = tl.maximum(best_W1, -1e30) - other_WW
     bucket_WW = tl.zeros([WP, WP], tl.int32)
     for g in tl.static_range(BUCKETS - 1):
         bucket_WW += (gap_WW > tl.load(gap_edge_G + g)).to(tl.int32)
-    cell_WW = (tl.where(node_W1 < 0, 0, RANKS) + tl.minimum(rank_1W, RANKS - 1)) * BUCKETS + bucket_WW
+    cell_WW = (
+        tl.where(node_W1 < 0, 0, RANKS) + tl.minimum(rank_1W, RANKS - 1)
+    ) * BUCKETS + bucket_WW
     alive_WW = planted_WW & (token_WW >= 0) & (above_W1 > 0.0) & (depth_W1 <= limit)
     chance_WW = tl.load(survival_Z + cell_WW, mask=alive_WW, other=0.0)
     survival_WW = tl.where(alive_WW, above_W1 * tl.minimum(tl.maximum(chance_WW, 0.0), 1.0), -1.0)
@@ -130,9 +243,13 @@ def _grow(token_ML, z_ML, L: tl.constexpr, token_X, position_X, slot_X, place_X,
     c_C = tl.arange(0, CP)
     known_C = c_C < first_column + level_rows * W
     survival_C = tl.load(survival_BC + b * C + c_C, mask=known_C, other=-1.0)
-    expandable_C = (survival_C > floor) & (tl.load(slot_BC + b * C + c_C, mask=known_C, other=0) < 0)
+    expandable_C = (survival_C > floor) & (
+        tl.load(slot_BC + b * C + c_C, mask=known_C, other=0) < 0
+    )
     expandable_C &= tl.load(depth_BC + b * C + c_C, mask=known_C, other=0) < limit
-    bits_C = survival_C.to(tl.int32, bitcast=True).to(tl.int64)  # positive floats order like their bits
+    bits_C = survival_C.to(tl.int32, bitcast=True).to(
+        tl.int64
+    )  # positive floats order like their bits
     key_C = tl.where(expandable_C, bits_C * CP + (CP - 1 - c_C), -1)
     w_W = tl.arange(0, WP)
     node_W = tl.full([WP], -1, tl.int32)
@@ -160,26 +277,86 @@ def _grow(token_ML, z_ML, L: tl.constexpr, token_X, position_X, slot_X, place_X,
     tl.store(node_X + x_W, node_W, mask=laid_W)
     tl.store(survival_X + x_W, next_survival_W, mask=laid_W)
     d_1D = tl.arange(0, DP)[None, :]
-    path_WD = tl.load(path_XD + source_W[:, None] * D + d_1D, mask=alive_W[:, None] & (d_1D < D), other=-1)
+    path_WD = tl.load(
+        path_XD + source_W[:, None] * D + d_1D, mask=alive_W[:, None] & (d_1D < D), other=-1
+    )
     path_WD = tl.where(alive_W[:, None] & (d_1D == depth_W[:, None] - 1), slot_W[:, None], path_WD)
     tl.store(path_XD + x_W[:, None] * D + d_1D, path_WD, mask=laid_W[:, None] & (d_1D < D))
 
 
-def grow(level: int, token_ML: Tensor, z_ML: Tensor, draft: Draft, nodes: Nodes, calibration: Calibration, gap_edge_G: Tensor, *,
-         requests: int, depth: int, width: int, first_slot: int, trash: int, idle: int, floor: float = FLOOR) -> None:
-    """Plant the children of level `level`, whose rows have just run, and lay out level `level + 1` (none behind the last one).
+def grow(
+    level: int,
+    token_ML: Tensor,
+    z_ML: Tensor,
+    draft: Draft,
+    nodes: Nodes,
+    calibration: Calibration,
+    gap_edge_G: Tensor,
+    *,
+    requests: int,
+    depth: int,
+    width: int,
+    first_slot: int,
+    trash: int,
+    idle: int,
+    floor: float = FLOOR,
+) -> None:
+    """Plant the children of level `level`, whose rows have just run, and lay out level `level + 1`
+    (none behind the last one).
 
-    token_ML int32 target ids, best first (-1 = none), z_ML float32 their perturbed logits. Draft row x > level 0 has the slot
-    first_slot + x - requests of the drafter's cache. survival = the parent's times the table at (phase, rank, bucket of the gap).
+    token_ML int32 target ids, best first (-1 = none), z_ML float32 their perturbed logits. Draft
+    row x > level 0 has the slot first_slot + x - requests of the drafter's cache. survival = the
+    parent's times the table at (phase, rank, bucket of the gap).
     """
-    given, known, path_depth = token_ML.shape[1], nodes.survival_BC.shape[1], draft.rows.path_RD.shape[1]
-    assert given >= max(width, 2) and columns(depth, width) <= known and max(depth - 1, 1) <= path_depth and z_ML.shape == token_ML.shape
+    given, known, path_depth = (
+        token_ML.shape[1],
+        nodes.survival_BC.shape[1],
+        draft.rows.path_RD.shape[1],
+    )
+    assert (
+        given >= max(width, 2)
+        and columns(depth, width) <= known
+        and max(depth - 1, 1) <= path_depth
+        and z_ML.shape == token_ML.shape
+    )
     assert gap_edge_G.shape[0] == BUCKETS.value - 1
     rows, block = draft.rows, triton.next_power_of_2(columns(depth, width))
     first_row, level_rows = Draft.level(requests, width, level)
     _grow[(requests,)](
-        token_ML, z_ML, given, rows.token_R, rows.position_R, rows.slot_R, rows.place_R, rows.base_R, rows.path_RD, path_depth,
-        draft.source_X, draft.node_X, draft.survival_X, draft.root_position_B, draft.limit_B, *nodes, known, calibration.survival_Z,
-        gap_edge_G, level_rows // requests, first_row, columns(level, width), first_row + level_rows, int(level == depth - 1),
-        first_slot, trash, idle, floor, W=width, WP=triton.next_power_of_2(width), CP=block, DP=triton.next_power_of_2(path_depth),
-        RANKS=RANKS, BUCKETS=BUCKETS, num_warps=1 if block <= 256 else 4, **PDL)
+        token_ML,
+        z_ML,
+        given,
+        rows.token_R,
+        rows.position_R,
+        rows.slot_R,
+        rows.place_R,
+        rows.base_R,
+        rows.path_RD,
+        path_depth,
+        draft.source_X,
+        draft.node_X,
+        draft.survival_X,
+        draft.root_position_B,
+        draft.limit_B,
+        *nodes,
+        known,
+        calibration.survival_Z,
+        gap_edge_G,
+        level_rows // requests,
+        first_row,
+        columns(level, width),
+        first_row + level_rows,
+        int(level == depth - 1),
+        first_slot,
+        trash,
+        idle,
+        floor,
+        W=width,
+        WP=triton.next_power_of_2(width),
+        CP=block,
+        DP=triton.next_power_of_2(path_depth),
+        RANKS=RANKS,
+        BUCKETS=BUCKETS,
+        num_warps=1 if block <= 256 else 4,
+        **PDL,
+    )

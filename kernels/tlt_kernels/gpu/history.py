@@ -1,7 +1,9 @@
-"""Model-free drafting on the device: what followed a request's last tokens before, in its own text and its siblings'.
+"""Model-free drafting on the device: what followed a request's last tokens before, in its own text
+and its siblings'.
 
-A brute-force scan over the text of every place of the same group, ended ones included (the host reuses the place that ended
-longest ago first, so a group's earlier responses serve it for a while). The longest, then latest occurrences become one trie.
+A brute-force scan over the text of every place of the same group, ended ones included (the host
+reuses the place that ended longest ago first, so a group's earlier responses serve it for a while).
+The longest, then latest occurrences become one trie.
 
 Legend: as in `tensors.py`; J scanning programs per request, W matches kept, I positions of a block.
 """
@@ -18,22 +20,47 @@ from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
 from tlt_kernels.gpu.tensors import Calibration, Nodes, Places
 
 LONGEST, SHORTEST = 16, 2  # tokens compared; a single token in common is no occurrence
-CERTAIN = tl.constexpr(0.999)  # no node is surer than that: below it, rounding cannot lift a survival above the parent's
+CERTAIN = tl.constexpr(
+    0.999
+)  # no node is surer than that: below it, rounding cannot lift a survival above the parent's
 BLOCK = 2048  # positions that a scanning program compares at once
 PROGRAMS = 1024  # that scan, about
 LENGTHS, SHARES, DEPTHS = 7, 8, 8  # of the calibration table
 
 
 def workspace(requests: int, width: int, *, scanners: int = 0, device: str = "cuda") -> Tensor:
-    """match_BJW: int64 keys of the matches that each scanning program found; `scanners` is a power of two, 0 = suits a GPU."""
+    """match_BJW: int64 keys of the matches that each scanning program found; `scanners` is a power
+    of two, 0 = suits a GPU.
+    """
     scanners = scanners or min(max(triton.next_power_of_2(PROGRAMS // requests), 16), 128)
-    return torch.empty(requests, scanners, triton.next_power_of_2(width), dtype=torch.int64, device=device)
+    return torch.empty(
+        requests, scanners, triton.next_power_of_2(width), dtype=torch.int64, device=device
+    )
 
 
 @triton.jit
-def _scan(place_B, token_QT, T, length_Q, limit_Q, capacity_Q, done_Q, drafts_Q, group_Q, Q, match_BJW, depth, W: tl.constexpr,
-          WP: tl.constexpr, QP: tl.constexpr, BLOCK: tl.constexpr, LONGEST: tl.constexpr):
-    """Program (b, j) scans a part of a text that request b may draft from, or whole texts. Keys: match length, position, place."""
+def _scan(
+    place_B,
+    token_QT,
+    T,
+    length_Q,
+    limit_Q,
+    capacity_Q,
+    done_Q,
+    drafts_Q,
+    group_Q,
+    Q,
+    match_BJW,
+    depth,
+    W: tl.constexpr,
+    WP: tl.constexpr,
+    QP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LONGEST: tl.constexpr,
+):
+    """Program (b, j) scans a part of a text that request b may draft from, or whole texts. Keys:
+    match length, position, place.
+    """
     pdl_launch()
     b, j, programs = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     pdl_wait()
@@ -41,7 +68,9 @@ def _scan(place_B, token_QT, T, length_Q, limit_Q, capacity_Q, done_Q, drafts_Q,
     length = tl.load(length_Q + place)
     group = tl.load(group_Q + place)
     w_W = tl.arange(0, WP)
-    best_W = tl.where(w_W < W, (-1 - w_W).to(tl.int64), tl.full([WP], 1 << 62, tl.int64))  # all different; negative = empty
+    best_W = tl.where(
+        w_W < W, (-1 - w_W).to(tl.int64), tl.full([WP], 1 << 62, tl.int64)
+    )  # all different; negative = empty
     members = 0
     q_Q = tl.arange(0, QP)
     group_Q_ = tl.load(group_Q + q_Q, mask=q_Q < Q, other=-1)
@@ -50,9 +79,14 @@ def _scan(place_B, token_QT, T, length_Q, limit_Q, capacity_Q, done_Q, drafts_Q,
     if draft_limit(place, length, depth, limit_Q, capacity_Q, done_Q, drafts_Q) > 0:
         members = tl.sum(member_Q.to(tl.int32))
     own = token_QT + place.to(tl.int64) * T + length - 1
-    last, second = tl.load(own, mask=members > 0, other=0), tl.load(own - 1, mask=members > 0, other=0)
+    last, second = (
+        tl.load(own, mask=members > 0, other=0),
+        tl.load(own - 1, mask=members > 0, other=0),
+    )
     some = tl.maximum(members, 1)
-    parts = tl.maximum(programs // some, 1)  # programs that share a text; with more texts than programs, each takes several
+    parts = tl.maximum(
+        programs // some, 1
+    )  # programs that share a text; with more texts than programs, each takes several
     part = j // some
     for member in range(j % some, tl.where(part < parts, members, 0), programs):
         q = tl.sum(tl.where(member_Q & (number_Q == member), q_Q, 0))
@@ -77,7 +111,9 @@ def _scan(place_B, token_QT, T, length_Q, limit_Q, capacity_Q, done_Q, drafts_Q,
                     common_I += run_I.to(tl.int32)
                     longest += tl.max(run_I.to(tl.int32))
                     compared += 1
-                key_I = tl.where(hit_I, (common_I.to(tl.int64) << 48) | (i_I.to(tl.int64) << 16) | q, -1)
+                key_I = tl.where(
+                    hit_I, (common_I.to(tl.int64) << 48) | (i_I.to(tl.int64) << 16) | q, -1
+                )
                 best, least = tl.max(key_I), tl.min(best_W)
                 while best > tl.maximum(least, 0):
                     best_W = tl.where(best_W == least, best, best_W)
@@ -87,15 +123,45 @@ def _scan(place_B, token_QT, T, length_Q, limit_Q, capacity_Q, done_Q, drafts_Q,
 
 
 @triton.jit
-def _merge(place_B, token_QT, T, length_Q, limit_Q, capacity_Q, done_Q, drafts_Q, match_BJW, parent_BC, token_BC, depth_BC, cell_BC,
-           source_BC, slot_BC, survival_BC, C, survival_Z, depth, W: tl.constexpr, WP: tl.constexpr, J: tl.constexpr,
-           DP: tl.constexpr, SHARES: tl.constexpr, DEPTHS: tl.constexpr, CERTAIN: tl.constexpr, BLOCK: tl.constexpr):
-    """One program per request: the W best keys, then level by level which matches still go the same way."""
+def _merge(
+    place_B,
+    token_QT,
+    T,
+    length_Q,
+    limit_Q,
+    capacity_Q,
+    done_Q,
+    drafts_Q,
+    match_BJW,
+    parent_BC,
+    token_BC,
+    depth_BC,
+    cell_BC,
+    source_BC,
+    slot_BC,
+    survival_BC,
+    C,
+    survival_Z,
+    depth,
+    W: tl.constexpr,
+    WP: tl.constexpr,
+    J: tl.constexpr,
+    DP: tl.constexpr,
+    SHARES: tl.constexpr,
+    DEPTHS: tl.constexpr,
+    CERTAIN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program per request: the W best keys, then level by level which matches still go the same
+    way.
+    """
     pdl_launch()
     b = tl.program_id(0)
     pdl_wait()
     place = tl.load(place_B + b)
-    limit = draft_limit(place, tl.load(length_Q + place), depth, limit_Q, capacity_Q, done_Q, drafts_Q)
+    limit = draft_limit(
+        place, tl.load(length_Q + place), depth, limit_Q, capacity_Q, done_Q, drafts_Q
+    )
     x_X = tl.arange(0, J * WP)
     key_X = tl.load(match_BJW + b * J * WP + x_X, mask=x_X % WP < W, other=-1)
     w_W = tl.arange(0, WP)
@@ -108,9 +174,11 @@ def _merge(place_B, token_QT, T, length_Q, limit_Q, capacity_Q, done_Q, drafts_Q
         best = tl.max(key_X)
         found += 1
     common_W = (key_W >> 48).to(tl.int32)
-    alive_W = (key_W >= 0) & (2 * common_W >= tl.max(common_W))  # much shorter matches only blur the shares
-    next_W = ((key_W >> 16) & 0xffffffff).to(tl.int32) + 1
-    q_W = tl.where(alive_W, key_W & 0xffff, 0)
+    alive_W = (key_W >= 0) & (
+        2 * common_W >= tl.max(common_W)
+    )  # much shorter matches only blur the shares
+    next_W = ((key_W >> 16) & 0xFFFFFFFF).to(tl.int32) + 1
+    q_W = tl.where(alive_W, key_W & 0xFFFF, 0)
     known_W = tl.load(length_Q + q_W, mask=alive_W, other=0)
     d_1D = tl.arange(0, DP)[None, :]
     alive_WD = alive_W[:, None] & (next_W[:, None] + d_1D < known_W[:, None]) & (d_1D < limit)
@@ -118,7 +186,9 @@ def _merge(place_B, token_QT, T, length_Q, limit_Q, capacity_Q, done_Q, drafts_Q
     parent_WD = tl.zeros([WP, DP], tl.int32)
     first_WD = tl.zeros([WP, DP], tl.int32)
     cell_WD = tl.zeros([WP, DP], tl.int32)
-    together_WW = tl.full([WP, WP], 1, tl.int1)  # pairs of matches that have gone the same way so far
+    together_WW = tl.full(
+        [WP, WP], 1, tl.int1
+    )  # pairs of matches that have gone the same way so far
     node_W = tl.full([WP], -1, tl.int32)
     deepest = tl.max(tl.sum(alive_WD.to(tl.int32), axis=1))
     for d in range(deepest):
@@ -131,8 +201,16 @@ def _merge(place_B, token_QT, T, length_Q, limit_Q, capacity_Q, done_Q, drafts_Q
         count_W = tl.sum(together_WW.to(tl.int32), axis=1)
         first_W = tl.min(tl.where(together_WW, w_W[None, :], WP), axis=1)
         length_W = tl.max(tl.where(together_WW, common_W[None, :], 0), axis=1) + d
-        bucket_W = (length_W >= 3).to(tl.int32) + (length_W >= 4).to(tl.int32) + (length_W >= 6).to(tl.int32)
-        bucket_W += (length_W >= 9).to(tl.int32) + (length_W >= 13).to(tl.int32) + (length_W >= 16).to(tl.int32)
+        bucket_W = (
+            (length_W >= 3).to(tl.int32)
+            + (length_W >= 4).to(tl.int32)
+            + (length_W >= 6).to(tl.int32)
+        )
+        bucket_W += (
+            (length_W >= 9).to(tl.int32)
+            + (length_W >= 13).to(tl.int32)
+            + (length_W >= 16).to(tl.int32)
+        )
         share_W = (count_W * SHARES + total_W - 1) // tl.maximum(total_W, 1) - 1
         cell_W = (bucket_W * SHARES + share_W) * DEPTHS + tl.minimum(d, DEPTHS - 1)
         parent_WD = tl.where(now_1D, node_W[:, None], parent_WD)
@@ -151,29 +229,86 @@ def _merge(place_B, token_QT, T, length_Q, limit_Q, capacity_Q, done_Q, drafts_Q
     tl.store(cell_BC + at_WD, cell_WD, mask=stored_WD)
     tl.store(source_BC + at_WD, whole_WD - 1, mask=stored_WD)
     tl.store(slot_BC + at_WD, whole_WD - 1, mask=stored_WD)
-    tl.store(survival_BC + at_WD, tl.where(alive_WD & (first_WD == w_W1), survival_WD, -1.0), mask=stored_WD)
+    tl.store(
+        survival_BC + at_WD,
+        tl.where(alive_WD & (first_WD == w_W1), survival_WD, -1.0),
+        mask=stored_WD,
+    )
     for first in range(depth * W, C, BLOCK):
         c_C = first + tl.arange(0, BLOCK)
         tl.store(survival_BC + b * C + c_C, -1.0, mask=c_C < C)
 
 
-def history_nodes(place_B: Tensor, places: Places, nodes: Nodes, calibration: Calibration, match_BJW: Tensor, *, depth: int,
-                  width: int) -> None:
-    """Fill `nodes` (at least depth * width columns): the continuations of the `width` best matches, merged into a trie.
+def history_nodes(
+    place_B: Tensor,
+    places: Places,
+    nodes: Nodes,
+    calibration: Calibration,
+    match_BJW: Tensor,
+    *,
+    depth: int,
+    width: int,
+) -> None:
+    """Fill `nodes` (at least depth * width columns): the continuations of the `width` best matches,
+    merged into a trie.
 
-    calibration: 7 match lengths x 8 shares x 8 depths.
-    survival = the parent's times the table at (match length, share of the parent's matches that agree, depth). Column d * width + m
-    is the node of depth d + 1 that match m was the first to reach. Matches less than half as long as the longest are dropped.
+    calibration: 7 match lengths x 8 shares x 8 depths. survival = the parent's times the table at
+    (match length, share of the parent's matches that agree, depth). Column d * width + m is the
+    node of depth d + 1 that match m was the first to reach. Matches less than half as long as the
+    longest are dropped.
     """
-    requests, columns, count = place_B.shape[0], nodes.survival_BC.shape[1], places.length_Q.shape[0]
-    assert depth * width <= columns and count <= 1 << 16 and calibration.prior_Z.shape[0] >= LENGTHS * SHARES * DEPTHS
+    requests, columns, count = (
+        place_B.shape[0],
+        nodes.survival_BC.shape[1],
+        places.length_Q.shape[0],
+    )
+    assert (
+        depth * width <= columns
+        and count <= 1 << 16
+        and calibration.prior_Z.shape[0] >= LENGTHS * SHARES * DEPTHS
+    )
     _, scanners, block_width = match_BJW.shape
     assert match_BJW.shape[0] == requests and block_width == triton.next_power_of_2(width)
-    text = places.token_QT, places.token_QT.shape[1], places.length_Q, places.limit_Q, places.capacity_Q, places.done_Q, places.drafts_Q
+    text = (
+        places.token_QT,
+        places.token_QT.shape[1],
+        places.length_Q,
+        places.limit_Q,
+        places.capacity_Q,
+        places.done_Q,
+        places.drafts_Q,
+    )
     _scan[(requests, scanners)](
-        place_B, *text, places.group_Q, count, match_BJW, depth, W=width, WP=block_width, QP=triton.next_power_of_2(count), BLOCK=BLOCK,
-        LONGEST=LONGEST, num_warps=8, **PDL)
+        place_B,
+        *text,
+        places.group_Q,
+        count,
+        match_BJW,
+        depth,
+        W=width,
+        WP=block_width,
+        QP=triton.next_power_of_2(count),
+        BLOCK=BLOCK,
+        LONGEST=LONGEST,
+        num_warps=8,
+        **PDL,
+    )
     _merge[(requests,)](
-        place_B, *text, match_BJW, *nodes, columns, calibration.survival_Z, depth, W=width, WP=block_width, J=scanners,
-        DP=triton.next_power_of_2(depth), SHARES=SHARES, DEPTHS=DEPTHS, CERTAIN=CERTAIN, BLOCK=128, num_warps=2,
-        **PDL)
+        place_B,
+        *text,
+        match_BJW,
+        *nodes,
+        columns,
+        calibration.survival_Z,
+        depth,
+        W=width,
+        WP=block_width,
+        J=scanners,
+        DP=triton.next_power_of_2(depth),
+        SHARES=SHARES,
+        DEPTHS=DEPTHS,
+        CERTAIN=CERTAIN,
+        BLOCK=128,
+        num_warps=2,
+        **PDL,
+    )

@@ -1,9 +1,12 @@
-"""Keyed Gumbel noise on the GPU: the Philox words of `tlt_kernels.cpu.noise` bit for bit, G = -log(-log1p(-u)) in float32.
+"""Keyed Gumbel noise on the GPU: the Philox words of `tlt_kernels.cpu.noise` bit for bit, G =
+-log(-log1p(-u)) in float32.
 
-Device functions, inlined by every kernel that compares noisy logits. Both logarithms are one polynomial of explicit fused
-multiply-adds, so that no compiler may round them differently in another kernel: G has the same bits wherever it is computed on one
-machine. Its error against float64 is a few units in the last place of max(|G|, 1), also for the smallest words: u and 1 - u are each
-made from the integer, never from each other. Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
+Device functions, inlined by every kernel that compares noisy logits. Both logarithms are one
+polynomial of explicit fused multiply-adds, so that no compiler may round them differently in
+another kernel: G has the same bits wherever it is computed on one machine. Its error against
+float64 is a few units in the last place of max(|G|, 1), also for the smallest words: u and 1 - u
+are each made from the integer, never from each other. Source: Salmon et al., "Parallel random
+numbers: as easy as 1, 2, 3" (SC 2011).
 """
 
 from __future__ import annotations
@@ -23,11 +26,25 @@ STEP = tl.constexpr(2.0**-32)  # distance between two uniforms
 V_MIN = tl.constexpr(2.0**-24)  # bound of 1 - u, bounds G from below, at about -2.81
 TWO_THIRDS_BITS = tl.constexpr(0x3F2AAAAB)
 EXPONENT_MASK = tl.constexpr(-0x800000)
-LN2_STEP = tl.constexpr(0.6931471805599453 * 2.0**-23)  # ln 2 for exponents that still stand at bit 23
+LN2_STEP = tl.constexpr(
+    0.6931471805599453 * 2.0**-23
+)  # ln 2 for exponents that still stand at bit 23
 # log1p(f) = f + f^2 P(f) on [-1/3, 1/3], minimax in relative error: 4.5e-9 before rounding.
-P0, P1, P2 = tl.constexpr(-0.5), tl.constexpr(0.3333320915699005), tl.constexpr(-0.24999716877937317)
-P3, P4, P5 = tl.constexpr(0.20010748505592346), tl.constexpr(-0.16682305932044983), tl.constexpr(0.14001156389713287)
-P6, P7, P8 = tl.constexpr(-0.12167149782180786), tl.constexpr(0.14004777371883392), tl.constexpr(-0.12948985397815704)
+P0, P1, P2 = (
+    tl.constexpr(-0.5),
+    tl.constexpr(0.3333320915699005),
+    tl.constexpr(-0.24999716877937317),
+)
+P3, P4, P5 = (
+    tl.constexpr(0.20010748505592346),
+    tl.constexpr(-0.16682305932044983),
+    tl.constexpr(0.14001156389713287),
+)
+P6, P7, P8 = (
+    tl.constexpr(-0.12167149782180786),
+    tl.constexpr(0.14004777371883392),
+    tl.constexpr(-0.12948985397815704),
+)
 
 
 @triton.jit
@@ -63,7 +80,9 @@ def log_of_parts(exponent, fraction):
 
 @triton.jit
 def parts(x):
-    """(exponent << 23, fraction) with x = 2^exponent * (1 + fraction) and fraction in [-1/3, 1/3]; x a normal float32 > 0."""
+    """(exponent << 23, fraction) with x = 2^exponent * (1 + fraction) and fraction in [-1/3, 1/3];
+    x a normal float32 > 0.
+    """
     bits = x.to(tl.int32, bitcast=True)
     exponent = (bits - TWO_THIRDS_BITS) & EXPONENT_MASK
     return exponent, (bits - exponent).to(tl.float32, bitcast=True) - 1.0
@@ -80,7 +99,9 @@ def log(x):
 def gumbel_of_word(word):
     """G of Philox words."""
     small = word < THIRD
-    distance = tl.fma(tl.where(small, word, word ^ 0xFFFFFFFF).to(tl.float32), STEP, 0.5 * STEP)  # u if it is small, else 1 - u
+    distance = tl.fma(
+        tl.where(small, word, word ^ 0xFFFFFFFF).to(tl.float32), STEP, 0.5 * STEP
+    )  # u if it is small, else 1 - u
     exponent, fraction = parts(tl.maximum(distance, V_MIN))
     exponent = tl.where(small, 0, exponent)
     fraction = tl.where(small, 0.0 - distance, fraction)
@@ -92,7 +113,9 @@ def fast_log2(x):
     """log2 of normal float32 x > 0 in one instruction; absolute error up to 1e-5."""
     if INTERPRETED:
         return tl.log2(x)
-    return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    return tl.inline_asm_elementwise(
+        "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
 
 
 @triton.jit
@@ -101,7 +124,9 @@ def fast_exp(x):
     if INTERPRETED:
         return tl.exp(x)
     scaled = x * 1.4426950408889634
-    return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [scaled], dtype=tl.float32, is_pure=True, pack=1)
+    return tl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [scaled], dtype=tl.float32, is_pure=True, pack=1
+    )
 
 
 @triton.jit
@@ -112,7 +137,9 @@ def split_seed(seed):
 
 @triton.jit
 def words_of_quads(seed, first, position, N: tl.constexpr):
-    """Philox words of the 4 N tokens from `first`, a multiple of 4: the words of tokens first + 4 n, first + 4 n + 1, and so on."""
+    """Philox words of the 4 N tokens from `first`, a multiple of 4: the words of tokens first + 4
+    n, first + 4 n + 1, and so on.
+    """
     key_0, key_1 = split_seed(seed)
     quads = ((first >> 2) + tl.arange(0, N)).to(tl.uint32)
     return philox4x32(key_0, key_1, quads, position.to(tl.uint32))
@@ -130,4 +157,6 @@ def gumbel_of_tokens(seed, token_N, position):
     key_0, key_1 = split_seed(seed)
     w0, w1, w2, w3 = philox4x32(key_0, key_1, (token_N >> 2).to(tl.uint32), position.to(tl.uint32))
     lane = token_N & 3
-    return gumbel_of_word(tl.where(lane < 2, tl.where(lane == 0, w0, w1), tl.where(lane == 2, w2, w3)))
+    return gumbel_of_word(
+        tl.where(lane < 2, tl.where(lane == 0, w0, w1), tl.where(lane == 2, w2, w3))
+    )

@@ -1,7 +1,9 @@
-"""RMSNorm with what stands beside it in a decoder: the embedding before it, partial sums and the residual stream.
+"""RMSNorm with what stands beside it in a decoder: the embedding before it, partial sums and the
+residual stream.
 
-One row per program and the same number of warps for a given H whatever the number of rows, so a row's bits depend on that row alone.
-Arithmetic is float32, rounded once; the residual stream stays float32. Callers are the models, between the matrix products.
+One row per program and the same number of warps for a given H whatever the number of rows, so a
+row's bits depend on that row alone. Arithmetic is float32, rounded once; the residual stream stays
+float32. Callers are the models, between the matrix products.
 
 Legend: R rows, H hidden, V vocabulary, P partial sums of a matrix product.
 """
@@ -42,8 +44,19 @@ def _rms_norm(x_RH, weight_H, out_RH, eps, H: tl.constexpr, BLOCK: tl.constexpr)
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _add_rms_norm(part_PRH, residual_RH, bias_H, weight_H, out_RH, eps, rows, P: tl.constexpr, BIASED: tl.constexpr, H: tl.constexpr,
-                  BLOCK: tl.constexpr):
+def _add_rms_norm(
+    part_PRH,
+    residual_RH,
+    bias_H,
+    weight_H,
+    out_RH,
+    eps,
+    rows,
+    P: tl.constexpr,
+    BIASED: tl.constexpr,
+    H: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     pdl_launch()
     h = tl.arange(0, BLOCK)
     inside = h < H
@@ -58,11 +71,23 @@ def _add_rms_norm(part_PRH, residual_RH, bias_H, weight_H, out_RH, eps, rows, P:
         total += tl.load(bias_H + h, mask=inside, other=0.0).to(tl.float32)
     residual += total
     tl.store(residual_RH + row + h, residual, mask=inside)
-    tl.store(out_RH + row + h, _normed(residual, weight, eps, H).to(out_RH.dtype.element_ty), mask=inside)
+    tl.store(
+        out_RH + row + h, _normed(residual, weight, eps, H).to(out_RH.dtype.element_ty), mask=inside
+    )
 
 
 @triton.jit
-def _embed_rms_norm(token_R, embedding_VH, weight_H, residual_RH, out_RH, eps, vocabulary, H: tl.constexpr, BLOCK: tl.constexpr):
+def _embed_rms_norm(
+    token_R,
+    embedding_VH,
+    weight_H,
+    residual_RH,
+    out_RH,
+    eps,
+    vocabulary,
+    H: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     pdl_launch()
     h = tl.arange(0, BLOCK)
     inside = h < H
@@ -72,24 +97,45 @@ def _embed_rms_norm(token_R, embedding_VH, weight_H, residual_RH, out_RH, eps, v
     token = tl.minimum(tl.maximum(tl.load(token_R + r), 0), vocabulary - 1).to(tl.int64)
     x = tl.load(embedding_VH + token * H + h, mask=inside, other=0.0).to(tl.float32)
     tl.store(residual_RH + r * H + h, x, mask=inside)
-    tl.store(out_RH + r * H + h, _normed(x, weight, eps, H).to(out_RH.dtype.element_ty), mask=inside)
+    tl.store(
+        out_RH + r * H + h, _normed(x, weight, eps, H).to(out_RH.dtype.element_ty), mask=inside
+    )
 
 
 @triton.jit
-def _embed_norms(token_R, embedding_VH, w_embed_H, g_RH, w_feature_H, out_RX, eps, vocabulary, H: tl.constexpr, BLOCK: tl.constexpr):
-    """Program (r, 0) norms the embedding into the left half of row r, program (r, 1) the feature into the right half."""
+def _embed_norms(
+    token_R,
+    embedding_VH,
+    w_embed_H,
+    g_RH,
+    w_feature_H,
+    out_RX,
+    eps,
+    vocabulary,
+    H: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Program (r, 0) norms the embedding into the left half of row r, program (r, 1) the feature
+    into the right half.
+    """
     pdl_launch()
     h = tl.arange(0, BLOCK)
     inside = h < H
     r, half = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    weight = tl.load((w_embed_H if half == 0 else w_feature_H) + h, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load((w_embed_H if half == 0 else w_feature_H) + h, mask=inside, other=0.0).to(
+        tl.float32
+    )
     pdl_wait()
     if half == 0:
         token = tl.minimum(tl.maximum(tl.load(token_R + r), 0), vocabulary - 1).to(tl.int64)
         x = tl.load(embedding_VH + token * H + h, mask=inside, other=0.0).to(tl.float32)
     else:
         x = tl.load(g_RH + r * H + h, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_RX + (r * 2 + half) * H + h, _normed(x, weight, eps, H).to(out_RX.dtype.element_ty), mask=inside)
+    tl.store(
+        out_RX + (r * 2 + half) * H + h,
+        _normed(x, weight, eps, H).to(out_RX.dtype.element_ty),
+        mask=inside,
+    )
 
 
 def _shape(hidden: int) -> dict[str, int]:
@@ -99,36 +145,90 @@ def _shape(hidden: int) -> dict[str, int]:
 
 def rms_norm(x_RH: Tensor, weight_H: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
     """weight * (x * rsqrt(mean(x^2) + eps)) in the weight's dtype."""
-    out_RH = torch.empty(x_RH.shape, dtype=weight_H.dtype, device=x_RH.device) if out is None else out
+    out_RH = (
+        torch.empty(x_RH.shape, dtype=weight_H.dtype, device=x_RH.device) if out is None else out
+    )
     if len(x_RH):
         _rms_norm[(len(x_RH),)](x_RH, weight_H, out_RH, eps, **_shape(x_RH.shape[1]), **PDL)
     return out_RH
 
 
-def add_rms_norm(part_PRH: Tensor, residual_RH: Tensor, weight_H: Tensor, eps: float, *, bias_H: Tensor | None = None) -> Tensor:
-    """Adds the partial sums in order, then the bias, to the residual (in place) and returns its norm in the weight's dtype."""
+def add_rms_norm(
+    part_PRH: Tensor,
+    residual_RH: Tensor,
+    weight_H: Tensor,
+    eps: float,
+    *,
+    bias_H: Tensor | None = None,
+) -> Tensor:
+    """Adds the partial sums in order, then the bias, to the residual (in place) and returns its
+    norm in the weight's dtype.
+    """
     parts, rows, hidden = part_PRH.shape
     out_RH = torch.empty(rows, hidden, dtype=weight_H.dtype, device=weight_H.device)
     if rows:
         _add_rms_norm[(rows,)](
-            part_PRH, residual_RH, bias_H, weight_H, out_RH, eps, rows, P=parts, BIASED=bias_H is not None, **_shape(hidden), **PDL)
+            part_PRH,
+            residual_RH,
+            bias_H,
+            weight_H,
+            out_RH,
+            eps,
+            rows,
+            P=parts,
+            BIASED=bias_H is not None,
+            **_shape(hidden),
+            **PDL,
+        )
     return out_RH
 
 
 def embed_rms_norm(token_R: Tensor, embedding_VH: Tensor, weight_H: Tensor, eps: float) -> Embedded:
-    """The embeddings of tokens as a float32 residual stream, and their norm. Ids out of range (dead rows) are clamped."""
+    """The embeddings of tokens as a float32 residual stream, and their norm. Ids out of range (dead
+    rows) are clamped.
+    """
     rows, (vocabulary, hidden) = len(token_R), embedding_VH.shape
     residual_RH = torch.empty(rows, hidden, dtype=torch.float32, device=embedding_VH.device)
     normed_RH = torch.empty(rows, hidden, dtype=weight_H.dtype, device=embedding_VH.device)
     if rows:
-        _embed_rms_norm[(rows,)](token_R, embedding_VH, weight_H, residual_RH, normed_RH, eps, vocabulary, **_shape(hidden), **PDL)
+        _embed_rms_norm[(rows,)](
+            token_R,
+            embedding_VH,
+            weight_H,
+            residual_RH,
+            normed_RH,
+            eps,
+            vocabulary,
+            **_shape(hidden),
+            **PDL,
+        )
     return Embedded(residual_RH, normed_RH)
 
 
-def embed_norms(token_R: Tensor, embedding_VH: Tensor, w_embed_H: Tensor, g_RH: Tensor, w_feature_H: Tensor, eps: float) -> Tensor:
-    """What an EAGLE-3 layer reads, [R, 2H]: the norm of the tokens' embeddings beside the norm of the features g."""
+def embed_norms(
+    token_R: Tensor,
+    embedding_VH: Tensor,
+    w_embed_H: Tensor,
+    g_RH: Tensor,
+    w_feature_H: Tensor,
+    eps: float,
+) -> Tensor:
+    """What an EAGLE-3 layer reads, [R, 2H]: the norm of the tokens' embeddings beside the norm of
+    the features g.
+    """
     rows, (vocabulary, hidden) = len(token_R), embedding_VH.shape
     out_RX = torch.empty(rows, 2 * hidden, dtype=w_embed_H.dtype, device=embedding_VH.device)
     if rows:
-        _embed_norms[(rows, 2)](token_R, embedding_VH, w_embed_H, g_RH, w_feature_H, out_RX, eps, vocabulary, **_shape(hidden), **PDL)
+        _embed_norms[(rows, 2)](
+            token_R,
+            embedding_VH,
+            w_embed_H,
+            g_RH,
+            w_feature_H,
+            out_RX,
+            eps,
+            vocabulary,
+            **_shape(hidden),
+            **PDL,
+        )
     return out_RX

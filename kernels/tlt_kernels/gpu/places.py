@@ -1,9 +1,12 @@
-"""What the host tells the device before a step: the batch, newly begun sequences, new pages. One buffer, one copy.
+"""What the host tells the device before a step: the batch, newly begun sequences, new pages. One
+buffer, one copy.
 
-The host fills an `Upload` (plain numpy over pinned memory), copies its first `used` ints to the device's buffer of the same
-layout, and `apply` takes it over into the places, once. The batch (`place_B`, works) is read by the graphs where it lies in that buffer.
+The host fills an `Upload` (plain numpy over pinned memory), copies its first `used` ints to the
+device's buffer of the same layout, and `apply` takes it over into the places, once. The batch
+(`place_B`, works) is read by the graphs where it lies in that buffer.
 
-Layout (int32): header [4] | place_B | place_W | start_W | count_W | admissions | extensions | payload (tokens and page ids).
+Layout (int32): header [4] | place_B | place_W | start_W | count_W | admissions | extensions |
+payload (tokens and page ids).
 """
 
 from __future__ import annotations
@@ -66,17 +69,20 @@ class UploadLayout:
 
     def place_B(self, upload_U: Tensor, requests: int) -> Tensor:
         """View of the first `requests` places of the batch in a device buffer."""
-        return upload_U[HEADER:HEADER + requests]
+        return upload_U[HEADER : HEADER + requests]
 
     def works_W(self, upload_U: Tensor, works: int) -> tuple[Tensor, Tensor, Tensor]:
         """Views (place_W, start_W, count_W) of the first works."""
         first, each = self.works_at, _rounded(self.works)
-        place_W, start_W, count_W = (upload_U[first + i * each:first + i * each + works] for i in range(3))
+        place_W, start_W, count_W = (
+            upload_U[first + i * each : first + i * each + works] for i in range(3)
+        )
         return place_W, start_W, count_W
 
 
 class Upload:
-    """Fills one buffer; `begin` starts over. `admit` and `extend_pages` answer False, with nothing written, when they do not fit.
+    """Fills one buffer; `begin` starts over. `admit` and `extend_pages` answer False, with nothing
+    written, when they do not fit.
 
     They name a place once: programs take over an upload in no order.
     """
@@ -85,11 +91,17 @@ class Upload:
         assert buffer_U.shape == (layout.size,) and buffer_U.dtype == np.int32
         self.layout, self.buffer_U = layout, buffer_U
         works, each = layout.works_at, _rounded(layout.works)
-        self._place_B = buffer_U[HEADER:HEADER + layout.batch]
-        self._place_W, self._start_W, self._count_W = (buffer_U[works + i * each:works + i * each + layout.works] for i in range(3))
+        self._place_B = buffer_U[HEADER : HEADER + layout.batch]
+        self._place_W, self._start_W, self._count_W = (
+            buffer_U[works + i * each : works + i * each + layout.works] for i in range(3)
+        )
         width = ADMISSION + layout.stops
-        self._admission_AF = buffer_U[layout.admissions_at:layout.admissions_at + layout.admissions * width].reshape(-1, width)
-        extensions = buffer_U[layout.extensions_at:layout.extensions_at + layout.extensions * EXTENSION]
+        self._admission_AF = buffer_U[
+            layout.admissions_at : layout.admissions_at + layout.admissions * width
+        ].reshape(-1, width)
+        extensions = buffer_U[
+            layout.extensions_at : layout.extensions_at + layout.extensions * EXTENSION
+        ]
         self._extension_XF = extensions.reshape(-1, EXTENSION)
         self.begin()
 
@@ -111,22 +123,45 @@ class Upload:
         return bool(self._admissions or self._extensions)
 
     def batch(self, place_B: Sequence[int], works: Sequence[tuple[int, int, int]] = ()) -> None:
-        """Decoding places in batch order (the rest of the bucket is idle), and prefill works (place, start, count)."""
-        self._place_B[:len(place_B)] = place_B
-        self._place_B[len(place_B):] = self.layout.idle
+        """Decoding places in batch order (the rest of the bucket is idle), and prefill works
+        (place, start, count).
+        """
+        self._place_B[: len(place_B)] = place_B
+        self._place_B[len(place_B) :] = self.layout.idle
         self._place_W[:], self._start_W[:], self._count_W[:] = self.layout.idle, 0, 0
         for w, work in enumerate(works):
             self._place_W[w], self._start_W[w], self._count_W[w] = work
 
-    def admit(self, place: int, tokens: NDArray[np.int32], pages: Sequence[int], *, limit: int, seed: int, temperature: float = 1.0,
-              top_p: float = 1.0, min_p: float = 0.0, top_k: int = 0, stop_ids: Sequence[int] = (), drafts: bool = True, group: int = -1,
-              hint_page: int = -1) -> bool:
-        """Begin a sequence: `tokens` is all it has (prompt and what it generated before), `pages` are those of its first positions.
+    def admit(
+        self,
+        place: int,
+        tokens: NDArray[np.int32],
+        pages: Sequence[int],
+        *,
+        limit: int,
+        seed: int,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        top_k: int = 0,
+        stop_ids: Sequence[int] = (),
+        drafts: bool = True,
+        group: int = -1,
+        hint_page: int = -1,
+    ) -> bool:
+        """Begin a sequence: `tokens` is all it has (prompt and what it generated before), `pages`
+        are those of its first positions.
 
-        hint_page: the page before its first uncomputed position, whose stored feature becomes its hint; -1 = none.
+        hint_page: the page before its first uncomputed position, whose stored feature becomes its
+        hint; -1 = none.
         """
-        assert len(stop_ids) <= self.layout.stops, f"{len(stop_ids)} stop ids, a place holds {self.layout.stops}"
-        if self._admissions == self.layout.admissions or self._payload + len(tokens) + len(pages) > self.layout.payload:
+        assert len(stop_ids) <= self.layout.stops, (
+            f"{len(stop_ids)} stop ids, a place holds {self.layout.stops}"
+        )
+        if (
+            self._admissions == self.layout.admissions
+            or self._payload + len(tokens) + len(pages) > self.layout.payload
+        ):
             return False
         if not self.extend_pages(place, 0, pages):
             return False
@@ -136,19 +171,30 @@ class Upload:
         record_F[6:9] = np.array([temperature, top_p, min_p], np.float32).view(np.int32)
         record_F[9:ADMISSION] = top_k, drafts, group, hint_page
         record_F[ADMISSION:] = -1
-        record_F[ADMISSION:ADMISSION + len(stop_ids)] = stop_ids
+        record_F[ADMISSION : ADMISSION + len(stop_ids)] = stop_ids
         self._admissions += 1
         self.buffer_U[0] = self._admissions
         return True
 
     def extend_pages(self, place: int, first: int, pages: Sequence[int]) -> bool:
-        """Pages `first`, `first + 1`, ... of a place, which are its last ones: its capacity ends with them."""
-        if self._extensions == self.layout.extensions or self._payload + len(pages) > self.layout.payload:
+        """Pages `first`, `first + 1`, ... of a place, which are its last ones: its capacity ends
+        with them.
+        """
+        if (
+            self._extensions == self.layout.extensions
+            or self._payload + len(pages) > self.layout.payload
+        ):
             return False
         assert place not in self._named, f"place {place} is in this upload already"
         self._named.add(place)
         capacity = (first + len(pages)) * PAGE_SIZE
-        self._extension_XF[self._extensions] = place, capacity, first, len(pages), self._store(np.asarray(pages, np.int32))
+        self._extension_XF[self._extensions] = (
+            place,
+            capacity,
+            first,
+            len(pages),
+            self._store(np.asarray(pages, np.int32)),
+        )
         self._extensions += 1
         self.buffer_U[1] = self._extensions
         return True
@@ -157,15 +203,44 @@ class Upload:
         """Where they lie in the payload."""
         at = self._payload
         self._payload += len(values)
-        self.buffer_U[self.layout.payload_at + at:self.layout.payload_at + self._payload] = values
+        self.buffer_U[self.layout.payload_at + at : self.layout.payload_at + self._payload] = values
         return at
 
 
 @triton.jit
-def _apply(upload_U, admission_AF, extension_XF, payload_U, token_QT, T, length_Q, limit_Q, capacity_Q, page_table_QP, P, seed_Q,
-           temperature_Q, top_p_Q, min_p_Q, top_k_Q, stop_QK, done_Q, drafts_Q, group_Q, hint_QH, page_hint_PH, ADMISSION: tl.constexpr,
-           EXTENSION: tl.constexpr, K: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, BLOCK: tl.constexpr):
-    """Programs share out admissions, extensions and blocks of tokens; the last one to finish leaves an upload without any."""
+def _apply(
+    upload_U,
+    admission_AF,
+    extension_XF,
+    payload_U,
+    token_QT,
+    T,
+    length_Q,
+    limit_Q,
+    capacity_Q,
+    page_table_QP,
+    P,
+    seed_Q,
+    temperature_Q,
+    top_p_Q,
+    min_p_Q,
+    top_k_Q,
+    stop_QK,
+    done_Q,
+    drafts_Q,
+    group_Q,
+    hint_QH,
+    page_hint_PH,
+    ADMISSION: tl.constexpr,
+    EXTENSION: tl.constexpr,
+    K: tl.constexpr,
+    H: tl.constexpr,
+    HP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Programs share out admissions, extensions and blocks of tokens; the last one to finish leaves
+    an upload without any.
+    """
     pdl_launch()
     program, programs = tl.program_id(0), tl.num_programs(0)
     i_I = tl.arange(0, BLOCK)
@@ -177,7 +252,7 @@ def _apply(upload_U, admission_AF, extension_XF, payload_U, token_QT, T, length_
         tl.store(length_Q + place, tl.load(record + 1))
         tl.store(limit_Q + place, tl.load(record + 3))
         low, high = tl.load(record + 4).to(tl.int64), tl.load(record + 5).to(tl.int64)
-        tl.store(seed_Q + place, (high << 32) | (low & 0xffffffff))
+        tl.store(seed_Q + place, (high << 32) | (low & 0xFFFFFFFF))
         tl.store(temperature_Q + place, tl.load(record + 6).to(tl.float32, bitcast=True))
         tl.store(top_p_Q + place, tl.load(record + 7).to(tl.float32, bitcast=True))
         tl.store(min_p_Q + place, tl.load(record + 8).to(tl.float32, bitcast=True))
@@ -190,21 +265,34 @@ def _apply(upload_U, admission_AF, extension_XF, payload_U, token_QT, T, length_
         page = tl.load(record + 12)
         if H > 0:
             h_H = tl.arange(0, HP)
-            hint_H = tl.load(page_hint_PH + tl.maximum(page, 0).to(tl.int64) * H + h_H, mask=(h_H < H) & (page >= 0), other=0.0)
+            hint_H = tl.load(
+                page_hint_PH + tl.maximum(page, 0).to(tl.int64) * H + h_H,
+                mask=(h_H < H) & (page >= 0),
+                other=0.0,
+            )
             tl.store(hint_QH + place.to(tl.int64) * H + h_H, hint_H, mask=h_H < H)
     for x in range(program, extensions, programs):
         record = extension_XF + x * EXTENSION
-        place, first, pages, at = tl.load(record), tl.load(record + 2), tl.load(record + 3), tl.load(record + 4)
+        place, first, pages, at = (
+            tl.load(record),
+            tl.load(record + 2),
+            tl.load(record + 3),
+            tl.load(record + 4),
+        )
         tl.store(capacity_Q + place, tl.load(record + 1))
         for done in range(0, pages, BLOCK):
             page_I = tl.load(payload_U + at + done + i_I, mask=done + i_I < pages, other=0)
-            tl.store(page_table_QP + place * P + first + done + i_I, page_I, mask=done + i_I < pages)
+            tl.store(
+                page_table_QP + place * P + first + done + i_I, page_I, mask=done + i_I < pages
+            )
     for a in range(0, admissions):
         record = admission_AF + a * (ADMISSION + K)
         place, tokens, at = tl.load(record), tl.load(record + 1), tl.load(record + 2)
         for done in range(program * BLOCK, tokens, programs * BLOCK):
             token_I = tl.load(payload_U + at + done + i_I, mask=done + i_I < tokens, other=0)
-            tl.store(token_QT + place.to(tl.int64) * T + done + i_I, token_I, mask=done + i_I < tokens)
+            tl.store(
+                token_QT + place.to(tl.int64) * T + done + i_I, token_I, mask=done + i_I < tokens
+            )
     if admissions + extensions > 0:
         tl.debug_barrier()  # every thread has read its part
         if tl.atomic_add(upload_U + 2, 1, sem="acq_rel") == programs - 1:
@@ -213,16 +301,45 @@ def _apply(upload_U, admission_AF, extension_XF, payload_U, token_QT, T, length_
             tl.store(upload_U + 2, 0)
 
 
-def apply(upload_U: Tensor, layout: UploadLayout, places: Places, page_hint_PH: Tensor | None = None) -> None:
-    """Take over admissions and extensions, and note that it is done: a graph may begin with it whether or not there is something new.
+def apply(
+    upload_U: Tensor, layout: UploadLayout, places: Places, page_hint_PH: Tensor | None = None
+) -> None:
+    """Take over admissions and extensions, and note that it is done: a graph may begin with it
+    whether or not there is something new.
 
-    page_hint_PH: stored features of filled pages (None: there is no drafter); an admission without a hint page gets zeros.
+    page_hint_PH: stored features of filled pages (None: there is no drafter); an admission without
+    a hint page gets zeros.
     """
     hidden = places.hint_QH.shape[1] if page_hint_PH is not None else 0
     _apply[(PROGRAMS,)](
-        upload_U, upload_U[layout.admissions_at:], upload_U[layout.extensions_at:], upload_U[layout.payload_at:], places.token_QT,
-        places.token_QT.shape[1], places.length_Q, places.limit_Q, places.capacity_Q, places.page_table_QP, places.page_table_QP.shape[1],
-        places.seed_Q, places.temperature_Q, places.top_p_Q, places.min_p_Q, places.top_k_Q, places.stop_QK, places.done_Q,
-        places.drafts_Q, places.group_Q, places.hint_QH, page_hint_PH if page_hint_PH is not None else places.hint_QH,
-        ADMISSION=ADMISSION, EXTENSION=EXTENSION, K=layout.stops, H=hidden, HP=triton.next_power_of_2(max(hidden, 1)), BLOCK=1024,
-        num_warps=4, **PDL)
+        upload_U,
+        upload_U[layout.admissions_at :],
+        upload_U[layout.extensions_at :],
+        upload_U[layout.payload_at :],
+        places.token_QT,
+        places.token_QT.shape[1],
+        places.length_Q,
+        places.limit_Q,
+        places.capacity_Q,
+        places.page_table_QP,
+        places.page_table_QP.shape[1],
+        places.seed_Q,
+        places.temperature_Q,
+        places.top_p_Q,
+        places.min_p_Q,
+        places.top_k_Q,
+        places.stop_QK,
+        places.done_Q,
+        places.drafts_Q,
+        places.group_Q,
+        places.hint_QH,
+        page_hint_PH if page_hint_PH is not None else places.hint_QH,
+        ADMISSION=ADMISSION,
+        EXTENSION=EXTENSION,
+        K=layout.stops,
+        H=hidden,
+        HP=triton.next_power_of_2(max(hidden, 1)),
+        BLOCK=1024,
+        num_warps=4,
+        **PDL,
+    )

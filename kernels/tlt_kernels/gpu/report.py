@@ -1,11 +1,13 @@
-"""What is said of a token beside its log-prob: its raw log-prob, and the best tokens of its row, read from the logits afterwards.
+"""What is said of a token beside its log-prob: its raw log-prob, and the best tokens of its row,
+read from the logits afterwards.
 
-No token depends on it. `emitted` finds the samples that a step's entries emitted, `score` reads those rows and skips all others: a
-row's values depend on its own logits, parameters and token only. The best tokens are found without a sort of the vocabulary: top_k
-is a cut (`filters.cuts`), and the few tokens above it are listed and ordered. Definitions are those of `tlt_kernels.cpu.sampling`.
+No token depends on it. `emitted` finds the samples that a step's entries emitted, `score` reads
+those rows and skips all others: a row's values depend on its own logits, parameters and token only.
+The best tokens are found without a sort of the vocabulary: top_k is a cut (`filters.cuts`), and the
+few tokens above it are listed and ordered. Definitions are those of `tlt_kernels.cpu.sampling`.
 
-Legend: A entries that ask, N tokens of an entry, S sampled rows, V vocabulary, B blocks of the vocabulary, K best tokens, Q places;
-otherwise as in `tensors.py`.
+Legend: A entries that ask, N tokens of an entry, S sampled rows, V vocabulary, B blocks of the
+vocabulary, K best tokens, Q places; otherwise as in `tensors.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +22,15 @@ from torch import Tensor
 from tlt_kernels.gpu.accept import HEAD
 from tlt_kernels.gpu.filters import cuts
 from tlt_kernels.gpu.ordering import key_of, value_of
-from tlt_kernels.gpu.sampling import BLOCK, BLOCK_WARPS, MERGE_WARPS, normaliser, quads, sum_of_exponentials, top_of
+from tlt_kernels.gpu.sampling import (
+    BLOCK,
+    BLOCK_WARPS,
+    MERGE_WARPS,
+    normaliser,
+    quads,
+    sum_of_exponentials,
+    top_of,
+)
 from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
 from tlt_kernels.gpu.temperature import GREEDY_BELOW, divided, scale_of
 from tlt_kernels.gpu.tensors import Kept, Trees
@@ -40,13 +50,29 @@ class Scored(NamedTuple):
     """Undefined for rows that were skipped."""
 
     raw_logprob_S: Tensor  # float32, under the logits themselves at temperature 1
-    token_SK: Tensor  # int32, best first, ties by rising id; -1 behind the last one that filters keep
+    token_SK: (
+        Tensor  # int32, best first, ties by rising id; -1 behind the last one that filters keep
+    )
     logprob_SK: Tensor  # float32, under the processed distribution; -inf there
 
 
 @triton.jit(do_not_specialize=["B", "F", "N", "V"])
-def _emitted(entry_A, root_E, count_E, on_path_V, outcome_EF, sample_AN, row_S, token_S, B, F, N, V, HEAD: tl.constexpr,
-             ROWS: tl.constexpr):
+def _emitted(
+    entry_A,
+    root_E,
+    count_E,
+    on_path_V,
+    outcome_EF,
+    sample_AN,
+    row_S,
+    token_S,
+    B,
+    F,
+    N,
+    V,
+    HEAD: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     """One program per entry that asks. Rows of a path ascend."""
     pdl_launch()
     a = tl.program_id(0)
@@ -78,8 +104,23 @@ def emitted(entry_A: Tensor, outcome_EF: Tensor, trees: Trees, kept: Kept) -> Em
     sample_AN = torch.zeros(len(entry_A), longest, dtype=torch.int64, device=entry_A.device)
     row_S, token_S = torch.full_like(trees.sample_row_S, -1), torch.zeros_like(trees.sample_row_S)
     _emitted[(len(entry_A),)](
-        entry_A, trees.root_E, trees.count_E, kept.on_path_V, outcome_EF, sample_AN, row_S, token_S, requests, outcome_EF.shape[1], longest,
-        decode_rows, HEAD=HEAD, ROWS=ROWS, num_warps=1, **PDL)
+        entry_A,
+        trees.root_E,
+        trees.count_E,
+        kept.on_path_V,
+        outcome_EF,
+        sample_AN,
+        row_S,
+        token_S,
+        requests,
+        outcome_EF.shape[1],
+        longest,
+        decode_rows,
+        HEAD=HEAD,
+        ROWS=ROWS,
+        num_warps=1,
+        **PDL,
+    )
     return Emitted(sample_AN, row_S, token_S)
 
 
@@ -107,7 +148,9 @@ def _measure_blocks(
     logits = tl.load(logits_SV + s * V + tokens, mask=tokens < V, other=-float("inf"))
     z = divided(logits, scale_of(tl.load(temperature_Q + tl.load(place_R + row))))
     if FILTERED:
-        z = tl.where(_within(z, tokens, tl.load(cut_S + s), tl.load(last_S + s)) | (z != z), z, -float("inf"))
+        z = tl.where(
+            _within(z, tokens, tl.load(cut_S + s), tl.load(last_S + s)) | (z != z), z, -float("inf")
+        )
     at = s * B + block
     a, b, c, d = quads(z, N)
     top = top_of(a, b, c, d)
@@ -131,10 +174,16 @@ def _merge_blocks(
     if tl.load(row_S + s) < 0:
         return
     inside = blocks < B
-    top, rest = normaliser(tl.load(top_SB + at, mask=inside, other=-float("inf")), tl.load(sum_SB + at, mask=inside, other=0.0))
+    top, rest = normaliser(
+        tl.load(top_SB + at, mask=inside, other=-float("inf")),
+        tl.load(sum_SB + at, mask=inside, other=0.0),
+    )
     tl.store(top_S + s, top)
     tl.store(rest_S + s, rest)
-    top, rest = normaliser(tl.load(raw_top_SB + at, mask=inside, other=-float("inf")), tl.load(raw_sum_SB + at, mask=inside, other=0.0))
+    top, rest = normaliser(
+        tl.load(raw_top_SB + at, mask=inside, other=-float("inf")),
+        tl.load(raw_sum_SB + at, mask=inside, other=0.0),
+    )
     tl.store(raw_logprob_S + s, (tl.load(logits_SV + s * V + tl.load(token_S + s)) - top) - rest)
 
 
@@ -153,7 +202,9 @@ def _list_best(
         return
     logits = tl.load(logits_SV + s * V + tokens, mask=tokens < V, other=-float("inf"))
     z = divided(logits, scale_of(tl.load(temperature_Q + tl.load(place_R + row))))
-    wanted = (z > -float("inf")) & _within(z, tokens, tl.load(best_cut_S + s), tl.load(best_last_S + s))
+    wanted = (z > -float("inf")) & _within(
+        z, tokens, tl.load(best_cut_S + s), tl.load(best_last_S + s)
+    )
     if FILTERED:
         wanted &= _within(z, tokens, tl.load(cut_S + s), tl.load(last_S + s))
     at = tl.atomic_add(listed_S + s + tl.zeros((BLOCK,), tl.int32), 1, mask=wanted, sem="relaxed")
@@ -211,13 +262,22 @@ def score(
     )  # fmt: skip
     if K:
         scale_Q = torch.where(temperature_Q < GREEDY_BELOW.value, 1.0, temperature_Q)
-        best_cut_S, best_last_S = cuts(logits_SV, row_S, place_R, scale_Q, torch.full_like(top_k_Q, K), torch.ones_like(top_p_Q),
-                                       torch.zeros_like(min_p_Q))
+        best_cut_S, best_last_S = cuts(
+            logits_SV,
+            row_S,
+            place_R,
+            scale_Q,
+            torch.full_like(top_k_Q, K),
+            torch.ones_like(top_p_Q),
+            torch.zeros_like(min_p_Q),
+        )
         item_SK = torch.full((S, K), NOTHING.value, dtype=torch.int64, device=logits_SV.device)
         _list_best[(B, S)](
             logits_SV, row_S, place_R, temperature_Q, best_cut_S, best_last_S, cut_S, last_S, torch.zeros_like(row_S), item_SK,
             V, K, FILTERED=filtered, BLOCK=BLOCK, num_warps=BLOCK_WARPS, **PDL,
         )  # fmt: skip
         item_SK = item_SK.sort(dim=1, descending=True).values
-        _name_best[(triton.cdiv(K, TILE), S)](row_S, item_SK, top_S, rest_S, token_SK, logprob_SK, K, TILE=TILE, num_warps=1, **PDL)
+        _name_best[(triton.cdiv(K, TILE), S)](
+            row_S, item_SK, top_S, rest_S, token_SK, logprob_SK, K, TILE=TILE, num_warps=1, **PDL
+        )
     return Scored(raw_logprob_S, token_SK, logprob_SK)

@@ -1,10 +1,12 @@
 """Rotary embedding of q and k, and the KV write, in one pass over the qkv projection's output.
 
-A program handles a few heads of one row: RMSNorm per head where the model has it, halves (d, d + D/2) rotated in fp32, rounded
-once. v is copied. Its programs let the next kernel start only once they have waited themselves: whatever was written before
-the qkv projection (the plan of the step, page tables) may be read by the next kernel, `attend`, before its own wait.
+A program handles a few heads of one row: RMSNorm per head where the model has it, halves (d, d +
+D/2) rotated in fp32, rounded once. v is copied. Its programs let the next kernel start only once
+they have waited themselves: whatever was written before the qkv projection (the plan of the step,
+page tables) may be read by the next kernel, `attend`, before its own wait.
 
-Legend: R rows, X = (N + 2 K) D, N query heads, K KV heads, D head width, D2 = D / 2, S slots, P positions.
+Legend: R rows, X = (N + 2 K) D, N query heads, K KV heads, D head width, D2 = D / 2, S slots, P
+positions.
 """
 
 from __future__ import annotations
@@ -20,9 +22,25 @@ _HEADS = 16  # of one program: 3 programs for a row of 28 + 4 + 4 heads
 
 
 @triton.jit
-def _rope_store(qkv, position, slot, cos, sin, k_cache, v_cache, q_out, q_weight, k_weight, eps,
-                Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr,
-                BLOCK: tl.constexpr):
+def _rope_store(
+    qkv,
+    position,
+    slot,
+    cos,
+    sin,
+    k_cache,
+    v_cache,
+    q_out,
+    q_weight,
+    k_weight,
+    eps,
+    Q_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    Q_NORM: tl.constexpr,
+    K_NORM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     D: tl.constexpr = 2 * HALF
     r = tl.program_id(0).to(tl.int64)
     n_B = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -43,11 +61,19 @@ def _rope_store(qkv, position, slot, cos, sin, k_cache, v_cache, q_out, q_weight
         weight_x_BH = tl.full([BLOCK, HALF], 1.0, tl.float32)
         weight_y_BH = tl.full([BLOCK, HALF], 1.0, tl.float32)
         if Q_NORM:
-            weight_x_BH = tl.where(is_q_B[:, None], tl.load(q_weight + d_H).to(tl.float32)[None, :], weight_x_BH)
-            weight_y_BH = tl.where(is_q_B[:, None], tl.load(q_weight + HALF + d_H).to(tl.float32)[None, :], weight_y_BH)
+            weight_x_BH = tl.where(
+                is_q_B[:, None], tl.load(q_weight + d_H).to(tl.float32)[None, :], weight_x_BH
+            )
+            weight_y_BH = tl.where(
+                is_q_B[:, None], tl.load(q_weight + HALF + d_H).to(tl.float32)[None, :], weight_y_BH
+            )
         if K_NORM:
-            weight_x_BH = tl.where(is_q_B[:, None], weight_x_BH, tl.load(k_weight + d_H).to(tl.float32)[None, :])
-            weight_y_BH = tl.where(is_q_B[:, None], weight_y_BH, tl.load(k_weight + HALF + d_H).to(tl.float32)[None, :])
+            weight_x_BH = tl.where(
+                is_q_B[:, None], weight_x_BH, tl.load(k_weight + d_H).to(tl.float32)[None, :]
+            )
+            weight_y_BH = tl.where(
+                is_q_B[:, None], weight_y_BH, tl.load(k_weight + HALF + d_H).to(tl.float32)[None, :]
+            )
         x_BH = tl.where(normed_B[:, None], x_BH * scale_B[:, None] * weight_x_BH, x_BH)
         y_BH = tl.where(normed_B[:, None], y_BH * scale_B[:, None] * weight_y_BH, y_BH)
     cos_H, sin_H = tl.load(cos + p * HALF + d_H)[None, :], tl.load(sin + p * HALF + d_H)[None, :]
@@ -66,21 +92,52 @@ def _rope_store(qkv, position, slot, cos, sin, k_cache, v_cache, q_out, q_weight
     tl.store(to_v + HALF, high_BH, mask & is_v_B[:, None])
 
 
-def rope_store(qkv_RX: Tensor, position_R: Tensor, slot_R: Tensor, cos_PD2: Tensor, sin_PD2: Tensor, k_SKD: Tensor, v_SKD: Tensor, *,
-               heads: int, q_weight_D: Tensor | None = None, k_weight_D: Tensor | None = None, eps: float = 0.0) -> Tensor:
-    """Write k and v of row r to slot_R[r]; the rotated q [R, N, D] in the dtype of `qkv_RX`. `heads` 0: qkv holds k and v only.
+def rope_store(
+    qkv_RX: Tensor,
+    position_R: Tensor,
+    slot_R: Tensor,
+    cos_PD2: Tensor,
+    sin_PD2: Tensor,
+    k_SKD: Tensor,
+    v_SKD: Tensor,
+    *,
+    heads: int,
+    q_weight_D: Tensor | None = None,
+    k_weight_D: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """Write k and v of row r to slot_R[r]; the rotated q [R, N, D] in the dtype of `qkv_RX`.
+    `heads` 0: qkv holds k and v only.
 
     A dead row (position -1) is treated as position 0 and writes to the slot it carries.
     """
     rows, (kv_heads, width) = len(qkv_RX), k_SKD.shape[1:]
     assert qkv_RX.is_contiguous() and k_SKD.is_contiguous() and v_SKD.is_contiguous()
-    assert qkv_RX.shape[1] == (heads + 2 * kv_heads) * width and cos_PD2.dtype == sin_PD2.dtype == torch.float32
+    assert (
+        qkv_RX.shape[1] == (heads + 2 * kv_heads) * width
+        and cos_PD2.dtype == sin_PD2.dtype == torch.float32
+    )
     q_RND = torch.empty((rows, heads, width), dtype=qkv_RX.dtype, device=qkv_RX.device)
     grid = (rows, triton.cdiv(heads + 2 * kv_heads, _HEADS))
     _rope_store[grid](
-        qkv_RX, position_R, slot_R, cos_PD2, sin_PD2, k_SKD, v_SKD, q_RND,
-        qkv_RX if q_weight_D is None else q_weight_D, qkv_RX if k_weight_D is None else k_weight_D, eps,
-        Q_HEADS=heads, KV_HEADS=kv_heads, HALF=width // 2, Q_NORM=q_weight_D is not None, K_NORM=k_weight_D is not None,
-        BLOCK=_HEADS, num_warps=4, **PDL,
+        qkv_RX,
+        position_R,
+        slot_R,
+        cos_PD2,
+        sin_PD2,
+        k_SKD,
+        v_SKD,
+        q_RND,
+        qkv_RX if q_weight_D is None else q_weight_D,
+        qkv_RX if k_weight_D is None else k_weight_D,
+        eps,
+        Q_HEADS=heads,
+        KV_HEADS=kv_heads,
+        HALF=width // 2,
+        Q_NORM=q_weight_D is not None,
+        K_NORM=k_weight_D is not None,
+        BLOCK=_HEADS,
+        num_warps=4,
+        **PDL,
     )
     return q_RND

@@ -1,7 +1,8 @@
 """The rows of an extend: which draft nodes are verified, and where prompt chunks stand.
 
-Rows 0 .. V - 1 are roots and draft nodes, request after request, parents first; rows V .. V + P - 1 are prompt chunks. A node
-never survives better than its parent, so the best nodes of the batch are whole trees.
+Rows 0 .. V - 1 are roots and draft nodes, request after request, parents first; rows V .. V + P - 1
+are prompt chunks. A node never survives better than its parent, so the best nodes of the batch are
+whole trees.
 
 Legend: as in `tensors.py`; P prefill rows.
 """
@@ -20,17 +21,54 @@ MAX_NODES = 1 << 16  # of a batch: 16 bits of a node's key say which it is
 
 @triton.jit
 def _key(survival, order):
-    """Positive int32 keys, all different, larger = better: 11 bits per octave of survival down to 2^-16, then the lower order first."""
+    """Positive int32 keys, all different, larger = better: 11 bits per octave of survival down to
+    2^-16, then the lower order first.
+    """
     octaves = (survival.to(tl.int32, bitcast=True) - 0x37800000) >> 12
     key = (tl.minimum(tl.maximum(octaves, 0), 32766) << 16) | (65535 - order)
     return tl.where(survival > 0.0, key, -1)
 
 
 @triton.jit
-def _select_rows(place_B, B, token_QT, T, length_Q, page_table_QP, P, done_Q, parent_BC, token_BC, depth_BC, survival_BC, C, token_R,
-                 position_R, slot_R, place_R, base_R, path_RD, D: tl.constexpr, parent_R, root_E, count_E, node_V, sample_row_S, page_R, V,
-                 scratch_start, trash, idle, PAGE: tl.constexpr, DRAFTS: tl.constexpr, BP: tl.constexpr, NP: tl.constexpr,
-                 CP: tl.constexpr, VP: tl.constexpr, DP: tl.constexpr):
+def _select_rows(
+    place_B,
+    B,
+    token_QT,
+    T,
+    length_Q,
+    page_table_QP,
+    P,
+    done_Q,
+    parent_BC,
+    token_BC,
+    depth_BC,
+    survival_BC,
+    C,
+    token_R,
+    position_R,
+    slot_R,
+    place_R,
+    base_R,
+    path_RD,
+    D: tl.constexpr,
+    parent_R,
+    root_E,
+    count_E,
+    node_V,
+    sample_row_S,
+    page_R,
+    V,
+    scratch_start,
+    trash,
+    idle,
+    PAGE: tl.constexpr,
+    DRAFTS: tl.constexpr,
+    BP: tl.constexpr,
+    NP: tl.constexpr,
+    CP: tl.constexpr,
+    VP: tl.constexpr,
+    DP: tl.constexpr,
+):
     """One program per request; each finds the batch's cut by itself."""
     pdl_launch()
     b = tl.program_id(0)
@@ -52,9 +90,11 @@ def _select_rows(place_B, B, token_QT, T, length_Q, page_table_QP, P, done_Q, pa
     if DRAFTS:
         n_N = tl.arange(0, NP)
         request_N = n_N // C
-        key_N = _key(tl.load(survival_BC + n_N, mask=n_N < B * C, other=-1.0), (n_N % C) * B + request_N)
+        key_N = _key(
+            tl.load(survival_BC + n_N, mask=n_N < B * C, other=-1.0), (n_N % C) * B + request_N
+        )
         budget = V - rows
-        low, high = 0, 0x7fffffff
+        low, high = 0, 0x7FFFFFFF
         low = tl.where(tl.sum((key_N >= 0).to(tl.int32)) <= budget, high, low)
         cut = tl.where(low == high, 0, high)
         while high - low > 1:  # the least key that leaves no more than the budget
@@ -116,20 +156,44 @@ def _select_rows(place_B, B, token_QT, T, length_Q, page_table_QP, P, done_Q, pa
     tl.store(base_R + v_V, 0, mask=dead_V)
     tl.store(parent_R + v_V, -1, mask=dead_V)
     tl.store(node_V + v_V, -1, mask=dead_V)
-    tl.store(path_RD + v_V[:, None] * D + d_D[None, :], -1, mask=dead_V[:, None] & (d_D[None, :] < D))
+    tl.store(
+        path_RD + v_V[:, None] * D + d_D[None, :], -1, mask=dead_V[:, None] & (d_D[None, :] < D)
+    )
 
 
 def _warps(block: int) -> int:
-    return 1 if block <= 64 else 2 if block <= 256 else 4 if block <= 4096 else 8 if block <= 16384 else 16
+    return (
+        1
+        if block <= 64
+        else 2
+        if block <= 256
+        else 4
+        if block <= 4096
+        else 8
+        if block <= 16384
+        else 16
+    )
 
 
-def select_rows(place_B: Tensor, places: Places, nodes: Nodes | None, rows: Rows, trees: Trees, kept: Kept, *, decode_rows: int,
-                scratch_start: int, trash: int) -> None:
-    """Lay out rows 0 .. V - 1: a root per live request and the V - live nodes of the batch that survive best.
+def select_rows(
+    place_B: Tensor,
+    places: Places,
+    nodes: Nodes | None,
+    rows: Rows,
+    trees: Trees,
+    kept: Kept,
+    *,
+    decode_rows: int,
+    scratch_start: int,
+    trash: int,
+) -> None:
+    """Lay out rows 0 .. V - 1: a root per live request and the V - live nodes of the batch that
+    survive best.
 
-    Ties (11 bits of the survival count) go to the lower column, then to the earlier request. Draft row v writes its KV to
-    scratch_start + v. Without nodes, or where all columns are empty, this is plain decoding. Fills `trees` for entries < B and
-    samples < V, and empties `kept.page_R` for rows < V.
+    Ties (11 bits of the survival count) go to the lower column, then to the earlier request. Draft
+    row v writes its KV to scratch_start + v. Without nodes, or where all columns are empty, this is
+    plain decoding. Fills `trees` for entries < B and samples < V, and empties `kept.page_R` for
+    rows < V.
     """
     requests, path_depth = place_B.shape[0], rows.path_RD.shape[1]
     columns = nodes.survival_BC.shape[1] if nodes else 1
@@ -137,21 +201,89 @@ def select_rows(place_B: Tensor, places: Places, nodes: Nodes | None, rows: Rows
     if not decode_rows:
         return
     parent_BC, token_BC, depth_BC, survival_BC = (
-        (nodes.parent_BC, nodes.token_BC, nodes.depth_BC, nodes.survival_BC) if nodes else (rows.token_R,) * 4)
+        (nodes.parent_BC, nodes.token_BC, nodes.depth_BC, nodes.survival_BC)
+        if nodes
+        else (rows.token_R,) * 4
+    )
     block = max(triton.next_power_of_2(requests * columns), 2)
     _select_rows[(requests,)](
-        place_B, requests, places.token_QT, places.token_QT.shape[1], places.length_Q, places.page_table_QP, places.page_table_QP.shape[1],
-        places.done_Q, parent_BC, token_BC, depth_BC, survival_BC, columns, rows.token_R, rows.position_R, rows.slot_R, rows.place_R,
-        rows.base_R, rows.path_RD, path_depth, rows.parent_R, trees.root_E, trees.count_E, trees.node_V, trees.sample_row_S, kept.page_R,
-        decode_rows, scratch_start, trash, places.idle, PAGE=PAGE_SIZE, DRAFTS=nodes is not None, BP=triton.next_power_of_2(requests),
-        NP=block, CP=max(triton.next_power_of_2(columns), 2), VP=triton.next_power_of_2(decode_rows), DP=triton.next_power_of_2(path_depth),
-        num_warps=_warps(block), **PDL)
+        place_B,
+        requests,
+        places.token_QT,
+        places.token_QT.shape[1],
+        places.length_Q,
+        places.page_table_QP,
+        places.page_table_QP.shape[1],
+        places.done_Q,
+        parent_BC,
+        token_BC,
+        depth_BC,
+        survival_BC,
+        columns,
+        rows.token_R,
+        rows.position_R,
+        rows.slot_R,
+        rows.place_R,
+        rows.base_R,
+        rows.path_RD,
+        path_depth,
+        rows.parent_R,
+        trees.root_E,
+        trees.count_E,
+        trees.node_V,
+        trees.sample_row_S,
+        kept.page_R,
+        decode_rows,
+        scratch_start,
+        trash,
+        places.idle,
+        PAGE=PAGE_SIZE,
+        DRAFTS=nodes is not None,
+        BP=triton.next_power_of_2(requests),
+        NP=block,
+        CP=max(triton.next_power_of_2(columns), 2),
+        VP=triton.next_power_of_2(decode_rows),
+        DP=triton.next_power_of_2(path_depth),
+        num_warps=_warps(block),
+        **PDL,
+    )
 
 
-@triton.jit(do_not_specialize=["W", "B", "V", "prefill_rows"])  # steps come in too many sizes to compile a kernel for those of each
-def _layout_prefill(place_W, start_W, count_W, W, token_QT, T, length_Q, page_table_QP, P, token_R, position_R, slot_R, place_R, base_R,
-                    path_RD, D: tl.constexpr, parent_R, root_E, count_E, sample_row_S, page_R, B, V, prefill_rows, trash, idle,
-                    PAGE: tl.constexpr, WP: tl.constexpr, BLOCK: tl.constexpr, DP: tl.constexpr):
+@triton.jit(
+    do_not_specialize=["W", "B", "V", "prefill_rows"]
+)  # steps come in too many sizes to compile a kernel for those of each
+def _layout_prefill(
+    place_W,
+    start_W,
+    count_W,
+    W,
+    token_QT,
+    T,
+    length_Q,
+    page_table_QP,
+    P,
+    token_R,
+    position_R,
+    slot_R,
+    place_R,
+    base_R,
+    path_RD,
+    D: tl.constexpr,
+    parent_R,
+    root_E,
+    count_E,
+    sample_row_S,
+    page_R,
+    B,
+    V,
+    prefill_rows,
+    trash,
+    idle,
+    PAGE: tl.constexpr,
+    WP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DP: tl.constexpr,
+):
     """One program per block of rows; the first one also describes the works."""
     pdl_launch()
     pdl_wait()
@@ -180,28 +312,78 @@ def _layout_prefill(place_W, start_W, count_W, W, token_QT, T, length_Q, page_ta
     stored_P = i_P < prefill_rows
     tl.store(token_R + row_P, token_P, mask=stored_P)
     tl.store(position_R + row_P, tl.where(alive_P, position_P, -1), mask=stored_P)
-    tl.store(slot_R + row_P, tl.where(alive_P, page_P * PAGE + position_P % PAGE, trash), mask=stored_P)
+    tl.store(
+        slot_R + row_P, tl.where(alive_P, page_P * PAGE + position_P % PAGE, trash), mask=stored_P
+    )
     tl.store(place_R + row_P, place_P, mask=stored_P)
     base_P = start_P + tl.load(count_W + work_P, mask=alive_P, other=0)
     tl.store(base_R + row_P, base_P, mask=stored_P)
     tl.store(parent_R + row_P, tl.where(alive_P & (i_P > before_P), row_P - 1, -1), mask=stored_P)
-    tl.store(page_R + row_P, tl.where(alive_P & (position_P % PAGE == PAGE - 1), page_P, -1), mask=stored_P)
+    tl.store(
+        page_R + row_P,
+        tl.where(alive_P & (position_P % PAGE == PAGE - 1), page_P, -1),
+        mask=stored_P,
+    )
     d_1D = tl.arange(0, DP)[None, :]
     tl.store(path_RD + row_P[:, None] * D + d_1D, -1, mask=stored_P[:, None] & (d_1D < D))
 
 
-def layout_prefill(place_W: Tensor, start_W: Tensor, count_W: Tensor, places: Places, rows: Rows, trees: Trees, kept: Kept, *,
-                   requests: int, decode_rows: int, prefill_rows: int, trash: int) -> None:
-    """Lay out rows V .. V + P - 1: positions [start, start + count) of every work in turn; a count of 0 is no work.
+def layout_prefill(
+    place_W: Tensor,
+    start_W: Tensor,
+    count_W: Tensor,
+    places: Places,
+    rows: Rows,
+    trees: Trees,
+    kept: Kept,
+    *,
+    requests: int,
+    decode_rows: int,
+    prefill_rows: int,
+    trash: int,
+) -> None:
+    """Lay out rows V .. V + P - 1: positions [start, start + count) of every work in turn; a count
+    of 0 is no work.
 
-    A work samples if it reaches its sequence's end. Fills `trees` for entries B + w (root_E: the work's last row, whether or not it
-    samples; count_E: 1 if it samples) and samples V + w, and `kept.page_R` from row V on.
+    A work samples if it reaches its sequence's end. Fills `trees` for entries B + w (root_E: the
+    work's last row, whether or not it samples; count_E: 1 if it samples) and samples V + w, and
+    `kept.page_R` from row V on.
     """
     works, path_depth = place_W.shape[0], rows.path_RD.shape[1]
-    block = 64 if prefill_rows <= 64 else 128  # one of two compiled kernels, whatever the step's size
+    block = (
+        64 if prefill_rows <= 64 else 128
+    )  # one of two compiled kernels, whatever the step's size
     _layout_prefill[(triton.cdiv(prefill_rows, block),)](
-        place_W, start_W, count_W, works, places.token_QT, places.token_QT.shape[1], places.length_Q, places.page_table_QP,
-        places.page_table_QP.shape[1], rows.token_R, rows.position_R, rows.slot_R, rows.place_R, rows.base_R, rows.path_RD, path_depth,
-        rows.parent_R, trees.root_E, trees.count_E, trees.sample_row_S, kept.page_R, requests, decode_rows, prefill_rows, trash,
-        places.idle, PAGE=PAGE_SIZE, WP=max(triton.next_power_of_2(works), 2), BLOCK=block, DP=triton.next_power_of_2(path_depth),
-        num_warps=4, **PDL)
+        place_W,
+        start_W,
+        count_W,
+        works,
+        places.token_QT,
+        places.token_QT.shape[1],
+        places.length_Q,
+        places.page_table_QP,
+        places.page_table_QP.shape[1],
+        rows.token_R,
+        rows.position_R,
+        rows.slot_R,
+        rows.place_R,
+        rows.base_R,
+        rows.path_RD,
+        path_depth,
+        rows.parent_R,
+        trees.root_E,
+        trees.count_E,
+        trees.sample_row_S,
+        kept.page_R,
+        requests,
+        decode_rows,
+        prefill_rows,
+        trash,
+        places.idle,
+        PAGE=PAGE_SIZE,
+        WP=max(triton.next_power_of_2(works), 2),
+        BLOCK=block,
+        DP=triton.next_power_of_2(path_depth),
+        num_warps=4,
+        **PDL,
+    )

@@ -1,10 +1,12 @@
-"""Sampling on the GPU: logits to token and log-prob, the definitions of `tlt_kernels.cpu.sampling` in two launches.
+"""Sampling on the GPU: logits to token and log-prob, the definitions of `tlt_kernels.cpu.sampling`
+in two launches.
 
-The first cuts the vocabulary in blocks of fixed width, each with its best score, its maximum and its sum of exponentials; the second
-merges the blocks of a row in fixed order. A row's bits depend on its own logits and parameters only. Filters (`filters.cuts`) reach
-the first launch as one threshold per row, so a row without filters has the same bits whether its neighbours have some or not.
-A row with a NaN or without a finite maximum gets token 0 and a NaN log-prob, a dead row token -1 and log-prob 0. What else may be
-said of a token is in `report.py`.
+The first cuts the vocabulary in blocks of fixed width, each with its best score, its maximum and
+its sum of exponentials; the second merges the blocks of a row in fixed order. A row's bits depend
+on its own logits and parameters only. Filters (`filters.cuts`) reach the first launch as one
+threshold per row, so a row without filters has the same bits whether its neighbours have some or
+not. A row with a NaN or without a finite maximum gets token 0 and a NaN log-prob, a dead row token
+-1 and log-prob 0. What else may be said of a token is in `report.py`.
 
 Legend: S sampled rows, V vocabulary, B blocks of the vocabulary, R rows of the extend, Q places.
 """
@@ -58,32 +60,47 @@ def _first(best, a, b, c, d, first, N: tl.constexpr):
 @triton.jit
 def sum_of_exponentials(a, b, c, d, top):
     shift = tl.where(top == -float("inf"), 0.0, top)
-    return tl.sum((fast_exp(a - shift) + fast_exp(b - shift)) + (fast_exp(c - shift) + fast_exp(d - shift)))
+    return tl.sum(
+        (fast_exp(a - shift) + fast_exp(b - shift)) + (fast_exp(c - shift) + fast_exp(d - shift))
+    )
 
 
 @triton.jit
 def _better(bound_0, z_0, word_0, lane_0, bound_1, z_1, word_1, lane_1):
     """The one with the larger bound, and the other's bound."""
     other = bound_1 > bound_0
-    z, word, lane = tl.where(other, z_1, z_0), tl.where(other, word_1, word_0), tl.where(other, lane_1, lane_0)
+    z, word, lane = (
+        tl.where(other, z_1, z_0),
+        tl.where(other, word_1, word_0),
+        tl.where(other, lane_1, lane_0),
+    )
     return tl.maximum(bound_0, bound_1), z, word, lane, tl.minimum(bound_0, bound_1)
 
 
 @triton.jit
 def _best_noisy(a, b, c, d, seed, position, first, N: tl.constexpr):
-    """(best z + G, its token). Of four neighbours only the one with the largest bound of its score is computed exactly; where that
-    of another one reaches the best score found, all are."""
+    """(best z + G, its token). Of four neighbours only the one with the largest bound of its score
+    is computed exactly; where that of another one reaches the best score found, all are.
+    """
     word_a, word_b, word_c, word_d = words_of_quads(seed, first, position, N)
     bound_a, bound_b = a + gumbel_above(word_a), b + gumbel_above(word_b)
     bound_c, bound_d = c + gumbel_above(word_c), d + gumbel_above(word_d)
-    bound_ab, z_ab, word_ab, lane_ab, lost_ab = _better(bound_a, a, word_a, 0, bound_b, b, word_b, 1)
-    bound_cd, z_cd, word_cd, lane_cd, lost_cd = _better(bound_c, c, word_c, 2, bound_d, d, word_d, 3)
-    _, z, word, lane, lost = _better(bound_ab, z_ab, word_ab, lane_ab, bound_cd, z_cd, word_cd, lane_cd)
+    bound_ab, z_ab, word_ab, lane_ab, lost_ab = _better(
+        bound_a, a, word_a, 0, bound_b, b, word_b, 1
+    )
+    bound_cd, z_cd, word_cd, lane_cd, lost_cd = _better(
+        bound_c, c, word_c, 2, bound_d, d, word_d, 3
+    )
+    _, z, word, lane, lost = _better(
+        bound_ab, z_ab, word_ab, lane_ab, bound_cd, z_cd, word_cd, lane_cd
+    )
     score = z + gumbel_of_word(word)
     best = tl.max(score)
     token = first + tl.min(tl.where(score == best, lane + 4 * tl.arange(0, N), NONE))
     rest = tl.max(tl.maximum(lost, tl.maximum(lost_ab, lost_cd)))
-    margin = 1e-3 + tl.abs(best) * 2.0**-20  # covers the bound's error and the rounding of the scores
+    margin = (
+        1e-3 + tl.abs(best) * 2.0**-20
+    )  # covers the bound's error and the rounding of the scores
     if (rest >= best - margin) & (rest > -float("inf")):
         score_a, score_b = a + gumbel_of_word(word_a), b + gumbel_of_word(word_b)
         score_c, score_d = c + gumbel_of_word(word_c), d + gumbel_of_word(word_d)
@@ -138,7 +155,9 @@ def _sample_blocks(
 
 @triton.jit
 def normaliser(top_B, sum_B):
-    """(top, rest): (z - top) - rest is z minus the logsumexp of the blocks; NaN if one of them is NaN or none is finite."""
+    """(top, rest): (z - top) - rest is z minus the logsumexp of the blocks; NaN if one of them is
+    NaN or none is finite.
+    """
     top = tl.max(top_B)
     finite = (top > -float("inf")) & (top < float("inf"))
     total = tl.sum(sum_B * fast_exp(top_B - tl.where(finite, top, 0.0)))
@@ -190,7 +209,9 @@ def sample(
     """The token of every sampled row and its log-prob."""
     S, V = logits_SV.shape
     B = triton.cdiv(V, BLOCK)
-    score_SB, z_SB, top_SB, sum_SB = (logits_SV.new_empty((S, B)) for _ in range(4))  # each aligned, or the kernel has other variants
+    score_SB, z_SB, top_SB, sum_SB = (
+        logits_SV.new_empty((S, B)) for _ in range(4)
+    )  # each aligned, or the kernel has other variants
     token_SB = row_S.new_empty((S, B))
     token_S, logprob_S = torch.empty_like(row_S), logits_SV.new_empty(S)
     filtered = filtered and V > 1  # filters leave the best token in any case
@@ -203,6 +224,13 @@ def sample(
         V, B, FILTERED=filtered, BLOCK=BLOCK, num_warps=BLOCK_WARPS, **PDL,
     )  # fmt: skip
     _merge_blocks[(S,)](
-        row_S, *blocks, token_S, logprob_S, B, TILE=triton.next_power_of_2(B), num_warps=MERGE_WARPS, **PDL
+        row_S,
+        *blocks,
+        token_S,
+        logprob_S,
+        B,
+        TILE=triton.next_power_of_2(B),
+        num_warps=MERGE_WARPS,
+        **PDL,
     )
     return Sampled(token_S, logprob_S)

@@ -1,7 +1,9 @@
-"""silu(x) = x / (1 + e^-x) in five instructions; called by every kernel that multiplies a gate, in Triton and in Gluon alike.
+"""silu(x) = x / (1 + e^-x) in five instructions; called by every kernel that multiplies a gate, in
+Triton and in Gluon alike.
 
-It is PTX text because no two compilers turn the formula into the same instructions: so the same x gives the same bits wherever it is
-computed. The interpreter, which knows no PTX, computes the formula.
+It is PTX text because no two compilers turn the formula into the same instructions: so the same x
+gives the same bits wherever it is computed. The interpreter, which knows no PTX, computes the
+formula.
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ import triton.language as tl
 
 from tlt_kernels.gpu.target import INTERPRETED
 
-# x * rcp(1 + 2^(-x log2 e)); 0fBFB8AA3B is -log2 e. Where e^-x overflows the reciprocal is 0 and the result -0.
+# x * rcp(1 + 2^(-x log2 e)); 0fBFB8AA3B is -log2 e. Where e^-x overflows the reciprocal is 0 and
+# the result -0.
 _PTX = tl.constexpr("""{
 .reg .f32 t;
 mul.f32 t, $1, 0fBFB8AA3B;
@@ -24,7 +27,9 @@ mul.f32 $0, $1, t;
 
 @triton.jit
 def silu(x):
-    """x in float32, of any shape. Relative error at most (|x| + 5) 2^-23 down to x = -87; below that the result is 0 or almost."""
+    """x in float32, of any shape. Relative error at most (|x| + 5) 2^-23 down to x = -87; below
+    that the result is 0 or almost.
+    """
     if INTERPRETED:
         return x / (1.0 + tl.exp(-x))
     return tl.inline_asm_elementwise(_PTX, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)

@@ -1,4 +1,5 @@
-"""The sum of mixed elements that names a tensor's content, on a GPU; `tlt_client.channels.sums` says how it is defined.
+"""The sum of mixed elements that names a tensor's content, on a GPU; `tlt_client.channels.sums`
+says how it is defined.
 
 Whether the content is all numbers comes with it, as it is read once.
 """
@@ -36,12 +37,20 @@ def _sum(values, found, count, FLOAT: tl.constexpr, BLOCK: tl.constexpr, BLOCKS:
 
 
 def mixed_sum(values: Tensor) -> tuple[int, bool]:
-    """Modulo 2^64; and whether all are finite. A contiguous tensor of floating point or integers on the GPU; waits for it."""
+    """Modulo 2^64; and whether all are finite. A contiguous tensor of floating point or integers on
+    the GPU; waits for it.
+    """
     assert values.is_contiguous() and not values.is_complex()
     found = torch.zeros(2, dtype=torch.int64, device=values.device)
     with torch.cuda.device_of(values):  # which need not be the engine's
         if values.numel():
             _sum[(triton.cdiv(values.numel(), _BLOCK * _BLOCKS),)](
-                values, found, values.numel(), FLOAT=values.is_floating_point(), BLOCK=_BLOCK, BLOCKS=_BLOCKS)
+                values,
+                found,
+                values.numel(),
+                FLOAT=values.is_floating_point(),
+                BLOCK=_BLOCK,
+                BLOCKS=_BLOCKS,
+            )
         total, strange = found.tolist()
         return total % 2**64, not strange

@@ -1,7 +1,8 @@
 """Pairs of tensors of a GPU change contents, each read and written once.
 
-One kernel per width of an element, and one for addresses that vector accesses cannot take: whatever the sizes, no pair of tensors asks
-for another, so `variant` tells what has to be compiled before the first commit.
+One kernel per width of an element, and one for addresses that vector accesses cannot take: whatever
+the sizes, no pair of tensors asks for another, so `variant` tells what has to be compiled before
+the first commit.
 """
 
 from __future__ import annotations
@@ -14,8 +15,16 @@ from torch import Tensor
 
 from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
 
-_BLOCK_BYTES = {True: 16384, False: 2048}  # of each of the two, by a program; where vectors may not begin, an access moves one element
-_BITS = {1: tl.uint8, 2: tl.int16, 4: tl.int32, 8: tl.int64}  # by width: what is moved is bits, NaNs and all
+_BLOCK_BYTES = {
+    True: 16384,
+    False: 2048,
+}  # of each of the two, by a program; where vectors may not begin, an access moves one element
+_BITS = {
+    1: tl.uint8,
+    2: tl.int16,
+    4: tl.int32,
+    8: tl.int64,
+}  # by width: what is moved is bits, NaNs and all
 _ALIGNED = 16  # bytes of a vector access
 
 
@@ -39,7 +48,11 @@ def _swap(one, other, count: tl.int64, first, last, BLOCK: tl.constexpr):
 
 _KERNELS = {
     True: triton.jit(_swap, do_not_specialize=["count", "first", "last"]),
-    False: triton.jit(_swap, do_not_specialize=["count", "first", "last"], do_not_specialize_on_alignment=["one", "other"]),
+    False: triton.jit(
+        _swap,
+        do_not_specialize=["count", "first", "last"],
+        do_not_specialize_on_alignment=["one", "other"],
+    ),
 }
 
 
@@ -49,14 +62,23 @@ def variant(one: Tensor, other: Tensor) -> tuple[int, bool]:
 
 
 def swap(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Two of a pair are contiguous, of one shape and type; no two tensors share memory. On the current stream: the first pair waits for
-    what is ahead, the others run beside it, and what is behind starts when all are done."""
+    """Two of a pair are contiguous, of one shape and type; no two tensors share memory. On the
+    current stream: the first pair waits for what is ahead, the others run beside it, and what is
+    behind starts when all are done.
+    """
     for one, other in pairs:
-        assert one.shape == other.shape and one.dtype == other.dtype and one.is_contiguous() and other.is_contiguous()
+        assert (
+            one.shape == other.shape
+            and one.dtype == other.dtype
+            and one.is_contiguous()
+            and other.is_contiguous()
+        )
     filled = [pair for pair in pairs if pair[0].numel()]
     for i, (one, other) in enumerate(filled):
         width, aligned = variant(one, other)
         block, count = _BLOCK_BYTES[aligned] // width, one.numel()
         one_E, other_E = (triton.reinterpret(tensor, _BITS[width]) for tensor in (one, other))
         ends = int(i == 0), int(i == len(filled) - 1)
-        _KERNELS[aligned][(triton.cdiv(count, block),)](one_E, other_E, count, *ends, BLOCK=block, **PDL)
+        _KERNELS[aligned][(triton.cdiv(count, block),)](
+            one_E, other_E, count, *ends, BLOCK=block, **PDL
+        )

@@ -1,8 +1,10 @@
-"""What differs between a GPU and Triton's CPU interpreter: dot products and programmatic dependent launch.
+"""What differs between a GPU and Triton's CPU interpreter: dot products and programmatic dependent
+launch.
 
-The interpreter computes bfloat16 dots wrongly (fp16 and fp32 are exact), so operands are widened there. On a GPU a kernel launched
-with `**PDL` may start while the one before it still runs: `pdl_launch` lets the next kernel start, `pdl_wait` waits until everything
-before has finished. A kernel that did not wait could finish before its predecessor, so all of them do.
+The interpreter computes bfloat16 dots wrongly (fp16 and fp32 are exact), so operands are widened
+there. On a GPU a kernel launched with `**PDL` may start while the one before it still runs:
+`pdl_launch` lets the next kernel start, `pdl_wait` waits until everything before has finished. A
+kernel that did not wait could finish before its predecessor, so all of them do.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """z = logits / T on the GPU, in the same bits wherever it is computed.
 
-A product with 1/T and one correction by explicit fused multiply-adds: the rounded quotient, but for rare last bits, at a third of the
-cost of a division; exact at T = 1. A temperature below `GREEDY_BELOW` is greedy: z = logits, no noise, no filters.
+A product with 1/T and one correction by explicit fused multiply-adds: the rounded quotient, but for
+rare last bits, at a third of the cost of a division; exact at T = 1. A temperature below
+`GREEDY_BELOW` is greedy: z = logits, no noise, no filters.
 """
 
 from __future__ import annotations

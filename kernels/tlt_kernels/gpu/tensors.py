@@ -1,10 +1,13 @@
-"""The tensors that the kernels of a cycle hand to each other: one NamedTuple per group, all static in size, all on the device.
+"""The tensors that the kernels of a cycle hand to each other: one NamedTuple per group, all static
+in size, all on the device.
 
-int32 unless said. "-1 = none" holds for every index; a dead row has position -1, the idle place, the trash slot and base 0.
+int32 unless said. "-1 = none" holds for every index; a dead row has position -1, the idle place,
+the trash slot and base 0.
 
-Legend: Q places (the last one is idle), T tokens, P pages per place, K stop ids, H hidden, R rows, V decode rows (the first of R),
-X draft rows, D longest path, B requests of the batch, W prefill works, E = B + W entries, S = V + W samples, C nodes per request,
-N = B * C nodes, Z calibration cells.
+Legend: Q places (the last one is idle), T tokens, P pages per place, K stop ids, H hidden, R rows,
+V decode rows (the first of R), X draft rows, D longest path, B requests of the batch, W prefill
+works, E = B + W entries, S = V + W samples, C nodes per request, N = B * C nodes, Z calibration
+cells.
 """
 
 from __future__ import annotations
@@ -18,7 +21,9 @@ PAGE_SIZE = 16
 
 
 class Places(NamedTuple):
-    """What the device knows of sequences. A place that has ended keeps its text until it is begun again: siblings draft from it."""
+    """What the device knows of sequences. A place that has ended keeps its text until it is begun
+    again: siblings draft from it.
+    """
 
     token_QT: Tensor  # prompt + output
     length_Q: Tensor  # tokens known
@@ -41,9 +46,17 @@ class Places(NamedTuple):
         return self.token_QT.shape[0] - 1
 
     @staticmethod
-    def allocate(places: int, tokens: int, *, hidden: int, stops: int = 8, dtype: torch.dtype = torch.bfloat16,
-                 device: str = "cuda") -> Places:
+    def allocate(
+        places: int,
+        tokens: int,
+        *,
+        hidden: int,
+        stops: int = 8,
+        dtype: torch.dtype = torch.bfloat16,
+        device: str = "cuda",
+    ) -> Places:
         """`places` counts the idle one."""
+
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
@@ -52,15 +65,28 @@ class Places(NamedTuple):
 
         f, q = torch.float32, places
         return Places(
-            token_QT=zeros(q, tokens), length_Q=zeros(q), limit_Q=zeros(q), capacity_Q=zeros(q),
-            page_table_QP=zeros(q, -(-tokens // PAGE_SIZE)), seed_Q=zeros(q, dtype=torch.int64), temperature_Q=zeros(q, dtype=f),
-            top_p_Q=torch.ones(q, dtype=f, device=device), min_p_Q=zeros(q, dtype=f), top_k_Q=zeros(q), stop_QK=none(q, stops),
-            done_Q=torch.ones(q, dtype=torch.int32, device=device), drafts_Q=zeros(q), group_Q=none(q),
-            hint_QH=zeros(q, hidden, dtype=dtype))
+            token_QT=zeros(q, tokens),
+            length_Q=zeros(q),
+            limit_Q=zeros(q),
+            capacity_Q=zeros(q),
+            page_table_QP=zeros(q, -(-tokens // PAGE_SIZE)),
+            seed_Q=zeros(q, dtype=torch.int64),
+            temperature_Q=zeros(q, dtype=f),
+            top_p_Q=torch.ones(q, dtype=f, device=device),
+            min_p_Q=zeros(q, dtype=f),
+            top_k_Q=zeros(q),
+            stop_QK=none(q, stops),
+            done_Q=torch.ones(q, dtype=torch.int32, device=device),
+            drafts_Q=zeros(q),
+            group_Q=none(q),
+            hint_QH=zeros(q, hidden, dtype=dtype),
+        )
 
 
 class Rows(NamedTuple):
-    """Rows of an extend. Key position p of row r lies in the pages of place_R[r] for p < base_R[r], else at path_RD[r, p - base_R[r]]."""
+    """Rows of an extend. Key position p of row r lies in the pages of place_R[r] for p < base_R[r],
+    else at path_RD[r, p - base_R[r]].
+    """
 
     token_R: Tensor
     position_R: Tensor  # -1 = dead
@@ -71,19 +97,31 @@ class Rows(NamedTuple):
     parent_R: Tensor  # the row of the position before, in this step
 
     def part(self, first: int, count: int) -> Rows:
-        """Views of rows [first, first + count). `parent_R` keeps counting from the start of the whole."""
-        return Rows._make(t[first:first + count] for t in self)
+        """Views of rows [first, first + count). `parent_R` keeps counting from the start of the
+        whole.
+        """
+        return Rows._make(t[first : first + count] for t in self)
 
     @staticmethod
     def allocate(rows: int, depth: int, *, device: str = "cuda") -> Rows:
         def none(*shape: int) -> Tensor:
             return torch.full(shape, -1, dtype=torch.int32, device=device)
 
-        return Rows(none(rows), none(rows), none(rows), none(rows), none(rows), none(rows, max(depth, 1)), none(rows))
+        return Rows(
+            none(rows),
+            none(rows),
+            none(rows),
+            none(rows),
+            none(rows),
+            none(rows, max(depth, 1)),
+            none(rows),
+        )
 
 
 class Nodes(NamedTuple):
-    """Draft trees, one table of C columns per request, parents in lower columns than their children."""
+    """Draft trees, one table of C columns per request, parents in lower columns than their
+    children.
+    """
 
     parent_BC: Tensor  # column; -1 = the root
     token_BC: Tensor
@@ -106,9 +144,11 @@ class Nodes(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """Rows of a draft graph, all levels: level 0 = rows [0, B), level l > 0 = rows [B + (l - 1) B width, B + l B width).
+    """Rows of a draft graph, all levels: level 0 = rows [0, B), level l > 0 = rows [B + (l - 1) B
+    width, B + l B width).
 
-    `source_X` says whose hidden state is the row's feature g: on level 0 a place (its `hint_QH`), later a draft row.
+    `source_X` says whose hidden state is the row's feature g: on level 0 a place (its `hint_QH`),
+    later a draft row.
     """
 
     rows: Rows
@@ -126,7 +166,11 @@ class Draft(NamedTuple):
     @staticmethod
     def level(requests: int, width: int, level: int) -> tuple[int, int]:
         """(first row, rows) of a level."""
-        return (0, requests) if level == 0 else (requests + (level - 1) * requests * width, requests * width)
+        return (
+            (0, requests)
+            if level == 0
+            else (requests + (level - 1) * requests * width, requests * width)
+        )
 
     @staticmethod
     def allocate(requests: int, depth: int, width: int, *, device: str = "cuda") -> Draft:
@@ -135,12 +179,20 @@ class Draft(NamedTuple):
         def none(size: int) -> Tensor:
             return torch.full((size,), -1, dtype=torch.int32, device=device)
 
-        return Draft(Rows.allocate(count, depth, device=device), none(count), none(count), torch.full((count,), -1.0, device=device),
-                     none(requests), none(requests))
+        return Draft(
+            Rows.allocate(count, depth, device=device),
+            none(count),
+            none(count),
+            torch.full((count,), -1.0, device=device),
+            none(requests),
+            none(requests),
+        )
 
 
 class Trees(NamedTuple):
-    """What is to be verified. Entry e < B is request e of the batch; entry B + w is prefill work w, a tree of its last row alone."""
+    """What is to be verified. Entry e < B is request e of the batch; entry B + w is prefill work w,
+    a tree of its last row alone.
+    """
 
     root_E: Tensor  # row
     count_E: Tensor  # rows from the root on; 0 = nothing
@@ -165,17 +217,34 @@ class Kept(NamedTuple):
     page_R: Tensor  # the page that this kept row fills; -1 = none
 
     @staticmethod
-    def allocate(requests: int, works: int, decode_rows: int, prefill_rows: int, depth: int, *, device: str = "cuda") -> Kept:
+    def allocate(
+        requests: int,
+        works: int,
+        decode_rows: int,
+        prefill_rows: int,
+        depth: int,
+        *,
+        device: str = "cuda",
+    ) -> Kept:
         def none(*shape: int) -> Tensor:
             return torch.full(shape, -1, dtype=torch.int32, device=device)
 
         entries, depth = requests + works, max(depth, 1)
-        return Kept(none(decode_rows), none(requests), none(requests, depth), none(requests, depth), none(entries), none(entries),
-                    none(decode_rows + prefill_rows))
+        return Kept(
+            none(decode_rows),
+            none(requests),
+            none(requests, depth),
+            none(requests, depth),
+            none(entries),
+            none(entries),
+            none(decode_rows + prefill_rows),
+        )
 
 
 class Calibration(NamedTuple):
-    """Probabilities that a node is on the path given that its parent is: a prior, corrected by what verification accepts."""
+    """Probabilities that a node is on the path given that its parent is: a prior, corrected by what
+    verification accepts.
+    """
 
     prior_Z: Tensor  # float32
     survival_Z: Tensor  # float32, in force

@@ -1,7 +1,8 @@
-"""Devices that an engine computes on: one file each, one table line each, named as `torch.device` names them.
+"""Devices that an engine computes on: one file each, one table line each, named as `torch.device`
+names them.
 
-`choice.py` says which, and with what. `assembly.py` builds every engine in the same order: `load`, `allocate`, `equip`; afterwards the
-loop calls `install` when pushed weights are committed.
+`choice.py` says which, and with what. `assembly.py` builds every engine in the same order: `load`,
+`allocate`, `equip`; afterwards the loop calls `install` when pushed weights are committed.
 """
 
 from __future__ import annotations
@@ -24,15 +25,20 @@ from tlt_server.speculation.policies.arms import Ladder
 from tlt_server.weights.parts import Parts
 from tlt_server.weights.storage import Free
 
-DEVICES = Registry("device", {
-    "cpu": "tlt_server.engine.devices.cpu:CpuDevice",
-    "cuda": "tlt_server.engine.devices.cuda:CudaDevice",
-    "interpreter": "tlt_server.engine.devices.cuda:Interpreted",
-})
+DEVICES = Registry(
+    "device",
+    {
+        "cpu": "tlt_server.engine.devices.cpu:CpuDevice",
+        "cuda": "tlt_server.engine.devices.cuda:CudaDevice",
+        "interpreter": "tlt_server.engine.devices.cuda:Interpreted",
+    },
+)
 
 
 OnProgress = Callable[[int, int], None]  # steps done, of how many
-Quiet = Callable[[], bool]  # whether the device may be waited for as a whole: nothing is on it that waits for another process
+Quiet = Callable[
+    [], bool
+]  # whether the device may be waited for as a whole: nothing is on it that waits for another process
 
 
 class Equipped(NamedTuple):
@@ -40,7 +46,9 @@ class Equipped(NamedTuple):
     on_end: Callable[[Sequence], None]  # is to be told when a sequence has ended
     detail: str = ""  # for the start-up report
     products: str = ""  # which kernel computes matrix products on a GPU, and why not the other
-    room: Callable[[int, int], int] = unpadded  # (decoding sequences, rows at most) -> prompt rows that a step may read beside them
+    room: Callable[[int, int], int] = (
+        unpadded  # (decoding sequences, rows at most) -> prompt rows that a step may read beside them
+    )
 
 
 @dataclass(frozen=True)
@@ -51,8 +59,12 @@ class Memory:
     on_reuse: Callable[[Iterable[int]], None]
     save: Callable[[list[int]], object]
     restore: Callable[[Any, list[int]], None]
-    free: Callable[[], None]  # give the pages' memory back, and whatever was recorded over it and over the weights
-    reclaim: Callable[[], None]  # take it again, empty; `torch.OutOfMemoryError` and no change where there is no room
+    free: Callable[
+        [], None
+    ]  # give the pages' memory back, and whatever was recorded over it and over the weights
+    reclaim: Callable[
+        [], None
+    ]  # take it again, empty; `torch.OutOfMemoryError` and no change where there is no room
 
 
 def make_device(settings: EngineSettings) -> Device:
@@ -76,8 +88,14 @@ class Device(Protocol):
     def allocate(self, live: Parts, max_model_len: int) -> Memory:
         """KV pages as asked for, or as many as fit."""
 
-    def equip(self, live: Parts, ladder: Ladder, page_table_SP: NDArray[np.int32], on_progress: OnProgress,
-              quiet: Quiet) -> Equipped:
+    def equip(
+        self,
+        live: Parts,
+        ladder: Ladder,
+        page_table_SP: NDArray[np.int32],
+        on_progress: OnProgress,
+        quiet: Quiet,
+    ) -> Equipped:
         """The runner, drafters, captured graphs and all."""
 
     def free(self) -> Free:

@@ -1,7 +1,8 @@
-"""What an engine computes on and with: everything that its settings leave to the device, decided once, with the reason.
+"""What an engine computes on and with: everything that its settings leave to the device, decided
+once, with the reason.
 
-`look` asks torch which GPU there is; the rest are pure functions of the settings, that answer and the checkpoint's type. Called by
-`assembly.py`, which reports the choice once, and by `tlt doctor`.
+`look` asks torch which GPU there is; the rest are pure functions of the settings, that answer and
+the checkpoint's type. Called by `assembly.py`, which reports the choice once, and by `tlt doctor`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,11 @@ class Gpu(NamedTuple):
     @property
     def told(self) -> str:
         """For `/server_info`; empty without one."""
-        return f"{self.name}, {self.total_bytes // MIB} MiB, compute capability {dotted(self.capability)}" if self.name else ""
+        return (
+            f"{self.name}, {self.total_bytes // MIB} MiB, compute capability {dotted(self.capability)}"
+            if self.name
+            else ""
+        )
 
 
 class Choice(NamedTuple):
@@ -56,14 +61,22 @@ def look() -> Gpu:
     try:
         if not torch.cuda.is_available():
             return Gpu(unusable="torch finds no GPU")
-        found = Gpu(torch.cuda.get_device_name(), torch.cuda.get_device_capability(), *torch.cuda.mem_get_info())
+        found = Gpu(
+            torch.cuda.get_device_name(),
+            torch.cuda.get_device_capability(),
+            *torch.cuda.mem_get_info(),
+        )
     except RuntimeError as error:
         return Gpu(unusable=f"torch cannot use the GPU ({str(error).splitlines()[0]})")
     if found.capability < LEAST_CAPABILITY:
-        return found._replace(unusable=f"{found.name} has compute capability {dotted(found.capability)}, and the kernels need "
-                                       f"{dotted(LEAST_CAPABILITY)}")
+        return found._replace(
+            unusable=f"{found.name} has compute capability {dotted(found.capability)}, and the kernels need "
+            f"{dotted(LEAST_CAPABILITY)}"
+        )
     if find_spec("triton") is None:
-        return found._replace(unusable="Triton, which compiles the kernels of a GPU, is not installed")
+        return found._replace(
+            unusable="Triton, which compiles the kernels of a GPU, is not installed"
+        )
     return found
 
 
@@ -72,14 +85,18 @@ def dotted(capability: tuple[int, int]) -> str:
 
 
 def choose(settings: EngineSettings, gpu: Gpu, own_dtype: Callable[[], str]) -> Choice:
-    """Settings with nothing left open. `StartupError` where what was asked for cannot be had; `own_dtype`: of the checkpoint."""
+    """Settings with nothing left open. `StartupError` where what was asked for cannot be had;
+    `own_dtype`: of the checkpoint.
+    """
     if settings.device == "cpu":
         return for_cpu(settings)
     if settings.device == "interpreter":
         return for_interpreter(settings)
     if settings.device == "cuda":
         if gpu.unusable:
-            raise StartupError(f"device is cuda, but {gpu.unusable}; start with --device cpu, or check the machine with tlt doctor")
+            raise StartupError(
+                f"device is cuda, but {gpu.unusable}; start with --device cpu, or check the machine with tlt doctor"
+            )
         return for_cuda(settings, own_dtype)
     if settings.device != "auto":
         raise StartupError(f"device is {settings.device!r}; it must be auto, cpu or cuda")
@@ -90,10 +107,19 @@ def choose(settings: EngineSettings, gpu: Gpu, own_dtype: Callable[[], str]) -> 
 
 def for_cpu(settings: EngineSettings) -> Choice:
     if settings.dtype not in ("auto", "float32"):
-        raise StartupError(f"dtype is {settings.dtype}, and a CPU computes in float32; use auto or float32 (a checkpoint in half "
-                           "precision is read exactly)")
+        raise StartupError(
+            f"dtype is {settings.dtype}, and a CPU computes in float32; use auto or float32 (a checkpoint in half "
+            "precision is read exactly)"
+        )
     check_attention(settings.attention, "cpu")
-    suited = filled(settings, dtype="float32", attention="cpu", kv_memory_mb=CPU_KV_MB, max_running=64, max_rows=512)
+    suited = filled(
+        settings,
+        dtype="float32",
+        attention="cpu",
+        kv_memory_mb=CPU_KV_MB,
+        max_running=64,
+        max_rows=512,
+    )
     return Choice(msgspec.structs.replace(suited, device="cpu", graphs=False), {})
 
 
@@ -103,7 +129,9 @@ def for_cuda(settings: EngineSettings, own_dtype: Callable[[], str]) -> Choice:
     if dtype == "auto":
         own = own_dtype()
         dtype = own if own in ("bfloat16", "float16") else "bfloat16"
-        reasons["dtype"] = f"{dtype}: {'as the checkpoint' if dtype == own else f'half the size of the checkpoint in {own}'}"
+        reasons["dtype"] = (
+            f"{dtype}: {'as the checkpoint' if dtype == own else f'half the size of the checkpoint in {own}'}"
+        )
     suited = filled(settings, attention="triton", max_running=256, max_rows=4096)
     if suited.attention == "torch" and suited.graphs:
         reasons["graphs"] = "off: attention torch waits for the device, which no graph can"
@@ -113,7 +141,9 @@ def for_cuda(settings: EngineSettings, own_dtype: Callable[[], str]) -> Choice:
 
 def for_interpreter(settings: EngineSettings) -> Choice:
     """The GPU engine without a GPU, for tests: small."""
-    suited = filled(settings, dtype="float32", attention="triton", kv_memory_mb=16, max_running=8, max_rows=64)
+    suited = filled(
+        settings, dtype="float32", attention="triton", kv_memory_mb=16, max_running=8, max_rows=64
+    )
     return Choice(msgspec.structs.replace(suited, graphs=False), {})
 
 
@@ -122,11 +152,20 @@ def check_attention(name: str, device: str) -> None:
     tables = {"cpu": BACKENDS, "cuda": GPU_BACKENDS}
     if name == "auto" or name in tables[device]:
         return
-    others = [f"needs {'a CPU' if other == 'cpu' else 'a GPU'} (device {other})" for other, table in tables.items() if name in table]
+    others = [
+        f"needs {'a CPU' if other == 'cpu' else 'a GPU'} (device {other})"
+        for other, table in tables.items()
+        if name in table
+    ]
     *first, last = "auto", *tables[device]
-    raise StartupError(f"attention is {name[:80]!r}, which {others[0] if others else 'no device has'}; use {', '.join(first)} or {last}")
+    raise StartupError(
+        f"attention is {name[:80]!r}, which {others[0] if others else 'no device has'}; use {', '.join(first)} or {last}"
+    )
 
 
 def filled(settings: EngineSettings, **suited: Any) -> EngineSettings:
     """With `suited` wherever the settings leave it open."""
-    return msgspec.structs.replace(settings, **{name: value for name, value in suited.items() if getattr(settings, name) in ("auto", 0)})
+    return msgspec.structs.replace(
+        settings,
+        **{name: value for name, value in suited.items() if getattr(settings, name) in ("auto", 0)},
+    )

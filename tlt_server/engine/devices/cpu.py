@@ -60,12 +60,19 @@ class CpuDevice:
         parts = Parts(Target(settings.weight_version, target, {}))
         if eagle is None:
             return parts
-        return Parts(parts.target, DrafterPart(settings.weight_version, Eagle3.load(eagle, target), Calibration.load(eagle), {}))
+        return Parts(
+            parts.target,
+            DrafterPart(
+                settings.weight_version, Eagle3.load(eagle, target), Calibration.load(eagle), {}
+            ),
+        )
 
     def allocate(self, live: Parts, max_model_len: int) -> Memory:
         assert live.target is not None and isinstance(live.target.network, Decoder)
         settings, model = self._settings, live.target.network
-        bytes_per_page = model.make_cache(1, settings.page_size, 0).bytes_per_slot * settings.page_size
+        bytes_per_page = (
+            model.make_cache(1, settings.page_size, 0).bytes_per_slot * settings.page_size
+        )
         pages = kv_pages(settings, bytes_per_page, max_model_len)
         self._cache = cache = model.make_cache(pages, settings.page_size, settings.max_draft_rows)
         return Memory(pages, cache.reuse, cache.save, cache.restore, self._free, self._reclaim)
@@ -83,14 +90,29 @@ class CpuDevice:
 
     def _caches(self) -> list[KVCache]:
         assert self._cache is not None
-        return [self._cache, *(drafter.cache for drafter in self._drafters.values() if isinstance(drafter, Eagle))]
+        return [
+            self._cache,
+            *(drafter.cache for drafter in self._drafters.values() if isinstance(drafter, Eagle)),
+        ]
 
-    def equip(self, live: Parts, ladder: Ladder, page_table_SP: NDArray[np.int32], on_progress: OnProgress,
-              quiet: Quiet) -> Equipped:
-        assert live.target is not None and isinstance(live.target.network, Decoder) and self._cache is not None
+    def equip(
+        self,
+        live: Parts,
+        ladder: Ladder,
+        page_table_SP: NDArray[np.int32],
+        on_progress: OnProgress,
+        quiet: Quiet,
+    ) -> Equipped:
+        assert (
+            live.target is not None
+            and isinstance(live.target.network, Decoder)
+            and self._cache is not None
+        )
         compile_kernels()
         for name in ladder.drafters:
-            self._drafters[name] = self._eagle(live) if name == "eagle" else DRAFTERS.resolve(name)()
+            self._drafters[name] = (
+                self._eagle(live) if name == "eagle" else DRAFTERS.resolve(name)()
+            )
         self._runner = CpuRunner(live.target.network, self._cache, self._drafters, page_table_SP)
         return Equipped(self._runner, self._on_end)
 
@@ -99,7 +121,11 @@ class CpuDevice:
         return Free(available, available, disk_free(self._settings.state_dir))
 
     def install(self, live: Parts, changed: Parts) -> None:
-        assert live.target is not None and isinstance(live.target.network, Decoder) and self._runner is not None
+        assert (
+            live.target is not None
+            and isinstance(live.target.network, Decoder)
+            and self._runner is not None
+        )
         self._runner.model = live.target.network
         eagle = self._drafters.get("eagle")
         if live.drafter is not None and isinstance(eagle, Eagle):
@@ -111,13 +137,28 @@ class CpuDevice:
             eagle.forget()  # its KV was made from features of the target before
 
     def _eagle(self, live: Parts) -> Eagle:
-        assert live.target is not None and isinstance(live.target.network, Decoder) and self._cache is not None
+        assert (
+            live.target is not None
+            and isinstance(live.target.network, Decoder)
+            and self._cache is not None
+        )
         assert live.drafter is not None and isinstance(live.drafter.network, Eagle3)
         assert isinstance(live.drafter.calibration, Calibration)
         live.drafter.network.follow(live.target.network)
-        return Eagle(live.drafter.network, self._cache, live.drafter.calibration, max_requests=self._settings.max_running,
-                     max_rows=self._settings.max_draft_rows)
+        return Eagle(
+            live.drafter.network,
+            self._cache,
+            live.drafter.calibration,
+            max_requests=self._settings.max_running,
+            max_rows=self._settings.max_draft_rows,
+        )
 
     def _on_end(self, sequence: Sequence) -> None:
         for drafter in self._drafters.values():
-            drafter.finish(sequence.id, sequence.request.group_id, sequence.tokens, sequence.prompt_len, sequence.request.salt)
+            drafter.finish(
+                sequence.id,
+                sequence.request.group_id,
+                sequence.tokens,
+                sequence.prompt_len,
+                sequence.request.salt,
+            )

@@ -1,7 +1,9 @@
-"""A GPU: Triton kernels with a fixed order of addition, captured cycles, a runner that is told results a step late.
+"""A GPU: Triton kernels with a fixed order of addition, captured cycles, a runner that is told
+results a step late.
 
-Pushed weights are exchanged with the live ones in place, because CUDA graphs hold addresses: the staged copy then holds the version
-before. `Interpreted` is the same engine on Triton's CPU interpreter, for tests.
+Pushed weights are exchanged with the live ones in place, because CUDA graphs hold addresses: the
+staged copy then holds the version before. `Interpreted` is the same engine on Triton's CPU
+interpreter, for tests.
 """
 
 from __future__ import annotations
@@ -66,8 +68,12 @@ class CudaDevice:
         self._settings = settings
         self.device = device or torch.device("cuda", torch.cuda.current_device())
         if settings.page_size != PAGE_SIZE:
-            raise StartupError(f"page_size is {settings.page_size}; the kernels of a GPU have pages of {PAGE_SIZE}: leave the setting out")
-        self._placement = Placement(self.device, getattr(torch, settings.dtype), PRODUCTS[settings.numerics]())
+            raise StartupError(
+                f"page_size is {settings.page_size}; the kernels of a GPU have pages of {PAGE_SIZE}: leave the setting out"
+            )
+        self._placement = Placement(
+            self.device, getattr(torch, settings.dtype), PRODUCTS[settings.numerics]()
+        )
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._runner: GpuRunner | None = None
         self._drafters: list[DeviceDrafter] = []
@@ -90,29 +96,48 @@ class CudaDevice:
         config = eos_token_ids(config, directory)
         check_weights(settings, self._needs_before(config, eagle), *self._free())
         with self._memory("the weights"):
-            target = GpuDecoder(config, placement=self._placement, feature_layers=feature_layers(eagle, config) if eagle else ())
+            target = GpuDecoder(
+                config,
+                placement=self._placement,
+                feature_layers=feature_layers(eagle, config) if eagle else (),
+            )
             fill(target.parameters(), directory, ignored=unread(config))
             parts = Parts(Target(settings.weight_version, target, {}))
             if eagle is None:
                 return parts
             network = _empty_drafter(eagle, target)
             fill_drafter(network, eagle)
-        return Parts(parts.target, Drafter(settings.weight_version, network, Calibration.load(eagle), {}))
+        return Parts(
+            parts.target, Drafter(settings.weight_version, network, Calibration.load(eagle), {})
+        )
 
     def _needs_before(self, config: ModelConfig, eagle: Path | None) -> Needs:
         """Of what will be loaded, by a model and a drafter without storage."""
         nowhere = replace(self._placement, device=torch.device("meta"))
-        target = GpuDecoder(config, placement=nowhere, feature_layers=feature_layers(eagle, config) if eagle else ())
+        target = GpuDecoder(
+            config, placement=nowhere, feature_layers=feature_layers(eagle, config) if eagle else ()
+        )
         return self._needs(target, _empty_drafter(eagle, target) if eagle else None)
 
     def _needs(self, target: GpuDecoder, drafter: GpuEagle3 | None) -> Needs:
         views = [*target.parameters().values(), *(drafter.parameters().values() if drafter else ())]
-        return Needs.of(self._settings, target.config, drafter.config if drafter else None, sum(view.numel() for view in views))
+        return Needs.of(
+            self._settings,
+            target.config,
+            drafter.config if drafter else None,
+            sum(view.numel() for view in views),
+        )
 
     def free(self) -> Free:
         """What the allocator keeps for itself it can give again."""
-        cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
-        return Free(self._free()[0] + cached, host_memory().available, disk_free(self._settings.state_dir))
+        cached = (
+            torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+            if self.device.type == "cuda"
+            else 0
+        )
+        return Free(
+            self._free()[0] + cached, host_memory().available, disk_free(self._settings.state_dir)
+        )
 
     def install(self, live: Parts, changed: Parts) -> None:
         self._synchronize()  # staging copied on another stream
@@ -121,7 +146,9 @@ class CudaDevice:
         self._synchronize()  # the storage of the version before may be given back and filled on another stream
 
     def _synchronize(self) -> None:
-        """With what was begun by a stream of ours; not with the whole device, which may have kernels that wait for a trainer."""
+        """With what was begun by a stream of ours; not with the whole device, which may have
+        kernels that wait for a trainer.
+        """
         if self._stream is not None:
             torch.cuda.default_stream(self.device).synchronize()
             self._stream.synchronize()
@@ -147,13 +174,34 @@ class CudaDevice:
         check_plan(self._plan)
         pages = self._plan.pages
         with self._memory(f"{pages} KV pages"):
-            self._slots = Slots(pages * PAGE_SIZE, max(MOST_VERIFIED, settings.max_running), TREE_ROWS)
+            self._slots = Slots(
+                pages * PAGE_SIZE, max(MOST_VERIFIED, settings.max_running), TREE_ROWS
+            )
             scratch = self._slots.verified + 1
             self._cache = _cache(model.config, pages, scratch, self._placement, model.config.layers)
-            self._draft_cache = _cache(network.config, pages, scratch + self._slots.tree, self._placement, 1) if network else None
-            self._page_hint_PH = torch.zeros(pages, network.config.hidden_size, dtype=self._placement.dtype,
-                                             device=self.device) if network else None
-        return Memory(pages, self._cache.reuse, self._save, self._restore, self._free_pages, self._reclaim_pages)
+            self._draft_cache = (
+                _cache(network.config, pages, scratch + self._slots.tree, self._placement, 1)
+                if network
+                else None
+            )
+            self._page_hint_PH = (
+                torch.zeros(
+                    pages,
+                    network.config.hidden_size,
+                    dtype=self._placement.dtype,
+                    device=self.device,
+                )
+                if network
+                else None
+            )
+        return Memory(
+            pages,
+            self._cache.reuse,
+            self._save,
+            self._restore,
+            self._free_pages,
+            self._reclaim_pages,
+        )
 
     def _save(self, pages: list[int]) -> object:
         """Behind the step in flight, which may still write there."""
@@ -162,7 +210,9 @@ class CudaDevice:
             return [cache.save(pages) for cache in self._caches], hints
 
     def _restore(self, saved: object, pages: list[int]) -> None:
-        """Behind the step in flight, which may still write what was there before, and ahead of the next."""
+        """Behind the step in flight, which may still write what was there before, and ahead of the
+        next.
+        """
         assert isinstance(saved, tuple)
         kept, hints = saved
         with torch.cuda.stream(self._stream):
@@ -198,23 +248,48 @@ class CudaDevice:
 
     # -- the runner ----------------------------------------------------------------------------------------------
 
-    def equip(self, live: Parts, ladder: Ladder, page_table_SP: NDArray[np.int32], on_progress: OnProgress,
-              quiet: Quiet) -> Equipped:
-        assert live.target is not None and isinstance(live.target.network, GpuDecoder) and self._cache is not None
+    def equip(
+        self,
+        live: Parts,
+        ladder: Ladder,
+        page_table_SP: NDArray[np.int32],
+        on_progress: OnProgress,
+        quiet: Quiet,
+    ) -> Equipped:
+        assert (
+            live.target is not None
+            and isinstance(live.target.network, GpuDecoder)
+            and self._cache is not None
+        )
         settings, model = self._settings, live.target.network
         with self._memory("buffers and graphs"):
-            shapes = Shapes(settings.max_running, max(LEAST_DEPTH, *(arm.depth for arm in ladder.arms)), self.prompts)
+            shapes = Shapes(
+                settings.max_running,
+                max(LEAST_DEPTH, *(arm.depth for arm in ladder.arms)),
+                self.prompts,
+            )
             state = self._state(model, shapes, page_table_SP.shape[1])
             attention = self._backend(model.config)
             storage = self._network_storage(live)
-            drafters = {name: DEVICE_DRAFTERS.resolve(name).make(state, storage) for name in ladder.drafters}
+            drafters = {
+                name: DEVICE_DRAFTERS.resolve(name).make(state, storage) for name in ladder.drafters
+            }
             self._drafters = list(drafters.values())
             capture = settings.graphs and attention.capturable and self._stream is not None
-            self._runner = GpuRunner(state, attention, drafters, GraphPool(self._stream if capture else None, quiet=quiet),
-                                     shapes=shapes, stream=self._stream, page_hint_PH=self._page_hint_PH)
+            self._runner = GpuRunner(
+                state,
+                attention,
+                drafters,
+                GraphPool(self._stream if capture else None, quiet=quiet),
+                shapes=shapes,
+                stream=self._stream,
+                page_hint_PH=self._page_hint_PH,
+            )
             self._synchronize()  # what the runner's stream will read was written on another
             if capture:
-                self._runner.prepare(shapes.at_start(settings.max_rows, ladder.arms, ladder.rows), on_progress)
+                self._runner.prepare(
+                    shapes.at_start(settings.max_rows, ladder.arms, ladder.rows), on_progress
+                )
             if self._stream is not None:
                 for part in live.by_role.values():
                     assert isinstance(part.network, GpuDecoder | GpuEagle3)
@@ -222,19 +297,42 @@ class CudaDevice:
         graphs = self._runner.graphs
         taken = f"{len(graphs.bytes)} graphs, {graphs.total_bytes // MIB} MiB, {sum(graphs.seconds.values()):.1f} s"
         products = gemm.in_use(self._placement.dtype, self.device, model.config.intermediate_size)
-        return Equipped(self._runner, lambda sequence: None, taken if capture else "launched kernel by kernel", products, shapes.room)
+        return Equipped(
+            self._runner,
+            lambda sequence: None,
+            taken if capture else "launched kernel by kernel",
+            products,
+            shapes.room,
+        )
 
     def _state(self, model: GpuDecoder, shapes: Shapes, pages_per_sequence: int) -> DeviceState:
         batch, tokens = shapes.max_running, pages_per_sequence * PAGE_SIZE
         assert self._cache is not None
-        layout = UploadLayout(batch=batch, works=shapes.most_works, admissions=max(16, batch), extensions=EXTENSIONS * batch,
-                              stops=STOPS, payload=max(65536, 2 * tokens), idle=batch)
+        layout = UploadLayout(
+            batch=batch,
+            works=shapes.most_works,
+            admissions=max(16, batch),
+            extensions=EXTENSIONS * batch,
+            stops=STOPS,
+            payload=max(65536, 2 * tokens),
+            idle=batch,
+        )
         places = Places.allocate(
-            batch + 1, tokens, hidden=self._hidden, stops=STOPS, dtype=self._placement.dtype, device=self.device.type)
+            batch + 1,
+            tokens,
+            hidden=self._hidden,
+            stops=STOPS,
+            dtype=self._placement.dtype,
+            device=self.device.type,
+        )
         upload_U = torch.zeros(layout.size, dtype=torch.int32, device=self.device)
-        logits_SV = torch.empty(sampled_rows(batch), model.vocab_size, dtype=torch.float32, device=self.device)
+        logits_SV = torch.empty(
+            sampled_rows(batch), model.vocab_size, dtype=torch.float32, device=self.device
+        )
         self._logits = [Backing(logits_SV)]
-        return DeviceState(model, self._cache, self._slots, places, layout, upload_U, logits_SV, shapes.depth)
+        return DeviceState(
+            model, self._cache, self._slots, places, layout, upload_U, logits_SV, shapes.depth
+        )
 
     @property
     def _hidden(self) -> int:
@@ -242,14 +340,25 @@ class CudaDevice:
 
     def _backend(self, config: ModelConfig) -> GpuAttention:
         return GPU_BACKENDS.resolve(self._settings.attention)(
-            heads=config.heads, kv_heads=config.kv_heads, head_dim=config.head_dim, context=config.max_position, device=self.device,
-            dtype=self._placement.dtype, numerics=self._settings.numerics)
+            heads=config.heads,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            context=config.max_position,
+            device=self.device,
+            dtype=self._placement.dtype,
+            numerics=self._settings.numerics,
+        )
 
     def _network_storage(self, live: Parts) -> NetworkStorage | None:
         if live.drafter is None:
             return None
         assert self._draft_cache is not None and self._page_hint_PH is not None
-        return NetworkStorage(live.drafter, self._draft_cache, self._backend(live.drafter.network.config), self._page_hint_PH)
+        return NetworkStorage(
+            live.drafter,
+            self._draft_cache,
+            self._backend(live.drafter.network.config),
+            self._page_hint_PH,
+        )
 
     def _free(self) -> tuple[int, int]:
         """Bytes of the device: free, and in all."""
@@ -262,7 +371,9 @@ class CudaDevice:
             yield
         except torch.OutOfMemoryError as error:
             free, total = self._free()
-            raise StartupError(exhausted(self._plan, what, str(error), free=free, total=total)) from error
+            raise StartupError(
+                exhausted(self._plan, what, str(error), free=free, total=total)
+            ) from error
 
 
 class Interpreted(CudaDevice):
@@ -270,7 +381,9 @@ class Interpreted(CudaDevice):
 
     name = "interpreter"
     warms_up = False  # nothing is compiled
-    prompts = PromptShape(sizes=(2, 4), works=2, grain=4)  # a padded row costs as much as a real one
+    prompts = PromptShape(
+        sizes=(2, 4), works=2, grain=4
+    )  # a padded row costs as much as a real one
 
     def __init__(self, settings: EngineSettings) -> None:
         super().__init__(settings, torch.device("cpu"))
@@ -281,9 +394,21 @@ class Interpreted(CudaDevice):
 
 def _empty_drafter(directory: Path, target: GpuDecoder) -> GpuEagle3:
     described = describe(directory, target)
-    return GpuEagle3(described.config, described.draft_vocab_size, target, own_embedding=described.own_embedding)
+    return GpuEagle3(
+        described.config, described.draft_vocab_size, target, own_embedding=described.own_embedding
+    )
 
 
-def _cache(config: ModelConfig, pages: int, scratch: int, placement: Placement, layers: int) -> KVCache:
-    return KVCache(layers=layers, pages=pages, page_size=PAGE_SIZE, scratch=scratch, kv_heads=config.kv_heads, head_dim=config.head_dim,
-                   dtype=placement.dtype, device=str(placement.device))
+def _cache(
+    config: ModelConfig, pages: int, scratch: int, placement: Placement, layers: int
+) -> KVCache:
+    return KVCache(
+        layers=layers,
+        pages=pages,
+        page_size=PAGE_SIZE,
+        scratch=scratch,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        dtype=placement.dtype,
+        device=str(placement.device),
+    )

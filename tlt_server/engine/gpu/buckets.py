@@ -1,8 +1,10 @@
-"""Static shapes of a step: the bucket of its batch, its decode rows, its prompt rows, and the keys that policies can reach. No tensors.
+"""Static shapes of a step: the bucket of its batch, its decode rows, its prompt rows, and the keys
+that policies can reach. No tensors.
 
-A product computes whole tiles of rows, so a step of 4097 rows costs what one of 4352 does. The rows of a step that reads prompts,
-decode rows and what pads them included, are therefore one of a few small sizes, each of which is captured, or a multiple of a grain; the
-scheduler reads as many prompt rows as leave it full.
+A product computes whole tiles of rows, so a step of 4097 rows costs what one of 4352 does. The rows
+of a step that reads prompts, decode rows and what pads them included, are therefore one of a few
+small sizes, each of which is captured, or a multiple of a grain; the scheduler reads as many prompt
+rows as leave it full.
 """
 
 from __future__ import annotations
@@ -23,24 +25,42 @@ from tlt_server.engine.gpu.extend import ExtendKey
 from tlt_server.records import OFF, Strategy
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
-BESIDE_PROMPTS = (0, 2, 8, 16, 32, *BATCHES[6:])  # what pads a batch there takes the place of prompt rows
-PROMPT_SIZES, PROMPT_WORKS = (64, 128, 256, 384, 512), 16  # of a captured step that reads prompts: rows in all, and prompts
+BESIDE_PROMPTS = (
+    0,
+    2,
+    8,
+    16,
+    32,
+    *BATCHES[6:],
+)  # what pads a batch there takes the place of prompt rows
+PROMPT_SIZES, PROMPT_WORKS = (
+    (64, 128, 256, 384, 512),
+    16,
+)  # of a captured step that reads prompts: rows in all, and prompts
 MOST_VERIFIED = attention.TREE_ROWS  # decode rows of a step, at most; a larger batch has its roots
 MOST_WIDTH = 8  # children of a node
-MOST_DRAFTED = attention.TREE_ROWS  # rows of one level of a drafter's pass; a larger batch has one each
+MOST_DRAFTED = (
+    attention.TREE_ROWS
+)  # rows of one level of a drafter's pass; a larger batch has one each
 TREE_ROWS = 8192  # rows of a drafter's pass, without the roots
 LEAST_DEPTH = 12  # draft paths of so many tokens are possible, whatever the default strategies are
 
 
 class PromptShape(NamedTuple):
-    """What a step that reads prompts is padded to. A size is a multiple of the height of the tiles that compute so many rows."""
+    """What a step that reads prompts is padded to. A size is a multiple of the height of the tiles
+    that compute so many rows.
+    """
 
-    sizes: tuple[int, ...] = PROMPT_SIZES  # rows of captured steps, decode rows included; more where those leave less than a grain
+    sizes: tuple[int, ...] = (
+        PROMPT_SIZES  # rows of captured steps, decode rows included; more where those leave less than a grain
+    )
     works: int = PROMPT_WORKS
     grain: int = 256  # of larger steps
 
     def padded(self, rows: int) -> int:
-        return next((size for size in self.sizes if rows <= size), -(-rows // self.grain) * self.grain)
+        return next(
+            (size for size in self.sizes if rows <= size), -(-rows // self.grain) * self.grain
+        )
 
     def largest(self, decode_rows: int) -> int:
         """Rows of the largest captured step with so many decode rows."""
@@ -48,7 +68,9 @@ class PromptShape(NamedTuple):
 
     def captured(self, decode_rows: int) -> list[int]:
         """Rows of every captured step with so many decode rows."""
-        return sorted({self.padded(rows) for rows in range(decode_rows + 1, self.largest(decode_rows) + 1)})
+        return sorted(
+            {self.padded(rows) for rows in range(decode_rows + 1, self.largest(decode_rows) + 1)}
+        )
 
 
 CAPTURED = PromptShape()
@@ -74,12 +96,18 @@ def bucket(sizes: Sequence[int], count: int) -> int:
 
 
 def fitted(strategy: Strategy, batch: int, depth: int) -> Strategy:
-    """The strategy cut to what the device holds: paths of `depth`, TREE_ROWS and per level MOST_DRAFTED draft rows, MOST_WIDTH children;
-    OFF where no draft could be verified."""
+    """The strategy cut to what the device holds: paths of `depth`, TREE_ROWS and per level
+    MOST_DRAFTED draft rows, MOST_WIDTH children; OFF where no draft could be verified.
+    """
     if decode_rows(batch, strategy) == batch:
         return OFF
     depth = min(strategy.depth, depth, 1 + TREE_ROWS // batch)
-    width = min(strategy.width, MOST_WIDTH, max(1, MOST_DRAFTED // batch), max(1, TREE_ROWS // (batch * max(1, depth - 1))))
+    width = min(
+        strategy.width,
+        MOST_WIDTH,
+        max(1, MOST_DRAFTED // batch),
+        max(1, TREE_ROWS // (batch * max(1, depth - 1))),
+    )
     while width > 1 and batch * columns(depth, width) > MAX_NODES:
         width -= 1
     return msgspec.structs.replace(strategy, depth=depth, width=width)
@@ -101,7 +129,9 @@ def draft_key(batch: int, strategy: Strategy) -> DraftKey:
 
 @dataclass(frozen=True)
 class Shapes:
-    """Of the steps of one engine, which runs up to `max_running` sequences and drafts paths of up to `depth`."""
+    """Of the steps of one engine, which runs up to `max_running` sequences and drafts paths of up
+    to `depth`.
+    """
 
     max_running: int
     depth: int
@@ -119,15 +149,26 @@ class Shapes:
     def most_works(self) -> int:
         return max(self.max_running, self.prompts.works)
 
-    def step(self, decoding: int, strategy: Strategy, rows: int = 0, works: int = 0, *, filtered: bool = False) -> StepShape:
+    def step(
+        self,
+        decoding: int,
+        strategy: Strategy,
+        rows: int = 0,
+        works: int = 0,
+        *,
+        filtered: bool = False,
+    ) -> StepShape:
         """Of so many decoding requests, with `rows` of `works` prompts beside them."""
         batch = bucket(self.beside_prompts if works else self.batches, decoding)
         strategy = fitted(strategy, batch, self.depth) if decoding else OFF
         first = decode_rows(batch, strategy)
         prompt_rows = self.prompts.padded(first + rows) - first if works else 0
         padded_works = self.prompts.works if works <= self.prompts.works else self.most_works
-        return StepShape(strategy, draft_key(batch, strategy) if strategy.drafter else None,
-                         ExtendKey(batch, first, prompt_rows, padded_works if works else 0, filtered))
+        return StepShape(
+            strategy,
+            draft_key(batch, strategy) if strategy.drafter else None,
+            ExtendKey(batch, first, prompt_rows, padded_works if works else 0, filtered),
+        )
 
     def room(self, decoding: int, max_rows: int) -> int:
         """Prompt rows of a step of at most `max_rows` rows, as padded, where nothing is drafted."""
@@ -135,22 +176,37 @@ class Shapes:
         return min(max_rows - decoding, max(max_rows, self.prompts.largest(batch)) - batch)
 
     def keeps(self, key: ExtendKey) -> bool:
-        """Worth a graph: steps that read long prompts come in too many sizes, and take the device longer than the host to launch."""
-        return not key.works or key.decode_rows + key.prompt_rows <= self.prompts.largest(key.decode_rows)
+        """Worth a graph: steps that read long prompts come in too many sizes, and take the device
+        longer than the host to launch.
+        """
+        return not key.works or key.decode_rows + key.prompt_rows <= self.prompts.largest(
+            key.decode_rows
+        )
 
-    def at_start(self, max_rows: int, arms: Iterable[Strategy], affordable_rows: Sequence[tuple[int, int]]) -> list[DraftKey | ExtendKey]:
+    def at_start(
+        self, max_rows: int, arms: Iterable[Strategy], affordable_rows: Sequence[tuple[int, int]]
+    ) -> list[DraftKey | ExtendKey]:
         """Keys of all that runs once before a request may come."""
         return [*self.rehearsed(max_rows), *self.captured(arms, affordable_rows)]
 
     def rehearsed(self, max_rows: int) -> list[ExtendKey]:
-        """Steps run once at start so that no request waits for a compiler: of the largest prompts, of many short ones, with filters."""
+        """Steps run once at start so that no request waits for a compiler: of the largest prompts,
+        of many short ones, with filters.
+        """
         many = self.prompts.works + 1
         large = dict.fromkeys(self.step(0, OFF, max_rows, works).extend for works in (1, many))
         short = [self.step(0, OFF, many, many).extend] if many <= self.max_running else []
-        return [*(key for key in large if not self.keeps(key)), *short, ExtendKey(1, 1, filtered=True)]
+        return [
+            *(key for key in large if not self.keeps(key)),
+            *short,
+            ExtendKey(1, 1, filtered=True),
+        ]
 
-    def captured(self, arms: Iterable[Strategy], affordable_rows: Sequence[tuple[int, int]]) -> list[DraftKey | ExtendKey]:
-        """Keys of steps under these arms, pure decode steps and those that read short prompts, the largest first.
+    def captured(
+        self, arms: Iterable[Strategy], affordable_rows: Sequence[tuple[int, int]]
+    ) -> list[DraftKey | ExtendKey]:
+        """Keys of steps under these arms, pure decode steps and those that read short prompts, the
+        largest first.
 
         affordable_rows: (smallest batch, most verify rows per request), as policies use it.
         """
@@ -158,7 +214,14 @@ class Shapes:
         for works, batches in enumerate((self.batches, self.beside_prompts)):
             below = -1  # a batch of one more is the first that a bucket serves
             for batch in batches:
-                most = max((rows for start, rows in affordable_rows if start <= batch and _ends(affordable_rows, start) > below), default=1)
+                most = max(
+                    (
+                        rows
+                        for start, rows in affordable_rows
+                        if start <= batch and _ends(affordable_rows, start) > below
+                    ),
+                    default=1,
+                )
                 below = batch
                 for arm in arms:
                     if arm.rows <= most:
@@ -166,7 +229,9 @@ class Shapes:
         return sorted(keys, key=_size, reverse=True)
 
     def _keys(self, batch: int, arm: Strategy, works: int) -> Iterator[DraftKey | ExtendKey]:
-        """Of a step of a bucket's largest batch; with `works`, of every captured one beside prompts."""
+        """Of a step of a bucket's largest batch; with `works`, of every captured one beside
+        prompts.
+        """
         first = self.step(batch, arm, 0, works).extend.decode_rows
         for rows in self.prompts.captured(first) if works else [first]:
             shape = self.step(batch, arm, rows - first, works)
@@ -179,4 +244,6 @@ def _ends(affordable_rows: Sequence[tuple[int, int]], start: int) -> float:
 
 
 def _size(key: DraftKey | ExtendKey) -> int:
-    return key.decode_rows + key.prompt_rows if isinstance(key, ExtendKey) else key.batch * key.width
+    return (
+        key.decode_rows + key.prompt_rows if isinstance(key, ExtendKey) else key.batch * key.width
+    )

@@ -1,10 +1,13 @@
-"""What the host does of a GPU step's sampling: penalties, biases and masks, which edit logits, and prompt log-probs.
+"""What the host does of a GPU step's sampling: penalties, biases and masks, which edit logits, and
+prompt log-probs.
 
-An edit follows from the text so far (counts over the vocabulary, tokens not allowed yet) or is a list of any length, none of which
-the device keeps. The rows' logits come up, the CPU sampler takes them as it does on a CPU, and its tokens go down before the walk.
-Such a request is never speculated on and never decodes ahead of the host, so its row is the root alone and all its state is known
-here; its raw log-probs and alternatives are the CPU sampler's, too. Prompt log-probs are of rows that no step samples, all of them
-once per request, so they have no place in a captured pass; the request's own tokens are the device's.
+An edit follows from the text so far (counts over the vocabulary, tokens not allowed yet) or is a
+list of any length, none of which the device keeps. The rows' logits come up, the CPU sampler takes
+them as it does on a CPU, and its tokens go down before the walk. Such a request is never speculated
+on and never decodes ahead of the host, so its row is the root alone and all its state is known
+here; its raw log-probs and alternatives are the CPU sampler's, too. Prompt log-probs are of rows
+that no step samples, all of them once per request, so they have no place in a captured pass; the
+request's own tokens are the device's.
 
 Legend: S samples, V vocabulary, B batch bucket.
 """
@@ -41,13 +44,18 @@ class HostSampling:
         emission.prompt_logprobs = self.prompt
 
 
-def sample_by_host(extend: Extend, hosted: Mapping[int, Work], prompts: Sequence[Work]) -> dict[int, HostSampling]:
+def sample_by_host(
+    extend: Extend, hosted: Mapping[int, Work], prompts: Sequence[Work]
+) -> dict[int, HostSampling]:
     """Run the pass with the host's samples for the entries of `hosted`; waits for the device."""
     forwarded = extend.forward()
     scored: dict[int, list[TokenLogprobs | None]] = {}
     row = extend.key.decode_rows
     for w, work in enumerate(prompts):
-        if work.sequence.request.sampling.prompt_logprobs is not None and work.sequence.output_len == 0:
+        if (
+            work.sequence.request.sampling.prompt_logprobs is not None
+            and work.sequence.output_len == 0
+        ):
             scored[extend.key.batch + w] = _score(extend, forwarded, work, row)
         row += work.end - work.start
     logits_SV = extend.logits(forwarded)
@@ -59,7 +67,9 @@ def sample_by_host(extend: Extend, hosted: Mapping[int, Work], prompts: Sequence
     return found
 
 
-def _sample(extend: Extend, logits_SV: torch.Tensor, into: Sampled, hosted: Mapping[int, Work]) -> dict[int, HostSampling]:
+def _sample(
+    extend: Extend, logits_SV: torch.Tensor, into: Sampled, hosted: Mapping[int, Work]
+) -> dict[int, HostSampling]:
     """Takes the place of the device's samples in `into`."""
     batch, decode_rows = extend.key.batch, extend.key.decode_rows
     root_E = extend.trees.root_E.tolist()  # of a decoding entry its row, which is also its sample
@@ -68,7 +78,13 @@ def _sample(extend: Extend, logits_SV: torch.Tensor, into: Sampled, hosted: Mapp
     sequences = [work.sequence for work in hosted.values()]
     position_S = np.array([sequence.length for sequence in sequences], np.int64)
     of_S, path_SD = np.arange(len(samples)), np.zeros((len(samples), 0), np.int32)
-    sampled = sample(logits_SV[index_S].cpu(), [sequence.state for sequence in sequences], of_S, position_S, path_SD)
+    sampled = sample(
+        logits_SV[index_S].cpu(),
+        [sequence.state for sequence in sequences],
+        of_S,
+        position_S,
+        path_SD,
+    )
     into.token_S[index_S] = torch.from_numpy(sampled.token_S).to(into.token_S)
     into.logprob_S[index_S] = torch.from_numpy(sampled.logprob_S).to(into.logprob_S)
     raw_S = sampled.raw_logprob_S.tolist() if sampled.raw_logprob_S is not None else []
@@ -78,15 +94,22 @@ def _sample(extend: Extend, logits_SV: torch.Tensor, into: Sampled, hosted: Mapp
     }
 
 
-def _score(extend: Extend, forwarded: Forward, work: Work, first_row: int) -> list[TokenLogprobs | None]:
-    """Log-probs of the prompt tokens behind the work's rows, row p gives those of position p + 1: in pieces that the step's logits,
-    not computed yet, leave room for."""
+def _score(
+    extend: Extend, forwarded: Forward, work: Work, first_row: int
+) -> list[TokenLogprobs | None]:
+    """Log-probs of the prompt tokens behind the work's rows, row p gives those of position p + 1:
+    in pieces that the step's logits, not computed yet, leave room for.
+    """
     sequence, count = work.sequence, work.sequence.request.sampling.prompt_logprobs
     assert count is not None
     found: list[TokenLogprobs | None] = [None] if work.start == 0 else []
     room_SV, end = extend.state.logits_SV, min(work.end, sequence.prompt_len - 1)
     for start in range(work.start, end, len(room_SV)):
         rows, first = min(len(room_SV), end - start), first_row + start - work.start
-        logits_SV = extend.state.model.logits(forwarded.hidden_RH[first : first + rows], room_SV[:rows])
-        found += prompt_logprobs(logits_SV.cpu(), sequence.tokens[start + 1 : start + 1 + rows].tolist(), count)
+        logits_SV = extend.state.model.logits(
+            forwarded.hidden_RH[first : first + rows], room_SV[:rows]
+        )
+        found += prompt_logprobs(
+            logits_SV.cpu(), sequence.tokens[start + 1 : start + 1 + rows].tolist(), count
+        )
     return found

@@ -1,10 +1,12 @@
-"""The extend pass: a step's rows through the target, its samples, the walk, and the KV that is kept. Captured per key.
+"""The extend pass: a step's rows through the target, its samples, the walk, and the KV that is
+kept. Captured per key.
 
-Plain decoding is the pass with one row per request; prompt rows ride behind. Where there are drafts rows are laid out before
-(`select`), because how many nodes there are to choose from depends on the draft; so an extend graph is shared by all depths.
+Plain decoding is the pass with one row per request; prompt rows ride behind. Where there are drafts
+rows are laid out before (`select`), because how many nodes there are to choose from depends on the
+draft; so an extend graph is shared by all depths.
 
-Legend: V decode rows, P prompt rows, R = V + P, W prompt works, S = V + W samples, B batch bucket, E = B + W entries, F fields,
-A entries that ask for a report, N tokens of an entry, K best tokens.
+Legend: V decode rows, P prompt rows, R = V + P, W prompt works, S = V + W samples, B batch bucket,
+E = B + W entries, F fields, A entries that ask for a report, N tokens of an entry, K best tokens.
 """
 
 from __future__ import annotations
@@ -52,20 +54,42 @@ class Report(NamedTuple):
 class Extend:
     """The pass of one key, with its buffers."""
 
-    def __init__(self, key: ExtendKey, state: DeviceState, attention: GpuAttention, followers: list[DeviceDrafter]) -> None:
+    def __init__(
+        self,
+        key: ExtendKey,
+        state: DeviceState,
+        attention: GpuAttention,
+        followers: list[DeviceDrafter],
+    ) -> None:
         self.key, self.state, self._followers = key, state, followers
         rows, device = key.decode_rows + key.prompt_rows, state.upload_U.device.type
         self.rows = Rows.allocate(rows, state.depth, device=device)
         self.trees = Trees.allocate(key.batch, key.works, key.decode_rows, device=device)
-        self.kept = Kept.allocate(key.batch, key.works, key.decode_rows, key.prompt_rows, state.depth, device=device)
-        self.outcome_EF = torch.empty(key.batch + key.works, fields(state.depth), dtype=torch.int32, device=state.upload_U.device)
+        self.kept = Kept.allocate(
+            key.batch, key.works, key.decode_rows, key.prompt_rows, state.depth, device=device
+        )
+        self.outcome_EF = torch.empty(
+            key.batch + key.works,
+            fields(state.depth),
+            dtype=torch.int32,
+            device=state.upload_U.device,
+        )
         self.attend = attention.planned(rows, tiles=rows > key.batch, prompt_rows=key.prompt_rows)
 
     def select(self, nodes: Nodes | None) -> None:
         """Lay out the decode rows: every live root and the nodes most likely to be accepted."""
         state, key = self.state, self.key
-        select_rows(state.place_B(key.batch), state.places, nodes, self.rows, self.trees, self.kept, decode_rows=key.decode_rows,
-                    scratch_start=state.slots.start, trash=state.slots.trash)
+        select_rows(
+            state.place_B(key.batch),
+            state.places,
+            nodes,
+            self.rows,
+            self.trees,
+            self.kept,
+            decode_rows=key.decode_rows,
+            scratch_start=state.slots.start,
+            trash=state.slots.trash,
+        )
 
     def run(self) -> None:
         """Of the activations only the logits outlive it."""
@@ -78,35 +102,84 @@ class Extend:
         if key.plain:
             self.select(None)
         if key.prompt_rows:
-            layout_prefill(*state.layout.works_W(state.upload_U, key.works), state.places, rows, self.trees, self.kept,
-                           requests=key.batch, decode_rows=key.decode_rows, prefill_rows=key.prompt_rows, trash=state.slots.trash)
+            layout_prefill(
+                *state.layout.works_W(state.upload_U, key.works),
+                state.places,
+                rows,
+                self.trees,
+                self.kept,
+                requests=key.batch,
+                decode_rows=key.decode_rows,
+                prefill_rows=key.prompt_rows,
+                trash=state.slots.trash,
+            )
         self.attend.plan(rows, state.places.page_table_QP)
-        return state.model.forward(RowTensors(rows.token_R, rows.position_R, rows.slot_R), state.cache, self.attend)
+        return state.model.forward(
+            RowTensors(rows.token_R, rows.position_R, rows.slot_R), state.cache, self.attend
+        )
 
     def logits(self, forwarded: Forward) -> Tensor:
         """Of the samples, [S, V] fp32, until the next pass runs."""
-        hidden_SH = gather(forwarded.hidden_RH, self.trees.sample_row_S) if self.key.prompt_rows else forwarded.hidden_RH
+        hidden_SH = (
+            gather(forwarded.hidden_RH, self.trees.sample_row_S)
+            if self.key.prompt_rows
+            else forwarded.hidden_RH
+        )
         return self.state.model.logits(hidden_SH, self.state.logits_SV[: len(hidden_SH)])
 
     def sample(self, logits_SV: Tensor) -> Sampled:
         places = self.state.places
-        return sample(logits_SV, self.trees.sample_row_S, self.rows.position_R, self.rows.place_R, places.seed_Q,
-                      places.temperature_Q, places.top_k_Q, places.top_p_Q, places.min_p_Q, filtered=self.key.filtered)
+        return sample(
+            logits_SV,
+            self.trees.sample_row_S,
+            self.rows.position_R,
+            self.rows.place_R,
+            places.seed_Q,
+            places.temperature_Q,
+            places.top_k_Q,
+            places.top_p_Q,
+            places.min_p_Q,
+            filtered=self.key.filtered,
+        )
 
     def report(self, entry_A: Tensor, best: int) -> Report:
-        """More about the tokens that these entries emitted, once the pass has run and before the next one does."""
+        """More about the tokens that these entries emitted, once the pass has run and before the
+        next one does.
+        """
         places, trees = self.state.places, self.trees
         sample_AN, row_S, token_S = emitted(entry_A, self.outcome_EF, trees, self.kept)
-        scored = score(self.state.logits_SV[: len(row_S)], row_S, token_S, self.rows.place_R, places.temperature_Q, places.top_k_Q,
-                       places.top_p_Q, places.min_p_Q, filtered=self.key.filtered, best=best)
+        scored = score(
+            self.state.logits_SV[: len(row_S)],
+            row_S,
+            token_S,
+            self.rows.place_R,
+            places.temperature_Q,
+            places.top_k_Q,
+            places.top_p_Q,
+            places.min_p_Q,
+            filtered=self.key.filtered,
+            best=best,
+        )
         return Report(*(values_S[sample_AN] for values_S in scored))
 
     def finish(self, forwarded: Forward, sampled: Sampled) -> None:
-        """Walk, truncate, append; keep the KV of what was accepted. Drafters take what they need of the rows' features."""
+        """Walk, truncate, append; keep the KV of what was accepted. Drafters take what they need of
+        the rows' features.
+        """
         state, key = self.state, self.key
         place_W = state.layout.works_W(state.upload_U, key.works)[0] if key.works else None
-        accept(state.place_B(key.batch), place_W, sampled.token_S, sampled.logprob_S, state.places, self.rows, self.trees,
-               self.kept, self.outcome_EF, decode_rows=key.decode_rows)
+        accept(
+            state.place_B(key.batch),
+            place_W,
+            sampled.token_S,
+            sampled.logprob_S,
+            state.places,
+            self.rows,
+            self.trees,
+            self.kept,
+            self.outcome_EF,
+            decode_rows=key.decode_rows,
+        )
         commit_kv(self.kept, state.cache.k, state.cache.v)
         for drafter in self._followers:
             drafter.follow(self.rows, self.kept, forwarded.features_RF)

@@ -1,9 +1,10 @@
 """The pool of captured CUDA graphs: capture, account, replay, and nothing else.
 
-A key names static shapes; what is captured reads and writes the same buffers each time. Graphs share one memory pool, so their
-intermediates overlap: only one may run at a time, and keys are captured from the largest to the smallest. A key that was not captured
-runs launch by launch, and is recorded behind its first run if it is worth keeping and the memory set aside for graphs lasts; when that
-ends, one line on stderr says so.
+A key names static shapes; what is captured reads and writes the same buffers each time. Graphs
+share one memory pool, so their intermediates overlap: only one may run at a time, and keys are
+captured from the largest to the smallest. A key that was not captured runs launch by launch, and is
+recorded behind its first run if it is worth keeping and the memory set aside for graphs lasts; when
+that ends, one line on stderr says so.
 """
 
 from __future__ import annotations
@@ -19,8 +20,15 @@ from tlt_server.engine.gpu.refusals import BUSY, shortage
 
 
 class GraphPool:
-    def __init__(self, stream: torch.cuda.Stream | None, most_bytes: int = RESERVE, quiet: Callable[[], bool] = lambda: True) -> None:
-        """Without a stream nothing is captured, nor while it is not `quiet`: recording waits for all that the GPU does."""
+    def __init__(
+        self,
+        stream: torch.cuda.Stream | None,
+        most_bytes: int = RESERVE,
+        quiet: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Without a stream nothing is captured, nor while it is not `quiet`: recording waits for
+        all that the GPU does.
+        """
         self._stream, self._most_bytes, self._quiet = stream, most_bytes, quiet
         self._full = False  # until `clear`: what is not recorded yet runs launch by launch
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
@@ -32,7 +40,9 @@ class GraphPool:
         return key in self._graphs
 
     def run(self, key: Hashable, work: Callable[[], None], *, keep: bool) -> None:
-        """Replay the key, or do its work launch by launch and, to `keep` it, record it for the next time."""
+        """Replay the key, or do its work launch by launch and, to `keep` it, record it for the next
+        time.
+        """
         graph = self._graphs.get(key)
         if graph is not None:
             graph.replay()
@@ -45,30 +55,41 @@ class GraphPool:
                 self.seconds[key] = time.perf_counter() - started
 
     def _record(self, key: Hashable, work: Callable[[], None]) -> None:
-        """Recording executes nothing. Other threads may allocate meanwhile, as staging does; what they take is counted here, too."""
+        """Recording executes nothing. Other threads may allocate meanwhile, as staging does; what
+        they take is counted here, too.
+        """
         assert self._stream is not None
         self._stream.synchronize()
         torch.cuda.empty_cache()  # what runs left behind is no part of the graph
         free, _ = torch.cuda.mem_get_info()
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            ):
                 work()
         except torch.OutOfMemoryError as error:
             left, total = torch.cuda.mem_get_info()
-            self._end(f"the GPU has no room for the graph of {key}: {shortage(str(error), free=left, total=total)}",
-                      f"lower --memory-fraction, which leaves less to KV, or {BUSY}")
+            self._end(
+                f"the GPU has no room for the graph of {key}: {shortage(str(error), free=left, total=total)}",
+                f"lower --memory-fraction, which leaves less to KV, or {BUSY}",
+            )
             return
         after, _ = torch.cuda.mem_get_info()
         self._graphs[key], self.bytes[key] = graph, max(0, free - after)
         if self.total_bytes >= self._most_bytes:
-            self._end(f"{len(self._graphs)} graphs take {size(self.total_bytes)}, {size(self._most_bytes)} are set aside for them",
-                      "lower --max-running, which asks for fewer")
+            self._end(
+                f"{len(self._graphs)} graphs take {size(self.total_bytes)}, {size(self._most_bytes)} are set aside for them",
+                "lower --max-running, which asks for fewer",
+            )
 
     def _end(self, why: str, remedy: str) -> None:
         """Record nothing more."""
         self._full = True
-        print(f"tlt: {why}; what is not captured yet is launched kernel by kernel, which is slower: {remedy}", file=sys.stderr)
+        print(
+            f"tlt: {why}; what is not captured yet is launched kernel by kernel, which is slower: {remedy}",
+            file=sys.stderr,
+        )
 
     def clear(self) -> None:
         """Forget every graph and give its memory back, because addresses are about to change."""

@@ -1,7 +1,8 @@
-"""Where a GPU's memory goes, as arithmetic: asked by the device before it allocates KV, and by `tlt doctor`.
+"""Where a GPU's memory goes, as arithmetic: asked by the device before it allocates KV, and by `tlt
+doctor`.
 
-Figures are bytes unless named otherwise. What is free counts what other programs hold, so nothing here needs to know them. What is said
-where memory is short is in `refusals.py`. No tensors.
+Figures are bytes unless named otherwise. What is free counts what other programs hold, so nothing
+here needs to know them. What is said where memory is short is in `refusals.py`. No tensors.
 """
 
 from __future__ import annotations
@@ -26,13 +27,24 @@ class Needs(NamedTuple):
     per_logits: int  # logits of one row
 
     @classmethod
-    def of(cls, settings: EngineSettings, config: ModelConfig, drafter: ModelConfig | None, values: int) -> Needs:
-        """`values`: parameters of target and drafter together; `settings`: nothing left to the device."""
+    def of(
+        cls, settings: EngineSettings, config: ModelConfig, drafter: ModelConfig | None, values: int
+    ) -> Needs:
+        """`values`: parameters of target and drafter together; `settings`: nothing left to the
+        device.
+        """
         itemsize = 4 if settings.dtype == "float32" else 2
         per_page = settings.page_size * slot_values(config, config.layers)
         if drafter is not None:
-            per_page += settings.page_size * slot_values(drafter, 1) + drafter.hidden_size  # and a hint per page
-        return cls(values * itemsize, per_page * itemsize, 8 * config.intermediate_size + 64 * config.hidden_size, 4 * config.vocab_size)
+            per_page += (
+                settings.page_size * slot_values(drafter, 1) + drafter.hidden_size
+            )  # and a hint per page
+        return cls(
+            values * itemsize,
+            per_page * itemsize,
+            8 * config.intermediate_size + 64 * config.hidden_size,
+            4 * config.vocab_size,
+        )
 
 
 def slot_values(config: ModelConfig, layers: int) -> int:
@@ -41,7 +53,9 @@ def slot_values(config: ModelConfig, layers: int) -> int:
 
 
 class Plan(NamedTuple):
-    """What the settings make of a GPU's memory. `free` and `total`: of the device, once the weights are loaded."""
+    """What the settings make of a GPU's memory. `free` and `total`: of the device, once the weights
+    are loaded.
+    """
 
     settings: EngineSettings
     needs: Needs
@@ -63,7 +77,10 @@ class Plan(NamedTuple):
     @property
     def working(self) -> int:
         """The largest step."""
-        return self.settings.max_rows * self.needs.per_row + sampled_rows(self.settings.max_running) * self.needs.per_logits
+        return (
+            self.settings.max_rows * self.needs.per_row
+            + sampled_rows(self.settings.max_running) * self.needs.per_logits
+        )
 
     @property
     def room(self) -> int:
@@ -80,7 +97,9 @@ class Plan(NamedTuple):
     @property
     def too_few(self) -> bool:
         """Whether `kv_memory_mb` holds no sequence; by `pages` a shorter one may be chosen."""
-        return bool(self.settings.kv_memory_mb and not self.settings.pages and self.held < self.least)
+        return bool(
+            self.settings.kv_memory_mb and not self.settings.pages and self.held < self.least
+        )
 
     @property
     def wanted(self) -> int:

@@ -1,7 +1,9 @@
-"""What is said where a GPU's memory is short: by how much, beside what, and which settings would make it fit.
+"""What is said where a GPU's memory is short: by how much, beside what, and which settings would
+make it fit.
 
-A remedy is offered only if it was tried on the plan and fits: the mildest value of one setting, or, where no single one will do, of a few
-together. Called by the device before it allocates and when the allocator fails, and by `tlt doctor`.
+A remedy is offered only if it was tried on the plan and fits: the mildest value of one setting, or,
+where no single one will do, of a few together. Called by the device before it allocates and when
+the allocator fails, and by `tlt doctor`.
 """
 
 from __future__ import annotations
@@ -37,7 +39,11 @@ class Lever(NamedTuple):
     def told(self, plan: Plan, value: Any) -> str:
         if self.setting == "weight_staging":
             return f"set weight_staging to {value} ({size(plan.staging)} are kept on the GPU for pushed weights)"
-        return f"{self.verb} {self.setting} to {value:g}" if isinstance(value, float) else f"{self.verb} {self.setting} to {value}"
+        return (
+            f"{self.verb} {self.setting} to {value:g}"
+            if isinstance(value, float)
+            else f"{self.verb} {self.setting} to {value}"
+        )
 
 
 def check_weights(settings: EngineSettings, needs: Needs, free: int, total: int) -> None:
@@ -45,9 +51,15 @@ def check_weights(settings: EngineSettings, needs: Needs, free: int, total: int)
     if needs.weights <= free:
         return
     halved = settings.dtype == "float32" and needs.weights // 2 <= free
-    remedies = [*(["serve dtype bfloat16 (halves them)"] if halved else []), *([BUSY] if needs.weights <= total - CONTEXT else []), SMALLER]
-    raise StartupError(f"the weights take {size(needs.weights)} in {settings.dtype}, {size(free)} of the GPU's {size(total)} are free, "
-                       f"{size(needs.weights - free)} too few; {', or '.join(remedies)}")
+    remedies = [
+        *(["serve dtype bfloat16 (halves them)"] if halved else []),
+        *([BUSY] if needs.weights <= total - CONTEXT else []),
+        SMALLER,
+    ]
+    raise StartupError(
+        f"the weights take {size(needs.weights)} in {settings.dtype}, {size(free)} of the GPU's {size(total)} are free, "
+        f"{size(needs.weights - free)} too few; {', or '.join(remedies)}"
+    )
 
 
 def check_plan(plan: Plan) -> None:
@@ -60,8 +72,10 @@ def check_plan(plan: Plan) -> None:
     elif settings.pages or settings.kv_memory_mb:
         found = f"{plan.wanted} KV pages take {size(plan.kv)}, the GPU is {size(plan.short)} short beside {plan.beside}"
     else:
-        found = (f"memory_fraction {settings.memory_fraction:g} of the GPU's {size(plan.total)} is {size(plan.short)} short of {sequence} "
-                 f"beside {plan.beside}")
+        found = (
+            f"memory_fraction {settings.memory_fraction:g} of the GPU's {size(plan.total)} is {size(plan.short)} short of {sequence} "
+            f"beside {plan.beside}"
+        )
     raise StartupError(f"{found}; {', or '.join(_remedies(plan))}")
 
 
@@ -78,12 +92,16 @@ def _remedies(plan: Plan) -> list[str]:
 def _settings(plan: Plan) -> list[str]:
     levers = _levers(plan)
     tried = [(lever, _mildest(plan, lever)) for lever in levers]
-    return [lever.told(plan, value) for lever, value in tried if value is not None] or _together(plan, levers)
+    return [lever.told(plan, value) for lever, value in tried if value is not None] or _together(
+        plan, levers
+    )
 
 
 def _levers(plan: Plan) -> list[Lever]:
     settings, page = plan.settings, plan.settings.page_size
-    shorter = Lever("max_model_len", range(-(-LEAST_LENGTH // page) * page, plan.max_model_len, page))
+    shorter = Lever(
+        "max_model_len", range(-(-LEAST_LENGTH // page) * page, plan.max_model_len, page)
+    )
     a_sequence = -(-plan.least * plan.needs.per_page // MIB)
     if settings.pages:
         levers = [Lever("pages", range(plan.least, settings.pages))]
@@ -93,21 +111,33 @@ def _levers(plan: Plan) -> list[Lever]:
         levers = [Lever("kv_memory_mb", range(a_sequence, settings.kv_memory_mb)), shorter]
     else:
         percents = range(round(MOST_FRACTION * 100), int(settings.memory_fraction * 100 + 1e-9), -1)
-        levers = [shorter, Lever("memory_fraction", [percent / 100 for percent in percents], "raise")]
+        levers = [
+            shorter,
+            Lever("memory_fraction", [percent / 100 for percent in percents], "raise"),
+        ]
     if plan.staging:
         levers.append(Lever("weight_staging", ["host"]))
-    return [*levers, Lever("max_rows", range(MOST_VERIFIED, settings.max_rows)), Lever("max_running", range(1, settings.max_running))]
+    return [
+        *levers,
+        Lever("max_rows", range(MOST_VERIFIED, settings.max_rows)),
+        Lever("max_running", range(1, settings.max_running)),
+    ]
 
 
 def _mildest(plan: Plan, lever: Lever) -> Any:
     """Value with which the plan fits; None without one."""
-    fitting = bisect_left(lever.values, True, key=lambda value: not changed(plan, {lever.setting: value}).fits)
+    fitting = bisect_left(
+        lever.values, True, key=lambda value: not changed(plan, {lever.setting: value}).fits
+    )
     return lever.values[fitting - 1] if fitting else None
 
 
 def _together(plan: Plan, levers: Sequence[Lever]) -> list[str]:
     """One remedy of several settings, those that free most; none where all together do not do."""
-    useful = sorted((lever for lever in levers if lever.values), key=lambda lever: changed(plan, {lever.setting: lever.values[0]}).short)
+    useful = sorted(
+        (lever for lever in levers if lever.values),
+        key=lambda lever: changed(plan, {lever.setting: lever.values[0]}).short,
+    )
     values: dict[str, Any] = {}
     for lever in useful:
         if not changed(plan, values).fits:
@@ -127,12 +157,16 @@ def _together(plan: Plan, levers: Sequence[Lever]) -> list[str]:
 def changed(plan: Plan, values: Mapping[str, Any]) -> Plan:
     """The plan with other settings; `max_model_len` among them."""
     rest = {name: value for name, value in values.items() if name != "max_model_len"}
-    return plan._replace(settings=msgspec.structs.replace(plan.settings, **rest),
-                         max_model_len=values.get("max_model_len", plan.max_model_len))
+    return plan._replace(
+        settings=msgspec.structs.replace(plan.settings, **rest),
+        max_model_len=values.get("max_model_len", plan.max_model_len),
+    )
 
 
 def exhausted(plan: Plan | None, what: str, said: str, *, free: int, total: int) -> str:
-    """Memory ran out where it was planned to suffice; `plan`: of KV, if it was made; `said` is the allocator's message."""
+    """Memory ran out where it was planned to suffice; `plan`: of KV, if it was made; `said` is the
+    allocator's message.
+    """
     remedies = _less_kv(plan, max(_asked(said) - free, RESERVE // 2)) if plan else [SMALLER]
     return f"the GPU has no room for {what}: {shortage(said, free=free, total=total)}; {', or '.join([*remedies, BUSY])}"
 
@@ -150,13 +184,28 @@ def _asked(said: str) -> int:
 
 
 def _less_kv(plan: Plan, less: int) -> list[str]:
-    """The setting that makes KV smaller by `less`, where a sequence still fits; what is not planned for grows with max_running."""
+    """The setting that makes KV smaller by `less`, where a sequence still fits; what is not planned
+    for grows with max_running.
+    """
     settings = plan.settings
     if settings.pages or settings.kv_memory_mb:
         lever = _levers(plan)[0]
     else:
-        percents = range(round(LEAST_FRACTION * 100), math.ceil(settings.memory_fraction * 100 - 1e-9))
+        percents = range(
+            round(LEAST_FRACTION * 100), math.ceil(settings.memory_fraction * 100 - 1e-9)
+        )
         lever = Lever("memory_fraction", [percent / 100 for percent in percents])
-    enough = bisect_left(lever.values, True, key=lambda value: changed(plan, {lever.setting: value}).kv > plan.kv - less)
-    offered = [lever.values[enough - 1]] if enough and changed(plan, {lever.setting: lever.values[enough - 1]}).fits else []
-    return [*(lever.told(plan, value) for value in offered), *(["lower max_running"] if settings.max_running > 1 else [])]
+    enough = bisect_left(
+        lever.values,
+        True,
+        key=lambda value: changed(plan, {lever.setting: value}).kv > plan.kv - less,
+    )
+    offered = (
+        [lever.values[enough - 1]]
+        if enough and changed(plan, {lever.setting: lever.values[enough - 1]}).fits
+        else []
+    )
+    return [
+        *(lever.told(plan, value) for value in offered),
+        *(["lower max_running"] if settings.max_running > 1 else []),
+    ]

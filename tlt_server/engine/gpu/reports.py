@@ -1,8 +1,11 @@
-"""Raw log-probs and alternatives of a step's tokens: computed by the device behind the step, read with its outcome.
+"""Raw log-probs and alternatives of a step's tokens: computed by the device behind the step, read
+with its outcome.
 
-They influence no token, so a request that asks for them is sampled, speculated on and planned ahead as any other, and a step without
-such a request pays nothing. The step's logits are read on the stream that the next step is queued on, so before it overwrites them.
-How much there is to read depends on the step, so it stays on the device until then: pinned memory is not allocated while steps run.
+They influence no token, so a request that asks for them is sampled, speculated on and planned ahead
+as any other, and a step without such a request pays nothing. The step's logits are read on the
+stream that the next step is queued on, so before it overwrites them. How much there is to read
+depends on the step, so it stays on the device until then: pinned memory is not allocated while
+steps run.
 
 Legend: A entries that ask, N tokens of an entry, K best tokens.
 """
@@ -32,11 +35,17 @@ class Reports(NamedTuple):
         if entry not in self.asking:
             return
         state = work.sequence.state
-        raw_logprob_N, token_NK, logprob_NK = (values[self.asking[entry], : len(emission.tokens)] for values in self.values)
+        raw_logprob_N, token_NK, logprob_NK = (
+            values[self.asking[entry], : len(emission.tokens)] for values in self.values
+        )
         if state.raw:
             emission.raw_logprobs = raw_logprob_N.tolist()
         if state.alternatives:
-            best = zip(token_NK[:, : state.alternatives].tolist(), logprob_NK[:, : state.alternatives].tolist(), strict=True)
+            best = zip(
+                token_NK[:, : state.alternatives].tolist(),
+                logprob_NK[:, : state.alternatives].tolist(),
+                strict=True,
+            )
             emission.top_logprobs = [_kept(token_ids, logprobs) for token_ids, logprobs in best]
 
 
@@ -44,15 +53,23 @@ class Reporter:
     def __init__(self, entries: PinnedRing, device: torch.device) -> None:
         """`entries` holds those of a step."""
         self._entries, self._device = entries, device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # to read on, beside the steps
+        self._stream = (
+            torch.cuda.Stream(device) if device.type == "cuda" else None
+        )  # to read on, beside the steps
 
     def launch(self, extend: Extend, entries: Sequence[tuple[int, Work]]) -> Reports | None:
         """On what these entries of the pass that has just been launched emit; None where none asks."""
-        asked = {entry: work for entry, work in entries if work.samples and work.sequence.reports and not work.sequence.by_host}
+        asked = {
+            entry: work
+            for entry, work in entries
+            if work.samples and work.sequence.reports and not work.sequence.by_host
+        }
         if not asked:
             return None
         best = best_of(max(work.sequence.state.alternatives for work in asked.values()))
-        return Reports({entry: a for a, entry in enumerate(asked)}, extend.report(self._upload([*asked]), best))
+        return Reports(
+            {entry: a for a, entry in enumerate(asked)}, extend.report(self._upload([*asked]), best)
+        )
 
     def rehearse(self, extend: Extend) -> None:
         """So that no request waits for a compiler."""

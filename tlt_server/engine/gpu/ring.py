@@ -1,4 +1,6 @@
-"""Pinned host buffers that a copy may still be reading or filling: each is handed out again once its copy has passed."""
+"""Pinned host buffers that a copy may still be reading or filling: each is handed out again once
+its copy has passed.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,12 @@ from torch import Tensor
 
 class PinnedRing:
     def __init__(self, count: int, ints: int, *, pinned: bool) -> None:
-        self._tensors = [torch.zeros(ints, dtype=torch.int32, pin_memory=pinned) for _ in range(count)]
-        self._events: list[torch.cuda.Event | None] = [torch.cuda.Event() if pinned else None for _ in range(count)]
+        self._tensors = [
+            torch.zeros(ints, dtype=torch.int32, pin_memory=pinned) for _ in range(count)
+        ]
+        self._events: list[torch.cuda.Event | None] = [
+            torch.cuda.Event() if pinned else None for _ in range(count)
+        ]
         self._next = 0
 
     def take(self) -> Slot:

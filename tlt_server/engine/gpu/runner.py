@@ -1,9 +1,11 @@
-"""The GPU runner: tells the device what the scheduler decided, launches draft and extend passes, takes results in a step late.
+"""The GPU runner: tells the device what the scheduler decided, launches draft and extend passes,
+takes results in a step late.
 
-`launch` costs the host one upload and a few graph launches and never waits for the step it launches; `collect` takes in the step
-before. Lengths, positions and whether a sequence has ended are known to the device first, so a step can follow one whose outcome the
-host has not seen. Where the host has to edit logits it samples itself (`by_host.py`), in a step of its own time; what is only said
-about tokens is computed behind the step (`reports.py`).
+`launch` costs the host one upload and a few graph launches and never waits for the step it
+launches; `collect` takes in the step before. Lengths, positions and whether a sequence has ended
+are known to the device first, so a step can follow one whose outcome the host has not seen. Where
+the host has to edit logits it samples itself (`by_host.py`), in a step of its own time; what is
+only said about tokens is computed behind the step (`reports.py`).
 """
 
 from __future__ import annotations
@@ -57,10 +59,24 @@ class Held(NamedTuple):
 
 
 class GpuRunner:
-    def __init__(self, state: DeviceState, attention: GpuAttention, drafters: dict[str, DeviceDrafter], graphs: GraphPool, *,
-                 shapes: Shapes, stream: torch.cuda.Stream | None, page_hint_PH: torch.Tensor | None) -> None:
+    def __init__(
+        self,
+        state: DeviceState,
+        attention: GpuAttention,
+        drafters: dict[str, DeviceDrafter],
+        graphs: GraphPool,
+        *,
+        shapes: Shapes,
+        stream: torch.cuda.Stream | None,
+        page_hint_PH: torch.Tensor | None,
+    ) -> None:
         self.state, self.graphs, self.shapes = state, graphs, shapes
-        self._attention, self._drafters, self._stream, self._page_hint_PH = attention, drafters, stream, page_hint_PH
+        self._attention, self._drafters, self._stream, self._page_hint_PH = (
+            attention,
+            drafters,
+            stream,
+            page_hint_PH,
+        )
         pinned = state.upload_U.device.type == "cuda"
         self._uploads = PinnedRing(RING, state.layout.size, pinned=pinned)
         entries = shapes.max_running + state.layout.works
@@ -80,7 +96,11 @@ class GpuRunner:
         return len(self._flights)
 
     def gauges(self) -> dict[str, float]:
-        return {name: value for drafter in self._drafters.values() for name, value in drafter.gauges().items()}
+        return {
+            name: value
+            for drafter in self._drafters.values()
+            for name, value in drafter.gauges().items()
+        }
 
     def launch(self, batch: Batch, strategy: Strategy) -> None:
         with torch.inference_mode(), torch.cuda.stream(self._stream):
@@ -110,7 +130,9 @@ class GpuRunner:
         return Finished(flight.batch, [emissions[id(work)] for work in flight.batch.works], cycle)
 
     def prepare(self, keys: list[DraftKey | ExtendKey], on_key: Callable[[int, int], None]) -> None:
-        """Run these keys once, in this order, and capture those that are kept; `on_key(done, of)` follows."""
+        """Run these keys once, in this order, and capture those that are kept; `on_key(done, of)`
+        follows.
+        """
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             self._upload([], [])
             for done, key in enumerate(keys):
@@ -135,8 +157,13 @@ class GpuRunner:
             self._hold(work)
         self._upload([work.sequence.slot for work in decoding], works)
 
-        strategy, name, key = self.shapes.step(len(decoding), strategy, sum(count for _, _, count in works), len(works),
-                                               filtered=any(_filters(work.sequence) for work in batch.works if work.samples))
+        strategy, name, key = self.shapes.step(
+            len(decoding),
+            strategy,
+            sum(count for _, _, count in works),
+            len(works),
+            filtered=any(_filters(work.sequence) for work in batch.works if work.samples),
+        )
         extend = self._extend(key)
         drafted: DraftPass | None = None
         if name:
@@ -146,18 +173,26 @@ class GpuRunner:
         entries = self._entries(decoding, prompts, key.batch)
         hosted = {e: work for e, work in entries if work.sequence.by_host and work.samples}
         by_host: dict[int, HostSampling] = {}
-        if hosted or any(work.sequence.request.sampling.prompt_logprobs is not None for work in prompts):
+        if hosted or any(
+            work.sequence.request.sampling.prompt_logprobs is not None for work in prompts
+        ):
             self._take_over()
             by_host = sample_by_host(extend, hosted, prompts)
         else:
             self.graphs.run(key, self._work(extend), keep=self.shapes.keeps(key))
         if drafted:
-            self._drafters[strategy.drafter].observe(extend.trees, extend.kept, drafted.nodes, extend.rows, key.decode_rows)
+            self._drafters[strategy.drafter].observe(
+                extend.trees, extend.kept, drafted.nodes, extend.rows, key.decode_rows
+            )
         outcome = self._outcomes.take()
-        outcome.tensor[: extend.outcome_EF.numel()].copy_(extend.outcome_EF.view(-1), non_blocking=True)
+        outcome.tensor[: extend.outcome_EF.numel()].copy_(
+            extend.outcome_EF.view(-1), non_blocking=True
+        )
         reports = self._reporter.launch(extend, entries)
         outcome.mark()
-        self._flights.append(Flight(batch, strategy, key, decoding, prompts, outcome, reports, by_host))
+        self._flights.append(
+            Flight(batch, strategy, key, decoding, prompts, outcome, reports, by_host)
+        )
 
     @staticmethod
     def _entries(decoding: list[Work], prompts: list[Work], size: int) -> list[tuple[int, Work]]:
@@ -170,18 +205,39 @@ class GpuRunner:
         if held is None or held.sequence is not sequence or held.life != sequence.life:
             self._begin(sequence, work.start)
         elif len(sequence.pages) > held.pages:
-            self._change(lambda upload: upload.extend_pages(sequence.slot, held.pages, sequence.pages[held.pages :]))
+            self._change(
+                lambda upload: upload.extend_pages(
+                    sequence.slot, held.pages, sequence.pages[held.pages :]
+                )
+            )
         self._held[sequence.slot] = Held(sequence, sequence.life, len(sequence.pages))
 
     def _begin(self, sequence: Sequence, start: int) -> None:
-        sampling, request, size = sequence.request.sampling, sequence.request, self.state.cache.page_size
+        sampling, request, size = (
+            sequence.request.sampling,
+            sequence.request,
+            self.state.cache.page_size,
+        )
         reads_page = self._page_hint_PH is not None and start > 0 and start % size == 0
-        self._change(lambda upload: upload.admit(
-            sequence.slot, sequence.tokens, sequence.pages, limit=sequence.length + sequence.remaining, seed=request.seed,
-            temperature=sampling.temperature, top_p=sampling.top_p, min_p=sampling.min_p, top_k=sampling.top_k,
-            stop_ids=sorted(sequence.state.stop_ids)[: self.state.layout.stops],  # the host sees to the others, a step later
-            drafts=request.sd and not sequence.by_host, group=_group(sequence),
-            hint_page=sequence.pages[start // size - 1] if reads_page else -1))
+        self._change(
+            lambda upload: upload.admit(
+                sequence.slot,
+                sequence.tokens,
+                sequence.pages,
+                limit=sequence.length + sequence.remaining,
+                seed=request.seed,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                min_p=sampling.min_p,
+                top_k=sampling.top_k,
+                stop_ids=sorted(sequence.state.stop_ids)[
+                    : self.state.layout.stops
+                ],  # the host sees to the others, a step later
+                drafts=request.sd and not sequence.by_host,
+                group=_group(sequence),
+                hint_page=sequence.pages[start // size - 1] if reads_page else -1,
+            )
+        )
 
     def _change(self, write: Callable[[Upload], bool]) -> None:
         """Put a change into the upload; what is in it goes first when there is no room."""
@@ -209,7 +265,9 @@ class GpuRunner:
         apply(self.state.upload_U, self.state.layout, self.state.places, self._page_hint_PH)
 
     def _work(self, part: DraftPass | Extend) -> Callable[[], None]:
-        """Of a pass. The first one of a step takes over what was sent, which costs less there than as a launch of its own."""
+        """Of a pass. The first one of a step takes over what was sent, which costs less there than
+        as a launch of its own.
+        """
         if isinstance(part, Extend) and not part.key.plain:
             return part.run
 
@@ -228,7 +286,9 @@ class GpuRunner:
         self._last_batch = places, works
 
     def _extend(self, key: ExtendKey) -> Extend:
-        """A pass that is never captured is made for its one step: there are too many sizes to keep their buffers."""
+        """A pass that is never captured is made for its one step: there are too many sizes to keep
+        their buffers.
+        """
         extend = self._extends.get(key)
         if extend is None:
             extend = Extend(key, self.state, self._attention, list(self._drafters.values()))
@@ -250,8 +310,11 @@ class GpuRunner:
             if outcome.broken_E[entry]:
                 return Emission(error=EngineFailed(NOT_FINITE))
             count = int(outcome.count_E[entry])
-            emission = Emission(tokens=outcome.token_EA[entry, :count].tolist(), logprobs=outcome.logprob_EA[entry, :count].tolist(),
-                                drafted=int(outcome.verified_E[entry]))
+            emission = Emission(
+                tokens=outcome.token_EA[entry, :count].tolist(),
+                logprobs=outcome.logprob_EA[entry, :count].tolist(),
+                drafted=int(outcome.verified_E[entry]),
+            )
             if flight.reports:
                 flight.reports.add_to(emission, entry, work)
         if entry in flight.by_host:
@@ -262,10 +325,23 @@ class GpuRunner:
 def _group(sequence: Sequence) -> int:
     """Sequences that may draft from each other's text have the same."""
     request = sequence.request
-    own = request.group_id.encode() if request.group_id else sequence.tokens[: sequence.prompt_len].tobytes()
-    return int.from_bytes(blake2b(len(request.salt).to_bytes(4) + request.salt.encode() + own, digest_size=4).digest()) >> 1
+    own = (
+        request.group_id.encode()
+        if request.group_id
+        else sequence.tokens[: sequence.prompt_len].tobytes()
+    )
+    return (
+        int.from_bytes(
+            blake2b(
+                len(request.salt).to_bytes(4) + request.salt.encode() + own, digest_size=4
+            ).digest()
+        )
+        >> 1
+    )
 
 
 def _filters(sequence: Sequence) -> bool:
     sampling = sequence.request.sampling
-    return sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0)
+    return sampling.temperature > 0 and (
+        sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
+    )

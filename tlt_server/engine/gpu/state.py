@@ -1,7 +1,9 @@
-"""What lives on the device while the engine runs: weights, KV, places, and the slots behind the pages.
+"""What lives on the device while the engine runs: weights, KV, places, and the slots behind the
+pages.
 
-Slots of both KV caches are numbered alike: [pages | verified draft rows | trash | the drafter's own tree rows], the last of which only
-the drafter's cache has. A row that does not count writes to the trash slot. Made by `devices/cuda.py`, read by everything that is captured.
+Slots of both KV caches are numbered alike: [pages | verified draft rows | trash | the drafter's own
+tree rows], the last of which only the drafter's cache has. A row that does not count writes to the
+trash slot. Made by `devices/cuda.py`, read by everything that is captured.
 
 Legend: P pages, H hidden, U upload, S sampled rows of a step at most, V vocabulary.
 """
@@ -37,7 +39,9 @@ class Slots:
 
 @dataclass
 class DeviceState:
-    """Only `model` ever changes: to the object that holds the resident storage, see `models.gpu.exchange`."""
+    """Only `model` ever changes: to the object that holds the resident storage, see
+    `models.gpu.exchange`.
+    """
 
     model: GpuDecoder
     cache: KVCache

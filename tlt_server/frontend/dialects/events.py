@@ -1,6 +1,7 @@
 """What clients wait for: `GET /events` tells the server's state, and again whenever it has changed.
 
-A state is the newest, not a history: a reader that is slow misses what lay between two of them, and nothing piles up.
+A state is the newest, not a history: a reader that is slow misses what lay between two of them, and
+nothing piles up.
 """
 
 from __future__ import annotations
@@ -21,8 +22,12 @@ from tlt_server.frontend.queries import seconds
 
 MAX_WAIT_S = 86400.0
 LOOK_S = 0.05
-WAIT_S = Parameter("wait_s", "query", "the longest time to wait for changes; 0: only the state that there is",
-                   {"type": "number", "minimum": 0, "maximum": MAX_WAIT_S, "default": 0})
+WAIT_S = Parameter(
+    "wait_s",
+    "query",
+    "the longest time to wait for changes; 0: only the state that there is",
+    {"type": "number", "minimum": 0, "maximum": MAX_WAIT_S, "default": 0},
+)
 
 State = TypeVar("State")
 
@@ -30,17 +35,33 @@ State = TypeVar("State")
 class ServerState(Struct, frozen=True):
     ready: Annotated[bool, Meta(description="whether a request sent now would be taken")]
     reason: Annotated[str, Meta(description="why not; else empty")]
-    draining: Annotated[bool, Meta(description="whether the server is about to stop; this state is the last")]
+    draining: Annotated[
+        bool, Meta(description="whether the server is about to stop; this state is the last")
+    ]
     paused: Annotated[bool, Meta(description="whether a pause holds")]
     asleep: Annotated[list[str], Meta(description="memory that is given back: weights, kv_cache")]
-    weight_version: Annotated[str, Meta(description="the target's version that is live; empty until the engine has been ready")]
-    drafter_version: Annotated[str, Meta(description="the drafter's; empty where none can be pushed")]
-    engine_pid: Annotated[int, Meta(description="the engine's process, another one after a restart; 0 until it has been ready")]
+    weight_version: Annotated[
+        str,
+        Meta(
+            description="the target's version that is live; empty until the engine has been ready"
+        ),
+    ]
+    drafter_version: Annotated[
+        str, Meta(description="the drafter's; empty where none can be pushed")
+    ]
+    engine_pid: Annotated[
+        int,
+        Meta(
+            description="the engine's process, another one after a restart; 0 until it has been ready"
+        ),
+    ]
 
 
 def routes(service: Service) -> list[Endpoint]:
     async def events(request: Request) -> Response:
-        """The server's state, as the server-sent event `state`; with `?wait_s=`, at most a day, again whenever it has changed."""
+        """The server's state, as the server-sent event `state`; with `?wait_s=`, at most a day,
+        again whenever it has changed.
+        """
         wait_s = seconds(request, "wait_s", MAX_WAIT_S)
 
         async def frames() -> AsyncIterator[bytes]:
@@ -49,10 +70,22 @@ def routes(service: Service) -> list[Endpoint]:
                 if state.draining:
                     return
 
-        return StreamingResponse(frames(), media_type="text/event-stream", headers={"cache-control": "no-store"})
+        return StreamingResponse(
+            frames(), media_type="text/event-stream", headers={"cache-control": "no-store"}
+        )
 
-    return [Endpoint("GET", "/events", events, needs="any", parameters=(WAIT_S,), text="text/event-stream",
-                     streams=(("state", ServerState),), raises=(InvalidRequest,))]
+    return [
+        Endpoint(
+            "GET",
+            "/events",
+            events,
+            needs="any",
+            parameters=(WAIT_S,),
+            text="text/event-stream",
+            streams=(("state", ServerState),),
+            raises=(InvalidRequest,),
+        )
+    ]
 
 
 def server_state(service: Service) -> ServerState:
@@ -63,8 +96,16 @@ def server_state(service: Service) -> ServerState:
     except Unavailable as error:
         reason = error.message
     info = engine.info
-    return ServerState(not reason, reason, engine.draining, engine.halt.paused, sorted(engine.halt.asleep),
-                       info.weight_version if info else "", info.drafter_version if info else "", info.pid if info else 0)
+    return ServerState(
+        not reason,
+        reason,
+        engine.draining,
+        engine.halt.paused,
+        sorted(engine.halt.asleep),
+        info.weight_version if info else "",
+        info.drafter_version if info else "",
+        info.pid if info else 0,
+    )
 
 
 async def changes(look: Callable[[], State], wait_s: float) -> AsyncIterator[State]:

@@ -1,8 +1,9 @@
-"""The native dialect: `POST /generate` with a batch of requests; a JSON reply, or server-sent events as items finish.
+"""The native dialect: `POST /generate` with a batch of requests; a JSON reply, or server-sent
+events as items finish.
 
-A JSON reply has one entry per item, in order of the request: a result or an error. When no item succeeded its status is the first
-error's. Events: `token`, `result`, `error` (one per item), and a last `done`. A batch that is detached, or
-has an Idempotency-Key, runs as a rollout.
+A JSON reply has one entry per item, in order of the request: a result or an error. When no item
+succeeded its status is the first error's. Events: `token`, `result`, `error` (one per item), and a
+last `done`. A batch that is detached, or has an Idempotency-Key, runs as a rollout.
 """
 
 from __future__ import annotations
@@ -37,7 +38,14 @@ from tlt_server.frontend.admission import Demand
 from tlt_server.frontend.auth import caller_of
 from tlt_server.frontend.delivery import EventStream, reply, while_connected
 from tlt_server.frontend.endpoints import Endpoint, Parameter
-from tlt_server.frontend.generation import Event, Generation, ItemError, ItemResult, Service, TokenEvent
+from tlt_server.frontend.generation import (
+    Event,
+    Generation,
+    ItemError,
+    ItemResult,
+    Service,
+    TokenEvent,
+)
 from tlt_server.frontend.replies import Refusal, error_body, json_response, unexpected
 from tlt_server.frontend.requests import ItemFields, NativeRequest, checked, read_object, shown
 from tlt_server.frontend.rollout import Rollout
@@ -48,8 +56,12 @@ from tlt_server.frontend.validation import BREATH, NATIVE, Batch
 
 MAX_KEY = 256
 BORROWED = ("text", "input_ids")  # fields that make a body SGLang's
-IDEMPOTENCY_KEY = Parameter("Idempotency-Key", "header", "names the batch, so that it never runs twice: 1 to 256 printable characters",
-                            {"type": "string", "minLength": 1, "maxLength": MAX_KEY, "pattern": "^[!-~]+$"})
+IDEMPOTENCY_KEY = Parameter(
+    "Idempotency-Key",
+    "header",
+    "names the batch, so that it never runs twice: 1 to 256 printable characters",
+    {"type": "string", "minLength": 1, "maxLength": MAX_KEY, "pattern": "^[!-~]+$"},
+)
 
 
 class Usage(msgspec.Struct):
@@ -69,14 +81,16 @@ def routes(service: Service) -> list[Endpoint]:
     async def generate(request: Request) -> Response:
         """Generate n choices for each prompt of a batch.
 
-        All of the batch is admitted or nothing. The reply has one entry per item, in order: choices or an error; where no item
-        succeeded, its status is the first error's. With `stream`, server-sent events: `token`, then `result` or `error` per item, and
-        a last `done`. With `detach` the reply comes at once, with status 202 and the id of a rollout, which `GET /rollouts/{id}`
-        follows. With the header Idempotency-Key the batch goes on when the client leaves, and the same request with the same key gets
-        the same reply, never a second run.
+        All of the batch is admitted or nothing. The reply has one entry per item, in order: choices
+        or an error; where no item succeeded, its status is the first error's. With `stream`,
+        server-sent events: `token`, then `result` or `error` per item, and a last `done`. With
+        `detach` the reply comes at once, with status 202 and the id of a rollout, which `GET
+        /rollouts/{id}` follows. With the header Idempotency-Key the batch goes on when the client
+        leaves, and the same request with the same key gets the same reply, never a second run.
 
-        A body with `text` or `input_ids` in place of `requests` is taken as SGLang's, and so is the form of the reply: one object, or a
-        list for several prompts or choices; a stream has chunks with all that there is so far, and a last `[DONE]`.
+        A body with `text` or `input_ids` in place of `requests` is taken as SGLang's, and so is the
+        form of the reply: one object, or a list for several prompts or choices; a stream has chunks
+        with all that there is so far, and a last `[DONE]`.
         """
         key = _key(request)
         if not key:
@@ -87,25 +101,41 @@ def routes(service: Service) -> list[Endpoint]:
         rollout = rollouts.keyed(owner, key, digest)
         if rollout is not None:
             return await _attached(request, rollout)
-        service.engine.check_room(Demand(sequences=1))  # the body may have taken its time; and where nothing fits, none is parsed
+        service.engine.check_room(
+            Demand(sequences=1)
+        )  # the body may have taken its time; and where nothing fits, none is parsed
         content = await read_object(body, "requests")
         borrowed = [name for name in BORROWED if name in content]
         if borrowed and "requests" in content:
-            raise InvalidRequest(f"the body has requests and {borrowed[0]}; requests is the native form, {borrowed[0]} SGLang's: send one")
+            raise InvalidRequest(
+                f"the body has requests and {borrowed[0]}; requests is the native form, {borrowed[0]} SGLang's: send one"
+            )
         if "requests" not in content and not borrowed:
-            raise InvalidRequest("requests is missing; give requests, or, as SGLang's clients do, text or input_ids")
+            raise InvalidRequest(
+                "requests is missing; give requests, or, as SGLang's clients do, text or input_ids"
+            )
         if borrowed:
             return await sglang(service, request, content)
         asked = await _asked(service, content)
         if asked.stream and (asked.detach or key):
-            raise InvalidRequest(f"stream is true with {'detach' if asked.detach else 'an Idempotency-Key'}; a rollout is fetched, not "
-                                 "streamed: leave one of the two out")
+            raise InvalidRequest(
+                f"stream is true with {'detach' if asked.detach else 'an Idempotency-Key'}; a rollout is fetched, not "
+                "streamed: leave one of the two out"
+            )
         assert service.engine.info is not None
         batch = await service.validator.batch(asked, service.engine.info)
         if asked.detach or key:  # while this batch was tokenised its twin may have begun
             rollout = rollouts.keyed(owner, key, digest)
-            return await _attached(request, rollout or rollouts.begin(batch, owner=owner, key=key, digest=digest, detached=asked.detach))
-        generation = service.start(batch, owner)  # a batch that is not admitted is an HTTP error, not a stream
+            return await _attached(
+                request,
+                rollout
+                or rollouts.begin(
+                    batch, owner=owner, key=key, digest=digest, detached=asked.detach
+                ),
+            )
+        generation = service.start(
+            batch, owner
+        )  # a batch that is not admitted is an HTTP error, not a stream
         if batch.stream:
             return EventStream(_frames(service, batch, generation), generation)
         return await reply(request, _collect(service, batch, generation), generation)
@@ -123,16 +153,46 @@ def routes(service: Service) -> list[Endpoint]:
         told = await asyncio.to_thread(Told, await rollouts.results(rollout))
         return told.whole(service, told.by_id)
 
-    ends = (QueueTimeout, DeadlineExceeded, EngineFailed, Poisoned, StorageFailed, Unavailable)  # of an item
-    example = {"requests": [{"prompt": "2+2=", "n": 2, "seed": 7}], "sampling": {"max_tokens": 16, "temperature": 0.8}}
-    return [Endpoint(
-        "POST", "/generate", generate, needs="data", parameters=(IDEMPOTENCY_KEY,), takes=NativeRequest | GenerateFields, example=example,
-        gives=Reply, gives_instead=(Generated, list[Generated]),
-        gives_also_at=tuple({400, *(error.http_status for error in ends)}), others={202: RolloutStatus},
-        headers={"X-Rollout-Id": "The rollout, of a batch that is detached or has an Idempotency-Key."},
-        streams=(("token", Token), ("result", wire.ItemResult), ("error", wire.ItemResult), ("done", Done), ("message", Generated),
-                 ("message", Refusal), ("message", Literal["[DONE]"])),
-        raises=(Conflict, QueueFull, Overloaded, *ends))]
+    ends = (
+        QueueTimeout,
+        DeadlineExceeded,
+        EngineFailed,
+        Poisoned,
+        StorageFailed,
+        Unavailable,
+    )  # of an item
+    example = {
+        "requests": [{"prompt": "2+2=", "n": 2, "seed": 7}],
+        "sampling": {"max_tokens": 16, "temperature": 0.8},
+    }
+    return [
+        Endpoint(
+            "POST",
+            "/generate",
+            generate,
+            needs="data",
+            parameters=(IDEMPOTENCY_KEY,),
+            takes=NativeRequest | GenerateFields,
+            example=example,
+            gives=Reply,
+            gives_instead=(Generated, list[Generated]),
+            gives_also_at=tuple({400, *(error.http_status for error in ends)}),
+            others={202: RolloutStatus},
+            headers={
+                "X-Rollout-Id": "The rollout, of a batch that is detached or has an Idempotency-Key."
+            },
+            streams=(
+                ("token", Token),
+                ("result", wire.ItemResult),
+                ("error", wire.ItemResult),
+                ("done", Done),
+                ("message", Generated),
+                ("message", Refusal),
+                ("message", Literal["[DONE]"]),
+            ),
+            raises=(Conflict, QueueFull, Overloaded, *ends),
+        )
+    ]
 
 
 async def _asked(service: Service, content: dict[str, Any]) -> NativeRequest:
@@ -153,15 +213,24 @@ def _key(request: Request) -> str:
     """The Idempotency-Key, empty without one."""
     key = request.headers.get("idempotency-key")
     if key is not None and not (re.fullmatch(r"[!-~]+", key) and len(key) <= MAX_KEY):
-        raise InvalidRequest(f"the header Idempotency-Key is {shown(key)}; it must be 1 to {MAX_KEY} printable ASCII characters without "
-                             "spaces, such as a UUID")
+        raise InvalidRequest(
+            f"the header Idempotency-Key is {shown(key)}; it must be 1 to {MAX_KEY} printable ASCII characters without "
+            "spaces, such as a UUID"
+        )
     return key or ""
 
 
 def phrase(event: Event) -> tuple[str, dict[str, Any]]:
     match event:
         case TokenEvent(id, delta):
-            return "token", {"id": id, **{name: value for name, value in msgspec.structs.asdict(delta).items() if value is not UNSET}}
+            return "token", {
+                "id": id,
+                **{
+                    name: value
+                    for name, value in msgspec.structs.asdict(delta).items()
+                    if value is not UNSET
+                },
+            }
         case ItemResult(id, choices):
             return "result", {"id": id, "choices": choices}
         case ItemError(id, error):
@@ -169,7 +238,9 @@ def phrase(event: Event) -> tuple[str, dict[str, Any]]:
 
 
 class Told:
-    """Items that have ended, encoded as they come: all at once would keep every other reply waiting."""
+    """Items that have ended, encoded as they come: all at once would keep every other reply
+    waiting.
+    """
 
     def __init__(self, ended: Iterable[ItemResult | ItemError] = ()) -> None:
         self.usage = Usage()
@@ -193,7 +264,9 @@ class Told:
         """The reply to a batch whose items have all ended."""
         content = self.content(service, ids)
         if len(self.errors) == len(self.by_id):
-            return json_response(content, self.errors[0].http_status, retry_after_s=self.errors[0].retry_after_s)
+            return json_response(
+                content, self.errors[0].http_status, retry_after_s=self.errors[0].retry_after_s
+            )
         return json_response(content)
 
 
@@ -217,7 +290,9 @@ async def _frames(service: Service, batch: Batch, generation: Generation) -> Asy
             else:
                 waiting.discard(event.id)
             yield _frame(*phrase(event))
-    except Exception as error:  # our own bug, but the status line is long gone: say so in the stream
+    except (
+        Exception
+    ) as error:  # our own bug, but the status line is long gone: say so in the stream
         for id in waiting:
             yield _frame(*phrase(ItemError(id, unexpected(error))))
     yield _frame("done", _footer(service, usage))

@@ -1,7 +1,8 @@
 """For operators and orchestrators: probes, metrics, and what this server is.
 
-`/livez`: this process works and its engine has not gone, or is back. `/startupz`: the engine has been ready. `/readyz`: a request
-sent now would be taken. `/health`: it would, or a pause or a sleep that was asked for is all that stands against it.
+`/livez`: this process works and its engine has not gone, or is back. `/startupz`: the engine has
+been ready. `/readyz`: a request sent now would be taken. `/health`: it would, or a pause or a sleep
+that was asked for is all that stands against it.
 """
 
 from __future__ import annotations
@@ -56,13 +57,20 @@ def routes(service: Service) -> list[Endpoint]:
 
     async def metrics(request: Request) -> Response:
         """Prometheus metrics."""
-        return Response(service.metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(
+            service.metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8"
+        )
 
     async def info(request: Request) -> Response:
         """What this server is: model, engine, limits and settings."""
         return json_response(server_info(service, caller_of(request)))
 
-    form = Parameter("config_format", "query", "accepted and without effect: the reply is JSON", {"type": "string"})
+    form = Parameter(
+        "config_format",
+        "query",
+        "accepted and without effect: the reply is JSON",
+        {"type": "string"},
+    )
     return [
         Endpoint("GET", "/health", healthy, needs="open", gives=Status, raises=(Unavailable,)),
         Endpoint("GET", "/readyz", ready, needs="open", gives=Status, raises=(Unavailable,)),

@@ -1,7 +1,9 @@
-"""The built-in page: `GET /` is the file `page.html`, the same bytes for everybody, with no figure and no secret in it.
+"""The built-in page: `GET /` is the file `page.html`, the same bytes for everybody, with no figure
+and no secret in it.
 
-The browser reads what it shows from the other routes, with the key that its user enters. The Content-Security-Policy lets nothing in but
-this server's replies and the page's own script and style, by their digests.
+The browser reads what it shows from the other routes, with the key that its user enters. The
+Content-Security-Policy lets nothing in but this server's replies and the page's own script and
+style, by their digests.
 """
 
 from __future__ import annotations
@@ -45,7 +47,15 @@ def _policy(html: str) -> str:
         (content,) = re.findall(f"<{element}>(.*?)</{element}>", html, re.DOTALL)
         return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
 
-    return "; ".join((
-        "default-src 'none'", f"script-src {digests('script')}", f"style-src {digests('style')}", "img-src data:", "connect-src 'self'",
-        "base-uri 'none'", "form-action 'none'", "frame-ancestors 'none'",
-    ))
+    return "; ".join(
+        (
+            "default-src 'none'",
+            f"script-src {digests('script')}",
+            f"style-src {digests('style')}",
+            "img-src data:",
+            "connect-src 'self'",
+            "base-uri 'none'",
+            "form-action 'none'",
+            "frame-ancestors 'none'",
+        )
+    )

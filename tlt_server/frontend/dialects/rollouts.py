@@ -1,4 +1,5 @@
-"""Rollouts: follow, fetch, list and delete the batches that `POST /generate` detached or began under an Idempotency-Key.
+"""Rollouts: follow, fetch, list and delete the batches that `POST /generate` detached or began
+under an Idempotency-Key.
 
 None of these needs the engine: results can be fetched while it restarts.
 """
@@ -23,7 +24,12 @@ from tlt_server.frontend.rollout import Rollout
 
 MAX_WAIT_S = 60.0
 ID = Parameter("id", "path", "of the reply to the request that began it")
-WAIT_S = Parameter("wait_s", "query", "the longest time to wait for its end", {"type": "number", "minimum": 0, "maximum": MAX_WAIT_S})
+WAIT_S = Parameter(
+    "wait_s",
+    "query",
+    "the longest time to wait for its end",
+    {"type": "number", "minimum": 0, "maximum": MAX_WAIT_S},
+)
 
 
 def routes(service: Service) -> list[Endpoint]:
@@ -32,17 +38,28 @@ def routes(service: Service) -> list[Endpoint]:
     async def fetch(request: Request) -> Response:
         """The results of a rollout so far, and whether it is done.
 
-        With `?wait_s=`, at most 60, the reply comes when it is done or that time is up. Fetching changes nothing, so it may be repeated;
-        but once a finished rollout has been fetched, it may be forgotten early to make room for new ones.
+        With `?wait_s=`, at most 60, the reply comes when it is done or that time is up. Fetching
+        changes nothing, so it may be repeated; but once a finished rollout has been fetched, it may
+        be forgotten early to make room for new ones.
         """
-        rollout, wait_s = rollouts.find(request.path_params["id"], caller_of(request)), seconds(request, "wait_s", MAX_WAIT_S)
+        rollout, wait_s = (
+            rollouts.find(request.path_params["id"], caller_of(request)),
+            seconds(request, "wait_s", MAX_WAIT_S),
+        )
 
         async def when_done() -> Response:
             if wait_s and rollout.done_s is None:
                 await rollout.wait(wait_s)
             told = await asyncio.to_thread(Told, await rollouts.results(rollout))
             results = told.content(service, told.by_id)
-            return json_response({"id": rollout.header.id, "status": rollout.status, "progress": _progress(rollout), **results})
+            return json_response(
+                {
+                    "id": rollout.header.id,
+                    "status": rollout.status,
+                    "progress": _progress(rollout),
+                    **results,
+                }
+            )
 
         return await while_connected(request, when_done())
 
@@ -53,18 +70,48 @@ def routes(service: Service) -> list[Endpoint]:
         return json_response(RolloutStatus(rollout.header.id, "deleted"))
 
     async def every(request: Request) -> Response:
-        """The rollouts kept that this key began, oldest first, without prompts and results; with the scope operate, all of them."""
-        return json_response(RolloutList([
-            RolloutSummary(rollout.header.id, rollout.status, rollout.header.detached, rollout.header.created_s, rollout.done_s,
-                           rollout.bytes, _progress(rollout), rollout.header.owner)
-            for rollout in rollouts if caller_of(request).sees(rollout.header.owner)
-        ]))
+        """The rollouts kept that this key began, oldest first, without prompts and results; with
+        the scope operate, all of them.
+        """
+        return json_response(
+            RolloutList(
+                [
+                    RolloutSummary(
+                        rollout.header.id,
+                        rollout.status,
+                        rollout.header.detached,
+                        rollout.header.created_s,
+                        rollout.done_s,
+                        rollout.bytes,
+                        _progress(rollout),
+                        rollout.header.owner,
+                    )
+                    for rollout in rollouts
+                    if caller_of(request).sees(rollout.header.owner)
+                ]
+            )
+        )
 
     return [
         Endpoint("GET", "/rollouts", every, needs="data", gives=RolloutList),
-        Endpoint("GET", "/rollouts/{id}", fetch, needs="data", parameters=(ID, WAIT_S), gives=RolloutReply,
-                 raises=(InvalidRequest, NotFound)),
-        Endpoint("DELETE", "/rollouts/{id}", delete, needs="data", parameters=(ID,), gives=RolloutStatus, raises=(NotFound,)),
+        Endpoint(
+            "GET",
+            "/rollouts/{id}",
+            fetch,
+            needs="data",
+            parameters=(ID, WAIT_S),
+            gives=RolloutReply,
+            raises=(InvalidRequest, NotFound),
+        ),
+        Endpoint(
+            "DELETE",
+            "/rollouts/{id}",
+            delete,
+            needs="data",
+            parameters=(ID,),
+            gives=RolloutStatus,
+            raises=(NotFound,),
+        ),
     ]
 
 

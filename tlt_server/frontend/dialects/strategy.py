@@ -1,6 +1,8 @@
-"""Which strategy speculates: `GET /strategy` says what is in force, `PUT /strategy` replaces the policy between two steps.
+"""Which strategy speculates: `GET /strategy` says what is in force, `PUT /strategy` replaces the
+policy between two steps.
 
-A switch never changes a token: it decides how many of the fixed tokens one pass reveals. Nothing is flushed, running requests go on.
+A switch never changes a token: it decides how many of the fixed tokens one pass reveals. Nothing is
+flushed, running requests go on.
 """
 
 from __future__ import annotations
@@ -22,12 +24,25 @@ from tlt_server.records import EngineInfo, SetPolicy, Strategy
 from tlt_server.speculation.policies import POLICIES
 from tlt_server.speculation.policies.arms import ladder
 
-LIMITS = {"depth": 64, "width": 32, "rows": 256}  # of a strategy set while serving; larger trees gain nothing and stall a step
+LIMITS = {
+    "depth": 64,
+    "width": 32,
+    "rows": 256,
+}  # of a strategy set while serving; larger trees gain nothing and stall a step
 
 
 class PolicyFields(Strict):
-    policy: Annotated[str, Field(description="who chooses each step's strategy", json_schema_extra={"enum": list(POLICIES)})]
-    strategy: Annotated[str | None, Field(description="for the policy fixed: drafter:DEPTHxWIDTHxROWS, such as eagle:7x4x16")] = None
+    policy: Annotated[
+        str,
+        Field(
+            description="who chooses each step's strategy",
+            json_schema_extra={"enum": list(POLICIES)},
+        ),
+    ]
+    strategy: Annotated[
+        str | None,
+        Field(description="for the policy fixed: drafter:DEPTHxWIDTHxROWS, such as eagle:7x4x16"),
+    ] = None
 
 
 class StrategyState(Struct, frozen=True):
@@ -35,7 +50,9 @@ class StrategyState(Struct, frozen=True):
 
     policy: Annotated[str, Meta(description="who chooses each step's strategy")]
     strategy: Annotated[str | None, Meta(description="the one of the policy fixed; else null")]
-    in_force: Annotated[str | None, Meta(description="what the last step used; null before the first")]
+    in_force: Annotated[
+        str | None, Meta(description="what the last step used; null before the first")
+    ]
     arms: Annotated[list[str], Meta(description="the strategies that a policy chooses from")]
     policies: Annotated[list[str], Meta(description="that can be set")]
     drafters: Annotated[list[str], Meta(description="that are loaded")]
@@ -52,7 +69,8 @@ def routes(service: Service) -> list[Endpoint]:
     async def put(request: Request) -> Response:
         """Replace the policy between two steps.
 
-        No token changes and no running request is disturbed: a strategy decides how many of the fixed tokens one pass reveals.
+        No token changes and no running request is disturbed: a strategy decides how many of the
+        fixed tokens one pass reveals.
         """
         engine.check_running()
         body = await request.body()
@@ -62,9 +80,19 @@ def routes(service: Service) -> list[Endpoint]:
         return json_response(_state(service))
 
     return [
-        Endpoint("GET", "/strategy", get, needs="operate", gives=StrategyState, raises=(Unavailable,)),
-        Endpoint("PUT", "/strategy", put, needs="operate", takes=PolicyFields, example={"policy": "off"}, gives=StrategyState,
-                 raises=(Unavailable,)),
+        Endpoint(
+            "GET", "/strategy", get, needs="operate", gives=StrategyState, raises=(Unavailable,)
+        ),
+        Endpoint(
+            "PUT",
+            "/strategy",
+            put,
+            needs="operate",
+            takes=PolicyFields,
+            example={"policy": "off"},
+            gives=StrategyState,
+            raises=(Unavailable,),
+        ),
     ]
 
 
@@ -91,12 +119,18 @@ def _parse(content: dict[str, Any], info: EngineInfo) -> SetPolicy:
     asked, loaded = checked(PolicyFields, content), _drafters(info)
     policy, text = asked.policy, asked.strategy
     if policy not in POLICIES:
-        raise InvalidRequest(f"policy is {shown(policy)}; known are {', '.join(POLICIES)}{nearest(policy, POLICIES)}")
+        raise InvalidRequest(
+            f"policy is {shown(policy)}; known are {', '.join(POLICIES)}{nearest(policy, POLICIES)}"
+        )
     if policy != "off" and not loaded:
-        raise InvalidRequest(f"policy is {policy!r} but no drafter is loaded; use off, or restart the server with --drafter")
+        raise InvalidRequest(
+            f"policy is {policy!r} but no drafter is loaded; use off, or restart the server with --drafter"
+        )
     if (policy == "fixed") != (text is not None):
-        raise InvalidRequest(f"policy is {policy!r} and strategy is {shown(text)}; strategy is for policy fixed, which needs one, "
-                             f"for example {ladder(loaded, info.device).arms[-1].name if loaded else 'eagle:7x4x16'}")
+        raise InvalidRequest(
+            f"policy is {policy!r} and strategy is {shown(text)}; strategy is for policy fixed, which needs one, "
+            f"for example {ladder(loaded, info.device).arms[-1].name if loaded else 'eagle:7x4x16'}"
+        )
     return SetPolicy(policy, _strategy(text, loaded) if text is not None else None)
 
 
@@ -106,10 +140,14 @@ def _strategy(text: str, loaded: list[str]) -> Strategy:
     except StartupError as error:
         raise InvalidRequest(error.message) from None
     if strategy.drafter not in loaded:
-        raise InvalidRequest(f"strategy {text!r} needs the drafter {strategy.drafter!r}; loaded are {', '.join(loaded)}: "
-                             "use one of these, or restart the server with another --drafter")
+        raise InvalidRequest(
+            f"strategy {text!r} needs the drafter {strategy.drafter!r}; loaded are {', '.join(loaded)}: "
+            "use one of these, or restart the server with another --drafter"
+        )
     for name, limit in LIMITS.items():
         value = getattr(strategy, name)
         if value > limit:
-            raise InvalidRequest(f"strategy {text!r} has {name} {value}; the limit is {limit}: ask for less")
+            raise InvalidRequest(
+                f"strategy {text!r} has {name} {value}; the limit is {limit}: ask for less"
+            )
     return strategy

@@ -1,6 +1,8 @@
-"""How a choice is put into words: a phrase turns what the choice gained into a part; the last part also tells how it ended.
+"""How a choice is put into words: a phrase turns what the choice gained into a part; the last part
+also tells how it ended.
 
-A whole reply is the one part of each choice, made by the same code from the choice itself, so a stream's chunks add up to it.
+A whole reply is the one part of each choice, made by the same code from the choice itself, so a
+stream's chunks add up to it.
 """
 
 from __future__ import annotations
@@ -9,7 +11,15 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from tlt_server.frontend.openai.logprobs import NONE, Scored, Speller, scored_prompt
-from tlt_server.frontend.openai.replies import ChatChoice, ChatCompletion, Completion, CompletionChoice, OpenAIUsage, Speech, figures
+from tlt_server.frontend.openai.replies import (
+    ChatChoice,
+    ChatCompletion,
+    Completion,
+    CompletionChoice,
+    OpenAIUsage,
+    Speech,
+    figures,
+)
 from tlt_server.frontend.openai.requests import ChatRequest, CompletionRequest
 from tlt_server.frontend.sequence import Choice, Delta
 from tlt_server.frontend.text import Text
@@ -18,8 +28,14 @@ from tlt_server.frontend.validation import Batch
 
 def whole(choice: Choice) -> Delta:
     """A choice as the only thing that it ever gained."""
-    return Delta(index=choice.index, token_ids=choice.token_ids, text=choice.text, logprobs=choice.logprobs,
-                 top_logprobs=choice.top_logprobs, prompt_logprobs=choice.prompt_logprobs)
+    return Delta(
+        index=choice.index,
+        token_ids=choice.token_ids,
+        text=choice.text,
+        logprobs=choice.logprobs,
+        top_logprobs=choice.top_logprobs,
+        prompt_logprobs=choice.prompt_logprobs,
+    )
 
 
 def scored(delta: Delta) -> list[Scored]:
@@ -43,17 +59,32 @@ class _Ending(Struct, frozen=True):
 class CompletionPhrase:
     """The choices of a completions request, prompt-major."""
 
-    def __init__(self, asked: CompletionRequest, batch: Batch, text: Text, speller: Speller, eos: frozenset[int],
-                 id: str, created: int, model: str) -> None:
+    def __init__(
+        self,
+        asked: CompletionRequest,
+        batch: Batch,
+        text: Text,
+        speller: Speller,
+        eos: frozenset[int],
+        id: str,
+        created: int,
+        model: str,
+    ) -> None:
         self._asked, self._text, self._speller = asked, text, speller
         self._prompts = asked.prompts()
         self._prompt_ids = [item.requests[0].token_ids for item in batch.items]
         self._ending = _Ending(asked.return_weight_versions, eos)
-        self._offsets: dict[int, int] = {}  # of choices that have begun: where the next token begins
+        self._offsets: dict[
+            int, int
+        ] = {}  # of choices that have begun: where the next token begins
         self._head = Completion(id=id, created=created, model=model, choices=[])
 
-    def reply(self, parts: list[CompletionChoice], usage: OpenAIUsage | None | UnsetType) -> Completion:
-        metrics = parts[0].metrics if len(self._prompt_ids) == self._asked.n == 1 and parts else UNSET
+    def reply(
+        self, parts: list[CompletionChoice], usage: OpenAIUsage | None | UnsetType
+    ) -> Completion:
+        metrics = (
+            parts[0].metrics if len(self._prompt_ids) == self._asked.n == 1 and parts else UNSET
+        )
         return msgspec.structs.replace(self._head, choices=parts, usage=usage, metrics=metrics)
 
     def part(self, prompt: int, delta: Delta, ended: Choice | None) -> CompletionChoice:
@@ -65,7 +96,9 @@ class CompletionPhrase:
         if first:
             tokens = self._begin(part, prompt, delta) + tokens
         if asked.alternatives() is not None and (first or tokens):
-            part.logprobs, self._offsets[index] = self._speller.completion(tokens, self._offsets[index])
+            part.logprobs, self._offsets[index] = self._speller.completion(
+                tokens, self._offsets[index]
+            )
         if asked.return_token_ids:
             part.token_ids = delta.token_ids
         if ended is not None:
@@ -73,36 +106,60 @@ class CompletionPhrase:
         return part
 
     def _begin(self, part: CompletionChoice, prompt: int, delta: Delta) -> list[Scored]:
-        """What a choice's first part has in front; the prompt's tokens, where they are echoed with log-probs."""
+        """What a choice's first part has in front; the prompt's tokens, where they are echoed with
+        log-probs.
+        """
         asked, token_ids = self._asked, self._prompt_ids[prompt]
         self._offsets[part.index] = 0
         if asked.return_token_ids:
             part.prompt_token_ids = token_ids
         if asked.prompt_logprobs is not None:
-            part.prompt_logprobs = self._speller.prompt(scored_prompt(token_ids, delta.prompt_logprobs or [], asked.prompt_logprobs))
+            part.prompt_logprobs = self._speller.prompt(
+                scored_prompt(token_ids, delta.prompt_logprobs or [], asked.prompt_logprobs)
+            )
         if not asked.echo:
             return []
         given = self._prompts[prompt]
         part.text = (given if isinstance(given, str) else self._text.decode(given)) + part.text
         count = asked.alternatives()
-        return scored_prompt(token_ids, delta.prompt_logprobs or [], count) if count is not None else []
+        return (
+            scored_prompt(token_ids, delta.prompt_logprobs or [], count)
+            if count is not None
+            else []
+        )
 
 
 class ChatPhrase:
     """The choices of a chat completion."""
 
-    def __init__(self, asked: ChatRequest, batch: Batch, text: Text, speller: Speller, eos: frozenset[int],
-                 id: str, created: int, model: str) -> None:
+    def __init__(
+        self,
+        asked: ChatRequest,
+        batch: Batch,
+        text: Text,
+        speller: Speller,
+        eos: frozenset[int],
+        id: str,
+        created: int,
+        model: str,
+    ) -> None:
         self._asked, self._speller = asked, speller
         self._prompt_ids = batch.items[0].requests[0].token_ids
         self._ending = _Ending(asked.return_weight_versions, eos)
         self._begun: set[int] = set()
-        self._head = ChatCompletion(id=id, created=created, model=model, choices=[],
-                                    object="chat.completion.chunk" if asked.stream else "chat.completion")
+        self._head = ChatCompletion(
+            id=id,
+            created=created,
+            model=model,
+            choices=[],
+            object="chat.completion.chunk" if asked.stream else "chat.completion",
+        )
         if asked.return_token_ids:
             self._head.prompt_token_ids = self._prompt_ids
 
-    def reply(self, parts: list[ChatChoice], usage: OpenAIUsage | None | UnsetType) -> ChatCompletion:
+    def reply(
+        self, parts: list[ChatChoice], usage: OpenAIUsage | None | UnsetType
+    ) -> ChatCompletion:
         metrics = parts[0].metrics if self._asked.n == 1 and parts else UNSET
         reply = msgspec.structs.replace(self._head, choices=parts, usage=usage, metrics=metrics)
         self._head.prompt_token_ids = self._head.prompt_logprobs = UNSET  # said once
@@ -112,12 +169,19 @@ class ChatPhrase:
         """What choice `delta.index` gained; with `ended`, its last part."""
         asked, first = self._asked, delta.index not in self._begun
         speech = Speech(role="assistant" if first else UNSET, content=delta.text or "")
-        part = ChatChoice(index=delta.index, delta=speech) if asked.stream else ChatChoice(index=delta.index, message=speech)
+        part = (
+            ChatChoice(index=delta.index, delta=speech)
+            if asked.stream
+            else ChatChoice(index=delta.index, message=speech)
+        )
         if first:
             self._begun.add(delta.index)
             if asked.prompt_logprobs is not None and len(self._begun) == 1:
                 self._head.prompt_logprobs = self._speller.prompt(
-                    scored_prompt(self._prompt_ids, delta.prompt_logprobs or [], asked.prompt_logprobs))
+                    scored_prompt(
+                        self._prompt_ids, delta.prompt_logprobs or [], asked.prompt_logprobs
+                    )
+                )
         if asked.alternatives() is not None and (first or delta.token_ids):
             part.logprobs = self._speller.chat(scored(delta))
         if asked.return_token_ids:

@@ -1,7 +1,9 @@
-"""One HTTP operation of a call, run by the application that also answers HTTP: what it receives and sends are gRPC's messages.
+"""One HTTP operation of a call, run by the application that also answers HTTP: what it receives and
+sends are gRPC's messages.
 
-A message is read when the application asks for the body, so not before keys and limits were looked at. A client that cancels, or whose
-deadline passes, has disconnected; one that leaves a message unread for `send_timeout_s` likewise.
+A message is read when the application asks for the body, so not before keys and limits were looked
+at. A client that cancels, or whose deadline passes, has disconnected; one that leaves a message
+unread for `send_timeout_s` likewise.
 """
 
 from __future__ import annotations
@@ -23,13 +25,20 @@ from tlt_server.frontend.replies import REFUSED
 from tlt_server.frontend.rpc.messages import fill
 from tlt_server.frontend.rpc.methods import Method, Operation
 
-READ = ("authorization", "idempotency-key", "origin", "x-request-id")  # of a call's metadata, as headers
+READ = (
+    "authorization",
+    "idempotency-key",
+    "origin",
+    "x-request-id",
+)  # of a call's metadata, as headers
 TOLD = (b"x-request-id", b"x-rollout-id", b"retry-after")  # of a reply's headers, as metadata
 Context: TypeAlias = grpc.aio.ServicerContext
 
 
 class Exchange:
-    def __init__(self, context: Context, operation: Operation, send_timeout_s: float, *, secure: bool) -> None:
+    def __init__(
+        self, context: Context, operation: Operation, send_timeout_s: float, *, secure: bool
+    ) -> None:
         self._context, self._send_timeout_s = context, send_timeout_s
         self._gone = asyncio.Event()
         self._asked = self._started = self._streams = self._told = self._unread = False
@@ -40,7 +49,9 @@ class Exchange:
         self._gives: type[Protobuf]
 
     async def run(self, app: ASGIApp, method: Method, *, open_calls: int) -> None:
-        """Until the application has answered. A caller that is cancelled has it see the client leave, and waits for its end."""
+        """Until the application has answered. A caller that is cancelled has it see the client
+        leave, and waits for its end.
+        """
         self._gives = method.gives
         self._state |= {ARRIVE: method.arrived, CONNECTIONS: open_calls}
         running = asyncio.ensure_future(app(self._scope, self.receive, self.send))
@@ -60,14 +71,20 @@ class Exchange:
     @property
     def error(self) -> TltError | None:
         if self._unread:
-            return Cancelled(f"the client left a message unread for {self._send_timeout_s:g} s (send_timeout_s); read faster")
+            return Cancelled(
+                f"the client left a message unread for {self._send_timeout_s:g} s (send_timeout_s); read faster"
+            )
         return self._state.get(REFUSED)
 
     async def tell(self) -> None:
         """Send what was not streamed."""
         if not self._streams:
             make = self._message
-            await self._write(await asyncio.to_thread(make, self._body) if len(self._body) > LARGE_BYTES else make(self._body))
+            await self._write(
+                await asyncio.to_thread(make, self._body)
+                if len(self._body) > LARGE_BYTES
+                else make(self._body)
+            )
 
     async def receive(self) -> Message:
         if self._started and REFUSED in self._state:
@@ -88,7 +105,9 @@ class Exchange:
             headers: Mapping[bytes, bytes] = dict(message["headers"])
             self._started = True
             self._streams = headers.get(b"content-type", b"").startswith(b"text/event-stream")
-            self.metadata = [(name.decode(), headers[name].decode()) for name in TOLD if name in headers]
+            self.metadata = [
+                (name.decode(), headers[name].decode()) for name in TOLD if name in headers
+            ]
         elif self._streams:
             if message.get("body"):
                 await self._write(self._event(message["body"]))
@@ -123,12 +142,25 @@ class Exchange:
 
 def _scope(context: Context, operation: Operation, state: dict[str, Any], secure: bool) -> Scope:
     metadata = context.invocation_metadata() or ()
-    headers = [(name.encode(), value.encode() if isinstance(value, str) else value) for name, value in metadata if name in READ]
+    headers = [
+        (name.encode(), value.encode() if isinstance(value, str) else value)
+        for name, value in metadata
+        if name in READ
+    ]
     return {
-        "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "2", "scheme": "https" if secure else "http",
-        "method": operation.method, "path": operation.path, "raw_path": operation.path.encode(), "root_path": "", "query_string": b"",
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "2",
+        "scheme": "https" if secure else "http",
+        "method": operation.method,
+        "path": operation.path,
+        "raw_path": operation.path.encode(),
+        "root_path": "",
+        "query_string": b"",
         "headers": [*headers, (b"transfer-encoding", b"chunked")],  # its length is not known yet
-        "client": _address(context.peer()), "server": None, "state": state,
+        "client": _address(context.peer()),
+        "server": None,
+        "state": state,
     }
 
 

@@ -1,4 +1,6 @@
-"""`grpc.health.v1`: serving while a request sent now would be taken, as `/readyz` says. Open to everybody, like that."""
+"""`grpc.health.v1`: serving while a request sent now would be taken, as `/readyz` says. Open to
+everybody, like that.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,19 @@ class Health(HealthServicer):
 
     async def Check(self, request: HealthCheckRequest, context: Context) -> HealthCheckResponse:
         if request.service not in ("", SERVICE.full_name):
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"there is no service {request.service[:80]!r}; ask for {SERVICE.full_name}, "
-                                "or without a name for the server")
+            await context.abort(
+                grpc.StatusCode.NOT_FOUND,
+                f"there is no service {request.service[:80]!r}; ask for {SERVICE.full_name}, "
+                "or without a name for the server",
+            )
         return HealthCheckResponse(status=self._status(request.service))
 
-    async def Watch(self, request: HealthCheckRequest, context: Context) -> AsyncIterator[HealthCheckResponse]:
-        async for status in changes(lambda: None if self.stopping else self._status(request.service), math.inf):
+    async def Watch(
+        self, request: HealthCheckRequest, context: Context
+    ) -> AsyncIterator[HealthCheckResponse]:
+        async for status in changes(
+            lambda: None if self.stopping else self._status(request.service), math.inf
+        ):
             if status is None:
                 return
             yield HealthCheckResponse(status=status)

@@ -1,6 +1,8 @@
-"""Messages as JSON has them and back, by the names of their fields; the rules stand at the top of `clients/proto/rollout.proto`.
+"""Messages as JSON has them and back, by the names of their fields; the rules stand at the top of
+`clients/proto/rollout.proto`.
 
-`tests/frontend/test_rpc_mirror.py` compares every message with the native type that it stands for, so no field can be missing here.
+`tests/frontend/test_rpc_mirror.py` compares every message with the native type that it stands for,
+so no field can be missing here.
 """
 
 from __future__ import annotations
@@ -23,16 +25,22 @@ def parsed(type: type[Message], data: bytes) -> Message:
     try:
         return type.FromString(data)
     except DecodeError:
-        raise InvalidRequest(f"the message of {len(data)} bytes is no {type.DESCRIPTOR.full_name}; send what rollout.proto says, made with "
-                             "a compiler of protocol buffers") from None
+        raise InvalidRequest(
+            f"the message of {len(data)} bytes is no {type.DESCRIPTOR.full_name}; send what rollout.proto says, made with "
+            "a compiler of protocol buffers"
+        ) from None
 
 
 def plain(message: Message, where: str = "") -> dict[str, Any]:
-    """The JSON object that a request stands for: what is set in it. The same message always gives the same object."""
+    """The JSON object that a request stands for: what is set in it. The same message always gives
+    the same object.
+    """
     unknown = UnknownFieldSet(message)
     if len(unknown):
-        raise InvalidRequest(f"{where or 'the message'} has the field number {unknown[0].field_number}, which this server's "
-                             f"{message.DESCRIPTOR.full_name} has not; leave it out, or use a newer server")
+        raise InvalidRequest(
+            f"{where or 'the message'} has the field number {unknown[0].field_number}, which this server's "
+            f"{message.DESCRIPTOR.full_name} has not; leave it out, or use a newer server"
+        )
     found: dict[str, Any] = {}
     for field, value in message.ListFields():
         path = f"{where}.{field.name}" if where else field.name
@@ -41,7 +49,9 @@ def plain(message: Message, where: str = "") -> dict[str, Any]:
         elif field.message_type is None:
             found[field.name] = list(value) if field.is_repeated else _finite(value, path)
         elif field.message_type.GetOptions().map_entry:
-            found[field.name] = {str(key): _finite(value[key], f"{path}[{key}]") for key in sorted(value)}
+            found[field.name] = {
+                str(key): _finite(value[key], f"{path}[{key}]") for key in sorted(value)
+            }
         elif field.is_repeated:
             found[field.name] = [plain(part, f"{path}[{i}]") for i, part in enumerate(value)]
         else:
@@ -87,5 +97,7 @@ def _fill_part(message: Message, part: Any) -> None:
 
 def _member(union: OneofDescriptor, value: str | int) -> FieldDescriptor:
     """The one that holds a value of this type."""
-    kind = FieldDescriptor.CPPTYPE_STRING if isinstance(value, str) else FieldDescriptor.CPPTYPE_INT32
+    kind = (
+        FieldDescriptor.CPPTYPE_STRING if isinstance(value, str) else FieldDescriptor.CPPTYPE_INT32
+    )
     return next(field for field in union.fields if field.cpp_type == kind)

@@ -1,5 +1,5 @@
-"""The table: which HTTP operation a method is. What a message says becomes path, query and body; its types are those of the service in
-`clients/proto/rollout.proto`.
+"""The table: which HTTP operation a method is. What a message says becomes path, query and body;
+its types are those of the service in `clients/proto/rollout.proto`.
 """
 
 from __future__ import annotations
@@ -28,33 +28,45 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 class Operation(NamedTuple):
     method: str
     path: str
-    says: Mapping[str, Any] = NOTHING  # what the name of the gRPC method says, and its message has no field for
+    says: Mapping[str, Any] = (
+        NOTHING  # what the name of the gRPC method says, and its message has no field for
+    )
     in_query: bool = False  # not in the body
 
     def arrived(self, content: dict[str, Any]) -> Arrived:
         """What the request over HTTP would have said."""
         content |= self.says
-        path = re.sub(r"{(\w+)}", lambda match: _segment(match[1], content.pop(match[1], "")), self.path)
+        path = re.sub(
+            r"{(\w+)}", lambda match: _segment(match[1], content.pop(match[1], "")), self.path
+        )
         path = path.replace("//", "/")  # an empty one is left out
         if self.method == "PUT":
             return _part(path, **content)
         if not self.in_query:
             return Arrived(self.method, path, body=msgspec.json.encode(content))
-        query = {name: msgspec.json.encode(value).decode() if not isinstance(value, str) else value for name, value in content.items()}
+        query = {
+            name: msgspec.json.encode(value).decode() if not isinstance(value, str) else value
+            for name, value in content.items()
+        }
         return Arrived(self.method, path, query=urlencode(query, quote_via=quote))
 
 
 def _segment(name: str, value: str) -> str:
     """Of a path."""
     if "/" in value:
-        raise InvalidRequest(f"{name} is {shown(value)}; it must have no '/', as it is a part of a path")
+        raise InvalidRequest(
+            f"{name} is {shown(value)}; it must have no '/', as it is a part of a path"
+        )
     return value
 
 
 def _part(path: str, start: int = 0, total: int | None = None, data: bytes = b"") -> Arrived:
     """A range of a file, whose place stands in a header."""
     total = start + len(data) if total is None else total
-    headers = (("content-length", str(len(data))), ("content-range", f"bytes {start}-{start + len(data) - 1}/{total}"))
+    headers = (
+        ("content-length", str(len(data))),
+        ("content-range", f"bytes {start}-{start + len(data) - 1}/{total}"),
+    )
     return Arrived("PUT", path, body=data, headers=headers)
 
 
@@ -93,7 +105,9 @@ class Method:
         self.name, self.client_streaming = name, about.client_streaming
         self.takes: type[Message] = GetMessageClass(about.input_type)
         self.gives: type[Message] = GetMessageClass(about.output_type)
-        self.operation = OPERATIONS.get(name, UPDATES[LAST])  # the one whose route is looked at before a message is read
+        self.operation = OPERATIONS.get(
+            name, UPDATES[LAST]
+        )  # the one whose route is looked at before a message is read
 
     def arrived(self, data: bytes) -> Arrived:
         message = parsed(self.takes, data)
@@ -101,7 +115,9 @@ class Method:
             return self.operation.arrived(plain(message))
         held = message.WhichOneof("operation")
         if held is None:
-            raise InvalidRequest(f"the message holds none of {', '.join(UPDATES)}; send each part, then the {LAST}, which ends the stream")
+            raise InvalidRequest(
+                f"the message holds none of {', '.join(UPDATES)}; send each part, then the {LAST}, which ends the stream"
+            )
         return UPDATES[held].arrived(plain(getattr(message, held), held))
 
 

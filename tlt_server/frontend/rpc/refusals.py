@@ -1,4 +1,6 @@
-"""An error as gRPC tells it: a status, and in the trailing metadata the typed error, when to try again, and the id of the request."""
+"""An error as gRPC tells it: a status, and in the trailing metadata the typed error, when to try
+again, and the id of the request.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""The gRPC server, in the loop of the HTTP one: the service, health and reflection, TLS, and bounds on what no application sees.
+"""The gRPC server, in the loop of the HTTP one: the service, health and reflection, TLS, and bounds
+on what no application sees.
 
-On the wire a unary call is a stream of one message, so all methods are served as streams, and one path is all there is.
+On the wire a unary call is a stream of one message, so all methods are served as streams, and one
+path is all there is.
 """
 
 from __future__ import annotations
@@ -31,22 +33,40 @@ KEEPALIVE_S = 60  # a connection that is silent for so long is asked whether it 
 KEEPALIVE_TIMEOUT_S = 20  # and closed when it does not answer
 LEAST_PING_S = 10  # between two pings of a client; one that sends them faster is cut off
 BEYOND = 2  # times a limit of ours: up to there a refusal is ours and typed, beyond it gRPC's own
-SERVICES = (SERVICE.full_name, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
+SERVICES = (
+    SERVICE.full_name,
+    health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,
+    reflection.SERVICE_NAME,
+)
 
 
 class RpcServer:
-    def __init__(self, app: ASGIApp, config: Config, gate: Gate, metrics: Metrics, is_ready: Callable[[], bool],
-                 certificates: Watched[Certificates] | None = None) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        config: Config,
+        gate: Gate,
+        metrics: Metrics,
+        is_ready: Callable[[], bool],
+        certificates: Watched[Certificates] | None = None,
+    ) -> None:
         self._config, self._certificates = config, certificates
         self._health = Health(is_ready)
-        self._server = grpc.aio.server(interceptors=[_Reflection(gate)], options=_options(config),
-                                       maximum_concurrent_rpcs=BEYOND * config.max_connections)
-        self._server.add_generic_rpc_handlers([_Calls(app, config, metrics, secure=certificates is not None)])
+        self._server = grpc.aio.server(
+            interceptors=[_Reflection(gate)],
+            options=_options(config),
+            maximum_concurrent_rpcs=BEYOND * config.max_connections,
+        )
+        self._server.add_generic_rpc_handlers(
+            [_Calls(app, config, metrics, secure=certificates is not None)]
+        )
         add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection(SERVICES, self._server)
 
     async def start(self) -> str:
-        """Listen; the address, with the port that was free where 0 was asked for. `StartupError` when it cannot be bound."""
+        """Listen; the address, with the port that was free where 0 was asked for. `StartupError`
+        when it cannot be bound.
+        """
         config = self._config
         host = f"[{config.host}]" if ":" in config.host else config.host
         address = f"{host}:{config.grpc_port}"
@@ -56,7 +76,9 @@ class RpcServer:
             else:
                 port = self._server.add_secure_port(address, _credentials(self._certificates))
         except RuntimeError:
-            raise StartupError(f"cannot bind {address} for gRPC; choose another --host or --grpc-port (0 = a free one)") from None
+            raise StartupError(
+                f"cannot bind {address} for gRPC; choose another --host or --grpc-port (0 = a free one)"
+            ) from None
         await self._server.start()
         return f"{host}:{port}"
 
@@ -71,15 +93,23 @@ class _Calls(grpc.GenericRpcHandler):
         self._app, self._config, self._metrics, self._secure = app, config, metrics, secure
         self._open = 0
 
-    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes] | None:
+    def service(
+        self, details: grpc.HandlerCallDetails
+    ) -> grpc.RpcMethodHandler[bytes, bytes] | None:
         method = METHODS.get(details.method)
-        return grpc.stream_stream_rpc_method_handler(partial(self._counted, method)) if method is not None else None
+        return (
+            grpc.stream_stream_rpc_method_handler(partial(self._counted, method))
+            if method is not None
+            else None
+        )
 
     async def _counted(self, method: Method, requests: Any, context: Context) -> None:
         self._open += 1
         code = "CANCELLED"
         try:
-            with structlog.contextvars.bound_contextvars(grpc=method.name):  # in every line about this call
+            with structlog.contextvars.bound_contextvars(
+                grpc=method.name
+            ):  # in every line about this call
                 error, metadata = await self._call(method, context)
             code = error.grpc_code if error is not None else "OK"
             if error is not None:
@@ -88,12 +118,18 @@ class _Calls(grpc.GenericRpcHandler):
             self._open -= 1
             self._metrics.grpc_calls.labels(method.name, code).inc()
 
-    async def _call(self, method: Method, context: Context) -> tuple[TltError | None, list[tuple[str, str]]]:
+    async def _call(
+        self, method: Method, context: Context
+    ) -> tuple[TltError | None, list[tuple[str, str]]]:
         """The operations that its messages hold, in order, up to the last one or to an error."""
         while True:
-            exchange = Exchange(context, method.operation, self._config.send_timeout_s, secure=self._secure)
+            exchange = Exchange(
+                context, method.operation, self._config.send_timeout_s, secure=self._secure
+            )
             await exchange.run(self._app, method, open_calls=self._open)
-            if exchange.error is None and (not method.client_streaming or exchange.path == method.operation.path):
+            if exchange.error is None and (
+                not method.client_streaming or exchange.path == method.operation.path
+            ):
                 await exchange.tell()
                 return exchange.error, exchange.metadata  # it may have been left unread
             if exchange.error is not None:
@@ -106,13 +142,18 @@ class _Reflection(grpc.aio.ServerInterceptor):
     def __init__(self, gate: Gate) -> None:
         self._gate = gate
 
-    async def intercept_service(self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
-                                details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
         handler = await continuation(details)
         if not details.method.startswith(f"/{reflection.SERVICE_NAME}/"):
             return handler
         try:
-            self._gate.admit(bearer(str(dict(details.invocation_metadata or ()).get("authorization", ""))), "any")
+            self._gate.admit(
+                bearer(str(dict(details.invocation_metadata or ()).get("authorization", ""))), "any"
+            )
         except TltError as error:
             return grpc.stream_stream_rpc_method_handler(partial(_refused, error))
         return handler
@@ -124,11 +165,14 @@ async def _refused(error: TltError, requests: Any, context: Context) -> None:
 
 def _credentials(certificates: Watched[Certificates]) -> grpc.ServerCredentials:
     """Each new connection takes the newest certificate."""
+
     def newest() -> grpc.ServerCertificateConfiguration:
         pems = certificates()
         return grpc.ssl_server_certificate_configuration([(pems.key, pems.chain)], pems.client_ca)
 
-    return grpc.dynamic_ssl_server_credentials(newest(), newest, require_client_authentication=certificates().client_ca is not None)
+    return grpc.dynamic_ssl_server_credentials(
+        newest(), newest, require_client_authentication=certificates().client_ca is not None
+    )
 
 
 def _options(config: Config) -> list[tuple[str, Any]]:
@@ -138,7 +182,10 @@ def _options(config: Config) -> list[tuple[str, Any]]:
         ("grpc.max_send_message_length", -1),
         ("grpc.max_metadata_size", config.max_header_kb * 1024),
         ("grpc.absolute_max_metadata_size", config.max_header_kb * 1024),
-        ("grpc.compression_enabled_algorithms_bitset", 1),  # none: what a compressed message unpacks to has no bound
+        (
+            "grpc.compression_enabled_algorithms_bitset",
+            1,
+        ),  # none: what a compressed message unpacks to has no bound
         ("grpc.max_concurrent_streams", BEYOND * config.max_connections),
         ("grpc.server_handshake_timeout_ms", int(config.header_timeout_s * 1000)),
         ("grpc.keepalive_time_ms", KEEPALIVE_S * 1000),

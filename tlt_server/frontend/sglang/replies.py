@@ -1,4 +1,6 @@
-"""What the dialect `sglang` replies. Errors of its weight routes say `success`, those of the others have the native shape."""
+"""What the dialect `sglang` replies. Errors of its weight routes say `success`, those of the others
+have the native shape.
+"""
 
 from __future__ import annotations
 
@@ -17,34 +19,69 @@ class Finish(Struct, frozen=True):
     """What ended a choice."""
 
     type: Annotated[Literal["stop", "length", "abort"], Meta(description="the kind of end")]
-    matched: Annotated[int | str | UnsetType, Meta(description="the stop token's id or the stop string; of a stop")] = UNSET
-    length: Annotated[int | UnsetType, Meta(description="output tokens; of an end by length")] = UNSET
+    matched: Annotated[
+        int | str | UnsetType, Meta(description="the stop token's id or the stop string; of a stop")
+    ] = UNSET
+    length: Annotated[int | UnsetType, Meta(description="output tokens; of an end by length")] = (
+        UNSET
+    )
     message: Annotated[str | UnsetType, Meta(description="why; of an abort")] = UNSET
 
 
 class MetaInfo(Struct, frozen=True, kw_only=True):
-    id: Annotated[str, Meta(description="the request's rid, numbered where there are several choices")]
-    finish_reason: Annotated[Finish | None, Meta(description="what ended it; null in a chunk that does not")]
+    id: Annotated[
+        str, Meta(description="the request's rid, numbered where there are several choices")
+    ]
+    finish_reason: Annotated[
+        Finish | None, Meta(description="what ended it; null in a chunk that does not")
+    ]
     prompt_tokens: Annotated[int, Meta(description="of its prompt")]
     completion_tokens: Annotated[int, Meta(description="of its output so far")]
     cached_tokens: Annotated[int, Meta(description="prompt tokens whose KV was there already")]
-    weight_version: Annotated[str, Meta(description="that computed the last token; without one, the version that is live")]
-    weight_versions: Annotated[list[VersionSpan] | UnsetType, Meta(description="which weights computed which tokens; at the end")] = UNSET
+    weight_version: Annotated[
+        str, Meta(description="that computed the last token; without one, the version that is live")
+    ]
+    weight_versions: Annotated[
+        list[VersionSpan] | UnsetType,
+        Meta(description="which weights computed which tokens; at the end"),
+    ] = UNSET
     e2e_latency: Annotated[float, Meta(description="seconds since the request was accepted")]
-    output_token_logprobs: Annotated[list[Scored] | UnsetType, Meta(
-        description="per output token its log-prob, its id and null; with return_logprob")] = UNSET
-    output_top_logprobs: Annotated[list[list[Scored]] | UnsetType, Meta(
-        description="per output token the best alternatives; with top_logprobs_num")] = UNSET
-    input_token_logprobs: Annotated[list[Scored] | UnsetType, Meta(
-        description="per prompt token from logprob_start_len on, the very first one's log-prob being null; where asked for")] = UNSET
-    input_top_logprobs: Annotated[list[list[Scored] | None] | UnsetType, Meta(
-        description="per prompt token the best alternatives; where asked for")] = UNSET
-    spec_verify_ct: Annotated[int | UnsetType, Meta(description="steps that verified a draft; at the end")] = UNSET
-    spec_accept_length: Annotated[float | UnsetType, Meta(
-        description="tokens per such step, the bonus token included; 1 without one; at the end")] = UNSET
-    spec_accept_rate: Annotated[float | UnsetType, Meta(description="of the drafts verified, those accepted; at the end")] = UNSET
-    spec_accept_token_num: Annotated[int | UnsetType, Meta(description="drafts accepted; at the end")] = UNSET
-    spec_draft_token_num: Annotated[int | UnsetType, Meta(description="drafts verified; at the end")] = UNSET
+    output_token_logprobs: Annotated[
+        list[Scored] | UnsetType,
+        Meta(description="per output token its log-prob, its id and null; with return_logprob"),
+    ] = UNSET
+    output_top_logprobs: Annotated[
+        list[list[Scored]] | UnsetType,
+        Meta(description="per output token the best alternatives; with top_logprobs_num"),
+    ] = UNSET
+    input_token_logprobs: Annotated[
+        list[Scored] | UnsetType,
+        Meta(
+            description="per prompt token from logprob_start_len on, the very first one's log-prob being null; where asked for"
+        ),
+    ] = UNSET
+    input_top_logprobs: Annotated[
+        list[list[Scored] | None] | UnsetType,
+        Meta(description="per prompt token the best alternatives; where asked for"),
+    ] = UNSET
+    spec_verify_ct: Annotated[
+        int | UnsetType, Meta(description="steps that verified a draft; at the end")
+    ] = UNSET
+    spec_accept_length: Annotated[
+        float | UnsetType,
+        Meta(
+            description="tokens per such step, the bonus token included; 1 without one; at the end"
+        ),
+    ] = UNSET
+    spec_accept_rate: Annotated[
+        float | UnsetType, Meta(description="of the drafts verified, those accepted; at the end")
+    ] = UNSET
+    spec_accept_token_num: Annotated[
+        int | UnsetType, Meta(description="drafts accepted; at the end")
+    ] = UNSET
+    spec_draft_token_num: Annotated[
+        int | UnsetType, Meta(description="drafts verified; at the end")
+    ] = UNSET
 
 
 class Generated(Struct, frozen=True, kw_only=True):
@@ -53,19 +90,34 @@ class Generated(Struct, frozen=True, kw_only=True):
     text: Annotated[str, Meta(description="the output as text")]
     output_ids: Annotated[list[int], Meta(description="the output, its stop token included")]
     meta_info: Annotated[MetaInfo, Meta(description="figures of it")]
-    index: Annotated[int | UnsetType, Meta(description="p * n + i for choice i of prompt p; in a stream of several")] = UNSET
+    index: Annotated[
+        int | UnsetType,
+        Meta(description="p * n + i for choice i of prompt p; in a stream of several"),
+    ] = UNSET
 
 
 class Outcome(Struct, frozen=True, kw_only=True):
     """What became of a change."""
 
     success: Annotated[bool, Meta(description="whether it was made")] = True
-    message: Annotated[str, Meta(description="what was done, or the value, the limit and the remedy")]
-    num_paused_requests: Annotated[int | UnsetType, Meta(description="sequences that are open while generation is paused")] = UNSET
-    new_version: Annotated[str | UnsetType, Meta(description="what the weights are called now")] = UNSET
-    checksums: Annotated[dict[str, str] | UnsetType, Meta(description="mix64 of the values, by tensor")] = UNSET
-    match: Annotated[bool | UnsetType, Meta(description="whether nothing differs; of a comparison")] = UNSET
-    mismatches: Annotated[list[str] | UnsetType, Meta(description="names of the tensors that differ; of a comparison")] = UNSET
+    message: Annotated[
+        str, Meta(description="what was done, or the value, the limit and the remedy")
+    ]
+    num_paused_requests: Annotated[
+        int | UnsetType, Meta(description="sequences that are open while generation is paused")
+    ] = UNSET
+    new_version: Annotated[str | UnsetType, Meta(description="what the weights are called now")] = (
+        UNSET
+    )
+    checksums: Annotated[
+        dict[str, str] | UnsetType, Meta(description="mix64 of the values, by tensor")
+    ] = UNSET
+    match: Annotated[
+        bool | UnsetType, Meta(description="whether nothing differs; of a comparison")
+    ] = UNSET
+    mismatches: Annotated[
+        list[str] | UnsetType, Meta(description="names of the tensors that differ; of a comparison")
+    ] = UNSET
 
 
 class Acknowledged(Struct, frozen=True):
@@ -112,8 +164,12 @@ def rows_of(values: bytes, shape: list[int]) -> bytes:
     """`Rows` of float32 as JSON: made row by row, so that other threads get their turn."""
     each = memoryview(values)
     size = len(each) // shape[0]
-    rows = (each[at:at + size].cast("f", shape[1:]).tolist() if shape[1:] else each[at:at + size].cast("f")[0]
-            for at in range(0, len(each), size))
+    rows = (
+        each[at : at + size].cast("f", shape[1:]).tolist()
+        if shape[1:]
+        else each[at : at + size].cast("f")[0]
+        for at in range(0, len(each), size)
+    )
     return b"[" + b",".join(map(msgspec.json.encode, rows)) + b"]"
 
 

@@ -64,34 +64,63 @@ class ServerVersion(Struct, frozen=True):
 
 class WeightInfo(Struct, frozen=True):
     weight_version: Annotated[str, Meta(description="the target's version that is live")]
-    drafter_version: Annotated[str, Meta(description="the drafter's; empty where none can be pushed")]
+    drafter_version: Annotated[
+        str, Meta(description="the drafter's; empty where none can be pushed")
+    ]
 
 
 class CheckReply(Struct, frozen=True, omit_defaults=True):
     """Checksums of what is live, or how they compare."""
 
-    checksums: Annotated[dict[str, str] | None, Meta(
-        description="of what is live: mix64 of the values, by tensor; with the actions checksum and reset")] = None
-    match: Annotated[bool | None, Meta(description="whether nothing differs; with the action compare")] = None
-    mismatches: Annotated[list[str] | None, Meta(description="names of the tensors that differ; with the action compare")] = None
+    checksums: Annotated[
+        dict[str, str] | None,
+        Meta(
+            description="of what is live: mix64 of the values, by tensor; with the actions checksum and reset"
+        ),
+    ] = None
+    match: Annotated[
+        bool | None, Meta(description="whether nothing differs; with the action compare")
+    ] = None
+    mismatches: Annotated[
+        list[str] | None,
+        Meta(description="names of the tensors that differ; with the action compare"),
+    ] = None
 
 
 class TokensChoice(Struct, frozen=True):
     index: Annotated[int, Meta(description="which of the n choices, from 0")]
     token_ids: Annotated[list[int], Meta(description="the output, its stop token included")]
     finish_reason: Annotated[FinishReason, Meta(description="what ended it")]
-    stop_reason: Annotated[int | str | None, Meta(description="the stop token's id or the stop string; null for another end")]
-    logprobs: Annotated[ChatLogprobs | None, Meta(description="of the tokens, where asked for; tokens are named `token_id:<id>`")]
-    weight_versions: Annotated[list[VersionSpan], Meta(description="which weights computed which tokens")]
+    stop_reason: Annotated[
+        int | str | None,
+        Meta(description="the stop token's id or the stop string; null for another end"),
+    ]
+    logprobs: Annotated[
+        ChatLogprobs | None,
+        Meta(description="of the tokens, where asked for; tokens are named `token_id:<id>`"),
+    ]
+    weight_versions: Annotated[
+        list[VersionSpan], Meta(description="which weights computed which tokens")
+    ]
 
 
 class TokensReply(Struct, frozen=True):
     request_id: Annotated[str, Meta(description="as the request gave it, or as it was numbered")]
     choices: Annotated[list[TokensChoice], Meta(description="the n choices")]
-    prompt_logprobs: Annotated[PromptLogprobs | None, Meta(description="per prompt token, null for the first; where asked for")]
+    prompt_logprobs: Annotated[
+        PromptLogprobs | None,
+        Meta(description="per prompt token, null for the first; where asked for"),
+    ]
     usage: Annotated[OpenAIUsage, Meta(description="tokens of the request")]
 
 
 def fault(error: TltError) -> Faulty:
     known = error.http_status in {status.value for status in HTTPStatus}
-    return Faulty(Fault(error.message, HTTPStatus(error.http_status).phrase if known else "Client Closed Request", None, error.http_status))
+    return Faulty(
+        Fault(
+            error.message,
+            HTTPStatus(error.http_status).phrase if known else "Client Closed Request",
+            None,
+            error.http_status,
+        )
+    )

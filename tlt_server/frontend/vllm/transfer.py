@@ -1,7 +1,8 @@
-"""The process group of the dialect `vllm_rl`: how a trainer makes it, and the tensors that it then broadcasts.
+"""The process group of the dialect `vllm_rl`: how a trainer makes it, and the tensors that it then
+broadcasts.
 
-The trainer is rank 0 and hosts a TCPStore; the group is a gloo group laid straight upon that store, or a communicator of NCCL whose id
-lies there or comes with the call.
+The trainer is rank 0 and hosts a TCPStore; the group is a gloo group laid straight upon that store,
+or a communicator of NCCL whose id lies there or comes with the call.
 """
 
 from __future__ import annotations
@@ -12,42 +13,68 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from tlt_server.errors import InvalidRequest
-from tlt_server.frontend.broadcasts import Address, Broadcasts, Dimensions, Packing, Port, Rank, TensorName, WorldSize, described
+from tlt_server.frontend.broadcasts import (
+    Address,
+    Broadcasts,
+    Dimensions,
+    Packing,
+    Port,
+    Rank,
+    TensorName,
+    WorldSize,
+    described,
+)
 from tlt_server.frontend.requests import checked
 from tlt_server.frontend.tolerant import Tolerant
 from tlt_server.frontend.weight_session import Update, Version
 from tlt_server.records import TensorEntry, WeightReport
 
 GROUP = "weight_transfer"
-Backend = Annotated[Literal["gloo", "nccl"], Field(description="gloo on CPUs; without it a trainer means nccl")]
+Backend = Annotated[
+    Literal["gloo", "nccl"], Field(description="gloo on CPUs; without it a trainer means nccl")
+]
 ID_BYTES = 128  # of NCCL
-BucketBytes = Annotated[int, Field(ge=1, le=2**40, description="a bucket closes after the tensor that takes it over this")]
+BucketBytes = Annotated[
+    int,
+    Field(ge=1, le=2**40, description="a bucket closes after the tensor that takes it over this"),
+]
 
 
 class InitInfo(Tolerant):
     """A group whose ranks from 1 on are servers'."""
 
-    master_address: Annotated[Address | None, Field(description="where the store is, which rank 0 hosts; absent: there is none")] = None
+    master_address: Annotated[
+        Address | None,
+        Field(description="where the store is, which rank 0 hosts; absent: there is none"),
+    ] = None
     master_port: Port = 0
-    nccl_unique_id_b64: Annotated[str, Field(max_length=256, description="NCCL's id in base64, in place of address and port")] = ""
+    nccl_unique_id_b64: Annotated[
+        str, Field(max_length=256, description="NCCL's id in base64, in place of address and port")
+    ] = ""
     rank_offset: Rank = 1
     world_size: WorldSize
     backend: Backend = "nccl"
-    packed: Annotated[bool, Field(description="tensors come as raw bytes in buckets; false: one broadcast each")] = False
+    packed: Annotated[
+        bool, Field(description="tensors come as raw bytes in buckets; false: one broadcast each")
+    ] = False
     packed_buffer_size_bytes: BucketBytes = 2**30
 
     def unique_id(self) -> bytes:
         """Decoded; empty where the store has it. Exactly one of both says where ranks meet."""
         if bool(self.nccl_unique_id_b64) == bool(self.master_address):
-            raise InvalidRequest(f"master_address is {self.master_address!r} and nccl_unique_id_b64 has {len(self.nccl_unique_id_b64)} "
-                                 "characters; give one of both: the store's address and port, or NCCL's id")
+            raise InvalidRequest(
+                f"master_address is {self.master_address!r} and nccl_unique_id_b64 has {len(self.nccl_unique_id_b64)} "
+                "characters; give one of both: the store's address and port, or NCCL's id"
+            )
         try:
             id = base64.b64decode(self.nccl_unique_id_b64, validate=True)
         except ValueError:
             id = b"?"
         if len(id) not in (0, ID_BYTES) or (id and self.backend != "nccl"):
-            raise InvalidRequest(f"nccl_unique_id_b64 is {self.nccl_unique_id_b64[:40]!r} with backend {self.backend}; give the "
-                                 f"{ID_BYTES} bytes of ncclGetUniqueId in ordinary base64, for backend nccl")
+            raise InvalidRequest(
+                f"nccl_unique_id_b64 is {self.nccl_unique_id_b64[:40]!r} with backend {self.backend}; give the "
+                f"{ID_BYTES} bytes of ncclGetUniqueId in ordinary base64, for backend nccl"
+            )
         return id
 
 
@@ -67,28 +94,43 @@ class BroadcasterFields(Tolerant):
     def info(self) -> InitInfo:
         if self.backend != "gloo":
             said = "'nccl'" if "backend" in self.model_fields_set else "absent, which means nccl"
-            raise InvalidRequest(f"backend is {said}, and trainers that make this group over nccl describe what they send by pickles, "
-                                 "which are not read; let the trainer write a directory and push it by weight_dir (prime-rl: "
-                                 'weight_broadcast type filesystem), or make the group with "backend": "gloo" and describe tensors by '
-                                 "update_info")
-        return InitInfo(master_address=self.host, master_port=self.port, rank_offset=self.rank_offset + 1,
-                        world_size=self.inference_world_size + 1, backend=self.backend)
+            raise InvalidRequest(
+                f"backend is {said}, and trainers that make this group over nccl describe what they send by pickles, "
+                "which are not read; let the trainer write a directory and push it by weight_dir (prime-rl: "
+                'weight_broadcast type filesystem), or make the group with "backend": "gloo" and describe tensors by '
+                "update_info"
+            )
+        return InitInfo(
+            master_address=self.host,
+            master_port=self.port,
+            rank_offset=self.rank_offset + 1,
+            world_size=self.inference_world_size + 1,
+            backend=self.backend,
+        )
 
 
 class UpdateInfo(Tolerant):
     """Tensors, in the order in which they are broadcast."""
 
-    names: Annotated[list[TensorName], Field(description="as the checkpoint names them; the drafter's may begin with `draft.`")]
+    names: Annotated[
+        list[TensorName],
+        Field(description="as the checkpoint names them; the drafter's may begin with `draft.`"),
+    ]
     dtype_names: Annotated[list[str], Field(description='as torch names them, such as "bfloat16"')]
     shapes: Annotated[list[Dimensions], Field(description="of the tensors")]
     packed: Annotated[bool | None, Field(description="absent: as the group was made")] = None
-    packed_buffer_size_bytes: Annotated[BucketBytes | None, Field(description="absent: as the group was made")] = None
+    packed_buffer_size_bytes: Annotated[
+        BucketBytes | None, Field(description="absent: as the group was made")
+    ] = None
 
     def entries(self) -> list[TensorEntry]:
         return described(self.names, self.dtype_names, self.shapes)
 
     def packing(self, otherwise: Packing) -> Packing:
-        return Packing(otherwise.packed if self.packed is None else self.packed, self.packed_buffer_size_bytes or otherwise.bucket_bytes)
+        return Packing(
+            otherwise.packed if self.packed is None else self.packed,
+            self.packed_buffer_size_bytes or otherwise.bucket_bytes,
+        )
 
 
 def _listed(one_or_several: Any) -> Any:
@@ -98,9 +140,14 @@ def _listed(one_or_several: Any) -> Any:
 class UpdateFields(Tolerant):
     """What trainers say beside a broadcast; other fields are ignored."""
 
-    update_info: Annotated[list[UpdateInfo], Field(min_length=1, description="what is broadcast, or one after another several such"),
-                           BeforeValidator(_listed, json_schema_input_type=UpdateInfo | list[UpdateInfo])]
-    weight_version: Annotated[Version | None, Field(description="absent: the channel and the content's digest")] = None
+    update_info: Annotated[
+        list[UpdateInfo],
+        Field(min_length=1, description="what is broadcast, or one after another several such"),
+        BeforeValidator(_listed, json_schema_input_type=UpdateInfo | list[UpdateInfo]),
+    ]
+    weight_version: Annotated[
+        Version | None, Field(description="absent: the channel and the content's digest")
+    ] = None
 
 
 class Transfer:
@@ -109,15 +156,26 @@ class Transfer:
 
     async def join(self, info: InitInfo) -> None:
         """A group made before is left."""
-        await self._broadcasts.join(GROUP, info.backend, info.master_address or "", info.master_port, info.rank_offset, info.world_size,
-                                    unique_id=info.unique_id())
+        await self._broadcasts.join(
+            GROUP,
+            info.backend,
+            info.master_address or "",
+            info.master_port,
+            info.rank_offset,
+            info.world_size,
+            unique_id=info.unique_id(),
+        )
         self._packing = Packing(info.packed, info.packed_buffer_size_bytes)
 
     async def push(self, update: Update, body: dict[str, Any]) -> WeightReport:
         """Returns once all tensors of the body, `UpdateFields`, have come; how things stand then."""
         async with self._broadcasts.announced(GROUP):
             asked = checked(UpdateFields, body)
-            pushes = [(info.entries(), info.packing(self._packing)) for info in asked.update_info]  # before any is begun
+            pushes = [
+                (info.entries(), info.packing(self._packing)) for info in asked.update_info
+            ]  # before any is begun
         for entries, packing in pushes:
-            report = await self._broadcasts.push(update, GROUP, entries, packing, version=asked.weight_version or "")
+            report = await self._broadcasts.push(
+                update, GROUP, entries, packing, version=asked.weight_version or ""
+            )
         return report

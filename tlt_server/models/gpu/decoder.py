@@ -1,7 +1,8 @@
 """The decoder of every family on a GPU: embedding, pre-norm layers, final norm, LM head.
 
-Activations in the weights' type, the residual stream and the logits in fp32. In strict numerics a row's bits depend on its prefix
-only. Filled through `parameters()`; CUDA graphs hold the addresses, so new weights change places with the old (`models.gpu.exchange`).
+Activations in the weights' type, the residual stream and the logits in fp32. In strict numerics a
+row's bits depend on its prefix only. Filled through `parameters()`; CUDA graphs hold the addresses,
+so new weights change places with the old (`models.gpu.exchange`).
 
 Legend: R rows, H hidden, F feature width, V vocabulary, S slots, K KV heads, D head width.
 """
@@ -24,29 +25,57 @@ from tlt_server.models.rope import RotaryTable, rotary_table
 
 
 class DecoderLayer:
-    def __init__(self, config: ModelConfig, shape: LayerShape, table: RotaryTable, placement: Placement) -> None:
-        self.input_norm_H, self.post_attention_norm_H = placement.empty(config.hidden_size), placement.empty(config.hidden_size)
-        self.self_attention = SelfAttention(
-            config.hidden_size, config.hidden_size, config.heads, config.kv_heads, config.head_dim, shape=shape, norm_eps=config.norm_eps,
-            table=table, placement=placement,
+    def __init__(
+        self, config: ModelConfig, shape: LayerShape, table: RotaryTable, placement: Placement
+    ) -> None:
+        self.input_norm_H, self.post_attention_norm_H = (
+            placement.empty(config.hidden_size),
+            placement.empty(config.hidden_size),
         )
-        self.mlp = GatedMlp(config.hidden_size, config.intermediate_size, bias=shape.mlp_bias, placement=placement)
+        self.self_attention = SelfAttention(
+            config.hidden_size,
+            config.hidden_size,
+            config.heads,
+            config.kv_heads,
+            config.head_dim,
+            shape=shape,
+            norm_eps=config.norm_eps,
+            table=table,
+            placement=placement,
+        )
+        self.mlp = GatedMlp(
+            config.hidden_size, config.intermediate_size, bias=shape.mlp_bias, placement=placement
+        )
 
 
 class GpuDecoder:
-    def __init__(self, config: ModelConfig, *, placement: Placement, feature_layers: tuple[int, ...] = ()) -> None:
-        """`feature_layers`: layers whose inputs `forward` returns (Hugging Face `hidden_states[i]`), 0 <= i < layers."""
+    def __init__(
+        self, config: ModelConfig, *, placement: Placement, feature_layers: tuple[int, ...] = ()
+    ) -> None:
+        """`feature_layers`: layers whose inputs `forward` returns (Hugging Face
+        `hidden_states[i]`), 0 <= i < layers.
+        """
         wrong = [layer for layer in feature_layers if not 0 <= layer < config.layers]
         if wrong:
-            raise ModelError(f"feature layers {wrong} do not exist: the target has 0 to {config.layers - 1}; use a drafter made for it")
+            raise ModelError(
+                f"feature layers {wrong} do not exist: the target has 0 to {config.layers - 1}; use a drafter made for it"
+            )
         shape = FAMILIES.resolve(config.architecture).shape(config)
         check_shape(config, shape, "the target")
         self.config, self.placement, self.feature_layers = config, placement, feature_layers
-        self.vocab_size, self.hidden_size, self.max_position = config.vocab_size, config.hidden_size, config.max_position
+        self.vocab_size, self.hidden_size, self.max_position = (
+            config.vocab_size,
+            config.hidden_size,
+            config.max_position,
+        )
         self.eos_token_ids = config.eos_token_ids
         self.feature_width = len(feature_layers) * config.hidden_size
         self.embedding_VH = placement.empty(config.vocab_size, config.hidden_size)
-        self.head_VH = self.embedding_VH if config.tied_embeddings else placement.empty(config.vocab_size, config.hidden_size)
+        self.head_VH = (
+            self.embedding_VH
+            if config.tied_embeddings
+            else placement.empty(config.vocab_size, config.hidden_size)
+        )
         self.final_norm_H = placement.empty(config.hidden_size)
         table = device_table(config, placement)
         self.layers = [DecoderLayer(config, shape, table, placement) for _ in range(config.layers)]
@@ -56,26 +85,44 @@ class GpuDecoder:
         return GpuDecoder(self.config, placement=self.placement, feature_layers=self.feature_layers)
 
     def forward(self, rows: RowTensors, cache: KVCache, attend: Attend) -> Forward:
-        """Extend by `rows`: writes their KV at `slot_R` in every layer. Features are in the weights' type."""
+        """Extend by `rows`: writes their KV at `slot_R` in every layer. Features are in the
+        weights' type.
+        """
         eps, keys, values = self.config.norm_eps, cache.k.unbind(0), cache.v.unbind(0)
-        residual_RH, normed_RH = embed_rms_norm(rows.token_R, self.embedding_VH, self.layers[0].input_norm_H, eps)
+        residual_RH, normed_RH = embed_rms_norm(
+            rows.token_R, self.embedding_VH, self.layers[0].input_norm_H, eps
+        )
         features_RF = self.placement.empty(len(residual_RH), self.feature_width)
         for index, layer in enumerate(self.layers):
-            for at, wanted in enumerate(self.feature_layers):  # a small target may give one layer twice
+            for at, wanted in enumerate(
+                self.feature_layers
+            ):  # a small target may give one layer twice
                 if wanted == index:
-                    features_RF[:, at * self.hidden_size : (at + 1) * self.hidden_size].copy_(residual_RH)
+                    features_RF[:, at * self.hidden_size : (at + 1) * self.hidden_size].copy_(
+                        residual_RH
+                    )
             part_PRH = layer.self_attention(normed_RH, keys[index], values[index], rows, attend)
             normed_RH = add_rms_norm(part_PRH, residual_RH, layer.post_attention_norm_H, eps)
-            next_norm_H = self.layers[index + 1].input_norm_H if index + 1 < len(self.layers) else self.final_norm_H
+            next_norm_H = (
+                self.layers[index + 1].input_norm_H
+                if index + 1 < len(self.layers)
+                else self.final_norm_H
+            )
             normed_RH = add_rms_norm(layer.mlp(normed_RH), residual_RH, next_norm_H, eps)
         return Forward(normed_RH, features_RF)
 
     def logits(self, hidden_RH: Tensor, out_RV: Tensor | None = None) -> Tensor:
-        """[R, V] fp32, from `Forward.hidden_RH` or any of its rows; in `out_RV` where that is given."""
-        return self.placement.products.linear(hidden_RH, self.head_VH, out_dtype=torch.float32, out_MN=out_RV)
+        """[R, V] fp32, from `Forward.hidden_RH` or any of its rows; in `out_RV` where that is
+        given.
+        """
+        return self.placement.products.linear(
+            hidden_RH, self.head_VH, out_dtype=torch.float32, out_MN=out_RV
+        )
 
     def parameters(self) -> dict[str, Tensor]:
-        """Hugging Face name -> view [out, in] of the live storage. A tied `lm_head.weight` is not listed."""
+        """Hugging Face name -> view [out, in] of the live storage. A tied `lm_head.weight` is not
+        listed.
+        """
         return dict(target_parameters(self, self.head_VH))
 
     def storage(self) -> list[Tensor]:

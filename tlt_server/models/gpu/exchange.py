@@ -1,6 +1,8 @@
-"""Two networks change places: graphs hold the addresses of one of them, so it is their values that move.
+"""Two networks change places: graphs hold the addresses of one of them, so it is their values that
+move.
 
-On one device both are read and written once, which takes no memory. A network that was staged in host memory goes tile by tile.
+On one device both are read and written once, which takes no memory. A network that was staged in
+host memory goes tile by tile.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ class Stored(Protocol):
 
 
 def exchange(resident: Stored, other: Stored) -> None:
-    """`other` takes over the storage that graphs know, with its own values in it; `resident` keeps its values in the other storage."""
+    """`other` takes over the storage that graphs know, with its own values in it; `resident` keeps
+    its values in the other storage.
+    """
     if resident is other:
         return  # written in place
     pairs = list(zip(resident.storage(), other.storage(), strict=True))
@@ -40,6 +44,11 @@ def _through_tiles(mine: Tensor, theirs: Tensor) -> None:
 
 
 def compile_exchange(network: Stored) -> None:
-    """So that the first commit need not: each kernel for its tensors runs once, with equal values. What is exchanged lies alike."""
-    smallest = {variant(tensor, tensor): tensor for tensor in sorted(network.storage(), key=lambda tensor: -tensor.numel())}
+    """So that the first commit need not: each kernel for its tensors runs once, with equal values.
+    What is exchanged lies alike.
+    """
+    smallest = {
+        variant(tensor, tensor): tensor
+        for tensor in sorted(network.storage(), key=lambda tensor: -tensor.numel())
+    }
     swap([(tensor, tensor.clone()) for tensor in smallest.values()])

@@ -1,9 +1,11 @@
-"""The pieces of a decoder layer on a GPU. A piece owns its storage; what its parts are called in a checkpoint is in `models/names.py`.
+"""The pieces of a decoder layer on a GPU. A piece owns its storage; what its parts are called in a
+checkpoint is in `models/names.py`.
 
-Fused weights lie as in the checkpoint, [out, in], one part's rows after the other's, so every parameter is a contiguous view.
+Fused weights lie as in the checkpoint, [out, in], one part's rows after the other's, so every
+parameter is a contiguous view.
 
-Legend: R rows, H hidden, I intermediate, N query heads, K KV heads (or a product's inputs), D head width, S slots, X fused width,
-P partial sums.
+Legend: R rows, H hidden, I intermediate, N query heads, K KV heads (or a product's inputs), D head
+width, S slots, X fused width, P partial sums.
 """
 
 from __future__ import annotations
@@ -44,13 +46,17 @@ class RowTensors(NamedTuple):
 class Attend(Protocol):
     """Attention of one step's rows, planned once for all layers."""
 
-    def __call__(self, q_RND: Tensor, k_SKD: Tensor, v_SKD: Tensor, *, first: int = 0) -> Tensor: ...
+    def __call__(
+        self, q_RND: Tensor, k_SKD: Tensor, v_SKD: Tensor, *, first: int = 0
+    ) -> Tensor: ...
 
 
 class Projection:
     """Linear maps of one input, fused: weight [X, K]."""
 
-    def __init__(self, inputs: int, parts: dict[str, int], *, bias: bool, placement: Placement) -> None:
+    def __init__(
+        self, inputs: int, parts: dict[str, int], *, bias: bool, placement: Placement
+    ) -> None:
         self.parts = parts
         self.weight_XK = placement.empty(sum(parts.values()), inputs)
         self.bias_X = placement.empty(sum(parts.values())) if bias else None
@@ -65,35 +71,79 @@ class Projection:
 
 
 class SelfAttention:
-    def __init__(self, inputs: int, hidden: int, heads: int, kv_heads: int, head_dim: int, *, shape: LayerShape, norm_eps: float,
-                 table: RotaryTable, placement: Placement) -> None:
+    def __init__(
+        self,
+        inputs: int,
+        hidden: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        *,
+        shape: LayerShape,
+        norm_eps: float,
+        table: RotaryTable,
+        placement: Placement,
+    ) -> None:
         assert not shape.output_bias, "see limits.check_shape"
-        self.heads, self.query_width, self.norm_eps, self.table = heads, heads * head_dim, norm_eps, table
+        self.heads, self.query_width, self.norm_eps, self.table = (
+            heads,
+            heads * head_dim,
+            norm_eps,
+            table,
+        )
         self.products = placement.products
         kv_width = kv_heads * head_dim
         parts = {"q_proj": self.query_width, "k_proj": kv_width, "v_proj": kv_width}
         self.qkv = Projection(inputs, parts, bias=shape.qkv_bias, placement=placement)
-        self.output = Projection(self.query_width, {"o_proj": hidden}, bias=False, placement=placement)
+        self.output = Projection(
+            self.query_width, {"o_proj": hidden}, bias=False, placement=placement
+        )
         self.q_weight_D = placement.empty(head_dim) if shape.qk_norm else None
         self.k_weight_D = placement.empty(head_dim) if shape.qk_norm else None
 
-    def __call__(self, x_RH: Tensor, k_SKD: Tensor, v_SKD: Tensor, rows: RowTensors, attend: Attend, *, first: int = 0) -> Tensor:
-        """Write the rows' keys and values, attend over positions [first, own]; partial sums [P, R, H] of the output."""
+    def __call__(
+        self,
+        x_RH: Tensor,
+        k_SKD: Tensor,
+        v_SKD: Tensor,
+        rows: RowTensors,
+        attend: Attend,
+        *,
+        first: int = 0,
+    ) -> Tensor:
+        """Write the rows' keys and values, attend over positions [first, own]; partial sums [P, R,
+        H] of the output.
+        """
         qkv_RX = self.products.linear(x_RH, self.qkv.weight_XK, self.qkv.bias_X)
         q_RND = self._store(qkv_RX, self.heads, k_SKD, v_SKD, rows)
         out_RND = attend(q_RND, k_SKD, v_SKD, first=first)
-        return self.products.partials(out_RND.view(len(x_RH), self.query_width), self.output.weight_XK)
+        return self.products.partials(
+            out_RND.view(len(x_RH), self.query_width), self.output.weight_XK
+        )
 
     def store(self, x_RH: Tensor, k_SKD: Tensor, v_SKD: Tensor, rows: RowTensors) -> None:
         """Only write the rows' keys and values."""
         start, bias_X = self.query_width, self.qkv.bias_X
-        kv_RX = self.products.linear(x_RH, self.qkv.weight_XK[start:], None if bias_X is None else bias_X[start:])
+        kv_RX = self.products.linear(
+            x_RH, self.qkv.weight_XK[start:], None if bias_X is None else bias_X[start:]
+        )
         self._store(kv_RX, 0, k_SKD, v_SKD, rows)
 
-    def _store(self, qkv_RX: Tensor, heads: int, k_SKD: Tensor, v_SKD: Tensor, rows: RowTensors) -> Tensor:
+    def _store(
+        self, qkv_RX: Tensor, heads: int, k_SKD: Tensor, v_SKD: Tensor, rows: RowTensors
+    ) -> Tensor:
         return rope_store(
-            qkv_RX, rows.position_R, rows.slot_R, self.table.cos_PD2, self.table.sin_PD2, k_SKD, v_SKD, heads=heads,
-            q_weight_D=self.q_weight_D, k_weight_D=self.k_weight_D, eps=self.norm_eps,
+            qkv_RX,
+            rows.position_R,
+            rows.slot_R,
+            self.table.cos_PD2,
+            self.table.sin_PD2,
+            k_SKD,
+            v_SKD,
+            heads=heads,
+            q_weight_D=self.q_weight_D,
+            k_weight_D=self.k_weight_D,
+            eps=self.norm_eps,
         )
 
 
@@ -101,9 +151,16 @@ class GatedMlp:
     def __init__(self, hidden: int, intermediate: int, *, bias: bool, placement: Placement) -> None:
         assert not bias, "see limits.check_shape"
         self.products = placement.products
-        self.gate_up = Projection(hidden, {"gate_proj": intermediate, "up_proj": intermediate}, bias=False, placement=placement)
+        self.gate_up = Projection(
+            hidden,
+            {"gate_proj": intermediate, "up_proj": intermediate},
+            bias=False,
+            placement=placement,
+        )
         self.down = Projection(intermediate, {"down_proj": hidden}, bias=False, placement=placement)
 
     def __call__(self, x_RH: Tensor) -> Tensor:
         """Partial sums [P, R, H]."""
-        return self.products.partials(self.products.gated(x_RH, self.gate_up.weight_XK), self.down.weight_XK)
+        return self.products.partials(
+            self.products.gated(x_RH, self.gate_up.weight_XK), self.down.weight_XK
+        )

@@ -1,4 +1,6 @@
-"""What the GPU's layers cannot compute, refused by name before anything is allocated. Imports no kernel."""
+"""What the GPU's layers cannot compute, refused by name before anything is allocated. Imports no
+kernel.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +17,23 @@ def check_shape(config: ModelConfig, shape: LayerShape, what: str) -> None:
     """`ModelError` names the key of config.json. `what`: the model, in errors."""
     remedy = "serve another model, or start with --device cpu"
     if shape.output_bias:
-        raise ModelError(f"{what} has 'attention_bias' true, which gives its output projections biases, and a GPU's have none; {remedy}")
+        raise ModelError(
+            f"{what} has 'attention_bias' true, which gives its output projections biases, and a GPU's have none; {remedy}"
+        )
     if shape.mlp_bias:
         raise ModelError(f"{what} has 'mlp_bias' true, and a GPU's MLP has no biases; {remedy}")
     if config.head_dim not in HEAD_DIMS:
         known = ", ".join(map(str, HEAD_DIMS))
-        raise ModelError(f"{what} has 'head_dim' {config.head_dim}, and the kernels of a GPU have {known}; {remedy}")
+        raise ModelError(
+            f"{what} has 'head_dim' {config.head_dim}, and the kernels of a GPU have {known}; {remedy}"
+        )
     if config.heads > MOST_GROUP * config.kv_heads:
-        raise ModelError(f"{what} has {config.heads} query heads over {config.kv_heads} KV heads, and the kernels of a GPU have at most "
-                         f"{MOST_GROUP} for one; {remedy}")
+        raise ModelError(
+            f"{what} has {config.heads} query heads over {config.kv_heads} KV heads, and the kernels of a GPU have at most "
+            f"{MOST_GROUP} for one; {remedy}"
+        )
     for name in ("hidden_size", "intermediate_size"):
         if getattr(config, name) % WIDTHS:
-            raise ModelError(f"{what} has {name!r} {getattr(config, name)}, and the kernels of a GPU need a multiple of {WIDTHS}; {remedy}")
+            raise ModelError(
+                f"{what} has {name!r} {getattr(config, name)}, and the kernels of a GPU need a multiple of {WIDTHS}; {remedy}"
+            )

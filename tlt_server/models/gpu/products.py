@@ -1,4 +1,5 @@
-"""Matrix products on a GPU by numerics: `strict` adds in an order fixed by the weight's shape, `fast` in whichever is quicker.
+"""Matrix products on a GPU by numerics: `strict` adds in an order fixed by the weight's shape,
+`fast` in whichever is quicker.
 
 Legend: M rows, K inputs, N outputs, I intermediate, P partial sums.
 """
@@ -19,8 +20,15 @@ FEW_ROWS = 64  # up to here products wait for weights, which the kernels of `Str
 
 
 class Products(Protocol):
-    def linear(self, x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None, *, out_dtype: torch.dtype | None = None,
-               out_MN: Tensor | None = None) -> Tensor:
+    def linear(
+        self,
+        x_MK: Tensor,
+        weight_NK: Tensor,
+        bias_N: Tensor | None = None,
+        *,
+        out_dtype: torch.dtype | None = None,
+        out_MN: Tensor | None = None,
+    ) -> Tensor:
         """x @ weight.T (+ bias): [M, N], in `out_MN` where that is given."""
 
     def partials(self, x_MK: Tensor, weight_NK: Tensor) -> Tensor:
@@ -40,19 +48,34 @@ class Strict:
 
 
 class Fast(Strict):
-    """Whatever is quicker: the library for products of many rows that have nothing fused to them, else the kernels of `Strict`."""
+    """Whatever is quicker: the library for products of many rows that have nothing fused to them,
+    else the kernels of `Strict`.
+    """
 
     @staticmethod
-    def linear(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None, *, out_dtype: torch.dtype | None = None,
-               out_MN: Tensor | None = None) -> Tensor:
-        if len(x_MK) <= FEW_ROWS or out_dtype not in (None, x_MK.dtype):  # the library rounds its sums to the inputs' dtype
+    def linear(
+        x_MK: Tensor,
+        weight_NK: Tensor,
+        bias_N: Tensor | None = None,
+        *,
+        out_dtype: torch.dtype | None = None,
+        out_MN: Tensor | None = None,
+    ) -> Tensor:
+        if len(x_MK) <= FEW_ROWS or out_dtype not in (
+            None,
+            x_MK.dtype,
+        ):  # the library rounds its sums to the inputs' dtype
             return Strict.linear(x_MK, weight_NK, bias_N, out_dtype=out_dtype, out_MN=out_MN)
         found_MN = functional.linear(x_MK, weight_NK, bias_N)
         return found_MN if out_MN is None else out_MN.copy_(found_MN)
 
     @staticmethod
     def partials(x_MK: Tensor, weight_NK: Tensor) -> Tensor:
-        return Strict.partials(x_MK, weight_NK) if len(x_MK) <= FEW_ROWS else functional.linear(x_MK, weight_NK)[None]
+        return (
+            Strict.partials(x_MK, weight_NK)
+            if len(x_MK) <= FEW_ROWS
+            else functional.linear(x_MK, weight_NK)[None]
+        )
 
 
 PRODUCTS: dict[Mode, type[Strict]] = {"strict": Strict, "fast": Fast}

@@ -1,11 +1,13 @@
 """EAGLE-3 drafting: a best-first tree grown with the noise the target will sample with.
 
-Slot p of the drafter's KV holds (embed x_p, feature of p - 1), under the target's page ids, so shared prefix pages are
-drafted once. Slots it has not seen are caught up when a request is next speculated on, from the features the engine keeps
-beside the target's KV: speculation turns on without a flush or a re-prefill. Tree rows live in the drafter's own scratch for
-one proposal. Any answer is lossless (see `speculation/accept.py`).
+Slot p of the drafter's KV holds (embed x_p, feature of p - 1), under the target's page ids, so
+shared prefix pages are drafted once. Slots it has not seen are caught up when a request is next
+speculated on, from the features the engine keeps beside the target's KV: speculation turns on
+without a flush or a re-prefill. Tree rows live in the drafter's own scratch for one proposal. Any
+answer is lossless (see `speculation/accept.py`).
 
-Legend: R rows, B requests, P pages per request, D longest path, H hidden, F features, C nodes per request, S slots.
+Legend: R rows, B requests, P pages per request, D longest path, H hidden, F features, C nodes per
+request, S slots.
 """
 
 from __future__ import annotations
@@ -47,11 +49,22 @@ class RowBuffer:
     """Reused tensors for the rows of one forward, and the numpy views that kernels fill."""
 
     def __init__(self, capacity: int) -> None:
-        self.token_R, self.position_R, self.slot_R, self.source_R = (torch.zeros(capacity, dtype=torch.int64) for _ in range(4))
+        self.token_R, self.position_R, self.slot_R, self.source_R = (
+            torch.zeros(capacity, dtype=torch.int64) for _ in range(4)
+        )
         self.request_R = torch.zeros(capacity, dtype=torch.int32)
         self.path = torch.zeros(capacity, dtype=torch.int32)  # flat [R * D]
         self.token, self.position, self.slot, self.source, self.request, self.path_flat = (
-            t.numpy() for t in (self.token_R, self.position_R, self.slot_R, self.source_R, self.request_R, self.path))
+            t.numpy()
+            for t in (
+                self.token_R,
+                self.position_R,
+                self.slot_R,
+                self.source_R,
+                self.request_R,
+                self.path,
+            )
+        )
         self.node = np.full(capacity, -1, np.int32)
 
     def reserve_path(self, size: int) -> None:
@@ -60,15 +73,32 @@ class RowBuffer:
             self.path_flat = self.path.numpy()
 
     def rows(self, count: int, base_B: Tensor, page_table_BP: Tensor, path_length: int) -> Rows:
-        return Rows(self.token_R[:count], self.position_R[:count], self.slot_R[:count], self.request_R[:count], base_B, page_table_BP,
-                    self.path[:count * path_length].view(count, path_length))
+        return Rows(
+            self.token_R[:count],
+            self.position_R[:count],
+            self.slot_R[:count],
+            self.request_R[:count],
+            base_B,
+            page_table_BP,
+            self.path[: count * path_length].view(count, path_length),
+        )
 
 
 class Eagle:
-    """`max_rows` bounds the scratch: tree rows of one proposal, all requests and depths; larger strategies are cut to it."""
+    """`max_rows` bounds the scratch: tree rows of one proposal, all requests and depths; larger
+    strategies are cut to it.
+    """
 
-    def __init__(self, network: Network, target_cache: KVCache, calibration: Calibration, *, max_requests: int, max_rows: int,
-                 floor: float = FLOOR) -> None:
+    def __init__(
+        self,
+        network: Network,
+        target_cache: KVCache,
+        calibration: Calibration,
+        *,
+        max_requests: int,
+        max_rows: int,
+        floor: float = FLOOR,
+    ) -> None:
         self.network, self.calibration, self.floor = network, calibration, floor
         self.features_SF, self.page_size = target_cache.features_SF, target_cache.page_size
         self.max_requests, self.max_rows = max_requests, max_rows
@@ -90,7 +120,9 @@ class Eagle:
         requests, width = len(batch), strategy.width
         assert requests <= self.max_requests, f"{requests} requests, built for {self.max_requests}"
         root_B = np.fromiter(map(len, batch.tokens), np.int64, requests) - 1
-        limit_B = np.minimum(batch.max_depth_B, min(strategy.depth, 1 + self.max_rows // max(requests, 1))).astype(np.int32)
+        limit_B = np.minimum(
+            batch.max_depth_B, min(strategy.depth, 1 + self.max_rows // max(requests, 1))
+        ).astype(np.int32)
         limit_B[root_B < 1] = 0  # no feature precedes the first token
         root_B[limit_B <= 0] = 0
         depth = int(limit_B.max(initial=0))
@@ -103,25 +135,53 @@ class Eagle:
         node_BCI, survival_BC = self._nodes(requests, width + (depth - 1) * pick_width * width)
         count_B = np.zeros(requests, np.int32)
         base_B = torch.from_numpy((root_B + 1).astype(np.int32))
-        table_BP = np.ascontiguousarray(batch.page_table_BP)  # another memory layout would compile the kernels again
+        table_BP = np.ascontiguousarray(
+            batch.page_table_BP
+        )  # another memory layout would compile the kernels again
         page_table_BP = torch.from_numpy(table_BP)
         h_RH = self._run_roots(batch, root_B, limit_B, base_B, table_BP, page_table_BP)
         if self.hidden_RH is None:
-            self.hidden_RH = torch.empty(self.max_requests + self.max_rows, h_RH.shape[1], dtype=h_RH.dtype)
+            self.hidden_RH = torch.empty(
+                self.max_requests + self.max_rows, h_RH.shape[1], dtype=h_RH.dtype
+            )
         seen = drafted = 0
         for level in range(depth):
             ran = len(h_RH)
-            self.hidden_RH[seen:seen + ran] = h_RH
+            self.hidden_RH[seen : seen + ran] = h_RH
             rows = grow(
-                self.network.logits(h_RH).numpy(), self.target_ids, seen, width, pick_width if level < depth - 1 else 0, budget,
-                self.floor, self.first_slot + drafted, root_B, limit_B, batch.seed_B, batch.temperature_B, self.calibration.survival_K,
-                self.calibration.gap_edges, node_BCI, survival_BC, count_B, buffer.token, buffer.position, buffer.slot, buffer.request,
-                buffer.node, buffer.source, buffer.path_flat, path_length)
+                self.network.logits(h_RH).numpy(),
+                self.target_ids,
+                seen,
+                width,
+                pick_width if level < depth - 1 else 0,
+                budget,
+                self.floor,
+                self.first_slot + drafted,
+                root_B,
+                limit_B,
+                batch.seed_B,
+                batch.temperature_B,
+                self.calibration.survival_K,
+                self.calibration.gap_edges,
+                node_BCI,
+                survival_BC,
+                count_B,
+                buffer.token,
+                buffer.position,
+                buffer.slot,
+                buffer.request,
+                buffer.node,
+                buffer.source,
+                buffer.path_flat,
+                path_length,
+            )
             if not rows:
                 break
             seen, drafted = seen + ran, drafted + rows
             g_RH = self.hidden_RH.index_select(0, buffer.source_R[:rows])
-            h_RH = self.network.forward(buffer.rows(rows, base_B, page_table_BP, path_length), g_RH, self.cache)
+            h_RH = self.network.forward(
+                buffer.rows(rows, base_B, page_table_BP, path_length), g_RH, self.cache
+            )
             self._forwards += 1
         *arrays, cell_N = harvest(node_BCI, survival_BC, count_B)
         candidates = Candidates(*arrays)
@@ -132,13 +192,19 @@ class Eagle:
     def observe(self, batch: DraftBatch, candidates: Candidates, accepted_N: object) -> None:
         for known, cell_N in self._open:
             if known is candidates:
-                self.calibration.observe(cell_N, candidates.parent_N, np.asarray(accepted_N, np.int8))
+                self.calibration.observe(
+                    cell_N, candidates.parent_N, np.asarray(accepted_N, np.int8)
+                )
 
-    def finish(self, request_id: str, group_id: str, tokens: object, prompt_len: int, salt: str = "") -> None:
+    def finish(
+        self, request_id: str, group_id: str, tokens: object, prompt_len: int, salt: str = ""
+    ) -> None:
         """Nothing is kept per request; its pages come back through `pages_freed`."""
 
     def pages_freed(self, page_ids: Iterable[int]) -> None:
-        """These pages may hold other tokens from now on. The engine calls it before a page is used again."""
+        """These pages may hold other tokens from now on. The engine calls it before a page is used
+        again.
+        """
         pages = np.fromiter(page_ids, np.int64)
         self.drafted_S.reshape(-1, self.page_size)[pages] = False
         self.full_P[pages] = False
@@ -163,37 +229,79 @@ class Eagle:
             **self.calibration.gauges(),
         }
 
-    def _run_roots(self, batch: DraftBatch, root_B: np.ndarray, limit_B: np.ndarray, base_B: Tensor, table_BP: np.ndarray,
-                   page_table_BP: Tensor) -> Tensor:
-        """Catch up, then run the root rows; returns their hidden states, and leaves their requests at the head of the buffer."""
+    def _run_roots(
+        self,
+        batch: DraftBatch,
+        root_B: np.ndarray,
+        limit_B: np.ndarray,
+        base_B: Tensor,
+        table_BP: np.ndarray,
+        page_table_BP: Tensor,
+    ) -> Tensor:
+        """Catch up, then run the root rows; returns their hidden states, and leaves their requests
+        at the head of the buffer.
+        """
         buffer, cursor = self.buffer, np.array([0, 1])
-        slot, source, position, request = (view[:CHUNK] for view in (buffer.slot, buffer.source, buffer.position, buffer.request))
+        slot, source, position, request = (
+            view[:CHUNK] for view in (buffer.slot, buffer.source, buffer.position, buffer.request)
+        )
         while True:
-            behind = undrafted(table_BP, root_B, self.page_size, self.drafted_S, self.full_P, cursor, slot, source, position,
-                               request)
+            behind = undrafted(
+                table_BP,
+                root_B,
+                self.page_size,
+                self.drafted_S,
+                self.full_P,
+                cursor,
+                slot,
+                source,
+                position,
+                request,
+            )
             self._caught_up += behind
             if behind <= JOIN and cursor[0] == len(root_B):
                 break
             g_RH = self._lay_tokens(batch, behind)
             self.network.store_only(buffer.rows(behind, base_B, page_table_BP, 0), g_RH, self.cache)
-        roots = lay_roots(table_BP, root_B, limit_B, self.page_size, self.drafted_S, behind, buffer.slot, buffer.source,
-                          buffer.position, buffer.request, buffer.node)
+        roots = lay_roots(
+            table_BP,
+            root_B,
+            limit_B,
+            self.page_size,
+            self.drafted_S,
+            behind,
+            buffer.slot,
+            buffer.source,
+            buffer.position,
+            buffer.request,
+            buffer.node,
+        )
         g_RH = self._lay_tokens(batch, behind + roots)
-        h_RH = self.network.forward(buffer.rows(behind + roots, base_B, page_table_BP, 0), g_RH, self.cache)
+        h_RH = self.network.forward(
+            buffer.rows(behind + roots, base_B, page_table_BP, 0), g_RH, self.cache
+        )
         self._forwards += 1
-        buffer.request[:roots] = buffer.request[behind:behind + roots]
+        buffer.request[:roots] = buffer.request[behind : behind + roots]
         buffer.node[:roots] = -1
         return h_RH[behind:]
 
     def _lay_tokens(self, batch: DraftBatch, rows: int) -> Tensor:
         """Fill the tokens of certain rows; returns the fused features of the positions before them."""
         buffer = self.buffer
-        for r, (request, position) in enumerate(zip(buffer.request[:rows].tolist(), buffer.position[:rows].tolist(), strict=True)):
+        for r, (request, position) in enumerate(
+            zip(buffer.request[:rows].tolist(), buffer.position[:rows].tolist(), strict=True)
+        ):
             buffer.token[r] = batch.tokens[request][position]
         return self.network.fuse(self.features_SF.index_select(0, buffer.source_R[:rows]))
 
     def _nodes(self, requests: int, per_request: int) -> tuple[np.ndarray, np.ndarray]:
         if self.node_BCI.shape[0] < requests or self.node_BCI.shape[1] < per_request:
-            shape = (max(requests, self.node_BCI.shape[0]), max(per_request, self.node_BCI.shape[1]))
-            self.node_BCI, self.survival_BC = np.zeros((*shape, FIELDS), np.int32), np.zeros(shape, np.float32)
+            shape = (
+                max(requests, self.node_BCI.shape[0]),
+                max(per_request, self.node_BCI.shape[1]),
+            )
+            self.node_BCI, self.survival_BC = (
+                np.zeros((*shape, FIELDS), np.int32),
+                np.zeros(shape, np.float32),
+            )
         return self.node_BCI, self.survival_BC

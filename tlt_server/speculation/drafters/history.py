@@ -1,9 +1,11 @@
-"""Model-free drafting: what followed these tokens before, in the prompt, this output, its siblings and earlier responses.
+"""Model-free drafting: what followed these tokens before, in the prompt, this output, its siblings
+and earlier responses.
 
-One pool of tokens per prompt serves all requests of its group: running siblings, finished ones, and responses to the same
-prompt in earlier rollouts; nothing is shared between salts. The longest earlier occurrences of a request's last tokens
-become one trie with counts. How far such a node can be trusted is learned online per (match length, share of matches that
-agree, depth). No torch, no network: the drafter of day 0, and what is left when another drafter's acceptance collapses.
+One pool of tokens per prompt serves all requests of its group: running siblings, finished ones, and
+responses to the same prompt in earlier rollouts; nothing is shared between salts. The longest
+earlier occurrences of a request's last tokens become one trie with counts. How far such a node can
+be trusted is learned online per (match length, share of matches that agree, depth). No torch, no
+network: the drafter of day 0, and what is left when another drafter's acceptance collapses.
 """
 
 from __future__ import annotations
@@ -39,10 +41,16 @@ class HistorySettings:
 
 
 def prior() -> NDArray[np.float32]:
-    """Trust before anything is observed: share x L / (L + 3). Half the weight at three tokens in common, .84 at sixteen."""
+    """Trust before anything is observed: share x L / (L + 3). Half the weight at three tokens in
+    common, .84 at sixteen.
+    """
     length = np.array(TYPICAL_LENGTH)[:, None, None]
     share = ((np.arange(SHARES) + 1) / SHARES)[None, :, None]
-    return np.broadcast_to(share * length / (length + 3), (LENGTHS, SHARES, DEPTHS)).reshape(-1).astype(np.float32)
+    return (
+        np.broadcast_to(share * length / (length + 3), (LENGTHS, SHARES, DEPTHS))
+        .reshape(-1)
+        .astype(np.float32)
+    )
 
 
 @dataclass
@@ -66,8 +74,12 @@ class History:
         self.settings = settings
         self.table = OnlineTable(prior())
         self._tokens = 0  # in all pools
-        self._groups: OrderedDict[bytes, Group] = OrderedDict()  # by prompt, least recently used first
-        self._by_group_id: dict[tuple[str, str], tuple[Group, int]] = {}  # by salt and id: the group, and how many of it are running
+        self._groups: OrderedDict[bytes, Group] = (
+            OrderedDict()
+        )  # by prompt, least recently used first
+        self._by_group_id: dict[
+            tuple[str, str], tuple[Group, int]
+        ] = {}  # by salt and id: the group, and how many of it are running
         self._running: dict[str, Running] = {}
         self._open: deque[tuple[Candidates, NDArray[np.int32]]] = deque(maxlen=REMEMBERED)
         self._asked = self._answered = 0
@@ -86,21 +98,47 @@ class History:
             segments.append(state.segment)
             requests.append(b)
         size = len(batch) * self.settings.matches * int(depth_B.max())
-        request_N, parent_N, token_N, depth_N, rank_N, cell_N = (np.empty(size, np.int32) for _ in range(6))
+        request_N, parent_N, token_N, depth_N, rank_N, cell_N = (
+            np.empty(size, np.int32) for _ in range(6)
+        )
         survival_N = np.empty(size, np.float32)
         count = 0
         for group, segments, requests in members.values():
             pool, request_M = group.pool, np.array(requests, np.int32)
             count = match_pool(
-                pool.tokens, pool.start_G, pool.length_G, np.array(segments, np.int32), request_M, depth_B[request_M],
-                self.settings.longest, self.settings.shortest, self.settings.matches, strategy.width, self.table.survival_K, SHARES, DEPTHS,
-                count, request_N, parent_N, token_N, depth_N, rank_N, survival_N, cell_N)
+                pool.tokens,
+                pool.start_G,
+                pool.length_G,
+                np.array(segments, np.int32),
+                request_M,
+                depth_B[request_M],
+                self.settings.longest,
+                self.settings.shortest,
+                self.settings.matches,
+                strategy.width,
+                self.table.survival_K,
+                SHARES,
+                DEPTHS,
+                count,
+                request_N,
+                parent_N,
+                token_N,
+                depth_N,
+                rank_N,
+                survival_N,
+                cell_N,
+            )
         request_N, parent_N, token_N, depth_N, rank_N, cell_N = (
-            a[:count].copy() for a in (request_N, parent_N, token_N, depth_N, rank_N, cell_N))
-        candidates = Candidates(request_N, parent_N, token_N, depth_N, rank_N, survival_N[:count].copy())
+            a[:count].copy() for a in (request_N, parent_N, token_N, depth_N, rank_N, cell_N)
+        )
+        candidates = Candidates(
+            request_N, parent_N, token_N, depth_N, rank_N, survival_N[:count].copy()
+        )
         self._open.append((candidates, cell_N))
         self._asked += len(batch)
-        self._answered += int(np.count_nonzero(np.diff(request_N, prepend=-1)))  # a request's nodes lie together
+        self._answered += int(
+            np.count_nonzero(np.diff(request_N, prepend=-1))
+        )  # a request's nodes lie together
         return candidates
 
     def observe(self, batch: DraftBatch, candidates: Candidates, accepted_N: object) -> None:
@@ -108,7 +146,9 @@ class History:
             if known is candidates:
                 self.table.observe(cell_N, candidates.parent_N, np.asarray(accepted_N, np.int8))
 
-    def finish(self, request_id: str, group_id: str, tokens: object, prompt_len: int, salt: str = "") -> None:
+    def finish(
+        self, request_id: str, group_id: str, tokens: object, prompt_len: int, salt: str = ""
+    ) -> None:
         key = salt, group_id
         state = self._follow(request_id, key, np.asarray(tokens, np.int32), prompt_len)
         del self._running[request_id]
@@ -122,12 +162,17 @@ class History:
 
     def check(self) -> None:
         """Assert that memory is bounded and the sums are right."""
-        assert self._tokens == sum(group.pool.used for group in self._groups.values()), "the token count drifts"
+        assert self._tokens == sum(group.pool.used for group in self._groups.values()), (
+            "the token count drifts"
+        )
         for group in self._groups.values():
             group.pool.check()
             assert len(group.prompts) <= PROMPTS, "a group remembers too many prompts"
         if not self._running:
-            assert self._tokens <= self.settings.total_tokens and len(self._groups) <= self.settings.pools, "eviction falls behind"
+            assert (
+                self._tokens <= self.settings.total_tokens
+                and len(self._groups) <= self.settings.pools
+            ), "eviction falls behind"
 
     def gauges(self) -> Mapping[str, float]:
         return {
@@ -137,17 +182,23 @@ class History:
             "history_table_drift": self.table.drift,
         }
 
-    def _follow(self, request_id: str, key: tuple[str, str], tokens: NDArray[np.int32], prompt_len: int) -> Running:
+    def _follow(
+        self, request_id: str, key: tuple[str, str], tokens: NDArray[np.int32], prompt_len: int
+    ) -> Running:
         """The request's state, its pool brought up to `tokens`."""
         state = self._running.get(request_id)
         if state is None:
             state = self._running[request_id] = self._start(key, tokens, prompt_len)
-        if len(tokens) > state.taken and self._append(state.group, state.segment, tokens[state.taken:]):
+        if len(tokens) > state.taken and self._append(
+            state.group, state.segment, tokens[state.taken :]
+        ):
             state.taken = len(tokens)
         return state
 
     def _start(self, key: tuple[str, str], tokens: NDArray[np.int32], prompt_len: int) -> Running:
-        """Join the pool of the group, else of the prompt. The prompt is stored once; a request repeats only its end, as context."""
+        """Join the pool of the group, else of the prompt. The prompt is stored once; a request
+        repeats only its end, as context.
+        """
         prompt = tokens[:prompt_len]
         salt, group_id = key
         salted = blake2b(salt.encode(), digest_size=16).digest() + prompt.tobytes()
@@ -184,7 +235,10 @@ class History:
     def _evict(self) -> None:
         """Drop the pools unused for longest while there are too many tokens or pools."""
         for digest in list(self._groups):
-            if self._tokens <= self.settings.total_tokens and len(self._groups) <= self.settings.pools:
+            if (
+                self._tokens <= self.settings.total_tokens
+                and len(self._groups) <= self.settings.pools
+            ):
                 return
             if not self._groups[digest].running:
                 self._tokens -= self._groups.pop(digest).pool.used

@@ -1,8 +1,10 @@
-"""A bounded pool of token segments in one flat array: a group's prompts, running outputs and finished outputs.
+"""A bounded pool of token segments in one flat array: a group's prompts, running outputs and
+finished outputs.
 
-The history drafter owns one per prompt; the matching kernel reads `tokens`, `start_G` and `length_G` as they stand.
-A segment grows in place or moves to the end; past `limit` tokens the oldest finished segments are dropped, and a running one
-that still does not fit stops growing. Invariant: live segments never overlap (`check`).
+The history drafter owns one per prompt; the matching kernel reads `tokens`, `start_G` and
+`length_G` as they stand. A segment grows in place or moves to the end; past `limit` tokens the
+oldest finished segments are dropped, and a running one that still does not fit stops growing.
+Invariant: live segments never overlap (`check`).
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ class TokenPool:
     def __init__(self, limit: int) -> None:
         self.limit = limit  # tokens
         self.tokens = np.zeros(SMALLEST, np.int32)
-        self.start_G, self.length_G, self.room_G = (np.zeros(4, np.int32) for _ in range(3))  # free segments have length 0
+        self.start_G, self.length_G, self.room_G = (
+            np.zeros(4, np.int32) for _ in range(3)
+        )  # free segments have length 0
         self.used = 0  # tokens in segments
         self._end = 0  # where the unused part of the array begins
         self._free = list(range(len(self.start_G)))
@@ -31,7 +35,9 @@ class TokenPool:
         """A new empty segment."""
         if not self._free:
             old = len(self.start_G)
-            self.start_G, self.length_G, self.room_G = (np.pad(a, (0, old)) for a in (self.start_G, self.length_G, self.room_G))
+            self.start_G, self.length_G, self.room_G = (
+                np.pad(a, (0, old)) for a in (self.start_G, self.length_G, self.room_G)
+            )
             self._free = list(range(old, 2 * old))
         return self._free.pop()
 
@@ -46,7 +52,7 @@ class TokenPool:
         if length + count > self.room_G[segment]:
             self._move(segment, 2 * (length + count) + ROOM)
         start = int(self.start_G[segment])
-        self.tokens[start + length:start + length + count] = tokens
+        self.tokens[start + length : start + length + count] = tokens
         self.length_G[segment] = length + count
         self.used += count
         return True
@@ -58,9 +64,14 @@ class TokenPool:
             self._drop(self._finished.popleft())
 
     def check(self) -> None:
-        live = sorted((int(self.start_G[g]), int(self.room_G[g]), int(self.length_G[g])) for g in np.flatnonzero(self.room_G))
+        live = sorted(
+            (int(self.start_G[g]), int(self.room_G[g]), int(self.length_G[g]))
+            for g in np.flatnonzero(self.room_G)
+        )
         assert all(length <= room for _, room, length in live)
-        assert all(first[0] + first[1] <= second[0] for first, second in zip(live, live[1:], strict=False))
+        assert all(
+            first[0] + first[1] <= second[0] for first, second in zip(live, live[1:], strict=False)
+        )
         assert not live or live[-1][0] + live[-1][1] <= self._end <= len(self.tokens)
         assert self.used == sum(length for _, _, length in live) <= self.limit
         assert all(self.length_G[g] == 0 == self.room_G[g] for g in self._free)
@@ -71,17 +82,19 @@ class TokenPool:
         self._free.append(segment)
 
     def _move(self, segment: int, room: int) -> None:
-        """Give the segment `room` tokens at the end, compacting into a larger array when the end is reached."""
+        """Give the segment `room` tokens at the end, compacting into a larger array when the end is
+        reached.
+        """
         if self._end + room > len(self.tokens):
             old, total = self.tokens, int(self.room_G.sum())
             self.tokens = np.zeros(2 * (total + room), np.int32)
             self._end = 0
             for g in np.flatnonzero(self.room_G):
                 start, length = int(self.start_G[g]), int(self.length_G[g])
-                self.tokens[self._end:self._end + length] = old[start:start + length]
+                self.tokens[self._end : self._end + length] = old[start : start + length]
                 self.start_G[g] = self._end
                 self._end += int(self.room_G[g])
         start, length = int(self.start_G[segment]), int(self.length_G[segment])
-        self.tokens[self._end:self._end + length] = self.tokens[start:start + length]
+        self.tokens[self._end : self._end + length] = self.tokens[start : start + length]
         self.start_G[segment], self.room_G[segment] = self._end, room
         self._end += room

@@ -1,6 +1,7 @@
 """Policies: which strategy the next step uses. "No speculation" is an ordinary arm. No torch here.
 
-One file each, one table line each. A policy is built as `Policy(arms, rows=...)`, see `arms.Ladder`.
+One file each, one table line each. A policy is built as `Policy(arms, rows=...)`, see
+`arms.Ladder`.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ from typing import Protocol
 from tlt_server.records import Cycle, StepContext, Strategy
 from tlt_server.registry import Registry
 
-POLICIES = Registry("policy", {
-    "off": "tlt_server.speculation.policies.off:Off",
-    "fixed": "tlt_server.speculation.policies.fixed:Fixed",
-    "beg": "tlt_server.speculation.policies.beg:Beg",
-})
+POLICIES = Registry(
+    "policy",
+    {
+        "off": "tlt_server.speculation.policies.off:Off",
+        "fixed": "tlt_server.speculation.policies.fixed:Fixed",
+        "beg": "tlt_server.speculation.policies.beg:Beg",
+    },
+)
 
 
 class Policy(Protocol):

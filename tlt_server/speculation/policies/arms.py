@@ -1,9 +1,10 @@
 """Default arms: a ladder of strategies per drafter, and how many verify rows a batch can afford.
 
-TLT maps batch buckets 1 / 2 / 5 / 21 to 48 / 32 / 16 / 8 verify rows per request at depth 8 and top-k 4, on a GPU, where 64 rows of the
-whole batch cost what one does and the ridge is near 200. A CPU pays for rows much earlier, so its ladder is of chains, few and well
-apart (a cold batch is too short to tell neighbours apart), and its ceilings fall faster. Buckets are narrow where batches are small,
-since a reward grows with the batch.
+TLT maps batch buckets 1 / 2 / 5 / 21 to 48 / 32 / 16 / 8 verify rows per request at depth 8 and
+top-k 4, on a GPU, where 64 rows of the whole batch cost what one does and the ridge is near 200. A
+CPU pays for rows much earlier, so its ladder is of chains, few and well apart (a cold batch is too
+short to tell neighbours apart), and its ceilings fall faster. Buckets are narrow where batches are
+small, since a reward grows with the batch.
 """
 
 from __future__ import annotations
@@ -19,9 +20,15 @@ Rows = tuple[tuple[int, int], ...]  # (smallest batch, most verify rows per requ
 CPU_ROWS: Rows = ((1, 16), (2, 16), (3, 9), (6, 9), (12, 5), (24, 5), (48, 3))
 GPU_ROWS: Rows = ((1, 32), (2, 32), (3, 16), (5, 16), (9, 8), (17, 8), (33, 4), (65, 3), (129, 1))
 LADDERS: dict[str, tuple[Rungs, Rows]] = {  # by device
-    "cpu": ({"eagle": ((2, 1, 3), (4, 1, 5), (7, 1, 8)), "history": ((2, 1, 3), (7, 1, 8))}, CPU_ROWS),
+    "cpu": (
+        {"eagle": ((2, 1, 3), (4, 1, 5), (7, 1, 8)), "history": ((2, 1, 3), (7, 1, 8))},
+        CPU_ROWS,
+    ),
     "cuda": (
-        {"eagle": ((2, 1, 3), (3, 1, 4), (7, 1, 8), (7, 4, 16), (7, 4, 32)), "history": ((3, 1, 4), (7, 1, 8), (12, 2, 16))},
+        {
+            "eagle": ((2, 1, 3), (3, 1, 4), (7, 1, 8), (7, 4, 16), (7, 4, 32)),
+            "history": ((3, 1, 4), (7, 1, 8), (12, 2, 16)),
+        },
         GPU_ROWS,
     ),
 }
@@ -46,7 +53,11 @@ def ladder(drafters: Iterable[str], device: str = "cpu") -> Ladder:
     """OFF and every default arm of these drafters on this kind of device."""
     rungs, rows = LADDERS[device]
     names = tuple(drafters)
-    return Ladder((OFF, *(Strategy(drafter, *arm) for drafter in names for arm in rungs.get(drafter, ()))), rows, names)
+    return Ladder(
+        (OFF, *(Strategy(drafter, *arm) for drafter in names for arm in rungs.get(drafter, ()))),
+        rows,
+        names,
+    )
 
 
 def affordable(arms: Sequence[Strategy], rows: int) -> tuple[Strategy, ...]:

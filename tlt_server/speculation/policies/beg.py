@@ -1,14 +1,17 @@
-"""TLT's Bucketed-Epsilon-Greedy bandit (arXiv 2511.16665, section 5), with exploration on an allowance.
+"""TLT's Bucketed-Epsilon-Greedy bandit (arXiv 2511.16665, section 5), with exploration on an
+allowance.
 
-As in the paper: arms are grouped by verify rows and mapped to batch buckets; reward = accepted length x batch / step time,
-kept per bucket and arm in a sliding window; with probability epsilon another arm is tried, else the best one is used.
-Different here, because on a CPU one cycle of a bad arm can cost several plain steps: (1) every bucket has several arms, OFF
-among them; (2) exploration spends from an account that earns `regret_share` of the bucket's decode time, so what it loses is
-bounded whatever the arms are (plus one overdraft, and `credit_steps` again when the leader's rewards change), and an arm is
-retried the more rarely the worse it was; (3) an arm is tried for a few cycles, in turns with the leader, and takes the lead only
-when better than it in those very cycles by a margin and by the noise of both, so neither a growing context nor a busy machine
-decides and the choice does not flap.
-Only pure decode cycles are rewarded. Nothing latches: OFF and the others replace each other by the same rule.
+As in the paper: arms are grouped by verify rows and mapped to batch buckets; reward = accepted
+length x batch / step time, kept per bucket and arm in a sliding window; with probability epsilon
+another arm is tried, else the best one is used. Different here, because on a CPU one cycle of a bad
+arm can cost several plain steps: (1) every bucket has several arms, OFF among them; (2) exploration
+spends from an account that earns `regret_share` of the bucket's decode time, so what it loses is
+bounded whatever the arms are (plus one overdraft, and `credit_steps` again when the leader's
+rewards change), and an arm is retried the more rarely the worse it was; (3) an arm is tried for a
+few cycles, in turns with the leader, and takes the lead only when better than it in those very
+cycles by a margin and by the noise of both, so neither a growing context nor a busy machine decides
+and the choice does not flap. Only pure decode cycles are rewarded. Nothing latches: OFF and the
+others replace each other by the same rule.
 """
 
 from __future__ import annotations
@@ -35,7 +38,9 @@ class BegSettings:
     first_cycles: int = 8  # cycles of the leader before anything else is tried in a bucket
     trial_cycles: int = 3  # cycles that a trial lasts at least
     longest_trial: int = 16  # cycles after which an undecided trial ends
-    recent: int = 24  # newest rewards of the leader that are compared with its window to notice a change
+    recent: int = (
+        24  # newest rewards of the leader that are compared with its window to notice a change
+    )
     margin: float = 0.03  # ratio by which an arm must beat the leader to replace it
     unseen: float = 0.15  # share of speculation's rate taken to be lost in cycles without a reward: new requests caught up, mixed steps
     seed: int = 0  # of the generator that decides when to explore, when none is passed in
@@ -58,16 +63,22 @@ class Trial:
         """Standard error of `ratio`."""
         if not self.own.rate or not self.beside.rate:
             return math.inf
-        return self.ratio * math.hypot(self.own.error / self.own.rate, self.beside.error / self.beside.rate)
+        return self.ratio * math.hypot(
+            self.own.error / self.own.rate, self.beside.error / self.beside.rate
+        )
 
 
 class Bucket:
-    """The arms of one range of batch sizes: their rewards, the leader, the trial in progress, the exploration account."""
+    """The arms of one range of batch sizes: their rewards, the leader, the trial in progress, the
+    exploration account.
+    """
 
     def __init__(self, arms: Sequence[Strategy], settings: BegSettings) -> None:
         self.arms = tuple(arms)
         self.rewards = {arm: Rewards(settings.window) for arm in arms}
-        self.ratios: dict[Strategy, tuple[float, float]] = {}  # rate over the leader's and its error, as last tried
+        self.ratios: dict[
+            Strategy, tuple[float, float]
+        ] = {}  # rate over the leader's and its error, as last tried
         self.leader: Strategy | None = None  # None: never visited
         self.trial: Trial | None = None
         self.account_s = -math.inf  # opened once the leader has been measured
@@ -80,26 +91,40 @@ class Bucket:
     def promote(self, trial: Trial) -> None:
         assert self.leader is not None
         arm, ratio = trial.arm, trial.ratio
-        self.ratios = {other: (value / ratio, error / ratio) for other, (value, error) in self.ratios.items() if other != arm}
+        self.ratios = {
+            other: (value / ratio, error / ratio)
+            for other, (value, error) in self.ratios.items()
+            if other != arm
+        }
         self.ratios[self.leader] = (1 / ratio, trial.error / ratio**2)
         self.rewards[arm].keep_last(len(trial.own))
         self.leader, self.trial = arm, None
 
     def scale(self, factor: float, *, drafter: str, inside: bool) -> None:
-        """Multiply the ratios of the arms inside (or outside) one drafter: what changed one of its arms has changed all."""
+        """Multiply the ratios of the arms inside (or outside) one drafter: what changed one of its
+        arms has changed all.
+        """
         for other, (value, error) in self.ratios.items():
             if (other.drafter == drafter) == inside:
                 self.ratios[other] = (value * factor, error * factor)
 
 
 class Beg:
-    def __init__(self, arms: Sequence[Strategy], settings: BegSettings = BegSettings(), rng: random.Random | None = None,
-                 rows: Rows = CPU_ROWS) -> None:
+    def __init__(
+        self,
+        arms: Sequence[Strategy],
+        settings: BegSettings = BegSettings(),
+        rng: random.Random | None = None,
+        rows: Rows = CPU_ROWS,
+    ) -> None:
         self.settings = settings
         self.rng = rng or random.Random(settings.seed)
         self.starts = [start for start, _ in rows]
         self.buckets = [Bucket(affordable(arms, most), settings) for _, most in rows]
-        self._nearest = [sorted(range(len(self.buckets)), key=lambda other: abs(other - i)) for i in range(len(self.buckets))]
+        self._nearest = [
+            sorted(range(len(self.buckets)), key=lambda other: abs(other - i))
+            for i in range(len(self.buckets))
+        ]
         self._cycle = 0
         self._last_used: dict[str, int] = {}  # the cycle that last used a drafter
         self._explored_s = self._lost_s = self._decode_s = 0.0
@@ -121,7 +146,9 @@ class Beg:
             if arm is None:
                 return bucket.leader
             self._trials += 1
-            bucket.rewards[arm].keep_last(2 * self.settings.trial_cycles)  # older ones were for shorter contexts
+            bucket.rewards[arm].keep_last(
+                2 * self.settings.trial_cycles
+            )  # older ones were for shorter contexts
             bucket.trial = Trial(arm, self.settings.longest_trial)
         trial = bucket.trial
         trial.leads = not trial.leads
@@ -135,9 +162,16 @@ class Beg:
     def observe(self, cycle: Cycle) -> None:
         context, arm = cycle.context, cycle.strategy
         self._cycle += 1
-        settled = not arm.drafter or self._cycle - self._last_used.get(arm.drafter, -RETURN) < RETURN  # else it paid for the catch-up
+        settled = (
+            not arm.drafter or self._cycle - self._last_used.get(arm.drafter, -RETURN) < RETURN
+        )  # else it paid for the catch-up
         self._last_used[arm.drafter] = self._cycle
-        if context.prefill_rows or not context.decoding or not context.speculable or cycle.step_s <= 0:
+        if (
+            context.prefill_rows
+            or not context.decoding
+            or not context.speculable
+            or cycle.step_s <= 0
+        ):
             return
         bucket = self.buckets[self._index(context)]
         if bucket.leader is None or arm not in bucket.rewards:
@@ -152,7 +186,9 @@ class Beg:
         if len(leader) >= self.settings.first_cycles:
             step_s = leader.step_s * self.settings.credit_steps
             opened = bucket.account_s if bucket.account_s > -math.inf else step_s
-            bucket.account_s = min(opened + self.settings.regret_share * cycle.step_s - lost_s, 2 * step_s)
+            bucket.account_s = min(
+                opened + self.settings.regret_share * cycle.step_s - lost_s, 2 * step_s
+            )
         if not settled:
             return
         bucket.rewards[arm].add(cycle.emitted, cycle.step_s)
@@ -186,7 +222,11 @@ class Beg:
         fewest = self.settings.trial_cycles  # one stalled step must not decide
         if len(trial.own) < fewest or len(trial.beside) < fewest - 1:
             return
-        ratio, error, lowest_lead = trial.ratio * self._worth(trial.arm, bucket.leader), trial.error, 1 + self.settings.margin
+        ratio, error, lowest_lead = (
+            trial.ratio * self._worth(trial.arm, bucket.leader),
+            trial.error,
+            1 + self.settings.margin,
+        )
         if ratio > lowest_lead and ratio - 1 > 1.5 * error:
             bucket.promote(trial)
             self._switches += 1
@@ -194,61 +234,111 @@ class Beg:
             self._conclude(bucket)
 
     def _worth(self, arm: Strategy, leader: Strategy | None) -> float:
-        """What a measured ratio is worth: speculation must pay for what pure decode cycles do not show."""
-        return ((1.0 - self.settings.unseen) if arm != OFF else 1.0) / ((1.0 - self.settings.unseen) if leader != OFF else 1.0)
+        """What a measured ratio is worth: speculation must pay for what pure decode cycles do not
+        show.
+        """
+        return ((1.0 - self.settings.unseen) if arm != OFF else 1.0) / (
+            (1.0 - self.settings.unseen) if leader != OFF else 1.0
+        )
 
     def _urgent_from(self, arm: Strategy, bucket: Bucket) -> float:
-        """The expected ratio from which an arm is tried at once; one never measured gets the benefit of the doubt."""
-        return 1 + self.settings.margin if arm in bucket.ratios else (1 - self.settings.margin) * self._worth(arm, bucket.leader)
+        """The expected ratio from which an arm is tried at once; one never measured gets the
+        benefit of the doubt.
+        """
+        return (
+            1 + self.settings.margin
+            if arm in bucket.ratios
+            else (1 - self.settings.margin) * self._worth(arm, bucket.leader)
+        )
 
     def _conclude(self, bucket: Bucket) -> None:
-        """Remember what the trial showed; if it contradicts an earlier one, the arm's drafter has changed."""
+        """Remember what the trial showed; if it contradicts an earlier one, the arm's drafter has
+        changed.
+        """
         trial, bucket.trial = bucket.trial, None
-        if trial is None or bucket.leader is None or min(len(trial.own), len(trial.beside)) < self.settings.trial_cycles - 1:
+        if (
+            trial is None
+            or bucket.leader is None
+            or min(len(trial.own), len(trial.beside)) < self.settings.trial_cycles - 1
+        ):
             return
         ratio, error = trial.ratio, trial.error
         before, doubt = bucket.ratios.get(trial.arm, (ratio, 0.0))
-        if abs(ratio - before) > 3 * math.hypot(error, doubt) and trial.arm.drafter != bucket.leader.drafter:
+        if (
+            abs(ratio - before) > 3 * math.hypot(error, doubt)
+            and trial.arm.drafter != bucket.leader.drafter
+        ):
             bucket.scale(ratio / before, drafter=trial.arm.drafter, inside=True)
         bucket.ratios[trial.arm] = (ratio, error)
 
     def _next_trial(self, index: int, bucket: Bucket) -> Strategy | None:
-        """Promising unmeasured arms and arms that look better than the leader at once, others with probability epsilon; all on account."""
+        """Promising unmeasured arms and arms that look better than the leader at once, others with
+        probability epsilon; all on account.
+        """
         bucket.cycles += 1
         if bucket.account_s < 0 or bucket.cycles < self.settings.trial_cycles:
             return None
         bucket.cycles = 0
         arms = [arm for arm in bucket.arms if arm != bucket.leader]
         assert bucket.leader is not None
-        expected = {arm: self._expected_ratio(index, arm) * self._worth(arm, bucket.leader) for arm in arms}
+        expected = {
+            arm: self._expected_ratio(index, arm) * self._worth(arm, bucket.leader) for arm in arms
+        }
         limit_s = 2 * self.settings.credit_steps * bucket.rewards[bucket.leader].step_s
-        ready = [arm for arm in arms if bucket.account_s >= min(self._cost_s(bucket, arm, expected[arm]), 0.95 * limit_s)]
+        ready = [
+            arm
+            for arm in arms
+            if bucket.account_s >= min(self._cost_s(bucket, arm, expected[arm]), 0.95 * limit_s)
+        ]
         urgent = [arm for arm in ready if expected[arm] > self._urgent_from(arm, bucket)]
         if urgent:
-            return max(urgent, key=lambda arm: expected[arm])  # the first of equals: ladders begin with the least risk
+            return max(
+                urgent, key=lambda arm: expected[arm]
+            )  # the first of equals: ladders begin with the least risk
         if ready and self.rng.random() < self.settings.epsilon:
-            return max(ready, key=lambda arm: self.rng.gauss(expected[arm], 2 * bucket.ratios[arm][1] if arm in bucket.ratios else 0.5))
+            return max(
+                ready,
+                key=lambda arm: self.rng.gauss(
+                    expected[arm], 2 * bucket.ratios[arm][1] if arm in bucket.ratios else 0.5
+                ),
+            )
         return None
 
     def _expected_ratio(self, index: int, arm: Strategy) -> float:
-        """Rate over the leader's: measured here; else that of the drafter's nearest measured rung; else in the nearest bucket.
+        """Rate over the leader's: measured here; else that of the drafter's nearest measured rung;
+        else in the nearest bucket.
 
-        Where OFF leads, a larger batch sets a lower bound only. Of an arm never tried it is 1, but where a drafter leads, those
-        of a drafter listed later are no urgent trial: a cold batch is short.
+        Where OFF leads, a larger batch sets a lower bound only. Of an arm never tried it is 1, but
+        where a drafter leads, those of a drafter listed later are no urgent trial: a cold batch is
+        short.
         """
         bucket = self.buckets[index]
         assert bucket.leader is not None
         leading, ratio = bucket.rewards[bucket.leader].rate, bucket.ratio(arm)
-        if ratio is not None:  # without drafts the rate itself stays true, whatever became of the leader's acceptance
-            return max(ratio, bucket.rewards[OFF].rate / leading) if arm == OFF and leading else ratio
+        if (
+            ratio is not None
+        ):  # without drafts the rate itself stays true, whatever became of the leader's acceptance
+            return (
+                max(ratio, bucket.rewards[OFF].rate / leading) if arm == OFF and leading else ratio
+            )
         rungs = [other for other in bucket.ratios if other.drafter == arm.drafter]
         if rungs:
-            return bucket.ratios[min(rungs, key=lambda other: abs(math.log(other.rows / arm.rows)))][0]
+            return bucket.ratios[
+                min(rungs, key=lambda other: abs(math.log(other.rows / arm.rows)))
+            ][0]
         for other in self._nearest[index]:
             there, leader = self.buckets[other].ratio(arm), self.buckets[other].ratio(bucket.leader)
             if there is not None and leader:
-                return max(1.0, there / leader) if bucket.leader == OFF and other > index else there / leader
-        urgent = bucket.leader == OFF or bucket.arms.index(arm) < bucket.arms.index(bucket.leader) or arm.drafter == bucket.leader.drafter
+                return (
+                    max(1.0, there / leader)
+                    if bucket.leader == OFF and other > index
+                    else there / leader
+                )
+        urgent = (
+            bucket.leader == OFF
+            or bucket.arms.index(arm) < bucket.arms.index(bucket.leader)
+            or arm.drafter == bucket.leader.drafter
+        )
         return 1.0 if urgent else 1.0 - self.settings.margin
 
     def _cost_s(self, bucket: Bucket, arm: Strategy, ratio: float) -> float:
@@ -262,8 +352,10 @@ class Beg:
         return self.settings.trial_cycles * step_s * max(0.0, 1 - ratio)
 
     def _first_leader(self, index: int) -> Strategy:
-        """What leads the next larger batch, since less load never makes speculation worse; else OFF."""
-        for bucket in self.buckets[index + 1:]:
+        """What leads the next larger batch, since less load never makes speculation worse; else
+        OFF.
+        """
+        for bucket in self.buckets[index + 1 :]:
             if bucket.leader is not None:
                 return bucket.leader if bucket.leader in self.buckets[index].rewards else OFF
         return OFF

@@ -1,8 +1,10 @@
-"""The rewards of one arm in one batch bucket: a sliding window, its rate and the standard error of it.
+"""The rewards of one arm in one batch bucket: a sliding window, its rate and the standard error of
+it.
 
-Reward = emitted tokens / step time, in tokens per second of the whole batch. The rate of a window is the mean of the emitted
-tokens over the *median* of the step times: a stalled step then says nothing, while a median of the tokens (1 or 2 for a draft
-of one) would call an arm good that is right in 51 % of its cycles.
+Reward = emitted tokens / step time, in tokens per second of the whole batch. The rate of a window
+is the mean of the emitted tokens over the *median* of the step times: a stalled step then says
+nothing, while a median of the tokens (1 or 2 for a draft of one) would call an arm good that is
+right in 51 % of its cycles.
 """
 
 from __future__ import annotations
@@ -10,7 +12,9 @@ from __future__ import annotations
 import math
 from collections import deque
 
-ASSUMED_SPREAD = 0.3  # relative standard deviation of tokens and of times assumed beside the first samples
+ASSUMED_SPREAD = (
+    0.3  # relative standard deviation of tokens and of times assumed beside the first samples
+)
 ASSUMED_SAMPLES = 2.0  # how many samples that assumption counts for
 EXACT = 24  # samples up to which times are sorted at every cycle
 REFRESH = 16  # cycles between two sorts of a longer window
@@ -65,7 +69,8 @@ class Rewards:
         return self.rate * math.sqrt((tokens + times) / count)
 
     def trim_if_drifted(self, recent: int) -> float:
-        """Forget all but the `recent` last samples when those differ from the rest by more than four standard errors.
+        """Forget all but the `recent` last samples when those differ from the rest by more than
+        four standard errors.
 
         Returns the new rate over the old one; 1 when nothing has changed.
         """
@@ -76,7 +81,9 @@ class Rewards:
         last = [self._samples[i] for i in range(count - recent, count)]
         tokens = sum(sample[0] for sample in last)
         new = tokens / recent / sorted(step_s for _, step_s in last)[recent // 2]
-        old = (self._tokens - tokens) / (count - recent) / self.step_s  # the median of all stands for that of the rest
+        old = (
+            (self._tokens - tokens) / (count - recent) / self.step_s
+        )  # the median of all stands for that of the rest
         error = self.error * math.sqrt(count)
         if old <= 0 or abs(new - old) <= 4 * error * math.sqrt(1 / recent + 1 / (count - recent)):
             return 1.0
@@ -87,7 +94,9 @@ class Rewards:
         times = sorted(step_s for _, step_s in self._samples)
         count = len(times)
         self.step_s = (times[(count - 1) // 2] + times[count // 2]) / 2
-        self._time_spread = (times[3 * count // 4] - times[count // 4]) / 1.35 / self.step_s  # quartiles of a normal distribution
+        self._time_spread = (
+            (times[3 * count // 4] - times[count // 4]) / 1.35 / self.step_s
+        )  # quartiles of a normal distribution
         self._stale = 0
 
     def _drop(self) -> None:

@@ -1,4 +1,6 @@
-"""Drafters on the device: one file each, one table line each. They fill a table of candidate nodes and never wait for the host."""
+"""Drafters on the device: one file each, one table line each. They fill a table of candidate nodes
+and never wait for the host.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,13 @@ from tlt_server.engine.gpu.state import DeviceState
 from tlt_server.registry import Registry
 from tlt_server.weights.parts import Drafter
 
-DEVICE_DRAFTERS = Registry("device drafter", {
-    "eagle": "tlt_server.engine.gpu.drafts.eagle:EagleDrafts",
-    "history": "tlt_server.engine.gpu.drafts.history:HistoryDrafts",
-})
+DEVICE_DRAFTERS = Registry(
+    "device drafter",
+    {
+        "eagle": "tlt_server.engine.gpu.drafts.eagle:EagleDrafts",
+        "history": "tlt_server.engine.gpu.drafts.history:HistoryDrafts",
+    },
+)
 
 
 class DraftKey(NamedTuple):

@@ -1,4 +1,6 @@
-"""How far a device's calibration table has moved from its prior: a gauge, read now and then by a copy that nobody waits for."""
+"""How far a device's calibration table has moved from its prior: a gauge, read now and then by a
+copy that nobody waits for.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ class Drift:
 
     @property
     def value(self) -> float:
-        """Mean distance of the table from its prior, over the nodes seen, as of the last reading that has arrived."""
+        """Mean distance of the table from its prior, over the nodes seen, as of the last reading
+        that has arrived.
+        """
         if self._reading and (self._event is None or self._event.query()):
             self._value, self._reading = float(self._read_1), False
         return self._value

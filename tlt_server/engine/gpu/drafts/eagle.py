@@ -1,7 +1,9 @@
-"""EAGLE-3 on the device: a best-first tree grown with the noise the target will sample with, depth passes in one graph.
+"""EAGLE-3 on the device: a best-first tree grown with the noise the target will sample with, depth
+passes in one graph.
 
-Its KV is always kept: every extend pass also fuses the features of its rows and stores the drafter's keys and values at the rows' own
-slots, so speculation turns on without any catching up. Legend: B requests, X draft rows, M rows of a level, H hidden, F features.
+Its KV is always kept: every extend pass also fuses the features of its rows and stores the
+drafter's keys and values at the rows' own slots, so speculation turns on without any catching up.
+Legend: B requests, X draft rows, M rows of a level, H hidden, F features.
 """
 
 from __future__ import annotations
@@ -29,9 +31,16 @@ from tlt_server.weights.parts import Drafter
 class EagleDrafts:
     def __init__(self, state: DeviceState, storage: NetworkStorage) -> None:
         network, table = _of(storage.drafter)
-        self.state, self.network, self.cache, self.attention = state, network, storage.cache, storage.attention
+        self.state, self.network, self.cache, self.attention = (
+            state,
+            network,
+            storage.cache,
+            storage.attention,
+        )
         self.page_hint_PH = storage.page_hint_PH
-        self.calibration = Calibration.of(torch.tensor(table.survival_K, device=state.upload_U.device))
+        self.calibration = Calibration.of(
+            torch.tensor(table.survival_K, device=state.upload_U.device)
+        )
         self._drift = Drift(self.calibration)
         self.gap_edge_G = torch.tensor(table.gap_edges, device=state.upload_U.device)
 
@@ -41,7 +50,9 @@ class EagleDrafts:
         return cls(state, storage)
 
     def install(self, changed: Drafter) -> None:
-        """The values change places with those in use; of the table, over buckets of its own, nothing is observed yet."""
+        """The values change places with those in use; of the table, over buckets of its own,
+        nothing is observed yet.
+        """
         network, table = _of(changed)
         exchange(self.network, network)
         self.network = network
@@ -57,7 +68,9 @@ class EagleDrafts:
         places = self.state.places
         g_RH = self.network.fuse(features_RF)
         previous_RH = previous_hints(g_RH, rows.parent_R, places.hint_QH, rows.place_R)
-        self.network.store(RowTensors(rows.token_R, rows.position_R, rows.slot_R), previous_RH, self.cache)
+        self.network.store(
+            RowTensors(rows.token_R, rows.position_R, rows.slot_R), previous_RH, self.cache
+        )
         commit_kv(kept, self.cache.k, self.cache.v)
         store_hints(kept, g_RH, places, self.page_hint_PH)
 
@@ -81,22 +94,64 @@ class EaglePass:
         device = drafts.state.upload_U.device.type
         self.draft = Draft.allocate(key.batch, key.depth, key.width, device=device)
         self.nodes = Nodes.allocate(key.batch, columns(key.depth, key.width), device=device)
-        self._attend = [drafts.attention.planned(Draft.level(key.batch, key.width, level)[1], tiles=level > 0 and key.width > 1)
-                        for level in range(key.depth)]
+        self._attend = [
+            drafts.attention.planned(
+                Draft.level(key.batch, key.width, level)[1], tiles=level > 0 and key.width > 1
+            )
+            for level in range(key.depth)
+        ]
 
     def run(self) -> None:
         key, draft, drafts = self.key, self.draft, self._drafts
         state, network = drafts.state, drafts.network
-        roots(state.place_B(key.batch), state.places, draft, self.nodes, depth=key.depth, trash=state.slots.trash)
-        hint_XH = torch.empty(len(draft.source_X), network.config.hidden_size, device=state.upload_U.device)
+        roots(
+            state.place_B(key.batch),
+            state.places,
+            draft,
+            self.nodes,
+            depth=key.depth,
+            trash=state.slots.trash,
+        )
+        hint_XH = torch.empty(
+            len(draft.source_X), network.config.hidden_size, device=state.upload_U.device
+        )
         for level in range(key.depth):
             first, count = Draft.level(key.batch, key.width, level)
             rows, source_M = draft.rows.part(first, count), draft.source_X[first : first + count]
-            hint_MH = gather(hint_XH if level else state.places.hint_QH, source_M, out_RH=hint_XH[first : first + count])
+            hint_MH = gather(
+                hint_XH if level else state.places.hint_QH,
+                source_M,
+                out_RH=hint_XH[first : first + count],
+            )
             attend = self._attend[level]
             attend.plan(rows, state.places.page_table_QP)
-            logits_MC = network.forward(RowTensors(rows.token_R, rows.position_R, rows.slot_R), hint_MH, drafts.cache, attend)
-            token_ML, z_ML = children(logits_MC, network.target_ids_C, rows.place_R, rows.position_R, state.places.seed_Q,
-                                      state.places.temperature_Q, width=key.width)
-            grow(level, token_ML, z_ML, draft, self.nodes, drafts.calibration, drafts.gap_edge_G, requests=key.batch, depth=key.depth,
-                 width=key.width, first_slot=state.slots.tree_start, trash=state.slots.trash, idle=state.places.idle)
+            logits_MC = network.forward(
+                RowTensors(rows.token_R, rows.position_R, rows.slot_R),
+                hint_MH,
+                drafts.cache,
+                attend,
+            )
+            token_ML, z_ML = children(
+                logits_MC,
+                network.target_ids_C,
+                rows.place_R,
+                rows.position_R,
+                state.places.seed_Q,
+                state.places.temperature_Q,
+                width=key.width,
+            )
+            grow(
+                level,
+                token_ML,
+                z_ML,
+                draft,
+                self.nodes,
+                drafts.calibration,
+                drafts.gap_edge_G,
+                requests=key.batch,
+                depth=key.depth,
+                width=key.width,
+                first_slot=state.slots.tree_start,
+                trash=state.slots.trash,
+                idle=state.places.idle,
+            )

@@ -1,4 +1,6 @@
-"""Model-free drafting on the device: what followed a request's last tokens before, in its own text and its siblings'."""
+"""Model-free drafting on the device: what followed a request's last tokens before, in its own text
+and its siblings'.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ from tlt_server.weights.parts import Drafter
 
 class HistoryDrafts:
     def __init__(self, state: DeviceState) -> None:
-        self.state, self.calibration = state, Calibration.of(torch.tensor(prior(), device=state.upload_U.device))
+        self.state, self.calibration = (
+            state,
+            Calibration.of(torch.tensor(prior(), device=state.upload_U.device)),
+        )
         self._drift = Drift(self.calibration)
 
     @classmethod
@@ -52,5 +57,12 @@ class HistoryPass:
 
     def run(self) -> None:
         key, state = self.key, self._drafts.state
-        history_nodes(state.place_B(key.batch), state.places, self.nodes, self._drafts.calibration, self._match_BJW, depth=key.depth,
-                      width=key.width)
+        history_nodes(
+            state.place_B(key.batch),
+            state.places,
+            self.nodes,
+            self._drafts.calibration,
+            self._match_BJW,
+            depth=key.depth,
+            width=key.width,
+        )
