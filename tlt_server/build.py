@@ -30,21 +30,21 @@ from starlette.types import ASGIApp
 from tlt_server.config import Config
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import EngineFailed, StartupError
-from tlt_server.frontend.admission import Admission
 from tlt_server.frontend.app import build_app
-from tlt_server.frontend.auth import Gate
-from tlt_server.frontend.engine_client import EngineClient
-from tlt_server.frontend.generation import Service
-from tlt_server.frontend.logs import left_behind, write_logs
-from tlt_server.frontend.progress import Progress
-from tlt_server.frontend.protocol import bounded_protocol
-from tlt_server.frontend.rollouts import Rollouts
-from tlt_server.frontend.server_info import is_ready
-from tlt_server.frontend.supervisor import Supervisor
-from tlt_server.frontend.text import Text
-from tlt_server.frontend.tls import Certificates, server_context, watched_certificates
-from tlt_server.frontend.validation import Validator
-from tlt_server.frontend.watched import Watched
+from tlt_server.frontend.dialects.server_info import is_ready
+from tlt_server.frontend.generation.text import Text
+from tlt_server.frontend.generation.validation import Validator
+from tlt_server.frontend.http.auth import Gate
+from tlt_server.frontend.http.logs import left_behind, write_logs
+from tlt_server.frontend.http.protocol import bounded_protocol
+from tlt_server.frontend.http.tls import Certificates, server_context, watched_certificates
+from tlt_server.frontend.http.watched import Watched
+from tlt_server.frontend.link.admission import Admission
+from tlt_server.frontend.link.client import EngineClient
+from tlt_server.frontend.link.progress import Progress
+from tlt_server.frontend.link.supervisor import Supervisor
+from tlt_server.frontend.rollouts.rollouts import Rollouts
+from tlt_server.frontend.service import Service
 from tlt_server.metrics import Metrics
 from tlt_server.models.environment import library_environment
 from tlt_server.seeds import SeedSource, choice_seed

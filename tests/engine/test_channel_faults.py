@@ -36,7 +36,7 @@ from tlt_client.channels.tensors import buckets, slot
 from tlt_client.errors import server_error
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import TltError, from_code
-from tlt_server.frontend.uploads import Uploads
+from tlt_server.frontend.weights.uploads import Uploads
 from tlt_server.records import (
     GenerateRequest,
     JoinGroup,

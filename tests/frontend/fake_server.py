@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from tlt_server import __main__, build
-from tlt_server.frontend import engine_link
+from tlt_server.frontend.link import link as engine_link
 
 build.ENGINE = (sys.executable, str(Path(__file__).with_name("fake_engine.py")), sys.argv[1])
 build.FLUSH_S, engine_link.STOP_S = 120, 120.0

@@ -22,16 +22,16 @@ from tests.frontend.fake_engine import FakeEngine
 from tlt_server.build import admission, serving_grpc
 from tlt_server.config import Config
 from tlt_server.frontend.app import build_app
-from tlt_server.frontend.auth import Gate
-from tlt_server.frontend.engine_client import EngineClient
-from tlt_server.frontend.generation import Service
-from tlt_server.frontend.progress import Progress
-from tlt_server.frontend.protocol import bounded_protocol
-from tlt_server.frontend.rollouts import Rollouts
-from tlt_server.frontend.supervisor import Supervisor
-from tlt_server.frontend.text import Text
-from tlt_server.frontend.tls import server_context, watched_certificates
-from tlt_server.frontend.validation import Validator
+from tlt_server.frontend.generation.text import Text
+from tlt_server.frontend.generation.validation import Validator
+from tlt_server.frontend.http.auth import Gate
+from tlt_server.frontend.http.protocol import bounded_protocol
+from tlt_server.frontend.http.tls import server_context, watched_certificates
+from tlt_server.frontend.link.client import EngineClient
+from tlt_server.frontend.link.progress import Progress
+from tlt_server.frontend.link.supervisor import Supervisor
+from tlt_server.frontend.rollouts.rollouts import Rollouts
+from tlt_server.frontend.service import Service
 from tlt_server.metrics import Metrics
 
 

@@ -24,9 +24,9 @@ from tests.frontend.live_server import LiveServer, live_server
 from tests.frontend.test_limits import eventually
 from tests.frontend.test_logs import lines, stream
 from tlt_client import Client, ServerError
-from tlt_server.frontend.endpoints import Endpoint
-from tlt_server.frontend.keys import SCOPES
-from tlt_server.frontend.replies import json_response
+from tlt_server.frontend.http.endpoints import Endpoint
+from tlt_server.frontend.http.keys import SCOPES
+from tlt_server.frontend.http.replies import json_response
 
 __all__ = ["stream"]  # a fixture
 PAGE = Path(__file__).parents[2] / "docs" / "keys.md"

@@ -9,7 +9,7 @@ import zmq
 import zmq.asyncio
 
 from tests.frontend.fake_engine import INFO
-from tlt_server.frontend.engine_link import EngineLink
+from tlt_server.frontend.link.link import EngineLink
 from tlt_server.records import Event, Ready, SetPolicy, decode_command, encode
 
 

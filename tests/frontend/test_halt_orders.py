@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tlt_server.errors import EngineFailed, TltError, Unavailable, from_code
-from tlt_server.frontend.halt import Halt
+from tlt_server.frontend.link.pause import Halt
 from tlt_server.records import ControlCommand, ControlReport, Memory, Pause, Resume, Sleep, WakeUp
 
 BOTH: list[Memory] = ["kv_cache", "weights"]

@@ -21,8 +21,8 @@ from tests.frontend.fake_engine import DIES, HANGS
 from tests.frontend.live_server import LiveServer, live_server
 from tlt_client import Client, ServerError
 from tlt_client.wire import ItemResult, Token
-from tlt_server.frontend import limits
-from tlt_server.frontend.submission import Submission
+from tlt_server.frontend.http import limits
+from tlt_server.frontend.link.submission import Submission
 
 LONG = {"requests": [{"token_ids": [HANGS]}]}
 

@@ -24,7 +24,7 @@ import structlog
 from tests.frontend.fake_engine import DIES, FAILS
 from tests.frontend.live_server import LiveServer, live_server
 from tests.frontend.test_limits import eventually
-from tlt_server.frontend.logs import left_behind, write_logs
+from tlt_server.frontend.http.logs import left_behind, write_logs
 
 PROMPT, COMPLETION, KEY = (
     "canaryprompt",
@@ -198,11 +198,11 @@ def test_no_line_holds_a_prompt_a_completion_or_a_key(
         raise Broken(f"cannot take {PROMPT}, {KEY}")
 
     with monkeypatch.context() as patch:
-        patch.setattr("tlt_server.frontend.validation.Validator.batch", breaks)
+        patch.setattr("tlt_server.frontend.generation.validation.Validator.batch", breaks)
         assert ask(keyed, {"requests": [prompt]}).json()["error"]["code"] == "internal"
     with monkeypatch.context() as patch:
         patch.setattr(
-            "tlt_server.frontend.sequence.Sequence.push",
+            "tlt_server.frontend.generation.choice.Sequence.push",
             lambda self, output: exec("raise ValueError(self)", {"self": PROMPT}),
         )
         streamed = ask(keyed, {"requests": [prompt], "stream": True})

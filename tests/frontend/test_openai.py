@@ -17,7 +17,11 @@ from hypothesis import strategies as st
 from tests.frontend.fake_engine import EOS, FAILS
 from tests.frontend.live_server import LiveServer, live_server
 from tlt_client import Client
-from tlt_server.frontend.openai.requests import ChatRequest, CompletionRequest, TokenizeRequest
+from tlt_server.frontend.dialects.openai.requests import (
+    ChatRequest,
+    CompletionRequest,
+    TokenizeRequest,
+)
 
 USER = [{"role": "user", "content": "hi"}]
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 
-from tlt_server.frontend.progress import ANEW, Progress
+from tlt_server.frontend.link.progress import ANEW, Progress
 from tlt_server.records import Phase, PhaseProgress
 
 

@@ -23,13 +23,13 @@ from tests.frontend.live_server import LiveServer
 from tests.frontend.test_auth import routes
 from tlt_client.wire import RolloutStatus, WireError
 from tlt_server.errors import codes, from_code
+from tlt_server.frontend.dialects.sglang.requests import GenerateFields
 from tlt_server.frontend.dialects.weights import DirectoryFields
-from tlt_server.frontend.endpoints import Endpoint
+from tlt_server.frontend.http.endpoints import Endpoint
 from tlt_server.frontend.rpc.messages import NULL
 from tlt_server.frontend.rpc.methods import METHODS, OPERATIONS, SERVICE, UPDATES, Operation
 from tlt_server.frontend.rpc.refusals import Error
-from tlt_server.frontend.sglang.requests import GenerateFields
-from tlt_server.frontend.vllm.transfer import UpdateFields
+from tlt_server.frontend.weights.transfer import UpdateFields
 
 CLIENTS = Path(__file__).parents[2] / "clients"
 NEVER_SENT = {

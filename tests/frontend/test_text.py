@@ -16,8 +16,8 @@ from tokenizers import Tokenizer, decoders, models
 
 from tests.frontend.tiny_model import SPECIALS, byte_tokenizer, write_model
 from tlt_server.errors import InvalidRequest, ModelError
-from tlt_server.frontend.sequence import Sequence
-from tlt_server.frontend.text import REPLACEMENT, Incremental, StopStrings, Text
+from tlt_server.frontend.generation.choice import Sequence
+from tlt_server.frontend.generation.text import REPLACEMENT, Incremental, StopStrings, Text
 from tlt_server.records import GenerateRequest, Sampling, StepOutput
 
 # Merges that cut characters in awkward places: the tail of one with the head of the next, a head
@@ -227,7 +227,10 @@ def test_a_template_file_that_cannot_be_read_is_a_model_error(
 
 def test_template_files_are_utf_8_whatever_the_locale(tmp_path: Path) -> None:
     write_model(tmp_path).joinpath("chat_template.jinja").write_bytes("é".encode())
-    script = "import sys, pathlib; from tlt_server.frontend.text import Text; print(ascii(Text.load(pathlib.Path(sys.argv[1])).render([])))"
+    script = (
+        "import sys, pathlib; from tlt_server.frontend.generation.text import Text; "
+        "print(ascii(Text.load(pathlib.Path(sys.argv[1])).render([])))"
+    )
     environment = {
         **os.environ,
         "LC_ALL": "C",

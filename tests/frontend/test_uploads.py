@@ -19,8 +19,8 @@ import pytest
 from tests.frontend.live_server import LiveServer, live_server
 from tlt_client import Client, ServerError
 from tlt_server.errors import Conflict, NotFound
-from tlt_server.frontend import uploads
-from tlt_server.frontend.uploads import Uploads
+from tlt_server.frontend.weights import uploads
+from tlt_server.frontend.weights.uploads import Uploads
 from tlt_server.records import PushWeights
 
 PART = "part-1.safetensors"

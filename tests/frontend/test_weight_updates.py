@@ -18,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tlt_server.errors import Conflict, InvalidRequest, TltError
-from tlt_server.frontend.engine_client import EngineClient
-from tlt_server.frontend.versions import Versions
-from tlt_server.frontend.weight_session import WeightSession
+from tlt_server.frontend.link.client import EngineClient
+from tlt_server.frontend.link.versions import Versions
+from tlt_server.frontend.weights.session import WeightSession
 from tlt_server.records import (
     AbortWeights,
     CommitWeights,

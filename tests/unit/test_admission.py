@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tlt_server.errors import Overloaded, QueueFull, TltError, TooLarge
-from tlt_server.frontend.admission import CAUTION, Admission, Demand
-from tlt_server.frontend.forecast import LEAST_S, LEAST_SEQUENCES
+from tlt_server.frontend.link.admission import CAUTION, Admission, Demand
+from tlt_server.frontend.link.forecast import LEAST_S, LEAST_SEQUENCES
 from tlt_server.records import (
     OFF,
     Cycle,

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from pydantic_core import from_json
 
 from tlt_server.errors import InvalidRequest
-from tlt_server.frontend import bodies
-from tlt_server.frontend.bodies import PIECE_BYTES, decoded
+from tlt_server.frontend.http import bodies
+from tlt_server.frontend.http.bodies import PIECE_BYTES, decoded
 
 JSON = st.recursive(
     st.none()

@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tlt_server.errors import StorageFailed
-from tlt_server.frontend.journal import (
+from tlt_server.frontend.generation.validation import Item
+from tlt_server.frontend.rollouts.journal import (
     End,
     Grown,
     Header,
@@ -28,7 +29,6 @@ from tlt_server.frontend.journal import (
     outline,
     past,
 )
-from tlt_server.frontend.validation import Item
 from tlt_server.records import GenerateRequest, Sampling, StepOutput, TokenLogprobs
 
 PROMPT = [1, 2, 3, 2**31 - 1]

@@ -11,8 +11,8 @@ import pytest
 from tlt_server.config import Config
 from tlt_server.demo.workload import TARGET
 from tlt_server.errors import StartupError
-from tlt_server.frontend.keys import SCOPES, Caller, Keys, read_keys
-from tlt_server.frontend.watched import LOOK_S, Watched
+from tlt_server.frontend.http.keys import SCOPES, Caller, Keys, read_keys
+from tlt_server.frontend.http.watched import LOOK_S, Watched
 
 
 def keys(tmp_path: Path, text: str, **settings: Any) -> Keys:

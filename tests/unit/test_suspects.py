@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 
 from tlt_server.begun import Begun, read_begun
-from tlt_server.frontend import suspects as module
-from tlt_server.frontend.suspects import Suspects
+from tlt_server.frontend.link import suspects as module
+from tlt_server.frontend.link.suspects import Suspects
 from tlt_server.records import GenerateRequest, Sampling
 
 

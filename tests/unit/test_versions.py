@@ -7,7 +7,7 @@ import pytest
 
 from tests.frontend.fake_engine import INFO
 from tlt_server.errors import Conflict, Unavailable
-from tlt_server.frontend.versions import Versions
+from tlt_server.frontend.link.versions import Versions
 from tlt_server.records import WeightReport, WeightState
 
 

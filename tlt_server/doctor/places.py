@@ -10,9 +10,9 @@ from pathlib import Path
 from tlt_server.build import listening
 from tlt_server.config import Config
 from tlt_server.doctor.finding import Finding, fail, ok, warn
-from tlt_server.frontend.keys import REMEDY, read_keys
-from tlt_server.frontend.text import Text
-from tlt_server.frontend.tls import watched_certificates
+from tlt_server.frontend.generation.text import Text
+from tlt_server.frontend.http.keys import REMEDY, read_keys
+from tlt_server.frontend.http.tls import watched_certificates
 from tlt_server.metrics import disk
 
 GIB = 2**30

@@ -22,16 +22,16 @@ from starlette.types import ASGIApp, Scope
 
 from tlt_server.config import nearest
 from tlt_server.errors import Cancelled, MethodNotAllowed, NotFound, TltError
-from tlt_server.frontend.access import QUIET, Access
-from tlt_server.frontend.arrival import Arrival
-from tlt_server.frontend.auth import Authentication, Gate
 from tlt_server.frontend.dialects import DIALECTS
-from tlt_server.frontend.endpoints import Endpoint
-from tlt_server.frontend.generation import Service
-from tlt_server.frontend.keys import Needs
-from tlt_server.frontend.limits import BodyLimits, ConnectionLimit
-from tlt_server.frontend.openapi import document
-from tlt_server.frontend.replies import ErrorResponse, error_reply, unexpected
+from tlt_server.frontend.http.access import QUIET, Access
+from tlt_server.frontend.http.arrival import Arrival
+from tlt_server.frontend.http.auth import Authentication, Gate
+from tlt_server.frontend.http.endpoints import Endpoint
+from tlt_server.frontend.http.keys import Needs
+from tlt_server.frontend.http.limits import BodyLimits, ConnectionLimit
+from tlt_server.frontend.http.openapi import document
+from tlt_server.frontend.http.replies import ErrorResponse, error_reply, unexpected
+from tlt_server.frontend.service import Service
 
 
 def build_app(service: Service, gate: Gate, dialects: Iterable[str] = DIALECTS) -> ASGIApp:

@@ -12,14 +12,14 @@ DIALECTS = Registry(
     "dialect",
     {
         "native": "tlt_server.frontend.dialects.native:routes",
-        "openai": "tlt_server.frontend.dialects.openai:routes",
+        "openai": "tlt_server.frontend.dialects.openai.routes:routes",
         "rollouts": "tlt_server.frontend.dialects.rollouts:routes",
         "events": "tlt_server.frontend.dialects.events:routes",
         "operate": "tlt_server.frontend.dialects.operate:routes",
         "page": "tlt_server.frontend.dialects.page:routes",
-        "sglang": "tlt_server.frontend.dialects.sglang:routes",
+        "sglang": "tlt_server.frontend.dialects.sglang.routes:routes",
         "strategy": "tlt_server.frontend.dialects.strategy:routes",
-        "vllm_rl": "tlt_server.frontend.dialects.vllm_rl:routes",
+        "vllm_rl": "tlt_server.frontend.dialects.vllm_rl.routes:routes",
         "weights": "tlt_server.frontend.dialects.weights:routes",
     },
 )

@@ -16,9 +16,9 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from tlt_server.errors import InvalidRequest, Unavailable
-from tlt_server.frontend.endpoints import Endpoint, Parameter
-from tlt_server.frontend.generation import Service
-from tlt_server.frontend.queries import seconds
+from tlt_server.frontend.http.endpoints import Endpoint, Parameter
+from tlt_server.frontend.http.queries import seconds
+from tlt_server.frontend.service import Service
 
 MAX_WAIT_S = 86400.0
 LOOK_S = 0.05

@@ -34,25 +34,31 @@ from tlt_server.errors import (
     TltError,
     Unavailable,
 )
-from tlt_server.frontend.admission import Demand
-from tlt_server.frontend.auth import caller_of
-from tlt_server.frontend.delivery import EventStream, reply, while_connected
-from tlt_server.frontend.endpoints import Endpoint, Parameter
-from tlt_server.frontend.generation import (
+from tlt_server.frontend.dialects.sglang.generate import generate as sglang
+from tlt_server.frontend.dialects.sglang.replies import Generated
+from tlt_server.frontend.dialects.sglang.requests import GenerateFields
+from tlt_server.frontend.generation.delivery import EventStream, reply, while_connected
+from tlt_server.frontend.generation.generation import (
     Event,
     Generation,
     ItemError,
     ItemResult,
-    Service,
     TokenEvent,
 )
-from tlt_server.frontend.replies import Refusal, error_body, json_response, unexpected
-from tlt_server.frontend.requests import ItemFields, NativeRequest, checked, read_object, shown
-from tlt_server.frontend.rollout import Rollout
-from tlt_server.frontend.sglang.generate import generate as sglang
-from tlt_server.frontend.sglang.replies import Generated
-from tlt_server.frontend.sglang.requests import GenerateFields
-from tlt_server.frontend.validation import BREATH, NATIVE, Batch
+from tlt_server.frontend.generation.requests import (
+    ItemFields,
+    NativeRequest,
+    checked,
+    read_object,
+    shown,
+)
+from tlt_server.frontend.generation.validation import BREATH, NATIVE, Batch
+from tlt_server.frontend.http.auth import caller_of
+from tlt_server.frontend.http.endpoints import Endpoint, Parameter
+from tlt_server.frontend.http.replies import Refusal, error_body, json_response, unexpected
+from tlt_server.frontend.link.admission import Demand
+from tlt_server.frontend.rollouts.rollout import Rollout
+from tlt_server.frontend.service import Service
 
 MAX_KEY = 256
 BORROWED = ("text", "input_ids")  # fields that make a body SGLang's

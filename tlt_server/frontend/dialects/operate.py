@@ -14,11 +14,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tlt_server.errors import Unavailable
-from tlt_server.frontend.auth import caller_of
-from tlt_server.frontend.endpoints import Endpoint, Parameter
-from tlt_server.frontend.generation import Service
-from tlt_server.frontend.replies import json_response
-from tlt_server.frontend.server_info import ServerInfo, is_ready, server_info
+from tlt_server.frontend.dialects.server_info import ServerInfo, is_ready, server_info
+from tlt_server.frontend.http.auth import caller_of
+from tlt_server.frontend.http.endpoints import Endpoint, Parameter
+from tlt_server.frontend.http.replies import json_response
+from tlt_server.frontend.service import Service
 from tlt_server.records import Phase
 
 

@@ -16,10 +16,10 @@ from pathlib import Path
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tlt_server.frontend.endpoints import Endpoint
-from tlt_server.frontend.generation import Service
+from tlt_server.frontend.http.endpoints import Endpoint
+from tlt_server.frontend.service import Service
 
-PAGE = Path(__file__).parents[1] / "page.html"
+PAGE = Path(__file__).with_name("page.html")
 
 
 def routes(service: Service) -> list[Endpoint]:

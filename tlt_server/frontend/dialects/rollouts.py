@@ -13,14 +13,14 @@ from starlette.responses import Response
 
 from tlt_client.wire import Progress, RolloutList, RolloutReply, RolloutStatus, RolloutSummary
 from tlt_server.errors import InvalidRequest, NotFound
-from tlt_server.frontend.auth import caller_of
-from tlt_server.frontend.delivery import while_connected
 from tlt_server.frontend.dialects.native import Told
-from tlt_server.frontend.endpoints import Endpoint, Parameter
-from tlt_server.frontend.generation import Service
-from tlt_server.frontend.queries import seconds
-from tlt_server.frontend.replies import json_response
-from tlt_server.frontend.rollout import Rollout
+from tlt_server.frontend.generation.delivery import while_connected
+from tlt_server.frontend.http.auth import caller_of
+from tlt_server.frontend.http.endpoints import Endpoint, Parameter
+from tlt_server.frontend.http.queries import seconds
+from tlt_server.frontend.http.replies import json_response
+from tlt_server.frontend.rollouts.rollout import Rollout
+from tlt_server.frontend.service import Service
 
 MAX_WAIT_S = 60.0
 ID = Parameter("id", "path", "of the reply to the request that began it")

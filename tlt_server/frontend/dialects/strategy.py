@@ -16,10 +16,10 @@ from starlette.responses import Response
 
 from tlt_server.config import nearest, parse_strategy
 from tlt_server.errors import InvalidRequest, StartupError, Unavailable
-from tlt_server.frontend.endpoints import Endpoint
-from tlt_server.frontend.generation import Service
-from tlt_server.frontend.replies import json_response
-from tlt_server.frontend.requests import Strict, checked, read_object, shown
+from tlt_server.frontend.generation.requests import Strict, checked, read_object, shown
+from tlt_server.frontend.http.endpoints import Endpoint
+from tlt_server.frontend.http.replies import json_response
+from tlt_server.frontend.service import Service
 from tlt_server.records import EngineInfo, SetPolicy, Strategy
 from tlt_server.speculation.policies import POLICIES
 from tlt_server.speculation.policies.arms import ladder

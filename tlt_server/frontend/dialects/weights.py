@@ -32,14 +32,21 @@ from tlt_server.errors import (
     WeightsRefused,
     from_code,
 )
-from tlt_server.frontend.broadcasts import Address, Dimensions, Port, Rank, TensorName, WorldSize
-from tlt_server.frontend.endpoints import Endpoint, Parameter
-from tlt_server.frontend.generation import Service
-from tlt_server.frontend.replies import json_response
-from tlt_server.frontend.requests import Strict, checked, read_object, shown
-from tlt_server.frontend.uploads import PartStatus, Uploads, UploadStatus, span
-from tlt_server.frontend.vllm.transfer import GROUP, UpdateFields
-from tlt_server.frontend.weight_session import Update, UpdateStatus, Version, succeeded
+from tlt_server.frontend.generation.requests import Strict, checked, read_object, shown
+from tlt_server.frontend.http.endpoints import Endpoint, Parameter
+from tlt_server.frontend.http.replies import json_response
+from tlt_server.frontend.service import Service
+from tlt_server.frontend.weights.broadcasts import (
+    Address,
+    Dimensions,
+    Port,
+    Rank,
+    TensorName,
+    WorldSize,
+)
+from tlt_server.frontend.weights.session import Update, UpdateStatus, Version, succeeded
+from tlt_server.frontend.weights.transfer import GROUP, UpdateFields
+from tlt_server.frontend.weights.uploads import PartStatus, Uploads, UploadStatus, span
 from tlt_server.records import (
     AbortWeights,
     CommitWeights,

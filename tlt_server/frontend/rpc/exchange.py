@@ -19,9 +19,9 @@ from google.protobuf.message import Message as Protobuf
 from starlette.types import ASGIApp, Message, Scope
 
 from tlt_server.errors import Cancelled, TltError
-from tlt_server.frontend.arrival import ARRIVE, LARGE_BYTES
-from tlt_server.frontend.limits import CONNECTIONS
-from tlt_server.frontend.replies import REFUSED
+from tlt_server.frontend.http.arrival import ARRIVE, LARGE_BYTES
+from tlt_server.frontend.http.limits import CONNECTIONS
+from tlt_server.frontend.http.replies import REFUSED
 from tlt_server.frontend.rpc.messages import fill
 from tlt_server.frontend.rpc.methods import Method, Operation
 

@@ -20,13 +20,13 @@ from starlette.types import ASGIApp
 
 from tlt_server.config import Config
 from tlt_server.errors import StartupError, TltError
-from tlt_server.frontend.auth import Gate, bearer
+from tlt_server.frontend.http.auth import Gate, bearer
+from tlt_server.frontend.http.tls import Certificates
+from tlt_server.frontend.http.watched import Watched
 from tlt_server.frontend.rpc.exchange import Context, Exchange
 from tlt_server.frontend.rpc.health import Health
 from tlt_server.frontend.rpc.methods import METHODS, SERVICE, Method
 from tlt_server.frontend.rpc.refusals import refuse
-from tlt_server.frontend.tls import Certificates
-from tlt_server.frontend.watched import Watched
 from tlt_server.metrics import Metrics
 
 KEEPALIVE_S = 60  # a connection that is silent for so long is asked whether it lives

@@ -1,0 +1,57 @@
+"""Sentences that slow a reader down, found by rule: `python -m tests.unit.english PATH ...` lists them.
+
+The rules are those of CONTRIBUTING.md, as far as a program can see them: a docstring begins with a
+noun or a verb, no trailing comment continues the code's sentence, no filler words.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+FRAGMENT = re.compile(
+    r"(of|that|which|whose|who|whoever|whatever|what|whether|where|how|why|when|while|it|they|he|"
+    r"she|its|their|there|and|or|but|as|so|in|on|at|by|for|from|to|with|without|only|also|not|"
+    r"neither|between|behind|beside|before|after|until|once|those|these)\b",
+    re.IGNORECASE,
+)
+TRAILING = re.compile(r"#\s*(that|of|which|whose|whom)\b", re.IGNORECASE)
+FILLER = re.compile(
+    r"\b(behind|beside|besides|anew|nobody|whatever|whoever|somebody|so many|as far as)\b",
+    re.IGNORECASE,
+)
+INSIDE_QUOTES = re.compile(r"`[^`]*`")
+
+
+def offenders(path: Path) -> Iterator[str]:
+    """Yield `file:line: reason` for each sentence of a Python file that breaks a rule."""
+    source = path.read_text()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node)
+            if text and FRAGMENT.match(text):
+                line = node.body[0].lineno
+                yield f"{path}:{line}: a docstring that begins with {text.split()[0]!r}"
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        line = token.start[0]
+        if token.type == tokenize.COMMENT:
+            if TRAILING.match(token.string) and token.line.strip() != token.string:
+                yield f"{path}:{line}: a trailing comment that continues the code's sentence"
+        elif token.type not in (tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", -1)):
+            continue
+        for number, text in enumerate(token.string.split("\n")):
+            for word in FILLER.findall(INSIDE_QUOTES.sub("", text)):
+                yield f"{path}:{line + number}: the filler {word!r}"
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        place = Path(name)
+        for file in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
+            for offence in offenders(file):
+                print(offence)

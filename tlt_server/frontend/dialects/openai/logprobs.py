@@ -1,0 +1,166 @@
+"""Log-probs in the two shapes of the OpenAI API, and those of a prompt.
+
+Values are those of the native dialect: under the distribution that was sampled from, prompts under
+the unprocessed one. Offsets count characters of the choice's text before a stop string is cut off,
+so they do not depend on how a stream is cut into chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, NamedTuple
+
+from msgspec import Meta, Struct
+
+from tlt_server.frontend.generation.pieces import Pieces
+from tlt_server.records import TokenLogprobs
+
+
+class Logprobs(Struct, frozen=True):
+    """The shape of completions. The token itself is always among its `top_logprobs`."""
+
+    tokens: Annotated[
+        list[str],
+        Meta(
+            description="the tokens as text, or as `token_id:<id>` where the request asks for that"
+        ),
+    ]
+    token_logprobs: Annotated[
+        list[float | None], Meta(description="one per token; null for the first of a prompt")
+    ]
+    top_logprobs: Annotated[
+        list[dict[str, float] | None],
+        Meta(
+            description="per token the log-probs of the most likely alternatives and of itself, by text; null for the first of a prompt"
+        ),
+    ]
+    text_offset: Annotated[list[int], Meta(description="where each token begins, in characters")]
+
+
+class Alternative(Struct, frozen=True):
+    token: Annotated[str, Meta(description="its text, or `token_id:<id>`")]
+    logprob: Annotated[float, Meta(description="under the distribution that was sampled from")]
+    bytes: Annotated[
+        list[int], Meta(description="of the token in UTF-8; it may be a part of a character")
+    ]
+
+
+class ChatToken(Struct, frozen=True):
+    token: Annotated[str, Meta(description="its text, or `token_id:<id>`")]
+    logprob: Annotated[float, Meta(description="under the distribution that was sampled from")]
+    bytes: Annotated[
+        list[int], Meta(description="of the token in UTF-8; it may be a part of a character")
+    ]
+    top_logprobs: Annotated[
+        list[Alternative], Meta(description="the most likely tokens at this place, best first")
+    ]
+
+
+class ChatLogprobs(Struct, frozen=True):
+    content: Annotated[list[ChatToken], Meta(description="one per token of the answer")]
+
+
+class PromptToken(Struct, frozen=True):
+    """What the prompt's token, or an alternative to it, would have been worth."""
+
+    logprob: Annotated[float, Meta(description="under the unprocessed distribution")]
+    rank: Annotated[
+        int | None,
+        Meta(description="from 1; null for a token that is not among the alternatives asked for"),
+    ]
+    decoded_token: Annotated[str, Meta(description="its text")]
+
+
+PromptLogprobs = list[dict[str, PromptToken] | None]
+NONE = TokenLogprobs([], [])
+
+
+class Scored(NamedTuple):
+    """One token; its log-prob is None for the first of a prompt."""
+
+    token_id: int
+    logprob: float | None
+    best: TokenLogprobs
+
+
+def scored_prompt(
+    token_ids: list[int], logprobs: list[TokenLogprobs | None], count: int
+) -> list[Scored]:
+    """Prompt log-probs as the engine gives them: None for the first token, then the token itself
+    followed by the best.
+
+    `count` of these are kept, -1 for all. The list is empty for a sequence that ended before its
+    prompt was read.
+    """
+    end = None if count < 0 else 1 + count
+    return [
+        Scored(token_id, None, NONE)
+        if found is None
+        else Scored(
+            token_id,
+            found.logprobs[0],
+            TokenLogprobs(found.token_ids[1:end], found.logprobs[1:end]),
+        )
+        for token_id, found in zip(token_ids, logprobs, strict=bool(logprobs))
+    ]
+
+
+class Speller:
+    """Tokens as strings: their text, or `token_id:<id>`."""
+
+    def __init__(self, pieces: Pieces, *, as_ids: bool) -> None:
+        self._pieces, self._as_ids = pieces, as_ids
+
+    def name(self, token_id: int) -> str:
+        return f"token_id:{token_id}" if self._as_ids else self._pieces[token_id].text
+
+    def completion(self, tokens: Iterable[Scored], offset: int) -> tuple[Logprobs, int]:
+        """`offset` is where the first token begins; the second result is where the last one ends."""
+        shape = Logprobs([], [], [], [])
+        for token_id, logprob, best in tokens:
+            shape.tokens.append(self.name(token_id))
+            shape.token_logprobs.append(logprob)
+            shape.text_offset.append(offset)
+            offset += self._pieces[token_id].characters
+            if logprob is None:
+                shape.top_logprobs.append(None)
+                continue
+            top: dict[str, float] = {}
+            for other, value in [
+                *zip(best.token_ids, best.logprobs, strict=True),
+                (token_id, logprob),
+            ]:
+                top.setdefault(
+                    self.name(other), value
+                )  # two tokens may have the same text: the better one stays
+            shape.top_logprobs.append(top)
+        return shape, offset
+
+    def chat(self, tokens: Iterable[Scored]) -> ChatLogprobs:
+        return ChatLogprobs(
+            [
+                ChatToken(
+                    self.name(token_id),
+                    logprob or 0.0,
+                    [*self._pieces[token_id].bytes],
+                    [
+                        Alternative(self.name(other), value, [*self._pieces[other].bytes])
+                        for other, value in zip(best.token_ids, best.logprobs, strict=True)
+                    ],
+                )
+                for token_id, logprob, best in tokens
+            ]
+        )
+
+    def prompt(self, tokens: Iterable[Scored]) -> PromptLogprobs:
+        return [
+            None if logprob is None else self._ranked(token_id, logprob, best)
+            for token_id, logprob, best in tokens
+        ]
+
+    def _ranked(self, token_id: int, logprob: float, best: TokenLogprobs) -> dict[str, PromptToken]:
+        rank = best.token_ids.index(token_id) + 1 if token_id in best.token_ids else None
+        found = {str(token_id): PromptToken(logprob, rank, self._pieces[token_id].text)}
+        for place, (other, value) in enumerate(zip(best.token_ids, best.logprobs, strict=True), 1):
+            found.setdefault(str(other), PromptToken(value, place, self._pieces[other].text))
+        return found

@@ -1,0 +1,191 @@
+"""How a choice is put into words: a phrase turns what the choice gained into a part; the last part
+also tells how it ended.
+
+A whole reply is the one part of each choice, made by the same code from the choice itself, so a
+stream's chunks add up to it.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
+
+from tlt_server.frontend.dialects.openai.logprobs import NONE, Scored, Speller, scored_prompt
+from tlt_server.frontend.dialects.openai.replies import (
+    ChatChoice,
+    ChatCompletion,
+    Completion,
+    CompletionChoice,
+    OpenAIUsage,
+    Speech,
+    figures,
+)
+from tlt_server.frontend.dialects.openai.requests import ChatRequest, CompletionRequest
+from tlt_server.frontend.generation.choice import Choice, Delta
+from tlt_server.frontend.generation.text import Text
+from tlt_server.frontend.generation.validation import Batch
+
+
+def whole(choice: Choice) -> Delta:
+    """A choice as the only thing that it ever gained."""
+    return Delta(
+        index=choice.index,
+        token_ids=choice.token_ids,
+        text=choice.text,
+        logprobs=choice.logprobs,
+        top_logprobs=choice.top_logprobs,
+        prompt_logprobs=choice.prompt_logprobs,
+    )
+
+
+def scored(delta: Delta) -> list[Scored]:
+    best = [NONE] * len(delta.token_ids) if delta.top_logprobs is UNSET else delta.top_logprobs
+    return [Scored(*each) for each in zip(delta.token_ids, delta.logprobs, best, strict=True)]
+
+
+class _Ending(Struct, frozen=True):
+    """What only a choice's last part has."""
+
+    versions: bool  # whether weight versions were asked for
+    eos: frozenset[int]
+
+    def put(self, part: CompletionChoice | ChatChoice, choice: Choice) -> None:
+        part.finish_reason = choice.finish_reason
+        part.stop_reason = None if choice.stop_reason in self.eos else choice.stop_reason
+        part.weight_versions = choice.weight_versions if self.versions else UNSET
+        part.metrics = figures(choice.sd)
+
+
+class CompletionPhrase:
+    """The choices of a completions request, prompt-major."""
+
+    def __init__(
+        self,
+        asked: CompletionRequest,
+        batch: Batch,
+        text: Text,
+        speller: Speller,
+        eos: frozenset[int],
+        id: str,
+        created: int,
+        model: str,
+    ) -> None:
+        self._asked, self._text, self._speller = asked, text, speller
+        self._prompts = asked.prompts()
+        self._prompt_ids = [item.requests[0].token_ids for item in batch.items]
+        self._ending = _Ending(asked.return_weight_versions, eos)
+        self._offsets: dict[
+            int, int
+        ] = {}  # of choices that have begun: where the next token begins
+        self._head = Completion(id=id, created=created, model=model, choices=[])
+
+    def reply(
+        self, parts: list[CompletionChoice], usage: OpenAIUsage | None | UnsetType
+    ) -> Completion:
+        metrics = (
+            parts[0].metrics if len(self._prompt_ids) == self._asked.n == 1 and parts else UNSET
+        )
+        return msgspec.structs.replace(self._head, choices=parts, usage=usage, metrics=metrics)
+
+    def part(self, prompt: int, delta: Delta, ended: Choice | None) -> CompletionChoice:
+        """What choice `delta.index` of that prompt gained; with `ended`, its last part."""
+        asked, index = self._asked, prompt * self._asked.n + delta.index
+        part = CompletionChoice(index=index, text=delta.text or "")
+        tokens = scored(delta) if asked.alternatives() is not None else []
+        first = index not in self._offsets
+        if first:
+            tokens = self._begin(part, prompt, delta) + tokens
+        if asked.alternatives() is not None and (first or tokens):
+            part.logprobs, self._offsets[index] = self._speller.completion(
+                tokens, self._offsets[index]
+            )
+        if asked.return_token_ids:
+            part.token_ids = delta.token_ids
+        if ended is not None:
+            self._ending.put(part, ended)
+        return part
+
+    def _begin(self, part: CompletionChoice, prompt: int, delta: Delta) -> list[Scored]:
+        """What a choice's first part has in front; the prompt's tokens, where they are echoed with
+        log-probs.
+        """
+        asked, token_ids = self._asked, self._prompt_ids[prompt]
+        self._offsets[part.index] = 0
+        if asked.return_token_ids:
+            part.prompt_token_ids = token_ids
+        if asked.prompt_logprobs is not None:
+            part.prompt_logprobs = self._speller.prompt(
+                scored_prompt(token_ids, delta.prompt_logprobs or [], asked.prompt_logprobs)
+            )
+        if not asked.echo:
+            return []
+        given = self._prompts[prompt]
+        part.text = (given if isinstance(given, str) else self._text.decode(given)) + part.text
+        count = asked.alternatives()
+        return (
+            scored_prompt(token_ids, delta.prompt_logprobs or [], count)
+            if count is not None
+            else []
+        )
+
+
+class ChatPhrase:
+    """The choices of a chat completion."""
+
+    def __init__(
+        self,
+        asked: ChatRequest,
+        batch: Batch,
+        text: Text,
+        speller: Speller,
+        eos: frozenset[int],
+        id: str,
+        created: int,
+        model: str,
+    ) -> None:
+        self._asked, self._speller = asked, speller
+        self._prompt_ids = batch.items[0].requests[0].token_ids
+        self._ending = _Ending(asked.return_weight_versions, eos)
+        self._begun: set[int] = set()
+        self._head = ChatCompletion(
+            id=id,
+            created=created,
+            model=model,
+            choices=[],
+            object="chat.completion.chunk" if asked.stream else "chat.completion",
+        )
+        if asked.return_token_ids:
+            self._head.prompt_token_ids = self._prompt_ids
+
+    def reply(
+        self, parts: list[ChatChoice], usage: OpenAIUsage | None | UnsetType
+    ) -> ChatCompletion:
+        metrics = parts[0].metrics if self._asked.n == 1 and parts else UNSET
+        reply = msgspec.structs.replace(self._head, choices=parts, usage=usage, metrics=metrics)
+        self._head.prompt_token_ids = self._head.prompt_logprobs = UNSET  # said once
+        return reply
+
+    def part(self, prompt: int, delta: Delta, ended: Choice | None) -> ChatChoice:
+        """What choice `delta.index` gained; with `ended`, its last part."""
+        asked, first = self._asked, delta.index not in self._begun
+        speech = Speech(role="assistant" if first else UNSET, content=delta.text or "")
+        part = (
+            ChatChoice(index=delta.index, delta=speech)
+            if asked.stream
+            else ChatChoice(index=delta.index, message=speech)
+        )
+        if first:
+            self._begun.add(delta.index)
+            if asked.prompt_logprobs is not None and len(self._begun) == 1:
+                self._head.prompt_logprobs = self._speller.prompt(
+                    scored_prompt(
+                        self._prompt_ids, delta.prompt_logprobs or [], asked.prompt_logprobs
+                    )
+                )
+        if asked.alternatives() is not None and (first or delta.token_ids):
+            part.logprobs = self._speller.chat(scored(delta))
+        if asked.return_token_ids:
+            part.token_ids = delta.token_ids
+        if ended is not None:
+            self._ending.put(part, ended)
+        return part

@@ -1,0 +1,257 @@
+"""What the OpenAI dialect replies: the shapes, which are also those of the OpenAPI document, and
+errors and figures put into them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from tlt_client.wire import FinishReason, VersionSpan
+from tlt_server.errors import TltError
+from tlt_server.frontend.dialects.openai.logprobs import ChatLogprobs, Logprobs, PromptLogprobs
+from tlt_server.frontend.dialects.openai.requests import ChatRequest, CompletionRequest
+from tlt_server.frontend.generation.choice import SdReport
+
+TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+
+
+class Problem(Struct, frozen=True):
+    message: Annotated[str, Meta(description="the value, the limit and the remedy")]
+    type: Annotated[str, Meta(description="the kind of error as this API names it")]
+    param: Annotated[
+        str | None,
+        Meta(description="the field of the request that it is about; null where it is about none"),
+    ]
+    code: Annotated[str, Meta(description="the kind of error as the native dialect names it")]
+
+
+class Failure(Struct, frozen=True):
+    """The error envelope."""
+
+    error: Annotated[Problem, Meta(description="what went wrong")]
+
+
+class Speculation(Struct, frozen=True):
+    """Speculation of one choice."""
+
+    mean_acceptance_length: Annotated[
+        float, Meta(description="tokens per step that had a draft, the bonus token included")
+    ]
+    draft_acceptance_rate: Annotated[
+        float, Meta(description="of the drafts verified, those accepted")
+    ]
+    acceptance_histogram: Annotated[
+        list[int], Meta(description="entry k: steps that accepted k drafts")
+    ]
+    num_spec_steps: Annotated[int, Meta(description="steps that had a draft")]
+    num_accepted_draft_tokens: Annotated[int, Meta(description="drafts accepted")]
+    num_draft_tokens: Annotated[int, Meta(description="drafts verified")]
+    num_spec_tokens: Annotated[int, Meta(description="the most that one step accepted")]
+
+
+class Metrics(Struct, frozen=True):
+    """Figures beside the answer."""
+
+    speculative_decoding: Annotated[
+        Speculation | None, Meta(description="null for a choice that never had a draft")
+    ]
+
+
+class CompletionChoice(Struct, kw_only=True):
+    index: Annotated[int, Meta(description="p * n + i for choice i of prompt p")]
+    text: Annotated[
+        str,
+        Meta(
+            description="what was generated, or in a chunk what was added; behind the prompt with `echo`"
+        ),
+    ]
+    logprobs: Annotated[Logprobs | None, Meta(description="of the tokens, where asked for")] = None
+    finish_reason: Annotated[
+        FinishReason | None, Meta(description="what ended it; null in a chunk that does not")
+    ] = None
+    stop_reason: Annotated[
+        int | str | None,
+        Meta(description="the stop token's id or the stop string; null for another end"),
+    ] = None
+    token_ids: Annotated[
+        list[int] | UnsetType, Meta(description="the tokens; with `return_token_ids`")
+    ] = UNSET
+    prompt_token_ids: Annotated[
+        list[int] | UnsetType, Meta(description="the prompt's tokens; with `return_token_ids`")
+    ] = UNSET
+    prompt_logprobs: Annotated[
+        PromptLogprobs | UnsetType,
+        Meta(description="per prompt token, null for the first; where asked for"),
+    ] = UNSET
+    weight_versions: Annotated[
+        list[VersionSpan] | UnsetType,
+        Meta(description="which weights computed which tokens; with `return_weight_versions`"),
+    ] = UNSET
+    metrics: Annotated[Metrics | UnsetType, Meta(description="figures of its speculation")] = UNSET
+
+
+class Speech(Struct):
+    role: Annotated[Literal["assistant"] | UnsetType, Meta(description="who speaks")] = UNSET
+    content: Annotated[
+        str | UnsetType, Meta(description="what was said, or in a chunk what was added")
+    ] = UNSET
+
+
+class ChatChoice(Struct, kw_only=True):
+    """`message` in a whole reply, `delta` in a chunk of a stream."""
+
+    index: Annotated[int, Meta(description="which of the n choices, from 0")]
+    message: Annotated[Speech | UnsetType, Meta(description="the answer; in a whole reply")] = UNSET
+    delta: Annotated[
+        Speech | UnsetType, Meta(description="what was added to the answer; in a chunk")
+    ] = UNSET
+    logprobs: Annotated[ChatLogprobs | None, Meta(description="of the tokens, where asked for")] = (
+        None
+    )
+    finish_reason: Annotated[
+        FinishReason | None, Meta(description="what ended it; null in a chunk that does not")
+    ] = None
+    stop_reason: Annotated[
+        int | str | None,
+        Meta(description="the stop token's id or the stop string; null for another end"),
+    ] = None
+    token_ids: Annotated[
+        list[int] | UnsetType, Meta(description="the tokens; with `return_token_ids`")
+    ] = UNSET
+    weight_versions: Annotated[
+        list[VersionSpan] | UnsetType,
+        Meta(description="which weights computed which tokens; with `return_weight_versions`"),
+    ] = UNSET
+    metrics: Annotated[Metrics | UnsetType, Meta(description="figures of its speculation")] = UNSET
+
+
+class CachedTokens(Struct, frozen=True):
+    cached_tokens: Annotated[int, Meta(description="prompt tokens whose KV was there already")]
+
+
+class OpenAIUsage(Struct, frozen=True):
+    prompt_tokens: Annotated[int, Meta(description="of all prompts, each counted once")]
+    completion_tokens: Annotated[int, Meta(description="of all choices")]
+    total_tokens: Annotated[int, Meta(description="both")]
+    prompt_tokens_details: Annotated[
+        CachedTokens, Meta(description="what of the prompts was not computed anew")
+    ]
+
+
+class Completion(Struct, kw_only=True):
+    id: Annotated[str, Meta(description="of the reply; all its chunks have the same")]
+    object: Annotated[Literal["text_completion"], Meta(description="the kind of reply")] = (
+        "text_completion"
+    )
+    created: Annotated[int, Meta(description="Unix seconds")]
+    model: Annotated[str, Meta(description="the name of the served model")]
+    choices: Annotated[
+        list[CompletionChoice],
+        Meta(
+            description="of all prompts; in a chunk those that gained something, in the last one with `usage` none"
+        ),
+    ]
+    usage: Annotated[
+        OpenAIUsage | None | UnsetType,
+        Meta(
+            description="tokens of the whole request; in chunks null but for the last one, with `include_usage`"
+        ),
+    ] = UNSET
+    metrics: Annotated[Metrics | UnsetType, Meta(description="of a reply's only choice")] = UNSET
+
+
+class ChatCompletion(Struct, kw_only=True):
+    id: Annotated[str, Meta(description="of the reply; all its chunks have the same")]
+    object: Annotated[
+        Literal["chat.completion", "chat.completion.chunk"], Meta(description="the kind of reply")
+    ] = "chat.completion"
+    created: Annotated[int, Meta(description="Unix seconds")]
+    model: Annotated[str, Meta(description="the name of the served model")]
+    choices: Annotated[
+        list[ChatChoice],
+        Meta(
+            description="of the conversation; in a chunk those that gained something, in the last one with `usage` none"
+        ),
+    ]
+    usage: Annotated[
+        OpenAIUsage | None | UnsetType,
+        Meta(
+            description="tokens of the whole request; in chunks null but for the last one, with `include_usage`"
+        ),
+    ] = UNSET
+    prompt_token_ids: Annotated[
+        list[int] | UnsetType,
+        Meta(description="the conversation's tokens; with `return_token_ids`"),
+    ] = UNSET
+    prompt_logprobs: Annotated[
+        PromptLogprobs | UnsetType,
+        Meta(description="per prompt token, null for the first; where asked for"),
+    ] = UNSET
+    metrics: Annotated[Metrics | UnsetType, Meta(description="of a reply's only choice")] = UNSET
+
+
+class Model(Struct, frozen=True):
+    id: Annotated[str, Meta(description="the name to send as `model`")]
+    max_model_len: Annotated[int, Meta(description="the longest prompt plus output, in tokens")]
+    created: Annotated[int, Meta(description="not known: 0")] = 0
+    object: Annotated[Literal["model"], Meta(description="the kind of entry")] = "model"
+    owned_by: Annotated[Literal["tlt"], Meta(description="always the same")] = "tlt"
+
+
+class Models(Struct, frozen=True):
+    data: Annotated[list[Model], Meta(description="the one model that is served")]
+    object: Annotated[Literal["list"], Meta(description="the kind of reply")] = "list"
+
+
+class Tokens(Struct, frozen=True):
+    tokens: Annotated[list[int], Meta(description="token ids")]
+    count: Annotated[int, Meta(description="how many")]
+    max_model_len: Annotated[int, Meta(description="the longest prompt plus output, in tokens")]
+
+
+class Detokenized(Struct, frozen=True):
+    prompt: Annotated[str, Meta(description="the text of the tokens")]
+
+
+def failure(error: TltError) -> Failure:
+    """Refusals begin with the field that they are about."""
+    word = error.message.split(" ")[0].split("[")[0].split(".")[0]
+    known = (
+        CompletionRequest.model_fields.keys()
+        | ChatRequest.model_fields.keys()
+        | {"tokens", "add_special_tokens"}
+    )
+    kind = TYPES.get(
+        error.http_status, "invalid_request_error" if error.http_status < 500 else "server_error"
+    )
+    return Failure(
+        Problem(
+            error.message,
+            kind,
+            word if error.http_status < 500 and word in known else None,
+            error.code,
+        )
+    )
+
+
+def figures(sd: SdReport) -> Metrics:
+    if not sd.draft_steps:
+        return Metrics(None)
+    return Metrics(
+        Speculation(
+            mean_acceptance_length=1 + sd.accepted / sd.draft_steps,
+            draft_acceptance_rate=sd.accepted / sd.drafted if sd.drafted else 0.0,
+            acceptance_histogram=sd.histogram,
+            num_spec_steps=sd.draft_steps,
+            num_accepted_draft_tokens=sd.accepted,
+            num_draft_tokens=sd.drafted,
+            num_spec_tokens=max(0, len(sd.histogram) - 1),
+        )
+    )

@@ -1,0 +1,155 @@
+"""What this server says of itself, in one reply for every dialect: its own keys, and those that
+other servers' clients look for.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
+
+from tlt_server import __version__
+from tlt_server.errors import Unavailable
+from tlt_server.frontend.http.keys import Caller
+from tlt_server.frontend.service import Service
+from tlt_server.records import EngineInfo
+
+SECRETS = {"api_key_file", "api_key_variable", "tls_cert", "tls_key", "tls_client_ca"}
+PLACES = {"model", "drafter", "weight_root", "state_dir", "host", "port"}
+
+
+class TransferConfig(Struct, frozen=True):
+    backend: Annotated[
+        Literal["disk", "gloo", "nccl"],
+        Meta(description="gloo, nccl: from the trainer's process group; disk: from a directory"),
+    ]
+
+
+class ModelConfigInfo(Struct, frozen=True):
+    dtype: Annotated[
+        str, Meta(description="of weights and KV; empty until the engine has been ready")
+    ]
+    max_model_len: Annotated[
+        int | None,
+        Meta(description="the longest prompt plus output; null until the engine has been ready"),
+    ]
+    logprobs_mode: Annotated[
+        str, Meta(description="log-probs are those of the distribution that was sampled from")
+    ] = "processed_logprobs"
+
+
+class ParallelConfigInfo(Struct, frozen=True):
+    tensor_parallel_size: Annotated[int, Meta(description="always 1")] = 1
+    data_parallel_size: Annotated[int, Meta(description="always 1")] = 1
+
+
+class VllmConfigInfo(Struct, frozen=True):
+    """As clients of vLLM read it."""
+
+    model_config: Annotated[ModelConfigInfo, Meta(description="what is served")]
+    weight_transfer_config: Annotated[TransferConfig, Meta(description="how weights come")]
+    parallel_config: Annotated[ParallelConfigInfo, Meta(description="how it is spread")] = (
+        ParallelConfigInfo()
+    )
+    lora_config: Annotated[None, Meta(description="always null: no adapters")] = None
+
+
+class ServerInfo(Struct, frozen=True, kw_only=True):
+    version: Annotated[str, Meta(description="of the server")]
+    served_model_name: Annotated[str, Meta(description="the name to send as `model`")]
+    ready: Annotated[bool, Meta(description="whether a request sent now would be taken")]
+    paused: Annotated[bool, Meta(description="whether a pause holds")]
+    asleep: Annotated[list[str], Meta(description="memory that is given back: weights, kv_cache")]
+    numerics: Annotated[
+        str,
+        Meta(description="the guarantee that the tokens have: strict or fast, with how it is kept"),
+    ]
+    engine: Annotated[
+        EngineInfo | None,
+        Meta(description="what the engine says of itself; null until it has been ready"),
+    ]
+    open_sequences: Annotated[int, Meta(description="accepted and not finished")]
+    max_queue: Annotated[int, Meta(description="the most of them")]
+    config: Annotated[
+        dict[str, Any],
+        Meta(
+            description="every setting by name, but for those of keys and certificates; those that say "
+            "where things are, only for a key that may push weights or operate"
+        ),
+    ]
+    vllm_config: Annotated[VllmConfigInfo, Meta(description="for clients of vLLM")]
+    model_path: Annotated[
+        str,
+        Meta(
+            description="the directory of the model, its name for a key that may neither push nor operate; "
+            "this and what follows for clients of SGLang"
+        ),
+    ]
+    tokenizer_path: Annotated[str, Meta(description="the same")]
+    weight_version: Annotated[
+        str,
+        Meta(
+            description="the target's version that is live; empty until the engine has been ready"
+        ),
+    ]
+    max_total_num_tokens: Annotated[
+        int, Meta(description="positions of all KV pages; 0 until the engine has been ready")
+    ]
+    max_running_requests: Annotated[
+        int, Meta(description="sequences that decode at once; 0 until the engine has been ready")
+    ]
+    context_length: Annotated[
+        int, Meta(description="the longest prompt plus output; 0 until the engine has been ready")
+    ]
+    tp_size: Annotated[int, Meta(description="always 1")] = 1
+    pp_size: Annotated[int, Meta(description="always 1")] = 1
+    dp_size: Annotated[int, Meta(description="always 1")] = 1
+    num_gpus: Annotated[int, Meta(description="that compute: 0 on a CPU, else 1")]
+    disaggregation_mode: Annotated[
+        str, Meta(description="always null, in letters: prompts and outputs are computed here")
+    ] = "null"
+
+
+def server_info(service: Service, caller: Caller) -> ServerInfo:
+    engine, config = service.engine, service.config
+    trusted = caller.may("push-weights") or caller.may("operate")
+    info, model = engine.info, str(config.model) if trusted else config.served_model_name
+    return ServerInfo(
+        version=__version__,
+        served_model_name=config.served_model_name,
+        ready=is_ready(service),
+        paused=engine.halt.paused,
+        asleep=sorted(engine.halt.asleep),
+        numerics=service.numerics,
+        engine=info,
+        open_sequences=len(engine),
+        max_queue=config.max_queue,
+        config=config.model_dump(mode="json", exclude=SECRETS if trusted else SECRETS | PLACES),
+        vllm_config=VllmConfigInfo(
+            ModelConfigInfo(info.dtype if info else "", info.max_model_len if info else None),
+            TransferConfig(_transfer(config.channels, info)),
+        ),
+        model_path=model,
+        tokenizer_path=model,
+        weight_version=info.weight_version if info else "",
+        max_total_num_tokens=info.pages * info.page_size if info else 0,
+        max_running_requests=info.max_running if info else 0,
+        context_length=info.max_model_len if info else 0,
+        num_gpus=int(info is not None and info.device == "cuda"),
+    )
+
+
+def _transfer(
+    channels: tuple[str, ...], info: EngineInfo | None
+) -> Literal["disk", "gloo", "nccl"]:
+    if "broadcast" not in channels:
+        return "disk"
+    return "nccl" if info is not None and info.device == "cuda" else "gloo"
+
+
+def is_ready(service: Service) -> bool:
+    try:
+        service.engine.check_available()
+    except Unavailable:
+        return False
+    return True

@@ -1,0 +1,271 @@
+"""Generation in SGLang's form: one reply or a list, log-probs as triples, and streams whose chunks
+hold all that there is so far.
+
+Called by `POST /generate` for bodies with `text` or `input_ids`; errors have the native shape,
+which SGLang's is a part of.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import msgspec
+from msgspec import UNSET
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tlt_server.errors import TltError
+from tlt_server.frontend.dialects.openai.logprobs import scored_prompt
+from tlt_server.frontend.dialects.sglang.replies import Finish, Generated, MetaInfo, Scored
+from tlt_server.frontend.dialects.sglang.requests import GenerateFields
+from tlt_server.frontend.dialects.tolerant import without_nulls
+from tlt_server.frontend.generation.choice import Choice
+from tlt_server.frontend.generation.delivery import EventStream, reply
+from tlt_server.frontend.generation.generation import Generation, ItemError, ItemResult, TokenEvent
+from tlt_server.frontend.generation.requests import checked
+from tlt_server.frontend.generation.text import REPLACEMENT
+from tlt_server.frontend.generation.validation import Batch, Words
+from tlt_server.frontend.http.auth import caller_of
+from tlt_server.frontend.http.replies import error_reply, json_response, unexpected
+from tlt_server.frontend.service import Service
+from tlt_server.records import TokenLogprobs
+
+WORDS = Words("the prompts", "prompt {i}", "sampling_params.", "sampling_params.")
+
+
+async def generate(service: Service, request: Request, content: dict[str, Any]) -> Response:
+    asked = checked(GenerateFields, without_nulls(content))
+    await asyncio.sleep(0)  # a large one has taken its time
+    assert service.engine.info is not None
+    batch = await service.validator.batch(asked.native(), service.engine.info, WORDS)
+    phrase = Phrase(service, asked, batch)
+    generation = service.start(batch, caller_of(request).name)
+    if asked.stream:
+        return EventStream(_chunks(phrase, generation), generation)
+    return await reply(request, _whole(phrase, generation), generation)
+
+
+async def _whole(phrase: Phrase, generation: Generation) -> Response:
+    found: dict[int, Generated] = {}
+    async for event in generation.events():
+        if isinstance(event, ItemError):
+            raise event.error
+        if isinstance(event, ItemResult):
+            found |= {
+                phrase.place(event.id, choice.index): phrase.ended(
+                    event.id, choice, event.cached_tokens
+                )
+                for choice in event.choices
+            }
+    told = [found[place] for place in sorted(found)]
+    return json_response(told if phrase.asked.several else told[0])
+
+
+async def _chunks(phrase: Phrase, generation: Generation) -> AsyncIterator[bytes]:
+    so_far: dict[int, _SoFar] = {}
+    try:
+        async for event in generation.events():
+            match event:
+                case TokenEvent(id, delta, choice):
+                    place = phrase.place(id, delta.index)
+                    grown = so_far.setdefault(place, _SoFar())
+                    if choice is not None:
+                        yield _frame(
+                            phrase.numbered(
+                                phrase.ended(id, choice, generation.cached_tokens(id)), place
+                            )
+                        )
+                    elif delta.token_ids:
+                        grown.add(
+                            delta.token_ids,
+                            delta.text or "",
+                            delta.logprobs,
+                            delta.top_logprobs or None,
+                        )
+                        yield _frame(
+                            phrase.numbered(
+                                phrase.growing(
+                                    id, delta.index, grown, generation.cached_tokens(id)
+                                ),
+                                place,
+                            )
+                        )
+                case ItemError(_, error):
+                    raise error
+    except TltError as error:
+        yield _frame(error_reply(error))
+    except (
+        Exception
+    ) as error:  # our own bug, but the status line is long gone: say so in the stream
+        yield _frame(error_reply(unexpected(error)))
+    yield b"data: [DONE]\n\n"
+
+
+class _SoFar:
+    """What a choice has, while it grows."""
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.text = ""
+        self.logprobs: list[float] = []
+        self.top: list[TokenLogprobs] = []
+
+    def add(
+        self,
+        token_ids: list[int],
+        text: str,
+        logprobs: list[float],
+        top: list[TokenLogprobs] | None,
+    ) -> None:
+        self.token_ids += token_ids
+        self.text += text
+        self.logprobs += logprobs
+        self.top += top or []
+
+
+class Phrase:
+    def __init__(self, service: Service, asked: GenerateFields, batch: Batch) -> None:
+        self.asked, self._service = asked, service
+        self._places = {item.id: i for i, item in enumerate(batch.items)}
+        self._prompts = {item.id: item.requests[0].token_ids for item in batch.items}
+        self._started_s = time.monotonic()
+
+    def place(self, id: str, index: int) -> int:
+        return self._places[id] * self.asked.sampling_params.n + index
+
+    def numbered(self, generated: Generated, place: int) -> Generated:
+        return msgspec.structs.replace(generated, index=place) if self.asked.several else generated
+
+    def ended(self, id: str, choice: Choice, cached_tokens: int) -> Generated:
+        sd, top = choice.sd, choice.top_logprobs or None
+        meta = self._meta(id, choice.index, choice.token_ids, choice.logprobs, top, cached_tokens)
+        return Generated(
+            text=self._final_text(choice),
+            output_ids=choice.token_ids,
+            meta_info=msgspec.structs.replace(
+                meta,
+                finish_reason=_finish(choice),
+                weight_versions=choice.weight_versions,
+                weight_version=choice.weight_versions[-1].version
+                if choice.weight_versions
+                else meta.weight_version,
+                spec_verify_ct=sd.draft_steps,
+                spec_accept_length=sd.mean_accept_length or 1.0,
+                spec_accept_rate=sd.accepted / sd.drafted if sd.drafted else 0.0,
+                spec_accept_token_num=sd.accepted,
+                spec_draft_token_num=sd.drafted,
+                **self._prompt(id, choice),
+            ),
+        )
+
+    def growing(self, id: str, index: int, so_far: _SoFar, cached_tokens: int) -> Generated:
+        text = (
+            so_far.text
+            if self.asked.sampling_params.skip_special_tokens
+            else self._decode(so_far.token_ids).rstrip(REPLACEMENT)
+        )
+        return Generated(
+            text=text,
+            output_ids=[*so_far.token_ids],
+            meta_info=self._meta(
+                id, index, so_far.token_ids, so_far.logprobs, so_far.top, cached_tokens
+            ),
+        )
+
+    def _meta(
+        self,
+        id: str,
+        index: int,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        top: list[TokenLogprobs] | None,
+        cached_tokens: int,
+    ) -> MetaInfo:
+        asked, info = self.asked, self._service.engine.info
+        assert info is not None
+        return MetaInfo(
+            id=id if asked.sampling_params.n == 1 else f"{id}_{index}",
+            finish_reason=None,
+            prompt_tokens=len(self._prompts[id]),
+            completion_tokens=len(token_ids),
+            cached_tokens=cached_tokens,
+            weight_version=info.weight_version,
+            e2e_latency=time.monotonic() - self._started_s,
+            output_token_logprobs=[
+                (value, token, None) for value, token in zip(logprobs, token_ids, strict=True)
+            ]
+            if asked.return_logprob
+            else UNSET,
+            output_top_logprobs=[_triples(best) for best in top]
+            if asked.return_logprob and asked.top_logprobs_num and top
+            else UNSET,
+        )
+
+    def _prompt(self, id: str, choice: Choice) -> dict[str, Any]:
+        """Log-probs of the prompt, from where they are asked for."""
+        if not isinstance(choice.prompt_logprobs, list):
+            return {}
+        found = scored_prompt(
+            self._prompts[id], choice.prompt_logprobs, self.asked.top_logprobs_num
+        )[self.asked.logprob_start_len :]
+        told: dict[str, Any] = {
+            "input_token_logprobs": [(logprob, token, None) for token, logprob, _ in found]
+        }
+        if self.asked.top_logprobs_num:
+            told["input_top_logprobs"] = [
+                None if logprob is None else _triples(best) for _, logprob, best in found
+            ]
+        return told
+
+    def _final_text(self, choice: Choice) -> str:
+        """As asked for: special tokens left out or not, the stop left out or not."""
+        params, text = self.asked.sampling_params, choice.text or ""
+        stopped_by_token = choice.finish_reason == "stop" and not isinstance(
+            choice.stop_reason, str
+        )
+        if not params.skip_special_tokens or (params.no_stop_trim and stopped_by_token):
+            text = self._decode(
+                choice.token_ids[:-1]
+                if stopped_by_token and not params.no_stop_trim
+                else choice.token_ids
+            )
+            if isinstance(choice.stop_reason, str):
+                text = text.partition(choice.stop_reason)[0]
+        return (
+            text + choice.stop_reason
+            if params.no_stop_trim and isinstance(choice.stop_reason, str)
+            else text
+        )
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._service.text.decode(
+            token_ids, special=not self.asked.sampling_params.skip_special_tokens
+        )
+
+
+def _finish(choice: Choice) -> Finish:
+    match choice.finish_reason:
+        case "stop":
+            return Finish(
+                "stop", matched=UNSET if choice.stop_reason is None else choice.stop_reason
+            )
+        case "length":
+            return Finish("length", length=len(choice.token_ids))
+        case "abort":
+            return Finish(
+                "abort",
+                message="the request was aborted; what it had is here: send prompt and output again to go on",
+            )
+
+
+def _triples(best: TokenLogprobs) -> list[Scored]:
+    return [
+        (value, token, None) for token, value in zip(best.token_ids, best.logprobs, strict=True)
+    ]
+
+
+def _frame(data: Any) -> bytes:
+    return b"data: " + msgspec.json.encode(data) + b"\n\n"

@@ -1,0 +1,271 @@
+"""Bodies of the dialect `sglang`. Clients send many fields that mean nothing here: unknown ones are
+ignored, null is absent.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Discriminator, Field, Tag
+
+from tlt_server.errors import InvalidRequest
+from tlt_server.frontend.dialects.tolerant import NullIsAbsent, Tolerant, null_is_absent
+from tlt_server.frontend.generation.requests import (
+    MAX_INT32,
+    Count,
+    ItemFields,
+    Length,
+    NativeRequest,
+    SamplingFields,
+    Seed,
+    SharedSampling,
+    ShortName,
+    TokenIds,
+    checked,
+    one_of,
+    shown,
+)
+from tlt_server.frontend.weights.broadcasts import (
+    Address,
+    Dimensions,
+    GroupName,
+    Packing,
+    Port,
+    Rank,
+    TensorName,
+    WorldSize,
+)
+from tlt_server.frontend.weights.session import Selector, Version
+
+GROUP = "weight_update_group"  # where a trainer names none
+
+
+class SamplingParams(SharedSampling):
+    """`min_tokens` goes by `min_new_tokens` here."""
+
+    model_config = ConfigDict(extra="ignore", json_schema_extra=null_is_absent)
+
+    n: Count = Field(1, description="choices per prompt")
+    sampling_seed: Seed | None = Field(
+        None, description="keys the choices' noise: the same seed gives the same tokens"
+    )
+    max_new_tokens: Length = Field(128, description="the longest output; 0: only read the prompt")
+    min_new_tokens: Length = Field(
+        0, description="no stop token, and no end at a stop string, before this many output tokens"
+    )
+    top_k: int = Field(0, ge=-1, le=MAX_INT32, description="0 or -1: all tokens")
+    no_stop_trim: bool = Field(
+        False, description="the text keeps the stop string or stop token that ended it"
+    )
+    skip_special_tokens: bool = Field(True, description="the text leaves special tokens out")
+    spaces_between_special_tokens: bool = Field(True, description="accepted and without effect")
+
+
+def _kind(value: Any) -> str:
+    return (
+        "list"
+        if isinstance(value, list) and (not value or isinstance(value[0], list | str))
+        else "one"
+    )
+
+
+def _one_or_several(one: Any, tag: Any) -> Any:
+    return Annotated[
+        Annotated[one, Tag("one")] | Annotated[list[one], Field(min_length=1), Tag("list")],
+        Discriminator(tag),
+    ]
+
+
+def _text_or_ids(schema: dict[str, Any]) -> None:
+    null_is_absent(schema)
+    schema |= one_of(("text", "input_ids"))
+
+
+class GenerateFields(Tolerant):
+    """One prompt or several, as text or as token ids."""
+
+    model_config = ConfigDict(json_schema_extra=_text_or_ids)
+
+    text: _one_or_several(str, _kind) | None = Field(None, description="a text, or several")  # type: ignore[valid-type]
+    input_ids: _one_or_several(TokenIds, _kind) | None = Field(  # type: ignore[valid-type]
+        None, description="token ids, or several lists"
+    )
+    sampling_params: SamplingParams = Field(SamplingParams(), description="how to sample")
+    rid: ShortName | list[ShortName] | None = Field(
+        None, description="names the request, or each prompt, for POST /abort_request"
+    )
+    return_logprob: bool = Field(False, description="report log-probs")
+    logprob_start_len: int = Field(
+        -1,
+        ge=-1,
+        le=MAX_INT32,
+        description="report the prompt's from this token on, too; -1: none of them",
+    )
+    top_logprobs_num: int = Field(
+        0, ge=0, le=MAX_INT32, description="alternatives per token, with return_logprob"
+    )
+    stream: bool = Field(
+        False, description="server-sent chunks, each with all that there is so far"
+    )
+    image_data: list[Any] | str | None = Field(
+        None, description="must be empty: this server reads text"
+    )
+
+    def prompts(self) -> list[dict[str, Any]]:
+        name, value = (
+            ("text", self.text) if self.text is not None else ("input_ids", self.input_ids)
+        )
+        several: Any = value if _kind(value) == "list" else [value]
+        return [{"prompt" if name == "text" else "token_ids": prompt} for prompt in several]
+
+    @property
+    def several(self) -> bool:
+        """Whether the reply is a list."""
+        return (
+            _kind(self.text if self.text is not None else self.input_ids) == "list"
+            or self.sampling_params.n > 1
+        )
+
+    def names(self, count: int) -> list[str | None]:
+        """One for each prompt."""
+        if isinstance(self.rid, list):
+            if len(self.rid) != count:
+                raise InvalidRequest(
+                    f"rid has {len(self.rid)} names and there are {count} prompts; give each prompt one, or leave rid out"
+                )
+            return [*self.rid]
+        return [self.rid] if count == 1 else [self.rid and f"{self.rid}_{i}" for i in range(count)]
+
+    def native(self) -> NativeRequest:
+        if (self.text is None) == (self.input_ids is None):
+            raise InvalidRequest(
+                f"text is {'absent' if self.text is None else 'given'} and so is input_ids; give exactly one of them"
+            )
+        if self.image_data:
+            raise InvalidRequest(
+                f"image_data is {shown(self.image_data)}; this server reads text only: leave it out"
+            )
+        params = self.sampling_params
+        sampling = {
+            name: getattr(params, name)
+            for name in SharedSampling.model_fields.keys() & params.model_fields_set
+        }
+        sampling |= {
+            "top_k": max(0, params.top_k),
+            "max_tokens": params.max_new_tokens,
+            "min_tokens": params.min_new_tokens,
+            "logprobs": self.top_logprobs_num if self.return_logprob else 0,
+        }
+        if self.return_logprob and self.logprob_start_len >= 0:
+            sampling["prompt_logprobs"] = self.top_logprobs_num
+        prompts = self.prompts()
+        items = [
+            checked(ItemFields, prompt | {"id": name, "n": params.n, "seed": params.sampling_seed})
+            for prompt, name in zip(prompts, self.names(len(prompts)), strict=True)
+        ]
+        return NativeRequest(
+            requests=items, sampling=checked(SamplingFields, sampling), stream=self.stream
+        )
+
+
+class PauseFields(NullIsAbsent):
+    mode: Literal["abort", "retract", "in_place"] = Field(
+        "abort", description="what becomes of what runs"
+    )
+
+
+class AbortFields(NullIsAbsent):
+    rid: Annotated[str, Field(max_length=256)] | None = Field(
+        None, description="the name that the request was given; empty: none"
+    )
+    abort_all: bool = Field(False, description="all that is open")
+
+
+class BeginFields(NullIsAbsent):
+    selector: Selector = Field("target", description="whose weights are pushed")
+
+
+class NoFields(Tolerant):
+    """Nothing is read; a body may be left out."""
+
+
+class DiskFields(NullIsAbsent):
+    model_path: Annotated[
+        str,
+        Field(
+            min_length=1, description="directory of safetensors, absolute or below the weight root"
+        ),
+    ]
+    load_format: Literal["auto", "safetensors"] = Field("auto", description="both mean safetensors")
+    weight_version: Version | None = Field(
+        None, description="absent: the directory's name and digest"
+    )
+    abort_all_requests: bool = Field(
+        False,
+        description="end what has begun with what it has; else it goes on under the new weights",
+    )
+    flush_cache: bool = Field(
+        True,
+        description="accepted and without effect: KV of another version never serves a new request",
+    )
+
+
+class GroupFields(NullIsAbsent):
+    master_address: Address
+    master_port: Port
+    rank_offset: Rank = 1
+    world_size: WorldSize
+    group_name: GroupName = GROUP
+    backend: Literal["gloo", "nccl"] = Field("nccl", description="gloo on CPUs, nccl on GPUs")
+
+
+class LeaveFields(NullIsAbsent):
+    group_name: GroupName = GROUP
+
+
+class DistributedFields(NullIsAbsent):
+    names: list[TensorName] = Field(
+        description="of tensors, in the order in which they are broadcast; the drafter's may begin with `draft.`"
+    )
+    dtypes: list[str] = Field(description='as torch names them, such as "bfloat16"')
+    shapes: list[Dimensions] = Field(description="of the tensors")
+    group_name: GroupName = GROUP
+    load_format: Literal["flattened_bucket"] | None = Field(
+        None, description="all come as one bucket of raw bytes; absent: one each"
+    )
+    weight_version: Version | None = Field(
+        None, description="absent: the channel and the content's digest"
+    )
+    selector: Selector | None = Field(
+        None, description="whose weights these are; absent: as POST /begin_weight_update says"
+    )
+    abort_all_requests: bool = Field(
+        False,
+        description="end what has begun with what it has; else it goes on under the new weights",
+    )
+    flush_cache: bool = Field(
+        True,
+        description="accepted and without effect: KV of another version never serves a new request",
+    )
+
+    @property
+    def packing(self) -> Packing:
+        return Packing(packed=True, bucket_bytes=2**40) if self.load_format else Packing()
+
+
+class TensorFields(Tolerant):
+    """What is refused whatever it holds."""
+
+
+class MemoryFields(NullIsAbsent):
+    tags: list[Literal["weights", "kv_cache", "cuda_graph"]] = Field(
+        [],
+        description="empty: all; cuda_graph is without effect, as graphs come and go with the rest",
+    )
+
+
+class ReadFields(NullIsAbsent):
+    name: str = Field(
+        min_length=1, max_length=1024, description="of the tensor, as POST /weight_checker lists it"
+    )
+    truncate_size: int = Field(100, ge=1, le=4096, description="how many of its first rows")

@@ -1,0 +1,126 @@
+"""What the dialect `vllm_rl` replies, its errors included."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+from tlt_client.wire import FinishReason, VersionSpan
+from tlt_server.errors import TltError
+from tlt_server.frontend.dialects.openai.logprobs import ChatLogprobs, PromptLogprobs
+from tlt_server.frontend.dialects.openai.replies import OpenAIUsage
+
+
+class Fault(Struct, frozen=True):
+    message: Annotated[str, Meta(description="the value, the limit and the remedy")]
+    type: Annotated[str, Meta(description="the status in words")]
+    param: Annotated[None, Meta(description="always null")]
+    code: Annotated[int, Meta(description="the status")]
+
+
+class Faulty(Struct, frozen=True):
+    """The error envelope."""
+
+    error: Annotated[Fault, Meta(description="what went wrong")]
+
+
+class Paused(Struct, frozen=True):
+    status: Annotated[Literal["paused", "resumed"], Meta(description="what holds now")]
+
+
+class IsPaused(Struct, frozen=True):
+    is_paused: Annotated[bool, Meta(description="whether a pause holds")]
+
+
+class IsSleeping(Struct, frozen=True):
+    is_sleeping: Annotated[bool, Meta(description="whether any memory is given back")]
+
+
+class Told(Struct, frozen=True):
+    message: Annotated[str, Meta(description="what was done")]
+
+
+class Succeeded(Struct, frozen=True):
+    success: Annotated[bool, Meta(description="always true: a failure is an error")] = True
+
+
+class Results(Struct, frozen=True):
+    results: Annotated[list[None], Meta(description="one null for the one rank")]
+
+
+class WorldSize(Struct, frozen=True):
+    world_size: Annotated[int, Meta(description="ranks that take weights: one")] = 1
+
+
+class Load(Struct, frozen=True):
+    server_load: Annotated[int, Meta(description="sequences accepted and not ended")]
+
+
+class ServerVersion(Struct, frozen=True):
+    version: Annotated[str, Meta(description="of the server")]
+
+
+class WeightInfo(Struct, frozen=True):
+    weight_version: Annotated[str, Meta(description="the target's version that is live")]
+    drafter_version: Annotated[
+        str, Meta(description="the drafter's; empty where none can be pushed")
+    ]
+
+
+class CheckReply(Struct, frozen=True, omit_defaults=True):
+    """Checksums of what is live, or how they compare."""
+
+    checksums: Annotated[
+        dict[str, str] | None,
+        Meta(
+            description="of what is live: mix64 of the values, by tensor; with the actions checksum and reset"
+        ),
+    ] = None
+    match: Annotated[
+        bool | None, Meta(description="whether nothing differs; with the action compare")
+    ] = None
+    mismatches: Annotated[
+        list[str] | None,
+        Meta(description="names of the tensors that differ; with the action compare"),
+    ] = None
+
+
+class TokensChoice(Struct, frozen=True):
+    index: Annotated[int, Meta(description="which of the n choices, from 0")]
+    token_ids: Annotated[list[int], Meta(description="the output, its stop token included")]
+    finish_reason: Annotated[FinishReason, Meta(description="what ended it")]
+    stop_reason: Annotated[
+        int | str | None,
+        Meta(description="the stop token's id or the stop string; null for another end"),
+    ]
+    logprobs: Annotated[
+        ChatLogprobs | None,
+        Meta(description="of the tokens, where asked for; tokens are named `token_id:<id>`"),
+    ]
+    weight_versions: Annotated[
+        list[VersionSpan], Meta(description="which weights computed which tokens")
+    ]
+
+
+class TokensReply(Struct, frozen=True):
+    request_id: Annotated[str, Meta(description="as the request gave it, or as it was numbered")]
+    choices: Annotated[list[TokensChoice], Meta(description="the n choices")]
+    prompt_logprobs: Annotated[
+        PromptLogprobs | None,
+        Meta(description="per prompt token, null for the first; where asked for"),
+    ]
+    usage: Annotated[OpenAIUsage, Meta(description="tokens of the request")]
+
+
+def fault(error: TltError) -> Faulty:
+    known = error.http_status in {status.value for status in HTTPStatus}
+    return Faulty(
+        Fault(
+            error.message,
+            HTTPStatus(error.http_status).phrase if known else "Client Closed Request",
+            None,
+            error.http_status,
+        )
+    )

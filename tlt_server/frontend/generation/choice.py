@@ -1,0 +1,217 @@
+"""One choice as it grows: engine outputs in, deltas and at last one choice out. Owns text, stop
+strings and the surplus after them.
+
+When a stop string completes, the text ends before it and the token ids end with the token that
+completed it. The engine learns of it by an abort and may send more tokens first; they are dropped.
+A stop token (or EOS) is in the token ids and not in the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
+
+from tlt_client.wire import FinishReason, VersionSpan
+from tlt_server.frontend.generation.text import Incremental, StopStrings, Text
+from tlt_server.records import GenerateRequest, StepOutput, TokenLogprobs
+
+
+class SdReport(Struct, frozen=True):
+    """Speculation figures of a choice; `mean_accept_length` is tokens per step that had a draft,
+    the bonus token included.
+    """
+
+    steps: int  # that emitted tokens
+    draft_steps: int  # of those, with at least one draft row
+    drafted: int
+    accepted: int
+    mean_accept_length: float | None
+    histogram: list[int]  # [k] = draft steps with k accepted
+
+
+class Choice(Struct, frozen=True, kw_only=True):
+    index: int
+    token_ids: list[int]
+    text: str | None
+    logprobs: list[float]
+    raw_logprobs: list[float] | UnsetType = UNSET
+    top_logprobs: list[TokenLogprobs] | UnsetType = UNSET
+    prompt_logprobs: list[TokenLogprobs | None] | UnsetType = UNSET
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+    weight_versions: list[VersionSpan]
+    seed: int
+    sd: SdReport
+
+
+class Delta(Struct, frozen=True, kw_only=True):
+    """What one output added. Text may lag behind the tokens; the choice's text is the sum of its
+    deltas.
+    """
+
+    index: int
+    token_ids: list[int]
+    text: str | None
+    logprobs: list[float]
+    top_logprobs: list[TokenLogprobs] | UnsetType = UNSET
+    prompt_logprobs: list[TokenLogprobs | None] | UnsetType = UNSET  # with the first tokens
+
+
+class Sequence:
+    def __init__(
+        self,
+        request: GenerateRequest,
+        index: int,
+        text: Text,
+        *,
+        incremental: bool,
+        stop: Callable[[str], None],
+    ) -> None:
+        """`stop(id)` asks the engine to end the sequence. Without `incremental` text is made once,
+        at the end.
+        """
+        self.request, self.index = request, index
+        self.token_ids: list[int] = []
+        self.cached_tokens = 0
+        self._text, self._stop = text, stop
+        self._incremental = (
+            Incremental(text)
+            if (incremental or request.sampling.stop) and text.tokenizer is not None
+            else None
+        )
+        self._stops = StopStrings(request.sampling.stop)
+        self._shown: list[str] = []
+        self._logprobs: list[float] = []
+        self._raw: list[float] = []
+        self._top: list[TokenLogprobs] = []
+        self._prompt_logprobs: list[TokenLogprobs | None] | None = None
+        self.weight_versions: list[VersionSpan] = []
+        self._steps = self._drafted = self._draft_emitted = 0
+        self._accepted: list[int] = []  # per draft step
+        self._last: StepOutput | None = None
+
+    def push(self, output: StepOutput) -> Delta:
+        """Take an output in. After the one with a `finish_reason`, `choice()` is complete."""
+        before = len(self.token_ids)
+        if output.prompt_logprobs is not None:
+            self._prompt_logprobs = output.prompt_logprobs
+        self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
+        shown: list[str] = []
+        if self._stops.matched is None:  # what comes behind a stop string counts for nothing
+            self._count(output)
+            shown = self._take(output)
+        self._span(output.weight_version, before, len(self.token_ids))
+        if output.finish_reason is not None:
+            self._last = output
+            if self._incremental is not None and self._stops.matched is None:
+                shown.append(self._stops.push(self._incremental.flush(), armed=self._armed()))
+                shown.append(self._stops.flush())
+        self._shown += shown
+        return Delta(
+            index=self.index,
+            token_ids=self.token_ids[before:],
+            logprobs=self._logprobs[before:],
+            text="".join(shown) if self._incremental is not None else None,
+            top_logprobs=self._top[before:] if self.request.sampling.logprobs else UNSET,
+            prompt_logprobs=self._prompt_logprobs
+            if self._prompt_logprobs is not None and not before
+            else UNSET,
+        )
+
+    def _take(self, output: StepOutput) -> list[str]:
+        shown: list[str] = []
+        for i, token_id in enumerate(output.token_ids):
+            self.token_ids.append(token_id)
+            self._logprobs.append(output.logprobs[i])
+            if output.raw_logprobs is not None:
+                self._raw.append(output.raw_logprobs[i])
+            if output.top_logprobs is not None:
+                self._top.append(output.top_logprobs[i])
+            if self._incremental is None or (i + 1 == len(output.token_ids) and _by_token(output)):
+                continue
+            shown.append(self._stops.push(self._incremental.push(token_id), armed=self._armed()))
+            if self._stops.matched is not None:
+                if output.finish_reason is None:
+                    self._stop(self.request.id)
+                break
+        return shown
+
+    def _count(self, output: StepOutput) -> None:
+        self._steps += bool(output.token_ids)
+        if output.drafted:
+            self._drafted += output.drafted
+            self._accepted.append(output.accepted)
+            self._draft_emitted += len(output.token_ids)
+
+    def _span(self, version: str, start: int, end: int) -> None:
+        if start == end:
+            return
+        if self.weight_versions and self.weight_versions[-1].version == version:
+            start = self.weight_versions.pop().start
+        self.weight_versions.append(VersionSpan(version, start, end))
+
+    @property
+    def finish_reason(self) -> str | None:
+        """None while it grows."""
+        if self._last is None:
+            return None
+        return "stop" if self._stops.matched is not None else self._last.finish_reason
+
+    def resumed(self) -> GenerateRequest:
+        """What an engine that has never seen this sequence goes on from. One more token ends a
+        sequence whose stop string is complete.
+        """
+        request, sampling = self.request, self.request.sampling
+        if self._stops.matched is not None:
+            sampling = msgspec.structs.replace(sampling, max_tokens=len(self.token_ids) + 1)
+        begin_by_s = None if self.token_ids else request.begin_by_s
+        return msgspec.structs.replace(
+            request, generated=list(self.token_ids), sampling=sampling, begin_by_s=begin_by_s
+        )
+
+    def _armed(self) -> bool:
+        return len(self.token_ids) >= self.request.sampling.min_tokens
+
+    def choice(self) -> Choice:
+        last, sampling, finish_reason = self._last, self.request.sampling, self.finish_reason
+        assert last is not None and finish_reason is not None
+        matched = self._stops.matched
+        if self._incremental is not None:
+            text: str | None = "".join(self._shown)
+        elif self._text.tokenizer is not None:
+            text = self._text.decode(self.token_ids[:-1] if _by_token(last) else self.token_ids)
+        else:
+            text = None
+        return Choice(
+            index=self.index,
+            token_ids=self.token_ids,
+            text=text,
+            logprobs=self._logprobs,
+            raw_logprobs=self._raw if sampling.raw_logprobs else UNSET,
+            top_logprobs=self._top if sampling.logprobs else UNSET,
+            prompt_logprobs=self._prompt_logprobs or []
+            if sampling.prompt_logprobs is not None
+            else UNSET,
+            finish_reason=cast(FinishReason, finish_reason),
+            stop_reason=matched if matched is not None else last.stop_reason,
+            weight_versions=self.weight_versions,
+            seed=self.request.seed,
+            sd=self._sd(),
+        )
+
+    def _sd(self) -> SdReport:
+        histogram = [0] * (max(self._accepted, default=-1) + 1)
+        for accepted in self._accepted:
+            histogram[accepted] += 1
+        mean = self._draft_emitted / len(self._accepted) if self._accepted else None
+        return SdReport(
+            self._steps, len(self._accepted), self._drafted, sum(self._accepted), mean, histogram
+        )
+
+
+def _by_token(output: StepOutput) -> bool:
+    """Whether the output's last token is the stop token."""
+    return output.finish_reason == "stop" and not isinstance(output.stop_reason, str)

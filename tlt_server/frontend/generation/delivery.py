@@ -1,0 +1,60 @@
+"""How a generation reaches its client: as one reply or as server-sent events. Whatever ends the
+response ends the generation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import closing
+from typing import Any, Never, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from tlt_server.errors import Cancelled
+from tlt_server.frontend.generation.generation import Generation
+
+T = TypeVar("T")
+
+
+class EventStream(StreamingResponse):
+    def __init__(self, frames: AsyncIterator[bytes], generation: Generation) -> None:
+        super().__init__(
+            frames, media_type="text/event-stream", headers={"cache-control": "no-store"}
+        )
+        self._generation = generation
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with closing(self._generation):
+            await super().__call__(scope, receive, send)
+
+
+async def reply(
+    request: Request, work: Coroutine[Any, Any, Response], generation: Generation
+) -> Response:
+    """Run `work`, but cancel it (which aborts its sequences) as soon as the client hangs up."""
+    with closing(generation):
+        return await while_connected(request, work)
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
+    async def disconnected() -> Never:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        raise Cancelled("the client disconnected")
+
+    return await unless(disconnected(), work)
+
+
+async def unless(watch: Coroutine[Any, Any, Never], work: Coroutine[Any, Any, T]) -> T:
+    """What `work` gives; when `watch` raises before that, its error, and `work` is cancelled."""
+    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(watch)
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        return (working if working.done() else watching).result()
+    finally:
+        for task in (working, watching):
+            task.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)

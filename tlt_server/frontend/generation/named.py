@@ -1,0 +1,42 @@
+"""Which sequences belong to the name that a client gave its request, and to which key, so that they
+can be aborted by that name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tlt_server.frontend.http.keys import Caller
+
+
+class Named:
+    """Names may be in use twice; then they mean all that has them."""
+
+    def __init__(self) -> None:
+        self._owners: dict[
+            str, dict[str, str]
+        ] = {}  # name -> sequence -> the name of the key that began it
+
+    def open(self, name: str, ids: Iterable[str], owner: str) -> None:
+        self._owners.setdefault(name, {}).update(dict.fromkeys(ids, owner))
+
+    def close(self, name: str, ids: Iterable[str]) -> None:
+        left = self._owners.get(name, {})
+        for id in ids:
+            left.pop(id, None)
+        if not left:
+            self._owners.pop(name, None)
+
+    def find(self, names: Iterable[str], caller: Caller) -> list[str]:
+        """Ids of all sequences with one of these names that are the caller's to end; unknown ones
+        have ended already.
+        """
+        return [
+            id
+            for name in names
+            for id, owner in self._owners.get(name, {}).items()
+            if caller.sees(owner)
+        ]
+
+    def __len__(self) -> int:
+        return len(self._owners)

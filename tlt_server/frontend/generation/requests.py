@@ -1,0 +1,252 @@
+"""Requests as JSON says them: pydantic models of what is right whatever the server, and errors in
+our words.
+
+`read_object` and `checked` are the only way in; `validation.Validator` then applies the model's and
+the server's limits. The models here are the native dialect's; a borrowed dialect declares its own
+and translates to `NativeRequest`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, TypeVar, get_args
+
+import msgspec
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
+from pydantic_core import ErrorDetails
+
+from tlt_server.config import nearest, requirement
+from tlt_server.errors import InvalidRequest
+from tlt_server.frontend.http.bodies import decoded
+from tlt_server.records import MAX_SEED
+
+MAX_INT32 = 2**31 - 1  # what the engine's packed parameters hold
+_IDS = list[Annotated[int, msgspec.Meta(ge=0, le=MAX_INT32)]]
+
+
+def _ids(value: Any, otherwise: ValidatorFunctionWrapHandler) -> Any:
+    """A list of ids passes in a quarter of the time that the other check takes, which says what is
+    wrong with one that does not.
+    """
+    try:
+        return msgspec.convert(value, _IDS)
+    except msgspec.ValidationError:
+        return otherwise(value)
+
+
+TokenIds = Annotated[
+    list[Annotated[int, Field(ge=0, le=MAX_INT32)]], Field(fail_fast=True), WrapValidator(_ids)
+]
+ShortName = Annotated[str, Field(min_length=1, max_length=256)]
+Salt = Annotated[str, Field(max_length=256)]
+Count = Annotated[int, Field(ge=1, le=MAX_INT32)]
+Length = Annotated[int, Field(ge=0, le=MAX_INT32)]
+Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
+Model = TypeVar("Model", bound=BaseModel)
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class SharedSampling(Strict):
+    """The fields that all dialects spell and mean alike."""
+
+    temperature: float = Field(1.0, ge=0, le=100, description="0: the most likely token always")
+    top_p: float = Field(
+        1.0, gt=0, le=1, description="keep the most likely tokens up to this probability in all"
+    )
+    min_p: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="drop tokens below this fraction of the most likely one's probability",
+    )
+    min_tokens: int = Field(
+        0,
+        ge=0,
+        le=MAX_INT32,
+        description="no stop token, and no end at a stop string, before this many output tokens",
+    )
+    stop: str | list[str] = Field(default_factory=list, description="end before one of these texts")
+    stop_token_ids: TokenIds = Field(
+        default_factory=list, description="end with one of these tokens"
+    )
+    ignore_eos: bool = Field(False, description="the model's own end tokens do not end the output")
+    repetition_penalty: float = Field(
+        1.0, ge=0.01, le=100, description="on tokens of the prompt and the output; 1: none"
+    )
+    presence_penalty: float = Field(
+        0.0, ge=-2, le=2, description="taken off the logits of tokens that the output has"
+    )
+    frequency_penalty: float = Field(
+        0.0, ge=-2, le=2, description="taken off for each time that the output has the token"
+    )
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field(
+        default_factory=dict, description="token id -> what is added to its logit"
+    )
+
+
+class SamplingFields(SharedSampling):
+    """Partial: an item's fields win over the batch's, those over the defaults."""
+
+    top_k: int = Field(0, ge=0, le=MAX_INT32, description="keep so many most likely tokens; 0: all")
+    max_tokens: Length | None = Field(
+        256,
+        description="null: what the prompt leaves of the model's length; 0: only read the prompt",
+    )
+    logprobs: int = Field(
+        0,
+        ge=0,
+        le=MAX_INT32,
+        description="alternatives reported per token; the token's own log-prob always is",
+    )
+    raw_logprobs: bool = Field(
+        False, description="report log-probs under the unprocessed distribution too"
+    )
+    prompt_logprobs: int | None = Field(
+        None,
+        ge=-1,
+        le=MAX_INT32,
+        description="alternatives per prompt token; null: not reported, -1: the whole vocabulary",
+    )
+
+
+class Message(Strict):
+    role: ShortName = Field(description="whose turn it is, as the chat template knows it")
+    content: str = Field(description="what was said")
+    name: str | None = Field(None, description="who said it, for templates that ask")
+
+
+PROMPTS = ("prompt", "token_ids", "messages")
+
+
+def one_of(names: Sequence[str]) -> dict[str, Any]:
+    """The JSON schema of an object that has exactly one of these fields, null being absent."""
+    return {
+        "oneOf": [
+            {"required": [name], "properties": {name: {"not": {"type": "null"}}}} for name in names
+        ]
+    }
+
+
+class ItemFields(Strict):
+    """One prompt, in one of three forms, and how many choices to make of it."""
+
+    model_config = ConfigDict(json_schema_extra=one_of(PROMPTS))
+
+    id: ShortName | None = Field(
+        None, description="comes back with the results; ids of one batch differ"
+    )
+    prompt: str | None = Field(None, description="a text")
+    token_ids: TokenIds | None = Field(None, description="a text as the model's tokens")
+    messages: Annotated[list[Message], Field(min_length=1)] | None = Field(
+        None, description="a conversation, for the chat template"
+    )
+    group_id: ShortName | None = Field(
+        None, description="siblings draft from each other's text; absent: the choices of this item"
+    )
+    salt: Salt = Field(
+        "", description="requests share cached prefixes only with those of the same salt"
+    )
+    n: Count = Field(1, description="choices")
+    seed: Seed | None = Field(
+        None,
+        description="keys the choices' noise: the same seed gives the same tokens; absent: the server's own",
+    )
+    sd: bool = Field(
+        True, description="false: never speculate on this item; its tokens are the same"
+    )
+    sampling: SamplingFields | None = Field(None, description="fields that differ from the batch's")
+
+
+class NativeRequest(Strict):
+    requests: list[ItemFields] = Field(
+        min_length=1, description="the batch; all of it is admitted or nothing"
+    )
+    sampling: SamplingFields = Field(
+        default_factory=SamplingFields, description="for items that say nothing else"
+    )
+    stream: bool = Field(
+        False, description="server-sent events as tokens come, instead of one reply"
+    )
+    timeout_s: float | None = Field(
+        None, gt=0, description="the batch's deadline, from its arrival"
+    )
+    queue_timeout_s: float | None = Field(
+        None, gt=0, description="a sequence not begun by then ends with the error queue_timeout"
+    )
+    detach: bool = Field(
+        False, description="answer at once with an id; GET /rollouts/{id} has the results"
+    )
+
+
+async def read_object(body: bytes, field: str) -> dict[str, Any]:
+    """The JSON object in a body; `field` is the one that the message asks for."""
+    try:
+        content = await decoded(body)
+    except ValueError as error:
+        raise InvalidRequest(
+            f"the body is not JSON: {error}; send one UTF-8 encoded JSON object"
+        ) from None
+    if not isinstance(content, dict):
+        raise InvalidRequest(
+            f"the body is {shown(content)}; it must be a JSON object with the field {field}"
+        )
+    return content
+
+
+def checked(model: type[Model], content: Any, within: str = "") -> Model:
+    """The model's object, or `InvalidRequest` that begins with the field it is about. `within`:
+    where the content stands.
+    """
+    try:
+        return model.model_validate(content)
+    except ValidationError as error:
+        raise InvalidRequest(_explain(error.errors(include_url=False), model, within)) from None
+
+
+def shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _path(error: ErrorDetails) -> list[int | str]:
+    """Without the branches of a union."""
+    return [part for part in error["loc"] if not re.fullmatch(r"list\[.*|str|int|bool", str(part))]
+
+
+def _explain(errors: Sequence[ErrorDetails], root: type[BaseModel], within: str) -> str:
+    """Where, what it is, what it must be: pydantic's first finding in our words."""
+    error, path = errors[0], _path(errors[0])
+    where = (
+        within + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    ).lstrip(".")[:200]
+    if error["type"] == "extra_forbidden":
+        fields = list(_model_at(root, path[:-1]).model_fields)
+        return f"unknown field {where}{nearest(str(path[-1]), fields)} (known: {', '.join(fields)})"
+    if error["type"] == "missing":
+        return f"{where} is missing; it is required"
+    return f"{where} is {shown(error['input'])}; it must {requirement([other for other in errors if _path(other) == path])}"
+
+
+def _model_at(root: type[BaseModel], path: list[int | str]) -> type[BaseModel]:
+    """The model whose object stands at `path`."""
+    for part in path:
+        field = root.model_fields.get(str(part))
+        root = (_model_in(field.annotation) if field else None) or root
+    return root
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for part in get_args(annotation) if (found := _model_in(part))), None)

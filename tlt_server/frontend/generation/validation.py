@@ -1,0 +1,403 @@
+"""Server limits on a parsed request: one `Batch` of `GenerateRequest`s, or one typed 4xx with
+value, limit and remedy.
+
+`requests` has checked what is wrong whatever the server; `Validator` knows the model and the
+configured limits. Every dialect ends in `Validator.batch`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import re
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+from tlt_server.config import Config
+from tlt_server.errors import InvalidRequest, TooLarge
+from tlt_server.frontend.generation.requests import (
+    PROMPTS,
+    ItemFields,
+    NativeRequest,
+    SamplingFields,
+    shown,
+)
+from tlt_server.frontend.generation.text import Text
+from tlt_server.frontend.link.admission import Demand
+from tlt_server.records import EngineInfo, GenerateRequest, Sampling
+
+BREATH = 64  # items of a batch after which other requests have their turn
+LEAST_TEMPERATURE = 1e-3  # below it logits / T leaves float32's useful range
+
+
+class Item(NamedTuple):
+    """One prompt and its n choices; choice i is `requests[i]`."""
+
+    id: str
+    requests: list[GenerateRequest]
+
+
+class Words(NamedTuple):
+    """What a dialect's user calls things, for messages; `{i}` is the item's place."""
+
+    items: str  # the list of items
+    item: str  # one item's prompt
+    field: str  # in front of an item's field
+    sampling: str  # in front of a sampling field
+
+
+NATIVE = Words("requests", "requests[{i}]", "requests[{i}].", "sampling.")
+
+
+class Batch(NamedTuple):
+    items: list[Item]
+    stream: bool
+    deadline_s: float
+
+
+class Validator:
+    """Applies the server's limits, those that cost nothing first.
+
+    `next_seed` serves requests without one; `choice_seed(seed, i)` keys choice i;
+    `check_room(demand)` raises when there is no room for it.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        text: Text,
+        next_seed: Callable[[], int],
+        choice_seed: Callable[[int, int], int],
+        check_room: Callable[[Demand], None],
+    ) -> None:
+        self._config, self._text, self._next_seed, self._choice_seed = (
+            config,
+            text,
+            next_seed,
+            choice_seed,
+        )
+        self._check_room = check_room
+        self._serial = itertools.count(
+            secrets.randbits(48)
+        )  # rollouts come back with the ids that an earlier process gave them
+
+    async def batch(self, request: NativeRequest, info: EngineInfo, words: Words = NATIVE) -> Batch:
+        self.check_count(words, len(request.requests))
+        begin_by_s, deadline_s = self._deadlines(request)
+        for i, item in enumerate(request.requests):
+            self._check_shape(words, i, item)
+        self._check_room(self._demand(request, info, begin_by_s, deadline_s))
+        prompts = await self._prompts(words, request.requests, info)
+        serial, defaults = next(self._serial), request.sampling
+        samplings: dict[
+            int, Sampling
+        ] = {}  # items without fields of their own share one per room left
+        items: list[Item] = []
+        prompt_tokens = output_tokens = 0
+        for i, (item, token_ids) in enumerate(zip(request.requests, prompts, strict=True)):
+            if i % BREATH == BREATH - 1:
+                await asyncio.sleep(0)
+            room = self._check_prompt(words.item.format(i=i), token_ids, info)
+            if item.sampling is None:
+                sampling = samplings.get(room)
+                if sampling is None:
+                    sampling = samplings[room] = self._sampling(
+                        words.sampling, defaults, None, room, info
+                    )
+            else:
+                sampling = self._sampling(
+                    f"requests[{i}].sampling.", defaults, item.sampling, room, info
+                )
+            prompt_tokens += item.n * len(token_ids)
+            output_tokens += item.n * sampling.max_tokens
+            self._check_work(prompt_tokens, output_tokens)
+            seed = self._next_seed() if item.seed is None else item.seed
+            id = f"{serial:x}-{i}"
+            items.append(
+                Item(
+                    item.id or id,
+                    [
+                        GenerateRequest(
+                            id=f"{id}.{choice}",
+                            token_ids=token_ids,
+                            sampling=sampling,
+                            seed=self._choice_seed(seed, choice),
+                            group_id=item.group_id or id,
+                            salt=item.salt,
+                            sd=item.sd,
+                            deadline_s=deadline_s,
+                            begin_by_s=begin_by_s,
+                        )
+                        for choice in range(item.n)
+                    ],
+                )
+            )
+        _check_distinct([item.id for item in items])
+        return Batch(items, request.stream, deadline_s)
+
+    def check_count(self, words: Words, items: int) -> None:
+        """What `batch` says of how many there are, for a dialect that makes items of what it is
+        given.
+        """
+        limit = self._config.max_batch_items
+        if items > limit:
+            raise TooLarge(
+                f"{words.items} has {items} items; the limit is {limit} (max_batch_items): split the batch"
+            )
+
+    def _deadlines(self, request: NativeRequest) -> tuple[float, float]:
+        """The moments by which a sequence must have begun and ended."""
+        config, now = self._config, time.monotonic()
+        queue_timeout_s = (
+            config.queue_timeout_s if request.queue_timeout_s is None else request.queue_timeout_s
+        )
+        timeout_s = config.default_timeout_s if request.timeout_s is None else request.timeout_s
+        for name, value, limit, setting in (
+            ("queue_timeout_s", queue_timeout_s, config.queue_timeout_s, "queue_timeout_s"),
+            ("timeout_s", timeout_s, config.max_timeout_s, "max_timeout_s"),
+        ):
+            if value > limit:
+                raise InvalidRequest(
+                    f"{name} is {value:g}; the limit is {limit:g} s ({setting}): ask for less"
+                )
+        return now + queue_timeout_s, now + timeout_s
+
+    def _demand(
+        self, request: NativeRequest, info: EngineInfo, begin_by_s: float, deadline_s: float
+    ) -> Demand:
+        """What is known of it before its texts are tokenised."""
+
+        def allowed(item: ItemFields) -> int:
+            fields = (
+                item.sampling
+                if item.sampling is not None and "max_tokens" in item.sampling.model_fields_set
+                else request.sampling
+            )
+            return min(fields.max_tokens or 0, info.max_model_len)  # null: what the prompt leaves
+
+        return Demand(
+            sequences=sum(item.n for item in request.requests),
+            prompt_tokens=sum(
+                item.n * len(item.token_ids) for item in request.requests if item.token_ids
+            ),
+            output_tokens=sum(item.n * allowed(item) for item in request.requests),
+            begin_by_s=begin_by_s,
+            deadline_s=deadline_s,
+        )
+
+    def _check_shape(self, words: Words, i: int, item: ItemFields) -> None:
+        where, field = words.item.format(i=i), words.field.format(i=i)
+        given = [name for name in PROMPTS if getattr(item, name) is not None]
+        if len(given) != 1:
+            raise InvalidRequest(
+                f"{where} has {' and '.join(given) or 'no prompt'}; give exactly one of {', '.join(PROMPTS)}"
+            )
+        self._check_choices(field, item.n)
+
+    def _check_choices(self, field: str, n: int) -> None:
+        if n > self._config.max_n:
+            raise InvalidRequest(
+                f"{field}n is {n}; the limit is {self._config.max_n} (max_n): ask for fewer choices"
+            )
+
+    def check_choices(self, n: int) -> None:
+        """What `batch` says of one item's n, for a dialect that tokenises before it calls `batch`."""
+        self._check_choices("", n)
+        self._check_room(Demand(sequences=n))
+
+    async def encode(
+        self, wheres: Sequence[str], texts: Sequence[str], info: EngineInfo, *, special: bool = True
+    ) -> list[list[int]]:
+        """Token ids of each text, or `InvalidRequest` before a text is tokenised that has more
+        characters than the longest prompt can hold (a tokenizer that drops characters is held to
+        the same bound). Tokenising leaves the event loop free.
+        """
+        tokens, longest = self._prompt_limit(info), self._text.longest_token
+        for where, text in zip(wheres, texts, strict=True):
+            if 0 < tokens * longest < len(text):
+                raise InvalidRequest(
+                    f"{where} has a text of {len(text)} characters; the limit is {tokens * longest} (max_prompt_tokens "
+                    f"{tokens}, and no token of this model has more than {longest} characters): shorten it"
+                )
+        return await asyncio.to_thread(self._text.encode, texts, special=special)
+
+    async def _prompts(
+        self, words: Words, items: list[ItemFields], info: EngineInfo
+    ) -> list[list[int]]:
+        """Token ids per item."""
+        chats = {
+            words.item.format(i=i): self._text.render(
+                [m.model_dump(exclude_none=True) for m in item.messages]
+            )
+            for i, item in enumerate(items)
+            if item.messages
+        }
+        plain = {
+            words.item.format(i=i): item.prompt
+            for i, item in enumerate(items)
+            if item.prompt is not None
+        }
+        encoded_chats = iter(
+            await self.encode(list(chats), list(chats.values()), info, special=False)
+            if chats
+            else []
+        )
+        encoded_plain = iter(
+            await self.encode(list(plain), list(plain.values()), info) if plain else []
+        )
+        return [
+            item.token_ids
+            if item.token_ids is not None
+            else next(encoded_chats if item.messages else encoded_plain)
+            for item in items
+        ]
+
+    def _check_prompt(self, where: str, token_ids: list[int], info: EngineInfo) -> int:
+        """Output tokens that fit after this prompt."""
+        if not token_ids:
+            raise InvalidRequest(f"{where} has an empty prompt; give at least one token")
+        if max(token_ids) >= info.vocab_size:
+            raise InvalidRequest(
+                f"{where} has the token id {max(token_ids)}; ids of this model end at {info.vocab_size - 1}: "
+                "tokenise with the served model's tokenizer"
+            )
+        limit = self._prompt_limit(info)
+        if len(token_ids) > limit:
+            raise InvalidRequest(
+                f"{where} has a prompt of {len(token_ids)} tokens; the limit is {limit} (max_prompt_tokens, and "
+                f"max_model_len {info.max_model_len} less one): shorten it"
+            )
+        return info.max_model_len - len(token_ids)
+
+    def _prompt_limit(self, info: EngineInfo) -> int:
+        return min(
+            _number(self._config.max_prompt_tokens, info.max_model_len - 1), info.max_model_len - 1
+        )
+
+    def _sampling(
+        self,
+        where: str,
+        defaults: SamplingFields,
+        own: SamplingFields | None,
+        room: int,
+        info: EngineInfo,
+    ) -> Sampling:
+        def get(name: str) -> Any:
+            return getattr(
+                own if own is not None and name in own.model_fields_set else defaults, name
+            )
+
+        explicit = "max_tokens" in defaults.model_fields_set or (
+            own is not None and "max_tokens" in own.model_fields_set
+        )
+        limit = min(_number(self._config.max_output_tokens, room), room)
+        wanted = limit if get("max_tokens") is None else get("max_tokens")
+        max_tokens = wanted if explicit else min(wanted, limit)
+        if max_tokens > limit:
+            raise InvalidRequest(
+                f"{where}max_tokens is {max_tokens}; the limit here is {limit} (max_output_tokens, and what the prompt "
+                f"leaves of max_model_len {info.max_model_len}): ask for fewer or shorten the prompt"
+            )
+        if get("min_tokens") > max_tokens:
+            raise InvalidRequest(
+                f"{where}min_tokens is {get('min_tokens')}; the limit is max_tokens, {max_tokens}: lower it"
+            )
+        if 0 < get("temperature") < LEAST_TEMPERATURE:
+            raise InvalidRequest(
+                f"{where}temperature is {get('temperature'):g}; it must be 0 or at least {LEAST_TEMPERATURE:g}: "
+                "use 0 for greedy decoding"
+            )
+        prompt_logprobs = (
+            info.vocab_size if get("prompt_logprobs") == -1 else get("prompt_logprobs")
+        )
+        for name, count in (
+            ("logprobs", get("logprobs")),
+            ("prompt_logprobs", prompt_logprobs or 0),
+        ):
+            if count > self._config.max_logprobs:
+                all = f", which is all {count} of the vocabulary" if get(name) == -1 else ""
+                raise InvalidRequest(
+                    f"{where}{name} is {get(name)}{all}; the limit is {self._config.max_logprobs} (max_logprobs): "
+                    "ask for fewer"
+                )
+        fields = {name: get(name) for name in SamplingFields.model_fields}
+        fields |= {
+            "max_tokens": max_tokens,
+            "prompt_logprobs": prompt_logprobs,
+            "stop": self._stop(where, get("stop")),
+            "stop_token_ids": self._stop_token_ids(where, get("stop_token_ids"), info),
+            "logit_bias": self._logit_bias(where, get("logit_bias"), info),
+        }
+        return Sampling(**fields)
+
+    def _stop(self, where: str, stop: str | list[str]) -> tuple[str, ...]:
+        stops = tuple(dict.fromkeys([stop] if isinstance(stop, str) else stop))
+        if len(stops) > self._config.max_stop_strings:
+            raise InvalidRequest(
+                f"{where}stop has {len(stops)} strings; the limit is {self._config.max_stop_strings} (max_stop_strings)"
+            )
+        if "" in stops:
+            raise InvalidRequest(
+                f"{where}stop has an empty string, which matches everywhere; leave it out"
+            )
+        if any(len(text) > self._config.max_stop_chars for text in stops):
+            raise InvalidRequest(
+                f"{where}stop has a string of {max(map(len, stops))} characters; the limit is "
+                f"{self._config.max_stop_chars} (max_stop_chars): shorten it"
+            )
+        if stops and self._text.tokenizer is None:
+            raise InvalidRequest(
+                f"{where}stop needs text, and this model directory has no tokenizer.json; use stop_token_ids"
+            )
+        return stops
+
+    def _stop_token_ids(self, where: str, ids: list[int], info: EngineInfo) -> tuple[int, ...]:
+        if len(ids) > self._config.max_stop_token_ids:
+            raise InvalidRequest(
+                f"{where}stop_token_ids has {len(ids)} ids; the limit is {self._config.max_stop_token_ids} "
+                "(max_stop_token_ids)"
+            )
+        if ids and max(ids) >= info.vocab_size:
+            raise InvalidRequest(
+                f"{where}stop_token_ids has {max(ids)}; ids of this model end at {info.vocab_size - 1}"
+            )
+        return tuple(ids)
+
+    def _logit_bias(self, where: str, bias: dict[str, float], info: EngineInfo) -> dict[int, float]:
+        if len(bias) > self._config.max_logit_bias:
+            raise InvalidRequest(
+                f"{where}logit_bias has {len(bias)} entries; the limit is {self._config.max_logit_bias} (max_logit_bias)"
+            )
+        for key in bias:
+            if not re.fullmatch(r"0|[1-9][0-9]{0,9}", key) or int(key) >= info.vocab_size:
+                raise InvalidRequest(
+                    f"{where}logit_bias has the key {shown(key)}; keys are token ids from 0 to {info.vocab_size - 1}"
+                )
+        return {int(key): value for key, value in bias.items()}
+
+    def _check_work(self, prompt_tokens: int, output_tokens: int) -> None:
+        for name, value, limit in (
+            ("max_batch_prompt_tokens", prompt_tokens, self._config.max_batch_prompt_tokens),
+            ("max_batch_output_tokens", output_tokens, self._config.max_batch_output_tokens),
+        ):
+            if value > limit:
+                raise TooLarge(
+                    f"the request asks for {value} or more tokens, counting every choice; the limit is {limit} ({name}): "
+                    "split the batch, or lower n or max_tokens"
+                )
+
+
+def _number(value: int | Literal["auto"], auto: int) -> int:
+    return auto if value == "auto" else value
+
+
+def _check_distinct(ids: list[str]) -> None:
+    seen: set[str] = set()
+    for id in ids:
+        if id in seen:
+            raise InvalidRequest(
+                f"the id {shown(id)} is used twice in requests; ids of one batch must differ (or leave them out)"
+            )
+        seen.add(id)

@@ -1,0 +1,109 @@
+"""What is kept of a request: an id in its reply and in every log line about it, one access line,
+its place in the metrics.
+
+An admin call that was accepted has a second line, `audit`. None of these holds anything that a
+client wrote into the body, the query or the headers, but for a well-formed X-Request-Id and the
+version of weights that were pushed.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from collections.abc import Callable
+
+import structlog
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tlt_server.frontend.http.auth import is_admin_call
+from tlt_server.metrics import Metrics
+
+HEADER = b"x-request-id"
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"})
+QUIET = frozenset(
+    {"/health", "/livez", "/readyz", "/startupz", "/metrics"}
+)  # probes and scrapes: asked every few seconds
+POLLED = frozenset({"/server_info", "/strategy"})  # likewise, by GETs of an open page
+_WELL_FORMED = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
+
+log = structlog.get_logger()
+
+
+class Access:
+    """Around the whole application, so that it also sees refusals and failures."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, template: Callable[[str], str]) -> None:
+        """`template(path)` is the path's route, one of a bounded set."""
+        self._app, self._metrics, self._template = app, metrics, template
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request = _Request(scope, receive, send)
+        started = time.perf_counter()
+        with structlog.contextvars.bound_contextvars(request_id=request.id):
+            try:
+                await self._app(scope, request.receive, request.send)
+            except Exception:
+                if not request.status:
+                    raise
+                # else it has been answered and logged (`replies.unexpected`); a server that saw it
+                # would log its message
+            finally:
+                self._keep(scope, request, time.perf_counter() - started)
+
+    def _keep(self, scope: Scope, request: _Request, seconds: float) -> None:
+        status, route = request.status, self._template(scope["path"])
+        method = scope["method"] if scope["method"] in METHODS else "other"
+        self._metrics.http_requests.labels(method, route, str(status)).inc()
+        self._metrics.http_s.labels(route).observe(seconds)
+        quiet = route in QUIET or (method == "GET" and route in POLLED)
+        answered = 0 < status < 400 or (
+            route in QUIET and status == 503
+        )  # that is how a probe says no
+        write = (
+            log.debug
+            if quiet and answered
+            else log.info
+            if answered or status == 499
+            else log.warning
+        )
+        client = scope["client"][0] if scope.get("client") else ""
+        write(
+            "request",
+            method=method,
+            route=route,
+            status=status,
+            seconds=round(seconds, 6),
+            request_bytes=request.received,
+            response_bytes=request.sent,
+            client=client,
+        )
+        if 0 < status < 400 and is_admin_call(scope):
+            log.info("audit", method=method, route=route, status=status, client=client)
+
+
+class _Request:
+    """One request as it passes: its id, what was received and sent."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        asked = next((value for name, value in scope["headers"] if name == HEADER), b"")
+        self.id = asked.decode() if _WELL_FORMED.fullmatch(asked) else secrets.token_hex(8)
+        self.received = self.sent = 0  # bytes of the bodies
+        self.status = 0  # of the reply; 0 when there was none
+        self._receive, self._send = receive, send
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        self.received += len(message.get("body", b""))
+        return message
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            message["headers"] = [*message.get("headers", ()), (HEADER, self.id.encode())]
+        else:
+            self.sent += len(message.get("body", b""))
+        await self._send(message)

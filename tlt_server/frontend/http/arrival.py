@@ -1,0 +1,70 @@
+"""For a transport that says path, query and body in one message: it is read behind authentication
+and limits, in front of the router.
+
+Until then its scope has the path's template. `ARRIVE` in the scope's state turns the message into
+what an HTTP request would have said.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import NamedTuple
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tlt_server.errors import TltError
+from tlt_server.frontend.http.limits import Refuse
+
+ARRIVE = "arrive"
+LARGE_BYTES = 2**16  # to be turned into JSON in a thread, so that no other request waits
+
+
+class Arrived(NamedTuple):
+    method: str
+    path: str
+    query: str = ""
+    body: bytes = b""
+    headers: tuple[tuple[str, str], ...] = ()
+
+
+Arrive = Callable[[bytes], Arrived]
+
+
+class Arrival:
+    def __init__(self, app: ASGIApp, *, refuse: Refuse) -> None:
+        self.app, self.refuse = app, refuse
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        arrive: Arrive | None = scope.get("state", {}).get(ARRIVE)
+        if arrive is None:
+            await self.app(scope, receive, send)
+            return
+        try:
+            data = (await receive()).get("body", b"")
+            arrived = (
+                await asyncio.to_thread(arrive, data) if len(data) > LARGE_BYTES else arrive(data)
+            )
+        except TltError as error:
+            await self.refuse(scope["path"], error)(scope, receive, send)
+            return
+        scope.update(
+            {
+                "method": arrived.method,
+                "path": arrived.path,
+                "raw_path": arrived.path.encode(),
+                "query_string": arrived.query.encode(),
+                "headers": [
+                    *scope["headers"],
+                    *((name.encode(), value.encode()) for name, value in arrived.headers),
+                ],
+            }
+        )
+        body: Message | None = {"type": "http.request", "body": arrived.body, "more_body": False}
+
+        async def replayed() -> Message:
+            nonlocal body
+            message, body = body, None
+            return message if message is not None else await receive()
+
+        await self.app(scope, replayed, send)

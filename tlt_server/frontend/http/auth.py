@@ -1,0 +1,151 @@
+"""Who may call which route. A route says what it needs (`Endpoint.needs`); what has no route needs
+a key to be told so.
+
+A server without keys is open to this machine's own programs, with all scopes: a web page that makes
+a browser call it shows in the headers Host (a name that resolves to this machine) or Origin (a page
+from elsewhere), and is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+import structlog
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from tlt_server.config import Config, is_loopback
+from tlt_server.errors import Forbidden, TltError, Unauthenticated
+from tlt_server.frontend.http.keys import EVERYBODY, NOBODY, Caller, Needs, watched_keys
+from tlt_server.metrics import Metrics
+
+ADMITTED = "admitted"  # in the scope's state
+
+
+class Admitted(NamedTuple):
+    """What is known of an admitted request."""
+
+    caller: Caller
+    needs: Needs
+
+
+class Gate:
+    """The decision, whichever transport asks."""
+
+    def __init__(self, config: Config, metrics: Metrics) -> None:
+        self._keys, self._metrics = (
+            watched_keys(config, partial(metrics.file_read, "api_keys")),
+            metrics,
+        )
+
+    @property
+    def keyed(self) -> bool:
+        return self._keys is not None
+
+    def admit(self, token: str, needs: Needs) -> Caller:
+        """Whose token it is, or `Unauthenticated`, or `Forbidden` where that caller lacks the
+        scope. `token`: empty without one.
+        """
+        if needs == "open":
+            return NOBODY
+        if self._keys is None:
+            return EVERYBODY
+        caller = self._keys().find(token)
+        if caller is None:
+            self.refused("unknown_key" if token else "no_key")
+            raise Unauthenticated(
+                "the request carries no known API key; send the header Authorization: Bearer <key>"
+            )
+        if needs != "any" and not caller.may(needs):
+            self.refused("scope")
+            raise Forbidden(
+                f"the key {caller.name} has the scopes {', '.join(sorted(caller.scopes))}, and this needs {needs}; use another "
+                f"key, or have this one given scopes={','.join(sorted({*caller.scopes, needs}))}"
+            )
+        return caller
+
+    def refused(self, reason: str) -> None:
+        self._metrics.auth_refusals.labels(reason).inc()
+
+
+class Authentication:
+    """Lets through what the gate admits, and tells handlers who calls."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        gate: Gate,
+        needs: Callable[[Scope], Needs],
+        refuse: Callable[[str, TltError], ASGIApp],
+    ) -> None:
+        """`needs(scope)`: of the route that will be taken. `refuse(path, error)` is the answer that
+        closes the connection.
+        """
+        self.app, self.gate, self.needs, self.refuse = app, gate, needs, refuse
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        needs = self.needs(scope)
+        try:
+            if not self.gate.keyed and needs != "open":
+                self._check_names(scope)
+            caller = self.gate.admit(bearer(_header(scope, b"authorization")), needs)
+        except TltError as error:
+            await self.refuse(scope["path"], error)(scope, receive, send)
+        else:
+            scope.setdefault("state", {})[ADMITTED] = Admitted(caller, needs)
+            if caller.name:
+                structlog.contextvars.bind_contextvars(
+                    key=caller.name
+                )  # in every line about this request
+            await self.app(scope, receive, send)
+
+    def _check_names(self, scope: Scope) -> None:
+        for name in ("host", "origin"):
+            value = _header(scope, name.encode())
+            if value and not _is_own(value):
+                self.gate.refused("foreign_name")
+                raise Forbidden(
+                    f"the header {name} is {value[:100]!r}; a server without API keys answers to localhost only: "
+                    "call it by that name, or start it with --api-key-file"
+                )
+
+
+def caller_of(request: Request) -> Caller:
+    admitted: Admitted = request.scope["state"][ADMITTED]
+    return admitted.caller
+
+
+def is_admin_call(scope: Scope) -> bool:
+    """Whether a request was admitted to change the weights or what the server does."""
+    admitted: Admitted | None = scope.get("state", {}).get(ADMITTED)
+    return (
+        admitted is not None
+        and admitted.needs in ("push-weights", "operate")
+        and scope["method"] not in ("GET", "HEAD")
+    )
+
+
+def bearer(authorization: str) -> str:
+    """The token of an Authorization header; empty without one."""
+    kind, _, token = authorization.partition(" ")
+    return token.strip() if kind.lower() == "bearer" else ""
+
+
+def _header(scope: Scope, wanted: bytes) -> str:
+    return next((value.decode("latin-1") for name, value in scope["headers"] if name == wanted), "")
+
+
+def _is_own(authority: str) -> bool:
+    """Whether a Host or Origin header names this machine by a loopback name or address."""
+    try:
+        host = urlsplit(authority if "://" in authority else f"//{authority}").hostname
+    except ValueError:
+        return False
+    return host is not None and is_loopback(host)

@@ -1,0 +1,89 @@
+"""JSON replies, and errors as `{"error": ...}` with Retry-After where it helps.
+
+`error_reply` is the shape of the body; a borrowed dialect has its own (see
+`endpoints.Endpoint.error_shape`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import msgspec
+import structlog
+from msgspec import Meta, Struct
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from tlt_client.wire import WireError
+from tlt_server.errors import TltError
+from tlt_server.frontend.http.logs import frames
+
+log = structlog.get_logger()
+
+
+REFUSED = "refused"  # in the scope's state: the error that the reply tells
+
+
+def json_response(
+    content: Any, status: int = 200, *, retry_after_s: float | None = None
+) -> Response:
+    response = Response(msgspec.json.encode(content), status, media_type="application/json")
+    _say_when(response, retry_after_s)
+    return response
+
+
+def _say_when(response: Response, retry_after_s: float | None) -> None:
+    """A reply that says that the same request may pass later (429, 503) always says when to try."""
+    if retry_after_s is not None or response.status_code in (429, 503):
+        response.headers["retry-after"] = str(max(1, math.ceil(retry_after_s or 0)))
+
+
+class Refusal(Struct, frozen=True):
+    """The body of every reply that is an error."""
+
+    error: Annotated[WireError, Meta(description="what went wrong")]
+
+
+def error_body(error: TltError) -> WireError:
+    return WireError(error.code, error.message, error.retryable)
+
+
+def error_reply(error: TltError) -> Refusal:
+    return Refusal(error_body(error))
+
+
+class ErrorResponse(Response):
+    """An error in the shape of its route. The error itself stays in the scope's state, for a
+    transport that phrases it anew.
+    """
+
+    def __init__(
+        self,
+        error: TltError,
+        shape: Callable[[TltError], Any] = error_reply,
+        *,
+        close: bool = False,
+    ) -> None:
+        super().__init__(
+            msgspec.json.encode(shape(error)), error.http_status, media_type="application/json"
+        )
+        self._error = error
+        _say_when(self, error.retry_after_s)
+        if error.http_status == 401:
+            self.headers["www-authenticate"] = "Bearer"
+        if close:
+            self.headers["connection"] = "close"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope.setdefault("state", {})[REFUSED] = self._error
+        await super().__call__(scope, receive, send)
+
+
+def unexpected(error: Exception) -> TltError:
+    """Log one of our own bugs and give the error to answer with. The exception's message is left
+    out: it may quote a prompt.
+    """
+    log.error("unexpected_error", type=type(error).__name__, frames=frames(error))
+    return TltError(f"unexpected {type(error).__name__} in the server; its log says where")

@@ -1,0 +1,249 @@
+"""Who gets in: what is open in sequences, tokens and forecast KV pages, and how long a newcomer
+would wait.
+
+A request gets in whole or not at all. What is over a bound by itself is `TooLarge` (413), but for
+the forecast, which alone it always passes; what does not fit beside the open ones is `QueueFull`,
+and what would wait for them beyond its time is `Overloaded` (both 429, with the seconds after which
+it should pass). Asked by the engine client, first of all before a prompt is tokenised: a refusal
+costs a few sums.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Self
+
+from msgspec import Struct
+
+from tlt_server.errors import DeadlineExceeded, Overloaded, QueueFull, TooLarge
+from tlt_server.frontend.link.forecast import Forecast
+from tlt_server.records import Cycle, EngineInfo, GenerateRequest, StepOutput
+
+# Times what is forecast. Half of all waits are longer than their mean, and work that ends too late
+# is lost, while a refusal costs nothing as long as others wait.
+CAUTION = 1.5
+
+
+class Demand(NamedTuple):
+    """What a request asks for, its sequences taken together; tokens that are not known yet count 0."""
+
+    sequences: int
+    prompt_tokens: int = 0
+    output_tokens: int = 0  # max_tokens of all
+    begin_by_s: float = math.inf  # time.monotonic(), as are all deadlines
+    deadline_s: float = math.inf
+
+    @classmethod
+    def of(cls, requests: Sequence[GenerateRequest]) -> Self:
+        return cls(
+            sequences=len(requests),
+            prompt_tokens=sum(len(request.token_ids) for request in requests),
+            output_tokens=sum(request.sampling.max_tokens for request in requests),
+            begin_by_s=min(
+                (r.begin_by_s for r in requests if r.begin_by_s is not None), default=math.inf
+            ),
+            deadline_s=min(
+                (r.deadline_s for r in requests if r.deadline_s is not None), default=math.inf
+            ),
+        )
+
+
+class _Open(Struct):
+    prompt_tokens: int
+    max_tokens: int
+    given: int = 0
+
+
+class _Bound(NamedTuple):
+    unit: str
+    made_of: str
+    setting: str
+    open: float
+    asked: float
+    limit: float
+    known: bool = True  # False: by forecast, which another hour's ends may change
+
+
+class Admission:
+    """`engine` is set once the engine has said what it holds; before that there is no forecast of
+    pages.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_queue: int,
+        max_queue_tokens: int,
+        max_page_forecast: float,
+        forecast: Forecast | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.max_queue, self.max_queue_tokens, self.max_page_forecast = (
+            max_queue,
+            max_queue_tokens,
+            max_page_forecast,
+        )
+        self.forecast = forecast or Forecast()
+        self.engine: EngineInfo | None = None
+        self.prompt_tokens = self.output_tokens = 0  # of all that are open
+        self._open: dict[str, _Open] = {}
+        self._clock = clock
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt_tokens + self.output_tokens
+
+    @property
+    def pages(self) -> float:
+        """That the open sequences are expected to need at their ends."""
+        return self._pages(len(self), self.prompt_tokens, self.output_tokens)
+
+    # -- asking
+
+    def admit(self, demand: Demand) -> None:
+        """Raise if it cannot get in now; changes nothing."""
+        for bound in self._bounds(demand):
+            if bound.known and bound.asked > bound.limit:
+                raise TooLarge(
+                    f"the request has {bound.asked:.0f} {bound.unit} ({bound.made_of}); the limit is {bound.limit:.0f} "
+                    f"({bound.setting}): split it"
+                )
+            if bound.open and bound.open + bound.asked > bound.limit:
+                over = bound.open + bound.asked - bound.limit
+                raise QueueFull(
+                    f"{bound.open:.0f} {bound.unit} are open and {bound.asked:.0f} more are over the limit of "
+                    f"{bound.limit:.0f} ({bound.setting}); wait for some to end",
+                    retry_after_s=max(1.0, self._end_s(over / bound.open)),
+                )
+        self._check_time(demand)
+
+    def wait_s(self) -> float:
+        """Forecast until one more sequence would begin; 0 if at once, or if nothing is known."""
+        must_end = len(self) + 1 - self._places()
+        return self._end_s(must_end / len(self)) if must_end > 0 and self._open else 0.0
+
+    def _bounds(self, demand: Demand) -> list[_Bound]:
+        tokens = demand.prompt_tokens + demand.output_tokens
+        pages = self._pages(demand.sequences, demand.prompt_tokens, demand.output_tokens)
+        held = self.engine.pages if self.engine is not None else math.inf
+        return [
+            _Bound(
+                "sequences", "items x n", "max_queue", len(self), demand.sequences, self.max_queue
+            ),
+            _Bound(
+                "tokens",
+                "prompt + max_tokens",
+                "max_queue_tokens",
+                self.tokens,
+                tokens,
+                self.max_queue_tokens,
+            ),
+            _Bound(
+                "KV pages",
+                "by forecast",
+                f"max_page_forecast, x {held} pages",
+                self.pages,
+                pages,
+                self.max_page_forecast * held,
+                known=False,
+            ),
+        ]
+
+    def _check_time(self, demand: Demand) -> None:
+        """Waiting for others must not take it beyond its time. What it needs itself is its own
+        affair: alone it always gets in.
+        """
+        wait_s = self.wait_s()
+        if not wait_s:
+            return
+        per_sequence = demand.output_tokens / demand.sequences
+        begin_s = CAUTION * (
+            wait_s
+            + self.forecast.seconds(self.forecast.share * per_sequence * (demand.sequences - 1))
+        )
+        end_s = begin_s + CAUTION * self.forecast.sequence_seconds(
+            self.forecast.long_share * per_sequence
+        )
+        now = self._clock()
+        for what, forecast_s, allowed_s, setting in (
+            ("begin", begin_s, demand.begin_by_s - now, "queue_timeout_s"),
+            ("have ended", end_s, demand.deadline_s - now, "timeout_s"),
+        ):
+            if forecast_s > allowed_s:
+                raise Overloaded(
+                    f"by forecast the request would {what} after {forecast_s:.1f} s, and it has {max(0.0, allowed_s):.1f} s "
+                    f"({setting}); send it again when less is open, or give it more time",
+                    retry_after_s=max(1.0, min(wait_s, forecast_s - allowed_s)),
+                )
+
+    def _pages(self, sequences: int, prompt_tokens: int, output_tokens: int) -> float:
+        if self.engine is None:
+            return 0.0
+        tokens = prompt_tokens + self.forecast.share * output_tokens
+        return tokens / self.engine.page_size + sequences / 2  # last pages are half full
+
+    def _places(self) -> float:
+        """Sequences that can run at once."""
+        if self.engine is None:
+            return math.inf
+        by_pages = self.engine.pages * len(self) / self.pages if self._open else math.inf
+        return max(1.0, min(self.engine.max_running, by_pages))
+
+    def _end_s(self, part: float) -> float:
+        """Forecast until that part of the open sequences has ended."""
+        return self.forecast.seconds(part * self.forecast.share * self.output_tokens)
+
+    # -- opening and closing
+
+    def open(self, requests: Sequence[GenerateRequest]) -> None:
+        """Count them in; `admit` has let them."""
+        for request in requests:
+            opened = self._open[request.id] = _Open(
+                len(request.token_ids), request.sampling.max_tokens
+            )
+            self.prompt_tokens += opened.prompt_tokens
+            self.output_tokens += opened.max_tokens
+
+    def stepped(self, cycle: Cycle, waiting: float) -> None:
+        """The engine made a step, behind which so many wait in it. Whenever a newcomer would wait
+        it is full: what is refused for its wait is refused by what the engine does now.
+        """
+        if waiting or len(self) >= self._places():
+            self.forecast.stepped(cycle)
+
+    def take(self, output: StepOutput) -> None:
+        """An output of an open sequence; its last one closes it."""
+        opened = self._open[output.id]
+        opened.given += len(output.token_ids)
+        if output.finish_reason is not None:
+            self.close(output.id)
+            if not opened.max_tokens:
+                return  # a prompt that was only scored tells nothing of outputs
+            if output.finish_reason in ("stop", "length"):
+                self.forecast.ended(opened.given, opened.max_tokens)
+            elif (
+                output.error is not None
+                and output.error[0] == DeadlineExceeded.code
+                and opened.given
+            ):
+                self.forecast.cut_off(opened.given, opened.max_tokens)
+
+    def close(self, id: str) -> None:
+        closed = self._open.pop(id)
+        self.prompt_tokens -= closed.prompt_tokens
+        self.output_tokens -= closed.max_tokens
+
+    def check(self) -> None:
+        """Assert every invariant."""
+        assert self.prompt_tokens == sum(opened.prompt_tokens for opened in self._open.values()), (
+            "prompt tokens leak"
+        )
+        assert self.output_tokens == sum(opened.max_tokens for opened in self._open.values()), (
+            "output tokens leak"
+        )
+        assert len(self) <= self.max_queue and self.tokens <= self.max_queue_tokens, "over a bound"

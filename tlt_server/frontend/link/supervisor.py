@@ -1,0 +1,151 @@
+"""Keeps an engine alive: starts one, and when it ends another one, later each time, until they end
+too often.
+
+`launch(directory)` (from `build`) starts a process that connects to the sockets in `directory`;
+`engine_link` is one life, `engine_client` is what the rest of the frontend sees of all of them.
+Only an engine that has been ready once is restarted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import structlog
+
+from tlt_server.config import Config
+from tlt_server.errors import EngineFailed, StartupError
+from tlt_server.frontend.link.client import EngineClient
+from tlt_server.frontend.link.link import EngineLink, EngineProcess
+from tlt_server.frontend.link.progress import Progress
+from tlt_server.metrics import Metrics
+from tlt_server.records import EngineInfo, Event, Phase, PhaseProgress, Ready
+
+FIRST_DELAY_S, LONGEST_DELAY_S = 0.5, 30.0
+NAMED = 16  # sequences in the log line of a death
+
+log = structlog.get_logger()
+
+
+class Backoff:
+    """How long to wait before the next life: nothing after a first death, then twice as long for
+    each further one in the window.
+    """
+
+    def __init__(self, max_restarts: int, window_s: float) -> None:
+        self._max_restarts, self._window_s = max_restarts, window_s
+        self._deaths: deque[float] = deque()
+
+    def death(self, at_s: float) -> float | None:
+        """Seconds to wait; None when this death was one too many."""
+        self._deaths.append(at_s)
+        while self._deaths[0] <= at_s - self._window_s:
+            self._deaths.popleft()
+        count = len(self._deaths)
+        if count > self._max_restarts:
+            return None
+        return min(FIRST_DELAY_S * 2.0 ** min(count - 2, 32), LONGEST_DELAY_S) if count > 1 else 0.0
+
+
+class Supervisor:
+    def __init__(
+        self,
+        config: Config,
+        launch: Callable[[Path], Awaitable[EngineProcess]],
+        directory: Path,
+        client: EngineClient,
+        metrics: Metrics,
+        progress: Progress,
+    ) -> None:
+        self._config, self._launch, self._directory = config, launch, directory
+        self._client, self._metrics, self._progress = client, metrics, progress
+        self._backoff = Backoff(config.max_restarts, config.restart_window_s)
+        self._lives = 0
+        self._began_s = self._gone_s = (
+            0.0  # when this life was launched, when the one before was gone
+        )
+        self._start_s = 0.0  # that the last life took from its launch until it was ready
+
+    async def run(self) -> EngineFailed:
+        """One life after another; why there will be no further one. `StartupError` when the first
+        was never ready. Cancelled, it ends the engine.
+        """
+        while True:
+            self._lives += 1
+            directory = self._directory / str(self._lives)
+            directory.mkdir(mode=0o700)
+            self._began_s = time.monotonic()
+            link = EngineLink(
+                directory,
+                startup_timeout_s=self._config.startup_timeout_s,
+                hang_timeout_s=self._config.hang_timeout_s,
+            )
+            with contextlib.closing(link):
+                self._client.connect(link)
+                death = await link.live(await self._launch(directory), self._take)
+            shutil.rmtree(directory)
+            self._gone_s = time.monotonic()
+            error, lived_s = death.error, self._gone_s - self._began_s
+            if self._client.info is None:
+                raise error if isinstance(error, StartupError) else StartupError(death.told)
+            delay_s = self._backoff.death(self._gone_s)
+            log.error(
+                "engine_gone",
+                ending=death.ending,
+                code=error.code,
+                reason=error.message,
+                lived_s=round(lived_s, 3),
+                open_sequences=len(self._client),
+                ran=sorted(death.begun)[:NAMED],
+                ran_in_all=len(death.begun),
+                restart_in_s=delay_s,
+            )
+            waiting = self._client.died(death, delay_s, self._start_s)
+            if delay_s is None:
+                reason = (
+                    f"the engine ended more often than max_restarts {self._config.max_restarts} allows within "
+                    f"{self._config.restart_window_s:g} s (restart_window_s), at last because {death.told}"
+                )
+                self._progress.gave_up(reason)
+                return EngineFailed(reason)
+            self._progress.died(death.told, delay_s, waiting)
+            self._metrics.restarts.labels(death.ending).inc()
+            await asyncio.sleep(delay_s)
+
+    def _take(self, event: Event) -> None:
+        self._client.take(event)
+        if isinstance(event, Phase):
+            self._progress.phase(event)
+        if isinstance(event, PhaseProgress):
+            self._progress.phase_progress(event)
+        if isinstance(event, Ready):
+            now_s = time.monotonic()
+            self._start_s = now_s - self._began_s
+            if self._lives == 1:
+                info = event.info
+                log.info(
+                    "engine_ready",
+                    seconds=round(self._start_s, 3),
+                    device=info.device,
+                    gpu=info.gpu,
+                    dtype=info.dtype,
+                    attention=info.attention,
+                    products=info.products,
+                    graphs=info.graphs,
+                    max_running=info.max_running,
+                    pages=info.pages,
+                    choices=info.choices,
+                )
+            else:
+                self._back(event.info, now_s - self._gone_s)
+
+    def _back(self, info: EngineInfo, after_s: float) -> None:
+        log.warning("engine_back", life=self._lives, seconds=round(after_s, 3), lost=info.lost)
+        self._progress.back(info, after_s, len(self._client))
+        if self._client.versions.lost:
+            self._progress.lost(self._client.versions.reason)

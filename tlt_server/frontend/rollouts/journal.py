@@ -1,0 +1,209 @@
+"""One append-only file per rollout: what was asked, every output as it came, the end. Owns the
+framing and its tears.
+
+A record is 4 bytes of length, 4 of checksum (CRC-32 of length and payload), then msgpack. Reading
+ends before the first record that is not whole and in place; writing goes on there. One write per
+append and no fsync: a record outlives the process that wrote it, and not the machine's power.
+Prompts stand in the file; it has mode 0600. Called by `rollouts`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+from msgspec import Struct
+
+from tlt_server.errors import StorageFailed
+from tlt_server.frontend.generation.validation import Item
+from tlt_server.records import GenerateRequest, StepOutput
+
+FRAME = 8
+
+
+class KeptItem(Struct, frozen=True):
+    """An item whose choices share one prompt, which is written once."""
+
+    id: str
+    token_ids: list[int]
+    requests: list[GenerateRequest]
+
+    @classmethod
+    def of(cls, item: Item) -> KeptItem:
+        bare = [
+            msgspec.structs.replace(request, token_ids=[], deadline_s=None, begin_by_s=None)
+            for request in item.requests
+        ]
+        return cls(item.id, item.requests[0].token_ids, bare)
+
+    def item(self, deadline_s: float) -> Item:
+        whole = [
+            msgspec.structs.replace(request, token_ids=self.token_ids, deadline_s=deadline_s)
+            for request in self.requests
+        ]
+        return Item(self.id, whole)
+
+
+class Header(Struct, frozen=True, kw_only=True, tag="rollout"):
+    """What was asked. Times are of the wall clock: another process may read them."""
+
+    id: str
+    model: str
+    detached: bool
+    owner: str = ""  # the name of the API key that began it; empty on a server without keys
+    key: str  # idempotency key of the client, empty without
+    digest: str  # of the body that came with the key
+    created_s: float
+    deadline_s: float
+    items: list[KeptItem]
+
+
+class Grown(Struct, frozen=True, tag="grown"):
+    outputs: list[StepOutput]
+
+
+class End(Struct, frozen=True, tag="end"):
+    at_s: float
+    tokens: int
+
+
+Record = Header | Grown | End
+_DECODER = msgspec.msgpack.Decoder(Record)
+_END = msgspec.msgpack.encode(End(0.0, 0))[:10]  # as every end begins, and no other record
+
+
+class Past(NamedTuple):
+    """What a journal says. `length`: bytes of whole records."""
+
+    header: Header
+    outputs: list[StepOutput]
+    end: End | None
+    length: int
+
+
+class Outline(NamedTuple):
+    """Of a journal, all but the outputs. `length`: bytes of whole frames."""
+
+    header: Header
+    end: End | None
+    length: int
+
+
+def frame(record: Record) -> bytes:
+    payload = msgspec.msgpack.encode(record)
+    length = len(payload).to_bytes(4, "little")
+    return length + zlib.crc32(payload, zlib.crc32(length)).to_bytes(4, "little") + payload
+
+
+def past(data: bytes) -> Past | None:
+    """The longest prefix of whole records in their order (header, outputs, end); None where not
+    even the header is whole.
+    """
+    header: Header | None = None
+    outputs: list[StepOutput] = []
+    end: End | None = None
+    length = 0
+    for record, after in _records(data):
+        if end is not None or isinstance(record, Header) != (header is None):
+            break
+        match record:
+            case Header():
+                header = record
+            case Grown():
+                outputs += record.outputs
+            case End():
+                end = record
+        length = after
+    return Past(header, outputs, end, length) if header is not None else None
+
+
+def outline(data: bytes) -> Outline | None:
+    """As `past`, but what stands between header and end is only summed, which takes an eighth of
+    the time.
+    """
+    header: Header | None = None
+    end: End | None = None
+    length = 0
+    for payload, after in _frames(data):
+        if header is None or payload[: len(_END)] == _END:
+            try:
+                record = _DECODER.decode(payload)
+            except msgspec.MsgspecError:
+                break
+            if isinstance(record, Header) != (header is None):
+                break
+            if isinstance(record, Header):
+                header = record
+            elif isinstance(record, End):
+                end = record
+        length = after
+        if end is not None:
+            break
+    return Outline(header, end, length) if header is not None else None
+
+
+def _records(data: bytes) -> Iterator[tuple[Record, int]]:
+    for payload, after in _frames(data):
+        try:
+            yield _DECODER.decode(payload), after
+        except msgspec.MsgspecError:  # whole, but of another version's making
+            return
+
+
+def _frames(data: bytes) -> Iterator[tuple[memoryview, int]]:
+    """Payloads that are whole, and where each ends."""
+    view, at = memoryview(data), 0
+    while at + FRAME <= len(data):
+        head, checksum = view[at : at + 4], view[at + 4 : at + FRAME]
+        length = int.from_bytes(head, "little")
+        payload = view[at + FRAME : at + FRAME + length]
+        if len(payload) < length or zlib.crc32(payload, zlib.crc32(head)) != int.from_bytes(
+            checksum, "little"
+        ):
+            return
+        at += FRAME + len(payload)
+        yield payload, at
+
+
+class Journal:
+    """The file while it is written; every method raises `StorageFailed` where the disk does not do
+    its part.
+    """
+
+    def __init__(self, path: Path, length: int = 0) -> None:
+        """`length`: of the whole records that are there already; what is behind them goes."""
+        self.path, self.bytes = path, length
+        with _storage(path):
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            os.ftruncate(self._file, length)
+
+    def append(self, framed: bytes) -> None:
+        with _storage(self.path):
+            left = memoryview(framed)
+            while left:
+                left = left[os.write(self._file, left) :]
+        self.bytes += len(framed)
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+@contextlib.contextmanager
+def _storage(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StorageFailed(
+            f"the journal of the rollout cannot be written ({error.strerror}); free space in the file system of state_dir "
+            "or delete rollouts, then send the request again",
+            retry_after_s=5,
+        ) from None
+
+
+def outlines(directory: Path) -> list[tuple[Path, Outline | None]]:
+    return [(path, outline(path.read_bytes())) for path in sorted(directory.glob("*.journal"))]

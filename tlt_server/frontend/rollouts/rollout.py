@@ -1,0 +1,106 @@
+"""One rollout: what it was asked, how far it is, and its journal. `Rollouts` runs it and changes
+it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from tlt_server.errors import NotFound, TltError
+from tlt_server.frontend.generation.generation import ItemError, ItemResult, Items
+from tlt_server.frontend.generation.validation import Batch
+from tlt_server.frontend.rollouts.journal import Header, Journal, past
+
+Ended = dict[str, ItemResult | ItemError]  # by item
+
+
+class Replayed(NamedTuple):
+    length: int  # of the journal's whole records
+    items: Items
+    ended: Ended
+    done: bool  # its end was written down
+
+
+class Rollout:
+    """One batch. While it runs, `items` grow; its results stay in memory until they are fetched,
+    then in the journal alone.
+    """
+
+    def __init__(self, header: Header, path: Path) -> None:
+        self.header, self.path = header, path
+        self.item_ids = [item.id for item in header.items]
+        self.bytes = 0
+        self.tokens = 0
+        self.done_s: float | None = None  # wall clock
+        self.fetched = False
+        self.items: Items | None = None
+        self.ended: Ended | None = {}
+        self.journal: Journal | None = None
+        self.task: asyncio.Task[None] | None = None
+        self.expiry: asyncio.TimerHandle | None = None
+        self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    @property
+    def status(self) -> Literal["running", "done"]:
+        return "running" if self.done_s is None else "done"
+
+    @property
+    def deadline_s(self) -> float:
+        """On this process's clock."""
+        return time.monotonic() + self.header.deadline_s - time.time()
+
+    def replayed(self, make: Callable[[Batch], Items]) -> Replayed:
+        """What the journal says, made into items as when it was live. `NotFound` when the rollout
+        has just been forgotten.
+        """
+        try:
+            said = past(self.path.read_bytes())
+        except FileNotFoundError:
+            raise NotFound(
+                f"the rollout {self.header.id} has just been deleted; send its request again"
+            ) from None
+        assert said is not None, "its header was whole before"
+        deadline_s = self.deadline_s
+        items, ended = (
+            make(Batch([item.item(deadline_s) for item in self.header.items], False, deadline_s)),
+            Ended(),
+        )
+        for output in said.outputs:
+            ended |= {
+                event.id: event
+                for event in items.take(output)
+                if isinstance(event, ItemResult | ItemError)
+            }
+        return Replayed(said.length, items, ended, said.end is not None)
+
+    def count(self) -> tuple[int, int]:
+        """Items ended and tokens made so far."""
+        if self.done_s is not None:
+            return len(self.item_ids), self.tokens
+        return len(self.ended or ()), self.items.tokens if self.items is not None else 0
+
+    async def wait(self, wait_s: float | None = None) -> None:
+        """Until it is done or the time is up; the typed error when it is deleted or the server
+        stops first.
+        """
+        await asyncio.wait([self._over], timeout=wait_s)
+        if self.is_over:
+            self._over.result()
+
+    @property
+    def is_over(self) -> bool:
+        return self._over.done()
+
+    def over(self, error: TltError | None = None) -> None:
+        """Nothing more comes from this process."""
+        if self.is_over:
+            return
+        if error is None:
+            self._over.set_result(None)
+        else:
+            self._over.set_exception(error)
+            self._over.exception()  # seen, even when nobody waits

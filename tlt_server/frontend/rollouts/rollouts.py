@@ -1,0 +1,407 @@
+"""Batches that outlive their connection: each runs as a task, its outputs kept in a journal, its
+results fetched when it suits.
+
+A rollout ends by itself, by its deadline or by `delete`; never because a client left. When the
+engine dies it goes on with the same tokens; where the state directory lasts, also when this process
+dies. Bounds: how many, how many bytes, how long after the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import structlog
+
+from tlt_server.config import Config
+from tlt_server.errors import (
+    Cancelled,
+    Conflict,
+    DeadlineExceeded,
+    NotFound,
+    QueueFull,
+    StartupError,
+    StorageFailed,
+    TltError,
+    Unavailable,
+)
+from tlt_server.frontend.generation.generation import Generation, ItemError, ItemResult
+from tlt_server.frontend.generation.validation import Batch
+from tlt_server.frontend.http.keys import Caller
+from tlt_server.frontend.http.replies import unexpected
+from tlt_server.frontend.rollouts.journal import (
+    End,
+    Grown,
+    Header,
+    Journal,
+    KeptItem,
+    Outline,
+    frame,
+    outlines,
+)
+from tlt_server.frontend.rollouts.rollout import Rollout
+from tlt_server.metrics import Metrics
+
+if TYPE_CHECKING:
+    from tlt_server.frontend.service import Service
+
+RETRY_S = 0.2  # between two tries to hand a rollout of the process before this one to the engine
+
+log = structlog.get_logger()
+
+
+class Rollouts:
+    def __init__(self, directory: Path, config: Config, metrics: Metrics) -> None:
+        self._directory, self._metrics = directory, metrics
+        self._most, self._most_bytes, self._ttl_s = (
+            config.max_rollouts,
+            config.max_rollout_mb * 2**20,
+            config.rollout_ttl_s,
+        )
+        self._model = str(config.model.resolve())
+        self.lasting = config.state_dir is not None
+        self._by_id: dict[str, Rollout] = {}  # in order of creation
+        self._by_key: dict[tuple[str, str], Rollout] = {}  # owner and key
+        self._bytes = 0
+        self._lock = -1
+        self._service: Service
+        self._resuming: asyncio.Task[None] | None = None
+        self._replaying = asyncio.Semaphore(1)
+
+    # a process's beginning and end
+
+    async def open(self, service: Service) -> None:
+        """Take over what the directory holds: what is done can be fetched, the rest goes on once
+        the engine is ready. Journals are read in a thread, while the engine starts.
+        """
+        self._service = service
+        try:
+            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = os.open(self._directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            found = [
+                self._found(path, said)
+                for path, said in await asyncio.to_thread(outlines, self._directory)
+            ]
+        except BlockingIOError:
+            raise StartupError(
+                f"{self._directory} is in use by another server; name another --state-dir, or stop that one"
+            ) from None
+        except OSError as error:
+            raise StartupError(
+                f"rollouts cannot be kept in {self._directory} ({error.strerror}); name another --state-dir"
+            ) from None
+        for rollout in sorted(
+            (rollout for rollout in found if rollout), key=lambda rollout: rollout.header.created_s
+        ):
+            self._keep(rollout)
+        self._resuming = asyncio.create_task(
+            self._resume([rollout for rollout in self._by_id.values() if rollout.done_s is None])
+        )
+
+    async def suspend(self, *, detached_only: bool = False) -> None:
+        """Stop rollouts where they are. Their journals stay, for the next process to go on."""
+        stopped = [
+            rollout
+            for rollout in self._by_id.values()
+            if rollout.done_s is None and (rollout.header.detached or not detached_only)
+        ]
+        tasks = [
+            task
+            for task in (self._resuming, *(rollout.task for rollout in stopped))
+            if task is not None
+        ]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for rollout in stopped:
+            rollout.over(
+                Unavailable(
+                    "the server is stopping; the rollout goes on when a server with this state_dir starts"
+                    if self.lasting
+                    else "the server is stopping, and without a state_dir its rollouts end with it",
+                    retry_after_s=5,
+                )
+            )
+
+    async def close(self) -> None:
+        await self.suspend()
+        for rollout in self._by_id.values():
+            if rollout.expiry is not None:
+                rollout.expiry.cancel()
+        if self._lock >= 0:
+            os.close(self._lock)
+
+    # what routes ask
+
+    def __iter__(self) -> Iterator[Rollout]:
+        return iter(self._by_id.values())
+
+    def find(self, id: str, caller: Caller) -> Rollout:
+        """`NotFound` also when it is another's: that it exists is none of the caller's business."""
+        rollout = self._by_id.get(id)
+        if rollout is None or not caller.sees(rollout.header.owner):
+            raise NotFound(
+                f"there is no rollout {id[:80]!r}; it was deleted, or finished more than {self._ttl_s:g} s ago (rollout_ttl_s), "
+                "or begun by a server without this state_dir: send its request again"
+            )
+        return rollout
+
+    def keyed(self, owner: str, key: str, digest: str) -> Rollout | None:
+        """The rollout of an owner's idempotency key; `Conflict` when it was begun with another
+        body.
+        """
+        rollout = self._by_key.get((owner, key))
+        if rollout is not None and rollout.header.digest != digest:
+            raise Conflict(
+                f"the Idempotency-Key {key[:80]!r} came before with another body; repeat that body, or use a new key"
+            )
+        return rollout
+
+    def begin(self, batch: Batch, *, owner: str, key: str, digest: str, detached: bool) -> Rollout:
+        """Write down and submit a batch, or (with a typed error) neither."""
+        if len(self._by_id) >= self._most and not self._make_room():
+            raise QueueFull(
+                f"{len(self._by_id)} rollouts are kept, the limit is {self._most} (max_rollouts); fetch or delete finished "
+                "ones, or wait for some to end",
+                retry_after_s=self._next_expiry_s(),
+            )
+        now = time.time()
+        header = Header(
+            id=f"r-{secrets.token_hex(16)}",
+            model=self._model,
+            detached=detached,
+            owner=owner,
+            key=key,
+            digest=digest,
+            created_s=now,
+            deadline_s=now + batch.deadline_s - time.monotonic(),
+            items=[KeptItem.of(item) for item in batch.items],
+        )
+        rollout = Rollout(header, self._directory / f"{header.id}.journal")
+        rollout.items = self._service.items(batch)
+        try:
+            rollout.journal = Journal(rollout.path)
+            self._append(rollout, frame(header))
+            self._run(rollout, batch.deadline_s)
+        except TltError:
+            self._remove(rollout)
+            raise
+        self._metrics.prompt.inc(
+            sum(len(item.token_ids) * len(item.requests) for item in header.items)
+        )
+        self._keep(rollout)
+        return rollout
+
+    async def results(self, rollout: Rollout) -> list[ItemResult | ItemError]:
+        """Items that have ended, in their order. Of a rollout that is done, also remembers that it
+        was fetched.
+        """
+        ended = rollout.ended
+        if rollout.done_s is not None:
+            rollout.fetched = True
+            if rollout.journal is not None:
+                rollout.journal.close()
+                rollout.journal = rollout.ended = None
+        if ended is None:
+            async with self._replaying:  # one at a time: each holds a whole rollout
+                ended, done = (await asyncio.to_thread(rollout.replayed, self._service.items))[2:]
+            if rollout.done_s is not None and not done:
+                raise StorageFailed(
+                    f"the journal of the rollout {rollout.header.id} was written by another version of this server and "
+                    "cannot be read to its end; send its request again"
+                )
+        return [ended[id] for id in rollout.item_ids if id in ended]
+
+    def delete(self, rollout: Rollout) -> None:
+        """Abort what runs of it, and forget it."""
+        rollout.over(Cancelled("the rollout was deleted while it ran"))
+        self._forget(rollout)
+
+    # one rollout's life
+
+    def _found(self, path: Path, said: Outline | None) -> Rollout | None:
+        if said is None or said.header.id != path.stem:
+            log.warning(
+                "rollout_lost",
+                file=path.name,
+                reason="its first record is damaged, or not whole (then nobody was told "
+                "of it), or it is a copy; the file is put aside with .damaged behind its name",
+            )
+            path.rename(f"{path}.damaged")
+            return None
+        rollout = Rollout(said.header, path)
+        rollout.bytes = said.length
+        self._bytes += said.length
+        if said.end is not None:
+            rollout.done_s, rollout.tokens, rollout.ended = said.end.at_s, said.end.tokens, None
+            rollout.over()
+            self._expire_later(rollout)
+        return rollout
+
+    async def _resume(self, rollouts: list[Rollout]) -> None:
+        await self._service.engine.ready()
+        await asyncio.gather(
+            *(self._try(rollout) for rollout in rollouts)
+        )  # none waits for another
+
+    async def _try(self, rollout: Rollout) -> None:
+        try:
+            await self._take_up(rollout)
+        except Exception as error:
+            if not rollout.is_over:  # not deleted meanwhile
+                self._finish(rollout, error if isinstance(error, TltError) else unexpected(error))
+
+    async def _take_up(self, rollout: Rollout) -> None:
+        """Where the process before left it. Waits while the engine cannot take it, at the longest
+        until its deadline.
+        """
+        if rollout.header.model != self._model:
+            raise Conflict(
+                f"the rollout was begun with the model {rollout.header.model}, this server serves {self._model}; "
+                "send its request again"
+            )
+        async with self._replaying:
+            length, items, ended, _ = await asyncio.to_thread(rollout.replayed, self._service.items)
+        if rollout.is_over:
+            return
+        rollout.items, rollout.ended, rollout.journal = items, ended, Journal(rollout.path, length)
+        resumed = len(items.open())
+        if not resumed:  # only that it has ended was not written down
+            self._finish(rollout, None)
+        while not rollout.is_over:
+            if time.monotonic() >= rollout.deadline_s:
+                raise DeadlineExceeded(
+                    "the deadline (timeout_s) passed before the engine could take the rollout up again; ask for "
+                    "more time"
+                )
+            try:
+                self._run(rollout, rollout.deadline_s, accepted=True)
+                self._metrics.resumed.inc(resumed)
+                return
+            except TltError as error:
+                if not error.retryable:
+                    raise
+            await asyncio.sleep(RETRY_S)
+
+    def _run(self, rollout: Rollout, deadline_s: float, *, accepted: bool = False) -> None:
+        assert rollout.items is not None
+        generation = Generation(
+            self._service,
+            rollout.items,
+            deadline_s,
+            rollout.header.owner,
+            lambda outputs: self._append(rollout, frame(Grown(outputs))),
+            accepted=accepted,
+        )
+        rollout.task = asyncio.create_task(self._collect(rollout, generation))
+
+    async def _collect(self, rollout: Rollout, generation: Generation) -> None:
+        assert rollout.ended is not None
+        error: TltError | None = None
+        with contextlib.closing(generation):
+            try:
+                async for event in generation.events():
+                    if isinstance(event, ItemResult | ItemError):
+                        rollout.ended[event.id] = event
+            except Exception as cause:
+                error = cause if isinstance(cause, TltError) else unexpected(cause)
+        self._finish(rollout, error)
+
+    def _finish(self, rollout: Rollout, error: TltError | None) -> None:
+        """It is done; with an error, so are the items that had not ended."""
+        assert rollout.ended is not None
+        rollout.tokens, rollout.done_s = (
+            rollout.items.tokens if rollout.items is not None else 0,
+            time.time(),
+        )
+        try:
+            if error is not None:
+                raise error
+            self._append(rollout, frame(End(rollout.done_s, rollout.tokens)))
+        except TltError as cause:  # what cannot be written down is told from memory, and the file's room is given back
+            for id in rollout.item_ids:
+                rollout.ended.setdefault(id, ItemError(id, cause))
+            self._remove(rollout)
+        rollout.items = None
+        rollout.over()
+        self._expire_later(rollout)
+        self._measure()
+
+    def _append(self, rollout: Rollout, framed: bytes) -> None:
+        while self._bytes + len(framed) > self._most_bytes:
+            if not self._make_room():
+                raise StorageFailed(
+                    f"the rollouts kept would take {self._bytes + len(framed)} bytes, the limit is {self._most_bytes} "
+                    "(max_rollout_mb); fetch or delete finished ones, or wait",
+                    retry_after_s=5,
+                )
+        assert rollout.journal is not None
+        rollout.journal.append(framed)
+        rollout.bytes += len(framed)
+        self._bytes += len(framed)
+        self._metrics.rollout_bytes.set(self._bytes)
+
+    def _make_room(self) -> bool:
+        """Forget the oldest rollout whose results somebody has, if there is one."""
+        rollout = next((rollout for rollout in self._by_id.values() if rollout.fetched), None)
+        if rollout is not None:
+            self._forget(rollout)
+        return rollout is not None
+
+    def _next_expiry_s(self) -> float:
+        """When the next of those that have finished makes room; with none, soon enough to ask
+        again.
+        """
+        return min(
+            (
+                max(1.0, r.done_s + self._ttl_s - time.time())
+                for r in self._by_id.values()
+                if r.done_s is not None
+            ),
+            default=5.0,
+        )
+
+    def _keep(self, rollout: Rollout) -> None:
+        self._by_id[rollout.header.id] = rollout
+        if rollout.header.key:
+            self._by_key[rollout.header.owner, rollout.header.key] = rollout
+        self._measure()
+
+    def _expire_later(self, rollout: Rollout) -> None:
+        assert rollout.done_s is not None
+        left_s = max(0.0, rollout.done_s + self._ttl_s - time.time())
+        rollout.expiry = asyncio.get_running_loop().call_later(left_s, self._forget, rollout)
+
+    def _forget(self, rollout: Rollout) -> None:
+        if rollout.task is not None:
+            rollout.task.cancel()
+        if rollout.expiry is not None:
+            rollout.expiry.cancel()
+        self._by_id.pop(rollout.header.id, None)
+        if self._by_key.get((rollout.header.owner, rollout.header.key)) is rollout:
+            del self._by_key[rollout.header.owner, rollout.header.key]
+        self._remove(rollout)
+        self._measure()
+
+    def _remove(self, rollout: Rollout) -> None:
+        if rollout.journal is not None:
+            rollout.journal.close()
+            rollout.journal = None
+        rollout.path.unlink(missing_ok=True)
+        self._bytes -= rollout.bytes
+        rollout.bytes = 0
+
+    def _measure(self) -> None:
+        for status in ("running", "done"):
+            self._metrics.rollouts.labels(status).set(
+                sum(rollout.status == status for rollout in self._by_id.values())
+            )
+        self._metrics.rollout_bytes.set(self._bytes)

@@ -1,0 +1,102 @@
+"""What the routes share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from tlt_server.config import Config
+from tlt_server.errors import Cancelled, Forbidden, TltError
+from tlt_server.frontend.generation.generation import Generation, Items
+from tlt_server.frontend.generation.named import Named
+from tlt_server.frontend.generation.text import Text
+from tlt_server.frontend.generation.validation import Batch, Validator
+from tlt_server.frontend.http.keys import Caller
+from tlt_server.frontend.http.limits import Reading
+from tlt_server.frontend.link.client import EngineClient
+from tlt_server.frontend.rollouts.rollouts import Rollouts
+from tlt_server.frontend.weights.broadcasts import Broadcasts
+from tlt_server.frontend.weights.checker import WeightChecker
+from tlt_server.frontend.weights.session import WeightSession
+from tlt_server.frontend.weights.transfer import Transfer
+from tlt_server.metrics import Metrics
+
+
+@dataclass(frozen=True)
+class Service:
+    """What the routes share."""
+
+    config: Config
+    engine: EngineClient
+    text: Text
+    validator: Validator
+    metrics: Metrics
+    rollouts: Rollouts
+    clock: Callable[[], float] = time.monotonic
+    named: Named = field(default_factory=Named)  # what is open, by the items' ids
+    reading: Reading = field(default_factory=Reading)
+
+    @cached_property
+    def session(self) -> WeightSession:
+        return WeightSession(
+            self.engine,
+            stages=self.config.weight_staging != "none",
+            ttl_s=self.config.weight_update_ttl_s,
+        )
+
+    @cached_property
+    def broadcasts(self) -> Broadcasts:
+        return Broadcasts(self.session)
+
+    @cached_property
+    def transfer(self) -> Transfer:
+        return Transfer(self.broadcasts)
+
+    @cached_property
+    def checker(self) -> WeightChecker:
+        return WeightChecker(self.session)
+
+    def close(self) -> None:
+        """Whoever still waits for something, or is still sending, is told that the server shuts
+        down.
+        """
+        self.engine.close()
+        self.reading.close()
+
+    def abort(self, names: Iterable[str] | None, caller: Caller) -> None:
+        """End the items of these names, as far as they are the caller's, or all that is open, with
+        what they have.
+        """
+        if names is None and not caller.may("operate"):
+            raise Forbidden(
+                f"to abort all that is open needs the scope operate, and the key {caller.name} has it not; name its requests"
+            )
+        self.engine.abort(self.engine.open_ids if names is None else self.named.find(names, caller))
+
+    def start(self, batch: Batch, owner: str) -> Generation:
+        """Admit and submit the batch, all of it or (with a typed error) nothing. Whoever calls this
+        closes what it gets. `owner`: the name of the key that asks.
+        """
+        generation = Generation(self, self.items(batch), batch.deadline_s, owner)
+        self.metrics.prompt.inc(
+            sum(len(request.token_ids) for item in batch.items for request in item.requests)
+        )
+        return generation
+
+    def items(self, batch: Batch) -> Items:
+        return Items(batch, self.text, lambda id: self.engine.abort([id], finish_reason="stop"))
+
+    @property
+    def numerics(self) -> str:
+        """The mode alone, strict or fast; the engine's own words say how it is reached."""
+        return (
+            self.engine.info.numerics.partition(":")[0]
+            if self.engine.info is not None
+            else self.config.numerics
+        )
+
+    def rejected(self, error: TltError) -> None:
+        if not isinstance(error, Cancelled):
+            self.metrics.rejected.labels(error.code).inc()

@@ -1,0 +1,167 @@
+"""Process groups that trainers make with this server, and the tensors that they say come through
+them, in whatever dialect they say it.
+
+A trainer names some tensors per call, in the order in which it broadcasts them; a version is
+complete when none is missing. The engine joins, receives and checks
+(`tlt_client.channels.broadcast`); here calls become its commands. Nothing waits but the caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Annotated, NamedTuple
+
+from pydantic import Field
+
+from tlt_client.channels import DRAFTER_PREFIX
+from tlt_client.channels.files import MAX_DIMENSION, MAX_DIMENSIONS, MAX_NAME
+from tlt_server.errors import InvalidRequest, TltError
+from tlt_server.frontend.weights.session import Selector, Update, WeightSession
+from tlt_server.records import (
+    InFlight,
+    JoinGroup,
+    LeaveGroup,
+    Manifest,
+    PushRole,
+    TensorEntry,
+    WeightReport,
+)
+
+GroupName = Annotated[str, Field(min_length=1, max_length=128, description="of the process group")]
+Address = Annotated[
+    str, Field(min_length=1, max_length=256, description="where the store is, which rank 0 hosts")
+]
+Port = Annotated[int | str, Field(description="its port; a string of digits will do")]
+Rank = Annotated[int, Field(ge=0, le=65535, description="the server's rank")]
+WorldSize = Annotated[int, Field(ge=2, le=65536, description="ranks in all")]
+TensorName = Annotated[str, Field(max_length=MAX_NAME)]
+Dimensions = Annotated[
+    list[Annotated[int, Field(ge=0, le=MAX_DIMENSION)]], Field(max_length=MAX_DIMENSIONS)
+]
+
+
+class Packing(NamedTuple):
+    """How tensors are cut into broadcasts."""
+
+    packed: bool = False  # in buckets of raw bytes; else one each
+    bucket_bytes: int = 2**30  # a bucket closes after the tensor that takes it over this
+
+
+class Broadcasts:
+    def __init__(self, session: WeightSession) -> None:
+        self._session = session
+
+    async def join(
+        self,
+        name: str,
+        backend: str,
+        address: str,
+        port: int | str,
+        rank: int,
+        world_size: int,
+        *,
+        prefixed: bool = False,
+        unique_id: bytes = b"",
+    ) -> list[str]:
+        """Answers once all ranks are there, with the groups that are joined. With NCCL's
+        `unique_id` there is neither address nor port.
+        """
+        number = int(port) if str(port).isdecimal() else 0
+        if not (1 <= number <= 65535 or unique_id) or not 1 <= rank < world_size:
+            raise InvalidRequest(
+                f"the port is {port!r} and the rank {rank} of {world_size}; a port is from 1 to 65535, rank 0 is the "
+                "trainer's, and ranks are below the world size"
+            )
+        report = await self._session.ask(
+            JoinGroup(
+                self._session.command_id(),
+                name,
+                backend,
+                address,
+                number,
+                rank,
+                world_size,
+                prefixed,
+                unique_id,
+            )
+        )
+        return report.state.groups
+
+    async def leave(self, name: str) -> list[str]:
+        """One that is not joined is left already."""
+        return (await self._session.ask(LeaveGroup(self._session.command_id(), name))).state.groups
+
+    @asynccontextmanager
+    async def announced(self, group: object) -> AsyncIterator[None]:
+        """Around what is done with a body that says what comes through this group before the engine
+        is asked to take it. Where that fails nobody will, and the engine leaves the group, as the
+        next push would take it for its own. `group`: as the body has it.
+        """
+        try:
+            yield
+        except TltError:
+            if group and isinstance(group, str):
+                with suppress(TltError):  # an engine that is gone has left it
+                    await self._session.ask(
+                        LeaveGroup(self._session.command_id(), group, out_of_step=True)
+                    )
+            raise
+
+    async def push(
+        self,
+        update: Update,
+        group: str,
+        tensors: Iterable[TensorEntry],
+        packing: Packing,
+        *,
+        selector: Selector | None = None,
+        version: str = "",
+        in_flight: InFlight = "continue",
+    ) -> WeightReport:
+        """Take these tensors through the group. `selector`: whose they are; None: as the update
+        says.
+        """
+        entries = list(tensors)
+        return await self.begin(
+            update,
+            Manifest(
+                role=self._role(entries, selector or update.selector),
+                version=version,
+                channel="broadcast",
+                group=group,
+                tensors=entries,
+                packed=packing.packed,
+                bucket_bytes=packing.bucket_bytes,
+                partial=True,
+                in_flight=in_flight,
+            ),
+        )
+
+    async def begin(self, update: Update, manifest: Manifest) -> WeightReport:
+        """Push it; where the update takes no more, its group is left, as of any that is refused."""
+        async with self.announced(manifest.group):
+            self._session.check_takes(update)
+        return await update.push(manifest)
+
+    @staticmethod
+    def _role(entries: list[TensorEntry], selector: Selector | None) -> PushRole:
+        prefixed = sum(entry.name.startswith(DRAFTER_PREFIX) for entry in entries)
+        if selector == "draft" or (prefixed and prefixed == len(entries)):
+            return "drafter"
+        return "all" if prefixed else "target"
+
+
+def described(
+    names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]
+) -> list[TensorEntry]:
+    """Tensors that come as lists of their names, types and shapes."""
+    if not names or len({len(names), len(dtypes), len(shapes)}) > 1:
+        raise InvalidRequest(
+            f"there are {len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes; give one of each for every "
+            "tensor, in the order in which they are broadcast"
+        )
+    return [
+        TensorEntry(name=name, dtype=dtype, shape=list(shape))
+        for name, dtype, shape in zip(names, dtypes, shapes, strict=True)
+    ]

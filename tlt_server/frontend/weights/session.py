@@ -1,0 +1,332 @@
+"""A session around a weight update, as trainers open and close one: what is pushed in between
+becomes live at its end, or nothing does.
+
+Beneath is one transaction (`weights/transaction.py`), which knows whose a push is by the session's
+id: a push inside a session stays staged, and the end commits it, under the name that the trainer
+gives last. Outside a session, and where nothing can be staged (`weight_staging` none), a push
+commits by itself. Only this server's one session is known; all dialects share it, and every push of
+weights comes through it. Invariant: what an end commits or names was pushed in the session that it
+ends, by calls that began in it. Whose trainer falls silent is ended after a while, and what it
+staged is dropped: until then it holds up what anybody else pushes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Annotated, Literal
+
+import msgspec
+import structlog
+from msgspec import Meta, Struct
+from pydantic import Field
+
+from tlt_client.arguments import MAX_VERSION, VERSION
+from tlt_server.errors import Conflict, NotFound, TltError, from_code
+from tlt_server.frontend.link.client import EngineClient
+from tlt_server.records import (
+    AbortWeights,
+    CommitWeights,
+    LookAtWeights,
+    Manifest,
+    NameWeights,
+    PushWeights,
+    Role,
+    WeightCommand,
+    WeightReport,
+)
+
+Selector = Literal["target", "draft", "all"]
+Version = Annotated[
+    str,
+    Field(
+        min_length=1,
+        max_length=MAX_VERSION,
+        pattern=VERSION,
+        description="a name without slash or control characters, which every token will carry",
+    ),
+]
+
+
+log = structlog.get_logger()
+
+
+class UpdateStatus(Struct, frozen=True):
+    """A weight update that was begun and not ended: what anybody pushes stays staged until its end
+    (POST /end_weight_update or /finish_weight_update). One that is begun anew drops what the one
+    before staged.
+    """
+
+    selector: Annotated[str, Meta(description="whose weights it brings")]
+    pushes: Annotated[int, Meta(description="calls that have pushed in it")]
+    age_s: Annotated[float, Meta(description="since it was begun")]
+    ends_in_s: Annotated[
+        float,
+        Meta(
+            description="after which it is ended and dropped, if nobody calls (weight_update_ttl_s)"
+        ),
+    ]
+
+
+class Update:
+    """One weight update, from its begin until its end or the next begin. A call that pushes keeps
+    the one that it began in.
+    """
+
+    def __init__(
+        self,
+        session: WeightSession,
+        selector: Selector | None = None,
+        id: str = "",
+        ended: WeightReport | None = None,
+        name: str = "",
+    ) -> None:
+        """Without a selector: what is pushed outside any session."""
+        self._session, self.selector, self.id = session, selector, id
+        self.ended = ended  # how its end was answered, for a repeated one; outside any session: how the last one's, until a push
+        self.ending = asyncio.Lock()
+        self.name = name  # for what becomes live at the end, or has
+        self.calls = 0  # that began to push
+        self.succeeded = 0  # number of the last call that did
+        self.owed: set[str] = set()  # whose weights a push was to bring and has not
+        self.brought: set[str] = set()  # whose weights came, to be live at the end
+        self.waits = False  # what was pushed is staged, or gathers
+        self.live = ""  # version of the target where what was pushed is live already
+        self.pushing = 0  # calls that are on their way
+        self.begun_s = self.touched_s = 0.0  # by the loop's clock
+        self.follows_a_drop = False  # outside any session: the one before has ended by itself, and its trainer may not know, until a push
+        self.told = False  # the first push since then was refused, so that its trainer knows
+
+    @property
+    def role(self) -> Role:
+        """Of a push that does not say whose weights it brings."""
+        return "drafter" if self.selector == "draft" else "target"
+
+    @property
+    def holds_a_target(self) -> bool:
+        """Whose end is still to come."""
+        return self.selector in ("target", "all") and "target" in self.brought
+
+    async def push(self, manifest: Manifest) -> WeightReport:
+        """Live when this returns; or staged, inside a session; or gathering, where the manifest is
+        partial and tensors are missing.
+        """
+        return succeeded(await self.tried(manifest))
+
+    async def tried(self, manifest: Manifest) -> WeightReport:
+        """The same, with the engine's refusal as a report."""
+        session = self._session
+        session.check_takes(self)
+        if self.selector is not None:
+            manifest = msgspec.structs.replace(
+                manifest, session=self.id, commit=manifest.commit and not session.stages
+            )
+        self.owed.update(manifest.roles)
+        report = await session.report(PushWeights(session.command_id(), manifest))
+        if report.error is not None:
+            return report
+        self.owed.difference_update(manifest.roles)
+        self.waits = report.result in ("staged", "gathering")
+        if self.waits:
+            self.brought.update(manifest.roles)
+        elif report.role != "drafter":
+            self.live = report.state.target
+        return report
+
+
+class WeightSession:
+    def __init__(self, engine: EngineClient, *, stages: bool, ttl_s: float = 600.0) -> None:
+        """`stages`: a version lies somewhere else than the one in use until it is committed.
+        `ttl_s`: that a session may be idle.
+        """
+        self._engine, self.stages, self._ttl_s = engine, stages, ttl_s
+        self._update = Update(self)
+        self._dropping: set[asyncio.Task[None]] = set()
+
+    async def begin(self, selector: Selector) -> None:
+        """What an earlier session left, staged or on its way, is dropped; a repeated begin changes
+        nothing else. `Conflict` where that would drop a target's weights for the drafter's: a
+        trainer that means to bring both would learn from the wrong target for ever.
+        """
+        if selector == "draft" and self._update.holds_a_target:
+            raise Conflict(
+                "a weight update that was begun holds weights of the target, which this would drop; finish it first (POST "
+                "/finish_weight_update, /end_weight_update), or begin it anew, for all or for the target, to drop them"
+            )
+        earlier, self._update = self._update, Update(self, selector, self.command_id())
+        self._update.begun_s = self._update.touched_s = asyncio.get_running_loop().time()
+        self._end_when_idle(self._update)
+        await self._drop(earlier)
+
+    async def _drop(self, update: Update) -> None:
+        """What it left, staged or on its way."""
+        if update.selector is not None and update.calls:
+            with suppress(NotFound):  # there is nothing, or somebody else has ended it
+                await self.ask(AbortWeights(self.command_id(), session=update.id))
+
+    def _end_when_idle(self, update: Update) -> None:
+        loop = asyncio.get_running_loop()
+
+        def look() -> None:
+            if update is not self._update:
+                return
+            left_s = update.touched_s + self._ttl_s - loop.time()
+            if left_s > 0 or update.pushing or update.ending.locked():
+                loop.call_later(left_s if left_s > 0 else self._ttl_s / 10, look)
+                return
+            self._update = Update(self)
+            self._update.follows_a_drop = True
+            log.warning(
+                "weight_update_dropped",
+                selector=update.selector,
+                pushes=update.calls,
+                idle_s=self._ttl_s,
+                remedy="end a weight update that is begun, or allow more time between its calls (weight_update_ttl_s)",
+            )
+            task = asyncio.create_task(self._drop_late(update))
+            self._dropping.add(task)
+            task.add_done_callback(self._dropping.discard)
+
+        loop.call_later(self._ttl_s, look)
+
+    async def _drop_late(self, update: Update) -> None:
+        with suppress(TltError):  # an engine that is gone holds nothing
+            await self._drop(update)
+
+    @property
+    def status(self) -> UpdateStatus | None:
+        """Of the session that is open."""
+        update, now_s = self._update, asyncio.get_running_loop().time()
+        if update.selector is None:
+            return None
+        idle_s = 0.0 if update.pushing or update.ending.locked() else now_s - update.touched_s
+        return UpdateStatus(
+            update.selector,
+            update.calls,
+            round(now_s - update.begun_s, 3),
+            round(max(0.0, self._ttl_s - idle_s), 3),
+        )
+
+    @contextmanager
+    def pushing(self) -> Iterator[Update]:
+        """Around the whole of a call that pushes, the reading of its body included: one that is
+        refused, for whatever reason, leaves the session nothing to make live until another one
+        succeeds.
+        """
+        update = self._update
+        update.ended = None
+        update.calls += 1
+        update.pushing += 1
+        call = update.calls
+        try:
+            yield update
+        finally:
+            update.pushing -= 1
+            update.touched_s = asyncio.get_running_loop().time()
+        update.succeeded = max(update.succeeded, call)
+        update.follows_a_drop = False
+
+    def _check_known(self) -> None:
+        """Once a session has ended by itself, a call may be meant for it: it is refused, so that it
+        changes nothing else.
+        """
+        if self._update.follows_a_drop:
+            self._update.told = True
+            raise Conflict(
+                f"the weight update ended by itself, as nobody called for {self._ttl_s:g} s (weight_update_ttl_s), and what it "
+                "held was dropped; begin another, or send this again to do it outside of an update"
+            )
+
+    def check_takes(self, update: Update) -> None:
+        if update is self._update and not update.told:
+            self._check_known()
+        if update is not self._update:
+            raise Conflict(
+                "since this push was asked for a weight update has begun or ended, and it may not belong to that; push again"
+            )
+        if update.ending.locked():
+            raise Conflict("the weight update is being ended; wait for that, then push")
+
+    async def end(self, name: str = "") -> WeightReport:
+        """Commit what was pushed. A repeated end is answered as the first, unless it gives another
+        name; `Conflict` without a session.
+
+        Where nothing can be committed the session stays open: what is missing may still be pushed,
+        or another name given.
+        """
+        self._check_known()
+        update = self._update
+        async with update.ending:
+            if update.ended is not None:
+                if name not in ("", update.name, update.ended.version):
+                    raise Conflict(
+                        f"the weight update has ended already and its version is {update.ended.version!r}, not {name!r}; begin "
+                        "another and push, or name what is live (POST /update_weight_version)"
+                    )
+                return update.ended
+            update.touched_s = asyncio.get_running_loop().time()
+            if update.selector is None:
+                raise Conflict(
+                    "no weight update was begun; begin one (POST /start_weight_update, /begin_weight_update), or push "
+                    "without"
+                )
+            if update.succeeded != update.calls or update.owed:
+                whose = (
+                    f" of the {' and the '.join(sorted(update.owed, reverse=True))}"
+                    if update.owed
+                    else ""
+                )
+                raise Conflict(
+                    f"the last push{whose} in this weight update failed or is under way, so there is nothing to make live; push "
+                    "again and then end it, or begin another"
+                )
+            update.ended = await self._commit(update, name or update.name)
+            update.name = name or update.name
+            if update is self._update:
+                self._update = Update(self, ended=update.ended, name=update.name)
+            return update.ended
+
+    async def _commit(self, update: Update, name: str) -> WeightReport:
+        if update.waits:
+            return await self.ask(CommitWeights(self.command_id(), name=name, session=update.id))
+        if name and not update.calls:
+            raise Conflict(
+                f"nothing was pushed in this weight update, so there is nothing to call {name!r}; push and then end it, or "
+                "begin another and end it without a name (POST /update_weight_version outside of an update names what is live)"
+            )
+        if name and update.live:
+            return await self._name(name, update.live)
+        looked = await self.look()
+        return msgspec.structs.replace(looked, result="unchanged", version=looked.state.target)
+
+    async def rename(self, version: str) -> None:
+        """Name what the open session pushes, or else what is live."""
+        self._check_known()
+        if self._update.selector is not None:
+            self._update.name, self._update.touched_s = version, asyncio.get_running_loop().time()
+        else:
+            await self._name(version)
+
+    async def _name(self, version: str, of: str = "") -> WeightReport:
+        self._engine.versions.check_name()
+        return await self.ask(NameWeights(self.command_id(), version, of))
+
+    async def look(self, *, checksums: bool = False) -> WeightReport:
+        return await self.ask(LookAtWeights(self.command_id(), checksums))
+
+    def command_id(self) -> str:
+        return self._engine.command_id()
+
+    async def ask(self, command: WeightCommand) -> WeightReport:
+        """The engine's answer, or the error that it is."""
+        return succeeded(await self.report(command))
+
+    async def report(self, command: WeightCommand) -> WeightReport:
+        return await self._engine.weights(command)
+
+
+def succeeded(report: WeightReport) -> WeightReport:
+    if report.error is not None:
+        raise from_code(*report.error)
+    return report

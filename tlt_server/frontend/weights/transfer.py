@@ -1,0 +1,181 @@
+"""The process group of the dialect `vllm_rl`: how a trainer makes it, and the tensors that it then
+broadcasts.
+
+The trainer is rank 0 and hosts a TCPStore; the group is a gloo group laid straight upon that store,
+or a communicator of NCCL whose id lies there or comes with the call.
+"""
+
+from __future__ import annotations
+
+import base64
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from tlt_server.errors import InvalidRequest
+from tlt_server.frontend.dialects.tolerant import Tolerant
+from tlt_server.frontend.generation.requests import checked
+from tlt_server.frontend.weights.broadcasts import (
+    Address,
+    Broadcasts,
+    Dimensions,
+    Packing,
+    Port,
+    Rank,
+    TensorName,
+    WorldSize,
+    described,
+)
+from tlt_server.frontend.weights.session import Update, Version
+from tlt_server.records import TensorEntry, WeightReport
+
+GROUP = "weight_transfer"
+Backend = Annotated[
+    Literal["gloo", "nccl"], Field(description="gloo on CPUs; without it a trainer means nccl")
+]
+ID_BYTES = 128  # of NCCL
+BucketBytes = Annotated[
+    int,
+    Field(ge=1, le=2**40, description="a bucket closes after the tensor that takes it over this"),
+]
+
+
+class InitInfo(Tolerant):
+    """A group whose ranks from 1 on are servers'."""
+
+    master_address: Annotated[
+        Address | None,
+        Field(description="where the store is, which rank 0 hosts; absent: there is none"),
+    ] = None
+    master_port: Port = 0
+    nccl_unique_id_b64: Annotated[
+        str, Field(max_length=256, description="NCCL's id in base64, in place of address and port")
+    ] = ""
+    rank_offset: Rank = 1
+    world_size: WorldSize
+    backend: Backend = "nccl"
+    packed: Annotated[
+        bool, Field(description="tensors come as raw bytes in buckets; false: one broadcast each")
+    ] = False
+    packed_buffer_size_bytes: BucketBytes = 2**30
+
+    def unique_id(self) -> bytes:
+        """Decoded; empty where the store has it. Exactly one of both says where ranks meet."""
+        if bool(self.nccl_unique_id_b64) == bool(self.master_address):
+            raise InvalidRequest(
+                f"master_address is {self.master_address!r} and nccl_unique_id_b64 has {len(self.nccl_unique_id_b64)} "
+                "characters; give one of both: the store's address and port, or NCCL's id"
+            )
+        try:
+            id = base64.b64decode(self.nccl_unique_id_b64, validate=True)
+        except ValueError:
+            id = b"?"
+        if len(id) not in (0, ID_BYTES) or (id and self.backend != "nccl"):
+            raise InvalidRequest(
+                f"nccl_unique_id_b64 is {self.nccl_unique_id_b64[:40]!r} with backend {self.backend}; give the "
+                f"{ID_BYTES} bytes of ncclGetUniqueId in ordinary base64, for backend nccl"
+            )
+        return id
+
+
+class InitFields(Tolerant):
+    init_info: Annotated[InitInfo, Field(description="where the group is made, and who is in it")]
+
+
+class BroadcasterFields(Tolerant):
+    """A group in which only servers are counted."""
+
+    host: Address
+    port: Port
+    rank_offset: Rank = 0
+    inference_world_size: Annotated[int, Field(ge=1, le=65535, description="servers in all")]
+    backend: Backend = "nccl"
+
+    def info(self) -> InitInfo:
+        if self.backend != "gloo":
+            said = "'nccl'" if "backend" in self.model_fields_set else "absent, which means nccl"
+            raise InvalidRequest(
+                f"backend is {said}, and trainers that make this group over nccl describe what they send by pickles, "
+                "which are not read; let the trainer write a directory and push it by weight_dir (prime-rl: "
+                'weight_broadcast type filesystem), or make the group with "backend": "gloo" and describe tensors by '
+                "update_info"
+            )
+        return InitInfo(
+            master_address=self.host,
+            master_port=self.port,
+            rank_offset=self.rank_offset + 1,
+            world_size=self.inference_world_size + 1,
+            backend=self.backend,
+        )
+
+
+class UpdateInfo(Tolerant):
+    """Tensors, in the order in which they are broadcast."""
+
+    names: Annotated[
+        list[TensorName],
+        Field(description="as the checkpoint names them; the drafter's may begin with `draft.`"),
+    ]
+    dtype_names: Annotated[list[str], Field(description='as torch names them, such as "bfloat16"')]
+    shapes: Annotated[list[Dimensions], Field(description="of the tensors")]
+    packed: Annotated[bool | None, Field(description="absent: as the group was made")] = None
+    packed_buffer_size_bytes: Annotated[
+        BucketBytes | None, Field(description="absent: as the group was made")
+    ] = None
+
+    def entries(self) -> list[TensorEntry]:
+        return described(self.names, self.dtype_names, self.shapes)
+
+    def packing(self, otherwise: Packing) -> Packing:
+        return Packing(
+            otherwise.packed if self.packed is None else self.packed,
+            self.packed_buffer_size_bytes or otherwise.bucket_bytes,
+        )
+
+
+def _listed(one_or_several: Any) -> Any:
+    return one_or_several if isinstance(one_or_several, list) else [one_or_several]
+
+
+class UpdateFields(Tolerant):
+    """What trainers say beside a broadcast; other fields are ignored."""
+
+    update_info: Annotated[
+        list[UpdateInfo],
+        Field(min_length=1, description="what is broadcast, or one after another several such"),
+        BeforeValidator(_listed, json_schema_input_type=UpdateInfo | list[UpdateInfo]),
+    ]
+    weight_version: Annotated[
+        Version | None, Field(description="absent: the channel and the content's digest")
+    ] = None
+
+
+class Transfer:
+    def __init__(self, broadcasts: Broadcasts) -> None:
+        self._broadcasts, self._packing = broadcasts, Packing()
+
+    async def join(self, info: InitInfo) -> None:
+        """A group made before is left."""
+        await self._broadcasts.join(
+            GROUP,
+            info.backend,
+            info.master_address or "",
+            info.master_port,
+            info.rank_offset,
+            info.world_size,
+            unique_id=info.unique_id(),
+        )
+        self._packing = Packing(info.packed, info.packed_buffer_size_bytes)
+
+    async def push(self, update: Update, body: dict[str, Any]) -> WeightReport:
+        """Returns once all tensors of the body, `UpdateFields`, have come; how things stand then."""
+        async with self._broadcasts.announced(GROUP):
+            asked = checked(UpdateFields, body)
+            pushes = [
+                (info.entries(), info.packing(self._packing)) for info in asked.update_info
+            ]  # before any is begun
+        for entries, packing in pushes:
+            report = await self._broadcasts.push(
+                update, GROUP, entries, packing, version=asked.weight_version or ""
+            )
+        return report
