@@ -15,7 +15,8 @@ from pydantic import BaseModel, TypeAdapter
 from tlt_server.engine.sampling import SamplingState, sample
 from tlt_server.errors import InvalidRequest
 from tlt_server.frontend.dialects.openai.requests import ChatRequest, CompletionRequest
-from tlt_server.frontend.generation.requests import SamplingFields, checked
+from tlt_server.frontend.generation.requests import SamplingFields
+from tlt_server.frontend.http.fields import checked
 from tlt_server.records import MAX_SEED, GenerateRequest, Sampling
 
 VOCAB = 11

@@ -45,16 +45,12 @@ from tlt_server.frontend.generation.generation import (
     ItemResult,
     TokenEvent,
 )
-from tlt_server.frontend.generation.requests import (
-    ItemFields,
-    NativeRequest,
-    checked,
-    read_object,
-    shown,
-)
+from tlt_server.frontend.generation.requests import ItemFields, NativeRequest
 from tlt_server.frontend.generation.validation import BREATH, NATIVE, Batch
 from tlt_server.frontend.http.auth import caller_of
+from tlt_server.frontend.http.bodies import read_object
 from tlt_server.frontend.http.endpoints import Endpoint, Parameter
+from tlt_server.frontend.http.fields import checked, shown
 from tlt_server.frontend.http.replies import Refusal, error_body, json_response, unexpected
 from tlt_server.frontend.link.admission import Demand
 from tlt_server.frontend.rollouts.rollout import Rollout

@@ -16,8 +16,9 @@ from starlette.responses import Response
 
 from tlt_server.config import nearest, parse_strategy
 from tlt_server.errors import InvalidRequest, StartupError, Unavailable
-from tlt_server.frontend.generation.requests import Strict, checked, read_object, shown
+from tlt_server.frontend.http.bodies import read_object
 from tlt_server.frontend.http.endpoints import Endpoint
+from tlt_server.frontend.http.fields import Strict, checked, shown
 from tlt_server.frontend.http.replies import json_response
 from tlt_server.frontend.service import Service
 from tlt_server.records import EngineInfo, SetPolicy, Strategy

@@ -32,8 +32,9 @@ from tlt_server.errors import (
     WeightsRefused,
     from_code,
 )
-from tlt_server.frontend.generation.requests import Strict, checked, read_object, shown
+from tlt_server.frontend.http.bodies import read_object
 from tlt_server.frontend.http.endpoints import Endpoint, Parameter
+from tlt_server.frontend.http.fields import Strict, checked, shown
 from tlt_server.frontend.http.replies import json_response
 from tlt_server.frontend.service import Service
 from tlt_server.frontend.weights.broadcasts import (

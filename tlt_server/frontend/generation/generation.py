@@ -14,9 +14,9 @@ import structlog
 
 from tlt_server.errors import EngineFailed, Poisoned, TltError, from_code
 from tlt_server.frontend.generation.choice import Choice, Delta, Sequence
-from tlt_server.frontend.generation.requests import shown
 from tlt_server.frontend.generation.text import Text
 from tlt_server.frontend.generation.validation import Batch
+from tlt_server.frontend.http.fields import shown
 from tlt_server.records import GenerateRequest, StepOutput
 
 if TYPE_CHECKING:

@@ -1,31 +1,19 @@
-"""Requests as JSON says them: pydantic models of what is right whatever the server, and errors in
-our words.
+"""Requests in the native form, as pydantic models of what is right on every server.
 
-`read_object` and `checked` are the only way in; `validation.Validator` then applies the model's and
-the server's limits. The models here are the native dialect's; a borrowed dialect declares its own
-and translates to `NativeRequest`.
+`http.bodies.read_object` and `http.fields.checked` are the only way in; `validation.Validator` then
+applies the model's and the server's limits. A borrowed dialect declares models of its own and
+translates them to `NativeRequest`.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from typing import Annotated, Any, TypeVar, get_args
+from typing import Annotated, Any
 
 import msgspec
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
-)
-from pydantic_core import ErrorDetails
+from pydantic import ConfigDict, Field, ValidatorFunctionWrapHandler, WrapValidator
 
-from tlt_server.config import nearest, requirement
-from tlt_server.errors import InvalidRequest
-from tlt_server.frontend.http.bodies import decoded
+from tlt_server.frontend.http.fields import Strict
 from tlt_server.records import MAX_SEED
 
 MAX_INT32 = 2**31 - 1  # what the engine's packed parameters hold
@@ -50,11 +38,6 @@ Salt = Annotated[str, Field(max_length=256)]
 Count = Annotated[int, Field(ge=1, le=MAX_INT32)]
 Length = Annotated[int, Field(ge=0, le=MAX_INT32)]
 Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
-Model = TypeVar("Model", bound=BaseModel)
-
-
-class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 class SharedSampling(Strict):
@@ -187,66 +170,3 @@ class NativeRequest(Strict):
     detach: bool = Field(
         False, description="answer at once with an id; GET /rollouts/{id} has the results"
     )
-
-
-async def read_object(body: bytes, field: str) -> dict[str, Any]:
-    """The JSON object in a body; `field` is the one that the message asks for."""
-    try:
-        content = await decoded(body)
-    except ValueError as error:
-        raise InvalidRequest(
-            f"the body is not JSON: {error}; send one UTF-8 encoded JSON object"
-        ) from None
-    if not isinstance(content, dict):
-        raise InvalidRequest(
-            f"the body is {shown(content)}; it must be a JSON object with the field {field}"
-        )
-    return content
-
-
-def checked(model: type[Model], content: Any, within: str = "") -> Model:
-    """The model's object, or `InvalidRequest` that begins with the field it is about. `within`:
-    where the content stands.
-    """
-    try:
-        return model.model_validate(content)
-    except ValidationError as error:
-        raise InvalidRequest(_explain(error.errors(include_url=False), model, within)) from None
-
-
-def shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-def _path(error: ErrorDetails) -> list[int | str]:
-    """Without the branches of a union."""
-    return [part for part in error["loc"] if not re.fullmatch(r"list\[.*|str|int|bool", str(part))]
-
-
-def _explain(errors: Sequence[ErrorDetails], root: type[BaseModel], within: str) -> str:
-    """Where, what it is, what it must be: pydantic's first finding in our words."""
-    error, path = errors[0], _path(errors[0])
-    where = (
-        within + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
-    ).lstrip(".")[:200]
-    if error["type"] == "extra_forbidden":
-        fields = list(_model_at(root, path[:-1]).model_fields)
-        return f"unknown field {where}{nearest(str(path[-1]), fields)} (known: {', '.join(fields)})"
-    if error["type"] == "missing":
-        return f"{where} is missing; it is required"
-    return f"{where} is {shown(error['input'])}; it must {requirement([other for other in errors if _path(other) == path])}"
-
-
-def _model_at(root: type[BaseModel], path: list[int | str]) -> type[BaseModel]:
-    """The model whose object stands at `path`."""
-    for part in path:
-        field = root.model_fields.get(str(part))
-        root = (_model_in(field.annotation) if field else None) or root
-    return root
-
-
-def _model_in(annotation: Any) -> type[BaseModel] | None:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next((found for part in get_args(annotation) if (found := _model_in(part))), None)

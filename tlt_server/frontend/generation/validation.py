@@ -22,9 +22,9 @@ from tlt_server.frontend.generation.requests import (
     ItemFields,
     NativeRequest,
     SamplingFields,
-    shown,
 )
 from tlt_server.frontend.generation.text import Text
+from tlt_server.frontend.http.fields import shown
 from tlt_server.frontend.link.admission import Demand
 from tlt_server.records import EngineInfo, GenerateRequest, Sampling
 

@@ -2,9 +2,7 @@
 meanwhile, in a thread as well.
 
 A large object or list is first cut into its members, which takes a fraction of the time; the
-members are decoded one after another, and other requests have their turn in between. Called by
-`requests.read_object`.
-"""
+members are decoded one after another, and other requests have their turn in between."""
 
 from __future__ import annotations
 
@@ -16,6 +14,7 @@ from msgspec import Raw
 from pydantic_core import from_json
 
 from tlt_server.errors import InvalidRequest
+from tlt_server.frontend.http.fields import shown
 
 PIECE_BYTES = 2**18
 DEPTH = 4  # of what is cut: body, list of items, item, list of token ids
@@ -23,6 +22,21 @@ MOST = (
     2**16
 )  # fields of a large object, members of a large list but of numbers: as many items as a request may have, at the most
 Cut = TypeVar("Cut", dict[str, Raw], list[Raw])
+
+
+async def read_object(body: bytes, field: str) -> dict[str, Any]:
+    """The JSON object in a body; `field` is the one that the message asks for."""
+    try:
+        content = await decoded(body)
+    except ValueError as error:
+        raise InvalidRequest(
+            f"the body is not JSON: {error}; send one UTF-8 encoded JSON object"
+        ) from None
+    if not isinstance(content, dict):
+        raise InvalidRequest(
+            f"the body is {shown(content)}; it must be a JSON object with the field {field}"
+        )
+    return content
 
 
 async def decoded(body: bytes) -> Any:

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from starlette.requests import Request
 
 from tlt_server.errors import InvalidRequest
-from tlt_server.frontend.generation.requests import shown
+from tlt_server.frontend.http.fields import shown
 
 FLAGS = {
     "true": True,

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 from pydantic import Field
 
 from tlt_server.errors import InvalidRequest
-from tlt_server.frontend.dialects.tolerant import NullIsAbsent
+from tlt_server.frontend.http.fields import NullIsAbsent
 from tlt_server.frontend.weights.session import WeightSession
 
 

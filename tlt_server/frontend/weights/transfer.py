@@ -13,8 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from tlt_server.errors import InvalidRequest
-from tlt_server.frontend.dialects.tolerant import Tolerant
-from tlt_server.frontend.generation.requests import checked
+from tlt_server.frontend.http.fields import Tolerant, checked
 from tlt_server.frontend.weights.broadcasts import (
     Address,
     Broadcasts,

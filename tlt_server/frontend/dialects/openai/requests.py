@@ -14,13 +14,11 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 from pydantic_core import from_json
 
 from tlt_server.errors import InvalidRequest
-from tlt_server.frontend.dialects.tolerant import Tolerant, null_is_absent, without_nulls
 from tlt_server.frontend.generation.requests import (
     MAX_INT32,
     Count,
     ItemFields,
     Length,
-    Model,
     NativeRequest,
     Salt,
     SamplingFields,
@@ -28,11 +26,11 @@ from tlt_server.frontend.generation.requests import (
     SharedSampling,
     ShortName,
     TokenIds,
-    checked,
     one_of,
-    read_object,
 )
 from tlt_server.frontend.generation.validation import Words
+from tlt_server.frontend.http.bodies import read_object
+from tlt_server.frontend.http.fields import Model, Tolerant, checked, null_is_absent, without_nulls
 
 COMPLETION = Words("prompt", "prompt[{i}]", "", "")
 CHAT = Words("messages", "messages", "", "")

@@ -21,14 +21,13 @@ from tlt_server.errors import TltError
 from tlt_server.frontend.dialects.openai.logprobs import scored_prompt
 from tlt_server.frontend.dialects.sglang.replies import Finish, Generated, MetaInfo, Scored
 from tlt_server.frontend.dialects.sglang.requests import GenerateFields
-from tlt_server.frontend.dialects.tolerant import without_nulls
 from tlt_server.frontend.generation.choice import Choice
 from tlt_server.frontend.generation.delivery import EventStream, reply
 from tlt_server.frontend.generation.generation import Generation, ItemError, ItemResult, TokenEvent
-from tlt_server.frontend.generation.requests import checked
 from tlt_server.frontend.generation.text import REPLACEMENT
 from tlt_server.frontend.generation.validation import Batch, Words
 from tlt_server.frontend.http.auth import caller_of
+from tlt_server.frontend.http.fields import checked, without_nulls
 from tlt_server.frontend.http.replies import error_reply, json_response, unexpected
 from tlt_server.frontend.service import Service
 from tlt_server.records import TokenLogprobs

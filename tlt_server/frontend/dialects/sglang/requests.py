@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from tlt_server.errors import InvalidRequest
-from tlt_server.frontend.dialects.tolerant import NullIsAbsent, Tolerant, null_is_absent
 from tlt_server.frontend.generation.requests import (
     MAX_INT32,
     Count,
@@ -21,10 +20,9 @@ from tlt_server.frontend.generation.requests import (
     SharedSampling,
     ShortName,
     TokenIds,
-    checked,
     one_of,
-    shown,
 )
+from tlt_server.frontend.http.fields import NullIsAbsent, Tolerant, checked, null_is_absent, shown
 from tlt_server.frontend.weights.broadcasts import (
     Address,
     Dimensions,

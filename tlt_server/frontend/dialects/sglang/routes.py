@@ -63,19 +63,13 @@ from tlt_server.frontend.dialects.sglang.requests import (
     ReadFields,
     TensorFields,
 )
-from tlt_server.frontend.dialects.tolerant import without_nulls
 from tlt_server.frontend.generation.delivery import reply, unless
 from tlt_server.frontend.generation.generation import Generation, ItemError, ItemResult
-from tlt_server.frontend.generation.requests import (
-    ItemFields,
-    Model,
-    NativeRequest,
-    SamplingFields,
-    checked,
-    read_object,
-)
+from tlt_server.frontend.generation.requests import ItemFields, NativeRequest, SamplingFields
 from tlt_server.frontend.http.auth import caller_of
+from tlt_server.frontend.http.bodies import read_object
 from tlt_server.frontend.http.endpoints import Endpoint, Parameter
+from tlt_server.frontend.http.fields import Model, checked, without_nulls
 from tlt_server.frontend.http.replies import json_response
 from tlt_server.frontend.service import Service
 from tlt_server.frontend.weights.broadcasts import described

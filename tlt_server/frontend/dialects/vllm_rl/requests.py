@@ -9,7 +9,6 @@ from typing import Any
 from pydantic import ConfigDict, Field
 
 from tlt_server.errors import InvalidRequest
-from tlt_server.frontend.dialects.tolerant import NullIsAbsent, Tolerant, null_is_absent
 from tlt_server.frontend.generation.requests import (
     MAX_INT32,
     Count,
@@ -22,8 +21,8 @@ from tlt_server.frontend.generation.requests import (
     SharedSampling,
     ShortName,
     TokenIds,
-    checked,
 )
+from tlt_server.frontend.http.fields import NullIsAbsent, Tolerant, checked, null_is_absent
 from tlt_server.frontend.weights.session import Version
 
 

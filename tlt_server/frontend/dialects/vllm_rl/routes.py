@@ -36,7 +36,6 @@ from tlt_server.frontend.dialects.openai.logprobs import Speller, scored_prompt
 from tlt_server.frontend.dialects.openai.phrases import scored, whole
 from tlt_server.frontend.dialects.openai.replies import CachedTokens, OpenAIUsage
 from tlt_server.frontend.dialects.operate import Status
-from tlt_server.frontend.dialects.tolerant import without_nulls
 from tlt_server.frontend.dialects.vllm_rl.replies import (
     CheckReply,
     IsPaused,
@@ -67,10 +66,11 @@ from tlt_server.frontend.generation.choice import Choice
 from tlt_server.frontend.generation.delivery import reply
 from tlt_server.frontend.generation.generation import Generation, ItemError, ItemResult
 from tlt_server.frontend.generation.pieces import Pieces
-from tlt_server.frontend.generation.requests import Model, checked, read_object, shown
 from tlt_server.frontend.generation.validation import Words
 from tlt_server.frontend.http.auth import caller_of
+from tlt_server.frontend.http.bodies import read_object
 from tlt_server.frontend.http.endpoints import Endpoint, Parameter
+from tlt_server.frontend.http.fields import Model, checked, shown, without_nulls
 from tlt_server.frontend.http.queries import flag, word, words
 from tlt_server.frontend.http.replies import json_response
 from tlt_server.frontend.link.admission import Demand
