@@ -20,13 +20,13 @@ if __name__ == "__main__":
         sys.exit(__main__.main(sys.argv[1:]))
 
     from tlt_server.engine import process
+    from tlt_server.engine.batch import Batch
     from tlt_server.engine.runner import CpuRunner
-    from tlt_server.engine.work import Batch
     from tlt_server.records import Strategy
 
     class FatalRunner(CpuRunner):
         def launch(self, batch: Batch, strategy: Strategy) -> None:
-            if any(work.sequence.tokens[: len(FATAL)].tolist() == FATAL for work in batch.works):
+            if any(work.sequence.tokens[: len(FATAL)].tolist() == FATAL for work in batch.chunks):
                 os.kill(os.getpid(), signal.SIGKILL)
             super().launch(batch, strategy)
 

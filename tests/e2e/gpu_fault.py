@@ -26,10 +26,10 @@ if __name__ == "__main__":
     import torch
 
     from tlt_server.engine import process
+    from tlt_server.engine.batch import Batch
     from tlt_server.engine.devices import cpu, cuda
     from tlt_server.engine.gpu.runner import GpuRunner
     from tlt_server.engine.runner import CpuRunner
-    from tlt_server.engine.work import Batch
     from tlt_server.records import Strategy
 
     class Resident:
@@ -38,7 +38,7 @@ if __name__ == "__main__":
             time.sleep(3600)
 
     def is_faulty(batch: Batch) -> bool:
-        return any(work.sequence.tokens[: len(FAULTY)].tolist() == FAULTY for work in batch.works)
+        return any(work.sequence.tokens[: len(FAULTY)].tolist() == FAULTY for work in batch.chunks)
 
     class FaultyGpuRunner(GpuRunner):
         def launch(self, batch: Batch, strategy: Strategy) -> None:

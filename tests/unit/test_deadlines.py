@@ -86,7 +86,9 @@ def test_deadlines_agree_with_a_look_at_every_sequence(seed: int, steps: int) ->
         unbegun = {
             s.id: "queue_timeout"
             for s in twin.values()
-            if s.request.begin_by_s is not None and s.request.begin_by_s <= now and not s.has_begun
+            if s.request.begin_by_s is not None
+            and s.request.begin_by_s <= now
+            and not s.has_started
         }
         ended = scheduler.expire()
         assert dict(codes(ended)) == unbegun | late and len(ended) == len(unbegun | late)

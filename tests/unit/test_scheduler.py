@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tlt_server.engine.batch import Batch, Emission
 from tlt_server.engine.gpu.buckets import PromptShape, Shapes
 from tlt_server.engine.pages import PagePool
 from tlt_server.engine.sampling import SamplingState
 from tlt_server.engine.scheduler import Scheduler
 from tlt_server.engine.sequence import Sequence
-from tlt_server.engine.work import Batch, Emission
 from tlt_server.errors import InvalidRequest
 from tlt_server.records import GenerateRequest, InFlight, Sampling, StepOutput
 
@@ -77,8 +77,12 @@ class FakeKV:
         """
         for s in scheduler._running:
             made = {self.made[self.at(s, position)] for position in range(s.computed)}
-            assert s.spanning or made <= {scheduler.weight_version}, f"{s.id} reads KV of {made}"
-            assert not s.spanning or s.decoding, f"{s.id} has read its prompt under two versions"
+            assert s.mixed_version or made <= {scheduler.weight_version}, (
+                f"{s.id} reads KV of {made}"
+            )
+            assert not s.mixed_version or s.decoding, (
+                f"{s.id} has read its prompt under two versions"
+            )
         for page in scheduler.pool._key:
             assert len({self.made[page * PAGE + i] for i in range(PAGE)}) == 1, (
                 f"page {page} is published with KV of two versions"
@@ -127,25 +131,25 @@ def run(scheduler: Scheduler, batch: Batch, kv: FakeKV, draw: random.Random) -> 
     """Launch the batch on a device that knows at once what the host will be told later."""
     scheduler.launched(batch, 3)
     emissions = []
-    for work in batch.works:
-        sequence = work.sequence
+    for chunk in batch.chunks:
+        sequence = chunk.sequence
         assert sequence.id in kv.begun, "it is computed and was not announced"
-        tokens = kv.tokens.setdefault((sequence, sequence.life), sequence.tokens.tolist())
+        tokens = kv.tokens.setdefault((sequence, sequence.epoch), sequence.tokens.tolist())
         remaining = sequence.length + sequence.remaining - len(tokens)
         output = tokens[sequence.prompt_len :]
         if output and (output[-1] == EOS or not remaining):
             emissions.append(Emission())  # it has ended on the device
             continue
-        start, end = (len(tokens) - 1, len(tokens)) if work.decodes else (work.start, work.end)
-        assert start <= work.start and end <= work.end, "the host's bounds are wrong"
+        start, end = (len(tokens) - 1, len(tokens)) if chunk.decodes else (chunk.start, chunk.end)
+        assert start <= chunk.start and end <= chunk.end, "the host's bounds are wrong"
         kv.extend(sequence, tokens, start, end, batch.weight_version)
-        if not work.samples:
+        if not chunk.samples:
             emissions.append(Emission())
             continue
         before = len(tokens)
         depth = (
             draw.randint(0, max(0, min(remaining - 1, sequence.capacity - before, 3)))
-            if work.decodes
+            if chunk.decodes
             else 0
         )
         for _ in range(depth + 1):
@@ -300,8 +304,8 @@ def test_every_sequence_ends_as_if_alone(
         scheduler.check()
         if batch := scheduler.next_batch():
             scheduler.check()
-            assert sum(w.end - w.start for w in batch.works) <= max(
-                max_rows, sum(w.decodes for w in batch.works)
+            assert sum(w.end - w.start for w in batch.chunks) <= max(
+                max_rows, sum(w.decodes for w in batch.chunks)
             )
             flying.append((batch, run(scheduler, batch, kv, draw)))
         while len(flying) > (behind if batch else 0):
@@ -345,7 +349,7 @@ def test_a_group_computes_its_prompt_once() -> None:
     rows = 0
     seen: dict[str, list[StepOutput]] = {}
     while batch := scheduler.next_batch():
-        rows += sum(w.end - w.start for w in batch.works if not w.sequence.output_len)
+        rows += sum(w.end - w.start for w in batch.chunks if not w.sequence.output_len)
         collect(scheduler.commit(batch, run(scheduler, batch, kv, random.Random(0))), seen)
     assert rows == 17 + 5 * 1  # four full pages are shared, one row is left to each sibling
     assert sorted(outputs[0].cached_tokens for outputs in seen.values()) == [0] + [16] * 5
@@ -374,7 +378,7 @@ def test_after_a_flush_what_runs_serves_nobody_and_makes_nobody_wait() -> None:
     scheduler.commit(batch, in_flight)
     scheduler.submit([sequence(1, prompt, 2, 1)])
     batch = scheduler.next_batch()
-    assert batch is not None and [(work.sequence.id, work.start) for work in batch.works] == [
+    assert batch is not None and [(chunk.sequence.id, chunk.start) for chunk in batch.chunks] == [
         ("r0", 8),
         ("r1", 0),
     ]
@@ -417,12 +421,12 @@ def test_a_prompt_half_read_starts_over_under_the_new_version() -> None:
     scheduler, kv = make(16, max_rows=4)
     scheduler.submit([sequence(0, list(range(10)), 3, 0)])
     batch = scheduler.next_batch()
-    assert batch is not None and not batch.works[0].samples
+    assert batch is not None and not batch.chunks[0].samples
     scheduler.commit(batch, run(scheduler, batch, kv, random.Random(0)))
     scheduler.change_version("v2", "continue")
     batch = scheduler.next_batch()
-    assert batch is not None and (batch.works[0].start, batch.weight_version) == (0, "v2")
-    assert not batch.works[0].sequence.spanning
+    assert batch is not None and (batch.chunks[0].start, batch.weight_version) == (0, "v2")
+    assert not batch.chunks[0].sequence.mixed_version
 
 
 def test_recompute_also_drops_kv_that_was_saved_from_preemption() -> None:
@@ -443,7 +447,7 @@ def test_recompute_also_drops_kv_that_was_saved_from_preemption() -> None:
     while not any(s.saved for s in sequences):
         step()
     scheduler.change_version("v3", "recompute")
-    assert not any(s.saved or s.spanning for s in sequences)
+    assert not any(s.saved or s.mixed_version for s in sequences)
     while not scheduler.idle:
         step()
     for s in sequences:
@@ -516,7 +520,7 @@ def test_the_first_output_says_how_long_a_sequence_waited() -> None:
     waited: dict[str, list[float]] = {"r0": [], "r1": []}
     while batch := scheduler.next_batch():
         now += 1.0
-        for output in scheduler.commit(batch, [Emission([3], [0.0]) for _ in batch.works]):
+        for output in scheduler.commit(batch, [Emission([3], [0.0]) for _ in batch.chunks]):
             waited[output.id].append(output.queued_s)
     assert waited == {"r0": [0.0, 0.0], "r1": [2.0, 0.0]}
 

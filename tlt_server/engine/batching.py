@@ -12,20 +12,20 @@ from numpy.typing import NDArray
 
 from tlt_kernels.cpu.rows import RowLayout, layout_rows
 from tlt_server.attention.rows import KVCache, Rows
-from tlt_server.engine.work import Batch, Work
+from tlt_server.engine.batch import Batch, Chunk
 from tlt_server.speculation.batch import Candidates, DraftBatch
 
 
-def draft_batch(works: list[Work], page_table_SP: NDArray[np.int32]) -> DraftBatch:
-    """What a drafter may see of the works to be speculated on."""
-    sequences = [work.sequence for work in works]
+def draft_batch(chunks: list[Chunk], page_table_SP: NDArray[np.int32]) -> DraftBatch:
+    """What a drafter may see of the chunks to be speculated on."""
+    sequences = [chunk.sequence for chunk in chunks]
     pages = max(len(s.pages) for s in sequences)
     return DraftBatch(
         ids=[s.id for s in sequences],
         group_ids=[s.request.group_id for s in sequences],
         tokens=[s.tokens for s in sequences],
         prompt_len_B=np.array([s.prompt_len for s in sequences], np.int32),
-        page_table_BP=page_table_SP[[s.slot for s in sequences], :pages],
+        page_table_BP=page_table_SP[[s.batch_slot for s in sequences], :pages],
         seed_B=np.array([s.request.seed for s in sequences], np.uint64),
         temperature_B=np.array([s.request.sampling.temperature for s in sequences], np.float32),
         salts=[s.request.salt for s in sequences],
@@ -43,7 +43,7 @@ class Step:
     layout: RowLayout
     sampled_R: NDArray[
         np.int64
-    ]  # the rows whose logits are wanted: roots and drafts of sampling works, work after work
+    ]  # the rows whose logits are wanted: roots and drafts of sampling chunks, chunk after chunk
     table_WP: NDArray[np.int32]
 
 
@@ -51,20 +51,20 @@ def lay_out(
     batch: Batch,
     page_table_SP: NDArray[np.int32],
     cache: KVCache,
-    work_N: NDArray[np.int32],
+    chunk_N: NDArray[np.int32],
     parent_N: NDArray[np.int32],
     candidates: Candidates,
     chosen_N: NDArray[np.int32],
 ) -> Step:
-    """Rows of `batch`; node n of the chosen draft nodes hangs off work `work_N[n]`, below chosen
+    """Rows of `batch`; node n of the chosen draft nodes hangs off chunk `chunk_N[n]`, below chosen
     node `parent_N[n]` (-1 = root).
     """
-    works = batch.works
-    pages = max(len(work.sequence.pages) for work in works)
-    table_WP = page_table_SP[[work.sequence.slot for work in works], :pages]
-    start_W = np.array([work.start for work in works], np.int64)
-    end_W = np.array([work.end for work in works], np.int64)
-    tokens = np.concatenate([work.sequence.tokens[work.start : work.end] for work in works])
+    chunks = batch.chunks
+    pages = max(len(chunk.sequence.pages) for chunk in chunks)
+    table_WP = page_table_SP[[chunk.sequence.batch_slot for chunk in chunks], :pages]
+    start_W = np.array([chunk.start for chunk in chunks], np.int64)
+    end_W = np.array([chunk.end for chunk in chunks], np.int64)
+    tokens = np.concatenate([chunk.sequence.tokens[chunk.start : chunk.end] for chunk in chunks])
     depth = int(candidates.depth_N[chosen_N].max()) if len(chosen_N) else 0
     layout = layout_rows(
         start_W,
@@ -73,7 +73,7 @@ def lay_out(
         cache.page_size,
         cache.scratch_start,
         tokens,
-        work_N,
+        chunk_N,
         parent_N,
         candidates.token_N[chosen_N],
         depth,
@@ -89,8 +89,8 @@ def lay_out(
     )
     wanted = [
         np.arange(root, root + drafts + 1)
-        for work, root, drafts in zip(works, layout.root_W, layout.drafts_W, strict=True)
-        if work.samples
+        for chunk, root, drafts in zip(chunks, layout.root_W, layout.drafts_W, strict=True)
+        if chunk.samples
     ]
     sampled_R = np.concatenate(wanted) if wanted else np.zeros(0, np.int64)
     return Step(rows, layout, sampled_R, table_WP)

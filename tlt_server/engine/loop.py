@@ -12,12 +12,12 @@ from typing import Protocol
 
 import msgspec
 
+from tlt_server.engine.batch import Batch
 from tlt_server.engine.halt import Halt
 from tlt_server.engine.pushes import WeightPushes
 from tlt_server.engine.runner import Finished
 from tlt_server.engine.scheduler import Scheduler
 from tlt_server.engine.sequence import Sequence
-from tlt_server.engine.work import Batch
 from tlt_server.errors import EngineFailed, TltError
 from tlt_server.records import (
     Abort,

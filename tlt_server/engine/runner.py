@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from tlt_kernels.cpu.elementwise import copy_slots
 from tlt_server.attention.rows import KVCache
+from tlt_server.engine.batch import Batch, Emission
 from tlt_server.engine.batching import Step, draft_batch, lay_out
 from tlt_server.engine.sampling import Sampled, prompt_logprobs, sample
-from tlt_server.engine.work import Batch, Emission
 from tlt_server.errors import EngineFailed
 from tlt_server.models import Forward
 from tlt_server.models.decoder import Decoder
@@ -78,7 +78,7 @@ class CpuRunner:
             batch,
             self._page_table_SP,
             self._cache,
-            drafts.work_N,
+            drafts.chunk_N,
             drafts.parent_N,
             drafts.candidates,
             drafts.chosen_N,
@@ -100,8 +100,8 @@ class CpuRunner:
             rows=len(step.rows),
             accepted=tuple(
                 len(emission.tokens) - 1
-                for work, emission in zip(batch.works, emissions, strict=True)
-                if work.decodes
+                for chunk, emission in zip(batch.chunks, emissions, strict=True)
+                if chunk.decodes
             ),
             drafted=len(drafts.chosen_N),
         )
@@ -109,7 +109,7 @@ class CpuRunner:
 
     def _sample(self, batch: Batch, step: Step, forward: Forward) -> tuple[Sampled, Walk]:
         layout = step.layout
-        states = [work.sequence.state for work in batch.works]
+        states = [chunk.sequence.state for chunk in batch.chunks]
         logits_SV = self.model.logits(forward.hidden_RH[torch.from_numpy(step.sampled_R)])
         sampled = self.sample(
             logits_SV,
@@ -146,16 +146,16 @@ class CpuRunner:
         p + 1.
         """
         first_row = 0
-        for w, (work, emission) in enumerate(zip(batch.works, emissions, strict=True)):
-            sequence, count = work.sequence, work.sequence.request.sampling.prompt_logprobs
-            rows = min(work.end, sequence.prompt_len - 1) - work.start
+        for w, (chunk, emission) in enumerate(zip(batch.chunks, emissions, strict=True)):
+            sequence, count = chunk.sequence, chunk.sequence.request.sampling.prompt_logprobs
+            rows = min(chunk.end, sequence.prompt_len - 1) - chunk.start
             if count is not None and sequence.output_len == 0:
-                found: list[TokenLogprobs | None] = [None] if work.start == 0 else []
+                found: list[TokenLogprobs | None] = [None] if chunk.start == 0 else []
                 if rows > 0:
                     logits = self.model.logits(forward.hidden_RH[first_row : first_row + rows])
                     found += prompt_logprobs(
                         logits,
-                        sequence.tokens[work.start + 1 : work.start + 1 + rows].tolist(),
+                        sequence.tokens[chunk.start + 1 : chunk.start + 1 + rows].tolist(),
                         count,
                     )
                 emission.prompt_logprobs = found
@@ -176,19 +176,19 @@ class _Drafts:
         scratch: int,
     ) -> None:
         self.candidates = Candidates.empty()
-        self.chosen_N = self.parent_N = self.work_N = np.zeros(0, np.int32)
+        self.chosen_N = self.parent_N = self.chunk_N = np.zeros(0, np.int32)
         self._drafter: Drafter | None = None
-        works = [
-            w for w, work in enumerate(batch.works) if work.decodes and work.sequence.request.sd
+        chunks = [
+            w for w, chunk in enumerate(batch.chunks) if chunk.decodes and chunk.sequence.request.sd
         ]
-        if not strategy.drafter or not works:
+        if not strategy.drafter or not chunks:
             return
         self._drafter = drafters[strategy.drafter]
-        self._seen: DraftBatch = draft_batch([batch.works[w] for w in works], page_table_SP)
+        self._seen: DraftBatch = draft_batch([batch.chunks[w] for w in chunks], page_table_SP)
         self.candidates = self._drafter.propose(self._seen, strategy)
-        budget = min((strategy.rows - 1) * len(works), scratch)
-        self.chosen_N, self.parent_N, _ = select(self.candidates, len(works), budget)
-        self.work_N = np.array(works, np.int32)[self.candidates.request_N[self.chosen_N]]
+        budget = min((strategy.rows - 1) * len(chunks), scratch)
+        self.chosen_N, self.parent_N, _ = select(self.candidates, len(chunks), budget)
+        self.chunk_N = np.array(chunks, np.int32)[self.candidates.request_N[self.chosen_N]]
 
     def observe(self, accepted_N: NDArray[np.int8]) -> None:
         """`accepted_N` says of every chosen node, in order, whether it is on its request's path."""
@@ -200,7 +200,7 @@ class _Drafts:
 
 
 def _emissions(batch: Batch, step: Step, sampled: Sampled, walk: Walk) -> list[Emission]:
-    """Per work the target's tokens along the accepted path, with their log-probs."""
+    """Per chunk the target's tokens along the accepted path, with their log-probs."""
     at_R = np.full(len(step.rows), -1, np.int64)  # where a row stands among the sampled ones
     at_R[step.sampled_R] = np.arange(len(step.sampled_R))
     tokens, logprobs = sampled.token_S.tolist(), sampled.logprob_S.tolist()
@@ -213,10 +213,10 @@ def _emissions(batch: Batch, step: Step, sampled: Sampled, walk: Walk) -> list[E
     )
     drafts = step.layout.drafts_W.tolist()
     emissions, first = [], 0
-    for w, work in enumerate(batch.works):
+    for w, chunk in enumerate(batch.chunks):
         path = [roots[w], *accepted[first : first + lengths[w]]]
         first += lengths[w]
-        if not work.samples:
+        if not chunk.samples:
             emissions.append(Emission())
             continue
         emission = Emission(
@@ -226,7 +226,7 @@ def _emissions(batch: Batch, step: Step, sampled: Sampled, walk: Walk) -> list[E
         )
         if broken and any(math.isnan(logprob) for logprob in emission.logprobs):
             emission = Emission(error=EngineFailed(NOT_FINITE))
-        sampling = work.sequence.request.sampling
+        sampling = chunk.sequence.request.sampling
         if sampling.raw_logprobs:
             emission.raw_logprobs = [raw_logprobs[s] for s in path]
         if sampling.logprobs:

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tlt_server.engine.batch import Batch, Chunk, Emission
 from tlt_server.engine.deadlines import Deadlines
 from tlt_server.engine.pages import PageKey, PagePool
 from tlt_server.engine.sequence import SavedKV, Sequence
-from tlt_server.engine.work import Batch, Emission, Work
 from tlt_server.errors import DeadlineExceeded, InvalidRequest, QueueTimeout, TltError
 from tlt_server.records import InFlight, StepOutput, TokenLogprobs
 
@@ -127,7 +127,7 @@ class Scheduler:
                 error = DeadlineExceeded(
                     "the request's deadline passed before it finished; raise timeout_s or ask for fewer tokens"
                 )
-            elif not sequence.has_begun:
+            elif not sequence.has_started:
                 error = QueueTimeout(
                     "the engine did not begin this sequence within its queue_timeout_s, as others came first; send it "
                     "again later or raise queue_timeout_s"
@@ -144,7 +144,7 @@ class Scheduler:
         error: tuple[str, str] | None = None,
         emission: Emission | None = None,
     ) -> StepOutput:
-        if sequence.slot >= 0:
+        if sequence.batch_slot >= 0:
             self._vacate(sequence)
         else:
             del self._waiting[sequence.id]
@@ -174,49 +174,49 @@ class Scheduler:
         """The rows of the next step, pages reserved; None when nothing can run."""
         if self.halted:
             return None
-        works = [
-            work
+        chunks = [
+            chunk
             for sequence in list(self._running)
-            if sequence.unlaunched <= 1 and (work := self._decode_work(sequence))
+            if sequence.unlaunched <= 1 and (chunk := self._decode_chunk(sequence))
         ]
-        room = self.room(len(works), self.max_rows)
+        room = self.room(len(chunks), self.max_rows)
         for sequence in list(self._running):
             if sequence.unlaunched > 1 and room > 0:
-                works.append(self._prompt_work(sequence, room))
-                room -= works[-1].end - works[-1].start
+                chunks.append(self._prompt_chunk(sequence, room))
+                room -= chunks[-1].end - chunks[-1].start
         running = len(self._running)
         while room > 0 and (admitted := self._admit()):
-            works.append(self._prompt_work(admitted, room))
-            room -= works[-1].end - works[-1].start
+            chunks.append(self._prompt_chunk(admitted, room))
+            room -= chunks[-1].end - chunks[-1].start
         if len(self._running) > running:
             self._on_begin([sequence.id for sequence in self._running])
-        return Batch(works, self.weight_version) if works else None
+        return Batch(chunks, self.weight_version) if chunks else None
 
     def launched(self, batch: Batch, depth: int) -> None:
         """The batch is on its way, with draft trees of at most this depth; `commit` is told of it
         later, in order.
         """
-        for work in batch.works:
-            work.launch(depth)
+        for chunk in batch.chunks:
+            chunk.launch(depth)
 
-    def _decode_work(self, sequence: Sequence) -> Work | None:
+    def _decode_chunk(self, sequence: Sequence) -> Chunk | None:
         if sequence.sure and (sequence.sure >= sequence.remaining or sequence.by_host):
             return None  # what is in flight ends it, or has to be seen first
-        while sequence.slot >= 0:
+        while sequence.batch_slot >= 0:
             root_end = min(sequence.length + sequence.ahead, sequence.length + sequence.remaining)
             if self._reserve(sequence, root_end):
                 self._reserve(
                     sequence, min(root_end + self.lookahead, sequence.length + sequence.remaining)
                 )
-                return Work(
+                return Chunk(
                     sequence, sequence.length + sequence.ahead - 1, sequence.length + sequence.ahead
                 )
             self._preempt(self._running[-1])
         return None
 
     @staticmethod
-    def _prompt_work(sequence: Sequence, room: int) -> Work:
-        return Work(sequence, sequence.launched, min(sequence.length, sequence.launched + room))
+    def _prompt_chunk(sequence: Sequence, room: int) -> Chunk:
+        return Chunk(sequence, sequence.launched, min(sequence.length, sequence.launched + room))
 
     def _reserve(self, sequence: Sequence, positions: int) -> bool:
         need = -(-positions // self.pool.page_size) - len(sequence.pages)
@@ -226,7 +226,7 @@ class Scheduler:
                 return False
             start = len(sequence.pages)
             sequence.pages.extend(pages)
-            self.page_table_SP[sequence.slot, start : start + need] = pages
+            self.page_table_SP[sequence.batch_slot, start : start + need] = pages
         return True
 
     def _admit(self) -> Sequence | None:
@@ -237,7 +237,7 @@ class Scheduler:
             return None
         pending = self._pending_keys()
         for sequence in self._waiting.values():
-            if self.holding and not sequence.has_begun:
+            if self.holding and not sequence.has_started:
                 continue
             saved = sequence.saved
             # prompt log-probs need every prompt row, once: they go out with the first token
@@ -257,10 +257,10 @@ class Scheduler:
                 return None
             del self._waiting[sequence.id]
             self._running.append(sequence)
-            sequence.slot = self._slots.popleft()
+            sequence.batch_slot = self._slots.popleft()
             sequence.pages, sequence.published = pages, len(pages)
             sequence.computed = sequence.launched = len(pages) * self.pool.page_size
-            self.page_table_SP[sequence.slot, : len(pages)] = pages
+            self.page_table_SP[sequence.batch_slot, : len(pages)] = pages
             self._reserve(sequence, sequence.length)
             if saved is not None:
                 self._restore(saved.kv, sequence.pages)
@@ -281,7 +281,7 @@ class Scheduler:
         }
 
     def _preempt(self, sequence: Sequence) -> None:
-        if sequence.spanning:  # no one version could compute its KV again
+        if sequence.mixed_version:  # no one version could compute its KV again
             pages = sequence.pages[: -(-sequence.computed // self.pool.page_size)]
             sequence.saved = SavedKV(self._save(pages), sequence.computed)
         sequence.preemptions += 1
@@ -312,27 +312,27 @@ class Scheduler:
 
     def _vacate(self, sequence: Sequence) -> None:
         self._running.remove(sequence)
-        self._slots.append(sequence.slot)
+        self._slots.append(sequence.batch_slot)
         self.pool.release(sequence.pages)
-        sequence.slot, sequence.pages, sequence.computed, sequence.published = -1, [], 0, 0
+        sequence.batch_slot, sequence.pages, sequence.computed, sequence.published = -1, [], 0, 0
         sequence.launched = sequence.sure = sequence.ahead = 0
         sequence.private = False
-        sequence.life += 1
+        sequence.epoch += 1
 
     # -- after a step --------------------------------------------------------------------------------------------
 
     def commit(self, batch: Batch, emissions: list[Emission]) -> list[StepOutput]:
-        """Take over what the runner computed; `emissions[i]` belongs to `batch.works[i]`."""
+        """Take over what the runner computed; `emissions[i]` belongs to `batch.chunks[i]`."""
         outputs = []
-        for work, emission in zip(batch.works, emissions, strict=True):
-            sequence = work.sequence
-            if work.void:
+        for chunk, emission in zip(batch.chunks, emissions, strict=True):
+            sequence = chunk.sequence
+            if chunk.void:
                 continue
-            work.land()
+            chunk.land()
             if emission.prompt_logprobs is not None:
                 self._prompt_logprobs.setdefault(sequence.id, []).extend(emission.prompt_logprobs)
-            if not work.samples:
-                sequence.computed = work.end
+            if not chunk.samples:
+                sequence.computed = chunk.end
                 self._publish(sequence)
                 continue
             if emission.error is not None:
@@ -419,7 +419,7 @@ class Scheduler:
     @property
     def begun(self) -> int:
         """Sequences that a version has computed something of."""
-        return sum(s.has_begun for s in self._by_id.values())
+        return sum(s.has_started for s in self._by_id.values())
 
     def change_version(self, version: str, in_flight: InFlight) -> list[StepOutput]:
         """Every step from now on is computed by `version`; returns what ends of it.
@@ -431,7 +431,7 @@ class Scheduler:
         """
         self.weight_version = version
         ended = (
-            [self._end(s, "abort") for s in list(self._by_id.values()) if s.has_begun]
+            [self._end(s, "abort") for s in list(self._by_id.values()) if s.has_started]
             if in_flight == "abort"
             else []
         )
@@ -445,7 +445,7 @@ class Scheduler:
             if sequence.saved is None:
                 sequence.start_over(version)
         for sequence in self._running:
-            sequence.spanning = True
+            sequence.mixed_version = True
         return ended
 
     # -- looking in ----------------------------------------------------------------------------------------------
@@ -457,14 +457,14 @@ class Scheduler:
             "pages_free": self.pool.available,
             "pages_cached": self.pool.cached,
             "preemptions": self.preemptions,
-            "spanning": sum(s.spanning for s in self._by_id.values()),
+            "spanning": sum(s.mixed_version for s in self._by_id.values()),
         }
 
     def check(self) -> None:
         """Assert every invariant; called by the property tests after each operation."""
         self.pool.check([s.pages for s in self._running])
         self._deadlines.check()
-        assert sorted([*self._slots, *(s.slot for s in self._running)]) == list(
+        assert sorted([*self._slots, *(s.batch_slot for s in self._running)]) == list(
             range(self.max_running)
         ), "slots leak"
         assert {s.id for s in self._running} | self._waiting.keys() == set(self._by_id), (
@@ -483,10 +483,10 @@ class Scheduler:
             assert s.computed <= s.launched <= s.length, (
                 f"{s.id}: launched {s.launched}, computed {s.computed} of {s.length}"
             )
-            assert self.page_table_SP[s.slot, : len(s.pages)].tolist() == s.pages, (
+            assert self.page_table_SP[s.batch_slot, : len(s.pages)].tolist() == s.pages, (
                 f"{s.id}: page table differs"
             )
         for s in self._waiting.values():
-            assert s.slot < 0 and not s.pages and s.computed == 0 and not s.private, (
+            assert s.batch_slot < 0 and not s.pages and s.computed == 0 and not s.private, (
                 f"{s.id} waits but holds something"
             )

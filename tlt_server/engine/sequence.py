@@ -38,7 +38,7 @@ class Sequence:
         self._tokens[: self.length] = request.token_ids + request.generated
         self.computed = self.launched = 0
         self.sure = self.ahead = 0
-        self.life = 0  # what was launched in an earlier one is void: the sequence was preempted or has ended since
+        self.epoch = 0  # what was launched in an earlier one is void: the sequence was preempted or has ended since
         self.cached_tokens: int | None = (
             None  # prompt tokens found in the prefix index at first admission
         )
@@ -46,9 +46,9 @@ class Sequence:
         self.queued_s: float | None = None  # from then until its first admission
         self.pages: list[int] = []
         self.published = 0  # leading pages offered to the prefix index
-        self.slot = -1  # row of the page table while running
+        self.batch_slot = -1  # row of the page table while running
         self.preemptions = 0
-        self.spanning = False  # its KV is of more than one weight version
+        self.mixed_version = False  # its KV is of more than one weight version
         self.private = False  # some of its KV is of before a flush
         self.saved: SavedKV | None = (
             None  # KV of a preempted sequence that cannot be computed again
@@ -106,19 +106,19 @@ class Sequence:
     @property
     def shares(self) -> bool:
         """Others may be served by its KV."""
-        return not self.spanning and not self.private
+        return not self.mixed_version and not self.private
 
     @property
-    def has_begun(self) -> bool:
-        return self.output_len > 0 or self.slot >= 0 or self.preemptions > 0
+    def has_started(self) -> bool:
+        return self.output_len > 0 or self.batch_slot >= 0 or self.preemptions > 0
 
     def start_over(self, version: str) -> None:
         """It has no KV; `version` computes all of it. The scheduler calls this when it takes the
         sequence, and again when KV is dropped.
         """
-        assert self.slot < 0 and self.saved is None
+        assert self.batch_slot < 0 and self.saved is None
         self._keys = [root_key(version, self.request.salt)]
-        self.spanning = False
+        self.mixed_version = False
         if not self.output_len:
             self.cached_tokens = None
 

@@ -21,9 +21,9 @@ import numpy as np
 import torch
 
 from tlt_kernels.gpu.sampling import Sampled
+from tlt_server.engine.batch import Chunk, Emission
 from tlt_server.engine.gpu.extend import Extend
 from tlt_server.engine.sampling import prompt_logprobs, sample
-from tlt_server.engine.work import Emission, Work
 from tlt_server.models import Forward
 from tlt_server.records import TokenLogprobs
 
@@ -45,7 +45,7 @@ class HostSampling:
 
 
 def sample_by_host(
-    extend: Extend, hosted: Mapping[int, Work], prompts: Sequence[Work]
+    extend: Extend, hosted: Mapping[int, Chunk], prompts: Sequence[Chunk]
 ) -> dict[int, HostSampling]:
     """Run the pass with the host's samples for the entries of `hosted`; waits for the device."""
     forwarded = extend.forward()
@@ -68,7 +68,7 @@ def sample_by_host(
 
 
 def _sample(
-    extend: Extend, logits_SV: torch.Tensor, into: Sampled, hosted: Mapping[int, Work]
+    extend: Extend, logits_SV: torch.Tensor, into: Sampled, hosted: Mapping[int, Chunk]
 ) -> dict[int, HostSampling]:
     """Takes the place of the device's samples in `into`."""
     batch, decode_rows = extend.key.batch, extend.key.decode_rows
@@ -95,7 +95,7 @@ def _sample(
 
 
 def _score(
-    extend: Extend, forwarded: Forward, work: Work, first_row: int
+    extend: Extend, forwarded: Forward, work: Chunk, first_row: int
 ) -> list[TokenLogprobs | None]:
     """Log-probs of the prompt tokens behind the work's rows, row p gives those of position p + 1:
     in pieces that the step's logits, not computed yet, leave room for.

@@ -18,9 +18,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tlt_server.engine.batch import Chunk, Emission
 from tlt_server.engine.gpu.extend import Extend, Report
 from tlt_server.engine.gpu.ring import PinnedRing
-from tlt_server.engine.work import Emission, Work
 from tlt_server.records import TokenLogprobs
 
 FEWEST_BEST = 16  # computed where any are asked for; then powers of two
@@ -30,7 +30,7 @@ class Reports(NamedTuple):
     asking: dict[int, int]  # entry -> its place in `values`
     values: Report
 
-    def add_to(self, emission: Emission, entry: int, work: Work) -> None:
+    def add_to(self, emission: Emission, entry: int, work: Chunk) -> None:
         """The emission has this entry's tokens, the values are in the host's memory."""
         if entry not in self.asking:
             return
@@ -57,7 +57,7 @@ class Reporter:
             torch.cuda.Stream(device) if device.type == "cuda" else None
         )  # to read on, beside the steps
 
-    def launch(self, extend: Extend, entries: Sequence[tuple[int, Work]]) -> Reports | None:
+    def launch(self, extend: Extend, entries: Sequence[tuple[int, Chunk]]) -> Reports | None:
         """On what these entries of the pass that has just been launched emit; None where none asks."""
         asked = {
             entry: work

@@ -20,6 +20,7 @@ import torch
 from tlt_kernels.gpu.accept import Outcome, fields, parse
 from tlt_kernels.gpu.places import Upload, apply
 from tlt_server.attention.gpu import GpuAttention
+from tlt_server.engine.batch import Batch, Chunk, Emission
 from tlt_server.engine.gpu.buckets import Shapes
 from tlt_server.engine.gpu.by_host import HostSampling, sample_by_host
 from tlt_server.engine.gpu.drafts import DeviceDrafter, DraftKey, DraftPass
@@ -30,7 +31,6 @@ from tlt_server.engine.gpu.ring import PinnedRing, Slot
 from tlt_server.engine.gpu.state import DeviceState
 from tlt_server.engine.runner import NOT_FINITE, Finished
 from tlt_server.engine.sequence import Sequence
-from tlt_server.engine.work import Batch, Emission, Work
 from tlt_server.errors import EngineFailed
 from tlt_server.records import Cycle, Strategy
 
@@ -43,8 +43,8 @@ class Flight(NamedTuple):
     batch: Batch
     strategy: Strategy
     key: ExtendKey
-    decoding: list[Work]
-    prompts: list[Work]
+    decoding: list[Chunk]
+    prompts: list[Chunk]
     outcome: Slot
     reports: Reports | None
     by_host: dict[int, HostSampling]  # entry -> what the host found beside the token
@@ -54,7 +54,7 @@ class Held(NamedTuple):
     """What the device knows of a place."""
 
     sequence: Sequence
-    life: int
+    epoch: int
     pages: int
 
 
@@ -127,7 +127,7 @@ class GpuRunner:
             accepted=tuple(int(a) for a in outcome.accepted_E[: len(flight.decoding)]),
             drafted=verified,
         )
-        return Finished(flight.batch, [emissions[id(work)] for work in flight.batch.works], cycle)
+        return Finished(flight.batch, [emissions[id(work)] for work in flight.batch.chunks], cycle)
 
     def prepare(self, keys: list[DraftKey | ExtendKey], on_key: Callable[[int, int], None]) -> None:
         """Run these keys once, in this order, and capture those that are kept; `on_key(done, of)`
@@ -150,19 +150,19 @@ class GpuRunner:
     # -- launching -----------------------------------------------------------------------------------------------
 
     def _launch(self, batch: Batch, strategy: Strategy) -> None:
-        decoding = [work for work in batch.works if work.decodes]
-        prompts = [work for work in batch.works if not work.decodes]
-        works = [(work.sequence.slot, work.start, work.end - work.start) for work in prompts]
-        for work in batch.works:
+        decoding = [work for work in batch.chunks if work.decodes]
+        prompts = [work for work in batch.chunks if not work.decodes]
+        works = [(work.sequence.batch_slot, work.start, work.end - work.start) for work in prompts]
+        for work in batch.chunks:
             self._hold(work)
-        self._upload([work.sequence.slot for work in decoding], works)
+        self._upload([work.sequence.batch_slot for work in decoding], works)
 
         strategy, name, key = self.shapes.step(
             len(decoding),
             strategy,
             sum(count for _, _, count in works),
             len(works),
-            filtered=any(_filters(work.sequence) for work in batch.works if work.samples),
+            filtered=any(_filters(work.sequence) for work in batch.chunks if work.samples),
         )
         extend = self._extend(key)
         drafted: DraftPass | None = None
@@ -195,22 +195,22 @@ class GpuRunner:
         )
 
     @staticmethod
-    def _entries(decoding: list[Work], prompts: list[Work], size: int) -> list[tuple[int, Work]]:
+    def _entries(decoding: list[Chunk], prompts: list[Chunk], size: int) -> list[tuple[int, Chunk]]:
         return [*enumerate(decoding), *((size + w, work) for w, work in enumerate(prompts))]
 
-    def _hold(self, work: Work) -> None:
+    def _hold(self, work: Chunk) -> None:
         """Tell the device of a sequence that has begun, and of pages that a place has got since."""
         sequence = work.sequence
-        held = self._held.get(sequence.slot)
-        if held is None or held.sequence is not sequence or held.life != sequence.life:
+        held = self._held.get(sequence.batch_slot)
+        if held is None or held.sequence is not sequence or held.epoch != sequence.epoch:
             self._begin(sequence, work.start)
         elif len(sequence.pages) > held.pages:
             self._change(
                 lambda upload: upload.extend_pages(
-                    sequence.slot, held.pages, sequence.pages[held.pages :]
+                    sequence.batch_slot, held.pages, sequence.pages[held.pages :]
                 )
             )
-        self._held[sequence.slot] = Held(sequence, sequence.life, len(sequence.pages))
+        self._held[sequence.batch_slot] = Held(sequence, sequence.epoch, len(sequence.pages))
 
     def _begin(self, sequence: Sequence, start: int) -> None:
         sampling, request, size = (
@@ -221,7 +221,7 @@ class GpuRunner:
         reads_page = self._page_hint_PH is not None and start > 0 and start % size == 0
         self._change(
             lambda upload: upload.admit(
-                sequence.slot,
+                sequence.batch_slot,
                 sequence.tokens,
                 sequence.pages,
                 limit=sequence.length + sequence.remaining,
@@ -304,7 +304,7 @@ class GpuRunner:
     # -- taking in -----------------------------------------------------------------------------------------------
 
     @staticmethod
-    def _emission(outcome: Outcome, entry: int, work: Work, flight: Flight) -> Emission:
+    def _emission(outcome: Outcome, entry: int, work: Chunk, flight: Flight) -> Emission:
         emission = Emission()
         if work.samples:
             if outcome.broken_E[entry]:

@@ -1,0 +1,86 @@
+"""One step: the chunk of each sequence that it computes, and what the runner found for each. No
+tensors.
+
+The scheduler decides a batch; a runner computes it and may deliver the outcome a step late. While a
+step that samples is in flight, the end of its sequence is not known, so the sequence keeps two
+bounds on how much it will grow: at least `sure` and at most `ahead` tokens. `launch` and `land`
+bracket that, in the order of the steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from tlt_server.engine.sequence import Sequence
+from tlt_server.errors import TltError
+from tlt_server.records import StepContext, TokenLogprobs
+
+
+class Chunk:
+    """Positions [start, end) of one sequence, which are this step's certain rows. It samples if they
+    reach the end of the sequence.
+
+    If a step that samples is still in flight, the chunk is the sequence's last position, wherever
+    that will be; start and end are then upper bounds.
+    """
+
+    __slots__ = ("decodes", "end", "epoch", "max_new", "samples", "sequence", "start")
+
+    def __init__(self, sequence: Sequence, start: int, end: int) -> None:
+        self.sequence, self.start, self.end, self.epoch = sequence, start, end, sequence.epoch
+        self.samples = end == sequence.length + sequence.ahead
+        self.decodes = self.samples and end - start == 1
+        self.max_new = 0  # tokens it may append, once launched
+
+    @property
+    def void(self) -> bool:
+        """Whether the sequence was preempted or has ended since, so that the outcome is dropped."""
+        return self.epoch != self.sequence.epoch
+
+    def launch(self, depth: int) -> None:
+        """Note that the chunk is in flight, with a draft tree of at most this depth."""
+        sequence = self.sequence
+        sequence.launched = min(self.end, sequence.length)
+        if self.samples:
+            self.max_new = 1 + depth if self.decodes else 1
+            sequence.sure, sequence.ahead = sequence.sure + 1, sequence.ahead + self.max_new
+
+    def land(self) -> None:
+        """Note that the outcome is known; the caller applies it next."""
+        if self.samples:
+            self.sequence.sure -= 1
+            self.sequence.ahead -= self.max_new
+
+
+@dataclass(frozen=True)
+class Batch:
+    chunks: list[Chunk]
+    weight_version: str = ""  # the version that computes it
+
+    @cached_property
+    def context(self) -> StepContext:
+        decoding = [chunk for chunk in self.chunks if chunk.decodes]
+        return StepContext(
+            decoding=len(decoding),
+            prefill_rows=sum(chunk.end - chunk.start for chunk in self.chunks if not chunk.decodes),
+            mean_context=sum(chunk.end for chunk in decoding) / max(1, len(decoding)),
+            speculable=sum(chunk.sequence.request.sd for chunk in decoding),
+        )
+
+
+@dataclass
+class Emission:
+    """What a step found for one chunk: accepted draft tokens and the bonus token, or no token for a
+    prefill chunk that does not reach the end.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    raw_logprobs: list[float] | None = None
+    top_logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    drafted: int = 0
+    accepted: int = 0
+    weight_version: str = ""
+    error: TltError | None = None  # why the sequence cannot go on
