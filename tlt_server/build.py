@@ -32,6 +32,7 @@ from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import EngineFailed, StartupError
 from tlt_server.frontend.app import build_app
 from tlt_server.frontend.dialects.server_info import is_ready
+from tlt_server.frontend.generation.generation import Generations
 from tlt_server.frontend.generation.text import Text
 from tlt_server.frontend.generation.validation import Validator
 from tlt_server.frontend.http.auth import Gate
@@ -76,9 +77,18 @@ async def _serve(config: Config, engine_command: Sequence[str]) -> int:
         tempfile.TemporaryDirectory(prefix="tlt-") as name,
     ):  # a directory of mode 0700
         async with contextlib.AsyncExitStack() as stack:
-            rollouts = Rollouts((config.state_dir or Path(name)) / "rollouts", config, metrics)
+            generations = Generations(client, text, metrics)
+            rollouts = Rollouts(
+                (config.state_dir or Path(name)) / "rollouts", config, metrics, generations
+            )
             service = Service(
-                config, client, text, _validator(config, text, client), metrics, rollouts
+                config,
+                client,
+                text,
+                _validator(config, text, client),
+                metrics,
+                generations,
+                rollouts,
             )
             supervisor = Supervisor(
                 config,
@@ -90,7 +100,7 @@ async def _serve(config: Config, engine_command: Sequence[str]) -> int:
             )
             supervised = asyncio.create_task(supervisor.run())
             stack.push_async_callback(_cancel, supervised)
-            await rollouts.open(service)
+            await rollouts.open()
             app = build_app(service, gate)
             grpc_address = await stack.enter_async_context(
                 serving_grpc(app, service, gate, certificates)

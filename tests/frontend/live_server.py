@@ -22,6 +22,7 @@ from tests.frontend.fake_engine import FakeEngine
 from tlt_server.build import admission, serving_grpc
 from tlt_server.config import Config
 from tlt_server.frontend.app import build_app
+from tlt_server.frontend.generation.generation import Generations
 from tlt_server.frontend.generation.text import Text
 from tlt_server.frontend.generation.validation import Validator
 from tlt_server.frontend.http.auth import Gate
@@ -101,9 +102,12 @@ class LiveServer:
             lambda seed, i: seed + i * 10**6,
             self.client.check_room,
         )
-        self.rollouts = Rollouts((config.state_dir or self.directory) / "rollouts", config, metrics)
-        service = Service(config, self.client, text, validator, metrics, self.rollouts)
-        await self.rollouts.open(service)
+        generations = Generations(self.client, text, metrics)
+        self.rollouts = Rollouts(
+            (config.state_dir or self.directory) / "rollouts", config, metrics, generations
+        )
+        service = Service(config, self.client, text, validator, metrics, generations, self.rollouts)
+        await self.rollouts.open()
         gate, certificates = Gate(config, metrics), watched_certificates(config)
         self.app = build_app(service, gate)
         async with AsyncExitStack() as stack:

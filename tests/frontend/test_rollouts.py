@@ -28,6 +28,7 @@ from tlt_server.errors import StartupError, StorageFailed
 from tlt_server.frontend.http.keys import EVERYBODY
 from tlt_server.frontend.rollouts.journal import Journal, past
 from tlt_server.frontend.rollouts.rollouts import Rollouts
+from tlt_server.metrics import Metrics
 from tlt_server.records import WeightState
 
 ITEMS: list[Any] = [{"id": "b", "prompt": "xyz", "n": 2}, {"id": "a", "prompt": "hello world"}]
@@ -599,9 +600,11 @@ def test_a_deadline_goes_on_while_no_server_runs(model: Path, tmp_path: Path) ->
 
 def test_a_state_directory_belongs_to_one_server(model: Path, tmp_path: Path) -> None:
     with live_server(model, state_dir=tmp_path) as first:
-        second = Rollouts(tmp_path / "rollouts", first.config, first.rollouts._metrics)
+        second = Rollouts(
+            tmp_path / "rollouts", first.config, Metrics(), first.rollouts._generations
+        )
         with pytest.raises(StartupError, match="in use by another server"):
-            asyncio.run(second.open(first.rollouts._service))
+            asyncio.run(second.open())
 
 
 def test_what_was_begun_with_another_model_is_not_continued(model: Path, tmp_path: Path) -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from tlt_server.config import Config
 from tlt_server.errors import Cancelled, Forbidden, TltError
-from tlt_server.frontend.generation.generation import Generation, Items
-from tlt_server.frontend.generation.named import Named
+from tlt_server.frontend.generation.generation import Generation, Generations
 from tlt_server.frontend.generation.text import Text
 from tlt_server.frontend.generation.validation import Batch, Validator
 from tlt_server.frontend.http.keys import Caller
@@ -33,9 +31,8 @@ class Service:
     text: Text
     validator: Validator
     metrics: Metrics
+    generations: Generations
     rollouts: Rollouts
-    clock: Callable[[], float] = time.monotonic
-    named: Named = field(default_factory=Named)  # what is open, by the items' ids
     reading: Reading = field(default_factory=Reading)
 
     @cached_property
@@ -73,20 +70,15 @@ class Service:
             raise Forbidden(
                 f"to abort all that is open needs the scope operate, and the key {caller.name} has it not; name its requests"
             )
-        self.engine.abort(self.engine.open_ids if names is None else self.named.find(names, caller))
+        self.engine.abort(
+            self.engine.open_ids if names is None else self.generations.named.find(names, caller)
+        )
 
     def start(self, batch: Batch, owner: str) -> Generation:
         """Admit and submit the batch, all of it or (with a typed error) nothing. Whoever calls this
         closes what it gets. `owner`: the name of the key that asks.
         """
-        generation = Generation(self, self.items(batch), batch.deadline_s, owner)
-        self.metrics.prompt.inc(
-            sum(len(request.token_ids) for item in batch.items for request in item.requests)
-        )
-        return generation
-
-    def items(self, batch: Batch) -> Items:
-        return Items(batch, self.text, lambda id: self.engine.abort([id], finish_reason="stop"))
+        return self.generations.start(batch, owner)
 
     @property
     def numerics(self) -> str:

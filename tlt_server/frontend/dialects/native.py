@@ -38,13 +38,8 @@ from tlt_server.frontend.dialects.sglang.generate import generate as sglang
 from tlt_server.frontend.dialects.sglang.replies import Generated
 from tlt_server.frontend.dialects.sglang.requests import GenerateFields
 from tlt_server.frontend.generation.delivery import EventStream, reply, while_connected
-from tlt_server.frontend.generation.generation import (
-    Event,
-    Generation,
-    ItemError,
-    ItemResult,
-    TokenEvent,
-)
+from tlt_server.frontend.generation.generation import Generation
+from tlt_server.frontend.generation.items import Event, ItemError, ItemResult, TokenEvent
 from tlt_server.frontend.generation.requests import ItemFields, NativeRequest
 from tlt_server.frontend.generation.validation import BREATH, NATIVE, Batch
 from tlt_server.frontend.http.auth import caller_of

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from tlt_server.errors import NotFound, TltError
-from tlt_server.frontend.generation.generation import ItemError, ItemResult, Items
+from tlt_server.frontend.generation.items import ItemError, ItemResult, Items
 from tlt_server.frontend.generation.validation import Batch
 from tlt_server.frontend.rollouts.journal import Header, Journal, past
 

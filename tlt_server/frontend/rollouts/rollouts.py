@@ -16,7 +16,6 @@ import secrets
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import structlog
 
@@ -32,7 +31,8 @@ from tlt_server.errors import (
     TltError,
     Unavailable,
 )
-from tlt_server.frontend.generation.generation import Generation, ItemError, ItemResult
+from tlt_server.frontend.generation.generation import Generation, Generations
+from tlt_server.frontend.generation.items import ItemError, ItemResult
 from tlt_server.frontend.generation.validation import Batch
 from tlt_server.frontend.http.keys import Caller
 from tlt_server.frontend.http.replies import unexpected
@@ -49,17 +49,16 @@ from tlt_server.frontend.rollouts.journal import (
 from tlt_server.frontend.rollouts.rollout import Rollout
 from tlt_server.metrics import Metrics
 
-if TYPE_CHECKING:
-    from tlt_server.frontend.service import Service
-
 RETRY_S = 0.2  # between two tries to hand a rollout of the process before this one to the engine
 
 log = structlog.get_logger()
 
 
 class Rollouts:
-    def __init__(self, directory: Path, config: Config, metrics: Metrics) -> None:
-        self._directory, self._metrics = directory, metrics
+    def __init__(
+        self, directory: Path, config: Config, metrics: Metrics, generations: Generations
+    ) -> None:
+        self._directory, self._metrics, self._generations = directory, metrics, generations
         self._most, self._most_bytes, self._ttl_s = (
             config.max_rollouts,
             config.max_rollout_mb * 2**20,
@@ -71,17 +70,15 @@ class Rollouts:
         self._by_key: dict[tuple[str, str], Rollout] = {}  # owner and key
         self._bytes = 0
         self._lock = -1
-        self._service: Service
         self._resuming: asyncio.Task[None] | None = None
         self._replaying = asyncio.Semaphore(1)
 
     # a process's beginning and end
 
-    async def open(self, service: Service) -> None:
+    async def open(self) -> None:
         """Take over what the directory holds: what is done can be fetched, the rest goes on once
         the engine is ready. Journals are read in a thread, while the engine starts.
         """
-        self._service = service
         try:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = os.open(self._directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
@@ -186,7 +183,7 @@ class Rollouts:
             items=[KeptItem.of(item) for item in batch.items],
         )
         rollout = Rollout(header, self._directory / f"{header.id}.journal")
-        rollout.items = self._service.items(batch)
+        rollout.items = self._generations.items(batch)
         try:
             rollout.journal = Journal(rollout.path)
             self._append(rollout, frame(header))
@@ -212,7 +209,9 @@ class Rollouts:
                 rollout.journal = rollout.ended = None
         if ended is None:
             async with self._replaying:  # one at a time: each holds a whole rollout
-                ended, done = (await asyncio.to_thread(rollout.replayed, self._service.items))[2:]
+                ended, done = (await asyncio.to_thread(rollout.replayed, self._generations.items))[
+                    2:
+                ]
             if rollout.done_s is not None and not done:
                 raise StorageFailed(
                     f"the journal of the rollout {rollout.header.id} was written by another version of this server and "
@@ -247,7 +246,7 @@ class Rollouts:
         return rollout
 
     async def _resume(self, rollouts: list[Rollout]) -> None:
-        await self._service.engine.ready()
+        await self._generations.engine.ready()
         await asyncio.gather(
             *(self._try(rollout) for rollout in rollouts)
         )  # none waits for another
@@ -269,7 +268,9 @@ class Rollouts:
                 "send its request again"
             )
         async with self._replaying:
-            length, items, ended, _ = await asyncio.to_thread(rollout.replayed, self._service.items)
+            length, items, ended, _ = await asyncio.to_thread(
+                rollout.replayed, self._generations.items
+            )
         if rollout.is_over:
             return
         rollout.items, rollout.ended, rollout.journal = items, ended, Journal(rollout.path, length)
@@ -293,8 +294,7 @@ class Rollouts:
 
     def _run(self, rollout: Rollout, deadline_s: float, *, accepted: bool = False) -> None:
         assert rollout.items is not None
-        generation = Generation(
-            self._service,
+        generation = self._generations.submit(
             rollout.items,
             deadline_s,
             rollout.header.owner,

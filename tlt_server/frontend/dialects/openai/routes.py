@@ -57,7 +57,8 @@ from tlt_server.frontend.dialects.openai.requests import (
     read,
 )
 from tlt_server.frontend.generation.delivery import EventStream, reply
-from tlt_server.frontend.generation.generation import Generation, ItemError, ItemResult, TokenEvent
+from tlt_server.frontend.generation.generation import Generation
+from tlt_server.frontend.generation.items import ItemError, ItemResult, TokenEvent
 from tlt_server.frontend.generation.pieces import Pieces
 from tlt_server.frontend.generation.validation import Batch, Words
 from tlt_server.frontend.http.auth import caller_of

@@ -23,7 +23,8 @@ from tlt_server.frontend.dialects.sglang.replies import Finish, Generated, MetaI
 from tlt_server.frontend.dialects.sglang.requests import GenerateFields
 from tlt_server.frontend.generation.choice import Choice
 from tlt_server.frontend.generation.delivery import EventStream, reply
-from tlt_server.frontend.generation.generation import Generation, ItemError, ItemResult, TokenEvent
+from tlt_server.frontend.generation.generation import Generation
+from tlt_server.frontend.generation.items import ItemError, ItemResult, TokenEvent
 from tlt_server.frontend.generation.text import REPLACEMENT
 from tlt_server.frontend.generation.validation import Batch, Words
 from tlt_server.frontend.http.auth import caller_of

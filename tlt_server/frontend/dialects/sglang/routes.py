@@ -64,7 +64,8 @@ from tlt_server.frontend.dialects.sglang.requests import (
     TensorFields,
 )
 from tlt_server.frontend.generation.delivery import reply, unless
-from tlt_server.frontend.generation.generation import Generation, ItemError, ItemResult
+from tlt_server.frontend.generation.generation import Generation
+from tlt_server.frontend.generation.items import ItemError, ItemResult
 from tlt_server.frontend.generation.requests import ItemFields, NativeRequest, SamplingFields
 from tlt_server.frontend.http.auth import caller_of
 from tlt_server.frontend.http.bodies import read_object

@@ -64,7 +64,8 @@ from tlt_server.frontend.dialects.vllm_rl.requests import (
 from tlt_server.frontend.dialects.weights import PushReply, outcome
 from tlt_server.frontend.generation.choice import Choice
 from tlt_server.frontend.generation.delivery import reply
-from tlt_server.frontend.generation.generation import Generation, ItemError, ItemResult
+from tlt_server.frontend.generation.generation import Generation
+from tlt_server.frontend.generation.items import ItemError, ItemResult
 from tlt_server.frontend.generation.pieces import Pieces
 from tlt_server.frontend.generation.validation import Words
 from tlt_server.frontend.http.auth import caller_of
