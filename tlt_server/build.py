@@ -42,7 +42,7 @@ from tlt_server.frontend.http.tls import Certificates, server_context, watched_c
 from tlt_server.frontend.http.watched import Watched
 from tlt_server.frontend.link.admission import Admission
 from tlt_server.frontend.link.client import EngineClient
-from tlt_server.frontend.link.progress import Progress
+from tlt_server.frontend.link.progress import ProgressLines
 from tlt_server.frontend.link.supervisor import Supervisor
 from tlt_server.frontend.rollouts.rollouts import Rollouts
 from tlt_server.frontend.service import Service
@@ -63,7 +63,7 @@ def serve(config: Config, *, engine_command: Sequence[str] | None = None) -> int
 
 
 async def _serve(config: Config, engine_command: Sequence[str]) -> int:
-    text, metrics, progress = Text.load(config.model), Metrics(), Progress()
+    text, metrics, progress = Text.load(config.model), Metrics(), ProgressLines()
     gate, certificates = (
         Gate(config, metrics),
         watched_certificates(config, partial(metrics.file_read, "certificates")),
@@ -139,7 +139,7 @@ async def _run(
     client: EngineClient,
     supervised: asyncio.Task[EngineFailed],
     rollouts: Rollouts,
-    progress: Progress,
+    progress: ProgressLines,
     url: str,
 ) -> int:
     """From starting to stopped; the caller tears down. `supervised` ends when there is no engine

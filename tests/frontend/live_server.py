@@ -29,7 +29,7 @@ from tlt_server.frontend.http.auth import Gate
 from tlt_server.frontend.http.protocol import bounded_protocol
 from tlt_server.frontend.http.tls import server_context, watched_certificates
 from tlt_server.frontend.link.client import EngineClient
-from tlt_server.frontend.link.progress import Progress
+from tlt_server.frontend.link.progress import ProgressLines
 from tlt_server.frontend.link.supervisor import Supervisor
 from tlt_server.frontend.rollouts.rollouts import Rollouts
 from tlt_server.frontend.service import Service
@@ -91,7 +91,7 @@ class LiveServer:
         self.text = text
         self.client = EngineClient(admission(config), metrics)
         supervisor = Supervisor(
-            config, self._launch, self.directory, self.client, metrics, Progress(self.said)
+            config, self._launch, self.directory, self.client, metrics, ProgressLines(self.said)
         )
         supervised = asyncio.create_task(supervisor.run())
         seeds = itertools.count(1000)

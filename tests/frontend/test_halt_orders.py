@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tlt_server.errors import EngineFailed, TltError, Unavailable, from_code
-from tlt_server.frontend.link.pause import Halt
+from tlt_server.frontend.link.pause import PauseState
 from tlt_server.records import ControlCommand, ControlReport, Memory, Pause, Resume, Sleep, WakeUp
 
 BOTH: list[Memory] = ["kv_cache", "weights"]
@@ -28,7 +28,7 @@ class Twin:
 
     def __init__(self) -> None:
         ids = itertools.count()
-        self.halt = Halt(lambda: str(next(ids)), self.ask)
+        self.halt = PauseState(lambda: str(next(ids)), self.ask)
         self.queue: deque[ControlCommand] = deque()
         self.answers: dict[str, asyncio.Future[ControlReport]] = {}
         self.paused, self.asleep, self.gone = False, set[Memory](), False
@@ -88,7 +88,7 @@ class Twin:
             assert not isinstance(command, Sleep) or self.halt.asleep.issuperset(command.memory)
 
 
-def asked(halt: Halt, what: str) -> asyncio.Task[None]:
+def asked(halt: PauseState, what: str) -> asyncio.Task[None]:
     kind, _, how = what.partition(" ")
     memory: list[Memory] = (
         BOTH if how in ("", "both") else ["weights" if how == "weights" else "kv_cache"]

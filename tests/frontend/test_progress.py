@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 
-from tlt_server.frontend.link.progress import ANEW, Progress
+from tlt_server.frontend.link.progress import ANEW, ProgressLines
 from tlt_server.records import Phase, PhaseProgress
 
 
@@ -15,7 +15,7 @@ class Terminal(io.StringIO):
 
 def test_a_terminal_shows_each_step_in_one_line_that_the_next_one_writes_over() -> None:
     stream = Terminal()
-    progress = Progress(stream, clock=lambda: 0.0)
+    progress = ProgressLines(stream, clock=lambda: 0.0)
     for done in (1, 2):
         progress.phase_progress(PhaseProgress("prepare runner", done, 57))
     progress.phase(Phase("prepare runner", 9.5, "57 graphs"))
@@ -28,7 +28,7 @@ def test_a_terminal_shows_each_step_in_one_line_that_the_next_one_writes_over() 
 
 def test_elsewhere_a_line_every_ten_seconds() -> None:
     stream, now = io.StringIO(), 0.0
-    progress = Progress(stream, clock=lambda: now)
+    progress = ProgressLines(stream, clock=lambda: now)
     for done in range(1, 26):
         now += 1.0
         progress.phase_progress(PhaseProgress("prepare runner", done, 57))

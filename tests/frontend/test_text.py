@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from tests.frontend.tiny_model import SPECIALS, byte_tokenizer, write_model
 from tlt_server.errors import InvalidRequest, ModelError
-from tlt_server.frontend.generation.choice import Sequence
+from tlt_server.frontend.generation.choice import GrowingChoice
 from tlt_server.frontend.generation.text import REPLACEMENT, Incremental, StopStrings, Text
 from tlt_server.records import GenerateRequest, Sampling, StepOutput
 
@@ -157,7 +157,7 @@ def grown(
     sampling = Sampling(stop=tuple(stops), min_tokens=min_tokens)
     stopped: list[str] = []
     request = GenerateRequest(id="r", token_ids=[1], sampling=sampling, seed=1)
-    sequence = Sequence(request, 0, TEXT, incremental=streamed, stop=stopped.append)
+    sequence = GrowingChoice(request, 0, TEXT, incremental=streamed, stop=stopped.append)
     at, group, shown = 0, 0, ""
     while at < len(token_ids):
         end = min(len(token_ids), at + groups[group % len(groups)])

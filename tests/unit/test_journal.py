@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tlt_server.errors import StorageFailed
-from tlt_server.frontend.generation.validation import Item
+from tlt_server.frontend.generation.validation import RequestItem
 from tlt_server.frontend.rollouts.journal import (
     End,
     Grown,
@@ -32,7 +32,7 @@ from tlt_server.frontend.rollouts.journal import (
 from tlt_server.records import GenerateRequest, Sampling, StepOutput, TokenLogprobs
 
 PROMPT = [1, 2, 3, 2**31 - 1]
-ITEM = Item(
+ITEM = RequestItem(
     "ein Ding",
     [
         GenerateRequest(

@@ -10,7 +10,7 @@ from tlt_server.config import Config
 from tlt_server.errors import Cancelled, Forbidden, TltError
 from tlt_server.frontend.generation.generation import Generation, Generations
 from tlt_server.frontend.generation.text import Text
-from tlt_server.frontend.generation.validation import Batch, Validator
+from tlt_server.frontend.generation.validation import RequestBatch, Validator
 from tlt_server.frontend.http.keys import Caller
 from tlt_server.frontend.http.limits import Reading
 from tlt_server.frontend.link.client import EngineClient
@@ -74,7 +74,7 @@ class Service:
             self.engine.open_ids if names is None else self.generations.named.find(names, caller)
         )
 
-    def start(self, batch: Batch, owner: str) -> Generation:
+    def start(self, batch: RequestBatch, owner: str) -> Generation:
         """Admit and submit the batch, all of it or (with a typed error) nothing. Whoever calls this
         closes what it gets. `owner`: the name of the key that asks.
         """

@@ -39,16 +39,16 @@ from tlt_server.frontend.dialects.sglang.replies import Generated
 from tlt_server.frontend.dialects.sglang.requests import GenerateFields
 from tlt_server.frontend.generation.delivery import EventStream, reply, while_connected
 from tlt_server.frontend.generation.generation import Generation
-from tlt_server.frontend.generation.items import Event, ItemError, ItemResult, TokenEvent
+from tlt_server.frontend.generation.items import Event, FailedItem, FinishedItem, TokenEvent
 from tlt_server.frontend.generation.requests import ItemFields, NativeRequest
-from tlt_server.frontend.generation.validation import BREATH, NATIVE, Batch
+from tlt_server.frontend.generation.validation import BREATH, NATIVE, RequestBatch
 from tlt_server.frontend.http.auth import caller_of
 from tlt_server.frontend.http.bodies import read_object
 from tlt_server.frontend.http.endpoints import Endpoint, Parameter
 from tlt_server.frontend.http.fields import checked, shown
 from tlt_server.frontend.http.replies import Refusal, error_body, json_response, unexpected
 from tlt_server.frontend.link.admission import Demand
-from tlt_server.frontend.rollouts.rollout import Rollout
+from tlt_server.frontend.rollouts.rollout import KeptRollout
 from tlt_server.frontend.service import Service
 
 MAX_KEY = 256
@@ -66,7 +66,7 @@ class Usage(msgspec.Struct):
     completion_tokens: int = 0
     cached_tokens: int = 0
 
-    def add(self, result: ItemResult) -> None:
+    def add(self, result: FinishedItem) -> None:
         self.prompt_tokens += result.prompt_tokens
         self.cached_tokens += result.cached_tokens
         self.completion_tokens += sum(len(choice.token_ids) for choice in result.choices)
@@ -137,7 +137,7 @@ def routes(service: Service) -> list[Endpoint]:
             return EventStream(_frames(service, batch, generation), generation)
         return await reply(request, _collect(service, batch, generation), generation)
 
-    async def _attached(request: Request, rollout: Rollout) -> Response:
+    async def _attached(request: Request, rollout: KeptRollout) -> Response:
         if rollout.header.detached:
             response = json_response(RolloutStatus(rollout.header.id, rollout.status), 202)
         else:
@@ -145,7 +145,7 @@ def routes(service: Service) -> list[Endpoint]:
         response.headers["x-rollout-id"] = rollout.header.id
         return response
 
-    async def _done(rollout: Rollout) -> Response:
+    async def _done(rollout: KeptRollout) -> Response:
         await rollout.wait()
         told = await asyncio.to_thread(Told, await rollouts.results(rollout))
         return told.whole(service, told.by_id)
@@ -228,9 +228,9 @@ def phrase(event: Event) -> tuple[str, dict[str, Any]]:
                     if value is not UNSET
                 },
             }
-        case ItemResult(id, choices):
+        case FinishedItem(id, choices):
             return "result", {"id": id, "choices": choices}
-        case ItemError(id, error):
+        case FailedItem(id, error):
             return "error", {"id": id, "error": error_body(error)}
 
 
@@ -239,15 +239,15 @@ class Told:
     waiting.
     """
 
-    def __init__(self, ended: Iterable[ItemResult | ItemError] = ()) -> None:
+    def __init__(self, ended: Iterable[FinishedItem | FailedItem] = ()) -> None:
         self.usage = Usage()
         self.errors: list[TltError] = []
         self.by_id: dict[str, msgspec.Raw] = {}
         for event in ended:
             self.take(event)
 
-    def take(self, event: ItemResult | ItemError) -> None:
-        if isinstance(event, ItemResult):
+    def take(self, event: FinishedItem | FailedItem) -> None:
+        if isinstance(event, FinishedItem):
             self.usage.add(event)
         else:
             self.errors.append(event.error)
@@ -267,7 +267,7 @@ class Told:
         return json_response(content)
 
 
-async def _collect(service: Service, batch: Batch, generation: Generation) -> Response:
+async def _collect(service: Service, batch: RequestBatch, generation: Generation) -> Response:
     told = Told()
     async for event in generation.events():
         if not isinstance(event, TokenEvent):
@@ -275,11 +275,13 @@ async def _collect(service: Service, batch: Batch, generation: Generation) -> Re
     return told.whole(service, (item.id for item in batch.items))
 
 
-async def _frames(service: Service, batch: Batch, generation: Generation) -> AsyncIterator[bytes]:
+async def _frames(
+    service: Service, batch: RequestBatch, generation: Generation
+) -> AsyncIterator[bytes]:
     usage, waiting = Usage(), {item.id for item in batch.items}
     try:
         async for event in generation.events():
-            if isinstance(event, ItemResult):
+            if isinstance(event, FinishedItem):
                 usage.add(event)
             if isinstance(event, TokenEvent):
                 if not event.delta.token_ids and not event.delta.text:
@@ -291,7 +293,7 @@ async def _frames(service: Service, batch: Batch, generation: Generation) -> Asy
         Exception
     ) as error:  # our own bug, but the status line is long gone: say so in the stream
         for id in waiting:
-            yield _frame(*phrase(ItemError(id, unexpected(error))))
+            yield _frame(*phrase(FailedItem(id, unexpected(error))))
     yield _frame("done", _footer(service, usage))
 
 

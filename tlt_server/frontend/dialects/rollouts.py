@@ -19,7 +19,7 @@ from tlt_server.frontend.http.auth import caller_of
 from tlt_server.frontend.http.endpoints import Endpoint, Parameter
 from tlt_server.frontend.http.queries import seconds
 from tlt_server.frontend.http.replies import json_response
-from tlt_server.frontend.rollouts.rollout import Rollout
+from tlt_server.frontend.rollouts.rollout import KeptRollout
 from tlt_server.frontend.service import Service
 
 MAX_WAIT_S = 60.0
@@ -115,6 +115,6 @@ def routes(service: Service) -> list[Endpoint]:
     ]
 
 
-def _progress(rollout: Rollout) -> Progress:
+def _progress(rollout: KeptRollout) -> Progress:
     items_ended, tokens = rollout.count()
     return Progress(len(rollout.item_ids), items_ended, tokens)

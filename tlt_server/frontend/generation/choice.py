@@ -14,25 +14,12 @@ from typing import cast
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
-from tlt_client.wire import FinishReason, VersionSpan
+from tlt_client.wire import FinishReason, SdReport, VersionSpan
 from tlt_server.frontend.generation.text import Incremental, StopStrings, Text
 from tlt_server.records import GenerateRequest, StepOutput, TokenLogprobs
 
 
-class SdReport(Struct, frozen=True):
-    """Speculation figures of a choice; `mean_accept_length` is tokens per step that had a draft,
-    the bonus token included.
-    """
-
-    steps: int  # that emitted tokens
-    draft_steps: int  # of those, with at least one draft row
-    drafted: int
-    accepted: int
-    mean_accept_length: float | None
-    histogram: list[int]  # [k] = draft steps with k accepted
-
-
-class Choice(Struct, frozen=True, kw_only=True):
+class FinishedChoice(Struct, frozen=True, kw_only=True):
     index: int
     token_ids: list[int]
     text: str | None
@@ -60,7 +47,7 @@ class Delta(Struct, frozen=True, kw_only=True):
     prompt_logprobs: list[TokenLogprobs | None] | UnsetType = UNSET  # with the first tokens
 
 
-class Sequence:
+class GrowingChoice:
     def __init__(
         self,
         request: GenerateRequest,
@@ -175,7 +162,7 @@ class Sequence:
     def _armed(self) -> bool:
         return len(self.token_ids) >= self.request.sampling.min_tokens
 
-    def choice(self) -> Choice:
+    def choice(self) -> FinishedChoice:
         last, sampling, finish_reason = self._last, self.request.sampling, self.finish_reason
         assert last is not None and finish_reason is not None
         matched = self._stops.matched
@@ -185,7 +172,7 @@ class Sequence:
             text = self._text.decode(self.token_ids[:-1] if _by_token(last) else self.token_ids)
         else:
             text = None
-        return Choice(
+        return FinishedChoice(
             index=self.index,
             token_ids=self.token_ids,
             text=text,

@@ -1,7 +1,7 @@
 """One batch from admission to its last item: what every dialect calls and only phrases differently.
 
 `Generations.start` admits a batch. `Generation.events` yields tokens as they come and each item as
-it ends: exactly one `ItemResult` or one `ItemError` per item. `close`, when the client has left or
+it ends: exactly one `FinishedItem` or one `FailedItem` per item. `close`, when the client has left or
 has everything, aborts what still runs.
 """
 
@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from tlt_server.frontend.generation.choice import Sequence
-from tlt_server.frontend.generation.items import Event, ItemError, Items
+from tlt_server.frontend.generation.choice import GrowingChoice
+from tlt_server.frontend.generation.items import Event, FailedItem, Items
 from tlt_server.frontend.generation.named import Named
 from tlt_server.frontend.generation.text import Text
-from tlt_server.frontend.generation.validation import Batch
+from tlt_server.frontend.generation.validation import RequestBatch
 from tlt_server.frontend.link.client import EngineClient
 from tlt_server.metrics import Metrics
 from tlt_server.records import GenerateRequest, StepOutput
@@ -37,11 +37,11 @@ class Generations:
     clock: Callable[[], float] = time.monotonic
     named: Named = field(default_factory=Named)  # what is open, by the items' ids
 
-    def items(self, batch: Batch) -> Items:
+    def items(self, batch: RequestBatch) -> Items:
         """Return the batch's items, of which nothing is generated yet."""
         return Items(batch, self.text, lambda id: self.engine.abort([id], finish_reason="stop"))
 
-    def start(self, batch: Batch, owner: str) -> Generation:
+    def start(self, batch: RequestBatch, owner: str) -> Generation:
         """Admit and submit the batch, all of it or (with a typed error) nothing. The caller closes
         the generation. `owner` is the name of the key that asks.
         """
@@ -123,7 +123,7 @@ class Generation:
         before = len(sequence.token_ids)
         events = self._items.take(output)
         self._measured.take(output, sequence, before)
-        if any(isinstance(event, ItemError) for event in events):
+        if any(isinstance(event, FailedItem) for event in events):
             self._engine.abort(
                 [id for id in self._items.siblings(output.id) if id in self._submission.open]
             )
@@ -152,7 +152,7 @@ class _Measured:
     def resumed(self) -> None:
         self._metrics.resumed.inc()
 
-    def take(self, output: StepOutput, sequence: Sequence, before: int) -> None:
+    def take(self, output: StepOutput, sequence: GrowingChoice, before: int) -> None:
         """Count an output. `before`: tokens that the sequence had without this output."""
         metrics, now, new = self._metrics, self._clock(), len(sequence.token_ids) - before
         metrics.generated.inc(new)
@@ -170,7 +170,7 @@ class _Measured:
             metrics.end_to_end_s.observe(now - self._accepted_s)
             metrics.stale.inc(self._stale_tokens(sequence))
 
-    def _stale_tokens(self, sequence: Sequence) -> int:
+    def _stale_tokens(self, sequence: GrowingChoice) -> int:
         """Return how many tokens another version than the live one has computed."""
         info = self._engine.info
         live = info.weight_version if info is not None else ""

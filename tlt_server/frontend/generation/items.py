@@ -1,6 +1,6 @@
 """The items of a batch as they grow: outputs of the engine in, events out.
 
-An item ends in exactly one `ItemResult` or one `ItemError`. Nothing here waits: the same outputs
+An item ends in exactly one `FinishedItem` or one `FailedItem`. Nothing here waits: the same outputs
 give the same events, whether they come from the engine or from a journal.
 """
 
@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from tlt_server.errors import EngineFailed, Poisoned, TltError, from_code
-from tlt_server.frontend.generation.choice import Choice, Delta, Sequence
+from tlt_server.frontend.generation.choice import Delta, FinishedChoice, GrowingChoice
 from tlt_server.frontend.generation.text import Text
-from tlt_server.frontend.generation.validation import Batch
+from tlt_server.frontend.generation.validation import RequestBatch
 from tlt_server.frontend.http.fields import shown
 from tlt_server.records import GenerateRequest, StepOutput
 
@@ -22,30 +22,30 @@ class TokenEvent(NamedTuple):
 
     id: str
     delta: Delta
-    ended: Choice | None
+    ended: FinishedChoice | None
 
 
-class ItemResult(NamedTuple):
+class FinishedItem(NamedTuple):
     id: str
-    choices: list[Choice]
+    choices: list[FinishedChoice]
     prompt_tokens: int
     cached_tokens: int
 
 
-class ItemError(NamedTuple):
+class FailedItem(NamedTuple):
     id: str
     error: TltError
 
 
-Event = TokenEvent | ItemResult | ItemError
+Event = TokenEvent | FinishedItem | FailedItem
 
 
 class _OpenItem:
     """An item whose choices are not all in yet."""
 
-    def __init__(self, id: str, sequences: list[Sequence]) -> None:
+    def __init__(self, id: str, sequences: list[GrowingChoice]) -> None:
         self.id, self.sequences = id, sequences
-        self.choices: dict[int, Choice] = {}
+        self.choices: dict[int, FinishedChoice] = {}
         self.failed = False
 
     def fail(self, error: TltError) -> list[Event]:
@@ -53,10 +53,10 @@ class _OpenItem:
         first, self.failed = not self.failed, True
         if isinstance(error, Poisoned):
             error = Poisoned(f"item {shown(self.id)} {error.message}")
-        return [ItemError(self.id, error)] if first else []
+        return [FailedItem(self.id, error)] if first else []
 
-    def result(self) -> ItemResult:
-        return ItemResult(
+    def result(self) -> FinishedItem:
+        return FinishedItem(
             self.id,
             [self.choices[i] for i in range(len(self.sequences))],
             len(self.sequences[0].request.token_ids),
@@ -69,13 +69,13 @@ class Items:
     events, live or from a journal.
     """
 
-    def __init__(self, batch: Batch, text: Text, stop: Callable[[str], None]) -> None:
+    def __init__(self, batch: RequestBatch, text: Text, stop: Callable[[str], None]) -> None:
         """`stop(id)` asks the engine to end a sequence whose stop string is complete."""
         self._stream = batch.stream
-        self._owner: dict[str, tuple[_OpenItem, Sequence]] = {}
+        self._owner: dict[str, tuple[_OpenItem, GrowingChoice]] = {}
         for asked in batch.items:
             sequences = [
-                Sequence(request, index, text, incremental=batch.stream, stop=stop)
+                GrowingChoice(request, index, text, incremental=batch.stream, stop=stop)
                 for index, request in enumerate(asked.requests)
             ]
             item = _OpenItem(asked.id, sequences)
@@ -87,7 +87,7 @@ class Items:
         """What the ids of its sequences begin with, up to the first `-`."""
         return next(iter(self._owner), "").partition("-")[0]
 
-    def __getitem__(self, id: str) -> Sequence:
+    def __getitem__(self, id: str) -> GrowingChoice:
         return self._owner[id][1]
 
     def __len__(self) -> int:

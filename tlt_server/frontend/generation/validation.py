@@ -32,7 +32,7 @@ BREATH = 64  # items of a batch after which other requests have their turn
 LEAST_TEMPERATURE = 1e-3  # below it logits / T leaves float32's useful range
 
 
-class Item(NamedTuple):
+class RequestItem(NamedTuple):
     """One prompt and its n choices; choice i is `requests[i]`."""
 
     id: str
@@ -51,8 +51,8 @@ class Words(NamedTuple):
 NATIVE = Words("requests", "requests[{i}]", "requests[{i}].", "sampling.")
 
 
-class Batch(NamedTuple):
-    items: list[Item]
+class RequestBatch(NamedTuple):
+    items: list[RequestItem]
     stream: bool
     deadline_s: float
 
@@ -83,7 +83,9 @@ class Validator:
             secrets.randbits(48)
         )  # rollouts come back with the ids that an earlier process gave them
 
-    async def batch(self, request: NativeRequest, info: EngineInfo, words: Words = NATIVE) -> Batch:
+    async def batch(
+        self, request: NativeRequest, info: EngineInfo, words: Words = NATIVE
+    ) -> RequestBatch:
         self.check_count(words, len(request.requests))
         begin_by_s, deadline_s = self._deadlines(request)
         for i, item in enumerate(request.requests):
@@ -94,7 +96,7 @@ class Validator:
         samplings: dict[
             int, Sampling
         ] = {}  # items without fields of their own share one per room left
-        items: list[Item] = []
+        items: list[RequestItem] = []
         prompt_tokens = output_tokens = 0
         for i, (item, token_ids) in enumerate(zip(request.requests, prompts, strict=True)):
             if i % BREATH == BREATH - 1:
@@ -116,7 +118,7 @@ class Validator:
             seed = self._next_seed() if item.seed is None else item.seed
             id = f"{serial:x}-{i}"
             items.append(
-                Item(
+                RequestItem(
                     item.id or id,
                     [
                         GenerateRequest(
@@ -135,7 +137,7 @@ class Validator:
                 )
             )
         _check_distinct([item.id for item in items])
-        return Batch(items, request.stream, deadline_s)
+        return RequestBatch(items, request.stream, deadline_s)
 
     def check_count(self, words: Words, items: int) -> None:
         """What `batch` says of how many there are, for a dialect that makes items of what it is

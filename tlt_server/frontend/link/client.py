@@ -30,7 +30,7 @@ from tlt_server.errors import (
 )
 from tlt_server.frontend.link.admission import Admission, Demand
 from tlt_server.frontend.link.link import Death, EngineLink
-from tlt_server.frontend.link.pause import Halt
+from tlt_server.frontend.link.pause import PauseState
 from tlt_server.frontend.link.submission import Resume, Route, Submission
 from tlt_server.frontend.link.suspects import KEPT_S, Suspects
 from tlt_server.frontend.link.versions import Versions
@@ -84,7 +84,7 @@ class EngineClient:
         self._idle = asyncio.Event()
         self._idle.set()
         self.info: EngineInfo | None = None  # of the last life that was ready
-        self.halt = Halt(self.command_id, self._control)
+        self.pauses = PauseState(self.command_id, self._control)
         self.policy: SetPolicy | None = None  # None = what the engine was started with
         self.last_cycle: Cycle | None = None
         self.gauges: Mapping[str, float] = {}  # the engine's last
@@ -116,7 +116,7 @@ class EngineClient:
             case WeightReport():
                 self._answered(event)
             case ControlReport(id, error):
-                self.halt.answered(event)
+                self.pauses.answered(event)
                 if (
                     error is not None and id not in self._done
                 ):  # nobody waits: the client has gone, or it is a new life that was told
@@ -128,7 +128,7 @@ class EngineClient:
         `restart_in_s`: None for never; `start_s`: that a start takes from there.
         """
         self._link = None
-        self.halt.died()
+        self.pauses.died()
         self.failure = f"the engine is gone and {'will not be' if restart_in_s is None else 'is being'} restarted: {death.error.message}"
         self._again_s = (restart_in_s or 0.0) + start_s
         self._metrics.engine_gone()
@@ -173,7 +173,7 @@ class EngineClient:
         self._unanswered = False
         if self.policy is not None:
             self._send(self.policy)
-        for command in self.halt.standing():
+        for command in self.pauses.standing():
             self._send(command)
         if not self.versions.lost:
             self._resume()
@@ -310,7 +310,7 @@ class EngineClient:
     def check_available(self) -> None:
         """`Unavailable` when nothing can be generated now."""
         self.check_serving()
-        self.halt.check()
+        self.pauses.check()
 
     def check_serving(self) -> None:
         """`Unavailable` when nothing can be generated now, and nobody asked for that by a pause or

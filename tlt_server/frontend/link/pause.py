@@ -37,17 +37,17 @@ PAUSED = "generation is paused and takes nothing new; send the request again aft
 HALTED = "generation is paused, so no token is made now; ask again after POST /continue_generation or /resume"
 
 
-class State(NamedTuple):
+class _State(NamedTuple):
     paused: bool = False
     refusing: bool = False
     asleep: frozenset[Memory] = frozenset()
 
 
-class Asked(NamedTuple):
+class _Asked(NamedTuple):
     command: ControlCommand
     refuse: bool = False
 
-    def after(self, state: State) -> State:
+    def after(self, state: _State) -> _State:
         """What holds once it is done."""
         match self.command:
             case Pause():
@@ -62,7 +62,7 @@ class Asked(NamedTuple):
                 return state
 
 
-class Halt:
+class PauseState:
     def __init__(
         self, command_id: Callable[[], str], ask: Callable[[ControlCommand], Awaitable[None]]
     ) -> None:
@@ -70,8 +70,8 @@ class Halt:
         against it.
         """
         self._command_id, self._ask = command_id, ask
-        self._state = State()  # of the engine, as its answers say
-        self._asked: dict[str, Asked] = {}  # and not answered, by id
+        self._state = _State()  # of the engine, as its answers say
+        self._asked: dict[str, _Asked] = {}  # and not answered, by id
         self._halting = (
             asyncio.Event()
         )  # the next pause or sleep is asked for; then there is a new one
@@ -138,22 +138,22 @@ class Halt:
 
     async def pause(self, in_flight: InFlight, *, refuse: bool, clear_cache: bool) -> None:
         """Done when the pause has begun: with `drain`, when everything has ended."""
-        await self._do(Asked(Pause(self._command_id(), in_flight, clear_cache), refuse))
+        await self._do(_Asked(Pause(self._command_id(), in_flight, clear_cache), refuse))
 
     async def resume(self) -> None:
-        await self._do(Asked(Resume(self._command_id())))
+        await self._do(_Asked(Resume(self._command_id())))
 
     async def sleep(self, memory: Collection[Memory], in_flight: InFlight = "recompute") -> None:
         """Nothing keeps its KV: what does not end goes on from its tokens when all is awake."""
-        await self._do(Asked(Sleep(self._command_id(), sorted(memory), in_flight)))
+        await self._do(_Asked(Sleep(self._command_id(), sorted(memory), in_flight)))
 
     async def wake(self, memory: Collection[Memory]) -> None:
-        await self._do(Asked(WakeUp(self._command_id(), sorted(memory))))
+        await self._do(_Asked(WakeUp(self._command_id(), sorted(memory))))
 
     async def clear_cache(self, *, unless_held: bool) -> None:
-        await self._do(Asked(ClearCache(self._command_id(), unless_held)))
+        await self._do(_Asked(ClearCache(self._command_id(), unless_held)))
 
-    async def _do(self, asked: Asked) -> None:
+    async def _do(self, asked: _Asked) -> None:
         """A caller that goes away does not stop what it asked for."""
         self._asked[asked.command.id] = asked
         if isinstance(asked.command, Pause | Sleep):

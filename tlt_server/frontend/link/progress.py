@@ -19,7 +19,7 @@ EVERY_S = 10.0
 ANEW = "\r\x1b[K"  # to the line's begin, and clear it
 
 
-class Progress:
+class ProgressLines:
     def __init__(
         self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:

@@ -22,7 +22,7 @@ from tlt_server.config import Config
 from tlt_server.errors import EngineFailed, StartupError
 from tlt_server.frontend.link.client import EngineClient
 from tlt_server.frontend.link.link import EngineLink, EngineProcess
-from tlt_server.frontend.link.progress import Progress
+from tlt_server.frontend.link.progress import ProgressLines
 from tlt_server.metrics import Metrics
 from tlt_server.records import EngineInfo, Event, Phase, PhaseProgress, Ready
 
@@ -60,7 +60,7 @@ class Supervisor:
         directory: Path,
         client: EngineClient,
         metrics: Metrics,
-        progress: Progress,
+        progress: ProgressLines,
     ) -> None:
         self._config, self._launch, self._directory = config, launch, directory
         self._client, self._metrics, self._progress = client, metrics, progress

@@ -20,7 +20,7 @@ import msgspec
 from msgspec import Struct
 
 from tlt_server.errors import StorageFailed
-from tlt_server.frontend.generation.validation import Item
+from tlt_server.frontend.generation.validation import RequestItem
 from tlt_server.records import GenerateRequest, StepOutput
 
 FRAME = 8
@@ -34,19 +34,19 @@ class KeptItem(Struct, frozen=True):
     requests: list[GenerateRequest]
 
     @classmethod
-    def of(cls, item: Item) -> KeptItem:
+    def of(cls, item: RequestItem) -> KeptItem:
         bare = [
             msgspec.structs.replace(request, token_ids=[], deadline_s=None, begin_by_s=None)
             for request in item.requests
         ]
         return cls(item.id, item.requests[0].token_ids, bare)
 
-    def item(self, deadline_s: float) -> Item:
+    def item(self, deadline_s: float) -> RequestItem:
         whole = [
             msgspec.structs.replace(request, token_ids=self.token_ids, deadline_s=deadline_s)
             for request in self.requests
         ]
-        return Item(self.id, whole)
+        return RequestItem(self.id, whole)
 
 
 class Header(Struct, frozen=True, kw_only=True, tag="rollout"):

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from tlt_server.errors import NotFound, TltError
-from tlt_server.frontend.generation.items import ItemError, ItemResult, Items
-from tlt_server.frontend.generation.validation import Batch
+from tlt_server.frontend.generation.items import FailedItem, FinishedItem, Items
+from tlt_server.frontend.generation.validation import RequestBatch
 from tlt_server.frontend.rollouts.journal import Header, Journal, past
 
-Ended = dict[str, ItemResult | ItemError]  # by item
+Ended = dict[str, FinishedItem | FailedItem]  # by item
 
 
 class Replayed(NamedTuple):
@@ -25,7 +25,7 @@ class Replayed(NamedTuple):
     done: bool  # its end was written down
 
 
-class Rollout:
+class KeptRollout:
     """One batch. While it runs, `items` grow; its results stay in memory until they are fetched,
     then in the journal alone.
     """
@@ -53,7 +53,7 @@ class Rollout:
         """On this process's clock."""
         return time.monotonic() + self.header.deadline_s - time.time()
 
-    def replayed(self, make: Callable[[Batch], Items]) -> Replayed:
+    def replayed(self, make: Callable[[RequestBatch], Items]) -> Replayed:
         """What the journal says, made into items as when it was live. `NotFound` when the rollout
         has just been forgotten.
         """
@@ -66,14 +66,18 @@ class Rollout:
         assert said is not None, "its header was whole before"
         deadline_s = self.deadline_s
         items, ended = (
-            make(Batch([item.item(deadline_s) for item in self.header.items], False, deadline_s)),
+            make(
+                RequestBatch(
+                    [item.item(deadline_s) for item in self.header.items], False, deadline_s
+                )
+            ),
             Ended(),
         )
         for output in said.outputs:
             ended |= {
                 event.id: event
                 for event in items.take(output)
-                if isinstance(event, ItemResult | ItemError)
+                if isinstance(event, FinishedItem | FailedItem)
             }
         return Replayed(said.length, items, ended, said.end is not None)
 

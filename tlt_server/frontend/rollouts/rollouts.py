@@ -32,8 +32,8 @@ from tlt_server.errors import (
     Unavailable,
 )
 from tlt_server.frontend.generation.generation import Generation, Generations
-from tlt_server.frontend.generation.items import ItemError, ItemResult
-from tlt_server.frontend.generation.validation import Batch
+from tlt_server.frontend.generation.items import FailedItem, FinishedItem
+from tlt_server.frontend.generation.validation import RequestBatch
 from tlt_server.frontend.http.keys import Caller
 from tlt_server.frontend.http.replies import unexpected
 from tlt_server.frontend.rollouts.journal import (
@@ -46,7 +46,7 @@ from tlt_server.frontend.rollouts.journal import (
     frame,
     outlines,
 )
-from tlt_server.frontend.rollouts.rollout import Rollout
+from tlt_server.frontend.rollouts.rollout import KeptRollout
 from tlt_server.metrics import Metrics
 
 RETRY_S = 0.2  # between two tries to hand a rollout of the process before this one to the engine
@@ -66,8 +66,8 @@ class Rollouts:
         )
         self._model = str(config.model.resolve())
         self.lasting = config.state_dir is not None
-        self._by_id: dict[str, Rollout] = {}  # in order of creation
-        self._by_key: dict[tuple[str, str], Rollout] = {}  # owner and key
+        self._by_id: dict[str, KeptRollout] = {}  # in order of creation
+        self._by_key: dict[tuple[str, str], KeptRollout] = {}  # owner and key
         self._bytes = 0
         self._lock = -1
         self._resuming: asyncio.Task[None] | None = None
@@ -138,10 +138,10 @@ class Rollouts:
 
     # what routes ask
 
-    def __iter__(self) -> Iterator[Rollout]:
+    def __iter__(self) -> Iterator[KeptRollout]:
         return iter(self._by_id.values())
 
-    def find(self, id: str, caller: Caller) -> Rollout:
+    def find(self, id: str, caller: Caller) -> KeptRollout:
         """`NotFound` also when it is another's: that it exists is none of the caller's business."""
         rollout = self._by_id.get(id)
         if rollout is None or not caller.sees(rollout.header.owner):
@@ -151,7 +151,7 @@ class Rollouts:
             )
         return rollout
 
-    def keyed(self, owner: str, key: str, digest: str) -> Rollout | None:
+    def keyed(self, owner: str, key: str, digest: str) -> KeptRollout | None:
         """The rollout of an owner's idempotency key; `Conflict` when it was begun with another
         body.
         """
@@ -162,7 +162,9 @@ class Rollouts:
             )
         return rollout
 
-    def begin(self, batch: Batch, *, owner: str, key: str, digest: str, detached: bool) -> Rollout:
+    def begin(
+        self, batch: RequestBatch, *, owner: str, key: str, digest: str, detached: bool
+    ) -> KeptRollout:
         """Write down and submit a batch, or (with a typed error) neither."""
         if len(self._by_id) >= self._most and not self._make_room():
             raise QueueFull(
@@ -182,7 +184,7 @@ class Rollouts:
             deadline_s=now + batch.deadline_s - time.monotonic(),
             items=[KeptItem.of(item) for item in batch.items],
         )
-        rollout = Rollout(header, self._directory / f"{header.id}.journal")
+        rollout = KeptRollout(header, self._directory / f"{header.id}.journal")
         rollout.items = self._generations.items(batch)
         try:
             rollout.journal = Journal(rollout.path)
@@ -197,7 +199,7 @@ class Rollouts:
         self._keep(rollout)
         return rollout
 
-    async def results(self, rollout: Rollout) -> list[ItemResult | ItemError]:
+    async def results(self, rollout: KeptRollout) -> list[FinishedItem | FailedItem]:
         """Items that have ended, in their order. Of a rollout that is done, also remembers that it
         was fetched.
         """
@@ -219,14 +221,14 @@ class Rollouts:
                 )
         return [ended[id] for id in rollout.item_ids if id in ended]
 
-    def delete(self, rollout: Rollout) -> None:
+    def delete(self, rollout: KeptRollout) -> None:
         """Abort what runs of it, and forget it."""
         rollout.over(Cancelled("the rollout was deleted while it ran"))
         self._forget(rollout)
 
     # one rollout's life
 
-    def _found(self, path: Path, said: Outline | None) -> Rollout | None:
+    def _found(self, path: Path, said: Outline | None) -> KeptRollout | None:
         if said is None or said.header.id != path.stem:
             log.warning(
                 "rollout_lost",
@@ -236,7 +238,7 @@ class Rollouts:
             )
             path.rename(f"{path}.damaged")
             return None
-        rollout = Rollout(said.header, path)
+        rollout = KeptRollout(said.header, path)
         rollout.bytes = said.length
         self._bytes += said.length
         if said.end is not None:
@@ -245,20 +247,20 @@ class Rollouts:
             self._expire_later(rollout)
         return rollout
 
-    async def _resume(self, rollouts: list[Rollout]) -> None:
+    async def _resume(self, rollouts: list[KeptRollout]) -> None:
         await self._generations.engine.ready()
         await asyncio.gather(
             *(self._try(rollout) for rollout in rollouts)
         )  # none waits for another
 
-    async def _try(self, rollout: Rollout) -> None:
+    async def _try(self, rollout: KeptRollout) -> None:
         try:
             await self._take_up(rollout)
         except Exception as error:
             if not rollout.is_over:  # not deleted meanwhile
                 self._finish(rollout, error if isinstance(error, TltError) else unexpected(error))
 
-    async def _take_up(self, rollout: Rollout) -> None:
+    async def _take_up(self, rollout: KeptRollout) -> None:
         """Where the process before left it. Waits while the engine cannot take it, at the longest
         until its deadline.
         """
@@ -292,7 +294,7 @@ class Rollouts:
                     raise
             await asyncio.sleep(RETRY_S)
 
-    def _run(self, rollout: Rollout, deadline_s: float, *, accepted: bool = False) -> None:
+    def _run(self, rollout: KeptRollout, deadline_s: float, *, accepted: bool = False) -> None:
         assert rollout.items is not None
         generation = self._generations.submit(
             rollout.items,
@@ -303,19 +305,19 @@ class Rollouts:
         )
         rollout.task = asyncio.create_task(self._collect(rollout, generation))
 
-    async def _collect(self, rollout: Rollout, generation: Generation) -> None:
+    async def _collect(self, rollout: KeptRollout, generation: Generation) -> None:
         assert rollout.ended is not None
         error: TltError | None = None
         with contextlib.closing(generation):
             try:
                 async for event in generation.events():
-                    if isinstance(event, ItemResult | ItemError):
+                    if isinstance(event, FinishedItem | FailedItem):
                         rollout.ended[event.id] = event
             except Exception as cause:
                 error = cause if isinstance(cause, TltError) else unexpected(cause)
         self._finish(rollout, error)
 
-    def _finish(self, rollout: Rollout, error: TltError | None) -> None:
+    def _finish(self, rollout: KeptRollout, error: TltError | None) -> None:
         """It is done; with an error, so are the items that had not ended."""
         assert rollout.ended is not None
         rollout.tokens, rollout.done_s = (
@@ -328,14 +330,14 @@ class Rollouts:
             self._append(rollout, frame(End(rollout.done_s, rollout.tokens)))
         except TltError as cause:  # what cannot be written down is told from memory, and the file's room is given back
             for id in rollout.item_ids:
-                rollout.ended.setdefault(id, ItemError(id, cause))
+                rollout.ended.setdefault(id, FailedItem(id, cause))
             self._remove(rollout)
         rollout.items = None
         rollout.over()
         self._expire_later(rollout)
         self._measure()
 
-    def _append(self, rollout: Rollout, framed: bytes) -> None:
+    def _append(self, rollout: KeptRollout, framed: bytes) -> None:
         while self._bytes + len(framed) > self._most_bytes:
             if not self._make_room():
                 raise StorageFailed(
@@ -369,18 +371,18 @@ class Rollouts:
             default=5.0,
         )
 
-    def _keep(self, rollout: Rollout) -> None:
+    def _keep(self, rollout: KeptRollout) -> None:
         self._by_id[rollout.header.id] = rollout
         if rollout.header.key:
             self._by_key[rollout.header.owner, rollout.header.key] = rollout
         self._measure()
 
-    def _expire_later(self, rollout: Rollout) -> None:
+    def _expire_later(self, rollout: KeptRollout) -> None:
         assert rollout.done_s is not None
         left_s = max(0.0, rollout.done_s + self._ttl_s - time.time())
         rollout.expiry = asyncio.get_running_loop().call_later(left_s, self._forget, rollout)
 
-    def _forget(self, rollout: Rollout) -> None:
+    def _forget(self, rollout: KeptRollout) -> None:
         if rollout.task is not None:
             rollout.task.cancel()
         if rollout.expiry is not None:
@@ -391,7 +393,7 @@ class Rollouts:
         self._remove(rollout)
         self._measure()
 
-    def _remove(self, rollout: Rollout) -> None:
+    def _remove(self, rollout: KeptRollout) -> None:
         if rollout.journal is not None:
             rollout.journal.close()
             rollout.journal = None

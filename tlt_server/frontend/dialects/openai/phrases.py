@@ -21,12 +21,12 @@ from tlt_server.frontend.dialects.openai.replies import (
     figures,
 )
 from tlt_server.frontend.dialects.openai.requests import ChatRequest, CompletionRequest
-from tlt_server.frontend.generation.choice import Choice, Delta
+from tlt_server.frontend.generation.choice import Delta, FinishedChoice
 from tlt_server.frontend.generation.text import Text
-from tlt_server.frontend.generation.validation import Batch
+from tlt_server.frontend.generation.validation import RequestBatch
 
 
-def whole(choice: Choice) -> Delta:
+def whole(choice: FinishedChoice) -> Delta:
     """A choice as the only thing that it ever gained."""
     return Delta(
         index=choice.index,
@@ -49,7 +49,7 @@ class _Ending(Struct, frozen=True):
     versions: bool  # whether weight versions were asked for
     eos: frozenset[int]
 
-    def put(self, part: CompletionChoice | ChatChoice, choice: Choice) -> None:
+    def put(self, part: CompletionChoice | ChatChoice, choice: FinishedChoice) -> None:
         part.finish_reason = choice.finish_reason
         part.stop_reason = None if choice.stop_reason in self.eos else choice.stop_reason
         part.weight_versions = choice.weight_versions if self.versions else UNSET
@@ -62,7 +62,7 @@ class CompletionPhrase:
     def __init__(
         self,
         asked: CompletionRequest,
-        batch: Batch,
+        batch: RequestBatch,
         text: Text,
         speller: Speller,
         eos: frozenset[int],
@@ -87,7 +87,7 @@ class CompletionPhrase:
         )
         return msgspec.structs.replace(self._head, choices=parts, usage=usage, metrics=metrics)
 
-    def part(self, prompt: int, delta: Delta, ended: Choice | None) -> CompletionChoice:
+    def part(self, prompt: int, delta: Delta, ended: FinishedChoice | None) -> CompletionChoice:
         """What choice `delta.index` of that prompt gained; with `ended`, its last part."""
         asked, index = self._asked, prompt * self._asked.n + delta.index
         part = CompletionChoice(index=index, text=delta.text or "")
@@ -135,7 +135,7 @@ class ChatPhrase:
     def __init__(
         self,
         asked: ChatRequest,
-        batch: Batch,
+        batch: RequestBatch,
         text: Text,
         speller: Speller,
         eos: frozenset[int],
@@ -165,7 +165,7 @@ class ChatPhrase:
         self._head.prompt_token_ids = self._head.prompt_logprobs = UNSET  # said once
         return reply
 
-    def part(self, prompt: int, delta: Delta, ended: Choice | None) -> ChatChoice:
+    def part(self, prompt: int, delta: Delta, ended: FinishedChoice | None) -> ChatChoice:
         """What choice `delta.index` gained; with `ended`, its last part."""
         asked, first = self._asked, delta.index not in self._begun
         speech = Speech(role="assistant" if first else UNSET, content=delta.text or "")

@@ -8,11 +8,10 @@ from typing import Annotated, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from tlt_client.wire import FinishReason, VersionSpan
+from tlt_client.wire import FinishReason, SdReport, VersionSpan
 from tlt_server.errors import TltError
 from tlt_server.frontend.dialects.openai.logprobs import ChatLogprobs, Logprobs, PromptLogprobs
 from tlt_server.frontend.dialects.openai.requests import ChatRequest, CompletionRequest
-from tlt_server.frontend.generation.choice import SdReport
 
 TYPES = {
     401: "authentication_error",

@@ -58,9 +58,9 @@ from tlt_server.frontend.dialects.openai.requests import (
 )
 from tlt_server.frontend.generation.delivery import EventStream, reply
 from tlt_server.frontend.generation.generation import Generation
-from tlt_server.frontend.generation.items import ItemError, ItemResult, TokenEvent
+from tlt_server.frontend.generation.items import FailedItem, FinishedItem, TokenEvent
 from tlt_server.frontend.generation.pieces import Pieces
-from tlt_server.frontend.generation.validation import Batch, Words
+from tlt_server.frontend.generation.validation import RequestBatch, Words
 from tlt_server.frontend.http.auth import caller_of
 from tlt_server.frontend.http.endpoints import Endpoint
 from tlt_server.frontend.http.replies import json_response, unexpected
@@ -270,7 +270,7 @@ class _Count:
     def __init__(self) -> None:
         self._prompt = self._cached = self._completion = 0
 
-    def add(self, result: ItemResult) -> None:
+    def add(self, result: FinishedItem) -> None:
         self._prompt += result.prompt_tokens
         self._cached += result.cached_tokens
         self._completion += sum(len(choice.token_ids) for choice in result.choices)
@@ -284,12 +284,12 @@ class _Count:
         )
 
 
-async def _whole(phrase: Phrase, batch: Batch, generation: Generation) -> Response:
+async def _whole(phrase: Phrase, batch: RequestBatch, generation: Generation) -> Response:
     places, count, parts = _places(batch), _Count(), []
     async for event in generation.events():
-        if isinstance(event, ItemError):
+        if isinstance(event, FailedItem):
             raise event.error
-        if isinstance(event, ItemResult):
+        if isinstance(event, FinishedItem):
             count.add(event)
             parts += [
                 phrase.part(places[event.id], whole(choice), choice) for choice in event.choices
@@ -299,7 +299,7 @@ async def _whole(phrase: Phrase, batch: Batch, generation: Generation) -> Respon
 
 
 async def _chunks(
-    phrase: Phrase, batch: Batch, generation: Generation, *, usage: bool
+    phrase: Phrase, batch: RequestBatch, generation: Generation, *, usage: bool
 ) -> AsyncIterator[bytes]:
     places, count, no_usage = _places(batch), _Count(), None if usage else UNSET
     try:
@@ -307,9 +307,9 @@ async def _chunks(
             match event:
                 case TokenEvent(id, delta, ended):
                     yield _frame(phrase.reply([phrase.part(places[id], delta, ended)], no_usage))  # type: ignore[list-item]
-                case ItemResult():
+                case FinishedItem():
                     count.add(event)
-                case ItemError(_, error):
+                case FailedItem(_, error):
                     raise error
         if usage:
             yield _frame(phrase.reply([], count.usage()))
@@ -322,7 +322,7 @@ async def _chunks(
     yield b"data: [DONE]\n\n"
 
 
-def _places(batch: Batch) -> dict[str, int]:
+def _places(batch: RequestBatch) -> dict[str, int]:
     return {item.id: place for place, item in enumerate(batch.items)}
 
 

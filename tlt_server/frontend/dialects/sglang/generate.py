@@ -21,12 +21,12 @@ from tlt_server.errors import TltError
 from tlt_server.frontend.dialects.openai.logprobs import scored_prompt
 from tlt_server.frontend.dialects.sglang.replies import Finish, Generated, MetaInfo, Scored
 from tlt_server.frontend.dialects.sglang.requests import GenerateFields
-from tlt_server.frontend.generation.choice import Choice
+from tlt_server.frontend.generation.choice import FinishedChoice
 from tlt_server.frontend.generation.delivery import EventStream, reply
 from tlt_server.frontend.generation.generation import Generation
-from tlt_server.frontend.generation.items import ItemError, ItemResult, TokenEvent
+from tlt_server.frontend.generation.items import FailedItem, FinishedItem, TokenEvent
 from tlt_server.frontend.generation.text import REPLACEMENT
-from tlt_server.frontend.generation.validation import Batch, Words
+from tlt_server.frontend.generation.validation import RequestBatch, Words
 from tlt_server.frontend.http.auth import caller_of
 from tlt_server.frontend.http.fields import checked, without_nulls
 from tlt_server.frontend.http.replies import error_reply, json_response, unexpected
@@ -51,9 +51,9 @@ async def generate(service: Service, request: Request, content: dict[str, Any]) 
 async def _whole(phrase: Phrase, generation: Generation) -> Response:
     found: dict[int, Generated] = {}
     async for event in generation.events():
-        if isinstance(event, ItemError):
+        if isinstance(event, FailedItem):
             raise event.error
-        if isinstance(event, ItemResult):
+        if isinstance(event, FinishedItem):
             found |= {
                 phrase.place(event.id, choice.index): phrase.ended(
                     event.id, choice, event.cached_tokens
@@ -93,7 +93,7 @@ async def _chunks(phrase: Phrase, generation: Generation) -> AsyncIterator[bytes
                                 place,
                             )
                         )
-                case ItemError(_, error):
+                case FailedItem(_, error):
                     raise error
     except TltError as error:
         yield _frame(error_reply(error))
@@ -127,7 +127,7 @@ class _SoFar:
 
 
 class Phrase:
-    def __init__(self, service: Service, asked: GenerateFields, batch: Batch) -> None:
+    def __init__(self, service: Service, asked: GenerateFields, batch: RequestBatch) -> None:
         self.asked, self._service = asked, service
         self._places = {item.id: i for i, item in enumerate(batch.items)}
         self._prompts = {item.id: item.requests[0].token_ids for item in batch.items}
@@ -139,7 +139,7 @@ class Phrase:
     def numbered(self, generated: Generated, place: int) -> Generated:
         return msgspec.structs.replace(generated, index=place) if self.asked.several else generated
 
-    def ended(self, id: str, choice: Choice, cached_tokens: int) -> Generated:
+    def ended(self, id: str, choice: FinishedChoice, cached_tokens: int) -> Generated:
         sd, top = choice.sd, choice.top_logprobs or None
         meta = self._meta(id, choice.index, choice.token_ids, choice.logprobs, top, cached_tokens)
         return Generated(
@@ -204,7 +204,7 @@ class Phrase:
             else UNSET,
         )
 
-    def _prompt(self, id: str, choice: Choice) -> dict[str, Any]:
+    def _prompt(self, id: str, choice: FinishedChoice) -> dict[str, Any]:
         """Log-probs of the prompt, from where they are asked for."""
         if not isinstance(choice.prompt_logprobs, list):
             return {}
@@ -220,7 +220,7 @@ class Phrase:
             ]
         return told
 
-    def _final_text(self, choice: Choice) -> str:
+    def _final_text(self, choice: FinishedChoice) -> str:
         """As asked for: special tokens left out or not, the stop left out or not."""
         params, text = self.asked.sampling_params, choice.text or ""
         stopped_by_token = choice.finish_reason == "stop" and not isinstance(
@@ -246,7 +246,7 @@ class Phrase:
         )
 
 
-def _finish(choice: Choice) -> Finish:
+def _finish(choice: FinishedChoice) -> Finish:
     match choice.finish_reason:
         case "stop":
             return Finish(

@@ -65,7 +65,7 @@ from tlt_server.frontend.dialects.sglang.requests import (
 )
 from tlt_server.frontend.generation.delivery import reply, unless
 from tlt_server.frontend.generation.generation import Generation
-from tlt_server.frontend.generation.items import ItemError, ItemResult
+from tlt_server.frontend.generation.items import FailedItem, FinishedItem
 from tlt_server.frontend.generation.requests import ItemFields, NativeRequest, SamplingFields
 from tlt_server.frontend.http.auth import caller_of
 from tlt_server.frontend.http.bodies import read_object
@@ -83,7 +83,7 @@ NUMBER = re.compile("-?[0-9]{1,18}")  # in a query
 
 
 def routes(service: Service) -> list[Endpoint]:
-    engine, halt, session = service.engine, service.engine.halt, service.session
+    engine, halt, session = service.engine, service.engine.pauses, service.session
 
     def info() -> EngineInfo:
         engine.check_running()
@@ -111,9 +111,9 @@ def routes(service: Service) -> list[Endpoint]:
 
     async def _made(generation: Generation) -> Response:
         async for event in generation.events():
-            if isinstance(event, ItemError):
+            if isinstance(event, FailedItem):
                 raise event.error
-            if isinstance(event, ItemResult) and event.choices[0].token_ids:
+            if isinstance(event, FinishedItem) and event.choices[0].token_ids:
                 return json_response(Status())
         raise Unavailable("the token was aborted before it was made; ask again", retry_after_s=1)
 

@@ -62,10 +62,10 @@ from tlt_server.frontend.dialects.vllm_rl.requests import (
     VersionFields,
 )
 from tlt_server.frontend.dialects.weights import PushReply, outcome
-from tlt_server.frontend.generation.choice import Choice
+from tlt_server.frontend.generation.choice import FinishedChoice
 from tlt_server.frontend.generation.delivery import reply
 from tlt_server.frontend.generation.generation import Generation
-from tlt_server.frontend.generation.items import ItemError, ItemResult
+from tlt_server.frontend.generation.items import FailedItem, FinishedItem
 from tlt_server.frontend.generation.pieces import Pieces
 from tlt_server.frontend.generation.validation import Words
 from tlt_server.frontend.http.auth import caller_of
@@ -89,7 +89,7 @@ WORDS = Words("token_ids", "token_ids", "", "sampling_params.")
 
 
 def routes(service: Service) -> list[Endpoint]:
-    engine, halt, session = service.engine, service.engine.halt, service.session
+    engine, halt, session = service.engine, service.engine.pauses, service.session
     pieces = Pieces(service.text)
 
     async def pause(request: Request) -> Response:
@@ -262,13 +262,13 @@ def routes(service: Service) -> list[Endpoint]:
 
     async def _whole(asked: TokensRequest, generation: Generation) -> Response:
         async for event in generation.events():
-            if isinstance(event, ItemError):
+            if isinstance(event, FailedItem):
                 raise event.error
-            if isinstance(event, ItemResult):
+            if isinstance(event, FinishedItem):
                 result = event
         speller, params = Speller(pieces, as_ids=True), asked.sampling_params
 
-        def choice(of: Choice) -> TokensChoice:
+        def choice(of: FinishedChoice) -> TokensChoice:
             logprobs = speller.chat(scored(whole(of))) if params.logprobs is not None else None
             return TokensChoice(
                 of.index,
