@@ -3,7 +3,7 @@
 #   TORCH_SPEC  what pip is asked for torch, e.g. TORCH_SPEC="torch==2.13.0+cpu" with PIP_ARGS naming an index that has it
 #   PIP_ARGS    further arguments of pip install
 #   PAIR        directory of the padded pair that bench-gpu measures; made there if it is missing
-#   SHAPE       sizes of that pair, see python -m benchmarks.pad --help
+#   SHAPE       sizes of that pair, see tlt bench pad --help
 .DEFAULT_GOAL := help
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -66,7 +66,7 @@ bench: $(STAMP) ## exactness and rollout benchmarks, quick
 	"$(BIN)/tlt" bench rollout --quick $(ARGS)
 
 bench-gpu: $(STAMP) ## on a GPU: exactness first, then graphs, decode, prefill, cycle, rollout, kernels alone, pushes by ipc, with a pair padded to SHAPE; renews benchmarks/results and docs/performance.md
-	test -f "$(PAIR)/drafter/config.json" || "$(BIN)/python" -m benchmarks.pad --shape "$(SHAPE)" --out "$(PAIR)" --device cuda
+	test -f "$(PAIR)/drafter/config.json" || "$(BIN)/tlt" bench pad --shape "$(SHAPE)" --out "$(PAIR)" --device cuda
 	"$(BIN)/tlt" bench exact $(ON_PAIR) --json "$(RESULTS)/exact-gpu.json"
 	"$(BIN)/tlt" bench exact --device cuda --json "$(RESULTS)/exact-demo-gpu.json"
 	"$(BIN)/tlt" bench exact --device cuda --numerics fast --json "$(RESULTS)/exact-fast-gpu.json"
@@ -74,13 +74,13 @@ bench-gpu: $(STAMP) ## on a GPU: exactness first, then graphs, decode, prefill, 
 	"$(BIN)/tlt" bench graphs $(ON_PAIR) # compiles what is missing, so that the next start is a warm one
 	"$(BIN)/tlt" bench graphs $(ON_PAIR) --json "$(RESULTS)/graphs-gpu.json"
 	"$(BIN)/tlt" bench decode $(ON_PAIR) --against fast --context 16000 --json "$(RESULTS)/decode-gpu.json"
-	"$(BIN)/python" -m benchmarks.prefill --json "$(RESULTS)/prefill-gpu.json"
-	"$(BIN)/python" -m benchmarks.padded --pair "$(PAIR)" --json "$(RESULTS)/padded-gpu.json"
+	"$(BIN)/tlt" bench prefill --json "$(RESULTS)/prefill-gpu.json"
+	"$(BIN)/tlt" bench padded --pair "$(PAIR)" --json "$(RESULTS)/padded-gpu.json"
 	"$(BIN)/tlt" bench cycle $(ON_PAIR) --context 16000 --json "$(RESULTS)/cycle-gpu.json"
 	"$(BIN)/tlt" bench cycle --device cuda --json "$(RESULTS)/cycle-demo-gpu.json"
 	"$(BIN)/tlt" bench rollout $(ON_PAIR) --json "$(RESULTS)/rollout-gpu.json"
-	for part in gemm norms attention sampling trees; do "$(BIN)/python" -m "benchmarks.$$part" --json "$(RESULTS)/$$part-gpu.json"; done
-	"$(BIN)/python" -m benchmarks.weights --device cuda --model "$(PAIR)/target" --channel ipc --json "$(RESULTS)/weights-ipc-gpu.json"
+	for part in gemm norms attention sampling trees; do "$(BIN)/tlt" bench "$$part" --json "$(RESULTS)/$$part-gpu.json"; done
+	"$(BIN)/tlt" bench weights --device cuda --model "$(PAIR)/target" --channel ipc --json "$(RESULTS)/weights-ipc-gpu.json"
 	"$(BIN)/python" -m benchmarks.report
 
 soak: $(STAMP) ## the long tests

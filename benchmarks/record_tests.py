@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from benchmarks.graph_time import require_gpu
+from tlt_server.bench.graph_time import require_gpu
 from tlt_server.bench.record import entry_of, write_entry
+from tlt_server.errors import StartupError
 
 RECORD = Path(__file__).with_name("results") / "test-gpu.json"
 BITS = ("tests/kernels/test_gpu_gemm.py", "tests/kernels/test_gpu_attention.py")
@@ -49,7 +50,7 @@ EXACT_COMMAND = ("-m", "tlt_server", "bench", "exact", "--device", "cuda", "--qu
 
 
 def main(arguments: Sequence[str]) -> int:
-    """0 if all that there is of the record passed, 1 if not; exits with 2 without a GPU."""
+    """Return 0 if all that the record holds passed, 1 if not, 2 without a GPU."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -74,7 +75,11 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("-v", action="store_true", help="name every test")
     asked = parser.parse_args(arguments)
-    require_gpu("benchmarks.record_tests")
+    try:
+        require_gpu()
+    except StartupError as error:
+        print(f"benchmarks.record_tests: {error.message}", file=sys.stderr)
+        return 2
     entry = entry_of(
         {},
         "make test-gpu" + (f" ARGS='-n {asked.n}'" if asked.n != "0" else ""),

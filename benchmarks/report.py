@@ -30,11 +30,11 @@ HOW_TO_RUN = """\
 ```console
 make test-gpu                              # tests and exactness on a GPU; renews benchmarks/results/test-gpu.json
 make bench-gpu PAIR=/data/padded-7b        # pads the shipped pair if PAIR is not there (16 GB), then all below it on one GPU
-python -m benchmarks.pad --shape qwen2.5-7b --out /data/padded-7b --device cuda
+tlt bench pad --shape qwen2.5-7b --out /data/padded-7b --device cuda
 P="--device cuda --model /data/padded-7b/target --drafter /data/padded-7b/drafter"
 tlt bench decode $P --against fast --context 16000 --json benchmarks/results/decode-gpu.json
-python -m benchmarks.prefill --json benchmarks/results/prefill-gpu.json
-python -m benchmarks.padded --pair /data/padded-7b --json benchmarks/results/padded-gpu.json
+tlt bench prefill --json benchmarks/results/prefill-gpu.json
+tlt bench padded --pair /data/padded-7b --json benchmarks/results/padded-gpu.json
 tlt bench cycle $P --context 16000 --json benchmarks/results/cycle-gpu.json
 tlt bench cycle --device cuda --json benchmarks/results/cycle-demo-gpu.json
 tlt bench graphs $P --json benchmarks/results/graphs-gpu.json
@@ -43,12 +43,12 @@ tlt bench rollout $P --json benchmarks/results/rollout-gpu.json
 tlt bench exact $P --json benchmarks/results/exact-gpu.json
 tlt bench exact --device cuda --json benchmarks/results/exact-demo-gpu.json
 tlt bench exact --device cuda --numerics fast --json benchmarks/results/exact-fast-gpu.json
-for part in gemm norms attention sampling trees; do python -m benchmarks.$part --json benchmarks/results/$part-gpu.json; done
+for part in gemm norms attention sampling trees; do tlt bench $part --json benchmarks/results/$part-gpu.json; done
 T="--device cuda --model /data/padded-7b/target"
-python -m benchmarks.weights $T --channel ipc --json benchmarks/results/weights-ipc-gpu.json
-python -m benchmarks.weights $T --channel nccl --json benchmarks/results/weights-nccl-gpu.json    # two GPUs
+tlt bench weights $T --channel ipc --json benchmarks/results/weights-ipc-gpu.json
+tlt bench weights $T --channel nccl --json benchmarks/results/weights-nccl-gpu.json    # two GPUs
 tlt bench overload                         # on a CPU
-python -m benchmarks.weights --json benchmarks/results/weights-cpu.json    # on a CPU
+tlt bench weights --json benchmarks/results/weights-cpu.json    # on a CPU
 python -m benchmarks.report                # then this page
 ```
 

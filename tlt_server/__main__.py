@@ -74,9 +74,12 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     benches = verbs.add_parser("bench", help="benchmarks", allow_abbrev=False).add_subparsers(
         metavar="NAME", required=True
     )
-    for name, (sentence, run) in BENCHES.items():
-        bench = benches.add_parser(name, help=sentence, description=sentence, allow_abbrev=False)
-        import_module("tlt_server.bench.arguments").add_arguments(bench, name)
+    for name, kind in import_module("tlt_server.bench.arguments").BENCHES.items():
+        bench = benches.add_parser(
+            name, help=kind.sentence, description=kind.sentence, allow_abbrev=False
+        )
+        kind.add(bench)
+        run = _with_engine if kind.loads_engine else _later
         bench.set_defaults(run=run(f"tlt_server.bench.{name}"))
     known, unknown = parser.parse_known_args(argv)
     if unknown:
@@ -124,19 +127,6 @@ def _with_engine(module: str):  # type: ignore[no-untyped-def]
         return int(import_module(module).run(arguments))
 
     return run
-
-
-BENCHES = {
-    "exact": ("compare tokens and log-probs with plain decoding, bit by bit", _with_engine),
-    "decode": ("time plain decoding steps, and what strict numerics cost", _with_engine),
-    "cycle": ("time cycles of drafting and verifying; accept length, idle GPU", _with_engine),
-    "graphs": ("start an engine; what its CUDA graphs take, and each phase", _with_engine),
-    "rollout": ("time a rollout with a long tail, speculation off and on", _later),
-    "overload": (
-        "ask a server for three times what it can do; goodput, refusals and memory",
-        _later,
-    ),
-}
 
 
 def _nearest(name: str, parser: argparse.ArgumentParser, argv: list[str]) -> str:

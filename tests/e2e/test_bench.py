@@ -15,8 +15,8 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks import weights
 from tests.e2e.test_lifecycle import until
+from tlt_server.bench import weights
 from tlt_server.demo.server import ServerProcess
 
 

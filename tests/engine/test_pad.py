@@ -14,12 +14,13 @@ import torch
 import transformers
 from torch import Tensor
 
-from benchmarks.pad import SHAPES, pad, write
-from benchmarks.pad.__main__ import main
-from benchmarks.pad.recipe import WHISPER
 from tests.engine.tiny import write_eagle, write_target
 from tests.rows_of_one import Sequence, certain_rows
 from tlt_kernels.reference import rms_norm
+from tlt_server.__main__ import main
+from tlt_server.bench.padding.checkpoint import write
+from tlt_server.bench.padding.recipe import WHISPER, pad
+from tlt_server.bench.padding.shapes import SHAPES
 from tlt_server.demo.workload import DRAFTER, TARGET, problems_as_requests
 from tlt_server.engine.assembly import assemble
 from tlt_server.engine.settings import EngineSettings
@@ -31,6 +32,7 @@ from tlt_server.models.loader import load_target
 from tlt_server.models.numerics import Numerics
 from tlt_server.records import Strategy, Submit
 
+PAD = ("bench", "pad")
 TOLERANCE = 1e-4  # float32 over eight layers, logits of size 30; two implementations of the small model differ as much
 LONG = (
     2,
@@ -360,14 +362,14 @@ def test_another_pair_can_be_padded(tmp_path):
 
 
 def test_the_command_writes_a_pair_and_leaves_another_alone(tmp_path, capsys):
-    arguments = ["--shape", "mid", "--layers", "8", "--out", str(tmp_path)]
+    arguments = [*PAD, "--shape", "mid", "--layers", "8", "--out", str(tmp_path)]
     assert main(arguments) == 0
     assert f"--model {tmp_path}/target" in capsys.readouterr().out
     config = ModelConfig.read(tmp_path / "target")
     assert (config.layers, config.hidden_size) == (8, MID.hidden) and (
         tmp_path / "drafter" / "calibration.safetensors"
     ).exists()
-    assert main(arguments) == 1
+    assert main(arguments) == 2
     assert "not empty" in capsys.readouterr().err
 
 
@@ -375,15 +377,15 @@ def test_the_command_writes_a_pair_and_leaves_another_alone(tmp_path, capsys):
     "device", ["foo", "meta", *(() if torch.cuda.is_available() else ("cuda",))]
 )
 def test_a_device_that_is_not_there_is_one_line(device, tmp_path, capsys):
-    assert main(["--shape", "mid", "--device", device, "--out", str(tmp_path / "out")]) == 2
+    assert main([*PAD, "--shape", "mid", "--device", device, "--out", str(tmp_path / "out")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"benchmarks.pad: --device {device} cannot be used: ")
+    assert line.startswith(f"tlt: --device {device} cannot be used: ")
     assert line.endswith("; use cpu, or cuda on a machine with a GPU")
     assert not (tmp_path / "out").exists()
 
 
 def test_too_few_layers_name_the_flag(tmp_path, capsys):
-    assert main(["--shape", "mid", "--layers", "2", "--out", str(tmp_path / "out")]) == 1
+    assert main([*PAD, "--shape", "mid", "--layers", "2", "--out", str(tmp_path / "out")]) == 2
     assert (
         capsys.readouterr()
         .err.strip()

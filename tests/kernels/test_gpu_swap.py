@@ -8,9 +8,9 @@ import torch
 from tests.kernels.triton_tests import DEVICE, gpu
 
 # isort: split
-from benchmarks.graph_time import microseconds
 from tlt_kernels.gpu import swap as module
 from tlt_kernels.gpu.swap import swap
+from tlt_server.bench.graph_time import microseconds
 
 MARGIN = 8  # elements around
 

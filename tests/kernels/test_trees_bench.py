@@ -1,4 +1,4 @@
-"""What `python -m benchmarks.trees` times can be launched, on any shape, and moves what it says."""
+"""What `tlt bench trees` times can be launched, on any shape, and moves what it says."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 from tests.kernels.triton_tests import DEVICE
 
 # isort: split
-from benchmarks.trees import Case, calls, followed
 from tlt_kernels.gpu.tensors import Rows
+from tlt_server.bench.trees import Case, calls, followed
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import ast
+import importlib.util
 import json
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tlt_server.bench.arguments import add_arguments
+from tlt_server.bench.arguments import BENCHES
 from tlt_server.bench.cycle import cases_of
 from tlt_server.bench.decode import prices
 from tlt_server.bench.device_time import device_time
@@ -83,8 +85,20 @@ def test_trees_are_timed_where_their_rows_are_affordable() -> None:
 
 def arguments(*flags: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    add_arguments(parser, "decode")
+    BENCHES["decode"].add(parser)
     return parser.parse_args(flags)
+
+
+def test_every_bench_is_a_module_with_run() -> None:
+    for name in BENCHES:
+        spec = importlib.util.find_spec(f"tlt_server.bench.{name}")
+        assert spec is not None and spec.origin is not None, name
+        functions = {
+            node.name
+            for node in ast.parse(Path(spec.origin).read_text()).body
+            if isinstance(node, ast.FunctionDef)
+        }
+        assert "run" in functions, name
 
 
 def test_a_list_of_batches() -> None:
@@ -118,7 +132,7 @@ def test_a_file_says_where_and_how(
         "sys.argv", ["/usr/bin/tlt", "bench", "decode", "--model", "/disks/1/my model"]
     )
     file = tmp_path / "decode.json"
-    finish(arguments("--json", str(file), "--commit", "abc1234"), {"bench": "decode"})
+    finish(arguments("--json", str(file), "--commit", "abc1234"), {"bench": "decode"}, on_gpu=False)
     entry = json.loads(file.read_text())
     assert (
         json.loads(capsys.readouterr().out.splitlines()[-1])

@@ -15,8 +15,8 @@ from benchmarks import record_tests
 from benchmarks.goals import Result, answer, comparable, goals, results, verdict
 from benchmarks.record_tests import RUNS, begun, counts, figures
 from benchmarks.report import NOTES, PAGE, RESULTS, page
-from benchmarks.weights import Push, row
 from tlt_server.bench.record import write_entry
+from tlt_server.bench.weights import Push, row
 
 SHAPE = {
     "layers": 28,
@@ -400,7 +400,7 @@ def test_parts_run_one_by_one_into_one_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(record_tests, "RECORD", tmp_path / "test-gpu.json")
-    monkeypatch.setattr(record_tests, "require_gpu", lambda name: None)
+    monkeypatch.setattr(record_tests, "require_gpu", lambda: None)
     monkeypatch.setattr(
         record_tests,
         "entry_of",

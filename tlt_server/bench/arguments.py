@@ -1,15 +1,39 @@
-"""Flags of the benches; light, because `tlt --help` imports it."""
+"""The benches of `tlt bench` and their flags. Light, because `tlt --help` imports it."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
-MOST = 2**20  # tokens, rows, threads
-MOST_BATCH = 4096  # requests at once
+from tlt_server.bench.padding.shapes import SHAPES
+
+MAX = 2**20  # tokens, rows, threads
+MAX_BATCH = 4096  # requests at once
 
 
-def add_arguments(parser: argparse.ArgumentParser, bench: str) -> None:
+class Bench(NamedTuple):
+    """One subcommand; the module of the same name has `run(args)`."""
+
+    sentence: str
+    add: Callable[[argparse.ArgumentParser], None]
+    loads_engine: bool = False  # in this process, so the environment of its libraries is set first
+
+
+def _record(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--json",
+        type=_file,
+        metavar="FILE",
+        help="also write the figures, with machine, versions and commit, as JSON",
+    )
+    parser.add_argument(
+        "--commit", metavar="NAME", help="commit of the code that runs [default: what git says]"
+    )
+
+
+def _engine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="fewer and shorter responses")
     parser.add_argument(
         "--model",
@@ -28,13 +52,13 @@ def add_arguments(parser: argparse.ArgumentParser, bench: str) -> None:
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16"),
-        help="of weights and KV [default float32 on a CPU, bfloat16 on a GPU]",
+        help="dtype of weights and KV [default float32 on a CPU, bfloat16 on a GPU]",
     )
     parser.add_argument(
         "--numerics",
         choices=("strict", "fast"),
         default="strict",
-        help="how products add; exact then reports the rate of differing tokens [default strict]",
+        help="how matmuls add; exact then reports the rate of differing tokens [default strict]",
     )
     parser.add_argument(
         "--threads",
@@ -45,19 +69,11 @@ def add_arguments(parser: argparse.ArgumentParser, bench: str) -> None:
     parser.add_argument(
         "--seed", type=_seed, default=0, metavar="N", help="seed of the first response [default 0]"
     )
-    parser.add_argument(
-        "--json",
-        type=_file,
-        metavar="FILE",
-        help="also write the figures, with machine, versions and commit, as JSON",
-    )
-    parser.add_argument(
-        "--commit", metavar="NAME", help="of the code that runs [default: what git says]"
-    )
-    _ADD.get(bench, lambda parser: None)(parser)
+    _record(parser)
 
 
 def _exact(parser: argparse.ArgumentParser) -> None:
+    _engine(parser)
     parser.add_argument(
         "--plant-fault",
         action="store_true",
@@ -66,6 +82,7 @@ def _exact(parser: argparse.ArgumentParser) -> None:
 
 
 def _decode(parser: argparse.ArgumentParser) -> None:
+    _engine(parser)
     _batches(parser, "1,8,32,64,256", "1,8")
     parser.add_argument(
         "--against",
@@ -81,10 +98,12 @@ def _decode(parser: argparse.ArgumentParser) -> None:
 
 
 def _cycle(parser: argparse.ArgumentParser) -> None:
+    _engine(parser)
     _batches(parser, "1,8,32", "1,8")
 
 
 def _graphs(parser: argparse.ArgumentParser) -> None:
+    _engine(parser)
     parser.add_argument(
         "--max-running",
         type=_count,
@@ -109,31 +128,177 @@ def _batches(parser: argparse.ArgumentParser, full: str, quick: str) -> None:
         "--context",
         type=_count,
         metavar="TOKENS",
-        help="also one request behind a prompt of so many tokens",
+        help="also one request after a prompt of this many tokens",
     )
     parser.set_defaults(batches=(_sizes(full), _sizes(quick)))
 
 
+def _gemm(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--rows",
+        type=_row_counts,
+        default="1,2,8,16,32,64,128,256,512,2048,8192",
+        metavar="N,N,...",
+        help="rows of a step [default %(default)s]",
+    )
+    _record(parser)
+
+
+def _attention(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("case", nargs="*", help="cases by name [default all]")
+    parser.add_argument(
+        "--tile",
+        type=_count,
+        default=64,
+        metavar="ROWS",
+        help="tile of tree and prompt rows [default 64]",
+    )
+    _record(parser)
+
+
+def _padded(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--pair",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="the directory that `tlt bench pad --out` wrote",
+    )
+    _record(parser)
+
+
+def _weights(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--gib",
+        type=float,
+        default=1.0,
+        metavar="N",
+        help="size of the random checkpoint, on a CPU [default 1; 0: none]",
+    )
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="[default cpu: every channel of a CPU]",
+    )
+    parser.add_argument(
+        "--channel",
+        choices=("ipc", "nccl"),
+        help="with --device cuda: ipc on one GPU, nccl from the first GPU to the second",
+    )
+    parser.add_argument(
+        "--model", type=Path, metavar="DIR", help="with --device cuda: what is served and pushed"
+    )
+    parser.add_argument(
+        "--rounds",
+        type=_count,
+        default=3,
+        metavar="N",
+        help="pushes per channel; the median and the longest pause count [default 3]",
+    )
+    parser.add_argument(
+        "--state-dir",
+        type=Path,
+        metavar="DIR",
+        help="with --device cuda: every push is also spooled there, and synced "
+        "[default: nothing is spooled; on a CPU everything is]",
+    )
+    _record(parser)
+
+
+def _pad(parser: argparse.ArgumentParser) -> None:
+    parser.description = PAD
+    parser.epilog = PAD_EXAMPLES
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--shape", required=True, choices=SHAPES, help="sizes of the large model")
+    parser.add_argument(
+        "--out",
+        required=True,
+        type=Path,
+        metavar="DIR",
+        help="gets DIR/target and DIR/drafter, new or empty",
+    )
+    parser.add_argument(
+        "--dtype",
+        default="bfloat16",
+        choices=("bfloat16", "float32"),
+        help="dtype of all weights [default bfloat16, which rounds norm weights once more; "
+        "float32: logits within 1e-4]",
+    )
+    parser.add_argument(
+        "--layers",
+        type=int,
+        metavar="N",
+        help="layers of the target instead of the shape's; at least the small target's",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="seed of the extra weights [default 0]"
+    )
+    parser.add_argument(
+        "--device",
+        default="cpu",
+        metavar="NAME",
+        help="where random numbers are made, e.g. cuda, which is faster [default cpu]",
+    )
+    parser.add_argument(
+        "--target", type=Path, metavar="DIR", help="small target [default the shipped pair's]"
+    )
+    parser.add_argument(
+        "--drafter",
+        type=Path,
+        metavar="DIR",
+        help="its EAGLE-3 drafter [default the shipped pair's]",
+    )
+
+
+PAD = """\
+Embed a small trained pair (target and EAGLE-3 drafter) in the shapes of a large model.
+
+The result has the large model's tensor names, shapes and dtypes, so a step costs what the large
+model's step costs. It says what the small pair says, so acceptance is that of a trained drafter on
+real answers; it may be higher than a large model's on harder text. The extra weights are random,
+not zero. Use it to measure speculative decoding where no large weights are at hand, with this
+server or any other engine that loads Hugging Face and EAGLE-3 checkpoints.
+"""
+PAD_EXAMPLES = """\
+examples:
+  tlt bench pad --shape mid --out /tmp/mid                  small enough for a laptop's CPU
+  tlt bench pad --shape qwen2.5-7b --out /data/padded-7b    15.2 GB target, 0.8 GB drafter
+  tlt serve --model /tmp/mid/target --drafter /tmp/mid/drafter
+
+what fits: a Qwen2 or Llama target whose head width is the shape's. A Llama shape gets attention
+biases if the small model has some (the shipped pair does). Qwen3 shapes are impossible: their query
+and key norms cannot be undone. Prompts are the small pair's: the shipped pair does written-out
+arithmetic, see tlt_server/demo/pair/README.md.
+"""
+
+
 def _count(text: str) -> int:
-    return _whole(text, 1, MOST)
+    return _whole(text, 1, MAX)
 
 
 def _seed(text: str) -> int:
     return _whole(text, 0, 2**31)
 
 
-def _whole(text: str, least: int, most: int) -> int:
-    if not text.isascii() or not text.isdigit() or not least <= int(text) <= most:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} to {most}")
+def _whole(text: str, smallest: int, largest: int) -> int:
+    if not text.isascii() or not text.isdigit() or not smallest <= int(text) <= largest:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no whole number from {smallest} to {largest}"
+        )
     return int(text)
 
 
 def _sizes(text: str) -> tuple[int, ...]:
-    return tuple(_whole(part, 1, MOST_BATCH) for part in text.split(","))
+    return tuple(_whole(part, 1, MAX_BATCH) for part in text.split(","))
+
+
+def _row_counts(text: str) -> tuple[int, ...]:
+    return tuple(_count(part) for part in text.split(","))
 
 
 def _file(text: str) -> Path:
-    """Looked at before anything is measured, so that no figures are lost."""
+    """Refuse an unwritable path before anything is measured, so that no figures are lost."""
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir():
         raise argparse.ArgumentTypeError(
@@ -142,4 +307,22 @@ def _file(text: str) -> Path:
     return path
 
 
-_ADD = {"exact": _exact, "decode": _decode, "cycle": _cycle, "graphs": _graphs}
+BENCHES = {
+    "exact": Bench("compare tokens and log-probs with plain decoding, bit by bit", _exact, True),
+    "decode": Bench("time plain decoding steps, and what strict numerics cost", _decode, True),
+    "cycle": Bench("time cycles of drafting and verifying; accept length, idle GPU", _cycle, True),
+    "graphs": Bench("start an engine; what its CUDA graphs take, and each phase", _graphs, True),
+    "rollout": Bench("time a rollout with a long tail, speculation off and on", _engine),
+    "overload": Bench(
+        "ask a server for three times what it can do; goodput, refusals and memory", _engine
+    ),
+    "weights": Bench("time weight pushes by every channel while requests decode", _weights),
+    "prefill": Bench("time prefill against cuBLAS and torch's attention, on a GPU", _record),
+    "gemm": Bench("time the matmuls of a 7B step, and cuBLAS, on a GPU", _gemm),
+    "norms": Bench("time the norms between matmuls, on a GPU", _record),
+    "attention": Bench("time rotary embedding, KV writes and attention, on a GPU", _attention),
+    "sampling": Bench("time sampling, reports and choosing children, on a GPU", _record),
+    "trees": Bench("time trees, rows, walks and KV copies of a cycle, on a GPU", _record),
+    "padded": Bench("compare a padded pair's logits with the small pair's, on a GPU", _padded),
+    "pad": Bench("write a small trained pair in the shapes of a large model", _pad),
+}

@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         )
     figures = {"bench": "cycle", "quick": bool(args.quick), **described(settings), "rows": rows}
     report(console, rows)
-    finish(args, figures)
+    finish(args, figures, on_gpu=args.device == "cuda")
     return 0
 
 

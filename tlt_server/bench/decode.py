@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     if args.against:
         figures |= {"prefill": prefill, "price": prices(rows, prefill, base.numerics, args.against)}
     report(console, figures)
-    finish(args, figures)
+    finish(args, figures, on_gpu=args.device == "cuda")
     return 0
 
 

@@ -317,7 +317,7 @@ def report(
         "differing_responses": sum(r.differing_responses for r in results),
         "differing_token_rate": round(differing / max(1, tokens), 6),
     }
-    finish(args, summary)
+    finish(args, summary, on_gpu=args.device == "cuda")
     found = (
         summary["differing_tokens"]
         or summary["differing_logprob_bits"]

@@ -74,7 +74,7 @@ def _run(args: argparse.Namespace) -> int:
             {"key": str(key), "bytes": pool.bytes[key], "seconds": round(pool.seconds[key], 4)}
             for key in keys
         ]
-    finish(args, figures)
+    finish(args, figures, on_gpu=args.device == "cuda")
     return 0
 
 

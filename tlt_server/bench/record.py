@@ -51,14 +51,12 @@ def progress_bar(console: Console) -> Progress:
     )
 
 
-def finish(args: argparse.Namespace, figures: Mapping[str, Any]) -> None:
-    """Print the line; write the file if one is asked for."""
+def finish(args: argparse.Namespace, figures: Mapping[str, Any], *, on_gpu: bool) -> None:
+    """Print the figures as one line of JSON, and write the file of `--json`."""
     print(msgspec.json.encode(figures).decode(), flush=True)
     if args.json:
         command = f"tlt {shlex.join(told(argument) for argument in sys.argv[1:])}"
-        write_entry(
-            args.json, entry_of(figures, command, on_gpu=args.device == "cuda", commit=args.commit)
-        )
+        write_entry(args.json, entry_of(figures, command, on_gpu=on_gpu, commit=args.commit))
 
 
 def told(argument: str) -> str:

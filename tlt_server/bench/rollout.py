@@ -301,5 +301,5 @@ def report(
         }
     summary["responses_differing"] = differing
     console.print(table)
-    finish(args, summary)
+    finish(args, summary, on_gpu=args.device == "cuda")
     return 1 if differing else 0

@@ -1,5 +1,4 @@
-"""Time of the norms between products on one GPU, at Qwen2.5-7B's width: `python -m
-benchmarks.norms`.
+"""Time of the norms between products on one GPU, at Qwen2.5-7B's width: `tlt bench norms`.
 
 A table, then one line of JSON: microseconds per call inside a CUDA graph of many calls over
 rotating tensors, and the time to move their bytes at 4.3 TB/s, which few rows, whose tensors stay
@@ -11,13 +10,14 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
-from benchmarks.graph_time import microseconds, require_gpu
-from benchmarks.record import finish, options
 from tlt_kernels.gpu.gemm_tiles import SEGMENTS
 from tlt_kernels.gpu.norm import add_rms_norm, embed_norms, embed_rms_norm, rms_norm
+from tlt_server.bench.graph_time import microseconds, require_gpu
+from tlt_server.bench.record import finish
 
 HIDDEN, VOCABULARY, EPS = 3584, 152_064, 1e-6
 ROWS = (1, 8, 32, 64, 128, 256, 512, 2048, 8192)
@@ -38,24 +38,21 @@ def calls(rows: int) -> Iterator[tuple[str, list[Callable[[], object]], int]]:
         for _ in range(ROTATED)
     ]
     values = rows * HIDDEN
-    yield "rms_norm", [lambda x=x: rms_norm(x, weight, EPS) for x in residuals], values * (4 + 2)
+    yield "rms_norm", [partial(rms_norm, x, weight, EPS) for x in residuals], values * (4 + 2)
     yield (
         "add_rms_norm",
-        [
-            lambda p=p, x=x: add_rms_norm(p, x, weight, EPS)
-            for p, x in zip(parts, residuals, strict=True)
-        ],
+        [partial(add_rms_norm, p, x, weight, EPS) for p, x in zip(parts, residuals, strict=True)],
         values * (4 * SEGMENTS + 8 + 2),
     )
     yield (
         "embed_rms_norm",
-        [lambda t=t: embed_rms_norm(t, embedding, weight, EPS) for t in tokens],
+        [partial(embed_rms_norm, t, embedding, weight, EPS) for t in tokens],
         values * (2 + 4 + 2),
     )
     both = zip(tokens, residuals, strict=True)
     yield (
         "embed_norms",
-        [lambda t=t, x=x: embed_norms(t, embedding, weight, x, weight, EPS) for t, x in both],
+        [partial(embed_norms, t, embedding, weight, x, weight, EPS) for t, x in both],
         values * (2 + 4 + 4),
     )
 
@@ -68,13 +65,8 @@ def time_us(rotated: list[Callable[[], object]]) -> float:
     return microseconds(run) / CALLS
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    options(parser)
-    arguments = parser.parse_args()
-    require_gpu("benchmarks.norms")
+def run(args: argparse.Namespace) -> int:
+    require_gpu()
     found: list[dict[str, object]] = []
     for rows in ROWS:
         for name, rotated, moved in calls(rows):
@@ -90,8 +82,5 @@ def main() -> None:
                 "{norm:16} {rows:6} {us:8.2f} us, floor {floor_us:8.2f}".format_map(found[-1]),
                 flush=True,
             )
-    finish(arguments, {"bench": "norms", "shape": {"hidden": HIDDEN}, "rows": found}, on_gpu=True)
-
-
-if __name__ == "__main__":
-    main()
+    finish(args, {"bench": "norms", "shape": {"hidden": HIDDEN}, "rows": found}, on_gpu=True)
+    return 0

@@ -1,7 +1,7 @@
 """What padding and bfloat16 do to a pair's target: its logits against the small target's, which are
 computed in float32.
 
-`python -m benchmarks.padded --pair DIR [--json FILE]` reads a pair that `benchmarks.pad` wrote, has
+`tlt bench padded --pair DIR [--json FILE]` reads a pair that `tlt bench pad` wrote, has
 the small target write greedy answers to problems of its task, and compares logits at every
 position: of the small target in bfloat16, and of the padded one, both computed by transformers, an
 implementation that shares nothing with ours. Prints a table and, last, a line of JSON.
@@ -11,23 +11,25 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
 
-from benchmarks.graph_time import require_gpu
-from benchmarks.record import finish, options
+from tlt_server.bench.graph_time import require_gpu
+from tlt_server.bench.record import finish
 from tlt_server.demo.workload import TARGET, problems_as_requests
 
 ANSWERS, LENGTH = (2, 3, 5, 8), 200  # problems, tokens of each answer
 
 
-def model(target: Path, dtype: torch.dtype) -> transformers.PreTrainedModel:
-    return transformers.AutoModelForCausalLM.from_pretrained(target, dtype=dtype).to("cuda").eval()
+def model(target: Path, dtype: torch.dtype) -> Any:
+    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(target, dtype=dtype)
+    return loaded.to("cuda").eval()
 
 
-def answers(small: transformers.PreTrainedModel) -> list[Tensor]:
+def answers(small: Any) -> list[Tensor]:
     """Prompts with the small target's greedy answers, each [1, prompt + LENGTH]."""
     found = []
     for number in ANSWERS:
@@ -45,7 +47,7 @@ def answers(small: transformers.PreTrainedModel) -> list[Tensor]:
     return found
 
 
-def logits(of: transformers.PreTrainedModel, texts: list[Tensor], vocab: int) -> Tensor:
+def logits(of: Any, texts: list[Tensor], vocab: int) -> Tensor:
     """[positions, vocab], float32: of the answers' tokens."""
     return torch.cat([of(text).logits[0, -LENGTH - 1 : -1].float()[:, :vocab] for text in texts])
 
@@ -60,26 +62,14 @@ def compared(found_PV: Tensor, expected_PV: Tensor) -> dict[str, float]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--pair",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="what benchmarks.pad --out was given",
-    )
-    options(parser)
-    arguments = parser.parse_args()
-    require_gpu("benchmarks.padded")
+def run(args: argparse.Namespace) -> int:
+    require_gpu()
     with torch.inference_mode():
         small = model(TARGET, torch.float32)
         texts, vocab = answers(small), small.config.vocab_size
         expected_PV = logits(small, texts, vocab)
         rows = []
-        for name, target in (("small", TARGET), ("padded", arguments.pair / "target")):
+        for name, target in (("small", TARGET), ("padded", args.pair / "target")):
             rows.append(
                 {
                     "target": name,
@@ -87,7 +77,7 @@ def main() -> None:
                 }
             )
             print("  ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
-    large = transformers.AutoConfig.from_pretrained(arguments.pair / "target")
+    large = transformers.AutoConfig.from_pretrained(args.pair / "target")
     figures = {
         "bench": "padded",
         "shape": {"layers": large.num_hidden_layers, "hidden": large.hidden_size},
@@ -96,8 +86,5 @@ def main() -> None:
         "largest_logit": round(expected_PV.abs().max().item(), 1),
         "rows": rows,
     }
-    finish(arguments, figures, on_gpu=True)
-
-
-if __name__ == "__main__":
-    main()
+    finish(args, figures, on_gpu=True)
+    return 0

@@ -5,21 +5,20 @@ captured as one CUDA graph and replayed.
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Callable, Mapping
 
 import torch
 
+from tlt_server.errors import StartupError
+
 WARMING = 2  # runs that are not counted
 
 
-def require_gpu(program: str) -> None:
+def require_gpu() -> None:
     if not torch.cuda.is_available():
-        print(
-            f"{program}: torch finds no GPU; run this on a machine that has one (nvidia-smi lists it)",
-            file=sys.stderr,
+        raise StartupError(
+            "torch finds no GPU; run this on a machine that has one (nvidia-smi lists it)"
         )
-        sys.exit(2)
 
 
 def in_turns(runs: Mapping[str, Callable[[], object]], repeats: int = 15) -> dict[str, float]:

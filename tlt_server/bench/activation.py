@@ -18,7 +18,7 @@ _BLOCK = 1024
 
 
 @triton.jit
-def _silu_mul(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr):
+def _silu_mul(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     pdl_launch()
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

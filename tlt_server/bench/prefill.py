@@ -1,7 +1,7 @@
 """Prefill of a model of Qwen2.5-7B's shapes against the libraries: cuBLAS and torch's flash
 attention in the same decoder.
 
-`python -m benchmarks.prefill [--json FILE]` prints a table and, last, a line of JSON. Weights and
+`tlt bench prefill [--json FILE]` prints a table and, last, a line of JSON. Weights and
 prompts are random. Prompts are computed in steps of 4,096 rows, as in the engine; the time is that
 of all steps, by CUDA events, the median of nine. The libraries' attention gets keys and values that
 lie as it likes them best, not in pages; their gate and up pass through one kernel of silu(gate) *
@@ -20,12 +20,12 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.activation import silu_mul
-from benchmarks.graph_time import in_turns, require_gpu
-from benchmarks.record import finish, options
 from tlt_kernels.gpu.tensors import PAGE_SIZE, Rows
 from tlt_server.attention.gpu import TritonPaged
 from tlt_server.attention.rows import KVCache
+from tlt_server.bench.activation import silu_mul
+from tlt_server.bench.graph_time import in_turns, require_gpu
+from tlt_server.bench.record import finish
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.gpu.decoder import GpuDecoder
 from tlt_server.models.gpu.layers import Placement, RowTensors
@@ -191,13 +191,8 @@ def measure() -> Iterator[dict[str, Any]]:
             }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    options(parser)
-    arguments = parser.parse_args()
-    require_gpu("benchmarks.prefill")
+def run(args: argparse.Namespace) -> int:
+    require_gpu()
     rows = []
     print(f"{'with':16} {'prompts':>8} {'tokens':>7} {'ms':>9} {'tokens/s':>9} {'x library':>9}")
     with torch.inference_mode():
@@ -212,8 +207,5 @@ def main() -> None:
         "shape": {"layers": MODEL["num_hidden_layers"], "hidden": MODEL["hidden_size"]},
         "rows": rows,
     }
-    finish(arguments, figures, on_gpu=True)
-
-
-if __name__ == "__main__":
-    main()
+    finish(args, figures, on_gpu=True)
+    return 0

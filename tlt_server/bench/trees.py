@@ -1,7 +1,7 @@
 """What a cycle does beside products and attention, per call inside a CUDA graph: trees grow, rows
 are chosen, paths walked, KV kept.
 
-`python -m benchmarks.trees` prints a table and, last, a line of JSON. Every walk takes the whole
+`tlt bench trees` prints a table and, last, a line of JSON. Every walk takes the whole
 path, so that all of its KV moves; `history` looks through the texts of a group of 8. Shapes of
 Qwen2.5-7B: 28 layers, 4 KV heads of 128, bfloat16.
 """
@@ -15,13 +15,13 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks.graph_time import microseconds, require_gpu
-from benchmarks.record import finish, options
 from tlt_kernels.gpu.accept import accept, commit_kv, fields
 from tlt_kernels.gpu.growth import columns, grow, roots
 from tlt_kernels.gpu.history import history_nodes, workspace
 from tlt_kernels.gpu.rows import select_rows
 from tlt_kernels.gpu.tensors import PAGE_SIZE, Calibration, Draft, Kept, Nodes, Places, Rows, Trees
+from tlt_server.bench.graph_time import microseconds, require_gpu
+from tlt_server.bench.record import finish
 
 LAYERS, KV_HEADS, WIDTH = 28, 4, 128
 VOCABULARY, GROUP, CALLS = 512, 8, 20
@@ -202,13 +202,8 @@ def repeated(call: Callable[[], object]) -> None:
         call()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    options(parser)
-    arguments = parser.parse_args()
-    require_gpu("benchmarks.trees")
+def run(args: argparse.Namespace) -> int:
+    require_gpu()
     torch.manual_seed(0)
     found = []
     for case in CASES:
@@ -221,8 +216,5 @@ def main() -> None:
         }
         found.append(row)
         print("  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
-    finish(arguments, {"bench": "trees", "rows": found}, on_gpu=True)
-
-
-if __name__ == "__main__":
-    main()
+    finish(args, {"bench": "trees", "rows": found}, on_gpu=True)
+    return 0

@@ -1,4 +1,4 @@
-"""Pushes from a trainer's GPU memory into a serving engine, for `python -m benchmarks.weights
+"""Pushes from a trainer's GPU memory into a serving engine, for `tlt bench weights
 --channel ipc|nccl --device cuda`.
 
 By ipc both are on the first GPU, by nccl the engine is on the second. Requests decode all the

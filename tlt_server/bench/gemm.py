@@ -1,7 +1,7 @@
 """All matrix products of one Qwen2.5-7B step as one CUDA graph: time, bytes read per second, and
 cuBLAS beside it.
 
-`python -m benchmarks.gemm [--rows 1,8,64]` prints a table and, last, a line of JSON. A step is per
+`tlt bench gemm [--rows 1,8,64]` prints a table and, last, a line of JSON. A step is per
 layer qkv, o, gate-up with SiLU and down, then the LM head in float32; every layer has its own
 weights, so the L2 cache does not help. cuBLAS runs the same products without SiLU, and in turns
 with ours; the step with the two norms that stand between the products is timed, too. Data are
@@ -17,11 +17,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.graph_time import captured, in_turns, require_gpu
-from benchmarks.record import finish, options
 from tlt_kernels.gpu.gemm import gated, linear, partials
 from tlt_kernels.gpu.gemm_tiles import SEGMENTS
 from tlt_kernels.gpu.norm import add_rms_norm
+from tlt_server.bench.graph_time import captured, in_turns, require_gpu
+from tlt_server.bench.record import finish
 
 LAYERS, HIDDEN, INTERMEDIATE, VOCABULARY, QKV = 28, 3584, 18944, 152064, 4608
 READ_BYTES_PER_S = 4.3e12  # what a copy reaches on an H200
@@ -81,19 +81,8 @@ def cublas(
     return torch.mm(x[:sampled], head.T)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--rows",
-        default="1,2,8,16,32,64,128,256,512,2048,8192",
-        metavar="N,N",
-        help="[default: %(default)s]",
-    )
-    options(parser)
-    arguments = parser.parse_args()
-    require_gpu("benchmarks.gemm")
+def run(args: argparse.Namespace) -> int:
+    require_gpu()
     layers = [
         Layer(
             draw(QKV, HIDDEN),
@@ -114,7 +103,7 @@ def main() -> None:
     print(
         f"{'rows':>6} {'step':>8} {'alone':>8} {'floor':>8} {'cuBLAS':>8} {'TB/s':>6} {'TFLOP/s':>8}"
     )
-    for rows in (int(r) for r in arguments.rows.split(",")):
+    for rows in args.rows:
         sampled = min(rows, 1024)  # a long prefill needs few logits
         x, attended, inner = (
             draw(rows, HIDDEN) * 50,
@@ -151,11 +140,8 @@ def main() -> None:
             flush=True,
         )
     finish(
-        arguments,
+        args,
         {"bench": "products", "shape": {"layers": LAYERS, "hidden": HIDDEN}, "rows": found},
         on_gpu=True,
     )
-
-
-if __name__ == "__main__":
-    main()
+    return 0

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.weights`: pushes by every channel of a CPU, against a plain copy of the
+"""`tlt bench weights`: pushes by every channel of a CPU, against a plain copy of the
 same bytes on the same disk.
 
 Two checkpoints: the shipped pair's target, and a random one of `--gib` GiB in float32. Each push
@@ -30,15 +30,16 @@ from typing import Any, NamedTuple
 import httpx
 from safetensors.torch import load_file
 
-from benchmarks.record import finish, options
 from tlt_client import Client
 from tlt_client.channels.broadcast import BroadcastSender
 from tlt_client.channels.disk import write
 from tlt_client.channels.http import HttpSender
 from tlt_client.channels.ipc import IpcSender
 from tlt_client.wire import Token
+from tlt_server.bench.record import finish
 from tlt_server.demo.server import ServerProcess
 from tlt_server.demo.workload import TARGET
+from tlt_server.errors import StartupError
 
 HIDDEN, MLP = 1024, 4096
 LENGTH = 256  # of prompt and answer
@@ -212,70 +213,26 @@ def measure(model: Path, room: Path, rounds: int) -> Iterator[dict[str, Any]]:
         yield {"checkpoint": model.name, **row(name, size, copy_s, alone[name], busy[name])}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--gib",
-        type=float,
-        default=1.0,
-        metavar="N",
-        help="size of the random checkpoint [default 1; 0: none]",
-    )
-    parser.add_argument(
-        "--device",
-        choices=("cpu", "cuda"),
-        default="cpu",
-        help="[default cpu: all channels of a CPU]",
-    )
-    parser.add_argument(
-        "--channel",
-        choices=("ipc", "nccl"),
-        help="with --device cuda: one GPU, or the first to the second",
-    )
-    parser.add_argument(
-        "--model", type=Path, metavar="DIR", help="with --device cuda: what is served and pushed"
-    )
-    parser.add_argument(
-        "--rounds",
-        type=int,
-        default=3,
-        metavar="N",
-        help="of which the median counts, the longest pause [default 3]",
-    )
-    parser.add_argument(
-        "--state-dir",
-        type=Path,
-        metavar="DIR",
-        help="with --device cuda: every push is also spooled there, and synced "
-        "[default: nothing is spooled; on a CPU everything is]",
-    )
-    options(parser)
-    arguments = parser.parse_args()
-    if (arguments.device == "cuda") != bool(arguments.channel and arguments.model):
-        parser.error("--device cuda needs --channel and --model, and they are for it only")
-    if arguments.device == "cpu" and arguments.state_dir:
-        parser.error(
+def run(args: argparse.Namespace) -> int:
+    if (args.device == "cuda") != bool(args.channel and args.model):
+        raise StartupError("--device cuda needs --channel and --model, and they are for it only")
+    if args.device == "cpu" and args.state_dir:
+        raise StartupError(
             "--state-dir is for --device cuda; on a CPU every push is spooled beside the checkpoints"
         )
-    if arguments.device == "cuda":
-        from benchmarks.weights_gpu import measure as measured
+    if args.device == "cuda":
+        from tlt_server.bench.weights_gpu import measure as measured
 
-        finish(
-            arguments,
-            measured(arguments.channel, arguments.model, arguments.rounds, arguments.state_dir),
-            on_gpu=True,
-        )
-        return
+        finish(args, measured(args.channel, args.model, args.rounds, args.state_dir), on_gpu=True)
+        return 0
     rows = []
     with tempfile.TemporaryDirectory(prefix="tlt-weights-") as name:
         models = [
             TARGET,
-            *([random_checkpoint(Path(name) / "random", arguments.gib)] if arguments.gib else []),
+            *([random_checkpoint(Path(name) / "random", args.gib)] if args.gib else []),
         ]
         for model in models:
-            for found in measure(model, Path(name) / f"room-{model.name}", arguments.rounds):
+            for found in measure(model, Path(name) / f"room-{model.name}", args.rounds):
                 rows.append(found)
                 print(
                     f"{found['checkpoint']:8} {found['channel']:6} {found['push_s']:8.3f} s, {found['ratio']:6.2f} x a plain copy, "
@@ -283,11 +240,8 @@ def main() -> None:
                     flush=True,
                 )
     finish(
-        arguments,
-        {"bench": "weights", "rounds": arguments.rounds, "requests": REQUESTS, "rows": rows},
+        args,
+        {"bench": "weights", "rounds": args.rounds, "requests": REQUESTS, "rows": rows},
         on_gpu=False,
     )
-
-
-if __name__ == "__main__":
-    main()
+    return 0

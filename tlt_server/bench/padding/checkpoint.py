@@ -14,7 +14,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
-from benchmarks.pad.recipe import Checkpoint, Pair
+from tlt_server.bench.padding.recipe import Checkpoint, Pair
 from tlt_server.errors import ModelError
 
 SHARD_BYTES = 2 * 10**9

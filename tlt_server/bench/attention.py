@@ -1,7 +1,7 @@
 """Rotary embedding, KV write and paged attention of one layer, per shape of step: microseconds
 inside a CUDA graph.
 
-`python -m benchmarks.attention [case ...]` prints a table and, as its last line, the same as JSON.
+`tlt bench attention [case ...]` prints a table and, as its last line, the same as JSON.
 A graph holds many layers, each with its own KV cache, so that keys come from device memory as they
 do between the weights of a real step. Floor: reading every key and value of every request once at
 4.3 TB/s. Qwen2.5-7B: 28 query heads, 4 KV heads of 128, bfloat16.
@@ -10,15 +10,17 @@ do between the weights of a real step. Floor: reading every key and value of eve
 from __future__ import annotations
 
 import argparse
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from benchmarks.graph_time import microseconds, require_gpu
-from benchmarks.record import finish, options
 from tlt_kernels.gpu.attention import PagedRows, allocate, attend, plan
 from tlt_kernels.gpu.rope import rope_store
 from tlt_kernels.gpu.tensors import PAGE_SIZE
+from tlt_server.bench.graph_time import microseconds, require_gpu
+from tlt_server.bench.record import finish
+from tlt_server.errors import StartupError
 
 HEADS, KV_HEADS, WIDTH = 28, 4, 128
 BANDWIDTH = 4.3e12
@@ -73,14 +75,16 @@ def rows_of(case: Case, device: str) -> tuple[PagedRows, torch.Tensor, int]:
                 mine[-1] if mine else int(table_QP[b, p // PAGE_SIZE]) * PAGE_SIZE + p % PAGE_SIZE
             )
     place = [b for b in range(case.requests) for _ in range(case.rows)]
-    integers = (
-        torch.tensor(values, dtype=torch.int32, device=device)
-        for values in (position, place, base, path)
-    )
+
+    def integers(values: list[Any]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
     slots = pages * PAGE_SIZE + len(position)
     return (
-        PagedRows(*integers, table_QP.to(device)),
-        torch.tensor(slot, dtype=torch.int32, device=device),
+        PagedRows(
+            integers(position), integers(place), integers(base), integers(path), table_QP.to(device)
+        ),
+        integers(slot),
         slots,
     )
 
@@ -159,28 +163,18 @@ def measure(case: Case, tile: int) -> dict[str, float]:
     return result
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("case", nargs="*", choices=[[], *CASES])
-    parser.add_argument(
-        "--tile", type=int, default=64, metavar="ROWS", help="of tree and prompt rows [default 64]"
-    )
-    options(parser)
-    chosen = parser.parse_args()
-    require_gpu("benchmarks.attention")
+def run(args: argparse.Namespace) -> int:
+    if unknown := [name for name in args.case if name not in CASES]:
+        raise StartupError(f"no case {unknown[0]!r}; there are {', '.join(CASES)}")
+    require_gpu()
     torch.manual_seed(0)
     found = []
-    for name in chosen.case or CASES:
-        measured = measure(CASES[name], chosen.tile)
+    for name in args.case or CASES:
+        measured = measure(CASES[name], args.tile)
         found.append({"case": name, **{key: round(value, 2) for key, value in measured.items()}})
         print(
             f"{name:20}" + "".join(f"  {key} {value:9.2f}" for key, value in measured.items()),
             flush=True,
         )
-    finish(chosen, {"bench": "attention", "rows": found}, on_gpu=True)
-
-
-if __name__ == "__main__":
-    main()
+    finish(args, {"bench": "attention", "rows": found}, on_gpu=True)
+    return 0

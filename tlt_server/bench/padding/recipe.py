@@ -31,7 +31,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.pad.shapes import Shape, check_fit, drafter_config, live_layers, target_config
+from tlt_server.bench.padding.shapes import (
+    Shape,
+    check_fit,
+    drafter_config,
+    live_layers,
+    target_config,
+)
 from tlt_server.errors import ModelError
 from tlt_server.models.config import ModelConfig, read_json
 from tlt_server.models.eagle import feature_layers

@@ -1,5 +1,4 @@
-"""Time of sampling, of reports on samples, and of choosing children on one GPU: `python -m
-benchmarks.sampling`.
+"""Time of sampling, of reports on samples, and of choosing children on one GPU: `tlt bench sampling`.
 
 A table, then one line of JSON. Every figure is microseconds per call, from graphs of many calls
 over rotating logits (more than the cache holds), the median of replays. "head" rows fall off as
@@ -11,14 +10,15 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
-from benchmarks.graph_time import microseconds, require_gpu
-from benchmarks.record import finish, options
 from tlt_kernels.gpu.children import children
 from tlt_kernels.gpu.report import score
 from tlt_kernels.gpu.sampling import sample
+from tlt_server.bench.graph_time import microseconds, require_gpu
+from tlt_server.bench.record import finish
 
 VOCABULARY, DRAFT_VOCABULARY = 152_064, 32_000
 ROTATED_BYTES = 160 * 2**20
@@ -74,7 +74,7 @@ def sample_us(
     table = places(count, **filters)  # type: ignore[arg-type]
     logits = [rows(count, VOCABULARY) for _ in range(buffers(count, VOCABULARY))]
     return time_us(
-        [lambda x=x: sample(x, index, index + 7, index, **table, filtered=filtered) for x in logits]
+        [partial(sample, x, index, index + 7, index, **table, filtered=filtered) for x in logits]
     )
 
 
@@ -86,7 +86,7 @@ def score_us(count: int, live: int, best: int) -> float:
     filters = [table[name] for name in ("temperature_Q", "top_k_Q", "top_p_Q", "min_p_Q")]
     return time_us(
         [
-            lambda x=x: score(x, row_S, index, index, *filters, filtered=False, best=best)
+            partial(score, x, row_S, index, index, *filters, filtered=False, best=best)
             for x in logits
         ]
     )
@@ -100,25 +100,20 @@ def children_us(count: int, width: int) -> float:
     logits = [even_rows(count, DRAFT_VOCABULARY) for _ in range(buffers(count, DRAFT_VOCABULARY))]
     return time_us(
         [
-            lambda x=x: children(x, target_ids, index, index, seed, temperature, width=width)
+            partial(children, x, target_ids, index, index, seed, temperature, width=width)
             for x in logits
         ]
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    options(parser)
-    arguments = parser.parse_args()
-    require_gpu("benchmarks.sampling")
+def run(args: argparse.Namespace) -> int:
+    require_gpu()
     figures: dict[str, float] = {}
     for count in (1, 8, 64, 256):
         figures[f"sample {count}"] = sample_us(count, head_rows, filtered=False)
     for count, live, best in ((1, 1, 16), (64, 64, 0), (64, 64, 16), (256, 4, 16)):
         figures[f"score {live} of {count}, best {best}"] = score_us(count, live, best)
-    kinds = {
+    kinds: dict[str, dict[str, float]] = {
         "top_p": {"top_p": 0.95},
         "top_k": {"top_k": 50},
         "all": {"top_p": 0.9, "top_k": 100, "min_p": 0.01},
@@ -135,8 +130,5 @@ def main() -> None:
     for name, figure in figures.items():
         print(f"{name:32} {figure:8.2f} us")
     rows = [{"case": name, "us": round(figure, 2)} for name, figure in figures.items()]
-    finish(arguments, {"bench": "sampling", "rows": rows}, on_gpu=True)
-
-
-if __name__ == "__main__":
-    main()
+    finish(args, {"bench": "sampling", "rows": rows}, on_gpu=True)
+    return 0
