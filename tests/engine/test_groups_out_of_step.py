@@ -26,7 +26,7 @@ from tlt_server.records import (
     WeightCommand,
     WeightReport,
 )
-from tlt_server.weights.parts import Parts, Target
+from tlt_server.weights.parts import Live, Target
 from tlt_server.weights.storage import Free, Storage
 from tlt_server.weights.transaction import Transaction
 from tlt_server.weights.work import Options
@@ -41,7 +41,7 @@ class Pair:
     """
 
     def __init__(self) -> None:
-        live = Parts(Target("v0", Network(), {}))  # type: ignore[arg-type]
+        live = Live(Target("v0", Network(), {}))  # type: ignore[arg-type]
         storage = Storage("device", lambda: Free(2**62, 0, 0), torch.device("cpu"), None)
         options = Options(("broadcast",), Intake(groups=Groups(WAIT_S)), storage=storage)
         self.transaction = Transaction(live, options, lambda data, where: None)
@@ -104,7 +104,6 @@ class Pair:
 
     @property
     def live(self) -> list[float]:
-        assert self.transaction.live.target is not None
         return [
             tensor.tolist()[0]
             for tensor in self.transaction.live.target.network.parameters().values()

@@ -22,7 +22,7 @@ from tlt_client.channels import Intake
 from tlt_client.channels.errors import ChannelBroken
 from tlt_server.errors import TltError, Unavailable
 from tlt_server.records import Manifest, TensorEntry
-from tlt_server.weights.parts import Parts, Target
+from tlt_server.weights.parts import Live, Target
 from tlt_server.weights.series import REMEMBERED
 from tlt_server.weights.storage import Free, Storage
 from tlt_server.weights.transaction import Transaction
@@ -100,7 +100,7 @@ class Receiving:
         self.now, self.groups = 0.0, Groups(g=Wire(), h=Wire())
         storage = Storage(place, lambda: Free(2**62, 0, 0), torch.device("cpu"), None)
         groups: Any = self.groups
-        live = Parts(Target("v0", Network(), {}))  # type: ignore[arg-type]
+        live = Live(Target("v0", Network(), {}))  # type: ignore[arg-type]
         self.transaction = Transaction(
             live,
             Options(("broadcast",), Intake(groups=groups), storage=storage),
@@ -190,7 +190,6 @@ class Receiving:
 
     @property
     def live(self) -> dict[str, torch.Tensor]:
-        assert self.transaction.live.target is not None
         return self.transaction.live.target.network.parameters()
 
 

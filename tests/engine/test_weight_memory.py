@@ -27,7 +27,7 @@ from tlt_client.channels import Intake
 from tlt_client.channels.disk import DiskReceiver
 from tlt_client.channels.http import HttpReceiver
 from tlt_server.records import Manifest, TensorEntry
-from tlt_server.weights.parts import Parts, Target
+from tlt_server.weights.parts import Live, Target
 from tlt_server.weights.spool import Spool
 from tlt_server.weights.staging import Staging, Steps
 from tlt_server.weights.storage import Free, Storage
@@ -57,7 +57,7 @@ if spool:
     spool.begin()
 receive = {"disk": lambda m: DiskReceiver(m, Intake(root=root)), "http": lambda m: HttpReceiver(m, Intake(uploads=root))}[channel]
 place = Storage("auto", lambda: Free(2**40, 0, 0), torch.device("cpu"), None)
-staging = Staging(Parts(Target("old", Network(), {})),
+staging = Staging(Live(Target("old", Network(), {})),
                   Steps(spool.keep if spool else None, lambda data, where: None, place.make))
 before = memory("VmRSS")
 Path("/proc/self/clear_refs").write_text("5")

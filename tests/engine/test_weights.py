@@ -386,11 +386,7 @@ def test_a_drafter_that_borrows_the_embedding_follows_the_target(
 ) -> None:
     def borrowed() -> bool:
         live = engine.engine.pushes.transaction.live
-        assert (
-            live.target is not None
-            and live.drafter is not None
-            and not live.drafter.network.own_embedding
-        )
+        assert live.drafter is not None and not live.drafter.network.own_embedding
         return live.drafter.network.embedding_VH is live.target.network.embedding_VH
 
     steps = [

@@ -17,7 +17,7 @@ from tlt_server.engine.devices import Device, Equipped, Memory, OnProgress, Quie
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.models.config import ModelConfig
 from tlt_server.speculation.policies.arms import Ladder
-from tlt_server.weights.parts import Parts
+from tlt_server.weights.parts import Changed, Live
 
 
 def release() -> None:
@@ -33,7 +33,7 @@ class LoadedOnce:
     """
 
     def __init__(self) -> None:
-        self.parts: Parts | None = None
+        self.live: Live | None = None
 
     def device(self, settings: EngineSettings) -> Device:
         return _Shared(make_device(settings), settings, self)
@@ -57,17 +57,17 @@ class _Shared:
     def numerics(self) -> str:
         return self._device.numerics
 
-    def load(self, config: ModelConfig) -> Parts:
-        if self._source.parts is None:
-            self._source.parts = self._device.load(config)
-        return self._source.parts
+    def load(self, config: ModelConfig) -> Live:
+        if self._source.live is None:
+            self._source.live = self._device.load(config)
+        return self._source.live
 
-    def allocate(self, live: Parts, max_model_len: int) -> Memory:
+    def allocate(self, live: Live, max_model_len: int) -> Memory:
         return self._device.allocate(live, max_model_len)
 
     def equip(
         self,
-        live: Parts,
+        live: Live,
         ladder: Ladder,
         page_table_SP: NDArray[np.int32],
         on_progress: OnProgress,
@@ -77,7 +77,7 @@ class _Shared:
             live, reachable(ladder, self._settings), page_table_SP, on_progress, quiet
         )
 
-    def install(self, live: Parts, changed: Parts) -> None:
+    def install(self, live: Live, changed: Changed) -> None:
         raise AssertionError("weights that engines share do not change")
 
 

@@ -36,7 +36,7 @@ from tlt_server.speculation.policies.capped import Capped
 from tlt_server.speculation.policies.fixed import Fixed
 from tlt_server.speculation.survival import Calibration
 from tlt_server.weights.dormant import Dormant
-from tlt_server.weights.parts import Parts
+from tlt_server.weights.parts import Changed, Live
 from tlt_server.weights.restore import Restored, restore
 from tlt_server.weights.spool import Spool
 from tlt_server.weights.storage import Storage
@@ -89,7 +89,6 @@ def assemble(
         live, lost = Restored(device.load(replace(config, max_position=max_model_len)), {})
         if spool:
             live, lost = restore(spool, live, Calibration.parse)
-        assert live.target is not None
         model = live.target.network
         detail.append(settings.model)
     with phase("allocate KV") as detail:
@@ -155,7 +154,7 @@ def assemble(
         )
     canary = Canary(rungs.arms, settings.sd_canary)
 
-    def install(live: Parts, changed: Parts) -> None:
+    def install(live: Live, changed: Changed) -> None:
         device.install(live, changed)
         canary.renewed()
 

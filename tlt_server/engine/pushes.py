@@ -48,7 +48,7 @@ from tlt_server.records import (
     WeightState,
 )
 from tlt_server.threads import Crew
-from tlt_server.weights.parts import Parts
+from tlt_server.weights.parts import Changed, Live
 from tlt_server.weights.push import Push
 from tlt_server.weights.transaction import Transaction
 
@@ -62,7 +62,7 @@ class _Rollback(NamedTuple):
 
     id: str
     in_flight: InFlight
-    parts: Parts  # that it makes live
+    parts: Changed  # that it makes live
 
 
 class WeightPushes:
@@ -74,7 +74,7 @@ class WeightPushes:
         self,
         transaction: Transaction,
         scheduler: Scheduler,
-        install: Callable[[Parts, Parts], None],
+        install: Callable[[Live, Changed], None],
     ) -> None:
         self.transaction, self._scheduler, self._install = transaction, scheduler, install
         self.settle: Callable[[], list[StepOutput]] = (
@@ -331,14 +331,14 @@ class WeightPushes:
         self._scheduler.frozen = True
         self.transaction.start()
 
-    def _drains(self, in_flight: InFlight, changed: Parts) -> bool:
+    def _drains(self, in_flight: InFlight, changed: Changed) -> bool:
         """Whether what runs must end before these parts change; then nothing new begins."""
         if in_flight != "drain" or changed.target is None or not self._scheduler.begun:
             return False
         self._scheduler.holding = True
         return True
 
-    def _may_change(self, in_flight: InFlight, changed: Parts) -> bool:
+    def _may_change(self, in_flight: InFlight, changed: Changed) -> bool:
         """Nobody reads, nothing must end first, and nothing is in flight: what was is told before
         the pause, not behind it.
         """
@@ -389,7 +389,7 @@ class WeightPushes:
 
     def _sum(self, id: str) -> None:
         live = self.transaction.live
-        self._read(id, lambda: {"parts": live, "checksums": live.live_sums()})
+        self._read(id, lambda: {"parts": live.only(live.by_role), "checksums": live.live_sums()})
 
     def _read(self, id: str, look: Callable[[], dict[str, Any]]) -> None:
         """What `look` sees of the live storage, in a thread, as it takes a while."""
@@ -459,7 +459,7 @@ class WeightPushes:
         self._reset()
         self._answer(push, "committed", parts=parts, pause_ms=pause_s * 1e3)
 
-    def _roll_back(self, id: str, in_flight: InFlight, parts: Parts) -> None:
+    def _roll_back(self, id: str, in_flight: InFlight, parts: Changed) -> None:
         started = time.perf_counter()
         self._rollback = None
         try:
@@ -473,14 +473,19 @@ class WeightPushes:
             )
         self._reset()
 
-    def _take_over(self, live: Parts, changed: Parts, in_flight: InFlight) -> None:
+    def _take_over(self, live: Live, changed: Changed, in_flight: InFlight) -> None:
         self._ended += self.settle()
         self._install(live, changed)
         if changed.target is not None:
             self._ended += self._scheduler.change_version(changed.target.version, in_flight)
 
     def _close(
-        self, push: Push, result: str, *, parts: Parts | None = None, error: TltError | None = None
+        self,
+        push: Push,
+        result: str,
+        *,
+        parts: Changed | None = None,
+        error: TltError | None = None,
     ) -> None:
         """Nothing was committed; what a failure in place leaves behind is told with the answer."""
         self.transaction.close()
@@ -503,7 +508,7 @@ class WeightPushes:
         push: Push,
         result: str,
         *,
-        parts: Parts | None = None,
+        parts: Changed | None = None,
         error: TltError | None = None,
         pause_ms: float = 0.0,
     ) -> None:
@@ -525,7 +530,7 @@ class WeightPushes:
         id: str,
         result: str,
         *,
-        parts: Parts | None = None,
+        parts: Changed | None = None,
         error: TltError | None = None,
         version: str = "",
         role: str = "",

@@ -16,7 +16,7 @@ import torch
 from tlt_server.attention.backing import Backing, give_back
 from tlt_server.errors import EngineFailed, StorageFailed
 from tlt_server.weights.checksums import checksum
-from tlt_server.weights.parts import Parts
+from tlt_server.weights.parts import Changed, Live
 
 
 class _Place(NamedTuple):
@@ -31,7 +31,7 @@ class Dormant:
         self._file: BinaryIO | None = None
         self._places: list[_Place] = []
 
-    def put_away(self, *parts: Parts) -> None:
+    def put_away(self, *parts: Live | Changed) -> None:
         """`StorageFailed`, and nothing has changed, when the disk does not hold them."""
         assert self._file is None, "they sleep already"
         networks = [part.network for several in parts for part in several.by_role.values()]

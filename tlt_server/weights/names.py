@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from tlt_server.errors import Conflict
-from tlt_server.weights.parts import Drafter, Parts, Target
+from tlt_server.weights.parts import Changed, Drafter, Live, Target
 
 REMEMBERED = 1024
 
@@ -22,7 +22,7 @@ class Names:
             OrderedDict()
         )  # (role, version) -> content
 
-    def check(self, parts: Parts, *kept: Parts) -> None:
+    def check(self, parts: Changed, *kept: Live | Changed) -> None:
         """`Conflict` when a version's name belongs to other content, of those remembered or of
         `kept`.
         """

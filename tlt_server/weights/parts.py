@@ -1,5 +1,7 @@
-"""What a version consists of: complete weights of target and drafter, each with its checksums.
-Never changed once made.
+"""The weights of a version: a target and perhaps a drafter, each complete and with its checksums.
+
+`Live` is what the engine uses, `Changed` what takes the place of some of it. Neither is changed once
+made.
 """
 
 from __future__ import annotations
@@ -19,21 +21,21 @@ from tlt_server.weights.checksums import digest, live_sums
 
 
 class TargetNetwork(Protocol):
-    """A target on whatever device."""
+    """A target model on any device."""
 
     config: ModelConfig
     vocab_size: int
     eos_token_ids: tuple[int, ...]
 
     def parameters(self) -> dict[str, Tensor]:
-        """Hugging Face name -> view [out, in] of the live storage."""
+        """Return a view [out, in] of the live storage for each Hugging Face name."""
 
     def blank(self) -> Self:
-        """The same model with storage of its own, to be filled with other weights."""
+        """Make the same model with storage of its own, to be filled with other weights."""
 
 
 class DrafterNetwork(Protocol):
-    """An EAGLE-3 network on whatever device."""
+    """An EAGLE-3 network on any device."""
 
     config: ModelConfig
     draft_vocab_size: int
@@ -41,12 +43,12 @@ class DrafterNetwork(Protocol):
 
     @property
     def target_ids(self) -> Tensor:
-        """int64 [draft vocabulary], draft id -> target id."""
+        """The target id of each draft id; int64 [draft vocabulary]."""
 
     def parameters(self) -> dict[str, Tensor]: ...
 
     def blank(self, target: Any, *, own_embedding: bool) -> Self:
-        """The same network beside `target`, with storage of its own."""
+        """Make the same network next to `target`, with storage of its own."""
 
     def set_vocabulary(self, d2t_C: Tensor, t2d_V: Tensor, path: Path) -> None: ...
 
@@ -55,14 +57,14 @@ class DrafterNetwork(Protocol):
 class Target:
     version: str
     network: TargetNetwork
-    sums: Mapping[str, str]  # mix64 of the values, by tensor
+    sums: Mapping[str, str]  # tensor -> mix64 of its values; empty until they are needed
 
     @cached_property
     def digest(self) -> str:
         return digest(self.sums)
 
     def live_sums(self) -> dict[str, str]:
-        """Computed anew from the storage in use."""
+        """Compute the checksums of the storage in use."""
         return live_sums(self.network.parameters())
 
 
@@ -70,7 +72,7 @@ class Target:
 class Drafter:
     version: str
     network: DrafterNetwork
-    calibration: object  # the drafter's own affair
+    calibration: object  # opaque here; the drafter reads it
     sums: Mapping[str, str]
 
     @cached_property
@@ -82,8 +84,10 @@ class Drafter:
 
 
 @dataclass(frozen=True)
-class Parts:
-    """The weights of one or both roles: what is live, what is staged, what a rollback restores."""
+class Changed:
+    """The weights of one or both roles that a push brings or a rollback restores; also the previous
+    version of each role, as far as one is kept.
+    """
 
     target: Target | None = None
     drafter: Drafter | None = None
@@ -99,52 +103,70 @@ class Parts:
 
     @property
     def version(self) -> str:
-        """The version of a push: all its parts share it."""
+        """The version of a push, which all its parts share."""
         return next((part.version for part in self.by_role.values()), "")
 
     @property
     def sums(self) -> dict[str, str]:
-        return self._merged({role: part.sums for role, part in self.by_role.items()})
+        return _merged({role: part.sums for role, part in self.by_role.items()})
 
-    def live_sums(self) -> dict[str, str]:
-        return self._merged({role: part.live_sums() for role, part in self.by_role.items()})
-
-    def complete(self) -> Parts:
-        """The same with sums, computed where they are missing; the storage must not change
-        meanwhile.
-        """
-        target, drafter = self.target, self.drafter
-        return Parts(
-            target and (target if target.sums else replace(target, sums=target.live_sums())),
-            drafter and (drafter if drafter.sums else replace(drafter, sums=drafter.live_sums())),
-        )
-
-    def named(self, version: str) -> Parts:
-        """The same weights as another version."""
-        return Parts(
+    def named(self, version: str) -> Changed:
+        """Give the same weights another version."""
+        return Changed(
             self.target and replace(self.target, version=version),
             self.drafter and replace(self.drafter, version=version),
         )
 
-    def over(self, other: Parts) -> Parts:
-        """These parts, and of `other` those that are missing here."""
-        return Parts(self.target or other.target, self.drafter or other.drafter)
-
-    def only(self, roles: Collection[str]) -> Parts:
-        return Parts(
+    def only(self, roles: Collection[str]) -> Changed:
+        return Changed(
             self.target if "target" in roles else None, self.drafter if "drafter" in roles else None
         )
 
-    @staticmethod
-    def _merged(sums: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
-        """The drafter's names are prefixed where both roles are meant."""
-        prefix = DRAFTER_PREFIX if len(sums) == 2 else ""
-        drafter = {prefix + name: value for name, value in sums.get("drafter", {}).items()}
-        return {**sums.get("target", {}), **drafter}
+    def updated(self, newer: Changed) -> Changed:
+        """Replace the roles that `newer` has."""
+        return Changed(newer.target or self.target, newer.drafter or self.drafter)
+
+
+@dataclass(frozen=True)
+class Live:
+    """The weights in use: always a target, and a drafter where the server has a network for one."""
+
+    target: Target
+    drafter: Drafter | None = None
+
+    @property
+    def by_role(self) -> dict[str, Target | Drafter]:
+        return self.only(("target", "drafter")).by_role
+
+    def only(self, roles: Collection[str]) -> Changed:
+        return Changed(self.target, self.drafter).only(roles)
+
+    def updated(self, newer: Changed) -> Live:
+        """Replace the roles that `newer` has."""
+        return Live(newer.target or self.target, newer.drafter or self.drafter)
+
+    def complete(self) -> Live:
+        """Compute the checksums that are missing; the storage must not change meanwhile."""
+        target, drafter = self.target, self.drafter
+        return Live(
+            target if target.sums else replace(target, sums=target.live_sums()),
+            drafter and (drafter if drafter.sums else replace(drafter, sums=drafter.live_sums())),
+        )
+
+    def live_sums(self) -> dict[str, str]:
+        """Compute the checksums of the storage in use."""
+        return _merged({role: part.live_sums() for role, part in self.by_role.items()})
+
+
+def _merged(sums: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+    """Join the checksums of the roles; where there are both, the drafter's names get a prefix."""
+    prefix = DRAFTER_PREFIX if len(sums) == 2 else ""
+    drafter = {prefix + name: value for name, value in sums.get("drafter", {}).items()}
+    return {**sums.get("target", {}), **drafter}
 
 
 def drafter_tensors(network: DrafterNetwork) -> dict[str, Tensor]:
-    """Everything that makes a version of the drafter, the vocabulary map included."""
+    """Return every tensor of a drafter's version, including the vocabulary map."""
     return {
         **network.parameters(),
         "d2t": network.target_ids - torch.arange(network.draft_vocab_size),
@@ -152,8 +174,8 @@ def drafter_tensors(network: DrafterNetwork) -> dict[str, Tensor]:
 
 
 def let_go(networks: list[TargetNetwork | DrafterNetwork]) -> None:
-    """Empty the list and free the memory that nobody else holds, without the interpreter's lock: to
-    unmap a gigabyte takes 100 ms.
+    """Empty the list and free the memory that has no other holder. `set_` does so without the
+    interpreter's lock, as unmapping a gigabyte takes 100 ms.
     """
     with torch.inference_mode():
         held = [view.detach() for network in networks for view in network.parameters().values()]

@@ -11,7 +11,7 @@ from typing import Literal
 from tlt_client.channels import owner
 from tlt_server.errors import TltError
 from tlt_server.records import Manifest
-from tlt_server.weights.parts import Parts
+from tlt_server.weights.parts import Changed
 from tlt_server.weights.staging import Staging
 
 State = Literal["waiting", "staging", "gathering", "staged", "unchanged", "failed"]
@@ -32,7 +32,7 @@ class Push:
     phases: dict[str, float] = field(default_factory=dict)
     phase: str = ""
     since: float = 0.0
-    parts: Parts | None = None
+    parts: Changed | None = None
     incomplete: bool = False  # what came is in order, and more is to come
     error: TltError | None = None
     state: State = "waiting"  # for `start`

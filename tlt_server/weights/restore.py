@@ -15,18 +15,18 @@ from tlt_client.channels import Intake
 from tlt_client.channels.disk import DiskReceiver
 from tlt_server.errors import StartupError, TltError
 from tlt_server.records import Manifest
-from tlt_server.weights.parts import Drafter, Parts, Target
+from tlt_server.weights.parts import Changed, Drafter, Live, Target
 from tlt_server.weights.spool import Kept, Spool
 from tlt_server.weights.staging import Staging, Steps
 
 
 class Restored(NamedTuple):
-    live: Parts
+    live: Live
     lost: dict[str, str]  # role -> which version, and why
 
 
 def restore(
-    spool: Spool, started: Parts, parse_calibration: Callable[[bytes, str], object]
+    spool: Spool, started: Live, parse_calibration: Callable[[bytes, str], object]
 ) -> Restored:
     """`started` (what the model directories hold) brought to what was committed last, as far as
     that is there.
@@ -51,9 +51,9 @@ def _restored(
     role: str,
     kept: Kept,
     spool: Spool,
-    live: Parts,
+    live: Live,
     parse_calibration: Callable[[bytes, str], object],
-) -> Parts:
+) -> Live:
     part: Target | Drafter
     if kept.directory:
         manifest = Manifest(
@@ -74,4 +74,4 @@ def _restored(
         raise StartupError(
             f"the content of {where} has changed (digest {part.digest[:12]}, committed was {kept.digest[:12]})"
         )
-    return (Parts(target=part) if isinstance(part, Target) else Parts(drafter=part)).over(live)
+    return live.updated(Changed(target=part) if isinstance(part, Target) else Changed(drafter=part))

@@ -22,7 +22,7 @@ import msgspec
 from msgspec import Struct
 
 from tlt_server.errors import StartupError
-from tlt_server.weights.parts import Parts
+from tlt_server.weights.parts import Changed, Live
 
 CURRENT = "current.json"
 PUSH_PREFIX = "push-"
@@ -89,7 +89,7 @@ class Spool:
         pushed, self._pushed = self._pushed, None
         return [pushed] if pushed is not None else []
 
-    def prepare(self, pushed: Parts, live: Parts) -> None:
+    def prepare(self, pushed: Changed, live: Live) -> None:
         """Write what `commit` will rename: `live` will be live, and of it `pushed` came with the
         push that was kept. Where that fails, what was prepared before stays prepared.
         """
@@ -127,7 +127,7 @@ class Spool:
         self._places, self._pushed = self._prepared, None
         self._lost = {role: kept for role, kept in self._lost.items() if role not in self._pushing}
 
-    def garbage(self, wanted: Iterable[Parts]) -> list[Path]:
+    def garbage(self, wanted: Iterable[Live | Changed]) -> list[Path]:
         """Folders that neither a restart nor a rollback to one of `wanted` can need; only while no
         push is staged.
         """

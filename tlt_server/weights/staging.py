@@ -30,7 +30,7 @@ from tlt_server.models.config import ModelConfig
 from tlt_server.models.loader import check_finite, check_layout, check_names, dtypes_for
 from tlt_server.records import Manifest, TensorEntry
 from tlt_server.weights.checksums import checksum, content, digest, kind_of
-from tlt_server.weights.parts import Drafter, DrafterNetwork, Parts, Target, TargetNetwork
+from tlt_server.weights.parts import Changed, Drafter, DrafterNetwork, Live, Target, TargetNetwork
 from tlt_server.weights.spool import Data
 from tlt_server.weights.storage import ran_out
 
@@ -91,7 +91,7 @@ class Staging:
     it together.
     """
 
-    def __init__(self, live: Parts, steps: Steps) -> None:
+    def __init__(self, live: Live, steps: Steps) -> None:
         self.live, self.steps = live, steps
         self.opened: Manifest | None = (
             None  # the last one of which a receiver takes what comes, or has taken it
@@ -120,7 +120,6 @@ class Staging:
 
     def check_repeated(self) -> None:
         """`WeightsRefused` unless the head that came is the live target's."""
-        assert self.live.target is not None
         role = self._roles["target"]
         _check_tied(role.sums[TIED_HEAD], self.live.target.sums[EMBEDDING], role.place)
 
@@ -131,7 +130,7 @@ class Staging:
 
     def take(
         self, manifest: Manifest, receive: Callable[[Manifest], Receiver], enter: Enter
-    ) -> Parts | None:
+    ) -> Changed | None:
         """Check and keep what comes. Complete new weights of all roles that have begun; None where
         further manifests bring the rest.
 
@@ -165,7 +164,7 @@ class Staging:
             first = None  # its traceback holds this frame, and with it the network
             self._receiver = None
 
-    def _receive(self, manifest: Manifest, receiver: Receiver, enter: Enter) -> Parts | None:
+    def _receive(self, manifest: Manifest, receiver: Receiver, enter: Enter) -> Changed | None:
         declared = self._declared(manifest)
         enter("check")
         for name in receiver.names:
@@ -188,8 +187,8 @@ class Staging:
         enter("spool")
         self._keep_whole()
         name = Path(manifest.path).name or manifest.channel
-        version = manifest.version or f"{name}@{digest(Parts(target, drafter).sums)[:8]}"
-        return Parts(
+        version = manifest.version or f"{name}@{digest(Changed(target, drafter).sums)[:8]}"
+        return Changed(
             target and replace(target, version=version),
             drafter and replace(drafter, version=version),
         )
@@ -270,7 +269,6 @@ class Staging:
 
     def _network(self, name: str, own_embedding: bool | None) -> TargetNetwork | DrafterNetwork:
         """`own_embedding`: whether the drafter that comes has one; None: as the one in use."""
-        assert self.live.target is not None
         target, in_place = self.live.target.network, self.steps.overwrite is not None
         if name == "target":
             return target if in_place else target.blank()

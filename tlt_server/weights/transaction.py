@@ -34,7 +34,7 @@ from tlt_server.errors import (
 from tlt_server.records import Manifest
 from tlt_server.threads import Errands, started
 from tlt_server.weights.names import Names
-from tlt_server.weights.parts import DrafterNetwork, Parts, TargetNetwork, let_go
+from tlt_server.weights.parts import Changed, DrafterNetwork, Live, TargetNetwork, let_go
 from tlt_server.weights.push import Push, first_of
 from tlt_server.weights.series import Series
 from tlt_server.weights.staging import TIED_HEAD
@@ -46,7 +46,7 @@ LOOK_S = 0.05  # between two looks whether a push that waits was aborted
 class Transaction:
     def __init__(
         self,
-        live: Parts,
+        live: Live,
         options: Options,
         parse_calibration: Callable[[bytes, str], object],
         on_phase: Callable[[str], None] = lambda phase: None,
@@ -55,7 +55,7 @@ class Transaction:
         """`live` may come without sums: they are computed with the first push. `on_phase` is called
         in the staging thread.
         """
-        self.live, self.previous = live, Parts()  # of each role what was live before
+        self.live, self.previous = live, Changed()  # of each role what was live before
         self.quarantined: dict[str, str] = {}  # role -> why what is live of it is no version
         self._last: Manifest | None = None  # of the commit that made `live`; None behind a rollback
         self._made: dict[
@@ -223,8 +223,7 @@ class Transaction:
         """
         target = self.live.target
         return (
-            target is not None
-            and target.network.config.tied_embeddings
+            target.network.config.tied_embeddings
             and not self.quarantined
             and self._last is not None
             and {owner(tensor.name, part.role) for tensor in part.tensors}
@@ -262,7 +261,7 @@ class Transaction:
             push.out_of_step = False
         return push
 
-    def commit(self) -> Parts:
+    def commit(self) -> Live:
         """Make the staged parts live; the caller installs what is returned before the next step."""
         assert self.push is not None and self.push.state == "staged" and self.push.parts is not None
         parts, manifest = self.push.parts, self.push.manifest
@@ -272,7 +271,7 @@ class Transaction:
         for role in parts.by_role:
             self.quarantined.pop(role, None)
         if self.in_place:
-            self.previous = Parts()  # its storage holds these now
+            self.previous = Changed()  # its storage holds these now
         self._last, self.push = _repeatable(manifest), None
         self._note(parts.version, parts.by_role)
         return self.live
@@ -332,7 +331,7 @@ class Transaction:
             )
         return push
 
-    def live_as(self, version: str) -> Parts:
+    def live_as(self, version: str) -> Changed:
         """What is live as this version, and whole."""
         return self.live.only(
             [
@@ -350,7 +349,7 @@ class Transaction:
         self._names.check(parts, self.live, self.previous)
         if spool is not None:
             try:
-                spool.prepare(parts, parts.over(self.live))
+                spool.prepare(parts, self.live.updated(parts))
             except OSError as error:
                 raise not_recorded(error) from None
         push.parts = parts
@@ -360,7 +359,6 @@ class Transaction:
         for the name of other content, or where what is live is not `of`, if given.
         """
         target, spool = self.live.target, self._options.spool
-        assert target is not None
         if target.version == version:
             return False
         if self.push is not None:
@@ -381,17 +379,17 @@ class Transaction:
         self._names.check(renamed, self.live, self.previous)
         if spool is not None:
             try:
-                spool.prepare(Parts(), renamed.over(self.live))
+                spool.prepare(Changed(), self.live.updated(renamed))
                 spool.commit()
             except OSError as error:
                 raise not_recorded(error) from None
-        self.live = renamed.over(self.live)
+        self.live = self.live.updated(renamed)
         self._note(version, {"target"})
         if renamed.sums:
             self._names.add("target", renamed.by_role["target"])
         return True
 
-    def to_roll_back(self, to: str) -> Parts:
+    def to_roll_back(self, to: str) -> Changed:
         """What a rollback makes live: of each role that had version `to` before, that; without
         `to`, of the roles of the last commit. None where `to` is live. `Conflict` where it is
         neither live nor kept.
@@ -420,13 +418,13 @@ class Transaction:
             "push the version wanted"
         )
 
-    def rollback(self, parts: Parts) -> Parts:
+    def rollback(self, parts: Changed) -> Live:
         """What a rollback was found to restore is live again, from the very storage it had; what it
         replaces is not kept.
         """
         if self._options.spool is not None:
             try:
-                self._options.spool.prepare(Parts(), parts.over(self.live))
+                self._options.spool.prepare(Changed(), self.live.updated(parts))
             except OSError as error:
                 raise not_recorded(error) from None
         self._make_live(parts)
@@ -456,15 +454,15 @@ class Transaction:
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    def _make_live(self, parts: Parts) -> None:
-        previous, live = self.live.only(parts.by_role), parts.over(self.live)
+    def _make_live(self, parts: Changed) -> None:
+        previous, live = self.live.only(parts.by_role), self.live.updated(parts)
         spool = self._options.spool
         if spool is not None:
             try:
                 spool.commit()
             except OSError as error:
                 raise not_recorded(error) from None
-        self.live, self.previous = live, previous.over(self.previous)
+        self.live, self.previous = live, self.previous.updated(previous)
         for role, part in parts.by_role.items():
             self._names.add(role, part)
         if spool is not None:
@@ -479,7 +477,7 @@ class Transaction:
             version: roles for version, roles in self._made.items() if version in kept
         } | {version: frozenset(roles)}
 
-    def _drop(self, parts: Parts) -> None:
+    def _drop(self, parts: Changed) -> None:
         self._dropped += [part.network for part in parts.by_role.values()]
 
     def _judge(self, push: Push) -> None:
@@ -562,7 +560,7 @@ class Transaction:
                 pass  # what was dropped may take the room that this one needs
         self._work.do(push, self._complete_live, self.on_phase)
 
-    def _complete_live(self) -> Parts:
+    def _complete_live(self) -> Live:
         """The sums of what the engine was started with, which nobody needed before."""
         self.live = self.live.complete()
         for role, part in self.live.by_role.items():

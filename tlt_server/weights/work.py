@@ -14,7 +14,7 @@ from tlt_client.channels import CHANNELS, Intake, Receiver
 from tlt_server.errors import PushFailed, TltError
 from tlt_server.records import Manifest
 from tlt_server.registry import Registry
-from tlt_server.weights.parts import Parts
+from tlt_server.weights.parts import Live
 from tlt_server.weights.push import Push
 from tlt_server.weights.spool import Spool
 from tlt_server.weights.staging import Staging, Steps
@@ -47,7 +47,7 @@ class Work:
     parse_calibration: Callable[[bytes, str], object]
     clock: Callable[[], float]
 
-    def do(self, push: Push, live: Callable[[], Parts], on_phase: Callable[[str], None]) -> None:
+    def do(self, push: Push, live: Callable[[], Live], on_phase: Callable[[str], None]) -> None:
         spool, options = self.options.spool, self.options
         enter = partial(self._enter, push, on_phase)
         push.phase = ""
@@ -73,7 +73,7 @@ class Work:
             parts = push.staging.take(push.manifest, receive, enter)
             if spool is not None and parts is not None:
                 enter("spool")
-                spool.prepare(parts, parts.over(used))
+                spool.prepare(parts, used.updated(parts))
             enter("done")
             push.parts, push.incomplete = parts, parts is None
         except _Aborted:

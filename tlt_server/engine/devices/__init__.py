@@ -22,7 +22,7 @@ from tlt_server.engine.settings import EngineSettings
 from tlt_server.models.config import ModelConfig
 from tlt_server.registry import Registry
 from tlt_server.speculation.policies.arms import Ladder
-from tlt_server.weights.parts import Parts
+from tlt_server.weights.parts import Changed, Live
 from tlt_server.weights.storage import Free
 
 DEVICES = Registry(
@@ -82,15 +82,15 @@ class Device(Protocol):
     def numerics(self) -> str:
         """The guarantee that tokens have, with how it is kept."""
 
-    def load(self, config: ModelConfig) -> Parts:
+    def load(self, config: ModelConfig) -> Live:
         """Target and drafter as they lie on disk, verified."""
 
-    def allocate(self, live: Parts, max_model_len: int) -> Memory:
+    def allocate(self, live: Live, max_model_len: int) -> Memory:
         """KV pages as asked for, or as many as fit."""
 
     def equip(
         self,
-        live: Parts,
+        live: Live,
         ladder: Ladder,
         page_table_SP: NDArray[np.int32],
         on_progress: OnProgress,
@@ -101,5 +101,5 @@ class Device(Protocol):
     def free(self) -> Free:
         """What a version that is staged may take now."""
 
-    def install(self, live: Parts, changed: Parts) -> None:
+    def install(self, live: Live, changed: Changed) -> None:
         """Committed weights take over, between two steps."""

@@ -24,8 +24,8 @@ from tlt_server.speculation.drafters import DRAFTERS, Drafter
 from tlt_server.speculation.drafters.eagle import Eagle
 from tlt_server.speculation.policies.arms import Ladder
 from tlt_server.speculation.survival import Calibration
+from tlt_server.weights.parts import Changed, Live, Target
 from tlt_server.weights.parts import Drafter as DrafterPart
-from tlt_server.weights.parts import Parts, Target
 from tlt_server.weights.storage import Free, disk_free, host_memory
 
 
@@ -46,7 +46,7 @@ class CpuDevice:
     def numerics(self) -> str:
         return self._numerics.describe()
 
-    def load(self, config: ModelConfig) -> Parts:
+    def load(self, config: ModelConfig) -> Live:
         settings = self._settings
         eagle = Path(settings.drafter) if settings.drafter_is_network else None
         target = load_target(
@@ -57,18 +57,18 @@ class CpuDevice:
             page_size=settings.page_size,
             feature_layers=feature_layers(eagle, config) if eagle else (),
         )
-        parts = Parts(Target(settings.weight_version, target, {}))
+        live = Live(Target(settings.weight_version, target, {}))
         if eagle is None:
-            return parts
-        return Parts(
-            parts.target,
+            return live
+        return Live(
+            live.target,
             DrafterPart(
                 settings.weight_version, Eagle3.load(eagle, target), Calibration.load(eagle), {}
             ),
         )
 
-    def allocate(self, live: Parts, max_model_len: int) -> Memory:
-        assert live.target is not None and isinstance(live.target.network, Decoder)
+    def allocate(self, live: Live, max_model_len: int) -> Memory:
+        assert isinstance(live.target.network, Decoder)
         settings, model = self._settings, live.target.network
         bytes_per_page = (
             model.make_cache(1, settings.page_size, 0).bytes_per_slot * settings.page_size
@@ -97,17 +97,13 @@ class CpuDevice:
 
     def equip(
         self,
-        live: Parts,
+        live: Live,
         ladder: Ladder,
         page_table_SP: NDArray[np.int32],
         on_progress: OnProgress,
         quiet: Quiet,
     ) -> Equipped:
-        assert (
-            live.target is not None
-            and isinstance(live.target.network, Decoder)
-            and self._cache is not None
-        )
+        assert isinstance(live.target.network, Decoder) and self._cache is not None
         compile_kernels()
         for name in ladder.drafters:
             self._drafters[name] = (
@@ -120,12 +116,8 @@ class CpuDevice:
         available = host_memory().available
         return Free(available, available, disk_free(self._settings.state_dir))
 
-    def install(self, live: Parts, changed: Parts) -> None:
-        assert (
-            live.target is not None
-            and isinstance(live.target.network, Decoder)
-            and self._runner is not None
-        )
+    def install(self, live: Live, changed: Changed) -> None:
+        assert isinstance(live.target.network, Decoder) and self._runner is not None
         self._runner.model = live.target.network
         eagle = self._drafters.get("eagle")
         if live.drafter is not None and isinstance(eagle, Eagle):
@@ -136,12 +128,8 @@ class CpuDevice:
                 eagle.adopt(live.drafter.network, live.drafter.calibration)
             eagle.forget()  # its KV was made from features of the target before
 
-    def _eagle(self, live: Parts) -> Eagle:
-        assert (
-            live.target is not None
-            and isinstance(live.target.network, Decoder)
-            and self._cache is not None
-        )
+    def _eagle(self, live: Live) -> Eagle:
+        assert isinstance(live.target.network, Decoder) and self._cache is not None
         assert live.drafter is not None and isinstance(live.drafter.network, Eagle3)
         assert isinstance(live.drafter.calibration, Calibration)
         live.drafter.network.follow(live.target.network)

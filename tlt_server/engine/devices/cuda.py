@@ -52,7 +52,7 @@ from tlt_server.models.gpu.products import PRODUCTS
 from tlt_server.models.loader import eos_token_ids, fill, unread
 from tlt_server.speculation.policies.arms import Ladder
 from tlt_server.speculation.survival import Calibration
-from tlt_server.weights.parts import Drafter, Parts, Target
+from tlt_server.weights.parts import Changed, Drafter, Live, Target
 from tlt_server.weights.storage import Free, disk_free, host_memory
 
 STOPS = 8  # stop ids per request that the device knows; the host sees to the others
@@ -89,7 +89,7 @@ class CudaDevice:
 
     # -- weights -------------------------------------------------------------------------------------------------
 
-    def load(self, config: ModelConfig) -> Parts:
+    def load(self, config: ModelConfig) -> Live:
         self._backend(config)  # what it refuses is refused before anything is read
         settings, directory = self._settings, Path(self._settings.model)
         eagle = Path(settings.drafter) if settings.drafter_is_network else None
@@ -102,13 +102,13 @@ class CudaDevice:
                 feature_layers=feature_layers(eagle, config) if eagle else (),
             )
             fill(target.parameters(), directory, ignored=unread(config))
-            parts = Parts(Target(settings.weight_version, target, {}))
+            live = Live(Target(settings.weight_version, target, {}))
             if eagle is None:
-                return parts
+                return live
             network = _empty_drafter(eagle, target)
             fill_drafter(network, eagle)
-        return Parts(
-            parts.target, Drafter(settings.weight_version, network, Calibration.load(eagle), {})
+        return Live(
+            live.target, Drafter(settings.weight_version, network, Calibration.load(eagle), {})
         )
 
     def _needs_before(self, config: ModelConfig, eagle: Path | None) -> Needs:
@@ -139,7 +139,7 @@ class CudaDevice:
             self._free()[0] + cached, host_memory().available, disk_free(self._settings.state_dir)
         )
 
-    def install(self, live: Parts, changed: Parts) -> None:
+    def install(self, live: Live, changed: Changed) -> None:
         self._synchronize()  # staging copied on another stream
         with torch.cuda.stream(self._stream):
             self._exchange(changed)
@@ -153,7 +153,7 @@ class CudaDevice:
             torch.cuda.default_stream(self.device).synchronize()
             self._stream.synchronize()
 
-    def _exchange(self, changed: Parts) -> None:
+    def _exchange(self, changed: Changed) -> None:
         assert self._runner is not None
         if changed.target is not None:
             assert isinstance(changed.target.network, GpuDecoder)
@@ -165,8 +165,8 @@ class CudaDevice:
 
     # -- memory --------------------------------------------------------------------------------------------------
 
-    def allocate(self, live: Parts, max_model_len: int) -> Memory:
-        assert live.target is not None and isinstance(live.target.network, GpuDecoder)
+    def allocate(self, live: Live, max_model_len: int) -> Memory:
+        assert isinstance(live.target.network, GpuDecoder)
         settings, model = self._settings, live.target.network
         network = live.drafter.network if live.drafter else None
         assert network is None or isinstance(network, GpuEagle3)
@@ -250,17 +250,13 @@ class CudaDevice:
 
     def equip(
         self,
-        live: Parts,
+        live: Live,
         ladder: Ladder,
         page_table_SP: NDArray[np.int32],
         on_progress: OnProgress,
         quiet: Quiet,
     ) -> Equipped:
-        assert (
-            live.target is not None
-            and isinstance(live.target.network, GpuDecoder)
-            and self._cache is not None
-        )
+        assert isinstance(live.target.network, GpuDecoder) and self._cache is not None
         settings, model = self._settings, live.target.network
         with self._memory("buffers and graphs"):
             shapes = Shapes(
@@ -349,7 +345,7 @@ class CudaDevice:
             numerics=self._settings.numerics,
         )
 
-    def _network_storage(self, live: Parts) -> NetworkStorage | None:
+    def _network_storage(self, live: Live) -> NetworkStorage | None:
         if live.drafter is None:
             return None
         assert self._draft_cache is not None and self._page_hint_PH is not None
