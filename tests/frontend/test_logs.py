@@ -202,7 +202,7 @@ def test_no_line_holds_a_prompt_a_completion_or_a_key(
         assert ask(keyed, {"requests": [prompt]}).json()["error"]["code"] == "internal"
     with monkeypatch.context() as patch:
         patch.setattr(
-            "tlt_server.frontend.generation.choice.Sequence.push",
+            "tlt_server.frontend.generation.choice.GrowingChoice.push",
             lambda self, output: exec("raise ValueError(self)", {"self": PROMPT}),
         )
         streamed = ask(keyed, {"requests": [prompt], "stream": True})

@@ -257,7 +257,7 @@ def test_a_bug_in_mid_stream_is_an_error_event_and_not_a_broken_stream(
     def broken(self: object, output: object) -> None:
         raise ZeroDivisionError("secret prompt")
 
-    monkeypatch.setattr("tlt_server.frontend.generation.choice.Sequence.push", broken)
+    monkeypatch.setattr("tlt_server.frontend.generation.choice.GrowingChoice.push", broken)
     events = list(client.stream([{"id": "x", "prompt": "secret"}]))
     assert [
         event.error.code for event in events if isinstance(event, ItemResult) and event.error
