@@ -1,4 +1,4 @@
-"""What the engine has begun, on file: written by the scheduler's `on_begin`, read by the frontend
+"""What the engine has begun, on file: written by the scheduler's `on_start`, read by the frontend
 once the engine is dead.
 
 A message may still be in the process when it dies, and dies with it; what was written to a file

@@ -359,7 +359,7 @@ def test_an_engine_says_what_it_chose(base: EngineSettings) -> None:
     assert (
         info.max_running,
         info.max_rows,
-        engine.scheduler.max_running,
+        engine.scheduler.running.max_running,
         engine.scheduler.max_rows,
     ) == (64, 512, 64, 512)
     assert info.choices == {"device": "cpu: torch finds no GPU"}

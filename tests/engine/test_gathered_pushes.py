@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.engine.pushing import Pushable, perturbed
 from tests.engine.tiny import write_eagle, write_target
+from tlt_server.engine.gate import Reason
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.records import (
     AbortWeights,
@@ -208,9 +209,9 @@ def test_a_part_refused_before_anything_of_it_is_taken_ends_the_push(
 ) -> None:
     for named in ({}, {"version": "v"}):
         assert part(engine, root, "new1", 0, **named).result == "gathering"
-        engine.engine.pushes.asleep = True
+        engine.engine.gate.hold(Reason.WEIGHTS_ASLEEP)
         assert part(engine, root, "new1", 1, **named).result == "conflict"
-        engine.engine.pushes.asleep = False
+        engine.engine.gate.release(Reason.WEIGHTS_ASLEEP)
         assert part(engine, root, "new1", 2, **named).result == "conflict"
         assert part(engine, root, "new2", 1, **named).result == "conflict"
     assert results(engine, root, "new2")[-1] == "committed"

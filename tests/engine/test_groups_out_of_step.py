@@ -16,6 +16,7 @@ import torch
 from tests.engine.test_steps_never_mix import NAMES, Network
 from tlt_client.channels import Intake
 from tlt_client.channels.groups import Group, Groups, Membership, host_store
+from tlt_server.engine.gate import Gate
 from tlt_server.engine.pushes import WeightPushes
 from tlt_server.records import (
     JoinGroup,
@@ -45,10 +46,10 @@ class Pair:
         storage = Storage("device", lambda: Free(2**62, 0, 0), torch.device("cpu"), None)
         options = Options(("broadcast",), Intake(groups=Groups(WAIT_S)), storage=storage)
         self.transaction = Transaction(live, options, lambda data, where: None)
-        scheduler: Any = SimpleNamespace(
-            holding=False, frozen=False, begun=False, change_version=lambda version, in_flight: []
+        scheduler: Any = SimpleNamespace(started=0, change_version=lambda version, in_flight: [])
+        self.pushes = WeightPushes(
+            Gate(), self.transaction, scheduler, lambda live, changed: None, list
         )
-        self.pushes = WeightPushes(self.transaction, scheduler, lambda live, changed: None)
         self.ids, self.reports = map(str, itertools.count()), dict[str, WeightReport]()
         self.trainer: Group | None = None
         self.join()

@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from tests.engine.pushing import Pushable, perturbed
 from tests.engine.tiny import VOCAB, write_eagle, write_target
 from tlt_server.engine import pushes
+from tlt_server.engine.gate import Reason
 from tlt_server.engine.halt import Pages
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.records import (
@@ -166,7 +167,7 @@ def test_a_draining_pause_is_answered_when_all_has_ended(
         reports = engine.engine.control_reports()
     assert (
         reports == [ControlReport("p")]
-        and engine.engine.scheduler.paused
+        and engine.engine.gate.by_operator
         and bits(engine) == expected
     )
     engine.submit(request(1))
@@ -198,7 +199,7 @@ def test_what_slept_goes_on_with_the_same_bits(
     assert engine.engine.scheduler.pool.held == 0
     engine.step(3)
     for memory_kind in memory:
-        assert engine.engine.scheduler.paused
+        assert engine.engine.gate.by_operator
         done(engine, WakeUp("w", [memory_kind]))  # type: ignore[list-item]
     engine.finish()
     assert bits(engine) == expected and engine.checksums() == sums
@@ -403,7 +404,7 @@ def test_a_sleep_that_waits_comes_after_the_end_of_what_runs(
         reports = engine.engine.control_reports()
     assert (
         reports == [ControlReport("s")]
-        and engine.engine.scheduler.paused
+        and engine.engine.gate.by_operator
         and bits(engine) == expected
     )
     done(engine, WakeUp("w", ["weights", "kv_cache"]))
@@ -467,9 +468,9 @@ def test_halts_in_any_order_with_failures_are_what_their_answers_say(
                 paused = isinstance(command, Pause) or (paused and not isinstance(command, Resume))
                 asleep |= {*command.memory} if isinstance(command, Sleep) else set()
                 asleep -= {*command.memory} if isinstance(command, WakeUp) else set()
-        assert engine.engine.scheduler.paused == (
+        assert engine.engine.gate.by_operator == (
             paused or bool(asleep)
-        ) and engine.engine.pushes.asleep == ("weights" in asleep)
+        ) and engine.engine.gate.held_for(Reason.WEIGHTS_ASLEEP) == ("weights" in asleep)
 
     for i, (command, failure, steps) in enumerate(
         [*commands, (Resume(""), "", 1), (WakeUp("", ["weights", "kv_cache"]), "", 1)]

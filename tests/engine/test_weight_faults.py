@@ -86,7 +86,7 @@ class Bench:
         else:
             assert report.result in REFUSED and report.error and len(report.error[1]) > 20, report
         assert live == self.sums and self.speak() == self.said
-        assert self.transaction.push is None and not self.engine.engine.scheduler.holding
+        assert self.transaction.push is None and self.engine.engine.gate.state == "open"
 
 
 @pytest.fixture(scope="module")

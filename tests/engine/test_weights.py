@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from tests.engine.pushing import Pushable, perturbed
 from tests.engine.tiny import VOCAB, write_eagle, write_target
 from tlt_client.channels import checkpoint
+from tlt_server.engine.gate import Reason
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import StartupError
 from tlt_server.models.decoder import Decoder
@@ -204,7 +205,7 @@ def test_drain_lets_what_runs_end_and_new_requests_wait(
     engine.submit(first)
     engine.step(3)
     id = engine.send_push(root / "new", "v1", in_flight="drain")
-    engine.until(lambda: engine.engine.scheduler.holding, "hold")
+    engine.until(lambda: engine.engine.gate.held_for(Reason.DRAINING), "hold")
     assert not engine.said["r0"][-1].finish_reason, "the push must be staged while the request runs"
     engine.submit(second)
     engine.step(3)
@@ -224,11 +225,11 @@ def test_a_push_that_waits_for_the_drain_can_be_aborted(engine: Pushable, root: 
     engine.submit(request(0, 500))
     engine.step(3)
     id = engine.send_push(root / "new", "v1", in_flight="drain")
-    engine.until(lambda: engine.engine.scheduler.holding, "hold")
+    engine.until(lambda: engine.engine.gate.held_for(Reason.DRAINING), "hold")
     engine.submit(request(1, 10))
     assert engine.abort("v1").result == "aborted" and engine.report(id).result == "conflict"
     engine.step(2)
-    assert not engine.engine.scheduler.holding and "r1" in engine.said, (
+    assert not engine.engine.gate.held_for(Reason.DRAINING) and "r1" in engine.said, (
         "what waited for the push goes on"
     )
     engine.finish()
@@ -261,7 +262,7 @@ def test_a_rollback_that_waits_can_be_aborted(engine: Pushable, root: Path) -> N
     engine.submit(request(0, 500))
     engine.step(3)
     id = engine.send_roll_back(in_flight="drain")
-    engine.until(lambda: engine.engine.scheduler.holding, "hold")
+    engine.until(lambda: engine.engine.gate.held_for(Reason.DRAINING), "hold")
     engine.submit(request(1, 10))
     engine.engine.send(Pause("p"))
     engine.step(2)
@@ -274,7 +275,7 @@ def test_a_rollback_that_waits_can_be_aborted(engine: Pushable, root: Path) -> N
     assert engine.abort("").result == "aborted" and engine.report(id).result == "conflict"
     engine.engine.send(Resume("r"))
     engine.step(2)
-    assert not engine.engine.scheduler.holding and "r1" in engine.said, (
+    assert not engine.engine.gate.held_for(Reason.DRAINING) and "r1" in engine.said, (
         "what waited for the rollback goes on"
     )
     assert engine.push(root / "newer", "v2", in_flight="recompute").result == "committed"

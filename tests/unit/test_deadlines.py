@@ -11,25 +11,28 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.test_scheduler import PAGE, FakeKV, run, sequence
-from tlt_server.engine.pages import PagePool
+from tests.unit.test_scheduler import FakeKV, run, running, sequence
+from tlt_server.engine.gate import Gate, Reason
 from tlt_server.engine.scheduler import Scheduler
 from tlt_server.engine.sequence import Sequence
 from tlt_server.records import StepOutput
 
 
 def by_deadline(
-    clock: Callable[[], float], kv: FakeKV | None = None, *, max_running: int = 2
+    clock: Callable[[], float],
+    kv: FakeKV | None = None,
+    *,
+    max_running: int = 2,
+    gate: Gate | None = None,
 ) -> Scheduler:
     return Scheduler(
-        PagePool(40, PAGE),
-        max_running=max_running,
+        gate or Gate(),
+        running(40, max_running, 8),
         max_rows=8,
-        max_pages_per_sequence=8,
         lookahead=2,
         weight_version="v1",
         clock=clock,
-        on_begin=(kv or FakeKV()).begin,
+        on_start=(kv or FakeKV()).start,
     )
 
 
@@ -50,13 +53,13 @@ def test_what_is_not_begun_in_time_ends_with_an_error_of_its_own() -> None:
     assert scheduler.idle and scheduler.pool.available == 40
 
 
-@pytest.mark.parametrize("standing", ["paused", "holding"])
-def test_deadlines_pass_also_while_nothing_is_begun(standing: str) -> None:
-    now = 0.0
-    scheduler = by_deadline(lambda: now)
+@pytest.mark.parametrize("reason", [Reason.PAUSED, Reason.DRAINING])
+def test_deadlines_pass_while_no_sequence_starts(reason: Reason) -> None:
+    now, gate = 0.0, Gate()
+    scheduler = by_deadline(lambda: now, gate=gate)
     scheduler.submit([sequence(0, [1], 9, 0, deadline_s=3.0)])
     scheduler.next_batch()
-    setattr(scheduler, standing, True)
+    gate.hold(reason)
     scheduler.submit(
         [sequence(1, [2], 9, 1, begin_by_s=1.0), sequence(2, [3], 9, 2, deadline_s=3.0)]
     )

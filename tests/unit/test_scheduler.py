@@ -5,16 +5,19 @@ it alone.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tlt_server.engine.batch import Batch, Emission
+from tlt_server.engine.gate import Gate, Reason
 from tlt_server.engine.gpu.buckets import PromptShape, Shapes
 from tlt_server.engine.pages import PagePool
+from tlt_server.engine.running import Running
 from tlt_server.engine.sampling import SamplingState
-from tlt_server.engine.scheduler import Scheduler
+from tlt_server.engine.scheduler import Scheduler, unpadded
 from tlt_server.engine.sequence import Sequence
 from tlt_server.errors import InvalidRequest
 from tlt_server.records import GenerateRequest, InFlight, Sampling, StepOutput
@@ -54,7 +57,7 @@ class FakeKV:
             int, int
         ] = {}  # flushes there had been when the oldest was computed of what the slot was computed from
         self.flushes = 0
-        self.begun: list[str] = []  # what the scheduler announced last
+        self.started: list[str] = []  # what the scheduler announced last
         self.tokens: dict[
             tuple[Sequence, int], list[int]
         ] = {}  # by sequence and life: what the device knows, ahead of the host
@@ -75,7 +78,7 @@ class FakeKV:
         """All KV of a sequence is of the version in force, unless the sequence is known to span
         versions.
         """
-        for s in scheduler._running:
+        for s in scheduler.running:
             made = {self.made[self.at(s, position)] for position in range(s.computed)}
             assert s.mixed_version or made <= {scheduler.weight_version}, (
                 f"{s.id} reads KV of {made}"
@@ -88,8 +91,8 @@ class FakeKV:
                 f"page {page} is published with KV of two versions"
             )
 
-    def begin(self, ids: list[str]) -> None:
-        self.begun = ids
+    def start(self, ids: list[str]) -> None:
+        self.started = ids
 
     def extend(
         self, sequence: Sequence, tokens: list[int], start: int, end: int, version: str
@@ -133,7 +136,7 @@ def run(scheduler: Scheduler, batch: Batch, kv: FakeKV, draw: random.Random) -> 
     emissions = []
     for chunk in batch.chunks:
         sequence = chunk.sequence
-        assert sequence.id in kv.begun, "it is computed and was not announced"
+        assert sequence.id in kv.started, "it is computed and was not announced"
         tokens = kv.tokens.setdefault((sequence, sequence.epoch), sequence.tokens.tolist())
         remaining = sequence.length + sequence.remaining - len(tokens)
         output = tokens[sequence.prompt_len :]
@@ -165,18 +168,27 @@ def run(scheduler: Scheduler, batch: Batch, kv: FakeKV, draw: random.Random) -> 
     return emissions
 
 
+def running(pages: int, max_running: int, max_pages: int) -> Running:
+    return Running(PagePool(pages, PAGE), max_running=max_running, max_pages_per_sequence=max_pages)
+
+
 def make(
-    scheduler_pages: int, *, max_running: int = 4, max_rows: int = 8
+    pages: int,
+    *,
+    max_running: int = 4,
+    max_rows: int = 8,
+    gate: Gate | None = None,
+    prompt_budget: Callable[[int, int], int] = unpadded,
 ) -> tuple[Scheduler, FakeKV]:
-    pool, kv = PagePool(scheduler_pages, PAGE), FakeKV()
+    kv = FakeKV()
     return Scheduler(
-        pool,
-        max_running=max_running,
+        gate or Gate(),
+        running(pages, max_running, pages),
         max_rows=max_rows,
-        max_pages_per_sequence=scheduler_pages,
         lookahead=4,
         weight_version="v1",
-        on_begin=kv.begin,
+        prompt_budget=prompt_budget,
+        on_start=kv.start,
         save=kv.save,
         restore=kv.restore,
     ), kv
@@ -252,9 +264,15 @@ def test_every_sequence_ends_as_if_alone(
     could change a token. Also on a device that tells its results `behind` steps late, and on one
     that pads batches; and with flushes while steps are in flight.
     """
-    scheduler, kv = make(pages, max_running=max_running, max_rows=max_rows)
-    if padded:
-        scheduler.room = Shapes(max_running, 4, PromptShape(sizes=(2, 4), works=2, grain=4)).room
+    shapes = Shapes(max_running, 4, PromptShape(sizes=(2, 4), works=2, grain=4))
+    gate = Gate()
+    scheduler, kv = make(
+        pages,
+        max_running=max_running,
+        max_rows=max_rows,
+        gate=gate,
+        prompt_budget=shapes.room if padded else unpadded,
+    )
     draw = random.Random(seed)
     sequences = {
         i: sequence(i, [(family * 7 + p) % 45 for p in range(length)], max_tokens, seed + i)
@@ -280,8 +298,10 @@ def test_every_sequence_ends_as_if_alone(
         while flying:
             land()
         version, in_flight = due[0]
-        scheduler.holding = in_flight == "drain" and scheduler.begun > 0
-        if not scheduler.holding:
+        if in_flight == "drain" and scheduler.started:
+            gate.hold(Reason.DRAINING)
+        else:
+            gate.release(Reason.DRAINING)
             del due[0]
             ended = scheduler.change_version(version, in_flight)
             assert in_flight == "abort" or not ended
@@ -478,13 +498,7 @@ def test_an_abort_of_nothing_ends_nothing_and_all_is_said() -> None:
 def test_deadlines_end_running_and_waiting_sequences() -> None:
     now = 0.0
     scheduler = Scheduler(
-        PagePool(8, PAGE),
-        max_running=1,
-        max_rows=8,
-        max_pages_per_sequence=8,
-        lookahead=2,
-        weight_version="v1",
-        clock=lambda: now,
+        Gate(), running(8, 1, 8), max_rows=8, lookahead=2, weight_version="v1", clock=lambda: now
     )
     scheduler.submit(
         [
@@ -508,13 +522,7 @@ def test_deadlines_end_running_and_waiting_sequences() -> None:
 def test_the_first_output_says_how_long_a_sequence_waited() -> None:
     now = 0.0
     scheduler = Scheduler(
-        PagePool(32, PAGE),
-        max_running=1,
-        max_rows=8,
-        max_pages_per_sequence=8,
-        lookahead=2,
-        weight_version="v1",
-        clock=lambda: now,
+        Gate(), running(32, 1, 8), max_rows=8, lookahead=2, weight_version="v1", clock=lambda: now
     )
     scheduler.submit([sequence(0, [1], 2, 0), sequence(1, [2], 2, 0)])
     waited: dict[str, list[float]] = {"r0": [], "r1": []}
@@ -526,9 +534,10 @@ def test_the_first_output_says_how_long_a_sequence_waited() -> None:
 
 
 def test_a_paused_scheduler_keeps_what_it_holds() -> None:
-    scheduler, kv = make(16)
+    gate = Gate()
+    scheduler, kv = make(16, gate=gate)
     scheduler.submit([sequence(0, [1, 2, 3], 4, 0)])
-    scheduler.paused = True
+    gate.hold(Reason.PAUSED)
     assert scheduler.next_batch() is None and not scheduler.idle
-    scheduler.paused = False
+    gate.release(Reason.PAUSED)
     assert finish(scheduler, kv)["r0"][-1].finish_reason in ("stop", "length")

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from tlt_client.channels import Intake
@@ -16,10 +17,12 @@ from tlt_client.channels.groups import Groups
 from tlt_client.channels.line import made_directory
 from tlt_server.engine.devices import Device, make_device
 from tlt_server.engine.devices.choice import Gpu, choose, look
+from tlt_server.engine.gate import Gate
 from tlt_server.engine.halt import Halt
-from tlt_server.engine.loop import Engine
+from tlt_server.engine.loop import Engine, settle
 from tlt_server.engine.pages import PagePool
 from tlt_server.engine.pushes import WeightPushes
+from tlt_server.engine.running import Running
 from tlt_server.engine.sampling import SamplingState
 from tlt_server.engine.scheduler import Scheduler
 from tlt_server.engine.sequence import Sequence
@@ -50,7 +53,7 @@ OnProgress = Callable[[str, int, int], None]
 def assemble(
     settings: EngineSettings,
     on_phase: OnPhase = lambda name, seconds, detail: None,
-    on_begin: Callable[[list[str]], None] = lambda ids: None,
+    on_start: Callable[[list[str]], None] = lambda ids: None,
     on_progress: OnProgress = lambda name, done, of: None,
     make_device: Callable[[EngineSettings], Device] = make_device,
     directory: Path | None = None,
@@ -58,7 +61,7 @@ def assemble(
     """A ready engine and what it says of itself. `StartupError` names what cannot be used and the
     remedy.
 
-    `on_begin`: see `Scheduler`. `on_progress`: a phase that is long has done so many steps.
+    `on_start`: see `Scheduler`. `on_progress`: a phase that is long has done so many steps.
     `make_device`: of settings in which nothing is left to the device. `directory`: where it may
     make one of its own; whoever has made that removes it.
     """
@@ -119,27 +122,20 @@ def assemble(
             settings.page_size,
         )
 
-    scheduler = Scheduler(
+    running = Running(
         PagePool(memory.pages, settings.page_size, on_reuse=memory.on_reuse),
         max_running=settings.max_running,
-        max_rows=settings.max_rows,
         max_pages_per_sequence=-(-max_model_len // settings.page_size),
-        lookahead=max(arm.depth for arm in rungs.arms),
-        weight_version=live.target.version,
-        on_begin=on_begin,
-        save=memory.save,
-        restore=memory.restore,
     )
     with phase("prepare runner") as detail:
         options = _options(settings, device, spool, directory)
         equipped = device.equip(
             live,
             rungs,
-            scheduler.page_table_SP,
+            running.page_table_SP,
             lambda done, of: on_progress("prepare runner", done, of),
             lambda: not options.intake.groups.hold_gpu,
         )
-        scheduler.on_end, scheduler.room = equipped.on_end, equipped.room
         products = f"products {equipped.products}" if equipped.products else ""
         detail.append(
             "; ".join(
@@ -152,19 +148,40 @@ def assemble(
                 if part
             )
         )
+    gate = Gate()
+    scheduler = Scheduler(
+        gate,
+        running,
+        max_rows=settings.max_rows,
+        lookahead=max(arm.depth for arm in rungs.arms),
+        weight_version=live.target.version,
+        prompt_budget=equipped.room,
+        on_start=on_start,
+        on_end=equipped.on_end,
+        save=memory.save,
+        restore=memory.restore,
+    )
     canary = Canary(rungs.arms, settings.sd_canary)
 
     def install(live: Live, changed: Changed) -> None:
         device.install(live, changed)
         canary.renewed()
 
-    pushes = WeightPushes(Transaction(live, options, Calibration.parse), scheduler, install)
+    in_flight = partial(settle, scheduler, equipped.runner)
+    transaction = Transaction(live, options, Calibration.parse)
+    pushes = WeightPushes(gate, transaction, scheduler, install, in_flight)
     policy = make_policy(SetPolicy(settings.policy, settings.strategy))
-    halt = Halt(
-        scheduler, memory, pushes, Dormant(Path(settings.state_dir) if settings.state_dir else None)
-    )
+    dormant = Dormant(Path(settings.state_dir) if settings.state_dir else None)
     engine = Engine(
-        scheduler, equipped.runner, policy, canary, make_policy, make_sequence, pushes, halt
+        gate,
+        scheduler,
+        equipped.runner,
+        policy,
+        canary,
+        make_policy,
+        make_sequence,
+        pushes,
+        Halt(gate, scheduler, memory, pushes, dormant, in_flight),
     )
     with phase("warm up"):
         arms = rungs.arms

@@ -1,17 +1,18 @@
-"""Why the loop does not step: it was paused, or it sleeps and its memory is given back. The two are
-independent of each other.
+"""Pauses and sleeps: why the gate is held by an operator, and what becomes of memory meanwhile. The
+two are independent of each other.
 
-The loop hands every control command to `apply` and calls `advance` between steps; each command ends
-in exactly one `ControlReport`.
+Every control command goes to `apply`, and `advance` is called between steps; each command ends in
+exactly one `ControlReport`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import torch
 
+from tlt_server.engine.gate import Gate, Reason
 from tlt_server.engine.pushes import WeightPushes
 from tlt_server.engine.scheduler import Scheduler
 from tlt_server.errors import Conflict, TltError, Unavailable
@@ -29,6 +30,8 @@ from tlt_server.records import (
 )
 from tlt_server.weights.dormant import Dormant
 
+ASLEEP: dict[Memory, Reason] = {"weights": Reason.WEIGHTS_ASLEEP, "kv_cache": Reason.KV_ASLEEP}
+
 
 class Pages(Protocol):
     """The KV's memory; see `devices.Memory`."""
@@ -42,26 +45,24 @@ class Pages(Protocol):
 
 class Halt:
     def __init__(
-        self, scheduler: Scheduler, pages: Pages, pushes: WeightPushes, dormant: Dormant
+        self,
+        gate: Gate,
+        scheduler: Scheduler,
+        pages: Pages,
+        pushes: WeightPushes,
+        dormant: Dormant,
+        settle: Callable[[], list[StepOutput]],
     ) -> None:
-        self._scheduler, self._pages, self._pushes, self._dormant = (
-            scheduler,
-            pages,
-            pushes,
-            dormant,
-        )
-        self.settle: Callable[[], list[StepOutput]] = (
-            list  # takes in the steps in flight; the loop's
-        )
-        self._paused = False
-        self._asleep: set[Memory] = set()
+        """`settle` commits the steps in flight."""
+        self._gate, self._scheduler, self._pages = gate, scheduler, pages
+        self._pushes, self._dormant, self._settle = pushes, dormant, settle
         self._draining: list[Pause | Sleep] = []  # not answered yet
         self._reports: list[ControlReport] = []
         self._ended: list[StepOutput] = []
 
     @property
     def due(self) -> bool:
-        """A pause or sleep has waited for the end of what ran, and it has come."""
+        """Whether a pause or sleep waited until nothing runs, and nothing does."""
         return bool(self._draining) and self._scheduler.idle
 
     def take_reports(self) -> list[ControlReport]:
@@ -69,7 +70,7 @@ class Halt:
         return reports
 
     def apply(self, command: ControlCommand) -> list[StepOutput]:
-        """Returns the sequences that end of it, and what the steps in flight gave."""
+        """Return the sequences that this ends, and the outputs of the steps in flight."""
         match command:
             case Pause(_, in_flight) | Sleep(_, _, in_flight) if (
                 in_flight == "drain" and not self._scheduler.idle
@@ -80,7 +81,7 @@ class Halt:
         return self._take_ended()
 
     def advance(self) -> list[StepOutput]:
-        """Between two steps: what waits for the end of what ran may have come to it."""
+        """Between two steps: execute the commands that waited until nothing runs."""
         if self.due:
             draining, self._draining = self._draining, []
             for command in draining:
@@ -88,50 +89,41 @@ class Halt:
         return self._take_ended()
 
     def _answer(self, command: ControlCommand) -> None:
-        """Done, or with an error nothing has changed."""
+        """Execute the command; after an error nothing has changed."""
         try:
             self._do(command)
             self._report(command.id)
         except TltError as error:
             self._report(command.id, error)
-        self._scheduler.paused = self._paused or bool(self._asleep)
 
     def _do(self, command: ControlCommand) -> None:
         match command:
             case Pause(_, in_flight, clear_cache):
                 self._stop(in_flight)
-                self._paused = True
+                self._gate.hold(Reason.PAUSED)
                 if clear_cache:
                     self._scheduler.forget_prefixes()
             case Resume():
-                self._paused = False
-                self._call_off(
-                    [waiting for waiting in self._draining if isinstance(waiting, Pause)],
-                    "resumed",
-                    "paused",
-                )
+                self._gate.release(Reason.PAUSED)
+                pauses = [waits for waits in self._draining if isinstance(waits, Pause)]
+                self._call_off(pauses, "resumed", "paused")
             case Sleep(_, memory, in_flight):
                 self._sleep({*memory} - self._asleep, in_flight)
             case WakeUp(_, memory):
                 self._wake({*memory} & self._asleep)
-                self._call_off(
-                    [
-                        waiting
-                        for waiting in self._draining
-                        if isinstance(waiting, Sleep) and {*waiting.memory} & {*memory}
-                    ],
-                    "woken",
-                    "put to sleep",
-                )
+                sleeps = [waits for waits in self._draining if isinstance(waits, Sleep)]
+                called_off = [sleep for sleep in sleeps if {*sleep.memory} & {*memory}]
+                self._call_off(called_off, "woken", "put to sleep")
             case ClearCache(_, unless_held):
                 if unless_held and self._scheduler.holds_kv:
                     raise Conflict(
-                        "sequences run, or are paused with their KV, which is not forgotten meanwhile; wait for them, abort "
-                        "them, or pause with mode retract"
+                        "sequences run, or are paused with their KV, which cannot be forgotten "
+                        "meanwhile; wait for them, abort them, or pause with mode retract"
                     )
-                self._scheduler.forget_prefixes()  # a step in flight of what has ended or was given up publishes nothing
+                # What a step in flight computes for a sequence that has ended is not published.
+                self._scheduler.forget_prefixes()
 
-    def _call_off(self, waiting: list[Pause | Sleep], by: str, never: str) -> None:
+    def _call_off(self, waiting: Iterable[Pause | Sleep], by: str, never: str) -> None:
         for command in waiting:
             self._draining.remove(command)
             self._report(
@@ -142,41 +134,48 @@ class Halt:
             )
 
     def _stop(self, in_flight: InFlight) -> None:
-        self._ended += self.settle()
+        self._ended += self._settle()
         if in_flight == "abort":
             self._ended += self._scheduler.abort([], all=True)
         elif in_flight == "recompute":
             self._scheduler.give_up_pages()
 
+    @property
+    def _asleep(self) -> set[Memory]:
+        return {memory for memory, reason in ASLEEP.items() if self._gate.held_for(reason)}
+
     def _sleep(self, memory: set[Memory], in_flight: InFlight) -> None:
-        """Pages are given back whatever sleeps: without weights there is nothing to compute them
-        with.
+        """Give back the memory. Pages are given back with either kind, as nothing can be computed
+        for them without weights.
         """
         transaction = self._pushes.transaction
-        if (
-            memory and transaction.intake.groups.hold_gpu
-        ):  # giving memory back waits for the whole GPU, and so for that trainer
+        if memory and transaction.intake.groups.hold_gpu:
+            # Giving memory back waits for the whole GPU, and so for that trainer.
             raise Conflict(
-                "a group is being joined or brings weights through the GPU; wait for it, then put memory to sleep"
+                "a group is being joined or brings weights through the GPU; wait for it, then put "
+                "memory to sleep"
             )
+        awake = not self._asleep
         if "weights" in memory:
             if self._pushes.in_use:
                 raise Conflict(
-                    "a weight push, a rollback or a reading is under way; wait for it, then put the weights to sleep"
+                    "a weight push, a rollback or a reading is under way; wait for it, then put "
+                    "the weights to sleep"
                 )
-            self._ended += self.settle()
+            self._ended += self._settle()
             transaction.tidy(wait=True)
             self._dormant.put_away(transaction.live, transaction.previous)
-            self._pushes.asleep = True
+        self._gate.hold(*(ASLEEP[each] for each in memory))
         if in_flight == "abort":
             self._stop("abort")
-        if memory and not self._asleep:
+        if memory and awake:
             self._stop("recompute")
             self._pages.free()
-        self._asleep |= memory
 
     def _wake(self, memory: set[Memory]) -> None:
-        """Pages first: to give them back again cannot fail, to put weights away again can."""
+        """Take the memory again, pages first: giving them back cannot fail, putting weights away
+        can.
+        """
         pages = bool(memory) and memory == self._asleep
         try:
             if pages:
@@ -190,11 +189,10 @@ class Halt:
                     raise
         except torch.OutOfMemoryError:
             raise Unavailable(
-                f"there is no room for {' and '.join(sorted(memory))} now, so that sleeps on; free the memory that others "
-                "took meanwhile, then wake it again"
+                f"there is no room for {' and '.join(sorted(memory))} now, so that sleeps on; free "
+                "the memory that others took meanwhile, then wake it again"
             ) from None
-        self._pushes.asleep &= "weights" not in memory
-        self._asleep -= memory
+        self._gate.release(*(ASLEEP[each] for each in memory))
 
     def _take_ended(self) -> list[StepOutput]:
         ended, self._ended = self._ended, []

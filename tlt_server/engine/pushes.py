@@ -19,6 +19,7 @@ import torch
 from tlt_client.channels import DRAFTER_PREFIX
 from tlt_client.channels.errors import ChannelError
 from tlt_client.channels.groups import Membership
+from tlt_server.engine.gate import Gate, Reason
 from tlt_server.engine.scheduler import Scheduler
 from tlt_server.errors import (
     ChannelBroken,
@@ -72,16 +73,15 @@ class WeightPushes:
 
     def __init__(
         self,
+        gate: Gate,
         transaction: Transaction,
         scheduler: Scheduler,
         install: Callable[[Live, Changed], None],
+        settle: Callable[[], list[StepOutput]],
     ) -> None:
-        self.transaction, self._scheduler, self._install = transaction, scheduler, install
-        self.settle: Callable[[], list[StepOutput]] = (
-            list  # takes in the steps in flight; the loop's
-        )
-        self.settling = False  # what was in flight is told first; the next call changes the weights, and no step runs until then
-        self.asleep = False  # the weights are put away, and nothing may read or change them
+        """`settle` commits the steps in flight."""
+        self._gate, self.transaction, self._scheduler = gate, transaction, scheduler
+        self._install, self._settle = install, settle
         self._reports: deque[WeightReport] = deque()  # appended to by threads, too
         self._readers = Crew(
             "read weights", MAX_READERS
@@ -92,6 +92,11 @@ class WeightPushes:
         self._joiners = Crew("join group", MAX_JOINS)
         self._rollback: _Rollback | None = None
         self._ended: list[StepOutput] = []
+
+    @property
+    def due(self) -> bool:
+        """Whether the next step has something to do for a change, without a command."""
+        return self._gate.held_for(Reason.SETTLING) or self.transaction.untidy
 
     @property
     def busy(self) -> bool:
@@ -144,7 +149,7 @@ class WeightPushes:
         """Between two steps: commit what is staged, if its moment has come. Returns the sequences
         that end of it.
         """
-        self.settling = False
+        self._gate.release(Reason.SETTLING)
         self.transaction.tidy()  # what the call before has dropped, of which nothing is on the stack any more
         if self._rollback is not None and self._may_change(
             self._rollback.in_flight, self._rollback.parts
@@ -179,7 +184,7 @@ class WeightPushes:
     def _apply(self, command: WeightCommand) -> None:
         transaction = self.transaction
         if (
-            self.asleep
+            self._gate.held_for(Reason.WEIGHTS_ASLEEP)
             and not isinstance(command, AbortWeights | JoinGroup | LeaveGroup)
             and command != LookAtWeights(command.id)
         ):
@@ -327,15 +332,15 @@ class WeightPushes:
             push.manifest.in_flight, self.transaction.live.only(push.manifest.roles)
         ):
             return
-        self._ended += self.settle()
-        self._scheduler.frozen = True
+        self._ended += self._settle()
+        self._gate.hold(Reason.WRITING)
         self.transaction.start()
 
     def _drains(self, in_flight: InFlight, changed: Changed) -> bool:
         """Whether what runs must end before these parts change; then nothing new begins."""
-        if in_flight != "drain" or changed.target is None or not self._scheduler.begun:
+        if in_flight != "drain" or changed.target is None or not self._scheduler.started:
             return False
-        self._scheduler.holding = True
+        self._gate.hold(Reason.DRAINING)
         return True
 
     def _may_change(self, in_flight: InFlight, changed: Changed) -> bool:
@@ -344,15 +349,16 @@ class WeightPushes:
         """
         if self._readers.busy or self._drains(in_flight, changed):
             return False
-        ended = self.settle()
+        ended = self._settle()
         self._ended += ended
-        self.settling = bool(ended)
+        if ended:
+            self._gate.hold(Reason.SETTLING)
         return not ended
 
     def _name(self, version: str, of: str) -> bool:
         if not self.transaction.name_live(version, of):
             return False
-        self._ended += self.settle()
+        self._ended += self._settle()
         self._ended += self._scheduler.change_version(version, "continue")
         return True
 
@@ -407,10 +413,10 @@ class WeightPushes:
 
     def _check_drains(self, in_flight: InFlight, roles: Collection[str]) -> None:
         """`Conflict` where the change would wait for the end of what does not go on."""
-        begun = self._scheduler.begun
-        if in_flight == "drain" and "target" in roles and self._scheduler.paused and begun:
+        started = self._scheduler.started
+        if in_flight == "drain" and "target" in roles and self._gate.by_operator and started:
             raise Conflict(
-                f"in_flight is drain, and {begun} requests that have begun do not go on while generation is paused or asleep; "
+                f"in_flight is drain, and {started} requests that have started do not go on while generation is paused or asleep; "
                 "resume it first (POST /resume, /wake_up), or say another in_flight (continue, recompute, abort)"
             )
 
@@ -420,6 +426,7 @@ class WeightPushes:
             self._check_drains(push.manifest.in_flight, push.manifest.roles)
         except Conflict:
             self.transaction.close()
+            self._reset()
             raise
 
     def _check_no_rollback(self) -> None:
@@ -474,7 +481,7 @@ class WeightPushes:
         self._reset()
 
     def _take_over(self, live: Live, changed: Changed, in_flight: InFlight) -> None:
-        self._ended += self.settle()
+        self._ended += self._settle()
         self._install(live, changed)
         if changed.target is not None:
             self._ended += self._scheduler.change_version(changed.target.version, in_flight)
@@ -498,8 +505,9 @@ class WeightPushes:
         self._answer(push, result, parts=parts, error=error)
 
     def _reset(self) -> None:
-        self._scheduler.holding = False
-        self._scheduler.frozen = bool(self.transaction.quarantined)
+        self._gate.release(Reason.DRAINING, Reason.WRITING, Reason.IN_DOUBT)
+        if self.transaction.quarantined:
+            self._gate.hold(Reason.IN_DOUBT)
 
     # -- reports -------------------------------------------------------------------------------------------------
 

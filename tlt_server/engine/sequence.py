@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from tlt_server.engine.pages import PageKey, next_key, root_key
 from tlt_server.engine.sampling import SamplingState
-from tlt_server.records import GenerateRequest
+from tlt_server.records import GenerateRequest, TokenLogprobs
 
 
 class SavedKV(NamedTuple):
@@ -53,6 +53,7 @@ class Sequence:
         self.saved: SavedKV | None = (
             None  # KV of a preempted sequence that cannot be computed again
         )
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None  # until they go out
         self._page_size = page_size
         self._keys: list[PageKey] = []  # of the version that reads it, see `start_over`
 
@@ -121,6 +122,13 @@ class Sequence:
         self.mixed_version = False
         if not self.output_len:
             self.cached_tokens = None
+
+    def leave(self) -> None:
+        """Note that batch slot and pages are taken back, and that what is in flight is void."""
+        self.batch_slot, self.pages, self.computed, self.published = -1, [], 0, 0
+        self.launched = self.sure = self.ahead = 0
+        self.private = False
+        self.epoch += 1
 
     def page_keys(self, count: int) -> list[PageKey]:
         """Keys of the first `count` pages; all their tokens must be known."""

@@ -1,0 +1,103 @@
+"""The commands that wait for the next step, and who executes which."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from tlt_server.engine.gate import Gate, Reason
+from tlt_server.engine.halt import Halt
+from tlt_server.engine.pushes import WeightPushes
+from tlt_server.engine.scheduler import Scheduler
+from tlt_server.engine.sequence import Sequence
+from tlt_server.errors import EngineFailed, TltError
+from tlt_server.records import (
+    Abort,
+    ClearCache,
+    Command,
+    GenerateRequest,
+    Pause,
+    Resume,
+    SetPolicy,
+    Sleep,
+    StepOutput,
+    Stop,
+    Submit,
+    WakeUp,
+)
+
+
+class Commands:
+    def __init__(
+        self,
+        gate: Gate,
+        scheduler: Scheduler,
+        pushes: WeightPushes,
+        halt: Halt,
+        make_sequence: Callable[[GenerateRequest], Sequence],
+        set_policy: Callable[[SetPolicy], None],
+    ) -> None:
+        self._gate, self._scheduler, self._pushes, self._halt = gate, scheduler, pushes, halt
+        self._make_sequence, self._set_policy = make_sequence, set_policy
+        self._waiting: deque[Command] = deque()
+        self.stopping = False
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def send(self, command: Command) -> None:
+        self._waiting.append(command)
+
+    def apply(self) -> list[StepOutput]:
+        """Execute what waits, then the changes whose moment has come. Return the outputs of steps
+        that were in flight, and of sequences that end.
+        """
+        ended = self._scheduler.expire()
+        while self._waiting:
+            ended += self._execute(self._waiting.popleft())
+        ended += self._pushes.advance()
+        if not self._gate.held_for(Reason.SETTLING):  # a pause that drains comes after the change
+            ended += self._halt.advance()
+        return ended
+
+    def _execute(self, command: Command) -> list[StepOutput]:
+        match command:
+            case Submit(requests):
+                return self._submit(requests)
+            case Abort(ids, finish_reason, all):
+                return self._scheduler.abort(ids, finish_reason, all=all)
+            case Pause() | Resume() | Sleep() | WakeUp() | ClearCache():
+                return self._halt.apply(command)
+            case SetPolicy():
+                self._set_policy(command)
+                return []
+            case Stop(drain):
+                self.stopping = True
+                return [] if drain else self._scheduler.abort([], all=True)
+            case _:
+                self._pushes.apply(command)
+                return []
+
+    def _submit(self, requests: list[GenerateRequest]) -> list[StepOutput]:
+        """Queue the batch, all or none: if one request cannot run, all end with the reason."""
+        try:
+            if self._pushes.refusal is not None:
+                raise self._pushes.refusal
+            self._scheduler.submit([self._make_sequence(request) for request in requests])
+        except Exception as cause:  # other requests must not suffer
+            error = (
+                cause
+                if isinstance(cause, TltError)
+                else EngineFailed(f"this batch cannot be run: {type(cause).__name__}: {cause}")
+            )
+            return [
+                StepOutput(
+                    id=request.id,
+                    token_ids=[],
+                    logprobs=[],
+                    finish_reason="error",
+                    error=(error.code, error.message),
+                )
+                for request in requests
+            ]
+        return []

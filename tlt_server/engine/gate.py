@@ -1,0 +1,70 @@
+"""Whether a step may run, and why not: the one answer for loop, scheduler, pauses and weight pushes.
+No torch.
+
+Each of them holds the gate for its own reasons and releases it again; the state follows from the
+reasons alone. Reasons are independent of each other, except that no change of weights is under way
+while the weights sleep.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Literal
+
+State = Literal["open", "draining", "closed"]
+
+
+class Reason(Enum):
+    """Why the gate is not open. `DRAINING` only keeps new sequences from starting."""
+
+    PAUSED = "an operator paused generation"
+    KV_ASLEEP = "the KV's memory is given back"
+    WEIGHTS_ASLEEP = "the weights wait in a file"
+    WRITING = "weights are being written in place"
+    IN_DOUBT = "the live weights of a role are no version"
+    SETTLING = "the weights change in the next step; this one delivers what was in flight"
+    DRAINING = "a change of weights waits for the end of what has started"
+
+
+BY_OPERATOR = frozenset({Reason.PAUSED, Reason.KV_ASLEEP, Reason.WEIGHTS_ASLEEP})
+BY_CHANGE = frozenset({Reason.WRITING, Reason.SETTLING, Reason.DRAINING})
+
+
+class Gate:
+    """The reasons that hold it, and the state that follows."""
+
+    def __init__(self) -> None:
+        self._reasons: set[Reason] = set()
+
+    @property
+    def state(self) -> State:
+        """`open`: any sequence may start or go on. `draining`: those that have started go on.
+        `closed`: no step runs.
+        """
+        if self._reasons - {Reason.DRAINING}:
+            return "closed"
+        return "draining" if self._reasons else "open"
+
+    @property
+    def closed(self) -> bool:
+        return self.state == "closed"
+
+    @property
+    def by_operator(self) -> bool:
+        """Whether sequences wait for a resume or a wake-up."""
+        return not self._reasons.isdisjoint(BY_OPERATOR)
+
+    def held_for(self, reason: Reason) -> bool:
+        return reason in self._reasons
+
+    def hold(self, *reasons: Reason) -> None:
+        self._reasons.update(reasons)
+
+    def release(self, *reasons: Reason) -> None:
+        self._reasons.difference_update(reasons)
+
+    def check(self) -> None:
+        """Assert every invariant."""
+        assert Reason.WEIGHTS_ASLEEP not in self._reasons or self._reasons.isdisjoint(BY_CHANGE), (
+            f"weights change while they sleep: {self._reasons}"
+        )
