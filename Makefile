@@ -23,7 +23,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 CODE := tlt_server clients tests $(wildcard kernels examples benchmarks)
 
-.PHONY: setup demo test test-gpu lint proto programs screenshots bench bench-gpu soak clean help
+.PHONY: setup demo check test test-gpu lint proto tools screenshots bench bench-gpu soak clean help
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -49,16 +49,19 @@ lint: $(STAMP) ## ruff, mypy, import-linter
 proto: $(STAMP) ## compile clients/proto anew
 	cd clients && "$(abspath $(BIN))/python" -m grpc_tools.protoc -Itlt_client/rpc=proto --python_out=. --pyi_out=. --grpc_python_out=. tlt_client/rpc/rollout.proto
 
-programs: ## a Chromium and Prometheus for the tests: the machine's own, else Debian's
-	@tests/programs.sh
+tools: ## a Chromium and Prometheus for the tests: the machine's own, else Debian's
+	@tests/tools.sh
 
-test: $(STAMP) programs lint ## lint, then all tests that need no GPU
+check: $(STAMP) lint ## lint and the quick unit tests: under a minute, before each commit
+	"$(BIN)/python" -m pytest tests/unit -m "not slow and not soak and not gpu" $(PYTEST_ARGS) $(ARGS)
+
+test: $(STAMP) tools lint ## lint, then all tests that need no GPU
 	"$(BIN)/python" -m pytest -m "not gpu and not soak" $(PYTEST_ARGS) $(ARGS)
 
 test-gpu: $(STAMP) ## on a machine with a GPU: its tests, the kernels' tests, exactness; renews benchmarks/results/test-gpu.json
 	"$(BIN)/python" -m benchmarks.record_tests $(ARGS)
 
-screenshots: $(STAMP) programs ## renew the pictures of the built-in page under docs/images
+screenshots: $(STAMP) tools ## renew the pictures of the built-in page under docs/images
 	"$(BIN)/python" -m examples.page.screenshots
 
 bench: $(STAMP) ## exactness and rollout benchmarks, quick
@@ -83,8 +86,8 @@ bench-gpu: $(STAMP) ## on a GPU: exactness first, then graphs, decode, prefill, 
 	"$(BIN)/tlt" bench weights --device cuda --model "$(PAIR)/target" --channel ipc --json "$(RESULTS)/weights-ipc-gpu.json"
 	"$(BIN)/python" -m benchmarks.report
 
-soak: $(STAMP) ## the long tests
-	"$(BIN)/python" -m pytest -m soak $(ARGS)
+soak: $(STAMP) tools ## the long tests
+	"$(BIN)/python" -m pytest -m soak $(PYTEST_ARGS) $(ARGS)
 
 clean: ## remove the environment and what tools left behind
 	rm -rf "$(VENV)" build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,10 +1,13 @@
-"""Before anything imports torch: its libraries' environment; then two torch threads, as on the
-smallest machine we serve, and without a GPU Triton's CPU interpreter, which must be chosen before a
-kernel is imported. Hypothesis has no deadlines: machines are shared.
+"""The environment of every test, and the order in which xdist's workers take them.
 
-Under xdist a worker runs whole files, so that what a file's fixtures build is built once; the
-end-to-end tests share one server, and kernels' tests, which share nothing, go one by one. Files for
-a GPU have servers of their own.
+Before anything imports torch: its libraries' environment; then two torch threads, as on the
+smallest machine we serve, and without a GPU Triton's CPU interpreter, which must be chosen before a
+kernel is imported. The interpreter multiplies with numpy, where OpenBLAS's code for Haswell makes a
+row's bits depend on its neighbours and its code for Sandy Bridge does not. Hypothesis has no
+deadlines, because machines are shared.
+
+A worker runs whole files, so that each file's fixtures are built once; the tests of kernels share
+nothing and go one by one. The longest files go first, so that the workers finish together.
 """
 
 from __future__ import annotations
@@ -20,9 +23,10 @@ from xdist.scheduler import LoadScopeScheduling
 from tlt_server.models.environment import library_environment
 
 os.environ.update(library_environment())
-signal.signal(
-    signal.SIGINT, signal.default_int_handler
-)  # a shell's background job ignores it, and so would all it starts
+os.environ["OPENBLAS_CORETYPE"] = "Sandybridge"
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a peer that leaves is a warning to gloo
+# A background job of a shell ignores SIGINT, and so would every process that a test starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import torch  # noqa: E402
 
@@ -32,19 +36,34 @@ hypothesis.settings.load_profile("shared machine")
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+LONGEST = (
+    "tests/e2e/test_schema.py",
+    "tests/e2e/test_bench.py",
+    "tests/e2e/test_hostile.py",
+    "tests/engine/test_channel_faults.py",
+    "tests/e2e/test_crashes.py",
+    "tests/e2e/test_trl.py",
+    "tests/e2e/test_docs.py",
+    "tests/e2e/test_rollouts.py",
+    "tests/e2e/test_prometheus.py",
+    "tests/e2e/test_page.py",
+    "tests/e2e/test_pushes_under_load.py",
+)
 
-class ByShared(LoadScopeScheduling):
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Move the longest files to the front; all else stays in its order."""
+    rank = {file: place for place, file in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.nodeid.partition("::")[0], len(rank)))
+
+
+class ByFile(LoadScopeScheduling):
     def _split_scope(self, nodeid: str) -> str:
-        if nodeid.startswith("tests/kernels/"):
-            return nodeid
-        file = nodeid.partition("::")[0]
-        return (
-            "tests/e2e"
-            if file.startswith("tests/e2e/") and not file.endswith("_on_gpu.py")
-            else file
-        )
+        alone = nodeid.startswith("tests/kernels/")
+        return nodeid if alone else nodeid.partition("::")[0]
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByShared:
-    return ByShared(config, log)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
+    config.option.loadscopereorder = False  # xdist would sort files by their number of tests
+    return ByFile(config, log)

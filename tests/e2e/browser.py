@@ -33,7 +33,7 @@ def browser() -> Iterator[Browser]:
     path = next(filter(None, map(shutil.which, NAMES)), None)
     if path is None:
         raise FileNotFoundError(
-            f"none of {', '.join(NAMES)} is on PATH; run `make browser`, or install one"
+            f"none of {', '.join(NAMES)} is on PATH; run make tools, or install one"
         )
     with sync_playwright() as playwright:
         running = playwright.chromium.launch(executable_path=path, args=ARGUMENTS)

@@ -1,6 +1,4 @@
-"""One real `tlt serve` with the shipped pair for the whole session; `tests/conftest.py` gives all
-of these tests to one worker.
-"""
+"""One real `tlt serve` with the shipped pair for each of xdist's workers, and a browser."""
 
 from __future__ import annotations
 
@@ -22,9 +20,17 @@ PAIR = ("--model", str(TARGET), "--drafter", str(DRAFTER))
 
 
 @pytest.fixture(scope="session")
-def server() -> Iterator[ServerProcess]:
+def shipped() -> Iterator[ServerProcess]:
     with ServerProcess(*PAIR) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def server(shipped: ServerProcess) -> ServerProcess:
+    """Return the worker's server, whose policy each file may change, with its policy at start."""
+    with Client(shipped.url, timeout_s=60) as client:
+        client.set_strategy("beg")
+    return shipped
 
 
 @pytest.fixture
@@ -35,7 +41,7 @@ def client(server: ServerProcess) -> Iterator[Client]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """Per module, because other modules run asyncio loops of their own."""
+    """Run Chromium for one module, because other modules run asyncio loops of their own."""
     from tests.e2e.browser import browser as open_browser
 
     with open_browser() as running:
@@ -44,8 +50,9 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def open_page(browser: Browser) -> Iterator[Open]:
-    """Opens pages, each with storage of its own; at the end no script may have failed and no other
-    origin may have been asked.
+    """Return a function that opens a page with storage of its own.
+
+    At the end no script may have failed, and no other origin may have been asked.
     """
     contexts: list[Any] = []
     wrong: list[str] = []

@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from tests.frontend.board import BOARD, DOCKER, RULES, board_expressions, plain
-from tests.programs import require
+from tests.tools import require
 from tlt_client import Client, ServerError
 from tlt_server.demo.push import perturbed_copy
 from tlt_server.demo.server import ServerProcess

@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.frontend.board import BOARD, DOCKER, PANELS, RULES, asked, board_expressions, in_legend
 from tests.frontend.live_server import live_server
-from tests.programs import require
+from tests.tools import require
 from tlt_client import Client
 from tlt_client.rpc import GetInfoRequest, RolloutServiceStub
 

@@ -29,24 +29,24 @@ INSIDE_QUOTES = re.compile(r"`[^`]*`")
 
 
 def offenders(path: Path) -> Iterator[str]:
-    """Yield `file:line: reason` for each sentence of a Python file that breaks a rule."""
+    """Yield `line: reason` for each sentence of a Python file that breaks a rule."""
     source = path.read_text()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = ast.get_docstring(node)
             if text and FRAGMENT.match(text):
                 line = node.body[0].lineno
-                yield f"{path}:{line}: a docstring that begins with {text.split()[0]!r}"
+                yield f"{line}: a docstring that begins with {text.split()[0]!r}"
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         line = token.start[0]
         if token.type == tokenize.COMMENT:
             if TRAILING.match(token.string) and token.line.strip() != token.string:
-                yield f"{path}:{line}: a trailing comment that continues the code's sentence"
+                yield f"{line}: a trailing comment that continues the code's sentence"
         elif token.type not in (tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", -1)):
             continue
         for number, text in enumerate(token.string.split("\n")):
             for word in FILLER.findall(INSIDE_QUOTES.sub("", text)):
-                yield f"{path}:{line + number}: the filler {word!r}"
+                yield f"{line + number}: the filler {word!r}"
 
 
 if __name__ == "__main__":
@@ -54,4 +54,4 @@ if __name__ == "__main__":
         place = Path(name)
         for file in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
             for offence in offenders(file):
-                print(offence)
+                print(f"{file}:{offence}")

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The programs that tests run and pip does not bring: a browser (whatever Chromium is there, else Debian's) and Prometheus with promtool.
+# Install what tests run and pip does not bring: a Chromium and Prometheus with promtool. What is on PATH stays.
 set -euo pipefail
 packages=() missing=()
 if ! command -v chromium chromium-browser google-chrome >/dev/null; then
