@@ -229,6 +229,28 @@ class RolloutReply(Struct, frozen=True):
     ]
 
 
+class EngineState(Struct, frozen=True):
+    """Whether generation is paused, or memory is given back."""
+
+    paused: Annotated[bool, Meta(description="whether a pause holds")]
+    new_requests: Annotated[
+        Literal["run", "wait", "refuse"],
+        Meta(
+            description="what becomes of them now: they run, wait for the end of a pause, or get a 503"
+        ),
+    ]
+    asleep: Annotated[
+        list[Literal["kv_cache", "weights"]], Meta(description="memory that is given back")
+    ]
+
+
+class AbortReply(Struct, frozen=True):
+    sequences: Annotated[
+        int,
+        Meta(description="open sequences that the abort ends; those of ended items do not count"),
+    ]
+
+
 class UploadStatus(TypedDict):
     """A version on its way by http."""
 

@@ -51,7 +51,7 @@ CHECKS = (
     "ignored_auth",
 )
 
-HALTS = "^/(pause|resume|sleep|wake_up|is_|continue_|release_)"  # while one of these holds, the others say 503
+HALTS = "^/(engine/|pause|resume|sleep|wake_up|is_|continue_|release_)"  # while one of these holds, the others say 503
 
 
 @pytest.fixture(scope="module")

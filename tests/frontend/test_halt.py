@@ -16,7 +16,7 @@ import pytest
 
 from tests.frontend.fake_engine import DIES, HANGS
 from tests.frontend.live_server import LiveServer, live_server
-from tlt_server.records import Pause, Sleep
+from tlt_server.records import ClearCache, Pause, Resume, Sleep, WakeUp
 
 LONG = {
     "input_ids": [65, 66, 67],
@@ -69,6 +69,10 @@ def begun(
         ("/abort_requests", {}),
         ("/abort_requests", {"request_ids": ["long"]}),
         ("/sleep", None),
+        ("/engine/pause", {"in_flight": "abort"}),
+        ("/engine/sleep", {"in_flight": "abort"}),
+        ("/engine/abort", {"ids": ["long"]}),
+        ("/engine/abort", {"all": True}),
     ],
 )
 def test_what_is_aborted_comes_back_with_what_it_has(
@@ -106,13 +110,17 @@ def test_only_the_request_named_is_aborted(server: LiveServer, pool: ThreadPoolE
 
 
 @pytest.mark.parametrize(
-    ("pause", "resume"),
-    [("/pause_generation", "/continue_generation"), ("/pause?mode=keep", "/resume")],
+    ("pause", "body", "resume"),
+    [
+        ("/pause_generation", {}, "/continue_generation"),
+        ("/pause?mode=keep", None, "/resume"),
+        ("/engine/pause", None, "/engine/resume"),
+    ],
 )
 def test_what_comes_in_a_pause_that_takes_it_waits(
-    pause: str, resume: str, server: LiveServer, pool: ThreadPoolExecutor
+    pause: str, body: object, resume: str, server: LiveServer, pool: ThreadPoolExecutor
 ) -> None:
-    assert post(server, pause, {} if "generation" in pause else None).status_code == 200
+    assert post(server, pause, body).status_code == 200
     asked = pool.submit(
         post, server, "/generate", {"input_ids": [65], "sampling_params": {"max_new_tokens": 2}}
     )
@@ -132,7 +140,7 @@ def test_a_waiting_pause_refuses_new_requests_and_is_answered_at_the_end(
     refused = post(server, "/v1/completions", {"prompt": "a", "max_tokens": 1})
     assert (
         refused.status_code == 503
-        and "POST /resume" in refused.text
+        and "POST /engine/resume" in refused.text
         and int(refused.headers["retry-after"]) >= 1
     )
     assert not paused.done(), "it waits for what runs"
@@ -180,6 +188,74 @@ def test_a_flag_that_says_neither_is_refused(server: LiveServer) -> None:
         refused.status_code == 400
         and "clear_cache is 'maybe'; it must be one of true, 1, yes" in refused.text
     )
+
+
+def test_native_replies_say_what_holds(server: LiveServer, pool: ThreadPoolExecutor) -> None:
+    def state(path: str, body: object = None) -> tuple[bool, str, list[str]]:
+        reply = post(server, f"/engine/{path}", body).json()
+        return reply["paused"], reply["new_requests"], reply["asleep"]
+
+    assert state("pause") == (True, "wait", [])
+    assert state("pause", {"new_requests": "refuse"}) == (True, "refuse", [])
+    assert state("sleep", {"memory": ["weights"]}) == (True, "refuse", ["weights"])
+    assert state("sleep") == (True, "refuse", ["kv_cache", "weights"])
+    assert state("resume") == (False, "refuse", ["kv_cache", "weights"])
+    assert state("wake", {"memory": ["kv_cache"]}) == (False, "refuse", ["weights"])
+    assert state("wake") == state("clear_cache") == (False, "run", [])
+    asked = begun(server, pool)
+    held = post(server, "/engine/clear_cache", {"unless_held": True})
+    assert held.status_code == 409 and held.json()["error"]["code"] == "conflict"
+    assert state("clear_cache") == (False, "run", []), "what runs keeps its KV"
+    assert post(server, "/engine/abort", {"ids": ["long", "ended"]}).json() == {"sequences": 1}
+    assert asked.result(30).json()["meta_info"]["finish_reason"]["type"] == "abort"
+
+
+def test_native_orders_reach_the_engine_in_its_words(server: LiveServer) -> None:
+    for path, body in (
+        ("pause", {"in_flight": "recompute", "clear_cache": True}),
+        ("sleep", {"memory": ["kv_cache"], "in_flight": "drain"}),
+        ("wake", {"memory": ["kv_cache"]}),
+        ("resume", {}),
+        ("clear_cache", {"unless_held": True}),
+    ):
+        assert post(server, f"/engine/{path}", body).status_code == 200
+    pause, sleep, wake, resume, clear = server.engine.controls
+    assert pause == Pause(pause.id, "recompute", clear_cache=True)
+    assert sleep == Sleep(sleep.id, ["kv_cache"], "drain")
+    assert wake == WakeUp(wake.id, ["kv_cache"]) and resume == Resume(resume.id)
+    assert clear == ClearCache(clear.id, unless_held=True)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        (
+            "pause",
+            {"in_flight": "keep"},
+            "in_flight is 'keep'; it must be 'continue', 'recompute', 'abort' or 'drain'",
+        ),
+        ("pause", {"mode": "abort"}, "unknown field mode"),
+        (
+            "sleep",
+            {"in_flight": "continue"},
+            "in_flight is 'continue'; it must be 'recompute', 'abort' or 'drain'",
+        ),
+        (
+            "wake",
+            {"memory": ["graphs"]},
+            "memory[0] is 'graphs'; it must be 'weights' or 'kv_cache'",
+        ),
+        ("abort", {}, "ids is absent and so is all; give exactly one of them"),
+        ("abort", {"ids": ["a"], "all": True}, "ids is given and so is all; give exactly one"),
+        ("abort", {"all": False}, "all is False; it must be True"),
+    ],
+)
+def test_a_native_order_that_is_wrong_is_refused_in_its_words(
+    path: str, body: object, said: str, server: LiveServer
+) -> None:
+    refused = post(server, f"/engine/{path}", body)
+    assert refused.status_code == 400 and said in refused.json()["error"]["message"], refused.text
+    assert not server.engine.controls and not server.engine.aborted
 
 
 def test_a_cache_is_not_flushed_while_requests_run(
@@ -335,12 +411,19 @@ def test_health_generate_makes_a_token(server: LiveServer) -> None:
 
 HALTS = [
     ("/pause_generation", {"mode": "in_place"}, "/continue_generation"),
+    ("/engine/pause", {"in_flight": "recompute"}, "/engine/resume"),
+    ("/engine/pause", {"new_requests": "refuse"}, "/engine/resume"),
+    ("/engine/sleep", {"memory": ["kv_cache"]}, "/engine/wake"),
     ("/pause_generation", {"mode": "retract"}, "/resume"),
     ("/pause_generation", {}, "/resume"),
     ("/pause?mode=keep", None, "/resume"),
     ("/pause", None, "/resume"),
     ("/sleep?mode=keep", None, "/wake_up"),
 ]
+
+
+def remedy(path: str) -> str:
+    return "POST /engine/wake" if "sleep" in path else "POST /engine/resume"
 
 
 def made_no_token(answer: httpx.Response, remedy: str) -> None:
@@ -354,7 +437,7 @@ def test_health_generate_says_at_once_that_no_token_is_made(
     path: str, body: object, back: str, server: LiveServer
 ) -> None:
     assert post(server, path, body).status_code == 200
-    made_no_token(httpx.get(f"{server.url}/health_generate"), back)
+    made_no_token(httpx.get(f"{server.url}/health_generate"), remedy(path))
     assert not server.engine.submitted
     assert post(server, back).status_code == 200
     assert httpx.get(f"{server.url}/health_generate").status_code == 200
@@ -368,7 +451,7 @@ def test_a_health_generate_on_its_way_does_not_wait_for_the_end_of_a_pause(
     asked = pool.submit(httpx.get, f"{server.url}/health_generate", timeout=60)
     until(lambda: len(server.client) == 1)
     halted = pool.submit(post, server, path, body)
-    made_no_token(asked.result(30), back)
+    made_no_token(asked.result(30), remedy(path))
     server.engine.deaf = False
     assert halted.result(30).status_code == 200
     until(lambda: server.engine.aborted == [made.id for made in server.engine.submitted])

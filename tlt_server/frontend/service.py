@@ -62,17 +62,18 @@ class Service:
         self.engine.close()
         self.reading.close()
 
-    def abort(self, names: Iterable[str] | None, caller: Caller) -> None:
+    def abort(self, names: Iterable[str] | None, caller: Caller) -> int:
         """End the items of these names, as far as they are the caller's, or all that is open, with
-        what they have.
+        what they have. Return the number of open sequences that this ends.
         """
         if names is None and not caller.may("operate"):
             raise Forbidden(
                 f"to abort all that is open needs the scope operate, and the key {caller.name} has it not; name its requests"
             )
-        self.engine.abort(
-            self.engine.open_ids if names is None else self.generations.named.find(names, caller)
-        )
+        named = self.generations.named
+        ids = self.engine.open_ids if names is None else named.find(names, caller)
+        self.engine.abort(ids)
+        return len(ids)
 
     def start(self, batch: RequestBatch, owner: str) -> Generation:
         """Admit and submit the batch, all of it or (with a typed error) nothing. Whoever calls this

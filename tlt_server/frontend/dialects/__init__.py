@@ -14,6 +14,7 @@ DIALECTS = Registry(
         "native": "tlt_server.frontend.dialects.native:routes",
         "openai": "tlt_server.frontend.dialects.openai.routes:routes",
         "rollouts": "tlt_server.frontend.dialects.rollouts:routes",
+        "engine": "tlt_server.frontend.dialects.engine:routes",
         "events": "tlt_server.frontend.dialects.events:routes",
         "operate": "tlt_server.frontend.dialects.operate:routes",
         "page": "tlt_server.frontend.dialects.page:routes",

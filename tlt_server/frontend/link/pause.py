@@ -30,11 +30,9 @@ from tlt_server.records import (
 )
 
 RETRY_S = 1
-ASLEEP = (
-    "the engine sleeps ({} given back); wake it with POST /wake_up or /resume_memory_occupation"
-)
-PAUSED = "generation is paused and takes nothing new; send the request again after POST /resume"
-HALTED = "generation is paused, so no token is made now; ask again after POST /continue_generation or /resume"
+ASLEEP = "the engine sleeps ({} given back); wake it with POST /engine/wake"
+PAUSED = "generation is paused and takes no new request; send it again after POST /engine/resume"
+HALTED = "generation is paused, so no token is made now; ask again after POST /engine/resume"
 
 
 class _State(NamedTuple):

@@ -1,0 +1,190 @@
+"""The native routes that stop the engine and let it go on: pause, sleep, abort, and clear the cache.
+
+Words are the engine's own: `in_flight` says what becomes of sequences that were accepted before, as
+for weight pushes. The borrowed dialects translate to the same `PauseState`; gRPC and the clients call
+these routes.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated, Literal
+
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tlt_client.wire import AbortReply, EngineState
+from tlt_server.errors import (
+    Conflict,
+    EngineFailed,
+    Forbidden,
+    InvalidRequest,
+    StorageFailed,
+    Unavailable,
+)
+from tlt_server.frontend.generation.requests import ShortName, one_of
+from tlt_server.frontend.http.auth import caller_of
+from tlt_server.frontend.http.bodies import read_object
+from tlt_server.frontend.http.endpoints import Endpoint
+from tlt_server.frontend.http.fields import Model, Strict, checked
+from tlt_server.frontend.http.replies import json_response
+from tlt_server.frontend.service import Service
+from tlt_server.records import InFlight, Memory
+
+ALL_MEMORY: tuple[Memory, ...] = ("weights", "kv_cache")
+
+
+class NativePause(Strict):
+    in_flight: Annotated[
+        InFlight,
+        Field(
+            description="accepted sequences: continue keeps them and their KV; recompute gives their KV back and "
+            "computes it again after POST /engine/resume; abort ends them with what they have; drain lets them end first"
+        ),
+    ] = "continue"
+    new_requests: Annotated[
+        Literal["wait", "refuse"],
+        Field(description="requests that come meanwhile: wait, or get a 503"),
+    ] = "wait"
+    clear_cache: Annotated[bool, Field(description="forget cached prefixes too")] = False
+
+
+class NativeSleep(Strict):
+    memory: Annotated[
+        list[Memory],
+        Field(description="what to give back: weights of target and drafter, KV; empty: both"),
+    ] = []
+    in_flight: Annotated[
+        Literal["recompute", "abort", "drain"],
+        Field(
+            description="accepted sequences: recompute goes on with the same tokens once all is awake; abort ends "
+            "them with what they have; drain lets them end first"
+        ),
+    ] = "recompute"
+
+
+class NativeWake(Strict):
+    memory: Annotated[list[Memory], Field(description="what to take again; empty: both")] = []
+
+
+class NativeClear(Strict):
+    unless_held: Annotated[
+        bool, Field(description="409 instead while a sequence runs or is paused with its KV")
+    ] = False
+
+
+class NativeAbort(Strict):
+    """Items by their ids, or all of them."""
+
+    model_config = {"json_schema_extra": one_of(("ids", "all"))}
+
+    ids: Annotated[
+        Annotated[list[ShortName], Field(min_length=1)] | None,
+        Field(description="ids that items of POST /generate, or other requests, were given"),
+    ] = None
+    all: Annotated[
+        Literal[True] | None,
+        Field(description="everything that is open, which needs the scope operate"),
+    ] = None
+
+
+class NoOrder(Strict):
+    """Nothing; a body may be left out."""
+
+
+def routes(service: Service) -> list[Endpoint]:
+    engine, pauses = service.engine, service.engine.pauses
+
+    async def pause(request: Request) -> Response:
+        """Stop generating until POST /engine/resume.
+
+        Answers once the pause holds; with `drain`, once every accepted sequence has ended.
+        """
+        asked = await _read(NativePause, request)
+        await pauses.pause(
+            asked.in_flight, refuse=asked.new_requests == "refuse", clear_cache=asked.clear_cache
+        )
+        return _state(service)
+
+    async def resume(request: Request) -> Response:
+        """Go on with what was paused or has waited, and take new requests."""
+        await _read(NoOrder, request)
+        await pauses.resume()
+        return _state(service)
+
+    async def sleep(request: Request) -> Response:
+        """Give memory back until POST /engine/wake; new requests get a 503 until all is awake.
+
+        The KV is given back in any case, as nothing can compute it without weights. Weights come
+        back bit for bit.
+        """
+        asked = await _read(NativeSleep, request)
+        await pauses.sleep(asked.memory or ALL_MEMORY, asked.in_flight)
+        return _state(service)
+
+    async def wake(request: Request) -> Response:
+        """Take memory again; generation goes on once all is awake and no pause holds."""
+        asked = await _read(NativeWake, request)
+        await pauses.wake(asked.memory or ALL_MEMORY)
+        return _state(service)
+
+    async def clear_cache(request: Request) -> Response:
+        """Forget every cached prefix. Running sequences keep their own KV, which serves no other
+        request from then on.
+        """
+        await pauses.clear_cache(unless_held=(await _read(NativeClear, request)).unless_held)
+        return _state(service)
+
+    async def abort(request: Request) -> Response:
+        """End items with what they have; their replies say finish_reason "abort".
+
+        An id that is not open has ended already. Another key's items, and all of them, need the
+        scope operate.
+        """
+        engine.check_running()
+        asked = await _read(NativeAbort, request)
+        if (asked.ids is None) == (asked.all is None):
+            raise InvalidRequest(
+                f"ids is {'absent' if asked.ids is None else 'given'} and so is all; give exactly one of them"
+            )
+        return json_response(AbortReply(service.abort(asked.ids, caller_of(request))))
+
+    stopped = (EngineFailed, Unavailable)
+    post = partial(Endpoint, "POST", optional_body=True, gives=EngineState, needs="operate")
+    return [
+        post("/engine/pause", pause, takes=NativePause, raises=(Conflict, *stopped)),
+        post("/engine/resume", resume, takes=NoOrder, raises=stopped),
+        post("/engine/sleep", sleep, takes=NativeSleep, raises=(Conflict, StorageFailed, *stopped)),
+        post("/engine/wake", wake, takes=NativeWake, raises=stopped),
+        post("/engine/clear_cache", clear_cache, takes=NativeClear, raises=(Conflict, *stopped)),
+        Endpoint(
+            "POST",
+            "/engine/abort",
+            abort,
+            needs="data",
+            takes=NativeAbort,
+            example={"ids": ["question-7"]},
+            gives=AbortReply,
+            raises=(Forbidden, *stopped),
+        ),
+    ]
+
+
+def _state(service: Service) -> Response:
+    pauses = service.engine.pauses
+    refuses, paused = pauses.refusing or bool(pauses.asleep), pauses.paused
+    return json_response(
+        EngineState(
+            paused=paused,
+            new_requests="refuse" if refuses else "wait" if paused else "run",
+            asleep=sorted(pauses.asleep),
+        )
+    )
+
+
+async def _read(model: type[Model], request: Request) -> Model:
+    """An empty body is an empty object."""
+    body = await request.body()
+    field = next(iter(model.model_fields), "nothing")
+    return checked(model, await read_object(body, field) if body else {})
