@@ -11,7 +11,8 @@ with Client("http://127.0.0.1:8000") as client:
 
 from __future__ import annotations
 
-from tlt_client.client import AsyncClient, Client
+from tlt_client.async_client import AsyncClient
+from tlt_client.client import Client
 from tlt_client.errors import ConnectionFailed, ServerError, TltClientError
 from tlt_client.retries import Retries
 from tlt_client.rollouts import AsyncRollout, Rollout

@@ -18,6 +18,8 @@ from tlt_client.arguments import check_finite, plain, version_of
 from tlt_client.errors import NotLive
 from tlt_client.responses import in_path, json_object, read_as, succeeded, whole_reply
 from tlt_client.wire import (
+    AbortReply,
+    EngineState,
     GenerateBody,
     Item,
     Reply,
@@ -34,6 +36,7 @@ Fields = SamplingFields | dict[str, Any] | None
 T = TypeVar("T")
 
 _rollout_reply, _status, _list = read_as(RolloutReply), read_as(RolloutStatus), read_as(RolloutList)
+_state = read_as(EngineState)
 
 
 @dataclass(frozen=True)
@@ -205,43 +208,34 @@ def set_strategy(policy: str, strategy: str | None) -> Call[Mapping[str, Any]]:
 
 # pauses and memory
 
-PAUSES = {
-    "continue": "in_place",
-    "recompute": "retract",
-    "abort": "abort",
-}  # in_flight -> the route's word
+
+def pause(in_flight: str, new_requests: str, clear_cache: bool) -> Call[EngineState]:
+    fields = {"in_flight": in_flight, "new_requests": new_requests, "clear_cache": clear_cache}
+    return _put("POST", "/engine/pause", fields, _state, repeatable=True)
 
 
-def pause(in_flight: str) -> Call[Mapping[str, Any]]:
-    return _put(
-        "POST",
-        "/pause_generation",
-        {"mode": PAUSES.get(in_flight, in_flight)},
-        json_object,
-        repeatable=True,
-    )
+def resume() -> Call[EngineState]:
+    return _put("POST", "/engine/resume", {}, _state, repeatable=True)
 
 
-def resume() -> Call[Mapping[str, Any]]:
-    return _put("POST", "/continue_generation", {}, json_object, repeatable=True)
+def abort(ids: Sequence[str], everything: bool) -> Call[AbortReply]:
+    fields = ({"ids": ids} if ids else {}) | ({"all": True} if everything else {})
+    read = read_as(AbortReply)
+    return _put("POST", "/engine/abort", fields, read, repeatable=not everything)
 
 
-def abort_request(id: str) -> Call[Mapping[str, Any]]:
-    return _put("POST", "/abort_request", {"rid": id}, json_object, repeatable=True)
+def sleep(memory: Sequence[str], in_flight: str) -> Call[EngineState]:
+    fields = {"memory": memory, "in_flight": in_flight}
+    return _put("POST", "/engine/sleep", fields, _state, repeatable=True)
 
 
-def sleep(memory: Sequence[str]) -> Call[Mapping[str, Any]]:
-    return _put(
-        "POST", "/release_memory_occupation", {"tags": memory}, json_object, repeatable=True
-    )
+def wake(memory: Sequence[str]) -> Call[EngineState]:
+    return _put("POST", "/engine/wake", {"memory": memory}, _state, repeatable=True)
 
 
-def wake(memory: Sequence[str]) -> Call[Mapping[str, Any]]:
-    return _put("POST", "/resume_memory_occupation", {"tags": memory}, json_object, repeatable=True)
-
-
-def clear_cache() -> Call[Mapping[str, Any]]:
-    return Call("POST", "/reset_prefix_cache", json_object, repeatable=True)
+def clear_cache(unless_held: bool) -> Call[EngineState]:
+    fields = {"unless_held": unless_held}
+    return _put("POST", "/engine/clear_cache", fields, _state, repeatable=True)
 
 
 # weights

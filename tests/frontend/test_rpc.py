@@ -349,9 +349,9 @@ def test_health_and_events_follow_the_server(
         thread.start()
     eventually(lambda: statuses and states)
     assert states[0].ready and states[0].weight_version == server.client.info.weight_version  # type: ignore[union-attr]
-    stub.Pause(proto.PauseRequest(mode="wait"))
+    stub.Pause(proto.PauseRequest(in_flight="drain", new_requests="refuse"))
     eventually(lambda: len(statuses) == 2 and len(states) == 2)
-    assert states[1].paused and not states[1].ready and "POST /resume" in states[1].reason
+    assert states[1].paused and not states[1].ready and "POST /engine/resume" in states[1].reason
     stub.Resume(proto.ResumeRequest())
     eventually(lambda: len(statuses) == 3 and len(states) == 3)
     assert statuses == [

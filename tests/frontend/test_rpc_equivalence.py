@@ -226,7 +226,16 @@ CASES = [
             key="data",
             error="forbidden",
         )
-        for method in ("Pause", "Resume", "Abort", "Rollback", "JoinGroup", "LeaveGroup")
+        for method in (
+            "Pause",
+            "Resume",
+            "Sleep",
+            "Wake",
+            "ClearCache",
+            "Rollback",
+            "JoinGroup",
+            "LeaveGroup",
+        )
     ),
     Case(
         "nor with data",
@@ -271,9 +280,18 @@ CASES = [
         error="not_found",
     ),
     Case("a rollout of no name", {}, methods=("GetRollout",), error="not_found"),
-    Case("a mode that is none", {"mode": "stop"}, methods=("Pause",), error=INVALID),
-    Case("an empty name", {"request_ids": [""]}, methods=("Abort",), error=INVALID),
-    Case("names of nothing open", {"request_ids": ["x", "y"]}, methods=("Abort",)),
+    Case("no such end", {"in_flight": "stop"}, methods=("Pause", "Sleep"), error=INVALID),
+    Case("KV that sleeps", {"in_flight": "continue"}, methods=("Sleep",), error=INVALID),
+    Case("no such answer", {"new_requests": "run"}, methods=("Pause",), error=INVALID),
+    Case("no such memory", {"memory": ["graphs"]}, methods=("Sleep", "Wake"), error=INVALID),
+    Case("nothing is paused or asleep", methods=("Resume", "Wake", "ClearCache")),
+    Case("nothing runs", {"unless_held": True}, methods=("ClearCache",)),
+    Case("nothing to abort", methods=("Abort",), error=INVALID),
+    Case("some and all", {"ids": ["x"], "all": True}, methods=("Abort",), error=INVALID),
+    Case("not all", {"all": False}, methods=("Abort",), error=INVALID),
+    Case("an empty id", {"ids": [""]}, methods=("Abort",), error=INVALID),
+    Case("all, with data", {"all": True}, methods=("Abort",), key="data", error="forbidden"),
+    Case("ids of nothing open", {"ids": ["x", "y"]}, methods=("Abort",)),
     Case(
         "nothing was pushed",
         {"version": "step-9"},
@@ -572,16 +590,15 @@ def test_a_rollout_is_its_owners_whichever_way_it_is_asked_for(keyed: LiveServer
 
 
 def test_a_pause_and_a_full_queue_are_told_alike(keyed: LiveServer) -> None:
-    assert over_grpc(keyed, "Pause", Case("", {"mode": "abort", "clear_cache": False})).reply == {
-        "status": "paused"
-    }
+    pause = Case("", {"in_flight": "abort", "new_requests": "refuse", "clear_cache": True})
+    assert over_grpc(keyed, "Pause", pause).reply == {"paused": True, "new_requests": "refuse"}
     try:
         http, rpc = (
             ask(keyed, "GenerateBatch", Case("", batch(ITEM))) for ask in (over_http, over_grpc)
         )
         assert rpc.code == "unavailable" and rpc.retry_after == "1" and rpc.retryable
     finally:
-        assert over_grpc(keyed, "Resume", Case("")).reply == {"status": "resumed"}
+        assert over_grpc(keyed, "Resume", Case("")).reply == {"new_requests": "run"}
     assert (http.code, http.message, http.retry_after) == (rpc.code, rpc.message, rpc.retry_after)
 
     full = batch(
@@ -600,17 +617,20 @@ def test_a_pause_and_a_full_queue_are_told_alike(keyed: LiveServer) -> None:
         and rpc.retry_after == http.retry_after
     )
     http, rpc = (
-        ask(keyed, "Abort", Case("", {"request_ids": ["h0", "h1"]}, key="other"))
+        ask(keyed, "Abort", Case("", {"ids": ["h0", "h1"]}, key="other"))
         for ask in (over_http, over_grpc)
     )
-    assert http == Answer(rpc.reply, request_id=http.request_id) and len(keyed.client) == 24, (
+    assert thin(http.reply) == rpc.reply == {} and len(keyed.client) == 24, (
         "another owner's names are nobody's"
     )
-    http, rpc = (ask(keyed, "Abort", Case("", {}, key="data")) for ask in (over_http, over_grpc))
+    http, rpc = (
+        ask(keyed, "Abort", Case("", {"all": True}, key="data")) for ask in (over_http, over_grpc)
+    )
     assert http.message == rpc.message and rpc.code == "forbidden" and len(keyed.client) == 24, (
         "everybody's"
     )
-    assert over_grpc(keyed, "Abort", Case("", {"request_ids": ["h0", "h1"]}, key="data")).reply
+    aborted = over_grpc(keyed, "Abort", Case("", {"ids": ["h0", "h1"]}, key="data"))
+    assert aborted.reply == {"sequences": 8}
     eventually(lambda: len(keyed.client) == 16)
-    assert over_grpc(keyed, "Abort", Case("")).reply
+    assert over_grpc(keyed, "Abort", Case("", {"all": True})).reply == {"sequences": 16}
     eventually(lambda: len(keyed.client) == 0)

@@ -16,8 +16,8 @@ import secrets
 from dataclasses import dataclass
 from typing import Any
 
+from tlt_client.async_client import AsyncClient
 from tlt_client.channels.groups import Group, Membership, host_store
-from tlt_client.client import AsyncClient
 from tlt_client.errors import TltClientError, server_error
 from tlt_client.wire import VersionSpan
 

@@ -19,10 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tlt_client.async_client import AsyncClient
 from tlt_client.channels import Sender
 from tlt_client.channels.disk import DiskSender
 from tlt_client.channels.http import HttpSender
-from tlt_client.client import AsyncClient, Client
+from tlt_client.client import Client
 from tlt_client.errors import TltClientError, server_error
 
 NAME = "tlt"
@@ -195,7 +196,7 @@ class Server:
         await self._client.resume()
 
     async def abort_request(self, request_id: str) -> None:
-        await self._client.abort_request(request_id)
+        await self._client.abort(request_id)
 
     async def clear_kv_cache(self) -> None:
         await self._client.clear_cache()

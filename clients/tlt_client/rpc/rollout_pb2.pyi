@@ -319,34 +319,62 @@ class RolloutReply(_message.Message):
     def __init__(self, id: _Optional[str] = ..., status: _Optional[str] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., results: _Optional[_Iterable[_Union[ItemResult, _Mapping]]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., numerics: _Optional[str] = ...) -> None: ...
 
 class PauseRequest(_message.Message):
-    __slots__ = ("mode", "clear_cache")
-    MODE_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("clear_cache", "in_flight", "new_requests")
     CLEAR_CACHE_FIELD_NUMBER: _ClassVar[int]
-    mode: str
+    IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    NEW_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     clear_cache: bool
-    def __init__(self, mode: _Optional[str] = ..., clear_cache: _Optional[bool] = ...) -> None: ...
+    in_flight: str
+    new_requests: str
+    def __init__(self, clear_cache: _Optional[bool] = ..., in_flight: _Optional[str] = ..., new_requests: _Optional[str] = ...) -> None: ...
 
 class ResumeRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class PauseReply(_message.Message):
-    __slots__ = ("status",)
-    STATUS_FIELD_NUMBER: _ClassVar[int]
-    status: str
-    def __init__(self, status: _Optional[str] = ...) -> None: ...
+class SleepRequest(_message.Message):
+    __slots__ = ("memory", "in_flight")
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
+    IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    memory: _containers.RepeatedScalarFieldContainer[str]
+    in_flight: str
+    def __init__(self, memory: _Optional[_Iterable[str]] = ..., in_flight: _Optional[str] = ...) -> None: ...
+
+class WakeRequest(_message.Message):
+    __slots__ = ("memory",)
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
+    memory: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, memory: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ClearCacheRequest(_message.Message):
+    __slots__ = ("unless_held",)
+    UNLESS_HELD_FIELD_NUMBER: _ClassVar[int]
+    unless_held: bool
+    def __init__(self, unless_held: _Optional[bool] = ...) -> None: ...
 
 class AbortRequest(_message.Message):
-    __slots__ = ("request_ids",)
-    REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
-    request_ids: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, request_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+    __slots__ = ("ids", "all")
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    ALL_FIELD_NUMBER: _ClassVar[int]
+    ids: _containers.RepeatedScalarFieldContainer[str]
+    all: bool
+    def __init__(self, ids: _Optional[_Iterable[str]] = ..., all: _Optional[bool] = ...) -> None: ...
+
+class EngineState(_message.Message):
+    __slots__ = ("paused", "new_requests", "asleep")
+    PAUSED_FIELD_NUMBER: _ClassVar[int]
+    NEW_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    ASLEEP_FIELD_NUMBER: _ClassVar[int]
+    paused: bool
+    new_requests: str
+    asleep: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, paused: _Optional[bool] = ..., new_requests: _Optional[str] = ..., asleep: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class AbortReply(_message.Message):
-    __slots__ = ("message",)
-    MESSAGE_FIELD_NUMBER: _ClassVar[int]
-    message: str
-    def __init__(self, message: _Optional[str] = ...) -> None: ...
+    __slots__ = ("sequences",)
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    sequences: int
+    def __init__(self, sequences: _Optional[int] = ...) -> None: ...
 
 class UpdateWeightsRequest(_message.Message):
     __slots__ = ("part", "manifest")

@@ -67,12 +67,27 @@ class RolloutServiceStub:
         self.Pause = channel.unary_unary(
                 '/tlt.v1.RolloutService/Pause',
                 request_serializer=tlt__client_dot_rpc_dot_rollout__pb2.PauseRequest.SerializeToString,
-                response_deserializer=tlt__client_dot_rpc_dot_rollout__pb2.PauseReply.FromString,
+                response_deserializer=tlt__client_dot_rpc_dot_rollout__pb2.EngineState.FromString,
                 _registered_method=True)
         self.Resume = channel.unary_unary(
                 '/tlt.v1.RolloutService/Resume',
                 request_serializer=tlt__client_dot_rpc_dot_rollout__pb2.ResumeRequest.SerializeToString,
-                response_deserializer=tlt__client_dot_rpc_dot_rollout__pb2.PauseReply.FromString,
+                response_deserializer=tlt__client_dot_rpc_dot_rollout__pb2.EngineState.FromString,
+                _registered_method=True)
+        self.Sleep = channel.unary_unary(
+                '/tlt.v1.RolloutService/Sleep',
+                request_serializer=tlt__client_dot_rpc_dot_rollout__pb2.SleepRequest.SerializeToString,
+                response_deserializer=tlt__client_dot_rpc_dot_rollout__pb2.EngineState.FromString,
+                _registered_method=True)
+        self.Wake = channel.unary_unary(
+                '/tlt.v1.RolloutService/Wake',
+                request_serializer=tlt__client_dot_rpc_dot_rollout__pb2.WakeRequest.SerializeToString,
+                response_deserializer=tlt__client_dot_rpc_dot_rollout__pb2.EngineState.FromString,
+                _registered_method=True)
+        self.ClearCache = channel.unary_unary(
+                '/tlt.v1.RolloutService/ClearCache',
+                request_serializer=tlt__client_dot_rpc_dot_rollout__pb2.ClearCacheRequest.SerializeToString,
+                response_deserializer=tlt__client_dot_rpc_dot_rollout__pb2.EngineState.FromString,
                 _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/tlt.v1.RolloutService/Abort',
@@ -177,21 +192,42 @@ class RolloutServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Pause(self, request, context):
-        """POST /pause
+        """POST /engine/pause
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
-        """POST /resume
+        """POST /engine/resume
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Sleep(self, request, context):
+        """POST /engine/sleep
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Wake(self, request, context):
+        """POST /engine/wake
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ClearCache(self, request, context):
+        """POST /engine/clear_cache
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """POST /abort_requests
+        """POST /engine/abort
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -305,12 +341,27 @@ def add_RolloutServiceServicer_to_server(servicer, server):
             'Pause': grpc.unary_unary_rpc_method_handler(
                     servicer.Pause,
                     request_deserializer=tlt__client_dot_rpc_dot_rollout__pb2.PauseRequest.FromString,
-                    response_serializer=tlt__client_dot_rpc_dot_rollout__pb2.PauseReply.SerializeToString,
+                    response_serializer=tlt__client_dot_rpc_dot_rollout__pb2.EngineState.SerializeToString,
             ),
             'Resume': grpc.unary_unary_rpc_method_handler(
                     servicer.Resume,
                     request_deserializer=tlt__client_dot_rpc_dot_rollout__pb2.ResumeRequest.FromString,
-                    response_serializer=tlt__client_dot_rpc_dot_rollout__pb2.PauseReply.SerializeToString,
+                    response_serializer=tlt__client_dot_rpc_dot_rollout__pb2.EngineState.SerializeToString,
+            ),
+            'Sleep': grpc.unary_unary_rpc_method_handler(
+                    servicer.Sleep,
+                    request_deserializer=tlt__client_dot_rpc_dot_rollout__pb2.SleepRequest.FromString,
+                    response_serializer=tlt__client_dot_rpc_dot_rollout__pb2.EngineState.SerializeToString,
+            ),
+            'Wake': grpc.unary_unary_rpc_method_handler(
+                    servicer.Wake,
+                    request_deserializer=tlt__client_dot_rpc_dot_rollout__pb2.WakeRequest.FromString,
+                    response_serializer=tlt__client_dot_rpc_dot_rollout__pb2.EngineState.SerializeToString,
+            ),
+            'ClearCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.ClearCache,
+                    request_deserializer=tlt__client_dot_rpc_dot_rollout__pb2.ClearCacheRequest.FromString,
+                    response_serializer=tlt__client_dot_rpc_dot_rollout__pb2.EngineState.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
@@ -556,7 +607,7 @@ class RolloutService:
             target,
             '/tlt.v1.RolloutService/Pause',
             tlt__client_dot_rpc_dot_rollout__pb2.PauseRequest.SerializeToString,
-            tlt__client_dot_rpc_dot_rollout__pb2.PauseReply.FromString,
+            tlt__client_dot_rpc_dot_rollout__pb2.EngineState.FromString,
             options,
             channel_credentials,
             insecure,
@@ -583,7 +634,88 @@ class RolloutService:
             target,
             '/tlt.v1.RolloutService/Resume',
             tlt__client_dot_rpc_dot_rollout__pb2.ResumeRequest.SerializeToString,
-            tlt__client_dot_rpc_dot_rollout__pb2.PauseReply.FromString,
+            tlt__client_dot_rpc_dot_rollout__pb2.EngineState.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Sleep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tlt.v1.RolloutService/Sleep',
+            tlt__client_dot_rpc_dot_rollout__pb2.SleepRequest.SerializeToString,
+            tlt__client_dot_rpc_dot_rollout__pb2.EngineState.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Wake(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tlt.v1.RolloutService/Wake',
+            tlt__client_dot_rpc_dot_rollout__pb2.WakeRequest.SerializeToString,
+            tlt__client_dot_rpc_dot_rollout__pb2.EngineState.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ClearCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tlt.v1.RolloutService/ClearCache',
+            tlt__client_dot_rpc_dot_rollout__pb2.ClearCacheRequest.SerializeToString,
+            tlt__client_dot_rpc_dot_rollout__pb2.EngineState.FromString,
             options,
             channel_credentials,
             insecure,

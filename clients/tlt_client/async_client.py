@@ -1,0 +1,184 @@
+"""The asyncio client of the native dialect: the operations of `client.Client`, awaited."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping
+from os import PathLike
+from types import TracebackType
+from typing import Any, Literal, Self, overload
+
+from tlt_client import calls, flows
+from tlt_client.calls import Fields, Items
+from tlt_client.retries import NEVER, Retries
+from tlt_client.rollouts import AsyncRollout
+from tlt_client.tls import Tls
+from tlt_client.transport import AsyncTransport, batch_key
+from tlt_client.wire import AbortReply, EngineState, Reply, RolloutSummary, StreamEvent, Weights
+
+
+class AsyncClient:
+    """The same for asyncio."""
+
+    def __init__(
+        self,
+        url: str = "http://127.0.0.1:8000",
+        *,
+        api_key: str | None = None,
+        timeout_s: float | None = None,
+        tls: Tls | None = None,
+        retries: Retries = NEVER,
+    ) -> None:
+        self._transport = AsyncTransport(url, api_key, timeout_s, tls, retries)
+
+    @overload
+    async def generate(
+        self,
+        items: Items,
+        *,
+        sampling: Fields = None,
+        timeout_s: float | None = None,
+        queue_timeout_s: float | None = None,
+        idempotency_key: str | None = None,
+        detach: Literal[False] = False,
+    ) -> Reply: ...
+
+    @overload
+    async def generate(
+        self,
+        items: Items,
+        *,
+        sampling: Fields = None,
+        timeout_s: float | None = None,
+        queue_timeout_s: float | None = None,
+        idempotency_key: str | None = None,
+        detach: Literal[True],
+    ) -> AsyncRollout: ...
+
+    async def generate(
+        self,
+        items: Items,
+        *,
+        sampling: Fields = None,
+        timeout_s: float | None = None,
+        queue_timeout_s: float | None = None,
+        idempotency_key: str | None = None,
+        detach: bool = False,
+    ) -> Reply | AsyncRollout:
+        key = batch_key(idempotency_key, self._transport.retries)
+        batch = (items, sampling, timeout_s, queue_timeout_s, key)
+        if detach:
+            id = await self._transport.ask(calls.detach(*batch))
+            return AsyncRollout(self._transport, id)
+        return await self._transport.ask(calls.generate(*batch))
+
+    def stream(
+        self,
+        items: Items,
+        *,
+        sampling: Fields = None,
+        timeout_s: float | None = None,
+        queue_timeout_s: float | None = None,
+    ) -> AsyncGenerator[StreamEvent, None]:
+        call = calls.stream(items, sampling, timeout_s, queue_timeout_s)
+        return self._transport.events(call)
+
+    def rollout(self, id: str) -> AsyncRollout:
+        """A handle of a rollout begun before; nothing is asked yet."""
+        return AsyncRollout(self._transport, id)
+
+    async def rollouts(self) -> list[RolloutSummary]:
+        return await self._transport.ask(calls.rollouts())
+
+    async def server_info(self) -> Mapping[str, Any]:
+        return await self._transport.ask(calls.server_info())
+
+    async def strategy(self) -> Mapping[str, Any]:
+        return await self._transport.ask(calls.strategy())
+
+    async def set_strategy(self, policy: str, strategy: str | None = None) -> Mapping[str, Any]:
+        return await self._transport.ask(calls.set_strategy(policy, strategy))
+
+    async def pause(
+        self, in_flight: str = "continue", *, new_requests: str = "wait", clear_cache: bool = False
+    ) -> EngineState:
+        return await self._transport.ask(calls.pause(in_flight, new_requests, clear_cache))
+
+    async def resume(self) -> EngineState:
+        return await self._transport.ask(calls.resume())
+
+    async def abort(self, *ids: str, all: bool = False) -> AbortReply:
+        return await self._transport.ask(calls.abort(ids, all))
+
+    async def sleep(self, *memory: str, in_flight: str = "recompute") -> EngineState:
+        return await self._transport.ask(calls.sleep(memory, in_flight))
+
+    async def wake(self, *memory: str) -> EngineState:
+        return await self._transport.ask(calls.wake(memory))
+
+    async def clear_cache(self, *, unless_held: bool = False) -> EngineState:
+        return await self._transport.ask(calls.clear_cache(unless_held))
+
+    async def update_weights(
+        self, path: str | PathLike[str], version: str, **fields: Any
+    ) -> Mapping[str, Any]:
+        return await self._transport.ask(calls.update_weights(path, version, fields))
+
+    async def push_weights(self, version: str, **fields: Any) -> Mapping[str, Any]:
+        return await self._transport.ask(calls.push_weights(version, fields))
+
+    async def put_weights(
+        self, version: str, part: str, data: bytes, *, start: int, total: int
+    ) -> Mapping[str, Any]:
+        return await self._transport.ask(calls.put_weights(version, part, data, start, total))
+
+    async def weights_part(self, version: str, part: str) -> Mapping[str, Any]:
+        return await self._transport.ask(calls.weights_part(version, part))
+
+    async def join_group(self, name: str, **fields: Any) -> Mapping[str, Any]:
+        return await self._transport.ask(calls.join_group(name, fields))
+
+    async def leave_group(self, name: str) -> Mapping[str, Any]:
+        return await self._transport.ask(calls.leave_group(name))
+
+    async def commit_weights(self, version: str) -> Mapping[str, Any]:
+        return await self._transport.ask(calls.commit_weights(version))
+
+    async def abort_weights(
+        self, version: str = "", *, upload_only: bool = False
+    ) -> Mapping[str, Any]:
+        return await self._transport.ask(calls.abort_weights(version, upload_only))
+
+    async def roll_back_weights(self, **fields: Any) -> Mapping[str, Any]:
+        return await self._transport.ask(calls.roll_back_weights(fields))
+
+    async def weights(self) -> Weights:
+        return await self._transport.ask(calls.weights())
+
+    async def weight_checksums(self) -> Mapping[str, str]:
+        return await self._transport.ask(calls.weight_checksums("checksum"))
+
+    async def remember_weight_checksums(self) -> Mapping[str, str]:
+        return await self._transport.ask(calls.weight_checksums("reset"))
+
+    async def compare_weights(self, baseline: Mapping[str, str] | None = None) -> list[str]:
+        return await self._transport.ask(calls.compare_weights(baseline))
+
+    async def metrics(self) -> str:
+        return await self._transport.ask(calls.metrics())
+
+    async def is_ready(self) -> bool:
+        return await self._transport.run(flows.ready())
+
+    async def close(self) -> None:
+        await self._transport.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()

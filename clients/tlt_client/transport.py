@@ -1,0 +1,175 @@
+"""What sends calls and takes the steps of flows: `Transport` blocks, `AsyncTransport` runs in a loop.
+
+Each belongs to one client, which asks it for every operation; a rollout's handle uses it too. All
+network of the package but that of channels is here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, Generator
+from typing import Any, TypeVar
+
+import httpx
+
+from tlt_client import flows
+from tlt_client.arguments import bearer, url_of
+from tlt_client.calls import Call
+from tlt_client.errors import ConnectionFailed, TltClientError
+from tlt_client.flows import Flow, Pause
+from tlt_client.responses import connection_errors
+from tlt_client.retries import Retries
+from tlt_client.tls import Tls
+from tlt_client.wire import Done, EventParser, StreamEvent
+
+T = TypeVar("T")
+CONNECT_S = 10.0
+TRUNCATED = "the stream ended before its last event"
+
+
+def _options(
+    url: str, api_key: str | None, timeout_s: float | None, tls: Tls | None
+) -> dict[str, Any]:
+    """Return the arguments of an `httpx` client."""
+    return {
+        "base_url": url_of(url),
+        "headers": bearer(api_key),
+        "timeout": httpx.Timeout(timeout_s, connect=CONNECT_S),
+        "limits": httpx.Limits(max_connections=None),  # the server bounds open connections
+        **({"verify": tls.context()} if tls is not None else {}),
+    }
+
+
+def batch_key(key: str | None, retries: Retries) -> str | None:
+    """Return the idempotency key of a batch: with retries each has one, so that it runs once."""
+    return key if key is not None or not retries.times else str(uuid.uuid4())
+
+
+class Transport:
+    """Sends calls over blocking connections."""
+
+    def __init__(
+        self,
+        url: str,
+        api_key: str | None,
+        timeout_s: float | None,
+        tls: Tls | None,
+        retries: Retries,
+    ) -> None:
+        self._http = httpx.Client(**_options(url, api_key, timeout_s, tls))
+        self.retries = retries
+
+    def ask(self, call: Call[T]) -> T:
+        """Return the value of a call, sent again as `retries` says."""
+        return self.run(flows.tried(call, self.retries))
+
+    def events(self, call: Call[httpx.Response]) -> Generator[StreamEvent, None, None]:
+        """Yield the events of a streamed reply, of which `Done` is the last. Closing the iterator
+        aborts what still runs.
+        """
+        parser, response = EventParser(), self.ask(call)
+        try:
+            with connection_errors():
+                for line in response.iter_lines():
+                    event = parser.feed(line)
+                    if event is not None:
+                        yield event
+                    if isinstance(event, Done):
+                        return
+        finally:
+            response.close()
+        raise ConnectionFailed(TRUNCATED)
+
+    def run(self, flow: Flow[T]) -> T:
+        """Take the steps of a flow and return its value."""
+        try:
+            step = next(flow)
+            while True:
+                try:
+                    value = self._take(step)
+                except TltClientError as error:
+                    step = flow.throw(error)
+                else:
+                    step = flow.send(value)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+    def _take(self, step: Call[Any] | Pause) -> Any:
+        if isinstance(step, Pause):
+            time.sleep(step.seconds)
+            return None
+        with connection_errors():
+            response = self._http.send(step.request(self._http), stream=step.streams)
+            if step.streams and response.is_error:
+                response.read()
+        return step.read(response)
+
+    def close(self) -> None:
+        self._http.close()
+
+
+class AsyncTransport:
+    """Sends calls from an asyncio loop."""
+
+    def __init__(
+        self,
+        url: str,
+        api_key: str | None,
+        timeout_s: float | None,
+        tls: Tls | None,
+        retries: Retries,
+    ) -> None:
+        self._http = httpx.AsyncClient(**_options(url, api_key, timeout_s, tls))
+        self.retries = retries
+
+    async def ask(self, call: Call[T]) -> T:
+        """Return the value of a call, sent again as `retries` says."""
+        return await self.run(flows.tried(call, self.retries))
+
+    async def events(self, call: Call[httpx.Response]) -> AsyncGenerator[StreamEvent, None]:
+        """Yield the events of a streamed reply, of which `Done` is the last. Closing the iterator
+        aborts what still runs.
+        """
+        parser, response = EventParser(), await self.ask(call)
+        try:
+            with connection_errors():
+                async for line in response.aiter_lines():
+                    event = parser.feed(line)
+                    if event is not None:
+                        yield event
+                    if isinstance(event, Done):
+                        return
+        finally:
+            await response.aclose()
+        raise ConnectionFailed(TRUNCATED)
+
+    async def run(self, flow: Flow[T]) -> T:
+        """Take the steps of a flow and return its value."""
+        try:
+            step = next(flow)
+            while True:
+                try:
+                    value = await self._take(step)
+                except TltClientError as error:
+                    step = flow.throw(error)
+                else:
+                    step = flow.send(value)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+    async def _take(self, step: Call[Any] | Pause) -> Any:
+        if isinstance(step, Pause):
+            await asyncio.sleep(step.seconds)
+            return None
+        with connection_errors():
+            response = await self._http.send(step.request(self._http), stream=step.streams)
+            if step.streams and response.is_error:
+                await response.aread()
+        return step.read(response)
+
+    async def close(self) -> None:
+        await self._http.aclose()
