@@ -14,7 +14,7 @@ import pytest
 from benchmarks import record_tests
 from benchmarks.goals import Result, answer, comparable, goals, results, verdict
 from benchmarks.record_tests import RUNS, begun, counts, figures
-from benchmarks.report import NOTES, PAGE, RESULTS, page
+from benchmarks.report import PAGE, RESULTS, page
 from tlt_server.bench.record import write_entry
 from tlt_server.bench.weights import Push, row
 
@@ -228,9 +228,7 @@ def goal(what: str) -> dict[str, Any]:
 
 
 def test_the_committed_page_is_what_the_generator_makes() -> None:
-    assert PAGE.read_text() == page(results(RESULTS), NOTES.read_text()), (
-        "run: python -m benchmarks.report"
-    )
+    assert PAGE.read_text() == page(results(RESULTS)), "run: python -m benchmarks.report"
 
 
 def test_every_file_of_results_is_on_the_page() -> None:
@@ -241,10 +239,10 @@ def test_every_file_of_results_is_on_the_page() -> None:
 
 
 def test_each_kind_of_result_has_its_section_goals_and_source() -> None:
-    text = page(EXAMPLES, "# Notes on performance\n\nFirst.\n\n## An entry\n")
+    text = page(EXAMPLES)
     for line in (
-        "| plain decode, batch 1 | ms per step | 4.1 | 3.7 | 3.80 | reached | [decode-h200.json]",
-        "| SD cycle of depth 7, batch 1, 32 rows | ms per cycle | 6.0 | 5.2 | 5.50 | reached | [cycle-h200.json]",
+        "| plain decode, batch 1 | ms per step | 4.1 | 3.7 | 3.80 | reached | [decode-h200]",
+        "| SD cycle of depth 7, batch 1, 32 rows | ms per cycle | 6.0 | 5.2 | 5.50 | reached | [cycle-h200]",
         "| price of strict, decode, batch 1-64 | % more time | 3 | 0 | 6.40 | short |",
         "| all graphs of the default configuration, memory | GB | 2 | 1 | 1.50 | reached |",
         "| exactness: runs of requests compared, over all configurations | runs | 2000 | 2000 | 2304 | stretch reached |",
@@ -263,7 +261,7 @@ def test_each_kind_of_result_has_its_section_goals_and_source() -> None:
         f"](../benchmarks/results/{example.name}): `tlt bench x` at abc1234" in text
         for example in EXAMPLES
     )
-    assert "\n## Notes on performance\n" in text and text.count("\n# ") == 0
+    assert "](performance_notes.md)" in text and text.count("\n# ") == 0
 
 
 def test_the_newest_full_run_on_the_goals_machine_counts() -> None:
@@ -298,9 +296,7 @@ def test_of_pushes_the_median_counts_and_of_pauses_the_longest() -> None:
 
 
 def test_the_page_says_whether_pushes_were_spooled() -> None:
-    _, *parts = re.split(
-        r"\n\[(\S+)\]\(\.\./benchmarks/results/\S+\): `", page(EXAMPLES, "# Notes\n")
-    )
+    _, *parts = re.split(r"\n\[(\S+)\]\(\.\./benchmarks/results/\S+\): `", page(EXAMPLES))
     said = dict(zip(parts[::2], parts[1::2], strict=True))
     assert "Without `--state-dir`, so nothing is spooled." in said["weights-h200.json"]
     assert "With `--state-dir`, so every push is also spooled" in said["weights-spooled.json"]

@@ -1,0 +1,29 @@
+"""Tables, numbers and links of the generated page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    return "\n".join(
+        f"| {' | '.join(str(cell) for cell in row)} |"
+        for row in (headings, ["---"] * len(headings), *rows)
+    )
+
+
+def number(value: float) -> str:
+    return f"{value:.0f}" if value == int(value) or abs(value) >= 100 else f"{value:.2f}"
+
+
+def cell(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def link(file: str) -> str:
+    return f"[{file}](../benchmarks/results/{file})"
+
+
+def short_link(file: str) -> str:
+    """Link a file of results by its stem, for the last column of a table."""
+    return f"[{file.removesuffix('.json')}](../benchmarks/results/{file})"

@@ -1,0 +1,383 @@
+"""One section of the page per bench: tables made of a result's figures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from benchmarks.markdown import cell, number, table
+
+Figures = dict[str, Any]
+
+SMALLEST_SHARE = 0.01  # of a cycle; kernels that take less are summed in one row
+NORM_ROWS = (1, 64, 256, 2048)  # shown on the page
+FULL_SIZE = 28  # layers; a cycle of a smaller model is not broken down
+
+
+def _model(figures: Figures) -> str:
+    shape = figures["shape"]
+    running = f", at most {figures['max_running']} running" if figures["max_running"] else ""
+    return (
+        f"{shape['layers']} layers of {shape['hidden']}, vocabulary {shape['vocab']}, "
+        f"{figures['dtype']}, drafter {figures['drafter']}{running}."
+    )
+
+
+def _quartiles(row: Figures) -> str:
+    return " - ".join(f"{value:.3f}" for value in row["quartiles_ms"])
+
+
+def _decode(figures: Figures) -> Iterator[str]:
+    yield _model(figures)
+    rows = figures["rows"]
+    plain = [row for row in rows if row["numerics"] == figures["numerics"]]
+    yield table(
+        ("batch", "prompt", "ms per step", "quartiles", "tokens/s"),
+        (
+            (
+                r["batch"],
+                r["prompt"],
+                f"{r['step_ms']:.3f}",
+                _quartiles(r),
+                number(r["tokens_per_s"]),
+            )
+            for r in plain
+        ),
+    )
+    if "price" not in figures:
+        return
+    yield (
+        f"The price of {figures['numerics']} numerics is their time over the time of fast numerics, "
+        "less one. Prefill by the engine:"
+    )
+    rates: dict[str, dict[str, float]] = {}
+    for row in figures["prefill"]:
+        of_size = rates.setdefault(f"prefill, {row['prompts']} x {row['length']}", {})
+        of_size[row["numerics"]] = row["tokens_per_s"]
+    kinds = list(dict.fromkeys(row["numerics"] for row in figures["prefill"]))
+    prices = []
+    for row in figures["price"]:
+        if row["what"] == "decode":
+            prices.append([f"batch {row['batch']}, prompt {row['prompt']}", *[""] * len(kinds)])
+        else:
+            name = f"prefill, {row['prompts']} x {row['length']}"
+            found = rates.get(name, {})
+            prices.append([name, *(number(found[k]) if k in found else "" for k in kinds)])
+        prices[-1].append(f"{row['percent']:+.1f} %")
+    yield table(("what", *(f"{kind}, tokens/s" for kind in kinds), "price"), prices)
+
+
+def _prefill(figures: Figures) -> Iterator[str]:
+    yield "The decoder's layers alone: no LM head, no drafter, no scheduler. The three take turns."
+    yield table(
+        ("prompts", "with", "ms", "tokens/s", "against cuBLAS + SDPA"),
+        (
+            (
+                f"{r['prompts']} x {r['length']}",
+                r["with"],
+                f"{r['ms']:.1f}",
+                number(r["tokens_per_s"]),
+                f"{r['ratio']:.2f}x",
+            )
+            for r in figures["rows"]
+        ),
+    )
+
+
+def _cycle(figures: Figures) -> Iterator[str]:
+    yield _model(figures)
+    yield (
+        "After random prompts, answers are noise to the drafter. `problem`: problems of the demo "
+        "task, one after another, each to its end, without the prompt and its first 3 cycles."
+    )
+    yield table(
+        ("strategy", "batch", "prompt", "ms", "quartiles", "tokens/s", "accept length", "GPU idle"),
+        (
+            (
+                r["strategy"],
+                r["batch"],
+                r["prompt"],
+                f"{r['step_ms']:.3f}",
+                _quartiles(r),
+                number(r["tokens_per_s"]),
+                f"{r['accept_length']:.2f}",
+                f"{r['gpu_idle_percent']:.2f} %" if "gpu_idle_percent" in r else "",
+            )
+            for r in figures["rows"]
+        ),
+    )
+    profiled = [r for r in figures["rows"] if "longest_kernels_ms" in r]
+    if profiled and figures["shape"]["layers"] >= FULL_SIZE:
+        yield (
+            "Where these cycles go, by the profiler, in ms. A kernel may be resident while it waits "
+            "for the one before; a moment that several share counts for the first of them."
+        )
+        yield _kernel_shares(profiled)
+
+
+def _kernel_shares(profiled: list[Figures]) -> str:
+    """Tabulate the kernels that take a share of some cycle worth a row; sum up the others."""
+    times = [dict(row["longest_kernels_ms"]) for row in profiled]
+    share = {
+        name: max(
+            of.get(name, 0) / row["profiled_step_ms"]
+            for of, row in zip(times, profiled, strict=True)
+        )
+        for name in {name for of in times for name in of}
+    }
+    names = sorted(
+        (name for name in share if share[name] >= SMALLEST_SHARE),
+        key=lambda name: (-share[name], name),
+    )
+    rest = [sum(of.values()) - sum(of.get(name, 0) for name in names) for of in times]
+    return table(
+        ("kernel", *(f"{r['strategy']} x {r['batch']}, prompt {r['prompt']}" for r in profiled)),
+        [
+            ["whole cycle", *(f"{r['profiled_step_ms']:.3f}" for r in profiled)],
+            ["kernels and copies", *(r["kernels_per_step"] for r in profiled)],
+            *(
+                [f"`{name}`", *(f"{of[name]:.3f}" if name in of else "" for of in times)]
+                for name in names
+            ),
+            ["others", *(f"{ms:.3f}" for ms in rest)],
+        ],
+    )
+
+
+def _padded(figures: Figures) -> Iterator[str]:
+    yield (
+        f"Logits in {figures['dtype']} against the small target's in float32, at {figures['positions']} positions of its greedy "
+        f"answers; the largest logit is {figures['largest_logit']}. Both by transformers."
+    )
+    yield table(
+        ("target", "mean error", "largest error", "same greedy token"),
+        (
+            (r["target"], r["mean"], r["max"], f"{r['greedy_agreement']:.2%}")
+            for r in figures["rows"]
+        ),
+    )
+
+
+def _graphs(figures: Figures) -> Iterator[str]:
+    yield _model(figures)
+    phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in figures["phases_s"].items())
+    yield (
+        f"{figures['graphs']} graphs in {figures['graph_bytes'] / 1e9:.2f} GB, captured in {figures['capture_s']:.1f} s. Ready after "
+        f"{figures['ready_s']:.1f} s with a {figures['triton_cache']} Triton cache: {phases}."
+    )
+
+
+def _exact(figures: Figures) -> Iterator[str]:
+    yield (
+        f"{_model(figures)} {figures['numerics'].capitalize()} numerics: "
+        f"{figures['differing_tokens']} of {figures['tokens']} tokens "
+        f"({figures['differing_token_rate']:.2%}) and {figures['differing_logprob_bits']} log-probs "
+        f"differ in {figures['requests']} runs of requests over {figures['configurations']} "
+        f"configurations, with {figures['preemptions']} preemptions."
+    )
+
+
+def _rollout(figures: Figures) -> Iterator[str]:
+    if "shape" in figures:
+        yield _model(figures)
+    yield (
+        f"Medians of {figures['rounds']} interleaved rounds; speed-up against the faster of the two "
+        "plain engines. Responses that differ from plain decoding: "
+        f"{figures['responses_differing']}. `tail`: 64 requests, run to the end; `full`: 64 running "
+        "all the time. Fast numerics give other responses, so where at most 2 run they may have "
+        "other work."
+    )
+    yield table(
+        (
+            "workload / policy",
+            "wall s",
+            "tokens / pass",
+            "accept length",
+            "speed-up",
+            "at most 2 run",
+        ),
+        (
+            (
+                name,
+                f"{r['wall_s']:.2f}",
+                f"{r['tokens_per_pass']:.1f}",
+                f"{r['accept_length']:.2f}" if r["accept_length"] else "",
+                f"{r['speedup']:.2f}x",
+                f"{r['tail_speedup']:.2f}x" if "tail_speedup" in r else "",
+            )
+            for name, r in figures.items()
+            if "/" in name
+        ),
+    )
+
+
+def _overload(figures: Figures) -> Iterator[str]:
+    yield table(
+        (
+            "offered",
+            "requests",
+            "goodput, tokens/s",
+            "of peak",
+            "refused",
+            "late",
+            "refusals p99 ms",
+        ),
+        (
+            (
+                name,
+                r["requests"],
+                number(r["goodput"]),
+                f"{r['of_peak']:.2f}",
+                f"{r['shed']:.0%}",
+                r["late"],
+                r["shed_p99_ms"],
+            )
+            for name, r in figures.items()
+            if isinstance(r, dict) and "goodput" in r
+        ),
+    )
+    yield (
+        f"Every request has exactly one end: {'yes' if figures['exactly_one_end'] else 'no'}. "
+        f"Bounds missed: {', '.join(figures['missed']) or 'none'}."
+    )
+
+
+def _weights(figures: Figures) -> Iterator[str]:
+    yield (
+        f"Medians of {figures['rounds']} interleaved rounds, from the trainer's call until the weights are live. The copy is of the "
+        "same bytes on the same disk, synced. With `--state-dir`, so every push is also spooled and synced."
+    )
+    yield (
+        f"The last two columns are of {figures['rounds']} more such rounds, while {figures['requests']} requests decode on the same "
+        "cores: the median, and of all these commits the longest for which no step could begin."
+    )
+    yield table(
+        (
+            "checkpoint",
+            "MB",
+            "channel",
+            "seconds",
+            "MB/s",
+            "against a plain copy",
+            "seconds while decoding",
+            "longest pause at commit, ms",
+        ),
+        (
+            (
+                r["checkpoint"],
+                f"{r['bytes'] / 1e6:.0f}",
+                r["channel"],
+                f"{r['push_s']:.2f}",
+                f"{r['mb_per_s']:.0f}",
+                f"{r['ratio']:.2f}x",
+                f"{r['push_while_decoding_s']:.2f}",
+                f"{r['longest_pause_ms']:.2f}",
+            )
+            for r in figures["rows"]
+        ),
+    )
+
+
+def _weights_gpu(figures: Figures) -> Iterator[str]:
+    spooling = (
+        "With `--state-dir`, so every push is also spooled and synced."
+        if figures.get("spooled")
+        else "Without `--state-dir`, so nothing is spooled."
+    )
+    yield (
+        f"Medians of {figures['rounds']} pushes out of a trainer's GPU memory, while {figures['rows'][0]['requests']:.0f} requests "
+        f"decode. {spooling} By ipc trainer and engine share a GPU, by nccl each has one. Staged: from the first byte until every "
+        "tensor has been checked and summed. The gap is the longest wait for a token that any request saw at any of these commits."
+    )
+    headings = (
+        "channel",
+        "GB",
+        "staged, s",
+        "GB/s",
+        "live, s",
+        "pause at commit, ms",
+        "gap, ms",
+        "token, ms",
+        "token while staging, ms",
+    )
+    yield table(
+        headings,
+        (
+            (
+                r["channel"],
+                f"{r['bytes'] / 1e9:.1f}",
+                f"{r['staged_s']:.2f}",
+                f"{r['gb_per_s']:.1f}",
+                f"{r['push_s']:.2f}",
+                f"{r['pause_ms']:.1f}",
+                f"{r['longest_gap_ms']:.1f}",
+                f"{r['step_ms']:.2f}",
+                f"{r['step_while_staging_ms']:.2f}",
+            )
+            for r in figures["rows"]
+        ),
+    )
+
+
+def _kernels(figures: Figures) -> Iterator[str]:
+    """Tabulate the rows of a bench of kernels alone, as they are."""
+    headings = list(dict.fromkeys(name for row in figures["rows"] for name in row))
+    yield table(
+        headings, ([cell(row.get(name, "")) for name in headings] for row in figures["rows"])
+    )
+
+
+def _norms(figures: Figures) -> Iterator[str]:
+    yield "Microseconds, with the time to move the bytes at 4.3 TB/s in brackets; more rows in the file."
+    names = list(dict.fromkeys(row["norm"] for row in figures["rows"]))
+    by_rows: dict[int, dict[str, str]] = {}
+    for row in figures["rows"]:
+        found = by_rows.setdefault(row["rows"], {})
+        found[row["norm"]] = f"{row['us']:.1f} ({row['floor_us']:.1f})"
+    yield table(
+        ("rows", *names),
+        (
+            [rows, *(found.get(name, "") for name in names)]
+            for rows, found in by_rows.items()
+            if rows in NORM_ROWS
+        ),
+    )
+
+
+def _tests(figures: Figures) -> Iterator[str]:
+    yield table(
+        ("what", "passed", "failed", "skipped", "seconds"),
+        (
+            (name, r["passed"], r["failed"], r["skipped"], f"{r['seconds']:.0f}")
+            for name, r in figures["parts"].items()
+        ),
+    )
+    red = [name for r in figures["parts"].values() for name in r.get("red", ())]
+    if red:
+        yield f"Red: {', '.join(f'`{name}`' for name in red)}."
+    exact = figures["exact"]
+    if exact:
+        yield (
+            f"`tlt bench exact --quick` on the shipped pair: {exact['differing_tokens']} tokens and {exact['differing_logprob_bits']} "
+            f"log-prob bits differ in {exact['requests']} runs of requests."
+        )
+
+
+SECTIONS: dict[str, tuple[str, Callable[[Figures], Iterator[str]]]] = {
+    "decode": ("Plain decoding", _decode),
+    "prefill": ("Prefill against the libraries", _prefill),
+    "cycle": ("Cycles of speculation", _cycle),
+    "padded": ("What padding and rounding change", _padded),
+    "graphs": ("Graphs and start-up", _graphs),
+    "exact": ("Exactness", _exact),
+    "rollout": ("Rollouts with a long tail", _rollout),
+    "overload": ("Overload", _overload),
+    "weights": ("Weight pushes on a CPU", _weights),
+    "weights-gpu": ("Weight pushes from GPU to GPU", _weights_gpu),
+    "products": ("Matmuls alone", _kernels),
+    "attention": ("Attention alone", _kernels),
+    "norms": ("Norms alone", _norms),
+    "sampling": ("Sampling alone", _kernels),
+    "trees": ("Trees, walks and KV alone", _kernels),
+    "test-gpu": ("Tests on a GPU", _tests),
+}
