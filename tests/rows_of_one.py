@@ -11,11 +11,11 @@ from tlt_server.attention.rows import KVCache, Rows
 def certain_rows(tokens: Tensor, start: int, table_P: Tensor, page_size: int) -> Rows:
     """Rows of one request for `tokens` at positions from `start` on."""
     position_R = torch.arange(start, start + len(tokens))
-    slot_R = table_P[position_R // page_size].long() * page_size + position_R % page_size
+    kv_slot_R = table_P[position_R // page_size].long() * page_size + position_R % page_size
     return Rows(
         tokens,
         position_R,
-        slot_R,
+        kv_slot_R,
         torch.zeros(len(tokens), dtype=torch.int32),
         torch.tensor([start + len(tokens)], dtype=torch.int32),
         table_P[None].to(torch.int32),
@@ -35,7 +35,7 @@ def batch(parts: list[Rows]) -> Rows:
     return Rows(
         torch.cat([part.token_R for part in parts]),
         torch.cat([part.position_R for part in parts]),
-        torch.cat([part.slot_R for part in parts]),
+        torch.cat([part.kv_slot_R for part in parts]),
         torch.cat(
             [part.request_R + offset for part, offset in zip(parts, offsets, strict=False)]
         ).to(torch.int32),

@@ -30,7 +30,7 @@ def rotate(x_RND: Tensor, cos_RD2: Tensor, sin_RD2: Tensor) -> Tensor:
 def rope_store(
     qkv_RX: Tensor,
     position_R: Tensor,
-    slot_R: Tensor,
+    kv_slot_R: Tensor,
     cos_PD2: Tensor,
     sin_PD2: Tensor,
     k_SKD: Tensor,
@@ -48,8 +48,8 @@ def rope_store(
     if k_weight_D is not None:
         k = rms_norm(k, k_weight_D, eps)
     cos, sin = cos_PD2[position_R], sin_PD2[position_R]
-    k_SKD[slot_R] = rotate(k, cos, sin)
-    v_SKD[slot_R] = v
+    k_SKD[kv_slot_R] = rotate(k, cos, sin)
+    v_SKD[kv_slot_R] = v
     return rotate(q, cos, sin)
 
 
@@ -58,7 +58,7 @@ def silu_mul(gate_up_RX: Tensor) -> Tensor:
     return torch.nn.functional.silu(gate) * up
 
 
-def copy_slots(array: Tensor, source_C: Tensor, target_C: Tensor) -> None:
+def copy_kv_slots(array: Tensor, source_C: Tensor, target_C: Tensor) -> None:
     for source, target in zip(source_C.tolist(), target_C.tolist(), strict=True):
         if array.dim() > 2:
             array[:, target] = array[:, source]
@@ -66,7 +66,7 @@ def copy_slots(array: Tensor, source_C: Tensor, target_C: Tensor) -> None:
             array[target] = array[source]
 
 
-def visible_slots(
+def visible_kv_slots(
     r: int,
     position_R: Tensor,
     request_R: Tensor,
@@ -110,13 +110,13 @@ def attend_rows(
     dtype = torch.float64 if double else q_RND.dtype
     out_RND = torch.zeros_like(q_RND, dtype=dtype)
     for r in range(rows):
-        slots = visible_slots(
+        kv_slots = visible_kv_slots(
             r, position_R, request_R, base_B, page_table_BP, path_RD, page_size, first
         )
-        if not len(slots):
+        if not len(kv_slots):
             continue
-        k = k_SKD[slots].to(dtype).repeat_interleave(group, dim=1)
-        v = v_SKD[slots].to(dtype).repeat_interleave(group, dim=1)
+        k = k_SKD[kv_slots].to(dtype).repeat_interleave(group, dim=1)
+        v = v_SKD[kv_slots].to(dtype).repeat_interleave(group, dim=1)
         weight = torch.softmax(torch.einsum("nd,tnd->nt", q_RND[r].to(dtype), k) * scale, dim=-1)
         out_RND[r] = torch.einsum("nt,tnd->nd", weight, v)
     return out_RND

@@ -136,7 +136,7 @@ def a_mixed_step(
     step = a_step(shape, [*decoding, *prompts], dtype=dtype, dead=dead)
     last = sum(count for _, count in decoding) - 1
     if decoding:
-        step.rows.position_R[last], step.rows.place_R[last], step.rows.base_R[last] = (
+        step.rows.position_R[last], step.rows.batch_slot_R[last], step.rows.base_R[last] = (
             -1,
             len(step.rows.page_table_QP) - 1,
             0,
@@ -148,7 +148,15 @@ def attend(backend: object, step: Step, prompt_rows: int, first: int = 0) -> Ten
     paged, none_R = step.rows, torch.full_like(step.rows.position_R, -1)
     planned = backend.planned(len(none_R), prompt_rows=prompt_rows)
     planned.plan(
-        Rows(none_R, paged.position_R, none_R, paged.place_R, paged.base_R, paged.path_RD, none_R),
+        Rows(
+            none_R,
+            paged.position_R,
+            none_R,
+            paged.batch_slot_R,
+            paged.base_R,
+            paged.path_RD,
+            none_R,
+        ),
         paged.page_table_QP,
     )
     layers = []
@@ -221,14 +229,14 @@ def test_what_may_be_captured_is_the_triton_kernels_to_the_bit(library):
 
 
 def test_runs_end_where_the_request_changes_or_the_dead_begin():
-    position_P, place_P = (
+    position_P, batch_slot_P = (
         np.array([5, 6, 7, 0, 8, 9, -1], np.int32),
         np.array([2, 2, 2, 0, 1, 1, 3], np.int32),
     )
-    runs = runs_of(position_P, place_P)
+    runs = runs_of(position_P, batch_slot_P)
     assert runs == [Run(0, 3, 2, 8), Run(3, 1, 0, 1), Run(4, 2, 1, 10)]
     assert [len(part) for part in parts_of(runs, 9)] == [2, 1]
-    assert runs_of(position_P[-1:], place_P[-1:]) == []
+    assert runs_of(position_P[-1:], batch_slot_P[-1:]) == []
 
 
 def refused(step: Step, **others: object) -> str:

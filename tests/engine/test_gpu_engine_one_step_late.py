@@ -72,7 +72,9 @@ def test_weights_that_are_not_finite_end_a_request_with_one_typed_error(
         and "finite" in last.error[1]
     )
     norm_H.copy_(kept_H)
-    assert len(engine.run(request(1, 3, max_tokens=2))["r1"][0]) == 2, "its place serves the next"
+    assert len(engine.run(request(1, 3, max_tokens=2))["r1"][0]) == 2, (
+        "its batch slot serves the next"
+    )
 
 
 def by_host() -> list:

@@ -128,7 +128,7 @@ def test_drafted_rows_have_the_bits_of_committed_ones(model):
         path_RD[draft + 1, : draft + 1] = scratch[: draft + 1]
     rows = replace(
         rows,
-        slot_R=torch.cat([rows.slot_R[:1], scratch]),
+        kv_slot_R=torch.cat([rows.kv_slot_R[:1], scratch]),
         base_B=torch.tensor([63], dtype=torch.int32),
         path_RD=path_RD,
     )

@@ -71,10 +71,10 @@ def test_exponential_is_within_two_ulp_and_keeps_nan():
 @pytest.mark.parametrize("heads_norm", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), [(2, 1, 128), (6, 3, 10), (0, 2, 16)])
 def test_rope_store_matches_its_twin(heads, kv_heads, width, heads_norm):
-    rows, slots = 9, 40
+    rows, kv_slots = 9, 40
     qkv_RX = noise(rows, (heads + 2 * kv_heads) * width)
     angle = noise(64, width // 2)
-    position_R, slot_R = torch.randint(0, 64, (rows,)), torch.randperm(slots)[:rows]
+    position_R, kv_slot_R = torch.randint(0, 64, (rows,)), torch.randperm(kv_slots)[:rows]
     weights = (
         {"q_weight_D": noise(width, seed=4), "k_weight_D": noise(width, seed=5)}
         if heads_norm
@@ -82,11 +82,11 @@ def test_rope_store_matches_its_twin(heads, kv_heads, width, heads_norm):
     )
 
     def run(module, dtype):
-        k_SKD, v_SKD = torch.full((2, slots, kv_heads, width), float("nan"), dtype=dtype)
+        k_SKD, v_SKD = torch.full((2, kv_slots, kv_heads, width), float("nan"), dtype=dtype)
         q_RND = module.rope_store(
             qkv_RX.to(dtype),
             position_R,
-            slot_R,
+            kv_slot_R,
             angle.cos().to(dtype),
             angle.sin().to(dtype),
             k_SKD,
@@ -101,7 +101,7 @@ def test_rope_store_matches_its_twin(heads, kv_heads, width, heads_norm):
     assert_close("q_RND", found[0], expected[0])
     for name, one, two in zip(("k_SKD", "v_SKD"), found[1:], expected[1:], strict=True):
         assert torch.equal(one.isnan(), two.isnan()), f"{name}: other slots were written"
-        assert_close(name, one[slot_R], two[slot_R])
+        assert_close(name, one[kv_slot_R], two[kv_slot_R])
 
 
 @pytest.mark.parametrize("shape", [(20, 7), (3, 20, 2, 5), (20, 0)])
@@ -112,8 +112,8 @@ def test_copy_slots_matches_its_twin(shape):
         torch.tensor([10, 11, 10, 0]),
     )
     expected = found.clone()
-    elementwise.copy_slots(found, source_C, target_C)
-    reference.copy_slots(expected, source_C, target_C)
+    elementwise.copy_kv_slots(found, source_C, target_C)
+    reference.copy_kv_slots(expected, source_C, target_C)
     assert torch.equal(found, expected)
 
 
@@ -146,7 +146,7 @@ class Step:
                 rows,
                 token_R=rows.token_R[chosen],
                 position_R=rows.position_R[chosen],
-                slot_R=rows.slot_R[chosen],
+                kv_slot_R=rows.kv_slot_R[chosen],
                 request_R=rows.request_R[chosen],
                 path_RD=rows.path_RD[chosen].contiguous(),
             ),
@@ -174,7 +174,7 @@ def a_step(
     table_BP = torch.full(
         (len(lengths), max(-(-length // PAGE) for length in lengths)), -1, dtype=torch.int32
     )
-    position, slot, request, path, taken = [], [], [], [], 0
+    position, kv_slot, request, path, taken = [], [], [], [], 0
     for b, length in enumerate(lengths):
         count = -(-length // PAGE)
         table_BP[b, :count], taken = order[taken : taken + count], taken + count
@@ -188,13 +188,13 @@ def a_step(
         for p in range(max(0, length - certain), length + drafts):
             seen = own[: max(0, p - length + 1)].tolist()
             position.append(p)
-            slot.append(seen[-1] if seen else int(held[p]))
+            kv_slot.append(seen[-1] if seen else int(held[p]))
             request.append(b)
             path.append(seen + [-1] * (drafts - len(seen)))
     rows = Rows(
         torch.zeros(len(position), dtype=torch.int64),
         torch.tensor(position),
-        torch.tensor(slot),
+        torch.tensor(kv_slot),
         torch.tensor(request, dtype=torch.int32),
         torch.tensor(lengths, dtype=torch.int32),
         table_BP,
@@ -272,7 +272,7 @@ def test_a_draft_path_has_the_bits_it_will_have_once_committed(shape, length):
     heads, kv_heads, width = shape
     committed = a_step(*shape, lengths=(length + drafts,), drafts=0, certain=len(draft.rows))
     keys = [
-        reference.visible_slots(
+        reference.visible_kv_slots(
             len(rows) - 1,
             rows.position_R,
             rows.request_R,

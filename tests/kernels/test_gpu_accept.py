@@ -11,12 +11,20 @@ import pytest
 import torch
 
 from tests.kernels.triton_tests import DEVICE, assert_close, gpu  # isort: skip
-from tests.kernels.tree_twins import EDGES, children, make_places, numpy_of, poison, slot_of, table
+from tests.kernels.tree_twins import (
+    EDGES,
+    children,
+    kv_slot_of,
+    make_batch_slots,
+    numpy_of,
+    poison,
+    table,
+)
 from tlt_kernels.cpu.counts import tally
 from tlt_kernels.gpu.accept import accept, calibrate, commit_kv, fields, parse, store_hints
 from tlt_kernels.gpu.growth import columns, grow, roots
 from tlt_kernels.gpu.rows import layout_prefill, select_rows
-from tlt_kernels.gpu.tensors import Calibration, Draft, Kept, Nodes, Places, Rows, Trees
+from tlt_kernels.gpu.tensors import BatchSlots, Calibration, Draft, Kept, Nodes, Rows, Trees
 from tlt_server.speculation.accept import accept as walk
 
 TRASH, SCRATCH = 9999, 5000
@@ -46,21 +54,23 @@ class Cycle:
             depth,
             2 if works else 0,
         )
-        self.places = places = make_places(rng, requests + 5, 90)
+        self.batch_slots = batch_slots = make_batch_slots(rng, requests + 5, 90)
         order = rng.permutation(requests + 4)
-        place_B = np.append(order[: requests - 1], places.idle).astype(np.int32)
-        place_W = order[requests : requests + self.works].astype(np.int32)
-        for q in place_W:
-            places.done_Q[int(q)] = 0
-        places.stop_QK[:, 1] = torch.from_numpy(
-            rng.integers(0, 60, len(places.length_Q)).astype(np.int32)
+        batch_slot_B = np.append(order[: requests - 1], batch_slots.idle).astype(np.int32)
+        batch_slot_W = order[requests : requests + self.works].astype(np.int32)
+        for q in batch_slot_W:
+            batch_slots.done_Q[int(q)] = 0
+        batch_slots.stop_QK[:, 1] = torch.from_numpy(
+            rng.integers(0, 60, len(batch_slots.length_Q)).astype(np.int32)
         )
-        self.place_B, self.place_W = (torch.from_numpy(a).to(DEVICE) for a in (place_B, place_W))
+        self.batch_slot_B, self.batch_slot_W = (
+            torch.from_numpy(a).to(DEVICE) for a in (batch_slot_B, batch_slot_W)
+        )
         columns_ = columns(depth, width) + 2
         self.nodes = Nodes.allocate(requests, columns_, device=DEVICE)
         self.draft = Draft.allocate(requests, depth, width, device=DEVICE)
         calibration = table(rng)
-        roots(self.place_B, places, self.draft, self.nodes, depth=depth, trash=TRASH)
+        roots(self.batch_slot_B, batch_slots, self.draft, self.nodes, depth=depth, trash=TRASH)
         for level in range(depth):
             token_ML, z_ML = children(rng, Draft.level(requests, width, level)[1], width)
             grow(
@@ -74,9 +84,9 @@ class Cycle:
                 requests=requests,
                 depth=depth,
                 width=width,
-                first_slot=7000,
+                first_kv_slot=7000,
                 trash=TRASH,
-                idle=places.idle,
+                idle=batch_slots.idle,
             )
         prefill = 40 if works else 0
         self.rows = Rows.allocate(decode_rows + prefill, depth, device=DEVICE)
@@ -85,8 +95,8 @@ class Cycle:
         for group in (self.rows, self.trees, self.kept):
             poison(group)
         select_rows(
-            self.place_B,
-            places,
+            self.batch_slot_B,
+            batch_slots,
             self.nodes,
             self.rows,
             self.trees,
@@ -96,14 +106,14 @@ class Cycle:
             trash=TRASH,
         )
         if works:
-            length_W = places.length_Q[self.place_W.long()].cpu().numpy()
+            length_W = batch_slots.length_Q[self.batch_slot_W.long()].cpu().numpy()
             start_W = np.maximum(length_W - 17, 0).astype(np.int32)
             count_W = (length_W - start_W - (0, 1)).astype(np.int32)
             layout_prefill(
-                self.place_W,
+                self.batch_slot_W,
                 torch.from_numpy(start_W).to(DEVICE),
                 torch.from_numpy(count_W).to(DEVICE),
-                places,
+                batch_slots,
                 self.rows,
                 self.trees,
                 self.kept,
@@ -124,17 +134,17 @@ class Cycle:
 
     def accept(self) -> Any:
         self.outcome_EF = torch.full(
-            (len(self.place_B) + self.works, fields(self.depth)),
+            (len(self.batch_slot_B) + self.works, fields(self.depth)),
             -77,
             dtype=torch.int32,
             device=DEVICE,
         )
         accept(
-            self.place_B,
-            self.place_W if self.works else None,
+            self.batch_slot_B,
+            self.batch_slot_W if self.works else None,
             torch.from_numpy(self.token_S).to(DEVICE),
             torch.from_numpy(self.logprob_S).to(DEVICE),
-            self.places,
+            self.batch_slots,
             self.rows,
             self.trees,
             self.kept,
@@ -146,16 +156,17 @@ class Cycle:
 
 def check_cycle(cycle: Cycle) -> tuple[int, int]:
     """Compare everything that `accept` writes; returns (drafts accepted, sequences ended)."""
-    before, rows, trees = numpy_of(cycle.places), numpy_of(cycle.rows), numpy_of(cycle.trees)
-    before = Places(*before)
+    before, rows, trees = numpy_of(cycle.batch_slots), numpy_of(cycle.rows), numpy_of(cycle.trees)
+    before = BatchSlots(*before)
     untouched_R = cycle.kept.page_R.cpu().numpy().copy()
     outcome = cycle.accept()
-    after, kept = Places(*numpy_of(cycle.places)), numpy_of(cycle.kept)
-    requests, rows_V = len(cycle.place_B), cycle.decode_rows
+    after, kept = BatchSlots(*numpy_of(cycle.batch_slots)), numpy_of(cycle.kept)
+    requests, rows_V = len(cycle.batch_slot_B), cycle.decode_rows
     entries = [
-        (e, int(q)) for e, q in enumerate([*cycle.place_B.tolist(), *cycle.place_W.tolist()])
+        (e, int(q))
+        for e, q in enumerate([*cycle.batch_slot_B.tolist(), *cycle.batch_slot_W.tolist()])
     ]
-    expected = Places(*(a.copy() for a in before))
+    expected = BatchSlots(*(a.copy() for a in before))
     page_R = untouched_R.copy()
     total_accepted = ended = 0
     for e, q in entries:
@@ -197,9 +208,9 @@ def check_cycle(cycle: Cycle) -> tuple[int, int]:
         hint_row = path[keep - 1] if keep else -1
         if e >= requests and not broken:
             hint_row = root
-        assert kept.hint_row_E[e] == hint_row and (hint_row < 0 or kept.hint_place_E[e] == q), (
-            f"hint of entry {e}"
-        )
+        assert kept.hint_row_E[e] == hint_row and (
+            hint_row < 0 or kept.hint_batch_slot_E[e] == q
+        ), f"hint of entry {e}"
         if e >= requests:
             continue
         moved = path[1:keep]
@@ -209,11 +220,11 @@ def check_cycle(cycle: Cycle) -> tuple[int, int]:
             f"source_BD[{e}]"
         )
         assert kept.target_BD[e, : len(moved)].tolist() == [
-            slot_of(before, q, length + i) for i in range(len(moved))
+            kv_slot_of(before, q, length + i) for i in range(len(moved))
         ], f"target_BD[{e}]"
         for i, row in enumerate(path[:keep]):
             if (length - 1 + i) % 16 == 15:
-                page_R[row] = slot_of(before, q, length - 1 + i) // 16
+                page_R[row] = kv_slot_of(before, q, length - 1 + i) // 16
         for row in range(root, root + count):
             assert kept.on_path_V[row] == (row in path), f"on_path_V[{row}]"
     for name, array in expected._asdict().items():
@@ -245,10 +256,10 @@ def test_without_prefill_works() -> None:
 
 def test_a_sequence_that_wants_no_tokens_ends_with_none() -> None:
     cycle = Cycle(0, requests=3, depth=2, width=2, decode_rows=8)
-    place = int(cycle.place_W[0])
-    cycle.places.limit_Q[place] = cycle.places.length_Q[place]
+    batch_slot = int(cycle.batch_slot_W[0])
+    cycle.batch_slots.limit_Q[batch_slot] = cycle.batch_slots.length_Q[batch_slot]
     check_cycle(cycle)
-    assert cycle.places.done_Q[place] and cycle.kept.hint_row_E[3] >= 0
+    assert cycle.batch_slots.done_Q[batch_slot] and cycle.kept.hint_row_E[3] >= 0
 
 
 def test_a_broken_logprob_ends_the_sequence_with_nothing_emitted() -> None:
@@ -287,16 +298,18 @@ def test_features_of_last_positions_and_of_page_ends_are_remembered() -> None:
     kept = numpy_of(cycle.kept)
     g_RH = torch.randn(len(kept.page_R), 8, device=DEVICE)
     page_hint_PH = torch.full((200, 8), 5.0, device=DEVICE)
-    expected_places, expected_pages = cycle.places.hint_QH.clone(), page_hint_PH.clone()
+    expected_batch_slots, expected_pages = cycle.batch_slots.hint_QH.clone(), page_hint_PH.clone()
     for row, page in enumerate(kept.page_R.tolist()):
         if page >= 0:
             expected_pages[page] = g_RH[row]
-    for row, place in zip(kept.hint_row_E.tolist(), kept.hint_place_E.tolist(), strict=True):
+    for row, batch_slot in zip(
+        kept.hint_row_E.tolist(), kept.hint_batch_slot_E.tolist(), strict=True
+    ):
         if row >= 0:
-            expected_places[place] = g_RH[row]
+            expected_batch_slots[batch_slot] = g_RH[row]
     assert (kept.page_R >= 0).any()
-    store_hints(cycle.kept, g_RH, cycle.places, page_hint_PH)
-    assert torch.equal(cycle.places.hint_QH, expected_places) and torch.equal(
+    store_hints(cycle.kept, g_RH, cycle.batch_slots, page_hint_PH)
+    assert torch.equal(cycle.batch_slots.hint_QH, expected_batch_slots) and torch.equal(
         page_hint_PH, expected_pages
     )
 
@@ -357,7 +370,7 @@ def test_counts_are_halved_at_their_limit() -> None:
 @pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
 def test_a_captured_cycle_replays_what_launches_gave() -> None:
     cycle = Cycle(3, requests=6, depth=4, width=2, decode_rows=30, works=False)
-    before = [t.clone() for t in cycle.places]
+    before = [t.clone() for t in cycle.batch_slots]
     expected = cycle.accept()
     found_EF = torch.zeros(6, fields(cycle.depth), dtype=torch.int32, device=DEVICE)
     token_S, logprob_S = (
@@ -367,8 +380,8 @@ def test_a_captured_cycle_replays_what_launches_gave() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         select_rows(
-            cycle.place_B,
-            cycle.places,
+            cycle.batch_slot_B,
+            cycle.batch_slots,
             cycle.nodes,
             cycle.rows,
             cycle.trees,
@@ -378,11 +391,11 @@ def test_a_captured_cycle_replays_what_launches_gave() -> None:
             trash=TRASH,
         )
         accept(
-            cycle.place_B,
+            cycle.batch_slot_B,
             None,
             token_S,
             logprob_S,
-            cycle.places,
+            cycle.batch_slots,
             cycle.rows,
             cycle.trees,
             cycle.kept,
@@ -390,7 +403,7 @@ def test_a_captured_cycle_replays_what_launches_gave() -> None:
             decode_rows=30,
         )
     for _ in range(3):
-        for tensor, saved in zip(cycle.places, before, strict=True):
+        for tensor, saved in zip(cycle.batch_slots, before, strict=True):
             tensor.copy_(saved)
         for group in (cycle.rows, cycle.trees, cycle.kept):
             poison(group)

@@ -52,7 +52,7 @@ class Step:
             q_RND=self.q_RND[chosen].contiguous(),
             rows=PagedRows(
                 rows.position_R[chosen],
-                rows.place_R[chosen],
+                rows.batch_slot_R[chosen],
                 rows.base_R[chosen],
                 rows.path_RD[chosen].contiguous(),
                 rows.page_table_QP,
@@ -102,7 +102,7 @@ class Step:
             rows.position_R,
             torch.arange(len(rows.position_R)),
             rows.base_R,
-            rows.page_table_QP[rows.place_R.long()],
+            rows.page_table_QP[rows.batch_slot_R.long()],
             rows.path_RD,
             PAGE,
             first,
@@ -121,24 +121,24 @@ def a_step(
 ) -> Step:
     """Per request (known, rows): positive rows are a random tree of draft rows after position known
     - 1 (its root is the first), or a "chain", negative ones are the last -rows of `known` prompt
-    tokens. Places are dealt in reverse, pages at random.
+    tokens. BatchSlots are dealt in reverse, pages at random.
     """
     heads, kv_heads, width = shape
     generator = torch.Generator().manual_seed(sum(known + count for known, count, *_ in requests))
     depth = max([count for _, count, *_ in requests] + [1])
     context = max(known + max(count, 0) for known, count, *_ in requests)
-    per_place = -(-context // PAGE)
-    pages = len(requests) * per_place
+    pages_each = -(-context // PAGE)
+    pages = len(requests) * pages_each
     scratch = pages * PAGE
-    slots = scratch + sum(max(count, 0) for _, count, *_ in requests) + 3
-    k_SKD, v_SKD = torch.full((2, slots, kv_heads, width), float("nan"))
-    table_QP = torch.full((len(requests) + 1, per_place), -1, dtype=torch.int32)
+    kv_slots = scratch + sum(max(count, 0) for _, count, *_ in requests) + 3
+    k_SKD, v_SKD = torch.full((2, kv_slots, kv_heads, width), float("nan"))
+    table_QP = torch.full((len(requests) + 1, pages_each), -1, dtype=torch.int32)
     order = torch.randperm(pages, generator=generator).to(torch.int32)
-    position, place, base, path, rows_of, taken = [], [], [], [], [], scratch
+    position, batch_slot, base, path, rows_of, taken = [], [], [], [], [], scratch
     for b, (known, count, *chain) in enumerate(requests):
         q = len(requests) - 1 - b
         used = -(-known // PAGE)
-        table_QP[q, :used] = order[b * per_place : b * per_place + used]
+        table_QP[q, :used] = order[b * pages_each : b * pages_each + used]
         committed = known if count < 0 or root_in_pages else known - 1
         held = (
             table_QP[q, torch.arange(committed) // PAGE].long() * PAGE
@@ -164,17 +164,22 @@ def a_step(
             paths.append(mine)
             position.append(committed - 1 + len(mine))
         path += paths
-        place += [q] * abs(count)
+        batch_slot += [q] * abs(count)
         base += [committed] * abs(count)
         taken += max(count, 0)
     position += [-1] * dead
-    place += [len(requests)] * dead
+    batch_slot += [len(requests)] * dead
     base += [0] * dead
     path += [[]] * dead
     rows = PagedRows(
         *(
             torch.tensor(values, dtype=torch.int32, device=DEVICE)
-            for values in (position, place, base, [row + [-1] * (depth - len(row)) for row in path])
+            for values in (
+                position,
+                batch_slot,
+                base,
+                [row + [-1] * (depth - len(row)) for row in path],
+            )
         ),
         table_QP.to(DEVICE),
     )
@@ -359,7 +364,11 @@ def test_a_row_has_the_same_bits_alone_in_company_and_in_any_chunk(first):
 def committed(step: Step, row: int) -> Step:
     """The row alone, its ancestors and itself moved from scratch to pages."""
     rows = step.rows
-    place, base, last = int(rows.place_R[row]), int(rows.base_R[row]), int(rows.position_R[row])
+    batch_slot, base, last = (
+        int(rows.batch_slot_R[row]),
+        int(rows.base_R[row]),
+        int(rows.position_R[row]),
+    )
     table_QP = rows.page_table_QP.clone()
     spare = (len(step.k_SKD) + PAGE - 1) // PAGE
     count = -(-(last + 1) // PAGE)
@@ -375,11 +384,11 @@ def committed(step: Step, row: int) -> Step:
         for cache in (step.k_SKD, step.v_SKD)
     )
     for page in range(count):
-        if table_QP[place, page] < 0:
-            table_QP[place, page] = spare + page
+        if table_QP[batch_slot, page] < 0:
+            table_QP[batch_slot, page] = spare + page
     for p in range(base, last + 1):
         to, source = (
-            int(table_QP[place, p // PAGE]) * PAGE + p % PAGE,
+            int(table_QP[batch_slot, p // PAGE]) * PAGE + p % PAGE,
             int(rows.path_RD[row, p - base]),
         )
         k_SKD[to], v_SKD[to] = step.k_SKD[source], step.v_SKD[source]

@@ -19,16 +19,16 @@ class Rows:
         draw = np.random.default_rng(seed)
         self.logits = (draw.standard_normal((count, size)) * spread).astype(np.float32)
         self.target_ids = np.sort(draw.choice(4 * size + 3, size, replace=False)).astype(np.int32)
-        self.place = draw.permutation(count).astype(np.int32)
+        self.batch_slot = draw.permutation(count).astype(np.int32)
         self.position = draw.integers(0, 40_000, count).astype(np.int32)
-        self.seed_of_place = draw.integers(0, 2**64, count, dtype=np.uint64)
-        self.temperature_of_place = draw.choice(np.array([0, 0.5, 1, 1.7], np.float32), count)
+        self.seed_of_slot = draw.integers(0, 2**64, count, dtype=np.uint64)
+        self.temperature_of_slot = draw.choice(np.array([0, 0.5, 1, 1.7], np.float32), count)
 
     def children(self, width: int, rows: slice = slice(None)) -> tuple[torch.Tensor, torch.Tensor]:
-        arrays = (self.logits[rows], self.target_ids, self.place[rows], self.position[rows])
-        places = (self.seed_of_place.view(np.int64), self.temperature_of_place)
+        arrays = (self.logits[rows], self.target_ids, self.batch_slot[rows], self.position[rows])
+        batch_slots = (self.seed_of_slot.view(np.int64), self.temperature_of_slot)
         return children(
-            *(torch.from_numpy(array).to(DEVICE) for array in (*arrays, *places)), width=width
+            *(torch.from_numpy(array).to(DEVICE) for array in (*arrays, *batch_slots)), width=width
         )
 
     def twin(self, width: int) -> tuple[np.ndarray, np.ndarray]:
@@ -36,7 +36,10 @@ class Rows:
             np.empty((len(self.logits), width), np.int32),
             np.empty((len(self.logits), width), np.float32),
         )
-        seeds, temperatures = self.seed_of_place[self.place], self.temperature_of_place[self.place]
+        seeds, temperatures = (
+            self.seed_of_slot[self.batch_slot],
+            self.temperature_of_slot[self.batch_slot],
+        )
         drafting.children(
             self.logits, self.target_ids, seeds, self.position + 1, temperatures, tokens, z
         )
@@ -71,7 +74,7 @@ def test_children_are_the_twins(size, width):
 def test_ties_keep_the_earlier_index_and_negative_zero_is_zero():
     rows = Rows(2, 600, 1)
     rows.logits[:] = -1.0
-    rows.temperature_of_place[:] = 0
+    rows.temperature_of_slot[:] = 0
     rows.logits[:, 299], rows.logits[:, 300], rows.logits[:, 550] = -0.0, 0.0, 0.0
     token_MW, z_MW = rows.children(5)
     assert token_MW.tolist() == [rows.target_ids[[299, 300, 550, 0, 1]].tolist()] * 2
@@ -94,11 +97,11 @@ def test_dead_rows_and_broken_logits_have_no_children():
 def test_the_best_child_is_what_a_target_with_the_same_logits_samples():
     rows = Rows(20, 64, 3)
     rows.target_ids[:] = np.arange(64)
-    rows.temperature_of_place[:] = 1
+    rows.temperature_of_slot[:] = 1
     token_MW, _ = rows.children(2)
     for m in range(20):
         noise = reference_sampling.gumbel(
-            int(rows.seed_of_place[rows.place[m]]), np.arange(64), int(rows.position[m]) + 1
+            int(rows.seed_of_slot[rows.batch_slot[m]]), np.arange(64), int(rows.position[m]) + 1
         )
         assert token_MW[m, 0] == np.argmax(rows.logits[m] + noise)
 

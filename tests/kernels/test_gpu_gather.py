@@ -20,8 +20,8 @@ def test_a_gather_takes_rows_and_gives_zeros_for_holes() -> None:
 
 def test_a_row_without_a_parent_takes_the_hint_of_its_place() -> None:
     g_RH, hint_QH = torch.randn(4, 96, device=DEVICE), torch.randn(3, 96, device=DEVICE)
-    parent_R, place_R = (
+    parent_R, batch_slot_R = (
         torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([-1, 0, 1, -1], [2, 2, 2, 0])
     )
-    found = previous_hints(g_RH, parent_R, hint_QH, place_R)
+    found = previous_hints(g_RH, parent_R, hint_QH, batch_slot_R)
     assert torch.equal(found, torch.stack([hint_QH[2], g_RH[0], g_RH[1], hint_QH[0]]))

@@ -12,24 +12,24 @@ from tests.kernels.tree_twins import (
     GrownTree,
     children,
     draft_limits,
-    make_places,
+    kv_slot_of,
+    make_batch_slots,
     numpy_of,
     poison,
-    slot_of,
     table,
 )
 from tlt_kernels.gpu.growth import FLOOR, columns, grow, roots
-from tlt_kernels.gpu.tensors import Calibration, Draft, Nodes, Places
+from tlt_kernels.gpu.tensors import BatchSlots, Calibration, Draft, Nodes
 
-FIRST_SLOT, TRASH = 5000, 9999
+FIRST_KV_SLOT, TRASH = 5000, 9999
 
 
 def check_level(
     trees: list[GrownTree],
     draft: Draft,
     nodes: Nodes,
-    places: Places,
-    place_B: np.ndarray,
+    batch_slots: BatchSlots,
+    batch_slot_B: np.ndarray,
     first: int,
     per: int,
 ) -> None:
@@ -40,15 +40,15 @@ def check_level(
             if node is None:
                 assert known.survival_BC[b, c] == -1, f"survival_BC[{b}, {c}]"
                 continue
-            for name in ("parent", "token", "depth", "cell", "source", "slot", "survival"):
+            for name in ("parent", "token", "depth", "cell", "source", "kv_slot", "survival"):
                 assert getattr(known, f"{name}_BC")[b, c] == node[name], f"{name}_BC[{b}, {c}]"
         for j in range(per):
             x, row = first + b * per + j, tree.rows[j]
             if row is None:
                 assert (
                     found.rows.position_R[x] == -1
-                    and found.rows.slot_R[x] == TRASH
-                    and found.rows.place_R[x] == places.idle
+                    and found.rows.kv_slot_R[x] == TRASH
+                    and found.rows.batch_slot_R[x] == batch_slots.idle
                 ), f"row {x}"
                 assert (
                     found.survival_X[x] == -1
@@ -58,14 +58,18 @@ def check_level(
                 continue
             node, length = (
                 tree.nodes[row[0]] if row[0] >= 0 else None,
-                int(places.length_Q[place_B[b]]),
+                int(batch_slots.length_Q[batch_slot_B[b]]),
             )
-            path = [tree.nodes[c]["slot"] for c in tree.path(row[0])]
+            path = [tree.nodes[c]["kv_slot"] for c in tree.path(row[0])]
             expected = {
-                "token": node["token"] if node else int(places.token_QT[place_B[b], length - 1]),
+                "token": node["token"]
+                if node
+                else int(batch_slots.token_QT[batch_slot_B[b], length - 1]),
                 "position": length - 1 + len(path),
-                "slot": path[-1] if path else slot_of(places, place_B[b], length - 1),
-                "place": place_B[b],
+                "kv_slot": path[-1]
+                if path
+                else kv_slot_of(batch_slots, batch_slot_B[b], length - 1),
+                "batch_slot": batch_slot_B[b],
                 "base": length,
             }
             for name, value in expected.items():
@@ -74,7 +78,7 @@ def check_level(
                 found.rows.path_RD.shape[1] - len(path)
             ), f"path_RD[{x}]"
             assert (
-                found.source_X[x] == (node["source"] if node else place_B[b])
+                found.source_X[x] == (node["source"] if node else batch_slot_B[b])
                 and found.node_X[x] == row[0]
             ), f"source or node of row {x}"
             assert found.survival_X[x] == (node["survival"] if node else 1), f"survival_X[{x}]"
@@ -90,23 +94,32 @@ def grow_and_check(
     floor: float = FLOOR,
 ) -> None:
     rng = np.random.default_rng(seed)
-    places = make_places(rng, requests + 3, 70)
-    place_B = np.append(rng.permutation(requests + 2)[: requests - 1], places.idle).astype(np.int32)
+    batch_slots = make_batch_slots(rng, requests + 3, 70)
+    batch_slot_B = np.append(
+        rng.permutation(requests + 2)[: requests - 1], batch_slots.idle
+    ).astype(np.int32)
     draft = Draft.allocate(requests, depth, width, device=DEVICE)
     nodes = Nodes.allocate(requests, columns(depth, width) + spare_columns, device=DEVICE)
     poison(draft)
     poison(nodes)
     calibration = table(rng)
     edges = torch.from_numpy(EDGES).to(DEVICE)
-    host = numpy_of(places)
-    limits = draft_limits(host, place_B, depth)
+    host = numpy_of(batch_slots)
+    limits = draft_limits(host, batch_slot_B, depth)
     trees = [
         GrownTree(limit, max(int(host.length_Q[q]) - 1, 0))
-        for q, limit in zip(place_B, limits, strict=True)
+        for q, limit in zip(batch_slot_B, limits, strict=True)
     ]
 
-    roots(torch.from_numpy(place_B).to(DEVICE), places, draft, nodes, depth=depth, trash=TRASH)
-    check_level(trees, draft, nodes, Places(*host), place_B, 0, 1)
+    roots(
+        torch.from_numpy(batch_slot_B).to(DEVICE),
+        batch_slots,
+        draft,
+        nodes,
+        depth=depth,
+        trash=TRASH,
+    )
+    check_level(trees, draft, nodes, BatchSlots(*host), batch_slot_B, 0, 1)
     for level in range(depth):
         first, count = Draft.level(requests, width, level)
         per = count // requests
@@ -122,9 +135,9 @@ def grow_and_check(
             requests=requests,
             depth=depth,
             width=width,
-            first_slot=FIRST_SLOT,
+            first_kv_slot=FIRST_KV_SLOT,
             trash=TRASH,
-            idle=places.idle,
+            idle=batch_slots.idle,
             floor=floor,
         )
         for b, tree in enumerate(trees):
@@ -142,12 +155,12 @@ def grow_and_check(
                     width,
                     floor,
                     [next_first + b * width + j for j in range(width)],
-                    FIRST_SLOT - requests,
+                    FIRST_KV_SLOT - requests,
                 )
         if level < depth - 1:
-            check_level(trees, draft, nodes, Places(*host), place_B, next_first, width)
+            check_level(trees, draft, nodes, BatchSlots(*host), batch_slot_B, next_first, width)
         else:
-            check_level(trees, draft, nodes, Places(*host), place_B, 0, 0)
+            check_level(trees, draft, nodes, BatchSlots(*host), batch_slot_B, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -164,13 +177,13 @@ def test_a_high_floor_leaves_rows_dead() -> None:
 
 
 def test_tied_survival_goes_to_the_lower_column() -> None:
-    places = make_places(np.random.default_rng(0), 2, 40)
+    batch_slots = make_batch_slots(np.random.default_rng(0), 2, 40)
     (
-        places.done_Q[0],
-        places.drafts_Q[0],
-        places.length_Q[0],
-        places.limit_Q[0],
-        places.capacity_Q[0],
+        batch_slots.done_Q[0],
+        batch_slots.drafts_Q[0],
+        batch_slots.length_Q[0],
+        batch_slots.limit_Q[0],
+        batch_slots.capacity_Q[0],
     ) = 0, 1, 5, 40, 32
     draft, nodes = (
         Draft.allocate(1, 2, 2, device=DEVICE),
@@ -178,7 +191,7 @@ def test_tied_survival_goes_to_the_lower_column() -> None:
     )
     roots(
         torch.tensor([0], dtype=torch.int32, device=DEVICE),
-        places,
+        batch_slots,
         draft,
         nodes,
         depth=2,
@@ -196,9 +209,9 @@ def test_tied_survival_goes_to_the_lower_column() -> None:
         requests=1,
         depth=2,
         width=2,
-        first_slot=FIRST_SLOT,
+        first_kv_slot=FIRST_KV_SLOT,
         trash=TRASH,
-        idle=places.idle,
+        idle=batch_slots.idle,
     )
     assert draft.node_X.tolist() == [-1, 0, 1]
     assert draft.rows.token_R.tolist()[1:] == [7, 8]

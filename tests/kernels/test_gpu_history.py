@@ -9,22 +9,23 @@ import pytest
 import torch
 
 from tests.kernels.triton_tests import DEVICE, gpu  # isort: skip
-from tests.kernels.tree_twins import draft_limits, make_places, numpy_of
+from tests.kernels.tree_twins import draft_limits, make_batch_slots, numpy_of
 from tlt_kernels.cpu.match import length_bucket
 from tlt_kernels.gpu.history import history_nodes, workspace
-from tlt_kernels.gpu.tensors import Calibration, Nodes, Places
+from tlt_kernels.gpu.tensors import BatchSlots, Calibration, Nodes
 
 
-def matches_of(places: Places, place: int, width: int) -> list[tuple[int, int, int]]:
-    """(tokens in common, index of the last of them, place), best first."""
-    own = places.token_QT[place, : places.length_Q[place]].tolist()
+def matches_of(batch_slots: BatchSlots, batch_slot: int, width: int) -> list[tuple[int, int, int]]:
+    """(tokens in common, index of the last of them, batch slot), best first."""
+    own = batch_slots.token_QT[batch_slot, : batch_slots.length_Q[batch_slot]].tolist()
     found = []
-    for q in range(len(places.length_Q)):
-        if q != place and not (
-            places.group_Q[q] >= 0 and places.group_Q[q] == places.group_Q[place]
+    for q in range(len(batch_slots.length_Q)):
+        if q != batch_slot and not (
+            batch_slots.group_Q[q] >= 0
+            and batch_slots.group_Q[q] == batch_slots.group_Q[batch_slot]
         ):
             continue
-        text = places.token_QT[q, : places.length_Q[q]].tolist()
+        text = batch_slots.token_QT[q, : batch_slots.length_Q[q]].tolist()
         for i in range(len(text) - 1):
             common = 0
             while common < min(16, len(own), i + 1) and text[i - common] == own[-1 - common]:
@@ -36,18 +37,18 @@ def matches_of(places: Places, place: int, width: int) -> list[tuple[int, int, i
 
 
 def trie_of(
-    places: Places, place: int, limit: int, width: int, table: np.ndarray
+    batch_slots: BatchSlots, batch_slot: int, limit: int, width: int, table: np.ndarray
 ) -> dict[int, dict[str, Any]]:
     """Nodes by column."""
-    matches = matches_of(places, place, width)
+    matches = matches_of(batch_slots, batch_slot, width)
     nodes: dict[int, dict[str, Any]] = {}
     way = [-1] * len(matches)  # the node that each match has reached
     alive = [True] * len(matches)
     for d in range(limit):
         for m, (_, i, q) in enumerate(matches):
-            alive[m] &= i + 1 + d < places.length_Q[q]
+            alive[m] &= i + 1 + d < batch_slots.length_Q[q]
         tokens = [
-            int(places.token_QT[q, i + 1 + d]) if alive[m] else None
+            int(batch_slots.token_QT[q, i + 1 + d]) if alive[m] else None
             for m, (_, i, q) in enumerate(matches)
         ]
         reached = list(way)
@@ -70,36 +71,40 @@ def trie_of(
                 "depth": d + 1,
                 "cell": cell,
                 "source": -1,
-                "slot": -1,
+                "kv_slot": -1,
                 "survival": above * min(table[cell], 0.999),
             }
         way = reached
     return nodes
 
 
-def draft_and_check(places: Places, place_B: np.ndarray, depth: int, width: int, seed: int) -> int:
+def draft_and_check(
+    batch_slots: BatchSlots, batch_slot_B: np.ndarray, depth: int, width: int, seed: int
+) -> int:
     """Returns how many nodes there were."""
     rng = np.random.default_rng(seed)
-    nodes = Nodes.allocate(len(place_B), depth * width + 5, device=DEVICE)
+    nodes = Nodes.allocate(len(batch_slot_B), depth * width + 5, device=DEVICE)
     for tensor in nodes:
         tensor.fill_(-77)
     table = Calibration.of(torch.from_numpy(rng.uniform(0.1, 1, 448).astype(np.float32)).to(DEVICE))
-    match_BJW = workspace(len(place_B), width, scanners=4 if DEVICE == "cpu" else 0, device=DEVICE)
+    match_BJW = workspace(
+        len(batch_slot_B), width, scanners=4 if DEVICE == "cpu" else 0, device=DEVICE
+    )
     match_BJW.fill_(1 << 62)
     history_nodes(
-        torch.from_numpy(place_B).to(DEVICE),
-        places,
+        torch.from_numpy(batch_slot_B).to(DEVICE),
+        batch_slots,
         nodes,
         table,
         match_BJW,
         depth=depth,
         width=width,
     )
-    found, host = numpy_of(nodes), Places(*numpy_of(places))
+    found, host = numpy_of(nodes), BatchSlots(*numpy_of(batch_slots))
     total = 0
-    for b, limit in enumerate(draft_limits(host, place_B, depth)):
+    for b, limit in enumerate(draft_limits(host, batch_slot_B, depth)):
         trie = (
-            trie_of(host, int(place_B[b]), limit, width, table.survival_Z.cpu().numpy())
+            trie_of(host, int(batch_slot_B[b]), limit, width, table.survival_Z.cpu().numpy())
             if limit
             else {}
         )
@@ -117,10 +122,10 @@ def draft_and_check(places: Places, place_B: np.ndarray, depth: int, width: int,
     return total
 
 
-def grouped_places(seed: int, places: int, tokens: int, vocabulary: int) -> Places:
+def grouped_batch_slots(seed: int, batch_slots: int, tokens: int, vocabulary: int) -> BatchSlots:
     rng = np.random.default_rng(seed)
-    made = make_places(rng, places, tokens, vocabulary=vocabulary)
-    made.group_Q[:-1] = torch.from_numpy(rng.integers(-1, 2, places - 1).astype(np.int32))
+    made = make_batch_slots(rng, batch_slots, tokens, vocabulary=vocabulary)
+    made.group_Q[:-1] = torch.from_numpy(rng.integers(-1, 2, batch_slots - 1).astype(np.int32))
     return made
 
 
@@ -130,17 +135,17 @@ def grouped_places(seed: int, places: int, tokens: int, vocabulary: int) -> Plac
 def test_tries_are_what_their_twin_finds(depth: int, width: int, vocabulary: int) -> None:
     found = 0
     for seed in range(3):
-        places = grouped_places(seed, 6, 90, vocabulary)
+        batch_slots = grouped_batch_slots(seed, 6, 90, vocabulary)
         found += draft_and_check(
-            places, np.array([0, 3, places.idle, 2], np.int32), depth, width, seed
+            batch_slots, np.array([0, 3, batch_slots.idle, 2], np.int32), depth, width, seed
         )
     assert found, "nothing ever matches"
 
 
 def test_a_sibling_that_has_ended_is_drafted_from() -> None:
-    places = grouped_places(0, 4, 60, 1000)
-    places.group_Q[:] = torch.tensor([5, 5, -1, -1])
-    places.token_QT[0, 10:13] = places.token_QT[1, 20:23]
+    batch_slots = grouped_batch_slots(0, 4, 60, 1000)
+    batch_slots.group_Q[:] = torch.tensor([5, 5, -1, -1])
+    batch_slots.token_QT[0, 10:13] = batch_slots.token_QT[1, 20:23]
     for name, value in (
         ("length", 13),
         ("limit", 40),
@@ -148,21 +153,21 @@ def test_a_sibling_that_has_ended_is_drafted_from() -> None:
         ("done", 0),
         ("drafts", 1),
     ):
-        getattr(places, f"{name}_Q")[0] = value
-    places.done_Q[1], places.length_Q[1] = 1, 30
-    assert draft_and_check(places, np.array([0], np.int32), 4, 2, 0) == 4
+        getattr(batch_slots, f"{name}_Q")[0] = value
+    batch_slots.done_Q[1], batch_slots.length_Q[1] = 1, 30
+    assert draft_and_check(batch_slots, np.array([0], np.int32), 4, 2, 0) == 4
 
 
 def test_a_request_without_a_group_sees_only_its_own_text() -> None:
-    places = grouped_places(0, 4, 60, 1000)
-    places.group_Q[:] = -1
-    places.token_QT[0, 10:13] = places.token_QT[1, 20:23]
-    places.length_Q[0], places.length_Q[1] = 13, 30
-    assert draft_and_check(places, np.array([0], np.int32), 4, 2, 0) == 0
+    batch_slots = grouped_batch_slots(0, 4, 60, 1000)
+    batch_slots.group_Q[:] = -1
+    batch_slots.token_QT[0, 10:13] = batch_slots.token_QT[1, 20:23]
+    batch_slots.length_Q[0], batch_slots.length_Q[1] = 13, 30
+    assert draft_and_check(batch_slots, np.array([0], np.int32), 4, 2, 0) == 0
 
 
 def test_blocks_of_a_long_text_are_all_searched() -> None:
-    places = grouped_places(1, 3, 2600, 1 << 20)
+    batch_slots = grouped_batch_slots(1, 3, 2600, 1 << 20)
     for name, value in (
         ("length", 2500),
         ("limit", 2600),
@@ -171,15 +176,15 @@ def test_blocks_of_a_long_text_are_all_searched() -> None:
         ("drafts", 1),
         ("group", 2),
     ):
-        getattr(places, f"{name}_Q")[:2] = value
-    own = places.token_QT[0, 2494:2500].clone()
-    for place, at in ((0, 1021), (0, 2042), (1, 5), (1, 2047)):
-        places.token_QT[place, at : at + 6] = own  # across the blocks' edges as well
-    assert draft_and_check(places, np.array([0], np.int32), 3, 4, 0) == 12
+        getattr(batch_slots, f"{name}_Q")[:2] = value
+    own = batch_slots.token_QT[0, 2494:2500].clone()
+    for batch_slot, at in ((0, 1021), (0, 2042), (1, 5), (1, 2047)):
+        batch_slots.token_QT[batch_slot, at : at + 6] = own  # across the blocks' edges as well
+    assert draft_and_check(batch_slots, np.array([0], np.int32), 3, 4, 0) == 12
 
 
 @gpu
 @pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
 def test_large_groups_are_drafted_as_their_twin_does() -> None:
-    places = grouped_places(2, 30, 1500, 40)
-    assert draft_and_check(places, np.array([*range(12), places.idle], np.int32), 8, 8, 2)
+    batch_slots = grouped_batch_slots(2, 30, 1500, 40)
+    assert draft_and_check(batch_slots, np.array([*range(12), batch_slots.idle], np.int32), 8, 8, 2)

@@ -30,12 +30,14 @@ def extend() -> Extend:
         name: torch.zeros(ROWS, device=DEVICE) for name in ("temperature_Q", "top_p_Q", "min_p_Q")
     }
     floats["temperature_Q"] += 1
-    places = SimpleNamespace(
+    batch_slots = SimpleNamespace(
         seed_Q=torch.arange(ROWS, device=DEVICE), top_k_Q=integers([0] * ROWS), **floats
     )
-    made.key, made.state = ExtendKey(ROWS, ROWS), SimpleNamespace(places=places)
+    made.key, made.state = ExtendKey(ROWS, ROWS), SimpleNamespace(batch_slots=batch_slots)
     made.trees = SimpleNamespace(sample_row_S=integers([*range(ROWS - 1), -1]))
-    made.rows = SimpleNamespace(position_R=integers(range(ROWS)), place_R=integers(range(ROWS)))
+    made.rows = SimpleNamespace(
+        position_R=integers(range(ROWS)), batch_slot_R=integers(range(ROWS))
+    )
     return made
 
 

@@ -17,7 +17,7 @@ from tests.kernels.triton_tests import DEVICE, assert_same_bits, gpu
 from tlt_kernels import reference_sampling as twin
 from tlt_kernels.gpu.report import Scored, emitted, score
 
-NAMES = ("logits_SV", "row_S", "place_R", "temperature_Q", "top_k_Q", "top_p_Q", "min_p_Q")
+NAMES = ("logits_SV", "row_S", "batch_slot_R", "temperature_Q", "top_k_Q", "top_p_Q", "min_p_Q")
 
 
 def tokens_of(logits_SV: np.ndarray, seed: int) -> np.ndarray:

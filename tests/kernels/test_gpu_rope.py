@@ -24,24 +24,26 @@ def run(
     module, dtype, rows, heads, kv_heads, width, heads_norm, *, chosen=None, tables=torch.float32
 ):
     chosen = list(range(rows)) if chosen is None else chosen
-    slots, positions = 3 * rows + 1, 64
+    kv_slots, positions = 3 * rows + 1, 64
     qkv_RX = noise(rows, (heads + 2 * kv_heads) * width).to(dtype)
     angle = noise(positions, width // 2)
     generator = torch.Generator().manual_seed(3)
     position_R = torch.randint(0, positions, (rows,), generator=generator, dtype=torch.int32).to(
         DEVICE
     )
-    slot_R = torch.randperm(slots, generator=generator)[:rows].to(DEVICE, torch.int32)
+    kv_slot_R = torch.randperm(kv_slots, generator=generator)[:rows].to(DEVICE, torch.int32)
     weights = (
         {"q_weight_D": noise(width, seed=4).to(dtype), "k_weight_D": noise(width, seed=5).to(dtype)}
         if heads_norm
         else {}
     )
-    k_SKD, v_SKD = torch.full((2, slots, kv_heads, width), float("nan"), dtype=dtype, device=DEVICE)
+    k_SKD, v_SKD = torch.full(
+        (2, kv_slots, kv_heads, width), float("nan"), dtype=dtype, device=DEVICE
+    )
     q_RND = module(
         qkv_RX[chosen].contiguous(),
         position_R[chosen],
-        slot_R[chosen],
+        kv_slot_R[chosen],
         angle.cos().to(tables),
         angle.sin().to(tables),
         k_SKD,
@@ -50,7 +52,7 @@ def run(
         eps=1e-6,
         **weights,
     )
-    return q_RND, k_SKD, v_SKD, slot_R[chosen]
+    return q_RND, k_SKD, v_SKD, kv_slot_R[chosen]
 
 
 @pytest.mark.parametrize("heads_norm", [False, True])
@@ -79,12 +81,12 @@ def test_rope_store_matches_its_twin(heads, kv_heads, width, heads_norm):
 def test_a_dead_row_writes_only_the_slot_it_carries():
     qkv_RX, tables = noise(2, 3 * 32), noise(4, 16)
     k_SKD, v_SKD = torch.full((2, 5, 1, 32), float("nan"), device=DEVICE)
-    position_R, slot_R = (
+    position_R, kv_slot_R = (
         torch.tensor([-1, 3], dtype=torch.int32, device=DEVICE),
         torch.tensor([4, 1], dtype=torch.int32, device=DEVICE),
     )
     q_RND = rope_store(
-        qkv_RX, position_R, slot_R, tables.cos(), tables.sin(), k_SKD, v_SKD, heads=1
+        qkv_RX, position_R, kv_slot_R, tables.cos(), tables.sin(), k_SKD, v_SKD, heads=1
     )
     assert not q_RND.isnan().any()
     for name, cache in (("k_SKD", k_SKD), ("v_SKD", v_SKD)):
@@ -111,7 +113,7 @@ def test_a_row_alone_has_the_bits_it_has_in_company(heads, kv_heads, width, head
     assert_close("k_SKD", company[1][company[3].long()], truth[1][truth[3].long()], 1e-2)
     for r in (0, 7, 32):
         alone = run(rope_store, torch.bfloat16, 33, heads, kv_heads, width, heads_norm, chosen=[r])
-        slot = int(alone[3])
+        kv_slot = int(alone[3])
         assert_same_bits(f"q of row {r}", alone[0][0], company[0][r])
-        assert_same_bits(f"k of row {r}", alone[1][slot], company[1][slot])
-        assert_same_bits(f"v of row {r}", alone[2][slot], company[2][slot])
+        assert_same_bits(f"k of row {r}", alone[1][kv_slot], company[1][kv_slot])
+        assert_same_bits(f"v of row {r}", alone[2][kv_slot], company[2][kv_slot])

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from tests.kernels.triton_tests import DEVICE, gpu  # isort: skip
-from tests.kernels.tree_twins import make_places, numpy_of, poison, slot_of, verified_rows
+from tests.kernels.tree_twins import kv_slot_of, make_batch_slots, numpy_of, poison, verified_rows
 from tlt_kernels.gpu.rows import layout_prefill, select_rows
-from tlt_kernels.gpu.tensors import Kept, Nodes, Places, Rows, Trees
+from tlt_kernels.gpu.tensors import BatchSlots, Kept, Nodes, Rows, Trees
 
 SCRATCH, TRASH = 5000, 9999
 
@@ -60,13 +60,13 @@ def check_decode_rows(
     trees: Any,
     expected: list[dict[str, Any]],
     entries: list[tuple[int, int]],
-    places: Places,
+    batch_slots: BatchSlots,
     decode_rows: int,
     columns: int,
 ) -> None:
     path_depth = found.path_RD.shape[1]
     for r, row in enumerate(expected):
-        for name in ("token", "position", "slot", "place", "base", "parent"):
+        for name in ("token", "position", "kv_slot", "batch_slot", "base", "parent"):
             assert getattr(found, f"{name}_R")[r] == row[name], f"{name}_R[{r}]"
         assert found.path_RD[r].tolist() == row["path"] + [-1] * (path_depth - len(row["path"])), (
             f"path_RD[{r}]"
@@ -75,12 +75,12 @@ def check_decode_rows(
             row["request"] * columns + row["column"] if row["column"] >= 0 else -1
         ), f"node_V[{r}]"
     for r in range(len(expected), decode_rows):
-        assert (found.position_R[r], found.slot_R[r], found.place_R[r], found.base_R[r]) == (
-            -1,
-            TRASH,
-            places.idle,
-            0,
-        ), f"dead row {r}"
+        assert (
+            found.position_R[r],
+            found.kv_slot_R[r],
+            found.batch_slot_R[r],
+            found.base_R[r],
+        ) == (-1, TRASH, batch_slots.idle, 0), f"dead row {r}"
         assert (found.path_RD[r] == -1).all() and trees.node_V[r] == -1, f"dead row {r}"
     assert [
         tuple(pair) for pair in np.stack([trees.root_E, trees.count_E], 1)[: len(entries)].tolist()
@@ -102,11 +102,13 @@ def select_and_check(
     with_nodes: bool = True,
 ) -> None:
     rng = np.random.default_rng(seed)
-    places = make_places(rng, requests + 3, 70)
-    host = numpy_of(places)
-    place_B = np.append(rng.permutation(requests + 2)[: requests - 1], places.idle).astype(np.int32)
+    batch_slots = make_batch_slots(rng, requests + 3, 70)
+    host = numpy_of(batch_slots)
+    batch_slot_B = np.append(
+        rng.permutation(requests + 2)[: requests - 1], batch_slots.idle
+    ).astype(np.int32)
     nodes, tables = random_nodes(rng, requests, columns, depth, levels=levels)
-    for b, q in enumerate(place_B):
+    for b, q in enumerate(batch_slot_B):
         if host.done_Q[q] or not with_nodes:
             tables[b] = {}
             nodes.survival_BC[b] = -1
@@ -118,8 +120,8 @@ def select_and_check(
     for group in (rows, trees, kept):
         poison(group)
     select_rows(
-        torch.from_numpy(place_B).to(DEVICE),
-        places,
+        torch.from_numpy(batch_slot_B).to(DEVICE),
+        batch_slots,
         nodes if with_nodes else None,
         rows,
         trees,
@@ -128,9 +130,9 @@ def select_and_check(
         scratch_start=SCRATCH,
         trash=TRASH,
     )
-    expected, entries = verified_rows(Places(*host), place_B, tables, decode_rows, SCRATCH)
+    expected, entries = verified_rows(BatchSlots(*host), batch_slot_B, tables, decode_rows, SCRATCH)
     check_decode_rows(
-        numpy_of(rows), numpy_of(trees), expected, entries, places, decode_rows, columns
+        numpy_of(rows), numpy_of(trees), expected, entries, batch_slots, decode_rows, columns
     )
     assert (kept.page_R == -1).all()
 
@@ -174,12 +176,14 @@ def test_prompt_chunks_lie_behind_the_decode_rows(
     counts: list[int], prefill_rows: int, requests: int, decode_rows: int
 ) -> None:
     rng = np.random.default_rng(len(counts))
-    places = make_places(rng, 8, 100)
-    host, works = numpy_of(places), len(counts)
-    place_W = rng.permutation(7)[:works].astype(np.int32)
+    batch_slots = make_batch_slots(rng, 8, 100)
+    host, works = numpy_of(batch_slots), len(counts)
+    batch_slot_W = rng.permutation(7)[:works].astype(np.int32)
     start_W = np.zeros(works, np.int32)
     for w, count in enumerate(counts):
-        places.length_Q[int(place_W[w])] = host.length_Q[place_W[w]] = min(count + 20 + w % 2, 100)
+        batch_slots.length_Q[int(batch_slot_W[w])] = host.length_Q[batch_slot_W[w]] = min(
+            count + 20 + w % 2, 100
+        )
         start_W[w] = 20 if count else 0  # every other work reaches its end
     rows, trees = (
         Rows.allocate(decode_rows + prefill_rows, 2, device=DEVICE),
@@ -191,7 +195,7 @@ def test_prompt_chunks_lie_behind_the_decode_rows(
     if not requests:
         select_rows(
             torch.zeros(0, dtype=torch.int32, device=DEVICE),
-            places,
+            batch_slots,
             None,
             rows,
             trees,
@@ -202,8 +206,11 @@ def test_prompt_chunks_lie_behind_the_decode_rows(
         )
         assert (rows.token_R == -77).all(), "a row of nobody"
     layout_prefill(
-        *(torch.from_numpy(a).to(DEVICE) for a in (place_W, start_W, np.array(counts, np.int32))),
-        places,
+        *(
+            torch.from_numpy(a).to(DEVICE)
+            for a in (batch_slot_W, start_W, np.array(counts, np.int32))
+        ),
+        batch_slots,
         rows,
         trees,
         kept,
@@ -216,21 +223,21 @@ def test_prompt_chunks_lie_behind_the_decode_rows(
     assert (found.token_R[:decode_rows] == -77).all(), "decode rows are not its business"
     r = decode_rows
     for w, count in enumerate(counts):
-        q, end = int(place_W[w]), int(start_W[w]) + count
+        q, end = int(batch_slot_W[w]), int(start_W[w]) + count
         for i in range(count):
             position = int(start_W[w]) + i
-            slot = slot_of(Places(*host), q, position)
+            kv_slot = kv_slot_of(BatchSlots(*host), q, position)
             expected = {
                 "token": host.token_QT[q, position],
                 "position": position,
-                "slot": slot,
-                "place": q,
+                "kv_slot": kv_slot,
+                "batch_slot": q,
                 "base": end,
                 "parent": r - 1 if i else -1,
             }
             for name, value in expected.items():
                 assert getattr(found, f"{name}_R")[r] == value, f"{name}_R[{r}]"
-            assert page_R[r] == (slot // 16 if position % 16 == 15 else -1), f"page_R[{r}]"
+            assert page_R[r] == (kv_slot // 16 if position % 16 == 15 else -1), f"page_R[{r}]"
             r += 1
         samples = count > 0 and end == host.length_Q[q]
         assert described.root_E[requests + w] == (r - 1 if count else -1), f"root of work {w}"
@@ -240,8 +247,8 @@ def test_prompt_chunks_lie_behind_the_decode_rows(
         )
     assert (
         (found.position_R[r:] == -1).all()
-        and (found.slot_R[r:] == TRASH).all()
-        and (found.place_R[r:] == places.idle).all()
+        and (found.kv_slot_R[r:] == TRASH).all()
+        and (found.batch_slot_R[r:] == batch_slots.idle).all()
     )
     assert (
         (found.path_RD[decode_rows:] == -1).all()

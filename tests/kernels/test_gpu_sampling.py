@@ -21,7 +21,7 @@ def rows_of(size: int, count: int, seed: int, spread: float = 3.0) -> np.ndarray
 
 
 class Parameters:
-    """Places of as many sequences as rows, dealt out in reverse so that no index is taken for
+    """BatchSlots of as many sequences as rows, dealt out in reverse so that no index is taken for
     another.
     """
 
@@ -41,26 +41,26 @@ class Parameters:
         place count - r.
         """
         count = len(self.seed)
-        place_of = count - np.arange(count)
+        batch_slot_of = count - np.arange(count)
 
         def as_int(values: object) -> torch.Tensor:
             return torch.tensor(np.asarray(values), dtype=torch.int32, device=DEVICE)
 
-        def at_places(values: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+        def at_batch_slots(values: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
             table = np.full(count + 1, -7, values.dtype)
-            table[place_of] = values
+            table[batch_slot_of] = values
             return torch.from_numpy(table).to(dtype).to(DEVICE)
 
         return {
             "logits_SV": torch.from_numpy(logits_SV).to(DEVICE),
             "row_S": as_int(range(count) if rows is None else rows),
             "position_R": as_int(self.position),
-            "place_R": as_int(place_of),
-            "seed_Q": at_places(self.seed.view(np.int64), torch.int64),
-            "temperature_Q": at_places(self.temperature, torch.float32),
-            "top_k_Q": at_places(self.top_k, torch.int32),
-            "top_p_Q": at_places(self.top_p, torch.float32),
-            "min_p_Q": at_places(self.min_p, torch.float32),
+            "batch_slot_R": as_int(batch_slot_of),
+            "seed_Q": at_batch_slots(self.seed.view(np.int64), torch.int64),
+            "temperature_Q": at_batch_slots(self.temperature, torch.float32),
+            "top_k_Q": at_batch_slots(self.top_k, torch.int32),
+            "top_p_Q": at_batch_slots(self.top_p, torch.float32),
+            "min_p_Q": at_batch_slots(self.min_p, torch.float32),
         }
 
     def sample(

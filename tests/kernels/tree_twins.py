@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from tests.kernels.triton_tests import DEVICE
-from tlt_kernels.gpu.tensors import PAGE_SIZE, Calibration, Places
+from tlt_kernels.gpu.tensors import PAGE_SIZE, BatchSlots, Calibration
 
 EDGES = np.array(
     (0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.35, 1.75, 2.25, 3.0, 4.0, 5.0, 6.5, 8.5, 11.0), np.float32
@@ -36,21 +36,26 @@ def poison(group: Any) -> None:
             tensor.fill_(float("nan") if tensor.is_floating_point() else -77)
 
 
-def make_places(
-    rng: np.random.Generator, places: int, tokens: int, *, vocabulary: int = 50, hidden: int = 8
-) -> Places:
-    """Places with text, pages, room and a few ended or never drafted ones; the last one idle."""
-    made = Places.allocate(
-        places, tokens, hidden=hidden, stops=3, dtype=torch.float32, device="cpu"
+def make_batch_slots(
+    rng: np.random.Generator,
+    batch_slots: int,
+    tokens: int,
+    *,
+    vocabulary: int = 50,
+    hidden: int = 8,
+) -> BatchSlots:
+    """BatchSlots with text, pages, room and a few ended or never drafted ones; the last one idle."""
+    made = BatchSlots.allocate(
+        batch_slots, tokens, hidden=hidden, stops=3, dtype=torch.float32, device="cpu"
     )
     pages = -(-tokens // PAGE_SIZE)
     made.token_QT[:] = torch.from_numpy(
-        rng.integers(0, vocabulary, (places, tokens), dtype=np.int32)
+        rng.integers(0, vocabulary, (batch_slots, tokens), dtype=np.int32)
     )
     made.page_table_QP[:] = torch.from_numpy(
-        rng.permutation(places * pages).astype(np.int32).reshape(places, pages)
+        rng.permutation(batch_slots * pages).astype(np.int32).reshape(batch_slots, pages)
     )
-    for q in range(places - 1):
+    for q in range(batch_slots - 1):
         made.length_Q[q] = int(rng.integers(1, tokens * 3 // 4))
         made.limit_Q[q] = min(tokens, int(made.length_Q[q] + rng.integers(1, 14)))
         made.capacity_Q[q] = min(
@@ -58,7 +63,7 @@ def make_places(
         )
         made.done_Q[q] = int(rng.random() < 0.15)
         made.drafts_Q[q] = int(rng.random() < 0.85)
-    return Places(*(t.to(DEVICE) for t in made))
+    return BatchSlots(*(t.to(DEVICE) for t in made))
 
 
 def children(rng: np.random.Generator, rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -79,19 +84,24 @@ def table(rng: np.random.Generator) -> Calibration:
     )
 
 
-def slot_of(places: Places, place: int, position: int) -> int:
+def kv_slot_of(batch_slots: BatchSlots, batch_slot: int, position: int) -> int:
     return (
-        int(places.page_table_QP[place, position // PAGE_SIZE]) * PAGE_SIZE + position % PAGE_SIZE
+        int(batch_slots.page_table_QP[batch_slot, position // PAGE_SIZE]) * PAGE_SIZE
+        + position % PAGE_SIZE
     )
 
 
-def draft_limits(places: Places, place_B: np.ndarray, depth: int) -> list[int]:
+def draft_limits(batch_slots: BatchSlots, batch_slot_B: np.ndarray, depth: int) -> list[int]:
     limits = []
-    for q in place_B:
-        length = int(places.length_Q[q])
-        room = min(depth, int(places.limit_Q[q]) - length - 1, int(places.capacity_Q[q]) - length)
+    for q in batch_slot_B:
+        length = int(batch_slots.length_Q[q])
+        room = min(
+            depth, int(batch_slots.limit_Q[q]) - length - 1, int(batch_slots.capacity_Q[q]) - length
+        )
         limits.append(
-            max(room, 0) if not places.done_Q[q] and places.drafts_Q[q] and length >= 2 else 0
+            max(room, 0)
+            if not batch_slots.done_Q[q] and batch_slots.drafts_Q[q] and length >= 2
+            else 0
         )
     return limits
 
@@ -136,17 +146,17 @@ class GrownTree:
                     "depth": depth,
                     "cell": cell,
                     "source": row_ids[j],
-                    "slot": -1,
+                    "kv_slot": -1,
                     "survival": np.float32(above * np.float32(min(max(table[cell], 0), 1))),
                 }
 
-    def pick(self, width: int, floor: float, row_ids: list[int], first_slot: int) -> None:
+    def pick(self, width: int, floor: float, row_ids: list[int], first_kv_slot: int) -> None:
         self.rows = []
         for x in row_ids:
             found = [
                 (-float(node["survival"]), column)
                 for column, node in self.nodes.items()
-                if node["slot"] < 0
+                if node["kv_slot"] < 0
                 and node["depth"] < self.limit
                 and node["survival"] > np.float32(floor)
             ]
@@ -154,7 +164,7 @@ class GrownTree:
                 self.rows.append(None)
                 continue
             column = min(found)[1]
-            self.nodes[column]["slot"] = first_slot + x
+            self.nodes[column]["kv_slot"] = first_kv_slot + x
             self.rows.append((column, x))
 
     def path(self, column: int) -> list[int]:
@@ -177,14 +187,14 @@ def node_key(survival: float, column: int, request: int) -> tuple[int, int, int]
 
 
 def verified_rows(
-    places: Places,
-    place_B: np.ndarray,
+    batch_slots: BatchSlots,
+    batch_slot_B: np.ndarray,
     nodes_B: list[dict[int, dict[str, Any]]],
     decode_rows: int,
     scratch_start: int,
 ) -> tuple[list[dict[str, Any]], list[tuple[int, int]]]:
     """(rows, (root, rows) per request): what `select_rows` lays out; nodes_B[b] is by column."""
-    live = [not places.done_Q[q] for q in place_B]
+    live = [not batch_slots.done_Q[q] for q in batch_slot_B]
     ranked = sorted(
         (node_key(node["survival"], c, b), b, c)
         for b, nodes in enumerate(nodes_B)
@@ -194,17 +204,17 @@ def verified_rows(
     chosen = {(b, c) for _, b, c in ranked[: decode_rows - sum(live)]}
     rows: list[dict[str, Any]] = []
     entries = []
-    for b, q in enumerate(place_B):
+    for b, q in enumerate(batch_slot_B):
         if not live[b]:
             entries.append((-1, 0))
             continue
-        root, length = len(rows), int(places.length_Q[q])
+        root, length = len(rows), int(batch_slots.length_Q[q])
         rows.append(
             {
-                "token": int(places.token_QT[q, length - 1]),
+                "token": int(batch_slots.token_QT[q, length - 1]),
                 "position": length - 1,
-                "slot": slot_of(places, q, length - 1),
-                "place": int(q),
+                "kv_slot": kv_slot_of(batch_slots, q, length - 1),
+                "batch_slot": int(q),
                 "base": length,
                 "path": [],
                 "parent": -1,
@@ -217,16 +227,16 @@ def verified_rows(
         for column in sorted(c for bb, c in chosen if bb == b):
             node = nodes_B[b][column]
             row_of[column] = len(rows)
-            slot = scratch_start + len(rows)
+            kv_slot = scratch_start + len(rows)
             above = rows[row_of[node["parent"]]]
             rows.append(
                 {
                     "token": node["token"],
                     "position": length - 1 + node["depth"],
-                    "slot": slot,
-                    "place": int(q),
+                    "kv_slot": kv_slot,
+                    "batch_slot": int(q),
                     "base": length,
-                    "path": above["path"] + [slot],
+                    "path": above["path"] + [kv_slot],
                     "parent": row_of[node["parent"]],
                     "node": 0,
                     "request": b,

@@ -43,8 +43,8 @@ class FakeNetwork:
 
     def store_only(self, rows, g_RH, cache):
         x = torch.cat([self.embed[rows.token_R], g_RH], 1)
-        cache.k[0, rows.slot_R, 0] = x @ self.key
-        cache.v[0, rows.slot_R, 0] = x @ self.value
+        cache.k[0, rows.kv_slot_R, 0] = x @ self.key
+        cache.v[0, rows.kv_slot_R, 0] = x @ self.value
         self.stored += list(zip(rows.request_R.tolist(), rows.position_R.tolist(), strict=True))
 
     def forward(self, rows, g_RH, cache):
@@ -54,15 +54,15 @@ class FakeNetwork:
         for r in range(len(rows)):
             b, position = int(rows.request_R[r]), int(rows.position_R[r])
             base = int(rows.base_B[b])
-            slots = [
+            kv_slots = [
                 int(rows.page_table_BP[b, p // cache.page_size]) * cache.page_size
                 + p % cache.page_size
                 for p in range(1, min(position + 1, base))
             ]
-            slots += [int(rows.path_RD[r, p - base]) for p in range(base, position + 1)]
-            assert min(slots) >= 0
-            weight = torch.softmax(cache.k[0, slots, 0] @ (x[r] @ self.query), 0)
-            out.append(torch.tanh(x[r] @ self.mix + weight @ cache.v[0, slots, 0]))
+            kv_slots += [int(rows.path_RD[r, p - base]) for p in range(base, position + 1)]
+            assert min(kv_slots) >= 0
+            weight = torch.softmax(cache.k[0, kv_slots, 0] @ (x[r] @ self.query), 0)
+            out.append(torch.tanh(x[r] @ self.mix + weight @ cache.v[0, kv_slots, 0]))
         return torch.stack(out)
 
     def logits(self, h_RH):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tlt_server.engine.gpu.ring import PinnedRing, Slot
+from tlt_server.engine.gpu.ring import PinnedBuffer, PinnedRing
 
 
 class Copy:
@@ -26,11 +26,11 @@ def ring(count: int) -> tuple[PinnedRing, list[Copy]]:
 
 def test_buffers_take_turns_and_keep_what_was_written() -> None:
     ring_, _ = ring(3)
-    slots = [ring_.take() for _ in range(3)]
-    for i, slot in enumerate(slots):
-        slot.array[:] = i
-    assert [slot.tensor.tolist() for slot in slots] == [[0] * 4, [1] * 4, [2] * 4]
-    assert ring_.take().tensor.data_ptr() == slots[0].tensor.data_ptr()
+    buffers = [ring_.take() for _ in range(3)]
+    for i, buffer in enumerate(buffers):
+        buffer.array[:] = i
+    assert [buffer.tensor.tolist() for buffer in buffers] == [[0] * 4, [1] * 4, [2] * 4]
+    assert ring_.take().tensor.data_ptr() == buffers[0].tensor.data_ptr()
 
 
 def test_a_buffer_is_handed_out_again_only_after_its_copy() -> None:
@@ -44,14 +44,14 @@ def test_a_buffer_is_handed_out_again_only_after_its_copy() -> None:
 
 def test_marking_and_waiting_are_one_buffers_own() -> None:
     ring_, copies = ring(2)
-    slot = ring_.take()
-    slot.mark()
-    slot.wait()
+    buffer = ring_.take()
+    buffer.mark()
+    buffer.wait()
     assert [copy.recorded for copy in copies] == [1, 0] and copies[1].waited == 0
 
 
 def test_without_a_device_nothing_is_waited_for() -> None:
-    slot = PinnedRing(1, 2, pinned=False).take()
-    slot.mark()
-    slot.wait()
-    assert isinstance(slot, Slot) and slot.array.tolist() == [0, 0]
+    buffer = PinnedRing(1, 2, pinned=False).take()
+    buffer.mark()
+    buffer.wait()
+    assert isinstance(buffer, PinnedBuffer) and buffer.array.tolist() == [0, 0]

@@ -7,7 +7,7 @@ step's prompts. How many there are sizes tensors, which the host has to know: `p
 small tensors from the device and waits for them. Steps with more than LARGE prompt rows are not
 captured; those with fewer, and drafters' passes, are Triton's entirely.
 
-Legend: R rows, P prompt rows, W runs of a call, T keys of a call, Q places.
+Legend: R rows, P prompt rows, W runs of a call, T keys of a call, Q batch slots.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Run(NamedTuple):
 
     row: int
     rows: int
-    place: int
+    batch_slot: int
     keys: int
 
 
@@ -50,7 +50,7 @@ class Call(NamedTuple):
 
     row: int
     rows: int
-    slot_T: Tensor
+    kv_slot_T: Tensor
     first_row_W1: Tensor  # int32, and where the last run ends
     first_key_W1: Tensor
     most_rows: int
@@ -124,13 +124,13 @@ class FlashPlanned:
     def plan(self, rows: Rows, page_table_QP: Tensor) -> None:
         if self._planned is not None:
             self._planned.plan(rows.part(0, self._others), page_table_QP)
-        position_P, place_P = (
-            torch.stack([rows.position_R[self._others :], rows.place_R[self._others :]])
+        position_P, batch_slot_P = (
+            torch.stack([rows.position_R[self._others :], rows.batch_slot_R[self._others :]])
             .cpu()
             .numpy()
         )  # waits
         self._runs, self._calls, self._page_table_QP = (
-            runs_of(position_P, place_P),
+            runs_of(position_P, batch_slot_P),
             {},
             page_table_QP,
         )
@@ -145,8 +145,8 @@ class FlashPlanned:
             rows = slice(self._others + call.row, self._others + call.row + call.rows)
             out_RND[rows] = self._function(
                 q_RND[rows],
-                k_SKD.index_select(0, call.slot_T),
-                v_SKD.index_select(0, call.slot_T),
+                k_SKD.index_select(0, call.kv_slot_T),
+                v_SKD.index_select(0, call.kv_slot_T),
                 call.first_row_W1,
                 call.first_key_W1,
                 call.most_rows,
@@ -167,16 +167,16 @@ class FlashPlanned:
         return self._calls[first]
 
 
-def runs_of(position_P: NDArray[np.int32], place_P: NDArray[np.int32]) -> list[Run]:
+def runs_of(position_P: NDArray[np.int32], batch_slot_P: NDArray[np.int32]) -> list[Run]:
     """Dead rows come last."""
     alive = int((position_P >= 0).sum())
-    position_P, place_P = position_P[:alive], place_P[:alive]
+    position_P, batch_slot_P = position_P[:alive], batch_slot_P[:alive]
     assert (position_P >= 0).all(), "a dead row stands before a live prompt row"
     first_W = np.flatnonzero(
-        (np.diff(place_P, prepend=-1) != 0) | (np.diff(position_P, prepend=-2) != 1)
+        (np.diff(batch_slot_P, prepend=-1) != 0) | (np.diff(position_P, prepend=-2) != 1)
     ).tolist()
     return [
-        Run(row, end - row, int(place_P[row]), int(position_P[end - 1]) + 1)
+        Run(row, end - row, int(batch_slot_P[row]), int(position_P[end - 1]) + 1)
         for row, end in pairwise([*first_W, alive])
     ]
 
@@ -196,8 +196,12 @@ def parts_of(runs: list[Run], most_keys: int) -> Iterator[list[Run]]:
 def call_of(runs: list[Run], first: int, page_table_QP: Tensor) -> Call:
     """`keys` of the runs count from position `first`."""
     rows_W, keys_W = [run.rows for run in runs], [run.keys for run in runs]
-    of_W1 = [[0, *np.cumsum(rows_W)], [0, *np.cumsum(keys_W)], [*(run.place for run in runs), -1]]
-    first_row_W1, first_key_W1, place_W1 = torch.tensor(
+    of_W1 = [
+        [0, *np.cumsum(rows_W)],
+        [0, *np.cumsum(keys_W)],
+        [*(run.batch_slot for run in runs), -1],
+    ]
+    first_row_W1, first_key_W1, batch_slot_W1 = torch.tensor(
         np.array(of_W1, np.int32), device=page_table_QP.device
     )
     keys = sum(keys_W)
@@ -205,8 +209,8 @@ def call_of(runs: list[Run], first: int, page_table_QP: Tensor) -> Call:
         first_key_W1.diff(), output_size=keys
     )  # with the size given, nobody waits
     position_T = torch.arange(keys, device=run_T.device) - first_key_W1[run_T] + first
-    page_T = page_table_QP[place_W1[run_T].long(), position_T // PAGE_SIZE]
-    slot_T = page_T.long() * PAGE_SIZE + position_T % PAGE_SIZE
+    page_T = page_table_QP[batch_slot_W1[run_T].long(), position_T // PAGE_SIZE]
+    kv_slot_T = page_T.long() * PAGE_SIZE + position_T % PAGE_SIZE
     return Call(
-        runs[0].row, sum(rows_W), slot_T, first_row_W1, first_key_W1, max(rows_W), max(keys_W)
+        runs[0].row, sum(rows_W), kv_slot_T, first_row_W1, first_key_W1, max(rows_W), max(keys_W)
     )

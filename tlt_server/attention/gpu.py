@@ -108,7 +108,7 @@ class TritonPlanned:
 
     def plan(self, rows: Rows, page_table_QP: Tensor) -> None:
         self._rows = kernels.PagedRows(
-            rows.position_R, rows.place_R, rows.base_R, rows.path_RD, page_table_QP
+            rows.position_R, rows.batch_slot_R, rows.base_R, rows.path_RD, page_table_QP
         )
         kernels.plan(self._rows, self._plan)
 
@@ -159,7 +159,7 @@ class TorchPlanned:
             rows.position_R,
             each_R,
             rows.base_R,
-            page_table_QP[rows.place_R.long()],
+            page_table_QP[rows.batch_slot_R.long()],
             rows.path_RD,
         )
 

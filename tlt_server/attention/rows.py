@@ -30,7 +30,7 @@ class Rows:
 
     token_R: Tensor  # int64
     position_R: Tensor  # int64, 0-based in prompt + output
-    slot_R: Tensor  # int64, where the row's own KV goes
+    kv_slot_R: Tensor  # int64, where the row's own KV goes
     request_R: Tensor  # int32, index into B
     base_B: Tensor  # int32, positions held in pages once this step's certain rows are written
     page_table_BP: Tensor  # int32
@@ -68,11 +68,11 @@ class KVCache:
     ) -> None:
         self.pages, self.page_size, self.scratch = pages, page_size, scratch
         self.scratch_start = pages * page_size
-        slots = self.scratch_start + scratch
-        self.k = _zeros(layers, slots, kv_heads, head_dim, dtype=dtype, device=device)
-        self.v = _zeros(layers, slots, kv_heads, head_dim, dtype=dtype, device=device)
+        kv_slots = self.scratch_start + scratch
+        self.k = _zeros(layers, kv_slots, kv_heads, head_dim, dtype=dtype, device=device)
+        self.v = _zeros(layers, kv_slots, kv_heads, head_dim, dtype=dtype, device=device)
         self.features_SF = _zeros(
-            slots, features, dtype=dtype, device=device
+            kv_slots, features, dtype=dtype, device=device
         )  # the target's hidden states that a drafter reads
         self._backings = [Backing(array) for array in (self.k, self.v, self.features_SF)]
         self.on_reuse: list[
@@ -109,27 +109,31 @@ class KVCache:
         """A copy of everything these pages hold, for a sequence that loses them and cannot compute
         them again.
         """
-        slots_S = self._slots(pages)
+        kv_slots_S = self._kv_slots(pages)
         return SavedPages(
             *(
                 array.cpu()
-                for array in (self.k[:, slots_S], self.v[:, slots_S], self.features_SF[slots_S])
+                for array in (
+                    self.k[:, kv_slots_S],
+                    self.v[:, kv_slots_S],
+                    self.features_SF[kv_slots_S],
+                )
             )
         )
 
     def restore(self, saved: SavedPages, pages: list[int]) -> None:
         """Write a copy into other pages; there may be more of them than were saved."""
-        slots_S = self._slots(pages)[: saved.k.shape[1]]
-        self.k[:, slots_S], self.v[:, slots_S], self.features_SF[slots_S] = (
+        kv_slots_S = self._kv_slots(pages)[: saved.k.shape[1]]
+        self.k[:, kv_slots_S], self.v[:, kv_slots_S], self.features_SF[kv_slots_S] = (
             array.to(self.k.device) for array in saved
         )
 
-    def _slots(self, pages: list[int]) -> Tensor:
+    def _kv_slots(self, pages: list[int]) -> Tensor:
         first_P1 = torch.tensor(pages, dtype=torch.int64)[:, None] * self.page_size
         return (first_P1 + torch.arange(self.page_size)).reshape(-1)
 
     @property
-    def bytes_per_slot(self) -> int:
+    def bytes_per_kv_slot(self) -> int:
         per_layer = 2 * self.k.shape[2] * self.k.shape[3]
         return (self.k.shape[0] * per_layer + self.features_SF.shape[1]) * self.k.element_size()
 

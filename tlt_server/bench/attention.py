@@ -50,10 +50,10 @@ CASES = {
 
 def rows_of(case: Case, device: str) -> tuple[PagedRows, torch.Tensor, int]:
     """The step's rows, the slots they write, and the cache's slots."""
-    per_place = -(-(case.context + case.rows) // PAGE_SIZE)
-    pages = case.requests * per_place
-    table_QP = torch.randperm(pages, dtype=torch.int32).view(case.requests, per_place)
-    position, base, path, slot, depth = [], [], [], [], min(case.rows, 8)
+    pages_each = -(-(case.context + case.rows) // PAGE_SIZE)
+    pages = case.requests * pages_each
+    table_QP = torch.randperm(pages, dtype=torch.int32).view(case.requests, pages_each)
+    position, base, path, kv_slot, depth = [], [], [], [], min(case.rows, 8)
     for b in range(case.requests):
         for r in range(case.rows):
             if case.prompt:
@@ -71,21 +71,25 @@ def rows_of(case: Case, device: str) -> tuple[PagedRows, torch.Tensor, int]:
             position.append(p)
             base.append(seen)
             path.append(mine + [-1] * (depth - len(mine)))
-            slot.append(
+            kv_slot.append(
                 mine[-1] if mine else int(table_QP[b, p // PAGE_SIZE]) * PAGE_SIZE + p % PAGE_SIZE
             )
-    place = [b for b in range(case.requests) for _ in range(case.rows)]
+    batch_slot = [b for b in range(case.requests) for _ in range(case.rows)]
 
     def integers(values: list[Any]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
 
-    slots = pages * PAGE_SIZE + len(position)
+    kv_slots = pages * PAGE_SIZE + len(position)
     return (
         PagedRows(
-            integers(position), integers(place), integers(base), integers(path), table_QP.to(device)
+            integers(position),
+            integers(batch_slot),
+            integers(base),
+            integers(path),
+            table_QP.to(device),
         ),
-        integers(slot),
-        slots,
+        integers(kv_slot),
+        kv_slots,
     )
 
 
@@ -108,10 +112,10 @@ def sdpa(case: Case, layers: int) -> float:
 
 
 def measure(case: Case, tile: int) -> dict[str, float]:
-    rows, slot_R, slots = rows_of(case, "cuda")
-    count, kv_bytes = len(slot_R), case.requests * case.context * KV_HEADS * WIDTH * 4
+    rows, kv_slot_R, kv_slots = rows_of(case, "cuda")
+    count, kv_bytes = len(kv_slot_R), case.requests * case.context * KV_HEADS * WIDTH * 4
     layers = max(4, min(96, 400_000_000 // kv_bytes))
-    cache = torch.randn(layers, 2, slots, KV_HEADS, WIDTH, device="cuda", dtype=torch.bfloat16)
+    cache = torch.randn(layers, 2, kv_slots, KV_HEADS, WIDTH, device="cuda", dtype=torch.bfloat16)
     qkv_RX = torch.randn(count, (HEADS + 2 * KV_HEADS) * WIDTH, device="cuda", dtype=torch.bfloat16)
     angle = torch.randn(case.context + 64, WIDTH // 2, device="cuda")
     cos, sin = angle.cos(), angle.sin()
@@ -129,14 +133,14 @@ def measure(case: Case, tile: int) -> dict[str, float]:
 
     def layer(i: int) -> None:
         q_RND = rope_store(
-            qkv_RX, rows.position_R, slot_R, cos, sin, cache[i, 0], cache[i, 1], heads=HEADS
+            qkv_RX, rows.position_R, kv_slot_R, cos, sin, cache[i, 0], cache[i, 1], heads=HEADS
         )
         attend(q_RND, cache[i, 0], cache[i, 1], rows, work, first=0, scale=scale)
 
     def only_rope() -> None:
         for i in range(layers):
             rope_store(
-                qkv_RX, rows.position_R, slot_R, cos, sin, cache[i, 0], cache[i, 1], heads=HEADS
+                qkv_RX, rows.position_R, kv_slot_R, cos, sin, cache[i, 0], cache[i, 1], heads=HEADS
             )
 
     def step() -> None:

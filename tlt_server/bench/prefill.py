@@ -81,19 +81,19 @@ class Step:
         self.prompts, self.length, self.model, self.cache = prompts, length, model, cache
         count = prompts * length
         self.rows = Rows.allocate(count, 1)
-        place_R, position_R = (
+        batch_slot_R, position_R = (
             torch.arange(prompts).repeat_interleave(length),
             torch.arange(length).repeat(prompts),
         )
         pages = torch.randperm(count // PAGE_SIZE, dtype=torch.int32).view(prompts, -1)
         self.rows.token_R.random_(0, 1000)
-        self.rows.place_R.copy_(place_R)
+        self.rows.batch_slot_R.copy_(batch_slot_R)
         self.rows.position_R.copy_(position_R)
         self.rows.base_R.fill_(length)
-        self.rows.slot_R.copy_(
-            pages[place_R, position_R // PAGE_SIZE] * PAGE_SIZE + position_R % PAGE_SIZE
+        self.rows.kv_slot_R.copy_(
+            pages[batch_slot_R, position_R // PAGE_SIZE] * PAGE_SIZE + position_R % PAGE_SIZE
         )
-        self.tensors = RowTensors(self.rows.token_R, self.rows.position_R, self.rows.slot_R)
+        self.tensors = RowTensors(self.rows.token_R, self.rows.position_R, self.rows.kv_slot_R)
         self.pages = pages.cuda()
         config = model.config
         self.planned = {

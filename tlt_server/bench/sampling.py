@@ -48,7 +48,7 @@ def even_rows(count: int, size: int) -> torch.Tensor:
     return 2.5 * torch.randn(count, size, device="cuda")
 
 
-def places(
+def batch_slots(
     count: int, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
 ) -> dict[str, torch.Tensor]:
     def full(value: float, dtype: torch.dtype) -> torch.Tensor:
@@ -71,7 +71,7 @@ def sample_us(
     count: int, rows: Callable[[int, int], torch.Tensor], *, filtered: bool, **filters: float
 ) -> float:
     index = torch.arange(count, dtype=torch.int32, device="cuda")
-    table = places(count, **filters)  # type: ignore[arg-type]
+    table = batch_slots(count, **filters)  # type: ignore[arg-type]
     logits = [rows(count, VOCABULARY) for _ in range(buffers(count, VOCABULARY))]
     return time_us(
         [partial(sample, x, index, index + 7, index, **table, filtered=filtered) for x in logits]
@@ -81,7 +81,7 @@ def sample_us(
 def score_us(count: int, live: int, best: int) -> float:
     """Rows in all, of which the first `live` were asked about."""
     index = torch.arange(count, dtype=torch.int32, device="cuda")
-    row_S, table = torch.where(index < live, index, -1), places(count)
+    row_S, table = torch.where(index < live, index, -1), batch_slots(count)
     logits = [head_rows(count, VOCABULARY) for _ in range(buffers(count, VOCABULARY))]
     filters = [table[name] for name in ("temperature_Q", "top_k_Q", "top_p_Q", "min_p_Q")]
     return time_us(
@@ -95,7 +95,7 @@ def score_us(count: int, live: int, best: int) -> float:
 def children_us(count: int, width: int) -> float:
     index = torch.arange(count, dtype=torch.int32, device="cuda")
     target_ids = torch.randperm(VOCABULARY, device="cuda")[:DRAFT_VOCABULARY].sort().values.int()
-    table = places(count)
+    table = batch_slots(count)
     seed, temperature = table["seed_Q"], table["temperature_Q"]
     logits = [even_rows(count, DRAFT_VOCABULARY) for _ in range(buffers(count, DRAFT_VOCABULARY))]
     return time_us(

@@ -19,7 +19,16 @@ from tlt_kernels.gpu.accept import accept, commit_kv, fields
 from tlt_kernels.gpu.growth import columns, grow, roots
 from tlt_kernels.gpu.history import history_nodes, workspace
 from tlt_kernels.gpu.rows import select_rows
-from tlt_kernels.gpu.tensors import PAGE_SIZE, Calibration, Draft, Kept, Nodes, Places, Rows, Trees
+from tlt_kernels.gpu.tensors import (
+    PAGE_SIZE,
+    BatchSlots,
+    Calibration,
+    Draft,
+    Kept,
+    Nodes,
+    Rows,
+    Trees,
+)
 from tlt_server.bench.graph_time import microseconds, require_gpu
 from tlt_server.bench.record import finish
 
@@ -46,37 +55,39 @@ CASES = (
 )
 
 
-def texts(case: Case, device: str) -> Places:
-    """Of few distinct tokens, so that history has matches; every place is at `context` and has
+def texts(case: Case, device: str) -> BatchSlots:
+    """Of few distinct tokens, so that history has matches; every batch slot is at `context` and has
     room.
     """
     longest = case.context + 4 * PAGE_SIZE * 64
-    places = Places.allocate(case.requests + 1, longest, hidden=8, device=device)
-    pages = places.page_table_QP.numel()
+    batch_slots = BatchSlots.allocate(case.requests + 1, longest, hidden=8, device=device)
+    pages = batch_slots.page_table_QP.numel()
     live = slice(0, case.requests)
-    places.token_QT[:] = torch.randint(
-        VOCABULARY, places.token_QT.shape, dtype=torch.int32, device=device
+    batch_slots.token_QT[:] = torch.randint(
+        VOCABULARY, batch_slots.token_QT.shape, dtype=torch.int32, device=device
     )
-    places.page_table_QP[:] = torch.randperm(pages, dtype=torch.int32, device=device).view_as(
-        places.page_table_QP
+    batch_slots.page_table_QP[:] = torch.randperm(pages, dtype=torch.int32, device=device).view_as(
+        batch_slots.page_table_QP
     )
-    places.length_Q[live], places.limit_Q[live], places.capacity_Q[live] = (
+    batch_slots.length_Q[live], batch_slots.limit_Q[live], batch_slots.capacity_Q[live] = (
         case.context,
         longest,
         longest,
     )
-    places.done_Q[live], places.drafts_Q[live] = 0, 1
-    places.group_Q[live] = torch.arange(case.requests, dtype=torch.int32, device=device) // GROUP
-    return places
+    batch_slots.done_Q[live], batch_slots.drafts_Q[live] = 0, 1
+    batch_slots.group_Q[live] = (
+        torch.arange(case.requests, dtype=torch.int32, device=device) // GROUP
+    )
+    return batch_slots
 
 
 def calls(
     case: Case, *, layers: int = LAYERS, device: str = "cuda"
 ) -> dict[str, Callable[[], object]]:
     """Name of a part -> what launches it once."""
-    places, wide = texts(case, device), columns(case.depth, case.width)
-    trash = places.page_table_QP.numel() * PAGE_SIZE
-    place_B = torch.arange(case.requests, dtype=torch.int32, device=device)
+    batch_slots, wide = texts(case, device), columns(case.depth, case.width)
+    trash = batch_slots.page_table_QP.numel() * PAGE_SIZE
+    batch_slot_B = torch.arange(case.requests, dtype=torch.int32, device=device)
     draft, nodes = (
         Draft.allocate(case.requests, case.depth, case.width, device=device),
         Nodes.allocate(case.requests, wide, device=device),
@@ -104,7 +115,7 @@ def calls(
     ]
 
     def grown() -> None:
-        roots(place_B, places, draft, nodes, depth=case.depth, trash=trash)
+        roots(batch_slot_B, batch_slots, draft, nodes, depth=case.depth, trash=trash)
         for level in range(case.depth):
             grow(
                 level,
@@ -117,15 +128,15 @@ def calls(
                 requests=case.requests,
                 depth=case.depth,
                 width=case.width,
-                first_slot=trash,
+                first_kv_slot=trash,
                 trash=trash,
-                idle=places.idle,
+                idle=batch_slots.idle,
             )
 
     def selected() -> None:
         select_rows(
-            place_B,
-            places,
+            batch_slot_B,
+            batch_slots,
             nodes,
             rows,
             trees,
@@ -140,16 +151,16 @@ def calls(
     token_S = followed(rows, case.rows)
     logprob_S = torch.zeros(case.rows, device=device)
     outcome_EF = torch.zeros(case.requests, fields(case.depth), dtype=torch.int32, device=device)
-    length_Q = places.length_Q.clone()
+    length_Q = batch_slots.length_Q.clone()
 
     def walked() -> None:
-        places.length_Q.copy_(length_Q)  # a walk moves it
+        batch_slots.length_Q.copy_(length_Q)  # a walk moves it
         accept(
-            place_B,
+            batch_slot_B,
             None,
             token_S,
             logprob_S,
-            places,
+            batch_slots,
             rows,
             trees,
             kept,
@@ -158,17 +169,17 @@ def calls(
         )
 
     walked()
-    slots = trash + 1 + case.rows
+    kv_slots = trash + 1 + case.rows
     k_LSKD, v_LSKD = (
-        torch.randn(layers, slots, KV_HEADS, WIDTH, device=device).to(torch.bfloat16)
+        torch.randn(layers, kv_slots, KV_HEADS, WIDTH, device=device).to(torch.bfloat16)
         for _ in range(2)
     )
     match_BJW = workspace(case.requests, case.width, device=device)
     found = Nodes.allocate(case.requests, max(wide, case.depth * case.width), device=device)
     history = partial(
         history_nodes,
-        place_B,
-        places,
+        batch_slot_B,
+        batch_slots,
         found,
         calibration,
         match_BJW,

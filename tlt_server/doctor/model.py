@@ -138,7 +138,7 @@ def memory(config: Config) -> Finding:
     settings, model = chosen[0].settings, _model(config)
     if settings.device == "cuda":
         return _gpu_memory(config, model)
-    per_page = model.make_cache(1, settings.page_size, 0).bytes_per_slot * settings.page_size
+    per_page = model.make_cache(1, settings.page_size, 0).bytes_per_kv_slot * settings.page_size
     pages = kv_pages(settings, per_page, model.max_position)
     beside = config.channels and config.weight_staging in ("auto", "device", "host")
     versions = 3 if beside else 1  # live, before that, and the one being staged

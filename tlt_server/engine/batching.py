@@ -81,7 +81,7 @@ def lay_out(
     rows = Rows(
         token_R=torch.from_numpy(layout.token_R),
         position_R=torch.from_numpy(layout.position_R),
-        slot_R=torch.from_numpy(layout.slot_R),
+        kv_slot_R=torch.from_numpy(layout.kv_slot_R),
         request_R=torch.from_numpy(layout.request_R),
         base_B=torch.from_numpy(end_W.astype(np.int32)),
         page_table_BP=torch.from_numpy(table_WP),

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tlt_kernels.cpu.elementwise import copy_slots
+from tlt_kernels.cpu.elementwise import copy_kv_slots
 from tlt_server.attention.rows import KVCache
 from tlt_server.engine.batch import Batch, Emission
 from tlt_server.engine.batching import Step, draft_batch, lay_out
@@ -85,7 +85,7 @@ class CpuRunner:
         )
         forward = self.model.forward(step.rows, self._cache)
         if self._cache.features_SF.shape[1]:
-            self._cache.features_SF.numpy()[step.layout.slot_R] = forward.features_RF.numpy()
+            self._cache.features_SF.numpy()[step.layout.kv_slot_R] = forward.features_RF.numpy()
         sampled, walk = self._sample(batch, step, forward)
         self._commit_kv(step, walk)
 
@@ -135,9 +135,9 @@ class CpuRunner:
             step.table_WP[layout.request_R[kept], position // size].astype(np.int64) * size
             + position % size
         )
-        source_A, target_A = torch.from_numpy(layout.slot_R[kept]), torch.from_numpy(target)
+        source_A, target_A = torch.from_numpy(layout.kv_slot_R[kept]), torch.from_numpy(target)
         for array in (self._cache.k, self._cache.v, self._cache.features_SF[None]):
-            copy_slots(array, source_A, target_A)
+            copy_kv_slots(array, source_A, target_A)
 
     def _add_prompt_logprobs(
         self, batch: Batch, step: Step, forward: Forward, emissions: list[Emission]

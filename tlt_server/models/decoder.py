@@ -128,7 +128,7 @@ class Decoder:
         )
 
     def forward(self, rows: Rows, cache: KVCache) -> Forward:
-        """Extend by `rows`: writes their KV at `slot_R` in every layer. Requires `position_R <
+        """Extend by `rows`: writes their KV at `kv_slot_R` in every layer. Requires `position_R <
         max_position`.
         """
         eps, keys, values = self.config.norm_eps, cache.k.unbind(0), cache.v.unbind(0)

@@ -107,7 +107,7 @@ class SelfAttention:
         return elementwise.rope_store(
             qkv_RX,
             rows.position_R,
-            rows.slot_R,
+            rows.kv_slot_R,
             self.table.cos_PD2,
             self.table.sin_PD2,
             k_SKD,

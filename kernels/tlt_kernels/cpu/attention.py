@@ -36,28 +36,28 @@ _LOWEST = np.float32(
 
 
 @njit(cache=True, error_model="numpy")
-def _find_slots(r, b, origin, begin, end, base, page_table_BP, path_RD, page_size, slot_C):
+def _find_kv_slots(r, b, origin, begin, end, base, page_table_BP, path_RD, page_size, kv_slot_C):
     """Slots of positions origin + [begin, end); the other lanes repeat the first of them."""
     page, offset = (origin + begin) // page_size, (origin + begin) % page_size
     for c in range(begin, end):
         if origin + c < base:
-            slot_C[c] = page_table_BP[b, page] * page_size + offset
+            kv_slot_C[c] = page_table_BP[b, page] * page_size + offset
         else:
-            slot_C[c] = path_RD[r, origin + c - base]
+            kv_slot_C[c] = path_RD[r, origin + c - base]
         offset += 1
         if offset == page_size:
             page, offset = page + 1, 0
     for c in range(begin):
-        slot_C[c] = slot_C[begin]
+        kv_slot_C[c] = kv_slot_C[begin]
     for c in range(end, CHUNK):
-        slot_C[c] = slot_C[begin]
+        kv_slot_C[c] = kv_slot_C[begin]
 
 
 @njit(cache=True, error_model="numpy")
-def _addresses(array_SKD, kv_head, slot_C, address_C):
+def _addresses(array_SKD, kv_head, kv_slot_C, address_C):
     kv_heads, width = array_SKD.shape[1], array_SKD.shape[2]
     for c in range(CHUNK):
-        address_C[c] = array_SKD.ctypes.data + 4 * width * (slot_C[c] * kv_heads + kv_head)
+        address_C[c] = array_SKD.ctypes.data + 4 * width * (kv_slot_C[c] * kv_heads + kv_head)
 
 
 @njit(cache=True, error_model="numpy")
@@ -185,7 +185,7 @@ def attend_rows(
     heads, kv_heads, width = q_RND.shape[1], k_SKD.shape[1], k_SKD.shape[2]
     group = heads // kv_heads
     most = min(TILE, stop - start) * group
-    slot_C, address_C = np.empty(CHUNK, np.int64), np.empty(CHUNK, np.int64)
+    kv_slot_C, address_C = np.empty(CHUNK, np.int64), np.empty(CHUNK, np.int64)
     score_QC = np.empty((most, CHUNK), np.float32)
     acc_QD = np.empty((most, width), np.float32)
     lane_L = np.empty(_LANES, np.float32)
@@ -212,14 +212,23 @@ def attend_rows(
                 continue
             while origin <= last:
                 begin, end = max(first - origin, 0), min(last - origin + 1, CHUNK)
-                _find_slots(
-                    r, b, origin, begin, end, base_B[b], page_table_BP, path_RD, page_size, slot_C
+                _find_kv_slots(
+                    r,
+                    b,
+                    origin,
+                    begin,
+                    end,
+                    base_B[b],
+                    page_table_BP,
+                    path_RD,
+                    page_size,
+                    kv_slot_C,
                 )
                 for kv_head in range(kv_heads):
-                    _addresses(k_SKD, kv_head, slot_C, address_C)
+                    _addresses(k_SKD, kv_head, kv_slot_C, address_C)
                     _scores(q_RND, r, queries, group, kv_head, address_C, scale, score_QC)
                     _weigh(score_QC, queries, begin, end, lane_L, top_Q, sum_Q)
-                    _addresses(v_SKD, kv_head, slot_C, address_C)
+                    _addresses(v_SKD, kv_head, kv_slot_C, address_C)
                     _accumulate(score_QC, queries, address_C, acc_QD)
                     _merge(
                         out_RND,

@@ -16,16 +16,16 @@ def undrafted(
     drafted_S,
     full_P,
     cursor,
-    slot_R,
-    previous_slot_R,
+    kv_slot_R,
+    previous_kv_slot_R,
     position_R,
     request_R,
 ):
-    """Collect, and mark as drafted, up to len(slot_R) undrafted slots of positions 1 .. root - 1.
+    """Collect, and mark as drafted, up to len(kv_slot_R) undrafted slots of positions 1 .. root - 1.
     Returns how many.
 
     `cursor` = [request, position] is where to go on; request = B means that nothing is left. A slot
-    shared by several requests is collected once. previous_slot_R: the slot of the position before,
+    shared by several requests is collected once. previous_kv_slot_R: the slot of the position before,
     where the row's feature lies. full_P: pages that need no look, with every slot drafted (position
     0 has no feature before it and never counts).
     """
@@ -39,15 +39,15 @@ def undrafted(
             if full_P[page]:
                 position = (index + 1) * page_size
                 continue
-            slot = page * page_size + position % page_size
-            if not drafted_S[slot]:
-                if rows == len(slot_R):
+            kv_slot = page * page_size + position % page_size
+            if not drafted_S[kv_slot]:
+                if rows == len(kv_slot_R):
                     cursor[0], cursor[1] = b, position
                     return rows
-                drafted_S[slot] = True
+                drafted_S[kv_slot] = True
                 before = position - 1
-                slot_R[rows] = slot
-                previous_slot_R[rows] = (
+                kv_slot_R[rows] = kv_slot
+                previous_kv_slot_R[rows] = (
                     page_table_BP[b, before // page_size] * page_size + before % page_size
                 )
                 position_R[rows] = position
@@ -72,8 +72,8 @@ def lay_roots(
     page_size,
     drafted_S,
     first,
-    slot_R,
-    previous_slot_R,
+    kv_slot_R,
+    previous_kv_slot_R,
     position_R,
     request_R,
     node_R,
@@ -89,10 +89,10 @@ def lay_roots(
             continue
         position = root_position_B[b]
         before = position - 1
-        slot = page_table_BP[b, position // page_size] * page_size + position % page_size
-        drafted_S[slot] = True
-        slot_R[rows] = slot
-        previous_slot_R[rows] = (
+        kv_slot = page_table_BP[b, position // page_size] * page_size + position % page_size
+        drafted_S[kv_slot] = True
+        kv_slot_R[rows] = kv_slot
+        previous_kv_slot_R[rows] = (
             page_table_BP[b, before // page_size] * page_size + before % page_size
         )
         position_R[rows] = position

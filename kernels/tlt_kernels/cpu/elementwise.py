@@ -100,20 +100,40 @@ def _rotate_head(x_RX, r, start, weight_D, eps, cos_PD2, sin_PD2, p, out, row, n
     nogil=True,
 )
 def _rope_store(
-    qkv_RX, q_weight_D, k_weight_D, eps, cos_PD2, sin_PD2, position_R, slot_R, k_SKD, v_SKD, q_RND
+    qkv_RX,
+    q_weight_D,
+    k_weight_D,
+    eps,
+    cos_PD2,
+    sin_PD2,
+    position_R,
+    kv_slot_R,
+    k_SKD,
+    v_SKD,
+    q_RND,
 ):
     heads, kv_heads, width = q_RND.shape[1], k_SKD.shape[1], k_SKD.shape[2]
     for r in range(qkv_RX.shape[0]):
-        p, slot = position_R[r], slot_R[r]
+        p, kv_slot = position_R[r], kv_slot_R[r]
         for n in range(heads):
             _rotate_head(qkv_RX, r, n * width, q_weight_D, eps, cos_PD2, sin_PD2, p, q_RND, r, n)
         for n in range(kv_heads):
             _rotate_head(
-                qkv_RX, r, (heads + n) * width, k_weight_D, eps, cos_PD2, sin_PD2, p, k_SKD, slot, n
+                qkv_RX,
+                r,
+                (heads + n) * width,
+                k_weight_D,
+                eps,
+                cos_PD2,
+                sin_PD2,
+                p,
+                k_SKD,
+                kv_slot,
+                n,
             )
             start = (heads + kv_heads + n) * width
             for d in range(width):
-                v_SKD[slot, n, d] = qkv_RX[r, start + d]
+                v_SKD[kv_slot, n, d] = qkv_RX[r, start + d]
 
 
 @njit(
@@ -132,7 +152,7 @@ def _silu_mul(gate_up_RX, out_RI):
 
 
 @njit("void(f4[:, :, ::1], i8[::1], i8[::1])", cache=True, nogil=True)
-def _copy_slots(array_LSX, source_C, target_C):
+def _copy_kv_slots(array_LSX, source_C, target_C):
     for layer in range(array_LSX.shape[0]):
         for c in range(source_C.shape[0]):
             for x in range(array_LSX.shape[2]):
@@ -156,7 +176,7 @@ def add_rms_norm(x_RH: Tensor, residual_RH: Tensor, weight_H: Tensor, eps: float
 def rope_store(
     qkv_RX: Tensor,
     position_R: Tensor,
-    slot_R: Tensor,
+    kv_slot_R: Tensor,
     cos_PD2: Tensor,
     sin_PD2: Tensor,
     k_SKD: Tensor,
@@ -168,7 +188,7 @@ def rope_store(
     eps: float = 0.0,
 ) -> Tensor:
     """Split fused rows [q | k | v], norm q and k per head where weights are given, rotate them
-    (pairs i, i + D/2; the Hugging Face convention) and write k and v at `slot_R`. Returns q_RND.
+    (pairs i, i + D/2; the Hugging Face convention) and write k and v at `kv_slot_R`. Returns q_RND.
     `heads=0` only stores.
     """
     q_RND = torch.empty(qkv_RX.shape[0], heads, k_SKD.shape[2])
@@ -180,7 +200,7 @@ def rope_store(
         cos_PD2.numpy(),
         sin_PD2.numpy(),
         position_R.numpy(),
-        slot_R.numpy(),
+        kv_slot_R.numpy(),
         k_SKD.numpy(),
         v_SKD.numpy(),
         q_RND.numpy(),
@@ -195,10 +215,10 @@ def silu_mul(gate_up_RX: Tensor) -> Tensor:
     return out_RI
 
 
-def copy_slots(array: Tensor, source_C: Tensor, target_C: Tensor) -> None:
+def copy_kv_slots(array: Tensor, source_C: Tensor, target_C: Tensor) -> None:
     """Copy slots in order, in place. `array` is [S, X] (features) or [L, S, K, D] (keys or values
     of all layers).
     """
-    layers, slots = (array.shape[0], array.shape[1]) if array.dim() > 2 else (1, array.shape[0])
+    layers, kv_slots = (array.shape[0], array.shape[1]) if array.dim() > 2 else (1, array.shape[0])
     if array.numel() and source_C.numel():
-        _copy_slots(array.view(layers, slots, -1).numpy(), source_C.numpy(), target_C.numpy())
+        _copy_kv_slots(array.view(layers, kv_slots, -1).numpy(), source_C.numpy(), target_C.numpy())

@@ -17,7 +17,7 @@ from numba import njit
 from tlt_kernels.cpu.drafting import best_children, calibration_cell
 from tlt_kernels.cpu.tree import kth_largest
 
-PARENT, TOKEN, DEPTH, RANK, CELL, SOURCE, SLOT = range(7)  # columns of node_BCI
+PARENT, TOKEN, DEPTH, RANK, CELL, SOURCE, KV_SLOT = range(7)  # columns of node_BCI
 FIELDS = 7  # SOURCE: the row whose hidden state predicted the node; SLOT: where its KV lies, -1 = not expanded
 
 
@@ -69,7 +69,7 @@ def plant(
             node_BCI[b, at, RANK] = rank
             node_BCI[b, at, CELL] = cell
             node_BCI[b, at, SOURCE] = first_row + r
-            node_BCI[b, at, SLOT] = -1
+            node_BCI[b, at, KV_SLOT] = -1
             survival_BC[b, at] = parent_survival * min(
                 max(survival_table[cell], np.float32(0)), np.float32(1)
             )
@@ -98,7 +98,7 @@ def pick(
     width,
     budget,
     floor,
-    first_slot,
+    first_kv_slot,
     root_position_B,
     depth_limit_B,
     node_BCI,
@@ -106,14 +106,14 @@ def pick(
     count_B,
     row_token_R,
     row_position_R,
-    row_slot_R,
+    row_kv_slot_R,
     row_request_R,
     row_node_R,
     row_source_R,
     row_path,
     path_length,
 ):
-    """Choose and lay out the next rows; returns how many. Row r's scratch slot is first_slot + r.
+    """Choose and lay out the next rows; returns how many. Row r's scratch slot is first_kv_slot + r.
 
     row_path is flat [R * L]: scratch slots of the ancestors and of the row itself, root side first,
     -1 padded.
@@ -125,7 +125,7 @@ def pick(
             best = -1
             for n in range(count_B[b]):
                 if (
-                    node_BCI[b, n, SLOT] < 0
+                    node_BCI[b, n, KV_SLOT] < 0
                     and node_BCI[b, n, DEPTH] < depth_limit_B[b]
                     and survival_BC[b, n] > threshold
                     and (best < 0 or survival_BC[b, n] > survival_BC[b, best])
@@ -133,11 +133,11 @@ def pick(
                     best = n
             if best < 0:
                 break
-            slot = first_slot + rows
-            node_BCI[b, best, SLOT] = slot
+            kv_slot = first_kv_slot + rows
+            node_BCI[b, best, KV_SLOT] = kv_slot
             row_token_R[rows] = node_BCI[b, best, TOKEN]
             row_position_R[rows] = root_position_B[b] + node_BCI[b, best, DEPTH]
-            row_slot_R[rows] = slot
+            row_kv_slot_R[rows] = kv_slot
             row_request_R[rows] = b
             row_node_R[rows] = best
             row_source_R[rows] = node_BCI[b, best, SOURCE]
@@ -145,7 +145,7 @@ def pick(
             path[:] = -1
             node = best
             while node >= 0:
-                path[node_BCI[b, node, DEPTH] - 1] = node_BCI[b, node, SLOT]
+                path[node_BCI[b, node, DEPTH] - 1] = node_BCI[b, node, KV_SLOT]
                 node = node_BCI[b, node, PARENT]
             rows += 1
     return rows
@@ -160,7 +160,7 @@ def grow(
     pick_width,
     budget,
     floor,
-    first_slot,
+    first_kv_slot,
     root_position_B,
     depth_limit_B,
     seed_B,
@@ -172,7 +172,7 @@ def grow(
     count_B,
     row_token_R,
     row_position_R,
-    row_slot_R,
+    row_kv_slot_R,
     row_request_R,
     row_node_R,
     row_source_R,
@@ -205,7 +205,7 @@ def grow(
         pick_width,
         budget,
         floor,
-        first_slot,
+        first_kv_slot,
         root_position_B,
         depth_limit_B,
         node_BCI,
@@ -213,7 +213,7 @@ def grow(
         count_B,
         row_token_R,
         row_position_R,
-        row_slot_R,
+        row_kv_slot_R,
         row_request_R,
         row_node_R,
         row_source_R,

@@ -18,7 +18,7 @@ class RowLayout(NamedTuple):
 
     token_R: NDArray[np.int64]
     position_R: NDArray[np.int64]
-    slot_R: NDArray[np.int64]
+    kv_slot_R: NDArray[np.int64]
     request_R: NDArray[np.int32]
     parent_R: NDArray[np.int32]  # row of the parent; -1 for certain rows
     path_RD: NDArray[np.int32]
@@ -40,7 +40,7 @@ def _fill(
     node_token_N,
     token_R,
     position_R,
-    slot_R,
+    kv_slot_R,
     request_R,
     parent_R,
     path_RD,
@@ -56,7 +56,7 @@ def _fill(
         for p in range(start_W[w], end_W[w]):
             token_R[r] = tokens[t]
             position_R[r] = p
-            slot_R[r] = table_WP[w, p // page_size] * page_size + p % page_size
+            kv_slot_R[r] = table_WP[w, p // page_size] * page_size + p % page_size
             request_R[r] = w
             parent_R[r] = -1
             t += 1
@@ -68,7 +68,7 @@ def _fill(
             depth = position_R[parent] - position_R[root]
             token_R[r] = node_token_N[n]
             position_R[r] = position_R[parent] + 1
-            slot_R[r] = scratch_start + n
+            kv_slot_R[r] = scratch_start + n
             request_R[r] = w
             parent_R[r] = parent
             for d in range(depth):

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
-from tlt_kernels.gpu.tensors import PAGE_SIZE, Calibration, Kept, Nodes, Places, Rows, Trees
+from tlt_kernels.gpu.tensors import PAGE_SIZE, BatchSlots, Calibration, Kept, Nodes, Rows, Trees
 
 HEAD = 4  # count, accepted, verified, flags
 DONE, BROKEN = 1, 2
@@ -59,8 +59,8 @@ def parse(outcome_EF: NDArray[np.int32]) -> Outcome:
 
 @triton.jit
 def _accept(
-    place_B,
-    place_W,
+    batch_slot_B,
+    batch_slot_W,
     B,
     token_S,
     logprob_S,
@@ -73,7 +73,7 @@ def _accept(
     stop_QK,
     done_Q,
     token_R,
-    slot_R,
+    kv_slot_R,
     parent_R,
     root_E,
     count_E,
@@ -82,7 +82,7 @@ def _accept(
     source_BD,
     target_BD,
     hint_row_E,
-    hint_place_E,
+    hint_batch_slot_E,
     page_R,
     outcome_EF,
     V,
@@ -97,13 +97,13 @@ def _accept(
     e = tl.program_id(0)
     pdl_wait()
     decodes = e < B
-    place = tl.load(place_B + e, mask=decodes, other=0)
+    batch_slot = tl.load(batch_slot_B + e, mask=decodes, other=0)
     if not decodes:
-        place = tl.load(place_W + e - B)
+        batch_slot = tl.load(batch_slot_W + e - B)
     root = tl.load(root_E + e)
     count = tl.load(count_E + e)
-    length = tl.load(length_Q + place)
-    limit = tl.load(limit_Q + place)
+    length = tl.load(length_Q + batch_slot)
+    limit = tl.load(limit_Q + batch_slot)
     i_I = tl.arange(0, IP)
     tree_I = i_I < count
     row_I = root + i_I
@@ -115,7 +115,7 @@ def _accept(
     parent_I = tl.load(parent_R + row_I, mask=draft_I, other=-1) - root
     stops_I = tl.zeros([IP], tl.int1)
     for k in tl.static_range(K):
-        stop = tl.load(stop_QK + place * K + k)
+        stop = tl.load(stop_QK + batch_slot * K + k)
         stops_I |= (sampled_I == stop) & (stop >= 0)
 
     step_I = tl.full([IP], -1, tl.int32)  # where on the path a row stands
@@ -141,9 +141,9 @@ def _accept(
     kept_I = kept_I & (step_I < emitted)
     ended = ended | broken
 
-    tl.store(token_QT + place.to(tl.int64) * T + length + step_I, sampled_I, mask=kept_I)
-    tl.store(length_Q + place, length + emitted, mask=emitted > 0)
-    tl.store(done_Q + place, 1, mask=ended)
+    tl.store(token_QT + batch_slot.to(tl.int64) * T + length + step_I, sampled_I, mask=kept_I)
+    tl.store(length_Q + batch_slot, length + emitted, mask=emitted > 0)
+    tl.store(done_Q + batch_slot, 1, mask=ended)
     out = outcome_EF + e * (HEAD + 2 * (D + 1))
     tl.store(out, emitted)
     tl.store(out + 1, tl.maximum(steps - 1, 0))
@@ -155,25 +155,25 @@ def _accept(
     if not decodes:
         last = tl.where(broken, -1, root)  # also of a chunk that does not sample yet
     tl.store(hint_row_E + e, last)
-    tl.store(hint_place_E + e, place)
+    tl.store(hint_batch_slot_E + e, batch_slot)
     if decodes:
         position_I = length - 1 + step_I
-        page_I = tl.load(page_table_QP + place * P + position_I // PAGE, mask=kept_I, other=0)
+        page_I = tl.load(page_table_QP + batch_slot * P + position_I // PAGE, mask=kept_I, other=0)
         tl.store(page_R + row_I, page_I, mask=kept_I & (position_I % PAGE == PAGE - 1))
         moved_I = kept_I & (step_I > 0)
         at_I = e * D + step_I - 1
-        tl.store(source_BD + at_I, tl.load(slot_R + row_I, mask=moved_I, other=0), mask=moved_I)
+        tl.store(source_BD + at_I, tl.load(kv_slot_R + row_I, mask=moved_I, other=0), mask=moved_I)
         tl.store(target_BD + at_I, page_I * PAGE + position_I % PAGE, mask=moved_I)
         tl.store(count_B + e, tl.maximum(emitted - 1, 0))
         tl.store(on_path_V + row_I, on_path_I.to(tl.int32), mask=tree_I)
 
 
 def accept(
-    place_B: Tensor,
-    place_W: Tensor | None,
+    batch_slot_B: Tensor,
+    batch_slot_W: Tensor | None,
     token_S: Tensor,
     logprob_S: Tensor,
-    places: Places,
+    batch_slots: BatchSlots,
     rows: Rows,
     trees: Trees,
     kept: Kept,
@@ -184,30 +184,30 @@ def accept(
     """Follow from each root the child whose token is the target's; emit the target's tokens along
     the path.
 
-    Truncates behind the first stop id or at the limit, appends to the place's text, moves its
+    Truncates behind the first stop id or at the limit, appends to the batch slot's text, moves its
     length, sets done. token_S int32 and logprob_S float32 are the samples of `trees.sample_row_S`.
     Of two children with the same token the first one is followed.
     """
-    requests, path_depth = place_B.shape[0], rows.path_RD.shape[1]
-    works = place_W.shape[0] if place_W is not None else 0
+    requests, path_depth = batch_slot_B.shape[0], rows.path_RD.shape[1]
+    works = batch_slot_W.shape[0] if batch_slot_W is not None else 0
     assert outcome_EF.shape[1] == fields(path_depth) and kept.source_BD.shape[1] == path_depth
     block = max(triton.next_power_of_2(decode_rows), 2)  # one request may have all rows
     _accept[(requests + works,)](
-        place_B,
-        place_W if place_W is not None else place_B,
+        batch_slot_B,
+        batch_slot_W if batch_slot_W is not None else batch_slot_B,
         requests,
         token_S,
         logprob_S,
-        places.token_QT,
-        places.token_QT.shape[1],
-        places.length_Q,
-        places.limit_Q,
-        places.page_table_QP,
-        places.page_table_QP.shape[1],
-        places.stop_QK,
-        places.done_Q,
+        batch_slots.token_QT,
+        batch_slots.token_QT.shape[1],
+        batch_slots.length_Q,
+        batch_slots.limit_Q,
+        batch_slots.page_table_QP,
+        batch_slots.page_table_QP.shape[1],
+        batch_slots.stop_QK,
+        batch_slots.done_Q,
         rows.token_R,
-        rows.slot_R,
+        rows.kv_slot_R,
         rows.parent_R,
         trees.root_E,
         trees.count_E,
@@ -215,7 +215,7 @@ def accept(
         outcome_EF,
         decode_rows,
         PAGE=PAGE_SIZE,
-        K=places.stop_QK.shape[1],
+        K=batch_slots.stop_QK.shape[1],
         D=path_depth,
         IP=block,
         HEAD=HEAD,
@@ -298,7 +298,7 @@ def _store_hints(
     page_R,
     R,
     hint_row_E,
-    hint_place_E,
+    hint_batch_slot_E,
     g_RH,
     hint_QH,
     page_hint_PH,
@@ -320,11 +320,13 @@ def _store_hints(
         if row >= 0:
             g_H = tl.load(g_RH + row.to(tl.int64) * H + h_H, mask=h_H < H)
             tl.store(
-                hint_QH + tl.load(hint_place_E + r - R).to(tl.int64) * H + h_H, g_H, mask=h_H < H
+                hint_QH + tl.load(hint_batch_slot_E + r - R).to(tl.int64) * H + h_H,
+                g_H,
+                mask=h_H < H,
             )
 
 
-def store_hints(kept: Kept, g_RH: Tensor, places: Places, page_hint_PH: Tensor) -> None:
+def store_hints(kept: Kept, g_RH: Tensor, batch_slots: BatchSlots, page_hint_PH: Tensor) -> None:
     """Remember the fused feature of each sequence's last position, and of the last position of
     every page that was filled.
     """
@@ -333,9 +335,9 @@ def store_hints(kept: Kept, g_RH: Tensor, places: Places, page_hint_PH: Tensor) 
         kept.page_R,
         rows,
         kept.hint_row_E,
-        kept.hint_place_E,
+        kept.hint_batch_slot_E,
         g_RH,
-        places.hint_QH,
+        batch_slots.hint_QH,
         page_hint_PH,
         H=hidden,
         HP=triton.next_power_of_2(hidden),

@@ -30,7 +30,7 @@ from tlt_kernels.gpu.attention_algebra import (
     fold,
     nothing,
     quotient,
-    row_slots,
+    row_kv_slots,
     starts_split,
 )
 from tlt_kernels.gpu.attention_plan import FIELDS, PagedRows, Plan, allocate, plan
@@ -126,7 +126,7 @@ def _attend_rows(
         w = turn * programs + tl.where(turn < rounds, ahead, program)
         head = w % KV_HEADS
         item = items + w // KV_HEADS * FIELDS
-        row, place, base, begin, end = (
+        row, batch_slot, base, begin, end = (
             tl.load(item),
             tl.load(item + 1),
             tl.load(item + 2),
@@ -142,10 +142,10 @@ def _attend_rows(
         k_head, v_head, table, own = (
             k_cache + head * D,
             v_cache + head * D,
-            page_table + place * pages,
+            page_table + batch_slot * pages,
             path + row * depth,
         )
-        slot_T = row_slots(table, own, base, begin, end, FIRST, PAGE)
+        kv_slot_T = row_kv_slots(table, own, base, begin, end, FIRST, PAGE)
         if not TILES:
             pdl_wait()
         at_MD = (row * HEADS + head * GROUP + m_M)[:, None] * D + d_D[None, :]
@@ -160,10 +160,10 @@ def _attend_rows(
                 top_M, sum_ML, acc_MD = nothing(M, D)
             p_T = start + t_T
             visible_T = (p_T >= FIRST) & (p_T < end)
-            key_TD = slot_T.to(tl.int64)[:, None] * (KV_HEADS * D) + d_D[None, :]
+            key_TD = kv_slot_T.to(tl.int64)[:, None] * (KV_HEADS * D) + d_D[None, :]
             k_TD = tl.load(k_head + key_TD, visible_T[:, None], other=0.0)
             v_TD = tl.load(v_head + key_TD, visible_T[:, None], other=0.0)
-            slot_T = row_slots(table, own, base, start + BLOCK, end, FIRST, PAGE)
+            kv_slot_T = row_kv_slots(table, own, base, start + BLOCK, end, FIRST, PAGE)
             top_M, sum_ML, acc_MD = extend(
                 q_MD, k_TD, v_TD, visible_T[None, :], top_M, sum_ML, acc_MD, scale
             )

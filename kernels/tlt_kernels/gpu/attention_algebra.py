@@ -115,23 +115,23 @@ def quotient(sum_ML, acc_MD):
 
 
 @triton.jit
-def paged_slots(table, start, end, PAGE: tl.constexpr):
+def paged_kv_slots(table, start, end, PAGE: tl.constexpr):
     """Slots of positions [start, start + BLOCK), anything past `end`. Page by page: one number per
     page costs no exchange of lanes.
     """
     t_T = tl.arange(0, BLOCK)
-    slot_T = tl.zeros([BLOCK], tl.int32)
+    kv_slot_T = tl.zeros([BLOCK], tl.int32)
     for i in tl.static_range(BLOCK // PAGE):
         page = tl.load(table + start // PAGE + i, start + i * PAGE < end, other=0)
-        slot_T = tl.where(t_T // PAGE == i, page * PAGE + t_T % PAGE, slot_T)
-    return slot_T
+        kv_slot_T = tl.where(t_T // PAGE == i, page * PAGE + t_T % PAGE, kv_slot_T)
+    return kv_slot_T
 
 
 @triton.jit
-def row_slots(table, own, base, start, end, FIRST: tl.constexpr, PAGE: tl.constexpr):
+def row_kv_slots(table, own, base, start, end, FIRST: tl.constexpr, PAGE: tl.constexpr):
     """Slots of positions [start, start + BLOCK) for one row: in pages below `base`, then the row's
     own.
     """
     p_T = start + tl.arange(0, BLOCK)
     own_T = tl.load(own + p_T - base, (p_T >= base) & (p_T >= FIRST) & (p_T < end), other=0)
-    return tl.where(p_T < base, paged_slots(table, start, tl.minimum(base, end), PAGE), own_T)
+    return tl.where(p_T < base, paged_kv_slots(table, start, tl.minimum(base, end), PAGE), own_T)

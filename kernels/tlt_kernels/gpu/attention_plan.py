@@ -11,7 +11,7 @@ acc) in the workspace, folded in order by whoever is last. How work is cut chang
 result. Tile items are listed the shortest first, by kind: single short splits, single longest ones,
 then what starts a context. Their kernel walks the list from its end.
 
-Legend: R rows, Q places, P pages of a place, D longest draft path, I items, W states, N query
+Legend: R rows, Q batch slots, P pages of a batch slot, D longest draft path, I items, W states, N query
 heads, K KV heads.
 """
 
@@ -43,7 +43,7 @@ _STATE_KEYS = tl.constexpr(
 
 
 class PagedRows(NamedTuple):
-    """Key position p of row r: `page_table_QP[place_R[r], p // 16] * 16 + p % 16` for p <
+    """Key position p of row r: `page_table_QP[batch_slot_R[r], p // 16] * 16 + p % 16` for p <
     base_R[r], else `path_RD[r, p - base_R[r]]`.
 
     All int32. A dead row has position -1. Rows of one request are contiguous and have the same
@@ -51,7 +51,7 @@ class PagedRows(NamedTuple):
     """
 
     position_R: Tensor
-    place_R: Tensor
+    batch_slot_R: Tensor
     base_R: Tensor
     path_RD: Tensor
     page_table_QP: Tensor
@@ -72,9 +72,9 @@ class Plan(NamedTuple):
     tile_programs: int
     count_2: Tensor  # row items, tile items
     row_item_IF: (
-        Tensor  # row, place, base, begin, end, own state or -1, row items, states, first state
+        Tensor  # row, batch slot, base, begin, end, own state or -1, row items, states, first state
     )
-    tile_item_IF: Tensor  # first row, place, rows, base, begin, end, states, own state
+    tile_item_IF: Tensor  # first row, batch slot, rows, base, begin, end, states, own state
     state_R: Tensor  # first state of a row
     counter_RK: Tensor
     top_WN: Tensor
@@ -154,13 +154,13 @@ def _earlier(a, b):
 
 
 @triton.jit
-def _follows(r_C, start, position, place, base, rows, CHUNK: tl.constexpr):
+def _follows(r_C, start, position, batch_slot, base, rows, CHUNK: tl.constexpr):
     """Whether a row is of the same run as the row before it."""
     inside_C = (r_C > start) & (r_C < tl.minimum(rows, start + CHUNK))
     follows_C = tl.load(position + r_C, inside_C, other=-1) >= 0
     follows_C &= tl.load(position + r_C - 1, inside_C, other=-1) >= 0
-    follows_C &= tl.load(place + r_C, inside_C, other=0) == tl.load(
-        place + r_C - 1, inside_C, other=1
+    follows_C &= tl.load(batch_slot + r_C, inside_C, other=0) == tl.load(
+        batch_slot + r_C - 1, inside_C, other=1
     )
     return follows_C & (
         tl.load(base + r_C, inside_C, other=0) == tl.load(base + r_C - 1, inside_C, other=0)
@@ -187,7 +187,7 @@ def _continues(r_C, follows_C, position, base, path, depth):
 def _tiles(
     start,
     position,
-    place,
+    batch_slot,
     base,
     path,
     depth,
@@ -196,13 +196,13 @@ def _tiles(
     TILES: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Of rows [start, start + CHUNK): index, position, place, base; first row and size of its tile,
+    """Of rows [start, start + CHUNK): index, position, batch slot, base; first row and size of its tile,
     positions of its first and last row, whether each of its rows continues the one before it.
     """
     r_C = start + tl.arange(0, CHUNK)
     position_C = tl.load(position + r_C, r_C < rows, other=-1)
-    place_C, base_C = (
-        tl.load(place + r_C, r_C < rows, other=0),
+    batch_slot_C, base_C = (
+        tl.load(batch_slot + r_C, r_C < rows, other=0),
         tl.load(base + r_C, r_C < rows, other=0),
     )
     alive_C = position_C >= 0
@@ -210,7 +210,7 @@ def _tiles(
         return (
             r_C,
             position_C,
-            place_C,
+            batch_slot_C,
             base_C,
             r_C,
             tl.where(alive_C, 1, 0),
@@ -218,10 +218,10 @@ def _tiles(
             position_C,
             alive_C,
         )
-    follows_C = _follows(r_C, start, position, place, base, rows, CHUNK)
+    follows_C = _follows(r_C, start, position, batch_slot, base, rows, CHUNK)
     run_C = tl.associative_scan(tl.where(follows_C, 0, r_C), 0, _later)
     tile_C = r_C - (r_C - run_C) % TILE
-    inner_C = _follows(r_C + 1, start, position, place, base, rows, CHUNK) & (
+    inner_C = _follows(r_C + 1, start, position, batch_slot, base, rows, CHUNK) & (
         r_C + 1 - tile_C < TILE
     )
     after_C = tl.associative_scan(
@@ -242,7 +242,7 @@ def _tiles(
     return (
         r_C,
         position_C,
-        place_C,
+        batch_slot_C,
         base_C,
         tile_C,
         tl.where(alive_C, after_C - tile_C, 0),
@@ -298,7 +298,7 @@ def _by_length(items_C, prefix_C):
 @triton.jit
 def _plan(
     position,
-    place,
+    batch_slot,
     base,
     path,
     depth,
@@ -321,7 +321,7 @@ def _plan(
     row_keys, tile_keys, tile_rows = 0, 0, 0
     for start in range(0, rows, CHUNK):
         r_C, position_C, _, base_C, tile_C, size_C, first_C, last_C, chain_C = _tiles(
-            start, position, place, base, path, depth, rows, TILE, TILES, CHUNK
+            start, position, batch_slot, base, path, depth, rows, TILE, TILES, CHUNK
         )
         _, keys_C, _, _, _, _, _ = _pieces(
             position_C, base_C, size_C, first_C, last_C, chain_C, 0, 0
@@ -336,7 +336,7 @@ def _plan(
         needed, short_tile_items, later_tile_items = 0, 0, 0
         for start in range(0, rows, CHUNK):
             r_C, position_C, _, base_C, tile_C, size_C, first_C, last_C, chain_C = _tiles(
-                start, position, place, base, path, depth, rows, TILE, TILES, CHUNK
+                start, position, batch_slot, base, path, depth, rows, TILE, TILES, CHUNK
             )
             _, _, prefix_C, items_C, _, _, states_C = _pieces(
                 position_C, base_C, size_C, first_C, last_C, chain_C, row_quota, tile_quota
@@ -352,8 +352,8 @@ def _plan(
     row_count, state_count = 0, 0
     short_count, long_count, tile_count = 0, short_tile_items, later_tile_items
     for start in range(0, rows, CHUNK):
-        r_C, position_C, place_C, base_C, tile_C, size_C, first_C, last_C, chain_C = _tiles(
-            start, position, place, base, path, depth, rows, TILE, TILES, CHUNK
+        r_C, position_C, batch_slot_C, base_C, tile_C, size_C, first_C, last_C, chain_C = _tiles(
+            start, position, batch_slot, base, path, depth, rows, TILE, TILES, CHUNK
         )
         splits_C, _, prefix_C, items_C, rest_C, row_items_C, states_C = _pieces(
             position_C, base_C, size_C, first_C, last_C, chain_C, row_quota, tile_quota
@@ -384,7 +384,7 @@ def _plan(
             mask_CJ = j_CJ < row_items_C[:, None]
             item_CJ = row_item + (row_at_C[:, None] + j_CJ) * FIELDS
             tl.store(item_CJ, r_C[:, None], mask_CJ)
-            tl.store(item_CJ + 1, place_C[:, None], mask_CJ)
+            tl.store(item_CJ + 1, batch_slot_C[:, None], mask_CJ)
             tl.store(item_CJ + 2, base_C[:, None], mask_CJ)
             tl.store(item_CJ + 3, split_start(split_CJ), mask_CJ)
             tl.store(item_CJ + 4, tl.where(fold_only_C[:, None], 0, end_CJ), mask_CJ)
@@ -408,7 +408,7 @@ def _plan(
                 )
                 item_CJ = tile_item + tl.where(j_CJ == 0, first_at_C[:, None], later_at_CJ) * FIELDS
                 tl.store(item_CJ, r_C[:, None], mask_CJ)
-                tl.store(item_CJ + 1, place_C[:, None], mask_CJ)
+                tl.store(item_CJ + 1, batch_slot_C[:, None], mask_CJ)
                 tl.store(item_CJ + 2, size_C[:, None], mask_CJ)
                 tl.store(item_CJ + 3, base_C[:, None], mask_CJ)
                 tl.store(item_CJ + 4, begin_CJ, mask_CJ)
@@ -436,7 +436,7 @@ def plan(rows: PagedRows, work: Plan) -> None:
     tile_rows = work.tile // (work.top_WN.shape[1] // kv_heads)
     _plan[(1,)](
         rows.position_R,
-        rows.place_R,
+        rows.batch_slot_R,
         rows.base_R,
         rows.path_RD,
         rows.path_RD.shape[1],

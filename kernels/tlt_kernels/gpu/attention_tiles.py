@@ -18,9 +18,9 @@ from tlt_kernels.gpu.attention_algebra import (
     extend,
     fold,
     nothing,
-    paged_slots,
+    paged_kv_slots,
     quotient,
-    row_slots,
+    row_kv_slots,
     starts_split,
 )
 from tlt_kernels.gpu.attention_plan import FIELDS
@@ -36,7 +36,7 @@ def _meet(
     table,
     own,
     base,
-    slot_T,
+    kv_slot_T,
     start,
     end,
     total_top_M,
@@ -53,7 +53,7 @@ def _meet(
     SPLITS: tl.constexpr,
     EDGE: tl.constexpr,
 ):
-    """Queries with the blocks of [start, end), the first of which lies in `slot_T`. Without EDGE
+    """Queries with the blocks of [start, end), the first of which lies in `kv_slot_T`. Without EDGE
     every row sees every key, in pages.
     """
     t_T, d_D = tl.arange(0, BLOCK), tl.arange(0, D)
@@ -63,7 +63,7 @@ def _meet(
                 total_top_M, total_ML, total_MD, top_M, sum_ML, acc_MD, scale
             )
             top_M, sum_ML, acc_MD = nothing(q_MD.shape[0], D)
-        at_TD = slot_T.to(tl.int64)[:, None] * (KV_HEADS * D) + d_D[None, :]
+        at_TD = kv_slot_T.to(tl.int64)[:, None] * (KV_HEADS * D) + d_D[None, :]
         if EDGE or FIRST > 0:
             p_T = p + t_T
             inside_T = (p_T >= FIRST) & (p_T < end)
@@ -75,9 +75,9 @@ def _meet(
             k_TD, v_TD = tl.load(k_head + at_TD), tl.load(v_head + at_TD)
             top_M, sum_ML, acc_MD = extend(q_MD, k_TD, v_TD, None, top_M, sum_ML, acc_MD, scale)
         if EDGE:
-            slot_T = row_slots(table, own, base, p + BLOCK, end, FIRST, PAGE)
+            kv_slot_T = row_kv_slots(table, own, base, p + BLOCK, end, FIRST, PAGE)
         else:
-            slot_T = paged_slots(table, p + BLOCK, end, PAGE)
+            kv_slot_T = paged_kv_slots(table, p + BLOCK, end, PAGE)
     return total_top_M, total_ML, total_MD, top_M, sum_ML, acc_MD
 
 
@@ -123,7 +123,7 @@ def attend_tiles(
         w = work - 1 - turn * programs - tl.where(turn % 2 == 0, ahead, behind)
         head = w % KV_HEADS
         item = items + w // KV_HEADS * FIELDS
-        row, place, size, base = (
+        row, batch_slot, size, base = (
             tl.load(item),
             tl.load(item + 1),
             tl.load(item + 2),
@@ -138,8 +138,12 @@ def attend_tiles(
         row_M, member_M = row + m_M // GROUP, m_M // GROUP < size
         query_M = row_M * HEADS + head * GROUP + m_M % GROUP
         position_M = tl.load(position + row_M, member_M, other=-1)
-        k_head, v_head, table = k_cache + head * D, v_cache + head * D, page_table + place * pages
-        slot_T = paged_slots(table, begin, end, PAGE)
+        k_head, v_head, table = (
+            k_cache + head * D,
+            v_cache + head * D,
+            page_table + batch_slot * pages,
+        )
+        kv_slot_T = paged_kv_slots(table, begin, end, PAGE)
         whole = tl.min(tl.where(member_M, position_M, end), axis=0) + 1
         whole = tl.maximum(
             tl.minimum(tl.minimum(whole, base), end) // BLOCK * BLOCK, begin
@@ -157,7 +161,7 @@ def attend_tiles(
             table,
             path,
             base,
-            slot_T,
+            kv_slot_T,
             begin,
             whole,
             total_top_M,
@@ -179,7 +183,7 @@ def attend_tiles(
                 path + (tl.load(item) + tl.load(item + 2) - 1) * depth,
                 tl.load(item + 3),
             )  # what lives that long takes registers
-            slot_T = row_slots(table, own, base, whole, end, FIRST, PAGE)
+            kv_slot_T = row_kv_slots(table, own, base, whole, end, FIRST, PAGE)
             total_top_M, total_ML, total_MD, top_M, sum_ML, acc_MD = _meet(
                 q_MD,
                 position_M,
@@ -188,7 +192,7 @@ def attend_tiles(
                 table,
                 own,
                 base,
-                slot_T,
+                kv_slot_T,
                 whole,
                 end,
                 total_top_M,

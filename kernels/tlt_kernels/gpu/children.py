@@ -3,11 +3,11 @@
 z = logits / T + G(seed, position, target id) over the draft vocabulary, T by its float32
 reciprocal; a greedy row ranks by its logits. The first launch leaves the best W of every block of
 the vocabulary, the second the best W of a row, each by W rounds of a maximum over integer keys and
-of a minimum over places: both are single instructions of a warp. Candidates stay in the order of
-their indices wherever they tie, so the first place of a maximum is the earlier index. CPU twin:
+of a minimum over indices: both are single instructions of a warp. Candidates stay in the order of
+their indices wherever they tie, so the minimum is the first index of a maximum. CPU twin:
 `tlt_kernels.cpu.drafting.children`.
 
-Legend: M rows, C draft vocabulary, W children per row, B blocks of the vocabulary, Q places.
+Legend: M rows, C draft vocabulary, W children per row, B blocks of the vocabulary, Q batch slots.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ NOTHING = tl.constexpr(-(2**31))  # key below those of all values: no candidate
 
 @triton.jit
 def best_of(key_N, N: tl.constexpr, W: tl.constexpr, WIDE: tl.constexpr):
-    """(keys, places) of the W best candidates, best first, ties by place; nothing is looked up
+    """(keys, indices) of the W best candidates, best first, ties by index; nothing is looked up
     before all of them are known.
     """
-    places = tl.arange(0, N)
+    at_N = tl.arange(0, N)
     ranks = tl.arange(0, WIDE)
     best_W = tl.full((WIDE,), NOTHING, tl.int32)
-    place_W = tl.zeros((WIDE,), tl.int32)
+    at_W = tl.zeros((WIDE,), tl.int32)
     for w in tl.static_range(W):
         best = tl.max(key_N)
-        place = tl.min(tl.where(key_N == best, places, N))
-        key_N = tl.where(places == place, NOTHING, key_N)
+        at = tl.min(tl.where(key_N == best, at_N, N))
+        key_N = tl.where(at_N == at, NOTHING, key_N)
         best_W = tl.where(ranks == w, best, best_W)
-        place_W = tl.where(ranks == w, place, place_W)
-    return best_W, place_W
+        at_W = tl.where(ranks == w, at, at_W)
+    return best_W, at_W
 
 
 @triton.jit
 def _best_of_blocks(
-    logits_MC, target_ids_C, place_M, position_M, seed_Q, temperature_Q, key_MBW, token_MBW,
+    logits_MC, target_ids_C, batch_slot_M, position_M, seed_Q, temperature_Q, key_MBW, token_MBW,
     C, B, W: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     pdl_launch()
@@ -60,8 +60,8 @@ def _best_of_blocks(
     if position < 0:
         return
     z = tl.load(logits_MC + m * C + index, mask=index < C, other=-float("inf"))
-    place = tl.load(place_M + m)
-    temperature, seed = tl.load(temperature_Q + place), tl.load(seed_Q + place)
+    batch_slot = tl.load(batch_slot_M + m)
+    temperature, seed = tl.load(temperature_Q + batch_slot), tl.load(seed_Q + batch_slot)
     if temperature >= GREEDY_BELOW:
         z = tl.fma(z, tl.div_rn(1.0, temperature), gumbel_of_tokens(seed, target_ids, position + 1))
     keys = tl.where(z > -float("inf"), key_of(z), NOTHING)
@@ -101,7 +101,7 @@ def _best_of_rows(
 def children(
     logits_MC: torch.Tensor,  # float32
     target_ids_C: torch.Tensor,  # int32, the target's id of every draft token
-    place_M: torch.Tensor,  # int32
+    batch_slot_M: torch.Tensor,  # int32
     position_M: torch.Tensor,  # int32, of the row, -1 dead; its children stand one later
     seed_Q: torch.Tensor,  # int64, the bits of a uint64
     temperature_Q: torch.Tensor,  # float32
@@ -116,11 +116,11 @@ def children(
     B, W = triton.cdiv(C, BLOCK), max(width, 2)
     TILE, WIDE = triton.next_power_of_2(B * W), triton.next_power_of_2(W)
     key_MBW, token_MBW = (
-        place_M.new_empty((M, B, W)) for _ in range(2)
+        batch_slot_M.new_empty((M, B, W)) for _ in range(2)
     )  # each aligned, or the kernel has other variants
-    token_MW, z_MW = place_M.new_empty((M, W)), logits_MC.new_empty((M, W))
+    token_MW, z_MW = batch_slot_M.new_empty((M, W)), logits_MC.new_empty((M, W))
     _best_of_blocks[(B, M)](
-        logits_MC, target_ids_C, place_M, position_M, seed_Q, temperature_Q, key_MBW, token_MBW,
+        logits_MC, target_ids_C, batch_slot_M, position_M, seed_Q, temperature_Q, key_MBW, token_MBW,
         C, B, W=W, WIDE=WIDE, BLOCK=BLOCK, num_warps=1, **PDL,
     )  # fmt: skip
     _best_of_rows[(M,)](

@@ -8,7 +8,7 @@ list is bisected over the values of z. Where too many remain (nearly even rows) 
 bisected instead, slower by its passes over the row. Masses of tokens are integers, so neither the
 order of a list nor its tiles matter.
 
-Legend: S sampled rows, V vocabulary, G groups of `GROUP` tokens, L listed tokens, Q places.
+Legend: S sampled rows, V vocabulary, G groups of `GROUP` tokens, L listed tokens, Q batch slots.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ ONE = tl.constexpr(2.0**40)  # mass of the likeliest token
 
 
 @triton.jit
-def _parameters(row_S, place_R, temperature_Q, top_k_Q, top_p_Q, min_p_Q, s, V):
+def _parameters(row_S, batch_slot_R, temperature_Q, top_k_Q, top_p_Q, min_p_Q, s, V):
     """(whether any filter cuts, temperature, top_k or V, top_p, min_p) of sampled row s."""
     row = tl.load(row_S + s)
-    place = tl.load(place_R + tl.maximum(row, 0))
-    temperature = tl.load(temperature_Q + place)
+    batch_slot = tl.load(batch_slot_R + tl.maximum(row, 0))
+    temperature = tl.load(temperature_Q + batch_slot)
     top_k, top_p, min_p = (
-        tl.load(top_k_Q + place),
-        tl.load(top_p_Q + place),
-        tl.load(min_p_Q + place),
+        tl.load(top_k_Q + batch_slot),
+        tl.load(top_p_Q + batch_slot),
+        tl.load(min_p_Q + batch_slot),
     )
     top_k = tl.where((top_k <= 0) | (top_k > V), V, top_k)
     cutting = (
@@ -53,7 +53,7 @@ def _parameters(row_S, place_R, temperature_Q, top_k_Q, top_p_Q, min_p_Q, s, V):
 
 @triton.jit
 def _measure_groups(
-    logits_SV, row_S, place_R, temperature_Q, top_k_Q, top_p_Q, min_p_Q, top_SG, mass_SG,
+    logits_SV, row_S, batch_slot_R, temperature_Q, top_k_Q, top_p_Q, min_p_Q, top_SG, mass_SG,
     V, G, GROUP: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Maximum of every group, and its sum of exponentials below that maximum."""
@@ -64,7 +64,7 @@ def _measure_groups(
     pdl_wait()
     logits = tl.load(logits_SV + s * V + tokens, mask=tokens < V, other=-float("inf"))
     cutting, temperature, _, _, _ = _parameters(
-        row_S, place_R, temperature_Q, top_k_Q, top_p_Q, min_p_Q, s, V
+        row_S, batch_slot_R, temperature_Q, top_k_Q, top_p_Q, min_p_Q, s, V
     )
     if not cutting:
         return
@@ -77,7 +77,7 @@ def _measure_groups(
 
 @triton.jit
 def _find_floors(
-    row_S, place_R, temperature_Q, top_k_Q, top_p_Q, min_p_Q, top_SG, mass_SG,
+    row_S, batch_slot_R, temperature_Q, top_k_Q, top_p_Q, min_p_Q, top_SG, mass_SG,
     floor_S, top_S, total_S, temperature_S, listed_S, V, G, GROUP: tl.constexpr, G_TILE: tl.constexpr,
 ):  # fmt: skip
     """Floor, maximum and mass of every row; mass 0 where nothing is cut or the row is broken, floor
@@ -89,7 +89,7 @@ def _find_floors(
     pdl_wait()
     tl.store(listed_S + s, 0)
     cutting, temperature, top_k, top_p, min_p = _parameters(
-        row_S, place_R, temperature_Q, top_k_Q, top_p_Q, min_p_Q, s, V
+        row_S, batch_slot_R, temperature_Q, top_k_Q, top_p_Q, min_p_Q, s, V
     )
     inside = groups < tl.where(cutting, G, 0)
     top_G = tl.load(top_SG + s * G + groups, mask=inside, other=-float("inf"))
@@ -260,7 +260,7 @@ def _shorten(
 
 @triton.jit
 def _cut_rows(
-    logits_SV, row_S, place_R, temperature_Q, top_k_Q, top_p_Q, min_p_Q, floor_S, top_S, total_S,
+    logits_SV, row_S, batch_slot_R, temperature_Q, top_k_Q, top_p_Q, min_p_Q, floor_S, top_S, total_S,
     listed_S, z_SL, token_SL, cut_S, last_S, V, TILE: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
     pdl_launch()
@@ -272,7 +272,7 @@ def _cut_rows(
         tl.store(last_S + s, V)
         return
     _, temperature, top_k, top_p, min_p = _parameters(
-        row_S, place_R, temperature_Q, top_k_Q, top_p_Q, min_p_Q, s, V
+        row_S, batch_slot_R, temperature_Q, top_k_Q, top_p_Q, min_p_Q, s, V
     )
     floor, top, size = tl.load(floor_S + s), tl.load(top_S + s), tl.load(listed_S + s)
     listed = (floor > -float("inf")) & (size <= CAPACITY)
@@ -317,7 +317,7 @@ def _cut_rows(
 def cuts(
     logits_SV: torch.Tensor,
     row_S: torch.Tensor,
-    place_R: torch.Tensor,
+    batch_slot_R: torch.Tensor,
     temperature_Q: torch.Tensor,
     top_k_Q: torch.Tensor,
     top_p_Q: torch.Tensor,
@@ -332,7 +332,7 @@ def cuts(
     floor_S, top_S, total_S, temperature_S, cut_S = (logits_SV.new_empty(S) for _ in range(5))
     listed_S, last_S = (row_S.new_empty(S) for _ in range(2))
     z_SL, token_SL = logits_SV.new_empty((S, CAPACITY)), row_S.new_empty((S, CAPACITY))
-    parameters = (row_S, place_R, temperature_Q, top_k_Q, top_p_Q, min_p_Q)
+    parameters = (row_S, batch_slot_R, temperature_Q, top_k_Q, top_p_Q, min_p_Q)
     _measure_groups[(triton.cdiv(G, GROUPS), S)](
         logits_SV,
         *parameters,

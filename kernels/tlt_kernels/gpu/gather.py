@@ -1,7 +1,7 @@
 """Row gathers whose index may be -1 (a dead row: zeros), and each row's hint from the row before
 it.
 
-Legend: N table rows, R rows, H width, Q places.
+Legend: N table rows, R rows, H width, Q batch slots.
 """
 
 from __future__ import annotations
@@ -59,13 +59,21 @@ def gather(table_NH: Tensor, index_R: Tensor, *, out_RH: Tensor | None = None) -
     return out_RH
 
 
-def previous_hints(g_RH: Tensor, parent_R: Tensor, hint_QH: Tensor, place_R: Tensor) -> Tensor:
-    """What a drafter reads beside each row's token: g of the row before, or of the place where that
+def previous_hints(g_RH: Tensor, parent_R: Tensor, hint_QH: Tensor, batch_slot_R: Tensor) -> Tensor:
+    """What a drafter reads beside each row's token: g of the row before, or of the batch slot where that
     row was an earlier step's: [R, H].
     """
     out_RH = torch.empty_like(g_RH)
     grid = len(g_RH), triton.cdiv(g_RH.shape[1], _BLOCK)
     _gather[grid](
-        g_RH, parent_R, hint_QH, place_R, out_RH, g_RH.shape[1], OTHER=True, BLOCK=_BLOCK, **PDL
+        g_RH,
+        parent_R,
+        hint_QH,
+        batch_slot_R,
+        out_RH,
+        g_RH.shape[1],
+        OTHER=True,
+        BLOCK=_BLOCK,
+        **PDL,
     )
     return out_RH

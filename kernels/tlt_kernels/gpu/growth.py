@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
-from tlt_kernels.gpu.tensors import PAGE_SIZE, Calibration, Draft, Nodes, Places
+from tlt_kernels.gpu.tensors import PAGE_SIZE, BatchSlots, Calibration, Draft, Nodes
 
 FLOOR = 0.02  # a node that survives less is not expanded: its row costs more than it brings
 RANKS, BUCKETS = (
@@ -32,20 +32,22 @@ def columns(depth: int, width: int) -> int:
 
 
 @triton.jit
-def draft_limit(place, length, depth, limit_Q, capacity_Q, done_Q, drafts_Q):
-    """The deepest draft token that is of use to a place: a bonus token follows it, and pages hold
+def draft_limit(batch_slot, length, depth, limit_Q, capacity_Q, done_Q, drafts_Q):
+    """The deepest draft token that is of use to a batch slot: a bonus token follows it, and pages hold
     its KV. 0 = none.
     """
-    room = tl.minimum(tl.load(limit_Q + place) - length - 1, tl.load(capacity_Q + place) - length)
+    room = tl.minimum(
+        tl.load(limit_Q + batch_slot) - length - 1, tl.load(capacity_Q + batch_slot) - length
+    )
     able = (
-        (tl.load(done_Q + place) == 0) & (tl.load(drafts_Q + place) != 0) & (length >= 2)
+        (tl.load(done_Q + batch_slot) == 0) & (tl.load(drafts_Q + batch_slot) != 0) & (length >= 2)
     )  # no feature precedes the first token
     return tl.where(able, tl.maximum(tl.minimum(room, depth), 0), 0)
 
 
 @triton.jit
 def _roots(
-    place_B,
+    batch_slot_B,
     token_QT,
     T,
     length_Q,
@@ -57,8 +59,8 @@ def _roots(
     drafts_Q,
     token_X,
     position_X,
-    slot_X,
-    place_X,
+    kv_slot_X,
+    batch_slot_X,
     base_X,
     path_XD,
     D: tl.constexpr,
@@ -79,21 +81,21 @@ def _roots(
     pdl_launch()
     b = tl.program_id(0)
     pdl_wait()
-    place = tl.load(place_B + b)
-    length = tl.load(length_Q + place)
+    batch_slot = tl.load(batch_slot_B + b)
+    length = tl.load(length_Q + batch_slot)
     position = tl.maximum(length - 1, 0)
-    limit = draft_limit(place, length, depth, limit_Q, capacity_Q, done_Q, drafts_Q)
+    limit = draft_limit(batch_slot, length, depth, limit_Q, capacity_Q, done_Q, drafts_Q)
     alive = limit > 0
-    token = tl.load(token_QT + place.to(tl.int64) * T + position, mask=alive, other=0)
-    page = tl.load(page_table_QP + place * P + position // PAGE, mask=alive, other=0)
+    token = tl.load(token_QT + batch_slot.to(tl.int64) * T + position, mask=alive, other=0)
+    page = tl.load(page_table_QP + batch_slot * P + position // PAGE, mask=alive, other=0)
     tl.store(token_X + b, token)
     tl.store(position_X + b, tl.where(alive, position, -1))
-    tl.store(slot_X + b, tl.where(alive, page * PAGE + position % PAGE, trash))
-    tl.store(place_X + b, tl.where(alive, place, idle))
+    tl.store(kv_slot_X + b, tl.where(alive, page * PAGE + position % PAGE, trash))
+    tl.store(batch_slot_X + b, tl.where(alive, batch_slot, idle))
     tl.store(base_X + b, tl.where(alive, length, 0))
     d_D = tl.arange(0, DP)
     tl.store(path_XD + b * D + d_D, -1, mask=d_D < D)
-    tl.store(source_X + b, place)
+    tl.store(source_X + b, batch_slot)
     tl.store(node_X + b, -1)
     tl.store(survival_X + b, tl.where(alive, 1.0, -1.0))
     tl.store(root_position_B + b, position)
@@ -104,7 +106,13 @@ def _roots(
 
 
 def roots(
-    place_B: Tensor, places: Places, draft: Draft, nodes: Nodes, *, depth: int, trash: int
+    batch_slot_B: Tensor,
+    batch_slots: BatchSlots,
+    draft: Draft,
+    nodes: Nodes,
+    *,
+    depth: int,
+    trash: int,
 ) -> None:
     """Lay out level 0: per request its last known token, and how deep drafts are of use to it;
     empty the node table.
@@ -113,21 +121,21 @@ def roots(
     and a bonus token.
     """
     rows, path_depth = draft.rows, draft.rows.path_RD.shape[1]
-    _roots[(place_B.shape[0],)](
-        place_B,
-        places.token_QT,
-        places.token_QT.shape[1],
-        places.length_Q,
-        places.limit_Q,
-        places.capacity_Q,
-        places.page_table_QP,
-        places.page_table_QP.shape[1],
-        places.done_Q,
-        places.drafts_Q,
+    _roots[(batch_slot_B.shape[0],)](
+        batch_slot_B,
+        batch_slots.token_QT,
+        batch_slots.token_QT.shape[1],
+        batch_slots.length_Q,
+        batch_slots.limit_Q,
+        batch_slots.capacity_Q,
+        batch_slots.page_table_QP,
+        batch_slots.page_table_QP.shape[1],
+        batch_slots.done_Q,
+        batch_slots.drafts_Q,
         rows.token_R,
         rows.position_R,
-        rows.slot_R,
-        rows.place_R,
+        rows.kv_slot_R,
+        rows.batch_slot_R,
         rows.base_R,
         rows.path_RD,
         path_depth,
@@ -140,7 +148,7 @@ def roots(
         nodes.survival_BC.shape[1],
         depth,
         trash,
-        places.idle,
+        batch_slots.idle,
         PAGE=PAGE_SIZE,
         DP=triton.next_power_of_2(path_depth),
         BLOCK=128,
@@ -149,15 +157,17 @@ def roots(
     )
 
 
-@triton.jit(do_not_specialize=["level_rows", "first_row", "first_column", "next_row", "first_slot"])
+@triton.jit(
+    do_not_specialize=["level_rows", "first_row", "first_column", "next_row", "first_kv_slot"]
+)
 def _grow(
     token_ML,
     z_ML,
     L: tl.constexpr,
     token_X,
     position_X,
-    slot_X,
-    place_X,
+    kv_slot_X,
+    batch_slot_X,
     base_X,
     path_XD,
     D: tl.constexpr,
@@ -171,7 +181,7 @@ def _grow(
     depth_BC,
     cell_BC,
     source_BC,
-    slot_BC,
+    kv_slot_BC,
     survival_BC,
     C,
     survival_Z,
@@ -181,7 +191,7 @@ def _grow(
     first_column,
     next_row,
     last,
-    first_slot,
+    first_kv_slot,
     trash,
     idle,
     floor,
@@ -233,7 +243,7 @@ def _grow(
     tl.store(depth_BC + at_WW, whole_WW + depth_W1, mask=planted_WW)
     tl.store(cell_BC + at_WW, cell_WW, mask=planted_WW)
     tl.store(source_BC + at_WW, whole_WW + row_W1, mask=planted_WW)
-    tl.store(slot_BC + at_WW, whole_WW - 1, mask=planted_WW)
+    tl.store(kv_slot_BC + at_WW, whole_WW - 1, mask=planted_WW)
     tl.store(survival_BC + at_WW, survival_WW, mask=planted_WW)
     if last:
         return
@@ -244,7 +254,7 @@ def _grow(
     known_C = c_C < first_column + level_rows * W
     survival_C = tl.load(survival_BC + b * C + c_C, mask=known_C, other=-1.0)
     expandable_C = (survival_C > floor) & (
-        tl.load(slot_BC + b * C + c_C, mask=known_C, other=0) < 0
+        tl.load(kv_slot_BC + b * C + c_C, mask=known_C, other=0) < 0
     )
     expandable_C &= tl.load(depth_BC + b * C + c_C, mask=known_C, other=0) < limit
     bits_C = survival_C.to(tl.int32, bitcast=True).to(
@@ -263,15 +273,15 @@ def _grow(
     depth_W = tl.load(depth_BC + at_W, mask=alive_W, other=0)
     source_W = tl.load(source_BC + at_W, mask=alive_W, other=0)
     next_survival_W = tl.load(survival_BC + at_W, mask=alive_W, other=-1.0)
-    place = tl.load(place_X + b)
+    batch_slot = tl.load(batch_slot_X + b)
     x_W = next_row + b * W + w_W
     laid_W = w_W < W
-    slot_W = tl.where(alive_W, first_slot + x_W - tl.num_programs(0), trash)
-    tl.store(slot_BC + at_W, slot_W, mask=alive_W)
+    kv_slot_W = tl.where(alive_W, first_kv_slot + x_W - tl.num_programs(0), trash)
+    tl.store(kv_slot_BC + at_W, kv_slot_W, mask=alive_W)
     tl.store(token_X + x_W, token_W, mask=laid_W)
     tl.store(position_X + x_W, tl.where(alive_W, root_position + depth_W, -1), mask=laid_W)
-    tl.store(slot_X + x_W, slot_W, mask=laid_W)
-    tl.store(place_X + x_W, tl.where(alive_W, place, idle), mask=laid_W)
+    tl.store(kv_slot_X + x_W, kv_slot_W, mask=laid_W)
+    tl.store(batch_slot_X + x_W, tl.where(alive_W, batch_slot, idle), mask=laid_W)
     tl.store(base_X + x_W, tl.where(alive_W, root_position + 1, 0), mask=laid_W)
     tl.store(source_X + x_W, source_W, mask=laid_W)
     tl.store(node_X + x_W, node_W, mask=laid_W)
@@ -280,7 +290,9 @@ def _grow(
     path_WD = tl.load(
         path_XD + source_W[:, None] * D + d_1D, mask=alive_W[:, None] & (d_1D < D), other=-1
     )
-    path_WD = tl.where(alive_W[:, None] & (d_1D == depth_W[:, None] - 1), slot_W[:, None], path_WD)
+    path_WD = tl.where(
+        alive_W[:, None] & (d_1D == depth_W[:, None] - 1), kv_slot_W[:, None], path_WD
+    )
     tl.store(path_XD + x_W[:, None] * D + d_1D, path_WD, mask=laid_W[:, None] & (d_1D < D))
 
 
@@ -296,7 +308,7 @@ def grow(
     requests: int,
     depth: int,
     width: int,
-    first_slot: int,
+    first_kv_slot: int,
     trash: int,
     idle: int,
     floor: float = FLOOR,
@@ -305,7 +317,7 @@ def grow(
     (none behind the last one).
 
     token_ML int32 target ids, best first (-1 = none), z_ML float32 their perturbed logits. Draft
-    row x > level 0 has the slot first_slot + x - requests of the drafter's cache. survival = the
+    row x > level 0 has the slot first_kv_slot + x - requests of the drafter's cache. survival = the
     parent's times the table at (phase, rank, bucket of the gap).
     """
     given, known, path_depth = (
@@ -328,8 +340,8 @@ def grow(
         given,
         rows.token_R,
         rows.position_R,
-        rows.slot_R,
-        rows.place_R,
+        rows.kv_slot_R,
+        rows.batch_slot_R,
         rows.base_R,
         rows.path_RD,
         path_depth,
@@ -347,7 +359,7 @@ def grow(
         columns(level, width),
         first_row + level_rows,
         int(level == depth - 1),
-        first_slot,
+        first_kv_slot,
         trash,
         idle,
         floor,

@@ -1,8 +1,8 @@
 """Model-free drafting on the device: what followed a request's last tokens before, in its own text
 and its siblings'.
 
-A brute-force scan over the text of every place of the same group, ended ones included (the host
-reuses the place that ended longest ago first, so a group's earlier responses serve it for a while).
+A brute-force scan over the text of every batch slot of the same group, ended ones included (the host
+reuses the batch slot that ended longest ago first, so a group's earlier responses serve it for a while).
 The longest, then latest occurrences become one trie.
 
 Legend: as in `tensors.py`; J scanning programs per request, W matches kept, I positions of a block.
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tlt_kernels.gpu.growth import draft_limit
 from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
-from tlt_kernels.gpu.tensors import Calibration, Nodes, Places
+from tlt_kernels.gpu.tensors import BatchSlots, Calibration, Nodes
 
 LONGEST, SHORTEST = 16, 2  # tokens compared; a single token in common is no occurrence
 CERTAIN = tl.constexpr(
@@ -40,7 +40,7 @@ def workspace(requests: int, width: int, *, scanners: int = 0, device: str = "cu
 
 @triton.jit
 def _scan(
-    place_B,
+    batch_slot_B,
     token_QT,
     T,
     length_Q,
@@ -64,9 +64,9 @@ def _scan(
     pdl_launch()
     b, j, programs = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     pdl_wait()
-    place = tl.load(place_B + b)
-    length = tl.load(length_Q + place)
-    group = tl.load(group_Q + place)
+    batch_slot = tl.load(batch_slot_B + b)
+    length = tl.load(length_Q + batch_slot)
+    group = tl.load(group_Q + batch_slot)
     w_W = tl.arange(0, WP)
     best_W = tl.where(
         w_W < W, (-1 - w_W).to(tl.int64), tl.full([WP], 1 << 62, tl.int64)
@@ -74,11 +74,11 @@ def _scan(
     members = 0
     q_Q = tl.arange(0, QP)
     group_Q_ = tl.load(group_Q + q_Q, mask=q_Q < Q, other=-1)
-    member_Q = (q_Q == place) | ((group_Q_ >= 0) & (group_Q_ == group))
+    member_Q = (q_Q == batch_slot) | ((group_Q_ >= 0) & (group_Q_ == group))
     number_Q = tl.cumsum(member_Q.to(tl.int32), axis=0) - 1
-    if draft_limit(place, length, depth, limit_Q, capacity_Q, done_Q, drafts_Q) > 0:
+    if draft_limit(batch_slot, length, depth, limit_Q, capacity_Q, done_Q, drafts_Q) > 0:
         members = tl.sum(member_Q.to(tl.int32))
-    own = token_QT + place.to(tl.int64) * T + length - 1
+    own = token_QT + batch_slot.to(tl.int64) * T + length - 1
     last, second = (
         tl.load(own, mask=members > 0, other=0),
         tl.load(own - 1, mask=members > 0, other=0),
@@ -124,7 +124,7 @@ def _scan(
 
 @triton.jit
 def _merge(
-    place_B,
+    batch_slot_B,
     token_QT,
     T,
     length_Q,
@@ -138,7 +138,7 @@ def _merge(
     depth_BC,
     cell_BC,
     source_BC,
-    slot_BC,
+    kv_slot_BC,
     survival_BC,
     C,
     survival_Z,
@@ -158,9 +158,9 @@ def _merge(
     pdl_launch()
     b = tl.program_id(0)
     pdl_wait()
-    place = tl.load(place_B + b)
+    batch_slot = tl.load(batch_slot_B + b)
     limit = draft_limit(
-        place, tl.load(length_Q + place), depth, limit_Q, capacity_Q, done_Q, drafts_Q
+        batch_slot, tl.load(length_Q + batch_slot), depth, limit_Q, capacity_Q, done_Q, drafts_Q
     )
     x_X = tl.arange(0, J * WP)
     key_X = tl.load(match_BJW + b * J * WP + x_X, mask=x_X % WP < W, other=-1)
@@ -228,7 +228,7 @@ def _merge(
     tl.store(depth_BC + at_WD, whole_WD + d_1D + 1, mask=stored_WD)
     tl.store(cell_BC + at_WD, cell_WD, mask=stored_WD)
     tl.store(source_BC + at_WD, whole_WD - 1, mask=stored_WD)
-    tl.store(slot_BC + at_WD, whole_WD - 1, mask=stored_WD)
+    tl.store(kv_slot_BC + at_WD, whole_WD - 1, mask=stored_WD)
     tl.store(
         survival_BC + at_WD,
         tl.where(alive_WD & (first_WD == w_W1), survival_WD, -1.0),
@@ -240,8 +240,8 @@ def _merge(
 
 
 def history_nodes(
-    place_B: Tensor,
-    places: Places,
+    batch_slot_B: Tensor,
+    batch_slots: BatchSlots,
     nodes: Nodes,
     calibration: Calibration,
     match_BJW: Tensor,
@@ -258,9 +258,9 @@ def history_nodes(
     longest are dropped.
     """
     requests, columns, count = (
-        place_B.shape[0],
+        batch_slot_B.shape[0],
         nodes.survival_BC.shape[1],
-        places.length_Q.shape[0],
+        batch_slots.length_Q.shape[0],
     )
     assert (
         depth * width <= columns
@@ -270,18 +270,18 @@ def history_nodes(
     _, scanners, block_width = match_BJW.shape
     assert match_BJW.shape[0] == requests and block_width == triton.next_power_of_2(width)
     text = (
-        places.token_QT,
-        places.token_QT.shape[1],
-        places.length_Q,
-        places.limit_Q,
-        places.capacity_Q,
-        places.done_Q,
-        places.drafts_Q,
+        batch_slots.token_QT,
+        batch_slots.token_QT.shape[1],
+        batch_slots.length_Q,
+        batch_slots.limit_Q,
+        batch_slots.capacity_Q,
+        batch_slots.done_Q,
+        batch_slots.drafts_Q,
     )
     _scan[(requests, scanners)](
-        place_B,
+        batch_slot_B,
         *text,
-        places.group_Q,
+        batch_slots.group_Q,
         count,
         match_BJW,
         depth,
@@ -294,7 +294,7 @@ def history_nodes(
         **PDL,
     )
     _merge[(requests,)](
-        place_B,
+        batch_slot_B,
         *text,
         match_BJW,
         *nodes,

@@ -7,7 +7,7 @@ The best tokens are found without a sort of the vocabulary: top_k is a cut (`fil
 few tokens above it are listed and ordered. Definitions are those of `tlt_kernels.cpu.sampling`.
 
 Legend: A entries that ask, N tokens of an entry, S sampled rows, V vocabulary, B blocks of the
-vocabulary, K best tokens, Q places; otherwise as in `tensors.py`.
+vocabulary, K best tokens, Q batch slots; otherwise as in `tensors.py`.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def _within(z, tokens, cut, last):
 
 @triton.jit
 def _measure_blocks(
-    logits_SV, row_S, place_R, temperature_Q, cut_S, last_S, top_SB, sum_SB, raw_top_SB, raw_sum_SB,
+    logits_SV, row_S, batch_slot_R, temperature_Q, cut_S, last_S, top_SB, sum_SB, raw_top_SB, raw_sum_SB,
     V, B, FILTERED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Maximum and sum of exponentials of every block, of the processed row and of the row itself."""
@@ -146,7 +146,7 @@ def _measure_blocks(
     if row < 0:
         return
     logits = tl.load(logits_SV + s * V + tokens, mask=tokens < V, other=-float("inf"))
-    z = divided(logits, scale_of(tl.load(temperature_Q + tl.load(place_R + row))))
+    z = divided(logits, scale_of(tl.load(temperature_Q + tl.load(batch_slot_R + row))))
     if FILTERED:
         z = tl.where(
             _within(z, tokens, tl.load(cut_S + s), tl.load(last_S + s)) | (z != z), z, -float("inf")
@@ -189,7 +189,7 @@ def _merge_blocks(
 
 @triton.jit(do_not_specialize=["K"])
 def _list_best(
-    logits_SV, row_S, place_R, temperature_Q, best_cut_S, best_last_S, cut_S, last_S, listed_S, item_SK,
+    logits_SV, row_S, batch_slot_R, temperature_Q, best_cut_S, best_last_S, cut_S, last_S, listed_S, item_SK,
     V, K, FILTERED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """List what lies within both heads, in any order, as integers that order as (z, falling id)."""
@@ -201,7 +201,7 @@ def _list_best(
     if row < 0:
         return
     logits = tl.load(logits_SV + s * V + tokens, mask=tokens < V, other=-float("inf"))
-    z = divided(logits, scale_of(tl.load(temperature_Q + tl.load(place_R + row))))
+    z = divided(logits, scale_of(tl.load(temperature_Q + tl.load(batch_slot_R + row))))
     wanted = (z > -float("inf")) & _within(
         z, tokens, tl.load(best_cut_S + s), tl.load(best_last_S + s)
     )
@@ -234,7 +234,7 @@ def score(
     logits_SV: Tensor,  # float32
     row_S: Tensor,  # int32, the row of the extend that the logits belong to, -1 to be skipped
     token_S: Tensor,  # int32, the token sampled there
-    place_R: Tensor,  # int32
+    batch_slot_R: Tensor,  # int32
     temperature_Q: Tensor,  # float32
     top_k_Q: Tensor,  # int32, 0 = all
     top_p_Q: Tensor,  # float32
@@ -251,9 +251,11 @@ def score(
     token_SK, logprob_SK = row_S.new_empty((S, K)), logits_SV.new_empty((S, K))
     cut_S, last_S = None, None
     if filtered:
-        cut_S, last_S = cuts(logits_SV, row_S, place_R, temperature_Q, top_k_Q, top_p_Q, min_p_Q)
+        cut_S, last_S = cuts(
+            logits_SV, row_S, batch_slot_R, temperature_Q, top_k_Q, top_p_Q, min_p_Q
+        )
     _measure_blocks[(B, S)](
-        logits_SV, row_S, place_R, temperature_Q, cut_S, last_S, top_SB, sum_SB, raw_top_SB, raw_sum_SB,
+        logits_SV, row_S, batch_slot_R, temperature_Q, cut_S, last_S, top_SB, sum_SB, raw_top_SB, raw_sum_SB,
         V, B, FILTERED=filtered, BLOCK=BLOCK, num_warps=BLOCK_WARPS, **PDL,
     )  # fmt: skip
     _merge_blocks[(S,)](
@@ -265,7 +267,7 @@ def score(
         best_cut_S, best_last_S = cuts(
             logits_SV,
             row_S,
-            place_R,
+            batch_slot_R,
             scale_Q,
             torch.full_like(top_k_Q, K),
             torch.ones_like(top_p_Q),
@@ -273,7 +275,7 @@ def score(
         )
         item_SK = torch.full((S, K), NOTHING.value, dtype=torch.int64, device=logits_SV.device)
         _list_best[(B, S)](
-            logits_SV, row_S, place_R, temperature_Q, best_cut_S, best_last_S, cut_S, last_S, torch.zeros_like(row_S), item_SK,
+            logits_SV, row_S, batch_slot_R, temperature_Q, best_cut_S, best_last_S, cut_S, last_S, torch.zeros_like(row_S), item_SK,
             V, K, FILTERED=filtered, BLOCK=BLOCK, num_warps=BLOCK_WARPS, **PDL,
         )  # fmt: skip
         item_SK = item_SK.sort(dim=1, descending=True).values

@@ -25,7 +25,7 @@ _HEADS = 16  # of one program: 3 programs for a row of 28 + 4 + 4 heads
 def _rope_store(
     qkv,
     position,
-    slot,
+    kv_slot,
     cos,
     sin,
     k_cache,
@@ -50,7 +50,7 @@ def _rope_store(
     pdl_wait()
     pdl_launch()
     p = tl.maximum(tl.load(position + r), 0)
-    s = tl.load(slot + r).to(tl.int64)
+    s = tl.load(kv_slot + r).to(tl.int64)
     source = qkv + r * (Q_HEADS + 2 * KV_HEADS) * D + n_B[:, None] * D + d_H[None, :]
     low_BH, high_BH = tl.load(source, mask, other=0.0), tl.load(source + HALF, mask, other=0.0)
     x_BH, y_BH = low_BH.to(tl.float32), high_BH.to(tl.float32)
@@ -95,7 +95,7 @@ def _rope_store(
 def rope_store(
     qkv_RX: Tensor,
     position_R: Tensor,
-    slot_R: Tensor,
+    kv_slot_R: Tensor,
     cos_PD2: Tensor,
     sin_PD2: Tensor,
     k_SKD: Tensor,
@@ -106,7 +106,7 @@ def rope_store(
     k_weight_D: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor:
-    """Write k and v of row r to slot_R[r]; the rotated q [R, N, D] in the dtype of `qkv_RX`.
+    """Write k and v of row r to kv_slot_R[r]; the rotated q [R, N, D] in the dtype of `qkv_RX`.
     `heads` 0: qkv holds k and v only.
 
     A dead row (position -1) is treated as position 0 and writes to the slot it carries.
@@ -122,7 +122,7 @@ def rope_store(
     _rope_store[grid](
         qkv_RX,
         position_R,
-        slot_R,
+        kv_slot_R,
         cos_PD2,
         sin_PD2,
         k_SKD,

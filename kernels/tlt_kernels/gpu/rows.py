@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
-from tlt_kernels.gpu.tensors import PAGE_SIZE, Kept, Nodes, Places, Rows, Trees
+from tlt_kernels.gpu.tensors import PAGE_SIZE, BatchSlots, Kept, Nodes, Rows, Trees
 
 MAX_NODES = 1 << 16  # of a batch: 16 bits of a node's key say which it is
 
@@ -31,7 +31,7 @@ def _key(survival, order):
 
 @triton.jit
 def _select_rows(
-    place_B,
+    batch_slot_B,
     B,
     token_QT,
     T,
@@ -46,8 +46,8 @@ def _select_rows(
     C,
     token_R,
     position_R,
-    slot_R,
-    place_R,
+    kv_slot_R,
+    batch_slot_R,
     base_R,
     path_RD,
     D: tl.constexpr,
@@ -74,16 +74,16 @@ def _select_rows(
     b = tl.program_id(0)
     pdl_wait()
     b_B = tl.arange(0, BP)
-    place_B_ = tl.load(place_B + b_B, mask=b_B < B, other=idle)
-    live_B = (tl.load(done_Q + place_B_) == 0).to(tl.int32)
+    batch_slot_B_ = tl.load(batch_slot_B + b_B, mask=b_B < B, other=idle)
+    live_B = (tl.load(done_Q + batch_slot_B_) == 0).to(tl.int32)
     rows = tl.sum(live_B)
     first = tl.sum(tl.where(b_B < b, live_B, 0))
     live = tl.sum(tl.where(b_B == b, live_B, 0)) > 0
-    place = tl.load(place_B + b)
-    length = tl.load(length_Q + place)
+    batch_slot = tl.load(batch_slot_B + b)
+    length = tl.load(length_Q + batch_slot)
     position = tl.maximum(length - 1, 0)
-    token = tl.load(token_QT + place.to(tl.int64) * T + position)
-    page = tl.load(page_table_QP + place * P + position // PAGE)
+    token = tl.load(token_QT + batch_slot.to(tl.int64) * T + position)
+    page = tl.load(page_table_QP + batch_slot * P + position // PAGE)
     d_D = tl.arange(0, DP)
 
     count = 0
@@ -119,24 +119,24 @@ def _select_rows(
         parent_row_C = tl.where(parent_C < 0, first, tl.gather(row_C, tl.maximum(parent_C, 0), 0))
         tl.store(token_R + row_C, token_C, mask=chosen_C)
         tl.store(position_R + row_C, position + depth_C, mask=chosen_C)
-        tl.store(slot_R + row_C, scratch_start + row_C, mask=chosen_C)
-        tl.store(place_R + row_C, place, mask=chosen_C)
+        tl.store(kv_slot_R + row_C, scratch_start + row_C, mask=chosen_C)
+        tl.store(batch_slot_R + row_C, batch_slot, mask=chosen_C)
         tl.store(base_R + row_C, length, mask=chosen_C)
         tl.store(parent_R + row_C, parent_row_C, mask=chosen_C)
         tl.store(node_V + row_C, at_C, mask=chosen_C)
         above_C = c_C
         for d in range(D):  # column d above the row itself; columns from the depth on are empty
             column = depth_C - 1 - d
-            slot_C = scratch_start + tl.gather(row_C, above_C, 0)
-            tl.store(path_RD + row_C * D + column, slot_C, mask=chosen_C & (column >= 0))
+            kv_slot_C = scratch_start + tl.gather(row_C, above_C, 0)
+            tl.store(path_RD + row_C * D + column, kv_slot_C, mask=chosen_C & (column >= 0))
             tl.store(path_RD + row_C * D + d, -1, mask=chosen_C & (d >= depth_C))
             above_C = tl.maximum(tl.gather(parent_C, above_C, 0), 0)
 
     if live:
         tl.store(token_R + first, token)
         tl.store(position_R + first, position)
-        tl.store(slot_R + first, page * PAGE + position % PAGE)
-        tl.store(place_R + first, place)
+        tl.store(kv_slot_R + first, page * PAGE + position % PAGE)
+        tl.store(batch_slot_R + first, batch_slot)
         tl.store(base_R + first, length)
         tl.store(parent_R + first, -1)
         tl.store(node_V + first, -1)
@@ -151,8 +151,8 @@ def _select_rows(
     dead_V = mine_V & (v_V >= rows)
     tl.store(token_R + v_V, 0, mask=dead_V)
     tl.store(position_R + v_V, -1, mask=dead_V)
-    tl.store(slot_R + v_V, trash, mask=dead_V)
-    tl.store(place_R + v_V, idle, mask=dead_V)
+    tl.store(kv_slot_R + v_V, trash, mask=dead_V)
+    tl.store(batch_slot_R + v_V, idle, mask=dead_V)
     tl.store(base_R + v_V, 0, mask=dead_V)
     tl.store(parent_R + v_V, -1, mask=dead_V)
     tl.store(node_V + v_V, -1, mask=dead_V)
@@ -176,8 +176,8 @@ def _warps(block: int) -> int:
 
 
 def select_rows(
-    place_B: Tensor,
-    places: Places,
+    batch_slot_B: Tensor,
+    batch_slots: BatchSlots,
     nodes: Nodes | None,
     rows: Rows,
     trees: Trees,
@@ -195,7 +195,7 @@ def select_rows(
     plain decoding. Fills `trees` for entries < B and samples < V, and empties `kept.page_R` for
     rows < V.
     """
-    requests, path_depth = place_B.shape[0], rows.path_RD.shape[1]
+    requests, path_depth = batch_slot_B.shape[0], rows.path_RD.shape[1]
     columns = nodes.survival_BC.shape[1] if nodes else 1
     assert requests <= decode_rows and requests * columns <= MAX_NODES
     if not decode_rows:
@@ -207,14 +207,14 @@ def select_rows(
     )
     block = max(triton.next_power_of_2(requests * columns), 2)
     _select_rows[(requests,)](
-        place_B,
+        batch_slot_B,
         requests,
-        places.token_QT,
-        places.token_QT.shape[1],
-        places.length_Q,
-        places.page_table_QP,
-        places.page_table_QP.shape[1],
-        places.done_Q,
+        batch_slots.token_QT,
+        batch_slots.token_QT.shape[1],
+        batch_slots.length_Q,
+        batch_slots.page_table_QP,
+        batch_slots.page_table_QP.shape[1],
+        batch_slots.done_Q,
         parent_BC,
         token_BC,
         depth_BC,
@@ -222,8 +222,8 @@ def select_rows(
         columns,
         rows.token_R,
         rows.position_R,
-        rows.slot_R,
-        rows.place_R,
+        rows.kv_slot_R,
+        rows.batch_slot_R,
         rows.base_R,
         rows.path_RD,
         path_depth,
@@ -236,7 +236,7 @@ def select_rows(
         decode_rows,
         scratch_start,
         trash,
-        places.idle,
+        batch_slots.idle,
         PAGE=PAGE_SIZE,
         DRAFTS=nodes is not None,
         BP=triton.next_power_of_2(requests),
@@ -253,7 +253,7 @@ def select_rows(
     do_not_specialize=["W", "B", "V", "prefill_rows"]
 )  # steps come in too many sizes to compile a kernel for those of each
 def _layout_prefill(
-    place_W,
+    batch_slot_W,
     start_W,
     count_W,
     W,
@@ -264,8 +264,8 @@ def _layout_prefill(
     P,
     token_R,
     position_R,
-    slot_R,
-    place_R,
+    kv_slot_R,
+    batch_slot_R,
     base_R,
     path_RD,
     D: tl.constexpr,
@@ -294,7 +294,7 @@ def _layout_prefill(
     if tl.program_id(0) == 0:
         work_W = w_W < W
         first_position_W = tl.load(start_W + w_W, mask=work_W, other=0)
-        known_W = tl.load(length_Q + tl.load(place_W + w_W, mask=work_W, other=idle))
+        known_W = tl.load(length_Q + tl.load(batch_slot_W + w_W, mask=work_W, other=idle))
         row_W = V + end_W - 1
         samples_W = (rows_W > 0) & (first_position_W + rows_W == known_W)
         tl.store(root_E + B + w_W, tl.where(rows_W > 0, row_W, -1), mask=work_W)
@@ -304,18 +304,20 @@ def _layout_prefill(
     before_P = tl.sum(tl.where(w_W[None, :] < work_P[:, None], rows_W[None, :], 0), axis=1)
     alive_P = (i_P < prefill_rows) & (work_P < W)
     start_P = tl.load(start_W + work_P, mask=alive_P, other=0)
-    place_P = tl.load(place_W + work_P, mask=alive_P, other=idle)
+    batch_slot_P = tl.load(batch_slot_W + work_P, mask=alive_P, other=idle)
     position_P = start_P + i_P - before_P
-    token_P = tl.load(token_QT + place_P.to(tl.int64) * T + position_P, mask=alive_P, other=0)
-    page_P = tl.load(page_table_QP + place_P * P + position_P // PAGE, mask=alive_P, other=0)
+    token_P = tl.load(token_QT + batch_slot_P.to(tl.int64) * T + position_P, mask=alive_P, other=0)
+    page_P = tl.load(page_table_QP + batch_slot_P * P + position_P // PAGE, mask=alive_P, other=0)
     row_P = V + i_P
     stored_P = i_P < prefill_rows
     tl.store(token_R + row_P, token_P, mask=stored_P)
     tl.store(position_R + row_P, tl.where(alive_P, position_P, -1), mask=stored_P)
     tl.store(
-        slot_R + row_P, tl.where(alive_P, page_P * PAGE + position_P % PAGE, trash), mask=stored_P
+        kv_slot_R + row_P,
+        tl.where(alive_P, page_P * PAGE + position_P % PAGE, trash),
+        mask=stored_P,
     )
-    tl.store(place_R + row_P, place_P, mask=stored_P)
+    tl.store(batch_slot_R + row_P, batch_slot_P, mask=stored_P)
     base_P = start_P + tl.load(count_W + work_P, mask=alive_P, other=0)
     tl.store(base_R + row_P, base_P, mask=stored_P)
     tl.store(parent_R + row_P, tl.where(alive_P & (i_P > before_P), row_P - 1, -1), mask=stored_P)
@@ -329,10 +331,10 @@ def _layout_prefill(
 
 
 def layout_prefill(
-    place_W: Tensor,
+    batch_slot_W: Tensor,
     start_W: Tensor,
     count_W: Tensor,
-    places: Places,
+    batch_slots: BatchSlots,
     rows: Rows,
     trees: Trees,
     kept: Kept,
@@ -349,24 +351,24 @@ def layout_prefill(
     work's last row, whether or not it samples; count_E: 1 if it samples) and samples V + w, and
     `kept.page_R` from row V on.
     """
-    works, path_depth = place_W.shape[0], rows.path_RD.shape[1]
+    works, path_depth = batch_slot_W.shape[0], rows.path_RD.shape[1]
     block = (
         64 if prefill_rows <= 64 else 128
     )  # one of two compiled kernels, whatever the step's size
     _layout_prefill[(triton.cdiv(prefill_rows, block),)](
-        place_W,
+        batch_slot_W,
         start_W,
         count_W,
         works,
-        places.token_QT,
-        places.token_QT.shape[1],
-        places.length_Q,
-        places.page_table_QP,
-        places.page_table_QP.shape[1],
+        batch_slots.token_QT,
+        batch_slots.token_QT.shape[1],
+        batch_slots.length_Q,
+        batch_slots.page_table_QP,
+        batch_slots.page_table_QP.shape[1],
         rows.token_R,
         rows.position_R,
-        rows.slot_R,
-        rows.place_R,
+        rows.kv_slot_R,
+        rows.batch_slot_R,
         rows.base_R,
         rows.path_RD,
         path_depth,
@@ -379,7 +381,7 @@ def layout_prefill(
         decode_rows,
         prefill_rows,
         trash,
-        places.idle,
+        batch_slots.idle,
         PAGE=PAGE_SIZE,
         WP=max(triton.next_power_of_2(works), 2),
         BLOCK=block,

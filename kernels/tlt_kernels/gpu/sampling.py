@@ -8,7 +8,7 @@ threshold per row, so a row without filters has the same bits whether its neighb
 not. A row with a NaN or without a finite maximum gets token 0 and a NaN log-prob, a dead row token
 -1 and log-prob 0. What else may be said of a token is in `report.py`.
 
-Legend: S sampled rows, V vocabulary, B blocks of the vocabulary, R rows of the extend, Q places.
+Legend: S sampled rows, V vocabulary, B blocks of the vocabulary, R rows of the extend, Q batch slots.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _best_noisy(a, b, c, d, seed, position, first, N: tl.constexpr):
 
 @triton.jit
 def _sample_blocks(
-    logits_SV, row_S, position_R, place_R, seed_Q, temperature_Q, cut_S, last_S,
+    logits_SV, row_S, position_R, batch_slot_R, seed_Q, temperature_Q, cut_S, last_S,
     score_SB, token_SB, z_SB, top_SB, sum_SB,
     V, B, FILTERED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -127,8 +127,8 @@ def _sample_blocks(
     if row < 0:
         return
     position = tl.load(position_R + row)
-    place = tl.load(place_R + row)
-    temperature, seed = tl.load(temperature_Q + place), tl.load(seed_Q + place)
+    batch_slot = tl.load(batch_slot_R + row)
+    temperature, seed = tl.load(temperature_Q + batch_slot), tl.load(seed_Q + batch_slot)
     z = logits
     if temperature != 1.0:
         z = divided(logits, scale_of(temperature))
@@ -197,7 +197,7 @@ def sample(
     logits_SV: torch.Tensor,  # float32
     row_S: torch.Tensor,  # int32, the row of the extend that the logits belong to, -1 dead
     position_R: torch.Tensor,  # int32, of the row; the sampled token stands one later
-    place_R: torch.Tensor,  # int32
+    batch_slot_R: torch.Tensor,  # int32
     seed_Q: torch.Tensor,  # int64, the bits of a uint64
     temperature_Q: torch.Tensor,  # float32
     top_k_Q: torch.Tensor,  # int32, 0 = all
@@ -217,10 +217,12 @@ def sample(
     filtered = filtered and V > 1  # filters leave the best token in any case
     cut_S, last_S = None, None
     if filtered:
-        cut_S, last_S = cuts(logits_SV, row_S, place_R, temperature_Q, top_k_Q, top_p_Q, min_p_Q)
+        cut_S, last_S = cuts(
+            logits_SV, row_S, batch_slot_R, temperature_Q, top_k_Q, top_p_Q, min_p_Q
+        )
     blocks = (score_SB, token_SB, z_SB, top_SB, sum_SB)
     _sample_blocks[(B, S)](
-        logits_SV, row_S, position_R, place_R, seed_Q, temperature_Q, cut_S, last_S, *blocks,
+        logits_SV, row_S, position_R, batch_slot_R, seed_Q, temperature_Q, cut_S, last_S, *blocks,
         V, B, FILTERED=filtered, BLOCK=BLOCK, num_warps=BLOCK_WARPS, **PDL,
     )  # fmt: skip
     _merge_blocks[(S,)](

@@ -1,10 +1,10 @@
 """The tensors that the kernels of a cycle hand to each other: one NamedTuple per group, all static
 in size, all on the device.
 
-int32 unless said. "-1 = none" holds for every index; a dead row has position -1, the idle place,
+int32 unless said. "-1 = none" holds for every index; a dead row has position -1, the idle batch slot,
 the trash slot and base 0.
 
-Legend: Q places (the last one is idle), T tokens, P pages per place, K stop ids, H hidden, R rows,
+Legend: Q batch slots (the last one is idle), T tokens, P pages per batch slot, K stop ids, H hidden, R rows,
 V decode rows (the first of R), X draft rows, D longest path, B requests of the batch, W prefill
 works, E = B + W entries, S = V + W samples, C nodes per request, N = B * C nodes, Z calibration
 cells.
@@ -20,8 +20,8 @@ from torch import Tensor
 PAGE_SIZE = 16
 
 
-class Places(NamedTuple):
-    """What the device knows of sequences. A place that has ended keeps its text until it is begun
+class BatchSlots(NamedTuple):
+    """What the device knows of sequences. A batch slot that has ended keeps its text until it is begun
     again: siblings draft from it.
     """
 
@@ -47,15 +47,15 @@ class Places(NamedTuple):
 
     @staticmethod
     def allocate(
-        places: int,
+        batch_slots: int,
         tokens: int,
         *,
         hidden: int,
         stops: int = 8,
         dtype: torch.dtype = torch.bfloat16,
         device: str = "cuda",
-    ) -> Places:
-        """`places` counts the idle one."""
+    ) -> BatchSlots:
+        """`batch_slots` counts the idle one."""
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -63,8 +63,8 @@ class Places(NamedTuple):
         def none(*shape: int) -> Tensor:
             return torch.full(shape, -1, dtype=torch.int32, device=device)
 
-        f, q = torch.float32, places
-        return Places(
+        f, q = torch.float32, batch_slots
+        return BatchSlots(
             token_QT=zeros(q, tokens),
             length_Q=zeros(q),
             limit_Q=zeros(q),
@@ -84,14 +84,14 @@ class Places(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Rows of an extend. Key position p of row r lies in the pages of place_R[r] for p < base_R[r],
+    """Rows of an extend. Key position p of row r lies in the pages of batch_slot_R[r] for p < base_R[r],
     else at path_RD[r, p - base_R[r]].
     """
 
     token_R: Tensor
     position_R: Tensor  # -1 = dead
-    slot_R: Tensor  # where the row's own KV goes
-    place_R: Tensor
+    kv_slot_R: Tensor  # where the row's own KV goes
+    batch_slot_R: Tensor
     base_R: Tensor
     path_RD: Tensor  # slots of the in-flight ancestors and of the row itself, root side first
     parent_R: Tensor  # the row of the position before, in this step
@@ -128,7 +128,7 @@ class Nodes(NamedTuple):
     depth_BC: Tensor  # 1 = child of the root
     cell_BC: Tensor  # of the calibration table
     source_BC: Tensor  # draft row whose hidden state predicted the node
-    slot_BC: Tensor  # where its KV lies in the drafter's cache; -1 = not expanded
+    kv_slot_BC: Tensor  # where its KV lies in the drafter's cache; -1 = not expanded
     survival_BC: Tensor  # float32; never above the parent's; -1 = no node in this column
 
     def head(self, requests: int) -> Nodes:
@@ -213,7 +213,7 @@ class Kept(NamedTuple):
     source_BD: Tensor  # their slots, in path order
     target_BD: Tensor  # and where their KV goes
     hint_row_E: Tensor  # the last row that became text; -1 = none
-    hint_place_E: Tensor
+    hint_batch_slot_E: Tensor
     page_R: Tensor  # the page that this kept row fills; -1 = none
 
     @staticmethod

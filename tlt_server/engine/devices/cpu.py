@@ -71,7 +71,7 @@ class CpuDevice:
         assert isinstance(live.target.network, Decoder)
         settings, model = self._settings, live.target.network
         bytes_per_page = (
-            model.make_cache(1, settings.page_size, 0).bytes_per_slot * settings.page_size
+            model.make_cache(1, settings.page_size, 0).bytes_per_kv_slot * settings.page_size
         )
         pages = kv_pages(settings, bytes_per_page, max_model_len)
         self._cache = cache = model.make_cache(pages, settings.page_size, settings.max_draft_rows)

@@ -18,8 +18,8 @@ import torch
 from numpy.typing import NDArray
 
 from tlt_kernels.gpu import gemm
-from tlt_kernels.gpu.places import UploadLayout
-from tlt_kernels.gpu.tensors import PAGE_SIZE, Places
+from tlt_kernels.gpu.tensors import PAGE_SIZE, BatchSlots
+from tlt_kernels.gpu.upload import UploadLayout
 from tlt_server.attention import GPU_BACKENDS
 from tlt_server.attention.backing import Backing, give_back
 from tlt_server.attention.gpu import GpuAttention
@@ -39,7 +39,7 @@ from tlt_server.engine.gpu.graphs import GraphPool
 from tlt_server.engine.gpu.memory import MIB, Needs, Plan
 from tlt_server.engine.gpu.refusals import check_plan, check_weights, exhausted
 from tlt_server.engine.gpu.runner import GpuRunner
-from tlt_server.engine.gpu.state import DeviceState, Slots
+from tlt_server.engine.gpu.state import DeviceState, KVSlots
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import StartupError
 from tlt_server.models.config import ModelConfig
@@ -174,13 +174,13 @@ class CudaDevice:
         check_plan(self._plan)
         pages = self._plan.pages
         with self._memory(f"{pages} KV pages"):
-            self._slots = Slots(
+            self._kv_slots = KVSlots(
                 pages * PAGE_SIZE, max(MOST_VERIFIED, settings.max_running), TREE_ROWS
             )
-            scratch = self._slots.verified + 1
+            scratch = self._kv_slots.verified + 1
             self._cache = _cache(model.config, pages, scratch, self._placement, model.config.layers)
             self._draft_cache = (
-                _cache(network.config, pages, scratch + self._slots.tree, self._placement, 1)
+                _cache(network.config, pages, scratch + self._kv_slots.tree, self._placement, 1)
                 if network
                 else None
             )
@@ -313,7 +313,7 @@ class CudaDevice:
             payload=max(65536, 2 * tokens),
             idle=batch,
         )
-        places = Places.allocate(
+        batch_slots = BatchSlots.allocate(
             batch + 1,
             tokens,
             hidden=self._hidden,
@@ -327,7 +327,14 @@ class CudaDevice:
         )
         self._logits = [Backing(logits_SV)]
         return DeviceState(
-            model, self._cache, self._slots, places, layout, upload_U, logits_SV, shapes.depth
+            model,
+            self._cache,
+            self._kv_slots,
+            batch_slots,
+            layout,
+            upload_U,
+            logits_SV,
+            shapes.depth,
         )
 
     @property

@@ -80,15 +80,15 @@ class Extend:
         """Lay out the decode rows: every live root and the nodes most likely to be accepted."""
         state, key = self.state, self.key
         select_rows(
-            state.place_B(key.batch),
-            state.places,
+            state.batch_slot_B(key.batch),
+            state.batch_slots,
             nodes,
             self.rows,
             self.trees,
             self.kept,
             decode_rows=key.decode_rows,
-            scratch_start=state.slots.start,
-            trash=state.slots.trash,
+            scratch_start=state.kv_slots.start,
+            trash=state.kv_slots.trash,
         )
 
     def run(self) -> None:
@@ -104,18 +104,18 @@ class Extend:
         if key.prompt_rows:
             layout_prefill(
                 *state.layout.works_W(state.upload_U, key.works),
-                state.places,
+                state.batch_slots,
                 rows,
                 self.trees,
                 self.kept,
                 requests=key.batch,
                 decode_rows=key.decode_rows,
                 prefill_rows=key.prompt_rows,
-                trash=state.slots.trash,
+                trash=state.kv_slots.trash,
             )
-        self.attend.plan(rows, state.places.page_table_QP)
+        self.attend.plan(rows, state.batch_slots.page_table_QP)
         return state.model.forward(
-            RowTensors(rows.token_R, rows.position_R, rows.slot_R), state.cache, self.attend
+            RowTensors(rows.token_R, rows.position_R, rows.kv_slot_R), state.cache, self.attend
         )
 
     def logits(self, forwarded: Forward) -> Tensor:
@@ -128,17 +128,17 @@ class Extend:
         return self.state.model.logits(hidden_SH, self.state.logits_SV[: len(hidden_SH)])
 
     def sample(self, logits_SV: Tensor) -> Sampled:
-        places = self.state.places
+        batch_slots = self.state.batch_slots
         return sample(
             logits_SV,
             self.trees.sample_row_S,
             self.rows.position_R,
-            self.rows.place_R,
-            places.seed_Q,
-            places.temperature_Q,
-            places.top_k_Q,
-            places.top_p_Q,
-            places.min_p_Q,
+            self.rows.batch_slot_R,
+            batch_slots.seed_Q,
+            batch_slots.temperature_Q,
+            batch_slots.top_k_Q,
+            batch_slots.top_p_Q,
+            batch_slots.min_p_Q,
             filtered=self.key.filtered,
         )
 
@@ -146,17 +146,17 @@ class Extend:
         """More about the tokens that these entries emitted, once the pass has run and before the
         next one does.
         """
-        places, trees = self.state.places, self.trees
+        batch_slots, trees = self.state.batch_slots, self.trees
         sample_AN, row_S, token_S = emitted(entry_A, self.outcome_EF, trees, self.kept)
         scored = score(
             self.state.logits_SV[: len(row_S)],
             row_S,
             token_S,
-            self.rows.place_R,
-            places.temperature_Q,
-            places.top_k_Q,
-            places.top_p_Q,
-            places.min_p_Q,
+            self.rows.batch_slot_R,
+            batch_slots.temperature_Q,
+            batch_slots.top_k_Q,
+            batch_slots.top_p_Q,
+            batch_slots.min_p_Q,
             filtered=self.key.filtered,
             best=best,
         )
@@ -167,13 +167,13 @@ class Extend:
         the rows' features.
         """
         state, key = self.state, self.key
-        place_W = state.layout.works_W(state.upload_U, key.works)[0] if key.works else None
+        batch_slot_W = state.layout.works_W(state.upload_U, key.works)[0] if key.works else None
         accept(
-            state.place_B(key.batch),
-            place_W,
+            state.batch_slot_B(key.batch),
+            batch_slot_W,
             sampled.token_S,
             sampled.logprob_S,
-            state.places,
+            state.batch_slots,
             self.rows,
             self.trees,
             self.kept,

@@ -34,10 +34,10 @@ class Needs(NamedTuple):
         device.
         """
         itemsize = 4 if settings.dtype == "float32" else 2
-        per_page = settings.page_size * slot_values(config, config.layers)
+        per_page = settings.page_size * kv_slot_values(config, config.layers)
         if drafter is not None:
             per_page += (
-                settings.page_size * slot_values(drafter, 1) + drafter.hidden_size
+                settings.page_size * kv_slot_values(drafter, 1) + drafter.hidden_size
             )  # and a hint per page
         return cls(
             values * itemsize,
@@ -47,7 +47,7 @@ class Needs(NamedTuple):
         )
 
 
-def slot_values(config: ModelConfig, layers: int) -> int:
+def kv_slot_values(config: ModelConfig, layers: int) -> int:
     """Keys and values of one position."""
     return 2 * layers * config.kv_heads * config.head_dim
 

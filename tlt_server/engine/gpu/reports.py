@@ -81,10 +81,10 @@ class Reporter:
             return Reports(reports.asking, Report(*(values.cpu() for values in reports.values)))
 
     def _upload(self, entries: list[int]) -> Tensor:
-        slot = self._entries.take()
-        slot.array[: len(entries)] = entries
-        entry_A = slot.tensor[: len(entries)].to(self._device, non_blocking=True)
-        slot.mark()
+        buffer = self._entries.take()
+        buffer.array[: len(entries)] = entries
+        entry_A = buffer.tensor[: len(entries)].to(self._device, non_blocking=True)
+        buffer.mark()
         return entry_A
 
 

@@ -20,15 +20,15 @@ class PinnedRing:
         ]
         self._next = 0
 
-    def take(self) -> Slot:
+    def take(self) -> PinnedBuffer:
         """The next buffer, after the copy that used it last."""
         at, self._next = self._next, (self._next + 1) % len(self._tensors)
-        slot = Slot(self._tensors[at], self._events[at])
-        slot.wait()
-        return slot
+        buffer = PinnedBuffer(self._tensors[at], self._events[at])
+        buffer.wait()
+        return buffer
 
 
-class Slot:
+class PinnedBuffer:
     def __init__(self, tensor: Tensor, event: torch.cuda.Event | None) -> None:
         self.tensor, self._event = tensor, event
 

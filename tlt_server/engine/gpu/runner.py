@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from tlt_kernels.gpu.accept import Outcome, fields, parse
-from tlt_kernels.gpu.places import Upload, apply
+from tlt_kernels.gpu.upload import Upload, apply
 from tlt_server.attention.gpu import GpuAttention
 from tlt_server.engine.batch import Batch, Chunk, Emission
 from tlt_server.engine.gpu.buckets import Shapes
@@ -27,7 +27,7 @@ from tlt_server.engine.gpu.drafts import DeviceDrafter, DraftKey, DraftPass
 from tlt_server.engine.gpu.extend import Extend, ExtendKey
 from tlt_server.engine.gpu.graphs import GraphPool
 from tlt_server.engine.gpu.reports import Reporter, Reports
-from tlt_server.engine.gpu.ring import PinnedRing, Slot
+from tlt_server.engine.gpu.ring import PinnedBuffer, PinnedRing
 from tlt_server.engine.gpu.state import DeviceState
 from tlt_server.engine.runner import NOT_FINITE, Finished
 from tlt_server.engine.sequence import Sequence
@@ -45,13 +45,13 @@ class Flight(NamedTuple):
     key: ExtendKey
     decoding: list[Chunk]
     prompts: list[Chunk]
-    outcome: Slot
+    outcome: PinnedBuffer
     reports: Reports | None
     by_host: dict[int, HostSampling]  # entry -> what the host found beside the token
 
 
 class Held(NamedTuple):
-    """What the device knows of a place."""
+    """What the device knows of a batch slot."""
 
     sequence: Sequence
     epoch: int
@@ -199,7 +199,7 @@ class GpuRunner:
         return [*enumerate(decoding), *((size + w, work) for w, work in enumerate(prompts))]
 
     def _hold(self, work: Chunk) -> None:
-        """Tell the device of a sequence that has begun, and of pages that a place has got since."""
+        """Tell the device of a sequence that has begun, and of pages that a batch slot has got since."""
         sequence = work.sequence
         held = self._held.get(sequence.batch_slot)
         if held is None or held.sequence is not sequence or held.epoch != sequence.epoch:
@@ -248,21 +248,21 @@ class GpuRunner:
 
     def _open(self) -> Upload:
         if self._writing is None:
-            self._slot = self._uploads.take()
-            self._writing = Upload(self.state.layout, self._slot.array)
+            self._buffer = self._uploads.take()
+            self._writing = Upload(self.state.layout, self._buffer.array)
             self._writing.begin()
         return self._writing
 
     def _send(self) -> None:
-        upload, slot = self._open(), self._slot
+        upload, buffer = self._open(), self._buffer
         used = upload.used
-        self.state.upload_U[:used].copy_(slot.tensor[:used], non_blocking=True)
-        slot.mark()
+        self.state.upload_U[:used].copy_(buffer.tensor[:used], non_blocking=True)
+        buffer.mark()
         self._writing, self._last_batch = None, None
 
     def _take_over(self) -> None:
         """What was sent, unless that has been done."""
-        apply(self.state.upload_U, self.state.layout, self.state.places, self._page_hint_PH)
+        apply(self.state.upload_U, self.state.layout, self.state.batch_slots, self._page_hint_PH)
 
     def _work(self, part: DraftPass | Extend) -> Callable[[], None]:
         """Of a pass. The first one of a step takes over what was sent, which costs less there than
@@ -277,13 +277,13 @@ class GpuRunner:
 
         return run
 
-    def _upload(self, places: list[int], works: list[tuple[int, int, int]]) -> None:
+    def _upload(self, batch_slots: list[int], works: list[tuple[int, int, int]]) -> None:
         """Everything the step needs to be told, unless it is what the device was told last."""
-        if self._writing is None and self._last_batch == (places, works):
+        if self._writing is None and self._last_batch == (batch_slots, works):
             return
-        self._open().batch(places, works)
+        self._open().batch(batch_slots, works)
         self._send()
-        self._last_batch = places, works
+        self._last_batch = batch_slots, works
 
     def _extend(self, key: ExtendKey) -> Extend:
         """A pass that is never captured is made for its one step: there are too many sizes to keep

@@ -1,9 +1,9 @@
-"""What lives on the device while the engine runs: weights, KV, places, and the slots behind the
-pages.
+"""What lives on the device while the engine runs: weights, KV, batch slots, and the
+KV slots after the pages.
 
-Slots of both KV caches are numbered alike: [pages | verified draft rows | trash | the drafter's own
+KV slots of both caches are numbered alike: [pages | verified draft rows | trash | the drafter's own
 tree rows], the last of which only the drafter's cache has. A row that does not count writes to the
-trash slot. Made by `devices/cuda.py`, read by everything that is captured.
+trash KV slot. Made by `devices/cuda.py`, read by everything that is captured.
 
 Legend: P pages, H hidden, U upload, S sampled rows of a step at most, V vocabulary.
 """
@@ -14,14 +14,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from tlt_kernels.gpu.places import UploadLayout
-from tlt_kernels.gpu.tensors import Places
+from tlt_kernels.gpu.tensors import BatchSlots
+from tlt_kernels.gpu.upload import UploadLayout
 from tlt_server.attention.rows import KVCache
 from tlt_server.models.gpu.decoder import GpuDecoder
 
 
 @dataclass(frozen=True)
-class Slots:
+class KVSlots:
     """Scratch behind the pages."""
 
     start: int  # of verified draft rows
@@ -45,12 +45,12 @@ class DeviceState:
 
     model: GpuDecoder
     cache: KVCache
-    slots: Slots
-    places: Places
+    kv_slots: KVSlots
+    batch_slots: BatchSlots
     layout: UploadLayout
     upload_U: Tensor
     logits_SV: Tensor  # fp32, of the step that runs: what is said beside its tokens is read from them behind it
     depth: int  # longest draft path
 
-    def place_B(self, batch: int) -> Tensor:
-        return self.layout.place_B(self.upload_U, batch)
+    def batch_slot_B(self, batch: int) -> Tensor:
+        return self.layout.batch_slot_B(self.upload_U, batch)

@@ -85,7 +85,7 @@ class GpuDecoder:
         return GpuDecoder(self.config, placement=self.placement, feature_layers=self.feature_layers)
 
     def forward(self, rows: RowTensors, cache: KVCache, attend: Attend) -> Forward:
-        """Extend by `rows`: writes their KV at `slot_R` in every layer. Features are in the
+        """Extend by `rows`: writes their KV at `kv_slot_R` in every layer. Features are in the
         weights' type.
         """
         eps, keys, values = self.config.norm_eps, cache.k.unbind(0), cache.v.unbind(0)

@@ -36,11 +36,11 @@ class Placement:
 
 
 class RowTensors(NamedTuple):
-    """What a pass needs of its rows; `slot_R` is where their keys and values go."""
+    """What a pass needs of its rows; `kv_slot_R` is where their keys and values go."""
 
     token_R: Tensor
     position_R: Tensor
-    slot_R: Tensor
+    kv_slot_R: Tensor
 
 
 class Attend(Protocol):
@@ -135,7 +135,7 @@ class SelfAttention:
         return rope_store(
             qkv_RX,
             rows.position_R,
-            rows.slot_R,
+            rows.kv_slot_R,
             self.table.cos_PD2,
             self.table.sin_PD2,
             k_SKD,

@@ -49,17 +49,17 @@ class RowBuffer:
     """Reused tensors for the rows of one forward, and the numpy views that kernels fill."""
 
     def __init__(self, capacity: int) -> None:
-        self.token_R, self.position_R, self.slot_R, self.source_R = (
+        self.token_R, self.position_R, self.kv_slot_R, self.source_R = (
             torch.zeros(capacity, dtype=torch.int64) for _ in range(4)
         )
         self.request_R = torch.zeros(capacity, dtype=torch.int32)
         self.path = torch.zeros(capacity, dtype=torch.int32)  # flat [R * D]
-        self.token, self.position, self.slot, self.source, self.request, self.path_flat = (
+        self.token, self.position, self.kv_slot, self.source, self.request, self.path_flat = (
             t.numpy()
             for t in (
                 self.token_R,
                 self.position_R,
-                self.slot_R,
+                self.kv_slot_R,
                 self.source_R,
                 self.request_R,
                 self.path,
@@ -76,7 +76,7 @@ class RowBuffer:
         return Rows(
             self.token_R[:count],
             self.position_R[:count],
-            self.slot_R[:count],
+            self.kv_slot_R[:count],
             self.request_R[:count],
             base_B,
             page_table_BP,
@@ -103,7 +103,7 @@ class Eagle:
         self.features_SF, self.page_size = target_cache.features_SF, target_cache.page_size
         self.max_requests, self.max_rows = max_requests, max_rows
         self.cache = network.make_cache(target_cache.pages, target_cache.page_size, max_rows)
-        self.first_slot = self.cache.scratch_start
+        self.first_kv_slot = self.cache.scratch_start
         self.target_ids = np.ascontiguousarray(network.target_ids.cpu().numpy(), dtype=np.int64)
         self.drafted_S = np.zeros(target_cache.pages * target_cache.page_size, np.bool_)
         self.full_P = np.zeros(target_cache.pages, np.bool_)
@@ -156,7 +156,7 @@ class Eagle:
                 pick_width if level < depth - 1 else 0,
                 budget,
                 self.floor,
-                self.first_slot + drafted,
+                self.first_kv_slot + drafted,
                 root_B,
                 limit_B,
                 batch.seed_B,
@@ -168,7 +168,7 @@ class Eagle:
                 count_B,
                 buffer.token,
                 buffer.position,
-                buffer.slot,
+                buffer.kv_slot,
                 buffer.request,
                 buffer.node,
                 buffer.source,
@@ -242,8 +242,9 @@ class Eagle:
         at the head of the buffer.
         """
         buffer, cursor = self.buffer, np.array([0, 1])
-        slot, source, position, request = (
-            view[:CHUNK] for view in (buffer.slot, buffer.source, buffer.position, buffer.request)
+        kv_slot, source, position, request = (
+            view[:CHUNK]
+            for view in (buffer.kv_slot, buffer.source, buffer.position, buffer.request)
         )
         while True:
             behind = undrafted(
@@ -253,7 +254,7 @@ class Eagle:
                 self.drafted_S,
                 self.full_P,
                 cursor,
-                slot,
+                kv_slot,
                 source,
                 position,
                 request,
@@ -270,7 +271,7 @@ class Eagle:
             self.page_size,
             self.drafted_S,
             behind,
-            buffer.slot,
+            buffer.kv_slot,
             buffer.source,
             buffer.position,
             buffer.request,

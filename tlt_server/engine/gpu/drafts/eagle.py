@@ -65,14 +65,14 @@ class EagleDrafts:
         return EaglePass(key, self)
 
     def follow(self, rows: Rows, kept: Kept, features_RF: Tensor) -> None:
-        places = self.state.places
+        batch_slots = self.state.batch_slots
         g_RH = self.network.fuse(features_RF)
-        previous_RH = previous_hints(g_RH, rows.parent_R, places.hint_QH, rows.place_R)
+        previous_RH = previous_hints(g_RH, rows.parent_R, batch_slots.hint_QH, rows.batch_slot_R)
         self.network.store(
-            RowTensors(rows.token_R, rows.position_R, rows.slot_R), previous_RH, self.cache
+            RowTensors(rows.token_R, rows.position_R, rows.kv_slot_R), previous_RH, self.cache
         )
         commit_kv(kept, self.cache.k, self.cache.v)
-        store_hints(kept, g_RH, places, self.page_hint_PH)
+        store_hints(kept, g_RH, batch_slots, self.page_hint_PH)
 
     def observe(self, trees: Trees, kept: Kept, nodes: Nodes, rows: Rows, decode_rows: int) -> None:
         calibrate(trees, kept, nodes, rows, self.calibration, decode_rows=decode_rows)
@@ -105,12 +105,12 @@ class EaglePass:
         key, draft, drafts = self.key, self.draft, self._drafts
         state, network = drafts.state, drafts.network
         roots(
-            state.place_B(key.batch),
-            state.places,
+            state.batch_slot_B(key.batch),
+            state.batch_slots,
             draft,
             self.nodes,
             depth=key.depth,
-            trash=state.slots.trash,
+            trash=state.kv_slots.trash,
         )
         hint_XH = torch.empty(
             len(draft.source_X), network.config.hidden_size, device=state.upload_U.device
@@ -119,14 +119,14 @@ class EaglePass:
             first, count = Draft.level(key.batch, key.width, level)
             rows, source_M = draft.rows.part(first, count), draft.source_X[first : first + count]
             hint_MH = gather(
-                hint_XH if level else state.places.hint_QH,
+                hint_XH if level else state.batch_slots.hint_QH,
                 source_M,
                 out_RH=hint_XH[first : first + count],
             )
             attend = self._attend[level]
-            attend.plan(rows, state.places.page_table_QP)
+            attend.plan(rows, state.batch_slots.page_table_QP)
             logits_MC = network.forward(
-                RowTensors(rows.token_R, rows.position_R, rows.slot_R),
+                RowTensors(rows.token_R, rows.position_R, rows.kv_slot_R),
                 hint_MH,
                 drafts.cache,
                 attend,
@@ -134,10 +134,10 @@ class EaglePass:
             token_ML, z_ML = children(
                 logits_MC,
                 network.target_ids_C,
-                rows.place_R,
+                rows.batch_slot_R,
                 rows.position_R,
-                state.places.seed_Q,
-                state.places.temperature_Q,
+                state.batch_slots.seed_Q,
+                state.batch_slots.temperature_Q,
                 width=key.width,
             )
             grow(
@@ -151,7 +151,7 @@ class EaglePass:
                 requests=key.batch,
                 depth=key.depth,
                 width=key.width,
-                first_slot=state.slots.tree_start,
-                trash=state.slots.trash,
-                idle=state.places.idle,
+                first_kv_slot=state.kv_slots.tree_start,
+                trash=state.kv_slots.trash,
+                idle=state.batch_slots.idle,
             )

@@ -38,7 +38,7 @@ class HistoryDrafts:
         return HistoryPass(key, self)
 
     def follow(self, rows: Rows, kept: Kept, features_RF: Tensor) -> None:
-        """The places' text is all it reads."""
+        """The batch slots' text is all it reads."""
 
     def observe(self, trees: Trees, kept: Kept, nodes: Nodes, rows: Rows, decode_rows: int) -> None:
         calibrate(trees, kept, nodes, rows, self.calibration, decode_rows=decode_rows)
@@ -58,8 +58,8 @@ class HistoryPass:
     def run(self) -> None:
         key, state = self.key, self._drafts.state
         history_nodes(
-            state.place_B(key.batch),
-            state.places,
+            state.batch_slot_B(key.batch),
+            state.batch_slots,
             self.nodes,
             self._drafts.calibration,
             self._match_BJW,

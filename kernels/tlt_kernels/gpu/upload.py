@@ -2,10 +2,10 @@
 buffer, one copy.
 
 The host fills an `Upload` (plain numpy over pinned memory), copies its first `used` ints to the
-device's buffer of the same layout, and `apply` takes it over into the places, once. The batch
-(`place_B`, works) is read by the graphs where it lies in that buffer.
+device's buffer of the same layout, and `apply` takes it over into the batch slots, once. The batch
+(`batch_slot_B`, works) is read by the graphs where it lies in that buffer.
 
-Layout (int32): header [4] | place_B | place_W | start_W | count_W | admissions | extensions |
+Layout (int32): header [4] | batch_slot_B | batch_slot_W | start_W | count_W | admissions | extensions |
 payload (tokens and page ids).
 """
 
@@ -21,11 +21,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
-from tlt_kernels.gpu.tensors import PAGE_SIZE, Places
+from tlt_kernels.gpu.tensors import PAGE_SIZE, BatchSlots
 
 HEADER = 4  # admissions, extensions, programs that have taken over their part, one unused
-ADMISSION = 13  # place, tokens, payload, limit, seed (2), temperature, top_p, min_p, top_k, drafts, group, hint page; stop ids follow
-EXTENSION = 5  # place, capacity, first page, pages, payload
+ADMISSION = 13  # batch slot, tokens, payload, limit, seed (2), temperature, top_p, min_p, top_k, drafts, group, hint page; stop ids follow
+EXTENSION = 5  # batch slot, capacity, first page, pages, payload
 PROGRAMS = 32
 
 
@@ -42,9 +42,9 @@ class UploadLayout:
     works: int
     admissions: int
     extensions: int
-    stops: int  # stop ids per place
+    stops: int  # stop ids per batch slot
     payload: int  # tokens and page ids; at least one longest prompt and its pages
-    idle: int  # the idle place
+    idle: int  # the idle batch slot
 
     @property
     def works_at(self) -> int:
@@ -67,32 +67,32 @@ class UploadLayout:
         """ints of a buffer."""
         return self.payload_at + self.payload
 
-    def place_B(self, upload_U: Tensor, requests: int) -> Tensor:
-        """View of the first `requests` places of the batch in a device buffer."""
+    def batch_slot_B(self, upload_U: Tensor, requests: int) -> Tensor:
+        """View of the first `requests` batch slots of the batch in a device buffer."""
         return upload_U[HEADER : HEADER + requests]
 
     def works_W(self, upload_U: Tensor, works: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Views (place_W, start_W, count_W) of the first works."""
+        """Views (batch_slot_W, start_W, count_W) of the first works."""
         first, each = self.works_at, _rounded(self.works)
-        place_W, start_W, count_W = (
+        batch_slot_W, start_W, count_W = (
             upload_U[first + i * each : first + i * each + works] for i in range(3)
         )
-        return place_W, start_W, count_W
+        return batch_slot_W, start_W, count_W
 
 
 class Upload:
     """Fills one buffer; `begin` starts over. `admit` and `extend_pages` answer False, with nothing
     written, when they do not fit.
 
-    They name a place once: programs take over an upload in no order.
+    They name a batch slot once: programs take over an upload in no order.
     """
 
     def __init__(self, layout: UploadLayout, buffer_U: NDArray[np.int32]) -> None:
         assert buffer_U.shape == (layout.size,) and buffer_U.dtype == np.int32
         self.layout, self.buffer_U = layout, buffer_U
         works, each = layout.works_at, _rounded(layout.works)
-        self._place_B = buffer_U[HEADER : HEADER + layout.batch]
-        self._place_W, self._start_W, self._count_W = (
+        self._batch_slot_B = buffer_U[HEADER : HEADER + layout.batch]
+        self._batch_slot_W, self._start_W, self._count_W = (
             buffer_U[works + i * each : works + i * each + layout.works] for i in range(3)
         )
         width = ADMISSION + layout.stops
@@ -122,19 +122,21 @@ class Upload:
         """Whether `apply` has anything to do; the batch alone needs only the copy."""
         return bool(self._admissions or self._extensions)
 
-    def batch(self, place_B: Sequence[int], works: Sequence[tuple[int, int, int]] = ()) -> None:
-        """Decoding places in batch order (the rest of the bucket is idle), and prefill works
-        (place, start, count).
+    def batch(
+        self, batch_slot_B: Sequence[int], works: Sequence[tuple[int, int, int]] = ()
+    ) -> None:
+        """Decoding batch slots in batch order (the rest of the bucket is idle), and prefill works
+        (batch slot, start, count).
         """
-        self._place_B[: len(place_B)] = place_B
-        self._place_B[len(place_B) :] = self.layout.idle
-        self._place_W[:], self._start_W[:], self._count_W[:] = self.layout.idle, 0, 0
+        self._batch_slot_B[: len(batch_slot_B)] = batch_slot_B
+        self._batch_slot_B[len(batch_slot_B) :] = self.layout.idle
+        self._batch_slot_W[:], self._start_W[:], self._count_W[:] = self.layout.idle, 0, 0
         for w, work in enumerate(works):
-            self._place_W[w], self._start_W[w], self._count_W[w] = work
+            self._batch_slot_W[w], self._start_W[w], self._count_W[w] = work
 
     def admit(
         self,
-        place: int,
+        batch_slot: int,
         tokens: NDArray[np.int32],
         pages: Sequence[int],
         *,
@@ -156,17 +158,17 @@ class Upload:
         hint; -1 = none.
         """
         assert len(stop_ids) <= self.layout.stops, (
-            f"{len(stop_ids)} stop ids, a place holds {self.layout.stops}"
+            f"{len(stop_ids)} stop ids, a batch slot holds {self.layout.stops}"
         )
         if (
             self._admissions == self.layout.admissions
             or self._payload + len(tokens) + len(pages) > self.layout.payload
         ):
             return False
-        if not self.extend_pages(place, 0, pages):
+        if not self.extend_pages(batch_slot, 0, pages):
             return False
         record_F = self._admission_AF[self._admissions]
-        record_F[:4] = place, len(tokens), self._store(np.asarray(tokens, np.int32)), limit
+        record_F[:4] = batch_slot, len(tokens), self._store(np.asarray(tokens, np.int32)), limit
         record_F[4:6] = np.array([seed], np.uint64).view(np.int32)
         record_F[6:9] = np.array([temperature, top_p, min_p], np.float32).view(np.int32)
         record_F[9:ADMISSION] = top_k, drafts, group, hint_page
@@ -176,8 +178,8 @@ class Upload:
         self.buffer_U[0] = self._admissions
         return True
 
-    def extend_pages(self, place: int, first: int, pages: Sequence[int]) -> bool:
-        """Pages `first`, `first + 1`, ... of a place, which are its last ones: its capacity ends
+    def extend_pages(self, batch_slot: int, first: int, pages: Sequence[int]) -> bool:
+        """Pages `first`, `first + 1`, ... of a batch slot, which are its last ones: its capacity ends
         with them.
         """
         if (
@@ -185,11 +187,11 @@ class Upload:
             or self._payload + len(pages) > self.layout.payload
         ):
             return False
-        assert place not in self._named, f"place {place} is in this upload already"
-        self._named.add(place)
+        assert batch_slot not in self._named, f"batch slot {batch_slot} is in this upload already"
+        self._named.add(batch_slot)
         capacity = (first + len(pages)) * PAGE_SIZE
         self._extension_XF[self._extensions] = (
-            place,
+            batch_slot,
             capacity,
             first,
             len(pages),
@@ -248,20 +250,20 @@ def _apply(
     admissions, extensions = tl.load(upload_U), tl.load(upload_U + 1)
     for a in range(program, admissions, programs):
         record = admission_AF + a * (ADMISSION + K)
-        place = tl.load(record)
-        tl.store(length_Q + place, tl.load(record + 1))
-        tl.store(limit_Q + place, tl.load(record + 3))
+        batch_slot = tl.load(record)
+        tl.store(length_Q + batch_slot, tl.load(record + 1))
+        tl.store(limit_Q + batch_slot, tl.load(record + 3))
         low, high = tl.load(record + 4).to(tl.int64), tl.load(record + 5).to(tl.int64)
-        tl.store(seed_Q + place, (high << 32) | (low & 0xFFFFFFFF))
-        tl.store(temperature_Q + place, tl.load(record + 6).to(tl.float32, bitcast=True))
-        tl.store(top_p_Q + place, tl.load(record + 7).to(tl.float32, bitcast=True))
-        tl.store(min_p_Q + place, tl.load(record + 8).to(tl.float32, bitcast=True))
-        tl.store(top_k_Q + place, tl.load(record + 9))
-        tl.store(drafts_Q + place, tl.load(record + 10))
-        tl.store(group_Q + place, tl.load(record + 11))
-        tl.store(done_Q + place, 0)
+        tl.store(seed_Q + batch_slot, (high << 32) | (low & 0xFFFFFFFF))
+        tl.store(temperature_Q + batch_slot, tl.load(record + 6).to(tl.float32, bitcast=True))
+        tl.store(top_p_Q + batch_slot, tl.load(record + 7).to(tl.float32, bitcast=True))
+        tl.store(min_p_Q + batch_slot, tl.load(record + 8).to(tl.float32, bitcast=True))
+        tl.store(top_k_Q + batch_slot, tl.load(record + 9))
+        tl.store(drafts_Q + batch_slot, tl.load(record + 10))
+        tl.store(group_Q + batch_slot, tl.load(record + 11))
+        tl.store(done_Q + batch_slot, 0)
         for k in tl.static_range(K):
-            tl.store(stop_QK + place * K + k, tl.load(record + ADMISSION + k))
+            tl.store(stop_QK + batch_slot * K + k, tl.load(record + ADMISSION + k))
         page = tl.load(record + 12)
         if H > 0:
             h_H = tl.arange(0, HP)
@@ -270,28 +272,30 @@ def _apply(
                 mask=(h_H < H) & (page >= 0),
                 other=0.0,
             )
-            tl.store(hint_QH + place.to(tl.int64) * H + h_H, hint_H, mask=h_H < H)
+            tl.store(hint_QH + batch_slot.to(tl.int64) * H + h_H, hint_H, mask=h_H < H)
     for x in range(program, extensions, programs):
         record = extension_XF + x * EXTENSION
-        place, first, pages, at = (
+        batch_slot, first, pages, at = (
             tl.load(record),
             tl.load(record + 2),
             tl.load(record + 3),
             tl.load(record + 4),
         )
-        tl.store(capacity_Q + place, tl.load(record + 1))
+        tl.store(capacity_Q + batch_slot, tl.load(record + 1))
         for done in range(0, pages, BLOCK):
             page_I = tl.load(payload_U + at + done + i_I, mask=done + i_I < pages, other=0)
             tl.store(
-                page_table_QP + place * P + first + done + i_I, page_I, mask=done + i_I < pages
+                page_table_QP + batch_slot * P + first + done + i_I, page_I, mask=done + i_I < pages
             )
     for a in range(0, admissions):
         record = admission_AF + a * (ADMISSION + K)
-        place, tokens, at = tl.load(record), tl.load(record + 1), tl.load(record + 2)
+        batch_slot, tokens, at = tl.load(record), tl.load(record + 1), tl.load(record + 2)
         for done in range(program * BLOCK, tokens, programs * BLOCK):
             token_I = tl.load(payload_U + at + done + i_I, mask=done + i_I < tokens, other=0)
             tl.store(
-                token_QT + place.to(tl.int64) * T + done + i_I, token_I, mask=done + i_I < tokens
+                token_QT + batch_slot.to(tl.int64) * T + done + i_I,
+                token_I,
+                mask=done + i_I < tokens,
             )
     if admissions + extensions > 0:
         tl.debug_barrier()  # every thread has read its part
@@ -302,7 +306,10 @@ def _apply(
 
 
 def apply(
-    upload_U: Tensor, layout: UploadLayout, places: Places, page_hint_PH: Tensor | None = None
+    upload_U: Tensor,
+    layout: UploadLayout,
+    batch_slots: BatchSlots,
+    page_hint_PH: Tensor | None = None,
 ) -> None:
     """Take over admissions and extensions, and note that it is done: a graph may begin with it
     whether or not there is something new.
@@ -310,30 +317,30 @@ def apply(
     page_hint_PH: stored features of filled pages (None: there is no drafter); an admission without
     a hint page gets zeros.
     """
-    hidden = places.hint_QH.shape[1] if page_hint_PH is not None else 0
+    hidden = batch_slots.hint_QH.shape[1] if page_hint_PH is not None else 0
     _apply[(PROGRAMS,)](
         upload_U,
         upload_U[layout.admissions_at :],
         upload_U[layout.extensions_at :],
         upload_U[layout.payload_at :],
-        places.token_QT,
-        places.token_QT.shape[1],
-        places.length_Q,
-        places.limit_Q,
-        places.capacity_Q,
-        places.page_table_QP,
-        places.page_table_QP.shape[1],
-        places.seed_Q,
-        places.temperature_Q,
-        places.top_p_Q,
-        places.min_p_Q,
-        places.top_k_Q,
-        places.stop_QK,
-        places.done_Q,
-        places.drafts_Q,
-        places.group_Q,
-        places.hint_QH,
-        page_hint_PH if page_hint_PH is not None else places.hint_QH,
+        batch_slots.token_QT,
+        batch_slots.token_QT.shape[1],
+        batch_slots.length_Q,
+        batch_slots.limit_Q,
+        batch_slots.capacity_Q,
+        batch_slots.page_table_QP,
+        batch_slots.page_table_QP.shape[1],
+        batch_slots.seed_Q,
+        batch_slots.temperature_Q,
+        batch_slots.top_p_Q,
+        batch_slots.min_p_Q,
+        batch_slots.top_k_Q,
+        batch_slots.stop_QK,
+        batch_slots.done_Q,
+        batch_slots.drafts_Q,
+        batch_slots.group_Q,
+        batch_slots.hint_QH,
+        page_hint_PH if page_hint_PH is not None else batch_slots.hint_QH,
         ADMISSION=ADMISSION,
         EXTENSION=EXTENSION,
         K=layout.stops,

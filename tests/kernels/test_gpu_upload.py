@@ -8,16 +8,18 @@ import torch
 
 from tests.kernels.triton_tests import DEVICE, gpu  # isort: skip
 from tests.kernels.tree_twins import numpy_of
-from tlt_kernels.gpu.places import Upload, UploadLayout, apply
-from tlt_kernels.gpu.tensors import Places
+from tlt_kernels.gpu.tensors import BatchSlots
+from tlt_kernels.gpu.upload import Upload, UploadLayout, apply
 
 LAYOUT = UploadLayout(batch=5, works=3, admissions=4, extensions=6, stops=3, payload=3000, idle=7)
 
 
-def make(tokens: int = 2500) -> tuple[Places, Upload, np.ndarray]:
-    places = Places.allocate(8, tokens, hidden=6, stops=3, dtype=torch.float32, device=DEVICE)
+def make(tokens: int = 2500) -> tuple[BatchSlots, Upload, np.ndarray]:
+    batch_slots = BatchSlots.allocate(
+        8, tokens, hidden=6, stops=3, dtype=torch.float32, device=DEVICE
+    )
     buffer_U = np.full(LAYOUT.size, -77, np.int32)
-    return places, Upload(LAYOUT, buffer_U), buffer_U
+    return batch_slots, Upload(LAYOUT, buffer_U), buffer_U
 
 
 def send(upload: Upload, buffer_U: np.ndarray) -> torch.Tensor:
@@ -28,17 +30,17 @@ def send(upload: Upload, buffer_U: np.ndarray) -> torch.Tensor:
 
 def test_admissions_and_pages_arrive() -> None:
     rng = np.random.default_rng(0)
-    places, upload, buffer_U = make()
+    batch_slots, upload, buffer_U = make()
     page_hint_PH = torch.randn(300, 6, device=DEVICE)
-    expected = Places(*numpy_of(places))
-    for place, length, first_page in ((3, 5, 10), (0, 2100, 20)):
+    expected = BatchSlots(*numpy_of(batch_slots))
+    for batch_slot, length, first_page in ((3, 5, 10), (0, 2100, 20)):
         tokens, pages = (
             rng.integers(0, 1000, length).astype(np.int32),
             list(range(first_page, first_page + -(-length // 16))),
         )
         seed = int(rng.integers(0, 2**64, dtype=np.uint64)) | 1 << 63 | 1 << 31
         assert upload.admit(
-            place,
+            batch_slot,
             tokens,
             pages,
             limit=length + 9,
@@ -48,13 +50,13 @@ def test_admissions_and_pages_arrive() -> None:
             min_p=0.05,
             top_k=40,
             stop_ids=[2, 11],
-            drafts=place == 0,
-            group=place + 4,
-            hint_page=12 if place == 3 else -1,
+            drafts=batch_slot == 0,
+            group=batch_slot + 4,
+            hint_page=12 if batch_slot == 3 else -1,
         )
-        expected.token_QT[place, :length] = tokens
-        expected.page_table_QP[place, : len(pages)] = pages
-        expected.seed_Q[place] = np.array([seed], np.uint64).view(np.int64)[0]
+        expected.token_QT[batch_slot, :length] = tokens
+        expected.page_table_QP[batch_slot, : len(pages)] = pages
+        expected.seed_Q[batch_slot] = np.array([seed], np.uint64).view(np.int64)[0]
         for name, value in (
             ("length", length),
             ("limit", length + 9),
@@ -64,18 +66,20 @@ def test_admissions_and_pages_arrive() -> None:
             ("min_p", 0.05),
             ("top_k", 40),
             ("done", 0),
-            ("drafts", place == 0),
-            ("group", place + 4),
+            ("drafts", batch_slot == 0),
+            ("group", batch_slot + 4),
         ):
-            getattr(expected, f"{name}_Q")[place] = value
-        expected.stop_QK[place] = 2, 11, -1
-        expected.hint_QH[place] = page_hint_PH[12].cpu().numpy() if place == 3 else 0
+            getattr(expected, f"{name}_Q")[batch_slot] = value
+        expected.stop_QK[batch_slot] = 2, 11, -1
+        expected.hint_QH[batch_slot] = page_hint_PH[12].cpu().numpy() if batch_slot == 3 else 0
     assert upload.extend_pages(5, 2, [77, 78])
     expected.page_table_QP[5, 2:4] = 77, 78
     expected.capacity_Q[5] = 64
-    apply(send(upload, buffer_U), LAYOUT, places, page_hint_PH)
+    apply(send(upload, buffer_U), LAYOUT, batch_slots, page_hint_PH)
     for name, array in expected._asdict().items():
-        np.testing.assert_array_equal(getattr(Places(*numpy_of(places)), name), array, err_msg=name)
+        np.testing.assert_array_equal(
+            getattr(BatchSlots(*numpy_of(batch_slots)), name), array, err_msg=name
+        )
 
 
 def test_the_batch_lies_in_the_buffer() -> None:
@@ -83,40 +87,42 @@ def test_the_batch_lies_in_the_buffer() -> None:
     upload.batch([4, 2], [(1, 16, 30), (6, 0, 5)])
     assert not upload.changes
     device_U = send(upload, buffer_U)
-    assert LAYOUT.place_B(device_U, 4).tolist() == [4, 2, 7, 7]
+    assert LAYOUT.batch_slot_B(device_U, 4).tolist() == [4, 2, 7, 7]
     assert [t.tolist() for t in LAYOUT.works_W(device_U, 3)] == [[1, 6, 7], [16, 0, 0], [30, 5, 0]]
     upload.batch([1])
-    assert LAYOUT.place_B(send(upload, buffer_U), 2).tolist() == [1, 7]
+    assert LAYOUT.batch_slot_B(send(upload, buffer_U), 2).tolist() == [1, 7]
 
 
 def test_an_upload_without_changes_changes_nothing() -> None:
-    places, upload, buffer_U = make()
-    before = numpy_of(places)
+    batch_slots, upload, buffer_U = make()
+    before = numpy_of(batch_slots)
     upload.extend_pages(1, 0, [3])
     upload.begin()
-    apply(send(upload, buffer_U), LAYOUT, places)
-    for name, array in Places(*before)._asdict().items():
-        np.testing.assert_array_equal(getattr(Places(*numpy_of(places)), name), array, err_msg=name)
+    apply(send(upload, buffer_U), LAYOUT, batch_slots)
+    for name, array in BatchSlots(*before)._asdict().items():
+        np.testing.assert_array_equal(
+            getattr(BatchSlots(*numpy_of(batch_slots)), name), array, err_msg=name
+        )
 
 
 def test_an_upload_is_taken_over_once() -> None:
-    places, upload, buffer_U = make()
+    batch_slots, upload, buffer_U = make()
     assert upload.admit(2, np.full(40, 7, np.int32), range(3), limit=90, seed=1)
     device_U = send(upload, buffer_U)
-    apply(device_U, LAYOUT, places)
-    places.length_Q[2] = 41  # a step has written
-    apply(device_U, LAYOUT, places)
-    assert places.length_Q[2] == 41 and places.capacity_Q[2] == 48
+    apply(device_U, LAYOUT, batch_slots)
+    batch_slots.length_Q[2] = 41  # a step has written
+    apply(device_U, LAYOUT, batch_slots)
+    assert batch_slots.length_Q[2] == 41 and batch_slots.capacity_Q[2] == 48
     upload.begin()
     assert upload.extend_pages(2, 3, [9])
-    apply(send(upload, buffer_U), LAYOUT, places)
-    assert places.capacity_Q[2] == 64 and places.length_Q[2] == 41, "the next upload is"
+    apply(send(upload, buffer_U), LAYOUT, batch_slots)
+    assert batch_slots.capacity_Q[2] == 64 and batch_slots.length_Q[2] == 41, "the next upload is"
 
 
 def test_a_place_is_named_once_in_an_upload() -> None:
     _, upload, _ = make()
     assert upload.extend_pages(2, 0, [9])
-    with pytest.raises(AssertionError, match="place 2"):
+    with pytest.raises(AssertionError, match="batch slot 2"):
         upload.extend_pages(2, 1, [10])
     upload.begin()
     assert upload.extend_pages(2, 1, [10])
@@ -130,23 +136,23 @@ def test_what_does_not_fit_is_refused_whole() -> None:
     assert not upload.admit(1, np.arange(1500, dtype=np.int32), range(94), limit=1600, seed=1)
     assert not upload.extend_pages(2, 0, range(1600))
     assert upload.used == used and (buffer_U[:used] == held).all()
-    for place in range(1, 6):
-        assert upload.extend_pages(place, 0, [place])
+    for batch_slot in range(1, 6):
+        assert upload.extend_pages(batch_slot, 0, [batch_slot])
     assert not upload.extend_pages(6, 0, [6])
     assert not upload.admit(4, tokens[:3], [9], limit=9, seed=1), "no room for its pages"
 
 
 @gpu
 def test_a_place_is_begun_anew_in_stream_order() -> None:
-    places, upload, buffer_U = make()
+    batch_slots, upload, buffer_U = make()
     for length in (300, 20):
         upload.begin()
         assert upload.admit(
             2, np.full(length, length, np.int32), range(length // 16 + 1), limit=400, seed=length
         )
-        apply(send(upload, buffer_U), LAYOUT, places)
+        apply(send(upload, buffer_U), LAYOUT, batch_slots)
     assert (
-        places.length_Q[2] == 20
-        and (places.token_QT[2, :20] == 20).all()
-        and (places.token_QT[2, 20:300] == 300).all()
+        batch_slots.length_Q[2] == 20
+        and (batch_slots.token_QT[2, :20] == 20).all()
+        and (batch_slots.token_QT[2, 20:300] == 300).all()
     )
