@@ -18,17 +18,17 @@ from tlt_client.errors import ConnectionFailed, ServerError, TltClientError
 from tlt_client.retries import Retries
 from tlt_client.wire import Reply
 
-LONGEST_POLL_S = 20.0
+MAX_POLL_S = 20.0
 AGAIN_S = 0.5  # while a server restarts
 
 T = TypeVar("T")
 
 
-class Pause(NamedTuple):
+class Wait(NamedTuple):
     seconds: float
 
 
-Flow = Generator[Call[Any] | Pause, Any, T]
+Flow = Generator[Call[Any] | Wait, Any, T]
 
 
 def tried(call: Call[T], retries: Retries) -> Flow[T]:
@@ -41,7 +41,7 @@ def tried(call: Call[T], retries: Retries) -> Flow[T]:
             pause_s = retries.pause_s(count, error, repeatable=call.repeatable)
             if pause_s is None:
                 raise
-        yield Pause(pause_s)
+        yield Wait(pause_s)
     raise AssertionError("unreachable")
 
 
@@ -62,11 +62,11 @@ def result(id: str, timeout_s: float, clock: Callable[[], float] = time.monotoni
     while True:
         left_s = give_up_s - clock()
         try:
-            found = yield calls.fetch(id, max(0.0, min(left_s, LONGEST_POLL_S)))
+            found = yield calls.fetch(id, max(0.0, min(left_s, MAX_POLL_S)))
         except (ConnectionFailed, ServerError) as error:
             if left_s <= 0 or (isinstance(error, ServerError) and not error.retryable):
                 raise
-            yield Pause(AGAIN_S)
+            yield Wait(AGAIN_S)
         else:
             if found.status == "done":
                 return Reply(found.results, found.usage, found.numerics)

@@ -18,7 +18,7 @@ from tlt_client import flows
 from tlt_client.arguments import bearer, url_of
 from tlt_client.calls import Call
 from tlt_client.errors import ConnectionFailed, TltClientError
-from tlt_client.flows import Flow, Pause
+from tlt_client.flows import Flow, Wait
 from tlt_client.responses import connection_errors
 from tlt_client.retries import Retries
 from tlt_client.tls import Tls
@@ -97,8 +97,8 @@ class Transport:
             result: T = end.value
             return result
 
-    def _take(self, step: Call[Any] | Pause) -> Any:
-        if isinstance(step, Pause):
+    def _take(self, step: Call[Any] | Wait) -> Any:
+        if isinstance(step, Wait):
             time.sleep(step.seconds)
             return None
         with connection_errors():
@@ -161,8 +161,8 @@ class AsyncTransport:
             result: T = end.value
             return result
 
-    async def _take(self, step: Call[Any] | Pause) -> Any:
-        if isinstance(step, Pause):
+    async def _take(self, step: Call[Any] | Wait) -> Any:
+        if isinstance(step, Wait):
             await asyncio.sleep(step.seconds)
             return None
         with connection_errors():

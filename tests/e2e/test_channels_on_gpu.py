@@ -36,7 +36,7 @@ from tlt_client.channels.errors import ChannelError
 from tlt_client.channels.ipc import IpcSender
 from tlt_client.channels.nccl import KEY, Communicator, new_id
 from tlt_client.channels.sums import mix64
-from tlt_client.channels.tensors import buckets, slot
+from tlt_client.channels.tensors import buckets, spec_of
 from tlt_server.demo.server import ServerProcess
 from tlt_server.demo.workload import TARGET
 
@@ -281,8 +281,8 @@ def test_a_trainer_that_drives_vllm_pushes_by_nccl(
             "/update_weights",
             {"update_info": described, "weight_version": f"{way} {packed}"},
         )
-        slots = [slot(name, "bfloat16", tensor.shape) for name, tensor in tensors.items()]
-        for bucket in buckets(slots, limit if packed else None):
+        specs = [spec_of(name, "bfloat16", tensor.shape) for name, tensor in tensors.items()]
+        for bucket in buckets(specs, limit if packed else None):
             data = torch.cat(
                 [tensors[piece.name].reshape(-1).view(torch.uint8) for piece in bucket]
             )

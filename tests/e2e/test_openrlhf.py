@@ -25,7 +25,8 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from tests.e2e.conftest import PAIR
 from tests.e2e.gloo_trainer import HOST, LIMIT, free_port, sums
 from tlt_client import Client, TltClientError
-from tlt_client.adapters.openrlhf import NotServed, RolloutActor, TrainerGroup
+from tlt_client.adapters.errors import NotServed
+from tlt_client.adapters.openrlhf import RolloutActor, TrainerGroup
 from tlt_server.demo.server import ServerProcess
 from tlt_server.demo.workload import TARGET
 

@@ -317,7 +317,7 @@ def test_what_is_not_served_is_refused_by_name(config: Any, running: ServerProce
         adapter.Server(config, 1)
     for wrong in ({}, {"tlt": {"urls": []}}, {"tlt": {"url": "http://x"}}):
         with pytest.raises(adapter.NotServed, match="urls must list"):
-            adapter.Settings.of(RolloutConfig(name="tlt", engine_kwargs=wrong))
+            adapter.VerlSettings.of(RolloutConfig(name="tlt", engine_kwargs=wrong))
 
 
 def test_the_checkpoint_engine_s_workers_push_what_they_receive(

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from tests.engine.pushing import Pushable, perturbed
 from tests.engine.tiny import SMALLEST, write_target
 from tlt_client.channels import broadcast
-from tlt_client.channels.groups import Group, Membership, host_store
+from tlt_client.channels.groups import Membership, WeightGroup, host_store
 from tlt_client.channels.ipc import OFFER
 from tlt_client.channels.line import Line, address, entered
 from tlt_client.channels.memory import share
@@ -84,14 +84,14 @@ def stops_in_the_middle(
         yield {}
 
 
-def joined(engine: Pushable) -> Group:
+def joined(engine: Pushable) -> WeightGroup:
     """Rank 0 of a group with the engine."""
-    store, made = host_store("127.0.0.1", 0, 2, TIMEOUT_S), list[Group]()
+    store, made = host_store("127.0.0.1", 0, 2, TIMEOUT_S), list[WeightGroup]()
     ends = [
         Membership("g", "gloo", "127.0.0.1", store.port, rank, 2, timeout_s=TIMEOUT_S)
         for rank in (0, 1)
     ]
-    trainer = threading.Thread(target=lambda: made.append(Group(ends[0], store)))
+    trainer = threading.Thread(target=lambda: made.append(WeightGroup(ends[0], store)))
     trainer.start()
     engine.engine.pushes.transaction.intake.groups.join(ends[1])
     trainer.join()

@@ -13,8 +13,8 @@ import pytest
 
 from tests.engine.pushing import Pushable, perturbed
 from tests.engine.tiny import SMALLEST, write_target
-from tlt_client.channels.errors import ChannelBroken, ContentRefused
-from tlt_client.channels.groups import MAX_GROUPS, Group, Groups, Membership, host_store
+from tlt_client.channels.errors import ChannelLost, ContentRefused
+from tlt_client.channels.groups import MAX_GROUPS, Groups, Membership, WeightGroup, host_store
 from tlt_server.engine.pushes import MAX_JOINS, MAX_READERS
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import Unavailable, from_code
@@ -165,14 +165,16 @@ def test_a_crew_counts_who_waits_and_forgets_who_has_ended() -> None:
 def test_groups_that_broke_take_no_place_and_are_not_listed(settings: EngineSettings) -> None:
     pushes, stores = Pushable(settings).engine.pushes, []
 
-    def join(name: str) -> Group:
+    def join(name: str) -> WeightGroup:
         stores.append(host_store("127.0.0.1", 0, 2, 20))
         with ThreadPoolExecutor(1) as pool:
             ours = pool.submit(
                 pushes.transaction.intake.groups.join,
                 Membership(name, "gloo", "127.0.0.1", stores[-1].port, 1, 2),
             )
-            theirs = Group(Membership(name, "gloo", "127.0.0.1", stores[-1].port, 0, 2), stores[-1])
+            theirs = WeightGroup(
+                Membership(name, "gloo", "127.0.0.1", stores[-1].port, 0, 2), stores[-1]
+            )
             ours.result()
         return theirs
 
@@ -183,7 +185,7 @@ def test_groups_that_broke_take_no_place_and_are_not_listed(settings: EngineSett
     assert pushes.state().groups == sorted({*map(str, range(MAX_GROUPS))} - {"3"})
     trainers.append(join("more"))
     assert "more" in pushes.state().groups
-    with pytest.raises(ChannelBroken, match="no group '3'"):
+    with pytest.raises(ChannelLost, match="no group '3'"):
         pushes.transaction.intake.groups["3"]
     for trainer in trainers:
         trainer.close()

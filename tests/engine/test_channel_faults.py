@@ -29,10 +29,10 @@ from tests.engine.tiny import SMALLEST, write_target
 from tlt_client import ConnectionFailed, ServerError
 from tlt_client.channels.broadcast import BroadcastSender
 from tlt_client.channels.disk import DiskSender, write
-from tlt_client.channels.errors import ChannelBroken, ChannelError
+from tlt_client.channels.errors import ChannelError, ChannelLost
 from tlt_client.channels.http import HttpSender
 from tlt_client.channels.ipc import OFFER, IpcSender
-from tlt_client.channels.tensors import buckets, slot
+from tlt_client.channels.tensors import buckets, spec_of
 from tlt_client.errors import server_error
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import TltError, from_code
@@ -323,11 +323,11 @@ class Spoiled(BroadcastSender):
     fault, at = "", 0
 
     def _send(self, named: list[tuple[str, torch.Tensor]], reply: Any) -> None:
-        data, slots = (
+        data, specs = (
             dict(named),
-            [slot(name, str(tensor.dtype), tensor.shape) for name, tensor in named],
+            [spec_of(name, str(tensor.dtype), tensor.shape) for name, tensor in named],
         )
-        cut = buckets(slots, self._bucket_bytes)
+        cut = buckets(specs, self._bucket_bytes)
         messages = [
             torch.cat([data[s.name].reshape(-1).view(torch.uint8) for s in bucket])
             for bucket in cut
@@ -398,7 +398,7 @@ class Faulty(IpcSender):
                 line.send(self.held)
         elif self.fault == "kill":
             line.close()
-            raise ChannelBroken("the trainer is gone")
+            raise ChannelLost("the trainer is gone")
         elif self.fault == "truncate":
             line.send(
                 message[: len(message) // 2]
@@ -436,7 +436,7 @@ def count_of_buckets(server: Server) -> int:
         list(
             buckets(
                 [
-                    slot(name, str(tensor.dtype), tensor.shape)
+                    spec_of(name, str(tensor.dtype), tensor.shape)
                     for name, tensor in server.new.items()
                 ],
                 bucket_bytes(server),

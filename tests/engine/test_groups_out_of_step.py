@@ -15,7 +15,7 @@ import torch
 
 from tests.engine.test_steps_never_mix import NAMES, Network
 from tlt_client.channels import Intake
-from tlt_client.channels.groups import Group, Groups, Membership, host_store
+from tlt_client.channels.groups import Groups, Membership, WeightGroup, host_store
 from tlt_server.engine.gate import Gate
 from tlt_server.engine.pushes import WeightPushes
 from tlt_server.records import (
@@ -51,7 +51,7 @@ class Pair:
             Gate(), self.transaction, scheduler, lambda live, changed: None, list
         )
         self.ids, self.reports = map(str, itertools.count()), dict[str, WeightReport]()
-        self.trainer: Group | None = None
+        self.trainer: WeightGroup | None = None
         self.join()
 
     def ask(self, command: WeightCommand) -> str:
@@ -73,7 +73,7 @@ class Pair:
         self.close()
         store = host_store("127.0.0.1", 0, 2, WAIT_S)
         id = self.ask(JoinGroup(next(self.ids), "g", "gloo", "127.0.0.1", store.port, 1, 2))
-        self.trainer = Group(
+        self.trainer = WeightGroup(
             Membership("g", "gloo", "127.0.0.1", store.port, 0, 2, False, WAIT_S), store
         )
         assert self.told(id)[0] == "joined"

@@ -18,16 +18,16 @@ import torch
 
 from tlt_client.channels import Intake, cuda
 from tlt_client.channels import memory as memories
-from tlt_client.channels.errors import ChannelBroken, ChannelError, ContentRefused, PlaceForbidden
+from tlt_client.channels.errors import ChannelError, ChannelLost, ContentRefused, PlaceForbidden
 from tlt_client.channels.groups import Groups
 from tlt_client.channels.ipc import DONE, OFFER, IpcReceiver, IpcSender
 from tlt_client.channels.line import Line, entered, made_directory
 from tlt_client.channels.memory import (
     GRANT,
-    CudaMemory,
     Grant,
-    HostMemory,
-    Memory,
+    SharedGpuMemory,
+    SharedHostMemory,
+    SharedMemory,
     check_inside,
     opened,
     share,
@@ -51,7 +51,7 @@ def intake(tmp_path: Path) -> Intake:
 
 
 @pytest.fixture
-def memory() -> Iterator[Memory]:
+def memory() -> Iterator[SharedMemory]:
     memory = share(64, CPU)
     yield memory
     memory.close()
@@ -93,7 +93,7 @@ def say(
 
 
 def test_buckets_are_copied_out_of_the_shared_memory_wherever_they_lie(
-    intake: Intake, memory: Memory
+    intake: Intake, memory: SharedMemory
 ) -> None:
     a, b = (
         torch.tensor([1.0, -2.0, 3.0]),
@@ -130,7 +130,7 @@ def test_buckets_are_copied_out_of_the_shared_memory_wherever_they_lie(
     ],
 )
 def test_an_offer_of_something_else_is_refused(
-    offers: list[tuple[int, int, int]], said: str, intake: Intake, memory: Memory
+    offers: list[tuple[int, int, int]], said: str, intake: Intake, memory: SharedMemory
 ) -> None:
     with pytest.raises(ContentRefused, match=said):
         received(
@@ -148,9 +148,9 @@ def test_an_offer_of_something_else_is_refused(
     [(b"short", "5 bytes came where 24"), (bytes(100), "25 bytes came where 24")],
 )
 def test_a_message_of_another_length_breaks_the_push(
-    message: bytes, said: str, intake: Intake, memory: Memory
+    message: bytes, said: str, intake: Intake, memory: SharedMemory
 ) -> None:
-    with pytest.raises(ChannelBroken, match=said):
+    with pytest.raises(ChannelLost, match=said):
         received(intake, say(message, grant=memory.grant.packed(), descriptors=memory.descriptors))
 
 
@@ -196,13 +196,13 @@ def test_a_grant_of_another_protocol_is_refused(intake: Intake) -> None:
 
 
 def test_a_trainer_that_falls_silent_or_never_comes_is_given_up(
-    intake: Intake, memory: Memory
+    intake: Intake, memory: SharedMemory
 ) -> None:
     intake.groups.timeout_s = 0.5
-    with pytest.raises(ChannelBroken, match=r"0\.5 s passed"):
+    with pytest.raises(ChannelLost, match=r"0\.5 s passed"):
         received(intake, say(grant=memory.grant.packed(), descriptors=memory.descriptors))
     receiver = IpcReceiver(PUSH, intake)
-    with pytest.raises(ChannelBroken, match="no trainer came"):
+    with pytest.raises(ChannelLost, match="no trainer came"):
         next(receiver.batches())
     receiver.close()
 
@@ -215,7 +215,7 @@ def test_a_socket_lies_nowhere_but_in_the_directory(path: str, intake: Intake) -
 
 def test_a_socket_that_is_there_is_not_taken_over(intake: Intake) -> None:
     first = IpcReceiver(PUSH, intake)
-    with pytest.raises(ChannelBroken, match="push by another name"):
+    with pytest.raises(ChannelLost, match="push by another name"):
         IpcReceiver(PUSH, intake)
     first.close()
 
@@ -225,7 +225,7 @@ def test_a_directory_that_is_open_to_others_is_entered_by_neither_end(intake: In
     intake.sockets.chmod(0o750)
     with pytest.raises(PlaceForbidden, match="mode 750"):
         entered(intake.sockets)
-    with pytest.raises(ChannelBroken, match="on one host"):
+    with pytest.raises(ChannelLost, match="on one host"):
         entered(intake.sockets / "nowhere")
     assert made_directory().stat().st_mode & 0o777 == 0o700
 
@@ -237,8 +237,8 @@ def test_another_user_is_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
         Line(one, 1.0)
 
 
-def test_what_a_reader_writes_stays_its_own(memory: Memory) -> None:
-    mine = HostMemory.open(memory.grant, memory.descriptors)
+def test_what_a_reader_writes_stays_its_own(memory: SharedMemory) -> None:
+    mine = SharedHostMemory.open(memory.grant, memory.descriptors)
     memory.view[5] = 9
     assert mine.view[5] == 9
     mine.view[5] = 1
@@ -316,5 +316,5 @@ def test_memory_of_a_gpu_that_is_smaller_than_granted_is_closed_unread(
         ChannelError,
         match="65 bytes of a GPU's memory were granted.*has 64|cuMemGetAddressRange failed.*another channel",
     ):
-        opened(Grant(CudaMemory.kind, bytes(16), bytes(64), 65), [])
+        opened(Grant(SharedGpuMemory.kind, bytes(16), bytes(64), 65), [])
     assert closed == [4096]

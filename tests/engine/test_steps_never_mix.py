@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from tlt_client.channels import Intake
-from tlt_client.channels.errors import ChannelBroken
+from tlt_client.channels.errors import ChannelLost
 from tlt_server.errors import TltError, Unavailable
 from tlt_server.records import Manifest, TensorEntry
 from tlt_server.weights.parts import Live, Target
@@ -71,13 +71,13 @@ class Wire:
 
     def begin(self, data: torch.Tensor) -> None:
         if self.broken:
-            raise ChannelBroken(self.broken)
+            raise ChannelLost(self.broken)
         data.view(torch.float32)[:] = self.sent.pop(0)
 
     def end(self, work: None, gives_up: Callable[[], bool]) -> None:
         if self.breaks:
             self.broken = "cut"
-            raise ChannelBroken(self.broken)
+            raise ChannelLost(self.broken)
 
     def close(self, why: str = "was left") -> None:
         self.broken = why
@@ -90,7 +90,7 @@ class Groups(dict[str, Wire]):
         self.pop(name, None)
 
     def __missing__(self, name: str) -> Wire:
-        raise ChannelBroken(f"there is no group {name!r}")
+        raise ChannelLost(f"there is no group {name!r}")
 
 
 class Receiving:

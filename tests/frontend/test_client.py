@@ -259,7 +259,7 @@ def pauses(
     step, left, paused = next(flow), list(errors), list[float]()
     try:
         while True:
-            if isinstance(step, flows.Pause):
+            if isinstance(step, flows.Wait):
                 paused.append(step.seconds)
                 step = flow.send(None)
             else:

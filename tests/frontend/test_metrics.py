@@ -17,7 +17,7 @@ import tlt_server
 from tests.frontend.fake_engine import INFO
 from tests.frontend.live_server import LiveServer, live_server
 from tlt_client import Client, ItemResult
-from tlt_client.channels.errors import ChannelBroken, ContentRefused, PlaceForbidden
+from tlt_client.channels.errors import ChannelLost, ContentRefused, PlaceForbidden
 from tlt_server import errors
 from tlt_server.metrics import POSITIONS, STRATEGIES, Metrics
 from tlt_server.records import OFF, Cycle, Outputs, StepContext, Strategy, WeightReport, WeightState
@@ -253,7 +253,7 @@ def test_a_weight_command_ends_with_nothing_that_has_no_series_from_the_start() 
                     argument.value for argument in node.args if isinstance(argument, ast.Constant)
                 }
     assert {"conflict", "push_failed"} < raised and {"committed", "rolled_back"} < said
-    raised |= {error.code for error in (ContentRefused, PlaceForbidden, ChannelBroken)}
+    raised |= {error.code for error in (ContentRefused, PlaceForbidden, ChannelLost)}
     raised -= {"startup", "unavailable"}  # what a sequence ends with while weights are quarantined
     said -= {"joined", "left"}
     assert raised | said - {"looked"} == {

@@ -16,8 +16,8 @@ import torch
 
 from tlt_client.channels import broadcast
 from tlt_client.channels.broadcast import BroadcastSender
-from tlt_client.channels.errors import ChannelBroken
-from tlt_client.channels.groups import Group, Membership, host_store
+from tlt_client.channels.errors import ChannelLost
+from tlt_client.channels.groups import Membership, WeightGroup, host_store
 from tlt_client.errors import ConnectionFailed, NotLive, ServerError
 
 TIMEOUT_S = 2.0
@@ -77,11 +77,11 @@ def server() -> Iterator[Server]:
 def communicators(monkeypatch: pytest.MonkeyPatch) -> list[Communicator]:
     made: list[Communicator] = []
 
-    def make(group: Group) -> Communicator:
+    def make(group: WeightGroup) -> Communicator:
         made.append(Communicator())
         return made[-1]
 
-    monkeypatch.setattr(Group, "_made", make)
+    monkeypatch.setattr(WeightGroup, "_made", make)
     monkeypatch.setattr(broadcast, "GRACE_S", 0.1)
     return made
 
@@ -90,12 +90,12 @@ def test_a_server_that_neither_receives_nor_answers_is_given_up_in_time(
     server: Server, communicators: list[Communicator]
 ) -> None:
     sender, started = BroadcastSender(server, timeout_s=TIMEOUT_S), time.monotonic()  # type: ignore[arg-type]
-    with pytest.raises(ChannelBroken, match=r"takes no part.*make the group anew and push again"):
+    with pytest.raises(ChannelLost, match=r"takes no part.*make the group anew and push again"):
         sender.push(TENSORS.items(), "v")
     assert 2 * TIMEOUT_S <= time.monotonic() - started < 60 and communicators[0].aborted
     server.answers.set()
     server.join_group("again")
-    with pytest.raises(ChannelBroken):
+    with pytest.raises(ChannelLost):
         sender.push(TENSORS.items(), "v")
     assert server.joins == 3 and len(communicators) == 2, "the group was made anew"
 
@@ -146,12 +146,12 @@ def test_a_group_that_may_be_out_of_step_is_made_anew(
 def test_a_receiver_whose_trainer_is_silent_relies_on_no_wait_of_the_library(
     communicators: list[Communicator],
 ) -> None:
-    group = Group(
+    group = WeightGroup(
         Membership("g", "gloo", "127.0.0.1", 1, 0, 2, timeout_s=TIMEOUT_S), store=object()
     )
     work = group.begin(torch.zeros(3))
     assert group.under_way == 1
-    with pytest.raises(ChannelBroken, match="takes no part"):
+    with pytest.raises(ChannelLost, match="takes no part"):
         group.end(work)
     assert group.under_way == 1, "until it is aborted it is on the device"
     group.close()
@@ -169,10 +169,10 @@ def port() -> int:
 def joined_in_time(port: int, timeout_s: float, said: str) -> None:
     started = time.monotonic()
     with pytest.raises(
-        ChannelBroken,
+        ChannelLost,
         match=f"broke while joining, or {timeout_s:g} s passed .*{said}.*make the group anew",
     ):
-        Group(Membership("g", "gloo", "127.0.0.1", port, 1, 2, timeout_s=timeout_s))
+        WeightGroup(Membership("g", "gloo", "127.0.0.1", port, 1, 2, timeout_s=timeout_s))
     assert timeout_s - 0.5 <= time.monotonic() - started < timeout_s + 15
 
 
@@ -196,10 +196,10 @@ def test_what_waiting_for_the_store_took_is_not_there_for_the_others(port: int) 
 
 
 def test_a_broadcast_may_take_its_time_however_little_was_left_for_joining(port: int) -> None:
-    stores, groups = list[Any](), dict[int, Group]()
+    stores, groups = list[Any](), dict[int, WeightGroup]()
 
     def join(rank: int, store: Any = None) -> None:
-        groups[rank] = Group(
+        groups[rank] = WeightGroup(
             Membership("g", "gloo", "127.0.0.1", port, rank, 2, timeout_s=10), store
         )
 

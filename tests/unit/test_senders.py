@@ -16,7 +16,7 @@ from tlt_client.channels import Sender
 from tlt_client.channels.broadcast import BroadcastSender
 from tlt_client.channels.disk import DiskSender
 from tlt_client.channels.errors import ContentRefused
-from tlt_client.channels.groups import Group
+from tlt_client.channels.groups import WeightGroup
 from tlt_client.channels.http import HttpSender
 from tlt_client.channels.ipc import IpcSender
 from tlt_client.errors import InvalidArgument, TltClientError
@@ -87,7 +87,7 @@ def server() -> Server:
 def sender(
     request: pytest.FixtureRequest, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Sender:
-    monkeypatch.setattr(Group, "_made", lambda group: Communicator())
+    monkeypatch.setattr(WeightGroup, "_made", lambda group: Communicator())
     return SENDERS[request.param](server, tmp_path)
 
 

@@ -20,7 +20,7 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
-from tlt_client.channels import Batch, Buffers, Receiver, owner
+from tlt_client.channels import Buffers, Receiver, TensorBatch, owner
 from tlt_client.channels.checkpoint import INDEX
 from tlt_client.channels.errors import ChannelError
 from tlt_client.channels.source import json_object
@@ -245,17 +245,17 @@ class Staging:
             if entry.shape is not None:
                 _check_shape(tensor, entry.shape, role.parameters, largest, "the manifest")
         for layout in receiver.layouts:
-            if layout.role == name and layout.slot.name in role.parameters:
+            if layout.role == name and layout.spec.name in role.parameters:
                 check_layout(
-                    layout.slot.name,
-                    layout.slot.shape,
-                    layout.slot.dtype,
-                    role.parameters[layout.slot.name],
+                    layout.spec.name,
+                    layout.spec.shape,
+                    layout.spec.dtype,
+                    role.parameters[layout.spec.name],
                     layout.where,
                 )
             elif layout.role == name:
                 _check_shape(
-                    layout.slot.name, layout.slot.shape, role.parameters, largest, layout.where
+                    layout.spec.name, layout.spec.shape, role.parameters, largest, layout.where
                 )
         for tensor in sorted(declared.keys() ^ coming.keys() if declared else ()):
             where = (
@@ -302,7 +302,7 @@ class Staging:
 
     # -- tensors -------------------------------------------------------------------------------------------------
 
-    def _take(self, batch: Batch, declared: Mapping[str, TensorEntry], enter: Enter) -> None:
+    def _take(self, batch: TensorBatch, declared: Mapping[str, TensorEntry], enter: Enter) -> None:
         """Check every tensor and copy it to its place."""
         role = self._roles[batch.role]
         for name, tensor in batch.tensors.items():

@@ -16,9 +16,10 @@ import secrets
 from dataclasses import dataclass
 from typing import Any
 
+from tlt_client.adapters.errors import NotServed
 from tlt_client.async_client import AsyncClient
-from tlt_client.channels.groups import Group, Membership, host_store
-from tlt_client.errors import TltClientError, server_error
+from tlt_client.channels.groups import Membership, WeightGroup, host_store
+from tlt_client.errors import server_error
 from tlt_client.wire import VersionSpan
 
 SAMPLING = (
@@ -37,17 +38,13 @@ SAMPLING = (
 )  # as vLLM's SamplingParams names them, and the server
 
 
-class NotServed(TltClientError, ValueError):
-    """The trainer asks for what this server does not do; the message names what to set instead."""
-
-
 @dataclass(frozen=True)
 class Logprob:
     logprob: float
 
 
 @dataclass(frozen=True)
-class Completion:
+class CompletionOutput:
     """Of vLLM's CompletionOutput what OpenRLHF reads, and which weights made which tokens."""
 
     token_ids: list[int]
@@ -63,7 +60,7 @@ class Completion:
 @dataclass(frozen=True)
 class RequestOutput:
     prompt_token_ids: list[int]
-    outputs: list[Completion]
+    outputs: list[CompletionOutput]
 
 
 class RolloutActor:
@@ -202,7 +199,7 @@ class RolloutActor:
         return RequestOutput(
             list(prompt_token_ids),
             [
-                Completion(
+                CompletionOutput(
                     choice.token_ids,
                     choice.text or "",
                     logprobs,
@@ -275,7 +272,7 @@ class TrainerGroup:
             backend != "nccl",
             timeout_s,
         )
-        self._group = Group(member, store)
+        self._group = WeightGroup(member, store)
 
     def broadcast(self, tensor: Any, src: int = 0, stream: Any = None) -> None:
         """From here to all; done when it returns, so on no stream in particular."""

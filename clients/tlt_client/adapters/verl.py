@@ -19,12 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tlt_client.adapters.errors import NotServed
 from tlt_client.async_client import AsyncClient
 from tlt_client.channels import Sender
 from tlt_client.channels.disk import DiskSender
 from tlt_client.channels.http import HttpSender
 from tlt_client.client import Client
-from tlt_client.errors import TltClientError, server_error
+from tlt_client.errors import server_error
 
 NAME = "tlt"
 TEXT_ONLY = (
@@ -35,12 +36,8 @@ TEXT_ONLY = (
 )  # of sampling parameters
 
 
-class NotServed(TltClientError, ValueError):
-    """verl asks for what this server does not do; the message names what to set instead."""
-
-
 @dataclass(frozen=True)
-class Settings:
+class VerlSettings:
     """`rollout.engine_kwargs.tlt`."""
 
     urls: tuple[str, ...]  # of the servers; replica i has the i-th
@@ -49,7 +46,7 @@ class Settings:
     api_key_file: str = ""
 
     @classmethod
-    def of(cls, config: Any) -> Settings:
+    def of(cls, config: Any) -> VerlSettings:
         """From a RolloutConfig."""
         given = dict((config.engine_kwargs or {}).get(NAME) or {})
         unknown = sorted(given.keys() - cls.__dataclass_fields__.keys())
@@ -89,7 +86,7 @@ class Server:
     """
 
     def __init__(self, config: Any, replica_rank: int) -> None:
-        settings = Settings.of(config)
+        settings = VerlSettings.of(config)
         self._client = AsyncClient(settings.url(replica_rank), api_key=settings.api_key())
         self._config = config
         self._longest = 0  # prompt plus output
@@ -233,7 +230,7 @@ def replica_class() -> type[Any]:
         async def launch_servers(self) -> None:
             import ray
 
-            url = Settings.of(self.config).url(self.replica_rank)
+            url = VerlSettings.of(self.config).url(self.replica_rank)
             server = (
                 ray.remote(Server)
                 .options(max_concurrency=self.max_concurrency)
@@ -279,7 +276,7 @@ def rollout_class() -> type[Any]:
             self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1
         ) -> None:
             super().__init__(config, model_config, device_mesh)
-            settings, rank = Settings.of(self.config), int(os.environ["RANK"])
+            settings, rank = VerlSettings.of(self.config), int(os.environ["RANK"])
             size = (
                 config.tensor_model_parallel_size
                 * config.data_parallel_size

@@ -22,7 +22,7 @@ from tlt_client.channels.groups import Groups
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tlt_client.channels.tensors import Slot
+    from tlt_client.channels.tensors import TensorSpec
 
 CHANNELS = {  # name -> the engine's half; its file holds the trainer's, too
     "disk": "tlt_client.channels.disk:DiskReceiver",
@@ -91,7 +91,7 @@ class Intake:
         return self.groups.timeout_s
 
 
-class Batch(NamedTuple):
+class TensorBatch(NamedTuple):
     """Tensors of one role, as many as the channel gives at once."""
 
     role: str
@@ -107,7 +107,7 @@ class Layout(NamedTuple):
 
     role: str
     where: str  # for messages
-    slot: Slot
+    spec: TensorSpec
 
 
 class Buffers(NamedTuple):
@@ -139,7 +139,7 @@ class Receiver(Protocol):
     def file(self, role: str, name: str) -> bytes | None:
         """A small file beside the tensors, if there is one."""
 
-    def batches(self) -> Iterator[Batch]: ...
+    def batches(self) -> Iterator[TensorBatch]: ...
 
     def confirm(self) -> None:
         """Once everything was taken: it belongs together."""
@@ -232,7 +232,7 @@ def announced(push: Announcement, where: str) -> dict[str, dict[str, str]]:
 
 def by_role(
     where: str, tensors: Mapping[str, Tensor], role: str, file: Path | None = None
-) -> Iterator[Batch]:
+) -> Iterator[TensorBatch]:
     """What came at once in a push of `role`."""
     for whose, names in split(tensors, role).items():
-        yield Batch(whose, where, {name: tensors[sent] for name, sent in names.items()}, file)
+        yield TensorBatch(whose, where, {name: tensors[sent] for name, sent in names.items()}, file)

@@ -22,17 +22,17 @@ from typing import TYPE_CHECKING, Any
 
 from tlt_client.channels import (
     Announcement,
-    Batch,
     Buffers,
     Intake,
     Sender,
+    TensorBatch,
     Tensors,
     announced,
     by_role,
 )
-from tlt_client.channels.errors import ChannelBroken, ContentRefused
-from tlt_client.channels.groups import Group, Membership, host_store
-from tlt_client.channels.tensors import Slot, buckets, entry, size_of, slot, unpacked
+from tlt_client.channels.errors import ChannelLost, ContentRefused
+from tlt_client.channels.groups import Membership, WeightGroup, host_store
+from tlt_client.channels.tensors import TensorSpec, buckets, entry, size_of, spec_of, unpacked
 from tlt_client.errors import NotLive, ServerError
 
 if TYPE_CHECKING:
@@ -58,10 +58,10 @@ class BroadcastReceiver:
             raise ContentRefused(
                 "the manifest names no tensors; a push by broadcast names each with dtype and shape, in order"
             )
-        slots = [slot(tensor.name, tensor.dtype, tensor.shape) for tensor in push.tensors]
-        self._left = list(buckets(slots, push.bucket_bytes if push.packed else None))
+        specs = [spec_of(tensor.name, tensor.dtype, tensor.shape) for tensor in push.tensors]
+        self._left = list(buckets(specs, push.bucket_bytes if push.packed else None))
         self._buffers: list[Tensor] = []
-        self._under_way: tuple[list[Slot], Tensor, Any] | None = None
+        self._under_way: tuple[list[TensorSpec], Tensor, Any] | None = None
         self._give_up_s = math.inf  # by the monotonic clock
         largest = max(map(size_of, self._left))
         self._length = 2 * largest + len(MARK) if self._group.lenient else largest
@@ -76,7 +76,7 @@ class BroadcastReceiver:
     def file(self, role: str, name: str) -> bytes | None:
         return None
 
-    def batches(self) -> Iterator[Batch]:
+    def batches(self) -> Iterator[TensorBatch]:
         self._begin()
         count = 0
         while self._under_way is not None:
@@ -140,7 +140,7 @@ class BroadcastReceiver:
             self._group.close(
                 f"could not take what was still on its way ({type(error).__name__}: {str(error)[:200]})"
             )
-            raise ChannelBroken(self._group.broken) from None
+            raise ChannelLost(self._group.broken) from None
 
 
 class BroadcastSender(Sender):
@@ -176,7 +176,7 @@ class BroadcastSender(Sender):
         self._reply_s = timeout_s + GRACE_S
         self._group = self._made()
 
-    def _made(self) -> Group:
+    def _made(self) -> WeightGroup:
         asked = self._member
         store = host_store(
             asked.master_address, asked.master_port, asked.world_size, asked.timeout_s
@@ -195,15 +195,15 @@ class BroadcastSender(Sender):
             )
         )
         try:
-            group = Group(member, store)
-        except ChannelBroken:
+            group = WeightGroup(member, store)
+        except ChannelLost:
             wait([joined], self._reply_s)  # the server, too, gives it up
             raise
         try:
             joined.result(self._reply_s)
         except TimeoutError:
             group.close()
-            raise ChannelBroken(
+            raise ChannelLost(
                 f"the server is in group {asked.name!r}, but has not said so within {self._reply_s:g} s; see that it "
                 "lives, then make the group anew"
             ) from None
@@ -233,7 +233,7 @@ class BroadcastSender(Sender):
         )
         try:
             self._send(named, reply)
-        except ChannelBroken:
+        except ChannelLost:
             self._group.close()
             with contextlib.suppress(TimeoutError):
                 reply.result(self._reply_s)  # says why, if the server knows
@@ -251,10 +251,10 @@ class BroadcastSender(Sender):
     def _send(self, named: list[tuple[str, Tensor]], reply: Future[Mapping[str, Any]]) -> None:
         import torch
 
-        slots = [slot(name, str(tensor.dtype), tensor.shape) for name, tensor in named]
+        specs = [spec_of(name, str(tensor.dtype), tensor.shape) for name, tensor in named]
         data = dict(named)
-        for bucket in buckets(slots, self._bucket_bytes if self._packed else None):
-            packed = torch.cat([data[slot.name].reshape(-1).view(torch.uint8) for slot in bucket])
+        for bucket in buckets(specs, self._bucket_bytes if self._packed else None):
+            packed = torch.cat([data[spec.name].reshape(-1).view(torch.uint8) for spec in bucket])
             self._group.end(
                 self._group.begin(packed), lambda: reply.done() and reply.exception() is not None
             )

@@ -14,8 +14,8 @@ from msgspec import Struct
 
 from tlt_client.channels.errors import ContentRefused
 from tlt_client.channels.files import DTYPES, QUOTED, header_bytes, tensors_of
-from tlt_client.channels.source import Reading, Source, changed
-from tlt_client.channels.tensors import Slot, buckets, raw, size_of, slot, unpacked
+from tlt_client.channels.source import OpenFile, Source, changed
+from tlt_client.channels.tensors import TensorSpec, buckets, raw, size_of, spec_of, unpacked
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,10 +45,10 @@ class Files:
 
     def __init__(self, source: Source, files: Collection[str]) -> None:
         self._source = source
-        self.slots: dict[str, list[Slot]] = {}
+        self.specs: dict[str, list[TensorSpec]] = {}
         for file in files:
             with shard(source, file) as opened:
-                self.slots[file] = opened.slots
+                self.specs[file] = opened.specs
 
     @property
     def largest(self) -> int:
@@ -56,8 +56,8 @@ class Files:
         return max(
             (
                 size_of(bucket)
-                for slots in self.slots.values()
-                for bucket in buckets(slots, BUCKET_BYTES)
+                for specs in self.specs.values()
+                for bucket in buckets(specs, BUCKET_BYTES)
             ),
             default=0,
         )
@@ -66,11 +66,11 @@ class Files:
         import torch
 
         data = torch.empty(self.largest, dtype=torch.uint8)
-        for file, slots in self.slots.items():
+        for file, specs in self.specs.items():
             with shard(self._source, file) as opened:
-                if opened.slots != slots:
+                if opened.specs != specs:
                     raise changed(opened.reading.path)
-                for bucket in buckets(slots, BUCKET_BYTES):
+                for bucket in buckets(specs, BUCKET_BYTES):
                     opened.reading.into(raw(data[: size_of(bucket)]))
                     yield Came(opened.reading.path, unpacked(bucket, data))
 
@@ -83,8 +83,8 @@ def checkpoint(source: Source) -> Files:
     for name, file in _weight_map(source).items():
         expected.setdefault(file, set()).add(name)
     files = Files(source, expected)
-    for file, slots in files.slots.items():
-        for name in sorted(expected[file] ^ {held.name for held in slots}):
+    for file, specs in files.specs.items():
+        for name in sorted(expected[file] ^ {held.name for held in specs}):
             where = "index places it there" if name in expected[file] else "index does not list it"
             raise ContentRefused(
                 f"{source.path / file}: tensor {name[:QUOTED]!r} does not fit: the {where}; write index and shards "
@@ -109,8 +109,8 @@ def _weight_map(source: Source) -> Mapping[str, str]:
 class Shard(NamedTuple):
     """One file, open."""
 
-    slots: list[Slot]  # its tensors, in the order of their bytes
-    reading: Reading
+    specs: list[TensorSpec]  # its tensors, in the order of their bytes
+    reading: OpenFile
 
 
 @contextmanager
@@ -127,7 +127,8 @@ def shard(source: Source, file: str) -> Iterator[Shard]:
                 "again"
             ) from None
         yield Shard(
-            [slot(name, DTYPES[entry.dtype], entry.shape) for name, entry in said.items()], reading
+            [spec_of(name, DTYPES[entry.dtype], entry.shape) for name, entry in said.items()],
+            reading,
         )
 
 

@@ -13,7 +13,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tlt_client.channels import Announcement, Batch, Buffers, Intake, Layout, Sender, Tensors, split
+from tlt_client.channels import (
+    Announcement,
+    Buffers,
+    Intake,
+    Layout,
+    Sender,
+    TensorBatch,
+    Tensors,
+    split,
+)
 from tlt_client.channels.checkpoint import INDEX, SINGLE, checkpoint
 from tlt_client.channels.errors import ContentRefused
 from tlt_client.channels.source import Source
@@ -34,13 +43,13 @@ class DiskReceiver:
         }
         self._files = {role: checkpoint(source) for role, source in self._sources.items()}
         self.layouts = [
-            Layout(role, str(self._sources[role].path / file), slot)
+            Layout(role, str(self._sources[role].path / file), spec)
             for role, shards in self._files.items()
-            for file, slots in shards.slots.items()
-            for slot in slots
+            for file, specs in shards.specs.items()
+            for spec in specs
         ]
         self.names = {
-            role: {layout.slot.name: layout.where for layout in self.layouts if layout.role == role}
+            role: {layout.spec.name: layout.where for layout in self.layouts if layout.role == role}
             for role in self._files
         }
         self.buffers = Buffers(host=max(shards.largest for shards in self._files.values()))
@@ -60,10 +69,10 @@ class DiskReceiver:
         source = self._sources[role]
         return source.read(name) if source.has(name) else None
 
-    def batches(self) -> Iterator[Batch]:
+    def batches(self) -> Iterator[TensorBatch]:
         for role, shards in self._files.items():
             for path, tensors in shards.batches():
-                yield Batch(role, str(path), tensors)
+                yield TensorBatch(role, str(path), tensors)
 
     def confirm(self) -> None:
         for source in self._sources.values():

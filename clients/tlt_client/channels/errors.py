@@ -27,7 +27,7 @@ class PlaceForbidden(ChannelError):
     code = "forbidden"
 
 
-class ChannelBroken(ChannelError):
+class ChannelLost(ChannelError):
     """The other side went away, fell silent or sent too little."""
 
     code = "channel_broken"

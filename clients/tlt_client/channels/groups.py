@@ -21,7 +21,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tlt_client.channels import nccl
-from tlt_client.channels.errors import ChannelBroken, ContentRefused
+from tlt_client.channels.errors import ChannelLost, ContentRefused
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,7 +46,7 @@ class Membership(NamedTuple):
     unique_id: bytes = b""  # of NCCL; then there is no store
 
 
-class Group:
+class WeightGroup:
     """Joined once constructed, together with all others. Rank 0 hosts the store."""
 
     def __init__(self, member: Membership, store: Any = None) -> None:
@@ -159,7 +159,7 @@ class Group:
     def _bounded(self, doing: str) -> Iterator[None]:
         """Turns the library's errors into ours; the group is of no use afterwards."""
         if self.broken:
-            raise ChannelBroken(self.broken)
+            raise ChannelLost(self.broken)
         try:
             yield
         except (RuntimeError, ValueError) as error:
@@ -176,7 +176,7 @@ class Group:
                 f"group {member.name!r} (rank {member.rank} of {member.world_size} {place}, {member.backend}) broke while "
                 f"{doing}, or {member.timeout_s:g} s passed ({said}); make the group anew and push again"
             )
-            raise ChannelBroken(self.broken) from None
+            raise ChannelLost(self.broken) from None
 
     def close(self, why: str = "was left") -> None:
         self.broken = (
@@ -203,7 +203,7 @@ def host_store(address: str, port: int, world_size: int, timeout_s: float) -> An
             address, port, world_size, True, timedelta(seconds=timeout_s), wait_for_workers=False
         )
     except RuntimeError as error:
-        raise ChannelBroken(
+        raise ChannelLost(
             f"the store at {address}:{port} cannot be hosted ({str(error).splitlines()[0][:120]}); choose another port or "
             "address (port 0 = a free one)"
         ) from None
@@ -262,7 +262,7 @@ class Groups:
 
     def __init__(self, timeout_s: float = 120.0) -> None:
         self.timeout_s = timeout_s
-        self._groups: dict[str, Group] = {}
+        self._groups: dict[str, WeightGroup] = {}
         self._joining: list[Membership] = []
         self._lock = threading.Lock()
 
@@ -286,7 +286,7 @@ class Groups:
             )
         self._joining.append(member)
         try:
-            group = Group(member)
+            group = WeightGroup(member)
         finally:
             self._joining.remove(member)
         with self._lock:
@@ -306,10 +306,10 @@ class Groups:
         """Names of those that are in order."""
         return iter([name for name, group in list(self._groups.items()) if not group.broken])
 
-    def __getitem__(self, name: str) -> Group:
+    def __getitem__(self, name: str) -> WeightGroup:
         group = self._groups.get(name)
         if group is None:
-            raise ChannelBroken(
+            raise ChannelLost(
                 f"there is no group {name[:80]!r}; joined are {sorted(self._groups) or 'none'}: make the group first"
             )
         return group

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 from tlt_client.channels import (
     DRAFTER_PREFIX,
     Announcement,
-    Batch,
     Buffers,
     Intake,
     Layout,
     Sender,
+    TensorBatch,
     Tensors,
     announced,
     by_role,
@@ -65,15 +65,15 @@ class HttpReceiver:
             sorted(path.name for path in self._source.path.iterdir() if path.name != CALIBRATION),
         )
         self.layouts = [
-            Layout(role, _where(part), slot._replace(name=own))
-            for part, slots in self._files.slots.items()
-            for slot in slots
-            for role, own in [owner(slot.name, push.role)]
+            Layout(role, _where(part), spec._replace(name=own))
+            for part, specs in self._files.specs.items()
+            for spec in specs
+            for role, own in [owner(spec.name, push.role)]
         ]
         self._pure = {
             part
-            for part, slots in self._files.slots.items()  # under their own names, so of one role
-            if all(owner(slot.name, push.role)[1] == slot.name for slot in slots)
+            for part, specs in self._files.specs.items()  # under their own names, so of one role
+            if all(owner(spec.name, push.role)[1] == spec.name for spec in specs)
         }
         self.buffers = Buffers(host=self._files.largest)
 
@@ -81,7 +81,7 @@ class HttpReceiver:
         there = role == "drafter" and name == CALIBRATION and self._source.has(name)
         return self._source.read(name) if there else None
 
-    def batches(self) -> Iterator[Batch]:
+    def batches(self) -> Iterator[TensorBatch]:
         for path, tensors in self._files.batches():
             yield from by_role(
                 _where(path.name), tensors, self._role, path if path.name in self._pure else None

@@ -28,18 +28,18 @@ from typing import TYPE_CHECKING, Any
 
 from tlt_client.channels import (
     Announcement,
-    Batch,
     Buffers,
     Intake,
     Sender,
+    TensorBatch,
     Tensors,
     announced,
     by_role,
 )
-from tlt_client.channels.errors import ChannelBroken, ContentRefused, PlaceForbidden
+from tlt_client.channels.errors import ChannelLost, ContentRefused, PlaceForbidden
 from tlt_client.channels.line import Line, address, entered
-from tlt_client.channels.memory import Memory, share
-from tlt_client.channels.tensors import Slot, buckets, entry, size_of, slot, unpacked
+from tlt_client.channels.memory import SharedMemory, share
+from tlt_client.channels.tensors import TensorSpec, buckets, entry, size_of, spec_of, unpacked
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,9 +66,9 @@ class IpcReceiver:
             raise PlaceForbidden(
                 f"path is {push.path[:80]!r}; by ipc it is a socket's name: 1 to 64 letters, digits, '_' and '-'"
             )
-        slots = [slot(tensor.name, tensor.dtype, tensor.shape) for tensor in push.tensors]
+        specs = [spec_of(tensor.name, tensor.dtype, tensor.shape) for tensor in push.tensors]
         self._buckets, self._role, self._timeout_s = (
-            list(buckets(slots, push.bucket_bytes)),
+            list(buckets(specs, push.bucket_bytes)),
             push.role,
             intake.timeout_s,
         )
@@ -80,7 +80,7 @@ class IpcReceiver:
         self.places = dict.fromkeys(self.names, "the manifest")
         self._line: Line | None = None
         self._stopped = False
-        self._memory: Memory | None = None
+        self._memory: SharedMemory | None = None
         self._name, self._directory = push.path, entered(intake.sockets)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -89,14 +89,14 @@ class IpcReceiver:
         except OSError as error:
             self._listener.close()
             os.close(self._directory)
-            raise ChannelBroken(
+            raise ChannelLost(
                 f"socket {self._name!r} cannot be made in {intake.sockets} ({error}); push by another name"
             ) from None
 
     def file(self, role: str, name: str) -> bytes | None:
         return None
 
-    def batches(self) -> Iterator[Batch]:
+    def batches(self) -> Iterator[TensorBatch]:
         import torch
 
         line = self._line = self._accepted()
@@ -115,7 +115,7 @@ class IpcReceiver:
                 copy[:size].copy_(memory.view[start : start + size])
                 _settle(copy)
             except RuntimeError as error:
-                raise ChannelBroken(
+                raise ChannelLost(
                     f"bucket {sequence} cannot be copied ({str(error).splitlines()[0]}); push again"
                 ) from None
             line.send(DONE.pack(sequence))
@@ -131,7 +131,7 @@ class IpcReceiver:
                 break
             except OSError as error:
                 if not isinstance(error, TimeoutError) or time.monotonic() > give_up_s:
-                    raise ChannelBroken(
+                    raise ChannelLost(
                         f"no trainer came to socket {self._name!r} within {self._timeout_s:g} s ({error}); push "
                         "again"
                     ) from None
@@ -143,7 +143,7 @@ class IpcReceiver:
 
     def _check_goes_on(self) -> None:
         if self._stopped:
-            raise ChannelBroken("the push was ended before its trainer came; push again")
+            raise ChannelLost("the push was ended before its trainer came; push again")
 
     def confirm(self) -> None:
         """The trainer, too, takes the push to be complete."""
@@ -197,7 +197,7 @@ class IpcSender(Sender):
         entries = [entry(name, tensor, checksum=self._checksums) for name, tensor in held.items()]
         cut = list(
             buckets(
-                [slot(said["name"], said["dtype"], said["shape"]) for said in entries],
+                [spec_of(said["name"], said["dtype"], said["shape"]) for said in entries],
                 self._bucket_bytes,
             )
         )
@@ -228,7 +228,7 @@ class IpcSender(Sender):
                         self._send(line, memory, cut, held)
                     finally:
                         line.close()
-                except ChannelBroken:
+                except ChannelLost:
                     reply.result()  # says why, if the server knows
                     raise
                 return reply.result()
@@ -254,12 +254,14 @@ class IpcSender(Sender):
                     time.sleep(POLL_S)
         finally:
             os.close(descriptor)
-        raise ChannelBroken(
-            "the server has ended the push before its socket was reached; push again"
-        )
+        raise ChannelLost("the server has ended the push before its socket was reached; push again")
 
     def _send(
-        self, line: Line, memory: Memory, cut: Sequence[list[Slot]], held: Mapping[str, Tensor]
+        self,
+        line: Line,
+        memory: SharedMemory,
+        cut: Sequence[list[TensorSpec]],
+        held: Mapping[str, Tensor],
     ) -> None:
         import torch
 
@@ -279,7 +281,9 @@ class IpcSender(Sender):
             _await_done(line, sequence)
         line.end()
 
-    def _offer(self, line: Line, memory: Memory, sequence: int, start: int, size: int) -> None:
+    def _offer(
+        self, line: Line, memory: SharedMemory, sequence: int, start: int, size: int
+    ) -> None:
         line.send(OFFER.pack(sequence, start, size))
 
     def close(self) -> None:
@@ -289,7 +293,7 @@ class IpcSender(Sender):
 def _await_done(line: Line, sequence: int) -> None:
     (done,) = DONE.unpack(line.receive(DONE.size))
     if done != sequence:
-        raise ChannelBroken(
+        raise ChannelLost(
             f"the server says that it has bucket {done}, and {sequence} is due; push again"
         )
 

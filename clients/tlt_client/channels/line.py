@@ -18,8 +18,8 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tlt_client.channels.errors import ChannelBroken, ContentRefused, PlaceForbidden
-from tlt_client.channels.memory import GRANT, Grant, Memory, opened
+from tlt_client.channels.errors import ChannelLost, ContentRefused, PlaceForbidden
+from tlt_client.channels.memory import GRANT, Grant, SharedMemory, opened
 
 PEER = struct.Struct("3i")  # process, user, group
 
@@ -58,7 +58,7 @@ class Line:
         with self._bounded("receiving"):
             return self._whole(self._connection.recv(size + 1), size)
 
-    def receive_memory(self) -> Memory:
+    def receive_memory(self) -> SharedMemory:
         with self._bounded("receiving"):
             data, descriptors, _, _ = socket.recv_fds(
                 self._connection, GRANT.size + 1, 1, socket.MSG_CMSG_CLOEXEC
@@ -91,7 +91,7 @@ class Line:
 
     def _whole(self, data: bytes, size: int) -> bytes:
         if len(data) != size:
-            raise ChannelBroken(
+            raise ChannelLost(
                 f"a message of {len(data)} bytes came where {size} were due; push again"
                 if data
                 else "the other side has gone in the middle of a push; push again"
@@ -103,7 +103,7 @@ class Line:
         try:
             yield
         except OSError as error:
-            raise ChannelBroken(
+            raise ChannelLost(
                 f"the connection broke while {doing}, or {self._timeout_s:g} s passed ({error}); push again"
             ) from None
 
@@ -113,7 +113,7 @@ def entered(directory: Path) -> int:
     try:
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError as error:
-        raise ChannelBroken(
+        raise ChannelLost(
             f"the server's directory of sockets, {directory}, cannot be entered ({error.strerror}); by ipc trainer and "
             "server run on one host, in one container, as one user"
         ) from None

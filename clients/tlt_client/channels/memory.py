@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from tlt_client.channels import cuda
-from tlt_client.channels.errors import ChannelBroken, ContentRefused
+from tlt_client.channels.errors import ChannelLost, ContentRefused
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +54,7 @@ class Grant(NamedTuple):
         return cls(*fields)
 
 
-class Memory(Protocol):
+class SharedMemory(Protocol):
     """`view` is a tensor of uint8 over all of it."""
 
     view: Tensor
@@ -65,7 +65,7 @@ class Memory(Protocol):
         """It is not used any more; no view of it may be left."""
 
 
-class HostMemory:
+class SharedHostMemory:
     kind = 1
 
     def __init__(self, descriptor: int, size: int, flags: int) -> None:
@@ -77,14 +77,14 @@ class HostMemory:
         self.view = torch.frombuffer(mmap.mmap(descriptor, size, flags), dtype=torch.uint8)
 
     @classmethod
-    def share(cls, size: int, device: torch.device) -> HostMemory:
+    def share(cls, size: int, device: torch.device) -> SharedHostMemory:
         descriptor = os.memfd_create("tlt-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(descriptor, size)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
         return cls(descriptor, size, mmap.MAP_SHARED)
 
     @classmethod
-    def open(cls, grant: Grant, descriptors: Sequence[int]) -> HostMemory:
+    def open(cls, grant: Grant, descriptors: Sequence[int]) -> SharedHostMemory:
         try:
             (descriptor,) = descriptors
             sealed, size = (
@@ -107,7 +107,7 @@ class HostMemory:
         os.close(self.descriptors[0])
 
 
-class CudaMemory:
+class SharedGpuMemory:
     kind = 2
 
     def __init__(self, pointer: int, grant: Grant, device: torch.device, *, own: bool) -> None:
@@ -119,7 +119,7 @@ class CudaMemory:
         self.view = torch.as_tensor(_Bytes(pointer, grant.size), device=device)
 
     @classmethod
-    def share(cls, size: int, device: torch.device) -> CudaMemory:
+    def share(cls, size: int, device: torch.device) -> SharedGpuMemory:
         size = -(-size // GRAIN_BYTES) * GRAIN_BYTES
         with _calls(device):
             pointer = cuda.allocated(size)
@@ -127,7 +127,7 @@ class CudaMemory:
         return cls(pointer, Grant(cls.kind, _uuid(device.index), handle, size), device, own=True)
 
     @classmethod
-    def open(cls, grant: Grant, descriptors: Sequence[int]) -> CudaMemory:
+    def open(cls, grant: Grant, descriptors: Sequence[int]) -> SharedGpuMemory:
         import torch
 
         visible = (
@@ -174,22 +174,22 @@ def _calls(device: torch.device) -> Iterator[None]:
         with torch.cuda.device(device):
             yield
     except RuntimeError as error:
-        raise ChannelBroken(
+        raise ChannelLost(
             f"{error}; trainer and engine must run on one host, in one container, and the GPU must have room; else push by "
             "another channel, or tensors of the CPU"
         ) from None
 
 
-KINDS: dict[int, type[HostMemory] | type[CudaMemory]] = {
-    kind.kind: kind for kind in (HostMemory, CudaMemory)
+KINDS: dict[int, type[SharedHostMemory] | type[SharedGpuMemory]] = {
+    kind.kind: kind for kind in (SharedHostMemory, SharedGpuMemory)
 }
 
 
-def share(size: int, device: torch.device) -> Memory:
-    return (CudaMemory if device.type == "cuda" else HostMemory).share(size, device)
+def share(size: int, device: torch.device) -> SharedMemory:
+    return (SharedGpuMemory if device.type == "cuda" else SharedHostMemory).share(size, device)
 
 
-def opened(grant: Grant, descriptors: Sequence[int]) -> Memory:
+def opened(grant: Grant, descriptors: Sequence[int]) -> SharedMemory:
     """The descriptors stay the caller's."""
     if grant.kind not in KINDS:
         raise ContentRefused(

@@ -91,7 +91,7 @@ class Communicator:
             self.abort()
             raise
 
-    def broadcast(self, tensors: Sequence[Tensor], options: Any) -> Work:
+    def broadcast(self, tensors: Sequence[Tensor], options: Any) -> NcclWork:
         """The root's bytes into everybody's one tensor."""
         (tensor,) = tensors
         return self._begin(
@@ -112,14 +112,14 @@ class Communicator:
         if joined:
             self._library.ncclCommAbort(joined)
 
-    def _begin(self, launch: Callable[[int], int]) -> Work:
+    def _begin(self, launch: Callable[[int], int]) -> NcclWork:
         """Behind what was begun on the current stream."""
         import torch
 
         with torch.cuda.device(self._device):
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             _check(launch(self._stream.cuda_stream))
-        return Work(self._stream, self._state, self._until)
+        return NcclWork(self._stream, self._state, self._until)
 
     def _until(self, done: Callable[[], bool], timeout_s: float) -> None:
         give_up = time.monotonic() + timeout_s
@@ -135,7 +135,7 @@ class Communicator:
         return state.value
 
 
-class Work:
+class NcclWork:
     """What was begun last; nothing else begins before it has ended."""
 
     def __init__(

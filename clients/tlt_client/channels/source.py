@@ -61,7 +61,7 @@ class Source:
         return os.path.lexists(self.path / name)
 
     @contextmanager
-    def opened(self, name: str) -> Iterator[Reading]:
+    def opened(self, name: str) -> Iterator[OpenFile]:
         """One file of the directory, whose time and size may not change until it is closed, nor
         between two times that it is opened.
         """
@@ -73,7 +73,7 @@ class Source:
                 f"{path} is not a regular file; write the tensors into plain files"
             )
         with os.fdopen(descriptor, "rb", buffering=0) as file:
-            yield Reading(file, path, before.st_size)
+            yield OpenFile(file, path, before.st_size)
             after = os.fstat(file.fileno())
         if not _stamp(before) == _stamp(after) == self._read.setdefault(name, _stamp(before)):
             raise changed(path)
@@ -132,7 +132,7 @@ class Source:
             ) from None
 
 
-class Reading:
+class OpenFile:
     """A file on its way: `left` bytes of it are still to be read."""
 
     def __init__(self, file: FileIO, path: Path, size: int) -> None:

@@ -21,7 +21,7 @@ FILE_BYTES = 256 * 2**20  # of one safetensors file that a trainer's half writes
 MAX_TENSOR_BYTES = 2**40
 
 
-class Slot(NamedTuple):
+class TensorSpec(NamedTuple):
     """Where one tensor lies in a bucket of raw bytes."""
 
     name: str
@@ -126,7 +126,7 @@ class Joined:
         return b"".join(found)
 
 
-def slot(name: str, dtype: str, shape: Sequence[int] | None) -> Slot:
+def spec_of(name: str, dtype: str, shape: Sequence[int] | None) -> TensorSpec:
     """Of a tensor that a manifest names."""
     if not dtype or shape is None:
         raise ContentRefused(
@@ -138,18 +138,18 @@ def slot(name: str, dtype: str, shape: Sequence[int] | None) -> Slot:
         raise ContentRefused(
             f"tensor {name!r} has shape {list(shape)}, which takes {size} bytes; the limit is {MAX_TENSOR_BYTES}"
         )
-    return Slot(name, kind, tuple(shape), size)
+    return TensorSpec(name, kind, tuple(shape), size)
 
 
-def buckets(slots: Sequence[Slot], bucket_bytes: int | None) -> Iterator[list[Slot]]:
+def buckets(specs: Sequence[TensorSpec], bucket_bytes: int | None) -> Iterator[list[TensorSpec]]:
     """How tensors are cut into buckets: one closes after the tensor that takes it over
     `bucket_bytes`; None: one each.
     """
-    bucket: list[Slot] = []
+    bucket: list[TensorSpec] = []
     size = 0
-    for slot in slots:
-        bucket.append(slot)
-        size += slot.bytes
+    for spec in specs:
+        bucket.append(spec)
+        size += spec.bytes
         if bucket_bytes is None or size > bucket_bytes:
             yield bucket
             bucket, size = [], 0
@@ -157,17 +157,17 @@ def buckets(slots: Sequence[Slot], bucket_bytes: int | None) -> Iterator[list[Sl
         yield bucket
 
 
-def size_of(bucket: Sequence[Slot]) -> int:
-    return sum(slot.bytes for slot in bucket)
+def size_of(bucket: Sequence[TensorSpec]) -> int:
+    return sum(spec.bytes for spec in bucket)
 
 
-def unpacked(bucket: Sequence[Slot], data: Tensor) -> dict[str, Tensor]:
+def unpacked(bucket: Sequence[TensorSpec], data: Tensor) -> dict[str, Tensor]:
     """Views of the bucket's bytes; a tensor that lies askew is copied."""
     tensors, start = {}, 0
-    for slot in bucket:
-        own = data[start : start + slot.bytes]
-        tensors[slot.name] = (
-            (own.clone() if start % slot.dtype.itemsize else own).view(slot.dtype).view(slot.shape)
+    for spec in bucket:
+        own = data[start : start + spec.bytes]
+        tensors[spec.name] = (
+            (own.clone() if start % spec.dtype.itemsize else own).view(spec.dtype).view(spec.shape)
         )
-        start += slot.bytes
+        start += spec.bytes
     return tensors
