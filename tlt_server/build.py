@@ -31,7 +31,6 @@ from tlt_server.config import Config
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import EngineFailed, StartupError
 from tlt_server.frontend.app import build_app
-from tlt_server.frontend.dialects.server_info import is_ready
 from tlt_server.frontend.generation.generation import Generations
 from tlt_server.frontend.generation.text import Text
 from tlt_server.frontend.generation.validation import Validator
@@ -46,6 +45,7 @@ from tlt_server.frontend.link.progress import ProgressLines
 from tlt_server.frontend.link.supervisor import Supervisor
 from tlt_server.frontend.rollouts.rollouts import Rollouts
 from tlt_server.frontend.service import Service
+from tlt_server.frontend.weights.uploads import uploads_of
 from tlt_server.metrics import Metrics
 from tlt_server.models.environment import library_environment
 from tlt_server.seeds import SeedSource, choice_seed
@@ -89,6 +89,7 @@ async def _serve(config: Config, engine_command: Sequence[str]) -> int:
                 metrics,
                 generations,
                 rollouts,
+                uploads_of(config),
             )
             supervisor = Supervisor(
                 config,
@@ -183,7 +184,7 @@ async def serving_grpc(
     from tlt_server.frontend.rpc.server import RpcServer
 
     server = RpcServer(
-        app, service.config, gate, service.metrics, lambda: is_ready(service), certificates
+        app, service.config, gate, service.metrics, lambda: service.ready, certificates
     )
     address = await server.start()
     try:

@@ -33,6 +33,7 @@ from tlt_server.frontend.link.progress import ProgressLines
 from tlt_server.frontend.link.supervisor import Supervisor
 from tlt_server.frontend.rollouts.rollouts import Rollouts
 from tlt_server.frontend.service import Service
+from tlt_server.frontend.weights.uploads import uploads_of
 from tlt_server.metrics import Metrics
 
 
@@ -106,7 +107,16 @@ class LiveServer:
         self.rollouts = Rollouts(
             (config.state_dir or self.directory) / "rollouts", config, metrics, generations
         )
-        service = Service(config, self.client, text, validator, metrics, generations, self.rollouts)
+        service = Service(
+            config,
+            self.client,
+            text,
+            validator,
+            metrics,
+            generations,
+            self.rollouts,
+            uploads_of(config),
+        )
         await self.rollouts.open()
         gate, certificates = Gate(config, metrics), watched_certificates(config)
         self.app = build_app(service, gate)

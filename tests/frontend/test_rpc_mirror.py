@@ -24,7 +24,7 @@ from tests.frontend.test_auth import routes
 from tlt_client.wire import RolloutStatus, WireError
 from tlt_server.errors import codes, from_code
 from tlt_server.frontend.dialects.sglang.requests import GenerateFields
-from tlt_server.frontend.dialects.weights import DirectoryFields
+from tlt_server.frontend.dialects.weights.requests import DirectoryFields
 from tlt_server.frontend.http.endpoints import Endpoint
 from tlt_server.frontend.rpc.messages import NULL
 from tlt_server.frontend.rpc.methods import METHODS, OPERATIONS, SERVICE, UPDATES, Operation

@@ -1,13 +1,12 @@
-"""The HTTP application: the dialects' routes and the document of them, errors in each route's
-shape, authentication and limits around.
+"""The HTTP application: the routes of the dialects and the document about them, errors in the shape
+of their route, and authentication and limits in front.
 
-What is kept of a request (`access`) is outermost: it also sees the replies to requests that nothing
-else let in.
+`Access` is outermost, so that it also records the replies to requests that nothing else let in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,7 +19,7 @@ from starlette.responses import Response
 from starlette.routing import Match
 from starlette.types import ASGIApp, Scope
 
-from tlt_server.config import nearest
+from tlt_server.config import Config, nearest
 from tlt_server.errors import Cancelled, MethodNotAllowed, NotFound, TltError
 from tlt_server.frontend.dialects import DIALECTS
 from tlt_server.frontend.http.access import QUIET, Access
@@ -28,16 +27,16 @@ from tlt_server.frontend.http.arrival import Arrival
 from tlt_server.frontend.http.auth import Authentication, Gate
 from tlt_server.frontend.http.endpoints import Endpoint
 from tlt_server.frontend.http.keys import Needs
-from tlt_server.frontend.http.limits import BodyLimits, ConnectionLimit
+from tlt_server.frontend.http.limits import BodyLimits, ConnectionLimit, Reading
 from tlt_server.frontend.http.openapi import document
 from tlt_server.frontend.http.replies import ErrorResponse, error_reply, unexpected
 from tlt_server.frontend.service import Service
 
 
 def build_app(service: Service, gate: Gate, dialects: Iterable[str] = DIALECTS) -> ASGIApp:
-    tables: dict[str, list[Endpoint]] = {name: DIALECTS.resolve(name)(service) for name in dialects}
+    tables: dict[str, Sequence[Endpoint]] = {name: DIALECTS.resolve(name) for name in dialects}
 
-    async def openapi(request: Request) -> Response:
+    async def openapi(service: Service, request: Request) -> Response:
         """This document."""
         return Response(about, media_type="application/json")
 
@@ -45,89 +44,110 @@ def build_app(service: Service, gate: Gate, dialects: Iterable[str] = DIALECTS) 
         Endpoint("GET", "/openapi.json", openapi, needs="any", gives=dict[str, Any])
     ]
     about = msgspec.json.encode(document(tables, keyed=gate.keyed))
-    routes = [endpoint for table in tables.values() for endpoint in table]
-    known = sorted({endpoint.path for endpoint in routes})
+    table = _Table([endpoint for endpoints in tables.values() for endpoint in endpoints])
+    refusals = _Refusals(service, table)
+    app = FastAPI(
+        routes=[*table.endpoints],
+        openapi_url=None,
+        redirect_slashes=False,
+        middleware=_middleware(service.config, gate, table, service.reading, refusals),
+        exception_handlers=refusals.handlers(),
+    )
+    app.state.service = service
+    service.metrics.watch_ready(lambda: service.ready)
+    return Access(app, service.metrics, table.template)
 
-    def at(path: str) -> list[Endpoint]:
-        return [endpoint for endpoint in routes if endpoint.path_regex.match(path)]
 
-    def needs(scope: Scope) -> Needs:
-        """What the route that the router will take needs. That there is none is told to any key,
-        and to everybody beside an open route.
+class _Table:
+    """All routes, found by path."""
+
+    def __init__(self, endpoints: Sequence[Endpoint]) -> None:
+        self.endpoints = endpoints
+        self.paths = sorted({endpoint.path for endpoint in endpoints})
+
+    def at(self, path: str) -> list[Endpoint]:
+        return [endpoint for endpoint in self.endpoints if endpoint.path_regex.match(path)]
+
+    def needs(self, scope: Scope) -> Needs:
+        """Return what the route that the router will take needs.
+
+        Where no route fits, any key may learn that; without a key, one may learn it of a path that
+        has an open route with another method.
         """
-        beside_open = False
-        for endpoint in routes:
+        open_at_path = False
+        for endpoint in self.endpoints:
             match, _ = endpoint.matches(scope)
             if match is Match.FULL:
                 return endpoint.needs
-            beside_open |= match is Match.PARTIAL and endpoint.needs == "open"
-        return "open" if beside_open else "any"
+            open_at_path |= match is Match.PARTIAL and endpoint.needs == "open"
+        return "open" if open_at_path else "any"
 
-    def template(path: str) -> str:
-        """The route of a path, or "none": a bounded set, whatever clients ask for."""
-        return next((endpoint.path for endpoint in at(path)), "none")
+    def template(self, path: str) -> str:
+        """Return the route of a path, or "none": a bounded set, whatever path clients ask for."""
+        return next((endpoint.path for endpoint in self.at(path)), "none")
 
-    def refuse(path: str, error: TltError, *, close: bool = False) -> Response:
-        if template(path) not in QUIET:  # a probe that is answered with no is no request refused
-            service.rejected(error)
-        return ErrorResponse(
-            error, next((endpoint.error_shape for endpoint in at(path)), error_reply), close=close
-        )
 
-    async def refused(request: Request, error: Exception) -> Response:
+class _Refusals:
+    """Errors as replies, each in the shape of its route."""
+
+    def __init__(self, service: Service, table: _Table) -> None:
+        self._service, self._table = service, table
+
+    def __call__(self, path: str, error: TltError, *, close: bool = False) -> Response:
+        if self._table.template(path) not in QUIET:  # a probe's no is an answer, not a refusal
+            self._service.rejected(error)
+        shape = next((endpoint.error_shape for endpoint in self._table.at(path)), error_reply)
+        return ErrorResponse(error, shape, close=close)
+
+    def handlers(self) -> dict[Any, Any]:
+        """Return the handler of each kind of exception."""
+        return {
+            TltError: self._refused,
+            HTTPException: self._no_such_route,
+            ClientDisconnect: self._disconnected,
+            Exception: self._broken,
+        }
+
+    async def _refused(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, TltError)
-        return refuse(request.url.path, error)
+        return self(request.url.path, error)
 
-    async def no_such_route(request: Request, error: Exception) -> Response:
+    async def _no_such_route(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        path = request.url.path
+        path, shown = request.url.path, request.url.path[:200]
         if error.status_code == 405:
-            methods = ", ".join(endpoint.method for endpoint in at(path))
-            response = refuse(
-                path,
-                MethodNotAllowed(
-                    f"{request.method[:20]} is not a method of {path[:200]}; use {methods}"
-                ),
-            )
+            methods = ", ".join(endpoint.method for endpoint in self._table.at(path))
+            message = f"{request.method[:20]} is not a method of {shown}; use {methods}"
+            response = self(path, MethodNotAllowed(message))
             response.headers["allow"] = methods
             return response
-        return refuse(
-            path,
-            NotFound(
-                f"there is no {path[:200]}{nearest(path[:200], known)}; GET /openapi.json lists the routes"
-            ),
+        near = nearest(shown, self._table.paths)
+        return self(
+            path, NotFound(f"there is no {shown}{near}; GET /openapi.json lists the routes")
         )
 
-    async def disconnected(request: Request, error: Exception) -> Response:
-        return refuse(
-            request.url.path, Cancelled("the client disconnected before its body was complete")
-        )
+    async def _disconnected(self, request: Request, error: Exception) -> Response:
+        message = "the client disconnected before its body was complete"
+        return self(request.url.path, Cancelled(message))
 
-    async def broken(request: Request, error: Exception) -> Response:
-        return refuse(request.url.path, unexpected(error))
+    async def _broken(self, request: Request, error: Exception) -> Response:
+        return self(request.url.path, unexpected(error))
 
-    config, closing = service.config, partial(refuse, close=True)
-    app = FastAPI(
-        routes=[*routes],
-        openapi_url=None,
-        redirect_slashes=False,
-        middleware=[
-            Middleware(ConnectionLimit, max_connections=config.max_connections, refuse=closing),
-            Middleware(Authentication, gate=gate, needs=needs, refuse=closing),
-            Middleware(
-                BodyLimits,
-                max_body_bytes=config.max_body_mb * 2**20,
-                body_timeout_s=config.body_timeout_s,
-                reading=service.reading,
-                refuse=closing,
-            ),
-            Middleware(Arrival, refuse=closing),
-        ],
-        exception_handlers={
-            TltError: refused,
-            HTTPException: no_such_route,
-            ClientDisconnect: disconnected,
-            Exception: broken,
-        },
-    )
-    return Access(app, service.metrics, template)
+
+def _middleware(
+    config: Config, gate: Gate, table: _Table, reading: Reading, refusals: _Refusals
+) -> list[Middleware]:
+    """Return what a request passes, in order, before it reaches its handler."""
+    refuse = partial(refusals, close=True)
+    return [
+        Middleware(ConnectionLimit, max_connections=config.max_connections, refuse=refuse),
+        Middleware(Authentication, gate=gate, needs=table.needs, refuse=refuse),
+        Middleware(
+            BodyLimits,
+            max_body_bytes=config.max_body_mb * 2**20,
+            body_timeout_s=config.body_timeout_s,
+            reading=reading,
+            refuse=refuse,
+        ),
+        Middleware(Arrival, refuse=refuse),
+    ]

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from tlt_server.config import Config
-from tlt_server.errors import Cancelled, Forbidden, TltError
+from tlt_server.errors import Cancelled, Forbidden, TltError, Unavailable
 from tlt_server.frontend.generation.generation import Generation, Generations
+from tlt_server.frontend.generation.pieces import Pieces
 from tlt_server.frontend.generation.text import Text
 from tlt_server.frontend.generation.validation import RequestBatch, Validator
 from tlt_server.frontend.http.keys import Caller
@@ -19,6 +20,7 @@ from tlt_server.frontend.weights.broadcasts import Broadcasts
 from tlt_server.frontend.weights.checker import WeightChecker
 from tlt_server.frontend.weights.session import WeightSession
 from tlt_server.frontend.weights.transfer import Transfer
+from tlt_server.frontend.weights.uploads import Uploads
 from tlt_server.metrics import Metrics
 
 
@@ -33,7 +35,12 @@ class Service:
     metrics: Metrics
     generations: Generations
     rollouts: Rollouts
+    uploads: Uploads | None  # None: the server takes no weights by http
     reading: Reading = field(default_factory=Reading)
+
+    @cached_property
+    def pieces(self) -> Pieces:
+        return Pieces(self.text)
 
     @cached_property
     def session(self) -> WeightSession:
@@ -80,6 +87,15 @@ class Service:
         closes what it gets. `owner`: the name of the key that asks.
         """
         return self.generations.start(batch, owner)
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request sent now would be taken."""
+        try:
+            self.engine.check_available()
+        except Unavailable:
+            return False
+        return True
 
     @property
     def numerics(self) -> str:

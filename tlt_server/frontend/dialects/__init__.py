@@ -1,7 +1,7 @@
-"""Dialects: what existing clients send. One file each, one table line each.
+"""Dialects, each a file or a folder and one line of the table: the routes that clients call.
 
-A dialect is a function `routes(service) -> list[Endpoint]`; it translates to `Validator.batch` and
-phrases the events of `Service.generate`.
+In come HTTP requests in the words of a client; a handler translates them for the service. Out go
+replies in the same words. `app` serves the tables, and `rpc` knows the paths; no one else calls.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from tlt_server.registry import Registry
 DIALECTS = Registry(
     "dialect",
     {
-        "native": "tlt_server.frontend.dialects.native:routes",
-        "openai": "tlt_server.frontend.dialects.openai.routes:routes",
-        "rollouts": "tlt_server.frontend.dialects.rollouts:routes",
-        "engine": "tlt_server.frontend.dialects.engine:routes",
-        "events": "tlt_server.frontend.dialects.events:routes",
-        "operate": "tlt_server.frontend.dialects.operate:routes",
-        "page": "tlt_server.frontend.dialects.page:routes",
-        "sglang": "tlt_server.frontend.dialects.sglang.routes:routes",
-        "strategy": "tlt_server.frontend.dialects.strategy:routes",
-        "vllm_rl": "tlt_server.frontend.dialects.vllm_rl.routes:routes",
-        "weights": "tlt_server.frontend.dialects.weights:routes",
+        "native": "tlt_server.frontend.dialects.native:ROUTES",
+        "openai": "tlt_server.frontend.dialects.openai.routes:ROUTES",
+        "rollouts": "tlt_server.frontend.dialects.rollouts:ROUTES",
+        "engine": "tlt_server.frontend.dialects.engine:ROUTES",
+        "events": "tlt_server.frontend.dialects.events:ROUTES",
+        "operate": "tlt_server.frontend.dialects.operate:ROUTES",
+        "page": "tlt_server.frontend.dialects.page:ROUTES",
+        "sglang": "tlt_server.frontend.dialects.sglang.routes:ROUTES",
+        "strategy": "tlt_server.frontend.dialects.strategy:ROUTES",
+        "vllm_rl": "tlt_server.frontend.dialects.vllm_rl.routes:ROUTES",
+        "weights": "tlt_server.frontend.dialects.weights.routes:ROUTES",
     },
 )

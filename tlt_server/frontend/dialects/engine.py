@@ -7,7 +7,6 @@ these routes.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -15,19 +14,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tlt_client.wire import AbortReply, EngineState
-from tlt_server.errors import (
-    Conflict,
-    EngineFailed,
-    Forbidden,
-    InvalidRequest,
-    StorageFailed,
-    Unavailable,
-)
+from tlt_server.errors import Conflict, Forbidden, InvalidRequest, StorageFailed
+from tlt_server.frontend.dialects.replies.errors import GONE
 from tlt_server.frontend.generation.requests import ShortName, one_of
 from tlt_server.frontend.http.auth import caller_of
-from tlt_server.frontend.http.bodies import read_object
-from tlt_server.frontend.http.endpoints import Endpoint
-from tlt_server.frontend.http.fields import Model, Strict, checked
+from tlt_server.frontend.http.bodies import read_optional
+from tlt_server.frontend.http.endpoints import Routes
+from tlt_server.frontend.http.fields import Strict
 from tlt_server.frontend.http.replies import json_response
 from tlt_server.frontend.service import Service
 from tlt_server.records import InFlight, Memory
@@ -93,82 +86,117 @@ class NoOrder(Strict):
     """Nothing; a body may be left out."""
 
 
-def routes(service: Service) -> list[Endpoint]:
-    engine, pauses = service.engine, service.engine.pauses
+ROUTES = Routes()
 
-    async def pause(request: Request) -> Response:
-        """Stop generating until POST /engine/resume.
 
-        Answers once the pause holds; with `drain`, once every accepted sequence has ended.
-        """
-        asked = await _read(NativePause, request)
-        await pauses.pause(
-            asked.in_flight, refuse=asked.new_requests == "refuse", clear_cache=asked.clear_cache
+@ROUTES.post(
+    "/engine/pause",
+    needs="operate",
+    optional_body=True,
+    gives=EngineState,
+    takes=NativePause,
+    raises=(Conflict, *GONE),
+)
+async def pause(service: Service, request: Request) -> Response:
+    """Stop generating until POST /engine/resume.
+
+    Answers once the pause holds; with `drain`, once every accepted sequence has ended.
+    """
+    asked = await read_optional(NativePause, request)
+    await service.engine.pauses.pause(
+        asked.in_flight, refuse=asked.new_requests == "refuse", clear_cache=asked.clear_cache
+    )
+    return _state(service)
+
+
+@ROUTES.post(
+    "/engine/resume",
+    needs="operate",
+    optional_body=True,
+    gives=EngineState,
+    takes=NoOrder,
+    raises=GONE,
+)
+async def resume(service: Service, request: Request) -> Response:
+    """Go on with what was paused or has waited, and take new requests."""
+    await read_optional(NoOrder, request)
+    await service.engine.pauses.resume()
+    return _state(service)
+
+
+@ROUTES.post(
+    "/engine/sleep",
+    needs="operate",
+    optional_body=True,
+    gives=EngineState,
+    takes=NativeSleep,
+    raises=(Conflict, StorageFailed, *GONE),
+)
+async def sleep(service: Service, request: Request) -> Response:
+    """Give memory back until POST /engine/wake; new requests get a 503 until all is awake.
+
+    The KV is given back in any case, as nothing can compute it without weights. Weights come
+    back bit for bit.
+    """
+    asked = await read_optional(NativeSleep, request)
+    await service.engine.pauses.sleep(asked.memory or ALL_MEMORY, asked.in_flight)
+    return _state(service)
+
+
+@ROUTES.post(
+    "/engine/wake",
+    needs="operate",
+    optional_body=True,
+    gives=EngineState,
+    takes=NativeWake,
+    raises=GONE,
+)
+async def wake(service: Service, request: Request) -> Response:
+    """Take memory again; generation goes on once all is awake and no pause holds."""
+    asked = await read_optional(NativeWake, request)
+    await service.engine.pauses.wake(asked.memory or ALL_MEMORY)
+    return _state(service)
+
+
+@ROUTES.post(
+    "/engine/clear_cache",
+    needs="operate",
+    optional_body=True,
+    gives=EngineState,
+    takes=NativeClear,
+    raises=(Conflict, *GONE),
+)
+async def clear_cache(service: Service, request: Request) -> Response:
+    """Forget every cached prefix. Running sequences keep their own KV, which serves no other
+    request from then on.
+    """
+    await service.engine.pauses.clear_cache(
+        unless_held=(await read_optional(NativeClear, request)).unless_held
+    )
+    return _state(service)
+
+
+@ROUTES.post(
+    "/engine/abort",
+    needs="data",
+    takes=NativeAbort,
+    example={"ids": ["question-7"]},
+    gives=AbortReply,
+    raises=(Forbidden, *GONE),
+)
+async def abort(service: Service, request: Request) -> Response:
+    """End items with what they have; their replies say finish_reason "abort".
+
+    An id that is not open has ended already. Another key's items, and all of them, need the
+    scope operate.
+    """
+    service.engine.check_running()
+    asked = await read_optional(NativeAbort, request)
+    if (asked.ids is None) == (asked.all is None):
+        raise InvalidRequest(
+            f"ids is {'absent' if asked.ids is None else 'given'} and so is all; give exactly one of them"
         )
-        return _state(service)
-
-    async def resume(request: Request) -> Response:
-        """Go on with what was paused or has waited, and take new requests."""
-        await _read(NoOrder, request)
-        await pauses.resume()
-        return _state(service)
-
-    async def sleep(request: Request) -> Response:
-        """Give memory back until POST /engine/wake; new requests get a 503 until all is awake.
-
-        The KV is given back in any case, as nothing can compute it without weights. Weights come
-        back bit for bit.
-        """
-        asked = await _read(NativeSleep, request)
-        await pauses.sleep(asked.memory or ALL_MEMORY, asked.in_flight)
-        return _state(service)
-
-    async def wake(request: Request) -> Response:
-        """Take memory again; generation goes on once all is awake and no pause holds."""
-        asked = await _read(NativeWake, request)
-        await pauses.wake(asked.memory or ALL_MEMORY)
-        return _state(service)
-
-    async def clear_cache(request: Request) -> Response:
-        """Forget every cached prefix. Running sequences keep their own KV, which serves no other
-        request from then on.
-        """
-        await pauses.clear_cache(unless_held=(await _read(NativeClear, request)).unless_held)
-        return _state(service)
-
-    async def abort(request: Request) -> Response:
-        """End items with what they have; their replies say finish_reason "abort".
-
-        An id that is not open has ended already. Another key's items, and all of them, need the
-        scope operate.
-        """
-        engine.check_running()
-        asked = await _read(NativeAbort, request)
-        if (asked.ids is None) == (asked.all is None):
-            raise InvalidRequest(
-                f"ids is {'absent' if asked.ids is None else 'given'} and so is all; give exactly one of them"
-            )
-        return json_response(AbortReply(service.abort(asked.ids, caller_of(request))))
-
-    stopped = (EngineFailed, Unavailable)
-    post = partial(Endpoint, "POST", optional_body=True, gives=EngineState, needs="operate")
-    return [
-        post("/engine/pause", pause, takes=NativePause, raises=(Conflict, *stopped)),
-        post("/engine/resume", resume, takes=NoOrder, raises=stopped),
-        post("/engine/sleep", sleep, takes=NativeSleep, raises=(Conflict, StorageFailed, *stopped)),
-        post("/engine/wake", wake, takes=NativeWake, raises=stopped),
-        post("/engine/clear_cache", clear_cache, takes=NativeClear, raises=(Conflict, *stopped)),
-        Endpoint(
-            "POST",
-            "/engine/abort",
-            abort,
-            needs="data",
-            takes=NativeAbort,
-            example={"ids": ["question-7"]},
-            gives=AbortReply,
-            raises=(Forbidden, *stopped),
-        ),
-    ]
+    return json_response(AbortReply(service.abort(asked.ids, caller_of(request))))
 
 
 def _state(service: Service) -> Response:
@@ -181,10 +209,3 @@ def _state(service: Service) -> Response:
             asleep=sorted(pauses.asleep),
         )
     )
-
-
-async def _read(model: type[Model], request: Request) -> Model:
-    """An empty body is an empty object."""
-    body = await request.body()
-    field = next(iter(model.model_fields), "nothing")
-    return checked(model, await read_object(body, field) if body else {})

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from tlt_server.errors import InvalidRequest, Unavailable
-from tlt_server.frontend.http.endpoints import Endpoint, Parameter
+from tlt_server.frontend.http.endpoints import Parameter, Routes
 from tlt_server.frontend.http.queries import seconds
 from tlt_server.frontend.service import Service
 
@@ -57,35 +57,32 @@ class ServerState(Struct, frozen=True):
     ]
 
 
-def routes(service: Service) -> list[Endpoint]:
-    async def events(request: Request) -> Response:
-        """The server's state, as the server-sent event `state`; with `?wait_s=`, at most a day,
-        again whenever it has changed.
-        """
-        wait_s = seconds(request, "wait_s", MAX_WAIT_S)
+ROUTES = Routes()
 
-        async def frames() -> AsyncIterator[bytes]:
-            async for state in changes(lambda: server_state(service), wait_s):
-                yield b"event: state\ndata: " + msgspec.json.encode(state) + b"\n\n"
-                if state.draining:
-                    return
 
-        return StreamingResponse(
-            frames(), media_type="text/event-stream", headers={"cache-control": "no-store"}
-        )
+@ROUTES.get(
+    "/events",
+    needs="any",
+    parameters=(WAIT_S,),
+    text="text/event-stream",
+    streams=(("state", ServerState),),
+    raises=(InvalidRequest,),
+)
+async def events(service: Service, request: Request) -> Response:
+    """The server's state, as the server-sent event `state`; with `?wait_s=`, at most a day,
+    again whenever it has changed.
+    """
+    wait_s = seconds(request, "wait_s", MAX_WAIT_S)
 
-    return [
-        Endpoint(
-            "GET",
-            "/events",
-            events,
-            needs="any",
-            parameters=(WAIT_S,),
-            text="text/event-stream",
-            streams=(("state", ServerState),),
-            raises=(InvalidRequest,),
-        )
-    ]
+    async def frames() -> AsyncIterator[bytes]:
+        async for state in changes(lambda: server_state(service), wait_s):
+            yield b"event: state\ndata: " + msgspec.json.encode(state) + b"\n\n"
+            if state.draining:
+                return
+
+    return StreamingResponse(
+        frames(), media_type="text/event-stream", headers={"cache-control": "no-store"}
+    )
 
 
 def server_state(service: Service) -> ServerState:

@@ -11,11 +11,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from typing import Any, Literal
 
 import msgspec
-from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -31,22 +30,22 @@ from tlt_server.errors import (
     QueueFull,
     QueueTimeout,
     StorageFailed,
-    TltError,
     Unavailable,
 )
+from tlt_server.frontend.dialects.replies.items import Told, Usage, footer, phrase
 from tlt_server.frontend.dialects.sglang.generate import generate as sglang
 from tlt_server.frontend.dialects.sglang.replies import Generated
 from tlt_server.frontend.dialects.sglang.requests import GenerateFields
 from tlt_server.frontend.generation.delivery import EventStream, reply, while_connected
 from tlt_server.frontend.generation.generation import Generation
-from tlt_server.frontend.generation.items import Event, FailedItem, FinishedItem, TokenEvent
+from tlt_server.frontend.generation.items import FailedItem, FinishedItem, TokenEvent
 from tlt_server.frontend.generation.requests import ItemFields, NativeRequest
 from tlt_server.frontend.generation.validation import BREATH, NATIVE, RequestBatch
 from tlt_server.frontend.http.auth import caller_of
 from tlt_server.frontend.http.bodies import read_object
-from tlt_server.frontend.http.endpoints import Endpoint, Parameter
+from tlt_server.frontend.http.endpoints import Parameter, Routes
 from tlt_server.frontend.http.fields import checked, shown
-from tlt_server.frontend.http.replies import Refusal, error_body, json_response, unexpected
+from tlt_server.frontend.http.replies import Refusal, json_response, unexpected
 from tlt_server.frontend.link.admission import Demand
 from tlt_server.frontend.rollouts.rollout import KeptRollout
 from tlt_server.frontend.service import Service
@@ -61,135 +60,119 @@ IDEMPOTENCY_KEY = Parameter(
 )
 
 
-class Usage(msgspec.Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cached_tokens: int = 0
-
-    def add(self, result: FinishedItem) -> None:
-        self.prompt_tokens += result.prompt_tokens
-        self.cached_tokens += result.cached_tokens
-        self.completion_tokens += sum(len(choice.token_ids) for choice in result.choices)
+ROUTES = Routes()
+ITEM_ERRORS = (QueueTimeout, DeadlineExceeded, EngineFailed, Poisoned, StorageFailed, Unavailable)
+EXAMPLE = {
+    "requests": [{"prompt": "2+2=", "n": 2, "seed": 7}],
+    "sampling": {"max_tokens": 16, "temperature": 0.8},
+}
 
 
-def routes(service: Service) -> list[Endpoint]:
-    rollouts = service.rollouts
+@ROUTES.post(
+    "/generate",
+    needs="data",
+    parameters=(IDEMPOTENCY_KEY,),
+    takes=NativeRequest | GenerateFields,
+    example=EXAMPLE,
+    gives=Reply,
+    gives_instead=(Generated, list[Generated]),
+    gives_also_at=tuple({400, *(error.http_status for error in ITEM_ERRORS)}),
+    others={202: RolloutStatus},
+    headers={"X-Rollout-Id": "The rollout, of a batch that is detached or has an Idempotency-Key."},
+    streams=(
+        ("token", Token),
+        ("result", wire.ItemResult),
+        ("error", wire.ItemResult),
+        ("done", Done),
+        ("message", Generated),
+        ("message", Refusal),
+        ("message", Literal["[DONE]"]),
+    ),
+    raises=(Conflict, QueueFull, Overloaded, *ITEM_ERRORS),
+)
+async def generate(service: Service, request: Request) -> Response:
+    """Generate n choices for each prompt of a batch.
 
-    async def generate(request: Request) -> Response:
-        """Generate n choices for each prompt of a batch.
+    All of the batch is admitted or nothing. The reply has one entry per item, in order: choices
+    or an error; where no item succeeded, its status is the first error's. With `stream`,
+    server-sent events: `token`, then `result` or `error` per item, and a last `done`. With
+    `detach` the reply comes at once, with status 202 and the id of a rollout, which `GET
+    /rollouts/{id}` follows. With the header Idempotency-Key the batch goes on when the client
+    leaves, and the same request with the same key gets the same reply, never a second run.
 
-        All of the batch is admitted or nothing. The reply has one entry per item, in order: choices
-        or an error; where no item succeeded, its status is the first error's. With `stream`,
-        server-sent events: `token`, then `result` or `error` per item, and a last `done`. With
-        `detach` the reply comes at once, with status 202 and the id of a rollout, which `GET
-        /rollouts/{id}` follows. With the header Idempotency-Key the batch goes on when the client
-        leaves, and the same request with the same key gets the same reply, never a second run.
-
-        A body with `text` or `input_ids` in place of `requests` is taken as SGLang's, and so is the
-        form of the reply: one object, or a list for several prompts or choices; a stream has chunks
-        with all that there is so far, and a last `[DONE]`.
-        """
-        key = _key(request)
-        if not key:
-            service.engine.check_available()
-        body = await request.body()
-        digest = hashlib.sha256(body).hexdigest() if key else ""
-        owner = caller_of(request).name
-        rollout = rollouts.keyed(owner, key, digest)
-        if rollout is not None:
-            return await _attached(request, rollout)
-        service.engine.check_room(
-            Demand(sequences=1)
-        )  # the body may have taken its time; and where nothing fits, none is parsed
-        content = await read_object(body, "requests")
-        borrowed = [name for name in BORROWED if name in content]
-        if borrowed and "requests" in content:
-            raise InvalidRequest(
-                f"the body has requests and {borrowed[0]}; requests is the native form, {borrowed[0]} SGLang's: send one"
-            )
-        if "requests" not in content and not borrowed:
-            raise InvalidRequest(
-                "requests is missing; give requests, or, as SGLang's clients do, text or input_ids"
-            )
-        if borrowed:
-            return await sglang(service, request, content)
-        asked = await _asked(service, content)
-        if asked.stream and (asked.detach or key):
-            raise InvalidRequest(
-                f"stream is true with {'detach' if asked.detach else 'an Idempotency-Key'}; a rollout is fetched, not "
-                "streamed: leave one of the two out"
-            )
-        assert service.engine.info is not None
-        batch = await service.validator.batch(asked, service.engine.info)
-        if asked.detach or key:  # while this batch was tokenised its twin may have begun
-            rollout = rollouts.keyed(owner, key, digest)
-            return await _attached(
-                request,
-                rollout
-                or rollouts.begin(
-                    batch, owner=owner, key=key, digest=digest, detached=asked.detach
-                ),
-            )
-        generation = service.start(
-            batch, owner
-        )  # a batch that is not admitted is an HTTP error, not a stream
-        if batch.stream:
-            return EventStream(_frames(service, batch, generation), generation)
-        return await reply(request, _collect(service, batch, generation), generation)
-
-    async def _attached(request: Request, rollout: KeptRollout) -> Response:
-        if rollout.header.detached:
-            response = json_response(RolloutStatus(rollout.header.id, rollout.status), 202)
-        else:
-            response = await while_connected(request, _done(rollout))
-        response.headers["x-rollout-id"] = rollout.header.id
-        return response
-
-    async def _done(rollout: KeptRollout) -> Response:
-        await rollout.wait()
-        told = await asyncio.to_thread(Told, await rollouts.results(rollout))
-        return told.whole(service, told.by_id)
-
-    ends = (
-        QueueTimeout,
-        DeadlineExceeded,
-        EngineFailed,
-        Poisoned,
-        StorageFailed,
-        Unavailable,
-    )  # of an item
-    example = {
-        "requests": [{"prompt": "2+2=", "n": 2, "seed": 7}],
-        "sampling": {"max_tokens": 16, "temperature": 0.8},
-    }
-    return [
-        Endpoint(
-            "POST",
-            "/generate",
-            generate,
-            needs="data",
-            parameters=(IDEMPOTENCY_KEY,),
-            takes=NativeRequest | GenerateFields,
-            example=example,
-            gives=Reply,
-            gives_instead=(Generated, list[Generated]),
-            gives_also_at=tuple({400, *(error.http_status for error in ends)}),
-            others={202: RolloutStatus},
-            headers={
-                "X-Rollout-Id": "The rollout, of a batch that is detached or has an Idempotency-Key."
-            },
-            streams=(
-                ("token", Token),
-                ("result", wire.ItemResult),
-                ("error", wire.ItemResult),
-                ("done", Done),
-                ("message", Generated),
-                ("message", Refusal),
-                ("message", Literal["[DONE]"]),
-            ),
-            raises=(Conflict, QueueFull, Overloaded, *ends),
+    A body with `text` or `input_ids` in place of `requests` is taken as SGLang's, and so is the
+    form of the reply: one object, or a list for several prompts or choices; a stream has chunks
+    with all that there is so far, and a last `[DONE]`.
+    """
+    key = _key(request)
+    if not key:
+        service.engine.check_available()
+    body = await request.body()
+    digest = hashlib.sha256(body).hexdigest() if key else ""
+    rollout = service.rollouts.keyed(caller_of(request).name, key, digest)
+    if rollout is not None:
+        return await _attached(service, request, rollout)
+    service.engine.check_room(Demand(sequences=1))  # checked before a large body is parsed
+    content = await read_object(body, "requests")
+    if _is_borrowed(content):
+        return await sglang(service, request, content)
+    asked = await _asked(service, content)
+    if asked.stream and (asked.detach or key):
+        raise InvalidRequest(
+            f"stream is true with {'detach' if asked.detach else 'an Idempotency-Key'}; a rollout is fetched, not "
+            "streamed: leave one of the two out"
         )
-    ]
+    return await _answer(service, request, asked, key, digest)
+
+
+async def _answer(
+    service: Service, request: Request, asked: NativeRequest, key: str, digest: str
+) -> Response:
+    assert service.engine.info is not None
+    batch, owner = (
+        await service.validator.batch(asked, service.engine.info),
+        caller_of(request).name,
+    )
+    if asked.detach or key:
+        # The same request may have begun while this one was tokenised.
+        rollout = service.rollouts.keyed(owner, key, digest) or service.rollouts.begin(
+            batch, owner=owner, key=key, digest=digest, detached=asked.detach
+        )
+        return await _attached(service, request, rollout)
+    # A batch that is not admitted is an HTTP error, so it starts before any stream.
+    generation = service.start(batch, owner)
+    if batch.stream:
+        return EventStream(_frames(service, batch, generation), generation)
+    return await reply(request, _collect(service, batch, generation), generation)
+
+
+async def _attached(service: Service, request: Request, rollout: KeptRollout) -> Response:
+    if rollout.header.detached:
+        response = json_response(RolloutStatus(rollout.header.id, rollout.status), 202)
+    else:
+        response = await while_connected(request, _done(service, rollout))
+    response.headers["x-rollout-id"] = rollout.header.id
+    return response
+
+
+async def _done(service: Service, rollout: KeptRollout) -> Response:
+    await rollout.wait()
+    told = await asyncio.to_thread(Told, await service.rollouts.results(rollout))
+    return told.whole(service, told.by_id)
+
+
+def _is_borrowed(content: dict[str, Any]) -> bool:
+    """Tell whether a body has SGLang's form; `InvalidRequest` if it has both forms or none."""
+    borrowed = [name for name in BORROWED if name in content]
+    if borrowed and "requests" in content:
+        raise InvalidRequest(
+            f"the body has requests and {borrowed[0]}; requests is the native form, {borrowed[0]} SGLang's: send one"
+        )
+    if not borrowed and "requests" not in content:
+        raise InvalidRequest(
+            "requests is missing; give requests, or, as SGLang's clients do, text or input_ids"
+        )
+    return bool(borrowed)
 
 
 async def _asked(service: Service, content: dict[str, Any]) -> NativeRequest:
@@ -215,56 +198,6 @@ def _key(request: Request) -> str:
             "spaces, such as a UUID"
         )
     return key or ""
-
-
-def phrase(event: Event) -> tuple[str, dict[str, Any]]:
-    match event:
-        case TokenEvent(id, delta):
-            return "token", {
-                "id": id,
-                **{
-                    name: value
-                    for name, value in msgspec.structs.asdict(delta).items()
-                    if value is not UNSET
-                },
-            }
-        case FinishedItem(id, choices):
-            return "result", {"id": id, "choices": choices}
-        case FailedItem(id, error):
-            return "error", {"id": id, "error": error_body(error)}
-
-
-class Told:
-    """Items that have ended, encoded as they come: all at once would keep every other reply
-    waiting.
-    """
-
-    def __init__(self, ended: Iterable[FinishedItem | FailedItem] = ()) -> None:
-        self.usage = Usage()
-        self.errors: list[TltError] = []
-        self.by_id: dict[str, msgspec.Raw] = {}
-        for event in ended:
-            self.take(event)
-
-    def take(self, event: FinishedItem | FailedItem) -> None:
-        if isinstance(event, FinishedItem):
-            self.usage.add(event)
-        else:
-            self.errors.append(event.error)
-        self.by_id[event.id] = msgspec.Raw(msgspec.json.encode(phrase(event)[1]))
-
-    def content(self, service: Service, ids: Iterable[str]) -> dict[str, Any]:
-        """Results, in this order, and what they took."""
-        return {"results": [self.by_id[id] for id in ids], **_footer(service, self.usage)}
-
-    def whole(self, service: Service, ids: Iterable[str]) -> Response:
-        """The reply to a batch whose items have all ended."""
-        content = self.content(service, ids)
-        if len(self.errors) == len(self.by_id):
-            return json_response(
-                content, self.errors[0].http_status, retry_after_s=self.errors[0].retry_after_s
-            )
-        return json_response(content)
 
 
 async def _collect(service: Service, batch: RequestBatch, generation: Generation) -> Response:
@@ -294,12 +227,8 @@ async def _frames(
     ) as error:  # our own bug, but the status line is long gone: say so in the stream
         for id in waiting:
             yield _frame(*phrase(FailedItem(id, unexpected(error))))
-    yield _frame("done", _footer(service, usage))
+    yield _frame("done", footer(service, usage))
 
 
 def _frame(name: str, data: dict[str, Any]) -> bytes:
     return b"event: " + name.encode() + b"\ndata: " + msgspec.json.encode(data) + b"\n\n"
-
-
-def _footer(service: Service, usage: Usage) -> dict[str, Any]:
-    return {"usage": usage, "numerics": service.numerics}

@@ -11,35 +11,45 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+from functools import cache
 from pathlib import Path
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tlt_server.frontend.http.endpoints import Endpoint
+from tlt_server.frontend.http.endpoints import Routes
 from tlt_server.frontend.service import Service
 
 PAGE = Path(__file__).with_name("page.html")
 
 
-def routes(service: Service) -> list[Endpoint]:
+ROUTES = Routes()
+
+
+@ROUTES.get("/", needs="open", text="text/html")
+async def page(service: Service, request: Request) -> Response:
+    """The built-in page: live figures, strategies over time, and a box to try a prompt."""
+    html, headers = _page()
+    if headers["etag"] in re.findall(r'"[^"]*"', request.headers.get("if-none-match", "")):
+        return Response(status_code=304, headers=headers)
+    return Response(html, media_type="text/html", headers=headers)
+
+
+@cache
+def _page() -> tuple[bytes, dict[str, str]]:
+    """The page and the headers of its reply."""
     html = PAGE.read_bytes()
-    headers = {
-        "content-security-policy": _policy(html.decode()),
-        "x-content-type-options": "nosniff",
-        "referrer-policy": "no-referrer",
-        "cross-origin-opener-policy": "same-origin",
-        "cache-control": "no-cache",  # ask each time, by the etag
-        "etag": f'"{hashlib.sha256(html).hexdigest()[:32]}"',
-    }
-
-    async def page(request: Request) -> Response:
-        """The built-in page: live figures, strategies over time, and a box to try a prompt."""
-        if headers["etag"] in re.findall(r'"[^"]*"', request.headers.get("if-none-match", "")):
-            return Response(status_code=304, headers=headers)
-        return Response(html, media_type="text/html", headers=headers)
-
-    return [Endpoint("GET", "/", page, needs="open", text="text/html")]
+    return (
+        html,
+        {
+            "content-security-policy": _policy(html.decode()),
+            "x-content-type-options": "nosniff",
+            "referrer-policy": "no-referrer",
+            "cross-origin-opener-policy": "same-origin",
+            "cache-control": "no-cache",  # ask each time, by the etag
+            "etag": f'"{hashlib.sha256(html).hexdigest()[:32]}"',
+        },
+    )
 
 
 def _policy(html: str) -> str:

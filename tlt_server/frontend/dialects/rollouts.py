@@ -13,10 +13,10 @@ from starlette.responses import Response
 
 from tlt_client.wire import Progress, RolloutList, RolloutReply, RolloutStatus, RolloutSummary
 from tlt_server.errors import InvalidRequest, NotFound
-from tlt_server.frontend.dialects.native import Told
+from tlt_server.frontend.dialects.replies.items import Told
 from tlt_server.frontend.generation.delivery import while_connected
 from tlt_server.frontend.http.auth import caller_of
-from tlt_server.frontend.http.endpoints import Endpoint, Parameter
+from tlt_server.frontend.http.endpoints import Parameter, Routes
 from tlt_server.frontend.http.queries import seconds
 from tlt_server.frontend.http.replies import json_response
 from tlt_server.frontend.rollouts.rollout import KeptRollout
@@ -32,87 +32,78 @@ WAIT_S = Parameter(
 )
 
 
-def routes(service: Service) -> list[Endpoint]:
-    rollouts = service.rollouts
+ROUTES = Routes()
 
-    async def fetch(request: Request) -> Response:
-        """The results of a rollout so far, and whether it is done.
 
-        With `?wait_s=`, at most 60, the reply comes when it is done or that time is up. Fetching
-        changes nothing, so it may be repeated; but once a finished rollout has been fetched, it may
-        be forgotten early to make room for new ones.
-        """
-        rollout, wait_s = (
-            rollouts.find(request.path_params["id"], caller_of(request)),
-            seconds(request, "wait_s", MAX_WAIT_S),
+@ROUTES.get("/rollouts", needs="data", gives=RolloutList)
+async def every(service: Service, request: Request) -> Response:
+    """The rollouts kept that this key began, oldest first, without prompts and results; with
+    the scope operate, all of them.
+    """
+    return json_response(
+        RolloutList(
+            [
+                RolloutSummary(
+                    rollout.header.id,
+                    rollout.status,
+                    rollout.header.detached,
+                    rollout.header.created_s,
+                    rollout.done_s,
+                    rollout.bytes,
+                    _progress(rollout),
+                    rollout.header.owner,
+                )
+                for rollout in service.rollouts
+                if caller_of(request).sees(rollout.header.owner)
+            ]
         )
+    )
 
-        async def when_done() -> Response:
-            if wait_s and rollout.done_s is None:
-                await rollout.wait(wait_s)
-            told = await asyncio.to_thread(Told, await rollouts.results(rollout))
-            results = told.content(service, told.by_id)
-            return json_response(
-                {
-                    "id": rollout.header.id,
-                    "status": rollout.status,
-                    "progress": _progress(rollout),
-                    **results,
-                }
-            )
 
-        return await while_connected(request, when_done())
+@ROUTES.get(
+    "/rollouts/{id}",
+    needs="data",
+    parameters=(ID, WAIT_S),
+    gives=RolloutReply,
+    raises=(InvalidRequest, NotFound),
+)
+async def fetch(service: Service, request: Request) -> Response:
+    """The results of a rollout so far, and whether it is done.
 
-    async def delete(request: Request) -> Response:
-        """Abort what runs of a rollout, and forget it."""
-        rollout = rollouts.find(request.path_params["id"], caller_of(request))
-        rollouts.delete(rollout)
-        return json_response(RolloutStatus(rollout.header.id, "deleted"))
+    With `?wait_s=`, at most 60, the reply comes when it is done or that time is up. Fetching
+    changes nothing, so it may be repeated; but once a finished rollout has been fetched, it may
+    be forgotten early to make room for new ones.
+    """
+    rollout, wait_s = (
+        service.rollouts.find(request.path_params["id"], caller_of(request)),
+        seconds(request, "wait_s", MAX_WAIT_S),
+    )
 
-    async def every(request: Request) -> Response:
-        """The rollouts kept that this key began, oldest first, without prompts and results; with
-        the scope operate, all of them.
-        """
+    async def when_done() -> Response:
+        if wait_s and rollout.done_s is None:
+            await rollout.wait(wait_s)
+        told = await asyncio.to_thread(Told, await service.rollouts.results(rollout))
+        results = told.content(service, told.by_id)
         return json_response(
-            RolloutList(
-                [
-                    RolloutSummary(
-                        rollout.header.id,
-                        rollout.status,
-                        rollout.header.detached,
-                        rollout.header.created_s,
-                        rollout.done_s,
-                        rollout.bytes,
-                        _progress(rollout),
-                        rollout.header.owner,
-                    )
-                    for rollout in rollouts
-                    if caller_of(request).sees(rollout.header.owner)
-                ]
-            )
+            {
+                "id": rollout.header.id,
+                "status": rollout.status,
+                "progress": _progress(rollout),
+                **results,
+            }
         )
 
-    return [
-        Endpoint("GET", "/rollouts", every, needs="data", gives=RolloutList),
-        Endpoint(
-            "GET",
-            "/rollouts/{id}",
-            fetch,
-            needs="data",
-            parameters=(ID, WAIT_S),
-            gives=RolloutReply,
-            raises=(InvalidRequest, NotFound),
-        ),
-        Endpoint(
-            "DELETE",
-            "/rollouts/{id}",
-            delete,
-            needs="data",
-            parameters=(ID,),
-            gives=RolloutStatus,
-            raises=(NotFound,),
-        ),
-    ]
+    return await while_connected(request, when_done())
+
+
+@ROUTES.delete(
+    "/rollouts/{id}", needs="data", parameters=(ID,), gives=RolloutStatus, raises=(NotFound,)
+)
+async def delete(service: Service, request: Request) -> Response:
+    """Abort what runs of a rollout, and forget it."""
+    rollout = service.rollouts.find(request.path_params["id"], caller_of(request))
+    service.rollouts.delete(rollout)
+    return json_response(RolloutStatus(rollout.header.id, "deleted"))
 
 
 def _progress(rollout: KeptRollout) -> Progress:

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from tlt_server.config import nearest, parse_strategy
 from tlt_server.errors import InvalidRequest, StartupError, Unavailable
 from tlt_server.frontend.http.bodies import read_object
-from tlt_server.frontend.http.endpoints import Endpoint
+from tlt_server.frontend.http.endpoints import Routes
 from tlt_server.frontend.http.fields import Strict, checked, shown
 from tlt_server.frontend.http.replies import json_response
 from tlt_server.frontend.service import Service
@@ -59,42 +59,36 @@ class StrategyState(Struct, frozen=True):
     drafters: Annotated[list[str], Meta(description="that are loaded")]
 
 
-def routes(service: Service) -> list[Endpoint]:
-    engine = service.engine
+ROUTES = Routes()
 
-    async def get(request: Request) -> Response:
-        """Which policy chooses, and which strategy was in force in the last step."""
-        engine.check_running()
-        return json_response(_state(service))
 
-    async def put(request: Request) -> Response:
-        """Replace the policy between two steps.
+@ROUTES.get("/strategy", needs="operate", gives=StrategyState, raises=(Unavailable,))
+async def look(service: Service, request: Request) -> Response:
+    """Which policy chooses, and which strategy was in force in the last step."""
+    service.engine.check_running()
+    return json_response(_state(service))
 
-        No token changes and no running request is disturbed: a strategy decides how many of the
-        fixed tokens one pass reveals.
-        """
-        engine.check_running()
-        body = await request.body()
-        engine.check_running()  # the body may have taken its time
-        assert engine.info is not None
-        engine.set_policy(_parse(await read_object(body, "policy"), engine.info))
-        return json_response(_state(service))
 
-    return [
-        Endpoint(
-            "GET", "/strategy", get, needs="operate", gives=StrategyState, raises=(Unavailable,)
-        ),
-        Endpoint(
-            "PUT",
-            "/strategy",
-            put,
-            needs="operate",
-            takes=PolicyFields,
-            example={"policy": "off"},
-            gives=StrategyState,
-            raises=(Unavailable,),
-        ),
-    ]
+@ROUTES.put(
+    "/strategy",
+    needs="operate",
+    takes=PolicyFields,
+    example={"policy": "off"},
+    gives=StrategyState,
+    raises=(Unavailable,),
+)
+async def replace(service: Service, request: Request) -> Response:
+    """Replace the policy between two steps.
+
+    No token changes and no running request is disturbed: a strategy decides how many of the
+    fixed tokens one pass reveals.
+    """
+    service.engine.check_running()
+    body = await request.body()
+    service.engine.check_running()  # the body may have taken its time
+    assert service.engine.info is not None
+    service.engine.set_policy(_parse(await read_object(body, "policy"), service.engine.info))
+    return json_response(_state(service))
 
 
 def _state(service: Service) -> StrategyState:

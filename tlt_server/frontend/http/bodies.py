@@ -12,9 +12,10 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Raw
 from pydantic_core import from_json
+from starlette.requests import Request
 
 from tlt_server.errors import InvalidRequest
-from tlt_server.frontend.http.fields import shown
+from tlt_server.frontend.http.fields import Model, checked, shown
 
 PIECE_BYTES = 2**18
 DEPTH = 4  # of what is cut: body, list of items, item, list of token ids
@@ -37,6 +38,17 @@ async def read_object(body: bytes, field: str) -> dict[str, Any]:
             f"the body is {shown(content)}; it must be a JSON object with the field {field}"
         )
     return content
+
+
+async def optional_object(body: bytes, field: str) -> dict[str, Any]:
+    """Read the JSON object of a body that may be left out, which means an empty object."""
+    return await read_object(body, field) if body else {}
+
+
+async def read_optional(model: type[Model], request: Request) -> Model:
+    """Check the object of a body that may be left out, which means an empty object."""
+    field = next(iter(model.model_fields), "nothing")
+    return checked(model, await optional_object(await request.body(), field))
 
 
 async def decoded(body: bytes) -> Any:

@@ -1,15 +1,14 @@
-"""A route that also says who may call it, what it takes, what it gives and in which shape it tells
-its errors.
+"""A route and what it says about itself, declared as a decorator above its handler.
 
-Handlers parse with `takes` and encode `gives`, so the OpenAPI document (`openapi.document`) is made
-of the types that are in use; its words are the handlers' docstrings and the fields' descriptions.
+Handlers parse with `takes` and encode `gives`, so `openapi.document` describes the types that are in
+use. Its words are the handlers' docstrings and the descriptions of the fields.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -19,11 +18,14 @@ from tlt_server.errors import TltError
 from tlt_server.frontend.http.keys import Needs
 from tlt_server.frontend.http.replies import error_reply
 
-Handler = Callable[[Request], Awaitable[Response]]
+Handler = Callable[[Any, Request], Awaitable[Response]]  # the first argument is the service
+Declared = TypeVar("Declared", bound=Handler)
+Shape = Callable[[TltError], Any]  # error -> body of its reply
+NOTHING: Mapping[Any, Any] = MappingProxyType({})
 
 
 class Parameter(NamedTuple):
-    """What a client says beside the body; those of the path are always required."""
+    """A value that a client sends outside the body; one of the path is always required."""
 
     name: str
     place: Literal["path", "query", "header"]
@@ -31,53 +33,93 @@ class Parameter(NamedTuple):
     schema: Mapping[str, Any] = {"type": "string"}
 
 
-class Endpoint(Route):
-    def __init__(
-        self,
-        method: str,
-        path: str,
-        handler: Handler,
-        *,
-        needs: Needs,
-        parameters: tuple[Parameter, ...] = (),
-        takes: Any = None,
-        takes_bytes: str = "",
-        optional_body: bool = False,
-        example: Mapping[str, Any] | None = None,
-        gives: Any = str,
-        text: str = "text/plain",
-        gives_instead: tuple[Any, ...] = (),
-        gives_also_at: tuple[int, ...] = (),
-        others: Mapping[int, Any] = MappingProxyType({}),
-        headers: Mapping[str, str] = MappingProxyType({}),
-        streams: tuple[tuple[str, Any], ...] = (),
-        raises: tuple[type[TltError], ...] = (),
-        error_shape: Callable[[TltError], Any] = error_reply,
-    ) -> None:
-        """`needs`: the scope of the keys that may call it; `any` key; or `open`.
+class About(TypedDict, total=False):
+    """The facts that a route may state; each has a default in `Endpoint`."""
 
-        `takes`: a pydantic model or a union of them, `example` a body that is accepted;
-        `takes_bytes`: the media type of a body that is no JSON. `gives`: a msgspec type, or `str`
-        for a text of the media type `text`, at 200 and `gives_also_at`; `gives_instead`: further
-        forms of it; `others`: what it gives with other statuses; `headers`: name -> sentence of
-        those that these replies may have. `streams`: names and types of the server-sent events that
-        come instead, where the request asks for them. `raises`: errors of the handler; those that
-        every route has (`openapi`) are not repeated.
-        """
-        super().__init__(path, handler, methods=[method])
-        self.method, self.handler, self.needs, self.parameters = method, handler, needs, parameters
-        self.takes, self.takes_bytes, self.optional_body, self.example = (
-            takes,
-            takes_bytes,
-            optional_body,
-            example,
-        )
-        self.gives, self.text, self.gives_also_at, self.others, self.streams = (
-            gives,
-            text,
-            gives_also_at,
-            others,
-            streams,
-        )
-        self.headers, self.gives_instead = headers, gives_instead
-        self.raises, self.error_shape = raises, error_shape
+    parameters: tuple[Parameter, ...]
+    takes: Any  # pydantic model, or a union of models, of the JSON body
+    takes_bytes: str  # media type of a body that is not JSON
+    optional_body: bool
+    example: Mapping[str, Any]  # body that the route accepts
+    gives: Any  # msgspec type of the reply, or `str` for a text
+    text: str  # media type of a reply that is a text
+    gives_instead: tuple[Any, ...]  # further types of the reply
+    gives_also_at: tuple[int, ...]  # statuses besides 200 that have the reply
+    others: Mapping[int, Any]  # status -> type of another reply
+    headers: Mapping[str, str]  # name -> sentence, of headers that a reply may have
+    streams: tuple[tuple[str, Any], ...]  # name and type of the server-sent events
+    raises: tuple[type[TltError], ...]  # errors of the handler, beyond those of every route
+    error_shape: Shape
+
+
+class Endpoint(Route):
+    """A route of the router, with the facts that authentication and the document need.
+
+    `needs` is the scope that a key must have; `any` stands for any key and `open` for no key.
+    """
+
+    def __init__(
+        self, method: str, path: str, handler: Handler, *, needs: Needs, **about: Unpack[About]
+    ) -> None:
+        async def serve(request: Request) -> Response:
+            return await handler(request.app.state.service, request)
+
+        super().__init__(path, serve, methods=[method])
+        self.method, self.handler, self.needs = method, handler, needs
+        self.parameters = about.get("parameters", ())
+        self.takes = about.get("takes")
+        self.takes_bytes = about.get("takes_bytes", "")
+        self.optional_body = about.get("optional_body", False)
+        self.example = about.get("example")
+        self.gives = about.get("gives", str)
+        self.text = about.get("text", "text/plain")
+        self.gives_instead = about.get("gives_instead", ())
+        self.gives_also_at = about.get("gives_also_at", ())
+        self.others: Mapping[int, Any] = about.get("others", NOTHING)
+        self.headers: Mapping[str, str] = about.get("headers", NOTHING)
+        self.streams = about.get("streams", ())
+        self.raises = about.get("raises", ())
+        self.error_shape = about.get("error_shape", error_reply)
+
+
+class Routes(list[Endpoint]):
+    """The routes of one dialect, in the order in which their handlers stand.
+
+    The decorators leave the handler as it is, so one handler may have several routes.
+    """
+
+    def __init__(self, *, error_shape: Shape = error_reply) -> None:
+        """`error_shape` is that of the routes that name none."""
+        super().__init__()
+        self._error_shape = error_shape
+
+    def get(
+        self, path: str, *, needs: Needs, **about: Unpack[About]
+    ) -> Callable[[Declared], Declared]:
+        return self._declare("GET", path, needs, about)
+
+    def post(
+        self, path: str, *, needs: Needs, **about: Unpack[About]
+    ) -> Callable[[Declared], Declared]:
+        return self._declare("POST", path, needs, about)
+
+    def put(
+        self, path: str, *, needs: Needs, **about: Unpack[About]
+    ) -> Callable[[Declared], Declared]:
+        return self._declare("PUT", path, needs, about)
+
+    def delete(
+        self, path: str, *, needs: Needs, **about: Unpack[About]
+    ) -> Callable[[Declared], Declared]:
+        return self._declare("DELETE", path, needs, about)
+
+    def _declare(
+        self, method: str, path: str, needs: Needs, about: About
+    ) -> Callable[[Declared], Declared]:
+        shaped: About = {"error_shape": self._error_shape, **about}
+
+        def declare(handler: Declared) -> Declared:
+            self.append(Endpoint(method, path, handler, needs=needs, **shaped))
+            return handler
+
+        return declare

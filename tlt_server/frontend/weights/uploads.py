@@ -94,6 +94,11 @@ class Sealed(NamedTuple):
     upload: _Upload | None  # None: there was none
 
 
+def uploads_of(config: Config) -> Uploads | None:
+    """Return the uploads of a server that takes weights by http, or None."""
+    return Uploads(config) if "http" in config.channels else None
+
+
 class Uploads:
     """Called in the frontend's loop; files are written in threads, one at a time."""
 

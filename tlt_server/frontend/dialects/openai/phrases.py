@@ -10,37 +10,20 @@ from __future__ import annotations
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
-from tlt_server.frontend.dialects.openai.logprobs import NONE, Scored, Speller, scored_prompt
 from tlt_server.frontend.dialects.openai.replies import (
     ChatChoice,
     ChatCompletion,
     Completion,
     CompletionChoice,
-    OpenAIUsage,
     Speech,
     figures,
 )
 from tlt_server.frontend.dialects.openai.requests import ChatRequest, CompletionRequest
+from tlt_server.frontend.dialects.replies.logprobs import Scored, Speller, scored, scored_prompt
+from tlt_server.frontend.dialects.replies.usage import OpenAIUsage
 from tlt_server.frontend.generation.choice import Delta, FinishedChoice
 from tlt_server.frontend.generation.text import Text
 from tlt_server.frontend.generation.validation import RequestBatch
-
-
-def whole(choice: FinishedChoice) -> Delta:
-    """A choice as the only thing that it ever gained."""
-    return Delta(
-        index=choice.index,
-        token_ids=choice.token_ids,
-        text=choice.text,
-        logprobs=choice.logprobs,
-        top_logprobs=choice.top_logprobs,
-        prompt_logprobs=choice.prompt_logprobs,
-    )
-
-
-def scored(delta: Delta) -> list[Scored]:
-    best = [NONE] * len(delta.token_ids) if delta.top_logprobs is UNSET else delta.top_logprobs
-    return [Scored(*each) for each in zip(delta.token_ids, delta.logprobs, best, strict=True)]
 
 
 class _Ending(Struct, frozen=True):

@@ -10,8 +10,9 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from tlt_client.wire import FinishReason, SdReport, VersionSpan
 from tlt_server.errors import TltError
-from tlt_server.frontend.dialects.openai.logprobs import ChatLogprobs, Logprobs, PromptLogprobs
 from tlt_server.frontend.dialects.openai.requests import ChatRequest, CompletionRequest
+from tlt_server.frontend.dialects.replies.logprobs import ChatLogprobs, Logprobs, PromptLogprobs
+from tlt_server.frontend.dialects.replies.usage import OpenAIUsage
 
 TYPES = {
     401: "authentication_error",
@@ -129,19 +130,6 @@ class ChatChoice(Struct, kw_only=True):
         Meta(description="which weights computed which tokens; with `return_weight_versions`"),
     ] = UNSET
     metrics: Annotated[Metrics | UnsetType, Meta(description="figures of its speculation")] = UNSET
-
-
-class CachedTokens(Struct, frozen=True):
-    cached_tokens: Annotated[int, Meta(description="prompt tokens whose KV was there already")]
-
-
-class OpenAIUsage(Struct, frozen=True):
-    prompt_tokens: Annotated[int, Meta(description="of all prompts, each counted once")]
-    completion_tokens: Annotated[int, Meta(description="of all choices")]
-    total_tokens: Annotated[int, Meta(description="both")]
-    prompt_tokens_details: Annotated[
-        CachedTokens, Meta(description="what of the prompts was not computed anew")
-    ]
 
 
 class Completion(Struct, kw_only=True):

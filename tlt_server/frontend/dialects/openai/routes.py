@@ -12,7 +12,6 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator
-from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -20,29 +19,15 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tlt_server.errors import (
-    DeadlineExceeded,
-    EngineFailed,
-    InvalidRequest,
-    NotFound,
-    Overloaded,
-    Poisoned,
-    QueueFull,
-    QueueTimeout,
-    TltError,
-    Unavailable,
-)
-from tlt_server.frontend.dialects.openai.logprobs import Speller
-from tlt_server.frontend.dialects.openai.phrases import ChatPhrase, CompletionPhrase, whole
+from tlt_server.errors import InvalidRequest, NotFound, TltError, Unavailable
+from tlt_server.frontend.dialects.openai.phrases import ChatPhrase, CompletionPhrase
 from tlt_server.frontend.dialects.openai.replies import (
-    CachedTokens,
     ChatCompletion,
     Completion,
     Detokenized,
     Failure,
     Model,
     Models,
-    OpenAIUsage,
     Tokens,
     failure,
 )
@@ -56,13 +41,15 @@ from tlt_server.frontend.dialects.openai.requests import (
     TokenizeRequest,
     read,
 )
+from tlt_server.frontend.dialects.replies.errors import UNFINISHED
+from tlt_server.frontend.dialects.replies.logprobs import Speller, whole
+from tlt_server.frontend.dialects.replies.usage import CachedTokens, OpenAIUsage
 from tlt_server.frontend.generation.delivery import EventStream, reply
 from tlt_server.frontend.generation.generation import Generation
 from tlt_server.frontend.generation.items import FailedItem, FinishedItem, TokenEvent
-from tlt_server.frontend.generation.pieces import Pieces
 from tlt_server.frontend.generation.validation import RequestBatch, Words
 from tlt_server.frontend.http.auth import caller_of
-from tlt_server.frontend.http.endpoints import Endpoint
+from tlt_server.frontend.http.endpoints import Routes
 from tlt_server.frontend.http.replies import json_response, unexpected
 from tlt_server.frontend.link.admission import Demand
 from tlt_server.frontend.service import Service
@@ -71,171 +58,155 @@ from tlt_server.records import EngineInfo
 Phrase = CompletionPhrase | ChatPhrase
 
 
-def routes(service: Service) -> list[Endpoint]:
-    pieces = Pieces(service.text)
+ROUTES = Routes(error_shape=failure)
+QUESTION = [{"role": "user", "content": "Compute 3*4+5."}]
 
-    async def models(request: Request) -> Response:
-        """The served model and its longest prompt plus output."""
-        info = service.engine.info
-        longest = info.max_model_len if info is not None else service.config.max_model_len
-        assert isinstance(longest, int)
-        return json_response(Models([Model(service.config.served_model_name, longest)]))
 
-    async def completions(request: Request) -> Response:
-        """Complete one prompt or a batch of prompts, given as text or token ids.
+@ROUTES.get("/v1/models", needs="data", gives=Models)
+async def models(service: Service, request: Request) -> Response:
+    """The served model and its longest prompt plus output."""
+    info = service.engine.info
+    longest = info.max_model_len if info is not None else service.config.max_model_len
+    assert isinstance(longest, int)
+    return json_response(Models([Model(service.config.served_model_name, longest)]))
 
-        Choices are prompt-major: choice i of prompt p has the index p * n + i. With `stream`,
-        server-sent chunks and a last `[DONE]`. Unknown fields are ignored; null is the same as
-        absent.
-        """
-        asked, info = await _read(service, request, CompletionRequest)
-        prompts = [
-            {"prompt" if isinstance(prompt, str) else "token_ids": prompt}
-            for prompt in asked.prompts()
-        ]
-        return await _answer(request, asked, info, prompts, COMPLETION, CompletionPhrase)
 
-    async def chat(request: Request) -> Response:
-        """Answer a conversation, put into the model's chat template with tools and
-        chat_template_kwargs.
+@ROUTES.post(
+    "/v1/completions",
+    needs="data",
+    raises=(NotFound, *UNFINISHED),
+    takes=CompletionRequest,
+    gives=Completion,
+    example={
+        "prompt": ["2+2=", "3*4="],
+        "n": 2,
+        "max_tokens": 16,
+        "seed": 7,
+        "return_token_ids": True,
+    },
+    streams=(("message", Completion), ("message", Failure), ("message", Literal["[DONE]"])),
+)
+async def completions(service: Service, request: Request) -> Response:
+    """Complete one prompt or a batch of prompts, given as text or token ids.
 
-        With `stream`, server-sent chunks and a last `[DONE]`. Unknown fields are ignored; null is
-        the same as absent.
-        """
-        asked, info = await _read(service, request, ChatRequest)
-        service.validator.check_choices(asked.n)
-        token_ids = await _conversation(service, info, asked.template_arguments(asked.messages))
-        return await _answer(request, asked, info, [{"token_ids": token_ids}], CHAT, ChatPhrase)
-
-    async def tokenize(request: Request) -> Response:
-        """Token ids of a text, or of a conversation put into the chat template."""
-        asked, info = await _read(service, request, TokenizeRequest)
-        if (asked.prompt is None) == (asked.messages is None):
-            raise InvalidRequest(
-                f"prompt is {'absent' if asked.prompt is None else 'given'} and so is messages; give exactly one of them"
-            )
-        if asked.messages is not None:
-            arguments = asked.template_arguments(asked.messages)
-            tokens = await _conversation(
-                service, info, arguments, special=asked.add_special_tokens is True
-            )
-        else:
-            assert asked.prompt is not None
-            [tokens] = await service.validator.encode(
-                ["prompt"], [asked.prompt], info, special=asked.add_special_tokens is not False
-            )
-        return json_response(Tokens(tokens, len(tokens), info.max_model_len))
-
-    async def detokenize(request: Request) -> Response:
-        """The text of token ids, special tokens included."""
-        asked, info = await _read(service, request, DetokenizeRequest)
-        if service.text.tokenizer is None:
-            raise InvalidRequest(
-                "tokens cannot be read: this model directory has no tokenizer.json; decode them where it is"
-            )
-        if asked.tokens and max(asked.tokens) >= info.vocab_size:
-            raise InvalidRequest(
-                f"tokens has the token id {max(asked.tokens)}; ids of this model end at {info.vocab_size - 1}: "
-                "tokenise with the served model's tokenizer"
-            )
-        return json_response(
-            Detokenized(await asyncio.to_thread(service.text.decode, asked.tokens, special=True))
-        )
-
-    async def _answer(
-        request: Request,
-        asked: Any,
-        info: EngineInfo,
-        prompts: list[dict[str, Any]],
-        words: Words,
-        phrase_of: type[Phrase],
-    ) -> Response:
-        batch = await service.validator.batch(asked.native(prompts), info, words)
-        generation = service.start(batch, caller_of(request).name)
-        kind = "cmpl" if phrase_of is CompletionPhrase else "chatcmpl"
-        speller = Speller(
-            pieces, as_ids=asked.return_tokens_as_token_ids or service.text.tokenizer is None
-        )
-        phrase = phrase_of(
-            asked,
-            batch,
-            service.text,
-            speller,
-            frozenset(info.eos_token_ids) - set(asked.stop_token_ids),
-            f"{kind}-{uuid.uuid4().hex}",
-            int(time.time()),
-            service.config.served_model_name,
-        )
-        if asked.stream:
-            return EventStream(
-                _chunks(phrase, batch, generation, usage=asked.stream_options.include_usage),
-                generation,
-            )
-        return await reply(request, _whole(phrase, batch, generation), generation)
-
-    read = partial(
-        Endpoint, "POST", needs="data", error_shape=failure, raises=(NotFound, Unavailable)
-    )
-    generate = partial(
-        Endpoint,
-        "POST",
-        needs="data",
-        error_shape=failure,
-        raises=(
-            NotFound,
-            QueueFull,
-            Overloaded,
-            QueueTimeout,
-            DeadlineExceeded,
-            EngineFailed,
-            Poisoned,
-            Unavailable,
-        ),
-    )
-    question = [{"role": "user", "content": "Compute 3*4+5."}]
-    return [
-        Endpoint("GET", "/v1/models", models, needs="data", gives=Models, error_shape=failure),
-        generate(
-            "/v1/completions",
-            completions,
-            takes=CompletionRequest,
-            gives=Completion,
-            example={
-                "prompt": ["2+2=", "3*4="],
-                "n": 2,
-                "max_tokens": 16,
-                "seed": 7,
-                "return_token_ids": True,
-            },
-            streams=(("message", Completion), ("message", Failure), ("message", Literal["[DONE]"])),
-        ),
-        generate(
-            "/v1/chat/completions",
-            chat,
-            takes=ChatRequest,
-            gives=ChatCompletion,
-            example={"messages": question, "max_completion_tokens": 64, "logprobs": True},
-            streams=(
-                ("message", ChatCompletion),
-                ("message", Failure),
-                ("message", Literal["[DONE]"]),
-            ),
-        ),
-        read(
-            "/tokenize",
-            tokenize,
-            takes=TokenizeRequest,
-            gives=Tokens,
-            example={"messages": question},
-        ),
-        read(
-            "/detokenize",
-            detokenize,
-            takes=DetokenizeRequest,
-            gives=Detokenized,
-            example={"tokens": [17, 18, 19]},
-        ),
+    Choices are prompt-major: choice i of prompt p has the index p * n + i. With `stream`,
+    server-sent chunks and a last `[DONE]`. Unknown fields are ignored; null is the same as
+    absent.
+    """
+    asked, info = await _read(service, request, CompletionRequest)
+    prompts = [
+        {"prompt" if isinstance(prompt, str) else "token_ids": prompt} for prompt in asked.prompts()
     ]
+    return await _answer(service, request, asked, info, prompts, COMPLETION, CompletionPhrase)
+
+
+@ROUTES.post(
+    "/v1/chat/completions",
+    needs="data",
+    raises=(NotFound, *UNFINISHED),
+    takes=ChatRequest,
+    gives=ChatCompletion,
+    example={"messages": QUESTION, "max_completion_tokens": 64, "logprobs": True},
+    streams=(("message", ChatCompletion), ("message", Failure), ("message", Literal["[DONE]"])),
+)
+async def chat(service: Service, request: Request) -> Response:
+    """Answer a conversation, put into the model's chat template with tools and
+    chat_template_kwargs.
+
+    With `stream`, server-sent chunks and a last `[DONE]`. Unknown fields are ignored; null is
+    the same as absent.
+    """
+    asked, info = await _read(service, request, ChatRequest)
+    service.validator.check_choices(asked.n)
+    token_ids = await _conversation(service, info, asked.template_arguments(asked.messages))
+    return await _answer(
+        service, request, asked, info, [{"token_ids": token_ids}], CHAT, ChatPhrase
+    )
+
+
+@ROUTES.post(
+    "/tokenize",
+    needs="data",
+    raises=(NotFound, Unavailable),
+    takes=TokenizeRequest,
+    gives=Tokens,
+    example={"messages": QUESTION},
+)
+async def tokenize(service: Service, request: Request) -> Response:
+    """Token ids of a text, or of a conversation put into the chat template."""
+    asked, info = await _read(service, request, TokenizeRequest)
+    if (asked.prompt is None) == (asked.messages is None):
+        raise InvalidRequest(
+            f"prompt is {'absent' if asked.prompt is None else 'given'} and so is messages; give exactly one of them"
+        )
+    if asked.messages is not None:
+        arguments = asked.template_arguments(asked.messages)
+        tokens = await _conversation(
+            service, info, arguments, special=asked.add_special_tokens is True
+        )
+    else:
+        assert asked.prompt is not None
+        [tokens] = await service.validator.encode(
+            ["prompt"], [asked.prompt], info, special=asked.add_special_tokens is not False
+        )
+    return json_response(Tokens(tokens, len(tokens), info.max_model_len))
+
+
+@ROUTES.post(
+    "/detokenize",
+    needs="data",
+    raises=(NotFound, Unavailable),
+    takes=DetokenizeRequest,
+    gives=Detokenized,
+    example={"tokens": [17, 18, 19]},
+)
+async def detokenize(service: Service, request: Request) -> Response:
+    """The text of token ids, special tokens included."""
+    asked, info = await _read(service, request, DetokenizeRequest)
+    if service.text.tokenizer is None:
+        raise InvalidRequest(
+            "tokens cannot be read: this model directory has no tokenizer.json; decode them where it is"
+        )
+    if asked.tokens and max(asked.tokens) >= info.vocab_size:
+        raise InvalidRequest(
+            f"tokens has the token id {max(asked.tokens)}; ids of this model end at {info.vocab_size - 1}: "
+            "tokenise with the served model's tokenizer"
+        )
+    return json_response(
+        Detokenized(await asyncio.to_thread(service.text.decode, asked.tokens, special=True))
+    )
+
+
+async def _answer(
+    service: Service,
+    request: Request,
+    asked: Any,
+    info: EngineInfo,
+    prompts: list[dict[str, Any]],
+    words: Words,
+    phrase_of: type[Phrase],
+) -> Response:
+    batch = await service.validator.batch(asked.native(prompts), info, words)
+    generation = service.start(batch, caller_of(request).name)
+    kind = "cmpl" if phrase_of is CompletionPhrase else "chatcmpl"
+    speller = Speller(
+        service.pieces, as_ids=asked.return_tokens_as_token_ids or service.text.tokenizer is None
+    )
+    phrase = phrase_of(
+        asked,
+        batch,
+        service.text,
+        speller,
+        frozenset(info.eos_token_ids) - set(asked.stop_token_ids),
+        f"{kind}-{uuid.uuid4().hex}",
+        int(time.time()),
+        service.config.served_model_name,
+    )
+    if asked.stream:
+        return EventStream(
+            _chunks(phrase, batch, generation, usage=asked.stream_options.include_usage), generation
+        )
+    return await reply(request, _whole(phrase, batch, generation), generation)
 
 
 async def _read(service: Service, request: Request, model: type[Any]) -> tuple[Any, EngineInfo]:

@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tlt_server.errors import TltError
-from tlt_server.frontend.dialects.openai.logprobs import scored_prompt
+from tlt_server.frontend.dialects.replies.logprobs import scored_prompt
 from tlt_server.frontend.dialects.sglang.replies import Finish, Generated, MetaInfo, Scored
 from tlt_server.frontend.dialects.sglang.requests import GenerateFields
 from tlt_server.frontend.generation.choice import FinishedChoice

@@ -4,9 +4,11 @@ ignored, null is absent.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
+from starlette.requests import Request
 
 from tlt_server.errors import InvalidRequest
 from tlt_server.frontend.generation.requests import (
@@ -22,7 +24,16 @@ from tlt_server.frontend.generation.requests import (
     TokenIds,
     one_of,
 )
-from tlt_server.frontend.http.fields import NullIsAbsent, Tolerant, checked, null_is_absent, shown
+from tlt_server.frontend.http.bodies import read_object
+from tlt_server.frontend.http.fields import (
+    Model,
+    NullIsAbsent,
+    Tolerant,
+    checked,
+    null_is_absent,
+    shown,
+    without_nulls,
+)
 from tlt_server.frontend.weights.broadcasts import (
     Address,
     Dimensions,
@@ -267,3 +278,29 @@ class ReadFields(NullIsAbsent):
         min_length=1, max_length=1024, description="of the tensor, as POST /weight_checker lists it"
     )
     truncate_size: int = Field(100, ge=1, le=4096, description="how many of its first rows")
+
+
+NUMBER = re.compile("-?[0-9]{1,18}")  # in a query
+
+
+async def read(model: type[Model], request: Request) -> Model:
+    return checked(model, await read_content(model, request))
+
+
+async def read_content(model: type[Model], request: Request) -> dict[str, Any]:
+    """Of the body, or without one of the query; nothing at all is an empty object."""
+    body = await request.body()
+    return without_nulls(
+        await read_object(body, next(iter(model.model_fields), "nothing"))
+        if body
+        else _query(model, request)
+    )
+
+
+def _query(model: type[Model], request: Request) -> dict[str, Any]:
+    """What the model takes whole numbers for, as numbers."""
+    numbers = {name for name, field in model.model_fields.items() if field.annotation is int}
+    return {
+        name: int(value) if name in numbers and NUMBER.fullmatch(value) else value
+        for name, value in request.query_params.items()
+    }

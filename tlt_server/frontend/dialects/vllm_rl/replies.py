@@ -9,8 +9,8 @@ from msgspec import Meta, Struct
 
 from tlt_client.wire import FinishReason, VersionSpan
 from tlt_server.errors import TltError
-from tlt_server.frontend.dialects.openai.logprobs import ChatLogprobs, PromptLogprobs
-from tlt_server.frontend.dialects.openai.replies import OpenAIUsage
+from tlt_server.frontend.dialects.replies.logprobs import ChatLogprobs, PromptLogprobs
+from tlt_server.frontend.dialects.replies.usage import OpenAIUsage
 
 
 class Fault(Struct, frozen=True):

@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from pydantic import ConfigDict, Field
+from starlette.requests import Request
 
 from tlt_server.errors import InvalidRequest
 from tlt_server.frontend.generation.requests import (
@@ -22,7 +23,15 @@ from tlt_server.frontend.generation.requests import (
     ShortName,
     TokenIds,
 )
-from tlt_server.frontend.http.fields import NullIsAbsent, Tolerant, checked, null_is_absent
+from tlt_server.frontend.http.bodies import optional_object
+from tlt_server.frontend.http.fields import (
+    Model,
+    NullIsAbsent,
+    Tolerant,
+    checked,
+    null_is_absent,
+    without_nulls,
+)
 from tlt_server.frontend.weights.session import Version
 
 
@@ -126,3 +135,9 @@ class VersionFields(NullIsAbsent):
 
 class NoBody(Tolerant):
     """Nothing is read of a body; what matters is in the query."""
+
+
+async def read(model: type[Model], request: Request) -> Model:
+    """No body at all is an empty object."""
+    field = next(iter(model.model_fields), "nothing")
+    return checked(model, without_nulls(await optional_object(await request.body(), field)))

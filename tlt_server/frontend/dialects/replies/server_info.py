@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from tlt_server import __version__
-from tlt_server.errors import Unavailable
 from tlt_server.frontend.http.keys import Caller
 from tlt_server.frontend.service import Service
 from tlt_server.records import EngineInfo
@@ -117,7 +116,7 @@ def server_info(service: Service, caller: Caller) -> ServerInfo:
     return ServerInfo(
         version=__version__,
         served_model_name=config.served_model_name,
-        ready=is_ready(service),
+        ready=service.ready,
         paused=engine.pauses.paused,
         asleep=sorted(engine.pauses.asleep),
         numerics=service.numerics,
@@ -145,11 +144,3 @@ def _transfer(
     if "broadcast" not in channels:
         return "disk"
     return "nccl" if info is not None and info.device == "cuda" else "gloo"
-
-
-def is_ready(service: Service) -> bool:
-    try:
-        service.engine.check_available()
-    except Unavailable:
-        return False
-    return True

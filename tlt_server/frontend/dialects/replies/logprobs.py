@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Annotated, NamedTuple
 
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct
 
+from tlt_server.frontend.generation.choice import Delta, FinishedChoice
 from tlt_server.frontend.generation.pieces import Pieces
 from tlt_server.records import TokenLogprobs
 
@@ -103,6 +104,23 @@ def scored_prompt(
         )
         for token_id, found in zip(token_ids, logprobs, strict=bool(logprobs))
     ]
+
+
+def whole(choice: FinishedChoice) -> Delta:
+    """A choice as the only thing that it ever gained."""
+    return Delta(
+        index=choice.index,
+        token_ids=choice.token_ids,
+        text=choice.text,
+        logprobs=choice.logprobs,
+        top_logprobs=choice.top_logprobs,
+        prompt_logprobs=choice.prompt_logprobs,
+    )
+
+
+def scored(delta: Delta) -> list[Scored]:
+    best = [NONE] * len(delta.token_ids) if delta.top_logprobs is UNSET else delta.top_logprobs
+    return [Scored(*each) for each in zip(delta.token_ids, delta.logprobs, best, strict=True)]
 
 
 class Speller:

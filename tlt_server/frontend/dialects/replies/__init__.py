@@ -1,0 +1,1 @@
+"""Replies that several dialects give."""

@@ -1,0 +1,83 @@
+"""Items of a batch that have ended, in the native form: results, errors, and what they took.
+
+`native` replies with them, and `rollouts` with those of a rollout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+from msgspec import UNSET
+from starlette.responses import Response
+
+from tlt_server.errors import TltError
+from tlt_server.frontend.generation.items import Event, FailedItem, FinishedItem, TokenEvent
+from tlt_server.frontend.http.replies import error_body, json_response
+from tlt_server.frontend.service import Service
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+    def add(self, result: FinishedItem) -> None:
+        self.prompt_tokens += result.prompt_tokens
+        self.cached_tokens += result.cached_tokens
+        self.completion_tokens += sum(len(choice.token_ids) for choice in result.choices)
+
+
+def phrase(event: Event) -> tuple[str, dict[str, Any]]:
+    match event:
+        case TokenEvent(id, delta):
+            return "token", {
+                "id": id,
+                **{
+                    name: value
+                    for name, value in msgspec.structs.asdict(delta).items()
+                    if value is not UNSET
+                },
+            }
+        case FinishedItem(id, choices):
+            return "result", {"id": id, "choices": choices}
+        case FailedItem(id, error):
+            return "error", {"id": id, "error": error_body(error)}
+
+
+class Told:
+    """Items that have ended, encoded as they come: all at once would keep every other reply
+    waiting.
+    """
+
+    def __init__(self, ended: Iterable[FinishedItem | FailedItem] = ()) -> None:
+        self.usage = Usage()
+        self.errors: list[TltError] = []
+        self.by_id: dict[str, msgspec.Raw] = {}
+        for event in ended:
+            self.take(event)
+
+    def take(self, event: FinishedItem | FailedItem) -> None:
+        if isinstance(event, FinishedItem):
+            self.usage.add(event)
+        else:
+            self.errors.append(event.error)
+        self.by_id[event.id] = msgspec.Raw(msgspec.json.encode(phrase(event)[1]))
+
+    def content(self, service: Service, ids: Iterable[str]) -> dict[str, Any]:
+        """Results, in this order, and what they took."""
+        return {"results": [self.by_id[id] for id in ids], **footer(service, self.usage)}
+
+    def whole(self, service: Service, ids: Iterable[str]) -> Response:
+        """The reply to a batch whose items have all ended."""
+        content = self.content(service, ids)
+        if len(self.errors) == len(self.by_id):
+            return json_response(
+                content, self.errors[0].http_status, retry_after_s=self.errors[0].retry_after_s
+            )
+        return json_response(content)
+
+
+def footer(service: Service, usage: Usage) -> dict[str, Any]:
+    return {"usage": usage, "numerics": service.numerics}

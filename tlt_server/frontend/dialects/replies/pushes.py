@@ -1,0 +1,51 @@
+"""The reply to a push, a commit, an abort or a rollback of weights."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, cast
+
+from msgspec import Meta, Struct
+from starlette.responses import Response
+
+from tlt_server.frontend.http.replies import json_response
+from tlt_server.records import WeightReport
+
+PushState = Literal[
+    "committed", "staged", "gathering", "unchanged", "aborted", "named", "rolled_back"
+]
+
+
+class PushReply(Struct, frozen=True):
+    """What became of a push, a commit, an abort or a rollback."""
+
+    state: Annotated[
+        PushState,
+        Meta(
+            description="what became of it; gathering: tensors are missing that further calls bring; unchanged: the same push, or the version "
+            "to be committed, was live before, or nothing was pushed"
+        ),
+    ]
+    version: Annotated[str, Meta(description="of the push")]
+    role: Annotated[str, Meta(description="what was pushed")]
+    weight_version: Annotated[str, Meta(description="the target's version that is live now")]
+    checksums: Annotated[
+        dict[str, str], Meta(description="of the tensors pushed: mix64 of their values, by name")
+    ]
+    phases_s: Annotated[
+        dict[str, float], Meta(description="what the push took, by phase, in seconds")
+    ]
+    pause_ms: Annotated[float, Meta(description="for which the commit kept the loop from stepping")]
+
+
+def outcome(report: WeightReport) -> Response:
+    return json_response(
+        PushReply(
+            cast(PushState, report.result),
+            report.version,
+            report.role,
+            report.state.target,
+            report.checksums,
+            report.phases,
+            report.pause_ms,
+        )
+    )

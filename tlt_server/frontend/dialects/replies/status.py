@@ -1,0 +1,11 @@
+"""The answer "yes" of a probe; a "no" is an error."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+
+class Status(Struct, frozen=True):
+    status: Annotated[Literal["ok"], Meta(description="the answer is yes; a no is an error")] = "ok"

@@ -1,0 +1,141 @@
+"""Routes that pause, sleep, abort and flush the cache, as trainers that drive SGLang call them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tlt_server.errors import Conflict, Forbidden, InvalidRequest, StorageFailed
+from tlt_server.frontend.dialects.replies.errors import GONE
+from tlt_server.frontend.dialects.sglang.replies import Acknowledged
+from tlt_server.frontend.dialects.sglang.requests import (
+    AbortFields,
+    MemoryFields,
+    NoFields,
+    PauseFields,
+    read,
+)
+from tlt_server.frontend.http.auth import caller_of
+from tlt_server.frontend.http.endpoints import Routes
+from tlt_server.frontend.http.replies import json_response
+from tlt_server.frontend.service import Service
+from tlt_server.records import InFlight, Memory
+
+ROUTES = Routes()
+MODES: dict[str, InFlight] = {"abort": "abort", "retract": "recompute", "in_place": "continue"}
+ALL: tuple[Memory, ...] = ("weights", "kv_cache")
+
+
+@ROUTES.post(
+    "/pause_generation",
+    optional_body=True,
+    needs="operate",
+    takes=PauseFields,
+    gives=Acknowledged,
+    raises=GONE,
+)
+async def pause(service: Service, request: Request) -> Response:
+    """Stop generating until POST /continue_generation; new requests wait.
+
+    `abort` ends what runs with what it has, `retract` gives its KV back and computes it again
+    afterwards, `in_place` keeps it.
+    """
+    mode = (await read(PauseFields, request)).mode
+    await service.engine.pauses.pause(MODES[mode], refuse=False, clear_cache=False)
+    return json_response(Acknowledged("Generation paused successfully."))
+
+
+@ROUTES.post(
+    "/continue_generation",
+    optional_body=True,
+    needs="operate",
+    takes=NoFields,
+    gives=Acknowledged,
+    raises=GONE,
+)
+async def resume(service: Service, request: Request) -> Response:
+    """Go on with what was paused or has waited."""
+    await read(NoFields, request)
+    await service.engine.pauses.resume()
+    return json_response(Acknowledged("Generation continued successfully."))
+
+
+@ROUTES.post(
+    "/abort_request",
+    needs="data",
+    takes=AbortFields,
+    example={"abort_all": True},
+    gives=Acknowledged,
+    raises=(Forbidden, *GONE),
+)
+async def abort(service: Service, request: Request) -> Response:
+    """End a request, or all of them, with what they have: their replies come at once, with
+    finish_reason.type "abort". Another key's request, and all of them, need operate.
+    """
+    service.engine.check_running()
+    asked = await read(AbortFields, request)
+    if not asked.abort_all and not asked.rid:
+        raise InvalidRequest(
+            "rid is absent or empty and abort_all is false; name a request, or set abort_all"
+        )
+    service.abort([asked.rid] if asked.rid and not asked.abort_all else None, caller_of(request))
+    return json_response(Acknowledged("aborted what was open of it"))
+
+
+@ROUTES.post(
+    "/flush_cache",
+    optional_body=True,
+    needs="operate",
+    takes=NoFields,
+    gives=Acknowledged,
+    raises=GONE,
+)
+@ROUTES.get("/flush_cache", needs="operate", gives=Acknowledged, raises=(InvalidRequest, *GONE))
+async def flush(service: Service, request: Request) -> Response:
+    """Forget every cached prefix; 400 while sequences run, or are paused with their KV. Those
+    that only wait have none.
+    """
+    await read(NoFields, request)
+    try:
+        await service.engine.pauses.clear_cache(unless_held=True)
+    except Conflict as busy:
+        raise InvalidRequest(busy.message) from None
+    return json_response(Acknowledged("Cache flushed."))
+
+
+@ROUTES.post(
+    "/release_memory_occupation",
+    optional_body=True,
+    needs="operate",
+    takes=MemoryFields,
+    gives=Acknowledged,
+    raises=(Conflict, StorageFailed, *GONE),
+)
+async def release(service: Service, request: Request) -> Response:
+    """Give memory back: KV, weights of target and drafter, or all; what runs goes on with the
+    same tokens afterwards.
+    """
+    asked = (await read(MemoryFields, request)).tags
+    await service.engine.pauses.sleep(_memory(asked))
+    return json_response(Acknowledged("memory released"))
+
+
+@ROUTES.post(
+    "/resume_memory_occupation",
+    optional_body=True,
+    needs="operate",
+    takes=MemoryFields,
+    gives=Acknowledged,
+    raises=GONE,
+)
+async def take_again(service: Service, request: Request) -> Response:
+    """Take memory again, weights bit for bit as they were."""
+    asked = (await read(MemoryFields, request)).tags
+    await service.engine.pauses.wake(_memory(asked))
+    return json_response(Acknowledged("memory resumed"))
+
+
+def _memory(tags: list[Any]) -> list[Memory]:
+    return [memory for memory in ALL if memory in tags or not tags]

@@ -1,0 +1,112 @@
+"""Routes that tell what this server is and how it is, as clients of SGLang ask for it.
+
+GET /server_info, which several dialects share, is in `dialects.operate`.
+"""
+
+from __future__ import annotations
+
+import time
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tlt_server import __version__
+from tlt_server.errors import Unavailable
+from tlt_server.frontend.dialects.replies.errors import GONE, UNFINISHED
+from tlt_server.frontend.dialects.replies.server_info import ServerInfo, server_info
+from tlt_server.frontend.dialects.replies.status import Status
+from tlt_server.frontend.dialects.sglang.replies import Loads, LoadsReply, ModelInfo, VersionReply
+from tlt_server.frontend.generation.delivery import reply, unless
+from tlt_server.frontend.generation.generation import Generation
+from tlt_server.frontend.generation.items import FailedItem, FinishedItem
+from tlt_server.frontend.generation.requests import ItemFields, NativeRequest, SamplingFields
+from tlt_server.frontend.http.auth import caller_of
+from tlt_server.frontend.http.endpoints import Parameter, Routes
+from tlt_server.frontend.http.fields import checked
+from tlt_server.frontend.http.replies import json_response
+from tlt_server.frontend.service import Service
+from tlt_server.records import EngineInfo
+
+ROUTES = Routes()
+INCLUDE = Parameter(
+    "include", "query", "accepted and without effect: the reply is small", {"type": "string"}
+)
+
+
+@ROUTES.get("/get_server_info", needs="any", gives=ServerInfo)
+async def about(service: Service, request: Request) -> Response:
+    """What this server is, as GET /server_info says it."""
+    return json_response(server_info(service, caller_of(request)))
+
+
+@ROUTES.get("/health_generate", needs="data", gives=Status, raises=UNFINISHED)
+async def health_generate(service: Service, request: Request) -> Response:
+    """Whether a token can be made: one is. 503 while generation is paused or asleep, also when
+    that begins meanwhile.
+    """
+    service.engine.check_available()
+    service.engine.pauses.check_generating()
+    one = NativeRequest(
+        requests=[checked(ItemFields, {"token_ids": [0], "seed": 0, "sd": False})],
+        sampling=checked(SamplingFields, {"max_tokens": 1, "ignore_eos": True}),
+    )
+    generation = service.start(
+        await service.validator.batch(one, _info(service)), caller_of(request).name
+    )
+    return await reply(
+        request, unless(service.engine.pauses.until_halted(), _made(generation)), generation
+    )
+
+
+async def _made(generation: Generation) -> Response:
+    async for event in generation.events():
+        if isinstance(event, FailedItem):
+            raise event.error
+        if isinstance(event, FinishedItem) and event.choices[0].token_ids:
+            return json_response(Status())
+    raise Unavailable("the token was aborted before it was made; ask again", retry_after_s=1)
+
+
+@ROUTES.get("/model_info", needs="any", gives=ModelInfo, raises=GONE)
+@ROUTES.get("/get_model_info", needs="any", gives=ModelInfo, raises=GONE)
+async def model_info(service: Service, request: Request) -> Response:
+    """The served model and the version of its weights."""
+    model = server_info(service, caller_of(request)).model_path
+    return json_response(
+        ModelInfo(
+            model_path=model,
+            tokenizer_path=model,
+            weight_version=_info(service).weight_version,
+            served_model_name=service.config.served_model_name,
+        )
+    )
+
+
+@ROUTES.get("/get_weight_version", needs="any", gives=VersionReply, raises=GONE)
+async def weight_version(service: Service, request: Request) -> Response:
+    """The target's version that is live."""
+    return json_response(VersionReply(_info(service).weight_version))
+
+
+@ROUTES.get("/v1/loads", needs="any", parameters=(INCLUDE,), gives=LoadsReply, raises=GONE)
+async def loads(service: Service, request: Request) -> Response:
+    """How much is open, runs and waits, and how much KV it uses."""
+    own, gauges = _info(service), service.engine.gauges
+    positions = own.pages * own.page_size
+    used = positions - round(gauges.get("pages_free", own.pages)) * own.page_size
+    one = Loads(
+        num_running_reqs=round(gauges.get("running", 0)),
+        num_waiting_reqs=round(gauges.get("waiting", 0)),
+        num_total_reqs=len(service.engine),
+        num_used_tokens=used,
+        max_total_num_tokens=positions,
+        max_running_requests=own.max_running,
+        token_usage=used / positions,
+    )
+    return json_response(LoadsReply(timestamp=time.time(), version=__version__, loads=[one]))
+
+
+def _info(service: Service) -> EngineInfo:
+    service.engine.check_running()
+    assert service.engine.info is not None
+    return service.engine.info

@@ -1,0 +1,279 @@
+"""Routes that push, check and read weights, as trainers that drive SGLang call them.
+
+POST /update_weights and /update_weight_version, which several dialects share, are in
+`dialects.weights` and `dialects.vllm_rl`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tlt_server.errors import (
+    ChannelBroken,
+    Conflict,
+    Forbidden,
+    InvalidRequest,
+    NotFound,
+    PushFailed,
+    UnsafeChannel,
+    WeightsRefused,
+)
+from tlt_server.frontend.dialects.replies.errors import GONE
+from tlt_server.frontend.dialects.sglang.replies import Outcome, Rows, outcome_of, rows_of
+from tlt_server.frontend.dialects.sglang.requests import (
+    GROUP,
+    BeginFields,
+    DiskFields,
+    DistributedFields,
+    GroupFields,
+    LeaveFields,
+    NoFields,
+    ReadFields,
+    TensorFields,
+    read,
+    read_content,
+)
+from tlt_server.frontend.http.endpoints import Parameter, Routes
+from tlt_server.frontend.http.fields import checked
+from tlt_server.frontend.http.replies import error_reply, json_response
+from tlt_server.frontend.service import Service
+from tlt_server.frontend.weights.broadcasts import described
+from tlt_server.frontend.weights.checker import CheckFields
+from tlt_server.records import InFlight, Manifest, ReadWeights
+
+ROUTES = Routes(error_shape=outcome_of)
+PUSHED = (Forbidden, NotFound, Conflict, WeightsRefused, PushFailed, *GONE)
+
+
+@ROUTES.post(
+    "/begin_weight_update",
+    optional_body=True,
+    gives=Outcome,
+    needs="push-weights",
+    takes=BeginFields,
+    raises=(NotFound, Conflict, *GONE),
+)
+async def begin(service: Service, request: Request) -> Response:
+    """Begin a weight update: what is pushed until POST /end_weight_update becomes live then."""
+    service.engine.check_running()
+    await service.session.begin((await read(BeginFields, request)).selector)
+    return json_response(Outcome(message="Weight update begun."))
+
+
+@ROUTES.post(
+    "/end_weight_update",
+    optional_body=True,
+    gives=Outcome,
+    needs="push-weights",
+    takes=NoFields,
+    raises=PUSHED,
+)
+async def end(service: Service, request: Request) -> Response:
+    """Make what was pushed since the update was begun live, in one commit between two steps."""
+    await read(NoFields, request)
+    report = await service.session.end()
+    return json_response(Outcome(message="Weight update ended.", new_version=report.state.target))
+
+
+@ROUTES.post(
+    "/update_weights_from_disk",
+    needs="push-weights",
+    gives=Outcome,
+    takes=DiskFields,
+    example={"model_path": "step-7", "weight_version": "7"},
+    raises=PUSHED,
+)
+async def from_disk(service: Service, request: Request) -> Response:
+    """Push weights from a directory: verified first, then live between two steps, or at the end
+    of the update that was begun.
+    """
+    with service.session.pushing() as update:
+        asked = await read(DiskFields, request)
+        in_flight: InFlight = "abort" if asked.abort_all_requests else "continue"
+        report = await update.push(
+            Manifest(
+                role=update.role,
+                version=asked.weight_version or "",
+                path=asked.model_path,
+                in_flight=in_flight,
+            )
+        )
+    return json_response(
+        Outcome(
+            message=f"{report.result}: version {report.version}",
+            num_paused_requests=len(service.engine) if service.engine.pauses.paused else 0,
+            new_version=report.state.target,
+        )
+    )
+
+
+@ROUTES.post(
+    "/init_weights_update_group",
+    needs="push-weights",
+    gives=Outcome,
+    takes=GroupFields,
+    raises=(Forbidden, Conflict, WeightsRefused, ChannelBroken, *GONE),
+    example={
+        "master_address": "127.0.0.1",
+        "master_port": "29500",
+        "rank_offset": 1,
+        "world_size": 2,
+        "group_name": "slime-pp_0",
+        "backend": "gloo",
+    },
+)
+async def join(service: Service, request: Request) -> Response:
+    """Join the trainer's process group, as the rank `rank_offset`. Answers once all ranks are
+    there.
+    """
+    asked = await read(GroupFields, request)
+    await service.broadcasts.join(
+        asked.group_name,
+        asked.backend,
+        asked.master_address,
+        asked.master_port,
+        asked.rank_offset,
+        asked.world_size,
+        prefixed=True,
+    )
+    return json_response(Outcome(message="Succeeded to initialize the weight update group."))
+
+
+@ROUTES.post(
+    "/destroy_weights_update_group",
+    optional_body=True,
+    gives=Outcome,
+    needs="push-weights",
+    takes=LeaveFields,
+    raises=(Conflict, *GONE),
+)
+async def leave(service: Service, request: Request) -> Response:
+    """Leave a process group; one that is not joined is left already."""
+    await service.broadcasts.leave((await read(LeaveFields, request)).group_name)
+    return json_response(Outcome(message="Succeeded to destroy the weight update group."))
+
+
+@ROUTES.post(
+    "/update_weights_from_distributed",
+    needs="push-weights",
+    gives=Outcome,
+    takes=DistributedFields,
+    raises=(ChannelBroken, *PUSHED),
+    example={
+        "names": ["model.norm.weight"],
+        "dtypes": ["float32"],
+        "shapes": [[64]],
+        "group_name": "slime-pp_0",
+    },
+)
+async def from_distributed(service: Service, request: Request) -> Response:
+    """Take the named tensors from the group. Once none of the model's is missing they are live,
+    or at the end of the update that was begun.
+    """
+    with service.session.pushing() as update:
+        service.engine.check_running()
+        content = await read_content(DistributedFields, request)
+        async with service.broadcasts.announced(content.get("group_name", GROUP)):
+            asked = checked(DistributedFields, content)
+            tensors = described(asked.names, asked.dtypes, asked.shapes)
+        report = await service.broadcasts.push(
+            update,
+            asked.group_name,
+            tensors,
+            asked.packing,
+            selector=asked.selector,
+            version=asked.weight_version or "",
+            in_flight="abort" if asked.abort_all_requests else "continue",
+        )
+    return json_response(
+        Outcome(
+            message=f"{report.result}: version {report.version}", new_version=report.state.target
+        )
+    )
+
+
+@ROUTES.post(
+    "/update_weights_from_tensor",
+    optional_body=True,
+    gives=Outcome,
+    needs="push-weights",
+    takes=TensorFields,
+    raises=(UnsafeChannel,),
+)
+async def from_tensor(service: Service, request: Request) -> Response:
+    """Refused, always: what comes here is pickled, and to read it is to run it."""
+    with service.session.pushing():
+        await read(TensorFields, request)
+        raise UnsafeChannel(
+            "update_weights_from_tensor carries pickled tensors, and reading a pickle runs what it says; write "
+            "safetensors below the weight root and POST /update_weights_from_disk, or push with POST /update_weights"
+        )
+
+
+@ROUTES.post(
+    "/weights_checker",
+    optional_body=True,
+    gives=Outcome,
+    needs="push-weights",
+    takes=CheckFields,
+    raises=(Conflict, *GONE),
+)
+async def check(service: Service, request: Request) -> Response:
+    """Checksums of everything live, computed anew; or compare them, with a baseline or what was
+    remembered: 409 if any differs.
+    """
+    asked = await read(CheckFields, request)
+    sums, wrong = await service.checker.check(asked)
+    if sums is not None:
+        return json_response(Outcome(message=f"{len(sums)} tensors", checksums=sums))
+    assert wrong is not None
+    against = "what was remembered" if asked.baseline is None else "the baseline"
+    if not wrong:
+        return json_response(
+            Outcome(message=f"nothing differs from {against}", match=True, mismatches=wrong)
+        )
+    said = f"{len(wrong)} tensors differ from {against}: {', '.join(wrong[:8])}; push them again, or roll back"
+    return json_response(
+        Outcome(success=False, message=said, match=False, mismatches=wrong), Conflict.http_status
+    )
+
+
+@ROUTES.post(
+    "/get_weights_by_name",
+    error_shape=error_reply,
+    needs="push-weights",
+    takes=ReadFields,
+    example={"name": "model.norm.weight", "truncate_size": 4},
+    gives=Rows,
+    raises=(NotFound, Conflict, *GONE),
+)
+@ROUTES.get(
+    "/get_weights_by_name",
+    error_shape=error_reply,
+    needs="push-weights",
+    parameters=(
+        Parameter("name", "query", "of the tensor", {"type": "string"}),
+        Parameter(
+            "truncate_size",
+            "query",
+            "how many of its first rows",
+            {"type": "integer", "default": 100},
+        ),
+    ),
+    gives=Rows,
+    raises=(InvalidRequest, NotFound, Conflict, *GONE),
+)
+async def read_weights(service: Service, request: Request) -> Response:
+    """The first rows of a live tensor, as numbers; a drafter's name begins with `draft.`. 409
+    while the weights change or sleep.
+    """
+    asked = await read(ReadFields, request)
+    report = await service.session.ask(
+        ReadWeights(service.engine.command_id(), asked.name, asked.truncate_size)
+    )
+    return Response(
+        await asyncio.to_thread(rows_of, report.values, report.shape), media_type="application/json"
+    )

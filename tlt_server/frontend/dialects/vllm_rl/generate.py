@@ -1,0 +1,88 @@
+"""Generation from token ids, as trainers that drive vLLM ask for it."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tlt_server.errors import NotFound
+from tlt_server.frontend.dialects.replies.errors import UNFINISHED
+from tlt_server.frontend.dialects.replies.logprobs import Speller, scored, scored_prompt, whole
+from tlt_server.frontend.dialects.replies.usage import CachedTokens, OpenAIUsage
+from tlt_server.frontend.dialects.vllm_rl.replies import TokensChoice, TokensReply, fault
+from tlt_server.frontend.dialects.vllm_rl.requests import TokensRequest
+from tlt_server.frontend.generation.choice import FinishedChoice
+from tlt_server.frontend.generation.delivery import reply
+from tlt_server.frontend.generation.generation import Generation
+from tlt_server.frontend.generation.items import FailedItem, FinishedItem
+from tlt_server.frontend.generation.validation import Words
+from tlt_server.frontend.http.auth import caller_of
+from tlt_server.frontend.http.bodies import read_object
+from tlt_server.frontend.http.endpoints import Routes
+from tlt_server.frontend.http.fields import checked, without_nulls
+from tlt_server.frontend.http.replies import json_response
+from tlt_server.frontend.link.admission import Demand
+from tlt_server.frontend.service import Service
+
+ROUTES = Routes(error_shape=fault)
+WORDS = Words("token_ids", "token_ids", "", "sampling_params.")
+
+
+@ROUTES.post(
+    "/inference/v1/generate",
+    needs="data",
+    takes=TokensRequest,
+    gives=TokensReply,
+    example={
+        "token_ids": [17, 18, 19],
+        "sampling_params": {"max_tokens": 8, "logprobs": 1, "seed": 7},
+    },
+    raises=(NotFound, *UNFINISHED),
+)
+async def generate(service: Service, request: Request) -> Response:
+    """Generate from token ids; unknown fields are ignored, null is the same as absent."""
+    service.engine.check_available()
+    content = without_nulls(await read_object(await request.body(), "token_ids"))
+    service.engine.check_room(Demand(sequences=1))  # the body may have taken its time
+    asked = checked(TokensRequest, content)
+    if asked.model not in ("", service.config.served_model_name, str(service.config.model)):
+        served = service.config.served_model_name
+        raise NotFound(
+            f"model is {asked.model[:100]!r}; this server serves {served!r}: name that one, or none"
+        )
+    assert service.engine.info is not None
+    generation = service.start(
+        await service.validator.batch(asked.native(), service.engine.info, WORDS),
+        caller_of(request).name,
+    )
+    return await reply(request, _whole(service, asked, generation), generation)
+
+
+async def _whole(service: Service, asked: TokensRequest, generation: Generation) -> Response:
+    async for event in generation.events():
+        if isinstance(event, FailedItem):
+            raise event.error
+        if isinstance(event, FinishedItem):
+            result = event
+    speller, params = Speller(service.pieces, as_ids=True), asked.sampling_params
+
+    def choice(of: FinishedChoice) -> TokensChoice:
+        logprobs = speller.chat(scored(whole(of))) if params.logprobs is not None else None
+        return TokensChoice(
+            of.index, of.token_ids, of.finish_reason, of.stop_reason, logprobs, of.weight_versions
+        )
+
+    prompt = result.choices[0].prompt_logprobs
+    told = (
+        None
+        if not isinstance(prompt, list)
+        else speller.prompt(scored_prompt(asked.token_ids, prompt, params.prompt_logprobs or 0))
+    )
+    tokens = sum(len(of.token_ids) for of in result.choices)
+    usage = OpenAIUsage(
+        result.prompt_tokens,
+        tokens,
+        result.prompt_tokens + tokens,
+        CachedTokens(result.cached_tokens),
+    )
+    return json_response(TokensReply(result.id, [choice(of) for of in result.choices], told, usage))

@@ -1,0 +1,227 @@
+"""Routes that push weights, as trainers that drive vLLM call them.
+
+POST /update_weights, which several dialects share, is in `dialects.weights`.
+"""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tlt_server.config import nearest
+from tlt_server.errors import (
+    ChannelBroken,
+    Conflict,
+    Forbidden,
+    InvalidRequest,
+    NotFound,
+    PushFailed,
+    WeightsRefused,
+)
+from tlt_server.frontend.dialects.replies.errors import GONE
+from tlt_server.frontend.dialects.replies.pushes import PushReply, outcome
+from tlt_server.frontend.dialects.vllm_rl.replies import (
+    CheckReply,
+    Results,
+    Told,
+    WeightInfo,
+    WorldSize,
+    fault,
+)
+from tlt_server.frontend.dialects.vllm_rl.requests import (
+    FinishFields,
+    RpcFields,
+    StartFields,
+    VersionFields,
+    read,
+)
+from tlt_server.frontend.http.endpoints import Parameter, Routes
+from tlt_server.frontend.http.fields import checked, shown
+from tlt_server.frontend.http.replies import json_response
+from tlt_server.frontend.service import Service
+from tlt_server.frontend.weights.checker import CheckFields
+from tlt_server.frontend.weights.session import Selector
+from tlt_server.frontend.weights.transfer import BroadcasterFields, InitFields
+
+ROUTES = Routes(error_shape=fault)
+JOINS = (Forbidden, Conflict, WeightsRefused, ChannelBroken, *GONE)
+RPC = ("skyrl_start_weight_update", "update_weights_nccl", "skyrl_finish_weight_update")
+INCLUDE_DP = Parameter("include_dp", "query", "accepted and without effect: there is one replica")
+
+
+@ROUTES.get("/get_world_size", needs="any", parameters=(INCLUDE_DP,), gives=WorldSize)
+async def world_size(service: Service, request: Request) -> Response:
+    """How many ranks of this server take weights."""
+    return json_response(WorldSize())
+
+
+@ROUTES.post(
+    "/init_weight_transfer_engine",
+    needs="push-weights",
+    takes=InitFields,
+    gives=Told,
+    raises=JOINS,
+    example={
+        "init_info": {
+            "master_address": "127.0.0.1",
+            "master_port": 29500,
+            "rank_offset": 1,
+            "world_size": 2,
+            "backend": "gloo",
+        }
+    },
+)
+async def init_transfer(service: Service, request: Request) -> Response:
+    """Join the trainer's process group, as the rank `rank_offset`. Answers once all ranks are
+    there.
+    """
+    await service.transfer.join((await read(InitFields, request)).init_info)
+    return json_response(Told("Weight transfer initialized"))
+
+
+@ROUTES.post(
+    "/init_broadcaster",
+    needs="push-weights",
+    takes=BroadcasterFields,
+    gives=Told,
+    raises=JOINS,
+    example={
+        "host": "127.0.0.1",
+        "port": 29500,
+        "rank_offset": 0,
+        "inference_world_size": 1,
+        "backend": "gloo",
+    },
+)
+async def init_broadcaster(service: Service, request: Request) -> Response:
+    """Join the trainer's process group, in which `rank_offset` counts servers only. Answers
+    once all ranks are there.
+    """
+    await service.transfer.join((await read(BroadcasterFields, request)).info())
+    return json_response(Told("Weight transfer initialized"))
+
+
+@ROUTES.post(
+    "/start_weight_update",
+    optional_body=True,
+    needs="push-weights",
+    takes=StartFields,
+    gives=Told,
+    raises=(NotFound, Conflict, *GONE),
+)
+async def start(service: Service, request: Request) -> Response:
+    """Begin an update of the target's weights: what is pushed until POST /finish_weight_update
+    becomes live then.
+    """
+    return await _start(service, request, "target")
+
+
+@ROUTES.post(
+    "/start_draft_weight_update",
+    optional_body=True,
+    needs="push-weights",
+    takes=StartFields,
+    gives=Told,
+    raises=(NotFound, Conflict, *GONE),
+)
+async def start_draft(service: Service, request: Request) -> Response:
+    """Begin an update of the drafter's weights, as POST /start_weight_update does for the
+    target.
+    """
+    return await _start(service, request, "draft")
+
+
+async def _start(service: Service, request: Request, selector: Selector) -> Response:
+    await _begin(service, await read(StartFields, request), selector)
+    return json_response(Told("Weight update started"))
+
+
+async def _begin(service: Service, asked: StartFields, selector: Selector) -> None:
+    service.engine.check_running()
+    if not asked.is_checkpoint_format:
+        raise InvalidRequest(
+            "is_checkpoint_format is false; tensors are taken under their checkpoint's names only: send them so"
+        )
+    await service.session.begin(selector)
+
+
+@ROUTES.post(
+    "/finish_weight_update",
+    optional_body=True,
+    needs="push-weights",
+    takes=FinishFields,
+    gives=PushReply,
+    raises=(NotFound, Conflict, WeightsRefused, PushFailed, *GONE),
+)
+async def finish(service: Service, request: Request) -> Response:
+    """Make what was pushed since the update was begun live, in one commit between two steps."""
+    asked = await read(FinishFields, request)
+    return outcome(await service.session.end(asked.weight_version or ""))
+
+
+@ROUTES.post(
+    "/collective_rpc",
+    needs="push-weights",
+    takes=RpcFields,
+    example={"method": "skyrl_start_weight_update"},
+    gives=Results,
+    raises=(NotFound, Conflict, WeightsRefused, ChannelBroken, PushFailed, *GONE),
+)
+async def collective_rpc(service: Service, request: Request) -> Response:
+    """Begin, go on with or finish a weight update under the names by which SkyRL calls it; no
+    other method is called.
+    """
+    asked = await read(RpcFields, request)
+    match asked.method:
+        case "skyrl_start_weight_update":
+            await _begin(service, checked(StartFields, asked.arguments), "target")
+        case "update_weights_nccl":
+            with service.session.pushing() as update:
+                service.engine.check_running()
+                await service.transfer.push(update, asked.arguments)
+        case "skyrl_finish_weight_update":
+            await service.session.end(checked(FinishFields, asked.arguments).weight_version or "")
+        case unknown:
+            raise InvalidRequest(
+                f"method is {shown(unknown)}{nearest(unknown, RPC)}; this server calls {', '.join(RPC)} only"
+            )
+    return json_response(Results([None]))
+
+
+@ROUTES.post(
+    "/update_weight_version",
+    needs="push-weights",
+    takes=VersionFields,
+    example={"new_version": "step-8"},
+    gives=Told,
+    raises=(Conflict, PushFailed, *GONE),
+)
+async def rename(service: Service, request: Request) -> Response:
+    """Name the version that the open update pushes, or else the one that is live; its content
+    stays.
+    """
+    await service.session.rename((await read(VersionFields, request)).new_version)
+    return json_response(Told("Weight version updated"))
+
+
+@ROUTES.get("/weight_info", needs="any", gives=WeightInfo, raises=GONE)
+async def info(service: Service, request: Request) -> Response:
+    """The versions that are live."""
+    state = (await service.session.look()).state
+    return json_response(WeightInfo(state.target, state.drafter))
+
+
+@ROUTES.post(
+    "/weight_checker",
+    optional_body=True,
+    needs="push-weights",
+    takes=CheckFields,
+    gives=CheckReply,
+    raises=(Conflict, *GONE),
+)
+async def check(service: Service, request: Request) -> Response:
+    """Checksums of everything live, computed anew; or compare them with a baseline."""
+    sums, mismatches = await service.checker.check(await read(CheckFields, request))
+    if mismatches is None:
+        return json_response(CheckReply(checksums=sums))
+    return json_response(CheckReply(match=not mismatches, mismatches=mismatches))

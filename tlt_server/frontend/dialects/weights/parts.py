@@ -1,0 +1,75 @@
+"""Routes of weights that come by http, part by part, before they are pushed."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tlt_client.arguments import VERSION_MUST, is_version
+from tlt_server.errors import Conflict, Forbidden, InvalidRequest, NotFound, StorageFailed
+from tlt_server.frontend.http.endpoints import Parameter, Routes
+from tlt_server.frontend.http.fields import shown
+from tlt_server.frontend.http.replies import json_response
+from tlt_server.frontend.service import Service
+from tlt_server.frontend.weights.uploads import PartStatus, Uploads, span
+
+ROUTES = Routes()
+
+
+PART_PATH = "/weights/{version}/{part}.safetensors"
+
+
+PART = (
+    Parameter("version", "path", "that the part belongs to"),
+    Parameter("part", "path", "a file name, without its ending"),
+)
+CONTENT_RANGE = Parameter(
+    "Content-Range", "header", "bytes FIRST-LAST/TOTAL; absent: the body is the whole part"
+)
+
+
+@ROUTES.put(
+    PART_PATH,
+    needs="push-weights",
+    parameters=(*PART, CONTENT_RANGE),
+    takes_bytes="application/octet-stream",
+    gives=PartStatus,
+    raises=(Forbidden, Conflict, StorageFailed),
+)
+async def put(service: Service, request: Request) -> Response:
+    """Send one part of a version: a safetensors file, whole or in ranges from its beginning.
+
+    Content-Range says where the body belongs; a range that came before is welcome with the same
+    bytes. The version is pushed by POST /update_weights with channel http once all parts are
+    there.
+    """
+    version, part = _part(request)
+    length = request.headers.get("content-length")
+    start, total = span(
+        request.headers.get("content-range", ""), int(length) if length is not None else None
+    )
+    return json_response(await opened(service).write(version, part, start, total, request.stream()))
+
+
+@ROUTES.get(
+    PART_PATH, needs="push-weights", parameters=PART, gives=PartStatus, raises=(Forbidden, NotFound)
+)
+async def part_status(service: Service, request: Request) -> Response:
+    """How much of a part is there, to go on after a broken connection."""
+    return json_response(opened(service).status(*_part(request)))
+
+
+def opened(service: Service) -> Uploads:
+    if service.uploads is None:
+        raise Forbidden(
+            "this server takes no weights by http; start it with http among its --weight-channels, and a --state-dir"
+        )
+    return service.uploads
+
+
+def _part(request: Request) -> tuple[str, str]:
+    """Version and file name."""
+    version = request.path_params["version"]
+    if not is_version(version):
+        raise InvalidRequest(f"version is {shown(version)}; it must {VERSION_MUST}")
+    return version, request.path_params["part"] + PART_PATH.rpartition("}")[2]

@@ -1,0 +1,223 @@
+"""Routes that push, commit, abort and roll back weights, and that tell which are live.
+
+The engine checks and decides; here bodies become commands. The reply to a push comes when the push
+has ended: committed, staged (with `"commit": false`), unchanged (a repeated push), or refused.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+from msgspec.structs import asdict, replace
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tlt_server.errors import (
+    ChannelBroken,
+    Conflict,
+    EngineFailed,
+    Forbidden,
+    NotFound,
+    PushFailed,
+    Unavailable,
+    WeightsRefused,
+    from_code,
+)
+from tlt_server.frontend.dialects.replies.pushes import PushReply, outcome
+from tlt_server.frontend.dialects.weights.manifests import group_of, manifest_of, without_null_forms
+from tlt_server.frontend.dialects.weights.parts import opened
+from tlt_server.frontend.dialects.weights.requests import (
+    AbortFields,
+    DirectoryFields,
+    ManifestFields,
+    NoFields,
+    RollbackFields,
+)
+from tlt_server.frontend.http.bodies import optional_object, read_optional
+from tlt_server.frontend.http.endpoints import Parameter, Routes
+from tlt_server.frontend.http.replies import json_response
+from tlt_server.frontend.service import Service
+from tlt_server.frontend.weights.session import Update, UpdateStatus, succeeded
+from tlt_server.frontend.weights.transfer import UpdateFields
+from tlt_server.frontend.weights.uploads import Uploads, UploadStatus
+from tlt_server.records import (
+    AbortWeights,
+    CommitWeights,
+    Manifest,
+    RollbackWeights,
+    WeightReport,
+    WeightState,
+)
+
+ROUTES = Routes()
+GONE = (EngineFailed, Unavailable)
+VERSION = Parameter("version", "path", "the version that the push named")
+
+
+class WeightsReply(WeightState, frozen=True, kw_only=True):
+    uploads: Annotated[
+        list[UploadStatus], Meta(description="versions on their way by http, oldest first")
+    ] = []
+    update: Annotated[
+        UpdateStatus | None,
+        Meta(description="the weight update that was begun and not ended; null without one"),
+    ] = None
+
+
+@ROUTES.post(
+    "/update_weights",
+    needs="push-weights",
+    takes=ManifestFields | DirectoryFields | UpdateFields,
+    example={"version": "step-7", "path": "step-7"},
+    gives=PushReply,
+    raises=(Forbidden, NotFound, Conflict, WeightsRefused, ChannelBroken, PushFailed, *GONE),
+)
+async def push(service: Service, request: Request) -> Response:
+    """Push weights: stage and verify beside the running loop, commit between two steps.
+
+    Until everything is verified nothing live changes. A repeated push of the same version and
+    content is a success. With weight_dir in place of version and path, the form of trainers
+    with a shared disk, the version is the directory's name and digest. With update_info the
+    named tensors come through the group of POST /init_weight_transfer_engine; the push ends
+    with the call that brings the last of the model's. Between POST /start_weight_update and
+    /finish_weight_update any push waits for the latter.
+    """
+    with service.session.pushing() as update:
+        service.engine.check_running()
+        content = await optional_object(await request.body(), "version")
+        async with service.broadcasts.announced(group_of(content)):
+            body = without_null_forms(content)
+            manifest = manifest_of(body, update.role) if "update_info" not in body else None
+        if manifest is None:
+            return outcome(await service.transfer.push(update, body))
+        if manifest.channel == "http" and service.uploads is not None:
+            return outcome(await _upload(update, manifest, service.uploads))
+        # The engine refuses a push by a channel that is closed.
+        return outcome(await service.broadcasts.begin(update, manifest))
+
+
+async def _upload(update: Update, manifest: Manifest, uploads: Uploads) -> WeightReport:
+    """Push what came by http; its parts are kept where the same push may yet succeed."""
+    keep, sealed = True, uploads.seal(manifest.version)
+    try:
+        report = await update.tried(replace(manifest, path=sealed.path))
+        keep = _may_pass(report)
+    finally:
+        uploads.release(manifest.version, sealed, keep=keep)
+    return succeeded(report)
+
+
+def _may_pass(report: WeightReport) -> bool:
+    """Whether a push that failed may succeed with the same parts: its storage failed, or something
+    was in its way before it read them. A conflict afterwards is one with what they hold, or an
+    abort.
+    """
+    if report.error is None:
+        return False
+    error = from_code(*report.error)
+    return error.retryable or (isinstance(error, Conflict) and not report.phases)
+
+
+@ROUTES.get("/weights", needs="push-weights", gives=WeightsReply, raises=GONE)
+async def look(service: Service, request: Request) -> Response:
+    """Which versions are live, kept for a rollback, and on their way."""
+    state = (await service.session.look()).state
+    return json_response(
+        WeightsReply(
+            **asdict(state),
+            uploads=service.uploads.listed() if service.uploads is not None else [],
+            update=service.session.status,
+        )
+    )
+
+
+@ROUTES.post(
+    "/weights/rollback",
+    needs="push-weights",
+    takes=RollbackFields,
+    optional_body=True,
+    gives=PushReply,
+    raises=(Conflict, PushFailed, *GONE),
+)
+async def rollback(service: Service, request: Request) -> Response:
+    """Make the version before live again, bit for bit."""
+    asked = await read_optional(RollbackFields, request)
+    return outcome(
+        await service.session.ask(
+            RollbackWeights(service.engine.command_id(), asked.to, asked.in_flight)
+        )
+    )
+
+
+@ROUTES.post(
+    "/weights/abort",
+    needs="push-weights",
+    takes=NoFields,
+    optional_body=True,
+    gives=PushReply,
+    raises=(NotFound, *GONE),
+)
+async def abort_any(service: Service, request: Request) -> Response:
+    """End the push on its way, whatever it is called; one that still gathers tensors may have
+    no name. Nothing changes.
+    """
+    await read_optional(NoFields, request)
+    return outcome(await service.session.ask(AbortWeights(service.engine.command_id())))
+
+
+@ROUTES.post(
+    "/weights/{version}/commit",
+    needs="push-weights",
+    optional_body=True,
+    gives=PushReply,
+    parameters=(VERSION,),
+    takes=NoFields,
+    raises=(NotFound, Conflict, WeightsRefused, PushFailed, *GONE),
+)
+async def commit(service: Service, request: Request) -> Response:
+    """Make a staged push live. Where the version's last push is live already it changes
+    nothing, so this may be asked again.
+    """
+    await read_optional(NoFields, request)
+    return outcome(
+        await service.session.ask(
+            CommitWeights(service.engine.command_id(), request.path_params["version"])
+        )
+    )
+
+
+@ROUTES.post(
+    "/weights/{version}/abort",
+    needs="push-weights",
+    optional_body=True,
+    gives=PushReply,
+    parameters=(VERSION,),
+    takes=AbortFields,
+    raises=(Forbidden, NotFound, Conflict, *GONE),
+)
+async def abort(service: Service, request: Request) -> Response:
+    """End a push that is not committed, and forget its parts that came by http; nothing
+    changes.
+
+    With upload_only a push that has begun goes on, whoever's it is: that is how a sender takes
+    back what it has sent.
+    """
+    asked = await read_optional(AbortFields, request)
+    version = request.path_params["version"]
+    if asked.upload_only:
+        if not opened(service).forget(version):
+            raise NotFound(
+                f"there is no upload of version {version[:80]!r} that no push reads; GET /weights says what there is"
+            )
+    else:
+        dropped = service.uploads is not None and service.uploads.drop(version)
+        try:
+            return outcome(
+                await service.session.ask(AbortWeights(service.engine.command_id(), version))
+            )
+        except NotFound:
+            if not dropped:
+                raise
+    state = (await service.session.look()).state
+    return json_response(PushReply("aborted", version, "", state.target, {}, {}, 0.0))
