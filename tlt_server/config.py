@@ -27,6 +27,7 @@ from tlt_client.channels import CHANNELS
 from tlt_server.errors import StartupError
 from tlt_server.records import Strategy
 from tlt_server.settings import Settings, open_channels, settings
+from tlt_server.speculation.drafters import to_load, weights_directory, without_weights
 
 _TABLE = {setting.name: setting for setting in settings()}
 _STRATEGY = re.compile(r"([a-z][a-z0-9_]*):(\d{1,3})x(\d{1,3})x(\d{1,4})", re.ASCII)
@@ -132,9 +133,11 @@ class Config(Settings, BaseModel):
             raise StartupError(
                 f"model is {self.model}, which is not a directory; name one that holds config.json and safetensors files"
             )
-        if self.drafter not in ("none", "history") and not Path(self.drafter).is_dir():
+        directory = weights_directory(self.drafter)
+        if directory is not None and not directory.is_dir():
             raise StartupError(
-                f"drafter is {self.drafter!r}; it must be a directory, history or none"
+                f"drafter is {self.drafter!r}; it must be a directory, "
+                f"{', '.join(without_weights())} or none"
             )
         if self.weight_root is not None and not self.weight_root.is_dir():
             raise StartupError(
@@ -164,13 +167,10 @@ class Config(Settings, BaseModel):
                 f"policy is {self.policy} and sd_strategy is {self.sd_strategy!r}; sd_strategy is for policy fixed, "
                 "which needs one, for example eagle:7x4x32"
             )
-        if (
-            self.strategy is not None
-            and self.strategy.drafter == "eagle"
-            and self.drafter == "history"
-        ):
+        if self.strategy is not None and self.strategy.drafter not in to_load(self.drafter):
             raise StartupError(
-                f"sd_strategy names the drafter {self.strategy.drafter!r} but drafter is {self.drafter!r}; make them agree"
+                f"sd_strategy names the drafter {self.strategy.drafter!r} but drafter is {self.drafter!r}, "
+                f"which loads {', '.join(to_load(self.drafter))}; make them agree"
             )
         if self.device == "cpu" and self.dtype not in ("auto", "float32"):
             raise StartupError(

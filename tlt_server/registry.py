@@ -31,5 +31,10 @@ class Registry:
             raise StartupError(
                 f"unknown {self.kind} {name!r}: known are {', '.join(sorted(self._table))}{hint}"
             )
-        module, _, attribute = target.partition(":")
-        return getattr(import_module(module), attribute)
+        return load_object(target)
+
+
+def load_object(target: str) -> Any:
+    """Import "module:Name" and return the object."""
+    module, _, attribute = target.partition(":")
+    return getattr(import_module(module), attribute)

@@ -5,17 +5,19 @@ import pytest
 
 from tests.unit.fake_eagle import VOCABULARY, FakeEngine, FakeNetwork
 from tlt_server.records import Strategy
+from tlt_server.registry import load_object
 from tlt_server.speculation.batch import Candidates
 from tlt_server.speculation.drafters import DRAFTERS
+from tlt_server.speculation.drafters.cpu import DraftSetup, DraftWeights
 from tlt_server.speculation.survival import Calibration
 from tlt_server.speculation.tree import select
 
-BUILD = {
-    "eagle": lambda cls, engine: cls(
-        FakeNetwork(), engine.cache, Calibration(), max_requests=8, max_rows=200
-    ),
-    "history": lambda cls, engine: cls(),
-}
+
+def make(name, engine):
+    known = DRAFTERS[name]
+    weights = DraftWeights(FakeNetwork(), Calibration()) if known.needs_weights else None
+    setup = DraftSetup(engine.cache, weights, max_requests=8, max_rows=200)
+    return load_object(known.cpu.implementation).make(setup)
 
 
 @pytest.fixture(params=list(DRAFTERS))
@@ -26,7 +28,7 @@ def drafted(request):
     engine = FakeEngine()
     for name, length in (("a", 6), ("b", 23), ("c", 41)):
         engine.extend(name, [1 + i % 5 for i in range(length)])
-    return BUILD[request.param](DRAFTERS.resolve(request.param), engine), engine, ["a", "b", "c"]
+    return make(request.param, engine), engine, ["a", "b", "c"]
 
 
 def assert_well_formed(candidates, batch, strategy):
@@ -114,3 +116,27 @@ def test_reports_about_forgotten_proposals_are_ignored(drafted):
     before = drafter.gauges()
     drafter.observe(engine.batch(names), Candidates.empty(), np.zeros(0, np.int8))
     assert drafter.gauges() == before
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_record_names_an_implementation_and_ascending_rungs(name, device):
+    half = DRAFTERS[name].half(device)
+    assert callable(load_object(half.implementation).make)
+    assert half.rungs and sorted(half.rungs, key=lambda rung: rung[2]) == list(half.rungs)
+    assert all(depth >= 1 <= width and 2 <= rows for depth, width, rows in half.rungs)
+
+
+def test_new_weights_and_a_sleep_leave_a_drafter_of_use(drafted):
+    drafter, engine, names = drafted
+    strategy = Strategy("x", 4, 1, 5)
+    before = drafter.propose(engine.batch(names), strategy)
+    weights = getattr(drafter, "network", None) and DraftWeights(FakeNetwork(seed=1), Calibration())
+    drafter.install(weights)
+    for cache in drafter.caches:
+        cache.free()
+        cache.reclaim()
+    engine.cache.reuse(range(engine.cache.pages))
+    after = drafter.propose(engine.batch(names), strategy)
+    assert len(before) and len(after)
+    assert_well_formed(after, engine.batch(names), strategy)

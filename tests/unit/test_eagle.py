@@ -10,6 +10,7 @@ from tests.unit.fake_eagle import PAGE_SIZE, VOCABULARY, FakeEngine, FakeNetwork
 from tlt_kernels.cpu.drafting import children
 from tlt_kernels.cpu.noise import gumbel
 from tlt_server.records import Strategy
+from tlt_server.speculation.drafters.cpu import DraftWeights
 from tlt_server.speculation.drafters.eagle import Eagle
 from tlt_server.speculation.survival import Calibration
 from tlt_server.speculation.tree import select
@@ -217,9 +218,7 @@ def test_new_drafter_weights_take_hold_by_forgetting():
     eagle = build(engine, FakeNetwork(seed=0))
     eagle.propose(batch, strategy)
     other = FakeNetwork(seed=1)
-    eagle.network = other
-    eagle.target_ids = other.target_ids.numpy()
-    eagle.forget()
+    eagle.install(DraftWeights(other, Calibration()))
     assert_same_tree(
         as_paths(eagle.propose(batch, strategy), 0),
         as_paths(build(engine, other).propose(batch, strategy), 0),

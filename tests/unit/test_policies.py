@@ -7,8 +7,9 @@ import random
 import pytest
 
 from tlt_server.records import OFF, Cycle, StepContext, Strategy
+from tlt_server.speculation.drafters import DRAFTERS
 from tlt_server.speculation.policies import POLICIES
-from tlt_server.speculation.policies.arms import CPU_ROWS, LADDERS, affordable, ladder
+from tlt_server.speculation.policies.arms import CPU_ROWS, affordable, ladder
 from tlt_server.speculation.policies.beg import Beg, BegSettings
 from tlt_server.speculation.policies.capped import Capped
 from tlt_server.speculation.policies.fixed import Fixed
@@ -133,7 +134,7 @@ def test_every_bucket_has_several_arms_and_off():
         assert bucket.arms[0] == OFF and len(bucket.arms) >= 3
     assert set(ladder(["eagle"]).arms) == {
         OFF,
-        *(Strategy("eagle", *arm) for arm in LADDERS["cpu"][0]["eagle"]),
+        *(Strategy("eagle", *arm) for arm in DRAFTERS["eagle"].cpu.rungs),
     }
 
 

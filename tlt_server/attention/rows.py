@@ -88,6 +88,7 @@ class KVCache:
         """Give the memory back, and with it what every page holds; nothing may run before
         `reclaim`.
         """
+        self.reuse(range(self.pages))
         for backing in self._backings:
             backing.free()
 

@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     """Print a table and one line of JSON."""
     batches = args.batch or args.batches[args.quick]
     settings = settings_of(args)
-    if not settings.drafter_is_network:
+    if settings.drafter_directory is None:
         raise StartupError(
             f"--drafter is {settings.drafter}; cycles are timed with an EAGLE-3 drafter: name its directory"
         )

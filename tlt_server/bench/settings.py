@@ -49,7 +49,7 @@ def described(settings: EngineSettings) -> dict[str, object]:
             "kv_heads": config.kv_heads,
             "vocab": config.vocab_size,
         },
-        "drafter": "eagle" if settings.drafter_is_network else settings.drafter,
+        "drafter": next(iter(settings.drafters), "none"),
         "device": settings.device,
         "dtype": settings.dtype,
         "attention": settings.attention,

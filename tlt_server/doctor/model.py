@@ -25,6 +25,7 @@ from tlt_server.models.gpu.limits import check_shape
 from tlt_server.models.layers import LayerShape
 from tlt_server.models.loader import check_files, empty_target, own_dtype, unread
 from tlt_server.models.numerics import Numerics
+from tlt_server.speculation.drafters import weights_directory
 from tlt_server.speculation.survival import Calibration
 from tlt_server.weights.spool import Spool
 from tlt_server.weights.storage import host_memory
@@ -34,10 +35,6 @@ WIDEST = 8192  # outputs of a product that the self-test looks at
 UNDECIDED = fail(
     "not checked, as nothing is chosen that would compute", "follow the remedy of the check device"
 )
-
-
-def _drafter_directory(config: Config) -> Path | None:
-    return None if config.drafter in ("none", "history") else Path(config.drafter)
 
 
 def _choice(config: Config) -> tuple[Choice, Gpu]:
@@ -67,7 +64,7 @@ def device(config: Config) -> Finding:
 def _model(config: Config) -> Decoder:
     """The target without storage."""
     settings, raw = engine_settings(config), ModelConfig.read(config.model)
-    eagle = _drafter_directory(config)
+    eagle = weights_directory(config.drafter)
     with torch.device("meta"):
         return empty_target(
             config.model,
@@ -89,7 +86,7 @@ def target(config: Config) -> Finding:
 
 
 def drafter(config: Config) -> Finding:
-    directory = _drafter_directory(config)
+    directory = weights_directory(config.drafter)
     if directory is None:
         return ok(config.drafter)
     network = _network(config, directory)
@@ -153,7 +150,7 @@ def memory(config: Config) -> Finding:
 
 
 def _gpu_memory(config: Config, model: Decoder) -> Finding:
-    (chosen, gpu), directory = _choice(config), _drafter_directory(config)
+    (chosen, gpu), directory = _choice(config), weights_directory(config.drafter)
     settings, network = chosen.settings, _network(config, directory) if directory else None
     values = _values(model) + (
         sum(view.numel() for view in network.parameters().values()) if network else 0

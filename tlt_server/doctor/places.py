@@ -14,6 +14,7 @@ from tlt_server.frontend.generation.text import Text
 from tlt_server.frontend.http.keys import REMEDY, read_keys
 from tlt_server.frontend.http.tls import watched_certificates
 from tlt_server.metrics import disk
+from tlt_server.speculation.drafters import weights_directory
 
 GIB = 2**30
 KEPT_VERSIONS = 3  # on disk while a push is staged: live, before that, and the new one
@@ -111,11 +112,8 @@ def disk_space(config: Config) -> Finding:
 
 
 def _checkpoints(config: Config) -> list[Path]:
-    folders = [
-        config.model,
-        *([Path(config.drafter)] if config.drafter not in ("none", "history") else []),
-    ]
-    return [path for folder in folders for path in folder.glob("*.safetensors")]
+    folders = [config.model, weights_directory(config.drafter)]
+    return [path for folder in folders if folder for path in folder.glob("*.safetensors")]
 
 
 def tokenizer(config: Config) -> Finding:

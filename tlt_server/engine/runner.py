@@ -25,7 +25,7 @@ from tlt_server.models.decoder import Decoder
 from tlt_server.records import Cycle, Strategy, TokenLogprobs
 from tlt_server.speculation.accept import Walk, accept
 from tlt_server.speculation.batch import Candidates, DraftBatch
-from tlt_server.speculation.drafters import Drafter
+from tlt_server.speculation.drafters.cpu import CpuDrafter
 from tlt_server.speculation.tree import select
 
 NOT_FINITE = "the model gave logits without a finite maximum for this request (NaN or overflow); check the weights that were loaded"
@@ -42,7 +42,7 @@ class CpuRunner:
         self,
         model: Decoder,
         cache: KVCache,
-        drafters: dict[str, Drafter],
+        drafters: dict[str, CpuDrafter],
         page_table_SP: NDArray[np.int32],
     ) -> None:
         self.model, self._cache, self._drafters, self._page_table_SP = (
@@ -171,13 +171,13 @@ class _Drafts:
         self,
         batch: Batch,
         strategy: Strategy,
-        drafters: dict[str, Drafter],
+        drafters: dict[str, CpuDrafter],
         page_table_SP: NDArray[np.int32],
         scratch: int,
     ) -> None:
         self.candidates = Candidates.empty()
         self.chosen_N = self.parent_N = self.chunk_N = np.zeros(0, np.int32)
-        self._drafter: Drafter | None = None
+        self._drafter: CpuDrafter | None = None
         chunks = [
             w for w, chunk in enumerate(batch.chunks) if chunk.decodes and chunk.sequence.request.sd
         ]

@@ -6,12 +6,14 @@ it sees only values.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from msgspec import Struct
 
 from tlt_server.records import Strategy
 from tlt_server.settings import open_channels
+from tlt_server.speculation.drafters import to_load, weights_directory
 
 
 class EngineSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -56,18 +58,10 @@ class EngineSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return open_channels(self.weight_channels, self.weight_root)
 
     @property
-    def drafter_is_network(self) -> bool:
-        return self.drafter not in ("none", "history")
+    def drafter_directory(self) -> Path | None:
+        return weights_directory(self.drafter)
 
     @property
     def drafters(self) -> tuple[str, ...]:
-        """Names of the drafters to be loaded: the one with weights, if there is one, and every one
-        that needs none.
-        """
-        return (
-            ()
-            if self.drafter == "none"
-            else ("eagle", "history")
-            if self.drafter_is_network
-            else ("history",)
-        )
+        """Names of the drafters to load."""
+        return to_load(self.drafter)

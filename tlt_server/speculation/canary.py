@@ -15,6 +15,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from tlt_server.records import OFF, Cycle, Strategy
+from tlt_server.speculation.drafters import DRAFTERS
 
 REMEMBERED = 512  # requests times steps that the average before a change looks back on
 FEWEST, MOST = (
@@ -33,7 +34,7 @@ class Canary:
         self._watched: dict[str, _Drafter] = {
             arm.drafter: _Drafter()
             for arm in arms
-            if collapse and arm.drafter not in ("", "history")
+            if collapse and arm != OFF and DRAFTERS[arm.drafter].needs_weights
         }
         self.collapses = 0
 
@@ -43,13 +44,17 @@ class Canary:
             drafter.renewed()
 
     def permitted(self, strategy: Strategy) -> Strategy:
-        """The strategy, or what stands in for it while its drafter rests: the largest one of
-        history that is no larger, or OFF.
+        """The strategy, or what stands in for it while its drafter rests: the largest one
+        of a stand-in that is no larger, or OFF.
         """
         if strategy.drafter not in self._watched or not self._watched[strategy.drafter].rests:
             return strategy
         return max(
-            (arm for arm in self._arms if arm.drafter == "history" and arm.rows <= strategy.rows),
+            (
+                arm
+                for arm in self._arms
+                if arm != OFF and DRAFTERS[arm.drafter].can_stand_in and arm.rows <= strategy.rows
+            ),
             key=lambda arm: arm.rows,
             default=OFF,
         )

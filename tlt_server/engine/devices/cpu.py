@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -20,12 +18,12 @@ from tlt_server.models.decoder import Decoder
 from tlt_server.models.eagle import Eagle3, feature_layers
 from tlt_server.models.loader import load_target
 from tlt_server.models.numerics import Numerics
-from tlt_server.speculation.drafters import DRAFTERS, Drafter
-from tlt_server.speculation.drafters.eagle import Eagle
+from tlt_server.registry import load_object
+from tlt_server.speculation.drafters import DRAFTERS
+from tlt_server.speculation.drafters.cpu import CpuDrafter, DraftSetup, DraftWeights, Sleeper
 from tlt_server.speculation.policies.arms import Ladder
 from tlt_server.speculation.survival import Calibration
-from tlt_server.weights.parts import Changed, Live, Target
-from tlt_server.weights.parts import Drafter as DrafterPart
+from tlt_server.weights.parts import Changed, Drafter, Live, Target
 from tlt_server.weights.storage import Free, disk_free, host_memory
 
 
@@ -40,7 +38,7 @@ class CpuDevice:
         self._numerics = Numerics(settings.numerics, threads=settings.threads)
         self._cache: KVCache | None = None
         self._runner: CpuRunner | None = None
-        self._drafters: dict[str, Drafter] = {}
+        self._drafters: dict[str, CpuDrafter] = {}
 
     @property
     def numerics(self) -> str:
@@ -48,7 +46,7 @@ class CpuDevice:
 
     def load(self, config: ModelConfig) -> Live:
         settings = self._settings
-        eagle = Path(settings.drafter) if settings.drafter_is_network else None
+        eagle = settings.drafter_directory
         target = load_target(
             settings.model,
             config=config,
@@ -62,7 +60,7 @@ class CpuDevice:
             return live
         return Live(
             live.target,
-            DrafterPart(
+            Drafter(
                 settings.weight_version, Eagle3.load(eagle, target), Calibration.load(eagle), {}
             ),
         )
@@ -80,20 +78,17 @@ class CpuDevice:
     def _free(self) -> None:
         for cache in self._caches():
             cache.free()
-        for drafter in self._drafters.values():
-            if isinstance(drafter, Eagle):
-                drafter.forget()
 
     def _reclaim(self) -> None:
         for cache in self._caches():
             cache.reclaim()
 
-    def _caches(self) -> list[KVCache]:
+    def _caches(self) -> list[Sleeper]:
         assert self._cache is not None
-        return [
-            self._cache,
-            *(drafter.cache for drafter in self._drafters.values() if isinstance(drafter, Eagle)),
-        ]
+        caches: list[Sleeper] = [self._cache]
+        for drafter in self._drafters.values():
+            caches += drafter.caches
+        return caches
 
     def equip(
         self,
@@ -105,10 +100,14 @@ class CpuDevice:
     ) -> Equipped:
         assert isinstance(live.target.network, Decoder) and self._cache is not None
         compile_kernels()
+        setup = DraftSetup(
+            self._cache,
+            _draft_weights(live),
+            max_requests=self._settings.max_running,
+            max_rows=self._settings.max_draft_rows,
+        )
         for name in ladder.drafters:
-            self._drafters[name] = (
-                self._eagle(live) if name == "eagle" else DRAFTERS.resolve(name)()
-            )
+            self._drafters[name] = load_object(DRAFTERS[name].cpu.implementation).make(setup)
         self._runner = CpuRunner(live.target.network, self._cache, self._drafters, page_table_SP)
         return Equipped(self._runner, self._on_end)
 
@@ -119,27 +118,9 @@ class CpuDevice:
     def install(self, live: Live, changed: Changed) -> None:
         assert isinstance(live.target.network, Decoder) and self._runner is not None
         self._runner.model = live.target.network
-        eagle = self._drafters.get("eagle")
-        if live.drafter is not None and isinstance(eagle, Eagle):
-            assert isinstance(live.drafter.network, Eagle3)
-            live.drafter.network.follow(self._runner.model)
-            if changed.drafter is not None:
-                assert isinstance(live.drafter.calibration, Calibration)
-                eagle.adopt(live.drafter.network, live.drafter.calibration)
-            eagle.forget()  # its KV was made from features of the target before
-
-    def _eagle(self, live: Live) -> Eagle:
-        assert isinstance(live.target.network, Decoder) and self._cache is not None
-        assert live.drafter is not None and isinstance(live.drafter.network, Eagle3)
-        assert isinstance(live.drafter.calibration, Calibration)
-        live.drafter.network.follow(live.target.network)
-        return Eagle(
-            live.drafter.network,
-            self._cache,
-            live.drafter.calibration,
-            max_requests=self._settings.max_running,
-            max_rows=self._settings.max_draft_rows,
-        )
+        weights = _draft_weights(live)
+        for drafter in self._drafters.values():
+            drafter.install(weights)
 
     def _on_end(self, sequence: Sequence) -> None:
         for drafter in self._drafters.values():
@@ -150,3 +131,13 @@ class CpuDevice:
                 sequence.prompt_len,
                 sequence.request.salt,
             )
+
+
+def _draft_weights(live: Live) -> DraftWeights | None:
+    """Return the drafter's weights, reading the embedding of the target that is live."""
+    if live.drafter is None:
+        return None
+    assert isinstance(live.target.network, Decoder)
+    assert isinstance(live.drafter.network, Eagle3)
+    live.drafter.network.follow(live.target.network)
+    return DraftWeights(live.drafter.network, live.drafter.calibration)

@@ -34,7 +34,7 @@ from tlt_server.engine.gpu.buckets import (
     Shapes,
     sampled_rows,
 )
-from tlt_server.engine.gpu.drafts import DEVICE_DRAFTERS, DeviceDrafter, NetworkStorage
+from tlt_server.engine.gpu.drafts import GpuDrafter, NetworkStorage
 from tlt_server.engine.gpu.graphs import GraphPool
 from tlt_server.engine.gpu.memory import MIB, Needs, Plan
 from tlt_server.engine.gpu.refusals import check_plan, check_weights, exhausted
@@ -50,6 +50,8 @@ from tlt_server.models.gpu.exchange import compile_exchange, exchange
 from tlt_server.models.gpu.layers import Placement
 from tlt_server.models.gpu.products import PRODUCTS
 from tlt_server.models.loader import eos_token_ids, fill, unread
+from tlt_server.registry import load_object
+from tlt_server.speculation.drafters import DRAFTERS
 from tlt_server.speculation.policies.arms import Ladder
 from tlt_server.speculation.survival import Calibration
 from tlt_server.weights.parts import Changed, Drafter, Live, Target
@@ -76,7 +78,7 @@ class CudaDevice:
         )
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._runner: GpuRunner | None = None
-        self._drafters: list[DeviceDrafter] = []
+        self._drafters: list[GpuDrafter] = []
         self._cache: KVCache | None = None
         self._logits: list[Backing] = []  # none before there is a runner
         self._plan: Plan | None = None
@@ -92,7 +94,7 @@ class CudaDevice:
     def load(self, config: ModelConfig) -> Live:
         self._backend(config)  # what it refuses is refused before anything is read
         settings, directory = self._settings, Path(self._settings.model)
-        eagle = Path(settings.drafter) if settings.drafter_is_network else None
+        eagle = settings.drafter_directory
         config = eos_token_ids(config, directory)
         check_weights(settings, self._needs_before(config, eagle), *self._free())
         with self._memory("the weights"):
@@ -268,7 +270,8 @@ class CudaDevice:
             attention = self._backend(model.config)
             storage = self._network_storage(live)
             drafters = {
-                name: DEVICE_DRAFTERS.resolve(name).make(state, storage) for name in ladder.drafters
+                name: load_object(DRAFTERS[name].gpu.implementation).make(state, storage)
+                for name in ladder.drafters
             }
             self._drafters = list(drafters.values())
             capture = settings.graphs and attention.capturable and self._stream is not None

@@ -23,7 +23,7 @@ from tlt_kernels.gpu.rows import layout_prefill, select_rows
 from tlt_kernels.gpu.sampling import Sampled, sample
 from tlt_kernels.gpu.tensors import Kept, Nodes, Rows, Trees
 from tlt_server.attention.gpu import GpuAttention
-from tlt_server.engine.gpu.drafts import DeviceDrafter
+from tlt_server.engine.gpu.drafts import GpuDrafter
 from tlt_server.engine.gpu.state import DeviceState
 from tlt_server.models import Forward
 from tlt_server.models.gpu.layers import RowTensors
@@ -59,7 +59,7 @@ class Extend:
         key: ExtendKey,
         state: DeviceState,
         attention: GpuAttention,
-        followers: list[DeviceDrafter],
+        followers: list[GpuDrafter],
     ) -> None:
         self.key, self.state, self._followers = key, state, followers
         rows, device = key.decode_rows + key.prompt_rows, state.upload_U.device.type

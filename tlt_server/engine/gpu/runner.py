@@ -23,7 +23,7 @@ from tlt_server.attention.gpu import GpuAttention
 from tlt_server.engine.batch import Batch, Chunk, Emission
 from tlt_server.engine.gpu.buckets import Shapes
 from tlt_server.engine.gpu.by_host import HostSampling, sample_by_host
-from tlt_server.engine.gpu.drafts import DeviceDrafter, DraftKey, DraftPass
+from tlt_server.engine.gpu.drafts import DraftKey, DraftPass, GpuDrafter
 from tlt_server.engine.gpu.extend import Extend, ExtendKey
 from tlt_server.engine.gpu.graphs import GraphPool
 from tlt_server.engine.gpu.reports import Reporter, Reports
@@ -63,7 +63,7 @@ class GpuRunner:
         self,
         state: DeviceState,
         attention: GpuAttention,
-        drafters: dict[str, DeviceDrafter],
+        drafters: dict[str, GpuDrafter],
         graphs: GraphPool,
         *,
         shapes: Shapes,

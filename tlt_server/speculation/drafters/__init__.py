@@ -1,42 +1,79 @@
 """Drafters: where candidate tokens come from. Any answer is lossless; a good one is fast.
 
-A drafter may be as nondeterministic as it likes. One file each, one table line each.
+A drafter is one file per kind of device and one record in `DRAFTERS`. The record says everything
+that settings, policies and devices must know before a drafter is made, so none of them asks for a
+drafter by name. No torch here: the halves are named by strings and loaded by the device that
+computes with them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+from pathlib import Path
+from typing import NamedTuple
 
-from tlt_server.records import Strategy
-from tlt_server.registry import Registry
-from tlt_server.speculation.batch import Candidates, DraftBatch
-
-DRAFTERS = Registry(
-    "drafter",
-    {
-        "eagle": "tlt_server.speculation.drafters.eagle:Eagle",
-        "history": "tlt_server.speculation.drafters.history:History",
-    },
-)
+Rung = tuple[int, int, int]  # depth, children per node, verify rows per request
 
 
-class Drafter(Protocol):
-    def propose(self, batch: DraftBatch, strategy: Strategy) -> Candidates:
-        """Candidate trees no deeper than `strategy.depth` (nor `max_depth_B`), at most
-        `strategy.width` children per node.
-        """
+class Half(NamedTuple):
+    """A drafter on one kind of device."""
 
-    def observe(self, batch: DraftBatch, candidates: Candidates, accepted_N: object) -> None:
-        """Which candidates were verified and accepted (int8 per node: -1 not verified, 0 rejected
-        or unreached, 1 accepted).
-        """
+    implementation: str  # "module:Class": a `cpu.CpuDrafter`, or an `engine.gpu.drafts.GpuDrafter`
+    rungs: tuple[Rung, ...]  # default strategies, from the fewest rows to the most
 
-    def finish(
-        self, request_id: str, group_id: str, tokens: object, prompt_len: int, salt: str = ""
-    ) -> None:
-        """A request has ended; its tokens may serve its siblings (of the same salt), its state may
-        go.
-        """
 
-    def gauges(self) -> Mapping[str, float]: ...
+class Declaration(NamedTuple):
+    """What is known of a drafter before it is made."""
+
+    cpu: Half
+    gpu: Half
+    needs_weights: bool = False  # drafts with a network, which `--drafter` names by its directory
+    can_stand_in: bool = False  # drafts while a drafter with weights rests
+
+    def half(self, device: str) -> Half:
+        """Return the half for a device of `engine.devices.DEVICES`."""
+        return self.cpu if device == "cpu" else self.gpu
+
+
+DRAFTERS: dict[str, Declaration] = {
+    "eagle": Declaration(
+        Half("tlt_server.speculation.drafters.eagle:Eagle", ((2, 1, 3), (4, 1, 5), (7, 1, 8))),
+        Half(
+            "tlt_server.engine.gpu.drafts.eagle:EagleDrafts",
+            ((2, 1, 3), (3, 1, 4), (7, 1, 8), (7, 4, 16), (7, 4, 32)),
+        ),
+        needs_weights=True,
+    ),
+    "history": Declaration(
+        Half("tlt_server.speculation.drafters.history:History", ((2, 1, 3), (7, 1, 8))),
+        Half(
+            "tlt_server.engine.gpu.drafts.history:HistoryDrafts",
+            ((3, 1, 4), (7, 1, 8), (12, 2, 16)),
+        ),
+        can_stand_in=True,
+    ),
+}
+
+
+def without_weights() -> tuple[str, ...]:
+    """Return the drafters that `--drafter` takes by name."""
+    return tuple(name for name, known in DRAFTERS.items() if not known.needs_weights)
+
+
+def weights_directory(drafter: str) -> Path | None:
+    """Return the directory that the setting `--drafter` names; None where it names none."""
+    return None if drafter in ("none", *without_weights()) else Path(drafter)
+
+
+def to_load(drafter: str) -> tuple[str, ...]:
+    """Return the drafters to load for the setting `--drafter`.
+
+    A name is that drafter alone. A directory is the drafter with weights, and all that can stand in
+    for it.
+    """
+    if drafter == "none":
+        return ()
+    if weights_directory(drafter) is None:
+        return (drafter,)
+    return tuple(
+        name for name, known in DRAFTERS.items() if known.needs_weights or known.can_stand_in
+    )

@@ -13,7 +13,7 @@ request, S slots.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -25,6 +25,7 @@ from tlt_kernels.cpu.growth import FIELDS, grow, harvest
 from tlt_server.attention.rows import KVCache, Rows
 from tlt_server.records import Strategy
 from tlt_server.speculation.batch import Candidates, DraftBatch
+from tlt_server.speculation.drafters.cpu import DraftSetup, DraftWeights
 from tlt_server.speculation.survival import Calibration
 
 CHUNK = 512  # catch-up rows per forward
@@ -104,7 +105,7 @@ class Eagle:
         self.max_requests, self.max_rows = max_requests, max_rows
         self.cache = network.make_cache(target_cache.pages, target_cache.page_size, max_rows)
         self.first_kv_slot = self.cache.scratch_start
-        self.target_ids = np.ascontiguousarray(network.target_ids.cpu().numpy(), dtype=np.int64)
+        self.target_ids = self._vocabulary()
         self.drafted_S = np.zeros(target_cache.pages * target_cache.page_size, np.bool_)
         self.full_P = np.zeros(target_cache.pages, np.bool_)
         self.buffer = RowBuffer(max(CHUNK, JOIN + max_requests, max_rows))
@@ -114,6 +115,32 @@ class Eagle:
         target_cache.on_reuse.append(self.pages_freed)
         self._open: deque[tuple[Candidates, np.ndarray]] = deque(maxlen=REMEMBERED)
         self._caught_up = self._forwards = self._proposed = 0
+
+    @classmethod
+    def make(cls, setup: DraftSetup) -> Eagle:
+        assert setup.weights is not None, "EAGLE drafts with a network"
+        return cls(
+            setup.weights.network,
+            setup.target_cache,
+            setup.weights.calibration,
+            max_requests=setup.max_requests,
+            max_rows=setup.max_rows,
+        )
+
+    @property
+    def caches(self) -> Sequence[KVCache]:
+        return (self.cache,)
+
+    def install(self, weights: DraftWeights | None) -> None:
+        """Drop all drafter KV, which new weights of target or drafter make stale: it is caught up
+        lazily.
+        """
+        assert weights is not None, "a push replaces the drafter's weights, it never removes them"
+        if weights.network is not self.network or weights.calibration is not self.calibration:
+            self.network, self.calibration = weights
+            self.target_ids = self._vocabulary()
+            self._open.clear()  # their cells belong to the other calibration
+        self.pages_freed(range(len(self.full_P)))
 
     @torch.inference_mode()
     def propose(self, batch: DraftBatch, strategy: Strategy) -> Candidates:
@@ -209,18 +236,6 @@ class Eagle:
         self.drafted_S.reshape(-1, self.page_size)[pages] = False
         self.full_P[pages] = False
 
-    def forget(self) -> None:
-        """Drop all drafter KV, as new weights of target or drafter require; it is caught up lazily."""
-        self.drafted_S[:] = False
-        self.full_P[:] = False
-
-    def adopt(self, network: Network, calibration: Calibration) -> None:
-        """Draft with another network of the same layout from now on."""
-        self.network, self.calibration = network, calibration
-        self.target_ids = np.ascontiguousarray(network.target_ids.cpu().numpy(), dtype=np.int64)
-        self._open.clear()  # their cells belong to the other calibration
-        self.forget()
-
     def gauges(self) -> Mapping[str, float]:
         return {
             "eagle_caught_up_rows": float(self._caught_up),
@@ -228,6 +243,9 @@ class Eagle:
             "eagle_proposed_nodes": float(self._proposed),
             **self.calibration.gauges(),
         }
+
+    def _vocabulary(self) -> np.ndarray:
+        return np.ascontiguousarray(self.network.target_ids.cpu().numpy(), dtype=np.int64)
 
     def _run_roots(
         self,

@@ -11,7 +11,7 @@ network: the drafter of day 0, and what is left when another drafter's acceptanc
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from tlt_kernels.cpu.match import match_pool
 from tlt_server.records import Strategy
 from tlt_server.speculation.batch import Candidates, DraftBatch
+from tlt_server.speculation.drafters.cpu import DraftSetup, DraftWeights, Sleeper
 from tlt_server.speculation.drafters.token_pool import TokenPool
 from tlt_server.speculation.survival import OnlineTable
 
@@ -83,6 +84,17 @@ class History:
         self._running: dict[str, Running] = {}
         self._open: deque[tuple[Candidates, NDArray[np.int32]]] = deque(maxlen=REMEMBERED)
         self._asked = self._answered = 0
+
+    @classmethod
+    def make(cls, setup: DraftSetup) -> History:
+        return cls()
+
+    @property
+    def caches(self) -> Sequence[Sleeper]:
+        return ()
+
+    def install(self, weights: DraftWeights | None) -> None:
+        """Keep everything: drafts come from text, whatever weights wrote it."""
 
     def propose(self, batch: DraftBatch, strategy: Strategy) -> Candidates:
         depth_B = np.minimum(batch.max_depth_B, strategy.depth).astype(np.int32)

@@ -9,32 +9,17 @@ small, since a reward grows with the batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from tlt_server.records import OFF, Strategy
+from tlt_server.speculation.drafters import DRAFTERS
 
-Rungs = Mapping[str, tuple[tuple[int, int, int], ...]]  # drafter -> (depth, width, rows)
 Rows = tuple[tuple[int, int], ...]  # (smallest batch, most verify rows per request)
 
 CPU_ROWS: Rows = ((1, 16), (2, 16), (3, 9), (6, 9), (12, 5), (24, 5), (48, 3))
 GPU_ROWS: Rows = ((1, 32), (2, 32), (3, 16), (5, 16), (9, 8), (17, 8), (33, 4), (65, 3), (129, 1))
-LADDERS: dict[str, tuple[Rungs, Rows]] = {  # by device
-    "cpu": (
-        {"eagle": ((2, 1, 3), (4, 1, 5), (7, 1, 8)), "history": ((2, 1, 3), (7, 1, 8))},
-        CPU_ROWS,
-    ),
-    "cuda": (
-        {
-            "eagle": ((2, 1, 3), (3, 1, 4), (7, 1, 8), (7, 4, 16), (7, 4, 32)),
-            "history": ((3, 1, 4), (7, 1, 8), (12, 2, 16)),
-        },
-        GPU_ROWS,
-    ),
-}
-
-
-LADDERS["interpreter"] = LADDERS["cuda"]
+ROWS = {"cpu": CPU_ROWS, "cuda": GPU_ROWS, "interpreter": GPU_ROWS}  # by device
 
 
 @dataclass(frozen=True)
@@ -51,13 +36,9 @@ class Ladder:
 
 def ladder(drafters: Iterable[str], device: str = "cpu") -> Ladder:
     """OFF and every default arm of these drafters on this kind of device."""
-    rungs, rows = LADDERS[device]
     names = tuple(drafters)
-    return Ladder(
-        (OFF, *(Strategy(drafter, *arm) for drafter in names for arm in rungs.get(drafter, ()))),
-        rows,
-        names,
-    )
+    arms = (Strategy(name, *rung) for name in names for rung in DRAFTERS[name].half(device).rungs)
+    return Ladder((OFF, *arms), ROWS[device], names)
 
 
 def affordable(arms: Sequence[Strategy], rows: int) -> tuple[Strategy, ...]:

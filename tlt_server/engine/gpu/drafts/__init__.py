@@ -1,5 +1,5 @@
-"""Drafters on the device: one file each, one table line each. They fill a table of candidate nodes
-and never wait for the host.
+"""Drafters on a GPU: one file each, named in `speculation.drafters.DRAFTERS`. They fill a table of
+candidate nodes and never wait for the host.
 """
 
 from __future__ import annotations
@@ -14,16 +14,7 @@ from tlt_kernels.gpu.tensors import Kept, Nodes, Rows, Trees
 from tlt_server.attention.gpu import GpuAttention
 from tlt_server.attention.rows import KVCache
 from tlt_server.engine.gpu.state import DeviceState
-from tlt_server.registry import Registry
 from tlt_server.weights.parts import Drafter
-
-DEVICE_DRAFTERS = Registry(
-    "device drafter",
-    {
-        "eagle": "tlt_server.engine.gpu.drafts.eagle:EagleDrafts",
-        "history": "tlt_server.engine.gpu.drafts.history:HistoryDrafts",
-    },
-)
 
 
 class DraftKey(NamedTuple):
@@ -53,7 +44,7 @@ class NetworkStorage:
     page_hint_PH: Tensor  # the hint behind each page's last position, for whoever finds the page by its prefix
 
 
-class DeviceDrafter(Protocol):
+class GpuDrafter(Protocol):
     @classmethod
     def make(cls, state: DeviceState, storage: NetworkStorage | None) -> Self: ...
 

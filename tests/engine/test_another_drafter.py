@@ -1,0 +1,97 @@
+"""One record in the table is all that a new drafter needs to be loaded, chosen and served."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from tests.engine.fast_interpreter import patched_once
+from tests.engine.gpu_engine import bits, checkpoints, choose, on_cpu, request
+from tests.engine.oracle import Oracle
+from tests.engine.pushing import Pushable
+from tlt_server.config import load
+from tlt_server.engine.settings import EngineSettings
+from tlt_server.records import GenerateRequest, Strategy
+from tlt_server.speculation.canary import Canary
+from tlt_server.speculation.drafters import DRAFTERS, Declaration, Half, to_load
+from tlt_server.speculation.policies.arms import ladder
+
+HISTORY_ON_GPU = DRAFTERS["history"].gpu.implementation
+RECORD = Declaration(
+    Half("tests.engine.oracle:Oracle", ((3, 1, 4),)),
+    Half(HISTORY_ON_GPU, ((2, 1, 3),)),
+    can_stand_in=True,
+)
+CHAIN = Strategy("oracle", 3, 1, 4)
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(DRAFTERS, "oracle", RECORD)
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineSettings]:
+    with patched_once():
+        yield checkpoints(tmp_path_factory.mktemp("smallest"))
+
+
+def requests() -> list[GenerateRequest]:
+    """Greedy, so that a small model soon repeats itself."""
+    return [request(i, 4 + i, max_tokens=12, temperature=0.0) for i in range(2)]
+
+
+def test_the_cpu_engine_drafts_with_it(settings: EngineSettings) -> None:
+    engine = Pushable(on_cpu(msgspec.structs.replace(settings, drafter="oracle")))
+    assert engine.info.drafter == "oracle"
+    engine.run(*requests())
+    plain = bits(engine, ["r0", "r1"])
+    answers = {request.id: engine.tokens(request.id) for request in requests()}
+
+    Oracle.answers = answers
+    engine.said.clear()
+    choose(engine, CHAIN)
+    engine.run(*requests())
+    assert bits(engine, ["r0", "r1"]) == plain
+    gauges = engine.engine.gauges()
+    assert gauges["oracle_accepted"] == gauges["oracle_proposed"] >= 2 * 8
+
+
+def test_the_gpu_engine_drafts_with_it(settings: EngineSettings) -> None:
+    engine = Pushable(msgspec.structs.replace(settings, drafter="oracle"))
+    assert engine.info.drafter == "oracle"
+    engine.run(*requests())
+    plain = bits(engine, ["r0", "r1"])
+
+    engine.said.clear()
+    choose(engine, CHAIN)
+    engine.submit(*requests())
+    drafted = 0
+    while not engine.engine.idle:
+        engine.step()
+        if cycle := engine.engine.last_cycle:
+            drafted += cycle.drafted
+    assert bits(engine, ["r0", "r1"]) == plain and drafted
+
+
+def test_settings_take_its_name(settings: EngineSettings) -> None:
+    flags = {
+        "model": settings.model,
+        "drafter": "oracle",
+        "policy": "fixed",
+        "sd_strategy": CHAIN.name,
+    }
+    assert load(flags).strategy == CHAIN
+
+
+def test_it_stands_in_for_a_drafter_with_weights_where_it_says_so() -> None:
+    names = to_load("some/directory")
+    assert names == ("eagle", "history", "oracle")
+    arms = ladder(names).arms
+    assert CHAIN in arms
+    eagle = next(arm for arm in arms if arm.drafter == "eagle" and arm.rows == 4 + 1)
+    canary = Canary([eagle, CHAIN], 0.5)
+    canary._watched["eagle"].rests = True
+    assert canary.permitted(eagle) == CHAIN

@@ -1,0 +1,68 @@
+"""The seam between the CPU engine and its drafters: what one is made from and what it does.
+
+`engine/devices/cpu.py` makes the drafters and installs pushed weights; `engine/runner.py` asks them
+for candidates. No torch, so that a drafter without a network needs none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, Self
+
+from tlt_server.records import Strategy
+from tlt_server.speculation.batch import Candidates, DraftBatch
+
+
+class DraftWeights(NamedTuple):
+    """The weights that `--drafter` names, or that a push has brought."""
+
+    network: Any
+    calibration: Any
+
+
+class Sleeper(Protocol):
+    """Memory that a sleep gives back: `attention.rows.KVCache`."""
+
+    def free(self) -> None: ...
+
+    def reclaim(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class DraftSetup:
+    """What the engine gives a drafter at start."""
+
+    target_cache: Any  # `attention.rows.KVCache`
+    weights: DraftWeights | None  # None where `--drafter` names no directory
+    max_requests: int
+    max_rows: int  # draft rows of one proposal: all requests, all depths
+
+
+class CpuDrafter(Protocol):
+    @classmethod
+    def make(cls, setup: DraftSetup) -> Self: ...
+
+    @property
+    def caches(self) -> Sequence[Sleeper]:
+        """Return the drafter's own KV, which sleeps and wakes with the target's."""
+
+    def install(self, weights: DraftWeights | None) -> None:
+        """Draft for new weights of the target, of the drafter (`weights`), or of both."""
+
+    def propose(self, batch: DraftBatch, strategy: Strategy) -> Candidates:
+        """Return candidate trees no deeper than `strategy.depth` (nor `max_depth_B`), with at most
+        `strategy.width` children per node.
+        """
+
+    def observe(self, batch: DraftBatch, candidates: Candidates, accepted_N: object) -> None:
+        """Learn which candidates were accepted (int8 per node: -1 not verified, 0 rejected or
+        unreached, 1 accepted).
+        """
+
+    def finish(
+        self, request_id: str, group_id: str, tokens: object, prompt_len: int, salt: str = ""
+    ) -> None:
+        """End a request: its tokens may serve its siblings (of the same salt), its state may go."""
+
+    def gauges(self) -> Mapping[str, float]: ...
