@@ -25,7 +25,7 @@ from tlt_server.engine.devices.cuda import Interpreted
 from tlt_server.engine.gpu.buckets import CAPTURED, Shapes
 from tlt_server.engine.gpu.drafts import DraftKey
 from tlt_server.engine.gpu.extend import ExtendKey
-from tlt_server.engine.gpu.reports import FEWEST_BEST
+from tlt_server.engine.gpu.reports import MIN_BEST
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.speculation.policies.arms import Ladder, affordable, ladder
 
@@ -59,15 +59,15 @@ def reachable(shapes: Shapes, rungs: Ladder) -> Iterator[ExtendKey | DraftKey]:
     """What steps of default strategies are launched as: of no prompts, of one, and of more than a
     captured step has.
     """
-    for decoding, works, rows in product(
-        range(shapes.max_running + 1), (0, 1, shapes.prompts.works + 1), PROMPT_ROWS
+    for decoding, chunks, rows in product(
+        range(shapes.max_running + 1), (0, 1, shapes.prompts.chunks + 1), PROMPT_ROWS
     ):
-        if not 0 < decoding + works <= shapes.max_running:
+        if not 0 < decoding + chunks <= shapes.max_running:
             continue
         most = [rows for start, rows in rungs.rows if start <= max(1, decoding)][-1]
         for strategy, filtered in product(affordable(rungs.arms, most), (False, True)):
             shape = shapes.step(
-                decoding, strategy, max(works, rows) if works else 0, works, filtered=filtered
+                decoding, strategy, max(chunks, rows) if chunks else 0, chunks, filtered=filtered
             )
             yield from (key for key in (shape.draft, shape.extend) if key)
 
@@ -116,7 +116,7 @@ def main(drafter: str, max_running: int, dtype: str) -> None:
             if not key.plain:
                 extend.select(None)
             runner._work(extend)()
-            for best in (0, FEWEST_BEST, 8 * FEWEST_BEST):
+            for best in (0, MIN_BEST, 8 * MIN_BEST):
                 extend.report(torch.zeros(1, dtype=torch.int32), best)
     print(json.dumps({"at_start": at_start, "later": [*found][at_start:]}))
 

@@ -71,14 +71,14 @@ def test_tokens_equal_the_cpu_engines(plain: Pushable, cpu: Pushable) -> None:
     assert plain.said["r5"][0].cached_tokens == PAGE
 
 
-def test_it_says_which_kernel_computes_products(
+def test_it_says_which_kernel_computes_matmuls(
     settings: EngineSettings, plain: Pushable, cpu: Pushable
 ) -> None:
     why = "portable: the type is float32, and the streaming kernel is for bfloat16"
     assert plain.info.products == why and cpu.info.products == ""
     said = {}
     assemble(settings, on_phase=lambda name, seconds, detail: said.update({name: detail}))
-    assert said["prepare runner"].split("; ")[1] == f"products {why}"
+    assert said["prepare runner"].split("; ")[1] == f"matmuls {why}"
 
 
 def test_all_pages_are_free_again_and_nothing_is_in_flight(plain: Pushable) -> None:

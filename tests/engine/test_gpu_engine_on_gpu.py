@@ -22,7 +22,7 @@ from tlt_server.engine.gpu import runner
 from tlt_server.engine.gpu.extend import Extend
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import StartupError
-from tlt_server.models.gpu.products import FEW_ROWS
+from tlt_server.models.gpu.matmuls import FEW_ROWS
 from tlt_server.records import GenerateRequest, Sampling, SetPolicy, Strategy
 from tlt_server.speculation.policies.arms import ladder
 
@@ -307,7 +307,7 @@ def test_pages_without_number_are_refused_with_a_remedy(
 
 def test_fast_numerics_sample_the_models_distribution(settings: EngineSettings) -> None:
     """First tokens over seeds against the softmax in float64 of one row's fp32 logits; drawn beside
-    each other, so by other products.
+    each other, so by other matmuls.
     """
     many = 2 * FEW_ROWS  # of which the library computes what it may
     fast = Pushable(

@@ -643,7 +643,7 @@ def test_no_more_numbers_are_read_than_the_limit(
     live = engine.engine.pushes.transaction.live.target.network.parameters()[
         "model.embed_tokens.weight"
     ]
-    monkeypatch.setattr(pushes, "MOST_NUMBERS", 4 * live.shape[1])
+    monkeypatch.setattr(pushes, "MAX_NUMBERS", 4 * live.shape[1])
     assert read(engine, "model.embed_tokens.weight", 4).result == "looked"
     refused = read(engine, "model.embed_tokens.weight", 5)
     assert refused.error is not None and refused.error[0] == "invalid_request"

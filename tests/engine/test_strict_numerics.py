@@ -49,7 +49,7 @@ def build(family, numerics: Numerics):
 
 
 class Padded(Numerics):
-    """A library whose plain product fails the self-test."""
+    """A library whose plain matmul fails the self-test."""
 
     def _row_invariant(self, weight_KN, bias_N):
         return self.padded and super()._row_invariant(weight_KN, bias_N)

@@ -31,7 +31,7 @@ TRASH, SCRATCH = 9999, 5000
 
 
 class Cycle:
-    """Everything of one cycle up to the samples: B requests (the last is padding), two works, the
+    """Everything of one cycle up to the samples: B requests (the last is padding), two chunks, the
     second unfinished.
     """
 
@@ -43,21 +43,21 @@ class Cycle:
         depth: int,
         width: int,
         decode_rows: int,
-        works: bool = True,
+        chunks: bool = True,
         luck: float = 0.7,
         broken: float = 0.0,
     ) -> None:
         rng = np.random.default_rng(seed)
-        self.rng, self.decode_rows, self.depth, self.works = (
+        self.rng, self.decode_rows, self.depth, self.chunks = (
             rng,
             decode_rows,
             depth,
-            2 if works else 0,
+            2 if chunks else 0,
         )
         self.batch_slots = batch_slots = make_batch_slots(rng, requests + 5, 90)
         order = rng.permutation(requests + 4)
         batch_slot_B = np.append(order[: requests - 1], batch_slots.idle).astype(np.int32)
-        batch_slot_W = order[requests : requests + self.works].astype(np.int32)
+        batch_slot_W = order[requests : requests + self.chunks].astype(np.int32)
         for q in batch_slot_W:
             batch_slots.done_Q[int(q)] = 0
         batch_slots.stop_QK[:, 1] = torch.from_numpy(
@@ -88,10 +88,10 @@ class Cycle:
                 trash=TRASH,
                 idle=batch_slots.idle,
             )
-        prefill = 40 if works else 0
+        prefill = 40 if chunks else 0
         self.rows = Rows.allocate(decode_rows + prefill, depth, device=DEVICE)
-        self.trees = Trees.allocate(requests, self.works, decode_rows, device=DEVICE)
-        self.kept = Kept.allocate(requests, self.works, decode_rows, prefill, depth, device=DEVICE)
+        self.trees = Trees.allocate(requests, self.chunks, decode_rows, device=DEVICE)
+        self.kept = Kept.allocate(requests, self.chunks, decode_rows, prefill, depth, device=DEVICE)
         for group in (self.rows, self.trees, self.kept):
             poison(group)
         select_rows(
@@ -105,7 +105,7 @@ class Cycle:
             scratch_start=SCRATCH,
             trash=TRASH,
         )
-        if works:
+        if chunks:
             length_W = batch_slots.length_Q[self.batch_slot_W.long()].cpu().numpy()
             start_W = np.maximum(length_W - 17, 0).astype(np.int32)
             count_W = (length_W - start_W - (0, 1)).astype(np.int32)
@@ -123,7 +123,7 @@ class Cycle:
                 trash=TRASH,
             )
         rows = numpy_of(self.rows)
-        samples = decode_rows + self.works
+        samples = decode_rows + self.chunks
         self.token_S = rng.integers(0, 60, samples, dtype=np.int32)
         for r in range(decode_rows):  # often a child's own token
             mine = np.flatnonzero(rows.parent_R[:decode_rows] == r)
@@ -134,14 +134,14 @@ class Cycle:
 
     def accept(self) -> Any:
         self.outcome_EF = torch.full(
-            (len(self.batch_slot_B) + self.works, fields(self.depth)),
+            (len(self.batch_slot_B) + self.chunks, fields(self.depth)),
             -77,
             dtype=torch.int32,
             device=DEVICE,
         )
         accept(
             self.batch_slot_B,
-            self.batch_slot_W if self.works else None,
+            self.batch_slot_W if self.chunks else None,
             torch.from_numpy(self.token_S).to(DEVICE),
             torch.from_numpy(self.logprob_S).to(DEVICE),
             self.batch_slots,
@@ -250,8 +250,8 @@ def test_whole_cycles_emit_what_the_engines_walk_emits(
     assert ended, "the test never ends a sequence"
 
 
-def test_without_prefill_works() -> None:
-    check_cycle(Cycle(1, requests=3, depth=3, width=2, decode_rows=12, works=False))
+def test_without_prefill_chunks() -> None:
+    check_cycle(Cycle(1, requests=3, depth=3, width=2, decode_rows=12, chunks=False))
 
 
 def test_a_sequence_that_wants_no_tokens_ends_with_none() -> None:
@@ -369,7 +369,7 @@ def test_counts_are_halved_at_their_limit() -> None:
 @gpu
 @pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
 def test_a_captured_cycle_replays_what_launches_gave() -> None:
-    cycle = Cycle(3, requests=6, depth=4, width=2, decode_rows=30, works=False)
+    cycle = Cycle(3, requests=6, depth=4, width=2, decode_rows=30, chunks=False)
     before = [t.clone() for t in cycle.batch_slots]
     expected = cycle.accept()
     found_EF = torch.zeros(6, fields(cycle.depth), dtype=torch.int32, device=DEVICE)

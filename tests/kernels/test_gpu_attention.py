@@ -27,7 +27,7 @@ from tlt_kernels.gpu.attention import PagedRows, Plan, allocate, attend, attend_
 from tlt_kernels.gpu.attention_algebra import split_count, split_of, split_start, starts_split
 
 PAGE = 16
-TILE = 16  # of bit tests on the interpreter: the matrix products behind it depend on the height of a tile
+TILE = 16  # of bit tests on the interpreter: the matmuls below it depend on the height of a tile
 
 
 def noise(*shape: int, seed: int = 0) -> Tensor:

@@ -1,4 +1,4 @@
-"""Matrix products against float64, at odd shapes; on a GPU every tile that ships, and the bits of a
+"""Matmuls against float64, at odd shapes; on a GPU every tile that ships, and the bits of a
 row whatever tile computes it.
 """
 

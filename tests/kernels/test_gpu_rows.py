@@ -177,9 +177,9 @@ def test_prompt_chunks_lie_behind_the_decode_rows(
 ) -> None:
     rng = np.random.default_rng(len(counts))
     batch_slots = make_batch_slots(rng, 8, 100)
-    host, works = numpy_of(batch_slots), len(counts)
-    batch_slot_W = rng.permutation(7)[:works].astype(np.int32)
-    start_W = np.zeros(works, np.int32)
+    host, chunks = numpy_of(batch_slots), len(counts)
+    batch_slot_W = rng.permutation(7)[:chunks].astype(np.int32)
+    start_W = np.zeros(chunks, np.int32)
     for w, count in enumerate(counts):
         batch_slots.length_Q[int(batch_slot_W[w])] = host.length_Q[batch_slot_W[w]] = min(
             count + 20 + w % 2, 100
@@ -187,9 +187,9 @@ def test_prompt_chunks_lie_behind_the_decode_rows(
         start_W[w] = 20 if count else 0  # every other work reaches its end
     rows, trees = (
         Rows.allocate(decode_rows + prefill_rows, 2, device=DEVICE),
-        Trees.allocate(requests, works, decode_rows, device=DEVICE),
+        Trees.allocate(requests, chunks, decode_rows, device=DEVICE),
     )
-    kept = Kept.allocate(requests, works, decode_rows, prefill_rows, 2, device=DEVICE)
+    kept = Kept.allocate(requests, chunks, decode_rows, prefill_rows, 2, device=DEVICE)
     for group in (rows, trees, kept):
         poison(group)
     if not requests:

@@ -11,7 +11,7 @@ from tests.kernels.tree_twins import numpy_of
 from tlt_kernels.gpu.tensors import BatchSlots
 from tlt_kernels.gpu.upload import Upload, UploadLayout, apply
 
-LAYOUT = UploadLayout(batch=5, works=3, admissions=4, extensions=6, stops=3, payload=3000, idle=7)
+LAYOUT = UploadLayout(batch=5, chunks=3, admissions=4, extensions=6, stops=3, payload=3000, idle=7)
 
 
 def make(tokens: int = 2500) -> tuple[BatchSlots, Upload, np.ndarray]:
@@ -88,7 +88,7 @@ def test_the_batch_lies_in_the_buffer() -> None:
     assert not upload.changes
     device_U = send(upload, buffer_U)
     assert LAYOUT.batch_slot_B(device_U, 4).tolist() == [4, 2, 7, 7]
-    assert [t.tolist() for t in LAYOUT.works_W(device_U, 3)] == [[1, 6, 7], [16, 0, 0], [30, 5, 0]]
+    assert [t.tolist() for t in LAYOUT.chunks_W(device_U, 3)] == [[1, 6, 7], [16, 0, 0], [30, 5, 0]]
     upload.batch([1])
     assert LAYOUT.batch_slot_B(send(upload, buffer_U), 2).tolist() == [1, 7]
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tlt_server.errors import Overloaded, QueueFull, TltError, TooLarge
 from tlt_server.frontend.link.admission import CAUTION, Admission, Demand
-from tlt_server.frontend.link.forecast import LEAST_S, LEAST_SEQUENCES
+from tlt_server.frontend.link.forecast import MIN_S, MIN_SEQUENCES
 from tlt_server.records import (
     OFF,
     Cycle,
@@ -121,7 +121,7 @@ def experienced(
     """It has seen full steps, and ends of sequences that used this share of max_tokens."""
     for _ in range(100):
         admission.stepped(step(running, int(tokens_per_s / 10), 0.1), waiting=1)
-    for _ in range(LEAST_SEQUENCES):
+    for _ in range(MIN_SEQUENCES):
         admission.forecast.ended(int(100 * share), 100)
     return admission
 
@@ -205,10 +205,10 @@ def test_a_full_queue_says_when_it_should_have_room() -> None:
 
 def test_nothing_is_forecast_without_evidence() -> None:
     admission = make()
-    for _ in range(LEAST_SEQUENCES):
+    for _ in range(MIN_SEQUENCES):
         admission.forecast.ended(25, 50)
     for _ in range(100):
-        admission.stepped(step(4, 10, LEAST_S), waiting=0)  # not full: says nothing
+        admission.stepped(step(4, 10, MIN_S), waiting=0)  # not full: says nothing
     admission.open(sequences(range(50)))
     admission.admit(Demand(1, 10, 50, deadline_s=0.001))
     assert not admission.forecast.known and admission.wait_s() == 0
@@ -325,7 +325,7 @@ def test_long_sequences_are_reckoned_with() -> None:
 )
 def test_only_ends_that_say_how_long_sequences_are_teach(last: StepOutput, counts: bool) -> None:
     admission = make()
-    for _ in range(LEAST_SEQUENCES):
+    for _ in range(MIN_SEQUENCES):
         admission.open(sequences("a"))
         admission.take(output("a", 7))
         admission.take(last)

@@ -16,12 +16,12 @@ from tlt_kernels.gpu.rows import MAX_NODES
 from tlt_server.engine.gpu.buckets import (
     BATCHES,
     BESIDE_PROMPTS,
-    LEAST_DEPTH,
-    MOST_DRAFTED,
-    MOST_VERIFIED,
-    MOST_WIDTH,
+    MAX_DRAFTED,
+    MAX_VERIFIED,
+    MAX_WIDTH,
+    MIN_DEPTH,
+    PROMPT_CHUNKS,
     PROMPT_SIZES,
-    PROMPT_WORKS,
     TREE_ROWS,
     PromptShape,
     Shapes,
@@ -41,7 +41,7 @@ from tlt_server.speculation.policies.fixed import Fixed
 LADDER = ladder(("eagle", "history"), "cuda")
 
 
-SHAPES = [PromptShape(), PromptShape(sizes=(2, 4), works=2, grain=4)]
+SHAPES = [PromptShape(), PromptShape(sizes=(2, 4), chunks=2, grain=4)]
 STRATEGIES = st.builds(
     Strategy,
     st.sampled_from(["eagle", "history"]),
@@ -88,7 +88,7 @@ def used_by_beg(shapes: Shapes, arms: Sequence[Strategy], rows: Rows) -> set[Dra
 def test_whatever_beg_can_choose_is_captured_and_nothing_that_nobody_can_reach(
     max_running: int,
 ) -> None:
-    shapes = Shapes(max_running, LEAST_DEPTH)
+    shapes = Shapes(max_running, MIN_DEPTH)
     captured = shapes.captured(LADDER.arms, LADDER.rows)
     assert set(captured) == used_by_beg(shapes, LADDER.arms, LADDER.rows)
     assert len(captured) == len(set(captured))
@@ -107,13 +107,13 @@ def test_of_every_ladder_what_beg_can_choose_is_captured(
     max_running: int, arms: list[Strategy], later: list[tuple[int, int]], first: int
 ) -> None:
     rows = ((1, first), *sorted(dict(later).items()))
-    shapes = Shapes(max_running, max(LEAST_DEPTH, *(arm.depth for arm in arms)))
+    shapes = Shapes(max_running, max(MIN_DEPTH, *(arm.depth for arm in arms)))
     captured = set(shapes.captured((OFF, *arms), rows))
     assert captured == used_by_beg(shapes, (OFF, *arms), rows)
 
 
 def test_a_fixed_strategy_within_what_a_batch_affords_is_captured() -> None:
-    arm, shapes = Strategy("eagle", 5, 2, 6), Shapes(64, LEAST_DEPTH)
+    arm, shapes = Strategy("eagle", 5, 2, 6), Shapes(64, MIN_DEPTH)
     captured = set(shapes.captured(LADDER.with_arm(arm).arms, LADDER.rows))
     fixed = Fixed([arm])
     for batch in range(
@@ -124,7 +124,7 @@ def test_a_fixed_strategy_within_what_a_batch_affords_is_captured() -> None:
 
 
 def test_captures_are_a_sum_not_a_product() -> None:
-    keys = Shapes(256, LEAST_DEPTH).captured(LADDER.arms, LADDER.rows)
+    keys = Shapes(256, MIN_DEPTH).captured(LADDER.arms, LADDER.rows)
     for batch in batch_buckets(256):
         extends = [
             key
@@ -135,7 +135,7 @@ def test_captures_are_a_sum_not_a_product() -> None:
         sizes = {arm.rows for arm in LADDER.arms}
         shapes = {(arm.drafter, arm.depth, arm.width) for arm in LADDER.arms if arm != OFF}
         assert len(extends) <= len(sizes) and len(drafts) <= len(shapes)
-    mixed = [key for key in keys if isinstance(key, ExtendKey) and key.works]
+    mixed = [key for key in keys if isinstance(key, ExtendKey) and key.chunks]
     assert (
         len({(key.batch, key.decode_rows) for key in mixed})
         <= 3 * len(batch_buckets(256, BESIDE_PROMPTS))
@@ -145,7 +145,7 @@ def test_captures_are_a_sum_not_a_product() -> None:
 
 def test_larger_keys_come_first() -> None:
     """Graphs share one pool, which the first of them sizes."""
-    keys = Shapes(64, LEAST_DEPTH).captured(LADDER.arms, LADDER.rows)
+    keys = Shapes(64, MIN_DEPTH).captured(LADDER.arms, LADDER.rows)
     extends = [key.decode_rows + key.prompt_rows for key in keys if isinstance(key, ExtendKey)]
     assert extends == sorted(extends, reverse=True)
 
@@ -162,20 +162,20 @@ def test_the_last_bucket_holds_every_batch(max_running: int) -> None:
     st.builds(
         Strategy, st.just("eagle"), st.integers(1, 60), st.integers(1, 20), st.integers(1, 200)
     ),
-    st.integers(LEAST_DEPTH, 60),
+    st.integers(MIN_DEPTH, 60),
 )
 def test_a_fitted_strategy_fits_the_buffers(batch: int, strategy: Strategy, longest: int) -> None:
     cut = fitted(strategy, batch, longest)
-    assert (cut == OFF) == (strategy.rows == 1 or batch >= MOST_VERIFIED), (
+    assert (cut == OFF) == (strategy.rows == 1 or batch >= MAX_VERIFIED), (
         "off only where roots leave no room for a draft"
     )
     if cut == OFF:
         return
-    assert 1 <= cut.depth <= longest and 1 <= cut.width <= MOST_WIDTH
+    assert 1 <= cut.depth <= longest and 1 <= cut.width <= MAX_WIDTH
     assert batch * cut.width * (cut.depth - 1) <= TREE_ROWS
-    assert cut.width == 1 or batch * cut.width <= MOST_DRAFTED
+    assert cut.width == 1 or batch * cut.width <= MAX_DRAFTED
     assert cut.width == 1 or batch * columns(cut.depth, cut.width) <= MAX_NODES
-    assert batch <= decode_rows(batch, cut) <= max(batch, MOST_VERIFIED)
+    assert batch <= decode_rows(batch, cut) <= max(batch, MAX_VERIFIED)
     assert fitted(cut, batch, longest) == cut
 
 
@@ -187,13 +187,13 @@ def test_a_fitted_strategy_fits_the_buffers(batch: int, strategy: Strategy, long
     st.integers(0, 8192),
     st.sampled_from(SHAPES),
 )
-def test_prompt_rows_and_works_find_room_and_the_step_ends_with_the_grain(
-    decoding: int, arm: Strategy, drafts: bool, works: int, more: int, prompts: PromptShape
+def test_prompt_rows_and_chunks_find_room_and_the_step_ends_with_the_grain(
+    decoding: int, arm: Strategy, drafts: bool, chunks: int, more: int, prompts: PromptShape
 ) -> None:
-    shapes, rows = Shapes(64, LEAST_DEPTH, prompts), works + more
-    key = shapes.step(decoding, arm if drafts else OFF, rows, works).extend
+    shapes, rows = Shapes(64, MIN_DEPTH, prompts), chunks + more
+    key = shapes.step(decoding, arm if drafts else OFF, rows, chunks).extend
     assert decoding <= key.batch <= key.decode_rows
-    assert rows <= key.prompt_rows and works <= key.works <= 64
+    assert rows <= key.prompt_rows and chunks <= key.chunks <= 64
     total, asked = key.decode_rows + key.prompt_rows, key.decode_rows + rows
     if total not in prompts.sizes:
         assert (
@@ -209,25 +209,25 @@ def test_logits_of_every_step_find_room(
     max_running: int, arm: Strategy, data: st.DataObject, prompts: PromptShape
 ) -> None:
     decoding = data.draw(st.integers(0, max_running))
-    works = data.draw(st.integers(0, max_running - decoding))
+    chunks = data.draw(st.integers(0, max_running - decoding))
     for strategy in (OFF, arm):
         key = (
-            Shapes(max_running, LEAST_DEPTH, prompts)
-            .step(decoding, strategy, 4096 * bool(works), works)
+            Shapes(max_running, MIN_DEPTH, prompts)
+            .step(decoding, strategy, 4096 * bool(chunks), chunks)
             .extend
         )
-        assert key.decode_rows + key.works <= sampled_rows(max_running)
+        assert key.decode_rows + key.chunks <= sampled_rows(max_running)
 
 
 def test_prompt_steps_within_the_capture_share_a_key_per_size() -> None:
-    shapes = Shapes(64, LEAST_DEPTH)
+    shapes = Shapes(64, MIN_DEPTH)
     for decoding in range(65):
         batch = shapes.step(decoding, OFF, 1, 1).extend.batch
         most = PROMPT_SIZES[-1] - batch
         keys = {
-            shapes.step(decoding, OFF, rows, min(rows, works)).extend
+            shapes.step(decoding, OFF, rows, min(rows, chunks)).extend
             for rows in range(1, most + 1)
-            for works in (1, PROMPT_WORKS)
+            for chunks in (1, PROMPT_CHUNKS)
         }
         assert sorted(key.decode_rows + key.prompt_rows for key in keys) == [
             size for size in PROMPT_SIZES if size > batch
@@ -242,7 +242,7 @@ def test_prompt_steps_within_the_capture_share_a_key_per_size() -> None:
 def test_a_full_step_is_as_large_as_asked_for_padding_included(
     max_running: int, max_rows: int
 ) -> None:
-    shapes = Shapes(max_running, LEAST_DEPTH)
+    shapes = Shapes(max_running, MIN_DEPTH)
     for decoding in range(max_running + 1):
         room = shapes.room(decoding, max_rows)
         assert room <= max_rows - decoding and (room > 0 or decoding >= max_rows), (
@@ -274,9 +274,9 @@ def rounds(rows: int) -> int:
 
 @pytest.mark.parametrize("max_running", [*BATCHES, 100])
 def test_no_step_with_prompts_ends_past_a_tile(max_running: int) -> None:
-    shapes = Shapes(max_running, LEAST_DEPTH)
+    shapes = Shapes(max_running, MIN_DEPTH)
     prepared = [*shapes.captured(LADDER.arms, LADDER.rows), *shapes.rehearsed(4096)]
-    keys = [key for key in prepared if isinstance(key, ExtendKey) and key.works]
+    keys = [key for key in prepared if isinstance(key, ExtendKey) and key.chunks]
     for decoding in batch_buckets(max_running, BESIDE_PROMPTS):
         full = shapes.step(decoding, OFF, shapes.room(decoding, 4096), 1).extend
         assert full.decode_rows + full.prompt_rows == 4096
@@ -300,18 +300,18 @@ def test_what_a_row_past_a_tile_costs() -> None:
 def test_the_largest_prompts_are_rehearsed_but_not_kept_and_what_is_a_variant_of_its_own_is_both() -> (
     None
 ):
-    shapes = Shapes(64, LEAST_DEPTH)
+    shapes = Shapes(64, MIN_DEPTH)
     *keys, many_short, filters = shapes.rehearsed(8192)
     assert filters.filtered and shapes.keeps(filters)
-    assert (many_short.works, many_short.prompt_rows) == (64, PROMPT_SIZES[0]) and shapes.keeps(
+    assert (many_short.chunks, many_short.prompt_rows) == (64, PROMPT_SIZES[0]) and shapes.keeps(
         many_short
     )
-    assert {key.works for key in keys} == {PROMPT_WORKS, 64} and not any(
+    assert {key.chunks for key in keys} == {PROMPT_CHUNKS, 64} and not any(
         shapes.keeps(key) for key in keys
     )
     assert {key.decode_rows + key.prompt_rows for key in keys} == {8192}
     assert shapes.rehearsed(PROMPT_SIZES[-1]) == [many_short, filters]
-    assert Shapes(PROMPT_WORKS, LEAST_DEPTH).rehearsed(PROMPT_SIZES[-1]) == [filters]
+    assert Shapes(PROMPT_CHUNKS, MIN_DEPTH).rehearsed(PROMPT_SIZES[-1]) == [filters]
 
 
 def test_ceilings_never_grow_with_the_batch() -> None:

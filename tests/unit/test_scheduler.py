@@ -264,7 +264,7 @@ def test_every_sequence_ends_as_if_alone(
     could change a token. Also on a device that tells its results `behind` steps late, and on one
     that pads batches; and with flushes while steps are in flight.
     """
-    shapes = Shapes(max_running, 4, PromptShape(sizes=(2, 4), works=2, grain=4))
+    shapes = Shapes(max_running, 4, PromptShape(sizes=(2, 4), chunks=2, grain=4))
     gate = Gate()
     scheduler, kv = make(
         pages,

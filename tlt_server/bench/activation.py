@@ -1,4 +1,4 @@
-"""silu(gate) * up of rows that hold both, gate first: what the library's products, which cannot do
+"""silu(gate) * up of rows that hold both, gate first: what the library's matmuls, which cannot do
 it themselves, are measured with.
 
 Legend: R rows, I intermediate.

@@ -29,7 +29,7 @@ from tlt_server.errors import StartupError
 from tlt_server.records import GenerateRequest, Strategy
 
 TREE, CHAIN = Strategy("eagle", 7, 4, 32), Strategy("eagle", 7, 1, 8)
-MOST_TREES = 2  # requests that the tree's rows are affordable for
+MAX_TREES = 2  # requests that the tree's rows are affordable for
 PROFILED = 20  # steps
 LONG_STEPS = 100  # behind a long prompt
 ANSWER = 256  # tokens of an answer, at most
@@ -83,7 +83,7 @@ def cases_of(batches: tuple[int, ...], context: int | None) -> list[Case]:
     cases = [
         Case(batch, strategy)
         for batch in batches
-        for strategy in ((TREE, CHAIN) if batch <= MOST_TREES else (CHAIN,))
+        for strategy in ((TREE, CHAIN) if batch <= MAX_TREES else (CHAIN,))
     ]
     cases += [Case(1, TREE, PROBLEM), Case(1, CHAIN, PROBLEM)]
     return cases + ([Case(1, TREE, context), Case(1, CHAIN, context)] if context else [])

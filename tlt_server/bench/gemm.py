@@ -1,10 +1,10 @@
-"""All matrix products of one Qwen2.5-7B step as one CUDA graph: time, bytes read per second, and
+"""All matmuls of one Qwen2.5-7B step as one CUDA graph: time, bytes read per second, and
 cuBLAS beside it.
 
 `tlt bench gemm [--rows 1,8,64]` prints a table and, last, a line of JSON. A step is per
 layer qkv, o, gate-up with SiLU and down, then the LM head in float32; every layer has its own
-weights, so the L2 cache does not help. cuBLAS runs the same products without SiLU, and in turns
-with ours; the step with the two norms that stand between the products is timed, too. Data are
+weights, so the L2 cache does not help. cuBLAS runs the same matmuls without SiLU, and in turns
+with ours; the step with the two norms that stand between the matmuls is timed, too. Data are
 random: zeros run faster than any model does.
 """
 
@@ -112,12 +112,12 @@ def run(args: argparse.Namespace) -> int:
         )
         residual = torch.randn(rows, HIDDEN, device="cuda")
 
-        products = (layers, head, sampled, x, attended, inner)
+        matmuls = (layers, head, sampled, x, attended, inner)
         ms = in_turns(
             {
                 "step": captured(partial(step, layers, head, sampled, x, attended, residual, norm)),
-                "alone": captured(partial(alone, *products)),
-                "cublas": captured(partial(cublas, *products)),
+                "alone": captured(partial(alone, *matmuls)),
+                "cublas": captured(partial(cublas, *matmuls)),
             }
         )
         flops = 2 * (rows * sum(w.numel() for w in weights[1:]) + sampled * head.numel())

@@ -1,4 +1,4 @@
-"""Time of the norms between products on one GPU, at Qwen2.5-7B's width: `tlt bench norms`.
+"""Time of the norms between matmuls on one GPU, at Qwen2.5-7B's width: `tlt bench norms`.
 
 A table, then one line of JSON: microseconds per call inside a CUDA graph of many calls over
 rotating tensors, and the time to move their bytes at 4.3 TB/s, which few rows, whose tensors stay

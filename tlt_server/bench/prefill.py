@@ -29,7 +29,7 @@ from tlt_server.bench.record import finish
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.gpu.decoder import GpuDecoder
 from tlt_server.models.gpu.layers import Placement, RowTensors
-from tlt_server.models.gpu.products import PRODUCTS, Fast, Strict
+from tlt_server.models.gpu.matmuls import MATMULS, Fast, Strict
 from tlt_server.models.numerics import Mode
 
 MODEL = {
@@ -105,7 +105,7 @@ class Step:
                 device=torch.device("cuda"),
                 numerics=numerics,
             ).planned(count)
-            for numerics in PRODUCTS
+            for numerics in MATMULS
         }
         self.keys, self.values = torch.randn(
             2,
@@ -118,7 +118,7 @@ class Step:
         )
 
     def ours(self, numerics: Mode) -> None:
-        use(self.model, PRODUCTS[numerics]())
+        use(self.model, MATMULS[numerics]())
         planned = self.planned[numerics]
         planned.plan(self.rows, self.pages)
         self.model.forward(self.tensors, self.cache, planned)
@@ -149,9 +149,9 @@ def decoder() -> GpuDecoder:
     return model
 
 
-def use(model: GpuDecoder, products: Strict) -> None:
+def use(model: GpuDecoder, matmuls: Strict) -> None:
     for layer in model.layers:
-        layer.self_attention.products = layer.mlp.products = products
+        layer.self_attention.matmuls = layer.mlp.matmuls = matmuls
 
 
 def measure() -> Iterator[dict[str, Any]]:
@@ -171,7 +171,7 @@ def measure() -> Iterator[dict[str, Any]]:
         together = STEP_ROWS // length
         step, steps = Step(together, length, model, cache), prompts // together
         runs: dict[str, Callable[[], None]] = {
-            numerics: partial(step.ours, numerics) for numerics in PRODUCTS
+            numerics: partial(step.ours, numerics) for numerics in MATMULS
         }
         found = in_turns(
             {

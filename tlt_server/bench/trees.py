@@ -1,4 +1,4 @@
-"""What a cycle does beside products and attention, per call inside a CUDA graph: trees grow, rows
+"""What a cycle does beside matmuls and attention, per call inside a CUDA graph: trees grow, rows
 are chosen, paths walked, KV kept.
 
 `tlt bench trees` prints a table and, last, a line of JSON. Every walk takes the whole

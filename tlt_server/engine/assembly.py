@@ -136,13 +136,13 @@ def assemble(
             lambda done, of: on_progress("prepare runner", done, of),
             lambda: not options.intake.groups.hold_gpu,
         )
-        products = f"products {equipped.products}" if equipped.products else ""
+        matmuls = f"matmuls {equipped.matmuls}" if equipped.matmuls else ""
         detail.append(
             "; ".join(
                 part
                 for part in (
                     f"drafters: {', '.join(rungs.drafters) or 'none'}",
-                    products,
+                    matmuls,
                     equipped.detail,
                 )
                 if part
@@ -213,7 +213,7 @@ def assemble(
         dtype=settings.dtype,
         device=device.name,
         gpu=gpu.told if device.name == "cuda" else "",
-        products=equipped.products,
+        products=equipped.matmuls,  # the name on the wire
         graphs=settings.graphs,
         choices=choice.reasons,
         threads=settings.threads,

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from tlt_server.engine.sequence import Sequence
 
-LEAST_SWEPT = 64  # entries; below it a sweep is not worth its while
+MIN_SWEPT = 64  # entries; below it a sweep is not worth its while
 
 
 class Deadlines:
@@ -27,7 +27,7 @@ class Deadlines:
         for moment_s in (sequence.request.begin_by_s, sequence.request.deadline_s):
             if moment_s is not None:
                 heapq.heappush(self._heap, (moment_s, next(self._serial), sequence))
-        if len(self._heap) > LEAST_SWEPT + 4 * len(
+        if len(self._heap) > MIN_SWEPT + 4 * len(
             self._open
         ):  # an open one has at most two entries: half of this has ended
             self._heap = [entry for entry in self._heap if self._is_open(entry[2])]

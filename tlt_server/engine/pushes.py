@@ -55,7 +55,7 @@ from tlt_server.weights.transaction import Transaction
 
 MAX_JOINS = 4  # at once; a trainer whose ranks join one by one needs one at a time
 MAX_READERS = 4  # at once, those included which wait for a change to end
-MOST_NUMBERS = 2**21  # that one command reads of a tensor
+MAX_NUMBERS = 2**21  # that one command reads of a tensor
 
 
 class _Rollback(NamedTuple):
@@ -386,10 +386,10 @@ class WeightPushes:
             raise Conflict(
                 f"{name[:200]!r} cannot be read: {transaction.quarantined[role]}; push that version, or another"
             )
-        if tensor[:rows].numel() > MOST_NUMBERS:
+        if tensor[:rows].numel() > MAX_NUMBERS:
             raise InvalidRequest(
                 f"{rows} rows of {name[:200]!r}, of shape {list(tensor.shape)}, are {tensor[:rows].numel()} numbers; the "
-                f"limit is {MOST_NUMBERS}: ask for at most {MOST_NUMBERS // tensor[0].numel()} (truncate_size)"
+                f"limit is {MAX_NUMBERS}: ask for at most {MAX_NUMBERS // tensor[0].numel()} (truncate_size)"
             )
         return tensor[:rows]
 

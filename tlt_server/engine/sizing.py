@@ -10,7 +10,7 @@ from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import StartupError
 from tlt_server.models.config import ModelConfig
 
-MOST_POSITIONS = 1 << 22  # the rotary table of so many takes 4 GB at a head width of 128
+MAX_POSITIONS = 1 << 22  # the rotary table of so many takes 4 GB at a head width of 128
 
 
 def served_length(settings: EngineSettings, config: ModelConfig) -> int:
@@ -22,9 +22,9 @@ def served_length(settings: EngineSettings, config: ModelConfig) -> int:
             f"max_model_len {settings.max_model_len} exceeds the model's {config.max_position} positions; lower it"
         )
     chosen = settings.max_model_len or config.max_position
-    if chosen > MOST_POSITIONS:
+    if chosen > MAX_POSITIONS:
         raise StartupError(
-            f"max_model_len {chosen} is above the most this server takes, {MOST_POSITIONS}; set max_model_len lower"
+            f"max_model_len {chosen} is above the most this server takes, {MAX_POSITIONS}; set max_model_len lower"
         )
     return chosen
 

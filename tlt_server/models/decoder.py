@@ -177,7 +177,7 @@ class Decoder:
         return dict(target_parameters(self, self.head_HV.t()))
 
     def self_test(self) -> None:
-        """Check strict numerics on this model's own products; see `Numerics.self_test`."""
+        """Check strict numerics on this model's own matmuls; see `Numerics.self_test`."""
         attention, mlp = self.layers[0].self_attention, self.layers[0].mlp
         projections = (attention.qkv, attention.output, mlp.gate_up, mlp.down)
         self.numerics.self_test(

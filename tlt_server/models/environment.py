@@ -32,7 +32,7 @@ def library_environment(numerics: str = "strict") -> dict[str, str]:
 
 
 def strict_environment(cpuinfo: str | None = None) -> dict[str, str]:
-    """What makes the matrix library's float32 products row-invariant. `cpuinfo` is the text of
+    """What makes the matrix library's float32 matmuls row-invariant. `cpuinfo` is the text of
     /proc/cpuinfo (read when None).
 
     Empty where no fixed-order mode is known (no AVX2: ARM, old x86); `Numerics` then falls back to

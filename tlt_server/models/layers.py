@@ -2,7 +2,7 @@
 
 A piece owns its storage; what its parts are called in a checkpoint is in `names.py`.
 
-Legend: R rows, H hidden, I intermediate, N query heads, K KV heads (or a product's inputs), D head
+Legend: R rows, H hidden, I intermediate, N query heads, K KV heads (or a matmul's inputs), D head
 width, S slots, X fused width.
 """
 
@@ -23,7 +23,7 @@ from tlt_server.models.rope import RotaryTable
 
 class Projection:
     """Linear maps of one input, fused side by side and stored transposed ([K, X]), which is what a
-    product of few rows reads fastest.
+    matmul of few rows reads fastest.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""How matrix products are computed: `strict` (a row's bits depend on the row and the weights only)
+"""How matmuls are computed: `strict` (a row's bits depend on the row and the weights only)
 or `fast`.
 
-A model owns one `Numerics` and sends every product through `linear`. Strict on a CPU is the
-library's own product, made row-invariant by `strict_environment()`; where the self-test finds that
+A model owns one `Numerics` and sends every matmul through `linear`. Strict on a CPU is the
+library's own matmul, made row-invariant by `strict_environment()`; where the self-test finds that
 it is not (another library, another processor, the variable set too late), rows go in zero-padded
 blocks of 16 with a pinned thread count, tested likewise.
 
@@ -35,30 +35,30 @@ TESTED_ROWS = (
 WORTH_THREADS = (
     1 << 24
 )  # multiply-adds, about 200 us: below, waking sleeping threads costs more than they bring
-_LARGE = 1 << 22  # weights of a product from which on the self-test looks at fewer row counts
+_LARGE = 1 << 22  # weights of a matmul from which on the self-test looks at fewer row counts
 
 Mode = Literal["strict", "fast"]
 
 
 class Numerics:
     def __init__(self, mode: Mode = "strict", *, threads: int | None = None) -> None:
-        """`threads`: torch threads of a large product, and of every padded block; None takes what
+        """`threads`: torch threads of a large matmul, and of every padded block; None takes what
         is set now.
         """
         if mode not in ("strict", "fast"):
             raise StartupError(f"numerics {mode!r} is not known; use 'strict' or 'fast'")
         self.mode, self.threads = mode, threads or torch.get_num_threads()
         self.padded = False
-        self.tested = 0  # products that the self-test covered
+        self.tested = 0  # matmuls that the self-test covered
 
     def linear(self, x_RK: Tensor, weight_KN: Tensor, bias_N: Tensor | None = None) -> Tensor:
         """`x @ weight (+ bias)`: [R, N]."""
         if self.padded:
             return self._padded(x_RK, weight_KN, bias_N)
         if self.threads == 1 or len(x_RK) * weight_KN.numel() >= WORTH_THREADS:
-            return _product(x_RK, weight_KN, bias_N)
+            return _matmul(x_RK, weight_KN, bias_N)
         torch.set_num_threads(1)
-        out_RN = _product(x_RK, weight_KN, bias_N)
+        out_RN = _matmul(x_RK, weight_KN, bias_N)
         torch.set_num_threads(self.threads)
         return out_RN
 
@@ -75,13 +75,13 @@ class Numerics:
             torch.set_num_threads(before)
         return out_RN if bias_N is None else out_RN + bias_N
 
-    def self_test(self, products: Iterable[tuple[Tensor, Tensor | None]]) -> None:
+    def self_test(self, matmuls: Iterable[tuple[Tensor, Tensor | None]]) -> None:
         """Check row invariance on the model's own (weight_KN, bias_N); fall back to padded blocks,
         or raise `StartupError`.
         """
         if self.mode == "fast":
             return
-        distinct = {(w.shape, w.stride(), b is None): (w, b) for w, b in products}
+        distinct = {(w.shape, w.stride(), b is None): (w, b) for w, b in matmuls}
         self.tested = len(distinct)
         for padded in (False, True):
             self.padded = padded
@@ -93,7 +93,7 @@ class Numerics:
             if not broken:
                 return
         raise StartupError(
-            f"strict numerics: the product by a weight of {list(broken[0])} depends on the rows around it, also in blocks of {BLOCK} rows; "
+            f"strict numerics: the matmul by a weight of {list(broken[0])} depends on the rows around it, also in blocks of {BLOCK} rows; "
             "set MKL_CBWR=AVX2,STRICT before the process starts, or choose numerics: fast (exact in distribution only)"
         )
 
@@ -124,5 +124,5 @@ class Numerics:
         return f"strict: {how} ({library}), self-test passed on {self.tested} shapes"
 
 
-def _product(x_RK: Tensor, weight_KN: Tensor, bias_N: Tensor | None) -> Tensor:
+def _matmul(x_RK: Tensor, weight_KN: Tensor, bias_N: Tensor | None) -> Tensor:
     return torch.mm(x_RK, weight_KN) if bias_N is None else torch.addmm(bias_N, x_RK, weight_KN)

@@ -11,7 +11,7 @@ partner is.
 Threads: the kernel is single-threaded and releases the GIL; the backend cuts large calls by rows
 over a small pool of Python threads. numba's parallel loops are not used: they would compile the row
 a second time, with bits of its own, and bring a third pool of workers beside torch's OpenMP.
-Measured between torch products on two busy cores, 64 rows of 640 keys, median of the whole: 1.7 to
+Measured between torch matmuls on two busy cores, 64 rows of 640 keys, median of the whole: 1.7 to
 2.0 ms by this pool, 1.7 to 3.4 by numba's omp and workqueue layers, 1.6 to 2.3 single-threaded.
 
 Legend: R rows, N query heads, K KV heads, G = N / K heads of one KV head, D head width, S slots, B

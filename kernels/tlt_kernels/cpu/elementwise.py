@@ -1,4 +1,4 @@
-"""Row kernels around the matrix products: norms, rotary embedding with KV store, gated activation,
+"""Row kernels around the matmuls: norms, rotary embedding with KV store, gated activation,
 slot copies.
 
 Called by the models, single-threaded: at the widths a CPU serves, a row is under a microsecond, and

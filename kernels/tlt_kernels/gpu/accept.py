@@ -189,10 +189,10 @@ def accept(
     Of two children with the same token the first one is followed.
     """
     requests, path_depth = batch_slot_B.shape[0], rows.path_RD.shape[1]
-    works = batch_slot_W.shape[0] if batch_slot_W is not None else 0
+    chunks = batch_slot_W.shape[0] if batch_slot_W is not None else 0
     assert outcome_EF.shape[1] == fields(path_depth) and kept.source_BD.shape[1] == path_depth
     block = max(triton.next_power_of_2(decode_rows), 2)  # one request may have all rows
-    _accept[(requests + works,)](
+    _accept[(requests + chunks,)](
         batch_slot_B,
         batch_slot_W if batch_slot_W is not None else batch_slot_B,
         requests,

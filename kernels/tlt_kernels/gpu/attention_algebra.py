@@ -9,7 +9,7 @@ row sees nothing changes no bit of it. Splits grow with position: short ones giv
 many programs, long ones keep the fold of a long context short.
 
 Legend: M queries of a tile, T keys of a block, D head width, L lanes that all hold the same sum
-(the narrowest matrix product). `scale` is the softmax scale times log2(e); tops are maxima of
+(the narrowest matmul). `scale` is the softmax scale times log2(e); tops are maxima of
 unscaled scores.
 """
 

@@ -28,7 +28,7 @@ from tlt_kernels.gpu.attention_algebra import split_count, split_of, split_start
 from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
 
 FIELDS = tl.constexpr(16)  # int32 of an item
-_LONGEST = tl.constexpr(16)  # the first of the splits that hold the most keys
+_FIRST_LONG = tl.constexpr(16)  # the first of the splits that hold the most keys
 _CHUNK = 256  # rows that the planner looks at together
 _WORKSPACE = 64 << 20  # bytes for states
 _ROW_SHARES = 2  # parts per multiprocessor that rows' work is cut into, at the least
@@ -291,7 +291,7 @@ def _pieces(position_C, base_C, size_C, first_C, last_C, chain_C, row_quota, til
 def _by_length(items_C, prefix_C):
     """Items of a tile: first ones, later ones of a short split, later ones of a longest split."""
     later_C = tl.maximum(items_C - 1, 0)
-    short_C = tl.minimum(later_C, tl.maximum(-prefix_C + _LONGEST, 0))
+    short_C = tl.minimum(later_C, tl.maximum(-prefix_C + _FIRST_LONG, 0))
     return items_C - later_C, short_C, later_C - short_C
 
 

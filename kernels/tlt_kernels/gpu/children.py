@@ -21,8 +21,8 @@ from tlt_kernels.gpu.ordering import key_of, value_of
 from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
 from tlt_kernels.gpu.temperature import GREEDY_BELOW
 
-FEW = 32  # rows up to which a launch is too small to fill a GPU
-BLOCK_OF_FEW, BLOCK_OF_MANY = 128, 512  # draft tokens of one program, a warp
+MAX_FEW = 32  # rows up to which a launch is too small to fill a GPU
+FEW_BLOCK, MANY_BLOCK = 128, 512  # draft tokens of one program, a warp
 MERGED = 512  # candidates that a warp merges
 NOTHING = tl.constexpr(-(2**31))  # key below those of all values: no candidate
 
@@ -112,7 +112,7 @@ def children(
     (-1, -inf).
     """
     M, C = logits_MC.shape
-    BLOCK = BLOCK_OF_FEW if M <= FEW else BLOCK_OF_MANY
+    BLOCK = FEW_BLOCK if M <= MAX_FEW else MANY_BLOCK
     B, W = triton.cdiv(C, BLOCK), max(width, 2)
     TILE, WIDE = triton.next_power_of_2(B * W), triton.next_power_of_2(W)
     key_MBW, token_MBW = (

@@ -1,4 +1,4 @@
-"""Matrix products with a fixed order of addition: the bits of a row depend on that row and on the
+"""Matmuls with a fixed order of addition: the bits of a row depend on that row and on the
 weights alone.
 
 For each output element k ascends in the tensor cores' steps of 16 within a segment of K, and
@@ -52,7 +52,7 @@ def _hindrance(dtype: torch.dtype, device: torch.device) -> str:
 
 
 def in_use(dtype: torch.dtype, device: torch.device, intermediate: int) -> str:
-    """Which kernel computes the products of an MLP of so many units: "streaming", or "portable: "
+    """Which kernel computes the matmuls of an MLP of so many units: "streaming", or "portable: "
     and why.
     """
     why = _hindrance(dtype, device)

@@ -1,4 +1,4 @@
-"""The matrix product for every GPU and dtype that Triton knows, and for its CPU interpreter; same
+"""The matmul for every GPU and dtype that Triton knows, and for its CPU interpreter; same
 bits as `gemm_stream.py`.
 
 One program per tile and segment, copies pipelined by the compiler. Called by `gemm.py`, which has

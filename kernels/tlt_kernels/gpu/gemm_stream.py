@@ -1,4 +1,4 @@
-"""The bfloat16 matrix product on Hopper: one warp streams tiles into a ring of shared memory, four
+"""The bfloat16 matmul on Hopper: one warp streams tiles into a ring of shared memory, four
 or eight multiply.
 
 A program stays on its multiprocessor and takes tile after tile, so the ring never drains between

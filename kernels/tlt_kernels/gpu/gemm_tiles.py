@@ -1,4 +1,4 @@
-"""Which tile of a matrix product runs at how many rows, and in how many segments K is cut: figures
+"""Which tile of a matmul runs at how many rows, and in how many segments K is cut: figures
 of one H200.
 
 Tiles change no bits (see `gemm.py`), segments do: their number therefore depends on no row.
@@ -14,7 +14,7 @@ import torch
 PIECE_COST = (
     1.5  # of a piece of a tile, in shares of a tile: it reads as many weights for fewer products
 )
-SEGMENTS = 2  # in which the K of an o or down projection is cut: 64-row tiles of few-row products then fill the chip
+SEGMENTS = 2  # in which the K of an o or down projection is cut: 64-row tiles of few-row matmuls then fill the chip
 SEGMENT_UNIT = (
     128  # elements of K; a multiple of every tile's depth, so that no step crosses a segment's end
 )

@@ -19,7 +19,7 @@ from tlt_kernels.gpu.growth import draft_limit
 from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
 from tlt_kernels.gpu.tensors import BatchSlots, Calibration, Nodes
 
-LONGEST, SHORTEST = 16, 2  # tokens compared; a single token in common is no occurrence
+MAX_MATCH, MIN_MATCH = 16, 2  # tokens compared; a single token in common is no occurrence
 CERTAIN = tl.constexpr(
     0.999
 )  # no node is surer than that: below it, rounding cannot lift a survival above the parent's
@@ -56,7 +56,7 @@ def _scan(
     WP: tl.constexpr,
     QP: tl.constexpr,
     BLOCK: tl.constexpr,
-    LONGEST: tl.constexpr,
+    MAX_MATCH: tl.constexpr,
 ):
     """Program (b, j) scans a part of a text that request b may draft from, or whole texts. Keys:
     match length, position, place.
@@ -106,7 +106,7 @@ def _scan(
                 compared = 2
                 while longest == compared:  # some occurrence goes on
                     suffix = tl.load(own - compared, mask=compared < length, other=-1)
-                    run_I = run_I & (i_I >= compared) & (compared < tl.minimum(length, LONGEST))
+                    run_I = run_I & (i_I >= compared) & (compared < tl.minimum(length, MAX_MATCH))
                     run_I = run_I & (tl.load(text + i_I - compared, mask=run_I, other=-2) == suffix)
                     common_I += run_I.to(tl.int32)
                     longest += tl.max(run_I.to(tl.int32))
@@ -289,7 +289,7 @@ def history_nodes(
         WP=block_width,
         QP=triton.next_power_of_2(count),
         BLOCK=BLOCK,
-        LONGEST=LONGEST,
+        MAX_MATCH=MAX_MATCH,
         num_warps=8,
         **PDL,
     )

@@ -3,9 +3,9 @@ residual stream.
 
 One row per program and the same number of warps for a given H whatever the number of rows, so a
 row's bits depend on that row alone. Arithmetic is float32, rounded once; the residual stream stays
-float32. Callers are the models, between the matrix products.
+float32. Callers are the models, between the matmuls.
 
-Legend: R rows, H hidden, V vocabulary, P partial sums of a matrix product.
+Legend: R rows, H hidden, V vocabulary, P partial sums of a matmul.
 """
 
 from __future__ import annotations

@@ -284,7 +284,7 @@ def _layout_prefill(
     BLOCK: tl.constexpr,
     DP: tl.constexpr,
 ):
-    """One program per block of rows; the first one also describes the works."""
+    """One program per block of rows; the first one also describes the chunks."""
     pdl_launch()
     pdl_wait()
     i_P = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -292,19 +292,19 @@ def _layout_prefill(
     rows_W = tl.load(count_W + w_W, mask=w_W < W, other=0)
     end_W = tl.cumsum(rows_W, axis=0)
     if tl.program_id(0) == 0:
-        work_W = w_W < W
-        first_position_W = tl.load(start_W + w_W, mask=work_W, other=0)
-        known_W = tl.load(length_Q + tl.load(batch_slot_W + w_W, mask=work_W, other=idle))
+        chunk_W = w_W < W
+        first_position_W = tl.load(start_W + w_W, mask=chunk_W, other=0)
+        known_W = tl.load(length_Q + tl.load(batch_slot_W + w_W, mask=chunk_W, other=idle))
         row_W = V + end_W - 1
         samples_W = (rows_W > 0) & (first_position_W + rows_W == known_W)
-        tl.store(root_E + B + w_W, tl.where(rows_W > 0, row_W, -1), mask=work_W)
-        tl.store(count_E + B + w_W, samples_W.to(tl.int32), mask=work_W)
-        tl.store(sample_row_S + V + w_W, tl.where(samples_W, row_W, -1), mask=work_W)
-    work_P = tl.sum((end_W[None, :] <= i_P[:, None]).to(tl.int32), axis=1)
-    before_P = tl.sum(tl.where(w_W[None, :] < work_P[:, None], rows_W[None, :], 0), axis=1)
-    alive_P = (i_P < prefill_rows) & (work_P < W)
-    start_P = tl.load(start_W + work_P, mask=alive_P, other=0)
-    batch_slot_P = tl.load(batch_slot_W + work_P, mask=alive_P, other=idle)
+        tl.store(root_E + B + w_W, tl.where(rows_W > 0, row_W, -1), mask=chunk_W)
+        tl.store(count_E + B + w_W, samples_W.to(tl.int32), mask=chunk_W)
+        tl.store(sample_row_S + V + w_W, tl.where(samples_W, row_W, -1), mask=chunk_W)
+    chunk_P = tl.sum((end_W[None, :] <= i_P[:, None]).to(tl.int32), axis=1)
+    before_P = tl.sum(tl.where(w_W[None, :] < chunk_P[:, None], rows_W[None, :], 0), axis=1)
+    alive_P = (i_P < prefill_rows) & (chunk_P < W)
+    start_P = tl.load(start_W + chunk_P, mask=alive_P, other=0)
+    batch_slot_P = tl.load(batch_slot_W + chunk_P, mask=alive_P, other=idle)
     position_P = start_P + i_P - before_P
     token_P = tl.load(token_QT + batch_slot_P.to(tl.int64) * T + position_P, mask=alive_P, other=0)
     page_P = tl.load(page_table_QP + batch_slot_P * P + position_P // PAGE, mask=alive_P, other=0)
@@ -318,7 +318,7 @@ def _layout_prefill(
         mask=stored_P,
     )
     tl.store(batch_slot_R + row_P, batch_slot_P, mask=stored_P)
-    base_P = start_P + tl.load(count_W + work_P, mask=alive_P, other=0)
+    base_P = start_P + tl.load(count_W + chunk_P, mask=alive_P, other=0)
     tl.store(base_R + row_P, base_P, mask=stored_P)
     tl.store(parent_R + row_P, tl.where(alive_P & (i_P > before_P), row_P - 1, -1), mask=stored_P)
     tl.store(
@@ -344,14 +344,14 @@ def layout_prefill(
     prefill_rows: int,
     trash: int,
 ) -> None:
-    """Lay out rows V .. V + P - 1: positions [start, start + count) of every work in turn; a count
-    of 0 is no work.
+    """Lay out rows V .. V + P - 1: positions [start, start + count) of every chunk in turn; a count
+    of 0 is no chunk.
 
-    A work samples if it reaches its sequence's end. Fills `trees` for entries B + w (root_E: the
-    work's last row, whether or not it samples; count_E: 1 if it samples) and samples V + w, and
+    A chunk samples if it reaches its sequence's end. Fills `trees` for entries B + w (root_E: the
+    chunk's last row, whether or not it samples; count_E: 1 if it samples) and samples V + w, and
     `kept.page_R` from row V on.
     """
-    works, path_depth = batch_slot_W.shape[0], rows.path_RD.shape[1]
+    chunks, path_depth = batch_slot_W.shape[0], rows.path_RD.shape[1]
     block = (
         64 if prefill_rows <= 64 else 128
     )  # one of two compiled kernels, whatever the step's size
@@ -359,7 +359,7 @@ def layout_prefill(
         batch_slot_W,
         start_W,
         count_W,
-        works,
+        chunks,
         batch_slots.token_QT,
         batch_slots.token_QT.shape[1],
         batch_slots.length_Q,
@@ -383,7 +383,7 @@ def layout_prefill(
         trash,
         batch_slots.idle,
         PAGE=PAGE_SIZE,
-        WP=max(triton.next_power_of_2(works), 2),
+        WP=max(triton.next_power_of_2(chunks), 2),
         BLOCK=block,
         DP=triton.next_power_of_2(path_depth),
         num_warps=4,

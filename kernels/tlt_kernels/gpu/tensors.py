@@ -6,7 +6,7 @@ the trash slot and base 0.
 
 Legend: Q batch slots (the last one is idle), T tokens, P pages per batch slot, K stop ids, H hidden, R rows,
 V decode rows (the first of R), X draft rows, D longest path, B requests of the batch, W prefill
-works, E = B + W entries, S = V + W samples, C nodes per request, N = B * C nodes, Z calibration
+chunks, E = B + W entries, S = V + W samples, C nodes per request, N = B * C nodes, Z calibration
 cells.
 """
 
@@ -190,18 +190,18 @@ class Draft(NamedTuple):
 
 
 class Trees(NamedTuple):
-    """What is to be verified. Entry e < B is request e of the batch; entry B + w is prefill work w,
+    """What is to be verified. Entry e < B is request e of the batch; entry B + w is prefill chunk w,
     a tree of its last row alone.
     """
 
     root_E: Tensor  # row
     count_E: Tensor  # rows from the root on; 0 = nothing
     node_V: Tensor  # per decode row request * C + column of its node; -1 = root or dead
-    sample_row_S: Tensor  # row whose logits sample s needs; sample v < V is decode row v, sample V + w the last row of work w
+    sample_row_S: Tensor  # row whose logits sample s needs; sample v < V is decode row v, sample V + w the last row of chunk w
 
     @staticmethod
-    def allocate(requests: int, works: int, decode_rows: int, *, device: str = "cuda") -> Trees:
-        sizes = requests + works, requests + works, decode_rows, decode_rows + works
+    def allocate(requests: int, chunks: int, decode_rows: int, *, device: str = "cuda") -> Trees:
+        sizes = requests + chunks, requests + chunks, decode_rows, decode_rows + chunks
         return Trees(*(torch.full((size,), -1, dtype=torch.int32, device=device) for size in sizes))
 
 
@@ -219,7 +219,7 @@ class Kept(NamedTuple):
     @staticmethod
     def allocate(
         requests: int,
-        works: int,
+        chunks: int,
         decode_rows: int,
         prefill_rows: int,
         depth: int,
@@ -229,7 +229,7 @@ class Kept(NamedTuple):
         def none(*shape: int) -> Tensor:
             return torch.full(shape, -1, dtype=torch.int32, device=device)
 
-        entries, depth = requests + works, max(depth, 1)
+        entries, depth = requests + chunks, max(depth, 1)
         return Kept(
             none(decode_rows),
             none(requests),

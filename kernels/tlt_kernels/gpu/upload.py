@@ -3,7 +3,7 @@ buffer, one copy.
 
 The host fills an `Upload` (plain numpy over pinned memory), copies its first `used` ints to the
 device's buffer of the same layout, and `apply` takes it over into the batch slots, once. The batch
-(`batch_slot_B`, works) is read by the graphs where it lies in that buffer.
+(`batch_slot_B`, chunks) is read by the graphs where it lies in that buffer.
 
 Layout (int32): header [4] | batch_slot_B | batch_slot_W | start_W | count_W | admissions | extensions |
 payload (tokens and page ids).
@@ -39,7 +39,7 @@ class UploadLayout:
     """Sizes of an upload."""
 
     batch: int  # decoding requests
-    works: int
+    chunks: int
     admissions: int
     extensions: int
     stops: int  # stop ids per batch slot
@@ -47,12 +47,12 @@ class UploadLayout:
     idle: int  # the idle batch slot
 
     @property
-    def works_at(self) -> int:
+    def chunks_at(self) -> int:
         return HEADER + _rounded(self.batch)
 
     @property
     def admissions_at(self) -> int:
-        return self.works_at + 3 * _rounded(self.works)
+        return self.chunks_at + 3 * _rounded(self.chunks)
 
     @property
     def extensions_at(self) -> int:
@@ -71,11 +71,11 @@ class UploadLayout:
         """View of the first `requests` batch slots of the batch in a device buffer."""
         return upload_U[HEADER : HEADER + requests]
 
-    def works_W(self, upload_U: Tensor, works: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Views (batch_slot_W, start_W, count_W) of the first works."""
-        first, each = self.works_at, _rounded(self.works)
+    def chunks_W(self, upload_U: Tensor, chunks: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Views (batch_slot_W, start_W, count_W) of the first chunks."""
+        first, each = self.chunks_at, _rounded(self.chunks)
         batch_slot_W, start_W, count_W = (
-            upload_U[first + i * each : first + i * each + works] for i in range(3)
+            upload_U[first + i * each : first + i * each + chunks] for i in range(3)
         )
         return batch_slot_W, start_W, count_W
 
@@ -90,10 +90,10 @@ class Upload:
     def __init__(self, layout: UploadLayout, buffer_U: NDArray[np.int32]) -> None:
         assert buffer_U.shape == (layout.size,) and buffer_U.dtype == np.int32
         self.layout, self.buffer_U = layout, buffer_U
-        works, each = layout.works_at, _rounded(layout.works)
+        chunks, each = layout.chunks_at, _rounded(layout.chunks)
         self._batch_slot_B = buffer_U[HEADER : HEADER + layout.batch]
         self._batch_slot_W, self._start_W, self._count_W = (
-            buffer_U[works + i * each : works + i * each + layout.works] for i in range(3)
+            buffer_U[chunks + i * each : chunks + i * each + layout.chunks] for i in range(3)
         )
         width = ADMISSION + layout.stops
         self._admission_AF = buffer_U[
@@ -123,16 +123,16 @@ class Upload:
         return bool(self._admissions or self._extensions)
 
     def batch(
-        self, batch_slot_B: Sequence[int], works: Sequence[tuple[int, int, int]] = ()
+        self, batch_slot_B: Sequence[int], chunks: Sequence[tuple[int, int, int]] = ()
     ) -> None:
-        """Decoding batch slots in batch order (the rest of the bucket is idle), and prefill works
+        """Decoding batch slots in batch order (the rest of the bucket is idle), and prefill chunks
         (batch slot, start, count).
         """
         self._batch_slot_B[: len(batch_slot_B)] = batch_slot_B
         self._batch_slot_B[len(batch_slot_B) :] = self.layout.idle
         self._batch_slot_W[:], self._start_W[:], self._count_W[:] = self.layout.idle, 0, 0
-        for w, work in enumerate(works):
-            self._batch_slot_W[w], self._start_W[w], self._count_W[w] = work
+        for w, chunk in enumerate(chunks):
+            self._batch_slot_W[w], self._start_W[w], self._count_W[w] = chunk
 
     def admit(
         self,

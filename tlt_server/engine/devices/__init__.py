@@ -45,7 +45,7 @@ class Equipped(NamedTuple):
     runner: Runner
     on_end: Callable[[Sequence], None]  # is to be told when a sequence has ended
     detail: str = ""  # for the start-up report
-    products: str = ""  # which kernel computes matrix products on a GPU, and why not the other
+    matmuls: str = ""  # which kernel computes matmuls on a GPU, and why not the other
     room: Callable[[int, int], int] = (
         unpadded  # (decoding sequences, rows at most) -> prompt rows that a step may read beside them
     )

@@ -18,7 +18,7 @@ from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import StartupError
 
 MIB = 2**20
-LEAST_CAPABILITY = (9, 0)  # the kernels use programmatic dependent launch
+MIN_CAPABILITY = (9, 0)  # the kernels use programmatic dependent launch
 CPU_KV_MB = 1024
 
 
@@ -68,10 +68,10 @@ def look() -> Gpu:
         )
     except RuntimeError as error:
         return Gpu(unusable=f"torch cannot use the GPU ({str(error).splitlines()[0]})")
-    if found.capability < LEAST_CAPABILITY:
+    if found.capability < MIN_CAPABILITY:
         return found._replace(
             unusable=f"{found.name} has compute capability {dotted(found.capability)}, and the kernels need "
-            f"{dotted(LEAST_CAPABILITY)}"
+            f"{dotted(MIN_CAPABILITY)}"
         )
     if find_spec("triton") is None:
         return found._replace(

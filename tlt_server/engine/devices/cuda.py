@@ -27,8 +27,8 @@ from tlt_server.attention.rows import KVCache
 from tlt_server.engine.devices import Equipped, Memory, OnProgress, Quiet
 from tlt_server.engine.gpu.buckets import (
     CAPTURED,
-    LEAST_DEPTH,
-    MOST_VERIFIED,
+    MAX_VERIFIED,
+    MIN_DEPTH,
     TREE_ROWS,
     PromptShape,
     Shapes,
@@ -48,7 +48,7 @@ from tlt_server.models.gpu.decoder import GpuDecoder
 from tlt_server.models.gpu.eagle import GpuEagle3
 from tlt_server.models.gpu.exchange import compile_exchange, exchange
 from tlt_server.models.gpu.layers import Placement
-from tlt_server.models.gpu.products import PRODUCTS
+from tlt_server.models.gpu.matmuls import MATMULS
 from tlt_server.models.loader import eos_token_ids, fill, unread
 from tlt_server.registry import load_object
 from tlt_server.speculation.drafters import DRAFTERS
@@ -74,7 +74,7 @@ class CudaDevice:
                 f"page_size is {settings.page_size}; the kernels of a GPU have pages of {PAGE_SIZE}: leave the setting out"
             )
         self._placement = Placement(
-            self.device, getattr(torch, settings.dtype), PRODUCTS[settings.numerics]()
+            self.device, getattr(torch, settings.dtype), MATMULS[settings.numerics]()
         )
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._runner: GpuRunner | None = None
@@ -177,7 +177,7 @@ class CudaDevice:
         pages = self._plan.pages
         with self._memory(f"{pages} KV pages"):
             self._kv_slots = KVSlots(
-                pages * PAGE_SIZE, max(MOST_VERIFIED, settings.max_running), TREE_ROWS
+                pages * PAGE_SIZE, max(MAX_VERIFIED, settings.max_running), TREE_ROWS
             )
             scratch = self._kv_slots.verified + 1
             self._cache = _cache(model.config, pages, scratch, self._placement, model.config.layers)
@@ -263,7 +263,7 @@ class CudaDevice:
         with self._memory("buffers and graphs"):
             shapes = Shapes(
                 settings.max_running,
-                max(LEAST_DEPTH, *(arm.depth for arm in ladder.arms)),
+                max(MIN_DEPTH, *(arm.depth for arm in ladder.arms)),
                 self.prompts,
             )
             state = self._state(model, shapes, page_table_SP.shape[1])
@@ -295,12 +295,12 @@ class CudaDevice:
                     compile_exchange(part.network)
         graphs = self._runner.graphs
         taken = f"{len(graphs.bytes)} graphs, {graphs.total_bytes // MIB} MiB, {sum(graphs.seconds.values()):.1f} s"
-        products = gemm.in_use(self._placement.dtype, self.device, model.config.intermediate_size)
+        matmuls = gemm.in_use(self._placement.dtype, self.device, model.config.intermediate_size)
         return Equipped(
             self._runner,
             lambda sequence: None,
             taken if capture else "launched kernel by kernel",
-            products,
+            matmuls,
             shapes.room,
         )
 
@@ -309,7 +309,7 @@ class CudaDevice:
         assert self._cache is not None
         layout = UploadLayout(
             batch=batch,
-            works=shapes.most_works,
+            chunks=shapes.max_chunks,
             admissions=max(16, batch),
             extensions=EXTENSIONS * batch,
             stops=STOPS,
@@ -388,7 +388,7 @@ class Interpreted(CudaDevice):
     name = "interpreter"
     warms_up = False  # nothing is compiled
     prompts = PromptShape(
-        sizes=(2, 4), works=2, grain=4
+        sizes=(2, 4), chunks=2, grain=4
     )  # a padded row costs as much as a real one
 
     def __init__(self, settings: EngineSettings) -> None:

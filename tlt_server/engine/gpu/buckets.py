@@ -1,7 +1,7 @@
 """Static shapes of a step: the bucket of its batch, its decode rows, its prompt rows, and the keys
 that policies can reach. No tensors.
 
-A product computes whole tiles of rows, so a step of 4097 rows costs what one of 4352 does. The rows
+A matmul computes whole tiles of rows, so a step of 4097 rows costs what one of 4352 does. The rows
 of a step that reads prompts, decode rows and what pads them included, are therefore one of a few
 small sizes, each of which is captured, or a multiple of a grain; the scheduler reads as many prompt
 rows as leave it full.
@@ -33,17 +33,17 @@ BESIDE_PROMPTS = (
     32,
     *BATCHES[6:],
 )  # what pads a batch there takes the place of prompt rows
-PROMPT_SIZES, PROMPT_WORKS = (
+PROMPT_SIZES, PROMPT_CHUNKS = (
     (64, 128, 256, 384, 512),
     16,
 )  # of a captured step that reads prompts: rows in all, and prompts
-MOST_VERIFIED = attention.TREE_ROWS  # decode rows of a step, at most; a larger batch has its roots
-MOST_WIDTH = 8  # children of a node
-MOST_DRAFTED = (
+MAX_VERIFIED = attention.TREE_ROWS  # decode rows of a step, at most; a larger batch has its roots
+MAX_WIDTH = 8  # children of a node
+MAX_DRAFTED = (
     attention.TREE_ROWS
 )  # rows of one level of a drafter's pass; a larger batch has one each
 TREE_ROWS = 8192  # rows of a drafter's pass, without the roots
-LEAST_DEPTH = 12  # draft paths of so many tokens are possible, whatever the default strategies are
+MIN_DEPTH = 12  # draft paths of so many tokens are possible, whatever the default strategies are
 
 
 class PromptShape(NamedTuple):
@@ -54,7 +54,7 @@ class PromptShape(NamedTuple):
     sizes: tuple[int, ...] = (
         PROMPT_SIZES  # rows of captured steps, decode rows included; more where those leave less than a grain
     )
-    works: int = PROMPT_WORKS
+    chunks: int = PROMPT_CHUNKS
     grain: int = 256  # of larger steps
 
     def padded(self, rows: int) -> int:
@@ -97,15 +97,15 @@ def bucket(sizes: Sequence[int], count: int) -> int:
 
 def fitted(strategy: Strategy, batch: int, depth: int) -> Strategy:
     """The strategy cut to what the device holds: paths of `depth`, TREE_ROWS and per level
-    MOST_DRAFTED draft rows, MOST_WIDTH children; OFF where no draft could be verified.
+    MAX_DRAFTED draft rows, MAX_WIDTH children; OFF where no draft could be verified.
     """
     if decode_rows(batch, strategy) == batch:
         return OFF
     depth = min(strategy.depth, depth, 1 + TREE_ROWS // batch)
     width = min(
         strategy.width,
-        MOST_WIDTH,
-        max(1, MOST_DRAFTED // batch),
+        MAX_WIDTH,
+        max(1, MAX_DRAFTED // batch),
         max(1, TREE_ROWS // (batch * max(1, depth - 1))),
     )
     while width > 1 and batch * columns(depth, width) > MAX_NODES:
@@ -115,12 +115,12 @@ def fitted(strategy: Strategy, batch: int, depth: int) -> Strategy:
 
 def decode_rows(batch: int, strategy: Strategy) -> int:
     """Rows of a bucket's decode requests, drafts included."""
-    return max(batch, min(batch * strategy.rows, MOST_VERIFIED))
+    return max(batch, min(batch * strategy.rows, MAX_VERIFIED))
 
 
 def sampled_rows(max_running: int) -> int:
-    """Rows of a step whose logits are computed, at most: decode rows, and one per prompt work."""
-    return max(MOST_VERIFIED, max_running) + max(PROMPT_WORKS, max_running)
+    """Rows of a step whose logits are computed, at most: decode rows, and one per prefill chunk."""
+    return max(MAX_VERIFIED, max_running) + max(PROMPT_CHUNKS, max_running)
 
 
 def draft_key(batch: int, strategy: Strategy) -> DraftKey:
@@ -146,28 +146,28 @@ class Shapes:
         return batch_buckets(self.max_running, BESIDE_PROMPTS)
 
     @property
-    def most_works(self) -> int:
-        return max(self.max_running, self.prompts.works)
+    def max_chunks(self) -> int:
+        return max(self.max_running, self.prompts.chunks)
 
     def step(
         self,
         decoding: int,
         strategy: Strategy,
         rows: int = 0,
-        works: int = 0,
+        chunks: int = 0,
         *,
         filtered: bool = False,
     ) -> StepShape:
-        """Of so many decoding requests, with `rows` of `works` prompts beside them."""
-        batch = bucket(self.beside_prompts if works else self.batches, decoding)
+        """Of so many decoding requests, with `rows` of `chunks` prompts beside them."""
+        batch = bucket(self.beside_prompts if chunks else self.batches, decoding)
         strategy = fitted(strategy, batch, self.depth) if decoding else OFF
         first = decode_rows(batch, strategy)
-        prompt_rows = self.prompts.padded(first + rows) - first if works else 0
-        padded_works = self.prompts.works if works <= self.prompts.works else self.most_works
+        prompt_rows = self.prompts.padded(first + rows) - first if chunks else 0
+        padded_chunks = self.prompts.chunks if chunks <= self.prompts.chunks else self.max_chunks
         return StepShape(
             strategy,
             draft_key(batch, strategy) if strategy.drafter else None,
-            ExtendKey(batch, first, prompt_rows, padded_works if works else 0, filtered),
+            ExtendKey(batch, first, prompt_rows, padded_chunks if chunks else 0, filtered),
         )
 
     def room(self, decoding: int, max_rows: int) -> int:
@@ -179,7 +179,7 @@ class Shapes:
         """Worth a graph: steps that read long prompts come in too many sizes, and take the device
         longer than the host to launch.
         """
-        return not key.works or key.decode_rows + key.prompt_rows <= self.prompts.largest(
+        return not key.chunks or key.decode_rows + key.prompt_rows <= self.prompts.largest(
             key.decode_rows
         )
 
@@ -193,8 +193,8 @@ class Shapes:
         """Steps run once at start so that no request waits for a compiler: of the largest prompts,
         of many short ones, with filters.
         """
-        many = self.prompts.works + 1
-        large = dict.fromkeys(self.step(0, OFF, max_rows, works).extend for works in (1, many))
+        many = self.prompts.chunks + 1
+        large = dict.fromkeys(self.step(0, OFF, max_rows, chunks).extend for chunks in (1, many))
         short = [self.step(0, OFF, many, many).extend] if many <= self.max_running else []
         return [
             *(key for key in large if not self.keeps(key)),
@@ -211,7 +211,7 @@ class Shapes:
         affordable_rows: (smallest batch, most verify rows per request), as policies use it.
         """
         keys: dict[DraftKey | ExtendKey, None] = {}
-        for works, batches in enumerate((self.batches, self.beside_prompts)):
+        for chunks, batches in enumerate((self.batches, self.beside_prompts)):
             below = -1  # a batch of one more is the first that a bucket serves
             for batch in batches:
                 most = max(
@@ -225,16 +225,16 @@ class Shapes:
                 below = batch
                 for arm in arms:
                     if arm.rows <= most:
-                        keys |= dict.fromkeys(self._keys(batch, arm, works))
+                        keys |= dict.fromkeys(self._keys(batch, arm, chunks))
         return sorted(keys, key=_size, reverse=True)
 
-    def _keys(self, batch: int, arm: Strategy, works: int) -> Iterator[DraftKey | ExtendKey]:
-        """Of a step of a bucket's largest batch; with `works`, of every captured one beside
+    def _keys(self, batch: int, arm: Strategy, chunks: int) -> Iterator[DraftKey | ExtendKey]:
+        """Of a step of a bucket's largest batch; with `chunks`, of every captured one beside
         prompts.
         """
-        first = self.step(batch, arm, 0, works).extend.decode_rows
-        for rows in self.prompts.captured(first) if works else [first]:
-            shape = self.step(batch, arm, rows - first, works)
+        first = self.step(batch, arm, 0, chunks).extend.decode_rows
+        for rows in self.prompts.captured(first) if chunks else [first]:
+            shape = self.step(batch, arm, rows - first, chunks)
             yield from (key for key in (shape.extend, shape.draft) if key)
 
 

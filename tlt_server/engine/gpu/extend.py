@@ -5,7 +5,7 @@ Plain decoding is the pass with one row per request; prompt rows ride behind. Wh
 rows are laid out before (`select`), because how many nodes there are to choose from depends on the
 draft; so an extend graph is shared by all depths.
 
-Legend: V decode rows, P prompt rows, R = V + P, W prompt works, S = V + W samples, B batch bucket,
+Legend: V decode rows, P prompt rows, R = V + P, W prefill chunks, S = V + W samples, B batch bucket,
 E = B + W entries, F fields, A entries that ask for a report, N tokens of an entry, K best tokens.
 """
 
@@ -35,7 +35,7 @@ class ExtendKey(NamedTuple):
     batch: int
     decode_rows: int
     prompt_rows: int = 0
-    works: int = 0
+    chunks: int = 0
     filtered: bool = False
 
     @property
@@ -64,12 +64,12 @@ class Extend:
         self.key, self.state, self._followers = key, state, followers
         rows, device = key.decode_rows + key.prompt_rows, state.upload_U.device.type
         self.rows = Rows.allocate(rows, state.depth, device=device)
-        self.trees = Trees.allocate(key.batch, key.works, key.decode_rows, device=device)
+        self.trees = Trees.allocate(key.batch, key.chunks, key.decode_rows, device=device)
         self.kept = Kept.allocate(
-            key.batch, key.works, key.decode_rows, key.prompt_rows, state.depth, device=device
+            key.batch, key.chunks, key.decode_rows, key.prompt_rows, state.depth, device=device
         )
         self.outcome_EF = torch.empty(
-            key.batch + key.works,
+            key.batch + key.chunks,
             fields(state.depth),
             dtype=torch.int32,
             device=state.upload_U.device,
@@ -103,7 +103,7 @@ class Extend:
             self.select(None)
         if key.prompt_rows:
             layout_prefill(
-                *state.layout.works_W(state.upload_U, key.works),
+                *state.layout.chunks_W(state.upload_U, key.chunks),
                 state.batch_slots,
                 rows,
                 self.trees,
@@ -167,7 +167,7 @@ class Extend:
         the rows' features.
         """
         state, key = self.state, self.key
-        batch_slot_W = state.layout.works_W(state.upload_U, key.works)[0] if key.works else None
+        batch_slot_W = state.layout.chunks_W(state.upload_U, key.chunks)[0] if key.chunks else None
         accept(
             state.batch_slot_B(key.batch),
             batch_slot_W,

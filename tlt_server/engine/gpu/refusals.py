@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from tlt_server.engine.gpu.buckets import MOST_VERIFIED
+from tlt_server.engine.gpu.buckets import MAX_VERIFIED
 from tlt_server.engine.gpu.memory import GIB, MIB, RESERVE, Needs, Plan, size
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.errors import StartupError
 
-MOST_FRACTION = 0.98  # that we advise
-LEAST_FRACTION = 0.05  # that the setting takes
-LEAST_LENGTH = 256  # a limit on sequences below it is no help
+MAX_FRACTION = 0.98  # that we advise
+MIN_FRACTION = 0.05  # that the setting takes
+MIN_LENGTH = 256  # a limit on sequences below it is no help
 CONTEXT = GIB // 2  # of a GPU that nothing else uses, not free all the same
 BUSY = "end what else uses this GPU (nvidia-smi lists it)"
 SMALLER = "serve a smaller model or use a GPU with more memory"
@@ -99,9 +99,7 @@ def _settings(plan: Plan) -> list[str]:
 
 def _levers(plan: Plan) -> list[Lever]:
     settings, page = plan.settings, plan.settings.page_size
-    shorter = Lever(
-        "max_model_len", range(-(-LEAST_LENGTH // page) * page, plan.max_model_len, page)
-    )
+    shorter = Lever("max_model_len", range(-(-MIN_LENGTH // page) * page, plan.max_model_len, page))
     a_sequence = -(-plan.least * plan.needs.per_page // MIB)
     if settings.pages:
         levers = [Lever("pages", range(plan.least, settings.pages))]
@@ -110,7 +108,7 @@ def _levers(plan: Plan) -> list[Lever]:
     elif settings.kv_memory_mb:
         levers = [Lever("kv_memory_mb", range(a_sequence, settings.kv_memory_mb)), shorter]
     else:
-        percents = range(round(MOST_FRACTION * 100), int(settings.memory_fraction * 100 + 1e-9), -1)
+        percents = range(round(MAX_FRACTION * 100), int(settings.memory_fraction * 100 + 1e-9), -1)
         levers = [
             shorter,
             Lever("memory_fraction", [percent / 100 for percent in percents], "raise"),
@@ -119,7 +117,7 @@ def _levers(plan: Plan) -> list[Lever]:
         levers.append(Lever("weight_staging", ["host"]))
     return [
         *levers,
-        Lever("max_rows", range(MOST_VERIFIED, settings.max_rows)),
+        Lever("max_rows", range(MAX_VERIFIED, settings.max_rows)),
         Lever("max_running", range(1, settings.max_running)),
     ]
 
@@ -192,7 +190,7 @@ def _less_kv(plan: Plan, less: int) -> list[str]:
         lever = _levers(plan)[0]
     else:
         percents = range(
-            round(LEAST_FRACTION * 100), math.ceil(settings.memory_fraction * 100 - 1e-9)
+            round(MIN_FRACTION * 100), math.ceil(settings.memory_fraction * 100 - 1e-9)
         )
         lever = Lever("memory_fraction", [percent / 100 for percent in percents])
     enough = bisect_left(

@@ -23,7 +23,7 @@ from tlt_server.engine.gpu.extend import Extend, Report
 from tlt_server.engine.gpu.ring import PinnedRing
 from tlt_server.records import TokenLogprobs
 
-FEWEST_BEST = 16  # computed where any are asked for; then powers of two
+MIN_BEST = 16  # computed where any are asked for; then powers of two
 
 
 class Reports(NamedTuple):
@@ -90,7 +90,7 @@ class Reporter:
 
 def best_of(alternatives: int) -> int:
     """How many are computed: few different numbers, so that kernels for them are compiled."""
-    return max(FEWEST_BEST, 1 << (alternatives - 1).bit_length()) if alternatives else 0
+    return max(MIN_BEST, 1 << (alternatives - 1).bit_length()) if alternatives else 0
 
 
 def _kept(token_ids: list[int], logprobs: list[float]) -> TokenLogprobs:

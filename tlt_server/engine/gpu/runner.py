@@ -79,7 +79,7 @@ class GpuRunner:
         )
         pinned = state.upload_U.device.type == "cuda"
         self._uploads = PinnedRing(RING, state.layout.size, pinned=pinned)
-        entries = shapes.max_running + state.layout.works
+        entries = shapes.max_running + state.layout.chunks
         self._outcomes = PinnedRing(RING, entries * fields(state.depth), pinned=pinned)
         self._reporter = Reporter(PinnedRing(RING, entries, pinned=pinned), state.upload_U.device)
         self._held: dict[int, Held] = {}
@@ -112,7 +112,7 @@ class GpuRunner:
             return None
         flight = self._flights.popleft()
         flight.outcome.wait()
-        entries = flight.key.batch + flight.key.works
+        entries = flight.key.batch + flight.key.chunks
         width = fields(self.state.depth)
         outcome = parse(flight.outcome.array[: entries * width].reshape(entries, width))
         of_work = self._entries(flight.decoding, flight.prompts, flight.key.batch)
@@ -152,16 +152,16 @@ class GpuRunner:
     def _launch(self, batch: Batch, strategy: Strategy) -> None:
         decoding = [work for work in batch.chunks if work.decodes]
         prompts = [work for work in batch.chunks if not work.decodes]
-        works = [(work.sequence.batch_slot, work.start, work.end - work.start) for work in prompts]
+        chunks = [(work.sequence.batch_slot, work.start, work.end - work.start) for work in prompts]
         for work in batch.chunks:
             self._hold(work)
-        self._upload([work.sequence.batch_slot for work in decoding], works)
+        self._upload([work.sequence.batch_slot for work in decoding], chunks)
 
         strategy, name, key = self.shapes.step(
             len(decoding),
             strategy,
-            sum(count for _, _, count in works),
-            len(works),
+            sum(count for _, _, count in chunks),
+            len(chunks),
             filtered=any(_filters(work.sequence) for work in batch.chunks if work.samples),
         )
         extend = self._extend(key)
@@ -277,13 +277,13 @@ class GpuRunner:
 
         return run
 
-    def _upload(self, batch_slots: list[int], works: list[tuple[int, int, int]]) -> None:
+    def _upload(self, batch_slots: list[int], chunks: list[tuple[int, int, int]]) -> None:
         """Everything the step needs to be told, unless it is what the device was told last."""
-        if self._writing is None and self._last_batch == (batch_slots, works):
+        if self._writing is None and self._last_batch == (batch_slots, chunks):
             return
-        self._open().batch(batch_slots, works)
+        self._open().batch(batch_slots, chunks)
         self._send()
-        self._last_batch = batch_slots, works
+        self._last_batch = batch_slots, chunks
 
     def _extend(self, key: ExtendKey) -> Extend:
         """A pass that is never captured is made for its one step: there are too many sizes to keep

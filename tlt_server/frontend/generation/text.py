@@ -24,7 +24,7 @@ from tlt_server.errors import InvalidRequest, ModelError
 
 REPLACEMENT = "\ufffd"
 KEPT = 4  # tokens of context kept in front of new ones: some decoders treat the first token of a text in a special way
-LONGEST_PENDING = 512  # tokens; only a model that emits invalid bytes without end gets there
+MAX_PENDING = 512  # tokens; only a model that emits invalid bytes without end gets there
 
 
 class Text:
@@ -148,7 +148,7 @@ class Incremental:
         self._shown = max(self._shown, settled)
         if settled == len(text) and len(self._window) >= 4 * KEPT:
             self._shorten()
-        if len(self._window) >= LONGEST_PENDING:
+        if len(self._window) >= MAX_PENDING:
             delta += text[self._shown :]
             self._window, self._shown = [], 0
         return delta

@@ -29,7 +29,7 @@ from tlt_server.frontend.link.admission import Demand
 from tlt_server.records import EngineInfo, GenerateRequest, Sampling
 
 BREATH = 64  # items of a batch after which other requests have their turn
-LEAST_TEMPERATURE = 1e-3  # below it logits / T leaves float32's useful range
+MIN_TEMPERATURE = 1e-3  # below it logits / T leaves float32's useful range
 
 
 class RequestItem(NamedTuple):
@@ -306,9 +306,9 @@ class Validator:
             raise InvalidRequest(
                 f"{where}min_tokens is {get('min_tokens')}; the limit is max_tokens, {max_tokens}: lower it"
             )
-        if 0 < get("temperature") < LEAST_TEMPERATURE:
+        if 0 < get("temperature") < MIN_TEMPERATURE:
             raise InvalidRequest(
-                f"{where}temperature is {get('temperature'):g}; it must be 0 or at least {LEAST_TEMPERATURE:g}: "
+                f"{where}temperature is {get('temperature'):g}; it must be 0 or at least {MIN_TEMPERATURE:g}: "
                 "use 0 for greedy decoding"
             )
         prompt_logprobs = (

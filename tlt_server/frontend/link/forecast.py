@@ -13,8 +13,8 @@ from tlt_server.records import Cycle
 
 MEMORY_S = 5.0  # full steps this long ago count 1/e
 MEMORY_SEQUENCES = 256
-LEAST_S = 1.0  # of full steps
-LEAST_SEQUENCES = 16  # ended
+MIN_S = 1.0  # of full steps
+MIN_SEQUENCES = 16  # ended
 DEVIATIONS = 2.33  # above the mean: what about 99 of 100 sequences stay below
 
 
@@ -47,7 +47,7 @@ class Forecast:
 
     @property
     def known(self) -> bool:
-        return self._seen_s >= LEAST_S and self._ended >= LEAST_SEQUENCES and self._tokens > 0
+        return self._seen_s >= MIN_S and self._ended >= MIN_SEQUENCES and self._tokens > 0
 
     @property
     def tokens_per_s(self) -> float:
@@ -57,7 +57,7 @@ class Forecast:
     @property
     def share(self) -> float:
         """Of max_tokens that a sequence is expected to use; 0 as long as too few have ended."""
-        return self._share if self._ended >= LEAST_SEQUENCES else 0.0
+        return self._share if self._ended >= MIN_SEQUENCES else 0.0
 
     @property
     def long_share(self) -> float:

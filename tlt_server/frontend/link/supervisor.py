@@ -26,7 +26,7 @@ from tlt_server.frontend.link.progress import ProgressLines
 from tlt_server.metrics import Metrics
 from tlt_server.records import EngineInfo, Event, Phase, PhaseProgress, Ready
 
-FIRST_DELAY_S, LONGEST_DELAY_S = 0.5, 30.0
+FIRST_DELAY_S, MAX_DELAY_S = 0.5, 30.0
 NAMED = 16  # sequences in the log line of a death
 
 log = structlog.get_logger()
@@ -49,7 +49,7 @@ class Backoff:
         count = len(self._deaths)
         if count > self._max_restarts:
             return None
-        return min(FIRST_DELAY_S * 2.0 ** min(count - 2, 32), LONGEST_DELAY_S) if count > 1 else 0.0
+        return min(FIRST_DELAY_S * 2.0 ** min(count - 2, 32), MAX_DELAY_S) if count > 1 else 0.0
 
 
 class Supervisor:

@@ -31,7 +31,7 @@ from tlt_server.metrics import Metrics
 
 KEEPALIVE_S = 60  # a connection that is silent for so long is asked whether it lives
 KEEPALIVE_TIMEOUT_S = 20  # and closed when it does not answer
-LEAST_PING_S = 10  # between two pings of a client; one that sends them faster is cut off
+MIN_PING_S = 10  # between two pings of a client; one that sends them faster is cut off
 BEYOND = 2  # times a limit of ours: up to there a refusal is ours and typed, beyond it gRPC's own
 SERVICES = (
     SERVICE.full_name,
@@ -191,5 +191,5 @@ def _options(config: Config) -> list[tuple[str, Any]]:
         ("grpc.keepalive_time_ms", KEEPALIVE_S * 1000),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_S * 1000),
         ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.min_ping_interval_without_data_ms", LEAST_PING_S * 1000),
+        ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_S * 1000),
     ]

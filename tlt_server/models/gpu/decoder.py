@@ -115,7 +115,7 @@ class GpuDecoder:
         """[R, V] fp32, from `Forward.hidden_RH` or any of its rows; in `out_RV` where that is
         given.
         """
-        return self.placement.products.linear(
+        return self.placement.matmuls.linear(
             hidden_RH, self.head_VH, out_dtype=torch.float32, out_MN=out_RV
         )
 

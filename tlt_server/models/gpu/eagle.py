@@ -112,7 +112,7 @@ class GpuEagle3:
 
     def fuse(self, features_RF: Tensor) -> Tensor:
         """The target's features of a position as the hint of the next: [R, H]."""
-        return self.placement.products.linear(features_RF, self.fusion.weight_XK)
+        return self.placement.matmuls.linear(features_RF, self.fusion.weight_XK)
 
     def forward(self, rows: RowTensors, g_RH: Tensor, cache: KVCache, attend: Attend) -> Tensor:
         """Rows (x_p, g_{p-1}) at positions p >= 1: writes their KV and returns logits_RC. `g_RH`,
@@ -124,7 +124,7 @@ class GpuEagle3:
         )
         normed_RH = add_rms_norm(part_PRH, g_RH, self.post_attention_norm_H, eps)
         normed_RH = add_rms_norm(self.mlp(normed_RH), g_RH, self.final_norm_H, eps)
-        return self.placement.products.linear(
+        return self.placement.matmuls.linear(
             normed_RH, self.head.weight_XK, out_dtype=torch.float32
         )
 

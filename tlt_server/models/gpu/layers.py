@@ -4,7 +4,7 @@ checkpoint is in `models/names.py`.
 Fused weights lie as in the checkpoint, [out, in], one part's rows after the other's, so every
 parameter is a contiguous view.
 
-Legend: R rows, H hidden, I intermediate, N query heads, K KV heads (or a product's inputs), D head
+Legend: R rows, H hidden, I intermediate, N query heads, K KV heads (or a matmul's inputs), D head
 width, S slots, X fused width, P partial sums.
 """
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tlt_kernels.gpu.rope import rope_store
-from tlt_server.models.gpu.products import Products
+from tlt_server.models.gpu.matmuls import Matmuls
 from tlt_server.models.layers import LayerShape
 from tlt_server.models.names import Parameters
 from tlt_server.models.rope import RotaryTable
@@ -25,11 +25,11 @@ from tlt_server.models.rope import RotaryTable
 
 @dataclass(frozen=True)
 class Placement:
-    """Where weights lie and how products are computed."""
+    """Where weights lie and how matmuls are computed."""
 
     device: torch.device
     dtype: torch.dtype
-    products: Products
+    matmuls: Matmuls
 
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(*shape, dtype=self.dtype, device=self.device)
@@ -91,7 +91,7 @@ class SelfAttention:
             norm_eps,
             table,
         )
-        self.products = placement.products
+        self.matmuls = placement.matmuls
         kv_width = kv_heads * head_dim
         parts = {"q_proj": self.query_width, "k_proj": kv_width, "v_proj": kv_width}
         self.qkv = Projection(inputs, parts, bias=shape.qkv_bias, placement=placement)
@@ -114,17 +114,17 @@ class SelfAttention:
         """Write the rows' keys and values, attend over positions [first, own]; partial sums [P, R,
         H] of the output.
         """
-        qkv_RX = self.products.linear(x_RH, self.qkv.weight_XK, self.qkv.bias_X)
+        qkv_RX = self.matmuls.linear(x_RH, self.qkv.weight_XK, self.qkv.bias_X)
         q_RND = self._store(qkv_RX, self.heads, k_SKD, v_SKD, rows)
         out_RND = attend(q_RND, k_SKD, v_SKD, first=first)
-        return self.products.partials(
+        return self.matmuls.partials(
             out_RND.view(len(x_RH), self.query_width), self.output.weight_XK
         )
 
     def store(self, x_RH: Tensor, k_SKD: Tensor, v_SKD: Tensor, rows: RowTensors) -> None:
         """Only write the rows' keys and values."""
         start, bias_X = self.query_width, self.qkv.bias_X
-        kv_RX = self.products.linear(
+        kv_RX = self.matmuls.linear(
             x_RH, self.qkv.weight_XK[start:], None if bias_X is None else bias_X[start:]
         )
         self._store(kv_RX, 0, k_SKD, v_SKD, rows)
@@ -150,7 +150,7 @@ class SelfAttention:
 class GatedMlp:
     def __init__(self, hidden: int, intermediate: int, *, bias: bool, placement: Placement) -> None:
         assert not bias, "see limits.check_shape"
-        self.products = placement.products
+        self.matmuls = placement.matmuls
         self.gate_up = Projection(
             hidden,
             {"gate_proj": intermediate, "up_proj": intermediate},
@@ -161,6 +161,6 @@ class GatedMlp:
 
     def __call__(self, x_RH: Tensor) -> Tensor:
         """Partial sums [P, R, H]."""
-        return self.products.partials(
-            self.products.gated(x_RH, self.gate_up.weight_XK), self.down.weight_XK
+        return self.matmuls.partials(
+            self.matmuls.gated(x_RH, self.gate_up.weight_XK), self.down.weight_XK
         )

@@ -9,7 +9,7 @@ from tlt_server.models.config import ModelConfig
 from tlt_server.models.layers import LayerShape
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
-MOST_GROUP = 16  # query heads of one KV head
+MAX_GROUP = 16  # query heads of one KV head
 WIDTHS = 8  # elements that a row of a weight is a multiple of, for the copy engine
 
 
@@ -27,10 +27,10 @@ def check_shape(config: ModelConfig, shape: LayerShape, what: str) -> None:
         raise ModelError(
             f"{what} has 'head_dim' {config.head_dim}, and the kernels of a GPU have {known}; {remedy}"
         )
-    if config.heads > MOST_GROUP * config.kv_heads:
+    if config.heads > MAX_GROUP * config.kv_heads:
         raise ModelError(
             f"{what} has {config.heads} query heads over {config.kv_heads} KV heads, and the kernels of a GPU have at most "
-            f"{MOST_GROUP} for one; {remedy}"
+            f"{MAX_GROUP} for one; {remedy}"
         )
     for name in ("hidden_size", "intermediate_size"):
         if getattr(config, name) % WIDTHS:

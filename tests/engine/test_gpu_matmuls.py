@@ -1,4 +1,4 @@
-"""Products of the fast numerics: whoever computes them, logits are sums in float32 that nobody has
+"""Matmuls of the fast numerics: whoever computes them, logits are sums in float32 that nobody has
 rounded.
 """
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.kernels.triton_tests import DEVICE, assert_close
-from tlt_server.models.gpu.products import FEW_ROWS, Fast
+from tlt_server.models.gpu.matmuls import FEW_ROWS, Fast
 
 
 @pytest.mark.parametrize("rows", [FEW_ROWS, FEW_ROWS + 1])

@@ -1,4 +1,4 @@
-"""Matrix products on a GPU by numerics: `strict` adds in an order fixed by the weight's shape,
+"""Matmuls on a GPU by numerics: `strict` adds in an order fixed by the weight's shape,
 `fast` in whichever is quicker.
 
 Legend: M rows, K inputs, N outputs, I intermediate, P partial sums.
@@ -16,10 +16,10 @@ from tlt_kernels.gpu import gemm
 from tlt_kernels.gpu.gemm_tiles import SEGMENTS
 from tlt_server.models.numerics import Mode
 
-FEW_ROWS = 64  # up to here products wait for weights, which the kernels of `Strict` read sooner than the library does
+FEW_ROWS = 64  # up to here matmuls wait for weights, which the kernels of `Strict` read sooner than the library does
 
 
-class Products(Protocol):
+class Matmuls(Protocol):
     def linear(
         self,
         x_MK: Tensor,
@@ -48,7 +48,7 @@ class Strict:
 
 
 class Fast(Strict):
-    """Whatever is quicker: the library for products of many rows that have nothing fused to them,
+    """Whatever is quicker: the library for matmuls of many rows that have nothing fused to them,
     else the kernels of `Strict`.
     """
 
@@ -78,4 +78,4 @@ class Fast(Strict):
         )
 
 
-PRODUCTS: dict[Mode, type[Strict]] = {"strict": Strict, "fast": Fast}
+MATMULS: dict[Mode, type[Strict]] = {"strict": Strict, "fast": Fast}
