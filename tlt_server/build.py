@@ -18,17 +18,17 @@ import sys
 import tempfile
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
-import msgspec
 import uvicorn
 import uvloop
 from starlette.types import ASGIApp
 
-from tlt_server.config import Config
-from tlt_server.engine.settings import EngineSettings
+from tlt_server.config import Config, ResolvedConfig
+from tlt_server.engine.settings import EngineSettings, encode_settings
 from tlt_server.errors import EngineFailed, StartupError
 from tlt_server.frontend.app import build_app
 from tlt_server.frontend.generation.generation import Generations
@@ -49,12 +49,13 @@ from tlt_server.frontend.weights.uploads import uploads_of
 from tlt_server.metrics import Metrics
 from tlt_server.models.environment import library_environment
 from tlt_server.seeds import SeedSource, choice_seed
+from tlt_server.shared_settings import SharedSettings
 
 ENGINE = (sys.executable, "-m", "tlt_server.engine.process")
 FLUSH_S = 5  # that replies in progress have to go out
 
 
-def serve(config: Config, *, engine_command: Sequence[str] | None = None) -> int:
+def serve(config: ResolvedConfig, *, engine_command: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT (drains, returns 0) or until the engine ends too often (returns
     1). `StartupError` before it was ready once.
     """
@@ -62,7 +63,7 @@ def serve(config: Config, *, engine_command: Sequence[str] | None = None) -> int
     return uvloop.run(_serve(config, engine_command or ENGINE))
 
 
-async def _serve(config: Config, engine_command: Sequence[str]) -> int:
+async def _serve(config: ResolvedConfig, engine_command: Sequence[str]) -> int:
     text, metrics, progress = Text.load(config.model), Metrics(), ProgressLines()
     gate, certificates = (
         Gate(config, metrics),
@@ -136,7 +137,7 @@ async def _serve(config: Config, engine_command: Sequence[str]) -> int:
 
 
 async def _run(
-    config: Config,
+    config: ResolvedConfig,
     client: EngineClient,
     supervised: asyncio.Task[EngineFailed],
     rollouts: Rollouts,
@@ -206,7 +207,7 @@ def admission(config: Config) -> Admission:
     )
 
 
-def _validator(config: Config, text: Text, client: EngineClient) -> Validator:
+def _validator(config: ResolvedConfig, text: Text, client: EngineClient) -> Validator:
     return Validator(config, text, SeedSource().next, choice_seed, client.check_room)
 
 
@@ -245,27 +246,18 @@ async def _launch(config: Config, command: Sequence[str], directory: Path) -> Pr
     )
     assert process.stdin is not None
     with contextlib.suppress(ConnectionError):  # it has exited already, as `wait` tells
-        settings = msgspec.structs.replace(engine_settings(config), parent=os.getpid())
-        process.stdin.write(msgspec.json.encode(settings) + b"\n")
+        settings = replace(engine_settings(config), parent=os.getpid())
+        process.stdin.write(encode_settings(settings))
         await process.stdin.drain()
     process.stdin.close()
     return process
 
 
 def engine_settings(config: Config) -> EngineSettings:
-    """The engine's part of a resolved configuration; what is "auto" in it still the engine decides."""
-    chosen = {name: getattr(config, name, None) for name in EngineSettings.__struct_fields__}
-    given = {name: value for name, value in chosen.items() if value not in ("auto", None)}
-    paths = {name: str(value.resolve()) for name, value in given.items() if isinstance(value, Path)}
-    return EngineSettings(
-        **{
-            **given,
-            **paths,
-            "model": str(config.model),
-            "device": config.device,
-            "strategy": config.strategy,
-        }
-    )
+    """Return the engine's part of a configuration, with directories by their absolute paths."""
+    shared = {field.name: getattr(config, field.name) for field in fields(SharedSettings)}
+    paths = {name: path.resolve() for name, path in shared.items() if isinstance(path, Path)}
+    return EngineSettings(**{**shared, **paths, "model": config.model})
 
 
 @contextlib.contextmanager

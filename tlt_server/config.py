@@ -1,8 +1,8 @@
 """One typed, frozen, strict configuration: flag = `TLT_*` variable = YAML key (see `settings`).
 
 `load` reads the three sources through pydantic-settings and refuses what it does not know, naming
-the nearest known name; `Config.resolved` turns "auto" into values once, in a new object. Every
-fault is a `StartupError`: the command exits with 2.
+the nearest known name; `Config.resolved` decides once, in a new object, what was left open and needs
+no device. Every fault is a `StartupError`: the command exits with 2.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import difflib
 import ipaddress
 import json
 import os
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -25,12 +24,18 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from tlt_client.arguments import VERSION, VERSION_MUST
 from tlt_client.channels import CHANNELS
 from tlt_server.errors import StartupError
-from tlt_server.records import Strategy
-from tlt_server.settings import Settings, open_channels, settings
+from tlt_server.records import Strategy, parse_strategy
+from tlt_server.settings import ServerSettings, settings
+from tlt_server.shared_settings import (
+    AUTO,
+    PolicyName,
+    available_processors,
+    open_channels,
+    suited_policy,
+)
 from tlt_server.speculation.drafters import to_load, weights_directory, without_weights
 
 _TABLE = {setting.name: setting for setting in settings()}
-_STRATEGY = re.compile(r"([a-z][a-z0-9_]*):(\d{1,3})x(\d{1,3})x(\d{1,4})", re.ASCII)
 _REQUIREMENTS = {  # pydantic's kind of error -> what it must be or have
     "int_type": "be a whole number",
     "int_parsing": "be a whole number",
@@ -60,23 +65,6 @@ _REQUIREMENTS = {  # pydantic's kind of error -> what it must be or have
 _PATTERNS = {VERSION: VERSION_MUST}  # those that are better said in words
 
 
-def parse_strategy(text: str, name: str = "sd_strategy") -> Strategy:
-    """`eagle:7x4x32`: drafter, depth, children per node, verify rows per request (the root row
-    included). `name` is for the message.
-    """
-    match = _STRATEGY.fullmatch(text)
-    if match is None:
-        raise StartupError(
-            f"{name} is {text[:80]!r}; it must look like drafter:DEPTHxWIDTHxROWS, for example eagle:7x4x32"
-        )
-    depth, width, rows = (int(number) for number in match.groups()[1:])
-    if depth < 1 or width < 1 or rows < 2:
-        raise StartupError(
-            f"{name} is {text!r}; depth and width must be at least 1 and rows at least 2 (the root and one draft)"
-        )
-    return Strategy(drafter=match[1], depth=depth, width=width, rows=rows)
-
-
 def is_loopback(host: str) -> bool:
     if host == "localhost":
         return True
@@ -86,12 +74,17 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-class Config(Settings, BaseModel):
-    """The whole configuration."""
+class Config(BaseModel, ServerSettings):
+    """The whole configuration, as a user gave it."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=()
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _auto_is_none(cls, value: Any, info: ValidationInfo) -> Any:
+        return None if value == AUTO and _TABLE[str(info.field_name)].doc.auto else value
 
     @field_validator("*", mode="before")
     @classmethod
@@ -172,7 +165,7 @@ class Config(Settings, BaseModel):
                 f"sd_strategy names the drafter {self.strategy.drafter!r} but drafter is {self.drafter!r}, "
                 f"which loads {', '.join(to_load(self.drafter))}; make them agree"
             )
-        if self.device == "cpu" and self.dtype not in ("auto", "float32"):
+        if self.device == "cpu" and self.dtype not in (None, "float32"):
             raise StartupError(
                 f"dtype is {self.dtype}, and a CPU computes in float32; use auto or float32 (a checkpoint in half "
                 "precision is read exactly), or device cuda"
@@ -184,27 +177,31 @@ class Config(Settings, BaseModel):
             )
         return self
 
-    def resolved(self) -> Self:
-        """A new object in which every "auto" that needs no device has a value; of the others
-        (device, dtype, attention, memory, sizes of a step) the engine reports what it chose.
+    def resolved(self) -> ResolvedConfig:
+        """Return a new object in which every None that needs no device has a value. The engine
+        decides the others (device, dtype, attention, memory, sizes of a step) and reports them.
         """
-        longest = _model_limit(self.model) if self.max_model_len == "auto" else self.max_model_len
-        fill = lambda value, auto: auto if value == "auto" else value  # noqa: E731
-        return self.model_copy(
-            update={
-                "max_model_len": longest,
-                "max_prompt_tokens": min(fill(self.max_prompt_tokens, longest - 1), longest - 1),
-                "max_output_tokens": min(fill(self.max_output_tokens, longest - 1), longest - 1),
-                "served_model_name": fill(self.served_model_name, self.model.resolve().name),
-                "threads": fill(
-                    self.threads,
-                    len(os.sched_getaffinity(0))
-                    if hasattr(os, "sched_getaffinity")
-                    else os.cpu_count() or 1,
-                ),
-                "policy": fill(self.policy, "off" if self.drafter == "none" else "beg"),
-            }
-        )
+        limit = _model_limit(self.model) if self.max_model_len is None else self.max_model_len
+        decided = {
+            "max_model_len": limit,
+            "max_prompt_tokens": min(self.max_prompt_tokens or limit, limit - 1),
+            "max_output_tokens": min(self.max_output_tokens or limit, limit - 1),
+            "served_model_name": self.served_model_name or self.model.resolve().name,
+            "threads": self.threads or available_processors(),
+            "policy": self.policy or suited_policy(self.drafter),
+        }
+        return ResolvedConfig.model_construct(**dict(self) | decided)
+
+
+class ResolvedConfig(Config):
+    """A configuration in which only what needs the device is left open."""
+
+    max_model_len: int
+    max_prompt_tokens: int
+    max_output_tokens: int
+    served_model_name: str
+    threads: int
+    policy: PolicyName
 
 
 def _model_limit(model: Path) -> int:
@@ -363,6 +360,8 @@ def _explain(errors: Sequence[ErrorDetails], flags: Mapping[str, Any]) -> str:
         requirement([other for other in errors if other["loc"][0] == setting.name]),
         (setting.doc.low, setting.doc.high),
     )
+    if setting.doc.auto:
+        must = must.replace("be '", "be 'auto', '", 1) if "be '" in must else f"{must} or 'auto'"
     if low is not None and high is not None:
         must = f"{'be' if error['type'] == 'value_error' else f'{must},'} from {_plain(low)} to {_plain(high)}"
     return f"{setting.name} is {str(error['input'])[:80]!r} ({source}); it must {must} ({setting.doc.unit}). {setting.doc.sentence}"

@@ -7,10 +7,13 @@ token) that the target processes.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
+
+from tlt_server.errors import StartupError
 
 MAX_SEED = 2**64 - 1
 
@@ -71,11 +74,29 @@ class Strategy(Struct, frozen=True, order=True):
 
     @property
     def name(self) -> str:
-        """As `config.parse_strategy` reads it; `off` for no speculation."""
+        """As `parse_strategy` reads it; `off` for no speculation."""
         return f"{self.drafter}:{self.depth}x{self.width}x{self.rows}" if self.drafter else "off"
 
 
 OFF = Strategy()
+_STRATEGY = re.compile(r"([a-z][a-z0-9_]*):(\d{1,3})x(\d{1,3})x(\d{1,4})", re.ASCII)
+
+
+def parse_strategy(text: str, name: str = "sd_strategy") -> Strategy:
+    """Read a strategy such as `eagle:7x4x32`: drafter, depth, children per node, verify rows per
+    request (the root row included). `name` is the field that the error message names.
+    """
+    match = _STRATEGY.fullmatch(text)
+    if match is None:
+        raise StartupError(
+            f"{name} is {text[:80]!r}; it must look like drafter:DEPTHxWIDTHxROWS, for example eagle:7x4x32"
+        )
+    depth, width, rows = (int(number) for number in match.groups()[1:])
+    if depth < 1 or width < 1 or rows < 2:
+        raise StartupError(
+            f"{name} is {text!r}; depth and width must be at least 1 and rows at least 2 (the root and one draft)"
+        )
+    return Strategy(drafter=match[1], depth=depth, width=width, rows=rows)
 
 
 class StepContext(Struct, frozen=True):

@@ -1,5 +1,5 @@
-"""Every setting once: name, type, default, unit and one sentence. Imports nothing heavy, so `tlt
-serve --help` is quick.
+"""Every setting of a server once: name, type, default, unit and one sentence. Imports nothing
+heavy, so `tlt serve --help` is quick.
 
 `config.Config` inherits these fields and validates them; `__main__` makes one flag of each. The
 flag `--max-queue`, the variable `TLT_MAX_QUEUE` and the YAML key `max_queue` are one setting; a
@@ -12,143 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
-Auto = Literal["auto"]
+from tlt_server.shared_settings import AUTO, Doc, SharedSettings
 
 
-@dataclass(frozen=True)
-class Doc:
-    """Unit, sentence and inclusive bounds of a setting."""
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings(SharedSettings):
+    """Every setting of a server."""
 
-    unit: str
-    sentence: str
-    low: float | None = None
-    high: float | None = None
-
-
-class Settings:
-    # what is served
-    model: Annotated[
-        Path,
-        Doc(
-            "directory",
-            "Target model in the ordinary Hugging Face layout (config.json, safetensors, tokenizer.json).",
-        ),
-    ]
-    drafter: Annotated[str, Doc("directory | history | none", "Where draft tokens come from.")] = (
-        "none"
-    )
-    policy: Annotated[
-        Literal["auto", "off", "fixed", "beg"],
-        Doc("name", "Which strategy each step uses; auto is beg with a drafter, off without."),
-    ] = "auto"
-    sd_strategy: Annotated[
-        str,
-        Doc(
-            "drafter:DEPTHxWIDTHxROWS",
-            "The one strategy of the policy `fixed`, such as eagle:7x4x32.",
-        ),
-    ] = ""
-    sd_max_batch: Annotated[
-        int,
-        Doc(
-            "requests",
-            "Never speculate above this many decoding requests; 0 = the policy decides.",
-            0,
-            65536,
-        ),
-    ] = 0
-    sd_canary: Annotated[
-        float,
-        Doc(
-            "ratio",
-            "A drafter whose acceptance falls below this share of what it was before weights changed rests until they change again; "
-            "history drafts instead. 0 = never.",
-            0,
-            1,
-        ),
-    ] = 0.5
-    served_model_name: Annotated[
-        str, Doc("name", "Name reported to clients; auto is the directory's name.")
-    ] = "auto"
-    device: Annotated[
-        Literal["auto", "cpu", "cuda"],
-        Doc(
-            "device",
-            "What computes; auto is cuda where torch sees a GPU that the kernels run on, else cpu.",
-        ),
-    ] = "auto"
-    dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"],
-        Doc(
-            "type",
-            "Type of weights and KV; auto is float32 on a CPU, on a GPU the checkpoint's own half precision, else bfloat16.",
-        ),
-    ] = "auto"
-    attention: Annotated[
-        str,
-        Doc(
-            "backend",
-            "Attention backend: cpu or torch on a CPU, triton, torch or flash_attn on a GPU; auto is the first.",
-        ),
-    ] = "auto"
-    graphs: Annotated[
-        bool, Doc("true | false", "Capture CUDA graphs at start; false launches kernel by kernel.")
-    ] = True
-    numerics: Annotated[
-        Literal["strict", "fast"],
-        Doc(
-            "mode",
-            "strict: the same bits whatever the batch and the strategy; fast: exact in distribution only.",
-        ),
-    ] = "strict"
-    threads: Annotated[
-        int | Auto,
-        Doc(
-            "threads",
-            "Compute threads of the engine; auto is the processors this process may use.",
-            1,
-            1024,
-        ),
-    ] = "auto"
-
-    # weights that are pushed while serving
-    weight_root: Annotated[
-        Path | None,
-        Doc(
-            "directory",
-            "Weights may be pushed from below this directory; none: pushes are refused.",
-        ),
-    ] = None
-    weight_marker: Annotated[
-        str,
-        Doc(
-            "file name", "A pushed directory must hold this file; empty: no such file is asked for."
-        ),
-    ] = ""
-    weight_channels: Annotated[
-        str,
-        Doc(
-            "names",
-            "Channels that weights may come by, with commas between: disk, http, broadcast, ipc; auto is disk with a weight_root, "
-            "else none.",
-        ),
-    ] = "auto"
-    weight_staging: Annotated[
-        Literal["auto", "device", "host", "disk", "none"],
-        Doc(
-            "place",
-            "Where a pushed version lies until it is live: auto is the first with room, none writes over the weights in use.",
-        ),
-    ] = "auto"
-    weight_timeout_s: Annotated[
-        float,
-        Doc(
-            "s",
-            "Longest wait of a push by broadcast or ipc for its trainer: for it to join, for the next tensors.",
-            0.1,
-            86400,
-        ),
-    ] = 120.0
+    # weights that come by http, and updates of several pushes
     max_uploads: Annotated[
         int,
         Doc("versions", "Versions on their way by http at once; above it parts get 507.", 1, 1024),
@@ -172,13 +43,6 @@ class Settings:
             10**6,
         ),
     ] = 600.0
-    state_dir: Annotated[
-        Path | None,
-        Doc(
-            "directory",
-            "Keeps committed weights and rollouts over a restart; none: they end with the process that holds them.",
-        ),
-    ] = None
 
     # rollouts: batches that outlive their connection
     max_rollouts: Annotated[
@@ -193,52 +57,6 @@ class Settings:
     rollout_ttl_s: Annotated[
         float, Doc("s", "Time that a finished rollout can be fetched.", 1, 10**6)
     ] = 3600.0
-
-    # memory and scheduling
-    max_model_len: Annotated[
-        int | Auto,
-        Doc("tokens", "Longest prompt plus output; auto is the model's own limit.", 2, 2**24),
-    ] = "auto"
-    page_size: Annotated[int, Doc("tokens", "Positions per KV page.", 1, 1024)] = 16
-    pages: Annotated[
-        int | Auto, Doc("pages", "KV pages; auto is what kv_memory_mb holds.", 1, 2**31)
-    ] = "auto"
-    kv_memory_mb: Annotated[
-        int | Auto,
-        Doc(
-            "MiB",
-            "Memory for KV pages; auto is 1024 on a CPU, and what memory_fraction leaves on a GPU.",
-            1,
-            2**24,
-        ),
-    ] = "auto"
-    memory_fraction: Annotated[
-        float,
-        Doc(
-            "share",
-            "Share of a GPU's memory for everything: weights, those being pushed, KV, graphs.",
-            0.05,
-            0.99,
-        ),
-    ] = 0.9
-    max_running: Annotated[
-        int | Auto,
-        Doc(
-            "sequences",
-            "Sequences that decode at once; auto is 64 on a CPU, 256 on a GPU.",
-            1,
-            65536,
-        ),
-    ] = "auto"
-    max_rows: Annotated[
-        int | Auto,
-        Doc(
-            "rows",
-            "Prompt rows that one step processes; auto is 512 on a CPU, 4096 on a GPU.",
-            1,
-            65536,
-        ),
-    ] = "auto"
 
     # where it listens
     host: Annotated[
@@ -279,12 +97,14 @@ class Settings:
     max_batch_items: Annotated[int, Doc("items", "Items in one request.", 1, 2**16)] = 4096
     max_n: Annotated[int, Doc("choices", "Choices of one item.", 1, 65536)] = 256
     max_prompt_tokens: Annotated[
-        int | Auto, Doc("tokens", "Longest prompt; auto is max_model_len - 1.", 1, 2**24)
-    ] = "auto"
+        int | None, Doc("tokens", "Longest prompt; auto is max_model_len - 1.", 1, 2**24, auto=True)
+    ] = None
     max_output_tokens: Annotated[
-        int | Auto,
-        Doc("tokens", "Longest output of a choice; auto is max_model_len - 1.", 1, 2**24),
-    ] = "auto"
+        int | None,
+        Doc(
+            "tokens", "Longest output of a choice; auto is max_model_len - 1.", 1, 2**24, auto=True
+        ),
+    ] = None
     max_batch_prompt_tokens: Annotated[
         int, Doc("tokens", "Sum over a request of n x prompt length.", 1, 2**40)
     ] = 2**24
@@ -383,16 +203,11 @@ class Settings:
         Doc("level", "Least severe log line written; prompts are never logged."),
     ] = "info"
     log_format: Annotated[
-        Literal["auto", "console", "json"],
-        Doc("format", "Form of log lines; auto is console on a terminal, JSON elsewhere."),
-    ] = "auto"
-
-
-def open_channels(asked: str, weight_root: object) -> tuple[str, ...]:
-    """Of `weight_channels`."""
-    if asked == "auto":
-        return ("disk",) if weight_root else ()
-    return tuple(name.strip() for name in asked.split(",") if name.strip() not in ("", "none"))
+        Literal["console", "json"] | None,
+        Doc(
+            "format", "Form of log lines; auto is console on a terminal, JSON elsewhere.", auto=True
+        ),
+    ] = None
 
 
 class Setting(NamedTuple):
@@ -411,20 +226,20 @@ class Setting(NamedTuple):
 
     @property
     def help(self) -> str:
-        default = (
-            "required"
-            if self.required
-            else f"default {'none' if self.default in (None, '') else self.default}"
-        )
-        return f"{self.doc.sentence} [{self.doc.unit}; {default}]"
+        absent = AUTO if self.doc.auto else "none"
+        default = absent if self.default in (None, "") else self.default
+        return f"{self.doc.sentence} [{self.doc.unit}; {'required' if self.required else f'default {default}'}]"
 
 
 def settings() -> list[Setting]:
-    """The table, in the order of `--help`."""
-    hints = get_type_hints(Settings, include_extras=True)
+    """Return the table, in the order of `--help`."""
+    hints = get_type_hints(ServerSettings, include_extras=True)
     return [
         Setting(
-            name, hint.__metadata__[0], getattr(Settings, name, None), not hasattr(Settings, name)
+            name,
+            hint.__metadata__[0],
+            getattr(ServerSettings, name, None),
+            not hasattr(ServerSettings, name),
         )
         for name, hint in hints.items()
     ]

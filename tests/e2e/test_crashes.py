@@ -376,7 +376,12 @@ def test_an_engine_that_had_a_gpus_error_leaves_by_itself(tmp_path: Path) -> Non
         events.setsockopt(zmq.RCVTIMEO, 60_000)
         program = [sys.executable, str(Path(__file__).with_name("gpu_fault.py")), str(tmp_path)]
         settings = EngineSettings(
-            model=str(TARGET), drafter="none", policy="off", kv_memory_mb=64, parent=os.getpid()
+            model=str(TARGET),
+            device="cpu",
+            drafter="none",
+            policy="off",
+            kv_memory_mb=64,
+            parent=os.getpid(),
         )
         process = subprocess.Popen(program, stdin=subprocess.PIPE, stderr=subprocess.PIPE)
         assert process.stdin is not None and process.stderr is not None

@@ -4,6 +4,7 @@ checkpoints, requests, settings.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -51,17 +52,13 @@ def checkpoints(root: Path) -> EngineSettings:
 
 
 def on_cpu(settings: EngineSettings) -> EngineSettings:
-    return msgspec.structs.replace(
-        settings, device="cpu", attention="cpu", policy="off", strategy=None
-    )
+    return replace(settings, device="cpu", attention="cpu", policy="off", sd_strategy="")
 
 
 def drafting(
     settings: EngineSettings, drafter: str, depth: int, width: int, rows: int
 ) -> EngineSettings:
-    return msgspec.structs.replace(
-        settings, policy="fixed", strategy=Strategy(drafter, depth, width, rows)
-    )
+    return replace(settings, policy="fixed", sd_strategy=Strategy(drafter, depth, width, rows).name)
 
 
 def choose(engine: Pushable, strategy: Strategy | None) -> None:

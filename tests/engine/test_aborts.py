@@ -44,6 +44,7 @@ def engine(root: Path) -> Pushable:
     return Pushable(
         EngineSettings(
             model=str(root / "base"),
+            device="cpu",
             drafter="none",
             policy="off",
             kv_memory_mb=4,

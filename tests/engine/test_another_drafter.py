@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
-import msgspec
 import pytest
 
 from tests.engine.fast_interpreter import patched_once
@@ -44,7 +44,7 @@ def requests() -> list[GenerateRequest]:
 
 
 def test_the_cpu_engine_drafts_with_it(settings: EngineSettings) -> None:
-    engine = Pushable(on_cpu(msgspec.structs.replace(settings, drafter="oracle")))
+    engine = Pushable(on_cpu(replace(settings, drafter="oracle")))
     assert engine.info.drafter == "oracle"
     engine.run(*requests())
     plain = bits(engine, ["r0", "r1"])
@@ -60,7 +60,7 @@ def test_the_cpu_engine_drafts_with_it(settings: EngineSettings) -> None:
 
 
 def test_the_gpu_engine_drafts_with_it(settings: EngineSettings) -> None:
-    engine = Pushable(msgspec.structs.replace(settings, drafter="oracle"))
+    engine = Pushable(replace(settings, drafter="oracle"))
     assert engine.info.drafter == "oracle"
     engine.run(*requests())
     plain = bits(engine, ["r0", "r1"])

@@ -5,8 +5,8 @@ red on one moved ulp.
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
-import msgspec
 import pytest
 
 from tests.engine.tiny import VOCAB, write_eagle, write_target
@@ -23,6 +23,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> EngineSettings:
     root = tmp_path_factory.mktemp("tiny")
     return EngineSettings(
         model=str(write_target(root / "target")),
+        device="cpu",
         drafter=str(write_eagle(root / "drafter")),
         kv_memory_mb=64,
     )
@@ -76,7 +77,5 @@ def test_scarce_pages_hold_the_longest_request_and_preempt(
     configuration = {"arm": "off", "batch": 7, "pages": "scarce", "chunk": 512}
     pages = pages_for(configuration, requests, SIZE, base.page_size)
     assert pages * base.page_size >= max(len(r.token_ids) + r.sampling.max_tokens for r in requests)
-    _, counts = rollout(
-        msgspec.structs.replace(base, drafter="none"), configuration, requests, SIZE
-    )
+    _, counts = rollout(replace(base, drafter="none"), configuration, requests, SIZE)
     assert counts["preemptions"] > 0

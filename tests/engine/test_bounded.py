@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from tests.engine.pushing import Pushable, perturbed
@@ -36,6 +36,7 @@ def settings(tmp_path: Path) -> EngineSettings:
     perturbed(tmp_path / "base", tmp_path / "root" / "new", 1)
     return EngineSettings(
         model=str(tmp_path / "base"),
+        device="cpu",
         drafter="none",
         policy="off",
         kv_memory_mb=4,
@@ -109,11 +110,11 @@ def test_so_many_readers_at_once_and_no_more_also_behind_a_commit(
     )
 
 
-@pytest.mark.parametrize("staging", ["auto", "none"])
+@pytest.mark.parametrize("staging", [None, "none"])
 def test_an_engine_that_gets_no_thread_says_so_and_lives(
     staging: str, settings: EngineSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = Pushable(msgspec.structs.replace(settings, weight_staging=staging))
+    engine = Pushable(replace(settings, weight_staging=staging))
     sums = engine.checksums()
 
     def no_thread(thread: threading.Thread) -> None:

@@ -58,7 +58,7 @@ class Server:
     halves call.
     """
 
-    def __init__(self, root: Path, staging: str = "auto") -> None:
+    def __init__(self, root: Path, staging: str | None = None) -> None:
         self.root = root
         (root / "weights").mkdir(parents=True)
         write_target(root / "base", shape=SMALLEST)
@@ -67,6 +67,7 @@ class Server:
         self.engine = Pushable(
             EngineSettings(
                 model=str(root / "base"),
+                device="cpu",
                 drafter="none",
                 policy="off",
                 kv_memory_mb=4,

@@ -21,9 +21,10 @@ def settings(tmp_path: Path) -> EngineSettings:
     perturbed(DRAFTER, tmp_path / "bad", 1, scale=1.0)
     return EngineSettings(
         model=str(TARGET),
+        device="cpu",
         drafter=str(DRAFTER),
         policy="fixed",
-        strategy=Strategy("eagle", 2, 1, 3),
+        sd_strategy=Strategy("eagle", 2, 1, 3).name,
         kv_memory_mb=256,
         max_model_len=512,
         weight_root=str(tmp_path),

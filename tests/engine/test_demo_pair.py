@@ -28,9 +28,10 @@ def rollout(policy: str, strategy: Strategy | None = None) -> Run:
     engine, _ = assemble(
         EngineSettings(
             model=str(TARGET),
+            device="cpu",
             drafter=str(DRAFTER),
             policy=policy,
-            strategy=strategy,
+            sd_strategy=strategy,
             kv_memory_mb=256,
         )
     )

@@ -4,6 +4,8 @@ tokens and the same bits.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import numpy as np
 import pytest
@@ -34,6 +36,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> EngineSettings:
     root = tmp_path_factory.mktemp("tiny")
     return EngineSettings(
         model=str(write_target(root / "target")),
+        device="cpu",
         drafter=str(write_eagle(root / "drafter")),
         policy="off",
         kv_memory_mb=64,
@@ -124,7 +127,7 @@ def reference(base: EngineSettings) -> dict[str, tuple[object, ...]]:
     """One request at a time, no speculation, whole prompts."""
     alone: dict[str, tuple[object, ...]] = {}
     for request in requests():
-        alone |= bits(run(msgspec.structs.replace(base, max_running=1), [request])[0])
+        alone |= bits(run(replace(base, max_running=1), [request])[0])
     return alone
 
 
@@ -132,18 +135,26 @@ CHANGES: dict[str, dict[str, object]] = {
     "batched": {},
     "small chunks": {"max_rows": 3},
     "few pages": {"pages": 9},
-    "eagle small": {"policy": "fixed", "strategy": Strategy("eagle", 2, 2, 4)},
-    "eagle large": {"policy": "fixed", "strategy": Strategy("eagle", 6, 4, 24)},
+    "eagle small": {"policy": "fixed", "sd_strategy": Strategy("eagle", 2, 2, 4).name},
+    "eagle large": {"policy": "fixed", "sd_strategy": Strategy("eagle", 6, 4, 24).name},
     "eagle, few pages, small chunks": {
         "policy": "fixed",
-        "strategy": Strategy("eagle", 4, 3, 9),
+        "sd_strategy": Strategy("eagle", 4, 3, 9).name,
         "pages": 9,
         "max_rows": 5,
     },
-    "history": {"policy": "fixed", "strategy": Strategy("history", 6, 3, 12)},
+    "history": {"policy": "fixed", "sd_strategy": Strategy("history", 6, 3, 12).name},
     "beg": {"policy": "beg"},
-    "page of 1": {"page_size": 1, "policy": "fixed", "strategy": Strategy("eagle", 3, 2, 6)},
-    "page of 64": {"page_size": 64, "policy": "fixed", "strategy": Strategy("history", 3, 2, 6)},
+    "page of 1": {
+        "page_size": 1,
+        "policy": "fixed",
+        "sd_strategy": Strategy("eagle", 3, 2, 6).name,
+    },
+    "page of 64": {
+        "page_size": 64,
+        "policy": "fixed",
+        "sd_strategy": Strategy("history", 3, 2, 6).name,
+    },
     "one thread": {"threads": 1},
 }
 
@@ -152,7 +163,7 @@ CHANGES: dict[str, dict[str, object]] = {
 def test_bits_do_not_depend_on_the_way(
     name: str, base: EngineSettings, reference: dict[str, tuple[object, ...]]
 ) -> None:
-    settings = msgspec.structs.replace(base, **CHANGES[name])
+    settings = replace(base, **CHANGES[name])
     said, counts = run(settings, requests())
     assert bits(said) == reference
     if "few pages" in name:
@@ -164,8 +175,7 @@ def test_history_is_accepted_where_text_repeats(base: EngineSettings) -> None:
     greedy = requests(6, "greedy")
     plain, plain_counts = run(base, greedy)
     drafted, counts = run(
-        msgspec.structs.replace(base, policy="fixed", strategy=Strategy("history", 6, 3, 12)),
-        greedy,
+        replace(base, policy="fixed", sd_strategy=Strategy("history", 6, 3, 12).name), greedy
     )
     assert bits(drafted) == bits(plain)
     assert counts["accepted"] > 0 and counts["passes"] < plain_counts["passes"]
@@ -256,7 +266,7 @@ def test_without_output_tokens_a_prompt_is_scored_with_the_same_bits(
     scored.append(
         msgspec.structs.replace(full[0], id="one", token_ids=[5], sampling=asked)
     )  # a prompt of one row
-    said, counts = run(msgspec.structs.replace(base, **CHANGES[name]), others + scored)
+    said, counts = run(replace(base, **CHANGES[name]), others + scored)
     expected = bits(run(base, full)[0])
     for i, request in enumerate(full):
         [output] = said[f"s{i}"]
@@ -293,7 +303,7 @@ def test_pause_freezes_and_resumes(base: EngineSettings) -> None:
 
 
 def test_a_batch_that_cannot_run_ends_with_one_typed_error_each(base: EngineSettings) -> None:
-    engine, _ = assemble(msgspec.structs.replace(base, pages=8))
+    engine, _ = assemble(replace(base, pages=8))
     big = msgspec.structs.replace(requests(1)[0], id="big", sampling=Sampling(max_tokens=500))
     engine.send(Submit([*requests(2), big]))
     outputs = engine.step()
@@ -306,7 +316,7 @@ def test_a_batch_that_cannot_run_ends_with_one_typed_error_each(base: EngineSett
 def test_a_policy_that_cannot_be_is_refused_and_nothing_changes(
     base: EngineSettings, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    engine, _ = assemble(msgspec.structs.replace(base, drafter="history"))
+    engine, _ = assemble(replace(base, drafter="history"))
     before = engine.policy
     engine.send(SetPolicy("fixed", Strategy("eagle", 2, 2, 4)))
     engine.send(SetPolicy("no such policy"))
@@ -331,18 +341,18 @@ def test_a_request_the_sampler_cannot_take_ends_alone(base: EngineSettings) -> N
 
 def test_memory_that_cannot_be_had_is_refused_with_value_and_remedy(base: EngineSettings) -> None:
     with pytest.raises(StartupError, match="lower pages, page_size or kv_memory_mb"):
-        assemble(msgspec.structs.replace(base, pages=2_000_000_000))
+        assemble(replace(base, pages=2_000_000_000))
     with pytest.raises(StartupError, match="exceeds the model's 1024 positions"):
-        assemble(msgspec.structs.replace(base, max_model_len=5000))
+        assemble(replace(base, max_model_len=5000))
     with pytest.raises(StartupError, match="raise it to"):
-        assemble(msgspec.structs.replace(base, kv_memory_mb=1))
-    _, info = assemble(msgspec.structs.replace(base, pages=3))
+        assemble(replace(base, kv_memory_mb=1))
+    _, info = assemble(replace(base, pages=3))
     assert info.max_model_len == 48, "what the pages hold limits a sequence"
 
 
 def test_an_engine_says_what_it_chose(base: EngineSettings) -> None:
     phases: list[tuple[str, str]] = []
-    settings = msgspec.structs.replace(base, device="auto", max_running=0, max_rows=0)
+    settings = replace(base, device=None, max_running=None, max_rows=None)
     gpu = Gpu(unusable="torch finds no GPU")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(assembly, "look", lambda: gpu)

@@ -5,6 +5,7 @@ changes no bit of it.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -60,7 +61,7 @@ def cpu(settings: EngineSettings) -> Pushable:
 
 @pytest.fixture(scope="module")
 def plain(settings: EngineSettings) -> Pushable:
-    engine = Pushable(msgspec.structs.replace(settings, max_rows=12))  # prompts are read in pieces
+    engine = Pushable(replace(settings, max_rows=12))  # prompts are read in pieces
     engine.run(*mixed())
     return engine
 
@@ -137,9 +138,7 @@ def test_preemption_changes_no_bit(settings: EngineSettings) -> None:
     asked = [request(0, PAGE - 1, max_tokens=PAGE + 3), request(1, PAGE - 2, max_tokens=PAGE + 3)]
     wide, scarce = (
         Pushable(settings),
-        Pushable(
-            msgspec.structs.replace(drafting(settings, "eagle", 3, 1, 4), pages=4, max_rows=12)
-        ),
+        Pushable(replace(drafting(settings, "eagle", 3, 1, 4), pages=4, max_rows=12)),
     )
     wide.run(*asked)
     scarce.run(*asked)

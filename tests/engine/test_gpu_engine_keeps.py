@@ -5,10 +5,10 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from tests.engine.fast_interpreter import patched_once
@@ -23,9 +23,7 @@ def fast() -> Iterator[None]:
 
 
 def test_no_activation_outlives_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Pushable(
-        msgspec.structs.replace(drafting(checkpoints(tmp_path), "eagle", 3, 2, 4), max_rows=64)
-    )
+    engine = Pushable(replace(drafting(checkpoints(tmp_path), "eagle", 3, 2, 4), max_rows=64))
     model, hidden = engine.engine.runner.state.model, []
     sound = model.forward
 
@@ -41,7 +39,7 @@ def test_no_activation_outlives_its_step(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_pass_that_is_not_captured_is_made_for_its_step(tmp_path: Path) -> None:
-    engine = Pushable(msgspec.structs.replace(checkpoints(tmp_path), max_rows=64))
+    engine = Pushable(replace(checkpoints(tmp_path), max_rows=64))
     for i, length in enumerate((3, 9, 13, 17, 21)):  # a captured step would hold the first
         engine.run(request(i, length, max_tokens=1))
     kept = engine.engine.runner._extends

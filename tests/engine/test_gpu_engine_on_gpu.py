@@ -7,6 +7,7 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -220,9 +221,7 @@ def test_batch_and_chunks_change_no_bit(engine: Pushable, plain: Bits) -> None:
 def test_without_graphs_and_with_few_pages_the_bits_are_the_same(
     settings: EngineSettings, plain: Bits
 ) -> None:
-    scarce = Pushable(
-        msgspec.structs.replace(settings, graphs=False, pages=32, max_running=12, max_rows=96)
-    )
+    scarce = Pushable(replace(settings, graphs=False, pages=32, max_running=12, max_rows=96))
     asked = requests()[:24]
     assert_same(bits(scarce, asked), plain)
     assert_same(bits(scarce, asked, "fixed", Strategy("eagle", 7, 4, 16)), plain)
@@ -244,9 +243,7 @@ def test_graphs_compute_with_pushed_weights_and_with_the_old_ones_after_a_rollba
         for name, view in engine.engine.runner.state.model.parameters().items()
     } == where
     after = bits(engine, requests()[:16], "fixed", Strategy("eagle", 7, 1, 8))
-    fresh = Pushable(
-        msgspec.structs.replace(settings, model=str(root / "new"), graphs=False, max_running=16)
-    )
+    fresh = Pushable(replace(settings, model=str(root / "new"), graphs=False, max_running=16))
     assert_same(after, bits(fresh, requests()[:16]))
     assert after != {id: plain[id] for id in after}
     assert engine.roll_back("initial").result == "rolled_back" and engine.checksums() == sums
@@ -302,7 +299,7 @@ def test_pages_without_number_are_refused_with_a_remedy(
     settings: EngineSettings, engine: Pushable
 ) -> None:
     with pytest.raises(StartupError, match=r"KV pages.*lower .*pages"):
-        Pushable(msgspec.structs.replace(settings, pages=10**9, graphs=False))
+        Pushable(replace(settings, pages=10**9, graphs=False))
 
 
 def test_fast_numerics_sample_the_models_distribution(settings: EngineSettings) -> None:
@@ -310,9 +307,7 @@ def test_fast_numerics_sample_the_models_distribution(settings: EngineSettings) 
     each other, so by other matmuls.
     """
     many = 2 * FEW_ROWS  # of which the library computes what it may
-    fast = Pushable(
-        msgspec.structs.replace(settings, numerics="fast", graphs=False, max_running=many)
-    )
+    fast = Pushable(replace(settings, numerics="fast", graphs=False, max_running=many))
     assert "fast" in fast.info.numerics
     asked, draws, vocab = requests()[0], 3000, fast.info.vocab_size
     every = msgspec.structs.replace(

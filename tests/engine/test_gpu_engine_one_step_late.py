@@ -5,8 +5,8 @@ interpreter, against the CPU engine.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
-import msgspec
 import pytest
 import torch
 
@@ -36,7 +36,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineSetting
 def test_the_place_and_pages_of_an_aborted_request_serve_the_next_while_its_step_is_in_flight(
     settings: EngineSettings,
 ) -> None:
-    narrow = msgspec.structs.replace(drafting(settings, "eagle", 2, 1, 3), max_running=1, pages=2)
+    narrow = replace(drafting(settings, "eagle", 2, 1, 3), max_running=1, pages=2)
     first, second = request(0, 12, max_tokens=20), request(1, 7, max_tokens=6)
     engine, cpu = Pushable(narrow), Pushable(on_cpu(narrow))
     engine.submit(first, second)
@@ -113,7 +113,7 @@ def twin(settings: EngineSettings) -> Pushable:
 
 @pytest.fixture(scope="module")
 def engine(settings: EngineSettings) -> Pushable:
-    engine = Pushable(msgspec.structs.replace(drafting(settings, "eagle", 2, 1, 3), max_rows=10))
+    engine = Pushable(replace(drafting(settings, "eagle", 2, 1, 3), max_rows=10))
     engine.run(*by_host())
     return engine
 

@@ -5,8 +5,8 @@ sampled depends on asking.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
-import msgspec
 import pytest
 
 from tests.engine.fast_interpreter import patched_once
@@ -34,7 +34,7 @@ STRATEGIES = [None, Strategy("eagle", 2, 2, 4), Strategy("history", 3, 2, 4)]
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineSettings]:
     with patched_once():
-        yield msgspec.structs.replace(checkpoints(tmp_path_factory.mktemp("smallest")), max_rows=12)
+        yield replace(checkpoints(tmp_path_factory.mktemp("smallest")), max_rows=12)
 
 
 def asked(*, reports: bool) -> list[GenerateRequest]:
@@ -151,7 +151,7 @@ def test_preemption_changes_neither_tokens_nor_what_is_said_of_them(
     ]
     cpu, scarce = (
         Pushable(on_cpu(settings)),
-        Pushable(msgspec.structs.replace(drafting(settings, "eagle", 3, 1, 4), pages=4)),
+        Pushable(replace(drafting(settings, "eagle", 3, 1, 4), pages=4)),
     )
     cpu.run(*both)
     scarce.run(*both)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -93,7 +94,7 @@ def test_a_target_is_exchanged_in_place_and_rolled_back_bit_for_bit(
         == report.checksums
         != {name: sums[name] for name in report.checksums}
     )
-    fresh = Pushable(msgspec.structs.replace(settings, model=str(root / "new")))
+    fresh = Pushable(replace(settings, model=str(root / "new")))
     after = said(engine, *asked())
     assert after == said(fresh, *asked()) != before
     report = engine.roll_back("initial")
@@ -107,7 +108,7 @@ def test_in_flight_requests_continue_or_are_recomputed(
     settings: EngineSettings, root: Path
 ) -> None:
     engine = Pushable(drafting(settings, "eagle", 2, 1, 3))
-    cpu = Pushable(on_cpu(msgspec.structs.replace(settings, model=str(root / "new"))))
+    cpu = Pushable(on_cpu(replace(settings, model=str(root / "new"))))
     for mode, id in (("continue", "r0"), ("recompute", "r1")):
         r = asked(12)[int(id[1])]
         engine.submit(r)
@@ -180,7 +181,7 @@ def test_a_drafter_is_exchanged_with_its_vocabulary_and_changes_no_token(
     new = values(engine)
     assert addresses(engine) == where
     assert not torch.equal(new["drafter vocabulary"], old["drafter vocabulary"])
-    fresh = Pushable(msgspec.structs.replace(settings, drafter=str(root / "new-drafter")))
+    fresh = Pushable(replace(settings, drafter=str(root / "new-drafter")))
     assert same(new, values(fresh)) and engine.checksums() == fresh.checksums()
     assert said(engine, *asked()) == before
     assert engine.roll_back().result == "rolled_back"
@@ -192,11 +193,7 @@ def test_both_at_once_share_the_new_embedding(settings: EngineSettings, root: Pa
     where, old = addresses(engine), values(engine)
     report = engine.push(root / "new", "both", role="all", drafter_path=str(root / "new-drafter"))
     assert report.result == "committed" and addresses(engine) == where
-    fresh = Pushable(
-        msgspec.structs.replace(
-            settings, model=str(root / "new"), drafter=str(root / "new-drafter")
-        )
-    )
+    fresh = Pushable(replace(settings, model=str(root / "new"), drafter=str(root / "new-drafter")))
     assert same(values(engine), values(fresh)) and engine.checksums() == fresh.checksums()
     assert engine.roll_back().result == "rolled_back" and same(values(engine), old)
 
@@ -215,9 +212,7 @@ def test_a_target_is_rolled_back_behind_a_push_of_the_drafter(
     report = engine.roll_back("v1")
     assert (report.result, report.role) == ("rolled_back", "target") and addresses(engine) == where
     fresh = Pushable(
-        msgspec.structs.replace(
-            engine.settings, model=str(root / "new"), drafter=str(root / "new-drafter")
-        )
+        replace(engine.settings, model=str(root / "new"), drafter=str(root / "new-drafter"))
     )
     assert same(values(engine), values(fresh)) and engine.checksums() == fresh.checksums()
     assert said(engine, *asked()) == said(fresh, *asked())
@@ -230,7 +225,7 @@ def test_a_target_is_rolled_back_behind_a_push_of_the_drafter(
 def test_an_embedding_can_neither_come_nor_go(
     resident: str, pushed: str, word: str, settings: EngineSettings, root: Path
 ) -> None:
-    engine = Pushable(msgspec.structs.replace(settings, drafter=str(root / resident)))
+    engine = Pushable(replace(settings, drafter=str(root / resident)))
     old = values(engine)
     report = engine.push(root / pushed, "d1", role="drafter")
     assert report.result == "weights_refused" and report.error is not None
@@ -290,7 +285,7 @@ def test_a_sleep_that_waits_for_the_end_of_what_ran_waits_for_a_rollback_too(
 def test_values_that_the_engines_type_cannot_hold_are_refused(
     settings: EngineSettings, root: Path
 ) -> None:
-    engine = Pushable(msgspec.structs.replace(settings, dtype="bfloat16"))
+    engine = Pushable(replace(settings, dtype="bfloat16"))
     tensors = load_file(root / "new" / "model.safetensors")
     shutil.copytree(root / "new", root / "beyond")
     tensors["model.norm.weight"][3] = 3.4e38  # is float32; the nearest bfloat16 is infinite

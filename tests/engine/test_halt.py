@@ -9,6 +9,7 @@ import shutil
 import tempfile
 import threading
 from array import array
+from dataclasses import replace
 from pathlib import Path
 
 import hypothesis
@@ -59,6 +60,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def settings(root: Path) -> EngineSettings:
     return EngineSettings(
         model=str(root / "base"),
+        device="cpu",
         drafter=str(root / "drafter"),
         policy="off",
         kv_memory_mb=16,
@@ -212,9 +214,7 @@ def test_sleep_gives_memory_back_and_waking_takes_it_again(
     settings: EngineSettings, root: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(root / "base", tmp_path / "base")
-    engine = Pushable(
-        msgspec.structs.replace(settings, kv_memory_mb=256, model=str(tmp_path / "base"))
-    )
+    engine = Pushable(replace(settings, kv_memory_mb=256, model=str(tmp_path / "base")))
     cache = engine.engine.runner._cache  # type: ignore[attr-defined]
     cache.k.fill_(1.0)
     cache.v.fill_(1.0)
@@ -251,7 +251,7 @@ def test_weights_that_sleep_take_no_push_and_pages_that_sleep_do(
     done(engine, WakeUp("w", ["weights"]))
     assert engine.push(root / "new", "v1").result == "committed"
     done(engine, WakeUp("w", ["kv_cache"]))
-    fresh = Pushable(msgspec.structs.replace(settings, model=str(root / "new")))
+    fresh = Pushable(replace(settings, model=str(root / "new")))
     assert engine.run(request(0)) == fresh.run(request(0))
     done(engine, Sleep("s", ["weights", "kv_cache"]))
     done(engine, WakeUp("w", ["weights", "kv_cache"]))
@@ -497,7 +497,7 @@ def test_halts_in_any_order_with_failures_are_what_their_answers_say(
 
 
 def test_what_is_live_can_be_named(settings: EngineSettings, root: Path, tmp_path: Path) -> None:
-    kept = msgspec.structs.replace(settings, state_dir=str(tmp_path))
+    kept = replace(settings, state_dir=str(tmp_path))
     engine = Pushable(kept)
     begun(engine)
 
@@ -528,7 +528,7 @@ def test_what_is_live_can_be_named(settings: EngineSettings, root: Path, tmp_pat
 def test_a_staged_push_is_committed_under_the_name_given_last(
     settings: EngineSettings, root: Path, tmp_path: Path
 ) -> None:
-    kept = msgspec.structs.replace(settings, state_dir=str(tmp_path))
+    kept = replace(settings, state_dir=str(tmp_path))
     engine = Pushable(kept)
     assert engine.push(root / "new", "v1", commit=False).result == "staged"
     engine.engine.send(CommitWeights("c", "v1", "one"))
@@ -682,7 +682,7 @@ def test_weights_that_change_in_place_or_sleep_are_not_read(
     settings: EngineSettings, root: Path, tmp_path: Path
 ) -> None:
     engine, name = (
-        Pushable(msgspec.structs.replace(settings, weight_staging="none", weight_root="/")),
+        Pushable(replace(settings, weight_staging="none", weight_root="/")),
         "model.norm.weight",
     )
 

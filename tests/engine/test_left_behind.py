@@ -28,6 +28,7 @@ def test_no_directory_of_sockets(
     write_target(tmp_path / "base", shape=SMALLEST)
     settings = EngineSettings(
         model=str(tmp_path / "base"),
+        device="cpu",
         drafter="none",
         policy="off",
         kv_memory_mb=4,

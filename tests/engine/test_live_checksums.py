@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import pytest
 from torch import Tensor
 
@@ -46,7 +46,7 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Pushable:
     return Pushable(
         settings
         if request.param == "interpreter"
-        else msgspec.structs.replace(settings, device="cpu", attention="cpu")
+        else replace(settings, device="cpu", attention="cpu")
     )
 
 

@@ -5,6 +5,7 @@ served as if nothing had been.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -24,9 +25,7 @@ SIBLING = msgspec.structs.replace(ASKED, id="sibling", seed=7)
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineSettings]:
     with patched_once():
-        chunked = msgspec.structs.replace(
-            checkpoints(tmp_path_factory.mktemp("smallest")), max_rows=PAGE
-        )
+        chunked = replace(checkpoints(tmp_path_factory.mktemp("smallest")), max_rows=PAGE)
         yield drafting(chunked, "eagle", 2, 1, 3)
 
 
@@ -54,9 +53,7 @@ def test_what_a_failed_sequence_computed_is_not_found_by_the_next_one(
     settings = (
         settings
         if device == "interpreter"
-        else msgspec.structs.replace(
-            on_cpu(settings), policy=settings.policy, strategy=settings.strategy
-        )
+        else replace(on_cpu(settings), policy=settings.policy, sd_strategy=settings.sd_strategy)
     )
     sound, engine = Pushable(settings), Pushable(settings)
     sound.run(ASKED)

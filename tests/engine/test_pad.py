@@ -190,9 +190,10 @@ def accept_length(target: Path, drafter: Path) -> tuple[dict[str, list[int]], fl
     engine, _ = assemble(
         EngineSettings(
             model=str(target),
+            device="cpu",
             drafter=str(drafter),
             policy="fixed",
-            strategy=Strategy("eagle", 7, 8, 16),
+            sd_strategy=Strategy("eagle", 7, 8, 16).name,
             kv_memory_mb=512,
             max_model_len=512,
         )

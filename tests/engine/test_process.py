@@ -29,7 +29,9 @@ def child(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineChild]:
         layers=24
     )  # a request of many tokens runs for seconds: it is still there when it is paused
     target = write_target(tmp_path_factory.mktemp("process") / "target", shape=slow)
-    with EngineChild(EngineSettings(model=str(target), policy="off", kv_memory_mb=16)) as child:
+    with EngineChild(
+        EngineSettings(model=str(target), device="cpu", policy="off", kv_memory_mb=16)
+    ) as child:
         yield child
 
 

@@ -4,6 +4,8 @@ tokens and the same bits.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import numpy as np
 import pytest
@@ -26,6 +28,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> EngineSettings:
     root = tmp_path_factory.mktemp("tiny")
     return EngineSettings(
         model=str(write_target(root / "target")),
+        device="cpu",
         drafter=str(write_eagle(root / "drafter")),
         policy="off",
         kv_memory_mb=64,
@@ -80,8 +83,8 @@ def test_cut_at_any_token_the_rest_has_the_same_bits(
     name: str, memory: str, base: EngineSettings, whole: tuple[list[GenerateRequest], Said]
 ) -> None:
     asked, said = whole
-    policy = {"policy": "fixed", "strategy": STRATEGIES[name]} if name != "off" else {}
-    settings = msgspec.structs.replace(
+    policy = {"policy": "fixed", "sd_strategy": STRATEGIES[name].name} if name != "off" else {}
+    settings = replace(
         base, **policy, **({"pages": 12, "max_rows": 7} if memory == "scarce" else {})
     )
     parts = {}

@@ -11,10 +11,10 @@ import socket
 import struct
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -50,6 +50,7 @@ class Bench:
         self.engine = Pushable(
             EngineSettings(
                 model=str(root / "base"),
+                device="cpu",
                 drafter=str(root / "drafter"),
                 policy="off",
                 kv_memory_mb=16,
@@ -258,9 +259,7 @@ def test_a_tensor_larger_than_the_model_has_is_refused_before_it_is_read(
 
 def test_so_is_one_that_comes_by_http(bench: Bench, tmp_path: Path) -> None:
     engine = Pushable(
-        msgspec.structs.replace(
-            bench.engine.settings, weight_channels="http", state_dir=str(tmp_path)
-        )
+        replace(bench.engine.settings, weight_channels="http", state_dir=str(tmp_path))
     )
     part = shutil.copytree(bench.root / "good", tmp_path / "uploads" / "u") / FILE
     for file in part.parent.iterdir():
@@ -677,6 +676,7 @@ def test_a_directory_without_its_marker(bench: Bench, tmp_path: Path) -> None:
     engine = Pushable(
         EngineSettings(
             model=str(bench.root / "base"),
+            device="cpu",
             drafter="none",
             policy="off",
             kv_memory_mb=4,
@@ -694,7 +694,13 @@ def test_a_directory_without_its_marker(bench: Bench, tmp_path: Path) -> None:
 
 def test_without_a_weight_root_nothing_is_taken(bench: Bench) -> None:
     engine = Pushable(
-        EngineSettings(model=str(bench.root / "base"), drafter="none", policy="off", kv_memory_mb=4)
+        EngineSettings(
+            model=str(bench.root / "base"),
+            device="cpu",
+            drafter="none",
+            policy="off",
+            kv_memory_mb=4,
+        )
     )
     report = engine.push(bench.copy("good"), "v")
     assert report.result == "forbidden" and "--weight-root" in report.error[1]  # type: ignore[index]

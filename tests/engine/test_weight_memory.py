@@ -56,7 +56,7 @@ spool = Spool(root / "state", "model") if keeps == "spooled" else None
 if spool:
     spool.begin()
 receive = {"disk": lambda m: DiskReceiver(m, Intake(root=root)), "http": lambda m: HttpReceiver(m, Intake(uploads=root))}[channel]
-place = Storage("auto", lambda: Free(2**40, 0, 0), torch.device("cpu"), None)
+place = Storage(None, lambda: Free(2**40, 0, 0), torch.device("cpu"), None)
 staging = Staging(Live(Target("old", Network(), {})),
                   Steps(spool.keep if spool else None, lambda data, where: None, place.make))
 before = memory("VmRSS")

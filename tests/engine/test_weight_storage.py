@@ -9,9 +9,9 @@ import mmap
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -68,10 +68,10 @@ def pins(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pins]:
 @pytest.mark.parametrize(
     "asked, free, places",
     [
-        ("auto", Free(10, 10, 10), "device host disk"),
-        ("auto", Free(9, 10, 10), "host disk"),
-        ("auto", Free(10, 9, 10), "device disk"),
-        ("auto", Free(9, 9, 10), "disk"),
+        (None, Free(10, 10, 10), "device host disk"),
+        (None, Free(9, 10, 10), "host disk"),
+        (None, Free(10, 9, 10), "device disk"),
+        (None, Free(9, 9, 10), "disk"),
         ("host", Free(10, 10, 10), "host"),
         ("disk", Free(10, 10, 10), "disk"),
         ("device", Free(10, 0, 0), "device"),
@@ -100,7 +100,7 @@ def test_a_receivers_buffers_are_kept_free(
     device: str, buffers: Buffers, place: str, pins: Pins, tmp_path: Path
 ) -> None:
     storage = Storage(
-        "auto", lambda: Free(10 * MIB, 20 * MIB, 30 * MIB), torch.device(device), tmp_path
+        None, lambda: Free(10 * MIB, 20 * MIB, 30 * MIB), torch.device(device), tmp_path
     )
     storage.make(10 * MIB, Buffers(*(MIB * n for n in buffers)), lambda: torch.empty(3))
     assert storage.place == place
@@ -156,7 +156,7 @@ NO_ROOM = [
 def test_a_place_that_has_no_room_after_all_gives_way_to_the_next_and_says_so(
     error: Exception, pins: Pins, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    storage, made = Storage("auto", lambda: Free(MIB, MIB, MIB), torch.device("cuda"), tmp_path), []
+    storage, made = Storage(None, lambda: Free(MIB, MIB, MIB), torch.device("cuda"), tmp_path), []
 
     def make() -> torch.Tensor:
         made.append(torch.empty(5))
@@ -182,7 +182,7 @@ def test_another_error_than_of_room_is_told_as_it_is(tmp_path: Path) -> None:
         raise RuntimeError("a bug")
 
     with pytest.raises(RuntimeError, match="a bug"):
-        Storage("auto", lambda: Free(MIB, MIB, MIB), torch.device("cpu"), tmp_path).make(
+        Storage(None, lambda: Free(MIB, MIB, MIB), torch.device("cpu"), tmp_path).make(
             1, Buffers(), make
         )
 
@@ -202,7 +202,7 @@ def test_a_disk_that_is_full_says_so_before_it_is_written_to(
 
 
 @pytest.mark.parametrize(
-    "asked, free", [("auto", Free(9, 9, 9)), ("device", Free(9, 10, 10)), ("disk", Free(10, 10, 0))]
+    "asked, free", [(None, Free(9, 9, 9)), ("device", Free(9, 10, 10)), ("disk", Free(10, 10, 0))]
 )
 def test_without_room_the_refusal_says_how_much_is_lacking_and_where(
     asked: str, free: Free
@@ -278,6 +278,7 @@ def settings(tmp_path: Path) -> EngineSettings:
     perturbed(tmp_path / "base", tmp_path / "root" / "new", 1)
     return EngineSettings(
         model=str(tmp_path / "base"),
+        device="cpu",
         drafter="none",
         policy="off",
         kv_memory_mb=4,
@@ -290,11 +291,7 @@ def settings(tmp_path: Path) -> EngineSettings:
 def test_a_version_staged_on_disk_is_committed_and_rolled_back(settings: EngineSettings) -> None:
     plain = Pushable(settings)
     sums = plain.push("new", "v").checksums
-    engine = Pushable(
-        msgspec.structs.replace(
-            settings, weight_staging="disk", state_dir=settings.state_dir + "-2"
-        )
-    )
+    engine = Pushable(replace(settings, weight_staging="disk", state_dir=f"{settings.state_dir}-2"))
     before = engine.checksums()
     assert engine.push("new", "v").checksums == sums == engine.checksums() != before
     assert engine.engine.pushes.transaction._options.storage.place == "disk"
@@ -305,7 +302,7 @@ def test_weights_sleep_after_a_push_that_was_staged_in_pinned_memory(
     settings: EngineSettings, pins: Pins
 ) -> None:
     """On a CPU the pinned version itself is live then; on a GPU it holds the one before."""
-    engine = Pushable(msgspec.structs.replace(settings, weight_staging="host"))
+    engine = Pushable(replace(settings, weight_staging="host"))
     engine.engine.pushes.transaction._options.storage._device = torch.device("cuda")
     assert engine.push("new", "v").result == "committed"
     sums, held = engine.checksums(), set(pins.held)
@@ -347,7 +344,7 @@ def test_a_restart_finds_what_came_in_several_files(settings: EngineSettings) ->
 
 
 def test_in_place_requests_that_run_go_on_with_the_new_version(settings: EngineSettings) -> None:
-    engine = Pushable(msgspec.structs.replace(settings, weight_staging="none"))
+    engine = Pushable(replace(settings, weight_staging="none"))
     engine.submit(
         GenerateRequest(
             id="r", token_ids=[5, 6, 7], seed=3, sampling=Sampling(max_tokens=30, ignore_eos=True)

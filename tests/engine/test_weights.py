@@ -11,6 +11,7 @@ import shutil
 import threading
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -55,6 +56,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def settings(root: Path) -> EngineSettings:
     return EngineSettings(
         model=str(root / "base"),
+        device="cpu",
         drafter=str(root / "drafter"),
         policy="off",
         kv_memory_mb=16,
@@ -84,7 +86,7 @@ def fresh(
     settings: EngineSettings, model: Path, *requests: GenerateRequest
 ) -> dict[str, tuple[list[int], list[float]]]:
     """What an engine that never had other weights says."""
-    return Pushable(msgspec.structs.replace(settings, model=str(model))).run(*requests)
+    return Pushable(replace(settings, model=str(model))).run(*requests)
 
 
 def continued(asked: GenerateRequest, tokens: list[int]) -> GenerateRequest:
@@ -176,7 +178,7 @@ def test_recompute_continues_as_if_the_new_version_had_read_the_tokens(
 def test_abort_returns_partial_results_and_what_has_not_begun_runs_on_the_new_version(
     settings: EngineSettings, root: Path
 ) -> None:
-    engine = Pushable(msgspec.structs.replace(settings, max_running=2))
+    engine = Pushable(replace(settings, max_running=2))
     asked = [request(i, 60) for i in range(3)]
     old = fresh(settings, root / "base", *asked)
     assert (
@@ -413,7 +415,7 @@ def test_a_preempted_sequence_that_spans_versions_gets_its_own_kv_back(
     asked = [request(i, 70) for i in range(4)]
 
     def run(pages: int) -> tuple[dict[str, list[int]], dict[str, list[float]], int]:
-        engine = Pushable(msgspec.structs.replace(settings, pages=pages))
+        engine = Pushable(replace(settings, pages=pages))
         assert engine.push(root / "new", "v1", commit=False).result == "staged"
         engine.submit(*asked)
         engine.step(12)
@@ -509,9 +511,7 @@ def test_without_a_name_a_rollback_undoes_the_last_commit_alone(
 
 
 def test_a_drafter_push_changes_no_token(settings: EngineSettings, root: Path) -> None:
-    drafting = msgspec.structs.replace(
-        settings, policy="fixed", strategy=Strategy("eagle", 4, 3, 9)
-    )
+    drafting = replace(settings, policy="fixed", sd_strategy=Strategy("eagle", 4, 3, 9).name)
     asked = [request(i) for i in range(3)]
     plain = fresh(settings, root / "base", *asked)
     engine = Pushable(drafting)
@@ -563,7 +563,7 @@ def test_pushes_while_speculating_equal_pushes_without(
     fell, so only new requests compare.
     """
     engine = Pushable(
-        msgspec.structs.replace(settings, policy="fixed", strategy=Strategy("eagle", 4, 3, 9))
+        replace(settings, policy="fixed", sd_strategy=Strategy("eagle", 4, 3, 9).name)
     )
     for version, model in (("v1", "new"), ("v2", "newer"), ("v3", "base")):
         engine.submit(request(3, 60, id=f"during-{version}"))
@@ -813,7 +813,7 @@ def test_every_kind_of_checksum_can_be_declared(kind: str, engine: Pushable, roo
 
 @pytest.fixture
 def kept(settings: EngineSettings, tmp_path: Path) -> Iterator[EngineSettings]:
-    yield msgspec.structs.replace(settings, state_dir=str(tmp_path / "state"))
+    yield replace(settings, state_dir=str(tmp_path / "state"))
 
 
 def test_a_restarted_engine_serves_exactly_what_was_committed(
@@ -872,7 +872,7 @@ def test_what_came_by_http_is_kept_by_a_second_name_where_it_is_one_roles(
     }
     for name, tensors in parts.items():
         save_file(tensors, uploads / f"{name}.safetensors")
-    engine = Pushable(msgspec.structs.replace(kept, weight_channels="disk,http"))
+    engine = Pushable(replace(kept, weight_channels="disk,http"))
     named = [
         {"name": name, "checksum": checksum("xxh3_128", tensor)}
         for part in parts.values()

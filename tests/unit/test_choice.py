@@ -32,22 +32,22 @@ def chosen(
 
 
 def test_auto_takes_the_gpu_and_says_why() -> None:
-    found, reasons = chosen(device="auto")
+    found, reasons = chosen(device=None)
     assert (found.device, found.dtype, found.attention, found.graphs) == (
         "cuda",
         "bfloat16",
         "triton",
         True,
     )
-    assert (found.max_running, found.max_rows, found.kv_memory_mb) == (256, 4096, 0)
+    assert (found.max_running, found.max_rows, found.kv_memory_mb) == (256, 4096, None)
     assert reasons == {
         "device": "cuda: torch sees Card 9000, 81920 MiB, compute capability 9.0",
         "dtype": "bfloat16: as the checkpoint",
     }
 
 
-@pytest.mark.parametrize("device", ["auto", "cpu"])
-def test_without_a_gpu_it_is_the_cpu(device: str) -> None:
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_without_a_gpu_it_is_the_cpu(device: str | None) -> None:
     found, reasons = chosen(NONE, unread, device=device)
     assert (found.device, found.dtype, found.attention, found.graphs) == (
         "cpu",
@@ -56,7 +56,7 @@ def test_without_a_gpu_it_is_the_cpu(device: str) -> None:
         False,
     )
     assert (found.max_running, found.max_rows, found.kv_memory_mb) == (64, 512, 1024)
-    assert reasons == ({"device": "cpu: torch finds no GPU"} if device == "auto" else {})
+    assert reasons == ({"device": "cpu: torch finds no GPU"} if device is None else {})
 
 
 def test_a_gpu_that_is_left_alone_is_not_mentioned() -> None:
@@ -112,14 +112,14 @@ def test_attention_that_waits_for_the_device_is_not_captured() -> None:
             CARD,
             "dtype is bfloat16, and a CPU computes in float32; use auto",
         ),
-        ({"device": "auto", "dtype": "float16"}, NONE, "dtype is float16"),
+        ({"device": None, "dtype": "float16"}, NONE, "dtype is float16"),
         (
             {"device": "cpu", "attention": "flash_attn"},
             CARD,
             "attention is 'flash_attn', which needs a GPU (device cuda); use auto, cpu or torch",
         ),
         (
-            {"device": "auto", "attention": "triton"},
+            {"device": None, "attention": "triton"},
             NONE,
             "attention is 'triton', which needs a GPU (device cuda); use auto, cpu or torch",
         ),
@@ -136,7 +136,9 @@ def test_attention_that_waits_for_the_device_is_not_captured() -> None:
         ({"device": "tpu"}, CARD, "device is 'tpu'; it must be auto, cpu or cuda"),
     ],
 )
-def test_what_cannot_be_had_is_refused(settings: dict[str, str], gpu: Gpu, says: str) -> None:
+def test_what_cannot_be_had_is_refused(
+    settings: dict[str, str | None], gpu: Gpu, says: str
+) -> None:
     with pytest.raises(StartupError) as caught:
         chosen(gpu, **settings)
     assert says in caught.value.message
@@ -145,7 +147,7 @@ def test_what_cannot_be_had_is_refused(settings: dict[str, str], gpu: Gpu, says:
 def test_one_line_says_it_all() -> None:
     told = chosen(
         CARD._replace(unusable="Card 9000 has compute capability 7.5, and the kernels need 9.0"),
-        device="auto",
+        device=None,
     ).told()
     assert told == (
         "cpu, float32, attention cpu, up to 64 sequences | "
@@ -194,7 +196,7 @@ class TestWhatTorchSees:
         """Kernels begin with instructions that only newer ones have."""
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
         old = "Card 9000 has compute capability 8.9, and the kernels need 9.0"
-        told = chosen(choice.look(), unread, device="auto").told()
+        told = chosen(choice.look(), unread, device=None).told()
         assert told == f"cpu, float32, attention cpu, up to 64 sequences | device cpu: {old}"
         with pytest.raises(StartupError) as caught:
             chosen(choice.look(), unread, device="cuda")

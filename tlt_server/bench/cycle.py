@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import msgspec
 from rich.console import Console
 from rich.table import Table
 
@@ -56,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         raise StartupError(
             f"--drafter is {settings.drafter}; cycles are timed with an EAGLE-3 drafter: name its directory"
         )
-    settings = msgspec.structs.replace(
+    settings = replace(
         settings,
         max_running=max(batches),
         max_model_len=longest(settings.model, args.context),
@@ -139,7 +140,7 @@ def _random(case: Case, seed: int) -> list[GenerateRequest]:
     )
 
 
-def problems_of(model: str, count: int, *, seed: int) -> list[GenerateRequest]:
+def problems_of(model: Path, count: int, *, seed: int) -> list[GenerateRequest]:
     """Problems of the task, answered to their end."""
     from tlt_server.demo.workload import problems_as_requests
 

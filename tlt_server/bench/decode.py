@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-import msgspec
 from rich.console import Console
 from rich.table import Table
 
@@ -44,13 +45,13 @@ def run(args: argparse.Namespace) -> int:
             "`tlt bench rollout` compares both on a CPU, in two processes"
         )
     batches = args.batch or args.batches[args.quick]
-    base = msgspec.structs.replace(
+    base = replace(
         settings_of(args),
         policy="off",
         max_running=max(batches),
         max_rows=args.max_rows or (4096 if args.device == "cuda" else 512),
     )
-    base = msgspec.structs.replace(base, max_model_len=longest(base.model, args.context))
+    base = replace(base, max_model_len=longest(base.model, args.context))
     prefills = (QUICK_PREFILLS if args.quick else PREFILLS) if args.against else ()
     console = wide_console()
     rows: list[Row] = []
@@ -67,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         for numerics in kinds:
             progress.update(task, description=f"load, {numerics}")
             found, read = measure(
-                msgspec.structs.replace(base, numerics=numerics),
+                replace(base, numerics=numerics),
                 batches,
                 args.context,
                 prefills,
@@ -90,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def longest(model: str, context: int | None) -> int:
+def longest(model: Path, context: int | None) -> int:
     """The max_model_len of an engine for these requests; `StartupError` follows if the model has
     fewer positions than asked for.
     """

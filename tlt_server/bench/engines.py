@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from tlt_server.engine.devices import Device, Equipped, Memory, OnProgress, Quiet, make_device
-from tlt_server.engine.settings import EngineSettings
+from tlt_server.engine.settings import DecidedSettings, EngineSettings
 from tlt_server.models.config import ModelConfig
 from tlt_server.speculation.policies.arms import Ladder
 from tlt_server.weights.parts import Changed, Live
@@ -35,7 +35,7 @@ class LoadedOnce:
     def __init__(self) -> None:
         self.live: Live | None = None
 
-    def device(self, settings: EngineSettings) -> Device:
+    def device(self, settings: DecidedSettings) -> Device:
         return _Shared(make_device(settings), settings, self)
 
 
@@ -44,7 +44,7 @@ class _Shared:
     not for all there are.
     """
 
-    def __init__(self, device: Device, settings: EngineSettings, source: LoadedOnce) -> None:
+    def __init__(self, device: Device, settings: DecidedSettings, source: LoadedOnce) -> None:
         self._device, self._settings, self._source = device, settings, source
         self.name, self.warms_up, self.device, self.free = (
             device.name,

@@ -13,6 +13,7 @@ import argparse
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import NamedTuple
 
 import msgspec
@@ -28,8 +29,9 @@ from tlt_server.bench.settings import at_most_what_it_takes, described, settings
 from tlt_server.engine.assembly import assemble
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.records import GenerateRequest, Strategy, Submit
+from tlt_server.shared_settings import PolicyName
 
-Arms = Mapping[str, tuple[str, Strategy | None]]  # name -> policy, its one strategy
+Arms = Mapping[str, tuple[PolicyName, Strategy | None]]  # name -> policy, its one strategy
 Factors = Mapping[str, tuple[object, ...]]
 
 
@@ -133,9 +135,7 @@ def run(args: argparse.Namespace) -> int:
     size = plan.quick if args.quick else plan.full
     base = settings_of(args)
     if plan.max_model_len:
-        base = msgspec.structs.replace(
-            base, max_model_len=at_most_what_it_takes(base.model, plan.max_model_len)
-        )
+        base = replace(base, max_model_len=at_most_what_it_takes(base.model, plan.max_model_len))
     requests = [
         with_length(request, i, size)
         for i, request in enumerate(
@@ -180,12 +180,12 @@ def with_length(request: GenerateRequest, i: int, size: Size) -> GenerateRequest
 
 def pages_for(
     configuration: Configuration, requests: list[GenerateRequest], size: Size, page_size: int
-) -> int:
-    """Ample: 0, the engine's own choice. Scarce: the longest request fits, but a full batch of them
+) -> int | None:
+    """Ample: None, the engine's own choice. Scarce: the longest request fits, but a full batch of them
     does not.
     """
     if configuration["pages"] == "ample":
-        return 0
+        return None
     longest = -(-max(len(r.token_ids) + r.sampling.max_tokens for r in requests) // page_size)
     usual = -(-(max(len(r.token_ids) for r in requests) + size.max_tokens // 4) // page_size)
     return max(longest, usual * int(str(configuration["batch"])) // 5)
@@ -203,11 +203,11 @@ def rollout(
     """Run all requests on a fresh engine of this process; what each said, and the run's counts.
     `source`: weights of engines before.
     """
-    policy, strategy = PLANS[base.device].arms[str(configuration["arm"])]
-    settings = msgspec.structs.replace(
+    policy, strategy = PLANS[str(base.device)].arms[str(configuration["arm"])]
+    settings = replace(
         base,
         policy=policy,
-        strategy=strategy,
+        sd_strategy=strategy.name if strategy is not None else "",
         max_running=int(str(configuration["batch"])),
         max_rows=int(str(configuration["chunk"])),
         pages=pages_for(configuration, requests, size, base.page_size),

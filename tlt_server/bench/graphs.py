@@ -13,10 +13,10 @@ import argparse
 import os
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from rich.console import Console
 from rich.table import Table
 
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     before = compiled()
-    settings = msgspec.structs.replace(settings_of(args), max_running=args.max_running)
+    settings = replace(settings_of(args), max_running=args.max_running or None)
     console = wide_console()
     with progress_bar(console) as progress:
         task = progress.add_task("start", total=5)
@@ -51,7 +51,7 @@ def _run(args: argparse.Namespace) -> int:
     figures = {
         "bench": "graphs",
         "quick": bool(args.quick),
-        **described(msgspec.structs.replace(settings, max_running=info.max_running)),
+        **described(replace(settings, max_running=info.max_running)),
         "default": args.max_running == 0,
         "graphs": len(keys),
         "graph_bytes": sum(pool.bytes[key] for key in keys),

@@ -13,6 +13,7 @@ import argparse
 import statistics
 import time
 from collections import defaultdict
+from dataclasses import replace
 from typing import NamedTuple
 
 import msgspec
@@ -86,13 +87,13 @@ def run(args: argparse.Namespace) -> int:
     """
     from tlt_server.demo.workload import problems_as_requests
 
-    base, arms = msgspec.structs.replace(settings_of(args), max_running=RUNNING), ARMS[args.device]
+    base, arms = replace(settings_of(args), max_running=RUNNING), ARMS[args.device]
     if args.numerics != "strict":
         raise StartupError(
             "--numerics is fast; a rollout is timed in both strict and fast numerics: leave the flag out"
         )
     if args.device == "cuda":
-        base = msgspec.structs.replace(
+        base = replace(
             base,
             kv_memory_mb=GPU_KV_MB,
             max_model_len=at_most_what_it_takes(base.model, GPU_MODEL_LEN),
@@ -113,9 +114,7 @@ def run(args: argparse.Namespace) -> int:
     console = wide_console()
     with (
         EngineChild(base) as strict,
-        EngineChild(
-            msgspec.structs.replace(base, numerics="fast", drafter="none", policy="off")
-        ) as fast,
+        EngineChild(replace(base, numerics="fast", drafter="none", policy="off")) as fast,
         progress_bar(console) as progress,
     ):
         engines = {"strict": strict, "fast": fast}

@@ -5,11 +5,11 @@ them. No torch.
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 
 from tlt_server.engine.settings import EngineSettings
 from tlt_server.models.config import ModelConfig
+from tlt_server.shared_settings import available_processors
 
 
 def settings_of(args: argparse.Namespace) -> EngineSettings:
@@ -18,28 +18,27 @@ def settings_of(args: argparse.Namespace) -> EngineSettings:
     """
     from tlt_server.demo.workload import DRAFTER, TARGET
 
-    threads = args.threads or len(os.sched_getaffinity(0))
     on_gpu = args.device == "cuda"
     return EngineSettings(
-        model=str(args.model or TARGET),
+        model=args.model or TARGET,
         drafter=str(args.drafter or DRAFTER),
-        threads=threads,
+        threads=args.threads or available_processors(),
         device=args.device,
         dtype=args.dtype or ("bfloat16" if on_gpu else "float32"),
         attention="triton" if on_gpu else "cpu",
         numerics=args.numerics,
-        kv_memory_mb=0 if on_gpu else 2048,
+        kv_memory_mb=None if on_gpu else 2048,
     )
 
 
-def at_most_what_it_takes(model: str, tokens: int) -> int:
+def at_most_what_it_takes(model: Path, tokens: int) -> int:
     """A max_model_len of so many tokens, or the model's own limit."""
-    return min(tokens, ModelConfig.read(Path(model)).max_position)
+    return min(tokens, ModelConfig.read(model).max_position)
 
 
 def described(settings: EngineSettings) -> dict[str, object]:
     """What a figure's reader has to know of the engine."""
-    config = ModelConfig.read(Path(settings.model))
+    config = ModelConfig.read(settings.model)
     return {
         "shape": {
             "layers": config.layers,

@@ -26,7 +26,7 @@ from tlt_server.engine.running import Running
 from tlt_server.engine.sampling import SamplingState
 from tlt_server.engine.scheduler import Scheduler
 from tlt_server.engine.sequence import Sequence
-from tlt_server.engine.settings import EngineSettings
+from tlt_server.engine.settings import DecidedSettings, EngineSettings
 from tlt_server.engine.sizing import served_length
 from tlt_server.errors import InvalidRequest
 from tlt_server.models.config import ModelConfig
@@ -55,7 +55,7 @@ def assemble(
     on_phase: OnPhase = lambda name, seconds, detail: None,
     on_start: Callable[[list[str]], None] = lambda ids: None,
     on_progress: OnProgress = lambda name, done, of: None,
-    make_device: Callable[[EngineSettings], Device] = make_device,
+    make_device: Callable[[DecidedSettings], Device] = make_device,
     directory: Path | None = None,
 ) -> tuple[Engine, EngineInfo]:
     """A ready engine and what it says of itself. `StartupError` names what cannot be used and the
@@ -76,7 +76,7 @@ def assemble(
         on_phase(name, phases[name], "".join(detail))
 
     with phase("choose device") as detail:
-        gpu = look() if settings.device in ("auto", "cuda") else Gpu()
+        gpu = look() if settings.device in (None, "cuda") else Gpu()
         choice = choose(settings, gpu, lambda: own_dtype(Path(settings.model)))
         settings = choice.settings
         device = make_device(settings)
@@ -93,7 +93,7 @@ def assemble(
         if spool:
             live, lost = restore(spool, live, Calibration.parse)
         model = live.target.network
-        detail.append(settings.model)
+        detail.append(str(settings.model))
     with phase("allocate KV") as detail:
         memory = device.allocate(live, max_model_len)
         max_model_len = min(max_model_len, memory.pages * settings.page_size)

@@ -11,13 +11,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
-import msgspec
 import zmq
 
-from tlt_server.engine.settings import EngineSettings
+from tlt_server.engine.settings import EngineSettings, encode_settings
 from tlt_server.errors import EngineFailed, from_code
 from tlt_server.models.environment import library_environment
 from tlt_server.records import (
@@ -46,9 +46,7 @@ def start_engine(settings: EngineSettings, directory: Path) -> subprocess.Popen[
         env=environment,
     )
     assert process.stdin is not None
-    process.stdin.write(
-        msgspec.json.encode(msgspec.structs.replace(settings, parent=os.getpid())) + b"\n"
-    )
+    process.stdin.write(encode_settings(replace(settings, parent=os.getpid())))
     process.stdin.flush()
     return process
 

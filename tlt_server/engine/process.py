@@ -18,12 +18,11 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import zmq
 
 from tlt_server.begun import Begun
 from tlt_server.engine.faults import told
-from tlt_server.engine.settings import EngineSettings
+from tlt_server.engine.settings import EngineSettings, decode_settings
 from tlt_server.errors import EngineFailed, TltError
 from tlt_server.records import (
     Event,
@@ -109,7 +108,7 @@ def main() -> int:
         events.send(encode(event))
 
     try:
-        settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineSettings)
+        settings = decode_settings(sys.stdin.buffer.readline())
         serve(settings, commands, send, Path(directory))
         return 0
     except TltError as error:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 
-from tlt_server.engine.settings import EngineSettings
+from tlt_server.engine.settings import DecidedSettings, EngineSettings
 from tlt_server.errors import StartupError
 from tlt_server.models.config import ModelConfig
 
@@ -17,11 +17,11 @@ def served_length(settings: EngineSettings, config: ModelConfig) -> int:
     """Positions of the longest sequence; `StartupError` when the model or this server has fewer
     than asked for.
     """
-    if settings.max_model_len > config.max_position:
-        raise StartupError(
-            f"max_model_len {settings.max_model_len} exceeds the model's {config.max_position} positions; lower it"
-        )
     chosen = settings.max_model_len or config.max_position
+    if chosen > config.max_position:
+        raise StartupError(
+            f"max_model_len {chosen} exceeds the model's {config.max_position} positions; lower it"
+        )
     if chosen > MAX_POSITIONS:
         raise StartupError(
             f"max_model_len {chosen} is above the most this server takes, {MAX_POSITIONS}; set max_model_len lower"
@@ -29,13 +29,14 @@ def served_length(settings: EngineSettings, config: ModelConfig) -> int:
     return chosen
 
 
-def kv_pages(settings: EngineSettings, bytes_per_page: int, max_model_len: int) -> int:
+def kv_pages(settings: DecidedSettings, bytes_per_page: int, max_model_len: int) -> int:
     """Pages as asked for, or as many as fit and could be in use at once; `StartupError` when they
     are too few or too many.
     """
     need = -(-max_model_len // settings.page_size)
     pages = settings.pages
-    if not pages:
+    if pages is None:
+        assert settings.kv_memory_mb is not None, "a CPU has a default"
         pages = settings.kv_memory_mb * 2**20 // bytes_per_page
         if pages < need:
             raise StartupError(

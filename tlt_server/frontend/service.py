@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from tlt_server.config import Config
+from tlt_server.config import ResolvedConfig
 from tlt_server.errors import Cancelled, Forbidden, TltError, Unavailable
 from tlt_server.frontend.generation.generation import Generation, Generations
 from tlt_server.frontend.generation.pieces import Pieces
@@ -28,7 +28,7 @@ from tlt_server.metrics import Metrics
 class Service:
     """What the routes share."""
 
-    config: Config
+    config: ResolvedConfig
     engine: EngineClient
     text: Text
     validator: Validator

@@ -29,7 +29,7 @@ from tlt_server.errors import PushFailed
 
 Model = TypeVar("Model")
 Place = Literal["device", "host", "disk"]
-Asked = Literal["auto", "device", "host", "disk", "none"]
+Asked = Literal["device", "host", "disk", "none"] | None  # None: the first with room
 MEMORY, CONTROL_GROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 LIMITS = {  # file -> of what is used, and the count in memory.stat of what of it is read from files and can be dropped
     "memory.max": ("memory.current", "inactive_file"),
@@ -78,7 +78,7 @@ def host_memory() -> HostMemory:
     return HostMemory(available, total)
 
 
-def disk_free(directory: str) -> int:
+def disk_free(directory: Path | None) -> int:
     """Of the file system that holds `directory`; 0 without one."""
     return shutil.disk_usage(directory).free if directory else 0
 
@@ -86,7 +86,7 @@ def disk_free(directory: str) -> int:
 def choose(asked: Asked, need: int, free: Free) -> list[Place]:
     """The places with room, the best one first, or `PushFailed` with what is lacking."""
     assert asked != "none", "in place there is nothing to choose"
-    allowed = PLACES if asked == "auto" else (asked,)
+    allowed = PLACES if asked is None else (asked,)
     places = [place for place in allowed if getattr(free, place) >= need]
     if not places:
         found = ", ".join(f"{getattr(free, place) // 2**20} MiB ({place})" for place in allowed)

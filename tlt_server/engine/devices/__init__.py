@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from tlt_server.engine.loop import Runner
 from tlt_server.engine.scheduler import unpadded
 from tlt_server.engine.sequence import Sequence
-from tlt_server.engine.settings import EngineSettings
+from tlt_server.engine.settings import DecidedSettings
 from tlt_server.models.config import ModelConfig
 from tlt_server.registry import Registry
 from tlt_server.speculation.policies.arms import Ladder
@@ -67,7 +67,7 @@ class Memory:
     ]  # take it again, empty; `torch.OutOfMemoryError` and no change where there is no room
 
 
-def make_device(settings: EngineSettings) -> Device:
+def make_device(settings: DecidedSettings) -> Device:
     """That these settings name; nothing in them is left to the device."""
     device: Device = DEVICES.resolve(settings.device)(settings)
     return device

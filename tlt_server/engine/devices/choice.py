@@ -8,14 +8,14 @@ the checkpoint's type. Called by `assembly.py`, which reports the choice once, a
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-import msgspec
-
 from tlt_server.attention import BACKENDS, GPU_BACKENDS
-from tlt_server.engine.settings import EngineSettings
+from tlt_server.engine.settings import DecidedSettings, EngineSettings
 from tlt_server.errors import StartupError
+from tlt_server.shared_settings import available_processors, suited_policy
 
 MIB = 2**20
 MIN_CAPABILITY = (9, 0)  # the kernels use programmatic dependent launch
@@ -42,7 +42,7 @@ class Gpu(NamedTuple):
 
 
 class Choice(NamedTuple):
-    settings: EngineSettings  # nothing in them is left to the device
+    settings: DecidedSettings
     reasons: dict[str, str]  # setting whose value depends on what was found -> the value and why
 
     def told(self) -> str:
@@ -88,25 +88,26 @@ def choose(settings: EngineSettings, gpu: Gpu, own_dtype: Callable[[], str]) -> 
     """Settings with nothing left open. `StartupError` where what was asked for cannot be had;
     `own_dtype`: of the checkpoint.
     """
-    if settings.device == "cpu":
+    device: str | None = settings.device  # tests name another, the interpreter
+    if device == "cpu":
         return for_cpu(settings)
-    if settings.device == "interpreter":
+    if device == "interpreter":
         return for_interpreter(settings)
-    if settings.device == "cuda":
+    if device == "cuda":
         if gpu.unusable:
             raise StartupError(
                 f"device is cuda, but {gpu.unusable}; start with --device cpu, or check the machine with tlt doctor"
             )
         return for_cuda(settings, own_dtype)
-    if settings.device != "auto":
-        raise StartupError(f"device is {settings.device!r}; it must be auto, cpu or cuda")
+    if device is not None:
+        raise StartupError(f"device is {device!r}; it must be auto, cpu or cuda")
     chosen = for_cpu(settings) if gpu.unusable else for_cuda(settings, own_dtype)
     because = f"{chosen.settings.device}: {gpu.unusable or f'torch sees {gpu.told}'}"
     return Choice(chosen.settings, {"device": because, **chosen.reasons})
 
 
 def for_cpu(settings: EngineSettings) -> Choice:
-    if settings.dtype not in ("auto", "float32"):
+    if settings.dtype not in (None, "float32"):
         raise StartupError(
             f"dtype is {settings.dtype}, and a CPU computes in float32; use auto or float32 (a checkpoint in half "
             "precision is read exactly)"
@@ -114,29 +115,32 @@ def for_cpu(settings: EngineSettings) -> Choice:
     check_attention(settings.attention, "cpu")
     suited = filled(
         settings,
+        device="cpu",
         dtype="float32",
         attention="cpu",
         kv_memory_mb=CPU_KV_MB,
         max_running=64,
         max_rows=512,
     )
-    return Choice(msgspec.structs.replace(suited, device="cpu", graphs=False), {})
+    return Choice(replace(suited, graphs=False), {})
 
 
 def for_cuda(settings: EngineSettings, own_dtype: Callable[[], str]) -> Choice:
     check_attention(settings.attention, "cuda")
-    reasons, dtype = {}, settings.dtype
-    if dtype == "auto":
+    reasons, dtype = {}, str(settings.dtype)
+    if settings.dtype is None:
         own = own_dtype()
         dtype = own if own in ("bfloat16", "float16") else "bfloat16"
         reasons["dtype"] = (
             f"{dtype}: {'as the checkpoint' if dtype == own else f'half the size of the checkpoint in {own}'}"
         )
-    suited = filled(settings, attention="triton", max_running=256, max_rows=4096)
+    suited = filled(
+        settings, device="cuda", dtype=dtype, attention="triton", max_running=256, max_rows=4096
+    )
     if suited.attention == "torch" and suited.graphs:
         reasons["graphs"] = "off: attention torch waits for the device, which no graph can"
-        suited = msgspec.structs.replace(suited, graphs=False)
-    return Choice(msgspec.structs.replace(suited, device="cuda", dtype=dtype), reasons)
+        suited = replace(suited, graphs=False)
+    return Choice(suited, reasons)
 
 
 def for_interpreter(settings: EngineSettings) -> Choice:
@@ -144,13 +148,13 @@ def for_interpreter(settings: EngineSettings) -> Choice:
     suited = filled(
         settings, dtype="float32", attention="triton", kv_memory_mb=16, max_running=8, max_rows=64
     )
-    return Choice(msgspec.structs.replace(suited, graphs=False), {})
+    return Choice(replace(suited, graphs=False), {})
 
 
-def check_attention(name: str, device: str) -> None:
-    """`StartupError` unless `name` is auto or a backend of the device, cpu or cuda."""
+def check_attention(name: str | None, device: str) -> None:
+    """`StartupError` unless `name` is None or a backend of the device, cpu or cuda."""
     tables = {"cpu": BACKENDS, "cuda": GPU_BACKENDS}
-    if name == "auto" or name in tables[device]:
+    if name is None or name in tables[device]:
         return
     others = [
         f"needs {'a CPU' if other == 'cpu' else 'a GPU'} (device {other})"
@@ -163,9 +167,8 @@ def check_attention(name: str, device: str) -> None:
     )
 
 
-def filled(settings: EngineSettings, **suited: Any) -> EngineSettings:
-    """With `suited` wherever the settings leave it open."""
-    return msgspec.structs.replace(
-        settings,
-        **{name: value for name, value in suited.items() if getattr(settings, name) in ("auto", 0)},
-    )
+def filled(settings: EngineSettings, **suited: Any) -> DecidedSettings:
+    """Return the settings with a suited value wherever they leave one open."""
+    suited |= {"policy": suited_policy(settings.drafter), "threads": available_processors()}
+    given = {name: value for name, value in vars(settings).items() if value is not None}
+    return DecidedSettings(**suited | given)

@@ -11,7 +11,7 @@ from tlt_server.engine.devices import Equipped, Memory, OnProgress, Quiet
 from tlt_server.engine.runner import CpuRunner
 from tlt_server.engine.sampling import compile_kernels
 from tlt_server.engine.sequence import Sequence
-from tlt_server.engine.settings import EngineSettings
+from tlt_server.engine.settings import DecidedSettings
 from tlt_server.engine.sizing import kv_pages
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.decoder import Decoder
@@ -32,7 +32,7 @@ class CpuDevice:
     warms_up = True
     device = torch.device("cpu")
 
-    def __init__(self, settings: EngineSettings) -> None:
+    def __init__(self, settings: DecidedSettings) -> None:
         torch.set_num_threads(settings.threads)
         self._settings = settings
         self._numerics = Numerics(settings.numerics, threads=settings.threads)

@@ -40,7 +40,7 @@ from tlt_server.engine.gpu.memory import MIB, Needs, Plan
 from tlt_server.engine.gpu.refusals import check_plan, check_weights, exhausted
 from tlt_server.engine.gpu.runner import GpuRunner
 from tlt_server.engine.gpu.state import DeviceState, KVSlots
-from tlt_server.engine.settings import EngineSettings
+from tlt_server.engine.settings import DecidedSettings
 from tlt_server.errors import StartupError
 from tlt_server.models.config import ModelConfig
 from tlt_server.models.eagle import describe, feature_layers, fill_drafter
@@ -66,7 +66,7 @@ class CudaDevice:
     warms_up = True
     prompts = CAPTURED
 
-    def __init__(self, settings: EngineSettings, device: torch.device | None = None) -> None:
+    def __init__(self, settings: DecidedSettings, device: torch.device | None = None) -> None:
         self._settings = settings
         self.device = device or torch.device("cuda", torch.cuda.current_device())
         if settings.page_size != PAGE_SIZE:
@@ -391,7 +391,7 @@ class Interpreted(CudaDevice):
         sizes=(2, 4), chunks=2, grain=4
     )  # a padded row costs as much as a real one
 
-    def __init__(self, settings: EngineSettings) -> None:
+    def __init__(self, settings: DecidedSettings) -> None:
         super().__init__(settings, torch.device("cpu"))
 
     def _free(self) -> tuple[int, int]:

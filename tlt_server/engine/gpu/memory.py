@@ -11,7 +11,7 @@ import math
 from typing import NamedTuple
 
 from tlt_server.engine.gpu.buckets import sampled_rows
-from tlt_server.engine.settings import EngineSettings
+from tlt_server.engine.settings import DecidedSettings
 from tlt_server.models.config import ModelConfig
 
 MIB, GIB = 2**20, 2**30
@@ -28,7 +28,11 @@ class Needs(NamedTuple):
 
     @classmethod
     def of(
-        cls, settings: EngineSettings, config: ModelConfig, drafter: ModelConfig | None, values: int
+        cls,
+        settings: DecidedSettings,
+        config: ModelConfig,
+        drafter: ModelConfig | None,
+        values: int,
     ) -> Needs:
         """`values`: parameters of target and drafter together; `settings`: nothing left to the
         device.
@@ -57,7 +61,7 @@ class Plan(NamedTuple):
     are loaded.
     """
 
-    settings: EngineSettings
+    settings: DecidedSettings
     needs: Needs
     max_model_len: int
     free: int
@@ -71,7 +75,7 @@ class Plan(NamedTuple):
     @property
     def staging(self) -> int:
         """For a version that is pushed, and the one before."""
-        beside = self.settings.channels and self.settings.weight_staging in ("auto", "device")
+        beside = self.settings.channels and self.settings.weight_staging in (None, "device")
         return 2 * self.needs.weights if beside else 0
 
     @property
@@ -92,7 +96,7 @@ class Plan(NamedTuple):
     @property
     def held(self) -> int:
         """Pages that `kv_memory_mb` holds."""
-        return self.settings.kv_memory_mb * MIB // self.needs.per_page
+        return (self.settings.kv_memory_mb or 0) * MIB // self.needs.per_page
 
     @property
     def too_few(self) -> bool:

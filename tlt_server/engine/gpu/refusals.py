@@ -12,13 +12,12 @@ import math
 import re
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
-
-import msgspec
 
 from tlt_server.engine.gpu.buckets import MAX_VERIFIED
 from tlt_server.engine.gpu.memory import GIB, MIB, RESERVE, Needs, Plan, size
-from tlt_server.engine.settings import EngineSettings
+from tlt_server.engine.settings import DecidedSettings
 from tlt_server.errors import StartupError
 
 MAX_FRACTION = 0.98  # that we advise
@@ -46,7 +45,7 @@ class Lever(NamedTuple):
         )
 
 
-def check_weights(settings: EngineSettings, needs: Needs, free: int, total: int) -> None:
+def check_weights(settings: DecidedSettings, needs: Needs, free: int, total: int) -> None:
     """`StartupError` where they do not fit; before they are loaded."""
     if needs.weights <= free:
         return
@@ -156,7 +155,7 @@ def changed(plan: Plan, values: Mapping[str, Any]) -> Plan:
     """The plan with other settings; `max_model_len` among them."""
     rest = {name: value for name, value in values.items() if name != "max_model_len"}
     return plan._replace(
-        settings=msgspec.structs.replace(plan.settings, **rest),
+        settings=replace(plan.settings, **rest),
         max_model_len=values.get("max_model_len", plan.max_model_len),
     )
 

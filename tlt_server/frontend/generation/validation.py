@@ -13,9 +13,9 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-from tlt_server.config import Config
+from tlt_server.config import ResolvedConfig
 from tlt_server.errors import InvalidRequest, TooLarge
 from tlt_server.frontend.generation.requests import (
     PROMPTS,
@@ -66,7 +66,7 @@ class Validator:
 
     def __init__(
         self,
-        config: Config,
+        config: ResolvedConfig,
         text: Text,
         next_seed: Callable[[], int],
         choice_seed: Callable[[int, int], int],
@@ -274,9 +274,7 @@ class Validator:
         return info.max_model_len - len(token_ids)
 
     def _prompt_limit(self, info: EngineInfo) -> int:
-        return min(
-            _number(self._config.max_prompt_tokens, info.max_model_len - 1), info.max_model_len - 1
-        )
+        return min(self._config.max_prompt_tokens, info.max_model_len - 1)
 
     def _sampling(
         self,
@@ -294,7 +292,7 @@ class Validator:
         explicit = "max_tokens" in defaults.model_fields_set or (
             own is not None and "max_tokens" in own.model_fields_set
         )
-        limit = min(_number(self._config.max_output_tokens, room), room)
+        limit = min(self._config.max_output_tokens, room)
         wanted = limit if get("max_tokens") is None else get("max_tokens")
         max_tokens = wanted if explicit else min(wanted, limit)
         if max_tokens > limit:
@@ -389,10 +387,6 @@ class Validator:
                     f"the request asks for {value} or more tokens, counting every choice; the limit is {limit} ({name}): "
                     "split the batch, or lower n or max_tokens"
                 )
-
-
-def _number(value: int | Literal["auto"], auto: int) -> int:
-    return auto if value == "auto" else value
 
 
 def _check_distinct(ids: list[str]) -> None:

@@ -21,13 +21,13 @@ log = structlog.get_logger()
 
 
 def write_logs(
-    level: str, format: Literal["auto", "console", "json"], stream: TextIO = sys.stderr
+    level: str, format: Literal["console", "json"] | None, stream: TextIO = sys.stderr
 ) -> None:
     """Set up structlog and the standard library's logging; `auto` is console on a terminal, JSON
     elsewhere.
     """
     colours = stream.isatty()
-    console = format == "console" or (format == "auto" and colours)
+    console = format == "console" or (format is None and colours)
     render: Processor = (
         structlog.dev.ConsoleRenderer(colors=colours)
         if console

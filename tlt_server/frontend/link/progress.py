@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
-from tlt_server.config import Config
+from tlt_server.config import ResolvedConfig
 from tlt_server.records import EngineInfo, Phase, PhaseProgress
 
 EVERY_S = 10.0
@@ -43,7 +43,7 @@ class ProgressLines:
             self._say(f"tlt: listening on {grpc_address} for gRPC")
         self._say(f"tlt: listening on {url}; the engine is starting")
 
-    def ready(self, url: str, config: Config, info: EngineInfo) -> None:
+    def ready(self, url: str, config: ResolvedConfig, info: EngineInfo) -> None:
         full_length = info.pages * info.page_size // info.max_model_len
         self._say(
             f"tlt: ready at {url} | model {config.served_model_name} | weights {info.weight_version} | {info.pages} pages of "
