@@ -1,4 +1,4 @@
-"""Twenty thousand hostile requests at a real server: each is answered as it should be, and the
+"""Two thousand hostile requests at a real server: each is answered as it should be, and the
 server is afterwards as it was before.
 
 Requests are made by `hostile_requests` from a seed; a failure names seed and index. Sound requests
@@ -299,8 +299,8 @@ def survives(server: ServerProcess, seed: int, count: int) -> None:
     ]
 
 
-def test_twenty_thousand_hostile_requests_change_nothing(target: ServerProcess) -> None:
-    survives(target, 1, 20_000)
+def test_two_thousand_hostile_requests_change_nothing(target: ServerProcess) -> None:
+    survives(target, 1, 2000)
 
 
 @pytest.mark.soak

@@ -51,7 +51,9 @@ CHECKS = (
     "ignored_auth",
 )
 
-HALTS = "^/(engine/|pause|resume|sleep|wake_up|is_|continue_|release_)"  # while one of these holds, the others say 503
+HALTS = "^/(engine/|pause|resume|sleep|wake_up|is_|continue_|release_)"  # others then answer 503
+ENDLESS = "^/events$"  # each reply lasts until the client gives up
+REST = ("--exclude-path-regex", f"{HALTS}|{ENDLESS}")
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +70,7 @@ def limited(weight_root: Path) -> Iterator[ServerProcess]:
         yield running
 
 
-def schemathesis(server: ServerProcess, *flags: str) -> None:
+def schemathesis(server: ServerProcess, *flags: str, timeout_s: float = 60) -> None:
     """Run the command; it must find nothing."""
     command = [
         str(Path(sys.executable).with_name("schemathesis")),
@@ -80,7 +82,7 @@ def schemathesis(server: ServerProcess, *flags: str) -> None:
         "--suppress-health-check",
         "all",
         "--request-timeout",
-        "60",
+        str(timeout_s),
         "--no-color",
         "--generation-database",
         "none",
@@ -101,8 +103,7 @@ def schemathesis(server: ServerProcess, *flags: str) -> None:
 def test_every_operation_does_what_the_document_says(limited: ServerProcess) -> None:
     schemathesis(
         limited,
-        "--exclude-path-regex",
-        HALTS,
+        *REST,
         "--phases",
         "examples,coverage,fuzzing",
         "--max-examples",
@@ -139,6 +140,11 @@ def test_what_stops_the_others_does_what_the_document_says(limited: ServerProces
         assert client.generate([{"prompt": "2+2="}], sampling={"max_tokens": 4}).results[0].choices
 
 
+def test_the_stream_of_events_does_what_the_document_says(limited: ServerProcess) -> None:
+    flags = ("--phases", "coverage,fuzzing", "--max-examples", "2", "--seed", "1")
+    schemathesis(limited, "--include-path-regex", ENDLESS, *flags, timeout_s=1)
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", range(2, 8))
@@ -147,8 +153,7 @@ def test_every_operation_does_what_the_document_says_to_many_questions(
 ) -> None:
     schemathesis(
         limited,
-        "--exclude-path-regex",
-        HALTS,
+        *REST,
         "--phases",
         "fuzzing",
         "--max-examples",
@@ -168,8 +173,7 @@ def test_with_keys_every_operation_asks_for_one(weight_root: Path, tmp_path: Pat
         assert httpx.get(f"{server.url}/openapi.json").status_code == 401
         schemathesis(
             server,
-            "--exclude-path-regex",
-            HALTS,
+            *REST,
             "--header",
             "Authorization: Bearer secret",
             "--phases",
