@@ -25,6 +25,7 @@ from tlt_client.channels.line import Line, address, entered
 from tlt_client.channels.memory import share
 from tlt_client.channels.tensors import entry
 from tlt_server.engine.settings import EngineSettings
+from tlt_server.weights.staging import Staging
 
 TIMEOUT_S = 90.0  # of every wait for a trainer
 MOMENT_S = 20.0  # far less than that, on a machine that does other things, too
@@ -94,7 +95,7 @@ def joined(engine: Pushable) -> WeightGroup:
     ]
     trainer = threading.Thread(target=lambda: made.append(WeightGroup(ends[0], store)))
     trainer.start()
-    engine.engine.pushes.transaction.intake.groups.join(ends[1])
+    engine.engine.pushes.transaction.options.intake.groups.join(ends[1])
     trainer.join()
     return made[0]
 
@@ -106,6 +107,12 @@ def broadcasts_nothing(
     yield {"channel": "broadcast", "group": "g"}
     yield {}
     group.close()
+
+
+def reads(engine: Pushable) -> bool:
+    """Whether the staging thread waits for tensors."""
+    push = engine.engine.pushes.transaction.push
+    return push is not None and isinstance(push.state, Staging) and push.state.phase == "read"
 
 
 @pytest.mark.parametrize("trainer", [never_comes, stops_in_the_middle, broadcasts_nothing])
@@ -120,7 +127,7 @@ def test_an_abort_ends_the_wait_for_a_silent_trainer(
     engine.until(lambda: engine.engine.pushes.transaction.push is not None, "push")
     push = engine.engine.pushes.transaction.push
     assert push is not None
-    engine.until(lambda: push.phase == "read", "waiting for the trainer")
+    engine.until(lambda: reads(engine), "waiting for the trainer")
     next(doing, None)
     engine.step(3)
     assert pushed not in engine.reports
@@ -153,12 +160,7 @@ def test_an_aborted_push_that_goes_on_coming_leaves_its_group_in_order(
             group.end(group.begin(tensor.contiguous()))
 
     pushed = engine.send_push("", "ended", **fields)
-    engine.until(
-        lambda: (
-            (push := engine.engine.pushes.transaction.push) is not None and push.phase == "read"
-        ),
-        "waiting for the trainer",
-    )
+    engine.until(lambda: reads(engine), "waiting for the trainer")
     assert engine.abort("ended").result == "aborted"
     for version in ("", "taken"):
         sender = threading.Thread(target=send)

@@ -15,8 +15,9 @@ from tests.engine.pushing import Pushable, perturbed
 from tests.engine.tiny import SMALLEST, write_target
 from tlt_client.channels.errors import ChannelLost, ContentRefused
 from tlt_client.channels.groups import MAX_GROUPS, Groups, Membership, WeightGroup, host_store
-from tlt_server.engine.pushes import MAX_JOINS, MAX_READERS
+from tlt_server.engine.group_joins import MAX_JOINS
 from tlt_server.engine.settings import EngineSettings
+from tlt_server.engine.weight_reads import MAX_READERS
 from tlt_server.errors import Unavailable, from_code
 from tlt_server.records import (
     CommitWeights,
@@ -170,7 +171,7 @@ def test_groups_that_broke_take_no_place_and_are_not_listed(settings: EngineSett
         stores.append(host_store("127.0.0.1", 0, 2, 20))
         with ThreadPoolExecutor(1) as pool:
             ours = pool.submit(
-                pushes.transaction.intake.groups.join,
+                pushes.transaction.options.intake.groups.join,
                 Membership(name, "gloo", "127.0.0.1", stores[-1].port, 1, 2),
             )
             theirs = WeightGroup(
@@ -181,13 +182,15 @@ def test_groups_that_broke_take_no_place_and_are_not_listed(settings: EngineSett
 
     trainers = [join(str(i)) for i in range(MAX_GROUPS)]
     with pytest.raises(ContentRefused, match="the limit is"):
-        pushes.transaction.intake.groups.join(Membership("more", "gloo", "127.0.0.1", 1, 1, 2))
-    pushes.transaction.intake.groups["3"].close()
+        pushes.transaction.options.intake.groups.join(
+            Membership("more", "gloo", "127.0.0.1", 1, 1, 2)
+        )
+    pushes.transaction.options.intake.groups["3"].close()
     assert pushes.state().groups == sorted({*map(str, range(MAX_GROUPS))} - {"3"})
     trainers.append(join("more"))
     assert "more" in pushes.state().groups
     with pytest.raises(ChannelLost, match="no group '3'"):
-        pushes.transaction.intake.groups["3"]
+        pushes.transaction.options.intake.groups["3"]
     for trainer in trainers:
         trainer.close()
 
@@ -197,7 +200,7 @@ def test_memory_does_not_go_to_sleep_while_a_trainer_holds_the_gpu(
 ) -> None:
     """Giving memory back waits for every kernel, and so would the loop for the trainer."""
     engine = Pushable(settings)
-    groups = engine.engine.pushes.transaction.intake.groups
+    groups = engine.engine.pushes.transaction.options.intake.groups
     for backend, code in (("nccl", "conflict"), ("gloo", None)):
         groups._joining.append(Membership("g", backend, "127.0.0.1", 1, 1, 2))
         engine.engine.send(Sleep(backend, ["kv_cache"]))

@@ -360,7 +360,7 @@ def in_group(server: Server, kind: type[BroadcastSender], timeout_s: float, **op
     """A sender in a new group; a connection that does not come about in time (a busy machine) is
     tried again.
     """
-    server.engine.engine.pushes.transaction.intake.groups.timeout_s = timeout_s
+    server.engine.engine.pushes.transaction.options.intake.groups.timeout_s = timeout_s
     for _ in range(20):
         try:
             return kind(server, timeout_s=timeout_s, **options)  # type: ignore[arg-type]
@@ -419,7 +419,7 @@ class Faulty(IpcSender):
 
 
 def by_ipc(server: Server, fault: str, at: int) -> None:
-    server.engine.engine.pushes.transaction.intake.groups.timeout_s = (
+    server.engine.engine.pushes.transaction.options.intake.groups.timeout_s = (
         SHORT_S if fault == "time out" else LONG_S
     )
     sender = Faulty(server, bucket_bytes=bucket_bytes(server), checksums=True)  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from tests.engine.test_channel_faults import LONG_S, Server, bucket_bytes, in_gr
 from tlt_client import ServerError
 from tlt_client.channels.broadcast import BroadcastReceiver, BroadcastSender
 from tlt_client.channels.ipc import IpcSender
-from tlt_server.weights import staging
+from tlt_server.weights import arriving
 from tlt_server.weights.spool import Spool
 
 
@@ -79,7 +79,7 @@ def test_memory_that_ends_while_a_tensor_is_checked_breaks_no_group(
     said: str, server: Server, sender: BroadcastSender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(staging, "content", Once(staging.content, SAID[said], 5))
+        patched.setattr(arriving, "content", Once(arriving.content, SAID[said], 5))
         error = refused(server, sender)
     assert (error.code, error.status, error.retryable) == ("channel_broken", 424, False)
     for word in (
@@ -146,7 +146,7 @@ def test_memory_that_ends_in_a_push_by_ipc_may_be_asked_for_again(
 ) -> None:
     sender = IpcSender(server, bucket_bytes=bucket_bytes(server))  # type: ignore[arg-type]
     with monkeypatch.context() as patched:
-        patched.setattr(staging, "content", Once(staging.content, SAID["gpu"], 5))
+        patched.setattr(arriving, "content", Once(arriving.content, SAID["gpu"], 5))
         error = refused(server, sender)
     assert error.code == "push_failed" and "bucket_bytes" in error.message
     works(server, sender)

@@ -414,7 +414,7 @@ def test_a_restart_finds_what_came_in_parts(
 
 
 def test_a_sender_that_falls_silent_is_given_up(engine: Pushable, root: Path) -> None:
-    engine.engine.pushes.transaction.intake.groups.timeout_s = 0.2
+    engine.engine.pushes.transaction.options.intake.groups.timeout_s = 0.2
     assert part(engine, root, "new1", 0, "v1").result == "gathering"
     engine.until(lambda: "" in engine.reports, "word of it")
     told = engine.reports[""]
@@ -446,7 +446,7 @@ def test_in_place_nothing_is_computed_with_a_part(settings: EngineSettings, root
     engine.finish()
     assert engine.checksums() == live_as(settings, root / "new1")
     assert {"r": (engine.tokens("waits"), engine.logprobs("waits"))} == speak(engine) != said
-    engine.engine.pushes.transaction.intake.groups.timeout_s = 0.2
+    engine.engine.pushes.transaction.options.intake.groups.timeout_s = 0.2
     assert part(engine, root, "new2", 0).result == "gathering"
     engine.until(lambda: "" in engine.reports, "word of it")
     assert (
@@ -455,7 +455,7 @@ def test_in_place_nothing_is_computed_with_a_part(settings: EngineSettings, root
     )
     assert (
         results(engine, root, "new2")[-1] == "committed"
-        and not engine.engine.pushes.transaction.quarantined
+        and not engine.engine.pushes.transaction.versions.quarantined
     )
 
 
@@ -464,7 +464,7 @@ def test_a_refused_push_leaves_the_group_whose_bytes_nobody_has_taken(
 ) -> None:
     """Else the next push would take them for its own."""
     left: list[str] = []
-    groups = engine.engine.pushes.transaction.intake.groups
+    groups = engine.engine.pushes.transaction.options.intake.groups
     groups.leave = lambda name: left.append(name) or True  # type: ignore[method-assign, func-returns-value]
     assert part(engine, root, "new1", 0, commit=False).result == "gathering"
     tensors = [{"name": "model.norm.weight", "dtype": "float32", "shape": [1]}]
@@ -475,7 +475,7 @@ def test_a_refused_push_leaves_the_group_whose_bytes_nobody_has_taken(
 def test_a_group_may_be_joined_while_the_weights_sleep_and_a_join_that_fails_says_so(
     engine: Pushable,
 ) -> None:
-    engine.engine.pushes.transaction.intake.groups.timeout_s = 0.5
+    engine.engine.pushes.transaction.options.intake.groups.timeout_s = 0.5
     engine.engine.send(Sleep("s", ["weights", "kv_cache"]))
     engine.engine.send(JoinGroup("j", "g", "gloo", "127.0.0.1", 9, 1, 2))
     report = engine.report("j")

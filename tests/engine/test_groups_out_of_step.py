@@ -27,10 +27,10 @@ from tlt_server.records import (
     WeightCommand,
     WeightReport,
 )
+from tlt_server.weights.options import Options
 from tlt_server.weights.parts import Live, Target
 from tlt_server.weights.storage import Free, Storage
 from tlt_server.weights.transaction import Transaction
-from tlt_server.weights.work import Options
 
 WAIT_S = 20.0
 HALVES = NAMES[:2], NAMES[2:]
@@ -107,7 +107,7 @@ class Pair:
     def live(self) -> list[float]:
         return [
             tensor.tolist()[0]
-            for tensor in self.transaction.live.target.network.parameters().values()
+            for tensor in self.transaction.versions.live.target.network.parameters().values()
         ]
 
 
@@ -173,7 +173,7 @@ def test_a_body_that_the_frontend_refuses(pair: Pair, on_the_wire: bool) -> None
         assert pair.told(two)[0] == "committed" and pair.live == [2.0] * 4, (
             "what is on the wire comes to its end"
         )
-    assert list(pair.transaction.intake.groups) == []
+    assert list(pair.transaction.options.intake.groups) == []
 
 
 def test_what_is_refused_once_it_has_come_leaves_the_group_in_step(pair: Pair) -> None:

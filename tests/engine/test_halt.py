@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.engine.pushing import Pushable, perturbed
 from tests.engine.tiny import VOCAB, write_eagle, write_target
-from tlt_server.engine import pushes
+from tlt_server.engine import weight_reads
 from tlt_server.engine.gate import Reason
 from tlt_server.engine.halt import Pages
 from tlt_server.engine.settings import EngineSettings
@@ -218,7 +218,7 @@ def test_sleep_gives_memory_back_and_waking_takes_it_again(
     cache = engine.engine.runner._cache  # type: ignore[attr-defined]
     cache.k.fill_(1.0)
     cache.v.fill_(1.0)
-    network = engine.engine.pushes.transaction.live.target.network
+    network = engine.engine.pushes.transaction.versions.live.target.network
     full = [
         float(tensor.abs().sum())
         for tensor in network.parameters().values()
@@ -622,7 +622,7 @@ def test_rows_of_a_live_tensor_can_be_read(engine: Pushable) -> None:
     engine.engine.send(ReadWeights("b", "draft.norm.weight", 3))
     engine.engine.send(ReadWeights("c", "no.such", 2))
     rows, vector, missing = (engine.report(id) for id in "abc")
-    live = engine.engine.pushes.transaction.live.target.network.parameters()[name]
+    live = engine.engine.pushes.transaction.versions.live.target.network.parameters()[name]
     assert array("f", rows.values).tolist() == live[:2].flatten().tolist() and rows.shape == [
         2,
         *live.shape[1:],
@@ -640,10 +640,10 @@ def read(engine: Pushable, name: str, rows: int) -> WeightReport:
 def test_no_more_numbers_are_read_than_the_limit(
     engine: Pushable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    live = engine.engine.pushes.transaction.live.target.network.parameters()[
+    live = engine.engine.pushes.transaction.versions.live.target.network.parameters()[
         "model.embed_tokens.weight"
     ]
-    monkeypatch.setattr(pushes, "MAX_NUMBERS", 4 * live.shape[1])
+    monkeypatch.setattr(weight_reads, "MAX_NUMBERS", 4 * live.shape[1])
     assert read(engine, "model.embed_tokens.weight", 4).result == "looked"
     refused = read(engine, "model.embed_tokens.weight", 5)
     assert refused.error is not None and refused.error[0] == "invalid_request"
@@ -655,8 +655,12 @@ def test_a_tensor_is_read_beside_the_loop(
 ) -> None:
     """The loop steps on while a reader is slow, and what would change the weights waits for it."""
     go_on = threading.Event()
-    tensor = engine.engine.pushes.transaction.live.target.network.parameters()["model.norm.weight"]
-    monkeypatch.setattr(type(engine.engine.pushes), "_readable", lambda *_: Slow(go_on, tensor))
+    tensor = engine.engine.pushes.transaction.versions.live.target.network.parameters()[
+        "model.norm.weight"
+    ]
+    monkeypatch.setattr(
+        weight_reads.WeightReads, "_readable", lambda *_, changing: Slow(go_on, tensor)
+    )
     engine.engine.send(ReadWeights("slow", "model.norm.weight", 4))
     begun(engine)
     refused = send(engine, Sleep("s", ["weights"]))

@@ -172,7 +172,7 @@ def test_weights_sleep_after_a_push_that_was_staged_in_pinned_memory(tmp_path: P
     old = engine.checksums()
     assert engine.push("new", "v").result == "committed"
     new = engine.checksums()
-    storage = engine.engine.pushes.transaction.previous.target.network.storage()
+    storage = engine.engine.pushes.transaction.versions.previous.target.network.storage()
     assert new != old and all(tensor.is_pinned() for tensor in storage)
     for _ in range(2):
         for command in (Sleep("s", ["weights", "kv_cache"]), WakeUp("w", ["weights", "kv_cache"])):

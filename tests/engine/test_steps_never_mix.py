@@ -22,11 +22,13 @@ from tlt_client.channels import Intake
 from tlt_client.channels.errors import ChannelLost
 from tlt_server.errors import TltError, Unavailable
 from tlt_server.records import Manifest, TensorEntry
+from tlt_server.weights.options import Options
 from tlt_server.weights.parts import Live, Target
+from tlt_server.weights.push import Failed, Staged, Unchanged, Waiting
 from tlt_server.weights.series import REMEMBERED
+from tlt_server.weights.staging import Staging
 from tlt_server.weights.storage import Free, Storage
 from tlt_server.weights.transaction import Transaction
-from tlt_server.weights.work import Options
 
 NAMES = ("a", "b", "c", "d")
 Fate = str
@@ -148,7 +150,7 @@ class Receiving:
                 self.transaction.skip(manifest.group)
                 return self.settle(committing=True)
             push = self.transaction.begin(manifest)
-            if push.state == "waiting":
+            if isinstance(push.state, Waiting):
                 self.transaction.start()
             if "meanwhile" in fate:
                 wire.sent += [value + 0.5] * len(names)
@@ -168,20 +170,20 @@ class Receiving:
 
     def settle(self, committing: bool) -> str:
         push = self.transaction.push
-        if push is not None and push.thread is not None:
-            push.thread.join()
+        if push is not None and isinstance(push.state, Staging):
+            push.state.wait()
         for _ in range(2):  # a gathering push is told once, and then looked at again
             push = self.transaction.poll()
             if push is None:
                 break
-            if push.state in ("failed", "unchanged"):
+            if isinstance(push.state, Failed | Unchanged):
                 self.transaction.close()
                 break
-            if push.state == "staged" and committing:
-                self.transaction.commit()
+            if isinstance(push.state, Staged) and committing:
+                self.transaction.commit(push, push.state)
                 self.check()
                 return "committed"
-        return push.state if push is not None else "gathering"
+        return push.state.name if push is not None else "gathering"
 
     def check(self) -> None:
         assert len({value for tensor in self.live.values() for value in tensor.tolist()}) == 1, (
@@ -190,7 +192,7 @@ class Receiving:
 
     @property
     def live(self) -> dict[str, torch.Tensor]:
-        return self.transaction.live.target.network.parameters()
+        return self.transaction.versions.live.target.network.parameters()
 
 
 def cuts(parts: int) -> list[tuple[str, ...]]:
@@ -257,9 +259,9 @@ def test_a_session_takes_its_parts_in_any_order_and_no_other_ones(
                 float(number), [cuts(4)[place]], [fate], session=str(number), commit=False
             )
         push = receiving.transaction.push
-        if push is not None and push.state == "staged":
+        if push is not None and isinstance(push.state, Staged):
             assert push.manifest.session == str(number)
-            receiving.transaction.commit()
+            receiving.transaction.commit(push, push.state)
             receiving.check()
             assert receiving.live["a"].tolist() == [float(number)] * 4
     said = receiving.step(99.0, list(reversed(cuts(4))), ["fine"] * 4, session="last", commit=False)

@@ -58,7 +58,7 @@ class Bench:
             )
         )
         self.transaction = self.engine.engine.pushes.transaction
-        self.said, self.sums = self.speak(), self.transaction.live.live_sums()
+        self.said, self.sums = self.speak(), self.transaction.versions.live.live_sums()
         self.count = 0
         self.new_sums = self.engine.push(self.copy("good"), "good").checksums
         assert self.engine.roll_back().result == "rolled_back"
@@ -79,11 +79,11 @@ class Bench:
 
     def check(self, report: WeightReport) -> None:
         """Old after a refusal, new after a success; then old again for the next case."""
-        live = self.transaction.live.live_sums()
+        live = self.transaction.versions.live.live_sums()
         if report.result == "committed":
             assert {name: live[name] for name in self.new_sums} == self.new_sums
             assert self.engine.roll_back().result == "rolled_back"
-            live = self.transaction.live.live_sums()
+            live = self.transaction.versions.live.live_sums()
         else:
             assert report.result in REFUSED and report.error and len(report.error[1]) > 20, report
         assert live == self.sums and self.speak() == self.said

@@ -29,7 +29,8 @@ from tlt_client.channels.http import HttpReceiver
 from tlt_server.records import Manifest, TensorEntry
 from tlt_server.weights.parts import Live, Target
 from tlt_server.weights.spool import Spool
-from tlt_server.weights.staging import Staging, Steps
+from tlt_server.weights.arriving import Steps
+from tlt_server.weights.candidate import Candidate
 from tlt_server.weights.storage import Free, Storage
 
 channel, root, keeps, tensors, mib = sys.argv[1], Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]), int(sys.argv[5])
@@ -57,12 +58,12 @@ if spool:
     spool.begin()
 receive = {"disk": lambda m: DiskReceiver(m, Intake(root=root)), "http": lambda m: HttpReceiver(m, Intake(uploads=root))}[channel]
 place = Storage(None, lambda: Free(2**40, 0, 0), torch.device("cpu"), None)
-staging = Staging(Live(Target("old", Network(), {})),
-                  Steps(spool.keep if spool else None, lambda data, where: None, place.make))
+candidate = Candidate(Steps(spool.keep if spool else None, lambda data, where: None, place.make))
+live = Live(Target("old", Network(), {}))
 before = memory("VmRSS")
 Path("/proc/self/clear_refs").write_text("5")
 receiver = receive(manifest)
-parts = staging.take(manifest, lambda _: receiver, lambda phase: None)
+parts = candidate.take(manifest, live, lambda _: receiver, lambda phase: None)
 assert parts is not None and parts.target.network.tensors["t00"].max() > 0
 assert mib << 20 < receiver.buffers.host <= (64 + mib) << 20 and receiver.buffers.device == 0
 print(memory("VmHWM") - before - tensors * mib)

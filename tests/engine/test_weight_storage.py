@@ -294,7 +294,7 @@ def test_a_version_staged_on_disk_is_committed_and_rolled_back(settings: EngineS
     engine = Pushable(replace(settings, weight_staging="disk", state_dir=f"{settings.state_dir}-2"))
     before = engine.checksums()
     assert engine.push("new", "v").checksums == sums == engine.checksums() != before
-    assert engine.engine.pushes.transaction._options.storage.place == "disk"
+    assert engine.engine.pushes.transaction.options.storage.place == "disk"
     assert engine.roll_back().result == "rolled_back" and engine.checksums() == before
 
 
@@ -303,7 +303,7 @@ def test_weights_sleep_after_a_push_that_was_staged_in_pinned_memory(
 ) -> None:
     """On a CPU the pinned version itself is live then; on a GPU it holds the one before."""
     engine = Pushable(replace(settings, weight_staging="host"))
-    engine.engine.pushes.transaction._options.storage._device = torch.device("cuda")
+    engine.engine.pushes.transaction.options.storage._device = torch.device("cuda")
     assert engine.push("new", "v").result == "committed"
     sums, held = engine.checksums(), set(pins.held)
     assert held

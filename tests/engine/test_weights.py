@@ -388,7 +388,7 @@ def test_a_drafter_that_borrows_the_embedding_follows_the_target(
     engine: Pushable, root: Path
 ) -> None:
     def borrowed() -> bool:
-        live = engine.engine.pushes.transaction.live
+        live = engine.engine.pushes.transaction.versions.live
         assert live.drafter is not None and not live.drafter.network.own_embedding
         return live.drafter.network.embedding_VH is live.target.network.embedding_VH
 
@@ -744,7 +744,7 @@ def test_a_commit_may_be_asked_for_again_whatever_came_since_as_long_as_it_is_li
 
 def test_memory_that_is_being_freed_is_waited_for(engine: Pushable, root: Path) -> None:
     """By a push and by a sleep; an abort ends the wait of a push."""
-    freeing, go_on = engine.engine.pushes.transaction._freeing, threading.Event()
+    freeing, go_on = engine.engine.pushes.transaction.cleanup._freeing, threading.Event()
     freeing.give(lambda: (go_on.wait(60), None)[1])
     id = engine.send_push(root / "new", "v1")
     engine.step(20)
@@ -770,7 +770,7 @@ def test_what_a_commit_has_dropped_is_let_go_before_the_loop_rests(
         engine.push(root / "new", version)
     engine.engine.send(Pause("p"))
     engine.until(lambda: engine.engine.idle, "rest")
-    assert not engine.engine.pushes.transaction.untidy
+    assert not engine.engine.pushes.transaction.cleanup.due
 
 
 def test_an_errand_that_fails_keeps_none_of_the_others(capsys: pytest.CaptureFixture[str]) -> None:

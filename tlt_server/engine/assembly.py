@@ -39,12 +39,12 @@ from tlt_server.speculation.policies.capped import Capped
 from tlt_server.speculation.policies.fixed import Fixed
 from tlt_server.speculation.survival import Calibration
 from tlt_server.weights.dormant import Dormant
+from tlt_server.weights.options import Options
 from tlt_server.weights.parts import Changed, Live
 from tlt_server.weights.restore import Restored, restore
 from tlt_server.weights.spool import Spool
 from tlt_server.weights.storage import Storage
 from tlt_server.weights.transaction import Transaction
-from tlt_server.weights.work import Options
 
 OnPhase = Callable[[str, float, str], None]
 OnProgress = Callable[[str, int, int], None]

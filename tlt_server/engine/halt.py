@@ -149,7 +149,7 @@ class Halt:
         for them without weights.
         """
         transaction = self._pushes.transaction
-        if memory and transaction.intake.groups.hold_gpu:
+        if memory and transaction.options.intake.groups.hold_gpu:
             # Giving memory back waits for the whole GPU, and so for that trainer.
             raise Conflict(
                 "a group is being joined or brings weights through the GPU; wait for it, then put "
@@ -163,8 +163,8 @@ class Halt:
                     "the weights to sleep"
                 )
             self._ended += self._settle()
-            transaction.tidy(wait=True)
-            self._dormant.put_away(transaction.live, transaction.previous)
+            transaction.cleanup.run(wait=True)
+            self._dormant.put_away(transaction.versions.live, transaction.versions.previous)
         self._gate.hold(*(ASLEEP[each] for each in memory))
         if in_flight == "abort":
             self._stop("abort")

@@ -1,92 +1,142 @@
-"""One push as the transaction keeps it from its first manifest to its end: how it stands, and what
-it knows of what has come.
-"""
+"""One push from its first manifest to its end: the state it is in, and what has come of it."""
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar
 
 from tlt_client.channels import owner
 from tlt_server.errors import TltError
 from tlt_server.records import Manifest
+from tlt_server.weights.candidate import Candidate
 from tlt_server.weights.parts import Changed
 from tlt_server.weights.staging import Staging
 
-State = Literal["waiting", "staging", "gathering", "staged", "unchanged", "failed"]
+
+@dataclass
+class Waiting:
+    """It was accepted, and `Transaction.start` stages it."""
+
+    name: ClassVar = "waiting"
+    out_of_step: bool = False  # its group also brings a push that nothing takes
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """What has come is in order, and more is to come."""
+
+    name: ClassVar = "gathering"
+    since_s: float
+
+
+@dataclass(frozen=True)
+class Staged:
+    """It is complete and verified."""
+
+    name: ClassVar = "staged"
+    changed: Changed
+    since_s: float
+    due: bool = False  # a commit was asked for
+
+
+@dataclass(frozen=True)
+class Unchanged:
+    """Its weights are live under its version already."""
+
+    name: ClassVar = "unchanged"
+    changed: Changed
+
+
+@dataclass(frozen=True)
+class Failed:
+    """It ends with an error."""
+
+    name: ClassVar = "failed"
+    error: TltError
+    version: str
+
+
+State = Waiting | Staging | Gathering | Staged | Unchanged | Failed
 
 
 @dataclass
 class Push:
-    """A push on its way. The thread writes `phases`, then `parts`, `incomplete` or `error`; the
-    loop reads them once it has ended.
-    """
+    """A push on its way. One that comes in parts has one manifest per part."""
 
-    manifest: Manifest  # the last one, where it comes by parts
-    first: tuple[str, str] | None = (
-        None  # role and tensor that it began with, where it comes by parts
-    )
-    thread: threading.Thread | None = None
-    staging: Staging | None = None
-    phases: dict[str, float] = field(default_factory=dict)
-    phase: str = ""
-    since: float = 0.0
-    parts: Changed | None = None
-    incomplete: bool = False  # what came is in order, and more is to come
-    error: TltError | None = None
-    state: State = "waiting"  # for `start`
-    aborted: bool = False
-    gap: str = ""  # why something of it is missing for good, learnt while another part was staged
-    out_of_step: bool = False  # its group brings something else, too, that nobody takes
-    asked: list[str] = field(default_factory=list)  # ids of the commands that it answers
-    trails: bool = False  # brings only what the version just committed had no need of
-    due: bool = False  # staged, and a commit was asked for
-    overwritten: set[str] = field(
-        default_factory=set
-    )  # in place: roles of which live values have changed
-    staged_at: float = 0.0
+    first: Manifest
+    manifest: Manifest  # the newest
+    candidate: Candidate
+    state: State = field(default_factory=Waiting)
+    phases: dict[str, float] = field(default_factory=dict)  # seconds; also written by the thread
+    asked: list[str] = field(default_factory=list)  # ids of the commands that its end answers
 
     @property
     def version(self) -> str:
-        return self.parts.version if self.parts else self.manifest.version
+        match self.state:
+            case Staged(changed) | Unchanged(changed):
+                return changed.version
+            case Failed(_, version):
+                return version
+        return self.manifest.version
+
+    @property
+    def title(self) -> str:
+        return titled(self.version)
 
     @property
     def missing(self) -> str:
-        """The tensors without which a push that is gathering does not end."""
-        names = self.staging.missing if self.staging is not None else []
+        """The tensors that a gathering push lacks, for messages."""
+        names = self.candidate.missing
         return f"{len(names)} tensors are missing, among them {', '.join(map(repr, names[:3]))}"
 
     @property
-    def unread(self) -> bool:
-        """Whether, once its thread has ended, bytes stay in its group that the next push would take
-        for its own. Of a push that comes by parts some may be on their way when another one has
-        failed.
-        """
-        if not self.manifest.group:
-            return False
-        untouched = self.staging is None or self.staging.opened is not self.manifest
-        return untouched or self.out_of_step or (self.manifest.partial and self.state == "failed")
-
-    @property
-    def spoiled(self) -> str:
-        """For messages of its failure."""
-        return (
-            "; it had begun to write over the weights in use (--weight-staging none), so nothing is generated until a push succeeds"
-            if self.overwritten
-            else ""
-        )
+    def to_commit(self) -> bool:
+        """Whether it is committed once it is staged."""
+        return self.manifest.commit or (isinstance(self.state, Staged) and self.state.due)
 
     @property
     def takes_more(self) -> bool:
         """Whether a further part is taken now."""
-        complete = self.manifest.commit or self.due
-        return self.manifest.partial and (
-            self.state == "gathering" or (self.state == "staged" and not complete)
+        open_ = isinstance(self.state, Gathering) or (
+            isinstance(self.state, Staged) and not self.to_commit
+        )
+        return self.manifest.partial and open_
+
+    @property
+    def ending(self) -> bool:
+        """Whether it has failed or was aborted."""
+        match self.state:
+            case Failed():
+                return True
+            case Staging() as staging:
+                return staging.aborted
+        return False
+
+    @property
+    def brings_bytes(self) -> bool:
+        """Whether bytes for it are, or will soon be, taken from its group."""
+        return isinstance(self.state, Waiting | Staging)
+
+    @property
+    def leaves_bytes(self) -> bool:
+        """Whether bytes stay in its group, after its thread has ended, that the next push would
+        take for its own. When one part has failed, others may be on their way.
+        """
+        failed_part = self.manifest.partial and isinstance(self.state, Failed)
+        return self.candidate.opened is not self.manifest or failed_part
+
+    @property
+    def consequence(self) -> str:
+        """What its failure means for the weights in use, for messages."""
+        if not self.candidate.overwritten:
+            return ""
+        return (
+            "; it had begun to write over the weights in use (--weight-staging none), so nothing "
+            "is generated until a push succeeds"
         )
 
     def goes_on_with(self, manifest: Manifest) -> bool:
-        """Whether the manifest brings more of this push; else it begins another."""
+        """Whether the manifest brings more of this push; otherwise it begins another."""
         mine = self.manifest
         same = (mine.session, mine.version, mine.in_flight, mine.commit) == (
             manifest.session,
@@ -94,10 +144,15 @@ class Push:
             manifest.in_flight,
             manifest.commit,
         )
-        return same and self.staging is not None and not self.staging.has(manifest)
+        return same and not self.candidate.has(manifest)
 
 
-def first_of(part: Manifest) -> tuple[str, str]:
-    """Role and name of its first tensor."""
+def first_tensor(part: Manifest) -> tuple[str, str]:
+    """Return role and name of the first tensor that a part names."""
     assert part.tensors, "a part names its tensors"
     return owner(part.tensors[0].name, part.role)
+
+
+def titled(version: str) -> str:
+    """Return a push's version for messages."""
+    return repr(version or "without a name")

@@ -15,9 +15,10 @@ from tlt_client.channels import Intake
 from tlt_client.channels.disk import DiskReceiver
 from tlt_server.errors import StartupError, TltError
 from tlt_server.records import Manifest
+from tlt_server.weights.arriving import Steps
+from tlt_server.weights.candidate import Candidate
 from tlt_server.weights.parts import Changed, Drafter, Live, Target
 from tlt_server.weights.spool import Kept, Spool
-from tlt_server.weights.staging import Staging, Steps
 
 
 class Restored(NamedTuple):
@@ -62,11 +63,14 @@ def _restored(
             path=kept.directory,
         )
         steps = Steps(None, parse_calibration, lambda need, buffers, make: make())
-        staged = Staging(live.complete(), steps).take(
-            manifest, lambda m: DiskReceiver(m, Intake(root=spool.directory)), lambda phase: None
+        changed = Candidate(steps).take(
+            manifest,
+            live.complete(),
+            lambda m: DiskReceiver(m, Intake(root=spool.directory)),
+            lambda phase: None,
         )
-        assert staged is not None  # one manifest brings all
-        part = staged.by_role[role]
+        assert changed is not None  # one manifest brings all
+        part = changed.by_role[role]
     else:
         part = replace(live.complete().by_role[role], version=kept.version)
     if part.digest != kept.digest:

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from tlt_server.errors import Conflict
 from tlt_server.records import Manifest
-from tlt_server.weights.push import Push, first_of
+from tlt_server.weights.push import Push, first_tensor
 
 REMEMBERED = 1024  # senders
 ELSE = "with a version, or within a session (POST /begin_weight_update, /start_weight_update), or join the group anew"
@@ -53,14 +53,14 @@ class Series:
         """Whether the part goes on with `push`, which takes more; else it begins one. `Conflict`
         where it may do neither.
         """
-        sender, (role, tensor) = _sender(part), first_of(part)
+        sender, (role, tensor) = _sender(part), first_tensor(part)
         other = _sender(push.manifest) if push is not None and not push.manifest.session else None
         start = self._starts.get((sender, role))
         if (
             push is not None
             and other == sender
             and tensor != start
-            and push.first != (role, tensor)
+            and first_tensor(push.first) != (role, tensor)
             and push.goes_on_with(part)
         ):
             return True
@@ -79,7 +79,7 @@ class Series:
 
     def note(self, part: Manifest) -> None:
         """It has come, whatever becomes of it."""
-        (role, tensor), sender = first_of(part), _sender(part)
+        (role, tensor), sender = first_tensor(part), _sender(part)
         self._starts.setdefault((sender, role), tensor)
         self._starts.move_to_end((sender, role))
         if len(self._starts) > REMEMBERED:
@@ -87,7 +87,7 @@ class Series:
 
     def follows(self, part: Manifest, last: Manifest) -> bool:
         """Whether the part is of the sender of `last`, which begins with another tensor."""
-        role, tensor = first_of(part)
+        role, tensor = first_tensor(part)
         return self.both(part, last) and self._starts.get((_sender(part), role)) not in (
             None,
             tensor,

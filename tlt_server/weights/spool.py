@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from tlt_server.errors import StartupError
+from tlt_server.errors import PushFailed, StartupError, TltError
 from tlt_server.weights.parts import Changed, Live
 
 CURRENT = "current.json"
@@ -68,7 +68,9 @@ class Spool:
     # while a push is staged, in its thread
 
     def begin(self) -> None:
-        self._pushed = Path(tempfile.mkdtemp(prefix=PUSH_PREFIX, dir=self.directory))
+        """Make the folder of this push, unless an earlier part of it has."""
+        if self._pushed is None:
+            self._pushed = Path(tempfile.mkdtemp(prefix=PUSH_PREFIX, dir=self.directory))
 
     def keep(self, role: str, file: str, data: Data) -> None:
         """A file of bytes may be kept anew, with others; one that is linked may not: nobody writes
@@ -186,6 +188,13 @@ class Spool:
         self.settle(
             [folder for folder in self.directory.glob(f"{PUSH_PREFIX}*") if folder.name not in kept]
         )
+
+
+def not_recorded(error: OSError) -> TltError:
+    return PushFailed(
+        f"the commit cannot be recorded in the state directory ({error}), so nothing has changed; "
+        "make room there and push again"
+    )
 
 
 def _link(file: Path, path: Path) -> None:

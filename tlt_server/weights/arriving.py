@@ -1,0 +1,252 @@
+"""One role's weights on their way into a network: every tensor is checked on the very bytes that are
+kept, then copied to its place and, where there is a spool, written to it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Protocol, TypeVar
+
+from torch import Tensor
+
+from tlt_client.channels import Buffers, Receiver, TensorBatch
+from tlt_client.channels.checkpoint import INDEX
+from tlt_client.channels.source import json_object
+from tlt_client.channels.tensors import written
+from tlt_server.errors import WeightsRefused
+from tlt_server.models.config import ModelConfig
+from tlt_server.models.loader import check_finite, check_layout, check_names
+from tlt_server.records import TensorEntry
+from tlt_server.weights.checksums import content
+from tlt_server.weights.declared import check_content, check_shape
+from tlt_server.weights.parts import Drafter, DrafterNetwork, Target, TargetNetwork
+from tlt_server.weights.spool import Data
+
+CALIBRATION = "calibration.safetensors"
+TIED_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+VOCABULARY_MAP = frozenset({"d2t", "t2d"})
+Model = TypeVar("Model")
+Enter = Callable[[str], None]  # enters a phase; raises to cancel
+
+
+class Make(Protocol):
+    def __call__(self, need: int, buffers: Buffers, make: Callable[[], Model], /) -> Model:
+        """Return what `make` makes, of `need` bytes, in storage of its own. A receiver will take
+        `buffers` in addition.
+        """
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What arriving weights need from the transaction."""
+
+    keep: Callable[[str, str, Data], None] | None  # role, file, content; the spool's, if any
+    parse_calibration: Callable[[bytes, str], object]  # content, where it is from
+    storage: Make
+    in_place: bool = False  # the network that is filled is the live one
+
+
+@dataclass
+class Arriving:
+    role: str
+    network: TargetNetwork | DrafterNetwork
+    parameters: Mapping[str, Tensor]
+    others: Set[str]  # names that may come and are no parameters
+    steps: Steps
+    place: str = "the weights in use"  # where the newest tensors come from, for messages
+    sums: dict[str, str] = field(default_factory=dict)  # tensor that has come -> its checksum
+    found: dict[str, Tensor] = field(default_factory=dict)  # the tensors among `others`
+    overwritten: bool = False  # in place: a live value has changed
+    _kept: dict[str, str] = field(default_factory=dict)  # tensor -> the file it is kept in
+    _whole: dict[Path, str] = field(default_factory=dict)  # file that came -> file it is kept as
+
+    @classmethod
+    def into(
+        cls,
+        role: str,
+        network: TargetNetwork | DrafterNetwork,
+        steps: Steps,
+        arrived: Mapping[str, str] = MappingProxyType({}),
+    ) -> Arriving:
+        """Fill the network; `arrived`: checksums of the tensors that it has."""
+        tied = {TIED_HEAD} if network.config.tied_embeddings else set()
+        others = tied if role == "target" else VOCABULARY_MAP
+        return cls(role, network, network.parameters(), others, steps, sums=dict(arrived))
+
+    @property
+    def missing(self) -> list[str]:
+        """Tensors without which a role that comes in parts is not complete. The vocabulary map is
+        among them, as it may be yet to come. A tied head is not: it may come last, or never.
+        """
+        return sorted((self.parameters.keys() | self.others) - {TIED_HEAD} - self.sums.keys())
+
+    # -- before the first tensor -------------------------------------------------------------------
+
+    def open(
+        self, receiver: Receiver, declared: Mapping[str, TensorEntry], *, partial: bool
+    ) -> None:
+        """Check that the right tensors will come; `partial`: some of them."""
+        coming, self.place = receiver.names[self.role], receiver.places[self.role]
+        expected = (
+            {name: view for name, view in self.parameters.items() if name in coming}
+            if partial
+            else self.parameters
+        )
+        check_names(expected, coming, self.others, self.place)
+        for name, entry in declared.items():
+            if entry.shape is not None:
+                check_shape(name, entry.shape, self.parameters, "the manifest")
+        for layout in receiver.layouts:
+            spec = layout.spec
+            if layout.role == self.role and spec.name in self.parameters:
+                parameter = self.parameters[spec.name]
+                check_layout(spec.name, spec.shape, spec.dtype, parameter, layout.where)
+            elif layout.role == self.role:
+                check_shape(spec.name, spec.shape, self.parameters, layout.where)
+        for name in sorted(declared.keys() ^ coming.keys() if declared else ()):
+            where = (
+                "the manifest, but not in the files"
+                if name in declared
+                else "the files, but not in the manifest"
+            )
+            raise WeightsRefused(
+                f"tensor {name!r} is in {where}; name exactly the tensors pushed, or none"
+            )
+
+    # -- tensors -----------------------------------------------------------------------------------
+
+    def take(self, batch: TensorBatch, declared: Mapping[str, TensorEntry], enter: Enter) -> None:
+        """Check every tensor, copy it to its place and keep it."""
+        for name, tensor in batch.tensors.items():
+            if name not in self.parameters and name not in self.others:
+                if name.endswith("rotary_emb.inv_freq"):
+                    continue
+                raise WeightsRefused(
+                    f"{batch.where}: tensor {name!r} came, but was not announced; push what the "
+                    "manifest names"
+                )
+            if name in self.sums:
+                raise WeightsRefused(
+                    f"{batch.where}: tensor {name!r} came before; push each tensor once"
+                )
+            enter("check")
+            stored = self._checked(name, tensor, declared.get(name), batch.where)
+            enter("fill")
+            if name in self.parameters:
+                self._write()
+                self.parameters[name].copy_(stored)
+            else:
+                # The channel may use its buffers again.
+                self.found[name] = tensor.to("cpu", copy=True)
+        enter("spool")
+        self._keep(batch)
+
+    def _checked(self, name: str, tensor: Tensor, entry: TensorEntry | None, where: str) -> Tensor:
+        """Return the tensor as it is stored, and note its checksum."""
+        check_layout(name, tensor.shape, tensor.dtype, self.parameters.get(name, tensor), where)
+        stored = tensor.to(self.parameters[name].dtype) if name in self.parameters else tensor
+        found = content(stored)
+        if not found.finite:
+            check_finite(name, tensor, where)
+            raise WeightsRefused(
+                f"{where}: tensor {name!r} holds values beyond the range of {stored.dtype}, in "
+                "which this server keeps it; push values that fit, or serve with another --dtype"
+            )
+        check_content(tensor, entry, where, found.sum if stored is tensor else None)
+        self.sums[name] = found.sum
+        return stored
+
+    def _write(self) -> None:
+        """Note that the network is about to change."""
+        self.overwritten = self.steps.in_place
+
+    def _keep(self, batch: TensorBatch) -> None:
+        if self.steps.keep is None:
+            return
+        file = f"{len(set(self._kept.values())):05}.safetensors"
+        if batch.file is not None:
+            file = self._whole.setdefault(batch.file, file)
+        else:
+            tensors = {name: tensor.cpu().contiguous() for name, tensor in batch.tensors.items()}
+            self.steps.keep(self.role, file, written(tensors))
+        self._kept |= dict.fromkeys(batch.tensors, file)
+
+    # -- after the last tensor ---------------------------------------------------------------------
+
+    def check_complete(self) -> None:
+        missing = sorted(self.parameters.keys() - self.sums.keys())
+        if missing:
+            raise WeightsRefused(
+                f"{self.place}: tensor {missing[0]!r} did not come, nor did {len(missing) - 1} "
+                "others; push all that the manifest names"
+            )
+
+    def target(self) -> Target:
+        """Return the target. A head that is tied to the embedding may have come, and must equal it;
+        it is no part of the version.
+        """
+        sums = dict(self.sums)
+        if TIED_HEAD in self.others and sums.pop(TIED_HEAD, sums[EMBEDDING]) != sums[EMBEDDING]:
+            raise WeightsRefused(
+                f"{self.place}: {TIED_HEAD!r} differs from {EMBEDDING!r}, but this model ties them; "
+                "leave it out, or serve a model whose config.json says tie_word_embeddings: false"
+            )
+        return Target("", self.network, sums)  # type: ignore[arg-type]
+
+    def drafter(self, live: Drafter, receiver: Receiver) -> Drafter:
+        """Return the drafter. Without a vocabulary map or a calibration it takes the live one's."""
+        sums = dict(self.sums)
+        if len(self.found) == 1:
+            raise WeightsRefused(
+                f"{self.place}: of the vocabulary map only {next(iter(self.found))!r} is there; "
+                "push both 'd2t' and 't2d', or neither to keep the map in use"
+            )
+        if self.steps.in_place and not self.found:
+            raise WeightsRefused(
+                f"{self.place}: the vocabulary map is not there; with weight_staging none a failed "
+                "push may have left another one in use: push 'd2t' and 't2d', too"
+            )
+        if self.found:
+            self._write()
+            self.network.set_vocabulary(  # type: ignore[union-attr]
+                self.found["d2t"], self.found["t2d"], Path(self.place)
+            )
+        sums.pop("t2d", None)  # says nothing that d2t does not
+        sums.setdefault("d2t", live.sums["d2t"])
+        calibration, data = live.calibration, receiver.file(self.role, CALIBRATION)
+        if data is not None:
+            calibration = self.steps.parse_calibration(data, f"{self.place}/{CALIBRATION}")
+            if self.steps.keep is not None:
+                self.steps.keep(self.role, CALIBRATION, [data])
+        return Drafter("", self.network, calibration, sums)  # type: ignore[arg-type]
+
+    def keep_whole(self) -> None:
+        """Keep the files that come whole, and an index, so that the folder is a directory that a
+        restart reads. Called again when more has come.
+        """
+        if self.steps.keep is None:
+            return
+        while self._whole:
+            path, file = self._whole.popitem()
+            self.steps.keep(self.role, file, path)
+        index = json.dumps({"weight_map": self._kept}).encode()
+        self.steps.keep(self.role, INDEX, [index])
+
+
+def check_config(config: ModelConfig, data: bytes | None, where: str) -> None:
+    """Refuse a directory that says it is another model; without a config there is no check."""
+    if data is None:
+        return
+    pushed = ModelConfig.parse(json_object(data, where), where)
+    pushed = replace(pushed, eos_token_ids=config.eos_token_ids, max_position=config.max_position)
+    for compared in fields(config):
+        mine, theirs = getattr(config, compared.name), getattr(pushed, compared.name)
+        if mine != theirs:
+            raise WeightsRefused(
+                f"{where}: {compared.name} is {theirs!r}, the model in use has {mine!r}; a push "
+                "changes values only: for another model restart the server with --model"
+            )

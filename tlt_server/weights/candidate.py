@@ -1,0 +1,206 @@
+"""What a push brings, as far as it has come: from manifests to complete, checked weights. Used in
+the staging thread; knows no channel, as tensors come from a `Receiver`.
+
+With storage of its own nothing live is touched, and the result can be swapped in without a further
+decision. In place, a tensor is written once it alone was checked; a failure after the first write
+has left neither the old nor the new version, which `overwritten` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+
+from tlt_client.channels import Receiver, owner
+from tlt_client.channels.errors import ChannelError
+from tlt_server.errors import ModelError, PushFailed, TltError, WeightsRefused, from_code
+from tlt_server.records import Manifest, TensorEntry
+from tlt_server.weights.arriving import Arriving, Enter, Steps, check_config
+from tlt_server.weights.checksums import digest
+from tlt_server.weights.declared import check_dtype
+from tlt_server.weights.parts import Changed, DrafterNetwork, Live, Target, TargetNetwork
+from tlt_server.weights.storage import ran_out
+
+
+class Candidate:
+    """One manifest brings all of it, or several that are `partial` bring it together. A candidate
+    that begins with `headless` is that target, to which its sender adds the tied head.
+    """
+
+    def __init__(self, steps: Steps, headless: Target | None = None) -> None:
+        self.opened: Manifest | None = None  # the newest that a receiver takes, or has taken
+        self.headless = headless is not None
+        self._version = headless.version if headless else ""
+        self._steps = steps
+        self._receiver: Receiver | None = None  # of the manifest that is being taken
+        self._stopped = False
+        self._roles: dict[str, Arriving] = {}
+        if headless:
+            arrived = Arriving.into("target", headless.network, steps, headless.sums)
+            self._roles["target"] = arrived
+
+    @property
+    def missing(self) -> list[str]:
+        """Tensors that have not come, for the roles of which some have."""
+        return [name for role in self._roles.values() for name in role.missing]
+
+    @property
+    def overwritten(self) -> list[str]:
+        """In place: roles whose live values have changed."""
+        return [name for name, role in self._roles.items() if role.overwritten]
+
+    def has(self, manifest: Manifest) -> bool:
+        """Whether a tensor that the manifest names has come before."""
+        owners = (owner(entry.name, manifest.role) for entry in manifest.tensors)
+        return any(role in self._roles and name in self._roles[role].sums for role, name in owners)
+
+    def stop(self) -> None:
+        """From another thread: end a wait for a trainer, also one that has not begun yet."""
+        self._stopped = True
+        receiver = self._receiver
+        if receiver is not None:
+            receiver.stop()
+
+    def release(self) -> list[TargetNetwork | DrafterNetwork]:
+        """Give up what has come; return the networks that held it."""
+        networks = [role.network for role in self._roles.values()]
+        self._roles.clear()
+        return networks
+
+    def take(
+        self, manifest: Manifest, live: Live, receive: Callable[[Manifest], Receiver], enter: Enter
+    ) -> Changed | None:
+        """Check and keep what comes. Return complete new weights of all roles that have begun, or
+        None where further manifests bring the rest. `TltError` if neither is possible; `PushFailed`
+        if a disk fails.
+        """
+        first: Exception | None = None
+        try:
+            enter("open")
+            with closing(receive(manifest)) as receiver:
+                self.opened, self._receiver = manifest, receiver
+                if self._stopped:
+                    receiver.stop()
+                try:
+                    return self._receive(manifest, live, receiver, enter)
+                except Exception as error:
+                    first = _exhausted(error) if ran_out(error) else error
+                    raise first from None
+        except ModelError as error:
+            raise WeightsRefused(error.message) from None
+        except ChannelError as error:
+            # An error of closing matters more than why the receiver is closed.
+            before = f". Before that: {first}" if isinstance(first, TltError) else ""
+            raise from_code(error.code, str(error) + before) from None
+        except OSError as error:
+            raise PushFailed(
+                f"{manifest.path or manifest.channel}: reading it, or keeping it in the state "
+                f"directory, failed ({error}); check the disks and push again"
+            ) from None
+        finally:
+            first = None  # its traceback holds this frame, and with it the network
+            self._receiver = None
+
+    def _receive(
+        self, manifest: Manifest, live: Live, receiver: Receiver, enter: Enter
+    ) -> Changed | None:
+        declared = _declared(manifest, live)
+        enter("check")
+        for name in receiver.names:
+            if receiver.names[name] or not manifest.partial:
+                self._open(name, manifest, live, receiver, declared[name])
+        enter("read")
+        for batch in receiver.batches():
+            self._roles[batch.role].take(batch, declared[batch.role], enter)
+            enter("read")
+        enter("check")
+        if manifest.partial and self.missing:
+            return None
+        for role in self._roles.values():
+            role.check_complete()
+        target = self._roles["target"].target() if "target" in self._roles else None
+        drafter = (
+            self._roles["drafter"].drafter(live.drafter, receiver)
+            if "drafter" in self._roles and live.drafter is not None
+            else None
+        )
+        receiver.confirm()
+        enter("spool")
+        for role in self._roles.values():
+            role.keep_whole()
+        changed = Changed(target, drafter)
+        name = Path(manifest.path).name or manifest.channel
+        version = self._version or manifest.version or f"{name}@{digest(changed.sums)[:8]}"
+        return changed.named(version)
+
+    def _open(
+        self,
+        name: str,
+        manifest: Manifest,
+        live: Live,
+        receiver: Receiver,
+        declared: Mapping[str, TensorEntry],
+    ) -> None:
+        """Make room for a role's tensors, and check that the right ones will come."""
+        network, place = live.by_role[name].network, receiver.places[name]
+        check_config(network.config, receiver.file(name, "config.json"), f"{place}/config.json")
+        if name not in self._roles:
+            # A drafter that comes in parts has an embedding if the one in use has.
+            own = None if manifest.partial else "embed_tokens.weight" in receiver.names[name]
+            need = sum(view.nbytes for view in network.parameters().values())
+            made = self._steps.storage(
+                need, receiver.buffers, partial(self._network, name, live, own)
+            )
+            self._roles[name] = Arriving.into(name, made, self._steps)
+        self._roles[name].open(receiver, declared, partial=manifest.partial)
+
+    def _network(
+        self, name: str, live: Live, own_embedding: bool | None
+    ) -> TargetNetwork | DrafterNetwork:
+        """Return the network to fill. `own_embedding`: whether the drafter that comes has one;
+        None: if the one in use has.
+        """
+        target, in_place = live.target.network, self._steps.in_place
+        if name == "target" or live.drafter is None:
+            return target if in_place else target.blank()
+        drafter = live.drafter.network
+        own_embedding = drafter.own_embedding if own_embedding is None else own_embedding
+        if in_place and own_embedding != drafter.own_embedding:
+            raise WeightsRefused(
+                "the drafter pushed and the one in use differ in whether they have "
+                "'embed_tokens.weight', and with weight_staging none that cannot change; push a "
+                "drafter of the same layout"
+            )
+        of = self._roles["target"].network if "target" in self._roles else target
+        return drafter if in_place else drafter.blank(of, own_embedding=own_embedding)
+
+
+def _declared(manifest: Manifest, live: Live) -> dict[str, dict[str, TensorEntry]]:
+    """Return what the manifest says of each role's tensors."""
+    if manifest.role != "target" and live.drafter is None:
+        raise WeightsRefused(
+            f"role is {manifest.role!r}, but this server drafts without a network; start it with "
+            "--drafter DIR, or push the target alone"
+        )
+    parameters = {role: part.network.parameters() for role, part in live.by_role.items()}
+    declared: dict[str, dict[str, TensorEntry]] = {"target": {}, "drafter": {}}
+    for entry in manifest.tensors:
+        role, name = owner(entry.name, manifest.role)
+        if name in declared[role]:
+            raise WeightsRefused(
+                f"the manifest names tensor {entry.name!r} twice; name each tensor once"
+            )
+        declared[role][name] = entry
+        check_dtype(entry, parameters[role].get(name))
+    return declared
+
+
+def _exhausted(error: Exception) -> PushFailed:
+    said = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    return PushFailed(
+        f"memory ran out while weights were received ({said}); push smaller buckets "
+        "(bucket_bytes), or serve with --weight-staging host or disk, or with less "
+        "--memory-fraction"
+    )

@@ -1,0 +1,218 @@
+"""The weights in use, the version before of each role, and what their names stand for.
+
+`live` changes in `commit`, `roll_back` and `rename` only, by one assignment of complete, verified
+weights. A version string means one content: other bits under the same name are a conflict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from msgspec.structs import replace
+
+from tlt_server.errors import Conflict
+from tlt_server.records import Manifest
+from tlt_server.weights.cleanup import Cleanup
+from tlt_server.weights.names import Names
+from tlt_server.weights.parts import Changed, Live
+from tlt_server.weights.spool import Spool, not_recorded
+
+
+class Versions:
+    def __init__(self, live: Live, spool: Spool | None, cleanup: Cleanup) -> None:
+        """`live` may come without checksums: they are computed with the first push."""
+        self.live, self.previous = live, Changed()
+        self.quarantined: dict[str, str] = {}  # role -> why its live weights are no version
+        self.last: Manifest | None = None  # of the commit that made `live`; None after a rollback
+        self._spool, self._cleanup = spool, cleanup
+        # Version -> the roles that its last push made live; of versions that are live or kept.
+        self._made: dict[str, frozenset[str]] = {}
+        self._names = Names()
+        for role, part in live.by_role.items():
+            self.note(part.version, self.live_as(part.version).by_role)
+            if part.sums:
+                self._names.add(role, part)
+
+    # -- what is live ------------------------------------------------------------------------------
+
+    def completed(self) -> Live:
+        """Return what is live, with the checksums that no push has needed yet. Called by threads."""
+        self.live = self.live.complete()
+        for role, part in self.live.by_role.items():
+            self._names.add(role, part)
+        return self.live
+
+    def live_as(self, version: str) -> Changed:
+        """Return what is live as this version, and whole."""
+        return self.live.only(
+            [
+                role
+                for role, part in self.live.by_role.items()
+                if part.version == version and role not in self.quarantined
+            ]
+        )
+
+    def made(self, version: str) -> bool:
+        """Whether all that the last push of this version made live is live."""
+        roles = self._made.get(version, frozenset())
+        return bool(roles) and roles <= {*self.live_as(version).by_role}
+
+    def has(self, changed: Changed) -> bool:
+        """Whether these weights are live under these versions."""
+        live = self.live.by_role
+        return not self.quarantined and all(
+            role in live and (live[role].version, live[role].digest) == (part.version, part.digest)
+            for role, part in changed.by_role.items()
+        )
+
+    def repeats(self, manifest: Manifest) -> bool:
+        """Whether the manifest repeats the last commit, and its checksums say so before anything is
+        brought. What comes through a group has to be taken from there in any case.
+        """
+        return (
+            _repeatable(manifest) == self.last
+            and bool(manifest.tensors)
+            and all(tensor.checksum for tensor in manifest.tensors)
+            and not manifest.group
+            and not self.quarantined
+        )
+
+    def check_names(self, changed: Changed) -> None:
+        """`Conflict` when a version's name belongs to other content."""
+        self._names.check(changed, self.live, self.previous)
+
+    # -- changes -----------------------------------------------------------------------------------
+
+    def commit(self, changed: Changed, manifest: Manifest, *, in_place: bool) -> Live:
+        """Make staged weights live. In place, the version before is gone, as they lie in its
+        storage.
+        """
+        before = self.previous.only(changed.by_role)
+        self._make_live(changed)
+        self._cleanup.drop_parts(before)
+        for role in changed.by_role:
+            self.quarantined.pop(role, None)
+        if in_place:
+            self.previous = Changed()
+        self.last = _repeatable(manifest)
+        self.note(changed.version, changed.by_role)
+        return self.live
+
+    def rename(self, version: str, of: str = "") -> bool:
+        """Call the live target `version`; False where that is its name. `Conflict` for the name of
+        other content, and where what is live is not `of`, if given.
+        """
+        target = self.live.target
+        if target.version == version:
+            return False
+        if of not in ("", target.version):
+            raise Conflict(
+                f"version {of!r} was to be called {version!r} and is not live any more, "
+                f"{target.version!r} is; push it again"
+            )
+        if "target" in self.quarantined:
+            raise Conflict(
+                f"what is live is no version ({self.quarantined['target']}); push one, and name that"
+            )
+        if self._spool is not None:
+            self.live = self.live.complete()
+        renamed = self.live.only(["target"]).named(version)
+        self.check_names(renamed)
+        self.record(Changed(), self.live.updated(renamed))
+        if self._spool is not None:
+            try:
+                self._spool.commit()
+            except OSError as error:
+                raise not_recorded(error) from None
+        self.live = self.live.updated(renamed)
+        self.note(version, {"target"})
+        if renamed.sums:
+            self._names.add("target", renamed.by_role["target"])
+        return True
+
+    def to_roll_back(self, to: str) -> Changed:
+        """Return what a rollback makes live: for each role that had version `to` before, that;
+        without `to`, for the roles of the last commit. Empty where `to` is live. `Conflict` where it
+        is neither live nor kept.
+        """
+        of_last = self.last.roles if self.last is not None else ()
+        parts = self.previous.only(
+            [role for role, part in self.previous.by_role.items() if part.version == to]
+            if to
+            else of_last
+        )
+        if parts.by_role or (to and self.live_as(to).by_role):
+            return parts
+        if to and self.previous.by_role:
+            kept = ", ".join(
+                dict.fromkeys(repr(part.version) for part in self.previous.by_role.values())
+            )
+            raise Conflict(
+                f"version {to!r} is not kept; a rollback can restore {kept}: name that, or push "
+                f"{to!r} again"
+            )
+        raise Conflict(
+            "there is no version to roll back to: none was pushed yet, or the last step was a "
+            "rollback already; push the version wanted"
+        )
+
+    def roll_back(self, parts: Changed) -> Live:
+        """Make these weights live again, in the storage they had. What they replace is not kept."""
+        self.record(Changed(), self.live.updated(parts))
+        self._make_live(parts)
+        self._cleanup.drop_parts(self.previous.only(parts.by_role))
+        self.previous = self.previous.only(self.previous.by_role.keys() - parts.by_role.keys())
+        self.last = None
+        return self.live
+
+    def record(self, pushed: Changed, live: Live) -> None:
+        """Prepare the spool for `live`, of which `pushed` came with the push that is staged."""
+        if self._spool is None:
+            return
+        try:
+            self._spool.prepare(pushed, live)
+        except OSError as error:
+            raise not_recorded(error) from None
+
+    def quarantine(self, roles: Collection[str], version: str) -> None:
+        """Mark roles whose live weights a failed push has written over."""
+        which = f"of version {version!r}" if version else "without a name"
+        self.quarantined |= {
+            role: f"a push {which} wrote over the {role}'s weights in use (--weight-staging none) "
+            "and failed"
+            for role in roles
+        }
+        self.last = None
+
+    def note(self, version: str, roles: Collection[str]) -> None:
+        """Remember that these roles were made live as this version."""
+        kept = {
+            part.version for parts in (self.live, self.previous) for part in parts.by_role.values()
+        }
+        self._made = {
+            version: roles for version, roles in self._made.items() if version in kept
+        } | {version: frozenset(roles)}
+
+    def forget(self, version: str) -> None:
+        """Drop what was noted: a commit of this version may mean a push that has failed."""
+        self._made.pop(version, None)
+
+    def _make_live(self, changed: Changed) -> None:
+        replaced = self.live.only(changed.by_role)
+        if self._spool is not None:
+            try:
+                self._spool.commit()
+            except OSError as error:
+                raise not_recorded(error) from None
+        self.live, self.previous = self.live.updated(changed), self.previous.updated(replaced)
+        for role, part in changed.by_role.items():
+            self._names.add(role, part)
+        if self._spool is not None:
+            self._cleanup.discard(self._spool.garbage([self.live, self.previous]))
+
+
+def _repeatable(manifest: Manifest) -> Manifest:
+    """Return what the manifest has in common with one that repeats it. An upload that it names may
+    have lain elsewhere, or be gone.
+    """
+    return replace(manifest, session="", path="" if manifest.channel == "http" else manifest.path)
