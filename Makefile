@@ -23,7 +23,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 CODE := tlt_server clients tests $(wildcard kernels examples benchmarks)
 
-.PHONY: setup demo check test test-gpu lint proto tools screenshots bench bench-gpu soak clean help
+.PHONY: setup demo check test test-gpu lint proto tools screenshots docs bench bench-gpu soak clean help
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -33,7 +33,7 @@ $(STAMP): pyproject.toml kernels/pyproject.toml clients/pyproject.toml constrain
 	@"$(PYTHON)" -c 'import sys; v = sys.version_info; sys.exit(0 if (3, 11) <= v < (3, 13) else f"$(PYTHON) is Python {v[0]}.{v[1]}; this project needs 3.11 or 3.12: name one with make PYTHON=...")'
 	@echo "Setting up $(VENV) with $(PYTHON). Download: about 2.4 GB with a CUDA build of torch, about 0.5 GB with a CPU build; less what pip has cached."
 	"$(PYTHON)" -m venv "$(VENV)"
-	"$(BIN)/python" -m pip install -q -c constraints.txt $(PIP_ARGS) "$(TORCH_SPEC)" -e ./kernels -e ./clients -e '.[test]'
+	"$(BIN)/python" -m pip install -q -c constraints.txt $(PIP_ARGS) "$(TORCH_SPEC)" -e ./kernels -e ./clients -e '.[test,docs]'
 	@touch "$@"
 
 setup: $(STAMP) ## make the environment: .venv with the three distributions, editable
@@ -85,6 +85,10 @@ bench-gpu: $(STAMP) ## on a GPU: exactness first, then graphs, decode, prefill, 
 	for part in gemm norms attention sampling trees; do "$(BIN)/tlt" bench "$$part" --json "$(RESULTS)/$$part-gpu.json"; done
 	"$(BIN)/tlt" bench weights --device cuda --model "$(PAIR)/target" --channel ipc --json "$(RESULTS)/weights-ipc-gpu.json"
 	"$(BIN)/python" -m benchmarks.report
+	"$(BIN)/python" -m benchmarks.plot
+
+docs: $(STAMP) ## build the documentation site into build/site; a broken link fails
+	NO_MKDOCS_2_WARNING=1 "$(BIN)/python" -m mkdocs build --strict
 
 soak: $(STAMP) tools ## the long tests
 	"$(BIN)/python" -m pytest -m soak $(PYTEST_ARGS) $(ARGS)

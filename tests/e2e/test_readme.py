@@ -13,10 +13,12 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.e2e.conftest import PAIR
 from tlt_server.demo.server import ServerProcess
 
 README = Path(__file__).parents[2] / "README.md"
@@ -31,6 +33,12 @@ exec {python} -m tlt_server "$@"
 
 def blocks(language: str, *, serving: bool = False) -> list[str]:
     return [text for name, text in BLOCKS if name == language and ("tlt serve" in text) == serving]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with ServerProcess(*PAIR, "--weight-root", str(tmp_path_factory.mktemp("weights"))) as running:
+        yield running
 
 
 @pytest.fixture
@@ -113,8 +121,19 @@ def test_there_are_blocks_of_each_kind() -> None:
     assert (
         len(blocks("python")) == 2
         and len(blocks("bash")) == 1
-        and len(blocks("bash", serving=True)) == 3
+        and len(blocks("bash", serving=True)) == 2
     )
+
+
+def test_the_figures_are_those_of_the_performance_page() -> None:
+    """Each bold number of the first screen stands in a table or sentence of the generated page."""
+    text = README.read_text()
+    figures = re.findall(r"^- \*\*(.*?)\*\*", text, re.MULTILINE)
+    page = (README.parent / "docs" / "performance.md").read_text()
+    assert len(figures) == 5
+    for figure in figures:
+        number = re.findall(r"[\d.,]+", figure)[-1].replace(",", "")
+        assert re.search(rf"(?<![\d.]){re.escape(number)}(?!\d)", page), figure
 
 
 def test_files_that_are_named_exist() -> None:

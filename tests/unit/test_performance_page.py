@@ -13,6 +13,8 @@ import pytest
 
 from benchmarks import record_tests
 from benchmarks.goals import Result, answer, comparable, goals, results, verdict
+from benchmarks.plot import PICTURE, drawn
+from benchmarks.plot import figures as plotted
 from benchmarks.record_tests import RUNS, begun, counts, figures
 from benchmarks.report import PAGE, RESULTS, page
 from tlt_server.bench.record import write_entry
@@ -229,6 +231,10 @@ def goal(what: str) -> dict[str, Any]:
 
 def test_the_committed_page_is_what_the_generator_makes() -> None:
     assert PAGE.read_text() == page(results(RESULTS)), "run: python -m benchmarks.report"
+
+
+def test_the_plot_was_drawn_from_the_committed_figures() -> None:
+    assert drawn(PICTURE) == plotted(), "run: python -m benchmarks.plot"
 
 
 def test_every_file_of_results_is_on_the_page() -> None:

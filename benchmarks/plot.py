@@ -1,0 +1,151 @@
+"""`python -m benchmarks.plot`: draw docs/images/speed.svg from benchmarks/results and goals.json.
+
+The drawing carries its figures as JSON in its description, so a test notices when they have
+changed and it was not drawn again.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from benchmarks.comparison import ours
+from benchmarks.goals import goals, results
+from benchmarks.report import RESULTS, ROOT
+
+PICTURE = ROOT / "docs" / "images" / "speed.svg"
+COLOURS = {"vLLM": "#a371f7", "SGLang": "#d18616", "TLT Server": "#2f81f7"}
+GREY = "#7d8590"  # readable on white and on a dark page
+CHAIN = "EAGLE-3 chain of 7"
+
+
+def figures() -> dict[str, Any]:
+    """Return milliseconds per plain step, and tokens/s per request with speculation, by batch."""
+    others = goals()["others"]
+    batches = [int(column) for column in others["columns"]]
+    plain, floor = {}, None
+    for line in others["step_ms"]:
+        if line["engine"] == "weight-read floor":
+            floor = line["values"][0]
+        elif line["engine"].endswith(", plain"):
+            plain[line["engine"].removesuffix(", plain")] = line["values"]
+    rated = {
+        line["engine"].removesuffix(f", {CHAIN}"): [
+            rate / batch for rate, batch in zip(line["values"], batches, strict=False)
+        ]
+        for line in others["tokens_per_s"]
+    }
+    for line, step_ms, _ in ours(results(RESULTS)):
+        if line["engine"].endswith(", plain"):
+            plain["TLT Server"] = [step_ms.get(batch) for batch in batches]
+        elif "rated" in line:
+            length = others["accept_length"]
+            rated["TLT Server"] = [
+                round(length / step_ms[batch] * 1e3, 1) for batch in batches if batch in step_ms
+            ]
+    return {
+        "batches": batches,
+        "floor_ms": floor,
+        "plain_step_ms": plain,
+        "accept_length": others["accept_length"],
+        "tokens_per_s_per_request": rated,
+    }
+
+
+def colour(engine: str) -> str:
+    return next(shade for name, shade in COLOURS.items() if engine.startswith(name))
+
+
+def draw(data: dict[str, Any], file: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams.update(
+        {
+            "svg.hashsalt": "tlt",  # the same figures give the same file
+            "svg.fonttype": "none",
+            "font.family": "sans-serif",
+            "font.size": 11,
+            "text.color": GREY,
+            "axes.labelcolor": GREY,
+            "axes.edgecolor": GREY,
+            "axes.titlesize": 12,
+            "axes.titlelocation": "left",
+            "xtick.color": GREY,
+            "ytick.color": GREY,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+        }
+    )
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.9), width_ratios=(3, 2))
+    places = range(len(data["batches"]))
+    left.axhline(data["floor_ms"], color=GREY, linestyle="--", linewidth=1.2)
+    left.annotate(
+        f"floor: weights read once, {data['floor_ms']} ms",
+        (places[-1], data["floor_ms"]),
+        textcoords="offset points",
+        xytext=(0, -14),
+        ha="right",
+        color=GREY,
+    )
+    for engine, values in data["plain_step_ms"].items():
+        mine = engine == "TLT Server"
+        left.plot(
+            places,
+            values,
+            color=colour(engine),
+            marker="o",
+            markersize=6 if mine else 4.5,
+            linewidth=2.6 if mine else 1.6,
+            label=engine,
+        )
+    for place, value in zip(places, data["plain_step_ms"]["TLT Server"], strict=True):
+        steep = place == places[-1]
+        left.annotate(
+            f"{value:.2f}",
+            (place, value),
+            textcoords="offset points",
+            xytext=(6, -13) if steep else (0, -15),
+            ha="left" if steep else "center",
+            color=colour("TLT Server"),
+        )
+    left.set_xticks(places, [str(batch) for batch in data["batches"]])
+    left.set_xlim(-0.25, len(places) - 0.55)
+    left.set_ylim(2.4, 10)
+    left.set_xlabel("requests at once")
+    left.set_title("Plain decoding: ms per step (lower is better)")
+    left.legend(frameon=False, loc="upper left")
+    groups = len(data["tokens_per_s_per_request"])
+    width = 0.8 / groups
+    for number, (engine, values) in enumerate(data["tokens_per_s_per_request"].items()):
+        at = [place + (number - (groups - 1) / 2) * width for place in range(len(values))]
+        bars = right.bar(at, values, width * 0.92, color=colour(engine))
+        right.bar_label(bars, [f"{value:.0f}" for value in values], padding=2, fontsize=9)
+    right.set_xticks(range(len(values)), [str(batch) for batch in data["batches"][: len(values)]])
+    right.set_ylim(
+        0, 1.12 * max(max(values) for values in data["tokens_per_s_per_request"].values())
+    )
+    right.set_xlabel("requests at once")
+    right.set_title(
+        f"{CHAIN}, accept length {data['accept_length']}:\ntokens/s per request (higher is better)"
+    )
+    figure.tight_layout(w_pad=2.5)
+    metadata = {"Date": None, "Title": "Speed on one H200", "Description": json.dumps(data)}
+    figure.savefig(file, transparent=True, metadata=metadata)
+    file.write_text(re.sub(r"[ \t]+$", "", file.read_text(), flags=re.MULTILINE))
+
+
+def drawn(file: Path) -> dict[str, Any]:
+    """Read back the figures that a drawing was made from."""
+    found = re.search(r"<dc:description>(.*?)</dc:description>", file.read_text(), re.DOTALL)
+    assert found, f"{file} has no description"
+    return dict(json.loads(found[1].replace("&quot;", '"')))
+
+
+if __name__ == "__main__":
+    draw(figures(), PICTURE)
+    print(f"{PICTURE.relative_to(ROOT)} written")

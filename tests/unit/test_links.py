@@ -1,0 +1,78 @@
+"""Links of every markdown file lead to a file and a heading that exist, and the docs site builds."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MAX_WORDS = 30_000  # of the top pages and docs/, without the changelog
+PAGES = sorted(
+    page
+    for page in ROOT.rglob("*.md")
+    if not {".venv", "build", "node_modules"} & set(page.relative_to(ROOT).parts)
+    and not any(part.startswith(".") for part in page.relative_to(ROOT).parts)
+)
+
+
+def without_code(markdown: str) -> str:
+    return re.sub(r"^```.*?^```$|`[^`\n]*`", "", markdown, flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(markdown: str) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub and MkDocs make them."""
+    text = re.sub(r"^```.*?^```$", "", markdown, flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken(page: Path) -> list[str]:
+    text = page.read_text()
+    targets = re.findall(r"\]\(([^)\s]+)\)", without_code(text))
+    targets += re.findall(r'(?:src|srcset)="([^"]+)"', text)
+    found = []
+    for target in targets:
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        if target.startswith(("http://", "https://", "mailto:")):
+            continue
+        if not file.exists() or (anchor and anchor not in anchors(file.read_text())):
+            found.append(f"{page.relative_to(ROOT)}: {target}")
+    return found
+
+
+def test_every_relative_link_leads_somewhere() -> None:
+    assert len(PAGES) > 15
+    assert [line for page in PAGES for line in broken(page)] == []
+
+
+def test_a_broken_link_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    page = tmp_path / "page.md"
+    page.write_text("# One\n\n[a](#one) [b](#two) [c](gone.md) [d](page.md#one) `[e](no.md)`\n")
+    assert broken(page) == ["page.md: #two", "page.md: gone.md"]
+
+
+def test_the_site_builds(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "index.html").exists() and (tmp_path / "architecture.html").exists()
+
+
+def test_all_docs_together_stay_short_enough_to_read() -> None:
+    counted = [page for page in PAGES if page.parent in (ROOT, ROOT / "docs")]
+    words = {page.name: len(page.read_text().split()) for page in counted}
+    words.pop("CHANGELOG.md")
+    assert sum(words.values()) <= MAX_WORDS, sorted(words.items(), key=lambda item: -item[1])
