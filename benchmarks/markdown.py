@@ -16,10 +16,6 @@ def number(value: float) -> str:
     return f"{value:.0f}" if value == int(value) or abs(value) >= 100 else f"{value:.2f}"
 
 
-def cell(value: object) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
 def link(file: str) -> str:
     return f"[{file}](../benchmarks/results/{file})"
 

@@ -256,10 +256,10 @@ def test_each_kind_of_result_has_its_section_goals_and_source() -> None:
         "| `gemm` | 3.000 |",
         "| gap between tokens at the commit of pushed weights, ipc | ms | 25 | 20 | 21.50 | reached |",
         "| gap between tokens at the commit of pushed weights, nccl | ms | 25 | 20 | 26.50 | short |",
-        "| random | 1000 | disk | 4.00 | 250 | 2.00x | 4.00 | 97.00 |",
+        "| random | 1000 | disk | 4.00 | 2.00x | 4.00 | 97.00 |",
         "| ipc | 15.2 | 2.00 | 7.6 |",
-        "| 256 | 6.3 | 6.1 | 3.3 | 5.9 | 1.85 | 1.034 |",
-        "| requests | walk_us |",
+        "by rows: 1.034 (256).",
+        "1 rows of figures, in the file only.",
         "| server | 5 | 0 | 0 | 2 |",
     ):
         assert line in text, line
