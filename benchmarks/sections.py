@@ -22,48 +22,45 @@ def _model(figures: Figures) -> str:
     )
 
 
-def _quartiles(row: Figures) -> str:
-    return " - ".join(f"{value:.3f}" for value in row["quartiles_ms"])
-
-
 def _decode(figures: Figures) -> Iterator[str]:
     yield _model(figures)
-    rows = figures["rows"]
-    plain = [row for row in rows if row["numerics"] == figures["numerics"]]
+    priced = {
+        (row["batch"], row["prompt"]): f"{row['percent']:+.1f} %"
+        for row in figures.get("price", ())
+        if row["what"] == "decode"
+    }
+    if priced:
+        yield (
+            f"The price of {figures['numerics']} numerics is their time over the time of fast "
+            "numerics, less one."
+        )
     yield table(
-        ("batch", "prompt", "ms per step", "quartiles", "tokens/s"),
+        ("batch", "prompt", "ms per step", "tokens/s", "price"),
         (
             (
                 r["batch"],
                 r["prompt"],
                 f"{r['step_ms']:.3f}",
-                _quartiles(r),
                 number(r["tokens_per_s"]),
+                priced.get((r["batch"], r["prompt"]), ""),
             )
-            for r in plain
+            for r in figures["rows"]
+            if r["numerics"] == figures["numerics"]
         ),
     )
-    if "price" not in figures:
-        return
-    yield (
-        f"The price of {figures['numerics']} numerics is their time over the time of fast numerics, "
-        "less one. Prefill by the engine:"
-    )
-    rates: dict[str, dict[str, float]] = {}
-    for row in figures["prefill"]:
-        of_size = rates.setdefault(f"prefill, {row['prompts']} x {row['length']}", {})
-        of_size[row["numerics"]] = row["tokens_per_s"]
-    kinds = list(dict.fromkeys(row["numerics"] for row in figures["prefill"]))
-    prices = []
-    for row in figures["price"]:
-        if row["what"] == "decode":
-            prices.append([f"batch {row['batch']}, prompt {row['prompt']}", *[""] * len(kinds)])
-        else:
-            name = f"prefill, {row['prompts']} x {row['length']}"
-            found = rates.get(name, {})
-            prices.append([name, *(number(found[k]) if k in found else "" for k in kinds)])
-        prices[-1].append(f"{row['percent']:+.1f} %")
-    yield table(("what", *(f"{kind}, tokens/s" for kind in kinds), "price"), prices)
+    rates = {
+        (r["prompts"], r["length"], r["numerics"]): r["tokens_per_s"]
+        for r in figures.get("prefill", ())
+    }
+    for row in figures.get("price", ()):
+        if row["what"] == "prefill":
+            size = (row["prompts"], row["length"])
+            rate = rates.get((*size, figures["numerics"]))
+            yield (
+                f"Prefill by the engine, {size[0]} x {size[1]} tokens: "
+                + (f"{number(rate)} tokens/s, " if rate else "")
+                + f"price {row['percent']:+.1f} %."
+            )
 
 
 def _prefill(figures: Figures) -> Iterator[str]:
@@ -90,14 +87,13 @@ def _cycle(figures: Figures) -> Iterator[str]:
         "task, one after another, each to its end, without the prompt and its first 3 cycles."
     )
     yield table(
-        ("strategy", "batch", "prompt", "ms", "quartiles", "tokens/s", "accept length", "GPU idle"),
+        ("strategy", "batch", "prompt", "ms", "tokens/s", "accept length", "GPU idle"),
         (
             (
                 r["strategy"],
                 r["batch"],
                 r["prompt"],
                 f"{r['step_ms']:.3f}",
-                _quartiles(r),
                 number(r["tokens_per_s"]),
                 f"{r['accept_length']:.2f}",
                 f"{r['gpu_idle_percent']:.2f} %" if "gpu_idle_percent" in r else "",
