@@ -21,10 +21,10 @@ RULES: list[dict[str, Any]] = [
 
 
 class Asked(NamedTuple):
-    """What an expression asks for."""
+    """The metrics and labels that an expression uses."""
 
     metrics: dict[str, set[str]]  # sample name -> labels that its selectors match on
-    labels: set[str]  # that it groups or joins by
+    labels: set[str]  # labels in its groupings and joins
 
 
 def plain(expression: str, *, instance: str = ".*", interval: str = "1m") -> str:
@@ -33,7 +33,7 @@ def plain(expression: str, *, instance: str = ".*", interval: str = "1m") -> str
 
 
 def board_expressions() -> dict[str, str]:
-    """Where it stands -> the expression as it is written."""
+    """Map the place of each expression to its text."""
     found = {
         f"{panel['title']} {target['refId']}": target["expr"]
         for panel in PANELS

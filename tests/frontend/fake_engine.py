@@ -157,7 +157,7 @@ class FakeEngine:
     draining: list[Pause | Sleep] = field(default_factory=list)
 
     async def run(self, *, startup: bool = True) -> int:
-        """Until `Stop`; the result is the exit status."""
+        """Answer commands until `Stop`; return the exit status."""
         context = zmq.asyncio.Context()
         self._commands, self._events = context.socket(zmq.PULL), context.socket(zmq.PUSH)
         self._commands.connect(f"ipc://{self.directory}/commands")
@@ -184,7 +184,7 @@ class FakeEngine:
 
     async def _loop(self) -> int:
         parent, begun, beat_s = os.getppid(), Begun(self.directory), time.monotonic()
-        while os.getppid() == parent:  # a killed test leaves nothing behind
+        while os.getppid() == parent:  # ends with a killed test
             await asyncio.sleep(self.step_s)
             if self.deaf:
                 continue
@@ -374,8 +374,8 @@ class FakeEngine:
 
 
 def main() -> int:
-    """As a process: arguments are the directory and how to behave; the configuration is one line on
-    standard input.
+    """Run as a process: the arguments are the directory and the behaviour; the configuration is
+    one line on standard input.
     """
     directory, mode = Path(sys.argv[-1]), sys.argv[1]
     json.loads(sys.stdin.readline())

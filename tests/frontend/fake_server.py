@@ -1,8 +1,8 @@
 """`tlt serve` with the fake engine's process in place of the real one: arguments are its mode and
 the flags of serve.
 
-Nobody should have to wait for replies or for an engine to be given up at the end: here that takes
-longer than any test waits.
+The server's limits on waiting for replies and for an engine to end are longer than any test waits,
+so a test that runs into one fails.
 """
 
 from __future__ import annotations

@@ -49,7 +49,8 @@ class Flaky:
             request = _request(client)
             if deed == "refuse":
                 client.sendall(
-                    b"HTTP/1.1 503 Service Unavailable\r\nretry-after: %d\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%s"
+                    b"HTTP/1.1 503 Service Unavailable\r\nretry-after: %d\r\n"
+                    b"connection: close\r\ncontent-length: %d\r\n\r\n%s"
                     % (self._retry_after_s, len(REFUSAL), REFUSAL)
                 )
             elif deed != "drop":

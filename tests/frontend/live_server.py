@@ -59,7 +59,7 @@ class LiveServer:
         self.directory, self._engine_options = directory, engine
         self.started = threading.Event()
         self.url = self.grpc_address = ""
-        self.engine: FakeEngine  # of the last life
+        self.engine: FakeEngine  # the engine of the last epoch
         self.said = io.StringIO()
         self.may_launch = asyncio.Event()
         self.may_launch.set()

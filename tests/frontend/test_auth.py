@@ -1,4 +1,4 @@
-"""Who may call what: every route x method x key against the table in docs/keys.md, tenants,
+"""Scopes and keys: every route x method x key against the table in docs/keys.md, tenants,
 rotation while serving, the audit.
 """
 
@@ -81,7 +81,7 @@ def routes(server: LiveServer) -> list[Endpoint]:
 
 def test_every_route_declares_what_it_needs_and_the_page_says_so(keyed: LiveServer) -> None:
     assert all(isinstance(route, Endpoint) for route in routes(keyed)), (
-        "nothing is served beside the dialects' tables"
+        "a route is served that no dialect's table holds"
     )
     assert {(route.method, route.path): route.needs for route in routes(keyed)} == documented()
 
@@ -105,7 +105,7 @@ def expected(route: Endpoint, method: str, needs: str, key: str) -> set[int] | N
 
 
 def test_every_route_with_every_method_and_every_key(model: Path, tmp_path: Path) -> None:
-    """Of a server of its own: what it is asked pauses it, too."""
+    """The server is the test's own, because some of the calls pause it."""
     needs = documented()
     places = sorted({re.sub(r"{\w+}", "x", path) for _, path in needs})
     asked = 0
@@ -143,9 +143,7 @@ def test_without_keys_only_this_machine_may_call_what_is_not_open(server: LiveSe
 
 
 def test_the_router_and_the_gate_agree_on_the_route(keyed: LiveServer) -> None:
-    """Spellings of a path that needs a scope: whatever the gate takes it for, the handler is not
-    reached without the scope.
-    """
+    """No spelling of a path that needs a scope reaches the handler without it."""
     for path in (
         "/strategy",
         "/strategy/",
@@ -219,7 +217,10 @@ def test_server_info_says_where_things_are_to_those_who_work_there(keyed: LiveSe
 
 # tenants
 
-TENANTS = "a scopes=data name=a\nb scopes=data name=b\nold scopes=data name=a\nroot scopes=data,operate name=root\n"
+TENANTS = (
+    "a scopes=data name=a\nb scopes=data name=b\n"
+    "old scopes=data name=a\nroot scopes=data,operate name=root\n"
+)
 
 
 def test_a_key_sees_its_own_rollouts_and_operate_sees_all(model: Path, tmp_path: Path) -> None:

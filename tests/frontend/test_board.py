@@ -23,13 +23,13 @@ from tlt_client import Client
 from tlt_client.rpc import GetInfoRequest, RolloutServiceStub
 
 PAGE = DOCKER.parent / "docs" / "operators.md"
-TARGET_LABELS = {"job", "instance"}  # that Prometheus itself adds
-OWN = {"up": set[str]()}  # that Prometheus itself makes
+TARGET_LABELS = {"job", "instance"}  # added by Prometheus itself
+OWN = {"up": set[str]()}  # made by Prometheus itself
 
 
 @pytest.fixture(scope="module")
 def families(model: Path) -> Iterator[list[Any]]:
-    """What a server exposes that has served, refused, and taken a push."""
+    """Yield the metrics of a server that has served, refused, and taken a push."""
     with (
         live_server(model, grpc_port=0) as server,
         Client(server.url) as client,
@@ -70,7 +70,8 @@ def test_metrics_and_labels_exist(place: str, exposed: dict[str, set[str]]) -> N
 
 def test_the_parser_sees_names_labels_and_groups() -> None:
     wanted = asked(
-        'a{x="$instance"} / on (i) group_left () sum by (le) (rate(b{y!="1"}[$__rate_interval])) > 3'
+        'a{x="$instance"} / on (i) group_left () '
+        'sum by (le) (rate(b{y!="1"}[$__rate_interval])) > 3'
     )
     assert wanted.metrics == {"a": {"x"}, "b": {"y"}} and wanted.labels == {"i", "le"}
 

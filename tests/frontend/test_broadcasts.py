@@ -1,5 +1,5 @@
-"""What the dialects make of groups and broadcasts: commands for the engine; sessions around them;
-what is refused before it reaches one.
+"""Groups and broadcasts in the dialects: the engine commands they become, the sessions around
+them, and what is refused before it reaches a session.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What each family of trainers sends, written by hand after the wire's tables, replayed in order;
-every field of every reply is compared.
+"""Replays of the calls of each family of trainers, written by hand after the wire's tables; every
+field of every reply is compared.
 
 `calls/*.json`: `reply` is the whole reply, `has` a part of it; "<int>" and the like stand for any
 value of that type.

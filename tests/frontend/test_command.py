@@ -1,5 +1,5 @@
-"""The `tlt` command as a process: help, exit statuses, start-up lines, drain, and what is left
-behind.
+"""The `tlt` command as a process: help, exit statuses, start-up lines, drain, and what remains
+after the end.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def test_help_is_quick_and_imports_nothing_heavy(arguments: list[str]) -> None:
     script = (
         "import sys\nfrom tlt_server.__main__ import main\n"
         f"try: main({arguments!r})\nexcept SystemExit: pass\n"
-        "print([name for name in ('torch', 'transformers', 'pydantic', 'starlette', 'zmq') if name in sys.modules])"
+        "heavy = ('torch', 'transformers', 'pydantic', 'starlette', 'zmq')\n"
+        "print([name for name in heavy if name in sys.modules])"
     )
 
     def processor_s() -> float:
@@ -82,7 +83,10 @@ def test_help_is_quick_and_imports_nothing_heavy(arguments: list[str]) -> None:
 
 
 def test_the_frontend_runs_without_torch() -> None:
-    script = "import sys, tlt_server.frontend.app, tlt_server.build, tlt_client\nprint('torch' in sys.modules)"
+    script = (
+        "import sys, tlt_server.frontend.app, tlt_server.build, tlt_client\n"
+        "print('torch' in sys.modules)"
+    )
     assert (
         subprocess.run(
             [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True
@@ -164,7 +168,7 @@ def served(mode: str, model: Path, *flags: str) -> Iterator[Served]:
 def generate(
     server: Served, item: dict[str, Any], **options: Any
 ) -> tuple[threading.Thread, list[Any]]:
-    """In the background; the list gets the reply."""
+    """Ask in the background; the list gets the reply."""
     replies: list[Any] = []
 
     def run() -> None:
@@ -177,7 +181,7 @@ def generate(
 
 
 def await_open(server: Served) -> None:
-    """Until one sequence is open."""
+    """Wait until one sequence is open."""
     eventually(lambda: "\ntlt_open_sequences 1.0" in httpx.get(f"{server.url}/metrics").text)
 
 

@@ -64,7 +64,8 @@ def test_yaml_off_is_the_policy_and_not_a_boolean(model: Path, tmp_path: Path) -
         ({"threads": "many"}, "threads is 'many'"),
         (
             {"header_timeout_s": "nan"},
-            "header_timeout_s is 'nan' (--header-timeout-s); it must be a finite number, from 0.1 to 3600 (s)",
+            "header_timeout_s is 'nan' (--header-timeout-s); it must be a finite number, "
+            "from 0.1 to 3600 (s)",
         ),
         ({"policy": "bge"}, "it must be 'auto', 'off', 'fixed' or 'beg'"),
         ({"port": "eighty"}, "it must be a whole number, from 0 to 65535 (TCP port). Port to bind"),
@@ -80,7 +81,8 @@ def test_yaml_off_is_the_policy_and_not_a_boolean(model: Path, tmp_path: Path) -
         ({"host": "example.org"}, "api_key_file"),
         (
             {"tls_cert": "cert.pem"},
-            "tls_cert is cert.pem, tls_key none and tls_client_ca none; give tls_cert and tls_key together",
+            "tls_cert is cert.pem, tls_key none and tls_client_ca none; "
+            "give tls_cert and tls_key together",
         ),
         ({"tls_client_ca": "ca.pem"}, "tls_client_ca only with them"),
         ({"model": "/does/not/exist"}, "not a directory"),

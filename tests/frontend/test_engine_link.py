@@ -27,7 +27,9 @@ class Process:
 
 
 def test_who_hears_that_the_engine_is_ready_can_give_it_commands(tmp_path: Path) -> None:
-    """Its two sockets connect in any order: its commands here long after it could speak."""
+    """The link's two sockets connect in any order; here the commands' comes long after the
+    events'.
+    """
     received: list[object] = []
     sent: list[bool] = []
 

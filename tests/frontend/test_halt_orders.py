@@ -2,8 +2,8 @@
 that go away, and engines that die.
 
 Against a twin of the engine's side: it does commands one after another, in the order in which they
-were sent. Whatever happens, the frontend knows exactly what it has done once it has answered, and a
-resume and a waking at the end make it serve.
+were sent. In every order, once the twin has answered, the frontend knows exactly what it has done,
+and a resume and a wake-up at the end make it serve.
 """
 
 from __future__ import annotations

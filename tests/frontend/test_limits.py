@@ -254,7 +254,7 @@ def test_a_client_that_pipelines_and_leaves_aborts_its_sequences(
 
 
 @pytest.mark.parametrize(
-    "behind",
+    "rest",
     [
         b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n",
         b"\x00 no HTTP \xff" * 100,
@@ -263,13 +263,13 @@ def test_a_client_that_pipelines_and_leaves_aborts_its_sequences(
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_follows_a_running_request_is_not_taken_and_the_reply_says_so(
-    server: LiveServer, stream: bool, behind: bytes
+    server: LiveServer, stream: bool, rest: bytes
 ) -> None:
     body = json.dumps(
         {"requests": [{"prompt": "abc"}], "sampling": {"max_tokens": 100}, "stream": stream}
     ).encode()
     with connect(server) as connection:
-        connection.sendall(head(content_length=len(body)) + body + behind)
+        connection.sendall(head(content_length=len(body)) + body + rest)
         reply = read_all(connection)
     assert reply.startswith(b"HTTP/1.1 200") and reply.count(b"HTTP/1.1") == 1
     assert b"connection: close" in reply.lower() and b'"usage"' in reply

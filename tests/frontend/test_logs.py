@@ -57,7 +57,7 @@ def lines(stream: io.StringIO) -> list[dict[str, Any]]:
 
 
 def accesses(stream: io.StringIO, count: int) -> list[dict[str, Any]]:
-    """So many access lines; one is written when its reply has gone out, so a client may be earlier."""
+    """Wait for `count` access lines: each is written after its reply, so a client may be ahead."""
     give_up = time.monotonic() + 30
     while len(found := [line for line in lines(stream) if line["event"] == "request"]) < count:
         assert time.monotonic() < give_up, found

@@ -1,4 +1,4 @@
-"""What the metrics count, that their labels are bounded, and what an engine step costs them."""
+"""Metrics: what they count, that their labels are bounded, and what an engine step costs them."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ def test_a_weight_command_ends_with_nothing_that_has_no_series_from_the_start() 
     raised, said = set[str](), set[str]()
     pushing = {*(package / "weights").glob("*.py")} - {
         package / "weights" / "dormant.py"
-    }  # that is a sleep's affair
+    }  # metrics of a sleep
     engine = [
         package / "engine" / f"{name}.py" for name in ("pushes", "weight_reads", "group_joins")
     ]

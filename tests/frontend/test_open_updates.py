@@ -90,7 +90,7 @@ def test_the_command_shows_the_update_and_its_push_fails(
     post(server, "/begin_weight_update")
     post(server, "/end_weight_update")
     assert client.weights()["update"] is None and client.weights()["target"] == "v0", (
-        "begun anew it drops what it held"
+        "begun again, it drops what it held"
     )
     assert tlt("push", str(tmp_path), "--version", "v3")[0] == 0
 

@@ -167,7 +167,8 @@ def test_chat_goes_through_the_template_and_reports_ids(server: LiveServer) -> N
 
 def test_tools_and_template_arguments_reach_the_template(model: Path, tmp_path: Path) -> None:
     template = (
-        "{% if enable_thinking %}T{% endif %}{{ tools | length }}{% for m in messages %}{{ m.content }}"
+        "{% if enable_thinking %}T{% endif %}{{ tools | length }}"
+        "{% for m in messages %}{{ m.content }}"
         "{% for c in m.tool_calls or [] %}{{ c.function.arguments.x }}{% endfor %}{% endfor %}"
         "{% if add_generation_prompt %}>{% endif %}"
     )
@@ -522,7 +523,8 @@ BAD: list[
         {"prompt": "a", "prompt_logprobs": -1},
         400,
         "prompt_logprobs",
-        "prompt_logprobs is -1, which is all 300 of the vocabulary; the limit is 5 (max_logprobs): ask for fewer",
+        "prompt_logprobs is -1, which is all 300 of the vocabulary; the limit is 5 (max_logprobs): "
+        "ask for fewer",
     ),
     (
         COMPLETIONS,

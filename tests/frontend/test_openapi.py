@@ -101,7 +101,7 @@ SHAPES = {
     "openai": ["Failure"],
     "vllm_rl": ["Faulty"],
     "sglang": ["Refusal", "Outcome"],
-}  # of errors, by dialect
+}  # error types by dialect
 PUSHES = {"/update_weights", "/update_weight_version", "/update_weights_from_disk"}
 GENERATES = {"/generate", "/v1/completions", "/v1/chat/completions"}
 

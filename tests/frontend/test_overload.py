@@ -50,8 +50,8 @@ def test_a_connection_too_many_is_answered_with_a_typed_503_and_closed(
 
 
 def full(server: LiveServer, *, tokens_per_s: float = 100.0) -> None:
-    """Teach the forecast: steps of a full engine that gives so many tokens, ends of sequences at
-    half of max_tokens.
+    """Teach the forecast: steps of a full engine at this rate of tokens, ends of sequences at half
+    of max_tokens.
     """
 
     def teach() -> None:

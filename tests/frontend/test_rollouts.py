@@ -45,7 +45,7 @@ def slow(model: Path) -> Iterator[LiveServer]:
 
 
 def await_waiter(server: LiveServer, id: str) -> None:
-    """Until somebody's request waits for the end of a rollout."""
+    """Wait until a request waits for the end of a rollout."""
     eventually(lambda: server.call(lambda: server.rollouts.find(id, EVERYBODY)._over._callbacks))  # type: ignore[attr-defined]
 
 

@@ -1,5 +1,5 @@
-"""The gRPC server beside what both transports share: clients that leave or do not read, sizes, keys
-before messages, health, reflection.
+"""The gRPC server's own part: clients that leave or do not read, sizes, keys before messages,
+health, reflection.
 """
 
 from __future__ import annotations
@@ -265,7 +265,7 @@ class SlowToBegin:
 
 
 def test_the_begin_of_a_reply_is_not_cut_off() -> None:
-    """Behind half a begin no status could follow, and the client would wait for ever."""
+    """No status could follow half a begin, and the client would wait for ever."""
     context, method = SlowToBegin(), METHODS["/tlt.v1.RolloutService/GetInfo"]
 
     async def app(

@@ -341,7 +341,7 @@ def keyed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Liv
 
 @dataclass
 class Answer:
-    """Either, as far as the two are to agree."""
+    """The part of either reply in which the two transports must agree."""
 
     reply: Any = None  # an object, or a list of events
     code: str = ""
@@ -352,7 +352,7 @@ class Answer:
 
 
 def over_http(server: LiveServer, method: str, case: Case) -> Answer:
-    """As `clients/proto/rollout.proto` says which operation a method is; written here without the
+    """Translate a method to its operation as `clients/proto/rollout.proto` says, without the
     server's own translation.
     """
     operation = OPERATIONS[method]
@@ -474,7 +474,7 @@ def as_json(message: Message) -> dict[str, Any]:
 
 
 def thin(content: Any) -> Any:
-    """Without what is null, empty, 0 or false: an absent field."""
+    """Drop what is null, empty, 0 or false, which in a message is an absent field."""
     if isinstance(content, dict):
         thinned = {name: thin(value) for name, value in content.items()}
         return {
@@ -499,7 +499,7 @@ def test_both_give_the_same(method: str, case: Case, keyed: LiveServer) -> None:
     http, rpc = over_http(keyed, method, case), over_grpc(keyed, method, case)
     assert rpc.code == case.error, (http, rpc)
     assert rpc.message == http.message and (rpc.code or rpc.reply is not None)
-    if http.code.startswith("status"):  # of a shape of errors without our codes
+    if http.code.startswith("status"):  # error shapes without our codes
         assert http.code == f"status {by_code(rpc.code).http_status}"
     else:
         assert (http.code, http.retryable) == (rpc.code, rpc.retryable)
@@ -507,13 +507,13 @@ def test_both_give_the_same(method: str, case: Case, keyed: LiveServer) -> None:
     assert (http.request_id == rpc.request_id) == ("x-request-id" in case.metadata)
     if case.error or method == "Detach":
         return
-    ignored = ("config", "phases_s", "pause_ms")  # whose numbers are other types, or measured
+    ignored = ("config", "phases_s", "pause_ms")  # their numbers are other types, or measured
     assert compared(rpc.reply, ignored) == compared(http.reply, ignored)
 
 
 def compared(reply: Any, ignored: tuple[str, ...]) -> Any:
-    """Of a stream, what each choice gained in all: how its tokens were cut into events is the
-    clock's.
+    """Collect what each choice of a stream gained in all: its cut into events depends on the
+    clock.
     """
     if not isinstance(reply, list):
         return thin({name: value for name, value in reply.items() if name not in ignored})
@@ -621,7 +621,7 @@ def test_a_pause_and_a_full_queue_are_told_alike(keyed: LiveServer) -> None:
         for ask in (over_http, over_grpc)
     )
     assert thin(http.reply) == rpc.reply == {} and len(keyed.client) == 24, (
-        "another owner's names are nobody's"
+        "another owner's names are not found"
     )
     http, rpc = (
         ask(keyed, "Abort", Case("", {"all": True}, key="data")) for ask in (over_http, over_grpc)

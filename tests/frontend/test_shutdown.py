@@ -25,7 +25,8 @@ from tlt_client.rpc import Manifest, Part, RolloutServiceStub, UpdateWeightsRequ
 from tlt_client.rpc import rollout_pb2 as proto
 
 __all__ = ["no_variables"]  # a fixture
-PROMPT_S = 30  # more than a reply to half a body takes, and less than what fake_server.py leaves to replies on their way
+# More than a reply to half a body takes, less than fake_server.py leaves to replies on their way.
+PROMPT_S = 30
 MANIFEST = UpdateWeightsRequest(manifest=Manifest(version="v", path="hangs"))
 GROUP: dict[str, Any] = {
     "master_address": "127.0.0.1",
@@ -64,7 +65,7 @@ def stub(server: Served) -> Iterator[RolloutServiceStub]:
 
 
 def ends(server: Served, *calls: Callable[[], Any]) -> list[BaseException | None]:
-    """What a call raises each, once the server has been told to stop, which it does at once."""
+    """Return what each call raises after the server was told to stop, which it does at once."""
     with ThreadPoolExecutor(len(calls)) as pool:
         asked: list[Future[Any]] = [pool.submit(call) for call in calls]
         time.sleep(4)  # they arrive
@@ -95,13 +96,13 @@ def test_a_push_and_a_join_on_their_way_are_told_that_the_server_leaves(server: 
             assert "may be done or not" in error.message and "GET /weights" in error.message
 
 
-def test_what_may_not_be_done_twice_is_not_sent_again_behind_a_shutdown(server: Served) -> None:
-    """A refusal is sent again whatever it refused; this may have been done."""
+def test_what_may_not_be_done_twice_is_not_sent_again_after_a_shutdown(server: Served) -> None:
+    """Any refused request is sent again; this one may have been done."""
     tries = Retries(times=2, first_s=0.1)
     with Client(server.url, timeout_s=60, retries=tries) as client:
         asked = ends(server, lambda: client.join_group("hangs", **GROUP))
         assert isinstance(asked[0], ServerError) and asked[0].code == "engine_failed", (
-            "a second try would find nobody"
+            "a second try would find no server"
         )
 
 
@@ -125,8 +126,8 @@ def test_half_a_part_is_answered(server: Served) -> None:
     def put() -> None:
         with socket.create_connection((host, int(port)), timeout=60) as connection:
             connection.sendall(
-                b"PUT /weights/v/p.safetensors HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n"
-                + b"x" * 1000
+                b"PUT /weights/v/p.safetensors HTTP/1.1\r\nHost: localhost\r\n"
+                b"Content-Length: 1000000\r\n\r\n" + b"x" * 1000
             )
             said = b""
             while piece := connection.recv(2**16):

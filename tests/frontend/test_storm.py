@@ -1,5 +1,5 @@
-"""Many clients at once, polite and rude: every request ends in exactly one way, and nothing is left
-behind.
+"""Many clients at once, polite and rude: every request ends in exactly one way, and nothing
+remains open.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def test_a_storm_leaves_nothing_behind(model: Path) -> None:
         def run(seed: int) -> str:
             try:
                 return one_client(server, seed)
-            except ConnectionFailed:  # that is how "leave batch" leaves
+            except ConnectionFailed:  # the way in which "leave batch" leaves
                 return "left"
 
         with ThreadPoolExecutor(16) as pool:

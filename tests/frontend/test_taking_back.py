@@ -1,5 +1,5 @@
-"""What a push by http leaves behind when it fails or is interrupted: nothing that keeps the next
-one out, and nothing of others' ends.
+"""A push by http that fails or is interrupted leaves nothing that keeps the next one out, and ends
+nothing of others.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def test_manifests_that_are_refused_leave_the_room_to_the_next(
     assert sender(client).push(TENSORS.items(), "c")["state"] == "committed"
 
 
-def test_what_may_pass_leaves_the_parts_to_the_same_push_and_is_taken_back_by_the_sender_that_began_it(
+def test_an_error_that_may_pass_leaves_the_parts_to_the_same_push_and_only_its_sender_takes_them_back(
     client: Client, server: LiveServer
 ) -> None:
     ours = sender(client)
@@ -123,9 +123,7 @@ def test_what_somebody_else_began_to_send_stays(client: Client) -> None:
 
 
 def test_a_push_that_has_begun_is_ended_by_no_sender(client: Client, server: LiveServer) -> None:
-    """Somebody else pushes the version, by whatever channel: taking an upload back reaches no
-    engine.
-    """
+    """Another client pushes the version by any channel; taking an upload back reaches no engine."""
     server.engine.fails, server.engine.reads = "conflict", False
     with pytest.raises(Conflict):
         sender(client).push(TENSORS.items(), "a")

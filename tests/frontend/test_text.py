@@ -1,4 +1,4 @@
-"""Incremental text equals the text of all tokens; stop strings are never shown, not even in part."""
+"""Incremental text is the text of all tokens; stop strings are never shown, not even in part."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def test_a_client_certificate_opens_the_connection_and_the_key_the_routes(
 
 
 def trusts(server: LiveServer, tls: Tls) -> bool:
-    """Whether a new connection comes about."""
+    """Say whether a new connection can be made."""
     try:
         return httpx.get(f"{server.url}/livez", verify=tls.context(), timeout=30).status_code == 200
     except httpx.TransportError:
@@ -242,7 +242,7 @@ def test_files_that_cannot_be_used_are_refused_by_name(
 
 
 def locked(key: bytes) -> bytes:
-    """The same key behind a passphrase."""
+    """Encrypt the key with a passphrase."""
     from cryptography.hazmat.primitives import serialization
 
     return serialization.load_pem_private_key(key, None).private_bytes(

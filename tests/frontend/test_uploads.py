@@ -66,7 +66,7 @@ def kept(server: LiveServer) -> list[Path]:
     assert server.config.state_dir is not None
     walked = os.walk(
         server.config.state_dir / "uploads"
-    )  # which minds no directory that a thread removes meanwhile
+    )  # no error where a thread removes a directory meanwhile
     return sorted(Path(directory, name) for directory, _, names in walked for name in names)
 
 
@@ -154,7 +154,7 @@ def test_other_bytes_gaps_and_other_sizes_are_refused_and_change_nothing(
         client.weights_part("v1", PART)["bytes"] == 50 and kept(server)[0].read_bytes() == b"a" * 50
     )
     assert client.abort_weights("v1")["state"] == "aborted" and emptied(server)
-    assert put(client, b"b" * 10) == 10, "after an abort it begins anew"
+    assert put(client, b"b" * 10) == 10, "after an abort it begins again"
 
 
 @pytest.mark.parametrize(
@@ -421,7 +421,7 @@ def test_parts_are_there_until_the_last_push_that_reads_them_has_ended(slow: Slo
     slow.may.set()
 
     async def sent() -> None:
-        early = slow.seal("v")  # of which nothing is there
+        early = slow.seal("v")  # no part of it is there
         await slow.write("v", PART, 0, 4, body())
         one, other = slow.seal("v"), slow.seal("v")
         slow.release("v", early, keep=False)

@@ -2,8 +2,8 @@
 or by the engine.
 
 Against a twin of the engine's transaction, which does commands in the order in which they were
-sent. Whatever happens, what an end commits or names is exactly what was pushed in the session that
-it ends.
+sent. In every order, what an end commits or names is exactly what was pushed in the session that it
+ends.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from tlt_server.records import (
     WeightState,
 )
 
-PARTS = 2  # that make a version, where it comes in parts
+PARTS = 2  # parts of a divided version
 
 
 class Came(NamedTuple):
-    """What one call has pushed: its number, and which part it brings; None: everything."""
+    """A call's push: its number, and the part it brings; None: everything."""
 
     call: int
     part: int | None
@@ -58,7 +58,7 @@ class Open:
 
     @property
     def name(self) -> str:
-        """Of a push without a version only once it is complete."""
+        """Name the version; a push without one has a name only once it is complete."""
         return self.manifest.version or (
             "" if self.state in ("staging", "gathering") else str(self.content)
         )
@@ -161,7 +161,7 @@ class Twin:
         push.asked.append(id)
 
     def arrive(self) -> None:
-        """What the open push waited for is there."""
+        """Deliver what the open push waits for."""
         push = self.open
         if push is None or push.state != "staging":
             return
@@ -185,7 +185,7 @@ class Twin:
 
 
 class Story:
-    """What clients do, and to which session each of their calls belongs."""
+    """The calls of clients, and the session of each."""
 
     def __init__(self, *, stages: bool) -> None:
         self.twin, self.stages, self.number, self.calls = (
@@ -196,10 +196,10 @@ class Story:
         )
         self.pushes: dict[
             int, list[tuple[int, asyncio.Task[Any]]]
-        ] = {}  # of a session: call and its outcome, as they were begun
+        ] = {}  # session -> its calls and their outcomes, in order of their starts
         self.tasks: list[asyncio.Task[Any]] = []
         self.ended: list[WeightReport] = []
-        self.bodies: list[asyncio.Future[None]] = []  # that are on their way
+        self.bodies: list[asyncio.Future[None]] = []  # on their way
 
     async def after(self, *steps: str) -> None:
         for step in steps:
@@ -341,7 +341,7 @@ async def told(steps: list[str], *, stages: bool) -> Story:
 
 
 def run(*steps: str, stages: bool = True) -> tuple[str, list[Came]]:
-    """What is live after these."""
+    """Return what is live after these steps."""
 
     async def live() -> tuple[str, list[Came]]:
         return (await told([*steps], stages=stages)).twin.live
@@ -380,7 +380,7 @@ def test_a_call_that_is_refused_leaves_nothing_to_make_live_until_one_succeeds()
 
 
 async def done(twin: Twin, what: Any) -> WeightReport | None:
-    """What comes of it, with an engine that does all that it is asked."""
+    """Return the report from an engine that does all that it is asked."""
     task = asyncio.ensure_future(what)
     while not task.done():
         await asyncio.sleep(0)
@@ -441,7 +441,7 @@ def test_an_update_of_the_drafter_does_not_drop_what_came_for_the_target() -> No
         await done(twin, twin.session.begin("target"))
         await done(twin, pushed(twin, 3, "target"))
         await done(twin, twin.session.begin("target"))
-        assert twin.open is None, "begun anew it is dropped, too"
+        assert twin.open is None, "begun again, it is dropped, too"
 
     asyncio.run(story())
 

@@ -319,10 +319,8 @@ REFUSED: dict[str, tuple[str, ...]] = {
     '{"version": "v", "path": "p", "tensors": [{"name": "w", "shape": [281474976710657]}]}': (
         "at most 281474976710656",
     ),
-    '{"version": "v", "path": "p", "tensors": [{"name": "w", "shape": [1, 1, 1, 1, 1, 1, 1, 1, 1]}]}': (
-        "tensors[0].shape",
-        "8",
-    ),
+    '{"version": "v", "path": "p", "tensors": [{"name": "w", "shape": [1, 1, 1, 1, 1, 1, '
+    "1, 1, 1]}]}": ("tensors[0].shape", "8"),
     '{"version": "v", "path": "p", "tensors": [{"name": "' + "w" * 257 + '"}]}': (
         "tensors[0].name",
         "256",
@@ -335,10 +333,8 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "tensors[0].checksum",
         "80",
     ),
-    '{"update_info": {"names": ["w"], "dtype_names": ["float32"], "shapes": [[1, 1, 1, 1, 1, 1, 1, 1, 1]]}}': (
-        "shapes[0]",
-        "8",
-    ),
+    '{"update_info": {"names": ["w"], "dtype_names": ["float32"], "shapes": [[1, 1, 1, 1, '
+    "1, 1, 1, 1, 1]]}}": ("shapes[0]", "8"),
     '{"version": "a\\nb", "path": "p"}': ("version is",),
     '{"version": "a/b", "path": "p"}': ("version is 'a/b'",),
     '{"version": "' + "v" * 300 + '", "path": "p"}': ("256",),
@@ -353,24 +349,20 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "one of each for every tensor",
     ),
     '{"update_info": []}': ("update_info is []",),
-    '{"update_info": [{"names": ["w"], "dtype_names": ["float32"], "shapes": [[1]]}, {"names": ["v"], "dtype_names": [], "shapes": []}]}': (
+    '{"update_info": [{"names": ["w"], "dtype_names": ["float32"], "shapes": [[1]]}, '
+    '{"names": ["v"], "dtype_names": [], "shapes": []}]}': (
         "1 names, 0 dtypes and 0 shapes",
         "in the order",
     ),
     '{"version": "v", "channel": "http"}': ("tensors is missing", "channel http needs tensors"),
-    '{"version": "v", "channel": "http", "path": "p", "tensors": [{"name": "w", "checksum": "x"}]}': (
-        "path is 'p'",
-        "leave it out",
-    ),
+    '{"version": "v", "channel": "http", "path": "p", "tensors": [{"name": "w", '
+    '"checksum": "x"}]}': ("path is 'p'", "leave it out"),
     '{"version": "v", "channel": "http", "tensors": [{"name": "w"}]}': ("'w' has no checksum",),
     '{"version": "v", "channel": "broadcast", "tensors": [{"name": "w"}]}': ("group is missing",),
-    '{"version": "v", "channel": "broadcast", "group": "g", "tensors": [{"name": "w", "dtype": "float32"}]}': (
-        "no dtype and shape",
-    ),
-    '{"version": "v", "channel": "ipc", "tensors": [{"name": "w", "dtype": "float32", "shape": []}]}': (
-        "path is missing",
-        "needs path",
-    ),
+    '{"version": "v", "channel": "broadcast", "group": "g", "tensors": [{"name": "w", '
+    '"dtype": "float32"}]}': ("no dtype and shape",),
+    '{"version": "v", "channel": "ipc", "tensors": [{"name": "w", "dtype": "float32", '
+    '"shape": []}]}': ("path is missing", "needs path"),
     '{"version": "v", "channel": "ipc", "path": "s", "tensors": [{"name": "w", "shape": [1]}]}': (
         "'w' has no dtype and shape",
         "ipc",
