@@ -91,7 +91,7 @@ def test_manifests_that_are_refused_leave_the_room_to_the_next(
     assert sender(client).push(TENSORS.items(), "c")["state"] == "committed"
 
 
-def test_an_error_that_may_pass_leaves_the_parts_to_the_same_push_and_only_its_sender_takes_them_back(
+def test_an_error_that_may_pass_leaves_the_parts_and_only_the_sender_takes_them_back(
     client: Client, server: LiveServer
 ) -> None:
     ours = sender(client)

@@ -1,7 +1,7 @@
-"""Sentences that slow a reader down, found by rule: `python -m tests.unit.english PATH ...` lists them.
+"""Find sentences that slow a reader down: `python -m tests.unit.english PATH ...` lists them.
 
-The rules are those of CONTRIBUTING.md, as far as a program can see them: a docstring begins with a
-noun or a verb, no trailing comment continues the code's sentence, no filler words.
+A program can see three of the rules in CONTRIBUTING.md: a docstring begins with a noun or a verb,
+no trailing comment continues the code's sentence, no filler words.
 """
 
 from __future__ import annotations

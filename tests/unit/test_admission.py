@@ -118,7 +118,9 @@ def step(decoding: int, emitted: int, step_s: float) -> Cycle:
 def experienced(
     admission: Admission, *, tokens_per_s: float = 100.0, running: int = 8, share: float = 0.5
 ) -> Admission:
-    """It has seen full steps, and ends of sequences that used this share of max_tokens."""
+    """Return an admission that has seen full steps, and sequences that used this share of
+    max_tokens.
+    """
     for _ in range(100):
         admission.stepped(step(running, int(tokens_per_s / 10), 0.1), waiting=1)
     for _ in range(MIN_SEQUENCES):
@@ -352,7 +354,7 @@ def test_no_bound_is_ever_passed_and_everything_returns_to_zero(
         ),
         0,
     )
-    twin: dict[str, tuple[int, int]] = {}  # the slow twin: what is open, summed anew each time
+    twin: dict[str, tuple[int, int]] = {}  # the slow twin: what is open, summed each time
     for _ in range(steps):
         match draw.choice(["open", "open", "give", "end", "leave", "step"]):
             case "open":
@@ -384,7 +386,7 @@ def test_no_bound_is_ever_passed_and_everything_returns_to_zero(
                     twin.update((r.id, (len(r.token_ids), r.sampling.max_tokens)) for r in batch)
                     assert admission.pages <= max_page_forecast * ENGINE.pages * (1 + 1e-9) or len(
                         twin
-                    ) == len(batch), "beside others"
+                    ) == len(batch), "a batch larger than the limit runs alone"
             case "give" if twin:
                 admission.take(output(draw.choice(list(twin)), draw.randint(1, 5)))
             case "end" if twin:

@@ -36,7 +36,7 @@ def at_once(body: bytes) -> Any:
 
 
 def in_pieces(body: bytes) -> Any:
-    """As if everything were large."""
+    """Read a body as if everything in it were large."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(bodies, "PIECE_BYTES", 2)
         try:

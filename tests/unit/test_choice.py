@@ -1,5 +1,5 @@
-"""What is left to the device is decided once: by its settings, by what torch sees, by the
-checkpoint.
+"""The choice of what is left to the device: made once, from the settings, from what torch sees and
+from the checkpoint.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NONE = Gpu(unusable="torch finds no GPU")
 
 
 def unread() -> str:
-    raise AssertionError("nobody asked for it")
+    raise AssertionError("the checkpoint is read without need")
 
 
 def chosen(
@@ -131,7 +131,8 @@ def test_attention_that_waits_for_the_device_is_not_captured() -> None:
         (
             {"device": "cuda", "attention": "cpu"},
             CARD,
-            "attention is 'cpu', which needs a CPU (device cpu); use auto, triton, torch or flash_attn",
+            "attention is 'cpu', which needs a CPU (device cpu); "
+            "use auto, triton, torch or flash_attn",
         ),
         ({"device": "tpu"}, CARD, "device is 'tpu'; it must be auto, cpu or cuda"),
     ],
@@ -200,10 +201,8 @@ class TestWhatTorchSees:
         assert told == f"cpu, float32, attention cpu, up to 64 sequences | device cpu: {old}"
         with pytest.raises(StartupError) as caught:
             chosen(choice.look(), unread, device="cuda")
-        assert (
-            caught.value.message
-            == f"device is cuda, but {old}; start with --device cpu, or check the machine with tlt doctor"
-        )
+        remedy = "start with --device cpu, or check the machine with tlt doctor"
+        assert caught.value.message == f"device is cuda, but {old}; {remedy}"
 
     def test_no_triton(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(choice, "find_spec", lambda name: None)

@@ -1,5 +1,5 @@
-"""Deadlines in the scheduler: to begin by, to end by, whatever stands still; and that a heap finds
-what a look at all would.
+"""Deadlines in the scheduler, to start by and to end by, hold while nothing runs; the heap finds
+what a scan of all sequences would.
 """
 
 from __future__ import annotations

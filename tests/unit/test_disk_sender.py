@@ -1,5 +1,5 @@
-"""The trainer's half of disk, in front of a client that reads what it is told of: any state dict,
-and a directory that nobody else has.
+"""The trainer's half of disk, in front of a client that reads the directory it is given: any state
+dict, and a directory that no other push uses.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def fit(tokens: np.ndarray, p: np.ndarray) -> float:
 
 
 def pair_fit(first: np.ndarray, second: np.ndarray, p: np.ndarray) -> float:
-    """How well pairs follow the product distribution: marginals and independence in one."""
+    """Return the fit of pairs to the product distribution: marginals and independence in one."""
     pairs = first.ravel() * len(p) + second.ravel()
     return p_value(np.bincount(pairs, minlength=len(p) ** 2), np.outer(p, p).ravel())
 

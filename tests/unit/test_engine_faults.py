@@ -1,4 +1,4 @@
-"""What is said of an exception that ends the engine."""
+"""Descriptions of exceptions that end the engine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import torch
 
 from tlt_server.engine.faults import told
 
-DETAILS = "\nCUDA kernel errors might be asynchronously reported at some other API call.\nCompile with `TORCH_USE_CUDA_DSA`."
+DETAILS = (
+    "\nCUDA kernel errors might be asynchronously reported at some other API call.\n"
+    "Compile with `TORCH_USE_CUDA_DSA`."
+)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "trainers.md"
 
 
 def tree(cls: type[TltError]) -> Iterator[type[TltError]]:
-    """Without what ends the process before it serves."""
+    """Yield every class of error except those that end the process before it serves."""
     if not issubclass(cls, StartupError):
         yield cls
         for sub in cls.__subclasses__():

@@ -1,4 +1,4 @@
-"""The journal's file: whatever is cut off or overwritten, what is read is a prefix of what was
+"""The journal's file: after any cut or overwritten byte, what is read is a prefix of what was
 written.
 """
 
@@ -85,8 +85,8 @@ ENDS = [sum(map(len, FRAMES[:i])) for i in range(len(FRAMES) + 1)]
 
 
 def check_prefix(data: bytes, whole_records: int) -> None:
-    """What is read of `data` are the first `whole_records` records, and its outline says the same
-    of them.
+    """Assert that reading `data` gives the first `whole_records` records, and its outline the
+    same.
     """
     said = past(data)
     assert outline(data) == (said and Outline(said.header, said.end, said.length))
@@ -150,7 +150,7 @@ def test_records_out_of_their_order_end_the_reading(frames: list[bytes]) -> None
 
 
 def test_an_outline_is_read_without_the_outputs() -> None:
-    """Start-up reads every journal; outputs are read when somebody asks for them."""
+    """Start-up reads every journal; outputs are read when a client asks for them."""
     other = b"\x81\xa4type\xa5grown"  # whole, and nothing that can be decoded
     length = len(other).to_bytes(4, "little")
     strange = length + zlib.crc32(other, zlib.crc32(length)).to_bytes(4, "little") + other

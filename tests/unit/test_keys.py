@@ -28,7 +28,8 @@ def test_a_line_is_a_key_its_scopes_and_its_name(tmp_path: Path) -> None:
     found = keys(
         tmp_path,
         "# ours\n\n one scopes=data,operate name=ops\n"
-        f"\tsha256:{digest('two').upper()}  name=pusher   scopes=push-weights\nthree\r\nfour=/+== name=four.4\n",
+        f"\tsha256:{digest('two').upper()}  name=pusher   scopes=push-weights\n"
+        "three\r\nfour=/+== name=four.4\n",
     )
     assert found.find("one") == Caller("ops", frozenset({"data", "operate"}))
     assert found.find("two") == Caller("pusher", frozenset({"push-weights"}))

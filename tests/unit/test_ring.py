@@ -6,7 +6,7 @@ from tlt_server.engine.gpu.ring import PinnedBuffer, PinnedRing
 
 
 class Copy:
-    """Stands for an event: notes when somebody waited for it."""
+    """Stand-in for an event that notes when it was waited for."""
 
     def __init__(self) -> None:
         self.recorded = self.waited = 0

@@ -97,7 +97,7 @@ HEADERS: dict[str, Any] = {
     "two tensors of the same bytes": {"a": entry(), "b": entry(), "c": second},
     "two tensors that overlap": {"a": entry(shape=[3], data_offsets=[0, 12]), "b": second},
     "a gap": {"a": entry(), "b": entry(shape=[1], data_offsets=[12, 16])},
-    "bytes behind the last": {"a": entry()},
+    "bytes after the last": {"a": entry()},
     "bytes that are not there": {"a": entry(), "b": entry(shape=[4], data_offsets=[8, 24])},
     "a shape of other bytes": {"a": entry(shape=[3]), "b": second},
     "negative numbers": {"a": entry(shape=[-1, -2]), "b": second},

@@ -1,5 +1,5 @@
-"""What the API accepts at its bounds, the sampler computes: no value overflows a field of the
-packed parameters.
+"""The sampler computes everything that the API accepts: no value at a bound overflows a field of
+the packed parameters.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who is refused after crashes, and who is not."""
+"""Requests that are refused after crashes, and those that are not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The top-R cut against a sort, and what it promises whatever the drafter says."""
+"""The top-R cut against a sort, and its promises for any candidates of a drafter."""
 
 import numpy as np
 from hypothesis import given, settings
@@ -9,7 +9,7 @@ from tlt_server.speculation.tree import select
 
 
 def select_slowly(candidates, budget):
-    """Sort everything by (survival, depth, index), survival cut to the parent's; group by request."""
+    """Sort by (survival, depth, index), a survival being at most its parent's; group by request."""
     survival = []
     for n, parent in enumerate(candidates.parent_N):
         own = float(candidates.survival_N[n])

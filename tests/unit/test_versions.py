@@ -1,4 +1,4 @@
-"""When a new life of the engine may serve, and when a version is lost."""
+"""Conditions under which a new epoch of the engine may serve, and a version is lost."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_spool_knows_better_only_while_a_weight_command_was_open() -> None:
         "the state directory was emptied"
     )
     assert begun(info("v1"), info("v0"), unanswered=True).lost, (
-        "without one nobody can have committed v0"
+        "without one no push can have committed v0"
     )
 
 
