@@ -22,7 +22,7 @@ from tests.kernels.test_gpu_attention import Step, a_step
 from tests.kernels.triton_tests import DEVICE, assert_close, assert_same_bits, gpu
 
 # isort: split
-from tlt_kernels.gpu.tensors import Rows
+from tlt_kernels.gpu.tensors import RowTable
 from tlt_server.attention import GPU_BACKENDS, flash
 from tlt_server.attention.flash import LARGE, FlashPaged, Run, parts_of, runs_of
 from tlt_server.attention.gpu import TritonPaged
@@ -148,7 +148,7 @@ def attend(backend: object, step: Step, prompt_rows: int, first: int = 0) -> Ten
     paged, none_R = step.rows, torch.full_like(step.rows.position_R, -1)
     planned = backend.planned(len(none_R), prompt_rows=prompt_rows)
     planned.plan(
-        Rows(
+        RowTable(
             none_R,
             paged.position_R,
             none_R,

@@ -24,7 +24,17 @@ from tlt_kernels.cpu.counts import tally
 from tlt_kernels.gpu.accept import accept, calibrate, commit_kv, fields, parse, store_hints
 from tlt_kernels.gpu.growth import columns, grow, roots
 from tlt_kernels.gpu.rows import layout_prefill, select_rows
-from tlt_kernels.gpu.tensors import BatchSlots, Calibration, Draft, Kept, Nodes, Rows, Trees
+from tlt_kernels.gpu.tensors import (
+    BatchSlots,
+    CalibrationTable,
+    Draft,
+    KeptRows,
+    Nodes,
+    PrefillChunks,
+    RowTable,
+    Samples,
+    Trees,
+)
 from tlt_server.speculation.accept import accept as walk
 
 TRASH, SCRATCH = 9999, 5000
@@ -89,9 +99,11 @@ class Cycle:
                 idle=batch_slots.idle,
             )
         prefill = 40 if chunks else 0
-        self.rows = Rows.allocate(decode_rows + prefill, depth, device=DEVICE)
+        self.rows = RowTable.allocate(decode_rows + prefill, depth, device=DEVICE)
         self.trees = Trees.allocate(requests, self.chunks, decode_rows, device=DEVICE)
-        self.kept = Kept.allocate(requests, self.chunks, decode_rows, prefill, depth, device=DEVICE)
+        self.kept = KeptRows.allocate(
+            requests, self.chunks, decode_rows, prefill, depth, device=DEVICE
+        )
         for group in (self.rows, self.trees, self.kept):
             poison(group)
         select_rows(
@@ -109,10 +121,13 @@ class Cycle:
             length_W = batch_slots.length_Q[self.batch_slot_W.long()].cpu().numpy()
             start_W = np.maximum(length_W - 17, 0).astype(np.int32)
             count_W = (length_W - start_W - (0, 1)).astype(np.int32)
-            layout_prefill(
+            self.prefill = PrefillChunks(
                 self.batch_slot_W,
                 torch.from_numpy(start_W).to(DEVICE),
                 torch.from_numpy(count_W).to(DEVICE),
+            )
+            layout_prefill(
+                self.prefill,
                 batch_slots,
                 self.rows,
                 self.trees,
@@ -141,9 +156,11 @@ class Cycle:
         )
         accept(
             self.batch_slot_B,
-            self.batch_slot_W if self.chunks else None,
-            torch.from_numpy(self.token_S).to(DEVICE),
-            torch.from_numpy(self.logprob_S).to(DEVICE),
+            self.prefill if self.chunks else None,
+            Samples(
+                torch.from_numpy(self.token_S).to(DEVICE),
+                torch.from_numpy(self.logprob_S).to(DEVICE),
+            ),
             self.batch_slots,
             self.rows,
             self.trees,
@@ -317,7 +334,7 @@ def test_features_of_last_positions_and_of_page_ends_are_remembered() -> None:
 def test_the_table_learns_as_the_cpu_engines_does() -> None:
     rng = np.random.default_rng(0)
     prior_Z = rng.uniform(0, 1, 256).astype(np.float32)
-    learned = Calibration.of(torch.from_numpy(prior_Z).to(DEVICE))
+    learned = CalibrationTable.of(torch.from_numpy(prior_Z).to(DEVICE))
     hits_Z, trials_Z, survival_Z = np.zeros(256), np.zeros(256), prior_Z.copy()
     counted = 0
     for seed in range(3):
@@ -350,7 +367,7 @@ def test_the_table_learns_as_the_cpu_engines_does() -> None:
 def test_counts_are_halved_at_their_limit() -> None:
     cycle = Cycle(2, requests=4, depth=3, width=2, decode_rows=20)
     cycle.accept()
-    counts = Calibration.of(torch.full((256,), 0.5, device=DEVICE))
+    counts = CalibrationTable.of(torch.full((256,), 0.5, device=DEVICE))
     counts.trials_Z.fill_(100)
     counts.hits_Z.fill_(60)
     calibrate(cycle.trees, cycle.kept, cycle.nodes, cycle.rows, counts, decode_rows=20, limit=100)

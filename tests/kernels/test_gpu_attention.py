@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from tlt_kernels import reference
-from tlt_kernels.gpu.attention import PagedRows, Plan, allocate, attend, attend_into, plan
+from tlt_kernels.gpu.attention import AttentionPlan, PagedRows, allocate, attend, attend_into, plan
 from tlt_kernels.gpu.attention_algebra import split_count, split_of, split_start, starts_split
 
 PAGE = 16
@@ -59,7 +59,7 @@ class Step:
             ),
         )
 
-    def work(self, **options) -> Plan:
+    def work(self, **options) -> AttentionPlan:
         rows, heads, width = self.q_RND.shape
         return allocate(
             rows=rows,
@@ -72,7 +72,7 @@ class Step:
         )
 
     def attend(
-        self, first: int = 0, work: Plan | None = None, *, strict: bool = True, **options
+        self, first: int = 0, work: AttentionPlan | None = None, *, strict: bool = True, **options
     ) -> Tensor:
         work = work or self.work(**options)
         plan(self.rows, work)
@@ -247,7 +247,7 @@ def test_a_long_context_folds_many_states(strict):
     assert_close("out_RND", step.attend(tile=64, strict=strict), step.expected(), 1e-6)
 
 
-def covers_every_row(step: Step, work: Plan) -> None:
+def covers_every_row(step: Step, work: AttentionPlan) -> None:
     """Every key of every row lies in exactly one item, and the row's states, if it has any, are all
     folded by an item of its own.
     """

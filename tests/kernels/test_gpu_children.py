@@ -10,6 +10,7 @@ from tests.kernels.triton_tests import DEVICE, assert_close, assert_same_bits, g
 from tlt_kernels import reference_sampling
 from tlt_kernels.cpu import drafting
 from tlt_kernels.gpu.children import children
+from tlt_kernels.gpu.tensors import BatchSlots, RowTable
 
 NEAR = 1e-4  # scores nearer than this may rank either way: G differs by some rounding
 
@@ -25,10 +26,27 @@ class Rows:
         self.temperature_of_slot = draw.choice(np.array([0, 0.5, 1, 1.7], np.float32), count)
 
     def children(self, width: int, rows: slice = slice(None)) -> tuple[torch.Tensor, torch.Tensor]:
-        arrays = (self.logits[rows], self.target_ids, self.batch_slot[rows], self.position[rows])
-        batch_slots = (self.seed_of_slot.view(np.int64), self.temperature_of_slot)
+        logits_MC, target_ids_C, batch_slot_M, position_M, seed_Q, temperature_Q = (
+            torch.from_numpy(array).to(DEVICE)
+            for array in (
+                self.logits[rows],
+                self.target_ids,
+                self.batch_slot[rows],
+                self.position[rows],
+                self.seed_of_slot.view(np.int64),
+                self.temperature_of_slot,
+            )
+        )
         return children(
-            *(torch.from_numpy(array).to(DEVICE) for array in (*arrays, *batch_slots)), width=width
+            logits_MC,
+            target_ids_C,
+            RowTable.allocate(0, 1, device=DEVICE)._replace(
+                batch_slot_R=batch_slot_M, position_R=position_M
+            ),
+            BatchSlots.allocate(1, 1, hidden=1, device=DEVICE)._replace(
+                seed_Q=seed_Q, temperature_Q=temperature_Q
+            ),
+            width=width,
         )
 
     def twin(self, width: int) -> tuple[np.ndarray, np.ndarray]:

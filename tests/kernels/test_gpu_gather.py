@@ -6,6 +6,7 @@ import torch
 
 from tests.kernels.triton_tests import DEVICE
 from tlt_kernels.gpu.gather import gather, previous_hints
+from tlt_kernels.gpu.tensors import BatchSlots, RowTable
 
 
 def test_a_gather_takes_rows_and_gives_zeros_for_holes() -> None:
@@ -18,10 +19,14 @@ def test_a_gather_takes_rows_and_gives_zeros_for_holes() -> None:
             assert torch.equal(row, table_NH[i].to(row.dtype) if i >= 0 else torch.zeros_like(row))
 
 
-def test_a_row_without_a_parent_takes_the_hint_of_its_place() -> None:
+def test_a_row_without_a_parent_takes_the_hint_of_its_batch_slot() -> None:
     g_RH, hint_QH = torch.randn(4, 96, device=DEVICE), torch.randn(3, 96, device=DEVICE)
     parent_R, batch_slot_R = (
         torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([-1, 0, 1, -1], [2, 2, 2, 0])
     )
-    found = previous_hints(g_RH, parent_R, hint_QH, batch_slot_R)
+    rows = RowTable.allocate(4, 1, device=DEVICE)._replace(
+        parent_R=parent_R, batch_slot_R=batch_slot_R
+    )
+    batch_slots = BatchSlots.allocate(3, 1, hidden=96, device=DEVICE)._replace(hint_QH=hint_QH)
+    found = previous_hints(g_RH, rows, batch_slots)
     assert torch.equal(found, torch.stack([hint_QH[2], g_RH[0], g_RH[1], hint_QH[0]]))

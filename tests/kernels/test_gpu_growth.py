@@ -19,7 +19,7 @@ from tests.kernels.tree_twins import (
     table,
 )
 from tlt_kernels.gpu.growth import FLOOR, columns, grow, roots
-from tlt_kernels.gpu.tensors import BatchSlots, Calibration, Draft, Nodes
+from tlt_kernels.gpu.tensors import BatchSlots, CalibrationTable, Draft, Nodes
 
 FIRST_KV_SLOT, TRASH = 5000, 9999
 
@@ -197,7 +197,7 @@ def test_tied_survival_goes_to_the_lower_column() -> None:
         depth=2,
         trash=TRASH,
     )
-    even = Calibration.of(torch.full((256,), 0.5, device=DEVICE))
+    even = CalibrationTable.of(torch.full((256,), 0.5, device=DEVICE))
     grow(
         0,
         torch.tensor([[7, 8]], dtype=torch.int32, device=DEVICE),

@@ -12,7 +12,7 @@ from tests.kernels.triton_tests import DEVICE, gpu  # isort: skip
 from tests.kernels.tree_twins import draft_limits, make_batch_slots, numpy_of
 from tlt_kernels.cpu.match import length_bucket
 from tlt_kernels.gpu.history import history_nodes, workspace
-from tlt_kernels.gpu.tensors import BatchSlots, Calibration, Nodes
+from tlt_kernels.gpu.tensors import BatchSlots, CalibrationTable, Nodes
 
 
 def matches_of(batch_slots: BatchSlots, batch_slot: int, width: int) -> list[tuple[int, int, int]]:
@@ -86,7 +86,9 @@ def draft_and_check(
     nodes = Nodes.allocate(len(batch_slot_B), depth * width + 5, device=DEVICE)
     for tensor in nodes:
         tensor.fill_(-77)
-    table = Calibration.of(torch.from_numpy(rng.uniform(0.1, 1, 448).astype(np.float32)).to(DEVICE))
+    table = CalibrationTable.of(
+        torch.from_numpy(rng.uniform(0.1, 1, 448).astype(np.float32)).to(DEVICE)
+    )
     match_BJW = workspace(
         len(batch_slot_B), width, scanners=4 if DEVICE == "cpu" else 0, device=DEVICE
     )

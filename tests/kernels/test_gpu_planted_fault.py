@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from tests.kernels.triton_tests import DEVICE
+from tlt_kernels.gpu.tensors import BatchSlots, RowTable
 from tlt_server.bench.faults import CALLS, planted
 from tlt_server.engine.gpu.extend import Extend, ExtendKey
 
@@ -26,16 +27,12 @@ def extend() -> Extend:
         return torch.tensor(list(values), dtype=torch.int32, device=DEVICE)
 
     made: Any = Extend.__new__(Extend)
-    floats = {
-        name: torch.zeros(ROWS, device=DEVICE) for name in ("temperature_Q", "top_p_Q", "min_p_Q")
-    }
-    floats["temperature_Q"] += 1
-    batch_slots = SimpleNamespace(
-        seed_Q=torch.arange(ROWS, device=DEVICE), top_k_Q=integers([0] * ROWS), **floats
+    batch_slots = BatchSlots.allocate(ROWS, 1, hidden=1, device=DEVICE)._replace(
+        seed_Q=torch.arange(ROWS, device=DEVICE), temperature_Q=torch.ones(ROWS, device=DEVICE)
     )
     made.key, made.state = ExtendKey(ROWS, ROWS), SimpleNamespace(batch_slots=batch_slots)
     made.trees = SimpleNamespace(sample_row_S=integers([*range(ROWS - 1), -1]))
-    made.rows = SimpleNamespace(
+    made.rows = RowTable.allocate(ROWS, 1, device=DEVICE)._replace(
         position_R=integers(range(ROWS)), batch_slot_R=integers(range(ROWS))
     )
     return made

@@ -15,9 +15,7 @@ from tests.kernels.test_gpu_accept import Cycle
 from tests.kernels.test_gpu_sampling import NEAR, V_TARGET, Parameters, rows_of
 from tests.kernels.triton_tests import DEVICE, assert_same_bits, gpu
 from tlt_kernels import reference_sampling as twin
-from tlt_kernels.gpu.report import Scored, emitted, score
-
-NAMES = ("logits_SV", "row_S", "batch_slot_R", "temperature_Q", "top_k_Q", "top_p_Q", "min_p_Q")
+from tlt_kernels.gpu.report import TokenScores, emitted, score
 
 
 def tokens_of(logits_SV: np.ndarray, seed: int) -> np.ndarray:
@@ -32,17 +30,13 @@ def scored(
     token_S: np.ndarray,
     rows: list[int] | None = None,
     **options: Any,
-) -> Scored:
-    given = p.arguments(logits_SV, rows)
-    return score(
-        **{name: given[name] for name in NAMES},
-        token_S=torch.from_numpy(token_S).to(DEVICE),
-        **options,
-    )
+) -> TokenScores:
+    token_S_on_device = torch.from_numpy(token_S).to(DEVICE)
+    return score(**p.arguments(logits_SV, rows), token_S=token_S_on_device, **options)
 
 
 def check_against_twin(
-    logits_SV: np.ndarray, token_S: np.ndarray, p: Parameters, found: Scored, best: int
+    logits_SV: np.ndarray, token_S: np.ndarray, p: Parameters, found: TokenScores, best: int
 ) -> int:
     """Rows whose best tokens could be checked: no threshold of a filter near a probability."""
     checked = 0

@@ -13,7 +13,7 @@ import torch
 from tests.kernels.triton_tests import DEVICE, gpu  # isort: skip
 from tests.kernels.tree_twins import kv_slot_of, make_batch_slots, numpy_of, poison, verified_rows
 from tlt_kernels.gpu.rows import layout_prefill, select_rows
-from tlt_kernels.gpu.tensors import BatchSlots, Kept, Nodes, Rows, Trees
+from tlt_kernels.gpu.tensors import BatchSlots, KeptRows, Nodes, PrefillChunks, RowTable, Trees
 
 SCRATCH, TRASH = 5000, 9999
 
@@ -113,10 +113,10 @@ def select_and_check(
             tables[b] = {}
             nodes.survival_BC[b] = -1
     rows, trees = (
-        Rows.allocate(decode_rows, depth, device=DEVICE),
+        RowTable.allocate(decode_rows, depth, device=DEVICE),
         Trees.allocate(requests, 0, decode_rows, device=DEVICE),
     )
-    kept = Kept.allocate(requests, 0, decode_rows, 0, depth, device=DEVICE)
+    kept = KeptRows.allocate(requests, 0, decode_rows, 0, depth, device=DEVICE)
     for group in (rows, trees, kept):
         poison(group)
     select_rows(
@@ -184,12 +184,12 @@ def test_prompt_chunks_lie_behind_the_decode_rows(
         batch_slots.length_Q[int(batch_slot_W[w])] = host.length_Q[batch_slot_W[w]] = min(
             count + 20 + w % 2, 100
         )
-        start_W[w] = 20 if count else 0  # every other work reaches its end
+        start_W[w] = 20 if count else 0  # every other chunk reaches its end
     rows, trees = (
-        Rows.allocate(decode_rows + prefill_rows, 2, device=DEVICE),
+        RowTable.allocate(decode_rows + prefill_rows, 2, device=DEVICE),
         Trees.allocate(requests, chunks, decode_rows, device=DEVICE),
     )
-    kept = Kept.allocate(requests, chunks, decode_rows, prefill_rows, 2, device=DEVICE)
+    kept = KeptRows.allocate(requests, chunks, decode_rows, prefill_rows, 2, device=DEVICE)
     for group in (rows, trees, kept):
         poison(group)
     if not requests:
@@ -206,7 +206,7 @@ def test_prompt_chunks_lie_behind_the_decode_rows(
         )
         assert (rows.token_R == -77).all(), "a row of nobody"
     layout_prefill(
-        *(
+        PrefillChunks._make(
             torch.from_numpy(a).to(DEVICE)
             for a in (batch_slot_W, start_W, np.array(counts, np.int32))
         ),

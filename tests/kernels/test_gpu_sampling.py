@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 from tests.kernels.triton_tests import DEVICE, assert_same_bits, gpu
 from tlt_kernels import reference_sampling as twin
 from tlt_kernels.gpu import filters, sampling
+from tlt_kernels.gpu.tensors import BatchSlots, RowTable, Samples
 
 NEAR = 2e-5  # a float threshold nearer than this to a probability may fall either way
 V_TARGET = 152_064
@@ -21,7 +23,7 @@ def rows_of(size: int, count: int, seed: int, spread: float = 3.0) -> np.ndarray
 
 
 class Parameters:
-    """BatchSlots of as many sequences as rows, dealt out in reverse so that no index is taken for
+    """Batch slots of as many sequences as rows, dealt out in reverse so that no index is taken for
     another.
     """
 
@@ -34,11 +36,9 @@ class Parameters:
         self.top_p = np.ones(count, np.float32)
         self.min_p = np.zeros(count, np.float32)
 
-    def arguments(
-        self, logits_SV: np.ndarray, rows: list[int] | None = None
-    ) -> dict[str, torch.Tensor]:
-        """Sampled row s is row `rows[s]` of the extend; row r belongs to sequence r, which lives at
-        place count - r.
+    def arguments(self, logits_SV: np.ndarray, rows: list[int] | None = None) -> dict[str, Any]:
+        """Sampled row s is row `rows[s]` of the extend; row r belongs to sequence r, which has
+        batch slot count - r.
         """
         count = len(self.seed)
         batch_slot_of = count - np.arange(count)
@@ -54,22 +54,25 @@ class Parameters:
         return {
             "logits_SV": torch.from_numpy(logits_SV).to(DEVICE),
             "row_S": as_int(range(count) if rows is None else rows),
-            "position_R": as_int(self.position),
-            "batch_slot_R": as_int(batch_slot_of),
-            "seed_Q": at_batch_slots(self.seed.view(np.int64), torch.int64),
-            "temperature_Q": at_batch_slots(self.temperature, torch.float32),
-            "top_k_Q": at_batch_slots(self.top_k, torch.int32),
-            "top_p_Q": at_batch_slots(self.top_p, torch.float32),
-            "min_p_Q": at_batch_slots(self.min_p, torch.float32),
+            "rows": RowTable.allocate(0, 1, device=DEVICE)._replace(
+                position_R=as_int(self.position), batch_slot_R=as_int(batch_slot_of)
+            ),
+            "batch_slots": BatchSlots.allocate(1, 1, hidden=1, device=DEVICE)._replace(
+                seed_Q=at_batch_slots(self.seed.view(np.int64), torch.int64),
+                temperature_Q=at_batch_slots(self.temperature, torch.float32),
+                top_k_Q=at_batch_slots(self.top_k, torch.int32),
+                top_p_Q=at_batch_slots(self.top_p, torch.float32),
+                min_p_Q=at_batch_slots(self.min_p, torch.float32),
+            ),
         }
 
     def sample(
         self, logits_SV: np.ndarray, rows: list[int] | None = None, **options: bool
-    ) -> sampling.Sampled:
+    ) -> Samples:
         return sampling.sample(**self.arguments(logits_SV, rows), **options)
 
 
-def check_against_twin(logits_SV: np.ndarray, p: Parameters, found: sampling.Sampled) -> int:
+def check_against_twin(logits_SV: np.ndarray, p: Parameters, found: Samples) -> int:
     """Rows whose token could be checked: no threshold and no runner-up near."""
     checked = 0
     tokens, logprobs = found.token_S.cpu().numpy(), found.logprob_S.cpu().numpy()
@@ -150,11 +153,14 @@ def test_ties_go_to_the_lowest_ids():
     cut_S, last_S = filters.cuts(
         torch.from_numpy(logits_SV).to(DEVICE),
         torch.arange(4, dtype=torch.int32, device=DEVICE),
-        torch.arange(4, dtype=torch.int32, device=DEVICE),
-        torch.tensor([1.0, 1, 0, 1], device=DEVICE),
-        torch.tensor([3, 0, 3, 1026], dtype=torch.int32, device=DEVICE),
-        torch.tensor([1, 1e-4, 1, 1], device=DEVICE),
-        torch.zeros(4, device=DEVICE),
+        RowTable.allocate(4, 1, device=DEVICE)._replace(
+            batch_slot_R=torch.arange(4, dtype=torch.int32, device=DEVICE)
+        ),
+        BatchSlots.allocate(4, 1, hidden=1, device=DEVICE)._replace(
+            temperature_Q=torch.tensor([1.0, 1, 0, 1], device=DEVICE),
+            top_k_Q=torch.tensor([3, 0, 3, 1026], dtype=torch.int32, device=DEVICE),
+            top_p_Q=torch.tensor([1, 1e-4, 1, 1], device=DEVICE),
+        ),
     )
     assert cut_S.tolist() == [1.5, 1.5, -np.inf, 0.0]
     assert last_S.tolist() == [4, 0, 2050, 1]

@@ -8,7 +8,7 @@ import torch
 from tests.kernels.triton_tests import DEVICE
 
 # isort: split
-from tlt_kernels.gpu.tensors import Rows
+from tlt_kernels.gpu.tensors import RowTable
 from tlt_server.bench.trees import Case, calls, followed
 
 
@@ -23,7 +23,7 @@ def test_every_part_runs_twice(case: Case) -> None:
 
 
 def test_samples_follow_the_first_child() -> None:
-    rows = Rows.allocate(4, 2, device="cpu")
+    rows = RowTable.allocate(4, 2, device="cpu")
     rows.parent_R[:] = torch.tensor([-1, 0, 0, 1])
     rows.token_R[:] = torch.tensor([5, 6, 7, 8])
     assert followed(rows, 4).tolist() == [6, 8, 0, 0]

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from tests.kernels.triton_tests import DEVICE
-from tlt_kernels.gpu.tensors import PAGE_SIZE, BatchSlots, Calibration
+from tlt_kernels.gpu.tensors import PAGE_SIZE, BatchSlots, CalibrationTable
 
 EDGES = np.array(
     (0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.35, 1.75, 2.25, 3.0, 4.0, 5.0, 6.5, 8.5, 11.0), np.float32
@@ -78,8 +78,8 @@ def children(rng: np.random.Generator, rows: int, width: int) -> tuple[torch.Ten
     return torch.from_numpy(token_ML).to(DEVICE), torch.from_numpy(z_ML).to(DEVICE)
 
 
-def table(rng: np.random.Generator) -> Calibration:
-    return Calibration.of(
+def table(rng: np.random.Generator) -> CalibrationTable:
+    return CalibrationTable.of(
         torch.from_numpy(rng.uniform(0.0, 1.0, 256).astype(np.float32)).to(DEVICE)
     )
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tlt_kernels.gpu.tensors import Calibration
+from tlt_kernels.gpu.tensors import CalibrationTable
 from tlt_server.engine.gpu.drafts.drift import EVERY, Drift
 from tlt_server.speculation.survival import OnlineTable
 
@@ -28,7 +28,7 @@ class Later:
 
 def test_a_reading_is_what_the_hosts_table_says_and_waits_for_nobody() -> None:
     host = OnlineTable(np.linspace(0.1, 0.9, 7, dtype=np.float32))
-    table = Calibration.of(torch.from_numpy(host.prior_K))
+    table = CalibrationTable.of(torch.from_numpy(host.prior_K))
     drift: Any = Drift(table)
     drift._event = Later()
     host.survival_K[:] = [0.2, 0.1, 0.5, 0.4, 0.9, 0.8, 0.7]
@@ -46,7 +46,7 @@ def test_a_reading_is_what_the_hosts_table_says_and_waits_for_nobody() -> None:
 
 
 def test_a_table_that_has_seen_nothing_has_not_moved() -> None:
-    drift = Drift(Calibration.of(torch.full((5,), 0.5)))
+    drift = Drift(CalibrationTable.of(torch.full((5,), 0.5)))
     for _ in range(EVERY):
         drift.observed()
     assert drift.value == 0.0

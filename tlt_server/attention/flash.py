@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tlt_kernels.gpu.tensors import PAGE_SIZE, Rows
+from tlt_kernels.gpu.tensors import PAGE_SIZE, RowTable
 from tlt_server.attention.gpu import Planned, TritonPaged
 from tlt_server.errors import StartupError
 
@@ -121,7 +121,7 @@ class FlashPlanned:
         self._runs: list[Run] = []
         self._calls: dict[int, list[Call]] = {}  # by the first position seen
 
-    def plan(self, rows: Rows, page_table_QP: Tensor) -> None:
+    def plan(self, rows: RowTable, page_table_QP: Tensor) -> None:
         if self._planned is not None:
             self._planned.plan(rows.part(0, self._others), page_table_QP)
         position_P, batch_slot_P = (

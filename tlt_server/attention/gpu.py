@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tlt_kernels import reference
 from tlt_kernels.gpu import attention as kernels
-from tlt_kernels.gpu.tensors import PAGE_SIZE, Rows
+from tlt_kernels.gpu.tensors import PAGE_SIZE, RowTable
 from tlt_server.errors import StartupError
 
 TREE_ROWS = 512  # of a pass, at most, rows of requests that have more than one; whoever plans passes keeps to it
@@ -26,7 +26,7 @@ STATES = (
 
 
 class Planned(Protocol):
-    def plan(self, rows: Rows, page_table_QP: Tensor) -> None:
+    def plan(self, rows: RowTable, page_table_QP: Tensor) -> None:
         """These are the rows of the step."""
 
     def __call__(
@@ -86,7 +86,7 @@ class TritonPaged:
             "device": device,
         }
         self._scale, self._strict = head_dim**-0.5, numerics == "strict"
-        self._workspace: kernels.Plan | None = None
+        self._workspace: kernels.AttentionPlan | None = None
 
     def planned(self, rows: int, *, tiles: bool = True, prompt_rows: int = 0) -> TritonPlanned:
         plan = kernels.allocate(rows=rows, tiles=tiles, **self._shape)  # type: ignore[arg-type]
@@ -102,11 +102,11 @@ class TritonPaged:
 
 
 class TritonPlanned:
-    def __init__(self, plan: kernels.Plan, scale: float, *, strict: bool) -> None:
+    def __init__(self, plan: kernels.AttentionPlan, scale: float, *, strict: bool) -> None:
         self._plan, self._scale, self._strict = plan, scale, strict
         self._rows: kernels.PagedRows | None = None
 
-    def plan(self, rows: Rows, page_table_QP: Tensor) -> None:
+    def plan(self, rows: RowTable, page_table_QP: Tensor) -> None:
         self._rows = kernels.PagedRows(
             rows.position_R, rows.batch_slot_R, rows.base_R, rows.path_RD, page_table_QP
         )
@@ -153,7 +153,7 @@ class TorchPlanned:
         self._scale = scale
         self._rows: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] | None = None
 
-    def plan(self, rows: Rows, page_table_QP: Tensor) -> None:
+    def plan(self, rows: RowTable, page_table_QP: Tensor) -> None:
         each_R = torch.arange(len(rows.position_R), device=rows.position_R.device)
         self._rows = (
             rows.position_R,

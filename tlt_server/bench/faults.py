@@ -57,12 +57,12 @@ def _on_device() -> Iterator[None]:
     """Every row's token: which rows are live is known to the device alone."""
     import torch
 
-    from tlt_kernels.gpu.sampling import Sampled
+    from tlt_kernels.gpu.tensors import Samples
     from tlt_server.engine.gpu.extend import Extend
 
     calls, sound = itertools.count(), Extend.sample
 
-    def faulty(extend: Extend, logits_SV: torch.Tensor) -> Sampled:
+    def faulty(extend: Extend, logits_SV: torch.Tensor) -> Samples:
         sampled = sound(extend, logits_SV)
         if next(calls) in CALLS:
             token_S1 = sampled.token_S.clamp(0, logits_SV.shape[1] - 1).to(torch.int64)[

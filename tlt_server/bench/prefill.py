@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tlt_kernels.gpu.tensors import PAGE_SIZE, Rows
+from tlt_kernels.gpu.tensors import PAGE_SIZE, RowTable
 from tlt_server.attention.gpu import TritonPaged
 from tlt_server.attention.rows import KVCache
 from tlt_server.bench.activation import silu_mul
@@ -80,7 +80,7 @@ class Step:
     def __init__(self, prompts: int, length: int, model: GpuDecoder, cache: KVCache) -> None:
         self.prompts, self.length, self.model, self.cache = prompts, length, model, cache
         count = prompts * length
-        self.rows = Rows.allocate(count, 1)
+        self.rows = RowTable.allocate(count, 1)
         batch_slot_R, position_R = (
             torch.arange(prompts).repeat_interleave(length),
             torch.arange(length).repeat(prompts),

@@ -17,6 +17,7 @@ import torch
 from tlt_kernels.gpu.children import children
 from tlt_kernels.gpu.report import score
 from tlt_kernels.gpu.sampling import sample
+from tlt_kernels.gpu.tensors import BatchSlots, RowTable
 from tlt_server.bench.graph_time import microseconds, require_gpu
 from tlt_server.bench.record import finish
 
@@ -48,19 +49,23 @@ def even_rows(count: int, size: int) -> torch.Tensor:
     return 2.5 * torch.randn(count, size, device="cuda")
 
 
-def batch_slots(
-    count: int, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
-) -> dict[str, torch.Tensor]:
-    def full(value: float, dtype: torch.dtype) -> torch.Tensor:
+def batch_slots(count: int, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> BatchSlots:
+    def full(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.full((count,), value, dtype=dtype, device="cuda")
 
-    return {
-        "seed_Q": torch.randint(-(2**62), 2**62, (count,), device="cuda"),
-        "temperature_Q": full(0.9, torch.float32),
-        "top_k_Q": full(top_k, torch.int32),
-        "top_p_Q": full(top_p, torch.float32),
-        "min_p_Q": full(min_p, torch.float32),
-    }
+    return BatchSlots.allocate(count, 1, hidden=1)._replace(
+        seed_Q=torch.randint(-(2**62), 2**62, (count,), device="cuda"),
+        temperature_Q=full(0.9),
+        top_k_Q=full(top_k, torch.int32),
+        top_p_Q=full(top_p),
+        min_p_Q=full(min_p),
+    )
+
+
+def row_table(count: int) -> RowTable:
+    """Row r of batch slot r, at position r + 7."""
+    index_R = torch.arange(count, dtype=torch.int32, device="cuda")
+    return RowTable.allocate(count, 1)._replace(position_R=index_R + 7, batch_slot_R=index_R)
 
 
 def buffers(count: int, size: int) -> int:
@@ -71,39 +76,26 @@ def sample_us(
     count: int, rows: Callable[[int, int], torch.Tensor], *, filtered: bool, **filters: float
 ) -> float:
     index = torch.arange(count, dtype=torch.int32, device="cuda")
-    table = batch_slots(count, **filters)  # type: ignore[arg-type]
+    positions, table = row_table(count), batch_slots(count, **filters)  # type: ignore[arg-type]
     logits = [rows(count, VOCABULARY) for _ in range(buffers(count, VOCABULARY))]
-    return time_us(
-        [partial(sample, x, index, index + 7, index, **table, filtered=filtered) for x in logits]
-    )
+    return time_us([partial(sample, x, index, positions, table, filtered=filtered) for x in logits])
 
 
 def score_us(count: int, live: int, best: int) -> float:
     """Rows in all, of which the first `live` were asked about."""
     index = torch.arange(count, dtype=torch.int32, device="cuda")
-    row_S, table = torch.where(index < live, index, -1), batch_slots(count)
+    row_S, rows, table = torch.where(index < live, index, -1), row_table(count), batch_slots(count)
     logits = [head_rows(count, VOCABULARY) for _ in range(buffers(count, VOCABULARY))]
-    filters = [table[name] for name in ("temperature_Q", "top_k_Q", "top_p_Q", "min_p_Q")]
     return time_us(
-        [
-            partial(score, x, row_S, index, index, *filters, filtered=False, best=best)
-            for x in logits
-        ]
+        [partial(score, x, row_S, index, rows, table, filtered=False, best=best) for x in logits]
     )
 
 
 def children_us(count: int, width: int) -> float:
-    index = torch.arange(count, dtype=torch.int32, device="cuda")
     target_ids = torch.randperm(VOCABULARY, device="cuda")[:DRAFT_VOCABULARY].sort().values.int()
-    table = batch_slots(count)
-    seed, temperature = table["seed_Q"], table["temperature_Q"]
+    rows, table = row_table(count), batch_slots(count)
     logits = [even_rows(count, DRAFT_VOCABULARY) for _ in range(buffers(count, DRAFT_VOCABULARY))]
-    return time_us(
-        [
-            partial(children, x, target_ids, index, index, seed, temperature, width=width)
-            for x in logits
-        ]
-    )
+    return time_us([partial(children, x, target_ids, rows, table, width=width) for x in logits])
 
 
 def run(args: argparse.Namespace) -> int:

@@ -22,11 +22,12 @@ from tlt_kernels.gpu.rows import select_rows
 from tlt_kernels.gpu.tensors import (
     PAGE_SIZE,
     BatchSlots,
-    Calibration,
+    CalibrationTable,
     Draft,
-    Kept,
+    KeptRows,
     Nodes,
-    Rows,
+    RowTable,
+    Samples,
     Trees,
 )
 from tlt_server.bench.graph_time import microseconds, require_gpu
@@ -93,14 +94,14 @@ def calls(
         Nodes.allocate(case.requests, wide, device=device),
     )
     calibration, edges = (
-        Calibration.of(torch.full((CELLS,), 0.9, device=device)),
+        CalibrationTable.of(torch.full((CELLS,), 0.9, device=device)),
         torch.tensor(EDGES, device=device),
     )
     rows, trees = (
-        Rows.allocate(case.rows, case.depth, device=device),
+        RowTable.allocate(case.rows, case.depth, device=device),
         Trees.allocate(case.requests, 0, case.rows, device=device),
     )
-    kept = Kept.allocate(case.requests, 0, case.rows, 0, case.depth, device=device)
+    kept = KeptRows.allocate(case.requests, 0, case.rows, 0, case.depth, device=device)
     given = [Draft.level(case.requests, case.width, level)[1] for level in range(case.depth)]
     token_ML = [
         torch.rand(count, VOCABULARY, device=device)
@@ -148,8 +149,7 @@ def calls(
 
     grown()
     selected()
-    token_S = followed(rows, case.rows)
-    logprob_S = torch.zeros(case.rows, device=device)
+    samples = Samples(followed(rows, case.rows), torch.zeros(case.rows, device=device))
     outcome_EF = torch.zeros(case.requests, fields(case.depth), dtype=torch.int32, device=device)
     length_Q = batch_slots.length_Q.clone()
 
@@ -158,8 +158,7 @@ def calls(
         accept(
             batch_slot_B,
             None,
-            token_S,
-            logprob_S,
+            samples,
             batch_slots,
             rows,
             trees,
@@ -195,7 +194,7 @@ def calls(
     }
 
 
-def followed(rows: Rows, count: int) -> torch.Tensor:
+def followed(rows: RowTable, count: int) -> torch.Tensor:
     """Samples that agree with each row's first child."""
     parent_R, token_R = rows.parent_R[:count].tolist(), rows.token_R[:count].tolist()
     child = {

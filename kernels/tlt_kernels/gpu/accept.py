@@ -19,13 +19,23 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
-from tlt_kernels.gpu.tensors import PAGE_SIZE, BatchSlots, Calibration, Kept, Nodes, Rows, Trees
+from tlt_kernels.gpu.tensors import (
+    PAGE_SIZE,
+    BatchSlots,
+    CalibrationTable,
+    KeptRows,
+    Nodes,
+    PrefillChunks,
+    RowTable,
+    Samples,
+    Trees,
+)
 
 HEAD = 4  # count, accepted, verified, flags
 DONE, BROKEN = 1, 2
 
 
-class Outcome(NamedTuple):
+class EntryOutcomes(NamedTuple):
     """Per entry; tokens and log-probs are valid up to count_E."""
 
     count_E: NDArray[np.int32]  # tokens emitted, nothing behind a stop id or the limit
@@ -42,11 +52,11 @@ def fields(depth: int) -> int:
     return HEAD + 2 * (max(depth, 1) + 1)
 
 
-def parse(outcome_EF: NDArray[np.int32]) -> Outcome:
+def parse(outcome_EF: NDArray[np.int32]) -> EntryOutcomes:
     """Views of what `accept` wrote."""
     split = HEAD + (outcome_EF.shape[1] - HEAD) // 2
     flags_E = outcome_EF[:, 3]
-    return Outcome(
+    return EntryOutcomes(
         outcome_EF[:, 0],
         outcome_EF[:, 1],
         outcome_EF[:, 2],
@@ -170,13 +180,12 @@ def _accept(
 
 def accept(
     batch_slot_B: Tensor,
-    batch_slot_W: Tensor | None,
-    token_S: Tensor,
-    logprob_S: Tensor,
+    chunks: PrefillChunks | None,
+    samples: Samples,
     batch_slots: BatchSlots,
-    rows: Rows,
+    rows: RowTable,
     trees: Trees,
-    kept: Kept,
+    kept: KeptRows,
     outcome_EF: Tensor,
     *,
     decode_rows: int,
@@ -185,19 +194,17 @@ def accept(
     the path.
 
     Truncates behind the first stop id or at the limit, appends to the batch slot's text, moves its
-    length, sets done. token_S int32 and logprob_S float32 are the samples of `trees.sample_row_S`.
-    Of two children with the same token the first one is followed.
+    length, sets done. `samples` are those of `trees.sample_row_S`. Of two children with the same token the first one is followed.
     """
     requests, path_depth = batch_slot_B.shape[0], rows.path_RD.shape[1]
-    chunks = batch_slot_W.shape[0] if batch_slot_W is not None else 0
+    entries = requests + (chunks.count_W.shape[0] if chunks else 0)
     assert outcome_EF.shape[1] == fields(path_depth) and kept.source_BD.shape[1] == path_depth
     block = max(triton.next_power_of_2(decode_rows), 2)  # one request may have all rows
-    _accept[(requests + chunks,)](
+    _accept[(entries,)](
         batch_slot_B,
-        batch_slot_W if batch_slot_W is not None else batch_slot_B,
+        chunks.batch_slot_W if chunks else batch_slot_B,
         requests,
-        token_S,
-        logprob_S,
+        *samples,
         batch_slots.token_QT,
         batch_slots.token_QT.shape[1],
         batch_slots.length_Q,
@@ -265,7 +272,7 @@ def _commit_kv(
     tl.store(v_LSX + target_DX, v_DX, mask=moved_DX)
 
 
-def commit_kv(kept: Kept, k_LSKD: Tensor, v_LSKD: Tensor) -> None:
+def commit_kv(kept: KeptRows, k_LSKD: Tensor, v_LSKD: Tensor) -> None:
     """Copy the KV of accepted rows from scratch to their pages, in all layers; a slot's elements
     lie together.
     """
@@ -326,7 +333,9 @@ def _store_hints(
             )
 
 
-def store_hints(kept: Kept, g_RH: Tensor, batch_slots: BatchSlots, page_hint_PH: Tensor) -> None:
+def store_hints(
+    kept: KeptRows, g_RH: Tensor, batch_slots: BatchSlots, page_hint_PH: Tensor
+) -> None:
     """Remember the fused feature of each sequence's last position, and of the last position of
     every page that was filled.
     """
@@ -389,10 +398,10 @@ def _calibrate(
 
 def calibrate(
     trees: Trees,
-    kept: Kept,
+    kept: KeptRows,
     nodes: Nodes,
-    rows: Rows,
-    calibration: Calibration,
+    rows: RowTable,
+    calibration: CalibrationTable,
     *,
     decode_rows: int,
     prior_weight: float = 64.0,

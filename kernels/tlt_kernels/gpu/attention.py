@@ -33,12 +33,12 @@ from tlt_kernels.gpu.attention_algebra import (
     row_kv_slots,
     starts_split,
 )
-from tlt_kernels.gpu.attention_plan import FIELDS, PagedRows, Plan, allocate, plan
+from tlt_kernels.gpu.attention_plan import FIELDS, AttentionPlan, PagedRows, allocate, plan
 from tlt_kernels.gpu.attention_tiles import attend_tiles
 from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
 from tlt_kernels.gpu.tensors import PAGE_SIZE
 
-__all__ = ["PagedRows", "Plan", "allocate", "attend", "attend_into", "plan"]
+__all__ = ["AttentionPlan", "PagedRows", "allocate", "attend", "attend_into", "plan"]
 
 _M = 16
 _WARPS = 4
@@ -223,7 +223,7 @@ def attend(
     k_SKD: Tensor,
     v_SKD: Tensor,
     rows: PagedRows,
-    work: Plan,
+    work: AttentionPlan,
     *,
     first: int,
     scale: float,
@@ -245,7 +245,7 @@ def attend_into(
     k_SKD: Tensor,
     v_SKD: Tensor,
     rows: PagedRows,
-    work: Plan,
+    work: AttentionPlan,
     *,
     first: int,
     scale: float,

@@ -57,7 +57,7 @@ class PagedRows(NamedTuple):
     page_table_QP: Tensor
 
 
-class Plan(NamedTuple):
+class AttentionPlan(NamedTuple):
     """Work lists and workspace, for `rows` rows at most; written by `plan`, its counters left at
     zero by every `attend`.
     """
@@ -93,7 +93,7 @@ def allocate(
     tiles: bool = True,
     tile: int = 64,
     programs: int | None = None,
-) -> Plan:
+) -> AttentionPlan:
     """Tensors for plans of up to `rows` rows and `context` keys. `tiles` False: no two rows share a
     request (plain decoding).
 
@@ -118,7 +118,7 @@ def allocate(
 
     few = programs if tiles else 2 * programs  # what is left of a row behind its tile is short
     residents, stages = _FEW_ROWS if rows * kv_heads <= few else _MANY_ROWS
-    return Plan(
+    return AttentionPlan(
         rows,
         tile,
         tiles,
@@ -428,7 +428,7 @@ def _plan(
     tl.store(count + 1, tile_count)
 
 
-def plan(rows: PagedRows, work: Plan) -> None:
+def plan(rows: PagedRows, work: AttentionPlan) -> None:
     """Fill `work` for these rows. Launched once, before the layers whose `attend` uses it."""
     count, kv_heads = len(rows.position_R), work.counter_RK.shape[1]
     assert count <= work.rows, f"{count} rows in a plan for {work.rows}"

@@ -20,6 +20,7 @@ from tlt_kernels.gpu.noise import gumbel_of_tokens
 from tlt_kernels.gpu.ordering import key_of, value_of
 from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
 from tlt_kernels.gpu.temperature import GREEDY_BELOW
+from tlt_kernels.gpu.tensors import BatchSlots, RowTable
 
 MAX_FEW = 32  # rows up to which a launch is too small to fill a GPU
 FEW_BLOCK, MANY_BLOCK = 128, 512  # draft tokens of one program, a warp
@@ -101,10 +102,8 @@ def _best_of_rows(
 def children(
     logits_MC: torch.Tensor,  # float32
     target_ids_C: torch.Tensor,  # int32, the target's id of every draft token
-    batch_slot_M: torch.Tensor,  # int32
-    position_M: torch.Tensor,  # int32, of the row, -1 dead; its children stand one later
-    seed_Q: torch.Tensor,  # int64, the bits of a uint64
-    temperature_Q: torch.Tensor,  # float32
+    rows: RowTable,  # a dead one has position -1; children stand one position later
+    batch_slots: BatchSlots,
     *,
     width: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -112,6 +111,7 @@ def children(
     (-1, -inf).
     """
     M, C = logits_MC.shape
+    batch_slot_M, position_M = rows.batch_slot_R, rows.position_R
     BLOCK = FEW_BLOCK if M <= MAX_FEW else MANY_BLOCK
     B, W = triton.cdiv(C, BLOCK), max(width, 2)
     TILE, WIDE = triton.next_power_of_2(B * W), triton.next_power_of_2(W)
@@ -120,8 +120,8 @@ def children(
     )  # each aligned, or the kernel has other variants
     token_MW, z_MW = batch_slot_M.new_empty((M, W)), logits_MC.new_empty((M, W))
     _best_of_blocks[(B, M)](
-        logits_MC, target_ids_C, batch_slot_M, position_M, seed_Q, temperature_Q, key_MBW, token_MBW,
-        C, B, W=W, WIDE=WIDE, BLOCK=BLOCK, num_warps=1, **PDL,
+        logits_MC, target_ids_C, batch_slot_M, position_M, batch_slots.seed_Q, batch_slots.temperature_Q,
+        key_MBW, token_MBW, C, B, W=W, WIDE=WIDE, BLOCK=BLOCK, num_warps=1, **PDL,
     )  # fmt: skip
     _best_of_rows[(M,)](
         key_MBW, token_MBW, position_M, token_MW, z_MW, B * W,

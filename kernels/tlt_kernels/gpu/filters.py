@@ -21,6 +21,7 @@ from tlt_kernels.gpu.noise import fast_exp, log
 from tlt_kernels.gpu.ordering import key_of, value_of
 from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
 from tlt_kernels.gpu.temperature import GREEDY_BELOW, divided
+from tlt_kernels.gpu.tensors import BatchSlots, RowTable
 
 GROUP = 128  # tokens that share a maximum and a mass
 GROUPS = 8  # groups of one program
@@ -316,12 +317,9 @@ def _cut_rows(
 
 def cuts(
     logits_SV: torch.Tensor,
-    row_S: torch.Tensor,
-    batch_slot_R: torch.Tensor,
-    temperature_Q: torch.Tensor,
-    top_k_Q: torch.Tensor,
-    top_p_Q: torch.Tensor,
-    min_p_Q: torch.Tensor,
+    row_S: torch.Tensor,  # int32, -1 dead
+    rows: RowTable,
+    batch_slots: BatchSlots,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(cut_S float32, last_S int32) of every sampled row; -inf and V where nothing is cut."""
     S, V = logits_SV.shape
@@ -332,7 +330,14 @@ def cuts(
     floor_S, top_S, total_S, temperature_S, cut_S = (logits_SV.new_empty(S) for _ in range(5))
     listed_S, last_S = (row_S.new_empty(S) for _ in range(2))
     z_SL, token_SL = logits_SV.new_empty((S, CAPACITY)), row_S.new_empty((S, CAPACITY))
-    parameters = (row_S, batch_slot_R, temperature_Q, top_k_Q, top_p_Q, min_p_Q)
+    parameters = (
+        row_S,
+        rows.batch_slot_R,
+        batch_slots.temperature_Q,
+        batch_slots.top_k_Q,
+        batch_slots.top_p_Q,
+        batch_slots.min_p_Q,
+    )
     _measure_groups[(triton.cdiv(G, GROUPS), S)](
         logits_SV,
         *parameters,

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
+from tlt_kernels.gpu.tensors import BatchSlots, RowTable
 
 _BLOCK = 1024
 
@@ -59,17 +60,17 @@ def gather(table_NH: Tensor, index_R: Tensor, *, out_RH: Tensor | None = None) -
     return out_RH
 
 
-def previous_hints(g_RH: Tensor, parent_R: Tensor, hint_QH: Tensor, batch_slot_R: Tensor) -> Tensor:
-    """What a drafter reads beside each row's token: g of the row before, or of the batch slot where that
-    row was an earlier step's: [R, H].
+def previous_hints(g_RH: Tensor, rows: RowTable, batch_slots: BatchSlots) -> Tensor:
+    """Return each row's hint, [R, H]: g of the row before it, or, where an earlier step computed
+    that row, the hint of the row's batch slot.
     """
     out_RH = torch.empty_like(g_RH)
     grid = len(g_RH), triton.cdiv(g_RH.shape[1], _BLOCK)
     _gather[grid](
         g_RH,
-        parent_R,
-        hint_QH,
-        batch_slot_R,
+        rows.parent_R,
+        batch_slots.hint_QH,
+        rows.batch_slot_R,
         out_RH,
         g_RH.shape[1],
         OTHER=True,

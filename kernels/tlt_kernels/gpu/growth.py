@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
-from tlt_kernels.gpu.tensors import PAGE_SIZE, BatchSlots, Calibration, Draft, Nodes
+from tlt_kernels.gpu.tensors import PAGE_SIZE, BatchSlots, CalibrationTable, Draft, Nodes
 
 FLOOR = 0.02  # a node that survives less is not expanded: its row costs more than it brings
 RANKS, BUCKETS = (
@@ -302,7 +302,7 @@ def grow(
     z_ML: Tensor,
     draft: Draft,
     nodes: Nodes,
-    calibration: Calibration,
+    calibration: CalibrationTable,
     gap_edge_G: Tensor,
     *,
     requests: int,

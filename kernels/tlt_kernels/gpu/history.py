@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tlt_kernels.gpu.growth import draft_limit
 from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
-from tlt_kernels.gpu.tensors import BatchSlots, Calibration, Nodes
+from tlt_kernels.gpu.tensors import BatchSlots, CalibrationTable, Nodes
 
 MAX_MATCH, MIN_MATCH = 16, 2  # tokens compared; a single token in common is no occurrence
 CERTAIN = tl.constexpr(
@@ -243,7 +243,7 @@ def history_nodes(
     batch_slot_B: Tensor,
     batch_slots: BatchSlots,
     nodes: Nodes,
-    calibration: Calibration,
+    calibration: CalibrationTable,
     match_BJW: Tensor,
     *,
     depth: int,

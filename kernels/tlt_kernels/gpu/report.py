@@ -33,7 +33,7 @@ from tlt_kernels.gpu.sampling import (
 )
 from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
 from tlt_kernels.gpu.temperature import GREEDY_BELOW, divided, scale_of
-from tlt_kernels.gpu.tensors import Kept, Trees
+from tlt_kernels.gpu.tensors import BatchSlots, KeptRows, RowTable, Trees
 
 ROWS = 64  # of a tree, read at once
 TILE = 64  # listed tokens of one program
@@ -46,7 +46,7 @@ class Emitted(NamedTuple):
     token_S: Tensor  # int32, its token
 
 
-class Scored(NamedTuple):
+class TokenScores(NamedTuple):
     """Undefined for rows that were skipped."""
 
     raw_logprob_S: Tensor  # float32, under the logits themselves at temperature 1
@@ -97,7 +97,7 @@ def _emitted(
         tl.store(token_S + sample_I, token_I, mask=said_I)
 
 
-def emitted(entry_A: Tensor, outcome_EF: Tensor, trees: Trees, kept: Kept) -> Emitted:
+def emitted(entry_A: Tensor, outcome_EF: Tensor, trees: Trees, kept: KeptRows) -> Emitted:
     """The samples behind what `accept` said of these entries; entry_A int32."""
     decode_rows, requests = len(kept.on_path_V), len(kept.count_B)
     longest = (outcome_EF.shape[1] - HEAD) // 2
@@ -234,26 +234,22 @@ def score(
     logits_SV: Tensor,  # float32
     row_S: Tensor,  # int32, the row of the extend that the logits belong to, -1 to be skipped
     token_S: Tensor,  # int32, the token sampled there
-    batch_slot_R: Tensor,  # int32
-    temperature_Q: Tensor,  # float32
-    top_k_Q: Tensor,  # int32, 0 = all
-    top_p_Q: Tensor,  # float32
-    min_p_Q: Tensor,  # float32
+    rows: RowTable,
+    batch_slots: BatchSlots,
     *,
     filtered: bool,  # whether any row may have a filter
     best: int,  # tokens to report per row; 0 = none
-) -> Scored:
+) -> TokenScores:
     """The raw log-prob of every sampled token, and the best tokens of its row with their log-probs."""
     S, V = logits_SV.shape
     B, K = triton.cdiv(V, BLOCK), min(best, V)
+    batch_slot_R, temperature_Q = rows.batch_slot_R, batch_slots.temperature_Q
     top_SB, sum_SB, raw_top_SB, raw_sum_SB = (logits_SV.new_empty(S, B) for _ in range(4))
     top_S, rest_S, raw_logprob_S = (logits_SV.new_empty(S) for _ in range(3))
     token_SK, logprob_SK = row_S.new_empty((S, K)), logits_SV.new_empty((S, K))
     cut_S, last_S = None, None
     if filtered:
-        cut_S, last_S = cuts(
-            logits_SV, row_S, batch_slot_R, temperature_Q, top_k_Q, top_p_Q, min_p_Q
-        )
+        cut_S, last_S = cuts(logits_SV, row_S, rows, batch_slots)
     _measure_blocks[(B, S)](
         logits_SV, row_S, batch_slot_R, temperature_Q, cut_S, last_S, top_SB, sum_SB, raw_top_SB, raw_sum_SB,
         V, B, FILTERED=filtered, BLOCK=BLOCK, num_warps=BLOCK_WARPS, **PDL,
@@ -263,16 +259,13 @@ def score(
         V, B, TILE=triton.next_power_of_2(B), num_warps=MERGE_WARPS, **PDL,
     )  # fmt: skip
     if K:
-        scale_Q = torch.where(temperature_Q < GREEDY_BELOW.value, 1.0, temperature_Q)
-        best_cut_S, best_last_S = cuts(
-            logits_SV,
-            row_S,
-            batch_slot_R,
-            scale_Q,
-            torch.full_like(top_k_Q, K),
-            torch.ones_like(top_p_Q),
-            torch.zeros_like(min_p_Q),
+        unfiltered = batch_slots._replace(
+            temperature_Q=torch.where(temperature_Q < GREEDY_BELOW.value, 1.0, temperature_Q),
+            top_k_Q=torch.full_like(batch_slots.top_k_Q, K),
+            top_p_Q=torch.ones_like(batch_slots.top_p_Q),
+            min_p_Q=torch.zeros_like(batch_slots.min_p_Q),
         )
+        best_cut_S, best_last_S = cuts(logits_SV, row_S, rows, unfiltered)
         item_SK = torch.full((S, K), NOTHING.value, dtype=torch.int64, device=logits_SV.device)
         _list_best[(B, S)](
             logits_SV, row_S, batch_slot_R, temperature_Q, best_cut_S, best_last_S, cut_S, last_S, torch.zeros_like(row_S), item_SK,
@@ -282,4 +275,4 @@ def score(
         _name_best[(triton.cdiv(K, TILE), S)](
             row_S, item_SK, top_S, rest_S, token_SK, logprob_SK, K, TILE=TILE, num_warps=1, **PDL
         )
-    return Scored(raw_logprob_S, token_SK, logprob_SK)
+    return TokenScores(raw_logprob_S, token_SK, logprob_SK)

@@ -14,7 +14,15 @@ import triton.language as tl
 from torch import Tensor
 
 from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
-from tlt_kernels.gpu.tensors import PAGE_SIZE, BatchSlots, Kept, Nodes, Rows, Trees
+from tlt_kernels.gpu.tensors import (
+    PAGE_SIZE,
+    BatchSlots,
+    KeptRows,
+    Nodes,
+    PrefillChunks,
+    RowTable,
+    Trees,
+)
 
 MAX_NODES = 1 << 16  # of a batch: 16 bits of a node's key say which it is
 
@@ -179,9 +187,9 @@ def select_rows(
     batch_slot_B: Tensor,
     batch_slots: BatchSlots,
     nodes: Nodes | None,
-    rows: Rows,
+    rows: RowTable,
     trees: Trees,
-    kept: Kept,
+    kept: KeptRows,
     *,
     decode_rows: int,
     scratch_start: int,
@@ -331,13 +339,11 @@ def _layout_prefill(
 
 
 def layout_prefill(
-    batch_slot_W: Tensor,
-    start_W: Tensor,
-    count_W: Tensor,
+    chunks: PrefillChunks,
     batch_slots: BatchSlots,
-    rows: Rows,
+    rows: RowTable,
     trees: Trees,
-    kept: Kept,
+    kept: KeptRows,
     *,
     requests: int,
     decode_rows: int,
@@ -351,15 +357,13 @@ def layout_prefill(
     chunk's last row, whether or not it samples; count_E: 1 if it samples) and samples V + w, and
     `kept.page_R` from row V on.
     """
-    chunks, path_depth = batch_slot_W.shape[0], rows.path_RD.shape[1]
+    count, path_depth = chunks.count_W.shape[0], rows.path_RD.shape[1]
     block = (
         64 if prefill_rows <= 64 else 128
     )  # one of two compiled kernels, whatever the step's size
     _layout_prefill[(triton.cdiv(prefill_rows, block),)](
-        batch_slot_W,
-        start_W,
-        count_W,
-        chunks,
+        *chunks,
+        count,
         batch_slots.token_QT,
         batch_slots.token_QT.shape[1],
         batch_slots.length_Q,
@@ -383,7 +387,7 @@ def layout_prefill(
         trash,
         batch_slots.idle,
         PAGE=PAGE_SIZE,
-        WP=max(triton.next_power_of_2(chunks), 2),
+        WP=max(triton.next_power_of_2(count), 2),
         BLOCK=block,
         DP=triton.next_power_of_2(path_depth),
         num_warps=4,

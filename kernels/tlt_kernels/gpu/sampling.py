@@ -13,8 +13,6 @@ Legend: S sampled rows, V vocabulary, B blocks of the vocabulary, R rows of the 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -23,16 +21,12 @@ from tlt_kernels.gpu.filters import cuts
 from tlt_kernels.gpu.noise import fast_exp, gumbel_above, gumbel_of_word, log, words_of_quads
 from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
 from tlt_kernels.gpu.temperature import GREEDY_BELOW, divided, scale_of
+from tlt_kernels.gpu.tensors import BatchSlots, RowTable, Samples
 
 BLOCK = 1024  # width of one partial sum; changing it changes bits
 BLOCK_WARPS = 1
 MERGE_WARPS = 1
 NONE = tl.constexpr(2**30)  # above every token
-
-
-class Sampled(NamedTuple):
-    token_S: torch.Tensor  # int32
-    logprob_S: torch.Tensor  # float32, under the processed distribution
 
 
 @triton.jit
@@ -196,17 +190,12 @@ def _merge_blocks(
 def sample(
     logits_SV: torch.Tensor,  # float32
     row_S: torch.Tensor,  # int32, the row of the extend that the logits belong to, -1 dead
-    position_R: torch.Tensor,  # int32, of the row; the sampled token stands one later
-    batch_slot_R: torch.Tensor,  # int32
-    seed_Q: torch.Tensor,  # int64, the bits of a uint64
-    temperature_Q: torch.Tensor,  # float32
-    top_k_Q: torch.Tensor,  # int32, 0 = all
-    top_p_Q: torch.Tensor,  # float32
-    min_p_Q: torch.Tensor,  # float32
+    rows: RowTable,
+    batch_slots: BatchSlots,
     *,
     filtered: bool,  # whether any row may have a filter
-) -> Sampled:
-    """The token of every sampled row and its log-prob."""
+) -> Samples:
+    """Sample a token, which stands one position after its row, and its log-prob for every row."""
     S, V = logits_SV.shape
     B = triton.cdiv(V, BLOCK)
     score_SB, z_SB, top_SB, sum_SB = (
@@ -217,13 +206,11 @@ def sample(
     filtered = filtered and V > 1  # filters leave the best token in any case
     cut_S, last_S = None, None
     if filtered:
-        cut_S, last_S = cuts(
-            logits_SV, row_S, batch_slot_R, temperature_Q, top_k_Q, top_p_Q, min_p_Q
-        )
+        cut_S, last_S = cuts(logits_SV, row_S, rows, batch_slots)
     blocks = (score_SB, token_SB, z_SB, top_SB, sum_SB)
     _sample_blocks[(B, S)](
-        logits_SV, row_S, position_R, batch_slot_R, seed_Q, temperature_Q, cut_S, last_S, *blocks,
-        V, B, FILTERED=filtered, BLOCK=BLOCK, num_warps=BLOCK_WARPS, **PDL,
+        logits_SV, row_S, rows.position_R, rows.batch_slot_R, batch_slots.seed_Q, batch_slots.temperature_Q,
+        cut_S, last_S, *blocks, V, B, FILTERED=filtered, BLOCK=BLOCK, num_warps=BLOCK_WARPS, **PDL,
     )  # fmt: skip
     _merge_blocks[(S,)](
         row_S,
@@ -235,4 +222,4 @@ def sample(
         num_warps=MERGE_WARPS,
         **PDL,
     )
-    return Sampled(token_S, logprob_S)
+    return Samples(token_S, logprob_S)

@@ -83,7 +83,15 @@ class BatchSlots(NamedTuple):
         )
 
 
-class Rows(NamedTuple):
+class PrefillChunks(NamedTuple):
+    """The prompt positions that a step reads. A count of 0 is no chunk."""
+
+    batch_slot_W: Tensor
+    start_W: Tensor  # first position
+    count_W: Tensor
+
+
+class RowTable(NamedTuple):
     """Rows of an extend. Key position p of row r lies in the pages of batch_slot_R[r] for p < base_R[r],
     else at path_RD[r, p - base_R[r]].
     """
@@ -96,18 +104,18 @@ class Rows(NamedTuple):
     path_RD: Tensor  # slots of the in-flight ancestors and of the row itself, root side first
     parent_R: Tensor  # the row of the position before, in this step
 
-    def part(self, first: int, count: int) -> Rows:
+    def part(self, first: int, count: int) -> RowTable:
         """Views of rows [first, first + count). `parent_R` keeps counting from the start of the
         whole.
         """
-        return Rows._make(t[first : first + count] for t in self)
+        return RowTable._make(t[first : first + count] for t in self)
 
     @staticmethod
-    def allocate(rows: int, depth: int, *, device: str = "cuda") -> Rows:
+    def allocate(rows: int, depth: int, *, device: str = "cuda") -> RowTable:
         def none(*shape: int) -> Tensor:
             return torch.full(shape, -1, dtype=torch.int32, device=device)
 
-        return Rows(
+        return RowTable(
             none(rows),
             none(rows),
             none(rows),
@@ -151,7 +159,7 @@ class Draft(NamedTuple):
     later a draft row.
     """
 
-    rows: Rows
+    rows: RowTable
     source_X: Tensor
     node_X: Tensor  # column of the node that the row expands; -1 = the root
     survival_X: Tensor  # float32, of that node; 1 for a root, -1 for a dead row
@@ -180,7 +188,7 @@ class Draft(NamedTuple):
             return torch.full((size,), -1, dtype=torch.int32, device=device)
 
         return Draft(
-            Rows.allocate(count, depth, device=device),
+            RowTable.allocate(count, depth, device=device),
             none(count),
             none(count),
             torch.full((count,), -1.0, device=device),
@@ -205,7 +213,7 @@ class Trees(NamedTuple):
         return Trees(*(torch.full((size,), -1, dtype=torch.int32, device=device) for size in sizes))
 
 
-class Kept(NamedTuple):
+class KeptRows(NamedTuple):
     """What is left of an extend: which KV moves to its pages, whose features are needed again."""
 
     on_path_V: Tensor  # 1 = on the walk (also behind a stop id)
@@ -225,12 +233,12 @@ class Kept(NamedTuple):
         depth: int,
         *,
         device: str = "cuda",
-    ) -> Kept:
+    ) -> KeptRows:
         def none(*shape: int) -> Tensor:
             return torch.full(shape, -1, dtype=torch.int32, device=device)
 
         entries, depth = requests + chunks, max(depth, 1)
-        return Kept(
+        return KeptRows(
             none(decode_rows),
             none(requests),
             none(requests, depth),
@@ -241,7 +249,14 @@ class Kept(NamedTuple):
         )
 
 
-class Calibration(NamedTuple):
+class Samples(NamedTuple):
+    """The target's samples, in the order of `Trees.sample_row_S`."""
+
+    token_S: Tensor
+    logprob_S: Tensor  # float32, under the processed distribution
+
+
+class CalibrationTable(NamedTuple):
     """Probabilities that a node is on the path given that its parent is: a prior, corrected by what
     verification accepts.
     """
@@ -252,8 +267,8 @@ class Calibration(NamedTuple):
     trials_Z: Tensor
 
     @staticmethod
-    def of(prior_Z: Tensor) -> Calibration:
+    def of(prior_Z: Tensor) -> CalibrationTable:
         """Nothing observed yet. The prior lies in [0, 1]."""
         prior_Z = prior_Z.float().contiguous()
         hits_Z, trials_Z = (torch.zeros_like(prior_Z, dtype=torch.int32) for _ in range(2))
-        return Calibration(prior_Z, prior_Z.clone(), hits_Z, trials_Z)
+        return CalibrationTable(prior_Z, prior_Z.clone(), hits_Z, trials_Z)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
-from tlt_kernels.gpu.tensors import PAGE_SIZE, BatchSlots
+from tlt_kernels.gpu.tensors import PAGE_SIZE, BatchSlots, PrefillChunks
 
 HEADER = 4  # admissions, extensions, programs that have taken over their part, one unused
 ADMISSION = 13  # batch slot, tokens, payload, limit, seed (2), temperature, top_p, min_p, top_k, drafts, group, hint page; stop ids follow
@@ -71,13 +71,12 @@ class UploadLayout:
         """View of the first `requests` batch slots of the batch in a device buffer."""
         return upload_U[HEADER : HEADER + requests]
 
-    def chunks_W(self, upload_U: Tensor, chunks: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Views (batch_slot_W, start_W, count_W) of the first chunks."""
+    def chunks_W(self, upload_U: Tensor, chunks: int) -> PrefillChunks:
+        """Return views of the first `chunks` prefill chunks in a device buffer."""
         first, each = self.chunks_at, _rounded(self.chunks)
-        batch_slot_W, start_W, count_W = (
+        return PrefillChunks._make(
             upload_U[first + i * each : first + i * each + chunks] for i in range(3)
         )
-        return batch_slot_W, start_W, count_W
 
 
 class Upload:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tlt_kernels.gpu.sampling import Sampled
+from tlt_kernels.gpu.tensors import Samples
 from tlt_server.engine.batch import Chunk, Emission
 from tlt_server.engine.gpu.extend import Extend
 from tlt_server.engine.sampling import prompt_logprobs, sample
@@ -68,7 +68,7 @@ def sample_by_host(
 
 
 def _sample(
-    extend: Extend, logits_SV: torch.Tensor, into: Sampled, hosted: Mapping[int, Chunk]
+    extend: Extend, logits_SV: torch.Tensor, into: Samples, hosted: Mapping[int, Chunk]
 ) -> dict[int, HostSampling]:
     """Takes the place of the device's samples in `into`."""
     batch, decode_rows = extend.key.batch, extend.key.decode_rows

@@ -20,8 +20,8 @@ from tlt_kernels.gpu.accept import accept, commit_kv, fields
 from tlt_kernels.gpu.gather import gather
 from tlt_kernels.gpu.report import emitted, score
 from tlt_kernels.gpu.rows import layout_prefill, select_rows
-from tlt_kernels.gpu.sampling import Sampled, sample
-from tlt_kernels.gpu.tensors import Kept, Nodes, Rows, Trees
+from tlt_kernels.gpu.sampling import sample
+from tlt_kernels.gpu.tensors import KeptRows, Nodes, RowTable, Samples, Trees
 from tlt_server.attention.gpu import GpuAttention
 from tlt_server.engine.gpu.drafts import GpuDrafter
 from tlt_server.engine.gpu.state import DeviceState
@@ -63,9 +63,9 @@ class Extend:
     ) -> None:
         self.key, self.state, self._followers = key, state, followers
         rows, device = key.decode_rows + key.prompt_rows, state.upload_U.device.type
-        self.rows = Rows.allocate(rows, state.depth, device=device)
+        self.rows = RowTable.allocate(rows, state.depth, device=device)
         self.trees = Trees.allocate(key.batch, key.chunks, key.decode_rows, device=device)
-        self.kept = Kept.allocate(
+        self.kept = KeptRows.allocate(
             key.batch, key.chunks, key.decode_rows, key.prompt_rows, state.depth, device=device
         )
         self.outcome_EF = torch.empty(
@@ -103,7 +103,7 @@ class Extend:
             self.select(None)
         if key.prompt_rows:
             layout_prefill(
-                *state.layout.chunks_W(state.upload_U, key.chunks),
+                state.layout.chunks_W(state.upload_U, key.chunks),
                 state.batch_slots,
                 rows,
                 self.trees,
@@ -127,18 +127,12 @@ class Extend:
         )
         return self.state.model.logits(hidden_SH, self.state.logits_SV[: len(hidden_SH)])
 
-    def sample(self, logits_SV: Tensor) -> Sampled:
-        batch_slots = self.state.batch_slots
+    def sample(self, logits_SV: Tensor) -> Samples:
         return sample(
             logits_SV,
             self.trees.sample_row_S,
-            self.rows.position_R,
-            self.rows.batch_slot_R,
-            batch_slots.seed_Q,
-            batch_slots.temperature_Q,
-            batch_slots.top_k_Q,
-            batch_slots.top_p_Q,
-            batch_slots.min_p_Q,
+            self.rows,
+            self.state.batch_slots,
             filtered=self.key.filtered,
         )
 
@@ -146,33 +140,28 @@ class Extend:
         """More about the tokens that these entries emitted, once the pass has run and before the
         next one does.
         """
-        batch_slots, trees = self.state.batch_slots, self.trees
-        sample_AN, row_S, token_S = emitted(entry_A, self.outcome_EF, trees, self.kept)
+        sample_AN, row_S, token_S = emitted(entry_A, self.outcome_EF, self.trees, self.kept)
         scored = score(
             self.state.logits_SV[: len(row_S)],
             row_S,
             token_S,
-            self.rows.batch_slot_R,
-            batch_slots.temperature_Q,
-            batch_slots.top_k_Q,
-            batch_slots.top_p_Q,
-            batch_slots.min_p_Q,
+            self.rows,
+            self.state.batch_slots,
             filtered=self.key.filtered,
             best=best,
         )
         return Report(*(values_S[sample_AN] for values_S in scored))
 
-    def finish(self, forwarded: Forward, sampled: Sampled) -> None:
+    def finish(self, forwarded: Forward, sampled: Samples) -> None:
         """Walk, truncate, append; keep the KV of what was accepted. Drafters take what they need of
         the rows' features.
         """
         state, key = self.state, self.key
-        batch_slot_W = state.layout.chunks_W(state.upload_U, key.chunks)[0] if key.chunks else None
+        chunks = state.layout.chunks_W(state.upload_U, key.chunks) if key.chunks else None
         accept(
             state.batch_slot_B(key.batch),
-            batch_slot_W,
-            sampled.token_S,
-            sampled.logprob_S,
+            chunks,
+            sampled,
             state.batch_slots,
             self.rows,
             self.trees,

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from tlt_kernels.gpu.accept import Outcome, fields, parse
+from tlt_kernels.gpu.accept import EntryOutcomes, fields, parse
 from tlt_kernels.gpu.upload import Upload, apply
 from tlt_server.attention.gpu import GpuAttention
 from tlt_server.engine.batch import Batch, Chunk, Emission
@@ -304,7 +304,7 @@ class GpuRunner:
     # -- taking in -----------------------------------------------------------------------------------------------
 
     @staticmethod
-    def _emission(outcome: Outcome, entry: int, work: Chunk, flight: Flight) -> Emission:
+    def _emission(outcome: EntryOutcomes, entry: int, work: Chunk, flight: Flight) -> Emission:
         emission = Emission()
         if work.samples:
             if outcome.broken_E[entry]:

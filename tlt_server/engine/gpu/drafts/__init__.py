@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol, Self
 
 from torch import Tensor
 
-from tlt_kernels.gpu.tensors import Kept, Nodes, Rows, Trees
+from tlt_kernels.gpu.tensors import KeptRows, Nodes, RowTable, Trees
 from tlt_server.attention.gpu import GpuAttention
 from tlt_server.attention.rows import KVCache
 from tlt_server.engine.gpu.state import DeviceState
@@ -53,10 +53,12 @@ class GpuDrafter(Protocol):
 
     def draft_pass(self, key: DraftKey) -> DraftPass: ...
 
-    def follow(self, rows: Rows, kept: Kept, features_RF: Tensor) -> None:
+    def follow(self, rows: RowTable, kept: KeptRows, features_RF: Tensor) -> None:
         """Part of every extend pass: keep up with what the target has computed."""
 
-    def observe(self, trees: Trees, kept: Kept, nodes: Nodes, rows: Rows, decode_rows: int) -> None:
+    def observe(
+        self, trees: Trees, kept: KeptRows, nodes: Nodes, rows: RowTable, decode_rows: int
+    ) -> None:
         """Learn from what was accepted of the nodes."""
 
     def gauges(self) -> Mapping[str, float]:

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import torch
 
-from tlt_kernels.gpu.tensors import Calibration
+from tlt_kernels.gpu.tensors import CalibrationTable
 
 EVERY = 64  # verified passes between two readings; a reading is a few small kernels on the passes' own stream
 
 
 class Drift:
-    def __init__(self, calibration: Calibration) -> None:
+    def __init__(self, calibration: CalibrationTable) -> None:
         self._calibration = calibration
         on_gpu = calibration.prior_Z.is_cuda
         self._read_1 = torch.zeros(1, pin_memory=on_gpu)

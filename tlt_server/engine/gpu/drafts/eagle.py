@@ -17,7 +17,7 @@ from tlt_kernels.gpu.accept import calibrate, commit_kv, store_hints
 from tlt_kernels.gpu.children import children
 from tlt_kernels.gpu.gather import gather, previous_hints
 from tlt_kernels.gpu.growth import columns, grow, roots
-from tlt_kernels.gpu.tensors import Calibration, Draft, Kept, Nodes, Rows, Trees
+from tlt_kernels.gpu.tensors import CalibrationTable, Draft, KeptRows, Nodes, RowTable, Trees
 from tlt_server.engine.gpu.drafts import DraftKey, NetworkStorage
 from tlt_server.engine.gpu.drafts.drift import Drift
 from tlt_server.engine.gpu.state import DeviceState
@@ -38,7 +38,7 @@ class EagleDrafts:
             storage.attention,
         )
         self.page_hint_PH = storage.page_hint_PH
-        self.calibration = Calibration.of(
+        self.calibration = CalibrationTable.of(
             torch.tensor(table.survival_K, device=state.upload_U.device)
         )
         self._drift = Drift(self.calibration)
@@ -57,24 +57,26 @@ class EagleDrafts:
         exchange(self.network, network)
         self.network = network
         self.gap_edge_G.copy_(torch.from_numpy(table.gap_edges))
-        fresh = Calibration.of(torch.from_numpy(table.survival_K))
+        fresh = CalibrationTable.of(torch.from_numpy(table.survival_K))
         for mine, value in zip(self.calibration, fresh, strict=True):
             mine.copy_(value)
 
     def draft_pass(self, key: DraftKey) -> EaglePass:
         return EaglePass(key, self)
 
-    def follow(self, rows: Rows, kept: Kept, features_RF: Tensor) -> None:
+    def follow(self, rows: RowTable, kept: KeptRows, features_RF: Tensor) -> None:
         batch_slots = self.state.batch_slots
         g_RH = self.network.fuse(features_RF)
-        previous_RH = previous_hints(g_RH, rows.parent_R, batch_slots.hint_QH, rows.batch_slot_R)
+        previous_RH = previous_hints(g_RH, rows, batch_slots)
         self.network.store(
             RowTensors(rows.token_R, rows.position_R, rows.kv_slot_R), previous_RH, self.cache
         )
         commit_kv(kept, self.cache.k, self.cache.v)
         store_hints(kept, g_RH, batch_slots, self.page_hint_PH)
 
-    def observe(self, trees: Trees, kept: Kept, nodes: Nodes, rows: Rows, decode_rows: int) -> None:
+    def observe(
+        self, trees: Trees, kept: KeptRows, nodes: Nodes, rows: RowTable, decode_rows: int
+    ) -> None:
         calibrate(trees, kept, nodes, rows, self.calibration, decode_rows=decode_rows)
         self._drift.observed()
 
@@ -132,13 +134,7 @@ class EaglePass:
                 attend,
             )
             token_ML, z_ML = children(
-                logits_MC,
-                network.target_ids_C,
-                rows.batch_slot_R,
-                rows.position_R,
-                state.batch_slots.seed_Q,
-                state.batch_slots.temperature_Q,
-                width=key.width,
+                logits_MC, network.target_ids_C, rows, state.batch_slots, width=key.width
             )
             grow(
                 level,

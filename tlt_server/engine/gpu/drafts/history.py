@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tlt_kernels.gpu.accept import calibrate
 from tlt_kernels.gpu.history import history_nodes, workspace
-from tlt_kernels.gpu.tensors import Calibration, Kept, Nodes, Rows, Trees
+from tlt_kernels.gpu.tensors import CalibrationTable, KeptRows, Nodes, RowTable, Trees
 from tlt_server.engine.gpu.drafts import DraftKey, NetworkStorage
 from tlt_server.engine.gpu.drafts.drift import Drift
 from tlt_server.engine.gpu.state import DeviceState
@@ -23,7 +23,7 @@ class HistoryDrafts:
     def __init__(self, state: DeviceState) -> None:
         self.state, self.calibration = (
             state,
-            Calibration.of(torch.tensor(prior(), device=state.upload_U.device)),
+            CalibrationTable.of(torch.tensor(prior(), device=state.upload_U.device)),
         )
         self._drift = Drift(self.calibration)
 
@@ -37,10 +37,12 @@ class HistoryDrafts:
     def draft_pass(self, key: DraftKey) -> HistoryPass:
         return HistoryPass(key, self)
 
-    def follow(self, rows: Rows, kept: Kept, features_RF: Tensor) -> None:
+    def follow(self, rows: RowTable, kept: KeptRows, features_RF: Tensor) -> None:
         """The batch slots' text is all it reads."""
 
-    def observe(self, trees: Trees, kept: Kept, nodes: Nodes, rows: Rows, decode_rows: int) -> None:
+    def observe(
+        self, trees: Trees, kept: KeptRows, nodes: Nodes, rows: RowTable, decode_rows: int
+    ) -> None:
         calibrate(trees, kept, nodes, rows, self.calibration, decode_rows=decode_rows)
         self._drift.observed()
 
