@@ -21,8 +21,10 @@ from tests.kernels.tree_twins import (
     table,
 )
 from tlt_kernels.cpu.counts import tally
-from tlt_kernels.gpu.accept import accept, calibrate, commit_kv, fields, parse, store_hints
+from tlt_kernels.gpu.accept import accept, fields, parse
+from tlt_kernels.gpu.calibration import calibrate
 from tlt_kernels.gpu.growth import columns, grow, roots
+from tlt_kernels.gpu.kept import commit_kv, store_hints
 from tlt_kernels.gpu.rows import layout_prefill, select_rows
 from tlt_kernels.gpu.tensors import (
     BatchSlots,

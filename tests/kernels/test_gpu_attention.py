@@ -23,7 +23,14 @@ import triton
 import triton.language as tl
 
 from tlt_kernels import reference
-from tlt_kernels.gpu.attention import AttentionPlan, PagedRows, allocate, attend, attend_into, plan
+from tlt_kernels.gpu.attention import (
+    AttentionPlan,
+    PagedRows,
+    allocate,
+    attend,
+    attend_into,
+    fill_plan,
+)
 from tlt_kernels.gpu.attention_algebra import split_count, split_of, split_start, starts_split
 
 PAGE = 16
@@ -59,7 +66,7 @@ class Step:
             ),
         )
 
-    def work(self, **options) -> AttentionPlan:
+    def plan(self, **options) -> AttentionPlan:
         rows, heads, width = self.q_RND.shape
         return allocate(
             rows=rows,
@@ -72,10 +79,10 @@ class Step:
         )
 
     def attend(
-        self, first: int = 0, work: AttentionPlan | None = None, *, strict: bool = True, **options
+        self, first: int = 0, plan: AttentionPlan | None = None, *, strict: bool = True, **options
     ) -> Tensor:
-        work = work or self.work(**options)
-        plan(self.rows, work)
+        plan = plan or self.plan(**options)
+        fill_plan(self.rows, plan)
         if DEVICE == "cuda":
             torch.cuda.synchronize()  # `attend` reads the plan before it waits: in a step other kernels lie between
         out_RND = torch.full_like(self.q_RND, float("nan"), dtype=torch.float32)
@@ -85,12 +92,12 @@ class Step:
             self.k_SKD,
             self.v_SKD,
             self.rows,
-            work,
+            plan,
             first=first,
             scale=self.q_RND.shape[-1] ** -0.5,
             strict=strict,
         )
-        assert not work.counter_RK.any(), "counters were not left at zero"
+        assert not plan.counter_RK.any(), "counters were not left at zero"
         return out_RND
 
     def expected(self, first: int = 0) -> Tensor:
@@ -247,13 +254,13 @@ def test_a_long_context_folds_many_states(strict):
     assert_close("out_RND", step.attend(tile=64, strict=strict), step.expected(), 1e-6)
 
 
-def covers_every_row(step: Step, work: AttentionPlan) -> None:
+def covers_every_row(step: Step, plan: AttentionPlan) -> None:
     """Every key of every row lies in exactly one item, and the row's states, if it has any, are all
     folded by an item of its own.
     """
-    counts, positions = work.count_2.tolist(), step.rows.position_R.tolist()
-    row_items = [item[:9] for item in work.row_item_IF[: counts[0]].tolist()]
-    tile_items = [item[:8] for item in work.tile_item_IF[: counts[1]].tolist()]
+    counts, positions = plan.count_2.tolist(), step.rows.position_R.tolist()
+    row_items = [item[:9] for item in plan.row_item_IF[: counts[0]].tolist()]
+    tile_items = [item[:8] for item in plan.tile_item_IF[: counts[1]].tolist()]
     taken: set[int] = set()
     for r, position in enumerate(positions):
         mine = [item for item in row_items if item[0] == r]
@@ -279,13 +286,13 @@ def covers_every_row(step: Step, work: AttentionPlan) -> None:
             assert len(ranges) == 1
             continue
         first, folded = mine[0][8], mine[0][7]
-        assert work.state_R[r] == first and all(
+        assert plan.state_R[r] == first and all(
             item[6:9] == [len(mine), folded, first] for item in mine
         )
         assert sorted(
             [item[7] for item in shared] + [item[5] for item in mine if item[5] >= 0]
         ) == list(range(folded))
-        assert taken.isdisjoint(range(first, first + folded)) and first + folded <= len(work.top_WN)
+        assert taken.isdisjoint(range(first, first + folded)) and first + folded <= len(plan.top_WN)
         taken.update(range(first, first + folded))
 
 
@@ -309,9 +316,9 @@ REQUEST = st.one_of(
 @given(st.lists(REQUEST, min_size=1, max_size=6), st.sampled_from([1, 4, 132]), st.booleans())
 def test_a_plan_covers_every_key_of_every_row_once(requests, programs, root_in_pages):
     step = a_step((2, 1, 16), requests, dead=1, root_in_pages=root_in_pages)
-    work = step.work(tile=TILE, programs=programs)
-    plan(step.rows, work)
-    covers_every_row(step, work)
+    plan = step.plan(tile=TILE, programs=programs)
+    fill_plan(step.rows, plan)
+    covers_every_row(step, plan)
 
 
 @pytest.mark.parametrize("root_in_pages", [True, False])
@@ -319,18 +326,18 @@ def test_tiles_are_done_with_prompts_and_chains(root_in_pages):
     step = a_step(
         (2, 1, 16), [(100, 8, "chain"), (60, 20, "chain"), (90, -40)], root_in_pages=root_in_pages
     )
-    work = step.work(tile=2 * TILE, programs=1)
-    plan(step.rows, work)
-    assert work.count_2.tolist() == [0, 1 + 2 + 3]
+    plan = step.plan(tile=2 * TILE, programs=1)
+    fill_plan(step.rows, plan)
+    assert plan.count_2.tolist() == [0, 1 + 2 + 3]
 
 
 def test_programs_get_nearly_even_shares_of_a_long_context():
     step = a_step((7, 1, 16), [(8200, 32)])
-    work = step.work(tile=64, programs=8)
-    plan(step.rows, work)
-    items = work.tile_item_IF[: work.count_2[1].item()].flip(0)
+    plan = step.plan(tile=64, programs=8)
+    fill_plan(step.rows, plan)
+    items = plan.tile_item_IF[: plan.count_2[1].item()].flip(0)
     blocks = ((items[:, 5] - items[:, 4] + 63) // 64).tolist()
-    dealt = [0] * work.tile_programs
+    dealt = [0] * plan.tile_programs
     for turn in range(0, len(blocks), len(dealt)):  # to and fro, as the kernel does
         for i, item in enumerate(blocks[turn : turn + len(dealt)]):
             dealt[-1 - i if turn // len(dealt) % 2 else i] += item
@@ -415,23 +422,23 @@ def test_a_tree_row_has_the_bits_it_has_once_committed(root_in_pages):
 
 def test_a_small_workspace_changes_no_bits():
     step = a_step((6, 2, 16), [(700, 1), (650, 9), (520, -30)])
-    work = step.work(tile=TILE)
-    small = work._replace(
-        top_WN=work.top_WN[:48],
-        sum_WN=work.sum_WN[:48],
-        acc_WND=work.acc_WND[:48].fill_(float("nan")),
+    plan = step.plan(tile=TILE)
+    small = plan._replace(
+        top_WN=plan.top_WN[:48],
+        sum_WN=plan.sum_WN[:48],
+        acc_WND=plan.acc_WND[:48].fill_(float("nan")),
     )
-    assert_same_bits("out_RND", step.attend(work=small), step.attend(work=work))
+    assert_same_bits("out_RND", step.attend(plan=small), step.attend(plan=plan))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=gpu)])
 def test_what_models_get_is_rounded_once(dtype):
     step = a_step((6, 2, 16), [(70, 3), (300, 1), (280, -21)], dtype=dtype)
-    exact_RND, work = step.attend(tile=TILE), step.work(tile=TILE)
-    plan(step.rows, work)
+    exact_RND, plan = step.attend(tile=TILE), step.plan(tile=TILE)
+    fill_plan(step.rows, plan)
     if DEVICE == "cuda":
         torch.cuda.synchronize()
-    found_RND = attend(step.q_RND, step.k_SKD, step.v_SKD, step.rows, work, first=0, scale=16**-0.5)
+    found_RND = attend(step.q_RND, step.k_SKD, step.v_SKD, step.rows, plan, first=0, scale=16**-0.5)
     assert found_RND.dtype == dtype
     assert_same_bits("out_RND", found_RND, exact_RND.to(dtype))
 

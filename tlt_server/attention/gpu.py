@@ -110,7 +110,7 @@ class TritonPlanned:
         self._rows = kernels.PagedRows(
             rows.position_R, rows.batch_slot_R, rows.base_R, rows.path_RD, page_table_QP
         )
-        kernels.plan(self._rows, self._plan)
+        kernels.fill_plan(self._rows, self._plan)
 
     def __call__(self, q_RND: Tensor, k_SKD: Tensor, v_SKD: Tensor, *, first: int = 0) -> Tensor:
         assert self._rows is not None

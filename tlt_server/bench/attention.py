@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tlt_kernels.gpu.attention import PagedRows, allocate, attend, plan
+from tlt_kernels.gpu.attention import PagedRows, allocate, attend, fill_plan
 from tlt_kernels.gpu.rope import rope_store
 from tlt_kernels.gpu.tensors import PAGE_SIZE
 from tlt_server.bench.graph_time import microseconds, require_gpu
@@ -119,7 +119,7 @@ def measure(case: Case, tile: int) -> dict[str, float]:
     qkv_RX = torch.randn(count, (HEADS + 2 * KV_HEADS) * WIDTH, device="cuda", dtype=torch.bfloat16)
     angle = torch.randn(case.context + 64, WIDTH // 2, device="cuda")
     cos, sin = angle.cos(), angle.sin()
-    work = allocate(
+    plan = allocate(
         rows=count,
         context=case.context + 16,
         heads=HEADS,
@@ -135,7 +135,7 @@ def measure(case: Case, tile: int) -> dict[str, float]:
         q_RND = rope_store(
             qkv_RX, rows.position_R, kv_slot_R, cos, sin, cache[i, 0], cache[i, 1], heads=HEADS
         )
-        attend(q_RND, cache[i, 0], cache[i, 1], rows, work, first=0, scale=scale)
+        attend(q_RND, cache[i, 0], cache[i, 1], rows, plan, first=0, scale=scale)
 
     def only_rope() -> None:
         for i in range(layers):
@@ -144,13 +144,13 @@ def measure(case: Case, tile: int) -> dict[str, float]:
             )
 
     def step() -> None:
-        plan(rows, work)
+        fill_plan(rows, plan)
         for i in range(layers):
             layer(i)
 
     def only_plan() -> None:
         for _ in range(50):
-            plan(rows, work)
+            fill_plan(rows, plan)
 
     result = {
         "us": microseconds(step) / layers,
@@ -159,8 +159,8 @@ def measure(case: Case, tile: int) -> dict[str, float]:
     }
     result |= {
         "floor_us": kv_bytes / BANDWIDTH * 1e6,
-        "row_items": work.count_2[0].item(),
-        "tile_items": work.count_2[1].item(),
+        "row_items": plan.count_2[0].item(),
+        "tile_items": plan.count_2[1].item(),
     }
     if case.prompt and case.rows == case.context:
         result["sdpa_us"] = sdpa(case, layers)

@@ -15,9 +15,10 @@ from typing import NamedTuple
 
 import torch
 
-from tlt_kernels.gpu.accept import accept, commit_kv, fields
+from tlt_kernels.gpu.accept import accept, fields
 from tlt_kernels.gpu.growth import columns, grow, roots
 from tlt_kernels.gpu.history import history_nodes, workspace
+from tlt_kernels.gpu.kept import commit_kv
 from tlt_kernels.gpu.rows import select_rows
 from tlt_kernels.gpu.tensors import (
     PAGE_SIZE,

@@ -5,7 +5,7 @@ from it.
 host; `parse` reads it.
 
 Legend: as in `tensors.py`; F = 4 + 2 (D + 1) fields of an entry's outcome; I rows of an entry's
-tree; L layers, X elements of a slot.
+tree.
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
 from tlt_kernels.gpu.tensors import (
     PAGE_SIZE,
     BatchSlots,
-    CalibrationTable,
     KeptRows,
-    Nodes,
     PrefillChunks,
     RowTable,
     Samples,
@@ -227,200 +225,5 @@ def accept(
         IP=block,
         HEAD=HEAD,
         num_warps=1 if block <= 256 else 4,
-        **PDL,
-    )
-
-
-@triton.jit
-def _commit_kv(
-    count_B,
-    source_BD,
-    target_BD,
-    k_LSX,
-    v_LSX,
-    layer_stride,
-    X,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    XB: tl.constexpr,
-):
-    """One program per request, layer and block of a slot."""
-    pdl_launch()
-    b = tl.program_id(0)
-    pdl_wait()
-    count = tl.load(count_B + b)
-    if count <= 0:
-        return
-    d_D = tl.arange(0, DP)
-    kept_D = d_D < count
-    x_1X = tl.program_id(2) * XB + tl.arange(0, XB)[None, :]
-    layer = tl.program_id(1).to(tl.int64) * layer_stride
-    source_DX = (
-        layer
-        + tl.load(source_BD + b * D + d_D, mask=kept_D, other=0).to(tl.int64)[:, None] * X
-        + x_1X
-    )
-    target_DX = (
-        layer
-        + tl.load(target_BD + b * D + d_D, mask=kept_D, other=0).to(tl.int64)[:, None] * X
-        + x_1X
-    )
-    moved_DX = kept_D[:, None] & (x_1X < X)
-    k_DX = tl.load(k_LSX + source_DX, mask=moved_DX)
-    v_DX = tl.load(v_LSX + source_DX, mask=moved_DX)
-    tl.store(k_LSX + target_DX, k_DX, mask=moved_DX)
-    tl.store(v_LSX + target_DX, v_DX, mask=moved_DX)
-
-
-def commit_kv(kept: KeptRows, k_LSKD: Tensor, v_LSKD: Tensor) -> None:
-    """Copy the KV of accepted rows from scratch to their pages, in all layers; a slot's elements
-    lie together.
-    """
-    layers, _, heads, width = k_LSKD.shape
-    elements = heads * width
-    assert k_LSKD.stride() == v_LSKD.stride() and k_LSKD.stride()[1:] == (elements, width, 1)
-    requests, depth = kept.source_BD.shape
-    if not requests:
-        return
-    depth_block = triton.next_power_of_2(depth)
-    block = min(triton.next_power_of_2(elements), max(64, 4096 // depth_block))
-    _commit_kv[(requests, layers, triton.cdiv(elements, block))](
-        kept.count_B,
-        kept.source_BD,
-        kept.target_BD,
-        k_LSKD,
-        v_LSKD,
-        k_LSKD.stride(0),
-        elements,
-        D=depth,
-        DP=depth_block,
-        XB=block,
-        num_warps=4,
-        **PDL,
-    )
-
-
-@triton.jit
-def _store_hints(
-    page_R,
-    R,
-    hint_row_E,
-    hint_batch_slot_E,
-    g_RH,
-    hint_QH,
-    page_hint_PH,
-    H: tl.constexpr,
-    HP: tl.constexpr,
-):
-    """One program per row and per entry."""
-    pdl_launch()
-    r = tl.program_id(0)
-    pdl_wait()
-    h_H = tl.arange(0, HP)
-    if r < R:
-        page = tl.load(page_R + r)
-        if page >= 0:
-            g_H = tl.load(g_RH + r.to(tl.int64) * H + h_H, mask=h_H < H)
-            tl.store(page_hint_PH + page.to(tl.int64) * H + h_H, g_H, mask=h_H < H)
-    else:
-        row = tl.load(hint_row_E + r - R)
-        if row >= 0:
-            g_H = tl.load(g_RH + row.to(tl.int64) * H + h_H, mask=h_H < H)
-            tl.store(
-                hint_QH + tl.load(hint_batch_slot_E + r - R).to(tl.int64) * H + h_H,
-                g_H,
-                mask=h_H < H,
-            )
-
-
-def store_hints(
-    kept: KeptRows, g_RH: Tensor, batch_slots: BatchSlots, page_hint_PH: Tensor
-) -> None:
-    """Remember the fused feature of each sequence's last position, and of the last position of
-    every page that was filled.
-    """
-    rows, hidden = kept.page_R.shape[0], g_RH.shape[1]
-    _store_hints[(rows + kept.hint_row_E.shape[0],)](
-        kept.page_R,
-        rows,
-        kept.hint_row_E,
-        kept.hint_batch_slot_E,
-        g_RH,
-        batch_slots.hint_QH,
-        page_hint_PH,
-        H=hidden,
-        HP=triton.next_power_of_2(hidden),
-        num_warps=4,
-        **PDL,
-    )
-
-
-@triton.jit
-def _calibrate(
-    node_V,
-    on_path_V,
-    parent_R,
-    cell_N,
-    prior_Z,
-    survival_Z,
-    hits_Z,
-    trials_Z,
-    V,
-    prior_weight,
-    limit,
-    VP: tl.constexpr,
-):
-    """One program in all. Rows of one cell write the same values."""
-    pdl_launch()
-    v_V = tl.arange(0, VP)
-    pdl_wait()
-    node_V_ = tl.load(node_V + v_V, mask=v_V < V, other=-1)
-    parent_V = tl.load(parent_R + v_V, mask=node_V_ >= 0, other=0)
-    tried_V = (node_V_ >= 0) & (tl.load(on_path_V + parent_V, mask=node_V_ >= 0, other=0) > 0)
-    hit_V = tl.load(on_path_V + v_V, mask=tried_V, other=0)
-    cell_V = tl.load(cell_N + node_V_, mask=tried_V, other=0)
-    tl.atomic_add(trials_Z + cell_V, 1, mask=tried_V, sem="relaxed")
-    tl.atomic_add(hits_Z + cell_V, hit_V, mask=tried_V, sem="relaxed")
-    tl.debug_barrier()
-    trials_V = tl.load(trials_Z + cell_V, mask=tried_V, other=0)
-    hits_V = tl.load(hits_Z + cell_V, mask=tried_V, other=0)
-    prior_V = tl.load(prior_Z + cell_V, mask=tried_V, other=0.0)
-    tl.debug_barrier()
-    tl.store(
-        survival_Z + cell_V,
-        (prior_weight * prior_V + hits_V) / (prior_weight + trials_V),
-        mask=tried_V,
-    )
-    full_V = tried_V & (trials_V >= limit)
-    tl.store(trials_Z + cell_V, trials_V // 2, mask=full_V)
-    tl.store(hits_Z + cell_V, hits_V // 2, mask=full_V)
-
-
-def calibrate(
-    trees: Trees,
-    kept: KeptRows,
-    nodes: Nodes,
-    rows: RowTable,
-    calibration: CalibrationTable,
-    *,
-    decode_rows: int,
-    prior_weight: float = 64.0,
-    limit: int = 4096,
-) -> None:
-    """Count every verified node whose parent is on the path, refresh the table in force, halve
-    counts that reach `limit` trials.
-    """
-    block = max(triton.next_power_of_2(decode_rows), 2)
-    _calibrate[(1,)](
-        trees.node_V,
-        kept.on_path_V,
-        rows.parent_R,
-        nodes.cell_BC,
-        *calibration,
-        decode_rows,
-        prior_weight,
-        limit,
-        VP=block,
-        num_warps=1 if block <= 128 else 4,
         **PDL,
     )

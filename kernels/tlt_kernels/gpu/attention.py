@@ -1,7 +1,7 @@
 """Paged attention of decode, tree and prefill rows: exact to the bit whatever the batch, the tree
 or the chunking.
 
-`plan` once per step, then `attend` per layer. Here: the rows' kernel, where one row's query heads
+`fill_plan` once per step, then `attend` per layer. Here: the rows' kernel, where one row's query heads
 of one KV head meet keys found through the row's own slots, so that a draft ancestor stands where it
 will stand once it is committed. It also folds the states that tiles left for the row, or, as the
 last of several programs of a row, those that they all left.
@@ -33,12 +33,13 @@ from tlt_kernels.gpu.attention_algebra import (
     row_kv_slots,
     starts_split,
 )
-from tlt_kernels.gpu.attention_plan import FIELDS, AttentionPlan, PagedRows, allocate, plan
+from tlt_kernels.gpu.attention_plan import FIELDS, AttentionPlan, PagedRows, allocate
+from tlt_kernels.gpu.attention_planner import fill_plan
 from tlt_kernels.gpu.attention_tiles import attend_tiles
 from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
 from tlt_kernels.gpu.tensors import PAGE_SIZE
 
-__all__ = ["AttentionPlan", "PagedRows", "allocate", "attend", "attend_into", "plan"]
+__all__ = ["AttentionPlan", "PagedRows", "allocate", "attend", "attend_into", "fill_plan"]
 
 _M = 16
 _WARPS = 4
@@ -223,7 +224,7 @@ def attend(
     k_SKD: Tensor,
     v_SKD: Tensor,
     rows: PagedRows,
-    work: AttentionPlan,
+    plan: AttentionPlan,
     *,
     first: int,
     scale: float,
@@ -235,7 +236,7 @@ def attend(
     Not `strict`: tiles keep no order of splits, so a row's bits depend on its company.
     """
     out_RND = torch.empty_like(q_RND)
-    attend_into(out_RND, q_RND, k_SKD, v_SKD, rows, work, first=first, scale=scale, strict=strict)
+    attend_into(out_RND, q_RND, k_SKD, v_SKD, rows, plan, first=first, scale=scale, strict=strict)
     return out_RND
 
 
@@ -245,7 +246,7 @@ def attend_into(
     k_SKD: Tensor,
     v_SKD: Tensor,
     rows: PagedRows,
-    work: AttentionPlan,
+    plan: AttentionPlan,
     *,
     first: int,
     scale: float,
@@ -260,10 +261,10 @@ def attend_into(
         rows.path_RD.shape[1],
         scale * math.log2(math.e),
     )
-    states = (work.top_WN, work.sum_WN, work.acc_WND)
-    if work.tiles:
-        tile_bytes = (work.tile + 2 * _TILE_STAGES * BLOCK.value) * width * q_RND.element_size()
-        attend_tiles[(work.tile_programs,)](
+    states = (plan.top_WN, plan.sum_WN, plan.acc_WND)
+    if plan.tiles:
+        tile_bytes = (plan.tile + 2 * _TILE_STAGES * BLOCK.value) * width * q_RND.element_size()
+        attend_tiles[(plan.tile_programs,)](
             q_RND,
             k_SKD,
             v_SKD,
@@ -271,9 +272,9 @@ def attend_into(
             rows.position_R,
             rows.path_RD,
             rows.page_table_QP,
-            work.tile_item_IF,
-            work.count_2,
-            work.state_R,
+            plan.tile_item_IF,
+            plan.count_2,
+            plan.state_R,
             *states,
             scale_2,
             pages,
@@ -283,25 +284,25 @@ def attend_into(
             KV_HEADS=kv_heads,
             D=width,
             PAGE=PAGE_SIZE,
-            M=work.tile,
+            M=plan.tile,
             SPLITS=strict,
-            num_warps=8 if work.tile == 128 else 4,
+            num_warps=8 if plan.tile == 128 else 4,
             num_stages=_TILE_STAGES if tile_bytes <= _TILE_BYTES else 2,
             **PDL,
         )
     # Programs of one multiprocessor (they are a round of the grid apart) get heads of one row:
     # these read neighbouring lines.
-    apart = work.programs if work.row_programs % work.programs == 0 else 1
-    _attend_rows[(work.row_programs,)](
+    apart = plan.programs if plan.row_programs % plan.programs == 0 else 1
+    _attend_rows[(plan.row_programs,)](
         q_RND,
         k_SKD,
         v_SKD,
         out_RND,
         rows.path_RD,
         rows.page_table_QP,
-        work.row_item_IF,
-        work.count_2,
-        work.counter_RK,
+        plan.row_item_IF,
+        plan.count_2,
+        plan.counter_RK,
         *states,
         scale_2,
         pages,
@@ -313,11 +314,11 @@ def attend_into(
         PAGE=PAGE_SIZE,
         M=_M,
         M_FOLD=triton.next_power_of_2(heads // kv_heads),
-        TILES=work.tiles,
+        TILES=plan.tiles,
         AT_ONCE=_AT_ONCE,
         APART=apart,
         num_warps=_WARPS,
-        num_stages=work.row_stages,
-        maxnreg=min(248, _REGISTERS // (32 * _WARPS * work.row_residents) // 8 * 8),
+        num_stages=plan.row_stages,
+        maxnreg=min(248, _REGISTERS // (32 * _WARPS * plan.row_residents) // 8 * 8),
         **PDL,
     )

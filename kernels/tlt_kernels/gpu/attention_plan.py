@@ -1,18 +1,8 @@
-"""Which programs of a step's attention do what: built on the device once per step, then used by
-every layer.
+"""The plan of a step's attention: the rows that it is for, its lists of items and the workspace of
+partial results. `attention_planner.py` fills the lists, `attention.py` works through them.
 
-Rows of one request form tiles. What all rows of a tile see, committed, is read once for the tile
-(`tile` items). Where every row follows the one before it (a prompt, a chain of drafts), what the
-last one sees is all there is, and the tile is done with that. Every other row has `row` items: a
-row that is alone in its tile for all its splits, a tree's rows for what lies past the shared
-splits. Where there is too little work to fill the machine a context is cut: its first item folds a
-prefix of splits, each further split is an item of its own, and every one leaves a state (top, sum,
-acc) in the workspace, folded in order by whoever is last. How work is cut changes no bit of a
-result. Tile items are listed the shortest first, by kind: single short splits, single longest ones,
-then what starts a context. Their kernel walks the list from its end.
-
-Legend: R rows, Q batch slots, P pages of a batch slot, D longest draft path, I items, W states, N query
-heads, K KV heads.
+Legend: R rows, Q batch slots, P pages of a batch slot, D longest draft path, I items, F fields, W
+states, N query heads, K KV heads.
 """
 
 from __future__ import annotations
@@ -20,26 +10,17 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from tlt_kernels.gpu.attention_algebra import split_count, split_of, split_start
-from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
+from tlt_kernels.gpu.attention_algebra import split_count
 
 FIELDS = tl.constexpr(16)  # int32 of an item
-_FIRST_LONG = tl.constexpr(16)  # the first of the splits that hold the most keys
-_CHUNK = 256  # rows that the planner looks at together
 _WORKSPACE = 64 << 20  # bytes for states
-_ROW_SHARES = 2  # parts per multiprocessor that rows' work is cut into, at the least
 _FEW_ROWS, _MANY_ROWS = (
     (2, 3),
     (4, 2),
 )  # programs per multiprocessor, stages: few wait for keys, many for each other
-_TILE_SHARES = 2  # of a program's even share of the keys of tiles: the first item of a tile that is cut has one, or more
-_STATE_KEYS = tl.constexpr(
-    3
-)  # a cut leaves a state for each row of its tile: worth it only for so many keys per row of all tiles
 
 
 class PagedRows(NamedTuple):
@@ -58,7 +39,7 @@ class PagedRows(NamedTuple):
 
 
 class AttentionPlan(NamedTuple):
-    """Work lists and workspace, for `rows` rows at most; written by `plan`, its counters left at
+    """Work lists and workspace, for `rows` rows at most; written by `fill_plan`, its counters left at
     zero by every `attend`.
     """
 
@@ -126,7 +107,7 @@ def allocate(
         residents,
         stages,
         min(items * kv_heads, residents * programs),
-        min(items * kv_heads, programs * _tile_residents(tile)),
+        min(items * kv_heads, programs * tile_residents(tile)),
         integers(2),
         integers(items, FIELDS.value),
         integers(items, FIELDS.value),
@@ -138,321 +119,6 @@ def allocate(
     )
 
 
-def _tile_residents(tile: int) -> int:
+def tile_residents(tile: int) -> int:
     """Programs of the tiles' kernel on a multiprocessor."""
     return max(1, 128 // tile)
-
-
-@triton.jit
-def _later(a, b):
-    return tl.maximum(a, b)
-
-
-@triton.jit
-def _earlier(a, b):
-    return tl.minimum(a, b)
-
-
-@triton.jit
-def _follows(r_C, start, position, batch_slot, base, rows, CHUNK: tl.constexpr):
-    """Whether a row is of the same run as the row before it."""
-    inside_C = (r_C > start) & (r_C < tl.minimum(rows, start + CHUNK))
-    follows_C = tl.load(position + r_C, inside_C, other=-1) >= 0
-    follows_C &= tl.load(position + r_C - 1, inside_C, other=-1) >= 0
-    follows_C &= tl.load(batch_slot + r_C, inside_C, other=0) == tl.load(
-        batch_slot + r_C - 1, inside_C, other=1
-    )
-    return follows_C & (
-        tl.load(base + r_C, inside_C, other=0) == tl.load(base + r_C - 1, inside_C, other=0)
-    )
-
-
-@triton.jit
-def _continues(r_C, follows_C, position, base, path, depth):
-    """Of rows that follow one of their run: whether they see what that one sees, and it, and
-    themselves. No slot has two parents.
-    """
-    before_C = tl.load(position + r_C - 1, follows_C, other=0)
-    level_C = before_C - tl.load(base + r_C, follows_C, other=0)
-    parent_C = tl.load(path + (r_C - 1) * depth + level_C, follows_C & (level_C >= 0), other=0)
-    above_C = tl.load(path + r_C * depth + level_C, follows_C & (level_C >= 0), other=0)
-    return (
-        follows_C
-        & (tl.load(position + r_C, follows_C, other=-1) == before_C + 1)
-        & (parent_C == above_C)
-    )
-
-
-@triton.jit
-def _tiles(
-    start,
-    position,
-    batch_slot,
-    base,
-    path,
-    depth,
-    rows,
-    TILE: tl.constexpr,
-    TILES: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """Of rows [start, start + CHUNK): index, position, batch slot, base; first row and size of its tile,
-    positions of its first and last row, whether each of its rows continues the one before it.
-    """
-    r_C = start + tl.arange(0, CHUNK)
-    position_C = tl.load(position + r_C, r_C < rows, other=-1)
-    batch_slot_C, base_C = (
-        tl.load(batch_slot + r_C, r_C < rows, other=0),
-        tl.load(base + r_C, r_C < rows, other=0),
-    )
-    alive_C = position_C >= 0
-    if not TILES:
-        return (
-            r_C,
-            position_C,
-            batch_slot_C,
-            base_C,
-            r_C,
-            tl.where(alive_C, 1, 0),
-            position_C,
-            position_C,
-            alive_C,
-        )
-    follows_C = _follows(r_C, start, position, batch_slot, base, rows, CHUNK)
-    run_C = tl.associative_scan(tl.where(follows_C, 0, r_C), 0, _later)
-    tile_C = r_C - (r_C - run_C) % TILE
-    inner_C = _follows(r_C + 1, start, position, batch_slot, base, rows, CHUNK) & (
-        r_C + 1 - tile_C < TILE
-    )
-    after_C = tl.associative_scan(
-        tl.where(inner_C, start + CHUNK, r_C + 1), 0, _earlier, reverse=True
-    )
-    first_C, last_C = (
-        tl.load(position + tile_C, alive_C, other=-1),
-        tl.load(position + after_C - 1, alive_C, other=-1),
-    )
-    from_C = tl.associative_scan(
-        tl.where(_continues(r_C, follows_C, position, base, path, depth), 0, r_C), 0, _later
-    )
-    inner_C &= _continues(r_C + 1, inner_C, position, base, path, depth)
-    until_C = tl.associative_scan(
-        tl.where(inner_C, start + CHUNK, r_C + 1), 0, _earlier, reverse=True
-    )
-    chain_C = (from_C <= tile_C) & (until_C == after_C)
-    return (
-        r_C,
-        position_C,
-        batch_slot_C,
-        base_C,
-        tile_C,
-        tl.where(alive_C, after_C - tile_C, 0),
-        first_C,
-        last_C,
-        chain_C,
-    )
-
-
-@triton.jit
-def _pieces(position_C, base_C, size_C, first_C, last_C, chain_C, row_quota, tile_quota):
-    """Of a row's shared part (all of it, if the row is alone or its tile a chain): splits, keys,
-    splits of the first item, items; of the row: splits past the shared ones, items, states. A
-    tile's certain rows come before its drafts, in order of position. What a tile with a tree shares
-    ends before any of its rows does: every row then has an item of its own, which folds the row's
-    states.
-    """
-    alone_C = size_C == 1
-    whole_C = alone_C | chain_C
-    splits_C = tl.where(
-        whole_C,
-        split_of(tl.maximum(last_C, 0)) + 1,
-        split_of(tl.minimum(base_C, tl.maximum(first_C, 0))),
-    )
-    keys_C = tl.where(whole_C, last_C + 1, split_start(splits_C))
-    quota_C = tl.where(alone_C, row_quota, tile_quota)
-    prefix_C = tl.where(
-        2 * keys_C <= 3 * quota_C, splits_C, tl.minimum(tl.maximum(split_of(quota_C), 1), splits_C)
-    )
-    items_C = tl.where((size_C > 0) & (splits_C > 0), 1 + splits_C - prefix_C, 0)
-    rest_C = tl.where((size_C > 1) & ~whole_C, split_of(position_C) + 1 - splits_C, 0)
-    row_items_C = tl.where(alone_C, items_C, tl.where(whole_C & (items_C > 1), 1, rest_C))
-    states_C = items_C + rest_C
-    return (
-        splits_C,
-        keys_C,
-        prefix_C,
-        items_C,
-        rest_C,
-        row_items_C,
-        tl.where(states_C > 1, states_C, 0),
-    )
-
-
-@triton.jit
-def _by_length(items_C, prefix_C):
-    """Items of a tile: first ones, later ones of a short split, later ones of a longest split."""
-    later_C = tl.maximum(items_C - 1, 0)
-    short_C = tl.minimum(later_C, tl.maximum(-prefix_C + _FIRST_LONG, 0))
-    return items_C - later_C, short_C, later_C - short_C
-
-
-@triton.jit
-def _plan(
-    position,
-    batch_slot,
-    base,
-    path,
-    depth,
-    count,
-    row_item,
-    tile_item,
-    state,
-    rows,
-    states,
-    row_shares,
-    tile_shares,
-    KV_HEADS: tl.constexpr,
-    TILE: tl.constexpr,
-    TILES: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PIECES: tl.constexpr,
-):
-    pdl_wait()
-    pdl_launch()
-    row_keys, tile_keys, tile_rows = 0, 0, 0
-    for start in range(0, rows, CHUNK):
-        r_C, position_C, _, base_C, tile_C, size_C, first_C, last_C, chain_C = _tiles(
-            start, position, batch_slot, base, path, depth, rows, TILE, TILES, CHUNK
-        )
-        _, keys_C, _, _, _, _, _ = _pieces(
-            position_C, base_C, size_C, first_C, last_C, chain_C, 0, 0
-        )
-        row_keys += tl.sum(tl.where(size_C == 1, keys_C, 0), axis=0)
-        tile_keys += tl.sum(tl.where((size_C > 1) & (tile_C == r_C), keys_C, 0), axis=0)
-        tile_rows += tl.sum(tl.where(size_C > 1, 1, 0), axis=0)
-    row_quota = row_keys * KV_HEADS // row_shares
-    tile_quota = tl.maximum(tile_keys * KV_HEADS // tile_shares, tile_rows * _STATE_KEYS)
-    needed, short_tile_items, later_tile_items = states + 1, 0, 0
-    while (needed > states) & (row_quota < 1 << 24):  # cut less finely until the states fit
-        needed, short_tile_items, later_tile_items = 0, 0, 0
-        for start in range(0, rows, CHUNK):
-            r_C, position_C, _, base_C, tile_C, size_C, first_C, last_C, chain_C = _tiles(
-                start, position, batch_slot, base, path, depth, rows, TILE, TILES, CHUNK
-            )
-            _, _, prefix_C, items_C, _, _, states_C = _pieces(
-                position_C, base_C, size_C, first_C, last_C, chain_C, row_quota, tile_quota
-            )
-            needed += tl.sum(states_C, axis=0)
-            _, shorts_C, longs_C = _by_length(
-                tl.where((size_C > 1) & (tile_C == r_C), items_C, 0), prefix_C
-            )
-            short_tile_items += tl.sum(shorts_C, axis=0)
-            later_tile_items += tl.sum(shorts_C + longs_C, axis=0)
-        if needed > states:
-            row_quota, tile_quota = 2 * row_quota + 128, 2 * tile_quota + 128
-    row_count, state_count = 0, 0
-    short_count, long_count, tile_count = 0, short_tile_items, later_tile_items
-    for start in range(0, rows, CHUNK):
-        r_C, position_C, batch_slot_C, base_C, tile_C, size_C, first_C, last_C, chain_C = _tiles(
-            start, position, batch_slot, base, path, depth, rows, TILE, TILES, CHUNK
-        )
-        splits_C, _, prefix_C, items_C, rest_C, row_items_C, states_C = _pieces(
-            position_C, base_C, size_C, first_C, last_C, chain_C, row_quota, tile_quota
-        )
-        state_C = state_count + tl.cumsum(states_C, axis=0) - states_C
-        tl.store(state + r_C, state_C, r_C < rows)
-        tile_items_C = tl.where((size_C > 1) & (tile_C == r_C), items_C, 0)
-        row_at_C = row_count + tl.cumsum(row_items_C, axis=0) - row_items_C
-        firsts_C, shorts_C, longs_C = _by_length(tile_items_C, prefix_C)
-        first_at_C = tile_count + tl.cumsum(firsts_C, axis=0) - firsts_C
-        short_at_C = short_count + tl.cumsum(shorts_C, axis=0) - shorts_C
-        long_at_C = long_count + tl.cumsum(longs_C, axis=0) - longs_C
-        before_C = tl.where((size_C > 1) & (rest_C > 0), items_C, 0)
-        fold_only_C = (size_C > 1) & (rest_C == 0)
-        for first_piece in range(0, tl.max(tl.maximum(row_items_C, tile_items_C), axis=0), PIECES):
-            j_CJ = first_piece + tl.arange(0, PIECES)[None, :] + tl.zeros([CHUNK, PIECES], tl.int32)
-            split_CJ = tl.where(
-                (j_CJ == 0) & (before_C == 0)[:, None],
-                0,
-                tl.where(
-                    (size_C == 1)[:, None], prefix_C[:, None] + j_CJ - 1, splits_C[:, None] + j_CJ
-                ),
-            )
-            next_CJ = (
-                tl.where((size_C == 1)[:, None], prefix_C[:, None], splits_C[:, None] + 1) + j_CJ
-            )
-            end_CJ = tl.minimum(split_start(next_CJ), position_C[:, None] + 1)
-            mask_CJ = j_CJ < row_items_C[:, None]
-            item_CJ = row_item + (row_at_C[:, None] + j_CJ) * FIELDS
-            tl.store(item_CJ, r_C[:, None], mask_CJ)
-            tl.store(item_CJ + 1, batch_slot_C[:, None], mask_CJ)
-            tl.store(item_CJ + 2, base_C[:, None], mask_CJ)
-            tl.store(item_CJ + 3, split_start(split_CJ), mask_CJ)
-            tl.store(item_CJ + 4, tl.where(fold_only_C[:, None], 0, end_CJ), mask_CJ)
-            tl.store(
-                item_CJ + 5, tl.where(fold_only_C[:, None], -1, before_C[:, None] + j_CJ), mask_CJ
-            )
-            tl.store(item_CJ + 6, row_items_C[:, None], mask_CJ)
-            tl.store(item_CJ + 7, states_C[:, None], mask_CJ)
-            tl.store(item_CJ + 8, state_C[:, None], mask_CJ)
-            if TILES:
-                begin_CJ = tl.where(j_CJ == 0, 0, split_start(prefix_C[:, None] + j_CJ - 1))
-                mask_CJ = j_CJ < tile_items_C[:, None]
-                later_at_CJ = (
-                    j_CJ
-                    - 1
-                    + tl.where(
-                        j_CJ <= shorts_C[:, None],
-                        short_at_C[:, None],
-                        (long_at_C - shorts_C)[:, None],
-                    )
-                )
-                item_CJ = tile_item + tl.where(j_CJ == 0, first_at_C[:, None], later_at_CJ) * FIELDS
-                tl.store(item_CJ, r_C[:, None], mask_CJ)
-                tl.store(item_CJ + 1, batch_slot_C[:, None], mask_CJ)
-                tl.store(item_CJ + 2, size_C[:, None], mask_CJ)
-                tl.store(item_CJ + 3, base_C[:, None], mask_CJ)
-                tl.store(item_CJ + 4, begin_CJ, mask_CJ)
-                tl.store(
-                    item_CJ + 5,
-                    tl.minimum(split_start(prefix_C[:, None] + j_CJ), last_C[:, None] + 1),
-                    mask_CJ,
-                )
-                tl.store(item_CJ + 6, states_C[:, None], mask_CJ)
-                tl.store(item_CJ + 7, j_CJ, mask_CJ)
-        row_count += tl.sum(row_items_C, axis=0)
-        tile_count += tl.sum(firsts_C, axis=0)
-        short_count += tl.sum(shorts_C, axis=0)
-        long_count += tl.sum(longs_C, axis=0)
-        state_count += tl.sum(states_C, axis=0)
-    tl.store(count, row_count)
-    tl.store(count + 1, tile_count)
-
-
-def plan(rows: PagedRows, work: AttentionPlan) -> None:
-    """Fill `work` for these rows. Launched once, before the layers whose `attend` uses it."""
-    count, kv_heads = len(rows.position_R), work.counter_RK.shape[1]
-    assert count <= work.rows, f"{count} rows in a plan for {work.rows}"
-    tile_programs = work.programs * _tile_residents(work.tile)
-    tile_rows = work.tile // (work.top_WN.shape[1] // kv_heads)
-    _plan[(1,)](
-        rows.position_R,
-        rows.batch_slot_R,
-        rows.base_R,
-        rows.path_RD,
-        rows.path_RD.shape[1],
-        work.count_2,
-        work.row_item_IF,
-        work.tile_item_IF,
-        work.state_R,
-        count,
-        len(work.top_WN),
-        _ROW_SHARES * work.programs,
-        _TILE_SHARES * tile_programs,
-        KV_HEADS=kv_heads,
-        TILE=tile_rows,
-        TILES=work.tiles,
-        CHUNK=min(_CHUNK, triton.next_power_of_2(max(count, 32))),
-        PIECES=8,
-        num_warps=8,
-        **PDL,
-    )

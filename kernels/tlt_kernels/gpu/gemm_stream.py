@@ -23,120 +23,18 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents
 
+from tlt_kernels.gpu.gemm_copy import PANEL, copy, locate
 from tlt_kernels.gpu.gemm_tiles import Tile, split_last_round
 from tlt_kernels.gpu.silu import silu
 from tlt_kernels.gpu.target import PDL
 
-PANEL = gl.constexpr(64)  # elements of K in one 128-byte row of shared memory
 _barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # Triton 3.7 renamed it
-
-
-@gluon.jit
-def _place(item, whole, m_tiles, n_tiles, GROUP: gl.constexpr, PIECES: gl.constexpr):
-    """Item -> tile along M, piece of it, tile along N, segment. GROUP tiles along M run side by
-    side on the same weights.
-    """
-    piece = gl.where(item < whole, 0, (item - whole) % PIECES)
-    unit = gl.where(item < whole, item, whole + (item - whole) // PIECES)
-    s, place = unit // (m_tiles * n_tiles), unit % (m_tiles * n_tiles)
-    start = place // (GROUP * n_tiles) * GROUP
-    height = gl.minimum(m_tiles - start, GROUP)
-    within = place % (GROUP * n_tiles)
-    return start + within % height, piece, within // height, s
-
-
-@gluon.jit
-def _copy_weights(weight, ready, buffer, n, k, stage, PANELS: gl.constexpr, GATED: gl.constexpr):
-    for p in gl.static_range(PANELS):
-        if GATED:
-            tma.async_copy_global_to_shared(
-                weight,
-                [n // 8, 0, 0, k + p * PANEL],
-                ready.index(stage),
-                buffer.index(stage * PANELS + p),
-            )
-        else:
-            tma.async_copy_global_to_shared(
-                weight, [n, k + p * PANEL], ready.index(stage), buffer.index(stage * PANELS + p)
-            )
-
-
-@gluon.jit
-def _copy_rows(x, ready, buffer, m, k, stage, BM: gl.constexpr, PANELS: gl.constexpr):
-    for p in gl.static_range(PANELS):
-        tma.async_copy_global_to_shared(
-            x, [m, k + p * PANEL], ready.index(stage), buffer.index(stage * PANELS + p).slice(0, BM)
-        )
-
-
-@gluon.jit
-def _expect(
-    barrier, whole, BM: gl.constexpr, PIECE: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr
-):
-    mbarrier.expect(barrier, (BM + BN) * BK * 2, pred=whole)
-    if PIECE < BM:
-        mbarrier.expect(barrier, (PIECE + BN) * BK * 2, pred=~whole)
-
-
-@gluon.jit
-def _copy(
-    x,
-    x_piece,
-    weight,
-    x_buffer,
-    w_buffer,
-    ready,
-    free,
-    items,
-    whole,
-    m_tiles,
-    n_tiles,
-    segment,
-    BM: gl.constexpr,
-    PIECE: gl.constexpr,
-    BN: gl.constexpr,
-    WIDTH: gl.constexpr,
-    PANELS: gl.constexpr,
-    STAGES: gl.constexpr,
-    GATED: gl.constexpr,
-    GROUP: gl.constexpr,
-):
-    BK: gl.constexpr = PANELS * PANEL
-    program, programs = gl.program_id(0), gl.num_programs(0)
-    steps = gl.cdiv(segment, BK)
-    mt, piece, nt, s = _place(program, whole, m_tiles, n_tiles, GROUP, BM // PIECE)
-    early = gl.minimum(steps, STAGES)
-    for t in range(early):
-        _expect(ready.index(t), program < whole, BM, PIECE, BN, BK)
-        _copy_weights(weight, ready, w_buffer, nt * WIDTH, s * segment + t * BK, t, PANELS, GATED)
-    gdc_wait()
-    stage = 0
-    phase = 1
-    for item in range(program, items, programs):
-        mt, piece, nt, s = _place(item, whole, m_tiles, n_tiles, GROUP, BM // PIECE)
-        for t in range(steps):
-            k = s * segment + t * BK
-            if (item != program) | (t >= early):
-                mbarrier.wait(free.index(stage), phase)
-                _expect(ready.index(stage), item < whole, BM, PIECE, BN, BK)
-                _copy_weights(weight, ready, w_buffer, nt * WIDTH, k, stage, PANELS, GATED)
-            if (PIECE == BM) | (item < whole):
-                _copy_rows(x, ready, x_buffer, mt * BM, k, stage, BM, PANELS)
-            else:
-                _copy_rows(
-                    x_piece, ready, x_buffer, mt * BM + piece * PIECE, k, stage, PIECE, PANELS
-                )
-            stage += 1
-            if stage == STAGES:
-                stage = 0
-                phase ^= 1
 
 
 @gluon.jit
@@ -263,7 +161,7 @@ def _multiply(
     stage = 0
     phase = 0
     for item in range(program, whole, programs):
-        mt, piece, nt, s = _place(item, whole, m_tiles, n_tiles, GROUP, BM // PIECE)
+        mt, piece, nt, s = locate(item, whole, m_tiles, n_tiles, GROUP, BM // PIECE)
         stage, phase = _multiply_tile(
             x_buffer,
             w_buffer,
@@ -292,7 +190,7 @@ def _multiply(
         for item in range(
             program + gl.cdiv(gl.maximum(whole - program, 0), programs) * programs, items, programs
         ):
-            mt, piece, nt, s = _place(item, whole, m_tiles, n_tiles, GROUP, BM // PIECE)
+            mt, piece, nt, s = locate(item, whole, m_tiles, n_tiles, GROUP, BM // PIECE)
             stage, phase = _multiply_tile(
                 x_buffer,
                 w_buffer,
@@ -391,7 +289,7 @@ def _stream(
                 ),
             ),
             (
-                _copy,
+                copy,
                 (
                     x,
                     x_piece,

@@ -16,8 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tlt_kernels.gpu.accept import accept, commit_kv, fields
+from tlt_kernels.gpu.accept import accept, fields
 from tlt_kernels.gpu.gather import gather
+from tlt_kernels.gpu.kept import commit_kv
 from tlt_kernels.gpu.report import emitted, score
 from tlt_kernels.gpu.rows import layout_prefill, select_rows
 from tlt_kernels.gpu.sampling import sample

@@ -13,10 +13,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from tlt_kernels.gpu.accept import calibrate, commit_kv, store_hints
+from tlt_kernels.gpu.calibration import calibrate
 from tlt_kernels.gpu.children import children
 from tlt_kernels.gpu.gather import gather, previous_hints
 from tlt_kernels.gpu.growth import columns, grow, roots
+from tlt_kernels.gpu.kept import commit_kv, store_hints
 from tlt_kernels.gpu.tensors import CalibrationTable, Draft, KeptRows, Nodes, RowTable, Trees
 from tlt_server.engine.gpu.drafts import DraftKey, NetworkStorage
 from tlt_server.engine.gpu.drafts.drift import Drift

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from tlt_kernels.gpu.accept import calibrate
+from tlt_kernels.gpu.calibration import calibrate
 from tlt_kernels.gpu.history import history_nodes, workspace
 from tlt_kernels.gpu.tensors import CalibrationTable, KeptRows, Nodes, RowTable, Trees
 from tlt_server.engine.gpu.drafts import DraftKey, NetworkStorage

@@ -1,0 +1,116 @@
+"""The warp of the streaming matmul that copies: it keeps a ring of shared memory filled with tiles
+of the weight and of x.
+
+It fills the ring with weights before it waits for the kernel ahead, so memory stays busy while that
+kernel ends. Only x can depend on that kernel. Called by `gemm_stream.py`, which has the legend.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.language.extra.cuda import gdc_wait
+
+PANEL = gl.constexpr(64)  # elements of K in one 128-byte row of shared memory
+
+
+@gluon.jit
+def locate(item, whole, m_tiles, n_tiles, GROUP: gl.constexpr, PIECES: gl.constexpr):
+    """Item -> tile along M, piece of it, tile along N, segment. GROUP tiles along M run side by
+    side on the same weights.
+    """
+    piece = gl.where(item < whole, 0, (item - whole) % PIECES)
+    unit = gl.where(item < whole, item, whole + (item - whole) // PIECES)
+    s, index = unit // (m_tiles * n_tiles), unit % (m_tiles * n_tiles)
+    start = index // (GROUP * n_tiles) * GROUP
+    height = gl.minimum(m_tiles - start, GROUP)
+    within = index % (GROUP * n_tiles)
+    return start + within % height, piece, within // height, s
+
+
+@gluon.jit
+def _copy_weights(weight, ready, buffer, n, k, stage, PANELS: gl.constexpr, GATED: gl.constexpr):
+    for p in gl.static_range(PANELS):
+        if GATED:
+            tma.async_copy_global_to_shared(
+                weight,
+                [n // 8, 0, 0, k + p * PANEL],
+                ready.index(stage),
+                buffer.index(stage * PANELS + p),
+            )
+        else:
+            tma.async_copy_global_to_shared(
+                weight, [n, k + p * PANEL], ready.index(stage), buffer.index(stage * PANELS + p)
+            )
+
+
+@gluon.jit
+def _copy_rows(x, ready, buffer, m, k, stage, BM: gl.constexpr, PANELS: gl.constexpr):
+    for p in gl.static_range(PANELS):
+        tma.async_copy_global_to_shared(
+            x, [m, k + p * PANEL], ready.index(stage), buffer.index(stage * PANELS + p).slice(0, BM)
+        )
+
+
+@gluon.jit
+def _expect(
+    barrier, whole, BM: gl.constexpr, PIECE: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr
+):
+    mbarrier.expect(barrier, (BM + BN) * BK * 2, pred=whole)
+    if PIECE < BM:
+        mbarrier.expect(barrier, (PIECE + BN) * BK * 2, pred=~whole)
+
+
+@gluon.jit
+def copy(
+    x,
+    x_piece,
+    weight,
+    x_buffer,
+    w_buffer,
+    ready,
+    free,
+    items,
+    whole,
+    m_tiles,
+    n_tiles,
+    segment,
+    BM: gl.constexpr,
+    PIECE: gl.constexpr,
+    BN: gl.constexpr,
+    WIDTH: gl.constexpr,
+    PANELS: gl.constexpr,
+    STAGES: gl.constexpr,
+    GATED: gl.constexpr,
+    GROUP: gl.constexpr,
+):
+    BK: gl.constexpr = PANELS * PANEL
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    steps = gl.cdiv(segment, BK)
+    mt, piece, nt, s = locate(program, whole, m_tiles, n_tiles, GROUP, BM // PIECE)
+    early = gl.minimum(steps, STAGES)
+    for t in range(early):
+        _expect(ready.index(t), program < whole, BM, PIECE, BN, BK)
+        _copy_weights(weight, ready, w_buffer, nt * WIDTH, s * segment + t * BK, t, PANELS, GATED)
+    gdc_wait()
+    stage = 0
+    phase = 1
+    for item in range(program, items, programs):
+        mt, piece, nt, s = locate(item, whole, m_tiles, n_tiles, GROUP, BM // PIECE)
+        for t in range(steps):
+            k = s * segment + t * BK
+            if (item != program) | (t >= early):
+                mbarrier.wait(free.index(stage), phase)
+                _expect(ready.index(stage), item < whole, BM, PIECE, BN, BK)
+                _copy_weights(weight, ready, w_buffer, nt * WIDTH, k, stage, PANELS, GATED)
+            if (PIECE == BM) | (item < whole):
+                _copy_rows(x, ready, x_buffer, mt * BM, k, stage, BM, PANELS)
+            else:
+                _copy_rows(
+                    x_piece, ready, x_buffer, mt * BM + piece * PIECE, k, stage, PIECE, PANELS
+                )
+            stage += 1
+            if stage == STAGES:
+                stage = 0
+                phase ^= 1

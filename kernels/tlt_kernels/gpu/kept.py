@@ -1,0 +1,140 @@
+"""What a step keeps of its rows: the KV of accepted drafts moves to its pages, and hints that the
+next step's drafter reads are stored.
+
+Both launches follow `accept`, which fills `KeptRows`.
+
+Legend: as in `tensors.py`; L layers, X elements of a KV slot.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tlt_kernels.gpu.target import PDL, pdl_launch, pdl_wait
+from tlt_kernels.gpu.tensors import BatchSlots, KeptRows
+
+
+@triton.jit
+def _commit_kv(
+    count_B,
+    source_BD,
+    target_BD,
+    k_LSX,
+    v_LSX,
+    layer_stride,
+    X,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    XB: tl.constexpr,
+):
+    """One program per request, layer and block of a slot."""
+    pdl_launch()
+    b = tl.program_id(0)
+    pdl_wait()
+    count = tl.load(count_B + b)
+    if count <= 0:
+        return
+    d_D = tl.arange(0, DP)
+    kept_D = d_D < count
+    x_1X = tl.program_id(2) * XB + tl.arange(0, XB)[None, :]
+    layer = tl.program_id(1).to(tl.int64) * layer_stride
+    source_DX = (
+        layer
+        + tl.load(source_BD + b * D + d_D, mask=kept_D, other=0).to(tl.int64)[:, None] * X
+        + x_1X
+    )
+    target_DX = (
+        layer
+        + tl.load(target_BD + b * D + d_D, mask=kept_D, other=0).to(tl.int64)[:, None] * X
+        + x_1X
+    )
+    moved_DX = kept_D[:, None] & (x_1X < X)
+    k_DX = tl.load(k_LSX + source_DX, mask=moved_DX)
+    v_DX = tl.load(v_LSX + source_DX, mask=moved_DX)
+    tl.store(k_LSX + target_DX, k_DX, mask=moved_DX)
+    tl.store(v_LSX + target_DX, v_DX, mask=moved_DX)
+
+
+def commit_kv(kept: KeptRows, k_LSKD: Tensor, v_LSKD: Tensor) -> None:
+    """Copy the KV of accepted rows from scratch to their pages, in all layers; a slot's elements
+    lie together.
+    """
+    layers, _, heads, width = k_LSKD.shape
+    elements = heads * width
+    assert k_LSKD.stride() == v_LSKD.stride() and k_LSKD.stride()[1:] == (elements, width, 1)
+    requests, depth = kept.source_BD.shape
+    if not requests:
+        return
+    depth_block = triton.next_power_of_2(depth)
+    block = min(triton.next_power_of_2(elements), max(64, 4096 // depth_block))
+    _commit_kv[(requests, layers, triton.cdiv(elements, block))](
+        kept.count_B,
+        kept.source_BD,
+        kept.target_BD,
+        k_LSKD,
+        v_LSKD,
+        k_LSKD.stride(0),
+        elements,
+        D=depth,
+        DP=depth_block,
+        XB=block,
+        num_warps=4,
+        **PDL,
+    )
+
+
+@triton.jit
+def _store_hints(
+    page_R,
+    R,
+    hint_row_E,
+    hint_batch_slot_E,
+    g_RH,
+    hint_QH,
+    page_hint_PH,
+    H: tl.constexpr,
+    HP: tl.constexpr,
+):
+    """One program per row and per entry."""
+    pdl_launch()
+    r = tl.program_id(0)
+    pdl_wait()
+    h_H = tl.arange(0, HP)
+    if r < R:
+        page = tl.load(page_R + r)
+        if page >= 0:
+            g_H = tl.load(g_RH + r.to(tl.int64) * H + h_H, mask=h_H < H)
+            tl.store(page_hint_PH + page.to(tl.int64) * H + h_H, g_H, mask=h_H < H)
+    else:
+        row = tl.load(hint_row_E + r - R)
+        if row >= 0:
+            g_H = tl.load(g_RH + row.to(tl.int64) * H + h_H, mask=h_H < H)
+            tl.store(
+                hint_QH + tl.load(hint_batch_slot_E + r - R).to(tl.int64) * H + h_H,
+                g_H,
+                mask=h_H < H,
+            )
+
+
+def store_hints(
+    kept: KeptRows, g_RH: Tensor, batch_slots: BatchSlots, page_hint_PH: Tensor
+) -> None:
+    """Remember the fused feature of each sequence's last position, and of the last position of
+    every page that was filled.
+    """
+    rows, hidden = kept.page_R.shape[0], g_RH.shape[1]
+    _store_hints[(rows + kept.hint_row_E.shape[0],)](
+        kept.page_R,
+        rows,
+        kept.hint_row_E,
+        kept.hint_batch_slot_E,
+        g_RH,
+        batch_slots.hint_QH,
+        page_hint_PH,
+        H=hidden,
+        HP=triton.next_power_of_2(hidden),
+        num_warps=4,
+        **PDL,
+    )
