@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import uvicorn
+import uvloop
 from starlette.types import ASGIApp
 
 from tests.frontend.fake_engine import FakeEngine
@@ -67,7 +68,7 @@ class LiveServer:
         self.text: Text
         self.rollouts: Rollouts
         self.app: ASGIApp
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), daemon=True)
+        self._thread = threading.Thread(target=lambda: uvloop.run(self._main()), daemon=True)
 
     def start(self) -> None:
         self._thread.start()
