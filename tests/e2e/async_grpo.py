@@ -1,5 +1,5 @@
-"""What `AsyncGRPOTrainer` needs a GPU and vLLM for, done on a CPU with TLT Server: its attention
-over packed rows, and a rollout worker.
+"""CPU stand-ins for what `AsyncGRPOTrainer` needs a GPU and vLLM for: its attention over packed
+rows, and a rollout worker that asks TLT Server.
 
 The trainer takes the worker as an argument. Attention it registers by name with transformers when
 it is made; `on_cpu` then takes the name. It also asks CUDA what its device is called.

@@ -29,7 +29,7 @@ Open = Callable[..., Page]  # the fixture `open_page`
 
 @contextmanager
 def browser() -> Iterator[Browser]:
-    """While it is open this thread cannot run asyncio loops of its own."""
+    """Open a browser; until it closes this thread cannot run asyncio loops of its own."""
     path = next(filter(None, map(shutil.which, NAMES)), None)
     if path is None:
         raise FileNotFoundError(

@@ -2,7 +2,7 @@
 compute a prompt which begins with FAULTY.
 
 On a GPU the error is a real one, found when that step's outcome is waited for. On a CPU it is
-raised, and what would lie on the GPU cannot be freed afterwards: whoever tries waits for ever, as
+raised, and what would lie on the GPU cannot be freed afterwards: each attempt waits for ever, as
 with a context that is lost. As a program: `gpu_fault.py serve FLAGS` is the server, `gpu_fault.py
 DIR` its engine.
 """
@@ -55,7 +55,8 @@ if __name__ == "__main__":
                 resident = Resident()
                 atexit.register(time.sleep, 3600)
                 raise torch.AcceleratorError(
-                    f"CUDA error: {REPORTED}\nCUDA kernel errors might be asynchronously reported, {resident}."
+                    f"CUDA error: {REPORTED}\n"
+                    f"CUDA kernel errors might be asynchronously reported, {resident}."
                 )
             super().launch(batch, strategy)
 

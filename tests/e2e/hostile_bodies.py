@@ -10,8 +10,9 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-VOCAB = 512  # of the shipped pair
-SECRET = "the moon is a mirror"  # in prompts that are sound, so an answer about another field must not hold it
+VOCAB = 512  # the shipped pair's vocabulary
+# Stands in sound prompts, so an answer about another field must not hold it.
+SECRET = "the moon is a mirror"
 
 Body = dict[str, Any]
 

@@ -66,7 +66,7 @@ class Attempt(NamedTuple):
 
     @property
     def short_deadline(self) -> bool:
-        """Whether it names a timeout_s so short that it may pass."""
+        """Say whether the request names a timeout_s so short that it may pass."""
         return any(
             float(value) < 5
             for value in re.findall(rb'"timeout_s": ?(\d+\.?\d*(?:e[+-]?\d+)?)', self.data)
@@ -251,7 +251,7 @@ def _paths(rng: random.Random) -> Attempt:
 
 
 def _framing(rng: random.Random) -> Attempt:
-    """HTTP that is wrong, old or odd. Whatever is not a request may also end the connection."""
+    """Make HTTP that is wrong, old or odd. What is not a request may also end the connection."""
     text = encode(generate(rng) | {"stream": False}, rng).encode()
     size = len(text)
     head = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
@@ -397,7 +397,7 @@ def _connections(rng: random.Random) -> Attempt:
                 "leave in the middle of a request", [whole[:at]], leaving, answered=False
             ),
             lambda: Attempt("leave before the reply", [whole], leaving, answered=False),
-            lambda: Attempt("half-close behind a request", [whole], "half-close", answered=False),
+            lambda: Attempt("half-close after a request", [whole], "half-close", answered=False),
             lambda: Attempt(
                 "half-close in the middle of a request", [whole[:at]], "half-close", answered=False
             ),
@@ -447,7 +447,10 @@ def _request(method: str, target: str, body: bytes, rng: random.Random) -> bytes
     length = f"Content-Length: {len(body)}\r\n" if body or method in ("POST", "PUT") else ""
     named = rng.choice(["k1", "k2", "a b", "k" * 300, "", "caf\u00e9"])
     key = f"Idempotency-Key: {named}\r\n" if rng.random() < 0.05 else ""
-    head = f"{method} {target} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: {kind}\r\n{key}{length}\r\n"
+    head = (
+        f"{method} {target} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+        f"Content-Type: {kind}\r\n{key}{length}\r\n"
+    )
     return head.encode() + body
 
 

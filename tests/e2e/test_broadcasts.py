@@ -43,7 +43,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 
 def trainer(order: str, url: str, *seeds: int) -> list[dict[str, Any]]:
-    """What the trainer said after each round."""
+    """Run the trainer; return what it printed after each round."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.e2e.gloo_trainer", order, url, *map(str, seeds)],
         cwd=ROOT,

@@ -71,7 +71,9 @@ class Dying(IpcSender):
             threading.Event().wait()
         super()._offer(line, memory, sequence, start, size)
 
-Dying(Client(sys.argv[1]), bucket_bytes=2**16).push(((n, t.cuda()) for n, t in load_file(sys.argv[2]).items()), "dies")
+tensors = load_file(sys.argv[2])
+sender = Dying(Client(sys.argv[1]), bucket_bytes=2**16)
+sender.push(((name, tensor.cuda()) for name, tensor in tensors.items()), "dies")
 """
 
 

@@ -51,7 +51,7 @@ AT_ONCE = (
     "1",
 )  # every death is the first of its window
 ASKED = [{"prompt": f"Compute {i}*4+5.", "seed": i} for i in range(24)]
-TOKENS = 120  # of the longest
+TOKENS = 120  # the longest request's
 
 
 def children(server: ServerProcess) -> list[int]:
@@ -136,7 +136,8 @@ class Load:
         self.accepted += len(items)
         if sorted(result.id for result in results) != sorted(item["id"] for item in items):
             self.wrong.append(
-                f"asked for {[item['id'] for item in items]}, ended {[result.id for result in results]}"
+                f"asked for {[item['id'] for item in items]}, "
+                f"ended {[result.id for result in results]}"
             )
         lengths = {item["id"]: item["sampling"]["max_tokens"] for item in items}
         for result in results:
@@ -303,8 +304,8 @@ def test_a_request_that_kills_the_engine_is_refused_by_name(
 def outlive_a_gpus_error(
     monkeypatch: pytest.MonkeyPatch, *flags: str, ready_s: float = 60
 ) -> list[str]:
-    """What clients see of a server with these flags before, while and after a step ends with a
-    GPU's error; the server's lines.
+    """Check what clients see of a server with these flags before, while and after a step ends with
+    a GPU's error; return the server's lines.
     """
     program = (
         sys.executable,

@@ -154,7 +154,10 @@ def test_a_port_that_is_taken_is_said_at_once() -> None:
 
 
 def test_without_the_flag_nothing_of_it_is_imported() -> None:
-    script = "import sys, tlt_server.build; print(sorted({'grpc', 'google.protobuf'} & set(sys.modules)))"
+    script = (
+        "import sys, tlt_server.build; "
+        "print(sorted({'grpc', 'google.protobuf'} & set(sys.modules)))"
+    )
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
     )

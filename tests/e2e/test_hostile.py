@@ -30,7 +30,7 @@ from tlt_server.demo.server import ServerProcess
 
 CONCURRENCY = 24
 ANSWER_S = 60.0  # no answer within this time is a hang
-PROBE_S = 15.0  # a probe answers within this time, whatever else is asked
+PROBE_S = 15.0  # a probe answers within this time under any load
 GROWTH_MB = 96  # of either process, once warm: allocators' slack, not a leak of some kB per request
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 SOUND: list[dict[str, Any]] = [
@@ -59,20 +59,20 @@ class Answer:
         self.status = int(lines[0].split(b" ")[1])
         pairs = (line.decode("latin-1").partition(":") for line in lines[1:])
         self.headers = {name.strip().lower(): value.strip() for name, _, value in pairs}
-        self.whole, self.body, self.behind = (
+        self.whole, self.body, self.rest = (
             True,
             b"",
             rest,
         )  # without either header there is no body
         if not head_only and "content-length" in self.headers:
             size = int(self.headers["content-length"])
-            self.body, self.behind, self.whole = rest[:size], rest[size:], len(rest) >= size
+            self.body, self.rest, self.whole = rest[:size], rest[size:], len(rest) >= size
         elif not head_only and self.headers.get("transfer-encoding") == "chunked":
-            self.whole, self.behind = self._unchunk(rest)
+            self.whole, self.rest = self._unchunk(rest)
         self.kind = self.headers.get("content-type", "").partition(";")[0]
 
     def _unchunk(self, rest: bytes) -> tuple[bool, bytes]:
-        """Whether the last chunk is there, and what follows it."""
+        """Read the chunks; return whether the last one is there, and what follows it."""
         while rest:
             size, _, rest = rest.partition(b"\r\n")
             length = int(size, 16)
@@ -125,7 +125,7 @@ def judge(asked: Attempt, received: bytes) -> str:
         return "closed"
     answer = Answer(received, head_only=asked.answered and asked.data.startswith(b"HEAD "))
     assert answer.whole or not asked.answered, f"the reply is cut off: {received[-200:]!r}"
-    assert not answer.behind, f"more than one reply: {answer.behind[:200]!r}"
+    assert not answer.rest, f"more than one reply: {answer.rest[:200]!r}"
     if answer.status >= 500:
         deadline = answer.status in (408, 504) and (asked.short_deadline or asked.slow)
         assert deadline or b'"unavailable"' in answer.body, (
@@ -201,7 +201,8 @@ async def storm(server: ServerProcess, seed: int, indices: range) -> Counter[str
                 outcome = judge(asked, await asyncio.wait_for(send(address, asked), ANSWER_S))
             except Exception as error:
                 raise AssertionError(
-                    f"request {index} of seed {seed} ({asked.what}): {type(error).__name__}: {error}"
+                    f"request {index} of seed {seed} ({asked.what}): "
+                    f"{type(error).__name__}: {error}"
                 ) from error
             seen[f"{asked.what.partition(':')[0]}: {outcome}"] += 1
 
@@ -275,9 +276,8 @@ def survives(server: ServerProcess, seed: int, count: int) -> None:
         before = {pid: resident_mb(pid) for pid in (server.process.pid, engine)}
         started = time.monotonic()
         seen += uvloop.run(storm(server, seed, range(warm, count)))
-        print(
-            f"{count - warm} requests in {time.monotonic() - started:.0f} s; {dict(sorted(seen.items()))}"
-        )
+        took_s = time.monotonic() - started
+        print(f"{count - warm} requests in {took_s:.0f} s; {dict(sorted(seen.items()))}")
         assert (
             sum(seen.values()) - seen["sound"] - seen["probe"] == count
             and seen["sound"] > 0

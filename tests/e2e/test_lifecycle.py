@@ -72,7 +72,7 @@ def test_a_client_that_leaves_frees_its_pages_at_once(
             and gauge(client, "tlt_pages_free") == free
         )
     )
-    assert look(client).passes - passes < 300  # of some thousand that were left
+    assert look(client).passes - passes < 300  # some thousand were left
 
 
 def test_killing_the_engine_ends_every_open_request_with_one_typed_error() -> None:

@@ -189,14 +189,14 @@ def test_a_choice_is_said_to_have_ended_when_it_ends_and_not_with_its_siblings(
         sdk.completions.create(prompt=PROMPTS[1], **asked),
         sdk.chat.completions.create(messages=question, **asked),
     ):
-        ends, behind = set(), 0  # chunks of choices that go on behind the first end
+        ends, late = set(), 0  # late: chunks of other choices after the first end
         for part in stream:
             for choice in part.choices:
                 assert choice.index not in ends, "a choice has ended and goes on"
-                behind += bool(ends) and choice.finish_reason is None
+                late += bool(ends) and choice.finish_reason is None
                 if choice.finish_reason is not None:
                     ends.add(choice.index)
-        assert len(ends) == 4 and behind, (
+        assert len(ends) == 4 and late, (
             "these choices have different lengths, and one must end while another goes on"
         )
 

@@ -18,7 +18,7 @@ from tlt_server.demo.rounds import look
 from tlt_server.demo.server import ServerProcess
 
 
-def test_overload_ends_every_request_once_and_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_overload_ends_every_request_once_and_leaves_nothing_open(tmp_path: Path) -> None:
     said = bench("overload", tmp_path / "overload.json")
     assert said["exactly_one_end"] and said["sent"] == sum(said["ended"].values()) + sum(
         said["refused"].values()

@@ -52,7 +52,7 @@ def guarded(weight_root: Path) -> Iterator[ServerProcess]:
 
 
 def without_end(route: Route) -> None:
-    """The page's request to /generate, told to run on behind the end of the answer."""
+    """Change the page's request to /generate so that it runs on after the end of the answer."""
     body = json.loads(route.request.post_data or "")
     body["sampling"]["ignore_eos"] = True
     route.continue_(post_data=json.dumps(body))
@@ -183,8 +183,9 @@ def test_only_its_own_script_runs(open_page: Open, server: ServerProcess) -> Non
     page = ready(open_page(server.url, quiet=False))
     blocked = page.evaluate("""async () => {
       const blocked = [];
-      document.addEventListener("securitypolicyviolation", (event) => blocked.push(event.effectiveDirective));
-      const script = document.createElement("script"), image = document.createElement("img"), marked = document.createElement("p");
+      const note = (event) => blocked.push(event.effectiveDirective);
+      document.addEventListener("securitypolicyviolation", note);
+      const [script, image, marked] = ["script", "img", "p"].map((n) => document.createElement(n));
       script.textContent = "window.inert = false";
       image.src = "/health";
       marked.setAttribute("onclick", "window.inert = false");
@@ -200,11 +201,17 @@ def test_only_its_own_script_runs(open_page: Open, server: ServerProcess) -> Non
 
 def test_a_stream_may_be_cut_anywhere(open_page: Open, server: ServerProcess) -> None:
     page = ready(open_page(server.url))
-    frames = 'event: token\ndata: {"text":"é😀\\n\\n\\"seed\\":1"}\n\nevent: result\ndata: {"seed":18446744073709551615}\n\nevent: cut'
+    frames = (
+        'event: token\ndata: {"text":"é😀\\n\\n\\"seed\\":1"}\n\n'
+        'event: result\ndata: {"seed":18446744073709551615}\n\nevent: cut'
+    )
     found = page.evaluate(
         """async (text) => {
       const bytes = new TextEncoder().encode(text), found = [];
-      const body = new ReadableStream({ start(stream) { for (const byte of bytes) stream.enqueue(Uint8Array.of(byte)); stream.close(); } });
+      const body = new ReadableStream({ start(stream) {
+        for (const byte of bytes) stream.enqueue(Uint8Array.of(byte));
+        stream.close();
+      } });
       for await (const event of events(body)) found.push(event);
       return found;
     }""",

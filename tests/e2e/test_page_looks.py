@@ -1,4 +1,4 @@
-"""How the built-in page looks: in the system's theme or the chosen one, readable in both, and never
+"""Looks of the built-in page: the system's theme or the chosen one, readable in both, and never
 wider than the window.
 """
 
@@ -16,16 +16,24 @@ from tlt_server.demo.server import ServerProcess
 # by being painted.
 CONTRASTS = """() => {
   const canvas = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
-  const over = (colours) => { canvas.clearRect(0, 0, 1, 1); for (const c of colours) { canvas.fillStyle = c; canvas.fillRect(0, 0, 1, 1); }
-    return [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3); };
-  const luminance = (rgb) => { const [r, g, b] = rgb.map((v) => (v /= 255, v <= .04045 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4));
-    return .2126 * r + .7152 * g + .0722 * b; };
+  const over = (colours) => {
+    canvas.clearRect(0, 0, 1, 1);
+    for (const c of colours) { canvas.fillStyle = c; canvas.fillRect(0, 0, 1, 1); }
+    return [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3);
+  };
+  const linear = (v) => v <= .04045 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4;
+  const luminance = (rgb) => {
+    const [r, g, b] = rgb.map((v) => linear(v / 255));
+    return .2126 * r + .7152 * g + .0722 * b;
+  };
   const found = [];
   for (const node of document.querySelectorAll("body *")) {
-    const says = [...node.childNodes].some((child) => child.nodeType === 3 && child.data.trim()) || node.matches("input, textarea");
-    if (!says || !node.checkVisibility() || node.matches(":disabled")) continue;
+    const text = [...node.childNodes].some((child) => child.nodeType === 3 && child.data.trim());
+    if (!text && !node.matches("input, textarea")) continue;
+    if (!node.checkVisibility() || node.matches(":disabled")) continue;
     const style = getComputedStyle(node), grounds = [];
-    for (let at = node; at; at = at.parentElement) grounds.unshift(getComputedStyle(at).backgroundColor);
+    for (let at = node; at; at = at.parentElement)
+      grounds.unshift(getComputedStyle(at).backgroundColor);
     const ink = node.closest("svg") ? style.fill : style.color, ground = over(grounds);
     const [a, b] = [luminance(over([...grounds, ink])), luminance(ground)].sort((x, y) => y - x);
     found.push([node.id || node.getAttribute("class") || node.tagName, (a + .05) / (b + .05)]);
@@ -51,7 +59,8 @@ def test_the_theme_is_the_systems_until_it_is_chosen_and_contrast_is_enough(
             contrasts, key=lambda found: found[1]
         )[:5]
     page.evaluate(
-        f"document.getElementById('model').style.color = '{'#8c8c8c' if theme == 'light' else '#666'}'"
+        "document.getElementById('model').style.color = "
+        f"'{'#8c8c8c' if theme == 'light' else '#666'}'"
     )
     assert (
         dict(page.evaluate(CONTRASTS))["model"] < 4.5

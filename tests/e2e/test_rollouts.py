@@ -61,7 +61,7 @@ ITEMS: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def undisturbed(server: ServerProcess) -> Reply:
-    """From a server that drafts and never dies."""
+    """Return the reply of a server that drafts and never dies."""
     with Client(server.url, timeout_s=60) as client:
         return client.generate(ITEMS, sampling=LONG)
 
@@ -176,7 +176,7 @@ def test_sigterm_does_not_wait_for_what_the_next_server_can_finish(
         await_tokens(rollout, 300)
         server.process.send_signal(signal.SIGTERM)
         started = time.monotonic()
-        assert server.process.wait(60) == 0 and time.monotonic() - started < 30  # of 60 s to drain
+        assert server.process.wait(60) == 0 and time.monotonic() - started < 30  # 60 s were allowed
     with ServerProcess(*flags) as server, Client(server.url, timeout_s=60) as client:
         reply = client.rollout(rollout.id).result(400)
         assert len(reply.results[-1].choices[0].token_ids) == 2000

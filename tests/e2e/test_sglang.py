@@ -58,7 +58,7 @@ def generate(url: str, token_ids: list[int], seed: int, tokens: int) -> dict[str
 
 
 def resumed(url: str, seed: int, tokens: int = 300) -> Rollout:
-    """As these trainers ask: what is aborted is sent again with what it had, until it is whole."""
+    """Ask as these trainers do: send an aborted request again with its tokens until it is whole."""
     output: list[int] = []
     spans: list[dict[str, Any]] = []
     aborted = False
@@ -115,7 +115,7 @@ def test_the_order_of_slime(pushable: ServerProcess) -> None:
 
 
 def loads(calls: Calls) -> tuple[int, int, int]:
-    """How many run and wait, and the positions of KV that are in use."""
+    """Return how many run, how many wait, and the positions of KV in use."""
     [one] = calls.get("/v1/loads?include=core")["loads"]
     return one["num_running_reqs"], one["num_waiting_reqs"], one["num_used_tokens"]
 
@@ -124,8 +124,8 @@ def loads(calls: Calls) -> tuple[int, int, int]:
 def test_a_cache_is_flushed_in_a_pause_that_leaves_no_kv(
     mode: str, pushable: ServerProcess
 ) -> None:
-    """As slime and Miles do it before a push, with a request open and another that comes meanwhile;
-    what is told of the load is of now.
+    """Pause as slime and Miles do before a push, with a request open and another that comes
+    meanwhile; the reported load is the present one.
     """
     calls = Calls(pushable.url)
     whole = {seed: resumed(pushable.url, seed, 1000).token_ids for seed in (501, 502)}

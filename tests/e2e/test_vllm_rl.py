@@ -42,7 +42,7 @@ def pushable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServerP
 
 
 def completion(url: str, i: int) -> Rollout | None:
-    """As TRL and prime-rl ask: token ids in and out; None while new requests are refused."""
+    """Ask as TRL and prime-rl do: token ids in and out; None while new requests are refused."""
     body = {
         "request_id": f"r{i}",
         "token_ids": PROMPT,
