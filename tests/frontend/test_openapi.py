@@ -209,7 +209,7 @@ def test_every_field_of_a_reply_is_described(document: dict[str, Any]) -> None:
         "a struct's tag takes no words"
     )
     schemas = document["components"]["schemas"]
-    assert all(re.fullmatch(r"\w+", name) for name in schemas), "a name without its module"
+    assert all(name.isalpha() for name in schemas), "no name shows its module"
     assert schemas["Choice"]["properties"]["finish_reason"]["enum"] == ["abort", "length", "stop"]
     assert schemas["RolloutReply"]["properties"]["status"]["enum"] == ["done", "running"]
 

@@ -16,11 +16,11 @@ from starlette.responses import Response
 from tlt_client.wire import AbortReply, EngineState
 from tlt_server.errors import Conflict, Forbidden, InvalidRequest, StorageFailed
 from tlt_server.frontend.dialects.replies.errors import GONE
-from tlt_server.frontend.generation.requests import ShortName, one_of
+from tlt_server.frontend.generation.requests import ShortName
 from tlt_server.frontend.http.auth import caller_of
 from tlt_server.frontend.http.bodies import read_optional
 from tlt_server.frontend.http.endpoints import Routes
-from tlt_server.frontend.http.fields import Strict
+from tlt_server.frontend.http.fields import NoFields, Strict, one_of
 from tlt_server.frontend.http.replies import json_response
 from tlt_server.frontend.service import Service
 from tlt_server.records import InFlight, Memory
@@ -82,10 +82,6 @@ class NativeAbort(Strict):
     ] = None
 
 
-class NoOrder(Strict):
-    """Nothing; a body may be left out."""
-
-
 ROUTES = Routes()
 
 
@@ -114,12 +110,12 @@ async def pause(service: Service, request: Request) -> Response:
     needs="operate",
     optional_body=True,
     gives=EngineState,
-    takes=NoOrder,
+    takes=NoFields,
     raises=GONE,
 )
 async def resume(service: Service, request: Request) -> Response:
     """Go on with what was paused or has waited, and take new requests."""
-    await read_optional(NoOrder, request)
+    await read_optional(NoFields, request)
     await service.engine.pauses.resume()
     return _state(service)
 

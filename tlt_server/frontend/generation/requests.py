@@ -7,13 +7,12 @@ translates them to `NativeRequest`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
 from pydantic import ConfigDict, Field, ValidatorFunctionWrapHandler, WrapValidator
 
-from tlt_server.frontend.http.fields import Strict
+from tlt_server.frontend.http.fields import Strict, one_of
 from tlt_server.records import MAX_SEED
 
 MAX_INT32 = 2**31 - 1  # what the engine's packed parameters hold
@@ -110,15 +109,6 @@ class Message(Strict):
 
 
 PROMPTS = ("prompt", "token_ids", "messages")
-
-
-def one_of(names: Sequence[str]) -> dict[str, Any]:
-    """The JSON schema of an object that has exactly one of these fields, null being absent."""
-    return {
-        "oneOf": [
-            {"required": [name], "properties": {name: {"not": {"type": "null"}}}} for name in names
-        ]
-    }
 
 
 class ItemFields(Strict):

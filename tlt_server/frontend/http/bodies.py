@@ -26,7 +26,7 @@ Cut = TypeVar("Cut", dict[str, Raw], list[Raw])
 
 
 async def read_object(body: bytes, field: str) -> dict[str, Any]:
-    """The JSON object in a body; `field` is the one that the message asks for."""
+    """Return the JSON object in a body. `field` is a field that it needs, which the error names."""
     try:
         content = await decoded(body)
     except ValueError as error:

@@ -26,11 +26,17 @@ from tlt_server.frontend.generation.requests import (
     SharedSampling,
     ShortName,
     TokenIds,
-    one_of,
 )
 from tlt_server.frontend.generation.validation import Words
 from tlt_server.frontend.http.bodies import read_object
-from tlt_server.frontend.http.fields import Model, Tolerant, checked, null_is_absent, without_nulls
+from tlt_server.frontend.http.fields import (
+    Model,
+    Tolerant,
+    checked,
+    null_is_absent,
+    one_of,
+    without_nulls,
+)
 
 COMPLETION = Words("prompt", "prompt[{i}]", "", "")
 CHAT = Words("messages", "messages", "", "")

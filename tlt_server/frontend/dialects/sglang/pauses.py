@@ -11,14 +11,14 @@ from tlt_server.errors import Conflict, Forbidden, InvalidRequest, StorageFailed
 from tlt_server.frontend.dialects.replies.errors import GONE
 from tlt_server.frontend.dialects.sglang.replies import Acknowledged
 from tlt_server.frontend.dialects.sglang.requests import (
-    AbortFields,
     MemoryFields,
-    NoFields,
     PauseFields,
+    SglangAbort,
     read,
 )
 from tlt_server.frontend.http.auth import caller_of
 from tlt_server.frontend.http.endpoints import Routes
+from tlt_server.frontend.http.fields import AnyFields
 from tlt_server.frontend.http.replies import json_response
 from tlt_server.frontend.service import Service
 from tlt_server.records import InFlight, Memory
@@ -51,13 +51,13 @@ async def pause(service: Service, request: Request) -> Response:
     "/continue_generation",
     optional_body=True,
     needs="operate",
-    takes=NoFields,
+    takes=AnyFields,
     gives=Acknowledged,
     raises=GONE,
 )
 async def resume(service: Service, request: Request) -> Response:
     """Go on with what was paused or has waited."""
-    await read(NoFields, request)
+    await read(AnyFields, request)
     await service.engine.pauses.resume()
     return json_response(Acknowledged("Generation continued successfully."))
 
@@ -65,7 +65,7 @@ async def resume(service: Service, request: Request) -> Response:
 @ROUTES.post(
     "/abort_request",
     needs="data",
-    takes=AbortFields,
+    takes=SglangAbort,
     example={"abort_all": True},
     gives=Acknowledged,
     raises=(Forbidden, *GONE),
@@ -75,7 +75,7 @@ async def abort(service: Service, request: Request) -> Response:
     finish_reason.type "abort". Another key's request, and all of them, need operate.
     """
     service.engine.check_running()
-    asked = await read(AbortFields, request)
+    asked = await read(SglangAbort, request)
     if not asked.abort_all and not asked.rid:
         raise InvalidRequest(
             "rid is absent or empty and abort_all is false; name a request, or set abort_all"
@@ -88,7 +88,7 @@ async def abort(service: Service, request: Request) -> Response:
     "/flush_cache",
     optional_body=True,
     needs="operate",
-    takes=NoFields,
+    takes=AnyFields,
     gives=Acknowledged,
     raises=GONE,
 )
@@ -97,7 +97,7 @@ async def flush(service: Service, request: Request) -> Response:
     """Forget every cached prefix; 400 while sequences run, or are paused with their KV. Those
     that only wait have none.
     """
-    await read(NoFields, request)
+    await read(AnyFields, request)
     try:
         await service.engine.pauses.clear_cache(unless_held=True)
     except Conflict as busy:

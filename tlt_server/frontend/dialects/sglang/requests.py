@@ -22,7 +22,6 @@ from tlt_server.frontend.generation.requests import (
     SharedSampling,
     ShortName,
     TokenIds,
-    one_of,
 )
 from tlt_server.frontend.http.bodies import read_object
 from tlt_server.frontend.http.fields import (
@@ -31,6 +30,7 @@ from tlt_server.frontend.http.fields import (
     Tolerant,
     checked,
     null_is_absent,
+    one_of,
     shown,
     without_nulls,
 )
@@ -49,7 +49,7 @@ from tlt_server.frontend.weights.session import Selector, Version
 GROUP = "weight_update_group"  # where a trainer names none
 
 
-class SamplingParams(SharedSampling):
+class SglangSampling(SharedSampling):
     """`min_tokens` goes by `min_new_tokens` here."""
 
     model_config = ConfigDict(extra="ignore", json_schema_extra=null_is_absent)
@@ -99,7 +99,7 @@ class GenerateFields(Tolerant):
     input_ids: _one_or_several(TokenIds, _kind) | None = Field(  # type: ignore[valid-type]
         None, description="token ids, or several lists"
     )
-    sampling_params: SamplingParams = Field(SamplingParams(), description="how to sample")
+    sampling_params: SglangSampling = Field(SglangSampling(), description="how to sample")
     rid: ShortName | list[ShortName] | None = Field(
         None, description="names the request, or each prompt, for POST /abort_request"
     )
@@ -183,7 +183,7 @@ class PauseFields(NullIsAbsent):
     )
 
 
-class AbortFields(NullIsAbsent):
+class SglangAbort(NullIsAbsent):
     rid: Annotated[str, Field(max_length=256)] | None = Field(
         None, description="the name that the request was given; empty: none"
     )
@@ -192,10 +192,6 @@ class AbortFields(NullIsAbsent):
 
 class BeginFields(NullIsAbsent):
     selector: Selector = Field("target", description="whose weights are pushed")
-
-
-class NoFields(Tolerant):
-    """Nothing is read; a body may be left out."""
 
 
 class DiskFields(NullIsAbsent):
@@ -219,7 +215,7 @@ class DiskFields(NullIsAbsent):
     )
 
 
-class GroupFields(NullIsAbsent):
+class SglangGroup(NullIsAbsent):
     master_address: Address
     master_port: Port
     rank_offset: Rank = 1
@@ -260,10 +256,6 @@ class DistributedFields(NullIsAbsent):
     @property
     def packing(self) -> Packing:
         return Packing(packed=True, bucket_bytes=2**40) if self.load_format else Packing()
-
-
-class TensorFields(Tolerant):
-    """What is refused whatever it holds."""
 
 
 class MemoryFields(NullIsAbsent):

@@ -28,16 +28,14 @@ from tlt_server.frontend.dialects.sglang.requests import (
     BeginFields,
     DiskFields,
     DistributedFields,
-    GroupFields,
     LeaveFields,
-    NoFields,
     ReadFields,
-    TensorFields,
+    SglangGroup,
     read,
     read_content,
 )
 from tlt_server.frontend.http.endpoints import Parameter, Routes
-from tlt_server.frontend.http.fields import checked
+from tlt_server.frontend.http.fields import AnyFields, checked
 from tlt_server.frontend.http.replies import error_reply, json_response
 from tlt_server.frontend.service import Service
 from tlt_server.frontend.weights.broadcasts import described
@@ -68,12 +66,12 @@ async def begin(service: Service, request: Request) -> Response:
     optional_body=True,
     gives=Outcome,
     needs="push-weights",
-    takes=NoFields,
+    takes=AnyFields,
     raises=PUSHED,
 )
 async def end(service: Service, request: Request) -> Response:
     """Make what was pushed since the update was begun live, in one commit between two steps."""
-    await read(NoFields, request)
+    await read(AnyFields, request)
     report = await service.session.end()
     return json_response(Outcome(message="Weight update ended.", new_version=report.state.target))
 
@@ -114,7 +112,7 @@ async def from_disk(service: Service, request: Request) -> Response:
     "/init_weights_update_group",
     needs="push-weights",
     gives=Outcome,
-    takes=GroupFields,
+    takes=SglangGroup,
     raises=(Forbidden, Conflict, WeightsRefused, ChannelBroken, *GONE),
     example={
         "master_address": "127.0.0.1",
@@ -129,7 +127,7 @@ async def join(service: Service, request: Request) -> Response:
     """Join the trainer's process group, as the rank `rank_offset`. Answers once all ranks are
     there.
     """
-    asked = await read(GroupFields, request)
+    asked = await read(SglangGroup, request)
     await service.broadcasts.join(
         asked.group_name,
         asked.backend,
@@ -200,13 +198,13 @@ async def from_distributed(service: Service, request: Request) -> Response:
     optional_body=True,
     gives=Outcome,
     needs="push-weights",
-    takes=TensorFields,
+    takes=AnyFields,
     raises=(UnsafeChannel,),
 )
 async def from_tensor(service: Service, request: Request) -> Response:
     """Refused, always: what comes here is pickled, and to read it is to run it."""
     with service.session.pushing():
-        await read(TensorFields, request)
+        await read(AnyFields, request)
         raise UnsafeChannel(
             "update_weights_from_tensor carries pickled tensors, and reading a pickle runs what it says; write "
             "safetensors below the weight root and POST /update_weights_from_disk, or push with POST /update_weights"

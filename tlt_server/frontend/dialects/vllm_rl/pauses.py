@@ -12,12 +12,13 @@ from tlt_server.frontend.dialects.vllm_rl.replies import (
     IsSleeping,
     Paused,
     Succeeded,
-    Told,
+    VllmDone,
     fault,
 )
-from tlt_server.frontend.dialects.vllm_rl.requests import AbortFields, NoBody, read
+from tlt_server.frontend.dialects.vllm_rl.requests import VllmAbort, read
 from tlt_server.frontend.http.auth import caller_of
 from tlt_server.frontend.http.endpoints import Parameter, Routes
+from tlt_server.frontend.http.fields import AnyFields
 from tlt_server.frontend.http.queries import flag, word, words
 from tlt_server.frontend.http.replies import json_response
 from tlt_server.frontend.service import Service
@@ -55,7 +56,7 @@ TAG_LIST = Parameter(
     optional_body=True,
     needs="operate",
     parameters=(MODE, CLEAR_CACHE),
-    takes=NoBody,
+    takes=AnyFields,
     gives=Paused,
     raises=GONE,
 )
@@ -65,7 +66,7 @@ async def pause(service: Service, request: Request) -> Response:
     `abort` ends what runs with what it has, `wait` answers when it has ended; both refuse new
     requests with 503. `keep` freezes what runs with its KV, and new requests wait.
     """
-    await read(NoBody, request)
+    await read(AnyFields, request)
     mode = word(request, "mode", MODES, "abort")
     clear = flag(request, "clear_cache", default=True)
     await service.engine.pauses.pause(
@@ -75,11 +76,11 @@ async def pause(service: Service, request: Request) -> Response:
 
 
 @ROUTES.post(
-    "/resume", optional_body=True, needs="operate", takes=NoBody, gives=Paused, raises=GONE
+    "/resume", optional_body=True, needs="operate", takes=AnyFields, gives=Paused, raises=GONE
 )
 async def resume(service: Service, request: Request) -> Response:
     """Go on with what was frozen or has waited, and take new requests."""
-    await read(NoBody, request)
+    await read(AnyFields, request)
     await service.engine.pauses.resume()
     return json_response(Paused("resumed"))
 
@@ -94,8 +95,8 @@ async def is_paused(service: Service, request: Request) -> Response:
     "/abort_requests",
     optional_body=True,
     needs="data",
-    takes=AbortFields,
-    gives=Told,
+    takes=VllmAbort,
+    gives=VllmDone,
     raises=(Forbidden, *GONE),
 )
 async def abort_requests(service: Service, request: Request) -> Response:
@@ -103,10 +104,10 @@ async def abort_requests(service: Service, request: Request) -> Response:
     and all of them, need operate.
     """
     service.engine.check_running()
-    names = (await read(AbortFields, request)).request_ids
+    names = (await read(VllmAbort, request)).request_ids
     service.abort(names or None, caller_of(request))
     return json_response(
-        Told(f"aborted {'what was named and open' if names else 'all that was open'}")
+        VllmDone(f"aborted {'what was named and open' if names else 'all that was open'}")
     )
 
 
@@ -114,7 +115,7 @@ async def abort_requests(service: Service, request: Request) -> Response:
     "/reset_prefix_cache",
     optional_body=True,
     needs="operate",
-    takes=NoBody,
+    takes=AnyFields,
     gives=Succeeded,
     raises=GONE,
 )
@@ -122,7 +123,7 @@ async def reset_prefix_cache(service: Service, request: Request) -> Response:
     """Forget every cached prefix; what runs goes on with its own KV, which then serves nobody
     else.
     """
-    await read(NoBody, request)
+    await read(AnyFields, request)
     await service.engine.pauses.clear_cache(unless_held=False)
     return json_response(Succeeded())
 
@@ -132,7 +133,7 @@ async def reset_prefix_cache(service: Service, request: Request) -> Response:
     optional_body=True,
     needs="operate",
     parameters=(LEVEL, MODE),
-    takes=NoBody,
+    takes=AnyFields,
     gives=Succeeded,
     raises=(Conflict, StorageFailed, *GONE),
 )
@@ -143,7 +144,7 @@ async def sleep(service: Service, request: Request) -> Response:
     `abort` ends what runs, `wait` lets it end first, `keep` drops its KV: it goes on with the
     same tokens after POST /wake_up.
     """
-    await read(NoBody, request)
+    await read(AnyFields, request)
     level, mode = word(request, "level", LEVELS, "1"), word(request, "mode", MODES, "abort")
     await service.engine.pauses.sleep(LEVELS[level], "recompute" if mode == "keep" else MODES[mode])
     return json_response(Succeeded())
@@ -154,13 +155,13 @@ async def sleep(service: Service, request: Request) -> Response:
     optional_body=True,
     needs="operate",
     parameters=(TAG_LIST,),
-    takes=NoBody,
+    takes=AnyFields,
     gives=Succeeded,
     raises=GONE,
 )
 async def wake_up(service: Service, request: Request) -> Response:
     """Take memory again, weights bit for bit as they were; without tags all of it."""
-    await read(NoBody, request)
+    await read(AnyFields, request)
     asked = words(request, "tags", TAGS)
     await service.engine.pauses.wake([memory for tag in asked or TAGS for memory in TAGS[tag]])
     return json_response(Succeeded())

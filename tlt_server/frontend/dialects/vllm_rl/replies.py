@@ -38,7 +38,7 @@ class IsSleeping(Struct, frozen=True):
     is_sleeping: Annotated[bool, Meta(description="whether any memory is given back")]
 
 
-class Told(Struct, frozen=True):
+class VllmDone(Struct, frozen=True):
     message: Annotated[str, Meta(description="what was done")]
 
 

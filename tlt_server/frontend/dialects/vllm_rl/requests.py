@@ -27,7 +27,6 @@ from tlt_server.frontend.http.bodies import optional_object
 from tlt_server.frontend.http.fields import (
     Model,
     NullIsAbsent,
-    Tolerant,
     checked,
     null_is_absent,
     without_nulls,
@@ -35,7 +34,7 @@ from tlt_server.frontend.http.fields import (
 from tlt_server.frontend.weights.session import Version
 
 
-class SamplingParams(SharedSampling):
+class VllmSampling(SharedSampling):
     model_config = ConfigDict(extra="ignore", json_schema_extra=null_is_absent)
 
     n: Count = Field(1, description="choices")
@@ -63,7 +62,7 @@ class TokensRequest(NullIsAbsent):
     request_id: ShortName | None = Field(
         None, description="comes back, and names the request for POST /abort_requests"
     )
-    sampling_params: SamplingParams = Field(SamplingParams(), description="how to sample")
+    sampling_params: VllmSampling = Field(VllmSampling(), description="how to sample")
     model: str = Field("", description="served_model_name, or absent")
     cache_salt: Salt = Field(
         "", description="requests share cached prefixes only with those of the same salt"
@@ -101,7 +100,7 @@ class TokensRequest(NullIsAbsent):
         )
 
 
-class AbortFields(NullIsAbsent):
+class VllmAbort(NullIsAbsent):
     request_ids: list[ShortName] = Field(
         [], description="names that requests were given; empty: all that is open"
     )
@@ -131,10 +130,6 @@ class RpcFields(NullIsAbsent):  # type: ignore[no-redef]  # mypy's plugin has a 
 
 class VersionFields(NullIsAbsent):
     new_version: Version = Field(description="the name")
-
-
-class NoBody(Tolerant):
-    """Nothing is read of a body; what matters is in the query."""
 
 
 async def read(model: type[Model], request: Request) -> Model:

@@ -23,7 +23,7 @@ from tlt_server.frontend.dialects.replies.pushes import PushReply, outcome
 from tlt_server.frontend.dialects.vllm_rl.replies import (
     CheckReply,
     Results,
-    Told,
+    VllmDone,
     WeightInfo,
     WorldSize,
     fault,
@@ -59,7 +59,7 @@ async def world_size(service: Service, request: Request) -> Response:
     "/init_weight_transfer_engine",
     needs="push-weights",
     takes=InitFields,
-    gives=Told,
+    gives=VllmDone,
     raises=JOINS,
     example={
         "init_info": {
@@ -76,14 +76,14 @@ async def init_transfer(service: Service, request: Request) -> Response:
     there.
     """
     await service.transfer.join((await read(InitFields, request)).init_info)
-    return json_response(Told("Weight transfer initialized"))
+    return json_response(VllmDone("Weight transfer initialized"))
 
 
 @ROUTES.post(
     "/init_broadcaster",
     needs="push-weights",
     takes=BroadcasterFields,
-    gives=Told,
+    gives=VllmDone,
     raises=JOINS,
     example={
         "host": "127.0.0.1",
@@ -98,7 +98,7 @@ async def init_broadcaster(service: Service, request: Request) -> Response:
     once all ranks are there.
     """
     await service.transfer.join((await read(BroadcasterFields, request)).info())
-    return json_response(Told("Weight transfer initialized"))
+    return json_response(VllmDone("Weight transfer initialized"))
 
 
 @ROUTES.post(
@@ -106,7 +106,7 @@ async def init_broadcaster(service: Service, request: Request) -> Response:
     optional_body=True,
     needs="push-weights",
     takes=StartFields,
-    gives=Told,
+    gives=VllmDone,
     raises=(NotFound, Conflict, *GONE),
 )
 async def start(service: Service, request: Request) -> Response:
@@ -121,7 +121,7 @@ async def start(service: Service, request: Request) -> Response:
     optional_body=True,
     needs="push-weights",
     takes=StartFields,
-    gives=Told,
+    gives=VllmDone,
     raises=(NotFound, Conflict, *GONE),
 )
 async def start_draft(service: Service, request: Request) -> Response:
@@ -133,7 +133,7 @@ async def start_draft(service: Service, request: Request) -> Response:
 
 async def _start(service: Service, request: Request, selector: Selector) -> Response:
     await _begin(service, await read(StartFields, request), selector)
-    return json_response(Told("Weight update started"))
+    return json_response(VllmDone("Weight update started"))
 
 
 async def _begin(service: Service, asked: StartFields, selector: Selector) -> None:
@@ -193,7 +193,7 @@ async def collective_rpc(service: Service, request: Request) -> Response:
     needs="push-weights",
     takes=VersionFields,
     example={"new_version": "step-8"},
-    gives=Told,
+    gives=VllmDone,
     raises=(Conflict, PushFailed, *GONE),
 )
 async def rename(service: Service, request: Request) -> Response:
@@ -201,7 +201,7 @@ async def rename(service: Service, request: Request) -> Response:
     stays.
     """
     await service.session.rename((await read(VersionFields, request)).new_version)
-    return json_response(Told("Weight version updated"))
+    return json_response(VllmDone("Weight version updated"))
 
 
 @ROUTES.get("/weight_info", needs="any", gives=WeightInfo, raises=GONE)

@@ -28,14 +28,14 @@ from tlt_server.frontend.dialects.replies.pushes import PushReply, outcome
 from tlt_server.frontend.dialects.weights.manifests import group_of, manifest_of, without_null_forms
 from tlt_server.frontend.dialects.weights.parts import opened
 from tlt_server.frontend.dialects.weights.requests import (
-    AbortFields,
     DirectoryFields,
     ManifestFields,
-    NoFields,
+    PushAbort,
     RollbackFields,
 )
 from tlt_server.frontend.http.bodies import optional_object, read_optional
 from tlt_server.frontend.http.endpoints import Parameter, Routes
+from tlt_server.frontend.http.fields import NoFields
 from tlt_server.frontend.http.replies import json_response
 from tlt_server.frontend.service import Service
 from tlt_server.frontend.weights.session import Update, UpdateStatus, succeeded
@@ -193,7 +193,7 @@ async def commit(service: Service, request: Request) -> Response:
     optional_body=True,
     gives=PushReply,
     parameters=(VERSION,),
-    takes=AbortFields,
+    takes=PushAbort,
     raises=(Forbidden, NotFound, Conflict, *GONE),
 )
 async def abort(service: Service, request: Request) -> Response:
@@ -203,7 +203,7 @@ async def abort(service: Service, request: Request) -> Response:
     With upload_only a push that has begun goes on, whoever's it is: that is how a sender takes
     back what it has sent.
     """
-    asked = await read_optional(AbortFields, request)
+    asked = await read_optional(PushAbort, request)
     version = request.path_params["version"]
     if asked.upload_only:
         if not opened(service).forget(version):

@@ -156,13 +156,9 @@ class RollbackFields(Strict):
     ] = "continue"
 
 
-class AbortFields(Strict):
+class PushAbort(Strict):
     """A body may be left out."""
 
     upload_only: Annotated[
         bool, Field(description="end what has come by http and is not being pushed, and no push")
     ] = False
-
-
-class NoFields(Strict):
-    """Nothing; a body may be left out."""
