@@ -83,7 +83,7 @@ class _Table:
         return "open" if open_at_path else "any"
 
     def template(self, path: str) -> str:
-        """Return the route of a path, or "none": a bounded set, whatever path clients ask for."""
+        """Return the route of a path, or "none": the set is bounded, so it can label metrics."""
         return next((endpoint.path for endpoint in self.at(path)), "none")
 
 

@@ -1,9 +1,7 @@
-"""What is kept of a request: an id in its reply and in every log line about it, one access line,
-its place in the metrics.
+"""The record of a request: an id in its reply and its log lines, one access line, and metrics.
 
-An admin call that was accepted has a second line, `audit`. None of these holds anything that a
-client wrote into the body, the query or the headers, but for a well-formed X-Request-Id and the
-version of weights that were pushed.
+An accepted admin call also gets the line `audit`. No line or label holds what a client wrote in the
+body, the query or the headers, except a well-formed X-Request-Id and the version of pushed weights.
 """
 
 from __future__ import annotations
@@ -21,20 +19,19 @@ from tlt_server.metrics import Metrics
 
 HEADER = b"x-request-id"
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"})
-QUIET = frozenset(
-    {"/health", "/livez", "/readyz", "/startupz", "/metrics"}
-)  # probes and scrapes: asked every few seconds
-POLLED = frozenset({"/server_info", "/strategy"})  # likewise, by GETs of an open page
+# Probes and scrapes ask for these every few seconds, and an open page polls the others by GET.
+QUIET = frozenset({"/health", "/livez", "/readyz", "/startupz", "/metrics"})
+POLLED = frozenset({"/server_info", "/strategy"})
 _WELL_FORMED = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
 
 log = structlog.get_logger()
 
 
 class Access:
-    """Around the whole application, so that it also sees refusals and failures."""
+    """A wrapper of the whole application, so that it also sees refusals and failures."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics, template: Callable[[str], str]) -> None:
-        """`template(path)` is the path's route, one of a bounded set."""
+        """`template(path)` returns the route of a path, from a bounded set."""
         self._app, self._metrics, self._template = app, metrics, template
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -49,8 +46,8 @@ class Access:
             except Exception:
                 if not request.status:
                     raise
-                # else it has been answered and logged (`replies.unexpected`); a server that saw it
-                # would log its message
+                # Otherwise the error was answered and logged by `replies.unexpected`. Uvicorn would
+                # log its message, which may quote a prompt.
             finally:
                 self._keep(scope, request, time.perf_counter() - started)
 
@@ -60,9 +57,8 @@ class Access:
         self._metrics.http_requests.labels(method, route, str(status)).inc()
         self._metrics.http_s.labels(route).observe(seconds)
         quiet = route in QUIET or (method == "GET" and route in POLLED)
-        answered = 0 < status < 400 or (
-            route in QUIET and status == 503
-        )  # that is how a probe says no
+        probe_says_no = route in QUIET and status == 503
+        answered = 0 < status < 400 or probe_says_no
         write = (
             log.debug
             if quiet and answered
@@ -86,13 +82,13 @@ class Access:
 
 
 class _Request:
-    """One request as it passes: its id, what was received and sent."""
+    """One request as it passes, with its id and the bytes received and sent."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         asked = next((value for name, value in scope["headers"] if name == HEADER), b"")
         self.id = asked.decode() if _WELL_FORMED.fullmatch(asked) else secrets.token_hex(8)
-        self.received = self.sent = 0  # bytes of the bodies
-        self.status = 0  # of the reply; 0 when there was none
+        self.received = self.sent = 0  # body bytes
+        self.status = 0  # HTTP status; 0 without a reply
         self._receive, self._send = receive, send
 
     async def receive(self) -> Message:

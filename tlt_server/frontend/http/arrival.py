@@ -1,8 +1,8 @@
-"""For a transport that says path, query and body in one message: it is read behind authentication
-and limits, in front of the router.
+"""The arrival of a message that holds path, query and body at once, as gRPC's messages do.
 
-Until then its scope has the path's template. `ARRIVE` in the scope's state turns the message into
-what an HTTP request would have said.
+The message is read after authentication and limits and before the router; until then the scope has
+the template of the path. `ARRIVE` in the scope's state is the function that turns the message into
+the parts of an HTTP request.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from tlt_server.errors import TltError
 from tlt_server.frontend.http.limits import Refuse
 
 ARRIVE = "arrive"
-LARGE_BYTES = 2**16  # to be turned into JSON in a thread, so that no other request waits
+LARGE_BYTES = 2**16  # larger messages are converted in a thread, so that no other request waits
 
 
 class Arrived(NamedTuple):
+    """The parts of an HTTP request that a message holds."""
+
     method: str
     path: str
     query: str = ""
@@ -32,6 +34,8 @@ Arrive = Callable[[bytes], Arrived]
 
 
 class Arrival:
+    """Middleware that reads the message, if the transport brings one."""
+
     def __init__(self, app: ASGIApp, *, refuse: Refuse) -> None:
         self.app, self.refuse = app, refuse
 

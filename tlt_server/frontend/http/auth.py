@@ -1,9 +1,9 @@
-"""Who may call which route. A route says what it needs (`Endpoint.needs`); what has no route needs
-a key to be told so.
+"""Authentication: which caller may use which route.
 
-A server without keys is open to this machine's own programs, with all scopes: a web page that makes
-a browser call it shows in the headers Host (a name that resolves to this machine) or Origin (a page
-from elsewhere), and is refused.
+A route states what it needs (`Endpoint.needs`); a caller needs a key to learn that a path has no
+route. A server without keys serves the programs of this machine with all scopes. A web page that
+makes a browser call it is refused: the header Host or Origin then names a host that is not this
+machine.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from tlt_server.errors import Forbidden, TltError, Unauthenticated
 from tlt_server.frontend.http.keys import EVERYBODY, NOBODY, Caller, Needs, watched_keys
 from tlt_server.metrics import Metrics
 
-ADMITTED = "admitted"  # in the scope's state
+ADMITTED = "admitted"  # key in the scope's state
 
 
 class Admitted(NamedTuple):
-    """What is known of an admitted request."""
+    """The caller of an admitted request and what its route needs."""
 
     caller: Caller
     needs: Needs
 
 
 class Gate:
-    """The decision, whichever transport asks."""
+    """The decision whether a token is admitted, for every transport."""
 
     def __init__(self, config: Config, metrics: Metrics) -> None:
         self._keys, self._metrics = (
@@ -46,8 +46,9 @@ class Gate:
         return self._keys is not None
 
     def admit(self, token: str, needs: Needs) -> Caller:
-        """Whose token it is, or `Unauthenticated`, or `Forbidden` where that caller lacks the
-        scope. `token`: empty without one.
+        """Return the caller whose token this is; an empty token is no token.
+
+        Raise `Unauthenticated` if no key fits, `Forbidden` if the caller lacks the scope.
         """
         if needs == "open":
             return NOBODY
@@ -62,8 +63,9 @@ class Gate:
         if needs != "any" and not caller.may(needs):
             self.refused("scope")
             raise Forbidden(
-                f"the key {caller.name} has the scopes {', '.join(sorted(caller.scopes))}, and this needs {needs}; use another "
-                f"key, or have this one given scopes={','.join(sorted({*caller.scopes, needs}))}"
+                f"the key {caller.name} has the scopes {', '.join(sorted(caller.scopes))}, and "
+                f"this needs {needs}; use another key, or have this one given "
+                f"scopes={','.join(sorted({*caller.scopes, needs}))}"
             )
         return caller
 
@@ -72,7 +74,7 @@ class Gate:
 
 
 class Authentication:
-    """Lets through what the gate admits, and tells handlers who calls."""
+    """Middleware that lets through what the gate admits, and records the caller for handlers."""
 
     def __init__(
         self,
@@ -82,8 +84,8 @@ class Authentication:
         needs: Callable[[Scope], Needs],
         refuse: Callable[[str, TltError], ASGIApp],
     ) -> None:
-        """`needs(scope)`: of the route that will be taken. `refuse(path, error)` is the answer that
-        closes the connection.
+        """`needs(scope)` returns what the route of a request needs. `refuse(path, error)` returns
+        the reply that closes the connection.
         """
         self.app, self.gate, self.needs, self.refuse = app, gate, needs, refuse
 
@@ -101,9 +103,8 @@ class Authentication:
         else:
             scope.setdefault("state", {})[ADMITTED] = Admitted(caller, needs)
             if caller.name:
-                structlog.contextvars.bind_contextvars(
-                    key=caller.name
-                )  # in every line about this request
+                # Every log line about this request has the name.
+                structlog.contextvars.bind_contextvars(key=caller.name)
             await self.app(scope, receive, send)
 
     def _check_names(self, scope: Scope) -> None:
@@ -112,8 +113,8 @@ class Authentication:
             if value and not _is_own(value):
                 self.gate.refused("foreign_name")
                 raise Forbidden(
-                    f"the header {name} is {value[:100]!r}; a server without API keys answers to localhost only: "
-                    "call it by that name, or start it with --api-key-file"
+                    f"the header {name} is {value[:100]!r}; a server without API keys "
+                    "answers to localhost only: call it by that name, or start it with --api-key-file"
                 )
 
 
@@ -123,7 +124,7 @@ def caller_of(request: Request) -> Caller:
 
 
 def is_admin_call(scope: Scope) -> bool:
-    """Whether a request was admitted to change the weights or what the server does."""
+    """Tell whether a request was admitted to change the weights or the server's behaviour."""
     admitted: Admitted | None = scope.get("state", {}).get(ADMITTED)
     return (
         admitted is not None
@@ -133,7 +134,7 @@ def is_admin_call(scope: Scope) -> bool:
 
 
 def bearer(authorization: str) -> str:
-    """The token of an Authorization header; empty without one."""
+    """Return the token of an Authorization header, or an empty string."""
     kind, _, token = authorization.partition(" ")
     return token.strip() if kind.lower() == "bearer" else ""
 
@@ -143,7 +144,7 @@ def _header(scope: Scope, wanted: bytes) -> str:
 
 
 def _is_own(authority: str) -> bool:
-    """Whether a Host or Origin header names this machine by a loopback name or address."""
+    """Tell whether a Host or Origin header names this machine by a loopback name or address."""
     try:
         host = urlsplit(authority if "://" in authority else f"//{authority}").hostname
     except ValueError:

@@ -1,8 +1,9 @@
-"""JSON of a body, decoded a piece at a time: what decodes or validates holds the interpreter
-meanwhile, in a thread as well.
+"""The JSON of a body, decoded a piece at a time.
 
-A large object or list is first cut into its members, which takes a fraction of the time; the
-members are decoded one after another, and other requests have their turn in between."""
+Decoding and validation hold the interpreter, in a thread too. So a large object or list is first
+cut into its members, which takes a fraction of the time; the members are then decoded one by one,
+and other requests run in between.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +19,10 @@ from tlt_server.errors import InvalidRequest
 from tlt_server.frontend.http.fields import Model, checked, shown
 
 PIECE_BYTES = 2**18
-DEPTH = 4  # of what is cut: body, list of items, item, list of token ids
-MOST = (
-    2**16
-)  # fields of a large object, members of a large list but of numbers: as many items as a request may have, at the most
+DEPTH = 4  # levels that are cut: body, list of items, item, list of token ids
+# Limit on the fields of a large object and on the members of a large list that does not hold
+# numbers. No request may have more items.
+MAX_MEMBERS = 2**16
 Cut = TypeVar("Cut", dict[str, Raw], list[Raw])
 
 
@@ -52,8 +53,8 @@ async def read_optional(model: type[Model], request: Request) -> Model:
 
 
 async def decoded(body: bytes) -> Any:
-    """`ValueError` when it is not JSON, `InvalidRequest` when an object has too many fields or a
-    list too many members.
+    """Return the decoded body. `ValueError`: it is not JSON. `InvalidRequest`: an object has too
+    many fields, or a list too many members.
     """
     if len(body) <= PIECE_BYTES:
         return from_json(body, allow_inf_nan=False)
@@ -64,7 +65,7 @@ async def decoded(body: bytes) -> Any:
 
 class _Decoding:
     def __init__(self) -> None:
-        self._bytes = 0  # since others had their turn
+        self._bytes = 0  # decoded since other requests last ran
 
     async def value(self, data: bytes, depth: int) -> Any:
         if len(data) <= PIECE_BYTES or depth == 0:
@@ -76,11 +77,8 @@ class _Decoding:
             return {
                 name: await self.value(bytes(field), depth - 1) for name, field in fields.items()
             }
-        if data[:1] == b"[" and data[1:256].lstrip()[:1] in (
-            b"{",
-            b"[",
-            b'"',
-        ):  # not where numbers stand
+        holds_no_numbers = data[1:256].lstrip()[:1] in (b"{", b"[", b'"')
+        if data[:1] == b"[" and holds_no_numbers:
             members = _cut(data, list[Raw])
             await asyncio.sleep(0)
             return [await self.value(bytes(member), depth - 1) for member in members]
@@ -99,13 +97,14 @@ def _cut(data: bytes, kind: type[Cut]) -> Cut:
         members = msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise ValueError(str(error)) from None
-    if len(members) > MOST:
+    if len(members) > MAX_MEMBERS:
         what = (
             "an object in the body has {} fields"
             if kind == dict[str, Raw]
             else "a list in the body has {} members"
         )
         raise InvalidRequest(
-            f"{what.format(len(members))}; the limit is {MOST}: leave out what is not asked for, or send several requests"
+            f"{what.format(len(members))}; the limit is {MAX_MEMBERS}: leave out what is not asked "
+            "for, or send several requests"
         )
     return members

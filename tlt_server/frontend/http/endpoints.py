@@ -1,7 +1,7 @@
 """A route and what it says about itself, declared as a decorator above its handler.
 
-Handlers parse with `takes` and encode `gives`, so `openapi.document` describes the types that are in
-use. Its words are the handlers' docstrings and the descriptions of the fields.
+Handlers parse with `takes` and encode `gives`, so `openapi.document` describes the types in use.
+Its sentences are the handlers' docstrings and the descriptions of the fields.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class About(TypedDict, total=False):
     gives: Any  # msgspec type of the reply, or `str` for a text
     text: str  # media type of a reply that is a text
     gives_instead: tuple[Any, ...]  # further types of the reply
-    gives_also_at: tuple[int, ...]  # statuses besides 200 that have the reply
+    gives_also_at: tuple[int, ...]  # further statuses that have the reply; 200 always has it
     others: Mapping[int, Any]  # status -> type of another reply
     headers: Mapping[str, str]  # name -> sentence, of headers that a reply may have
     streams: tuple[tuple[str, Any], ...]  # name and type of the server-sent events

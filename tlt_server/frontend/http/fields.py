@@ -1,4 +1,5 @@
-"""Fields of a JSON object, checked by a pydantic model, and errors that name the field that is wrong.
+"""Fields of a JSON object, checked by a pydantic model, and errors that name the field that is
+wrong.
 
 A native route takes a `Strict` model, which refuses unknown fields. A borrowed dialect takes
 `Tolerant` ones, because its clients send fields that have no meaning here.
@@ -82,8 +83,8 @@ def one_of(names: Sequence[str]) -> dict[str, Any]:
 
 
 def checked(model: type[Model], content: Any, within: str = "") -> Model:
-    """Return the model's object, or raise `InvalidRequest`, whose message begins with the field that
-    is wrong. `within` is the path of `content` in the body.
+    """Return the model's object, or raise `InvalidRequest`, whose message begins with the field
+    that is wrong. `within` is the path of `content` in the body.
     """
     try:
         return model.model_validate(content)

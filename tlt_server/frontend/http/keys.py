@@ -1,9 +1,9 @@
-"""API keys: who a caller is and what it may do. Kept as SHA-256 digests, compared in constant time;
-no transport in here.
+"""API keys: which caller a key stands for, and which scopes it has.
 
-A line of the file is `<key> [scopes=data,push-weights,operate] [name=NAME]`, the key plain or as
-`sha256:<hex>`. A key without scopes has all of them. The name owns what the key begins: during a
-rotation two lines bear one name.
+A line of the key file is `<key> [scopes=data,push-weights,operate] [name=NAME]`, with the key plain
+or as `sha256:<hex>`. A key without scopes has all of them. The name owns what the key starts, so
+during a rotation two lines have the same name. Keys are held as SHA-256 digests and compared in
+constant time. This module knows no transport.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ import structlog
 
 from tlt_server.config import Config, nearest
 from tlt_server.errors import StartupError
-from tlt_server.frontend.http.watched import Told, Watched
+from tlt_server.frontend.http.watched import OnRead, Watched
 
 KeyScope = Literal["data", "push-weights", "operate"]
-Needs = KeyScope | Literal["open", "any"]  # of a route: no key; any key; a key with this scope
+Needs = KeyScope | Literal["open", "any"]  # a key with this scope; no key; any key
 SCOPES: tuple[KeyScope, ...] = get_args(KeyScope)
 REMEDY = (
-    f"write behind each key what it may do, for example scopes=data; there are {', '.join(SCOPES)}"
+    f"write after each key what it may do, for example scopes=data; there are {', '.join(SCOPES)}"
 )
 
 log = structlog.get_logger()
 
 
 class Caller(NamedTuple):
-    """Who asks. What a request leaves behind (a rollout) belongs to the name."""
+    """The owner of a key. A rollout that a request starts belongs to the name."""
 
     name: str
     scopes: frozenset[KeyScope]
@@ -41,21 +41,25 @@ class Caller(NamedTuple):
         return scope in self.scopes
 
     def sees(self, owner: str) -> bool:
-        """Whether what `owner` began is this caller's to look at and to end."""
+        """Tell whether this caller may look at and end what `owner` started."""
         return owner == self.name or self.may("operate")
 
 
-EVERYBODY = Caller("", frozenset(SCOPES))  # of a server without keys
-NOBODY = Caller("", frozenset())  # on an open route
+EVERYBODY = Caller("", frozenset(SCOPES))  # any caller of a server without keys
+NOBODY = Caller("", frozenset())  # the caller of an open route, whose key is not checked
 
 
 class Key(NamedTuple):
+    """One line of the key file."""
+
     digest: bytes
     caller: Caller
     unscoped: bool  # its line names no scopes
 
 
 class Keys:
+    """All keys of a server."""
+
     def __init__(self, keys: Sequence[Key]) -> None:
         self._keys = keys
 
@@ -68,11 +72,11 @@ class Keys:
 
     @property
     def unscoped(self) -> list[str]:
-        """Names of those that have all scopes because their lines name none."""
+        """Names of the keys that have all scopes because their lines name none."""
         return [key.caller.name for key in self._keys if key.unscoped]
 
     def find(self, token: str) -> Caller | None:
-        """Whose key this is. Looks at all of them, whichever matches."""
+        """Return the caller whose key this is. Every key is compared, so the time tells nothing."""
         digest, found = hashlib.sha256(token.encode()).digest(), None
         for key in self._keys:
             if hmac.compare_digest(digest, key.digest):
@@ -80,8 +84,8 @@ class Keys:
         return found
 
 
-def watched_keys(config: Config, told: Told = lambda result: None) -> Watched[Keys] | None:
-    """The keys in force; None for a server without. Says in the log which of them have all scopes."""
+def watched_keys(config: Config, on_read: OnRead = lambda result: None) -> Watched[Keys] | None:
+    """Return the keys in force, or None for a server without keys. Log which have all scopes."""
 
     def read() -> Keys:
         keys = read_keys(config)
@@ -92,12 +96,12 @@ def watched_keys(config: Config, told: Told = lambda result: None) -> Watched[Ke
     if config.api_key_file is None and not config.api_key_variable:
         return None
     return Watched(
-        "api_keys", [config.api_key_file] if config.api_key_file is not None else [], read, told
+        "api_keys", [config.api_key_file] if config.api_key_file is not None else [], read, on_read
     )
 
 
 def read_keys(config: Config) -> Keys:
-    """The keys of the file and of the variable, or `StartupError`, which quotes no key."""
+    """Return the keys of the file and of the variable. `StartupError` quotes no key."""
     keys: list[Key] = []
     for source, text in _sources(config):
         found = [
@@ -110,7 +114,7 @@ def read_keys(config: Config) -> Keys:
         keys += found
     if len({key.digest for key in keys}) < len(keys):
         raise StartupError(
-            "one API key is given twice; keep the line with the scopes that it is to have"
+            "one API key is given twice; keep the line with the scopes that it should have"
         )
     return Keys(keys)
 
@@ -122,13 +126,14 @@ def _sources(config: Config) -> list[tuple[str, str]]:
             found.append((f"api_key_file {config.api_key_file}", config.api_key_file.read_text()))
         except (OSError, UnicodeDecodeError) as error:
             raise StartupError(
-                f"cannot read api_key_file {config.api_key_file}: {type(error).__name__}; name a text file with one key "
-                "per line"
+                f"cannot read api_key_file {config.api_key_file}: {type(error).__name__}; name a "
+                "text file with one key per line"
             ) from None
     if config.api_key_variable:
         if config.api_key_variable not in os.environ:
             raise StartupError(
-                f"api_key_variable is {config.api_key_variable!r}, which is not set; put the keys there, one per line"
+                f"api_key_variable is {config.api_key_variable!r}, which is not set; put the keys "
+                "there, one per line"
             )
         found.append(
             (f"the variable {config.api_key_variable}", os.environ[config.api_key_variable])
@@ -142,15 +147,16 @@ def _key(words: list[str], where: str) -> Key:
         field, _, value = word.partition("=")
         if field not in ("scopes", "name") or not value or field in fields:
             raise StartupError(
-                f"{where} has something behind the key that is not one scopes=... or one name=...; write "
-                "<key> scopes=data,push-weights name=trainer, and no spaces within these"
+                f"{where} has something after the key that is not one scopes=... or one name=...; "
+                "write <key> scopes=data,push-weights name=trainer, and no spaces within these"
             )
         fields[field] = value
     digest = _digest(secret, where)
     name = fields.get("name", f"sha256:{digest.hex()[:16]}")
     if "name" in fields and not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", name):
         raise StartupError(
-            f"{where} names the key {name[:80]!r}; a name has 1 to 64 letters, digits, dots, dashes and underscores"
+            f"{where} names the key {name[:80]!r}; a name has 1 to 64 letters, digits, dots, "
+            "dashes and underscores"
         )
     return Key(
         digest,
@@ -163,13 +169,14 @@ def _digest(secret: str, where: str) -> bytes:
     if secret.startswith("sha256:"):
         if not re.fullmatch(r"sha256:[0-9a-fA-F]{64}", secret):
             raise StartupError(
-                f"{where} begins with sha256: and goes on with something else than 64 hex digits; give the SHA-256 of the "
-                "key, as printf %s KEY | sha256sum prints it"
+                f"{where} begins with sha256: but does not go on with 64 hex digits; give the "
+                "SHA-256 of the key, as printf %s KEY | sha256sum prints it"
             )
         return bytes.fromhex(secret.removeprefix("sha256:"))
     if not re.fullmatch(r"[!-~]+", secret):
         raise StartupError(
-            f"the key in {where} has characters that no header can carry; use letters, digits and punctuation of ASCII"
+            f"the key in {where} has characters that no header can carry; use letters, digits and "
+            "punctuation of ASCII"
         )
     return hashlib.sha256(secret.encode()).digest()
 
@@ -179,6 +186,7 @@ def _scopes(text: str, where: str) -> frozenset[KeyScope]:
     for scope in asked:
         if scope not in SCOPES:
             raise StartupError(
-                f"{where} has the scope {scope[:80]!r}; known are {', '.join(SCOPES)}{nearest(scope, SCOPES)}"
+                f"{where} has the scope {scope[:80]!r}; known are {', '.join(SCOPES)}"
+                f"{nearest(scope, SCOPES)}"
             )
     return frozenset(scope for scope in SCOPES if scope in asked)

@@ -1,7 +1,8 @@
-"""Finite by default, whatever the path: how many connections there are, how large a body is, how
-slow its sender may be.
+"""Limits that hold on every path: how many connections are open, how large a body is, and how
+slowly it may come.
 
-Both wrap the app; what no application sees (headers, replies left unread) is bounded in `protocol`.
+Both limits are middleware. `protocol` bounds what no application sees: headers, and replies that
+are left unread.
 """
 
 from __future__ import annotations
@@ -14,15 +15,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tlt_server.errors import InvalidRequest, RequestTimeout, TltError, TooLarge, Unavailable
 
-Refuse = Callable[[str, TltError], ASGIApp]  # the answer in the shape of the path
-CONNECTIONS = "connections"  # in the scope's state: how many there were when this one was made, itself included
+Refuse = Callable[[str, TltError], ASGIApp]  # (path, error) -> reply in the shape of the path
+# Key in the scope's state: how many connections were open when this one was made, itself included.
+CONNECTIONS = "connections"
 
 DISCARD_S = 1.0
 
 
 class Reading:
-    """The waits for what is still to come of bodies. Once `close` is called there is none: each
-    ends with `Unavailable`.
+    """The waits for bodies that are not complete. `close` ends every wait, now and later, with
+    `Unavailable`.
     """
 
     def __init__(self) -> None:
@@ -31,7 +33,7 @@ class Reading:
 
     @contextlib.asynccontextmanager
     async def until(self, deadline: float) -> AsyncIterator[None]:
-        """Around a wait; `TimeoutError` where it takes longer."""
+        """Bound a wait, in the time of the loop; raise `TimeoutError` if it takes longer."""
         wait = asyncio.timeout_at(deadline if not self.closed else 0.0)
         self._waits.add(wait)
         try:
@@ -40,8 +42,8 @@ class Reading:
         except TimeoutError:
             if self.closed:
                 raise Unavailable(
-                    "the server is shutting down and reads no more of the body; send the request to another replica, or "
-                    "later",
+                    "the server is shutting down and reads no more of the body; send the request "
+                    "to another replica, or later",
                     retry_after_s=5,
                 ) from None
             raise
@@ -56,7 +58,7 @@ class Reading:
 
 
 class ConnectionLimit:
-    """Answers requests on connections above the limit with 503, and closes these."""
+    """Middleware that answers on connections above the limit with 503, and closes them."""
 
     def __init__(self, app: ASGIApp, *, max_connections: int, refuse: Refuse) -> None:
         self.app, self.max_connections, self.refuse = app, max_connections, refuse
@@ -65,8 +67,8 @@ class ConnectionLimit:
         connections = scope.get("state", {}).get(CONNECTIONS, 0)
         if connections > self.max_connections:
             error = Unavailable(
-                f"{connections} connections are open; the limit is {self.max_connections} (max_connections): use "
-                "connections again, or fewer at once",
+                f"{connections} connections are open; the limit is {self.max_connections} "
+                "(max_connections): use connections again, or fewer at once",
                 retry_after_s=1,
             )
             await self.refuse(scope["path"], error)(scope, receive, send)
@@ -75,9 +77,9 @@ class ConnectionLimit:
 
 
 class BodyLimits:
-    """Refuses a body before it is all here: 413 when it is too large, 408 when it is too slow. The
-    reply goes out at once; then the connection is closed, once a bounded part of what is left of
-    the body was thrown away.
+    """Middleware that refuses a body before it is complete: 413 if it is too large, 408 if it is
+    too slow. The reply is sent at once. Then a bounded part of the rest is discarded and the
+    connection is closed.
     """
 
     def __init__(
@@ -153,8 +155,8 @@ class _Body:
                 message = await self._receive()
         except TimeoutError:
             raise RequestTimeout(
-                f"the body did not arrive within {self._timeout_s:g} s (body_timeout_s); send it faster, "
-                "or in smaller requests"
+                f"the body did not arrive within {self._timeout_s:g} s (body_timeout_s); send "
+                "it faster, or in smaller requests"
             ) from None
         if message["type"] == "http.request":
             self._bytes += len(message.get("body", b""))
@@ -165,8 +167,10 @@ class _Body:
         return message
 
     async def discard(self) -> None:
-        """Take what still comes, for a moment and up to twice the limit in all: a connection that
-        is closed with bytes unread is reset, and the reset may overtake the reply.
+        """Discard what still comes, for `DISCARD_S` and up to twice the limit in all.
+
+        A connection that is closed with bytes unread is reset, and the reset may overtake the
+        reply.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DISCARD_S):

@@ -1,9 +1,8 @@
-"""Log lines: one stream, one format for our lines and the libraries'. No line holds a prompt, a
-completion or a key.
+"""Log lines: one stream and one format for our lines and those of the libraries.
 
-Ours name what they hold. Libraries may quote what they were given, so of theirs only warnings and
-errors are written, and of an exception, anywhere, its type and the places it passed, never its
-message.
+No line holds a prompt, a completion or a key. Our lines name what they hold. Libraries may quote
+their input, so only their warnings and errors are written. Any exception is written as its type and
+the places it passed, never with its message.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def write_logs(
 
 
 def without_message(logger: Any, method: str, event: EventDict) -> EventDict:
-    """In place of an exception: its type and where it passed."""
+    """Replace an exception by its type and the places it passed."""
     caught = event.pop("exc_info", None)
     error = (
         caught[1] if isinstance(caught, tuple) else sys.exc_info()[1] if caught is True else caught
@@ -69,7 +68,7 @@ def without_message(logger: Any, method: str, event: EventDict) -> EventDict:
 
 
 def frames(error: BaseException) -> list[str]:
-    """File, line and function of each place an exception passed, outermost first."""
+    """Return file, line and function of each place an exception passed, outermost first."""
     return [
         f"{frame.filename}:{frame.lineno} {frame.name}"
         for frame in traceback.extract_tb(error.__traceback__)
@@ -77,7 +76,7 @@ def frames(error: BaseException) -> list[str]:
 
 
 def left_behind(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """The loop's handler of exceptions that nobody awaited; its own would print their messages."""
+    """Log an exception that no task awaited. The loop's own handler would print its message."""
     error = context.get("exception")
     log.error(
         "left_behind", what=context["message"], **({"exc_info": error} if error is not None else {})

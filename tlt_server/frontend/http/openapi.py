@@ -1,9 +1,9 @@
-"""The OpenAPI document of the routes that are served: paths from the endpoints, words from
+"""The OpenAPI document of the routes that are served: paths from the endpoints, sentences from
 docstrings, schemas from the types in use.
 
-Requests are pydantic models, replies and errors msgspec structs; each library describes its own.
-Every status that a route gives is listed: its reply, its own errors, and those that stand in front
-of every route (keys, size and time of a body).
+Requests are pydantic models, replies and errors are msgspec structs, and each library describes its
+own. Every status of a route is listed: its reply, its own errors, and the errors that middleware
+raises before any route (keys, size and time of a body).
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from tlt_server.frontend.http.endpoints import Endpoint
 
 REF = "#/components/schemas/{}"
 ABOUT = (
-    "Exact, adaptive speculative rollouts. Every refusal is a typed error that names the value, the limit and the remedy. Schemas "
-    "say what is right whatever the server; the limits of this one, and the size of its vocabulary, are at /server_info."
+    "Exact, adaptive speculative rollouts. Every refusal is a typed error that names the value, "
+    "the limit and the remedy. Schemas tell what is valid on every server; the limits of this "
+    "server, and the size of its vocabulary, are at /server_info."
 )
-HEADERS: dict[
-    type[TltError], tuple[str, str, str]
-] = {  # error -> a header that its reply has, the header's type and sentence
+# Error -> a header that its reply has, with the header's type and sentence.
+HEADERS: dict[type[TltError], tuple[str, str, str]] = {
     Unauthenticated: ("WWW-Authenticate", "string", "Bearer"),
     **dict.fromkeys(
         (QueueFull, Overloaded, QueueTimeout, Unavailable),
@@ -54,7 +54,7 @@ REQUEST_ID = (
 
 
 def document(dialects: Mapping[str, Iterable[Endpoint]], *, keyed: bool) -> dict[str, Any]:
-    """`dialects`: name -> its endpoints. `keyed`: whether requests need an API key."""
+    """Describe the endpoints of each dialect. `keyed` tells whether requests need an API key."""
     endpoints = [(name, endpoint) for name, group in dialects.items() for endpoint in group]
     takes, components = _requests(endpoint for _, endpoint in endpoints)
     gives, replies = _replies(endpoint for _, endpoint in endpoints)
@@ -152,7 +152,7 @@ def _parameters(endpoint: Endpoint) -> Iterator[dict[str, Any]]:
 
 
 def _responses(endpoint: Endpoint, gives: dict[Any, Any], keyed: bool) -> dict[str, Any]:
-    """By status: the reply, and the errors that have it."""
+    """Describe each status: the reply, and the errors that have it."""
     errors: dict[int, list[type[TltError]]] = {}
     for error in dict.fromkeys((*endpoint.raises, *_in_front(endpoint, keyed))):
         errors.setdefault(error.http_status, []).append(error)
@@ -172,7 +172,7 @@ def _responses(endpoint: Endpoint, gives: dict[Any, Any], keyed: bool) -> dict[s
 
 
 def _in_front(endpoint: Endpoint, keyed: bool) -> Iterator[type[TltError]]:
-    """What can be refused before a handler is called, or while it reads the body."""
+    """Yield the errors that are raised before a handler is called, or while it reads the body."""
     yield Unavailable  # too many connections
     if endpoint.needs != "open" and keyed:
         yield Unauthenticated
@@ -206,7 +206,7 @@ def _response(
 
 
 def _headers(endpoint: Endpoint, errors: list[type[TltError]], *, replies: bool) -> dict[str, Any]:
-    """Those that every reply has, the endpoint's own, and those of the errors."""
+    """Describe the headers that every reply has, the endpoint's own, and those of the errors."""
     own = (
         [(name, "string", sentence) for name, sentence in endpoint.headers.items()]
         if replies
@@ -223,9 +223,7 @@ def _headers(endpoint: Endpoint, errors: list[type[TltError]], *, replies: bool)
 
 
 def _event_stream(endpoint: Endpoint, gives: dict[Any, Any]) -> dict[str, Any]:
-    """The schema is that of one event, as tools for OpenAPI 3.1 take it; 3.2 would call it
-    `itemSchema`.
-    """
+    """Describe one event, which tools for OpenAPI 3.1 expect; 3.2 would call it `itemSchema`."""
     events = [
         {
             "type": "object",
@@ -238,7 +236,7 @@ def _event_stream(endpoint: Endpoint, gives: dict[Any, Any]) -> dict[str, Any]:
 
 
 def _event_data(schema: dict[str, Any]) -> dict[str, Any]:
-    """A type that is a constant stands for itself, everything else for JSON."""
+    """Describe the data of an event: a constant is itself, anything else is JSON."""
     return (
         schema
         if "enum" in schema

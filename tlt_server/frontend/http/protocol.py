@@ -1,9 +1,9 @@
 """Uvicorn's HTTP protocol with bounds on what no application sees: headers that are late or large,
-replies that are not read.
+and replies that are not read.
 
-The end of the client's sending side is how it is seen to leave: a client keeps that side open until
-it has its reply. What it sends behind a request that still runs is dropped unread and the
-connection closes after the reply, so that its leaving is always seen.
+A client keeps its sending side open until it has its reply, so the end of that side shows that it
+has left. To see this always, bytes that follow a request that still runs are dropped unread, and
+the connection closes after the reply.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tlt_server.frontend.http.replies import error_reply
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """Made by `bounded_protocol`; one per connection."""
+    """One connection. `bounded_protocol` makes the class with the settings of the server."""
 
     max_header_bytes = 32 * 1024
     header_timeout_s = 10.0
@@ -29,7 +29,7 @@ class BoundedProtocol(HttpToolsProtocol):
     _unread_check: asyncio.TimerHandle | None = None
     _in_headers = True
     _header_bytes = 0
-    _pipelined = False  # more came behind a request that still runs
+    _pipelined = False  # bytes followed a request that still runs
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -53,15 +53,15 @@ class BoundedProtocol(HttpToolsProtocol):
             and not self.transport.is_closing()
         ):
             self._refuse(
-                f"the headers are over the limit of {self.max_header_bytes} bytes (max_header_kb): send fewer or shorter ones"
+                f"the headers are over the limit of {self.max_header_bytes} bytes (max_header_kb): "
+                "send fewer or shorter ones"
             )
 
     def on_message_begin(self) -> None:
         if self.cycle is not None and not self.cycle.response_complete:
             self._pipelined = True
-            self.cycle.keep_alive = (
-                False  # which also puts `Connection: close` into a reply that has not begun
-            )
+            # This also puts `Connection: close` into a reply that has not started.
+            self.cycle.keep_alive = False
             raise _Pipelined
         if not self._in_headers:
             self._await_headers()
@@ -74,11 +74,11 @@ class BoundedProtocol(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         if not self._pipelined:  # the connection belongs to the reply of the running request
             self._refuse(
-                "what came is not an HTTP/1.1 request; check its request line, headers and body framing"
+                "this is not an HTTP/1.1 request; check its request line, headers and body framing"
             )
 
     def _refuse(self, message: str) -> None:
-        """The answer to what no application can see."""
+        """Answer a request that no application can see with 400, and close."""
         body = msgspec.json.encode(error_reply(InvalidRequest(message)))
         self.transport.write(
             b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
@@ -105,8 +105,8 @@ class BoundedProtocol(HttpToolsProtocol):
             self._headers_due = None
 
     def _watch_reader(self, unread_bytes: int) -> None:
-        """Ask again after `send_timeout_s`: a client that took nothing in between is cut off, which
-        aborts its sequences.
+        """Check after `send_timeout_s` that the client has read something; otherwise cut it off,
+        which aborts its sequences.
         """
 
         def check() -> None:
@@ -125,7 +125,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 class _Pipelined(Exception):
-    """Stops the parser."""
+    """A signal that stops the parser."""
 
 
 def bounded_protocol(config: Config) -> type[BoundedProtocol]:

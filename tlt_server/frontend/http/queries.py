@@ -1,5 +1,5 @@
-"""What a client says in the query string: one of a few words, a list of them, a time. Unknown
-parameters are ignored.
+"""Parameters of the query string: a word, a list of words, a flag, a time. Unknown parameters are
+ignored.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def word(request: Request, name: str, known: Collection[str], default: str) -> s
 
 
 def words(request: Request, name: str, known: Collection[str]) -> list[str]:
-    """Each of them given once, or several in one, with commas; empty without the parameter."""
+    """Return the words given, in one parameter with commas or in several; empty without one."""
     values = [value for given in request.query_params.getlist(name) for value in given.split(",")]
     for value in values:
         if value not in known:
@@ -40,9 +40,7 @@ def words(request: Request, name: str, known: Collection[str]) -> list[str]:
 
 
 def flag(request: Request, name: str, *, default: bool) -> bool:
-    """As trainers' libraries write them, in whatever case: `True` of Python's requests, `true` of
-    JSON.
-    """
+    """Return a flag in any case, since trainers send `True` of Python as well as `true` of JSON."""
     text = request.query_params.get(name, str(default))
     value = FLAGS.get(text.lower())
     if value is None:
@@ -50,15 +48,16 @@ def flag(request: Request, name: str, *, default: bool) -> bool:
     return value
 
 
-def seconds(request: Request, name: str, most: float) -> float:
-    """0 without the parameter."""
+def seconds(request: Request, name: str, max_s: float) -> float:
+    """Return a time in seconds; 0 without the parameter."""
     text = request.query_params.get(name, "0")
     try:
         value = float(text)
     except ValueError:
         value = -1.0
-    if not 0 <= value <= most:
+    if not 0 <= value <= max_s:
         raise InvalidRequest(
-            f"{name} is {shown(text)}; it must be a number of seconds from 0 to {most:g}: wait again for more"
+            f"{name} is {shown(text)}; it must be a number of seconds from 0 to {max_s:g}: wait "
+            "again for more"
         )
     return value

@@ -1,7 +1,7 @@
-"""JSON replies, and errors as `{"error": ...}` with Retry-After where it helps.
+"""JSON replies, and errors as `{"error": ...}`, with Retry-After where sending again helps.
 
-`error_reply` is the shape of the body; a borrowed dialect has its own (see
-`endpoints.Endpoint.error_shape`).
+`error_reply` is the native shape of an error; a borrowed dialect has its own, which its routes name
+as `error_shape`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tlt_server.frontend.http.logs import frames
 log = structlog.get_logger()
 
 
-REFUSED = "refused"  # in the scope's state: the error that the reply tells
+REFUSED = "refused"  # key in the scope's state: the error of the reply
 
 
 def json_response(
@@ -35,7 +35,7 @@ def json_response(
 
 
 def _say_when(response: Response, retry_after_s: float | None) -> None:
-    """A reply that says that the same request may pass later (429, 503) always says when to try."""
+    """Add Retry-After to a reply with which the same request may pass later (429, 503)."""
     if retry_after_s is not None or response.status_code in (429, 503):
         response.headers["retry-after"] = str(max(1, math.ceil(retry_after_s or 0)))
 
@@ -55,8 +55,8 @@ def error_reply(error: TltError) -> Refusal:
 
 
 class ErrorResponse(Response):
-    """An error in the shape of its route. The error itself stays in the scope's state, for a
-    transport that phrases it anew.
+    """An error in the shape of its route. The scope's state keeps the error itself, for a transport
+    that has its own form of errors.
     """
 
     def __init__(
@@ -82,8 +82,8 @@ class ErrorResponse(Response):
 
 
 def unexpected(error: Exception) -> TltError:
-    """Log one of our own bugs and give the error to answer with. The exception's message is left
-    out: it may quote a prompt.
+    """Log a bug of ours and return the error to answer with. The exception's message is left out,
+    since it may quote a prompt.
     """
     log.error("unexpected_error", type=type(error).__name__, frames=frames(error))
     return TltError(f"unexpected {type(error).__name__} in the server; its log says where")

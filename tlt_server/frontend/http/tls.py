@@ -1,8 +1,7 @@
-"""TLS of the HTTP and the gRPC server, and with a client CA mutual TLS. Certificates are read again
-when their files change.
+"""TLS of the HTTP and the gRPC server, mutual with a client CA.
 
-Each new connection takes the newest certificate, by the callback that TLS has for choosing one;
-connections that are open go on with theirs.
+Certificates are read again when their files change. Each new connection takes the newest one, by
+the callback with which TLS chooses a certificate; open connections keep theirs.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ from typing import NamedTuple
 
 from tlt_server.config import Config
 from tlt_server.errors import StartupError
-from tlt_server.frontend.http.watched import Told, Watched
+from tlt_server.frontend.http.watched import OnRead, Watched
 
 
 class Certificates(NamedTuple):
-    """What the files hold: for HTTP as a context, for gRPC as PEM."""
+    """The content of the files: a context for HTTP, PEM for gRPC."""
 
     context: ssl.SSLContext
     chain: bytes
@@ -26,10 +25,10 @@ class Certificates(NamedTuple):
 
 
 def watched_certificates(
-    config: Config, told: Told = lambda result: None
+    config: Config, on_read: OnRead = lambda result: None
 ) -> Watched[Certificates] | None:
-    """The certificates in force; None for a server without. `StartupError` says which file cannot
-    be used.
+    """Return the certificates in force, or None for a server without TLS. `StartupError` names the
+    file that cannot be used.
     """
     cert, key, client_ca = config.tls_cert, config.tls_key, config.tls_client_ca
     if cert is None or key is None:
@@ -44,20 +43,19 @@ def watched_certificates(
         )
 
     return Watched(
-        "certificates", [file for file in (cert, key, client_ca) if file is not None], read, told
+        "certificates", [file for file in (cert, key, client_ca) if file is not None], read, on_read
     )
 
 
 def server_context(certificates: Watched[Certificates]) -> ssl.SSLContext:
-    """The context to listen with."""
+    """Return the context to listen with."""
     listening = certificates().context
 
     def choose(connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
         connection.context = certificates().context
 
-    listening.sni_callback = (
-        choose  # called for every handshake, also when the client names no server
-    )
+    # OpenSSL calls this in every handshake, also when the client names no server.
+    listening.sni_callback = choose
     return listening
 
 
@@ -69,8 +67,9 @@ def _context(cert: Path, key: Path, client_ca: Path | None) -> ssl.SSLContext:
         context.load_cert_chain(cert, key, password=lambda: "")
     except ssl.SSLError as error:
         raise StartupError(
-            f"tls_cert {cert} and tls_key {key} cannot be used together ({error.reason or error}); give the chain, the "
-            "server's certificate first, and its own key without a passphrase, both as PEM"
+            f"tls_cert {cert} and tls_key {key} cannot be used together ({error.reason or error}); "
+            "give the chain, the server's certificate first, and its own key without a passphrase, "
+            "both as PEM"
         ) from None
     if client_ca is not None:
         _usable("tls_client_ca", client_ca, "-----BEGIN CERTIFICATE-----")
@@ -78,14 +77,13 @@ def _context(cert: Path, key: Path, client_ca: Path | None) -> ssl.SSLContext:
             context.load_verify_locations(client_ca)
         except ssl.SSLError as error:
             raise StartupError(
-                f"tls_client_ca {client_ca} cannot be used ({error.reason or error}); give the certificates that sign "
-                "clients', as PEM"
+                f"tls_client_ca {client_ca} cannot be used ({error.reason or error}); give the "
+                "certificates that sign those of the clients, as PEM"
             ) from None
         context.verify_mode = ssl.CERT_REQUIRED
         context.minimum_version = ssl.TLSVersion.TLSv1_3
-        context.num_tickets = (
-            0  # a resumed session would not be verified again, whatever has become of the CA
-        )
+        # A resumed session would not be verified again after the CA has changed.
+        context.num_tickets = 0
     return context
 
 
@@ -94,9 +92,11 @@ def _usable(setting: str, file: Path, begins: str) -> None:
         text = file.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise StartupError(
-            f"cannot read {setting} {file}: {type(error).__name__}; name a PEM file that this user may read"
+            f"cannot read {setting} {file}: {type(error).__name__}; name a PEM file that this user "
+            "may read"
         ) from None
     if begins not in text:
         raise StartupError(
-            f"{setting} {file} holds no {begins.strip('-').removeprefix('BEGIN ').lower()}; name a PEM file that does"
+            f"{setting} {file} holds no {begins.strip('-').removeprefix('BEGIN ').lower()}; name a "
+            "PEM file that does"
         )

@@ -1,8 +1,9 @@
-"""What files hold, read again when they change: API keys and certificates are replaced without a
-restart.
+"""Files that are read again when they change, so that API keys and certificates can be replaced
+without a restart.
 
-Looked at when it is asked for, at most once a second, so there is no task that could die. A change
-that cannot be used is an error in the log, once; what the files held before stays in force.
+The files are looked at when their content is asked for, at most once a second, so there is no task
+that could die. A change that cannot be used is logged as an error, once, and the old content stays
+in force.
 """
 
 from __future__ import annotations
@@ -19,32 +20,29 @@ from tlt_server.errors import StartupError
 LOOK_S = 1.0
 
 Held = TypeVar("Held")
-Told = Callable[[Literal["read", "refused"]], None]
+OnRead = Callable[[Literal["read", "refused"]], None]
 log = structlog.get_logger()
 
 
 class Watched(Generic[Held]):
+    """The content of some files, as `read` returns it."""
+
     def __init__(
         self,
         name: str,
         files: Sequence[Path],
         read: Callable[[], Held],
-        told: Told = lambda result: None,
+        on_read: OnRead = lambda result: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`read` raises `StartupError` for what cannot be used; here, at the start, so does this.
-        `told` is for the metrics.
+        """`read` raises `StartupError` for content that cannot be used, and here, at the start, so
+        does this. `on_read` counts reads for the metrics.
         """
-        self._name, self._files, self._read, self._told, self._clock = (
-            name,
-            files,
-            read,
-            told,
-            clock,
-        )
+        self._name, self._files, self._read = name, files, read
+        self._on_read, self._clock = on_read, clock
         self._marks, self._looked_s = self._look(), clock()
         self._held = read()
-        told("read")
+        on_read("read")
 
     def __call__(self) -> Held:
         now = self._clock()
@@ -64,16 +62,17 @@ class Watched(Generic[Held]):
                 "file_refused",
                 what=self._name,
                 reason=error.message,
-                remedy="correct it; what it held before stays in force",
+                remedy="correct it; its old content stays in force",
             )
-            self._told("refused")
+            self._on_read("refused")
         else:
             log.info("file_read", what=self._name)
-            self._told("read")
+            self._on_read("read")
 
     def _look(self) -> list[tuple[int, ...]]:
-        """What differs when a file was written, replaced or removed. Taken before it is read: what
-        is written meanwhile shows next time.
+        """Return a mark of each file that differs once it was written, replaced or removed.
+
+        Marks are taken before the files are read, so a write in between shows next time.
         """
         found: list[tuple[int, ...]] = []
         for file in self._files:
